@@ -1,0 +1,116 @@
+"""The frozen settings of everything Tandem starts: one engine, one service.
+
+Built once by configs/load.py (from flags, a YAML file or a Ray Serve `args` mapping), then passed down; nothing here
+is computed from the machine or the model, and nothing is changed afterwards. None means "not given: decide from the
+model or the machine", never -1 or "". Values are checked where they are built; each error names the flag.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+DType = Literal["auto", "bfloat16", "float16", "float32"]
+Device = Literal["cpu", "cuda"]
+
+
+class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which checkpoint, and how it is read. `model` is a folder or a hub id; the launcher resolves it to a folder."""
+
+    model: str
+    served_model_name: tuple[str, ...] = ()
+    tokenizer: str | None = None
+    revision: str | None = None
+    dtype: DType = "auto"
+    max_model_len: int | None = None
+    load_format: Literal["safetensors", "dummy"] = "safetensors"
+    chat_template: str | None = None
+    trust_remote_code: bool = False
+    hf_overrides: dict[str, Any] = {}
+    seed: int = 0
+
+
+class ParallelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Ranks of one group (tensor x pipeline) and the number of groups."""
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+
+    @property
+    def ranks_per_group(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The paged KV cache of one rank. Sizes are bytes per rank; `num_blocks` overrides every size."""
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+
+
+class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one step may hold and what may wait. `max_itl_ms` bounds a step by its measured speed."""
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_num_queued_reqs: int = 1024
+    max_num_queued_tokens: int | None = None
+    max_itl_ms: float | None = None
+    async_scheduling: bool = True
+
+
+class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """None as device: cuda when torch sees one, else cpu. None as threads: cores // ranks on the node."""
+
+    device: Device | None = None
+    cpu_threads: int | None = None
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All that one group (coordinator and ranks) is built from."""
+
+    model: ModelSettings
+    parallel: ParallelSettings = ParallelSettings()
+    cache: CacheSettings = CacheSettings()
+    scheduler: SchedulerSettings = SchedulerSettings()
+    device: DeviceSettings = DeviceSettings()
+    step_log: str | None = None
+
+
+class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The HTTP side. Caps are the contract's; a cap that is exceeded is a 400 (413 for the body)."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    num_gateways: int = 1
+    max_body_bytes: int = 8 * 2**20
+    max_json_depth: int = 64
+    max_choices: int = 128
+    max_logprobs: int = 20
+    max_stop_strings: int = 4
+    max_stop_chars: int = 256
+    max_logit_bias: int = 300
+    max_tools: int = 128
+    max_messages: int = 2048
+    metrics_prefix: str = "tandem"
+
+
+class RedisSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """None as url: the launcher starts a private server on a unix socket and fills it in."""
+
+    url: str | None = None
+    timeout_ms: float = 50.0
+
+
+class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A whole service: engine settings shared by all groups, the gateway, Redis, and Serve's own deployment options."""
+
+    engine: EngineSettings
+    gateway: GatewaySettings = GatewaySettings()
+    redis: RedisSettings = RedisSettings()
+    autoscaling_config: dict[str, Any] | None = None
+    shutdown_timeout_s: float = 30.0

@@ -1,0 +1,45 @@
+"""The Protocol between an Engine and the ranks that run its plans. Torch-free; knows no transport.
+
+Three implementations: workers/inprocess_executor.py (one rank, same process), workers/local_executor.py (spawned
+processes), cluster/ray_executor.py (Ray actors). The last two share workers/rank/rank_worker.py and the handshake.
+"""
+
+from typing import Protocol
+
+import msgspec
+
+from workers.messages import StepPlan, StepResult
+
+
+class ExecutorReady(msgspec.Struct, frozen=True, kw_only=True):
+    """What the ranks turned out to be. num_blocks: KV blocks that every rank holds (the least of all ranks)."""
+
+    num_blocks: int
+    pipeline_parallel_size: int
+    device: str
+    dtype: str
+    threads: int
+    weight_bytes: int
+    block_bytes: int
+    load_s: float
+    rank_pids: tuple[int, ...] = ()
+
+
+class Executor(Protocol):
+    """Runs plans in order. Not thread-safe: start, submit, wait and close are called from the engine's one thread."""
+
+    def start(self) -> ExecutorReady:
+        """Builds the ranks, loads weights, allocates KV. SettingsError when that cannot work, GroupLost when a rank dies."""
+        ...
+
+    def submit(self, plan: StepPlan) -> None:
+        """Hands a plan to every rank; returns at once. Plans run in the order of submission."""
+        ...
+
+    def wait(self, timeout_s: float) -> StepResult | None:
+        """The next result in plan order, or None after timeout_s. GroupLost when a rank has died."""
+        ...
+
+    def close(self) -> None:
+        """Ends the ranks; idempotent; leaves no process behind."""
+        ...

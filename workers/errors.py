@@ -1,0 +1,49 @@
+"""Errors that cross from the engine to whoever asked: few, typed, each with the words the user will read.
+
+Raised by the engine, the text helpers and the executors; mapped to HTTP statuses in cluster/gateway/http_errors.py.
+Asserts are for our own invariants; these are for what users and the world do.
+"""
+
+
+class TandemError(Exception):
+    """Base of every error that Tandem raises on purpose."""
+
+
+class SettingsError(TandemError):
+    """A setting cannot be honoured. `flag` is what the user should change, and the message names its value."""
+
+    def __init__(self, message: str, flag: str | None = None) -> None:
+        super().__init__(message)
+        self.flag = flag
+
+
+class UnsupportedModelError(SettingsError):
+    """The checkpoint is of an architecture or a form that the registry has no row for."""
+
+
+class RequestRefused(TandemError):
+    """One request cannot be served. `code` is one of contracts' codes, `param` the field at fault, `status` its HTTP status."""
+
+    def __init__(self, message: str, *, code: str, status: int = 400, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.status = status
+        self.param = param
+
+
+class ContextLengthExceeded(RequestRefused):
+    """Prompt and wanted output do not fit the model's context or the KV pool."""
+
+    def __init__(self, message: str, param: str | None = "messages") -> None:
+        super().__init__(message, code="context_length_exceeded", param=param)
+
+
+class QueueFull(RequestRefused):
+    """The group's waiting queue is at its limit: come back later."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="slow_down", status=429)
+
+
+class GroupLost(TandemError):
+    """A rank or the coordinator of a group died; its unfinished requests must go to another group."""

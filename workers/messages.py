@@ -1,0 +1,277 @@
+"""Everything that crosses a process line: gateway <-> coordinator and coordinator <-> ranks.
+
+Frozen msgspec structs encoded as msgpack arrays (field order is the wire format: append only). Torch-free. Every
+result names what it answers. Token ids are plain ints; positions count a sequence's tokens from 0, output positions
+count generated tokens from 0.
+"""
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """How a request wants its tokens chosen; already validated, defaults resolved (seed always set by the gateway).
+
+    temperature 0 is greedy; top_k 0 and top_p 1 and min_p 0 are off. `logprobs` None: none; k: the chosen token's and
+    the k best. `stop` strings are watched by the gateway; ids (EOS included, unless ignore_eos) by the engine.
+    """
+
+    max_tokens: int
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+
+class ReplyTo(msgspec.Struct, frozen=True, array_like=True):
+    """Where token deltas go: the gateway's ZeroMQ endpoint and the nonce that names this life of the gateway."""
+
+    endpoint: str
+    nonce: str
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """One prompt, `sampling.n` choices. `resume_token_ids[i]` are tokens of choice i already delivered by another group."""
+
+    request_id: str
+    epoch: int = 0
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    adapter_digest: str | None = None
+    tenant: str = "default"
+    priority: int = 0
+    deadline_s: float | None = None
+    cache_salt: str = ""
+    resume_token_ids: list[list[int]] = []
+    trace_ids: dict[str, str] = {}
+    reply_to: ReplyTo | None = None
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log probabilities of one position: the chosen token's (natural log), and the best `top` as (token id, logprob)."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class Usage(msgspec.Struct, frozen=True, array_like=True):
+    """Billed counts of one request: prompt once, all choices' output, prompt tokens found in the cache."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+class TokenDelta(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """New tokens of one choice. `first_position` is the output position of token_ids[0]; the last delta has a reason.
+
+    `stop_reason` is the stop token id that ended it, None for EOS. `usage` comes with the request's last delta.
+    """
+
+    request_id: str
+    epoch: int
+    choice: int
+    first_position: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    usage: Usage | None = None
+    error: str | None = None
+
+
+class DeltaBatch(msgspec.Struct, frozen=True, array_like=True, tag="deltas"):
+    """All deltas of one step for one gateway: one message, numbered so that a gap is seen."""
+
+    sequence_number: int
+    nonce: str
+    deltas: list[TokenDelta]
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="abort"):
+    """Stop a request (or one choice). Tokens from `keep_positions` on are neither delivered nor billed; None keeps all."""
+
+    request_id: str
+    epoch: int
+    choice: int | None = None
+    keep_positions: int | None = None
+
+
+class Ended(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """The handle call's answer, once per request: output positions sent per choice, why each ended, and the bill.
+
+    `refused` carries (status, code, param, message) when the request never ran.
+    """
+
+    request_id: str
+    epoch: int
+    positions: list[int]
+    finish_reasons: list[FinishReason]
+    usage: Usage
+    refused: tuple[int, str, str | None, str] | None = None
+
+
+# ---- coordinator <-> ranks: one step ----------------------------------------------------------------------------
+
+
+class RowSampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """The part of SamplingParams that ranks need, per row. `eos_token_ids` are masked while fewer than min_tokens exist."""
+
+    temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    choice: int = 0
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+
+class RowInit(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Binds a row (a place in the ranks' tables) to a sequence; replaces whatever the row held.
+
+    token_ids: every token known so far (prompt, then output). The first num_computed of them have their KV in the
+    blocks that the first RowWork names. prompt_len: the original prompt, for penalties and min_tokens.
+    """
+
+    row: int
+    token_ids: list[int]
+    prompt_len: int
+    num_computed: int
+    sampling: RowSampling
+    adapter_slot: int | None = None
+
+
+class RowWork(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """One row's share of a step: compute the next num_tokens tokens.
+
+    The rank knows the row's computed count and derives positions. `samples`: the work reaches the last known token, so
+    one token is sampled. token_ids: tokens that the coordinator knows and this rank lacks (PP > 1: the ones sampled
+    earlier). new_block_ids are appended to the row's block table; replaced_blocks are (index, block id), after a
+    copy-on-write.
+    """
+
+    row: int
+    num_tokens: int
+    samples: bool
+    new_block_ids: list[int] = []
+    token_ids: list[int] = []
+    replaced_blocks: list[tuple[int, int]] = []
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="step"):
+    """What every rank does next. Order: free rows, bind new rows, extend tables, copy blocks, forward, sample.
+
+    work holds each row at most once. block_copies are (source, destination) block ids on the device.
+    """
+
+    step_id: int
+    work: list[RowWork]
+    new_rows: list[RowInit] = []
+    freed_rows: list[int] = []
+    block_copies: list[tuple[int, int]] = []
+
+
+class RowResult(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Answer to one RowWork with samples=True: accepted tokens (one, more with speculation), or why there is none."""
+
+    row: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+
+
+class StepResult(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="result"):
+    """Answer to a StepPlan: one RowResult per sampling RowWork, in the plan's order. Times in seconds, on the last stage."""
+
+    step_id: int
+    rows: list[RowResult]
+    device_s: float = 0.0
+    wait_s: float = 0.0
+
+
+# ---- coordinator <-> ranks: life cycle --------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """First frame from a rank: who it is. pid is for the log and for tests that kill it."""
+
+    rank: int
+    pid: int
+    host: str
+
+
+class RankSetup(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="setup"):
+    """To every rank: build your shard. `settings` is EngineSettings as msgpack; master_* is torch.distributed's rendezvous.
+
+    ranks_on_node: how many ranks share this rank's machine (threads and memory are divided by it).
+    """
+
+    settings: bytes
+    world_size: int
+    master_address: str
+    master_port: int
+    ranks_on_node: int
+
+
+class RankLoaded(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="loaded"):
+    """From a rank: weights are in memory. num_blocks is the most KV blocks this rank can hold."""
+
+    rank: int
+    num_blocks: int
+    weight_bytes: int
+    block_bytes: int
+    device: str
+    dtype: str
+    threads: int
+    load_s: float
+
+
+class AllocateKV(msgspec.Struct, frozen=True, array_like=True, tag="allocate"):
+    """To every rank: allocate this many KV blocks (the least that any rank can hold), warm up, and say Ready."""
+
+    num_blocks: int
+
+
+class RankReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    """From a rank: steps may come."""
+
+    rank: int
+
+
+class RankFailed(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="failed"):
+    """From a rank: it cannot go on. `flag` names the setting to change, when one would help."""
+
+    rank: int
+    message: str
+    flag: str | None = None
+
+
+class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
+    """To every rank: finish and exit with status 0."""
+
+
+ToRank = RankSetup | AllocateKV | StepPlan | Shutdown
+FromRank = Hello | RankLoaded | RankReady | RankFailed | StepResult
+ToGateway = DeltaBatch
+FromGateway = Abort
