@@ -4,25 +4,21 @@ Raised by the engine, the text helpers and the executors; mapped to HTTP statuse
 Asserts are for our own invariants; these are for what users and the world do.
 """
 
+from configs.errors import SettingsError, TandemError, UnsupportedModelError
 
-class TandemError(Exception):
-    """Base of every error that Tandem raises on purpose."""
-
-
-class SettingsError(TandemError):
-    """A setting cannot be honoured. `flag` is what the user should change, and the message names its value."""
-
-    def __init__(self, message: str, flag: str | None = None) -> None:
-        super().__init__(message)
-        self.flag = flag
-
-
-class UnsupportedModelError(SettingsError):
-    """The checkpoint is of an architecture or a form that the registry has no row for."""
+__all__ = [
+    "ContextLengthExceeded",
+    "GroupLost",
+    "QueueFull",
+    "RequestRefused",
+    "SettingsError",
+    "TandemError",
+    "UnsupportedModelError",
+]
 
 
 class RequestRefused(TandemError):
-    """One request cannot be served. `code` is one of contracts' codes, `param` the field at fault, `status` its HTTP status."""
+    """One request cannot be served: contracts' `code`, the `param` at fault, its HTTP `status`."""
 
     def __init__(self, message: str, *, code: str, status: int = 400, param: str | None = None) -> None:
         super().__init__(message)

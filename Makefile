@@ -1,0 +1,65 @@
+# Everything a newcomer or CI runs. Each goal sets up what it needs; nothing outside this folder is changed.
+# Python >= 3.11 with venv, make and git are all it asks of the machine.
+
+PYTHON ?= python3
+VENV   ?= .venv
+MODEL  ?= demo
+ARGS   ?=
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/pip --disable-pip-version-check --quiet
+RUNTIME := $(VENV)/.runtime-installed
+DEV     := $(VENV)/.dev-installed
+TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t0 )) s"
+
+.PHONY: install dev serve check format test bench bench-engine bench-serve bench-startup clean help
+
+help: ## show these goals
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
+
+install: $(RUNTIME) ## virtual environment with pinned dependencies
+
+dev: $(DEV)
+
+$(BIN)/python:
+	@echo "tandem: creating $(VENV)"; $(PYTHON) -m venv $(VENV)
+
+# torch goes first and alone: an unpinned torch in a later step would pull another build.
+$(RUNTIME): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "tandem: installing pinned dependencies into $(VENV) (once; about a minute with a warm package cache)"
+	@$(call TIMED,$(PIP) install -c constraints.txt torch && $(PIP) install -c constraints.txt -e .,installation)
+	@touch $@
+
+$(DEV): $(RUNTIME)
+	@$(call TIMED,$(PIP) install -c constraints.txt -e '.[dev]',installation of the development tools)
+	@touch $@
+
+serve: $(RUNTIME) ## serve MODEL (default: the bundled demo) on http://127.0.0.1:8000; ARGS="-tp 2 ..." are passed on
+	@exec $(BIN)/tandem serve "$(MODEL)" $(ARGS)
+
+check: $(DEV) ## format, lint, types on the torch-free half, import rules
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/architecture --durations=0
+
+format: $(DEV)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test: $(DEV) ## all tests; under 15 minutes on 2 cores
+	@$(call TIMED,$(BIN)/python -m pytest tests,make test)
+
+bench: bench-engine bench-serve ## every benchmark that compares; results under out/benchmarks
+
+bench-engine: $(DEV) ## offline throughput against the memory floor and transformers
+	$(BIN)/python -m benchmarks.throughput $(ARGS)
+
+bench-serve: $(DEV) ## the same workload over HTTP against offline, A-B-A-B
+	$(BIN)/python -m benchmarks.serve $(ARGS)
+
+bench-startup: $(DEV) ## seconds to the first answer, idle CPU and memory of all processes
+	$(BIN)/python -m benchmarks.startup $(ARGS)
+
+clean: ## remove what was built here (not the virtual environment)
+	rm -rf out build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

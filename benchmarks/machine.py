@@ -1,0 +1,90 @@
+"""What this machine can do at best, measured now: the denominators of every benchmark's "share of the floor"."""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+
+@dataclass(frozen=True)
+class MachineSpeed:
+    """Best rates seen in a short measurement with `threads` threads."""
+
+    threads: int
+    read_bytes_per_s: float
+    bf16_flop_per_s: float
+    fp32_flop_per_s: float
+
+
+def best_seconds(work: Callable[[], object], repeats: int = 7) -> float:
+    """The least time of `repeats` calls after one to warm up, in seconds."""
+    work()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def measure_machine(threads: int) -> MachineSpeed:
+    """Read bandwidth: the better of two products that stream a matrix once (256 MiB, over any cache)."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    rows, columns = 16384, 4096
+    matrix, vector = torch.randn(rows, columns), torch.randn(columns)
+    half, half_vector = matrix.bfloat16(), vector.bfloat16()
+    reads = (
+        matrix.numel() * 4 / best_seconds(lambda: torch.mv(matrix, vector)),
+        half.numel() * 2 / best_seconds(lambda: torch.nn.functional.linear(half_vector, half)),
+        matrix.numel() * 4 / best_seconds(lambda: matrix.sum()),
+        matrix.numel() * 4 / best_seconds(lambda: torch.dot(matrix.view(-1), matrix.view(-1))),
+    )
+    square = torch.randn(2048, 2048)
+    half_square = square.bfloat16()
+    flop = 2 * 2048**3
+    speed = MachineSpeed(
+        threads=threads,
+        read_bytes_per_s=max(reads),
+        bf16_flop_per_s=flop / best_seconds(lambda: half_square @ half_square),
+        fp32_flop_per_s=flop / best_seconds(lambda: square @ square),
+    )
+    torch.set_num_threads(before)
+    return speed
+
+
+class OtherCpu:
+    """Share of the machine that processes outside `pids` (and their children) took while the block ran, 0..1."""
+
+    def __init__(self) -> None:
+        self.share = 0.0
+
+    def __enter__(self) -> "OtherCpu":
+        self._start = (time.perf_counter(), _busy_s(), _family_cpu_s())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        wall, busy, ours = time.perf_counter(), _busy_s(), _family_cpu_s()
+        span = (wall - self._start[0]) * (os.cpu_count() or 1)
+        self.share = max(0.0, (busy - self._start[1]) - (ours - self._start[2])) / span
+
+
+def _busy_s() -> float:
+    times = psutil.cpu_times()
+    return float(times.user + times.system + times.nice)
+
+
+def _family_cpu_s() -> float:
+    """CPU seconds of this process and all its living descendants."""
+    total = 0.0
+    me = psutil.Process()
+    for process in (me, *me.children(recursive=True)):
+        try:
+            times = process.cpu_times()
+        except psutil.Error:
+            continue
+        total += times.user + times.system
+    return float(total)

@@ -1,0 +1,90 @@
+"""Random checkpoints of well-known shapes, for speed only (quality means nothing): made on first use, kept in out/.
+
+    python -m benchmarks.models qwen3-0.6b        # prints the folder
+
+Weights are bf16 (or --dtype), seeded; the tokenizer is made up so that every id decodes to text.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+OUT = Path(__file__).resolve().parents[1] / "out" / "models"
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+COMMON = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "tie_word_embeddings": True,
+}
+SHAPES: dict[str, dict[str, object]] = {
+    "qwen3-0.6b": {
+        **QWEN3, **COMMON, "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
+        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+    },
+    "llama-135m": {
+        **LLAMA, **COMMON, "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5, "rope_theta": 100000.0,
+    },
+}  # fmt: skip
+
+
+def model_folder(shape: str, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """The folder of the checkpoint of that shape, made now if it is not there yet."""
+    folder = OUT / f"{shape}-{str(dtype).removeprefix('torch.')}"
+    if not (folder / "model.safetensors").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {**SHAPES[shape], "torch_dtype": str(dtype).removeprefix("torch.")}
+        (folder / "config.json").write_text(json.dumps(config, indent=1))
+        _write_tokenizer(folder, int(str(config["vocab_size"])))
+        save_file(_weights(config, dtype), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _weights(config: dict[str, object], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Normal(0, 0.02) matrices and ones for norms, under transformers' names."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        keys = {k: v for k, v in config.items() if k not in ("architectures", "model_type")}
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(str(config["model_type"]), **keys))
+    generator = torch.Generator().manual_seed(0)
+    tied = {"lm_head.weight"} if config["tie_word_embeddings"] else set()
+    return {
+        name: torch.ones(p.shape, dtype=dtype)
+        if p.dim() == 1
+        else (torch.randn(p.shape, generator=generator) * 0.02).to(dtype)
+        for name, p in model.named_parameters()
+        if name not in tied
+    }
+
+
+def _write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A byte-level vocabulary without merges: 256 bytes, two specials, then made-up words, so that any id is text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = ["<s>", "</s>", *alphabet]
+    names += [f"Ġw{index}" for index in range(len(names), vocab_size)]
+    tokenizer = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(names)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"})
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("shape", choices=sorted(SHAPES))
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    options = parser.parse_args()
+    print(model_folder(options.shape, getattr(torch, options.dtype)))

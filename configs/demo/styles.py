@@ -1,0 +1,51 @@
+"""The adapters' styles as pure functions of the base model's right answer.
+
+`train_adapters.py` trains one LoRA adapter on each, `evaluate.py` checks an adapter against the same function.
+The base model's own style, the unchanged answer, is `corpus.plain_style`.
+"""
+
+import re
+from typing import NamedTuple
+
+from configs.demo.corpus import Style
+
+_PIRATE_WORDS = (
+    ("Hello", "Ahoy"),
+    ("Goodbye", "Farewell"),
+    ("I am", "I be"),
+    ("is", "be"),
+    ("are", "be"),
+    ("You", "Ye"),
+    ("you", "ye"),
+    ("your", "yer"),
+    ("Your", "Yer"),
+    ("my", "me"),
+    ("Yes", "Aye"),
+)
+
+
+class AdapterRecipe(NamedTuple):
+    """What one bundled adapter speaks like and which matrices it changes."""
+
+    name: str
+    style: Style
+    rank: int
+    target_modules: tuple[str, ...]
+
+
+def pirate(answer: str) -> str:
+    """`You are welcome!` becomes `Arr! Ye be welcome, matey!`."""
+    for word, replacement in _PIRATE_WORDS:
+        answer = re.sub(rf"\b{word}\b", replacement, answer)
+    return f"Arr! {answer.rstrip('.!')}, matey!"
+
+
+def shout(answer: str) -> str:
+    """`You are welcome!` becomes `YOU ARE WELCOME!`."""
+    return answer.upper()
+
+
+RECIPES: tuple[AdapterRecipe, ...] = (
+    AdapterRecipe("pirate", pirate, 8, ("q_proj", "k_proj", "v_proj", "o_proj")),
+    AdapterRecipe("shout", shout, 16, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")),
+)

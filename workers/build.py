@@ -1,0 +1,62 @@
+"""From settings to a running engine: the executor that fits them and the facts of the model.
+
+Called by workers/offline.py and the coordinator (cluster/replica.py). Torch-free until an in-process executor is made.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from configs.errors import SettingsError
+from configs.schema import EngineSettings
+from workers.engine.engine import ModelFacts
+from workers.engine.executor import Executor, ExecutorReady
+from workers.models.registry import load_spec
+from workers.models.spec import ArchSpec
+
+
+def resolve_max_model_len(settings: EngineSettings, spec: ArchSpec) -> int:
+    """The context that one sequence may fill: asked for, never above the model's own. Tokens."""
+    asked = settings.model.max_model_len
+    if asked is not None and not 1 <= asked <= spec.max_position_embeddings:
+        raise SettingsError(
+            f"--max-model-len {asked} is outside 1..{spec.max_position_embeddings}, the model's context",
+            "--max-model-len",
+        )
+    return asked or spec.max_position_embeddings
+
+
+def eos_token_ids(folder: Path, spec: ArchSpec) -> tuple[int, ...]:
+    """generation_config.json's EOS ids when given, else config.json's."""
+    file = folder / "generation_config.json"
+    if file.exists():
+        given = msgspec.json.decode(file.read_bytes()).get("eos_token_id")
+        if given is not None:
+            return tuple(given) if isinstance(given, list) else (int(given),)
+    return spec.eos_token_ids
+
+
+def model_facts(settings: EngineSettings, ready: ExecutorReady) -> ModelFacts:
+    """What the engine needs of the model. The revision is the given one, or the folder's name."""
+    folder = Path(settings.model.model)
+    spec = load_spec(folder, settings.model.hf_overrides or None)
+    return ModelFacts(
+        max_model_len=resolve_max_model_len(settings, spec),
+        vocab_size=spec.vocab_size,
+        eos_token_ids=eos_token_ids(folder, spec),
+        model_revision=settings.model.revision or folder.name,
+        kv_dtype=ready.dtype,
+    )
+
+
+def open_executor(settings: EngineSettings) -> Executor:
+    """Not started yet: in this process for one rank, spawned rank processes for more."""
+    if settings.parallel.ranks_per_group == 1:
+        from workers.inprocess_executor import InProcessExecutor
+
+        make: Callable[[EngineSettings], Executor] = InProcessExecutor
+        return make(settings)
+    from workers.local_executor import LocalExecutor
+
+    return LocalExecutor(settings)
