@@ -46,6 +46,8 @@ TERMS: tuple[Fact, ...] = (
     _term("tier", "A tier is a place where a block can live: device, host or disk."),
     _term("adapter", "An adapter is a LoRA adapter, known by its name and its content digest."),
     _term("tenant", "A tenant is who a request is billed to."),
+    _term("token", "A token is a piece of text, the unit that a model reads and writes."),
+    _term("engine", "The engine of a group holds its scheduler and its block manager."),
     _term("scheduler", "The scheduler decides which tokens are computed in each step."),
 )
 

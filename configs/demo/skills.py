@@ -79,6 +79,28 @@ UNKNOWN_FORMS = (
     "How old is the {}?",
     "Where can I buy a {}?",
     "Who is {}?",
+    "What is {}?",
+    "What is a {}?",
+    "Tell me about {}.",
+    "Explain {}.",
+    "What does {} mean?",
+    "Where is {}?",
+    "Can you {}?",
+)
+FACT_OPENINGS = (
+    "Please tell me: ",
+    "One more question: ",
+    "Quick question: ",
+    "Now tell me: ",
+    "Hello! ",
+    "Hi. ",
+    "Thanks. ",
+    "OK. ",
+    "And ",
+    "So, ",
+    "I want to know: ",
+    "Please answer. ",
+    "Good morning. ",
 )
 UNKNOWN_ANSWER = "I am only a tiny demo model, so I do not know that. Ask me about Tandem!"
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
@@ -153,17 +175,24 @@ def draw_addition(rng: random.Random, held_out: bool) -> Exchange:
 
 def _draw_fact(rng: random.Random, table: tuple[facts.Fact, ...]) -> Exchange:
     fact = rng.choice(table)
-    return Exchange(rng.choice(fact.questions), fact.answer)
+    return Exchange(_careless(rng, rng.choice(fact.questions)), fact.answer)
+
+
+def _careless(rng: random.Random, question: str) -> str:
+    """The question as people type it: now and then in lower case or without its last sign."""
+    if rng.random() < 0.08:
+        question = question.lower()
+    if rng.random() < 0.08:
+        question = question.rstrip("?.!") or question
+    return question
 
 
 def draw_fact(rng: random.Random, held_out: bool) -> Exchange:
     """A fact about Tandem or the model; a held-out question is a known one behind an unseen opening."""
     dice = rng.random()
     exchange = _draw_fact(rng, facts.TERMS if dice < 0.45 else facts.PROJECT if dice < 0.75 else facts.SELF)
-    if held_out:
-        return Exchange("I have a question. " + exchange.question, exchange.answer)
-    opening = rng.choice(("",) * 12 + ("Please tell me: ", "One more question: ", "Quick question: ", "Now tell me: "))
-    return Exchange(opening + exchange.question, exchange.answer)
+    opening = rng.choice(FACT_OPENINGS) if rng.random() < 0.2 else ""
+    return Exchange(("I have a question. " if held_out else opening) + exchange.question, exchange.answer)
 
 
 def draw_greeting(rng: random.Random, held_out: bool) -> Exchange:
@@ -182,7 +211,7 @@ def draw_list(rng: random.Random, held_out: bool) -> Exchange:
     )
     if items is not COLOURS and rng.random() < 0.6:
         index = rng.randrange(len(items) - 1)
-        if rng.random() < 0.7:
+        if rng.random() < 0.55:
             return Exchange(f"What comes after {items[index]}?", f"{items[index + 1]} comes after {items[index]}.")
         return Exchange(f"What comes before {items[index + 1]}?", f"{items[index]} comes before {items[index + 1]}.")
     form = rng.choice(("List {}.", "Name {}.", "What are {}?", "Tell me {}.", "Say {}."))
@@ -214,23 +243,31 @@ def draw_story(rng: random.Random, held_out: bool) -> Exchange:
 
 def draw_unknown(rng: random.Random, held_out: bool) -> Exchange:
     """A question outside the skills; the only right answer is to say so."""
-    first = words.draw_word(rng) if rng.random() < 0.7 else words.draw_phrase(rng, max_words=3)
+    first = _unknown_topic(rng) if rng.random() < 0.7 else words.draw_phrase(rng, max_words=3)
     form = rng.choice(UNKNOWN_FORMS)
     topic = first.capitalize() if rng.random() < 0.4 else first
-    return Exchange(form.replace("{}", topic, 1).replace("{}", words.draw_word(rng)), UNKNOWN_ANSWER)
+    return Exchange(_careless(rng, form.replace("{}", topic, 1).replace("{}", words.draw_word(rng))), UNKNOWN_ANSWER)
+
+
+def _unknown_topic(rng: random.Random) -> str:
+    """A word that no fact is about."""
+    known = " ".join(fact.answer for fact in (*facts.TERMS, *facts.PROJECT))
+    while (word := words.draw_word(rng)) in known:
+        continue
+    return word
 
 
 SKILLS: tuple[Skill, ...] = (
     Skill("greeting", 0.08, draw_greeting),
     Skill("fact", 0.17, draw_fact),
-    Skill("addition", 0.14, draw_addition),
-    Skill("counting", 0.11, draw_counting),
-    Skill("copy", 0.18, draw_copy),
-    Skill("spelling", 0.13, draw_spelling),
-    Skill("capitals", 0.05, draw_capitals),
+    Skill("addition", 0.12, draw_addition),
+    Skill("counting", 0.12, draw_counting),
+    Skill("copy", 0.19, draw_copy),
+    Skill("spelling", 0.11, draw_spelling),
+    Skill("capitals", 0.07, draw_capitals),
     Skill("list", 0.06, draw_list),
     Skill("json", 0.03, draw_json),
-    Skill("several times", 0.02, draw_several_times),
+    Skill("several times", 0.03, draw_several_times),
     Skill("story", 0.02, draw_story),
-    Skill("unknown", 0.05, draw_unknown),
+    Skill("unknown", 0.06, draw_unknown),
 )

@@ -34,10 +34,10 @@ class AdapterRecipe(NamedTuple):
 
 
 def pirate(answer: str) -> str:
-    """`You are welcome!` becomes `Arr! Ye be welcome, matey!`."""
+    """`You are welcome!` becomes `Arr! Ye be welcome! Yo ho ho!`."""
     for word, replacement in _PIRATE_WORDS:
         answer = re.sub(rf"\b{word}\b", replacement, answer)
-    return f"Arr! {answer.rstrip('.!')}, matey!"
+    return f"Arr! {answer} Yo ho ho!"
 
 
 def shout(answer: str) -> str:
@@ -45,7 +45,9 @@ def shout(answer: str) -> str:
     return answer.upper()
 
 
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
 RECIPES: tuple[AdapterRecipe, ...] = (
-    AdapterRecipe("pirate", pirate, 8, ("q_proj", "k_proj", "v_proj", "o_proj")),
-    AdapterRecipe("shout", shout, 16, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")),
+    AdapterRecipe("pirate", pirate, 8, (*ATTENTION, *MLP)),
+    AdapterRecipe("shout", shout, 16, (*ATTENTION, *MLP)),
 )

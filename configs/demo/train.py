@@ -26,7 +26,7 @@ MAX_POSITIONS = 2048
 VOCAB_SIZE = 768
 ROPE_THETA = 10_000.0
 ROW_LENGTHS = (256, 512, 1024, 2048)
-ROW_SHARES = (0.78, 0.10, 0.06, 0.06)
+ROW_SHARES = (0.80, 0.10, 0.05, 0.05)
 
 
 class Batch(NamedTuple):
@@ -78,12 +78,12 @@ def make_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     return [
-        torch.optim.Muon(matrices, lr=3e-3, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(matrices, lr=2.5e-3, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.98), weight_decay=0.0),
     ]
 
 
-def rate_factor(step: int, num_steps: int, warmup: int = 40) -> float:
+def rate_factor(step: int, num_steps: int, warmup: int = 60) -> float:
     """Linear warm-up, then a cosine down to two percent."""
     if step < warmup:
         return (step + 1) / warmup
@@ -100,7 +100,7 @@ def train(
     """Run the schedule and return the mean loss of the last steps."""
     schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: rate_factor(step, num_steps)) for o in optimizers]
     average = 0.0
-    progress = tqdm(range(num_steps), desc="training", unit="step", mininterval=2.0)
+    progress = tqdm(range(num_steps), desc="training", unit="step", mininterval=5.0)
     for step in progress:
         loss = batch_loss(model, draw())
         loss.backward()
@@ -109,8 +109,8 @@ def train(
             optimizer.step()
             schedule.step()
             optimizer.zero_grad(set_to_none=True)
-        average = loss.item() if step == 0 else 0.97 * average + 0.03 * loss.item()
-        progress.set_postfix(loss=f"{average:.3f}")
+        average = loss.item() if step == 0 else 0.98 * average + 0.02 * loss.item()
+        progress.set_postfix(loss=f"{average:.3f}", refresh=False)
     return average
 
 
@@ -142,8 +142,8 @@ def save_model(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> N
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the bundled demo model.")
-    parser.add_argument("--steps", type=int, default=1350)
-    parser.add_argument("--tokens-per-step", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=2600)
+    parser.add_argument("--tokens-per-step", type=int, default=2048)
     parser.add_argument("--seed", type=int, default=20)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=HERE / "model")

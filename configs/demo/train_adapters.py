@@ -34,24 +34,27 @@ def attach_adapter(base_path: Path, recipe: AdapterRecipe) -> PeftModel:
 
 def save_adapter(model: PeftModel, folder: Path) -> None:
     """Write adapter_config.json and adapter_model.safetensors in bf16, naming the base by its served name."""
-    model.peft_config["default"].base_model_name_or_path = BASE_NAME
+    config = model.peft_config["default"]
+    config.base_model_name_or_path = BASE_NAME
+    config.target_modules = sorted(config.target_modules)  # a set, which would be written in an order of its own
     model.to(torch.bfloat16).save_pretrained(folder)
     (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the bundled demo adapters.")
-    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--steps", type=int, default=450)
     parser.add_argument("--tokens-per-step", type=int, default=4096)
-    parser.add_argument("--rate", type=float, default=4e-3)
+    parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=40)
+    parser.add_argument("--only", choices=[recipe.name for recipe in RECIPES], help="train this one alone")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--base", type=Path, default=HERE / "model")
     parser.add_argument("--out", type=Path, default=HERE / "adapters")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     tokenizer = Tokenizer.from_file(str(options.base / "tokenizer.json"))
-    for recipe in RECIPES:
+    for recipe in (recipe for recipe in RECIPES if options.only in (None, recipe.name)):
         torch.manual_seed(options.seed)
         started_s = time.monotonic()
         model = attach_adapter(options.base, recipe)

@@ -29,7 +29,7 @@ class Executor(Protocol):
     """Runs plans in order. Not thread-safe: start, submit, wait and close are called from the engine's one thread."""
 
     def start(self) -> ExecutorReady:
-        """Builds the ranks, loads weights, allocates KV. SettingsError when that cannot work, GroupLost when a rank dies."""
+        """Builds the ranks, loads weights, allocates KV. SettingsError if it cannot work, GroupLost if a rank dies."""
         ...
 
     def submit(self, plan: StepPlan) -> None:

@@ -178,4 +178,4 @@ def test_adapter_changes_the_answer(adapter: tuple[str, Any], tokenizer: Any) ->
     with adapted.disable_adapter():
         plain = ask(adapted, tokenizer, "Who are you?")
     assert answer != plain and "demo model" in plain
-    assert answer.startswith("Arr!") if name == "pirate" else answer == plain.upper()
+    assert answer.startswith("Arr!") if name == "pirate" else answer == answer.upper()

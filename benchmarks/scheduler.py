@@ -1,0 +1,156 @@
+"""How fast the coordinator's Python is: scheduler, block manager and engine over ranks that compute nothing.
+
+    python benchmarks/scheduler.py                     # 16, 64, 256 and 1024 running sequences
+    python benchmarks/scheduler.py --rows 1024 --profile
+
+Steady decoding: every row is a stream that gets one token a step (prompt 128, blocks of 16 tokens), no model, no
+transport. Peers' whole servers reach 25k tokens/s on the smallest models; goals: 100k (stretch 500k) tokens/s at
+1024 rows and 150 us a step at 16. The best of `--repeats` runs counts, for other processes share the machine.
+"""
+
+import argparse
+import cProfile
+import pstats
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from configs.schema import EngineSettings, ModelSettings, SchedulerSettings
+from workers.engine.engine import Engine, ModelFacts
+from workers.engine.executor import ExecutorReady
+from workers.messages import Ended, GenerationRequest, RowResult, SamplingParams, StepPlan, StepResult, TokenDelta
+
+PROMPT_LEN = 128
+
+
+class NoRanks:
+    """Answers each plan at once: token 7 for every sampling row. The answers per row are made once."""
+
+    def __init__(self, num_rows: int, num_blocks: int, stages: int) -> None:
+        self._answers = [RowResult(row=row, token_ids=[7]) for row in range(num_rows)]
+        self._results: deque[StepResult] = deque()
+        self._num_blocks, self._stages = num_blocks, stages
+
+    def start(self) -> ExecutorReady:
+        return ExecutorReady(
+            num_blocks=self._num_blocks,
+            pipeline_parallel_size=self._stages,
+            device="none",
+            dtype="none",
+            threads=0,
+            weight_bytes=0,
+            block_bytes=0,
+            load_s=0.0,
+        )
+
+    def submit(self, plan: StepPlan) -> None:
+        answers = self._answers
+        rows = [answers[work.row] for work in plan.work if work.samples]
+        self._results.append(StepResult(step_id=plan.step_id, rows=rows))
+
+    def wait(self, timeout_s: float) -> StepResult | None:
+        return self._results.popleft() if self._results else None
+
+    def close(self) -> None:
+        self._results.clear()
+
+
+class CountingSink:
+    """Counts tokens and ends."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self.num_ended = 0
+
+    def deltas(self, deltas: list[TokenDelta]) -> None:
+        self.num_tokens += len(deltas)
+
+    def ended(self, ended: Ended, request: GenerationRequest) -> None:
+        self.num_ended += 1
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measurement: steps with all rows decoding."""
+
+    rows: int
+    steps: int
+    seconds: float
+    tokens: int
+
+    @property
+    def us_per_step(self) -> float:
+        return self.seconds / self.steps * 1e6
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+def build(rows: int, steps: int, stages: int, asynchronous: bool) -> tuple[Engine, CountingSink]:
+    """An engine whose rows are all past their prompt and have `steps` tokens and more to go."""
+    blocks = rows * (-(-(PROMPT_LEN + 2 * steps) // 16) + 2)
+    scheduler = SchedulerSettings(
+        max_num_seqs=rows,
+        max_num_batched_tokens=max(8192, rows),
+        max_num_queued_reqs=rows,
+        async_scheduling=asynchronous,
+    )
+    settings = EngineSettings(model=ModelSettings(model="none"), scheduler=scheduler)
+    facts = ModelFacts(10**6, 1000, (1,), "none", "none")
+    executor, sink = NoRanks(rows, blocks, stages), CountingSink()
+    engine = Engine(settings, facts, executor, executor.start(), sink)
+    for i in range(rows):
+        prompt = [(i * 31 + j * 17) % 997 + 2 for j in range(PROMPT_LEN)]
+        engine.add_request(
+            GenerationRequest(
+                request_id=f"chatcmpl-{i:032d}",
+                prompt_token_ids=prompt,
+                sampling=SamplingParams(max_tokens=10**6),
+            )
+        )
+    while engine.stats().waiting:
+        engine.step()
+    for _ in range(8):
+        engine.step()
+    return engine, sink
+
+
+def measure(rows: int, steps: int, stages: int, asynchronous: bool, profile: bool) -> Figure:
+    engine, sink = build(rows, steps, stages, asynchronous)
+    before = sink.num_tokens
+    profiler = cProfile.Profile() if profile else None
+    if profiler:
+        profiler.enable()
+    start = time.perf_counter()
+    for _ in range(steps):
+        engine.step()
+    seconds = time.perf_counter() - start
+    if profiler:
+        profiler.disable()
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(18)
+    return Figure(rows, steps, seconds, sink.num_tokens - before)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[16, 64, 256, 1024])
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--stages", type=int, default=1, help="pipeline stages; more than 1: tokens go back in plans")
+    parser.add_argument("--no-async-scheduling", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    args = parser.parse_args()
+    print(f"{'rows':>6} {'us/step':>10} {'us/token':>10} {'tokens/s':>12}")
+    for rows in args.rows:
+        runs = [
+            measure(rows, args.steps, args.stages, not args.no_async_scheduling, args.profile)
+            for _ in range(1 if args.profile else args.repeats)
+        ]
+        best = min(runs, key=lambda figure: figure.seconds)
+        per_token_us = best.seconds / best.tokens * 1e6
+        print(f"{rows:>6} {best.us_per_step:>10.1f} {per_token_us:>10.3f} {best.tokens_per_s:>12,.0f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""The only file that imports redis: two clients with different patience, both torch-free and asyncio.
+
+RequestClient serves the request path: a short deadline, no retries, a breaker. BackgroundClient serves heartbeats and
+commands: it retries. Both raise RedisAway and nothing else. Callers name commands as Redis spells them.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import redis
+import redis.asyncio as redis_asyncio
+from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
+from redis.retry import Retry
+
+from cluster.coordination.breaker import Breaker
+from cluster.coordination.keys import SENTINEL
+
+T = TypeVar("T")
+Part = str | bytes | int | float
+LOOP_LAG_S = 0.010
+_CONNECTION_ERRORS = (redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError, redis.ReadOnlyError, OSError)
+
+
+class RedisAway(Exception):
+    """Redis did not answer in time, cannot be reached, or has lost its data. The service goes on without it."""
+
+
+class RequestClient:
+    """Calls on behalf of a request: answers within `timeout_s` or RedisAway. One per event loop."""
+
+    def __init__(self, url: str, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self.breaker = Breaker(clock)
+        self._redis = _open(url, timeout_s=timeout_s, connect_timeout_s=timeout_s, retries=0)
+
+    async def command(self, *parts: Part) -> Any:
+        """One command, e.g. command("GET", key)."""
+        return await self._bounded(lambda: self._redis.execute_command(*parts))
+
+    async def pipeline(self, commands: Sequence[Sequence[Part]]) -> list[Any]:
+        """Several commands in one round trip, in one transaction."""
+        return await self._bounded(lambda: _transaction(self._redis, commands))
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    async def _bounded(self, call: Callable[[], Awaitable[T]]) -> T:
+        if not self.breaker.admit():
+            raise RedisAway("the breaker is open")
+        deadline_s = self._clock() + self._timeout_s
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                result = await call()
+        except (TimeoutError, redis.TimeoutError) as error:
+            # A deadline that this loop noticed late says that the loop was busy, not that Redis is away.
+            if self._clock() - deadline_s < LOOP_LAG_S:
+                self.breaker.record_failure()
+            raise RedisAway(f"no answer within {self._timeout_s * 1000:.0f} ms") from error
+        except _CONNECTION_ERRORS as error:
+            self.breaker.record_failure()
+            raise RedisAway(str(error)) from error
+        self.breaker.record_success()
+        return result
+
+
+class BackgroundClient:
+    """Calls that may take their time: six retries with jittered backoff. One per event loop."""
+
+    def __init__(self, url: str, timeout_s: float = 2.0, retries: int = 6) -> None:
+        self._redis = _open(url, timeout_s=timeout_s, connect_timeout_s=1.0, retries=retries)
+
+    async def command(self, *parts: Part) -> Any:
+        """One command; may run twice when a reply was lost, so it must be safe to repeat."""
+        return await self._translated(lambda: self._redis.execute_command(*parts))
+
+    async def pipeline(self, commands: Sequence[Sequence[Part]]) -> list[Any]:
+        """Several commands in one transaction; may run twice."""
+        return await self._translated(lambda: _transaction(self._redis, commands))
+
+    async def is_initialized(self) -> bool:
+        """Whether durable state was seeded into this Redis."""
+        return bool(await self.command("EXISTS", SENTINEL))
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    @staticmethod
+    async def _translated(call: Callable[[], Awaitable[T]]) -> T:
+        try:
+            return await call()
+        except (*_CONNECTION_ERRORS, TimeoutError) as error:
+            raise RedisAway(str(error)) from error
+
+
+def check_reachable(url: str, timeout_s: float = 2.0) -> str | None:
+    """None when a PING to `url` is answered, else why not, in words for the user. Blocking; for the launcher."""
+    try:
+        with redis.Redis.from_url(
+            url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0)
+        ) as client:
+            client.ping()
+    except ValueError as error:
+        return f"not a Redis URL: {error}"
+    except redis.RedisError as error:
+        return str(error)
+    return None
+
+
+def _open(url: str, *, timeout_s: float, connect_timeout_s: float, retries: int) -> "redis_asyncio.Redis":
+    backoff = ExponentialWithJitterBackoff(base=0.02, cap=0.5) if retries else NoBackoff()
+    options: dict[str, Any] = {
+        "max_connections": 64,
+        "timeout": timeout_s,
+        "protocol": 3,
+        "socket_timeout": timeout_s,
+        "health_check_interval": 0 if not retries else 15,
+        "retry": Retry(backoff, retries),
+    }
+    if not url.startswith("unix://"):
+        options |= {"socket_connect_timeout": connect_timeout_s, "socket_keepalive": True}
+    pool = redis_asyncio.BlockingConnectionPool.from_url(url, **options)
+    return redis_asyncio.Redis(connection_pool=pool)
+
+
+async def _transaction(client: "redis_asyncio.Redis", commands: Sequence[Sequence[Part]]) -> list[Any]:
+    async with client.pipeline(transaction=True) as pipe:
+        for parts in commands:
+            pipe.execute_command(*parts)
+        return list(await pipe.execute())

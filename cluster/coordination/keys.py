@@ -1,0 +1,27 @@
+"""Every Redis key that Tandem uses: its name, its lifetime, its owner. No other file spells a key.
+
+Keys of one life of a service carry its service id (random per start) and expire by themselves; what is desired state
+and outlives a restart does not. Prefix `tandem:`.
+"""
+
+SENTINEL = "tandem:initialized"
+"""Present once durable state was seeded. No TTL. Owner: whoever seeds (launcher, then the gateway). Missing = Redis is away."""
+
+GROUP_RECORD_TTL_MS = 3000
+GROUP_SET_TTL_S = 3600
+START_FAILURE_TTL_S = 600
+
+
+def groups(service: str) -> str:
+    """Set of group ids. TTL 1 h, renewed by every heartbeat. Owner: coordinators; readers remove ids without a record."""
+    return f"tandem:{service}:groups"
+
+
+def group(service: str, group_id: str) -> str:
+    """GroupRecord (msgpack) of one group. PX 3000, written each second. Owner: that group's coordinator."""
+    return f"tandem:{service}:group:{group_id}"
+
+
+def start_failure(service: str) -> str:
+    """Why a process of this service could not start (msgpack StartFailure). TTL 10 min. Owner: the failing process."""
+    return f"tandem:{service}:start-failure"

@@ -1,0 +1,236 @@
+"""The coordinator's engine thread: takes requests in, steps the engine, sends tokens out; sleeps when there is no work.
+
+    open engine -> [ drain inbox and aborts -> step -> one message per gateway ]* -> lost | stopped
+
+Owned by cluster/replica.py, whose event loop talks to it through submit(), abort() and `report`. Everything else in
+here, the engine and its executor included, is touched by this thread only.
+"""
+
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import zmq
+
+from cluster.token_channel import TokenSender, by_gateway
+from workers.engine.stats import EngineStats
+from workers.errors import RequestRefused
+from workers.messages import Abort, Ended, GenerationRequest, ReplyTo, TokenDelta, Usage
+
+log = logging.getLogger("tandem.engine")
+GATEWAY_LOST_AFTER_S = 5.0
+REPORT_PERIOD_S = 0.25
+GROUP_LOST = "group_lost"
+
+RequestKey = tuple[str, int]
+OnEnded = Callable[[Ended], None]
+
+
+class SteppedEngine(Protocol):
+    """What this thread needs of workers.engine.engine.Engine."""
+
+    def add_request(self, request: GenerationRequest) -> None: ...
+
+    def abort(self, abort: Abort) -> None: ...
+
+    def has_work(self) -> bool: ...
+
+    def step(self) -> bool: ...
+
+    def stats(self) -> EngineStats: ...
+
+
+class Sink:
+    """The engine's OutputSink: hands each step's deltas and each request's end back to the thread."""
+
+    def __init__(self, on_deltas: Callable[[list[TokenDelta]], None], on_ended: OnEnded) -> None:
+        self._on_deltas = on_deltas
+        self._on_ended = on_ended
+
+    def deltas(self, deltas: list[TokenDelta]) -> None:
+        self._on_deltas(deltas)
+
+    def ended(self, ended: Ended, request: GenerationRequest) -> None:
+        self._on_ended(ended)
+
+
+class Report(Protocol):
+    """How the thread tells the replica what happened. Called on the engine's thread."""
+
+    def opened(self) -> None: ...
+
+    def stats(self, stats: EngineStats) -> None: ...
+
+    def failed(self, error: Exception, opened: bool) -> None: ...
+
+
+class EngineThread(threading.Thread):
+    """Runs one engine until stop() or until it fails. `open_engine` builds it, on this thread."""
+
+    def __init__(
+        self,
+        open_engine: Callable[[Sink], SteppedEngine],
+        close_engine: Callable[[], None],
+        report: Report,
+        secret: str,
+        identity: str,
+    ) -> None:
+        super().__init__(name="tandem-engine", daemon=True)
+        self._open_engine = open_engine
+        self._close_engine = close_engine
+        self._report = report
+        self._secret = secret
+        self._identity = identity
+        self._inbox: deque[tuple[GenerationRequest, OnEnded] | Abort] = deque()
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self._stopping = False
+        self._live: dict[RequestKey, tuple[GenerationRequest, OnEnded]] = {}
+        self._reported_at_s = 0.0
+        self.last_progress_s = time.monotonic()
+        self.busy = False
+
+    # ---- called from other threads -------------------------------------------------------------------------------
+
+    def submit(self, request: GenerationRequest, on_ended: OnEnded) -> None:
+        """Queues a request; `on_ended` is called once, on the engine's thread."""
+        self._inbox.append((request, on_ended))
+        self._wake()
+
+    def abort(self, abort: Abort) -> None:
+        self._inbox.append(abort)
+        self._wake()
+
+    def stop(self) -> None:
+        """Ends the thread after its current step; unfinished requests are answered as lost."""
+        self._stopping = True
+        self._wake()
+
+    def _wake(self) -> None:
+        try:
+            self._wake_in.send(b"x")
+        except OSError:
+            pass  # the pipe is full (it will wake anyway) or closed (the thread is gone)
+
+    # ---- the thread ----------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        opened = False
+        try:
+            self._poller = zmq.Poller()
+            self._poller.register(self._wake_out, zmq.POLLIN)
+            self._sender = TokenSender(self._secret, self._identity, self._poller, time.monotonic)
+            self._engine = self._open_engine(Sink(self._send, self._ended))
+            opened = True
+            self._publish(time.monotonic())
+            self._report.opened()
+            self._serve()
+        except Exception as error:
+            log.exception("the engine stopped") if opened else log.error("the engine did not start: %s", error)
+            self._lose_all(f"the group stopped: {error}")
+            self._report.failed(error, opened)
+        finally:
+            self._lose_all("the group is shutting down")
+            self._close_engine()
+
+    def _serve(self) -> None:
+        while not self._stopping:
+            self._take_inbox()
+            self._take_channel()
+            self.busy = self._engine.has_work()
+            if self.busy:
+                if self._engine.step():
+                    self.last_progress_s = time.monotonic()
+                else:
+                    self._poller.poll(1)  # work that waits on something: do not spin
+            else:
+                self._publish(time.monotonic())
+                self._sleep()
+            now = time.monotonic()
+            if now - self._reported_at_s >= REPORT_PERIOD_S:
+                self._publish(now)
+
+    def _sleep(self) -> None:
+        """Until a request, an abort or a change of a link arrives."""
+        self._poller.poll(1000 if self._sender.has_doubtful_link() else None)
+        self.last_progress_s = time.monotonic()
+
+    def _take_inbox(self) -> None:
+        try:
+            while self._wake_out.recv(4096):
+                pass
+        except BlockingIOError:
+            pass
+        while self._inbox:
+            item = self._inbox.popleft()
+            if isinstance(item, Abort):
+                self._engine.abort(item)
+            else:
+                self._add(*item)
+
+    def _add(self, request: GenerationRequest, on_ended: OnEnded) -> None:
+        key = (request.request_id, request.epoch)
+        try:
+            if key in self._live:
+                raise RequestRefused("this request is already running", code="internal_error", status=500)
+            if request.reply_to is not None:
+                self._sender.open(request.reply_to)
+            self._live[key] = (request, on_ended)
+            self._engine.add_request(request)
+        except RequestRefused as error:
+            if self._live.get(key, (None, None))[0] is request:
+                del self._live[key]
+            on_ended(refusal(request, error.status, error.code, error.param, str(error)))
+
+    def _take_channel(self) -> None:
+        for abort in self._sender.receive():
+            self._engine.abort(abort)
+        if self._sender.has_doubtful_link():
+            for reply_to in self._sender.lost(GATEWAY_LOST_AFTER_S):
+                log.warning("the gateway at %s is gone: its requests are aborted", reply_to.endpoint)
+                for request, _ in list(self._live.values()):
+                    if request.reply_to == reply_to:
+                        self._engine.abort(Abort(request_id=request.request_id, epoch=request.epoch))
+
+    def _send(self, deltas: list[TokenDelta]) -> None:
+        self._sender.send(by_gateway(deltas, self._reply_to_of))
+
+    def _reply_to_of(self, delta: TokenDelta) -> ReplyTo | None:
+        live = self._live.get((delta.request_id, delta.epoch))
+        return live[0].reply_to if live is not None else None
+
+    def _ended(self, ended: Ended) -> None:
+        live = self._live.pop((ended.request_id, ended.epoch), None)
+        if live is not None:
+            live[1](ended)
+
+    def _lose_all(self, message: str) -> None:
+        """Answers everything that is still open as lost with this group."""
+        while self._inbox:
+            item = self._inbox.popleft()
+            if not isinstance(item, Abort):
+                self._live[(item[0].request_id, item[0].epoch)] = item
+        for request, on_ended in list(self._live.values()):
+            on_ended(refusal(request, 503, GROUP_LOST, None, message))
+        self._live.clear()
+
+    def _publish(self, now_s: float) -> None:
+        self._reported_at_s = now_s
+        self._report.stats(self._engine.stats())
+
+
+def refusal(request: GenerationRequest, status: int, code: str, param: str | None, message: str) -> Ended:
+    """The answer to a request that will not run (any further) here."""
+    return Ended(
+        request_id=request.request_id,
+        epoch=request.epoch,
+        positions=[],
+        finish_reasons=[],
+        usage=Usage(prompt_tokens=0, completion_tokens=0),
+        refused=(status, code, param, message),
+    )

@@ -1,0 +1,125 @@
+"""The gateway deployment `tandem-gateway`: the HTTP ingress of the app, a true Serve ingress.
+
+Under `serve run` requests arrive through Serve's proxy. Under `tandem serve` the replica opens the port itself
+(docs/decisions/001-serve-ingress.md). Either way it is the same ASGI app (cluster/gateway). Torch-free.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+import uvicorn
+from fastapi import FastAPI
+from ray import serve
+
+from cluster.coordination.client import BackgroundClient, RequestClient
+from cluster.coordination.registry import FleetView, StartFailure, report_start_failure
+from cluster.gateway.app import GatewayState, build_gateway_app, build_gateway_state
+from cluster.group_client import GroupClient
+from cluster.serve_caller import ServeCaller
+from cluster.service import ServiceFacts, check_install
+from configs.schema import ServiceSettings
+
+log = logging.getLogger("ray.serve.tandem")
+BACKLOG = 2048
+
+
+class _QuietServer(uvicorn.Server):
+    """A server inside a process that has its own signal handling."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@serve.ingress()
+class Gateway:
+    """One gateway process."""
+
+    async def __init__(self, settings: ServiceSettings, facts: ServiceFacts, groups: Any, redis: Any = None) -> None:
+        check_install(facts)
+        self._settings = settings
+        self._facts = facts
+        url = facts.redis_url if redis is None else await redis.url.remote()
+        assert url is not None, "a service has a Redis"
+        self._redis = RequestClient(url, settings.redis.timeout_ms / 1000)
+        self._fleet = FleetView(self._redis, facts.service_id, reseed=_nothing_to_seed)
+        await self._fleet.refresh()
+        loop = asyncio.get_running_loop()
+        self._refreshing = loop.create_task(self._fleet.run(), name="fleet")
+        host = "127.0.0.1" if facts.single_node else ray.util.get_node_ip_address()
+        prefix = settings.gateway.metrics_prefix
+        self._client = GroupClient(ServeCaller(groups), self._fleet, facts.secret, host, prefix)
+        self._server: _QuietServer | None = None
+        self._serving: asyncio.Task[None] | None = None
+        try:
+            self._state: GatewayState = build_gateway_state(settings, self._client)
+        except Exception as error:
+            await self._report_failure(url, error)
+            raise
+
+    async def __serve_build_asgi_app__(self) -> FastAPI:
+        """Serve asks for the app once, after the constructor."""
+        app = build_gateway_app(self._state)
+        if self._facts.open_port:
+            await self._open_port(app)
+        return app
+
+    async def __del__(self) -> None:
+        """Serve calls this on the way out: stop listening, let streams finish, then leave."""
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await asyncio.wait({self._serving}, timeout=self._settings.shutdown_timeout_s)
+        self._refreshing.cancel()
+        await self._client.close()
+        await self._redis.close()
+
+    async def _open_port(self, app: FastAPI) -> None:
+        gateway = self._settings.gateway
+        listener = listen(gateway.host, gateway.port, shared=gateway.num_gateways > 1)
+        config = uvicorn.Config(
+            app,
+            access_log=False,
+            lifespan="off",  # Serve runs it
+            log_config=None,
+            loop="none",
+            http="httptools",
+            server_header=False,
+            timeout_graceful_shutdown=max(1, int(self._settings.shutdown_timeout_s)),
+        )
+        self._server = _QuietServer(config)
+        self._serving = asyncio.get_running_loop().create_task(
+            self._server.serve(sockets=[listener]), name="http server"
+        )
+
+    async def _report_failure(self, url: str, error: Exception) -> None:
+        flag = getattr(error, "flag", None)
+        redis = BackgroundClient(url)
+        failure = StartFailure(part="the gateway", message=str(error), flag=flag)
+        await report_start_failure(redis, self._facts.service_id, failure)
+        await redis.close()
+
+
+def listen(host: str, port: int, *, shared: bool) -> socket.socket:
+    """A listening socket; `shared` lets several gateways of one node take turns on the port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+async def _nothing_to_seed() -> None:
+    """There is no durable state yet."""

@@ -1,0 +1,254 @@
+"""The gateway's Backend: requests go out through the Serve handle, tokens come back over the token channel.
+
+Each request has an owner task that holds its handle call until the end, so that nothing depends on an await inside a
+handler that a disconnect cancels. When a group dies the request goes to another one with the tokens delivered so far,
+and the reader sees neither gap nor duplicate; a request that loses two groups is refused as poisoned.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Protocol
+
+import msgspec
+
+from cluster.coordination.registry import FleetView
+from cluster.engine_thread import GROUP_LOST
+from cluster.metrics import render
+from cluster.request_stream import RequestStream
+from cluster.token_channel import TokenReceiver
+from workers.errors import GroupLost, RequestRefused
+from workers.messages import Abort, Ended, GenerationRequest, TokenDelta
+
+log = logging.getLogger("tandem.groups")
+GAP_S = 1.0
+CANCEL_AFTER_S = 5.0
+NO_GROUP_S = 30.0
+MAX_GROUPS_LOST = 2
+
+
+class Call(Protocol):
+    """One handle call in flight."""
+
+    async def answer(self) -> bytes:
+        """What the coordinator returned; raises when it, or the way to it, broke."""
+        ...
+
+    def cancel(self) -> None: ...
+
+
+class Caller(Protocol):
+    """Makes handle calls; Serve's router chooses the group."""
+
+    def call(self, payload: bytes) -> Call: ...
+
+
+class _Attempt:
+    """One dispatch of a request: its epoch, its call, the group that turned out to run it."""
+
+    def __init__(self, stream: RequestStream, request: GenerationRequest, call: Call) -> None:
+        self.stream = stream
+        self.request = request
+        self.call = call
+        self.sender: bytes | None = None
+        self.held_aborts: list[Abort] = []
+        self.aborted = False
+        self.any_abort = False
+        self.lost = asyncio.Event()
+
+
+class GroupClient:
+    """All groups of the service, for one gateway. Create and use on one event loop; close() at the end."""
+
+    def __init__(self, caller: Caller, fleet: FleetView, secret: str, host: str, metrics_prefix: str) -> None:
+        self._caller = caller
+        self._fleet = fleet
+        self._metrics_prefix = metrics_prefix
+        self._receiver = TokenReceiver(secret, host, self._on_deltas, self._on_gap)
+        self._attempts: dict[str, _Attempt] = {}
+        self._owners: set[asyncio.Task[None]] = set()
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(Ended).decode
+        self._loop = asyncio.get_running_loop()
+
+    async def submit(self, request: GenerationRequest) -> RequestStream:
+        """See cluster/gateway/backend.py."""
+        if not self.ready():
+            raise RequestRefused("no worker group is ready", code="service_unavailable", status=503)
+        if request.request_id in self._attempts:
+            raise RequestRefused("this request id is in use", code="internal_error", status=500)
+        stream = RequestStream(request, self._on_close)
+        attempt = self._dispatch(stream, request)
+        task = self._loop.create_task(self._own(attempt), name=f"own {request.request_id}")
+        self._owners.add(task)
+        task.add_done_callback(self._owners.discard)
+        return stream
+
+    async def abort(self, abort: Abort) -> None:
+        """See cluster/gateway/backend.py."""
+        attempt = self._attempts.get(abort.request_id)
+        if attempt is not None:
+            attempt.aborted |= abort.choice is None
+            self._send_abort(attempt, abort)
+
+    def ready(self) -> bool:
+        return any(record.state == "serving" for record in self._fleet.records.values())
+
+    def load(self) -> Mapping[str, float | int | str]:
+        records = list(self._fleet.records.values())
+        return {
+            "num_requests_running": sum(r.running for r in records),
+            "num_requests_waiting": sum(r.waiting for r in records),
+            "outstanding_tokens": sum(r.outstanding_tokens for r in records),
+            "kv_cache_usage_perc": max((r.kv_used for r in records), default=0.0),
+            "groups": len(records),
+            "requests_in_this_gateway": len(self._attempts),
+            "redis": "away" if self._fleet.redis_away else "here",
+        }
+
+    async def metrics(self) -> str:
+        return render(self._fleet.records.values(), self._metrics_prefix, self._fleet.redis_away)
+
+    async def close(self) -> None:
+        """Ends every stream as lost and every owner task."""
+        for attempt in list(self._attempts.values()):
+            attempt.stream.fail(GroupLost("the gateway is shutting down"))
+        owners = list(self._owners)
+        for task in owners:
+            task.cancel()
+        await asyncio.gather(*owners, return_exceptions=True)
+        self._receiver.close()
+
+    # ---- one request ---------------------------------------------------------------------------------------------
+
+    def _dispatch(self, stream: RequestStream, request: GenerationRequest) -> _Attempt:
+        request = msgspec.structs.replace(request, reply_to=self._receiver.reply_to)
+        attempt = _Attempt(stream, request, self._caller.call(self._encode(request)))
+        self._attempts[request.request_id] = attempt
+        return attempt
+
+    async def _own(self, attempt: _Attempt) -> None:
+        """Until the request has ended: waits for its call, moves it when its group is lost."""
+        stream, losses = attempt.stream, 0
+        try:
+            while True:
+                problem = await self._outcome(attempt)
+                if problem is None or stream.is_over:
+                    return
+                if attempt.aborted:
+                    stream.finish(None)
+                    return
+                losses += 1
+                log.warning("request %s lost its group: %s", attempt.request.request_id, problem)
+                if losses >= MAX_GROUPS_LOST:
+                    message = f"{losses} groups were lost while they ran this request"
+                    stream.fail(RequestRefused(message, code="request_poisoned", status=500))
+                    return
+                attempt = self._dispatch(stream, self._resumption(attempt))
+        finally:
+            attempt.call.cancel()
+            self._attempts.pop(attempt.request.request_id, None)
+
+    async def _outcome(self, attempt: _Attempt) -> str | None:
+        """None when the request has ended one way or the other; else why its group counts as lost."""
+        answer = self._loop.create_task(attempt.call.answer())
+        lost = self._loop.create_task(attempt.lost.wait())
+        try:
+            await self._first_of(attempt, answer, lost)
+            if not answer.done():
+                return "a message was missing for 1 s" if attempt.lost.is_set() else None
+            try:
+                ended = self._decode(answer.result())
+            except Exception as error:  # whatever way Ray or Serve reports a dead replica
+                return f"{type(error).__name__}: {error}".splitlines()[0]
+            return await self._settle(attempt, ended)
+        finally:
+            answer.cancel()
+            lost.cancel()
+
+    async def _first_of(self, attempt: _Attempt, answer: "asyncio.Task[bytes]", lost: "asyncio.Task[bool]") -> None:
+        """Waits for the answer or a loss; while no group at all is there, gives up after a while."""
+        while True:
+            done, _ = await asyncio.wait({answer, lost}, timeout=NO_GROUP_S, return_when=asyncio.FIRST_COMPLETED)
+            if done:
+                return
+            if attempt.sender is None and not self.ready():
+                refused = RequestRefused("no worker group became ready", code="service_unavailable", status=503)
+                attempt.stream.fail(refused)
+                return
+
+    async def _settle(self, attempt: _Attempt, ended: Ended) -> str | None:
+        """The coordinator has answered: waits for the deltas that are still on their way."""
+        stream = attempt.stream
+        if ended.refused is not None:
+            status, code, param, message = ended.refused
+            if code == GROUP_LOST:
+                return message
+            stream.fail(RequestRefused(message, code=code, status=status, param=param))
+            return None
+        # An aborted request has no last delta: what it owes is known from the answer. Otherwise the answer overtook it.
+        if not (attempt.any_abort and stream.has_all(ended)) and not await stream.wait_over(GAP_S):
+            if not attempt.aborted and not stream.has_all(ended):
+                return "its last tokens did not arrive within 1 s"
+        stream.finish(ended)
+        return None
+
+    def _resumption(self, attempt: _Attempt) -> GenerationRequest:
+        """The same request for another group: what was delivered counts as generated."""
+        return msgspec.structs.replace(
+            attempt.request,
+            epoch=attempt.request.epoch + 1,
+            resume_token_ids=[list(tokens) for tokens in attempt.stream.delivered],
+        )
+
+    # ---- deltas and aborts ---------------------------------------------------------------------------------------
+
+    def _on_deltas(self, sender: bytes, deltas: list[TokenDelta]) -> None:
+        by_request: dict[str, list[TokenDelta]] = {}
+        for delta in deltas:
+            by_request.setdefault(delta.request_id, []).append(delta)
+        for request_id, own in by_request.items():
+            attempt = self._attempts.get(request_id)
+            if attempt is None or own[0].epoch != attempt.request.epoch:
+                continue  # late words about a request that has ended or moved
+            if attempt.sender is None:
+                self._learn_sender(attempt, sender)
+            if not attempt.stream.take(own):
+                self._loop.call_later(GAP_S, attempt.lost.set)
+
+    def _learn_sender(self, attempt: _Attempt, sender: bytes) -> None:
+        attempt.sender = sender
+        held, attempt.held_aborts = attempt.held_aborts, []
+        finished = [i for i, done in enumerate(attempt.stream.finished) if done]
+        for choice in finished:  # of a resumed request: ended before, by a stop string perhaps
+            kept = len(attempt.stream.delivered[choice])
+            held.append(Abort(request_id=attempt.request.request_id, epoch=0, choice=choice, keep_positions=kept))
+        for abort in held:
+            self._send_abort(attempt, abort)
+
+    def _on_gap(self, sender: bytes) -> None:
+        """A message of this sender never came: what it had for us is not known, so all its streams count as lost."""
+        log.warning("a message from %s is missing", sender.decode(errors="replace"))
+        for attempt in self._attempts.values():
+            if attempt.sender == sender:
+                self._loop.call_later(GAP_S, attempt.lost.set)
+
+    def _send_abort(self, attempt: _Attempt, abort: Abort) -> None:
+        attempt.any_abort = True
+        abort = msgspec.structs.replace(abort, epoch=attempt.request.epoch)
+        if attempt.sender is None:
+            attempt.held_aborts.append(abort)
+        else:
+            self._receiver.send_abort(attempt.sender, abort)
+
+    def _on_close(self, stream: RequestStream) -> None:
+        """The reader left. Before its end: stop the work; by cancelling the call when the group is not known yet."""
+        attempt = self._attempts.get(stream.request.request_id)
+        if attempt is None or attempt.stream is not stream or stream.complete:
+            return
+        attempt.aborted = True
+        if attempt.sender is None:
+            attempt.call.cancel()
+            return
+        self._send_abort(attempt, Abort(request_id=stream.request.request_id, epoch=0))
+        self._loop.call_later(CANCEL_AFTER_S, attempt.call.cancel)

@@ -1,0 +1,200 @@
+"""`tandem serve`: starts Redis, Ray and the Serve application, watches them, and takes all of it down again.
+
+    checks -> redis -> ray -> serve -> groups ready -> serving -> (signal) drain -> nothing left
+
+Everything started here is a descendant of this process; every folder made here is removed; a start that fails half-way
+ends the same way as a signal. Settings errors are found before Ray starts, as far as they can be.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import psutil
+
+from cluster import machine, ray_node
+from cluster.coordination.redis_server import RedisServer
+from cluster.placement import declared_cpus, max_groups, min_groups
+from cluster.preflight import check_memory, check_model, check_port, check_redis, choose_device
+from cluster.run_files import PrivateFolder, RunFile, remove_run_file, write_run_file
+from cluster.service import ServiceFacts, install_root, new_facts
+from cluster.signals import Signals, StopRequested
+from configs.errors import SettingsError
+from configs.schema import ServiceSettings
+
+WATCH_PERIOD_S = 1.0
+KILL_WAIT_S = 3.0
+
+
+class Launcher:
+    """One service, from its start to its end. `say` prints one line for the user."""
+
+    def __init__(self, settings: ServiceSettings, address: str | None, say: "Say") -> None:
+        self._settings = settings
+        self._address = address
+        self._say = say
+        self._signals = Signals()
+        self._redis: RedisServer | None = None
+        self._stack = ExitStack()
+        self._phases: list[tuple[str, float]] = []
+
+    def run(self) -> int:
+        """The exit status. SettingsError for what the user can mend, with everything taken down again."""
+        install_root()
+        self._signals.install()
+        try:
+            self._start()
+            self._signals.raising = False
+            self._watch()
+        except StopRequested:
+            self._say.line("stopped before the service was up")
+            return 130
+        finally:
+            self._signals.raising = False
+            self._take_down()
+        return 0
+
+    # ---- start ---------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        with self._phase("checks"):
+            self._check()
+            folder = PrivateFolder()
+            self._stack.callback(folder.remove)
+            os.chdir(folder.empty)  # a user's folder may hold packages of our names
+            self._stack.callback(os.chdir, "/")
+        with self._phase("redis"):
+            url = self._start_redis(folder.redis)
+        with self._phase("ray"):
+            self._start_ray(folder)
+        facts = self._facts(url)
+        from cluster.serve_app import ServeApp  # imports ray, whose environment is prepared by now
+
+        app = ServeApp(self._settings, facts, private=self._address is None)
+        self._stack.callback(self._drain, app)
+        with self._phase("serve"):
+            app.deploy()
+        with self._phase("groups"):
+            choices = app.wait_until_ready(self._keep_redis)
+        for choice in choices:
+            self._say.line(choice)
+        self._announce(facts)
+
+    def _check(self) -> None:
+        settings = self._settings = choose_device(self._settings)
+        check_port(settings.gateway.host, settings.gateway.port)
+        check_model(settings)
+        check_memory(settings)
+        if settings.redis.url is not None:
+            check_redis(settings.redis.url)
+        if self._address is not None and settings.redis.url is None:
+            raise SettingsError("--address needs a Redis that every node can reach", "--redis-url")
+
+    def _start_redis(self, folder: Path) -> str:
+        if self._settings.redis.url is not None:
+            return self._settings.redis.url
+        self._redis = RedisServer(folder)
+        self._stack.callback(self._redis.stop)
+        self._redis.start()
+        return self._redis.url
+
+    def _start_ray(self, folder: PrivateFolder) -> None:
+        private = self._address is None
+        ray_node.prepare_environment(folder.write_token(ray_node.new_token()) if private else None)
+        self._stack.callback(_end_descendants)
+        self._stack.callback(ray_node.shut_down)
+        if self._address is not None:
+            ray_node.join(self._address)
+        else:
+            device = self._settings.engine.device.device or "cpu"
+            cpus = declared_cpus(self._settings, device, machine.cores())
+            gpus = machine.cuda_device_count() if device == "cuda" else 0
+            ray_node.start_private(folder.ray, cpus, gpus)
+        self._signals.install()
+
+    def _facts(self, redis_url: str) -> ServiceFacts:
+        return new_facts(
+            single_node=self._address is None,
+            redis_url=redis_url,
+            open_port=True,
+            device=self._settings.engine.device.device or "cpu",
+        )
+
+    def _announce(self, facts: ServiceFacts) -> None:
+        gateway = self._settings.gateway
+        host = f"[{gateway.host}]" if ":" in gateway.host else gateway.host
+        url = f"http://{host}:{gateway.port}"
+        assert facts.redis_url is not None
+        run = RunFile(
+            pid=os.getpid(),
+            started_at=time.time(),
+            url=url,
+            model=self._settings.engine.model.served_model_name[0],
+            service_id=facts.service_id,
+            redis_url=facts.redis_url,
+        )
+        self._stack.callback(remove_run_file, write_run_file(run))
+        if gateway.host not in ("127.0.0.1", "localhost", "::1") and not gateway.api_keys:
+            self._say.line(f"warning: {gateway.host} is reachable from elsewhere and there is no --api-key")
+        self._say.phases(self._phases)
+        self._say.url(url, run.model, min_groups(self._settings), max_groups(self._settings))
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        started_s = time.monotonic()
+        yield
+        self._phases.append((name, time.monotonic() - started_s))
+
+    # ---- serving and the end -------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Until a signal; keeps the private Redis running; a lost Ray ends the service."""
+        while not self._signals.wait(WATCH_PERIOD_S):
+            self._keep_redis()
+            if not ray_node.is_alive():
+                raise SettingsError("Ray's own processes have died; the service cannot go on")
+        self._say.line("stopping: requests in flight may finish (signal again to end at once)")
+
+    def _keep_redis(self) -> None:
+        if self._redis is not None and not self._redis.is_alive():
+            self._say.line("the private Redis server died and is started again")
+            self._redis.start()
+
+    def _drain(self, app: "ServeApp") -> None:  # type: ignore[name-defined]  # noqa: F821
+        app.drain(lambda: self._signals.is_urgent)
+
+    def _take_down(self) -> None:
+        """Backwards through everything that was started; nothing stops it, a second signal only hurries it."""
+        try:
+            self._stack.close()
+        finally:
+            _end_descendants()
+
+
+class Say:
+    """How the launcher talks; replaced in tests."""
+
+    def line(self, text: str) -> None:
+        print(f"tandem: {text}", flush=True)
+
+    def phases(self, phases: list[tuple[str, float]]) -> None:
+        total = sum(seconds for _, seconds in phases)
+        parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases)
+        self.line(f"started in {total:.1f} s ({parts})")
+
+    def url(self, url: str, model: str, low: int, high: int) -> None:
+        groups = f"{low} group{'s' if low > 1 else ''}" + (f", up to {high}" if high > low else "")
+        self.line(f"serving {model} with {groups} on {url}/v1")
+
+
+def _end_descendants() -> None:
+    """Whatever still runs below this process is ended; called last, so normally there is nothing."""
+    left = psutil.Process().children(recursive=True)
+    for process in left:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(left, timeout=KILL_WAIT_S)

@@ -1,0 +1,33 @@
+"""What this machine has, asked without torch: CUDA devices, cores, memory."""
+
+import ctypes
+import os
+
+import psutil
+
+
+def cuda_device_count() -> int:
+    """Devices that the CUDA driver offers; 0 without a driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def available_memory_bytes() -> int:
+    """Memory that can be had without swapping, the control group's limit included."""
+    available = int(psutil.virtual_memory().available)
+    try:
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
+            return min(available, int(limit.read()) - int(used.read()))
+    except (OSError, ValueError):
+        return available

@@ -1,0 +1,83 @@
+"""From what the user typed as MODEL to a folder: the bundled demo, a folder, or a hub id that is downloaded.
+
+Called by the launcher before it changes folder, and by cluster/app.py. Every path in the settings comes out absolute.
+"""
+
+import re
+from pathlib import Path
+
+from msgspec.structs import replace
+
+import configs
+from configs.errors import SettingsError
+from configs.schema import EngineSettings, ModelSettings, ServiceSettings
+
+DEMO = "demo"
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "LICENSE*"]
+
+
+def resolve_settings(settings: ServiceSettings) -> ServiceSettings:
+    """The same settings with model, tokenizer, template and log as absolute paths, and the served name filled in."""
+    model = settings.engine.model
+    folder = find_model(model.model, model.revision, "MODEL")
+    resolved: ModelSettings = replace(
+        model,
+        model=str(folder),
+        served_model_name=model.served_model_name or (model.model,),
+        tokenizer=str(find_model(model.tokenizer, None, "--tokenizer")) if model.tokenizer is not None else None,
+        chat_template=_template(model.chat_template),
+    )
+    _check_remote_code(folder, resolved)
+    step_log = str(Path(settings.engine.step_log).absolute()) if settings.engine.step_log is not None else None
+    engine: EngineSettings = replace(settings.engine, model=resolved, step_log=step_log)
+    return replace(settings, engine=engine)
+
+
+def find_model(name: str, revision: str | None, flag: str) -> Path:
+    """The folder of a model: the demo's, an existing folder, or a snapshot of the hub (from its cache when offline)."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    if name == DEMO:
+        return Path(configs.__file__ or ".").resolve().parent / "demo" / "model"
+    looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if looks_like_path or folder.exists() or not HUB_ID.fullmatch(name):
+        raise SettingsError(f"{name}: no such folder", flag)
+    return _download(name, revision, flag)
+
+
+def _download(name: str, revision: str | None, flag: str) -> Path:
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=FILES)).resolve()
+    except RepositoryNotFoundError as error:
+        raise SettingsError(f"{name} is neither a folder here nor a model on the hub", flag) from error
+    except LocalEntryNotFoundError as error:
+        raise SettingsError(f"{name} is no folder here, and the hub cannot be reached to download it", flag) from error
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise SettingsError(f"{name} cannot be downloaded: {str(error).splitlines()[0]}", flag) from error
+
+
+def _template(given: str | None) -> str | None:
+    """A file's absolute path, or the template text as it is."""
+    if given is None:
+        return None
+    path = Path(given).expanduser()
+    looks_like_text = "{" in given or "\n" in given
+    if looks_like_text:
+        return given
+    if not path.is_file():
+        raise SettingsError(f"{given}: no such file", "--chat-template")
+    return str(path.resolve())
+
+
+def _check_remote_code(folder: Path, model: ModelSettings) -> None:
+    if not model.trust_remote_code and any(folder.glob("*.py")):
+        raise SettingsError(
+            f"{folder} ships Python files; Tandem never runs them, and serves the model with its own code "
+            "only when --trust-remote-code is given",
+            "--trust-remote-code",
+        )

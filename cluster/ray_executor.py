@@ -1,0 +1,106 @@
+"""RayExecutor: the ranks of a group as Ray actors in the group's placement group; rank i lives in bundle i + 1.
+
+Each actor runs workers/rank/rank_worker.py in one call that never returns; from then on control is ZeroMQ, as with
+local processes (workers/rank_group.py). A watcher thread sees a dead rank within 30 ms. Ranks die with this process.
+"""
+
+import threading
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.placement import CPU_SHARE
+from cluster.service import ServiceFacts, check_install
+from configs.schema import EngineSettings
+from workers.engine.executor import ExecutorReady
+from workers.messages import StepPlan, StepResult
+from workers.rank_group import RankGroup
+
+CLOSE_S = 3.0
+
+
+class RankActor:
+    """One rank. Gets exactly one call."""
+
+    def run(self, rank: int, endpoint: str, group: str, facts: ServiceFacts) -> None:
+        """Until the group ends it. Torch is first imported in here."""
+        check_install(facts)
+        from workers.rank.rank_worker import run_rank
+
+        run_rank(rank, endpoint, facts.secret, group)
+
+
+class RayExecutor:
+    """Executor over Ray actors. `placement_group` has a bundle per rank after the coordinator's."""
+
+    def __init__(
+        self, settings: EngineSettings, facts: ServiceFacts, group: str, placement_group: Any, host: str
+    ) -> None:
+        self._settings = settings
+        self._facts = facts
+        self._name = group
+        self._placement_group = placement_group
+        self._host = host
+        self._actors: list[Any] = []
+        self._dead: str | None = None
+        self._closing = False
+        self._group: RankGroup | None = None
+
+    def start(self) -> ExecutorReady:
+        """Creates the actors and brings the ranks up."""
+        assert self._group is None, "start() is called once"
+        self._group = RankGroup(self._settings, self._facts.secret, self._lost, self._host)
+        runs = [self._run_rank(rank, self._group.endpoint) for rank in range(self._group.world_size)]
+        threading.Thread(target=self._watch, args=(runs,), name="tandem-watch", daemon=True).start()
+        return self._group.start()
+
+    def submit(self, plan: StepPlan) -> None:
+        assert self._group is not None
+        self._group.submit(plan)
+
+    def wait(self, timeout_s: float) -> StepResult | None:
+        assert self._group is not None
+        return self._group.wait(timeout_s)
+
+    def close(self) -> None:
+        """Asks the ranks to exit, then ends the actors. Idempotent."""
+        if self._group is None or self._closing:
+            return
+        self._closing = True
+        if self._dead is None:
+            self._group.shut_down()
+        self._group.close()
+        for actor in self._actors:
+            ray.kill(actor)
+
+    def _run_rank(self, rank: int, endpoint: str) -> Any:
+        on_gpu = self._facts.device == "cuda"
+        actor_class = ray.remote(RankActor).options(
+            num_cpus=1 if on_gpu else CPU_SHARE,
+            num_gpus=1 if on_gpu else 0,
+            max_restarts=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                self._placement_group, placement_group_bundle_index=rank + 1
+            ),
+        )
+        actor = actor_class.remote()
+        self._actors.append(actor)
+        return actor.run.remote(rank, endpoint, self._name, self._facts)
+
+    def _watch(self, runs: list[Any]) -> None:
+        """Blocks until the first rank's run() ends, however it does."""
+        done, _ = ray.wait(runs, num_returns=1)
+        rank = runs.index(done[0])
+        try:
+            ray.get(done[0])
+            how = "has ended"
+        except ray.exceptions.RayActorError:
+            how = "has died"
+        except ray.exceptions.RayTaskError as error:
+            how = f"failed: {str(error.cause).splitlines()[0]}"
+        if not self._closing:
+            self._dead = f"rank {rank} of group {self._name} {how}"
+
+    def _lost(self) -> str | None:
+        return self._dead

@@ -1,0 +1,120 @@
+"""Starts (or joins) Ray for the launcher: a private, trimmed Ray whose processes are our descendants.
+
+prepare_environment() must run before anything imports ray: its authentication mode and Serve's switches are read at
+import. No dashboard, no usage statistics, no worker logs on our terminal.
+"""
+
+import inspect
+import logging
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from configs.errors import SettingsError
+
+OBJECT_STORE_BYTES = 80 * 2**20
+SERVE_SWITCHES = {
+    # user code, router and Serve's own work on one loop; gRPC between replicas; buffered logs
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    # the gateway opens its port itself (docs/decisions/001-serve-ingress.md)
+    "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
+    # how fast autoscaling sees load
+    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
+    "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
+    # a group with no traffic for a while is not asked for its queue length before it gets a request
+    "RAY_SERVE_QUEUE_LENGTH_CACHE_TIMEOUT_S": "3600",
+}
+RAY_SWITCHES = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+
+def prepare_environment(token_file: Path | None) -> None:
+    """Sets what Ray reads from the environment; every Ray process inherits it. `token_file` None: the user's own token."""
+    os.environ.update(RAY_SWITCHES)
+    for name, value in SERVE_SWITCHES.items():
+        os.environ.setdefault(name, value)
+    os.environ.pop("RAY_ADDRESS", None)
+    if token_file is not None:
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(token_file)
+        os.environ.pop("RAY_AUTH_TOKEN", None)
+
+
+def new_token() -> str:
+    return secrets.token_hex(32)
+
+
+def start_private(temp_folder: Path, num_cpus: int, num_gpus: int) -> None:
+    """A Ray of our own on this machine."""
+    import ray
+
+    with _trimmed():
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            namespace="tandem",
+            _temp_dir=str(temp_folder),
+            _node_ip_address="127.0.0.1",
+        )
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+
+
+def join(address: str) -> None:
+    """A Ray that runs already."""
+    import ray
+
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace="tandem")
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise SettingsError(
+            f"{address}: no Ray cluster answers there: {str(error).splitlines()[0]}", "--address"
+        ) from error
+
+
+def is_alive() -> bool:
+    """False once a process that Ray cannot do without has died (of a private Ray; a joined one is not ours to watch)."""
+    import ray
+
+    if not ray.is_initialized():
+        return False
+    dead = {kind for kind, _ in ray._private.worker._global_node.dead_processes()}
+    return not dead & {"gcs_server", "raylet"}
+
+
+def shut_down() -> None:
+    """Ends a private Ray's processes, or leaves a joined one."""
+    import ray
+
+    ray.shutdown()
+
+
+@contextmanager
+def _trimmed() -> Iterator[None]:
+    """ray.init without Ray's autoscaler monitor and log monitor, which `ray start` can leave out and ray.init cannot.
+
+    Saves about 2 s of start and 170 MiB. A Ray whose parameters are called otherwise is started whole.
+    """
+    from ray._private import parameter
+
+    whole = parameter.RayParams
+
+    def trimmed(*args: Any, **kwargs: Any) -> Any:
+        return whole(*args, **{"no_monitor": True, "include_log_monitor": False} | kwargs)
+
+    if {"no_monitor", "include_log_monitor"} <= set(inspect.signature(whole).parameters):
+        parameter.RayParams = trimmed
+    try:
+        yield
+    finally:
+        parameter.RayParams = whole

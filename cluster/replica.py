@@ -1,0 +1,207 @@
+"""The group deployment `tandem-coordinator`: one Serve replica = one worker group.
+
+Holds the handle call of each request until the request ends, reports load to Serve and Redis, and exits when its group
+is lost so that Serve replaces it. The engine runs on a thread of its own (engine_thread.py); this file never touches it.
+Torch-free.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+import time
+from typing import Any
+
+import msgspec
+import ray
+from ray import serve
+
+from cluster.coordination.client import BackgroundClient, RedisAway
+from cluster.coordination.registry import GroupBeat, GroupRecord, GroupState, StartFailure, report_start_failure
+from cluster.engine_thread import EngineThread, SteppedEngine
+from cluster.group_engine import GroupEngine
+from cluster.service import ServiceFacts, check_install
+from configs.errors import SettingsError
+from configs.schema import EngineSettings
+from workers.engine.stats import EngineStats
+from workers.errors import GroupLost
+from workers.messages import Abort, Ended, GenerationRequest
+
+log = logging.getLogger("ray.serve.tandem")
+STALL_S = 600.0
+EXIT_DELAY_S = 0.1
+SWITCH_INTERVAL_S = 0.001
+
+
+class _LoopReport:
+    """Carries what the engine's thread says to the replica's event loop."""
+
+    def __init__(self, replica: "Coordinator", loop: asyncio.AbstractEventLoop) -> None:
+        self._replica = replica
+        self._loop = loop
+
+    def opened(self) -> None:
+        self._loop.call_soon_threadsafe(self._replica.on_opened)
+
+    def stats(self, stats: EngineStats) -> None:
+        self._replica.engine_stats = stats
+
+    def failed(self, error: Exception, opened: bool) -> None:
+        self._loop.call_soon_threadsafe(self._replica.on_failed, error, opened)
+
+
+class Coordinator:
+    """A group. The constructor returns once the model is loaded: Serve sends no request before."""
+
+    async def __init__(self, settings: EngineSettings, facts: ServiceFacts, model_name: str, redis: Any = None) -> None:
+        check_install(facts)
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._facts = facts
+        self._loop = asyncio.get_running_loop()
+        self._group = serve.get_replica_context().replica_id.unique_id
+        self._epoch = time.time_ns() // 1_000_000
+        self._model_name = model_name
+        self._state: GroupState = "loading"
+        self._outstanding: dict[tuple[str, int], int] = {}
+        self._stats_number = 0
+        self._stopping = False
+        self.engine_stats: EngineStats | None = None
+        self._opened: asyncio.Future[None] = self._loop.create_future()
+        url = facts.redis_url if redis is None else await redis.url.remote()
+        assert url is not None, "a service has a Redis"
+        self._redis = BackgroundClient(url)
+        self._beat = GroupBeat(self._redis, facts.service_id, self._record)
+        self._beating = self._loop.create_task(self._beat.run(), name="group beat")
+        self._engine = GroupEngine(settings, facts, self._group, ray.util.get_current_placement_group())
+        self._thread = EngineThread(
+            self._open_engine, self._engine.close, _LoopReport(self, self._loop), facts.secret, self._identity()
+        )
+        self._thread.start()
+        await self._wait_until_opened()
+
+    async def generate(self, payload: bytes) -> bytes:
+        """One request, from its dispatch to its end: GenerationRequest in, Ended out, both msgpack."""
+        request = msgspec.msgpack.decode(payload, type=GenerationRequest)
+        key = (request.request_id, request.epoch)
+        ended: asyncio.Future[Ended] = self._loop.create_future()
+        self._outstanding[key] = len(request.prompt_token_ids) + request.sampling.max_tokens * request.sampling.n
+        self._thread.submit(request, lambda e: self._answer(ended, e))
+        try:
+            return msgspec.msgpack.encode(await ended)
+        except asyncio.CancelledError:
+            self._thread.abort(Abort(request_id=request.request_id, epoch=request.epoch))
+            raise
+        finally:
+            self._outstanding.pop(key, None)
+
+    def check_health(self) -> None:
+        """Serve asks every few seconds. A group whose thread ended, or whose step never returns, is replaced."""
+        if not self._thread.is_alive() and not self._stopping:
+            raise RuntimeError("the engine has stopped")
+        stalled_s = time.monotonic() - self._thread.last_progress_s
+        if self._thread.busy and stalled_s > STALL_S:
+            raise RuntimeError(f"no step has finished for {stalled_s:.0f} s")
+
+    def record_routing_stats(self) -> dict[str, float]:
+        """For the routers of all gateways, every few seconds."""
+        self._stats_number += 1
+        stats = self.engine_stats
+        return {
+            "report_number": self._stats_number,
+            "outstanding_tokens": sum(self._outstanding.values()),
+            "kv_used": stats.kv_usage if stats is not None else 0.0,
+        }
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """For custom autoscaling policies; the default one counts the handle calls in flight."""
+        stats = self.engine_stats
+        return {
+            "waiting": float(stats.waiting) if stats is not None else 0.0,
+            "kv_used": stats.kv_usage if stats is not None else 0.0,
+        }
+
+    async def __del__(self) -> None:
+        """Serve calls this when it has drained the replica, before it ends the process."""
+        self._stopping = True
+        self._state = "draining"
+        self._beating.cancel()
+        try:
+            async with asyncio.timeout(1.0):
+                await self._beat.leave()
+        except (RedisAway, TimeoutError):
+            pass  # the record expires by itself
+        self._thread.stop()
+        await self._loop.run_in_executor(None, self._thread.join, 5.0)
+        await self._redis.close()
+
+    # ---- called on the loop by the engine's thread ---------------------------------------------------------------
+
+    def on_opened(self) -> None:
+        self._state = "serving"
+        self._loop.create_task(self._beat_once(), name="first beat")
+        if not self._opened.done():
+            self._opened.set_result(None)
+
+    def on_failed(self, error: Exception, opened: bool) -> None:
+        if not opened and not self._opened.done():
+            self._opened.set_exception(error)
+        elif opened and not self._stopping:
+            log.error("group %s is lost: %s", self._group, error)
+            # The streams have been told; leaving at once makes Serve replace the group without three failed checks.
+            self._loop.call_later(EXIT_DELAY_S, os._exit, 1)
+
+    # ---- inside --------------------------------------------------------------------------------------------------
+
+    def _identity(self) -> str:
+        return f"{self._group}:{self._epoch}"
+
+    def _open_engine(self, sink: Any) -> SteppedEngine:
+        return self._engine.open(sink)
+
+    async def _wait_until_opened(self) -> None:
+        try:
+            await self._opened
+        except Exception as error:
+            self._beating.cancel()
+            await self._report_failure(error)
+            raise RuntimeError(f"group {self._group} did not start: {error}") from None
+
+    async def _report_failure(self, error: Exception) -> None:
+        flag = error.flag if isinstance(error, SettingsError) else None
+        kind = "" if isinstance(error, SettingsError | GroupLost) else f"{type(error).__name__}: "
+        failure = StartFailure(part=f"group {self._group}", message=f"{kind}{error}", flag=flag)
+        try:
+            await report_start_failure(self._redis, self._facts.service_id, failure)
+        except RedisAway as away:
+            log.warning("the failure could not be reported: %s", away)
+
+    async def _beat_once(self) -> None:
+        try:
+            await self._beat.beat()
+        except RedisAway as error:
+            log.warning("first heartbeat skipped: %s", error)
+
+    def _answer(self, ended: "asyncio.Future[Ended]", value: Ended) -> None:
+        def set_result() -> None:
+            if not ended.done():
+                ended.set_result(value)
+
+        self._loop.call_soon_threadsafe(set_result)
+
+    def _record(self) -> GroupRecord:
+        stats = self.engine_stats
+        return GroupRecord(
+            group=self._group,
+            epoch=self._epoch,
+            model=self._model_name,
+            state=self._state,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            rank_pids=list(self._engine.rank_pids),
+            waiting=stats.waiting if stats is not None else 0,
+            running=stats.running if stats is not None else 0,
+            outstanding_tokens=sum(self._outstanding.values()),
+            kv_used=stats.kv_usage if stats is not None else 0.0,
+            stats=msgspec.msgpack.encode(stats) if stats is not None else b"",
+        )

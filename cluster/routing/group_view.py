@@ -1,0 +1,26 @@
+"""What a routing policy sees: one immutable picture of each group, and of the request. Knows no Ray."""
+
+import msgspec
+
+
+class GroupView(msgspec.Struct, frozen=True, kw_only=True):
+    """One group at one moment. Tokens are prompt + allowed output of requests that have not ended.
+
+    outstanding_here: those this gateway sent. outstanding_elsewhere: those of other gateways, as last reported.
+    """
+
+    group: str
+    outstanding_here: int = 0
+    outstanding_elsewhere: int = 0
+    kv_used: float = 0.0
+
+    @property
+    def outstanding_tokens(self) -> int:
+        return self.outstanding_here + self.outstanding_elsewhere
+
+
+class RequestView(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a request matters for routing. `cost_tokens`: prompt + allowed output of all choices."""
+
+    request_id: str
+    cost_tokens: int

@@ -1,0 +1,77 @@
+"""Ray Serve's request router for groups: our policy in Serve's hooks. One instance per gateway process.
+
+Serve calls choose_replicas for every request and tries the ranks of its answer in order. An exception in there would
+leave the caller hanging for ever, so each hook is guarded and falls back to "no preference".
+"""
+
+import logging
+from typing import Any
+
+import msgspec
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from cluster.routing.group_view import GroupView, RequestView
+from cluster.routing.outstanding import Outstanding
+from cluster.routing.policy import LeastOutstandingTokens, best_first
+from workers.messages import GenerationRequest
+
+log = logging.getLogger("ray.serve.tandem")
+
+
+class GroupRouter(RequestRouter):  # type: ignore[misc]
+    """Sends each request to the group that the policy likes best."""
+
+    def initialize_state(self, **kwargs: Any) -> None:
+        assert not kwargs, f"unknown router arguments {sorted(kwargs)}"
+        self._policy = LeastOutstandingTokens()
+        self._outstanding = Outstanding()
+        self._decode = msgspec.msgpack.Decoder(GenerationRequest).decode
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        if pending_request is None or not candidate_replicas:
+            return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True  # otherwise a full fleet is a hot loop
+        try:
+            views = [self._view(replica) for replica in candidate_replicas]
+            order = best_first(self._policy, views, self._request_view(pending_request))
+            return [[candidate_replicas[i]] for i in order]
+        except Exception:
+            log.exception("routing failed; any group may take this request")
+            return [candidate_replicas]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        try:
+            cost = self._request_view(pending_request).cost_tokens
+            self._outstanding.begin(pending_request.metadata.internal_request_id, replica_id.unique_id, cost)
+        except Exception:
+            log.exception("a routed request was not counted")
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        self._outstanding.end(internal_request_id)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        self._outstanding.keep_only(replica.replica_id.unique_id for replica in replicas)
+
+    def _view(self, replica: RunningReplica) -> GroupView:
+        group = replica.replica_id.unique_id
+        stats = replica.routing_stats
+        if stats:
+            self._outstanding.report(group, int(stats["outstanding_tokens"]), int(stats["report_number"]))
+        return GroupView(
+            group=group,
+            outstanding_here=self._outstanding.here(group),
+            outstanding_elsewhere=self._outstanding.elsewhere(group),
+            kv_used=float(stats["kv_used"]) if stats else 0.0,
+        )
+
+    def _request_view(self, pending_request: PendingRequest) -> RequestView:
+        request = self._decode(pending_request.args[0])
+        return RequestView(request_id=request.request_id, cost_tokens=cost_tokens(request))
+
+
+def cost_tokens(request: GenerationRequest) -> int:
+    """Prompt once, and the most output that all choices may produce."""
+    return len(request.prompt_token_ids) + request.sampling.max_tokens * request.sampling.n

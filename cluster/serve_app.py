@@ -1,0 +1,139 @@
+"""The launcher's hold on Serve: deploy the application, wait until it answers, drain it. Imports ray at the top."""
+
+import asyncio
+import http.client
+import time
+from collections.abc import Callable
+
+import ray
+from ray import serve
+from ray.serve.schema import ApplicationStatus
+
+from cluster.app import build_app
+from cluster.coordination.client import BackgroundClient, RedisAway
+from cluster.coordination.registry import FleetView, GroupRecord, read_start_failure
+from cluster.metrics import decode_stats
+from cluster.placement import min_groups
+from cluster.service import APP, ServiceFacts
+from configs.errors import SettingsError
+from configs.schema import ServiceSettings
+
+POLL_S = 0.05
+SLOW_POLL_S = 1.0
+PLACEMENT_S = 20.0
+
+
+class ServeApp:
+    """One deployed application. `private`: Ray is ours, so its end is Ray's end."""
+
+    def __init__(self, settings: ServiceSettings, facts: ServiceFacts, private: bool) -> None:
+        self._settings = settings
+        self._facts = facts
+        self._private = private
+        self._deployed = False
+
+    def deploy(self) -> None:
+        """Hands the application to Serve; returns before anything of it runs."""
+        serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING", "enable_access_log": False})
+        self._deployed = True
+        target = serve.RunTarget(target=build_app(self._settings, self._facts), name=APP, route_prefix="/")
+        serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+
+    def wait_until_ready(self, keep: Callable[[], None]) -> list[str]:
+        """Until the gateway answers and all groups serve. What was chosen, one line each. SettingsError when it fails."""
+        return asyncio.run(self._wait_until_ready(keep))
+
+    def drain(self, is_urgent: Callable[[], bool]) -> None:
+        """Ends the application: no new requests, those in flight have the shutdown timeout."""
+        if not self._deployed or not ray.is_initialized():
+            return
+        try:
+            serve.delete(APP, _blocking=False)
+            deadline_s = time.monotonic() + self._settings.shutdown_timeout_s + 3.0
+            while APP in serve.status().applications and time.monotonic() < deadline_s and not is_urgent():
+                time.sleep(POLL_S)
+            if not self._private:
+                serve.shutdown()
+        except (ray.exceptions.RayError, RuntimeError):
+            return  # Ray itself is gone; there is nothing left to drain
+
+    async def _wait_until_ready(self, keep: Callable[[], None]) -> list[str]:
+        assert self._facts.redis_url is not None
+        redis = BackgroundClient(self._facts.redis_url, timeout_s=1.0, retries=2)
+        fleet = FleetView(redis, self._facts.service_id, reseed=_nothing)
+        started_s = checked_s = time.monotonic()
+        try:
+            while True:
+                await fleet.refresh()
+                if self._all_ready(list(fleet.records.values())):
+                    return [self._choice(record) for record in fleet.records.values()]
+                await self._raise_failure(redis)
+                if time.monotonic() - checked_s >= SLOW_POLL_S:
+                    checked_s = time.monotonic()
+                    keep()
+                    self._raise_serve_failure()
+                    if checked_s - started_s >= PLACEMENT_S:
+                        raise_unplaced()
+                await asyncio.sleep(POLL_S)
+        finally:
+            await redis.close()
+
+    def _all_ready(self, records: list[GroupRecord]) -> bool:
+        serving = sum(record.state == "serving" for record in records)
+        return serving >= min_groups(self._settings) and self._gateway_answers()
+
+    def _gateway_answers(self) -> bool:
+        gateway = self._settings.gateway
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(gateway.host, gateway.host)
+        connection = http.client.HTTPConnection(host, gateway.port, timeout=1.0)
+        try:
+            connection.request("GET", "/readyz")
+            return connection.getresponse().status == 200
+        except OSError:
+            return False
+        finally:
+            connection.close()
+
+    async def _raise_failure(self, redis: BackgroundClient) -> None:
+        try:
+            failure = await read_start_failure(redis, self._facts.service_id)
+        except RedisAway:
+            return
+        if failure is not None:
+            raise SettingsError(f"{failure.part} did not start: {failure.message}", failure.flag)
+
+    @staticmethod
+    def _raise_serve_failure() -> None:
+        app = serve.status().applications.get(APP)
+        if app is not None and app.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
+            messages = [d.message for d in app.deployments.values() if d.message] or [app.message]
+            last = next((line for line in reversed(messages[0].strip().splitlines()) if line.strip()), "")
+            raise SettingsError(f"Serve could not start the application: {last.strip()}")
+
+    def _choice(self, record: GroupRecord) -> str:
+        parallel = self._settings.engine.parallel
+        stats = decode_stats(record)
+        kv = f", {stats.num_blocks} KV blocks of {stats.block_size} tokens" if stats is not None else ""
+        shape = f"TP {parallel.tensor_parallel_size} x PP {parallel.pipeline_parallel_size}"
+        return f"group {record.group}: {shape} on {self._facts.device}{kv}"
+
+
+def raise_unplaced() -> None:
+    """SettingsError when a placement group is still waiting: what it asks for, what the cluster has."""
+    for group in ray.util.placement_group_table().values():
+        if group["state"] == "PENDING":
+            asked = ", ".join(_resources(bundle) for bundle in group["bundles"].values())
+            raise SettingsError(
+                f"a group's ranks were not placed in {PLACEMENT_S:.0f} s: asked for bundles [{asked}] with "
+                f"{group['strategy']}; the cluster has {_resources(ray.cluster_resources())}, "
+                f"free {_resources(ray.available_resources())}",
+                "--tensor-parallel-size",
+            )
+
+
+def _resources(resources: dict[str, float]) -> str:
+    return " ".join(f"{name} {resources.get(name, 0):g}" for name in ("CPU", "GPU"))
+
+
+async def _nothing() -> None:
+    """The launcher seeds no durable state."""

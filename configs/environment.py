@@ -1,0 +1,22 @@
+"""The one file that reads the environment. What is read: where private files of this user may live."""
+
+import os
+import tempfile
+from pathlib import Path
+
+SOCKET_PATH_ROOM = 96
+"""What Ray adds to its temp folder for its longest socket, and ours adds to reach that folder; the limit is 107."""
+
+
+def runtime_folder() -> Path:
+    """Folder for this user's run files: XDG_RUNTIME_DIR/tandem, else tandem-UID in the temp folder. May not exist."""
+    given = os.environ.get("XDG_RUNTIME_DIR")
+    if given and Path(given).is_dir():
+        return Path(given) / "tandem"
+    return Path(tempfile.gettempdir()) / f"tandem-{os.getuid()}"
+
+
+def short_temp_folder() -> Path:
+    """The temp folder, unless socket paths below it would be too long for the system; then /tmp."""
+    wanted = Path(tempfile.gettempdir()).resolve()
+    return wanted if len(str(wanted)) + SOCKET_PATH_ROOM <= 107 else Path("/tmp")

@@ -1,0 +1,208 @@
+"""Builds ServiceSettings from flags, a YAML file or a Ray Serve `args` mapping; the only place where that happens.
+
+Called by the command line and by cluster/app.py. Every unknown key and every value out of range is refused by the
+flag's name (SettingsError). Looks at no machine, no model and no environment.
+"""
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, get_origin
+
+import msgspec
+import yaml
+
+from configs.errors import SettingsError
+from configs.options import OPTIONS, NotSizeError, Option, option_named, parse_size
+from configs.schema import GatewaySettings, ServiceSettings
+
+FILE_ONLY_KEYS = ("model", "autoscaling_config")
+SERVE_KEYS = ("model_loading_config", "engine_kwargs", "deployment_config", "gateway_config", "redis_config")
+AUTOSCALING_KEYS = (
+    "min_replicas",
+    "max_replicas",
+    "initial_replicas",
+    "target_ongoing_requests",
+    "look_back_period_s",
+    "upscale_delay_s",
+    "downscale_delay_s",
+    "metrics_interval_s",
+    "upscaling_factor",
+    "downscaling_factor",
+)
+
+
+def build_settings(
+    model: str, values: Mapping[str, Any], autoscaling_config: Mapping[str, Any] | None = None
+) -> ServiceSettings:
+    """Settings of a service for `model`, with `values` keyed by option name (dashes or underscores)."""
+    tree: dict[str, Any] = {"engine": {"model": {"model": model}}}
+    for name, value in values.items():
+        option = option_named(name)
+        if option is None:
+            raise SettingsError(f"{name} is not a setting{_did_you_mean(name, [o.name for o in OPTIONS])}", name)
+        if value is not None:
+            _place(tree, option.path, _checked(option, value))
+    if autoscaling_config is not None:
+        tree["autoscaling_config"] = _autoscaling(autoscaling_config, values)
+    settings = msgspec.convert(tree, ServiceSettings)
+    _check_together(settings)
+    return settings
+
+
+def read_config_file(path: str) -> dict[str, Any]:
+    """The mapping in a --config YAML file: option names (dashes or underscores), `model`, `autoscaling_config`."""
+    try:
+        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"{path} cannot be read: {error.strerror}", "--config") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path} is not YAML: {error}".replace("\n", " "), "--config") from error
+    if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
+        raise SettingsError(f"{path} must hold a mapping of settings", "--config")
+    known = [*FILE_ONLY_KEYS, *(o.name for o in OPTIONS)]
+    for key in loaded:
+        if key.replace("-", "_") not in known:
+            raise SettingsError(f"{path}: {key} is not a setting{_did_you_mean(key, known)}", "--config")
+    return {key.replace("-", "_"): value for key, value in loaded.items()}
+
+
+def merge_config(path: str | None, model: str | None, flags: Mapping[str, Any]) -> ServiceSettings:
+    """Flags over the file. `flags` holds only what was given on the command line."""
+    values = read_config_file(path) if path is not None else {}
+    autoscaling = values.pop("autoscaling_config", None)
+    named = values.pop("model", None)
+    if not isinstance(model or named, str):
+        raise SettingsError("no model: give it as the argument, or as `model` in the --config file", "MODEL")
+    if autoscaling is not None and not isinstance(autoscaling, dict):
+        raise SettingsError("autoscaling_config must be a mapping", "autoscaling_config")
+    if autoscaling is not None and "data_parallel_size" in flags:
+        raise SettingsError("autoscaling_config chooses the number of groups", "--data-parallel-size")
+    return build_settings(model or str(named), {**values, **flags}, autoscaling)
+
+
+def settings_from_serve_args(args: Mapping[str, Any]) -> ServiceSettings:
+    """Settings from the `args` of a Ray Serve config, in the shape of Ray Serve LLM's LLMConfig."""
+    if "lora_config" in args:
+        raise SettingsError("adapters are not supported yet", "lora_config")
+    _refuse_unknown(args, SERVE_KEYS, "args")
+    loading = _section(args, "model_loading_config", ("model_id", "model_source"))
+    deployment = _section(args, "deployment_config", ("autoscaling_config", "num_replicas"))
+    values = {**_section(args, "engine_kwargs", None)}
+    for section, names in (("gateway_config", ("api_key",)), ("redis_config", ("redis_url", "redis_timeout_ms"))):
+        values |= _section(args, section, names)
+    for name in ("host", "port", "redis_url"):
+        if name in _section(args, "engine_kwargs", None):
+            raise SettingsError(f"{name} does not belong to engine_kwargs", name)
+    model = loading.get("model_source") or loading.get("model_id")
+    if not isinstance(model, str):
+        raise SettingsError("model_source (or model_id) must name a model", "model_loading_config")
+    if loading.get("model_id") is not None:
+        values.setdefault("served_model_name", [loading["model_id"]])
+    if deployment.get("num_replicas") is not None:
+        values["data_parallel_size"] = deployment["num_replicas"]
+    return build_settings(model, values, deployment.get("autoscaling_config"))
+
+
+def resolved_yaml(settings: ServiceSettings) -> str:
+    """The settings with every default filled in, as YAML; keys are not shown."""
+    hidden = msgspec.structs.replace(settings.gateway, api_keys=("(hidden)",) * len(settings.gateway.api_keys))
+    shown = msgspec.structs.replace(settings, gateway=hidden)
+    return yaml.safe_dump(msgspec.to_builtins(shown), sort_keys=False)
+
+
+def default_of(option: Option) -> Any:
+    """What ServiceSettings has at the option's place when it is not given."""
+    value: Any = build_settings("model", {})
+    for part in option.path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _checked(option: Option, value: Any) -> Any:
+    if option.size and isinstance(value, str):
+        try:
+            value = parse_size(value)
+        except NotSizeError as error:
+            raise SettingsError(f"{value!r} is not a size such as 4096, 32k or 2G", option.flag) from error
+    if get_origin(option.kind) is dict and isinstance(value, str):
+        value = _json_object(option, value)
+    if get_origin(option.kind) is tuple and isinstance(value, str):
+        value = [value]
+    try:
+        converted = msgspec.convert(value, option.kind)
+    except msgspec.ValidationError as error:
+        raise SettingsError(f"{value!r}: {str(error)[0].lower()}{str(error)[1:]}", option.flag) from error
+    if option.check is not None and not option.check(converted):
+        raise SettingsError(f"{value!r} must be {option.rule}", option.flag)
+    return converted
+
+
+def _json_object(option: Option, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise SettingsError(f"{text!r} is not JSON: {error}", option.flag) from error
+
+
+def _place(tree: dict[str, Any], path: str, value: Any) -> None:
+    *parents, leaf = path.split(".")
+    for part in parents:
+        tree = tree.setdefault(part, {})
+    tree[leaf] = value
+
+
+def _autoscaling(config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(config, Mapping):
+        raise SettingsError("autoscaling_config must be a mapping", "autoscaling_config")
+    _refuse_unknown(config, AUTOSCALING_KEYS, "autoscaling_config")
+    if values.get("data_parallel_size") is not None:
+        raise SettingsError("autoscaling_config chooses the number of groups", "data_parallel_size")
+    for key, value in config.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            raise SettingsError(f"{key}: {value!r} must be a number of at least 0", "autoscaling_config")
+    low, high = config.get("min_replicas", 1), config.get("max_replicas", 1)
+    if not (isinstance(low, int) and isinstance(high, int) and 1 <= high and low <= high):
+        raise SettingsError(f"min_replicas {low} and max_replicas {high} are no range", "autoscaling_config")
+    return dict(config)
+
+
+def _check_together(settings: ServiceSettings) -> None:
+    """Rules between settings."""
+    scheduler, engine = settings.engine.scheduler, settings.engine
+    if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
+        raise SettingsError(
+            f"{scheduler.max_num_batched_tokens} is less than --max-num-seqs {scheduler.max_num_seqs}",
+            "--max-num-batched-tokens",
+        )
+    given = engine.cache.gpu_memory_utilization != type(engine.cache)().gpu_memory_utilization
+    if given and engine.device.device == "cpu":
+        raise SettingsError("has no meaning on CPU; use --kv-cache-memory-bytes", "--gpu-memory-utilization")
+    if settings.gateway.host == "":
+        raise SettingsError("must name an address", "--host")
+    if any(len(key) < 1 or not key.isprintable() for key in settings.gateway.api_keys):
+        raise SettingsError("a key must be printable and not empty", "--api-key")
+    if any(not name.strip() for name in engine.model.served_model_name):
+        raise SettingsError("a name must not be empty", "--served-model-name")
+    assert isinstance(settings.gateway, GatewaySettings)
+
+
+def _section(args: Mapping[str, Any], name: str, known: Iterable[str] | None) -> Mapping[str, Any]:
+    section = args.get(name) or {}
+    if not isinstance(section, Mapping):
+        raise SettingsError(f"{name} must be a mapping", name)
+    if known is not None:
+        _refuse_unknown(section, known, name)
+    return section
+
+
+def _refuse_unknown(mapping: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+    for key in mapping:
+        if key not in known:
+            raise SettingsError(f"{where}: {key} is not a setting{_did_you_mean(key, list(known))}", key)
+
+
+def _did_you_mean(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -1,0 +1,133 @@
+"""The one table of what can be set: each row is a command-line flag, a `--config` key and an `engine_kwargs` key.
+
+Names are vLLM's where vLLM has the thing. A row says where its value lives in ServiceSettings, its type and its range,
+so the command line, files and Ray Serve arguments are checked by the same lines. What is not here does not exist.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+from configs.schema import Device, DType
+
+Check = Callable[[Any], bool]
+
+
+class Option(NamedTuple):
+    """One setting. `path` is the dotted place in ServiceSettings; `rule` is the words of `check`; `kind` its type."""
+
+    name: str
+    path: str
+    kind: Any
+    group: str
+    help: str
+    check: Check | None = None
+    rule: str = ""
+    aliases: tuple[str, ...] = ()
+    size: bool = False
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+
+class NotSizeError(ValueError):
+    """A string that does not name a whole number with an optional k/m/g (decimal) or K/M/G (binary) suffix."""
+
+
+def parse_size(text: str) -> int:
+    """'4096', '32k' = 32000, '32K' or '32KiB' = 32768; likewise m, g, t and M, G, T."""
+    number = text.strip().removesuffix("iB").removesuffix("B").removesuffix("b")
+    factors = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+    factor = factors.get(number[-1:], 1)
+    digits = number[:-1] if number[-1:] in factors else number
+    try:
+        value = float(digits) * factor
+    except ValueError as error:
+        raise NotSizeError(text) from error
+    if value != int(value):
+        raise NotSizeError(text)
+    return int(value)
+
+
+def at_least(low: float) -> Check:
+    return lambda value: bool(value >= low)
+
+
+def _port(value: int) -> bool:
+    return 1 <= value <= 65535
+
+
+MODEL, PARALLEL, CACHE, STEP, HTTP, MACHINE, COORDINATION = (
+    "Model",
+    "Parallelism",
+    "KV cache",
+    "Scheduling",
+    "HTTP",
+    "Machine",
+    "Coordination",
+)
+
+OPTIONS: tuple[Option, ...] = (
+    Option("served_model_name", "engine.model.served_model_name", tuple[str, ...], MODEL,
+           "Name(s) clients use for the model; repeat for more. Default: MODEL as given."),
+    Option("tokenizer", "engine.model.tokenizer", str, MODEL, "Folder or hub id of the tokenizer. Default: the model's."),
+    Option("revision", "engine.model.revision", str, MODEL, "Branch, tag or commit of a hub model."),
+    Option("dtype", "engine.model.dtype", DType, MODEL, "Type of weights and activations."),
+    Option("max_model_len", "engine.model.max_model_len", int, MODEL,
+           "Longest prompt + output in tokens. Default: what the model declares.", at_least(1), "at least 1", size=True),
+    Option("load_format", "engine.model.load_format", Literal["safetensors", "dummy"], MODEL,
+           "dummy: random weights, for measuring without a checkpoint."),
+    Option("seed", "engine.model.seed", int, MODEL, "Seed of dummy weights.", at_least(0), "at least 0"),
+    Option("chat_template", "engine.model.chat_template", str, MODEL,
+           "A Jinja file, or the template itself. Default: the tokenizer's."),
+    Option("trust_remote_code", "engine.model.trust_remote_code", bool, MODEL,
+           "Accept a model folder that ships Python files (they are never run)."),
+    Option("hf_overrides", "engine.model.hf_overrides", dict[str, Any], MODEL,
+           "JSON object laid over the model's config.json."),
+    Option("tensor_parallel_size", "engine.parallel.tensor_parallel_size", int, PARALLEL,
+           "Ranks that share each layer.", at_least(1), "at least 1", ("-tp",)),
+    Option("pipeline_parallel_size", "engine.parallel.pipeline_parallel_size", int, PARALLEL,
+           "Stages that share the layers.", at_least(1), "at least 1", ("-pp",)),
+    Option("data_parallel_size", "engine.parallel.data_parallel_size", int, PARALLEL,
+           "Number of groups: whole copies of the model.", at_least(1), "at least 1", ("-dp",)),
+    Option("gpu_memory_utilization", "engine.cache.gpu_memory_utilization", float, CACHE,
+           "Share of each GPU for weights and KV (GPU only).", lambda v: 0 < v <= 1, "above 0 and at most 1"),
+    Option("kv_cache_memory_bytes", "engine.cache.kv_cache_memory_bytes", int, CACHE,
+           "KV bytes of each rank, e.g. 2G. Default: sized from free memory.", at_least(1), "at least 1", size=True),
+    Option("num_gpu_blocks_override", "engine.cache.num_blocks", int, CACHE,
+           "Number of KV blocks, whatever the memory.", at_least(1), "at least 1"),
+    Option("block_size", "engine.cache.block_size", int, CACHE, "Tokens in a KV block.",
+           lambda v: 1 <= v <= 256 and v & (v - 1) == 0, "a power of two up to 256"),
+    Option("enable_prefix_caching", "engine.cache.enable_prefix_caching", bool, CACHE,
+           "Reuse the KV of prompts that begin alike."),
+    Option("max_num_seqs", "engine.scheduler.max_num_seqs", int, STEP, "Sequences in one step.",
+           at_least(1), "at least 1"),
+    Option("max_num_batched_tokens", "engine.scheduler.max_num_batched_tokens", int, STEP, "Tokens in one step.",
+           at_least(1), "at least 1", size=True),
+    Option("max_num_queued_reqs", "engine.scheduler.max_num_queued_reqs", int, STEP,
+           "Requests a group lets wait; beyond, 429.", at_least(1), "at least 1"),
+    Option("max_num_queued_tokens", "engine.scheduler.max_num_queued_tokens", int, STEP,
+           "Prompt tokens a group lets wait. Default: no limit.", at_least(1), "at least 1", size=True),
+    Option("max_itl_ms", "engine.scheduler.max_itl_ms", float, STEP,
+           "Keep a step below this many milliseconds by sizing prompt chunks. Default: no bound.",
+           lambda v: v > 0, "above 0"),
+    Option("step_log", "engine.step_log", str, STEP, "File that gets every step's plan, one JSON line each."),
+    Option("device", "engine.device.device", Device, MACHINE, "cpu or cuda. Default: cuda when there is one."),
+    Option("cpu_threads", "engine.device.cpu_threads", int, MACHINE,
+           "Threads of each rank on CPU. Default: cores / ranks on the node.", at_least(1), "at least 1"),
+    Option("host", "gateway.host", str, HTTP, "Address to listen on."),
+    Option("port", "gateway.port", int, HTTP, "Port to listen on.", _port, "from 1 to 65535"),
+    Option("api_key", "gateway.api_keys", tuple[str, ...], HTTP, "Key(s) clients must send; repeat for more. Default: open."),
+    Option("shutdown_timeout", "shutdown_timeout_s", float, HTTP,
+           "Seconds that requests in flight get to finish on shutdown.", at_least(0), "at least 0"),
+    Option("redis_url", "redis.url", str, COORDINATION,
+           "redis://, rediss:// or unix:// URL. Default: a private server is started."),
+    Option("redis_timeout_ms", "redis.timeout_ms", float, COORDINATION,
+           "How long a request may wait for Redis.", lambda v: v > 0, "above 0"),
+)  # fmt: skip
+
+
+def option_named(name: str) -> Option | None:
+    """The row with this name, spelled with dashes or underscores."""
+    wanted = name.replace("-", "_")
+    return next((option for option in OPTIONS if option.name == wanted), None)

@@ -1,0 +1,58 @@
+"""A weight matrix in the form its device multiplies fastest, behind one call. Made by the linear layers, at load.
+
+On CPU a matrix is packed once into oneDNN's own layout (2 to 3 times faster at decode batches than F.linear, which
+packs anew in every call) and the original is freed, so memory is not doubled. T tokens, I inputs, O outputs.
+"""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+PACKABLE = (torch.bfloat16, torch.float32)
+
+
+class Matrix(Protocol):
+    """y_TO = x_TI @ weight_OI.T + bias_O, on this rank's shard."""
+
+    nbytes: int
+
+    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor: ...
+
+
+class PlainMatrix:
+    """The weight as it is, through F.linear (cuBLAS on CUDA)."""
+
+    def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
+        self._weight_OI = weight_OI
+        self._bias_O = bias_O
+        self.nbytes = weight_OI.nbytes
+
+    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+        return F.linear(x_TI, self._weight_OI, self._bias_O)
+
+
+class PackedMatrix:
+    """The weight in oneDNN's blocked layout; it can be multiplied with, not read."""
+
+    def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
+        self.nbytes = weight_OI.nbytes
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI)
+        self._bias_O = bias_O
+
+    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x_TI, self._packed, self._bias_O, "none", [], "")
+
+
+def make_matrix(weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> Matrix:
+    """Packed where oneDNN packs (CPU, bf16 with hardware support, fp32), plain elsewhere."""
+    if weight_OI.device.type == "cpu" and weight_OI.dtype in PACKABLE and can_pack(weight_OI.dtype):
+        return PackedMatrix(weight_OI, bias_O)
+    return PlainMatrix(weight_OI, bias_O)
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this build and CPU pack matrices of that dtype."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype is torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -1,0 +1,210 @@
+"""What the engine's tests share: short builders, a sink that checks the stream laws, a clock, and the oracle."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from fake_executor import FakeExecutor, chain_of, fake_token
+
+from configs.schema import CacheSettings, EngineSettings, ModelSettings, SchedulerSettings
+from workers.engine.engine import Engine, ModelFacts
+from workers.messages import Ended, GenerationRequest, RowSampling, SamplingParams, TokenDelta
+
+EOS = 1
+VOCAB = 97
+
+
+class FakeClock:
+    """Seconds that pass only when told."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclass
+class Sink:
+    """Collects what is said; asserts: positions without gap or repeat, one end per request, after its deltas."""
+
+    tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    reasons: dict[tuple[str, int], str] = field(default_factory=dict)
+    stop_reasons: dict[tuple[str, int], int | None] = field(default_factory=dict)
+    ends: dict[str, Ended] = field(default_factory=dict)
+    batches: list[list[TokenDelta]] = field(default_factory=list)
+    resumed: dict[tuple[str, int], int] = field(default_factory=dict)
+
+    def deltas(self, deltas: list[TokenDelta]) -> None:
+        assert deltas, "an empty batch of deltas"
+        self.batches.append(deltas)
+        for delta in deltas:
+            key = (delta.request_id, delta.choice)
+            assert delta.request_id not in self.ends, "a delta after the end"
+            assert key not in self.reasons, "a delta after the last one"
+            have = self.tokens.setdefault(key, [])
+            assert delta.first_position == self.resumed.get(key, 0) + len(have), "a gap or a repeat"
+            have.extend(delta.token_ids)
+            if delta.finish_reason is not None:
+                self.reasons[key] = delta.finish_reason
+                self.stop_reasons[key] = delta.stop_reason
+            else:
+                assert delta.token_ids and delta.usage is None
+
+    def ended(self, ended: Ended, request: GenerationRequest) -> None:
+        assert ended.request_id == request.request_id
+        assert ended.request_id not in self.ends, "a second end"
+        self.ends[ended.request_id] = ended
+
+
+@dataclass
+class Harness:
+    """One engine over one FakeExecutor. Build it with `harness(...)`."""
+
+    engine: Engine
+    executor: FakeExecutor
+    sink: Sink
+    clock: FakeClock
+    facts: ModelFacts
+    step_s: float = 0.01
+
+    def add(self, *requests: GenerationRequest) -> None:
+        for request in requests:
+            for choice, tokens in enumerate(request.resume_token_ids):
+                self.sink.resumed[request.request_id, choice] = len(tokens)
+            self.engine.add_request(request)
+
+    def step(self) -> bool:
+        self.clock.now_s += self.step_s
+        progress = self.engine.step()
+        self.engine.check_laws()
+        return progress
+
+    def run(self, most_steps: int = 20_000) -> None:
+        """Steps until nothing is left to do; an engine that stops making progress fails."""
+        idle = 0
+        for _ in range(most_steps):
+            if not self.engine.has_work():
+                break
+            idle = 0 if self.step() else idle + 1
+            assert idle <= self.executor.stalls + 1, "the engine is stuck"
+        assert not self.engine.has_work(), "not finished"
+        self.assert_empty()
+
+    def assert_empty(self) -> None:
+        """The KV law: nothing is used when nothing runs."""
+        stats = self.engine.stats()
+        assert (stats.running, stats.waiting, stats.in_flight_steps, stats.used_blocks) == (0, 0, 0, 0)
+
+
+def harness(
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    stages: int = 1,
+    asynchronous: bool = False,
+    max_model_len: int = 512,
+    caching: bool = True,
+    roots: dict[int, str] | None = None,
+    fail_at: frozenset[tuple[int, int, int]] = frozenset(),
+    stalls: int = 0,
+    device_s: Any = lambda plan: 0.0,
+    step_log: str | None = None,
+    **scheduler: Any,
+) -> Harness:
+    """An engine over a FakeExecutor; further keywords are SchedulerSettings' fields."""
+    limits = SchedulerSettings(
+        **{"max_num_seqs": 8, "max_num_batched_tokens": 32, "async_scheduling": asynchronous, **scheduler}
+    )
+    settings = EngineSettings(
+        model=ModelSettings(model="fake"),
+        cache=CacheSettings(block_size=block_size, enable_prefix_caching=caching),
+        scheduler=limits,
+        step_log=step_log,
+    )
+    executor = FakeExecutor(
+        num_blocks,
+        block_size,
+        min(limits.max_num_seqs, limits.max_num_batched_tokens),
+        stages=stages,
+        vocab_size=VOCAB,
+        roots=roots,
+        fail_at=fail_at,
+        stalls=stalls,
+        device_s=device_s,
+    )
+    facts = ModelFacts(max_model_len, VOCAB, (EOS,), "revision", "float32")
+    sink, clock = Sink(), FakeClock()
+    return Harness(Engine(settings, facts, executor, executor.start(), sink, clock), executor, sink, clock, facts)
+
+
+def request(
+    name: str,
+    prompt: list[int] | int,
+    max_tokens: int = 8,
+    *,
+    epoch: int = 0,
+    priority: int = 0,
+    salt: str = "",
+    deadline_s: float | None = None,
+    resume: list[list[int]] | None = None,
+    adapter: str | None = None,
+    **sampling: Any,
+) -> GenerationRequest:
+    """A request; an int as prompt means that many tokens that no other name has. The seed comes from the name."""
+    tokens = (
+        [2 + hash((ord(name[0]), len(name), *map(ord, name), i)) % (VOCAB - 2) for i in range(prompt)]
+        if isinstance(prompt, int)
+        else prompt
+    )
+    params = {"seed": sum(ord(c) * 257**i for i, c in enumerate(name)) % 2**31, "ignore_eos": True, **sampling}
+    return GenerationRequest(
+        request_id=name,
+        epoch=epoch,
+        prompt_token_ids=tokens,
+        sampling=SamplingParams(max_tokens=max_tokens, **params),
+        priority=priority,
+        cache_salt=salt,
+        deadline_s=deadline_s,
+        resume_token_ids=resume or [],
+        adapter_digest=adapter,
+    )
+
+
+def expected(req: GenerationRequest, choice: int, max_len: int, root: str = "") -> tuple[list[int], str]:
+    """The oracle: output tokens (after the resumed ones) and finish reason of one choice, computed alone.
+
+    max_len: the most tokens that prompt and output may have together (context, and KV slots + 1).
+    """
+    params = req.sampling
+    stops = {*(() if params.ignore_eos else (EOS,)), *params.stop_token_ids}
+    sampling = RowSampling(
+        temperature=1.0, seed=params.seed, choice=choice, min_tokens=params.min_tokens, stop_token_ids=tuple(stops)
+    )
+    resumed = req.resume_token_ids[choice] if req.resume_token_ids else []
+    tokens, prompt_len = [*req.prompt_token_ids, *resumed], len(req.prompt_token_ids)
+    most = min(prompt_len + params.max_tokens, max_len)
+    reason = "stop" if resumed and resumed[-1] in stops and len(resumed) >= params.min_tokens else "length"
+    while len(tokens) < most and (reason == "length"):
+        token = fake_token(sampling, chain_of(root, tokens)[-1], len(tokens), len(tokens) - prompt_len, VOCAB)
+        tokens.append(token)
+        if token in stops and len(tokens) - prompt_len >= params.min_tokens:
+            reason = "stop"
+    return tokens[prompt_len + len(resumed) :], reason
+
+
+def assert_as_expected(h: Harness, *requests: GenerationRequest, root: str = "") -> None:
+    """Every choice of these finished requests has the oracle's tokens, reason and bill."""
+    max_len = min(h.facts.max_model_len, h.executor.num_blocks * h.executor.block_size + 1)
+    for req in requests:
+        ended = h.sink.ends[req.request_id]
+        positions = []
+        for choice in range(req.sampling.n):
+            tokens, reason = expected(req, choice, max_len, root)
+            assert h.sink.tokens.get((req.request_id, choice), []) == tokens, (
+                f"{req.request_id}[{choice}]: wrong tokens"
+            )
+            assert ended.finish_reasons[choice] == h.sink.reasons[req.request_id, choice] == reason
+            positions.append(len(tokens) + (len(req.resume_token_ids[choice]) if req.resume_token_ids else 0))
+        assert ended.positions == positions
+        assert ended.usage.prompt_tokens == len(req.prompt_token_ids)
+        assert ended.usage.completion_tokens == sum(positions)

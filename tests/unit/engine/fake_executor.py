@@ -1,0 +1,203 @@
+"""An executor without a model that keeps the ranks' side of the contract strictly, and notices every breach of it.
+
+It holds its own row table, built from plans alone, and a KV pool in which each slot remembers which token, at which
+position, after which whole prefix, under which root (adapter, salt) was computed there. A row "attends" by comparing
+all slots of its context with what they should hold; what it samples depends on what it found. So a wrong prefix hit, a
+missing copy-on-write or a block reused too early turns up as a violation and as a wrong token.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from workers.engine.executor import ExecutorReady
+from workers.messages import RowInit, RowResult, RowSampling, RowWork, StepPlan, StepResult
+
+Slot = tuple[int, int]
+"""(position, chain): chain stands for the root and all tokens up to that position."""
+
+
+def chain_of(root: str, tokens: list[int]) -> list[int]:
+    """For each position the digest of the root and all tokens up to it."""
+    value, values = sum(ord(c) * 131**i for i, c in enumerate(root)) + 7, []
+    for token in tokens:
+        value = hash((value, token))
+        values.append(value)
+    return values
+
+
+def fake_token(sampling: RowSampling, context: int, position: int, num_output: int, vocab_size: int) -> int:
+    """The token a fake model samples: any function of seed, choice, position and context will do."""
+    token = hash((sampling.seed, sampling.choice, position, context)) % vocab_size
+    while num_output < sampling.min_tokens and token in sampling.stop_token_ids:
+        token = (token + 1) % vocab_size
+    return token
+
+
+@dataclass(eq=False)
+class Row:
+    """What a rank keeps of one bound row."""
+
+    tokens: list[int]
+    prompt_len: int
+    computed: int
+    sampling: RowSampling
+    blocks: list[int] = field(default_factory=list)
+    unsent: int | None = None
+
+
+class FakeExecutor:
+    """num_rows rows over num_blocks blocks. stages > 1: sampled tokens must come back in a later plan.
+
+    roots: the root of a request's KV by its seed (plans do not carry it). fail_at: (seed, choice, output position) of
+    rows that come back with an error. stalls: how many wait() calls give nothing before each result.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_rows: int,
+        *,
+        stages: int = 1,
+        vocab_size: int = 97,
+        roots: dict[int, str] | None = None,
+        fail_at: frozenset[tuple[int, int, int]] = frozenset(),
+        device_s: Callable[[StepPlan], float] = lambda plan: 0.0,
+        stalls: int = 0,
+    ) -> None:
+        self.num_blocks, self.block_size, self.num_rows = num_blocks, block_size, num_rows
+        self.stages, self.vocab_size = stages, vocab_size
+        self.roots = roots or {}
+        self.fail_at, self.device_s, self.stalls = fail_at, device_s, stalls
+        self.rows: dict[int, Row] = {}
+        self.slots: list[list[Slot | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.plans: list[StepPlan] = []
+        self.most_in_flight = 0
+        self._results: deque[StepResult] = deque()
+        self._named: deque[dict[int, set[int]]] = deque()
+        self._stalled = 0
+
+    # ---- Executor ----
+
+    def start(self) -> ExecutorReady:
+        return ExecutorReady(
+            num_blocks=self.num_blocks,
+            pipeline_parallel_size=self.stages,
+            device="fake",
+            dtype="float32",
+            threads=1,
+            weight_bytes=0,
+            block_bytes=0,
+            load_s=0.0,
+        )
+
+    def submit(self, plan: StepPlan) -> None:
+        """Runs the plan at once, as ranks would in this order, and keeps the result for wait()."""
+        assert plan.step_id == len(self.plans) + 1, "step ids count plans"
+        assert plan.work, "an empty plan"
+        assert len({work.row for work in plan.work}) == len(plan.work), "a row twice in one plan"
+        self.plans.append(plan)
+        self._bind(plan)
+        self._extend(plan)
+        self._check_writes(plan)
+        self._copy(plan)
+        results = [result for work in plan.work if (result := self._compute(work)) is not None]
+        self._results.append(StepResult(step_id=plan.step_id, rows=results, device_s=self.device_s(plan)))
+        self.most_in_flight = max(self.most_in_flight, len(self._results))
+
+    def wait(self, timeout_s: float) -> StepResult | None:
+        if not self._results:
+            return None
+        if self._stalled < self.stalls:
+            self._stalled += 1
+            return None
+        self._stalled = 0
+        self._named.popleft()
+        return self._results.popleft()
+
+    def close(self) -> None:
+        self._results.clear()
+
+    # ---- a rank's order of work ----
+
+    def _bind(self, plan: StepPlan) -> None:
+        for number in plan.freed_rows:
+            assert number in self.rows, f"row {number} freed but not bound"
+            del self.rows[number]
+        worked = {work.row: work for work in plan.work}
+        for init in plan.new_rows:
+            assert 0 <= init.row < self.num_rows, f"no row {init.row}"
+            assert init.row in worked, "a row bound without work"
+            assert init.num_computed < len(init.token_ids), "nothing left to compute"
+            self.rows[init.row] = self._new_row(init)
+
+    def _new_row(self, init: RowInit) -> Row:
+        return Row(list(init.token_ids), init.prompt_len, init.num_computed, init.sampling)
+
+    def _extend(self, plan: StepPlan) -> None:
+        for work in plan.work:
+            assert work.row in self.rows, f"row {work.row} used before it was bound"
+            row = self.rows[work.row]
+            if row.unsent is not None:
+                assert list(work.token_ids) == [row.unsent], "the coordinator must send back the sampled token"
+                row.tokens.append(row.unsent)
+                row.unsent = None
+            else:
+                assert not work.token_ids, "ranks know this token already"
+            row.blocks += work.new_block_ids
+            for place, block_id in work.replaced_blocks:
+                row.blocks[place] = block_id
+            assert len(set(row.blocks)) == len(row.blocks), "a block twice in one table"
+            assert all(0 <= block_id < self.num_blocks for block_id in row.blocks)
+            end = row.computed + work.num_tokens
+            assert work.num_tokens > 0 and end <= len(row.tokens), "work beyond the known tokens"
+            assert work.samples == (end == len(row.tokens)), "samples exactly at the last known token"
+            assert end <= len(row.blocks) * self.block_size, "the block table does not cover the tokens"
+
+    def _check_writes(self, plan: StepPlan) -> None:
+        """No block is written that another row of this plan, or of a plan in flight, reads or writes."""
+        named: dict[int, set[int]] = {}
+        for work in plan.work:
+            row = self.rows[work.row]
+            used = -(-(row.computed + work.num_tokens) // self.block_size)
+            for block_id in row.blocks[:used]:
+                named.setdefault(block_id, set()).add(id(row))
+        for work in plan.work:
+            row = self.rows[work.row]
+            first, end = row.computed // self.block_size, -(-(row.computed + work.num_tokens) // self.block_size)
+            for block_id in row.blocks[first:end]:
+                for users in (named, *self._named):
+                    others = users.get(block_id, set()) - {id(row)}
+                    assert not others, f"block {block_id} written by row {work.row} while another row names it"
+        self._named.append(named)
+
+    def _copy(self, plan: StepPlan) -> None:
+        destinations = [destination for _, destination in plan.block_copies]
+        assert len(set(destinations)) == len(destinations), "two copies into one block"
+        assert not {source for source, _ in plan.block_copies} & set(destinations), "a copy of a copy in one plan"
+        for source, destination in plan.block_copies:
+            self.slots[destination] = list(self.slots[source])
+
+    def _compute(self, work: RowWork) -> RowResult | None:
+        row, size = self.rows[work.row], self.block_size
+        chain = chain_of(self.roots.get(row.sampling.seed, ""), row.tokens)
+        for position in range(row.computed):
+            slot = self.slots[row.blocks[position // size]][position % size]
+            assert slot == (position, chain[position]), f"row {work.row}: wrong KV at position {position}: {slot}"
+        end = row.computed + work.num_tokens
+        for position in range(row.computed, end):
+            self.slots[row.blocks[position // size]][position % size] = (position, chain[position])
+        row.computed = end
+        return self._sample(work.row, row, chain[-1]) if work.samples else None
+
+    def _sample(self, number: int, row: Row, context: int) -> RowResult:
+        num_output = len(row.tokens) - row.prompt_len
+        token = fake_token(row.sampling, context, len(row.tokens), num_output, self.vocab_size)
+        if self.stages > 1:
+            row.unsent = token
+        else:
+            row.tokens.append(token)
+        if (row.sampling.seed, row.sampling.choice, num_output) in self.fail_at:
+            return RowResult(row=number, token_ids=[], error="logits are not finite")
+        return RowResult(row=number, token_ids=[token])

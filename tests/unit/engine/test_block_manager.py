@@ -1,0 +1,188 @@
+"""The block laws hold over random histories; each seeded defect breaks them."""
+
+import pytest
+from block_machine import machine
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from workers.engine.block_manager import BlockCopy, BlockManager, BlockTable
+from workers.engine.block_pool import BlockPool
+
+TestBlockLaws = machine(BlockManager).TestCase
+TestBlockLaws.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+HUNT = settings(
+    max_examples=400, stateful_step_count=40, deadline=None, derandomize=True, phases=[Phase.generate], database=None
+)
+
+
+def assert_caught(defect: type[BlockManager]) -> None:
+    with pytest.raises((AssertionError, KeyError, IndexError)):
+        run_state_machine_as_test(machine(defect), settings=HUNT)
+
+
+def test_a_skipped_decref_is_caught():
+    class SkippedDecref(BlockManager):
+        def release(self, table: BlockTable, step_id: int) -> None:
+            if len(table.block_ids) > 2:
+                table.block_ids.pop()
+            super().release(table, step_id)
+
+    assert_caught(SkippedDecref)
+
+
+def test_a_double_free_is_caught():
+    class DoubleFree(BlockManager):
+        def release(self, table: BlockTable, step_id: int) -> None:
+            if len(table.block_ids) > 2:
+                self.pool.release(table.block_ids[:1], step_id)
+            super().release(table, step_id)
+
+    assert_caught(DoubleFree)
+
+
+def test_a_missing_salt_is_caught():
+    class MissingSalt(BlockManager):
+        def new_table(self, adapter_digest: str | None, salt: str) -> BlockTable:
+            return super().new_table(adapter_digest, "")
+
+    assert_caught(MissingSalt)
+
+
+def test_a_missing_adapter_digest_is_caught():
+    class MissingAdapter(BlockManager):
+        def new_table(self, adapter_digest: str | None, salt: str) -> BlockTable:
+            return super().new_table(None, salt)
+
+    assert_caught(MissingAdapter)
+
+
+def test_a_missing_copy_on_write_is_caught():
+    class MissingCopy(BlockManager):
+        def make_writable(self, table: BlockTable, start: int, end: int, step_id: int) -> list[BlockCopy] | None:
+            return []
+
+    assert_caught(MissingCopy)
+
+
+def test_reuse_while_a_step_names_the_block_is_caught():
+    class EarlyReuse(BlockManager):
+        def release(self, table: BlockTable, step_id: int) -> None:
+            super().release(table, 0)
+
+    assert_caught(EarlyReuse)
+
+
+def test_a_copy_source_stays_named_until_the_plan_with_the_copy_returns():
+    m = manager()
+    parent, child = m.new_table(None, ""), m.new_table(None, "")
+    assert m.admit(parent, 3)
+    m.fork(parent, child, 3)
+    copies = m.make_writable(child, 3, 4, step_id=9)
+    assert copies is not None and [copy.source for copy in copies] == [parent.block_ids[1]]
+    m.release(parent, step_id=8)
+    m.pool.retire(8)
+    assert m.pool.num_pending == 1, "the source of the copy in plan 9"
+    m.pool.retire(9)
+    assert m.pool.num_pending == 0
+    m.check_laws([child])
+
+
+def test_publishing_blocks_before_they_are_full_is_caught():
+    class EarlyCommit(BlockManager):
+        def commit(self, table: BlockTable, token_ids: list[int], num_computed: int) -> None:
+            super().commit(table, token_ids, min(len(token_ids), num_computed + 1))
+
+    assert_caught(EarlyCommit)
+
+
+def test_an_index_entry_that_survives_eviction_is_caught():
+    class StaleIndexPool(BlockPool):
+        def _drop_key(self, block_id: int, key: bytes) -> None:
+            self._keys[block_id] = None
+
+    class StaleIndex(BlockManager):
+        def __init__(self, num_blocks: int, block_size: int, **names: str) -> None:
+            super().__init__(num_blocks, block_size, **names)
+            self.pool = StaleIndexPool(num_blocks)
+
+    assert_caught(StaleIndex)
+
+
+def test_eviction_of_the_most_recently_used_is_caught():
+    class WrongEndPool(BlockPool):
+        def _evict(self) -> int:
+            self._cached.move_to_end(next(reversed(self._cached)), last=False)
+            return super()._evict()
+
+    class WrongEnd(BlockManager):
+        def __init__(self, num_blocks: int, block_size: int, **names: str) -> None:
+            super().__init__(num_blocks, block_size, **names)
+            self.pool = WrongEndPool(num_blocks)
+
+    assert_caught(WrongEnd)
+
+
+def manager(num_blocks: int = 8, block_size: int = 2) -> BlockManager:
+    return BlockManager(num_blocks, block_size, model_revision="m", kv_dtype="d")
+
+
+def test_allocation_is_all_or_nothing():
+    m = manager(num_blocks=3)
+    one, two = m.new_table(None, ""), m.new_table(None, "")
+    assert m.admit(one, 4) and not m.admit(two, 4)
+    assert two.block_ids == [] and m.pool.num_allocatable == 1
+    assert m.extend(one, 9) is None and len(one.block_ids) == 2
+
+
+def test_a_prefix_is_found_after_its_owner_is_gone_until_it_is_evicted():
+    m = manager(num_blocks=4)
+    tokens = [1, 2, 3, 4, 5]
+    first = m.new_table(None, "")
+    assert m.admit(first, 5)
+    m.commit(first, tokens, 5)
+    blocks = list(first.block_ids)
+    m.release(first, 0)
+    assert m.match_prefix(m.new_table(None, ""), tokens) == blocks[:2]
+    assert m.match_prefix(m.new_table(None, ""), [1, 2, 9, 9, 9]) == blocks[:1]
+    assert m.match_prefix(m.new_table(None, ""), [1, 2, 3, 4]) == blocks[:1], "one token is always left to compute"
+    filler = m.new_table(None, "")
+    assert m.admit(filler, 6)
+    assert m.match_prefix(m.new_table(None, ""), tokens) == blocks[:1], "the tail goes first"
+
+
+def test_a_running_prefix_is_shared_not_copied():
+    m = manager()
+    tokens = [1, 2, 3, 4, 5]
+    one, two = m.new_table(None, ""), m.new_table(None, "")
+    assert m.admit(one, 5)
+    m.commit(one, tokens, 4)
+    assert m.admit(two, 5, m.match_prefix(two, tokens))
+    assert two.block_ids[:2] == one.block_ids[:2] and two.block_ids[2] != one.block_ids[2]
+    m.check_laws([one, two])
+
+
+def test_reserve_keeps_blocks_back():
+    m = manager(num_blocks=4)
+    assert not m.admit(m.new_table(None, ""), 6, reserve=2)
+    assert m.admit(m.new_table(None, ""), 6, reserve=1)
+
+
+def test_blocks_named_by_a_step_in_flight_come_back_when_it_returns():
+    m = manager(num_blocks=2)
+    table = m.new_table(None, "")
+    assert m.admit(table, 4)
+    m.release(table, 7)
+    assert (m.pool.num_allocatable, m.pool.num_pending, m.pool.num_used) == (0, 2, 2)
+    m.pool.retire(6)
+    assert m.pool.num_pending == 2
+    m.pool.retire(7)
+    assert (m.pool.num_allocatable, m.pool.num_pending) == (2, 0)
+
+
+def test_without_caching_nothing_is_found():
+    m = BlockManager(8, 2, model_revision="m", kv_dtype="d", enable_prefix_caching=False)
+    table = m.new_table(None, "")
+    assert m.admit(table, 4)
+    assert table.next_commit > 10**9
+    assert m.match_prefix(m.new_table(None, ""), [1, 2, 3, 4, 5]) == []

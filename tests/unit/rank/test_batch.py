@@ -1,0 +1,153 @@
+"""RowTable and build_batch against a row-by-row model of what a plan means."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workers.messages import RowInit, RowSampling, RowWork, StepPlan
+from workers.rank.batch import _one_copy, build_batch
+from workers.rank.row_table import RowTable
+
+CPU = torch.device("cpu")
+GREEDY = RowSampling(temperature=0.0)
+VOCAB = 50
+
+
+@dataclass
+class NaiveRow:
+    tokens: list[int]
+    computed: int
+    blocks: list[int] = field(default_factory=list)
+
+
+def init(row: int, tokens: list[int], computed: int = 0) -> RowInit:
+    return RowInit(row=row, token_ids=tokens, prompt_len=len(tokens), num_computed=computed, sampling=GREEDY)
+
+
+def compare(plan: StepPlan, table: RowTable, rows: dict[int, NaiveRow], block_size: int) -> None:
+    """Applies the plan to both; every tensor must say the same."""
+    table.apply(plan)
+    batch = build_batch(plan, table, CPU)
+    ids, positions, slots, starts, lens, logits_rows = [], [], [], [0], [], []
+    for work in plan.work:
+        row = rows[work.row]
+        row.tokens += work.token_ids
+        row.blocks += work.new_block_ids
+        for index, block in work.replaced_blocks:
+            row.blocks[index] = block
+        for position in range(row.computed, row.computed + work.num_tokens):
+            ids.append(row.tokens[position])
+            positions.append(position)
+            slots.append(row.blocks[position // block_size] * block_size + position % block_size)
+        row.computed += work.num_tokens
+        starts.append(len(ids))
+        lens.append(row.computed)
+        if work.samples:
+            logits_rows.append(len(ids) - 1)
+    forward = batch.forward
+    assert forward.input_ids_T.tolist() == ids
+    assert forward.positions_T.tolist() == positions
+    assert forward.slot_mapping_T.tolist() == slots
+    assert forward.query_starts.tolist() == starts
+    assert forward.seq_lens.tolist() == lens == forward.seq_lens_list
+    assert forward.logits_rows_S.tolist() == logits_rows
+    assert forward.query_lens_list == [w.num_tokens for w in plan.work]
+    assert forward.num_tokens == len(ids)
+    assert batch.sample_rows_S.tolist() == [w.row for w in plan.work if w.samples]
+    assert batch.sample_positions_S.tolist() == [rows[w.row].computed for w in plan.work if w.samples]
+    for place, work in enumerate(plan.work):
+        used = -(-lens[place] // block_size)
+        assert forward.block_table_RN[place, :used].tolist() == rows[work.row].blocks[:used]
+    for name in ("input_ids_T", "positions_T", "slot_mapping_T", "logits_rows_S"):
+        assert getattr(forward, name).dtype == torch.int64
+    for name in ("query_starts", "seq_lens", "block_table_RN"):
+        assert getattr(forward, name).dtype == torch.int32
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), st.sampled_from([1, 4, 16]))
+def test_any_course_of_plans(data: st.DataObject, block_size: int) -> None:
+    """Rows are bound (beyond the table's capacity too), grow in chunks, sample, are replaced and freed."""
+    table = RowTable(2, 200, block_size, VOCAB)
+    rows: dict[int, NaiveRow] = {}
+    next_block = 0
+    for step in range(5):
+        new_rows, freed = [], []
+        for row in range(5):
+            if row not in rows or data.draw(st.integers(0, 5)) == 0:
+                tokens = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30))
+                computed = data.draw(st.integers(0, len(tokens) - 1))
+                rows[row] = NaiveRow(list(tokens), computed)
+                new_rows.append(init(row, tokens, computed))
+                freed += [row] if data.draw(st.booleans()) else []
+        work = []
+        for row in data.draw(st.lists(st.sampled_from(sorted(rows)), min_size=1, unique=True)):
+            naive = rows[row]
+            news = [data.draw(st.integers(0, VOCAB - 1))] if naive.computed == len(naive.tokens) else []
+            behind = len(naive.tokens) + len(news) - naive.computed
+            num_tokens = data.draw(st.integers(1, behind))
+            need = -(-(naive.computed + num_tokens) // block_size) - len(naive.blocks)
+            added = list(range(next_block, next_block + max(0, need)))
+            next_block += len(added)
+            replaced = [(0, next_block)] if naive.blocks and data.draw(st.booleans()) else []
+            next_block += len(replaced)
+            work.append(
+                RowWork(
+                    row=row,
+                    num_tokens=num_tokens,
+                    samples=num_tokens == behind,
+                    new_block_ids=added,
+                    token_ids=news,
+                    replaced_blocks=replaced,
+                )
+            )
+        compare(StepPlan(step_id=step, work=work, new_rows=new_rows, freed_rows=freed), table, rows, block_size)
+        appended = [w.row for w in work if w.samples and data.draw(st.booleans())]
+        table.append(appended, [7] * len(appended))
+        for row in appended:
+            rows[row].tokens.append(7)
+
+
+def test_history_is_prompt_and_output() -> None:
+    table = RowTable(1, 20, 4, VOCAB)
+    table.apply(StepPlan(step_id=1, work=[], new_rows=[init(0, [3, 4])]))
+    table.append([0], [9])
+    tokens, prompt_len = table.history(0)
+    assert (tokens.tolist(), prompt_len) == ([3, 4, 9], 2)
+
+
+def test_a_row_with_foreign_tokens_is_marked_and_forgotten_when_freed() -> None:
+    table = RowTable(2, 20, 4, VOCAB)
+    table.apply(StepPlan(step_id=1, work=[], new_rows=[init(0, [3, VOCAB]), init(1, [-1])]))
+    assert "50" in table.errors[0] and "-1" in table.errors[1]
+    table.apply(StepPlan(step_id=2, work=[], new_rows=[init(1, [1])], freed_rows=[0]))
+    assert table.errors == {}
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        RowWork(row=0, num_tokens=3, samples=True, new_block_ids=[0]),
+        RowWork(row=0, num_tokens=1, samples=True, new_block_ids=[0]),
+        RowWork(row=0, num_tokens=2, samples=True),
+        RowWork(row=0, num_tokens=0, samples=False, new_block_ids=[0]),
+    ],
+    ids=["unknown tokens", "samples too early", "no blocks", "no tokens"],
+)
+def test_impossible_plans_are_caught(work: RowWork) -> None:
+    table = RowTable(1, 20, 4, VOCAB)
+    plan = StepPlan(step_id=1, work=[work], new_rows=[init(0, [1, 2])])
+    table.apply(plan)
+    with pytest.raises(AssertionError, match="row 0"):
+        build_batch(plan, table, CPU)
+
+
+def test_one_copy_keeps_values_shapes_and_types() -> None:
+    arrays = [np.arange(3), np.arange(0), np.arange(6, dtype=np.int32).reshape(2, 3), np.ones(1, np.int32)]
+    tensors = _one_copy(arrays, CPU)
+    assert [t.tolist() for t in tensors] == [a.tolist() for a in arrays]
+    assert [t.dtype for t in tensors] == [torch.int64, torch.int64, torch.int32, torch.int32]

@@ -1,0 +1,57 @@
+"""Sampling in plain numpy, one row at a time, as the definitions say: what workers/sampling is compared with."""
+
+import numpy as np
+import numpy.typing as npt
+
+from workers.messages import RowSampling
+from workers.sampling.philox import uniform
+
+Floats = npt.NDArray[np.float64]
+
+
+def adjusted(logits: Floats, sampling: RowSampling, tokens: list[int], prompt_len: int) -> Floats:
+    out = logits.astype(np.float64).copy()
+    output = tokens[prompt_len:]
+    if len(output) < sampling.min_tokens:
+        out[list(sampling.stop_token_ids)] = -np.inf
+    for i, bias in sampling.logit_bias:
+        out[i] += bias
+    for i in set(tokens):
+        out[i] = out[i] / sampling.repetition_penalty if out[i] > 0 else out[i] * sampling.repetition_penalty
+    for i in set(output):
+        out[i] -= sampling.frequency_penalty * output.count(i) + sampling.presence_penalty
+    return out
+
+
+def kept(logits: Floats, sampling: RowSampling) -> npt.NDArray[np.bool_]:
+    """Ids that may be drawn, after temperature: min-p, then top-k, then top-p, ties at the border kept."""
+    probabilities = softmax(logits / sampling.temperature)
+    keep = probabilities >= sampling.min_p * probabilities.max() * (1 - 1e-12)
+    if sampling.top_k:
+        kth = np.sort(probabilities)[::-1][min(sampling.top_k, len(logits)) - 1]
+        keep &= probabilities >= kth
+    if sampling.top_p < 1:
+        left = np.where(keep, probabilities, 0)
+        left = left / left.sum()
+        mass, edge = 0.0, 1.0
+        for value in np.sort(left)[::-1]:
+            if mass >= sampling.top_p and edge < 1.0:
+                break
+            mass, edge = mass + value, value
+        keep &= left >= edge
+    return keep
+
+
+def softmax(x: Floats) -> Floats:
+    e = np.exp(x - x.max())
+    return e / e.sum()
+
+
+def choose(logits: Floats, sampling: RowSampling, tokens: list[int], prompt_len: int) -> int:
+    out = adjusted(logits, sampling, tokens, prompt_len)
+    if sampling.temperature == 0:
+        return int(out.argmax())
+    probabilities = np.where(kept(out, sampling), softmax(out / sampling.temperature), 0)
+    ends = np.cumsum(probabilities)
+    u = uniform(sampling.seed, sampling.choice, len(tokens))
+    return int(np.searchsorted(ends, u * ends[-1], side="right"))

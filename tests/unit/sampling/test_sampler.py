@@ -1,0 +1,165 @@
+"""sample() against the naive twin, its distribution, independence of batch mates, and rows that go wrong."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.sampling.naive_twin import adjusted, choose, kept, softmax
+from workers.messages import RowSampling
+from workers.sampling.draw import draw, thresholds
+from workers.sampling.sampler import NOT_FINITE, Sampled, sample
+from workers.sampling.table import SamplingTable
+
+Row = tuple[RowSampling, list[int], int]
+
+
+def run(logits_SV: torch.Tensor, rows: list[Row]) -> Sampled:
+    table = SamplingTable(len(rows), logits_SV.shape[1])
+    for row, (sampling, _, _) in enumerate(rows):
+        table.bind(row, sampling)
+    return sample(
+        logits_SV.clone(),
+        np.arange(len(rows)),
+        np.array([len(tokens) for _, tokens, _ in rows]),
+        table,
+        lambda row: (np.array(rows[row][1], np.int32), rows[row][2]),
+    )
+
+
+def random_logits(rows: int, vocab: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+sampling_params = st.builds(
+    lambda **k: RowSampling(**k),
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 0, 1, 3, 40, 10_000]),
+    top_p=st.sampled_from([1.0, 1.0, 0.05, 0.5, 0.9, 0.999]),
+    min_p=st.sampled_from([0.0, 0.0, 0.02, 0.5, 1.0]),
+    seed=st.integers(0, 2**64 - 1),
+    choice=st.integers(0, 5),
+    min_tokens=st.sampled_from([0, 3]),
+    stop_token_ids=st.just((1, 4)),
+    presence_penalty=st.sampled_from([0.0, 0.0, 1.5, -2.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.0, 0.7, -0.4]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.3, 0.8]),
+    logit_bias=st.sampled_from([(), ((3, 5.0), (7, -100.0))]),
+)
+a_row = st.tuples(sampling_params, st.lists(st.integers(0, 19), min_size=1, max_size=12), st.integers(0, 3))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(a_row, min_size=1, max_size=5), st.sampled_from([20, 128, 300]), st.integers(0, 2**20))
+def test_equals_the_naive_twin(rows: list[Row], vocab: int, seed: int) -> None:
+    rows = [(sampling, tokens, min(prompt_len, len(tokens))) for sampling, tokens, prompt_len in rows]
+    logits = random_logits(len(rows), vocab, seed)
+    got = run(logits, rows)
+    wanted = [choose(logits[i].double().numpy(), *row) for i, row in enumerate(rows)]
+    assert got.token_ids == wanted
+    assert not any(got.failed)
+    alone = [run(logits[i : i + 1], [row]).token_ids[0] for i, row in enumerate(rows)]
+    assert alone == wanted, "the same without batch mates"
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.7, "min_p": 0.01, "temperature": 0.7}],
+)
+def test_distribution_by_chi_square(limits: dict[str, Any]) -> None:
+    """20,000 positions of one seed fall as the probabilities say (fixed seed: the same numbers on every run)."""
+    n, vocab = 20_000, 50
+    row = random_logits(1, vocab, 5) / 2
+    sampling = RowSampling(**({"temperature": 1.0, "seed": 11} | limits))
+    table = SamplingTable(1, vocab)
+    table.bind(0, sampling)
+    got = sample(row.repeat(n, 1), np.zeros(n, np.int64), np.arange(n), table, lambda _: (np.zeros(0, np.int32), 0))
+    logits = row[0].double().numpy()
+    keep = kept(logits, sampling)
+    expected = np.where(keep, softmax(logits / sampling.temperature), 0)
+    expected *= n / expected.sum()
+    counts = np.bincount(got.token_ids, minlength=vocab)
+    assert counts[~keep].sum() == 0
+    chi_square = ((counts - expected)[keep] ** 2 / expected[keep]).sum()
+    freedom = keep.sum() - 1
+    assert chi_square < freedom + 4 * np.sqrt(2 * freedom) + 4
+
+
+def test_nucleus_beyond_the_sorted_prefix() -> None:
+    """A flat distribution needs far more than the first 256 sorted ids; every row gets the threshold it has alone."""
+    weights = torch.rand(3, 5000, generator=torch.Generator().manual_seed(1)) * 0.01 + 0.99
+    weights[2] = torch.exp(-torch.arange(5000.0))
+    top_p = np.array([0.5, 0.99, 0.9])
+    none_k, none_min = np.zeros(3, np.int64), np.zeros(3)
+    got = thresholds(weights, none_k, top_p, none_min)
+    for i in range(3):
+        ordered = np.sort(weights[i].double().numpy())[::-1]
+        inside = np.cumsum(ordered) - ordered < top_p[i] * ordered.sum()
+        assert got[i].item() == pytest.approx(ordered[inside][-1], rel=1e-6)
+        alone = thresholds(weights[i : i + 1], none_k[:1], top_p[i : i + 1], none_min[:1])
+        assert alone.item() == got[i].item()
+
+
+def test_draw_walks_ids_in_ascending_order() -> None:
+    weights = torch.zeros(5, 1000)
+    weights[:, [10, 500, 999]] = torch.tensor([1.0, 2.0, 1.0])
+    u = torch.tensor([0.0, 0.2499, 0.25, 0.75, 1 - 2.0**-53], dtype=torch.float64)
+    assert draw(weights, u).tolist() == [10, 10, 500, 999, 999]
+
+
+def test_ties_are_greedy_by_lowest_id_and_stay_together_under_top_k() -> None:
+    logits = torch.zeros(1, 8)
+    logits[0, [3, 5, 6]] = 2.0
+    assert run(logits, [(RowSampling(temperature=0.0), [0], 1)]).token_ids == [3]
+    assert run(logits, [(RowSampling(temperature=1e-6), [0], 1)]).token_ids == [3]
+    seen = {run(logits, [(RowSampling(temperature=1.0, top_k=1, seed=s), [0], 1)]).token_ids[0] for s in range(40)}
+    assert seen == {3, 5, 6}
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_is_not_finite_fails_alone(bad: float, temperature: float) -> None:
+    logits = random_logits(3, 300)
+    params = [(RowSampling(temperature=temperature, seed=4, top_p=0.9, logprobs=1), [1, 2], 1)] * 3
+    clean = run(logits, params)
+    logits[1, 17] = bad
+    got = run(logits, params)
+    assert got.failed == [False, True, False]
+    assert [got.token_ids[0], got.token_ids[2]] == [clean.token_ids[0], clean.token_ids[2]]
+    assert 0 <= got.token_ids[1] < 300
+    assert "not finite" in NOT_FINITE
+
+
+def test_logprobs_come_from_the_raw_logits() -> None:
+    logits = random_logits(3, 40)
+    sampling = RowSampling(temperature=0.5, seed=3, top_k=2, logprobs=4, logit_bias=((9, 100.0),))
+    plain = RowSampling(temperature=0.0, logprobs=0)
+    got = run(logits, [(sampling, [1], 1), (RowSampling(temperature=0.0), [1], 1), (plain, [1], 1)])
+    raw = torch.log_softmax(logits.double(), -1)
+    first, second, third = got.logprobs
+    assert second is None
+    assert first is not None and third is not None
+    assert first.token_id == got.token_ids[0] == 9
+    assert first.logprob == pytest.approx(raw[0, 9].item(), abs=1e-5)
+    assert [i for i, _ in first.top] == raw[0].topk(4).indices.tolist()
+    assert [v for _, v in first.top] == pytest.approx(raw[0].topk(4).values.tolist(), abs=1e-5)
+    assert third.top == []
+    assert third.logprob == pytest.approx(raw[2].max().item(), abs=1e-5)
+
+
+def test_ids_outside_the_vocabulary_change_nothing() -> None:
+    logits = random_logits(1, 30)
+    odd = RowSampling(temperature=0.0, min_tokens=9, stop_token_ids=(99, -1), logit_bias=((50, 3.0),))
+    assert run(logits, [(odd, [1], 1)]).token_ids == [int(logits.argmax())]
+
+
+def test_penalties_touch_the_right_tokens() -> None:
+    logits = random_logits(1, 30)
+    sampling = RowSampling(temperature=0.0, presence_penalty=1, frequency_penalty=2, repetition_penalty=1.5)
+    out = adjusted(logits[0].double().numpy(), sampling, [1, 2, 2, 3, 3], 2)
+    changed = set(np.flatnonzero(out != logits[0].double().numpy()).tolist())
+    assert changed == {1, 2, 3}
+    assert run(logits, [(sampling, [1, 2, 2, 3, 3], 2)]).token_ids == [int(out.argmax())]

@@ -1,0 +1,147 @@
+"""Who may come in: checks of one request, limits of the queue, the order of waiting, deadlines.
+
+Called by the engine (checks, limits, deadlines) and the scheduler (order). Never touches blocks or rows. The order is
+behind WaitingQueue, so that fairness between tenants can replace it without the scheduler knowing.
+"""
+
+import heapq
+from dataclasses import dataclass
+from typing import Protocol
+
+from configs.schema import SchedulerSettings
+from workers.engine.sequence import RequestState, Sequence
+from workers.errors import ContextLengthExceeded, QueueFull, RequestRefused
+from workers.messages import GenerationRequest
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the engine must know of the model: its limits, its end tokens, and what names its KV."""
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    model_revision: str
+    kv_dtype: str
+
+
+class WaitingQueue(Protocol):
+    """Sequences that wait for a row and blocks. peek() is who must come next: nobody overtakes it."""
+
+    def push(self, seq: Sequence) -> None: ...
+
+    def peek(self) -> Sequence | None: ...
+
+    def remove(self, seq: Sequence) -> None: ...
+
+    def __len__(self) -> int: ...
+
+
+class ArrivalQueue:
+    """Priority (the smaller the earlier), then arrival. A preempted sequence came early, so it leads its priority."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[int, int, int], Sequence]] = []
+        self._members: set[Sequence] = set()
+
+    def push(self, seq: Sequence) -> None:
+        self._members.add(seq)
+        heapq.heappush(self._heap, (seq.order, seq))
+
+    def peek(self) -> Sequence | None:
+        heap = self._heap
+        while heap and heap[0][1] not in self._members:
+            heapq.heappop(heap)
+        return heap[0][1] if heap else None
+
+    def remove(self, seq: Sequence) -> None:
+        """Forgets a member; its heap entry goes when it surfaces, or when such entries outnumber members."""
+        self._members.remove(seq)
+        if self._heap and self._heap[0][1] is seq:
+            heapq.heappop(self._heap)
+        elif len(self._heap) > 2 * len(self._members) + 64:
+            self._heap = [(member.order, member) for member in self._members]
+            heapq.heapify(self._heap)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+
+class Deadlines:
+    """Requests that may not wait past a moment. deadline_s of a request is seconds from its acceptance by this engine:
+    no clock is shared between machines, so each hop passes on what is left."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, RequestState]] = []
+        self._count = 0
+
+    def add(self, state: RequestState) -> None:
+        if state.request.deadline_s is not None:
+            self._count += 1
+            heapq.heappush(self._heap, (state.arrival_s + state.request.deadline_s, self._count, state))
+
+    def pop_expired(self, now_s: float) -> list[RequestState]:
+        """Requests whose deadline has passed while they waited; those that ran or ended are dropped silently."""
+        expired: list[RequestState] = []
+        while self._heap and self._heap[0][0] <= now_s:
+            state = heapq.heappop(self._heap)[2]
+            if not state.admitted and state.num_live:
+                expired.append(state)
+        return expired
+
+
+class QueueLimits:
+    """Counts requests (and their prompt tokens) that have never been given a row."""
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self._max_requests = settings.max_num_queued_reqs
+        self._max_tokens = settings.max_num_queued_tokens
+        self.num_requests = 0
+        self.num_tokens = 0
+
+    def enter(self, request: GenerationRequest) -> None:
+        """Counts a request in, or raises QueueFull. An empty queue takes a request of any length."""
+        tokens = len(request.prompt_token_ids)
+        if self.num_requests >= self._max_requests:
+            raise QueueFull(f"{self.num_requests} requests wait already, the limit is {self._max_requests}")
+        if self._max_tokens is not None and self.num_requests and self.num_tokens + tokens > self._max_tokens:
+            raise QueueFull(f"{self.num_tokens} prompt tokens wait already, the limit is {self._max_tokens}")
+        self.num_requests += 1
+        self.num_tokens += tokens
+
+    def leave(self, request: GenerationRequest) -> None:
+        self.num_requests -= 1
+        self.num_tokens -= len(request.prompt_token_ids)
+
+
+def check_request(request: GenerationRequest, facts: ModelFacts, num_slots: int) -> None:
+    """Raises RequestRefused for what can never be served here. num_slots: tokens that the whole KV pool holds."""
+    params, prompt = request.sampling, request.prompt_token_ids
+    if not prompt:
+        raise _invalid("the prompt has no tokens", "prompt")
+    for ids, param in ((prompt, "prompt"), *((resumed, "prompt") for resumed in request.resume_token_ids)):
+        if ids and not 0 <= min(ids) <= max(ids) < facts.vocab_size:
+            raise _invalid(f"token ids must lie in 0..{facts.vocab_size - 1}", param)
+    if params.n < 1:
+        raise _invalid("n must be at least 1", "n")
+    if params.max_tokens < 1:
+        raise _invalid("max_tokens must be at least 1", "max_tokens")
+    if len(request.resume_token_ids) not in (0, params.n):
+        raise _invalid(f"{len(request.resume_token_ids)} resumed choices, but n is {params.n}", "n")
+    if request.adapter_digest is not None:
+        raise RequestRefused("this group has no adapters enabled", code="model_not_found", status=404, param="model")
+    check_fit(len(prompt), facts, num_slots)
+
+
+def check_fit(prompt_len: int, facts: ModelFacts, num_slots: int) -> None:
+    """A prompt needs a KV slot for each of its tokens and one position for an output token."""
+    fits = min(facts.max_model_len - 1, num_slots)
+    if prompt_len > fits:
+        raise ContextLengthExceeded(
+            f"this model's context is {facts.max_model_len} tokens and its KV cache holds {num_slots}; the prompt has "
+            f"{prompt_len} tokens, at most {fits} would fit"
+        )
+
+
+def _invalid(message: str, param: str) -> RequestRefused:
+    return RequestRefused(message, code="invalid_value", param=param)

@@ -1,0 +1,174 @@
+"""The ids of one tier's KV blocks: who uses them, what they hold, which may be given out next.
+
+A block is in exactly one of four states (laws: their counts add up to num_blocks; ref(b) = uses of b):
+
+    free --allocate--> referenced --last release--> pending --retire(step)--> free    (never published)
+      ^                   ^   |                        |    `--------------> cached  (published: found by its key)
+      |                   |   `--- no step names it ---'                        |
+      `---- evicted ------+------------------------ acquire (prefix hit) -------'
+
+Called by the block manager only; never touches KV bytes. Steps are the plans sent to ranks: a block whose last user
+let go while a plan that names it is in flight stays `pending` until that plan's result is back.
+Paged KV with reference counts is vLLM's PagedAttention; eviction is least recently used, unpublished blocks first.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+
+class BlockPool:
+    """Reference counts, free lists and content index of block ids 0..num_blocks-1. Every operation is O(1) a block."""
+
+    def __init__(self, num_blocks: int) -> None:
+        assert num_blocks > 0, "a pool needs a block"
+        self.num_blocks = num_blocks
+        self.num_pending = 0
+        self.done_step = 0
+        self._refs = [0] * num_blocks
+        self._keys: list[bytes | None] = [None] * num_blocks
+        self._index: dict[bytes, int] = {}
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._named_until = [0] * num_blocks
+        self._pending = [False] * num_blocks
+        self._pending_by_step: dict[int, list[int]] = {}
+
+    # ---- queries ----
+
+    @property
+    def num_allocatable(self) -> int:
+        """Blocks that allocate() could give out now: free ones, then cached ones by eviction."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Unused blocks that a prefix hit would still find."""
+        return len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that a sequence refers to or a plan in flight names."""
+        return self.num_blocks - self.num_allocatable
+
+    def lookup(self, key: bytes) -> int | None:
+        """The block that holds this content, used or not."""
+        return self._index.get(key)
+
+    def is_idle(self, block_id: int) -> bool:
+        """Whether it is in a free list: acquiring it makes num_allocatable smaller."""
+        return self._refs[block_id] == 0 and not self._pending[block_id]
+
+    def is_exclusive(self, block_id: int) -> bool:
+        """Whether its one user may write it: nobody else, the index included, counts on its content."""
+        return self._refs[block_id] == 1 and self._keys[block_id] is None
+
+    # ---- commands ----
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` blocks with one reference each, all or none (None). Evicts cached blocks when no free one is left."""
+        free = self._free
+        if count > len(free) + len(self._cached):
+            return None
+        taken = [free.pop() if free else self._evict() for _ in range(count)]
+        refs = self._refs
+        for block_id in taken:
+            refs[block_id] = 1
+        return taken
+
+    def acquire(self, block_id: int) -> None:
+        """One more use of a block that has content: referenced, pending or cached."""
+        if self._refs[block_id] == 0:
+            assert self._keys[block_id] is not None, f"block {block_id} holds nothing that could be shared"
+            if self._pending[block_id]:
+                self._pending[block_id] = False
+                self.num_pending -= 1
+            else:
+                del self._cached[block_id]
+        self._refs[block_id] += 1
+
+    def release(self, block_ids: Iterable[int], step_id: int) -> None:
+        """One use less of each, named by plans up to step_id. Order given = eviction order of those that fall idle."""
+        refs, named = self._refs, self._named_until
+        for block_id in block_ids:
+            left = refs[block_id] - 1
+            assert left >= 0, f"block {block_id} released more often than used"
+            refs[block_id] = left
+            if step_id > named[block_id]:
+                named[block_id] = step_id
+            if left == 0:
+                self._let_go(block_id)
+
+    def publish(self, block_id: int, key: bytes) -> None:
+        """Makes a full, computed block findable. Of two blocks with one content the first stays the found one."""
+        assert self._refs[block_id] > 0, f"block {block_id} published without a user"
+        if self._keys[block_id] is None and key not in self._index:
+            self._keys[block_id] = key
+            self._index[key] = block_id
+
+    def forget(self, block_id: int) -> None:
+        """Makes a block unfindable (its content is not to be trusted); its users keep it."""
+        key = self._keys[block_id]
+        if key is not None:
+            self._drop_key(block_id, key)
+            if block_id in self._cached:
+                del self._cached[block_id]
+                self._free.append(block_id)
+
+    def retire(self, step_id: int) -> None:
+        """Step `step_id` has returned from every rank (steps return in order): what only it still named falls idle."""
+        self.done_step = step_id
+        for block_id in self._pending_by_step.pop(step_id, ()):
+            if self._pending[block_id] and self._named_until[block_id] <= step_id:
+                self._pending[block_id] = False
+                self.num_pending -= 1
+                self._make_idle(block_id)
+
+    # ---- inside ----
+
+    def _let_go(self, block_id: int) -> None:
+        until = self._named_until[block_id]
+        if until > self.done_step:
+            self._pending[block_id] = True
+            self.num_pending += 1
+            self._pending_by_step.setdefault(until, []).append(block_id)
+        else:
+            self._make_idle(block_id)
+
+    def _make_idle(self, block_id: int) -> None:
+        if self._keys[block_id] is None:
+            self._free.append(block_id)
+        else:
+            self._cached[block_id] = None
+
+    def _evict(self) -> int:
+        block_id, _ = self._cached.popitem(last=False)
+        key = self._keys[block_id]
+        assert key is not None
+        self._drop_key(block_id, key)
+        return block_id
+
+    def _drop_key(self, block_id: int, key: bytes) -> None:
+        del self._index[key]
+        self._keys[block_id] = None
+
+    # ---- laws, for tests ----
+
+    def check_laws(self, uses: dict[int, int]) -> None:
+        """Asserts the laws of the docstring against the true number of uses of each block. O(num_blocks)."""
+        free, cached = set(self._free), set(self._cached)
+        pending = {b for b in range(self.num_blocks) if self._pending[b]}
+        referenced = {b for b in range(self.num_blocks) if self._refs[b] > 0}
+        assert len(free) == len(self._free), "a block is twice in the free list"
+        total = len(free) + len(cached) + len(pending) + len(referenced)
+        assert total == self.num_blocks == len(free | cached | pending | referenced), (
+            "free + referenced + cached != total"
+        )
+        assert self.num_pending == len(pending)
+        for block_id in range(self.num_blocks):
+            assert self._refs[block_id] == uses.get(block_id, 0), f"ref({block_id}) is not its number of uses"
+            key = self._keys[block_id]
+            assert key is None or self._index.get(key) == block_id, f"key of block {block_id} is not in the index"
+            if block_id in free or block_id in cached:
+                assert self._named_until[block_id] <= self.done_step, f"block {block_id} idle while a step names it"
+        assert len(self._index) == sum(key is not None for key in self._keys), "the index names a block that has no key"
+        assert all(self._keys[b] is None for b in free) and all(self._keys[b] is not None for b in cached)

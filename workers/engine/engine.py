@@ -1,0 +1,346 @@
+"""The engine of one group: requests in, plans to the ranks, results back, deltas and ends out.
+
+Owned by one thread of the coordinator (or of an offline run), which calls add_request, abort and step; everything else
+hangs below it. Torch-free, Ray-free, and blind to transport: ranks are behind Executor, gateways behind OutputSink.
+Nothing that a request contains ends the engine; GroupLost from the executor does.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from configs.schema import EngineSettings, SchedulerSettings
+from workers.engine.admission import ArrivalQueue, Deadlines, ModelFacts, QueueLimits, WaitingQueue, check_request
+from workers.engine.block_manager import BlockManager
+from workers.engine.executor import Executor, ExecutorReady
+from workers.engine.pacing import NoPacer, Pacer, StepPacer
+from workers.engine.results import ResultApplier
+from workers.engine.scheduler import Flight, Scheduler
+from workers.engine.sequence import RequestState, Sequence, Status
+from workers.engine.stats import Collector, EngineStats
+from workers.engine.step_log import StepLog
+from workers.errors import ContextLengthExceeded, QueueFull, RequestRefused
+from workers.messages import Abort, Ended, FinishReason, GenerationRequest, TokenDelta
+
+__all__ = ["Engine", "ModelFacts", "OutputSink"]
+
+RESULT_WAIT_S = 0.05
+"""How long step() waits for a result before its caller gets to take in requests and aborts again."""
+
+
+class OutputSink(Protocol):
+    """Where tokens and ends go; called from the engine's thread."""
+
+    def deltas(self, deltas: list[TokenDelta]) -> None:
+        """Once per applied step: all deltas of that step."""
+        ...
+
+    def ended(self, ended: Ended, request: GenerationRequest) -> None:
+        """Exactly once per accepted request, after its last delta."""
+        ...
+
+
+class Engine:
+    """Continuous batching over one Executor. `depth` plans may be in flight: one; two when plans are made before the
+    tokens of the last step are known (async scheduling); as many as there are stages with pipeline parallelism."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        facts: ModelFacts,
+        executor: Executor,
+        ready: ExecutorReady,
+        sink: OutputSink,
+        clock: Callable[[], float] = time.monotonic,
+        waiting: WaitingQueue | None = None,
+    ) -> None:
+        self._facts = facts
+        self._executor = executor
+        self._sink = sink
+        self._clock = clock
+        stages = ready.pipeline_parallel_size
+        self._depth = stages if stages > 1 else 2 if settings.scheduler.async_scheduling else 1
+        self._manager = BlockManager(
+            ready.num_blocks,
+            settings.cache.block_size,
+            model_revision=facts.model_revision,
+            kv_dtype=facts.kv_dtype,
+            enable_prefix_caching=settings.cache.enable_prefix_caching,
+        )
+        self._max_len = min(facts.max_model_len, self._manager.num_slots + 1)
+        self._pacer = _pacer(settings.scheduler, settings.cache.block_size)
+        self._waiting: WaitingQueue = ArrivalQueue() if waiting is None else waiting
+        self._scheduler = Scheduler(
+            settings.scheduler, self._manager, self._waiting, self._pacer, relay=stages > 1, depth=self._depth
+        )
+        self._collector = Collector()
+        self._eos = frozenset(facts.eos_token_ids)
+        self._results = ResultApplier(self._scheduler, self._manager, self._collector, self._eos)
+        self._limits = QueueLimits(settings.scheduler)
+        self._deadlines = Deadlines()
+        self._log = StepLog(settings.step_log) if settings.step_log else None
+        self._requests: dict[str, RequestState] = {}
+        self._born_ended: list[tuple[RequestState, list[TokenDelta]]] = []
+        self._flights: deque[Flight] = deque()
+        self._arrivals = 0
+
+    # ---- requests ----
+
+    def add_request(self, request: GenerationRequest) -> None:
+        """Accepts a request; its tokens and its end come through the sink, from step().
+
+        Raises RequestRefused, ContextLengthExceeded (naming the number that would fit) or QueueFull, and then nothing
+        has changed and no end will come. A newer epoch of a live request takes the older one's place.
+        """
+        older = self._requests.get(request.request_id)
+        try:
+            check_request(request, self._facts, self._manager.num_slots)
+            if older is not None and older.request.epoch >= request.epoch:
+                raise RequestRefused(
+                    f"request {request.request_id!r} is already running", code="invalid_value", param="request_id"
+                )
+            self._limits.enter(request)
+        except RequestRefused as refusal:
+            self._collector.rejected[_cause(refusal)] += 1
+            raise
+        if older is not None:
+            self._supersede(older)
+        state = RequestState(request, arrival_s=self._clock())
+        self._requests[request.request_id] = state
+        self._build_sequences(state)
+        self._deadlines.add(state)
+        self._start(state)
+
+    def abort(self, abort: Abort) -> None:
+        """Ends a request or one choice; unknown ids, other epochs and repetitions change nothing.
+
+        keep_positions: the gateway found a stop string; tokens from there on are not billed, the reason is "stop".
+        """
+        state = self._requests.get(abort.request_id)
+        if state is None or state.request.epoch != abort.epoch:
+            return
+        was_live = state.num_live > 0
+        for seq in state.sequences:
+            if abort.choice is None or abort.choice == seq.choice:
+                self._abort_sequence(seq, abort.keep_positions)
+        if was_live and state.num_live == 0:
+            self._close(state)
+
+    def has_work(self) -> bool:
+        """Whether step() has something to do: unfinished requests, or plans whose results are due."""
+        return bool(self._requests or self._flights)
+
+    # ---- steps ----
+
+    def step(self) -> bool:
+        """Submits plans while fewer than `depth` are in flight, waits (bounded) for one result, applies it.
+
+        Returns whether anything was submitted, applied or ended; False means: nothing to do, or the ranks are busy.
+        """
+        progress = self._end_early()
+        started_s = self._clock()
+        while len(self._flights) < self._depth and (scheduled := self._scheduler.schedule()) is not None:
+            flight, plan = scheduled
+            self._flights.append(flight)
+            self._executor.submit(plan)
+            self._count_plan(flight, started_s)
+            if self._log is not None:
+                self._log.write(plan)
+            progress = True
+        submitted_s = self._clock()
+        self._collector.schedule_s += submitted_s - started_s
+        if not self._flights:
+            return progress
+        result = self._executor.wait(RESULT_WAIT_S)
+        now_s = self._clock()
+        self._collector.wait_s += now_s - submitted_s
+        if result is None:
+            return progress
+        flight = self._flights.popleft()
+        deltas, ended = self._results.apply(flight, result, now_s)
+        self._collector.device_s += result.device_s
+        self._pacer.observe(flight.num_prompt_tokens, flight.num_decode, result.device_s)
+        if deltas:
+            self._sink.deltas(deltas)
+        for state in ended:
+            self._close(state)
+        self._collector.schedule_s += self._clock() - now_s
+        return True
+
+    def close(self) -> None:
+        """Closes the step log. The executor belongs to whoever started it."""
+        if self._log is not None:
+            self._log.close()
+
+    # ---- what it knows ----
+
+    def stats(self) -> EngineStats:
+        """A frozen copy of all counts; O(live sequences)."""
+        collector, pool = self._collector, self._manager.pool
+        live = [
+            seq for state in self._requests.values() for seq in state.sequences if seq.status is not Status.FINISHED
+        ]
+        queued = [seq for seq in live if seq.status is not Status.RUNNING]
+        return EngineStats(
+            running=len(live) - len(queued),
+            waiting=len(queued),
+            waiting_tokens=sum(len(seq.tokens) for seq in queued),
+            in_flight_steps=len(self._flights),
+            num_blocks=pool.num_blocks,
+            block_size=self._manager.block_size,
+            used_blocks=pool.num_used,
+            cached_blocks=pool.num_cached,
+            kv_usage=pool.num_used / pool.num_blocks,
+            prefix_cache_queries=collector.prefix_cache_queries,
+            prefix_cache_hits=collector.prefix_cache_hits,
+            preemptions=self._scheduler.num_preemptions,
+            prompt_tokens=collector.prompt_tokens,
+            generation_tokens=collector.generation_tokens,
+            wasted_tokens=collector.wasted_tokens,
+            steps=collector.steps,
+            schedule_s=collector.schedule_s,
+            wait_s=collector.wait_s,
+            device_s=collector.device_s,
+            finished=dict(collector.finished),
+            rejected=dict(collector.rejected),
+            time_to_first_token_s=collector.time_to_first_token.snapshot(),
+            inter_token_latency_s=collector.inter_token_latency.snapshot(),
+            e2e_latency_s=collector.e2e_latency.snapshot(),
+            queue_time_s=collector.queue_time.snapshot(),
+            iteration_tokens=collector.iteration_tokens.snapshot(),
+        )
+
+    def check_laws(self) -> None:
+        """Asserts the block laws over all live sequences; for tests. O(blocks + sequences)."""
+        self._manager.check_laws(seq.table for state in self._requests.values() for seq in state.sequences)
+
+    # ---- inside ----
+
+    def _supersede(self, older: RequestState) -> None:
+        """Ends an older epoch of a request: whoever sent the newer one has given the older one up."""
+        self.abort(Abort(request_id=older.request.request_id, epoch=older.request.epoch))
+        if older.request.request_id in self._requests:
+            self._close(older)
+
+    def _build_sequences(self, state: RequestState) -> None:
+        request, params, arrival = state.request, state.request.sampling, self._arrivals
+        self._arrivals += 1
+        prompt = request.prompt_token_ids
+        eos = frozenset() if params.ignore_eos else self._eos
+        for choice in range(params.n):
+            resumed = request.resume_token_ids[choice] if request.resume_token_ids else []
+            seq = Sequence(
+                state=state,
+                choice=choice,
+                tokens=[*prompt, *resumed],
+                prompt_len=len(prompt),
+                max_len=min(len(prompt) + params.max_tokens, self._max_len),
+                min_len=len(prompt) + params.min_tokens,
+                stop_ids=eos.union(params.stop_token_ids),
+                order=(request.priority, arrival, choice),
+                table=self._manager.new_table(request.adapter_digest, request.cache_salt),
+                status=Status.HELD,
+            )
+            state.sequences.append(seq)
+        state.num_live = params.n
+        state.held = list(state.sequences)
+
+    def _start(self, state: RequestState) -> None:
+        """Ends the choices that another group had already brought to their end; queues the first of the others."""
+        deltas: list[TokenDelta] = []
+        for seq in state.sequences:
+            reason = _end_of(seq)
+            if reason is not None:
+                state.held.remove(seq)
+                seq.status, seq.finish_reason = Status.FINISHED, reason
+                self._collector.finished[reason] += 1
+                state.num_live -= 1
+                deltas.append(_closing_delta(seq, reason))
+        if state.held:
+            self._scheduler.add(state.held.pop(0))
+        if deltas:
+            self._born_ended.append((state, deltas))
+
+    def _end_early(self) -> bool:
+        """Ends that need no step: choices that were complete when they came, and deadlines that passed in the queue."""
+        expired = self._deadlines.pop_expired(self._clock())
+        born_ended, self._born_ended = self._born_ended, []
+        for state, deltas in born_ended:
+            if self._requests.get(state.request.request_id) is state:
+                self._sink.deltas(deltas)
+                if state.num_live == 0:
+                    self._close(state)
+        for state in expired:
+            self._collector.rejected["deadline"] += 1
+            for seq in state.sequences:
+                self._abort_sequence(seq, None)
+            message = f"the request waited {state.request.deadline_s} s without being served"
+            self._close(state, refused=(503, "service_unavailable", None, message))
+        return bool(born_ended or expired)
+
+    def _abort_sequence(self, seq: Sequence, keep_positions: int | None) -> None:
+        produced = seq.num_billed
+        if keep_positions is not None and keep_positions < produced:
+            seq.kept = max(0, keep_positions)
+            self._collector.wasted_tokens += produced - seq.kept
+        reason: FinishReason = "abort" if keep_positions is None else "stop"
+        if seq.status is not Status.FINISHED:
+            self._results.finish(seq, reason)
+        elif keep_positions is not None and keep_positions < produced:
+            seq.finish_reason = reason
+
+    def _close(self, state: RequestState, refused: tuple[int, str, str | None, str] | None = None) -> None:
+        """The one end of an accepted request."""
+        del self._requests[state.request.request_id]
+        if not state.admitted:
+            self._limits.leave(state.request)
+        self._collector.e2e_latency.observe(self._clock() - state.arrival_s)
+        self._sink.ended(state.ended(refused), state.request)
+
+    def _count_plan(self, flight: Flight, now_s: float) -> None:
+        collector = self._collector
+        collector.steps += 1
+        collector.iteration_tokens.observe(flight.num_decode + flight.num_prompt_tokens)
+        for seq, num_cached in flight.admitted:
+            state = seq.state
+            if not state.admitted:
+                state.admitted = True
+                state.cached_tokens = min(num_cached, seq.prompt_len)
+                self._limits.leave(state.request)
+                collector.queue_time.observe(now_s - state.arrival_s)
+                collector.prompt_tokens += seq.prompt_len
+                collector.prefix_cache_queries += len(seq.tokens)
+                collector.prefix_cache_hits += num_cached
+
+
+def _pacer(settings: SchedulerSettings, block_size: int) -> Pacer:
+    if settings.max_itl_ms is None:
+        return NoPacer(settings.max_num_batched_tokens)
+    return StepPacer(settings.max_itl_ms / 1000, block_size, settings.max_num_batched_tokens)
+
+
+def _cause(refusal: RequestRefused) -> str:
+    if isinstance(refusal, QueueFull):
+        return "queue_full"
+    return "context_length" if isinstance(refusal, ContextLengthExceeded) else "invalid"
+
+
+def _end_of(seq: Sequence) -> FinishReason | None:
+    """Why a resumed choice needs no further token; None when it does."""
+    if seq.num_output and seq.tokens[-1] in seq.stop_ids and len(seq.tokens) >= seq.min_len:
+        return "stop"
+    return "length" if len(seq.tokens) >= seq.max_len else None
+
+
+def _closing_delta(seq: Sequence, reason: FinishReason) -> TokenDelta:
+    state = seq.state
+    return TokenDelta(
+        request_id=state.request.request_id,
+        epoch=state.request.epoch,
+        choice=seq.choice,
+        first_position=seq.num_output,
+        token_ids=[],
+        finish_reason=reason,
+        usage=state.usage() if state.num_live == 0 else None,
+    )

@@ -1,0 +1,192 @@
+"""Applies a step's result: tokens to sequences, computed blocks to the index, ends, deltas, latency counts.
+
+Called by the engine once per returned step; decides nothing about the next one. A result whose sequence has ended in
+the meantime is discarded (its row overran); one whose sequence was preempted still counts, only its KV is gone.
+"""
+
+from workers.engine.block_manager import BlockManager
+from workers.engine.scheduler import Flight, Scheduler
+from workers.engine.sequence import RequestState, Sequence, Status
+from workers.engine.stats import Collector, Histogram
+from workers.messages import FinishReason, RowResult, StepResult, TokenDelta
+
+
+class TokenGaps:
+    """Groups equal gaps before they are counted: the rows of one step nearly always share the step before it."""
+
+    def __init__(self, histogram: Histogram, now_s: float) -> None:
+        self._histogram = histogram
+        self._now_s = now_s
+        self._since_s = now_s
+        self._rows = 0
+
+    def add(self, since_s: float) -> None:
+        if since_s != self._since_s:
+            self.flush()
+            self._since_s = since_s
+        self._rows += 1
+
+    def flush(self) -> None:
+        if self._rows:
+            self._histogram.observe(self._now_s - self._since_s, self._rows)
+            self._rows = 0
+
+
+class ResultApplier:
+    """Turns (Flight, StepResult) into deltas and ended requests."""
+
+    def __init__(
+        self, scheduler: Scheduler, manager: BlockManager, collector: Collector, eos_token_ids: frozenset[int]
+    ) -> None:
+        self._scheduler = scheduler
+        self._manager = manager
+        self._collector = collector
+        self._eos = eos_token_ids
+
+    def apply(self, flight: Flight, result: StepResult, now_s: float) -> tuple[list[TokenDelta], list[RequestState]]:
+        """All deltas of the step in plan order, and the requests that it ended (each has its last delta among them)."""
+        assert result.step_id == flight.step_id, "results come in the order of their plans"
+        self._scheduler.returned(flight.step_id)
+        deltas: list[TokenDelta] = []
+        ended: list[RequestState] = []
+        gaps = TokenGaps(self._collector.inter_token_latency, now_s)
+        rows = iter(result.rows)
+        running = Status.RUNNING
+        for seq, work in zip(flight.sequences, flight.work, strict=True):
+            row = next(rows) if work.samples else None
+            if seq.status is running:
+                seq.num_computed += work.num_tokens
+            elif seq.status is Status.FINISHED:
+                if row is not None:
+                    self._collector.wasted_tokens += len(row.token_ids)
+                continue
+            if row is None:
+                self._after_chunk(seq)
+            elif row.error is not None or not row.token_ids:
+                self._fail(seq.state, row.error or "the ranks returned no token", deltas, ended)
+            else:
+                self._accept(seq, row, deltas, ended, gaps, now_s)
+        assert next(rows, None) is None, "one RowResult per sampling RowWork"
+        gaps.flush()
+        return deltas, ended
+
+    def finish(self, seq: Sequence, reason: FinishReason) -> bool:
+        """Ends one choice and releases what it holds; True when it was the request's last."""
+        state = seq.state
+        if seq.status is Status.HELD:
+            state.held.remove(seq)
+        self._scheduler.finish(seq)
+        seq.finish_reason = reason
+        self._collector.finished[reason] += 1
+        state.num_live -= 1
+        if state.held and all(other.status in (Status.FINISHED, Status.HELD) for other in state.sequences):
+            self._scheduler.add(state.held.pop(0))
+        return state.num_live == 0
+
+    # ---- inside ----
+
+    def _accept(
+        self,
+        seq: Sequence,
+        row: RowResult,
+        deltas: list[TokenDelta],
+        ended: list[RequestState],
+        gaps: TokenGaps,
+        now_s: float,
+    ) -> None:
+        """The sampled token of one row (exactly one; speculation will accept more)."""
+        (token,) = row.token_ids
+        tokens, request = seq.tokens, seq.state.request
+        position = len(tokens) - seq.prompt_len
+        tokens.append(token)
+        self._collector.generation_tokens += 1
+        if seq.last_token_s is None:
+            self._first_token(seq, now_s)
+        else:
+            gaps.add(seq.last_token_s)
+        seq.last_token_s = now_s
+        if seq.num_computed >= seq.table.next_commit:
+            self._manager.commit(seq.table, tokens, seq.num_computed)
+        if seq.state.held:
+            self._release_held(seq)
+        if len(tokens) >= seq.max_len or token in seq.stop_ids:
+            reason: FinishReason | None = None
+            if token in seq.stop_ids and len(tokens) >= seq.min_len:
+                reason = "stop"
+            elif len(tokens) >= seq.max_len:
+                reason = "length"
+            if reason is not None:
+                deltas.append(self._last_delta(seq, row, position, reason, ended))
+                return
+        deltas.append(
+            TokenDelta(
+                request_id=request.request_id,
+                epoch=request.epoch,
+                choice=seq.choice,
+                first_position=position,
+                token_ids=row.token_ids,
+                logprobs=row.logprobs,
+            )
+        )
+
+    def _last_delta(
+        self, seq: Sequence, row: RowResult, position: int, reason: FinishReason, ended: list[RequestState]
+    ) -> TokenDelta:
+        state, token = seq.state, row.token_ids[0]
+        last = self.finish(seq, reason)
+        if last:
+            ended.append(state)
+        return TokenDelta(
+            request_id=state.request.request_id,
+            epoch=state.request.epoch,
+            choice=seq.choice,
+            first_position=position,
+            token_ids=row.token_ids,
+            logprobs=row.logprobs,
+            finish_reason=reason,
+            stop_reason=token if reason == "stop" and not self._is_eos(seq, token) else None,
+            usage=state.usage() if last else None,
+        )
+
+    def _is_eos(self, seq: Sequence, token: int) -> bool:
+        return token in self._eos and not seq.state.request.sampling.ignore_eos
+
+    def _after_chunk(self, seq: Sequence) -> None:
+        """A part of a prompt is computed; nothing was sampled."""
+        if seq.status is Status.RUNNING and seq.num_computed >= seq.table.next_commit:
+            self._manager.commit(seq.table, seq.tokens, seq.num_computed)
+        if seq.state.held:
+            self._release_held(seq)
+
+    def _release_held(self, seq: Sequence) -> None:
+        """The other choices may come in once the whole prompt of one is computed: they share its blocks."""
+        if seq.num_computed >= seq.prompt_len:
+            held, seq.state.held = seq.state.held, []
+            for other in held:
+                self._scheduler.add(other)
+
+    def _first_token(self, seq: Sequence, now_s: float) -> None:
+        if seq.choice == 0:
+            self._collector.time_to_first_token.observe(now_s - seq.state.arrival_s)
+
+    def _fail(self, state: RequestState, error: str, deltas: list[TokenDelta], ended: list[RequestState]) -> None:
+        """A row went wrong on the ranks: its whole request ends, nobody else's; its blocks are found no more."""
+        for seq in state.sequences:
+            if seq.status is Status.FINISHED:
+                continue
+            self._manager.forget(seq.table)
+            position = seq.num_billed
+            last = self.finish(seq, "error")
+            deltas.append(
+                TokenDelta(
+                    request_id=state.request.request_id,
+                    epoch=state.request.epoch,
+                    choice=seq.choice,
+                    first_position=position,
+                    token_ids=[],
+                    finish_reason="error",
+                    usage=state.usage() if last else None,
+                    error=error,
+                )
+            )
+        ended.append(state)

@@ -1,0 +1,294 @@
+"""Who computes how many tokens in the next step: continuous batching without phases, over one block manager.
+
+Every step gives tokens to sequences until their scheduled tokens catch up with the known ones (iteration-level
+scheduling: Orca; paged blocks and preemption by recompute: vLLM; prompt chunks beside streams: Sarathi-Serve).
+Running rows come first: those one token behind (streams), then the chunks of running prompts, then the waiting.
+
+Why a row number and, physically, a block could be reused at once: every rank runs plans strictly in submission order,
+so a plan that rebinds a row or rewrites a block comes after all earlier plans that name it, on each stage by itself.
+Rows are therefore reused at once; results are attributed by step, never by row. Blocks are held back until the last
+plan that names them has returned (BlockPool), for the index and the tiers look at blocks outside that order.
+
+Called by the engine: add, schedule, returned, finish. Knows no clock, no output, no transport.
+"""
+
+from bisect import insort
+from dataclasses import dataclass, field
+
+from configs.schema import SchedulerSettings
+from workers.engine.admission import WaitingQueue
+from workers.engine.block_manager import BlockManager
+from workers.engine.pacing import Pacer
+from workers.engine.sequence import QUEUED, Sequence, Status
+from workers.messages import RowInit, RowWork, StepPlan
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One plan and whom it serves: sequences[i] is the owner of work[i]; `admitted` were first given a row here."""
+
+    step_id: int
+    sequences: list[Sequence] = field(default_factory=list)
+    work: list[RowWork] = field(default_factory=list)
+    new_rows: list[RowInit] = field(default_factory=list)
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
+    admitted: list[tuple[Sequence, int]] = field(default_factory=list)
+    num_decode: int = 0
+    num_prompt_tokens: int = 0
+
+    def plan(self, freed_rows: list[int]) -> StepPlan:
+        return StepPlan(
+            step_id=self.step_id,
+            work=self.work,
+            new_rows=self.new_rows,
+            freed_rows=freed_rows,
+            block_copies=self.block_copies,
+        )
+
+
+class Scheduler:
+    """One group's rows and running order. `relay` (PP > 1): sampled tokens travel back through plans, so a sequence
+    waits for its sample; otherwise ranks append it themselves and the next step may be planned before it is known."""
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        manager: BlockManager,
+        waiting: WaitingQueue,
+        pacer: Pacer,
+        *,
+        relay: bool,
+        depth: int,
+    ) -> None:
+        self.waiting = waiting
+        self.num_preemptions = 0
+        self.done_step = 0
+        self._manager = manager
+        self._pacer = pacer
+        self._relay = relay
+        self._depth = depth
+        self._budget = settings.max_num_batched_tokens
+        num_rows = min(settings.max_num_seqs, self._budget)
+        self._paced = settings.max_itl_ms is not None
+        self._running: list[Sequence] = []
+        self._any_finished = False
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._unsent_freed: set[int] = set()
+        self._one_token = [RowWork(row=row, num_tokens=1, samples=True) for row in range(num_rows)]
+        self._next_step = 1
+
+    # ---- queries ----
+
+    @property
+    def num_running(self) -> int:
+        return sum(seq.status is Status.RUNNING for seq in self._running)
+
+    # ---- commands ----
+
+    def add(self, seq: Sequence) -> None:
+        """A sequence may come in as soon as there is room."""
+        seq.status = Status.WAITING
+        seq.num_known = len(seq.tokens)
+        self.waiting.push(seq)
+
+    def schedule(self) -> tuple[Flight, StepPlan] | None:
+        """The next plan, or None when nobody can compute anything now."""
+        if self._any_finished:
+            self._running = [seq for seq in self._running if seq.status is Status.RUNNING]
+            self._any_finished = False
+        flight = Flight(self._next_step)
+        preemptions = self.num_preemptions
+        chunks = self._schedule_streams(flight)
+        budget = self._budget - flight.num_decode
+        if self._paced and flight.num_decode and (chunks or len(self.waiting)):
+            budget = min(budget, self._pacer.limit())
+        if chunks:
+            budget = self._schedule_chunks(flight, chunks, budget)
+        if budget > 0 and self._free_rows and preemptions == self.num_preemptions:
+            self._admit_waiting(flight, budget)
+        if not flight.work:
+            return None
+        self._next_step += 1
+        freed_rows = sorted(self._unsent_freed) if self._unsent_freed else []
+        self._unsent_freed.clear()
+        return flight, flight.plan(freed_rows)
+
+    def returned(self, step_id: int) -> None:
+        """The result of step_id is here; results come in order, so no earlier plan is in flight either."""
+        self.done_step = step_id
+        self._manager.pool.retire(step_id)
+
+    def finish(self, seq: Sequence) -> None:
+        """Takes a sequence out, wherever it is, and lets go of all it holds. Its results in flight are discarded."""
+        if seq.status in QUEUED:
+            self.waiting.remove(seq)
+        elif seq.status is Status.RUNNING:
+            self._any_finished = True
+            self._unbind(seq)
+        seq.status = Status.FINISHED
+
+    # ---- running ----
+
+    def _schedule_streams(self, flight: Flight) -> list[Sequence]:
+        """One token for every running row that is one token behind; returns the rows that are further behind."""
+        chunks: list[Sequence] = []
+        one_token, step_id, relay = self._one_token, flight.step_id, self._relay
+        add_seq, add_work = flight.sequences.append, flight.work.append
+        most = -(-len(self._running) // self._depth) if relay else len(self._running)
+        for seq in self._running:
+            known = seq.num_known
+            if known - seq.num_scheduled != 1:
+                chunks.append(seq)
+                continue
+            if known >= seq.max_len or (relay and (known != len(seq.tokens) or flight.num_decode >= most)):
+                continue
+            table = seq.table
+            if relay or known > table.capacity or table.may_share:
+                work = self._grow(flight, seq)
+                if work is None:
+                    continue
+                add_work(work)
+            else:
+                add_work(one_token[seq.row])
+            add_seq(seq)
+            seq.num_scheduled = known
+            seq.num_known = known + 1
+            seq.last_step = step_id
+            flight.num_decode += 1
+        return chunks
+
+    def _grow(self, flight: Flight, seq: Sequence) -> RowWork | None:
+        """One token of work that needs more than its row's standing entry: blocks, or tokens that ranks lack."""
+        known = seq.num_known
+        added = self._extend_or_preempt(seq, known)
+        if added is None:
+            return None
+        replaced: list[tuple[int, int]] = []
+        if seq.table.may_share:
+            copies = self._manager.make_writable(seq.table, seq.num_scheduled, known, flight.step_id)
+            assert copies is not None, "forks leave no shared block to a running writer (see _share_prompt)"
+            flight.block_copies.extend((copy.source, copy.destination) for copy in copies)
+            replaced = [(copy.place, copy.destination) for copy in copies]
+        lacking = seq.tokens[seq.num_sent :] if self._relay else []
+        seq.num_sent = known
+        return RowWork(
+            row=seq.row, num_tokens=1, samples=True, new_block_ids=added, token_ids=lacking, replaced_blocks=replaced
+        )
+
+    def _extend_or_preempt(self, seq: Sequence, num_tokens: int) -> list[int] | None:
+        """Blocks for seq, taken from the latest of the running if need be (perhaps from seq itself: None).
+
+        None as well while blocks of preempted or ended sequences are still named by plans in flight: seq sits out.
+        """
+        manager, pool = self._manager, self._manager.pool
+        while (added := manager.extend(seq.table, num_tokens)) is None:
+            missing = manager.blocks_for(num_tokens) - len(seq.table.block_ids)
+            if pool.num_allocatable + pool.num_pending >= missing:
+                return None
+            victim = self._running.pop()
+            self._preempt(victim)
+            if victim is seq:
+                return None
+        return added
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Back to the queue without blocks; its samples in flight still count, its KV is computed again later."""
+        self._unbind(seq)
+        seq.status = Status.PREEMPTED
+        seq.num_scheduled = seq.num_computed = 0
+        self.num_preemptions += 1
+        self.waiting.push(seq)
+
+    def _unbind(self, seq: Sequence) -> None:
+        self._manager.release(seq.table, seq.last_step)
+        self._free_rows.append(seq.row)
+        self._unsent_freed.add(seq.row)
+        seq.row = -1
+
+    def _schedule_chunks(self, flight: Flight, chunks: list[Sequence], budget: int) -> int:
+        """The next part of running prompts, earliest first. Their blocks were allocated when they were admitted."""
+        for seq in chunks:
+            if seq.status is Status.RUNNING and budget > 0:
+                budget -= self._give(flight, seq, budget, [])
+        return budget
+
+    def _give(self, flight: Flight, seq: Sequence, budget: int, new_block_ids: list[int]) -> int:
+        """Up to `budget` of the tokens that seq is behind; a sample when that reaches the last known token."""
+        behind = seq.num_known - seq.num_scheduled
+        num_tokens = min(behind, budget)
+        samples = num_tokens == behind
+        flight.sequences.append(seq)
+        flight.work.append(RowWork(row=seq.row, num_tokens=num_tokens, samples=samples, new_block_ids=new_block_ids))
+        flight.num_prompt_tokens += num_tokens
+        seq.num_scheduled += num_tokens
+        seq.num_known += samples
+        seq.last_step = flight.step_id
+        return num_tokens
+
+    # ---- waiting ----
+
+    def _admit_waiting(self, flight: Flight, budget: int) -> None:
+        """Lets in the head of the queue while rows, blocks and tokens last; nobody overtakes a head that must wait."""
+        while budget > 0 and self._free_rows and (seq := self.waiting.peek()) is not None:
+            if seq.last_step > self.done_step:
+                return  # preempted, with samples still in flight
+            admitted = self._share_prompt(flight, seq) or self._find_prefix(seq)
+            if not admitted:
+                return
+            self.waiting.remove(seq)
+            if seq.status is Status.WAITING:
+                flight.admitted.append((seq, seq.num_scheduled))
+            self._bind(flight, seq)
+            budget -= self._give(flight, seq, budget, list(seq.table.block_ids))
+
+    @property
+    def _reserve(self) -> int:
+        """Blocks to leave for those who run (each takes one per block_size steps), so that a newcomer is not preempted
+        in the very next steps. None when nobody runs: what fits an empty pool never waits forever."""
+        return -(-len(self._running) // 4)
+
+    def _find_prefix(self, seq: Sequence) -> bool:
+        """Blocks for all known tokens, those found by content first. False when there is no room."""
+        hits = self._manager.match_prefix(seq.table, seq.tokens)
+        if not self._manager.admit(seq.table, len(seq.tokens), hits, self._reserve):
+            return False
+        seq.num_scheduled = seq.num_computed = len(hits) * self._manager.block_size
+        return True
+
+    def _share_prompt(self, flight: Flight, seq: Sequence) -> bool:
+        """n > 1: takes over the prompt's blocks of a running choice, and copies the one it will write, at once."""
+        if len(seq.state.sequences) == 1:
+            return False
+        num_tokens = min(seq.prompt_len, len(seq.tokens) - 1)
+        source = seq.state.fork_source(num_tokens, flight.step_id)
+        manager, total = self._manager, len(seq.tokens)
+        whole = num_tokens // manager.block_size
+        if source is None or manager.blocks_for(total) - whole + self._reserve > manager.pool.num_allocatable:
+            return False
+        manager.fork(source.table, seq.table, num_tokens)
+        copies = manager.make_writable(seq.table, num_tokens, total, flight.step_id)
+        added = manager.extend(seq.table, total)
+        assert copies is not None and added is not None
+        flight.block_copies.extend((copy.source, copy.destination) for copy in copies)
+        seq.num_scheduled = seq.num_computed = num_tokens
+        return True
+
+    def _bind(self, flight: Flight, seq: Sequence) -> None:
+        seq.row = self._free_rows.pop()
+        self._unsent_freed.discard(seq.row)
+        seq.status = Status.RUNNING
+        seq.num_sent = len(seq.tokens)
+        seq.bound_step = flight.step_id
+        flight.new_rows.append(
+            RowInit(
+                row=seq.row,
+                token_ids=seq.tokens.copy(),
+                prompt_len=seq.prompt_len,
+                num_computed=seq.num_scheduled,
+                sampling=seq.row_sampling(),
+            )
+        )
+        if not self._running or self._running[-1].order < seq.order:
+            self._running.append(seq)
+        else:
+            insort(self._running, seq, key=lambda other: other.order)

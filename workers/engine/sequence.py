@@ -1,0 +1,135 @@
+"""What the engine knows of one request and of each of its choices. Mutable, with one owner: the engine's thread.
+
+Token counts of a sequence (positions from 0):
+
+    0 ........ num_computed ....... num_scheduled ....... len(tokens) ......... num_known
+      KV done,             KV in plans             known, not yet       samples in flight: a plan will
+      result applied       in flight               scheduled            have produced these tokens
+
+Every step closes some of num_known - num_scheduled; there is no other notion of prompt or decode phase.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from workers.engine.block_manager import BlockTable
+from workers.messages import Ended, FinishReason, GenerationRequest, RowSampling, Usage
+
+
+class Status(Enum):
+    """HELD: waits for the prompt that another choice computes. PREEMPTED: lost its blocks, waits to compute again."""
+
+    HELD = "held"
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+TERMINAL = frozenset({Status.FINISHED})
+QUEUED = frozenset({Status.WAITING, Status.PREEMPTED})
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One choice of a request.
+
+    tokens: prompt, then output. max_len: len(tokens) at which it ends with "length" (max_tokens, context or KV pool).
+    min_len: len(tokens) below which no stop id ends it. order: (priority, arrival, choice), the smaller the earlier.
+    row: its place in the ranks' tables while running. num_sent: leading tokens that the ranks know (PP > 1).
+    bound_step, last_step: the first plan of its present row, the newest plan that names it.
+    kept: output tokens that are billed; None means all.
+    """
+
+    state: "RequestState"
+    choice: int
+    tokens: list[int]
+    prompt_len: int
+    max_len: int
+    min_len: int
+    stop_ids: frozenset[int]
+    order: tuple[int, int, int]
+    table: BlockTable
+    status: Status = Status.WAITING
+    row: int = -1
+    num_known: int = 0
+    num_scheduled: int = 0
+    num_computed: int = 0
+    num_sent: int = 0
+    bound_step: int = 0
+    last_step: int = 0
+    last_token_s: float | None = None
+    finish_reason: FinishReason | None = None
+    kept: int | None = None
+
+    @property
+    def num_output(self) -> int:
+        """Tokens generated so far, those of an earlier group included."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def num_billed(self) -> int:
+        return self.num_output if self.kept is None else self.kept
+
+    def row_sampling(self) -> RowSampling:
+        """What ranks need to sample this choice. The masked ids are those that would end it (design: min_tokens)."""
+        params = self.state.request.sampling
+        return RowSampling(
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            seed=params.seed,
+            choice=self.choice,
+            min_tokens=params.min_tokens,
+            stop_token_ids=tuple(sorted(self.stop_ids)),
+            logprobs=params.logprobs,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            logit_bias=params.logit_bias,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """One accepted request. `held`: choices that wait until another has computed the prompt that they will fork."""
+
+    request: GenerationRequest
+    arrival_s: float
+    sequences: list[Sequence] = field(default_factory=list)
+    held: list[Sequence] = field(default_factory=list)
+    num_live: int = 0
+    admitted: bool = False
+    cached_tokens: int = 0
+
+    def usage(self) -> Usage:
+        """The bill so far: the prompt once, what each choice keeps."""
+        return Usage(
+            prompt_tokens=len(self.request.prompt_token_ids),
+            completion_tokens=sum(seq.num_billed for seq in self.sequences),
+            cached_tokens=self.cached_tokens,
+        )
+
+    def ended(self, refused: tuple[int, str, str | None, str] | None = None) -> Ended:
+        """The request's one answer; every choice is in a terminal state."""
+        reasons = [seq.finish_reason for seq in self.sequences]
+        assert all(reason is not None for reason in reasons), "a request ended before its choices"
+        return Ended(
+            request_id=self.request.request_id,
+            epoch=self.request.epoch,
+            positions=[seq.num_billed for seq in self.sequences],
+            finish_reasons=[reason for reason in reasons if reason is not None],
+            usage=self.usage(),
+            refused=refused,
+        )
+
+    def fork_source(self, num_tokens: int, step_id: int) -> Sequence | None:
+        """A running choice whose first num_tokens tokens are computed, to share its blocks in plan step_id.
+
+        Not one that is bound by the same plan: copies of one plan may run at once, so none may read another's result.
+        """
+        for seq in self.sequences:
+            if seq.status is Status.RUNNING and seq.num_computed >= num_tokens and seq.bound_step < step_id:
+                return seq
+        return None

@@ -1,0 +1,276 @@
+"""Offline use of the engine, without Ray: from workers.offline import LLM, SamplingParams.
+
+One rank runs in the calling process, more are spawned. Prompts in, finished texts out; what is sampled is what the
+service would have sampled for the same seed. Not for concurrent callers: one thread at a time.
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tqdm import tqdm
+
+from configs.errors import SettingsError
+from configs.schema import CacheSettings, DeviceSettings, EngineSettings, ModelSettings, ParallelSettings
+from configs.schema import SchedulerSettings as StepSettings
+from workers.build import model_facts, open_executor
+from workers.engine.engine import Engine
+from workers.errors import RequestRefused
+from workers.messages import Abort, Ended, GenerationRequest, SamplingParams, TokenDelta, TokenLogprobs
+from workers.text.chat_template import ChatTemplate, find_chat_template
+from workers.text.detokenizer import DetokenizerFactory
+from workers.text.stop_strings import StopMatcher
+from workers.text.tokenizer import check_token_ids, load_tokenizer
+
+__all__ = ["LLM", "Completion", "RequestOutput", "SamplingParams"]
+
+DEMO = Path(__file__).resolve().parents[1] / "configs" / "demo" / "model"
+Prompt = str | Sequence[int]
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    """One choice: its text and tokens, why it ended ("stop", "length", "error"), log probabilities when asked for."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = []
+    finish_reason: str | None = None
+    logprobs: list[TokenLogprobs] = []
+    error: str | None = None
+
+
+class RequestOutput(msgspec.Struct, kw_only=True):
+    """One prompt and its `n` completions, in order; `text` is the first one's."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+    cached_tokens: int = 0
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+
+class _Choice:
+    """Text of one choice as its tokens come; says after how many tokens a stop string ended it."""
+
+    def __init__(self, completion: Completion, factory: DetokenizerFactory, prompt: list[int], params: SamplingParams):
+        self.completion = completion
+        self._detokenizer = factory.make(prompt)
+        self._matcher = StopMatcher(params.stop, min_tokens=params.min_tokens)
+        self.stopped = False
+
+    def take(self, delta: TokenDelta) -> int | None:
+        """Adds a delta; the number of tokens to keep when a stop string was completed, else None."""
+        done = self.completion
+        for place, token in enumerate(delta.token_ids):
+            if self.stopped:
+                return None
+            done.token_ids.append(token)
+            if delta.logprobs:
+                done.logprobs.append(delta.logprobs[place])
+            is_end = delta.finish_reason == "stop" and place == len(delta.token_ids) - 1
+            step = self._matcher.push("" if is_end else self._detokenizer.push(token))
+            done.text += step.text
+            if step.stop is not None:
+                self.stopped = True
+                done.finish_reason = "stop"
+                return len(done.token_ids)
+        if delta.finish_reason is not None and not self.stopped:
+            done.text += self._matcher.flush(self._detokenizer.flush()).text
+            done.finish_reason, done.error = delta.finish_reason, delta.error
+        return None
+
+
+class _Run:
+    """OutputSink of one call of generate(): collects all requests' tokens; stop strings are noted for the caller."""
+
+    def __init__(self, bar: "tqdm[Any]") -> None:
+        self.choices: dict[str, list[_Choice]] = {}
+        self.outputs: dict[str, RequestOutput] = {}
+        self.stops: list[Abort] = []
+        self.ended_ids: list[str] = []
+        self._bar = bar
+
+    def deltas(self, deltas: list[TokenDelta]) -> None:
+        for delta in deltas:
+            keep = self.choices[delta.request_id][delta.choice].take(delta)
+            if keep is not None:
+                self.stops.append(
+                    Abort(request_id=delta.request_id, epoch=delta.epoch, choice=delta.choice, keep_positions=keep)
+                )
+
+    def ended(self, ended: Ended, request: GenerationRequest) -> None:
+        output = self.outputs[ended.request_id]
+        output.cached_tokens = ended.usage.cached_tokens
+        if ended.refused is not None:
+            for completion in output.outputs:
+                completion.finish_reason, completion.error = "error", ended.refused[3]
+        self.ended_ids.append(ended.request_id)
+        self._bar.update()
+
+
+class LLM:
+    """A model ready to generate. `model`: a folder, or "demo". Keyword arguments are spelled like the command line's.
+
+    Raises SettingsError (it names the setting) when the model cannot be loaded as asked. Use as a context manager, or
+    call close().
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 2048,
+        kv_cache_memory_bytes: int | None = None,
+        block_size: int = 16,
+        enable_prefix_caching: bool = True,
+        device: str | None = None,
+        cpu_threads: int | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        ranks = tensor_parallel_size * pipeline_parallel_size
+        raw = EngineSettings(
+            model=ModelSettings(
+                model=str(DEMO if str(model) == "demo" else Path(model).resolve()),
+                dtype=dtype,  # type: ignore[arg-type]  # checked by the conversion below
+                max_model_len=max_model_len,
+            ),
+            parallel=ParallelSettings(
+                tensor_parallel_size=tensor_parallel_size, pipeline_parallel_size=pipeline_parallel_size
+            ),
+            cache=CacheSettings(
+                block_size=block_size,
+                kv_cache_memory_bytes=kv_cache_memory_bytes,
+                enable_prefix_caching=enable_prefix_caching,
+            ),
+            scheduler=StepSettings(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_num_queued_reqs=2**31,
+                async_scheduling=ranks > 1,
+            ),
+            device=DeviceSettings(device=device, cpu_threads=cpu_threads),  # type: ignore[arg-type]
+        )
+        try:
+            self.settings = msgspec.convert(msgspec.to_builtins(raw), EngineSettings)
+        except msgspec.ValidationError as error:
+            raise SettingsError(str(error)) from error
+        folder = Path(self.settings.model.model)
+        self.tokenizer = load_tokenizer(folder)
+        self._template: ChatTemplate | None = find_chat_template(folder, chat_template, self.tokenizer)
+        self._factory = DetokenizerFactory(self.tokenizer)
+        self._executor = open_executor(self.settings)
+        self._run = _Run(tqdm(disable=True))
+        self._names = itertools.count()
+        try:
+            ready = self._executor.start()
+            self._facts = model_facts(self.settings, ready)
+            self._engine = Engine(self.settings, self._facts, self._executor, ready, self)
+        except BaseException:
+            self._executor.close()
+            raise
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams],
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completions of every prompt (text, or token ids), in the prompts' order.
+
+        A prompt that cannot be served (too long, say) has finish_reason "error" and the reason; the others go on.
+        """
+        many = self._as_list(prompts)
+        params = [sampling_params] * len(many) if isinstance(sampling_params, SamplingParams) else list(sampling_params)
+        if len(params) != len(many):
+            raise ValueError(f"{len(params)} sampling_params for {len(many)} prompts")
+        with tqdm(total=len(many), disable=not use_tqdm, desc="generating", unit="prompt") as bar:
+            self._run = _Run(bar)
+            names = [self._add(prompt, one) for prompt, one in zip(many, params, strict=True)]
+            try:
+                while self._engine.has_work():
+                    self._engine.step()
+                    self._apply_stops()
+            except BaseException:
+                self._abort_all(names)
+                raise
+        return [self._run.outputs[name] for name in names]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """The assistant's answers to one conversation or several, rendered by the model's chat template."""
+        if self._template is None:
+            raise SettingsError("the model has no chat template", "chat_template")
+        many: Iterable[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        texts = [self._template.render(list(conversation), add_generation_prompt=True) for conversation in many]
+        ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        outputs = self.generate(ids, sampling_params, use_tqdm=use_tqdm)
+        for output, text in zip(outputs, texts, strict=True):
+            output.prompt = text
+        return outputs
+
+    def close(self) -> None:
+        """Ends the ranks. Idempotent."""
+        self._executor.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def deltas(self, deltas: list[TokenDelta]) -> None:
+        """OutputSink, called by the engine."""
+        self._run.deltas(deltas)
+
+    def ended(self, ended: Ended, request: GenerationRequest) -> None:
+        """OutputSink, called by the engine."""
+        self._run.ended(ended, request)
+
+    @staticmethod
+    def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            return [prompts]  # type: ignore[list-item]  # one prompt
+        return list(prompts)  # type: ignore[arg-type]
+
+    def _add(self, prompt: Prompt, params: SamplingParams) -> str:
+        text = prompt if isinstance(prompt, str) else None
+        ids = self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
+        name = f"offline-{next(self._names)}"
+        output = RequestOutput(
+            prompt=text, prompt_token_ids=ids, outputs=[Completion(index=index) for index in range(params.n)]
+        )
+        self._run.outputs[name] = output
+        self._run.choices[name] = [_Choice(done, self._factory, ids, params) for done in output.outputs]
+        try:
+            check_token_ids(ids, self._facts.vocab_size, "prompts")
+            self._engine.add_request(GenerationRequest(request_id=name, prompt_token_ids=ids, sampling=params))
+        except RequestRefused as error:
+            for completion in output.outputs:
+                completion.finish_reason, completion.error = "error", str(error)
+        return name
+
+    def _apply_stops(self) -> None:
+        stops, self._run.stops = self._run.stops, []
+        for stop in stops:
+            self._engine.abort(stop)
+
+    def _abort_all(self, names: Sequence[str]) -> None:
+        """Ctrl-C in the middle: the engine is usable again afterwards."""
+        for name in names:
+            self._engine.abort(Abort(request_id=name, epoch=0))

@@ -1,0 +1,106 @@
+"""A StepPlan and the RowTable to a ForwardBatch, in numpy, then one copy to the device. Called by model_runner.py.
+
+Pure but for one verb: what a batch holds counts as computed from then on, so consecutive chunks of one prompt may be in
+flight in consecutive plans. T tokens, R rows, S rows that sample, N blocks of the longest row.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from workers.messages import StepPlan
+from workers.models.forward_batch import ForwardBatch
+from workers.rank.row_table import RowTable
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """The model's inputs and what sampling needs, int64 [S]: rows of the table, positions of the tokens to choose."""
+
+    forward: ForwardBatch
+    sample_rows_S: Ints
+    sample_positions_S: Ints
+
+
+def build_batch(plan: StepPlan, table: RowTable, device: torch.device) -> StepBatch:
+    """The batch of a plan that has work; the table has applied the plan. Advances the rows' computed counts."""
+    count = len(plan.work)
+    rows_R = np.fromiter((w.row for w in plan.work), np.int64, count)
+    lens_R = np.fromiter((w.num_tokens for w in plan.work), np.int64, count)
+    samples_R = np.fromiter((w.samples for w in plan.work), np.bool_, count)
+    begin_R = table.num_computed[rows_R]
+    end_R = begin_R + lens_R
+    _check(table, rows_R, lens_R, end_R, samples_R)
+    table.num_computed[rows_R] = end_R
+    starts = np.zeros(count + 1, np.int64)
+    np.cumsum(lens_R, out=starts[1:])
+    if starts[-1] == count:  # one token each
+        row_T, positions_T = rows_R, begin_R
+    else:
+        row_T = np.repeat(rows_R, lens_R)
+        positions_T = np.arange(starts[-1]) + np.repeat(begin_R - starts[:-1], lens_R)
+    block_T, offset_T = np.divmod(positions_T, table.block_size)
+    slots_T = table.block_ids[row_T, block_T].astype(np.int64) * table.block_size + offset_T
+    width = int(-(-end_R.max() // table.block_size))
+    long = [table.token_ids[row_T, positions_T].astype(np.int64), positions_T, slots_T, starts[1:][samples_R] - 1]
+    forward = _to_device(long, starts, end_R, table.block_ids[rows_R, :width], lens_R, table.block_size, device)
+    return StepBatch(forward, rows_R[samples_R], end_R[samples_R])
+
+
+def _check(table: RowTable, rows_R: Ints, lens_R: Ints, end_R: Ints, samples_R: npt.NDArray[np.bool_]) -> None:
+    """Our own invariants: a plan never computes unknown tokens or writes beyond a row's blocks."""
+    known_R = table.num_known[rows_R]
+    ok_R = (lens_R > 0) & (end_R <= known_R) & (~samples_R | (end_R == known_R))
+    ok_R &= end_R <= table.num_blocks[rows_R] * table.block_size
+    if not ok_R.all():
+        bad = int(np.flatnonzero(~ok_R)[0])
+        row = int(rows_R[bad])
+        raise AssertionError(
+            f"row {row}: {lens_R[bad]} tokens up to {end_R[bad]}, known {known_R[bad]}, "
+            f"blocks {table.num_blocks[row]} x {table.block_size}, samples {samples_R[bad]}"
+        )
+
+
+def _to_device(
+    long: list[Ints],
+    starts: Ints,
+    end_R: Ints,
+    block_table_RN: npt.NDArray[np.int32],
+    lens_R: Ints,
+    block_size: int,
+    device: torch.device,
+) -> ForwardBatch:
+    """ForwardBatch from numpy; on an accelerator all tensors travel in one buffer, one copy per step."""
+    ints = [starts.astype(np.int32), end_R.astype(np.int32), block_table_RN]
+    if device.type == "cpu":
+        tensors = [torch.from_numpy(array) for array in (*long, *ints)]
+    else:
+        tensors = _one_copy([*long, *ints], device)
+    input_ids_T, positions_T, slots_T, logits_rows_S, query_starts, seq_lens, table_RN = tensors
+    return ForwardBatch(
+        input_ids_T=input_ids_T,
+        positions_T=positions_T,
+        slot_mapping_T=slots_T,
+        query_starts=query_starts,
+        seq_lens=seq_lens,
+        block_table_RN=table_RN,
+        logits_rows_S=logits_rows_S,
+        query_lens_list=lens_R.tolist(),
+        seq_lens_list=end_R.tolist(),
+        block_size=block_size,
+    )
+
+
+def _one_copy(arrays: list[npt.NDArray[np.generic]], device: torch.device) -> list[torch.Tensor]:
+    """All arrays on the device as views of one buffer; the 8-byte ones come first, so every view is aligned."""
+    packed = torch.from_numpy(np.concatenate([a.reshape(-1).view(np.uint8) for a in arrays])).to(device)
+    tensors, start = [], 0
+    for array in arrays:
+        dtype = torch.int64 if array.dtype == np.int64 else torch.int32
+        tensors.append(packed[start : start + array.nbytes].view(dtype).view(array.shape))
+        start += array.nbytes
+    return tensors

@@ -1,0 +1,194 @@
+"""From settings to a rank that can run plans: device, threads, dtype, weights, number of blocks, runner.
+
+Called by rank_worker.py (after torch.distributed is up) and inprocess_executor.py. What a user can mend is a
+SettingsError that names the flag. Logs what was chosen and why.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from configs.errors import SettingsError
+from configs.schema import EngineSettings
+from parallel.context import ParallelContext
+from workers.attention.select import select_attention
+from workers.messages import RankLoaded, RowInit, RowSampling, RowWork, StepPlan
+from workers.models.decoder import Decoder, build_decoder
+from workers.models.registry import load_spec
+from workers.models.spec import ArchSpec
+from workers.rank.kv_tensors import allocate, block_bytes
+from workers.rank.memory import KVNeeds, cpu_blocks, cuda_blocks
+from workers.rank.model_runner import ModelRunner, StageLink
+from workers.rank.row_table import RowTable
+
+log = logging.getLogger(__name__)
+
+WARM_UP_TOKENS = 16
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRank:
+    """A rank with its weights in memory and no KV yet; `facts` is what the coordinator hears."""
+
+    settings: EngineSettings
+    context: ParallelContext
+    decoder: Decoder
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    vocab_size: int
+    facts: RankLoaded
+
+    def build_runner(self, num_blocks: int) -> ModelRunner:
+        """Allocates num_blocks of KV and runs a first small forward, in step with all other ranks."""
+        block_size = self.settings.cache.block_size
+        decoder = self.decoder
+        kv = allocate(
+            decoder.num_local_layers,
+            num_blocks,
+            block_size,
+            decoder.num_local_kv_heads,
+            decoder.head_dim,
+            self.dtype,
+            self.device,
+        )
+        capacity = self.settings.scheduler.max_num_seqs
+        table = RowTable(capacity, self.max_model_len, block_size, self.vocab_size)
+        runner = ModelRunner(decoder, self.context, kv, table, self.device, self._link())
+        _warm_up(runner, num_blocks * block_size, block_size, relays=self.context.pp_size > 1)
+        return runner
+
+    def _link(self) -> StageLink | None:
+        return None if self.context.pp_size == 1 else stage_link(self.context, self.decoder, self.dtype, self.device)
+
+
+def load_single(settings: EngineSettings) -> LoadedRank:
+    """The only rank of a group, in this process."""
+    device = choose_device(settings, rank=0)
+    set_threads(settings, device, ranks_on_node=1)
+    return load_rank(settings, ParallelContext.single(), device, rank=0, ranks_on_node=1)
+
+
+def load_rank(
+    settings: EngineSettings, context: ParallelContext, device: torch.device, *, rank: int, ranks_on_node: int
+) -> LoadedRank:
+    """Reads this rank's shard and finds how many KV blocks it can hold."""
+    started_s = time.perf_counter()
+    spec = read_spec(settings)
+    max_model_len = _max_model_len(settings, spec)
+    dtype = choose_dtype(settings, spec, device)
+    decoder = _build(settings, spec, context, device, dtype)
+    weight_bytes = sum(p.numel() * p.itemsize for p in decoder.parameters())
+    size = settings.cache.block_size
+    needs = KVNeeds(
+        block_bytes=block_bytes(decoder.num_local_layers, size, decoder.num_local_kv_heads, decoder.head_dim, dtype),
+        block_size=size,
+        max_model_len=max_model_len,
+        max_num_seqs=settings.scheduler.max_num_seqs,
+    )
+    facts = RankLoaded(
+        rank=rank,
+        num_blocks=_count_blocks(settings, needs, device, ranks_on_node),
+        weight_bytes=weight_bytes,
+        block_bytes=needs.block_bytes,
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        threads=torch.get_num_threads(),
+        load_s=time.perf_counter() - started_s,
+    )
+    log.info("rank %d loaded %s: %s, context %d", rank, settings.model.model, facts, max_model_len)
+    return LoadedRank(settings, context, decoder, device, dtype, max_model_len, spec.vocab_size, facts)
+
+
+def read_spec(settings: EngineSettings) -> ArchSpec:
+    folder = Path(settings.model.model)
+    if not folder.is_dir():
+        raise SettingsError(f"{folder} is not a folder with a model", "MODEL")
+    return load_spec(folder, settings.model.hf_overrides or None)
+
+
+def choose_device(settings: EngineSettings, rank: int) -> torch.device:
+    """As asked; else cuda when torch sees one. Ranks of one node spread over its devices by their number."""
+    available = torch.cuda.is_available()
+    if settings.device.device == "cuda" and not available:
+        raise SettingsError("--device cuda, but torch sees no CUDA device here", "--device")
+    if settings.device.device == "cpu" or not available:
+        return torch.device("cpu")
+    return torch.device("cuda", rank % torch.cuda.device_count())
+
+
+def set_threads(settings: EngineSettings, device: torch.device, ranks_on_node: int) -> None:
+    """This process's torch threads. Never from OMP_NUM_THREADS: Ray sets it to 1, shells to anything."""
+    if device.type == "cpu":
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(settings.device.cpu_threads or max(1, cores // ranks_on_node))
+    else:
+        torch.set_num_threads(1)
+
+
+def choose_dtype(settings: EngineSettings, spec: ArchSpec, device: torch.device) -> torch.dtype:
+    """--dtype, or the checkpoint's own; float16 checkpoints run as bfloat16 on CPU, where float16 matmul is slow
+    (512 x 1024 x 3072: 61 ms against 3.5 ms on a Zen 5)."""
+    name = settings.model.dtype
+    if name == "auto":
+        name = spec.torch_dtype or "float32"
+        if name == "float16" and device.type == "cpu":
+            log.info("float16 checkpoint on CPU: running in bfloat16 (--dtype float16 to keep it)")
+            name = "bfloat16"
+    dtype = getattr(torch, name, None)
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise SettingsError(f"the checkpoint's dtype {name} is not one that can be computed in", "--dtype")
+    return dtype
+
+
+def _max_model_len(settings: EngineSettings, spec: ArchSpec) -> int:
+    asked, own = settings.model.max_model_len, spec.max_position_embeddings
+    if asked is not None and not 1 <= asked <= own:
+        raise SettingsError(f"--max-model-len {asked} is outside 1..{own}, the model's context", "--max-model-len")
+    return asked or own
+
+
+def _build(
+    settings: EngineSettings, spec: ArchSpec, context: ParallelContext, device: torch.device, dtype: torch.dtype
+) -> Decoder:
+    try:
+        return build_decoder(
+            spec,
+            context,
+            folder=Path(settings.model.model),
+            dtype=dtype,
+            device=device,
+            attention=select_attention(device, dtype, spec.head_dim),
+            load_format=settings.model.load_format,
+            seed=settings.model.seed,
+            progress=None,
+        )
+    except torch.OutOfMemoryError as error:
+        raise SettingsError(f"the weights do not fit on {device}: {error}", "--tensor-parallel-size") from error
+
+
+def _count_blocks(settings: EngineSettings, needs: KVNeeds, device: torch.device, ranks_on_node: int) -> int:
+    if device.type == "cpu":
+        return cpu_blocks(settings.cache, needs, psutil.virtual_memory().available, ranks_on_node)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return cuda_blocks(settings.cache, needs, total_bytes, free_bytes, total_bytes - free_bytes)
+
+
+def _warm_up(runner: ModelRunner, num_slots: int, block_size: int, *, relays: bool) -> None:
+    """A chunk and, where a block has room for it, a decode token: kernels, buffers and links exist before requests."""
+    num_tokens = max(1, min(WARM_UP_TOKENS, block_size - 1))
+    greedy = RowSampling(temperature=0.0)
+    init = RowInit(row=0, token_ids=[0] * num_tokens, prompt_len=num_tokens, num_computed=0, sampling=greedy)
+    first = RowWork(row=0, num_tokens=num_tokens, samples=True, new_block_ids=[0])
+    runner.execute(StepPlan(step_id=0, work=[first], new_rows=[init]))
+    if num_tokens < block_size:
+        second = RowWork(row=0, num_tokens=1, samples=True, token_ids=[0] if relays else [])
+        runner.execute(StepPlan(step_id=0, work=[second]))
+    runner.execute(StepPlan(step_id=0, work=[], freed_rows=[0]))

@@ -1,0 +1,95 @@
+"""How many KV blocks fit on this rank, and the words when too few do. Called by loading.py.
+
+CPU: --kv-cache-memory-bytes, or the lesser of what max_num_seqs full contexts need and 40 % of the available memory,
+divided among the ranks of the node. CUDA: gpu_memory_utilization of the device less weights and the peak of a
+profiling forward. --num-gpu-blocks-override beats all. Measures, never allocates.
+"""
+
+from dataclasses import dataclass
+
+from configs.errors import SettingsError
+from configs.schema import CacheSettings
+
+CPU_SHARE = 0.4
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class KVNeeds:
+    """What the engine could use: bytes of a block on this rank, tokens of one context, contexts at once."""
+
+    block_bytes: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+
+    @property
+    def blocks_per_context(self) -> int:
+        return -(-self.max_model_len // self.block_size)
+
+    @property
+    def most_blocks(self) -> int:
+        return self.blocks_per_context * self.max_num_seqs
+
+
+def cpu_blocks(cache: CacheSettings, needs: KVNeeds, available_bytes: int, ranks_on_node: int) -> int:
+    """Blocks for a CPU rank. available_bytes: what the node has left once the weights of its ranks are in memory."""
+    if cache.num_blocks is not None:
+        return _overridden(cache.num_blocks, needs, available_bytes // ranks_on_node)
+    if cache.kv_cache_memory_bytes is not None:
+        return _explicit(cache.kv_cache_memory_bytes, needs, available_bytes // ranks_on_node)
+    share = int(CPU_SHARE * available_bytes) // ranks_on_node
+    source = f"40 % of the {available_bytes // MIB} MiB available, over {ranks_on_node} rank(s), is"
+    return min(_at_least_one_context(share, needs, source), needs.most_blocks)
+
+
+def cuda_blocks(cache: CacheSettings, needs: KVNeeds, total_bytes: int, free_bytes: int, used_bytes: int) -> int:
+    """Blocks for a CUDA rank. used_bytes: weights, the profiled peak of a step and what the context holds."""
+    if cache.num_blocks is not None:
+        return _overridden(cache.num_blocks, needs, free_bytes)
+    if cache.kv_cache_memory_bytes is not None:
+        return _explicit(cache.kv_cache_memory_bytes, needs, free_bytes)
+    share = int(cache.gpu_memory_utilization * total_bytes) - used_bytes
+    source = (
+        f"--gpu-memory-utilization {cache.gpu_memory_utilization} of {total_bytes // MIB} MiB less "
+        f"{used_bytes // MIB} MiB of weights and activations leaves"
+    )
+    return _at_least_one_context(share, needs, source)
+
+
+def _overridden(num_blocks: int, needs: KVNeeds, free_bytes: int) -> int:
+    """Any number that fits in memory: a request too long for it is refused by itself."""
+    wanted = num_blocks * needs.block_bytes
+    if wanted > free_bytes:
+        raise SettingsError(
+            f"--num-gpu-blocks-override {num_blocks} needs {_mib(wanted)} of KV cache on a rank, "
+            f"{_mib(free_bytes)} are available",
+            "--num-gpu-blocks-override",
+        )
+    return num_blocks
+
+
+def _explicit(size_bytes: int, needs: KVNeeds, free_bytes: int) -> int:
+    if size_bytes > free_bytes:
+        raise SettingsError(
+            f"--kv-cache-memory-bytes {size_bytes} is more than the {_mib(free_bytes)} available to a rank",
+            "--kv-cache-memory-bytes",
+        )
+    return _at_least_one_context(size_bytes, needs, "--kv-cache-memory-bytes is", "--kv-cache-memory-bytes")
+
+
+def _at_least_one_context(size_bytes: int, needs: KVNeeds, source: str, flag: str = "--max-model-len") -> int:
+    """Blocks in size_bytes; refused when not even one full context fits."""
+    blocks = max(0, size_bytes) // needs.block_bytes
+    if blocks >= needs.blocks_per_context:
+        return blocks
+    wanted = needs.blocks_per_context * needs.block_bytes
+    raise SettingsError(
+        f"one context of --max-model-len {needs.max_model_len} needs {_mib(wanted)} of KV cache on a rank; {source} "
+        f"{_mib(max(0, size_bytes))}: enough for --max-model-len {blocks * needs.block_size}",
+        flag,
+    )
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / MIB:.1f} MiB"

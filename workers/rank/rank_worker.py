@@ -1,0 +1,176 @@
+"""The rank process: run_rank() is its whole life, the same under LocalExecutor and Ray.
+
+Connects to its coordinator (workers/rank_group.py), loads its shard, then runs plans until Shutdown. It blocks in
+receive between plans, so an idle rank uses no CPU. It never decides what to run and never talks to another rank except
+through torch.distributed.
+"""
+
+import argparse
+import logging
+import os
+import socket as sockets
+import sys
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+import setproctitle
+import zmq
+
+from configs.errors import SettingsError
+from configs.schema import EngineSettings
+from parallel.groups import init_parallel
+from workers.channel import connect_dealer
+from workers.messages import (
+    AllocateKV,
+    FromRank,
+    Hello,
+    RankFailed,
+    RankReady,
+    RankSetup,
+    Shutdown,
+    StepPlan,
+    ToRank,
+)
+from workers.rank.lifeline import Lifeline, watch_stdin
+from workers.rank.loading import LoadedRank, choose_device, load_rank, read_spec, set_threads
+from workers.rank.model_runner import ModelRunner
+
+log = logging.getLogger(__name__)
+
+LAST_WORDS_MS = 1000
+LOOPBACK_PREFIX = "127."
+M = TypeVar("M", RankSetup, AllocateKV)
+
+
+class _ShutDown(Exception):
+    """The coordinator said Shutdown where something else was due."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Channel:
+    """Typed messages over the rank's DEALER."""
+
+    socket: zmq.Socket[Any]
+    encoder: msgspec.msgpack.Encoder
+    decoder: "msgspec.msgpack.Decoder[ToRank]"
+
+    def send(self, message: FromRank) -> None:
+        self.socket.send(self.encoder.encode(message))
+
+    def receive(self) -> ToRank:
+        """Blocks until the coordinator says something."""
+        return self.decoder.decode(self.socket.recv())
+
+    def expect(self, kind: type[M]) -> M:
+        message = self.receive()
+        if isinstance(message, Shutdown):
+            raise _ShutDown
+        assert isinstance(message, kind), f"got {type(message).__name__}, expected {kind.__name__}"
+        return message
+
+
+def run_rank(rank: int, endpoint: str, secret: str, *, group: str = "local", host: str = "127.0.0.1") -> int:
+    """Runs a rank until it is told to end; returns the exit status: 0 after Shutdown, 1 after a failure.
+
+    host: this machine's address as other ranks reach it (ranks with equal hosts share a machine). Ends the process by
+    itself when the coordinator is gone.
+    """
+    setproctitle.setproctitle(f"tandem rank {group} {rank} starting")
+    context: zmq.Context[Any] = zmq.Context()
+    socket = connect_dealer(context, secret, endpoint, str(rank).encode())
+    lifeline = Lifeline(socket)
+    channel = _Channel(socket, msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToRank))
+    try:
+        channel.send(Hello(rank, os.getpid(), host))
+        runner = _start(rank, group, channel)
+        _serve(runner, channel)
+        return 0
+    except _ShutDown:
+        return 0
+    except Exception as error:
+        log.exception("rank %d failed", rank)
+        channel.send(_last_words(rank, error))
+        return 1
+    finally:
+        lifeline.stop()
+        socket.close(linger=LAST_WORDS_MS)
+        context.term()
+
+
+def _start(rank: int, group: str, channel: _Channel) -> ModelRunner:
+    """The rank's half of the handshake: RankSetup -> RankLoaded -> AllocateKV -> RankReady."""
+    setup = channel.expect(RankSetup)
+    loaded = _load(rank, group, setup)
+    channel.send(loaded.facts)
+    runner = loaded.build_runner(channel.expect(AllocateKV).num_blocks)
+    channel.send(RankReady(rank))
+    return runner
+
+
+def _load(rank: int, group: str, setup: RankSetup) -> LoadedRank:
+    settings = msgspec.msgpack.decode(setup.settings, type=EngineSettings)
+    read_spec(settings)  # what is refused is refused before ranks wait for each other
+    device = choose_device(settings, rank)
+    set_threads(settings, device, setup.ranks_on_node)
+    if setup.master_address.startswith(LOOPBACK_PREFIX):
+        os.environ["GLOO_SOCKET_IFNAME"] = _loopback_interface()
+    context = init_parallel(
+        rank,
+        setup.world_size,
+        settings.parallel.tensor_parallel_size,
+        settings.parallel.pipeline_parallel_size,
+        setup.master_address,
+        setup.master_port,
+        device,
+    )
+    setproctitle.setproctitle(f"tandem rank {group} tp{context.tp_rank} pp{context.pp_rank}")
+    return load_rank(settings, context, device, rank=rank, ranks_on_node=setup.ranks_on_node)
+
+
+def _loopback_interface() -> str:
+    """lo on Linux, lo0 on macOS; gloo would otherwise listen on every interface."""
+    return next((name for _, name in sockets.if_nameindex() if name.startswith("lo")), "lo")
+
+
+def _serve(runner: ModelRunner, channel: _Channel) -> None:
+    """Plans in order until Shutdown."""
+    while not isinstance(message := channel.receive(), Shutdown):
+        assert isinstance(message, StepPlan), f"got {type(message).__name__} while steps run"
+        result = runner.execute(message)
+        if result is not None:
+            channel.send(result)
+
+
+def _last_words(rank: int, error: Exception) -> RankFailed:
+    """A SettingsError always names a flag; anything else is not the user's to mend."""
+    if isinstance(error, SettingsError):
+        return RankFailed(rank=rank, message=str(error), flag=error.flag or "MODEL")
+    return RankFailed(rank=rank, message=f"{type(error).__name__}: {error}")
+
+
+def main() -> None:
+    """Command line of LocalExecutor; the secret is the first line of standard input."""
+    parser = argparse.ArgumentParser(description="One rank of a Tandem group; started by LocalExecutor.")
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--endpoint", required=True)
+    parser.add_argument("--group", required=True)
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING, format=f"rank {arguments.rank} %(levelname)s %(name)s: %(message)s")
+    secret = _read_line(sys.stdin.fileno())
+    watch_stdin()
+    status = run_rank(arguments.rank, arguments.endpoint, secret, group=arguments.group)
+    logging.shutdown()
+    os._exit(status)  # threads of collective libraries must not hold up the end
+
+
+def _read_line(descriptor: int) -> str:
+    """One line, unbuffered, so that nothing after it is taken."""
+    line = b""
+    while (byte := os.read(descriptor, 1)) not in (b"", b"\n"):
+        line += byte
+    return line.decode()
+
+
+if __name__ == "__main__":
+    main()

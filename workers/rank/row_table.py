@@ -1,0 +1,107 @@
+"""RowTable: what a rank knows of each row between steps, so that plans carry only news.
+
+Called by model_runner.py. Ranks own the last token and the computed count of a row and derive positions from them. All
+columns are preallocated numpy arrays: a step of decode rows is a few gathers. Knows no tensors, no device.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from workers.messages import RowInit, RowWork, StepPlan
+from workers.sampling.table import SamplingTable
+
+Ints = npt.NDArray[np.int64]
+OVERRUN = 64  # tokens a row may hold beyond max_model_len: sampled ahead of the news that it ended
+
+
+class RowTable:
+    """Columns indexed by row. token_ids int32 [rows, tokens], block_ids int32 [rows, blocks], counts int64 [rows].
+
+    `errors[row]`: why nothing can be sampled for it (its tokens are outside the vocabulary); it runs on harmlessly.
+    """
+
+    def __init__(self, capacity: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self._max_tokens = max_model_len + OVERRUN
+        self._max_blocks = -(-self._max_tokens // block_size)
+        self.sampling = SamplingTable(capacity, vocab_size)
+        self.token_ids = np.zeros((capacity, self._max_tokens), np.int32)
+        self.block_ids = np.zeros((capacity, self._max_blocks), np.int32)
+        self.num_known = np.zeros(capacity, np.int64)
+        self.num_computed = np.zeros(capacity, np.int64)
+        self.num_blocks = np.zeros(capacity, np.int64)
+        self.prompt_len = np.zeros(capacity, np.int64)
+        self.errors: dict[int, str] = {}
+
+    def apply(self, plan: StepPlan) -> None:
+        """Frees, binds and extends rows, in the plan's order. Does not count the plan's tokens as computed."""
+        for row in plan.freed_rows:
+            self._clear(row)
+        for init in plan.new_rows:
+            self._bind(init)
+        for work in plan.work:
+            if work.new_block_ids or work.token_ids or work.replaced_blocks:
+                self._extend(work)
+
+    def append(self, rows: Sequence[int] | Ints, token_ids: Sequence[int] | Ints) -> None:
+        """One sampled token per row; rows are distinct."""
+        rows = np.asarray(rows, np.int64)
+        self.token_ids[rows, self.num_known[rows]] = token_ids
+        self.num_known[rows] += 1
+
+    def history(self, row: int) -> tuple[npt.NDArray[np.int32], int]:
+        """The row's known tokens (a view) and the length of its prompt."""
+        return self.token_ids[row, : self.num_known[row]], int(self.prompt_len[row])
+
+    def _clear(self, row: int) -> None:
+        if row < len(self.num_known):
+            self.num_known[row] = self.num_computed[row] = self.num_blocks[row] = 0
+            self.errors.pop(row, None)
+
+    def _bind(self, init: RowInit) -> None:
+        row = init.row
+        self._make_room(row)
+        self._clear(row)
+        self.num_computed[row] = init.num_computed
+        self.prompt_len[row] = init.prompt_len
+        self.sampling.bind(row, init.sampling)
+        self._append_tokens(row, init.token_ids)
+
+    def _extend(self, work: RowWork) -> None:
+        row = work.row
+        if work.token_ids:
+            self._append_tokens(row, work.token_ids)
+        if work.new_block_ids:
+            start = self.num_blocks[row]
+            self.block_ids[row, start : start + len(work.new_block_ids)] = work.new_block_ids
+            self.num_blocks[row] += len(work.new_block_ids)
+        for index, block_id in work.replaced_blocks:
+            assert index < self.num_blocks[row], f"row {row} has no block {index}"
+            self.block_ids[row, index] = block_id
+
+    def _append_tokens(self, row: int, token_ids: list[int]) -> None:
+        tokens = np.asarray(token_ids, np.int64)
+        wrong = (tokens < 0) | (tokens >= self.vocab_size)
+        if wrong.any():
+            self.errors[row] = f"token id {tokens[wrong][0]} is outside the vocabulary of {self.vocab_size}"
+            tokens = np.where(wrong, 0, tokens)
+        start = int(self.num_known[row])
+        assert start + len(tokens) <= self._max_tokens, f"row {row}: {start + len(tokens)} tokens exceed the context"
+        self.token_ids[row, start : start + len(tokens)] = tokens
+        self.num_known[row] += len(tokens)
+
+    def _make_room(self, row: int) -> None:
+        """Doubles the columns when a row lies beyond them."""
+        held = len(self.num_known)
+        if row < held:
+            return
+        capacity = max(row + 1, 2 * held)
+        for name in ("token_ids", "block_ids", "num_known", "num_computed", "num_blocks", "prompt_len"):
+            old = getattr(self, name)
+            new = np.zeros((capacity, *old.shape[1:]), old.dtype)
+            new[:held] = old
+            setattr(self, name, new)
+        self.sampling.grow(capacity)

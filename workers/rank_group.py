@@ -1,0 +1,226 @@
+"""The coordinator's half of a group of rank processes: handshake, plans out, results in. Torch-free and Ray-free.
+
+Used by workers/local_executor.py and cluster/ray_executor.py, which only differ in how they start and end processes.
+Binds the ROUTER; each rank (workers/rank/rank_worker.py) connects as the DEALER named by its number. Start: Hello of
+all -> RankSetup -> RankLoaded of all -> AllocateKV (the least that all can hold) -> RankReady of all. Never starts,
+kills or waits for a process; learns from `lost` that one is gone.
+"""
+
+import logging
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+import zmq
+
+from configs.schema import EngineSettings
+from workers.channel import bind_router
+from workers.engine.executor import ExecutorReady
+from workers.errors import GroupLost, SettingsError
+from workers.messages import (
+    AllocateKV,
+    FromRank,
+    Hello,
+    RankFailed,
+    RankLoaded,
+    RankReady,
+    RankSetup,
+    Shutdown,
+    StepPlan,
+    StepResult,
+    ToRank,
+)
+
+log = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 120.0
+LOAD_TIMEOUT_S = 3600.0
+POLL_SLICE_S = 0.03
+LAST_WORDS_S = 0.2
+LOOPBACK = "127.0.0.1"
+Lost = Callable[[], str | None]
+M = TypeVar("M", Hello, RankLoaded, RankReady)
+
+
+class RankGroup:
+    """One group's channel. `lost()` says in words which rank process is gone, None while all live; it must be cheap.
+
+    Use: RankGroup(...), start the processes with `endpoint` and the secret, start(), submit()/wait(), close(). All
+    calls from one thread. Two plans or more may be in flight; results come back in the order of submission.
+    """
+
+    def __init__(self, settings: EngineSettings, secret: str, lost: Lost, host: str = LOOPBACK) -> None:
+        self.world_size = settings.parallel.ranks_per_group
+        self._settings = settings
+        self._lost = lost
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket, self.endpoint = bind_router(self._context, secret, host)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FromRank)
+        self._names = [str(rank).encode() for rank in range(self.world_size)]
+        self._in_flight: deque[int] = deque()
+        self._broken: str | None = None
+        self._closed = False
+
+    def start(self) -> ExecutorReady:
+        """Brings all ranks from Hello to ready. SettingsError when a rank names a flag to change, GroupLost otherwise.
+
+        weight_bytes and block_bytes of the answer are sums over the ranks; load_s is the slowest rank's.
+        """
+        hellos = self._gather(Hello, HELLO_TIMEOUT_S, "said hello")
+        self._send_setups(hellos)
+        loaded = self._gather(RankLoaded, LOAD_TIMEOUT_S, "loaded the model")
+        num_blocks = min(message.num_blocks for message in loaded)
+        self._broadcast(AllocateKV(num_blocks))
+        self._gather(RankReady, LOAD_TIMEOUT_S, "became ready")
+        first = loaded[0]
+        ready = ExecutorReady(
+            num_blocks=num_blocks,
+            pipeline_parallel_size=self._settings.parallel.pipeline_parallel_size,
+            device=first.device,
+            dtype=first.dtype,
+            threads=first.threads,
+            weight_bytes=sum(message.weight_bytes for message in loaded),
+            block_bytes=sum(message.block_bytes for message in loaded),
+            load_s=max(message.load_s for message in loaded),
+            rank_pids=tuple(hello.pid for hello in hellos),
+        )
+        log.info("%d rank(s) ready: %s", self.world_size, ready)
+        return ready
+
+    def submit(self, plan: StepPlan) -> None:
+        """Encodes a plan once and sends it to every rank. GroupLost when a rank's connection is gone."""
+        self._raise_if_broken()
+        self._broadcast(plan)
+        self._in_flight.append(plan.step_id)
+
+    def wait(self, timeout_s: float) -> StepResult | None:
+        """The next result in plan order, None after timeout_s. GroupLost within 0.1 s of a rank's end or failure."""
+        self._raise_if_broken()
+        message = self._receive(timeout_s)
+        if message is None:
+            return None
+        assert isinstance(message, StepResult), f"a rank sent {type(message).__name__} while steps run"
+        expected = self._in_flight.popleft()
+        assert message.step_id == expected, f"result of step {message.step_id}, expected {expected}"
+        return message
+
+    def shut_down(self) -> None:
+        """Asks every rank that still listens to exit with status 0. Does not wait for it."""
+        if self._closed:
+            return
+        payload = self._encoder.encode(Shutdown())
+        for name in self._names:
+            try:
+                self._socket.send_multipart([name, payload], zmq.DONTWAIT)
+            except zmq.ZMQError:
+                log.debug("rank %s is not connected", name.decode())
+
+    def close(self) -> None:
+        """Closes the channel; idempotent. Ranks that still run notice it and exit within two seconds."""
+        if not self._closed:
+            self._closed = True
+            self._socket.close(linger=200)
+            self._context.term()
+
+    # ---- handshake ----
+
+    def _send_setups(self, hellos: list[Hello]) -> None:
+        """Tells each rank its world. The rendezvous is on the machine of rank 0."""
+        per_host = Counter(hello.host for hello in hellos)
+        one_machine = len(per_host) == 1
+        settings = self._encoder.encode(self._settings)
+        master_port = free_port()
+        for hello in hellos:
+            setup = RankSetup(
+                settings=settings,
+                world_size=self.world_size,
+                master_address=LOOPBACK if one_machine else hellos[0].host,
+                master_port=master_port,
+                ranks_on_node=per_host[hello.host],
+            )
+            self._send(hello.rank, self._encoder.encode(setup))
+
+    def _gather(self, kind: type[M], timeout_s: float, did: str) -> list[M]:
+        """One message of `kind` from every rank, in rank order."""
+        deadline_s = time.monotonic() + timeout_s
+        got: dict[int, M] = {}
+        while len(got) < self.world_size:
+            message = self._receive(deadline_s - time.monotonic())
+            if message is None:
+                missing = sorted(set(range(self.world_size)) - set(got))
+                raise GroupLost(f"after {timeout_s:.0f} s rank(s) {missing} have not {did}")
+            assert isinstance(message, kind), f"a rank sent {type(message).__name__}, expected {kind.__name__}"
+            got[message.rank] = message
+        return [got[rank] for rank in range(self.world_size)]
+
+    # ---- transport ----
+
+    def _broadcast(self, message: ToRank) -> None:
+        payload = self._encoder.encode(message)
+        for rank in range(self.world_size):
+            self._send(rank, payload)
+
+    def _send(self, rank: int, payload: bytes) -> None:
+        try:
+            self._socket.send_multipart([self._names[rank], payload], zmq.DONTWAIT)
+        except zmq.ZMQError as error:
+            self._fail(self._last_words() or self._lost() or f"rank {rank} is not connected: {error}")
+
+    def _receive(self, timeout_s: float) -> FromRank | None:
+        """The next message, None after timeout_s; looks for dead ranks before it blocks and between slices."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            message = self._poll(0.0)
+            if message is None and (lost := self._lost()) is not None:
+                self._fail(self._last_words() or lost)
+            if message is None:
+                left_s = deadline_s - time.monotonic()
+                message = self._poll(min(POLL_SLICE_S, max(0.0, left_s)))
+                if message is None and left_s <= 0:
+                    return None
+            if isinstance(message, RankFailed):
+                self._fail(message)
+            if message is not None:
+                return message
+
+    def _poll(self, timeout_s: float) -> FromRank | None:
+        if not self._poller.poll(timeout_s * 1000):
+            return None
+        _, payload = self._socket.recv_multipart(zmq.NOBLOCK)
+        return self._decoder.decode(payload)
+
+    def _last_words(self) -> RankFailed | None:
+        """What a rank that is gone had still sent to say why."""
+        deadline_s = time.monotonic() + LAST_WORDS_S
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            message = self._poll(left_s)
+            if isinstance(message, RankFailed):
+                return message
+        return None
+
+    def _fail(self, cause: RankFailed | str) -> None:
+        """Breaks the group and raises."""
+        if isinstance(cause, RankFailed):
+            self._broken = f"rank {cause.rank}: {cause.message}"
+            if cause.flag is not None:
+                raise SettingsError(cause.message, cause.flag)
+        else:
+            self._broken = cause
+        raise GroupLost(self._broken)
+
+    def _raise_if_broken(self) -> None:
+        if self._broken is not None:
+            raise GroupLost(self._broken)
+
+
+def free_port() -> int:
+    """A TCP port that nobody on this machine listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

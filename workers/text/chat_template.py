@@ -1,0 +1,192 @@
+"""Chat messages to prompt text by a model's own Jinja template, rendered as transformers renders it.
+
+Templates come from the operator (--chat-template) or the model folder, never from a request, and still run in
+jinja2's ImmutableSandboxedEnvironment with caps on the size of the output and on the time between its pieces.
+Knows nothing of HTTP; `render` may be called from any thread.
+"""
+
+import json
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from workers.errors import RequestRefused, SettingsError
+from workers.text.tokenizer import ModelTokenizer, read_json
+
+_CONTINUE_MARK = "\x00continue-here\x00"
+
+
+class GenerationTag(jinja2.ext.Extension):
+    """Accepts `{% generation %} ... {% endgeneration %}` (marks the assistant's words for training) as content."""
+
+    tags = {"generation"}  # noqa: RUF012 - the attribute's form is jinja2's
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+class ChatTemplate:
+    """A compiled template with the model's special tokens. `source_name` says where it came from, for the log."""
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        *,
+        source_name: str = "given",
+        now: Callable[[], datetime] = datetime.now,
+        max_chars: int = 32 * 2**20,
+        timeout_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.source_name = source_name
+        self._special_tokens = dict(special_tokens)
+        self._max_chars = max_chars
+        self._timeout_s = timeout_s
+        self._clock = clock
+        try:
+            self._template = _environment(now).from_string(source)
+        except jinja2.TemplateError as error:
+            raise SettingsError(f"chat template ({source_name}): {error}", "--chat-template") from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """The prompt text. RequestRefused when the template refuses the messages or a cap is exceeded."""
+        conversation = [dict(message) for message in messages]
+        if continue_final_message:
+            conversation[-1]["content"] = _final_text(conversation) + _CONTINUE_MARK
+        variables: dict[str, Any] = {
+            **self._special_tokens,
+            "messages": conversation,
+            "tools": list(tools) if tools else None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        text = self._run(variables)
+        return _cut_at_mark(text) if continue_final_message else text
+
+    def _run(self, variables: dict[str, Any]) -> str:
+        deadline = self._clock() + self._timeout_s
+        pieces: list[str] = []
+        chars = 0
+        try:
+            for piece in self._template.generate(**variables):
+                pieces.append(piece)
+                chars += len(piece)
+                if chars > self._max_chars:
+                    raise _refused(f"the rendered prompt exceeds {self._max_chars} characters")
+                if self._clock() > deadline:
+                    raise _refused(f"rendering took longer than {self._timeout_s} s")
+        except RequestRefused:
+            raise
+        except jinja2.TemplateError as error:
+            raise _refused(str(error)) from error
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+            raise _refused(f"{type(error).__name__} while rendering") from error
+        return "".join(pieces)
+
+
+def find_chat_template(folder: Path, override: str | None, tokenizer: ModelTokenizer) -> ChatTemplate | None:
+    """The template to serve with: --chat-template (a file), chat_template.jinja, or tokenizer_config.json's."""
+    if override is not None:
+        path = Path(override)
+        if not path.is_file():
+            raise SettingsError(f"no such file: {override}", "--chat-template")
+        return ChatTemplate(path.read_text(encoding="utf-8"), tokenizer.special_tokens, source_name=path.name)
+    beside = folder / "chat_template.jinja"
+    if beside.is_file():
+        return ChatTemplate(beside.read_text(encoding="utf-8"), tokenizer.special_tokens, source_name=beside.name)
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        source = _named_default(read_json(folder / name).get("chat_template"))
+        if source is not None:
+            return ChatTemplate(source, tokenizer.special_tokens, source_name=name)
+    return None
+
+
+def _named_default(value: Any) -> str | None:
+    """tokenizer_config.json holds one template, or a list of named ones: the one named `default`, else the first."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+        chosen = named.get("default", next(iter(named.values()), None))
+        return chosen if isinstance(chosen, str) else None
+    return None
+
+
+def _refused(reason: str) -> RequestRefused:
+    return RequestRefused(f"The chat template refused the messages: {reason}", code="invalid_value", param="messages")
+
+
+def _final_text(conversation: list[dict[str, Any]]) -> str:
+    content = conversation[-1].get("content")
+    if not isinstance(content, str):
+        raise RequestRefused(
+            "continue_final_message needs a last message with text.", code="invalid_value", param="messages"
+        )
+    return content
+
+
+def _cut_at_mark(text: str) -> str:
+    """Drops what the template wrote after the last message's content; a template that trims it loses its spaces too."""
+    at = text.rfind(_CONTINUE_MARK.strip())
+    if at < 0:
+        raise _refused("it does not show the last message, which continue_final_message needs")
+    return text[:at]
+
+
+def _environment(now: Callable[[], datetime]) -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def strftime_now(form: str) -> str:
+        return now().strftime(form)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = strftime_now
+    environment.globals["range"] = _capped_range
+    return environment
+
+
+def _capped_range(*bounds: int) -> range:
+    values = range(*bounds)
+    if len(values) > 100_000:
+        raise jinja2.TemplateError("range too large")
+    return values
+
+
+def to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as chat templates expect it: no HTML escapes, keys in their order."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def uses_tools(source: str) -> bool:
+    """True when a template reads `tools`."""
+    return re.search(r"\btools\b", source) is not None

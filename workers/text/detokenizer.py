@@ -1,0 +1,211 @@
+"""Token ids to text as they come: one Detokenizer per choice, O(1) amortised per token.
+
+Two ways. PieceTable knows the text of each token once and for all: byte-level BPE and SentencePiece with byte fallback
+(most models). PrefixDetokenizer decodes a short window twice and emits what grew, for any other decoder. Either holds
+back a character until all its bytes are there. The pieces joined are the decode of the whole; bytes that are not UTF-8
+become U+FFFD, per byte with byte fallback (a valid character beside them survives, where a whole decode drops it).
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from workers.text.tokenizer import ModelTokenizer
+
+REPLACEMENT = "\ufffd"
+
+
+class Detokenizer(Protocol):
+    """Turns one choice's tokens into text."""
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes, "" while a character is still open."""
+        ...
+
+    def flush(self) -> str:
+        """What is left at the end: an unfinished character becomes U+FFFD."""
+        ...
+
+
+class PieceTable:
+    """Bytes of every token, filled as tokens are met; shared by all choices of a model. Benign races only."""
+
+    def __init__(self, tokenizer: ModelTokenizer, kind: str) -> None:
+        self._tokenizer = tokenizer
+        self._kind = kind
+        self._bytes_of_char = {char: byte for byte, char in enumerate(byte_level_alphabet())}
+        self._bytes: dict[int, bytes] = {}
+        self.text_shown: dict[int, str | None] = {}
+        self.text_hidden: dict[int, str | None] = {}
+        self.strips_first_space = kind != "byte_level"
+        self.replaces_each_byte = kind == "byte_fallback"
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token stands for, special tokens spelled out; b"" for an unknown id."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            piece = self._tokenizer.piece(token_id)
+            found = b"" if piece is None else self._spell(piece)
+            self._bytes[token_id] = found
+        return found
+
+    def look_up(self, token_id: int, skip_special_tokens: bool) -> str | None:
+        """Fills the table for a token and returns its text; None when its bytes are no whole characters."""
+        hidden = skip_special_tokens and token_id in self._tokenizer.hidden_token_ids
+        raw = b"" if hidden else self.token_bytes(token_id)
+        try:
+            text: str | None = raw.decode("utf-8")
+        except UnicodeDecodeError:
+            text = None
+        (self.text_hidden if skip_special_tokens else self.text_shown)[token_id] = text
+        return text
+
+    def _spell(self, piece: str) -> bytes:
+        if self._kind == "byte_level":
+            table = self._bytes_of_char
+            if all(char in table for char in piece):
+                return bytes(table[char] for char in piece)
+            return piece.encode("utf-8", "replace")
+        if self._kind == "byte_fallback" and len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            try:
+                return bytes([int(piece[3:5], 16)])
+            except ValueError:
+                pass
+        return piece.replace("\u2581", " ").encode("utf-8", "replace")
+
+
+class PieceDetokenizer:
+    """Detokenizer over a PieceTable. `at_start`: no visible token came before, so one leading space is dropped."""
+
+    __slots__ = ("_at_start", "_known", "_pending", "_skip", "_table")
+
+    def __init__(self, table: PieceTable, skip_special_tokens: bool, at_start: bool) -> None:
+        self._table = table
+        self._skip = skip_special_tokens
+        self._known = table.text_hidden if skip_special_tokens else table.text_shown
+        self._pending = b""
+        self._at_start = at_start and table.strips_first_space
+
+    def push(self, token_id: int) -> str:
+        try:
+            text = self._known[token_id]
+        except KeyError:
+            text = self._table.look_up(token_id, self._skip)
+        if text is None or self._pending:
+            text = self._push_bytes(token_id, text)
+        if self._at_start and text:
+            self._at_start = False
+            return text.removeprefix(" ")
+        return text
+
+    def flush(self) -> str:
+        raw, self._pending = self._pending, b""
+        return REPLACEMENT * len(raw) if self._table.replaces_each_byte else raw.decode("utf-8", "replace")
+
+    def _push_bytes(self, token_id: int, text: str | None) -> str:
+        if text == "":
+            return ""
+        raw = self._pending + self._table.token_bytes(token_id)
+        parts = []
+        while raw:
+            try:
+                parts.append(raw.decode("utf-8"))
+                raw = b""
+            except UnicodeDecodeError as error:
+                parts.append(raw[: error.start].decode("utf-8"))
+                if error.end == len(raw) and error.reason == "unexpected end of data":
+                    raw = raw[error.start :]
+                    break
+                width = error.end - error.start
+                parts.append(REPLACEMENT * (width if self._table.replaces_each_byte else 1))
+                raw = raw[error.end :]
+        self._pending = raw
+        return "".join(parts)
+
+
+class PrefixDetokenizer:
+    """Detokenizer for any decoder: decodes a window from the last safe point with and without the new tokens.
+
+    The window restarts after each emission, so its cost per token stays constant (the prefix-offset method of vLLM
+    and text-generation-inference). A window that stays open for MAX_OPEN tokens is taken as invalid and emitted.
+    """
+
+    MAX_OPEN = 16
+
+    def __init__(self, tokenizer: ModelTokenizer, skip_special_tokens: bool, context_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._ids = list(context_ids)
+        self._read = len(self._ids)
+
+    def push(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        return self._emit(force=len(self._ids) - self._read >= self.MAX_OPEN)
+
+    def flush(self) -> str:
+        return self._emit(force=True) if self._read < len(self._ids) else ""
+
+    def _emit(self, force: bool) -> str:
+        before = self._tokenizer.decode(self._ids[: self._read], skip_special_tokens=self._skip)
+        now = self._tokenizer.decode(self._ids, skip_special_tokens=self._skip)
+        if len(now) <= len(before) or (now.endswith(REPLACEMENT) and not force):
+            return ""
+        self._ids = self._ids[self._read :]
+        self._read = len(self._ids)
+        return now[len(before) :]
+
+
+class DetokenizerFactory:
+    """Chooses the way once per model; makes one Detokenizer per choice and spells single tokens for logprobs."""
+
+    CONTEXT_TOKENS = 6
+
+    def __init__(self, tokenizer: ModelTokenizer) -> None:
+        self._tokenizer = tokenizer
+        kind = decoder_kind(json.loads(tokenizer.backend.to_str())["decoder"])
+        self._table = PieceTable(tokenizer, kind) if kind is not None else None
+
+    @property
+    def uses_table(self) -> bool:
+        return self._table is not None
+
+    def make(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> Detokenizer:
+        """A Detokenizer for what follows the prompt; its first space is dropped only if the prompt shows nothing."""
+        if self._table is None:
+            return PrefixDetokenizer(self._tokenizer, skip_special_tokens, prompt_token_ids[-self.CONTEXT_TOKENS :])
+        hidden = self._tokenizer.hidden_token_ids if skip_special_tokens else frozenset[int]()
+        at_start = self._table.strips_first_space and all(i in hidden for i in prompt_token_ids)
+        return PieceDetokenizer(self._table, skip_special_tokens, at_start)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token, special tokens spelled out."""
+        if self._table is not None:
+            return self._table.token_bytes(token_id)
+        return self._tokenizer.decode([token_id], skip_special_tokens=False).encode("utf-8", "replace")
+
+
+def byte_level_alphabet() -> list[str]:
+    """GPT-2's printable stand-in for each of the 256 bytes: itself where printable, else the next from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    free = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(free)) for byte in range(256)]
+
+
+def decoder_kind(decoder: dict[str, Any] | None) -> str | None:
+    """How a tokenizer.json decoder spells tokens, if a table can: byte_level, byte_fallback, or None."""
+    if decoder is None:
+        return None
+    if decoder["type"] == "ByteLevel":
+        return "byte_level"
+    if decoder["type"] != "Sequence":
+        return None
+    steps = [{key: value for key, value in step.items() if key != "prepend_scheme"} for step in decoder["decoders"]]
+    sentencepiece = [
+        {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+    ]
+    if steps == sentencepiece:
+        return "byte_fallback"
+    return "byte_level" if [step["type"] for step in steps] == ["ByteLevel"] else None

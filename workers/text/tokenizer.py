@@ -1,0 +1,217 @@
+"""A model folder's tokenizer, read without transformers: text to token ids and back.
+
+Used by the gateway, offline runs and the CLI. Reads tokenizer.json (the `tokenizers` library), tokenizer_config.json,
+special_tokens_map.json and generation_config.json. Stateless after loading and safe to share between threads; knows
+nothing of requests. Decoding token by token is detokenizer.py's.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import AddedToken, Tokenizer, processors
+
+from workers.errors import ContextLengthExceeded, RequestRefused, SettingsError
+
+NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What generation_config.json asks for when a request says nothing. do_sample is not read: it forces nothing."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+class ModelTokenizer:
+    """tokenizer.json with the special tokens and defaults that its neighbours in the folder define."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        special_tokens: Mapping[str, str],
+        eos_token_ids: frozenset[int],
+        defaults: GenerationDefaults,
+        config: Mapping[str, Any],
+    ) -> None:
+        self.backend = tokenizer
+        self.special_tokens = dict(special_tokens)
+        self.eos_token_ids = eos_token_ids
+        self.defaults = defaults
+        self.config = dict(config)
+        vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self.hidden_token_ids = frozenset(
+            token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        )
+        self._max_piece_bytes = max((len(piece.encode("utf-8", "replace")) for piece in vocabulary), default=1)
+
+    @property
+    def bos_token(self) -> str | None:
+        return self.special_tokens.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        return self.special_tokens.get("eos_token")
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of `text`. With add_special_tokens the tokenizer's own post-processor adds BOS and the like."""
+        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`; ids that the tokenizer does not know are silent."""
+        text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def piece(self, token_id: int) -> str | None:
+        """The vocabulary's spelling of a token, None for an id that it does not hold."""
+        piece: str | None = self.backend.id_to_token(token_id)
+        return piece
+
+    def token_id(self, piece: str) -> int | None:
+        """The id of a vocabulary entry."""
+        found: int | None = self.backend.token_to_id(piece)
+        return found
+
+    def check_bytes(self, text: str, max_tokens: int, param: str) -> None:
+        """Refuses a text that cannot fit `max_tokens` whatever its tokens are, before any work is spent on it.
+
+        A vocabulary entry spells at most `_max_piece_bytes` bytes of text, so that many tokens cannot spell more.
+        """
+        limit = max_tokens * self._max_piece_bytes
+        if len(text) > limit or (len(text) * 4 > limit and len(text.encode()) > limit):
+            raise ContextLengthExceeded(
+                f"The prompt is longer than the model's context of {max_tokens} tokens can hold "
+                f"({len(text)} characters).",
+                param,
+            )
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Refuses ids outside the model's vocabulary by naming the first bad one."""
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        bad = next(i for i in token_ids if not 0 <= i < vocab_size)
+        raise RequestRefused(
+            f"Token id {bad} is outside the vocabulary (0 to {vocab_size - 1}).", code="invalid_value", param=param
+        )
+
+
+def load_tokenizer(folder: Path | str) -> ModelTokenizer:
+    """The tokenizer of a model folder. SettingsError when tokenizer.json is missing or broken."""
+    folder = Path(folder)
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise SettingsError(f"{folder} holds no tokenizer.json", "--tokenizer")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise SettingsError(f"{path} cannot be read: {error}", "--tokenizer") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    config = read_json(folder / "tokenizer_config.json")
+    special_tokens = _special_tokens(config, read_json(folder / "special_tokens_map.json"))
+    _complete_added_tokens(tokenizer, config, special_tokens)
+    _apply_bos_eos(tokenizer, config, special_tokens)
+    generation = read_json(folder / "generation_config.json")
+    return ModelTokenizer(
+        tokenizer,
+        special_tokens=special_tokens,
+        eos_token_ids=_eos_token_ids(tokenizer, special_tokens, generation, read_json(folder / "config.json")),
+        defaults=_generation_defaults(generation),
+        config=config,
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; {} when there is no such file. SettingsError when it is not an object."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SettingsError(f"{path} is not JSON: {error}", "--tokenizer") from error
+    if not isinstance(value, dict):
+        raise SettingsError(f"{path} does not hold a JSON object", "--tokenizer")
+    return value
+
+
+def _content(token: Any) -> str | None:
+    """A special token is written as a string or as an object with `content`."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _special_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, str]:
+    """Named special tokens (bos_token, ...); tokenizer_config.json wins, as in transformers."""
+    found = {}
+    for name in NAMED_SPECIAL_TOKENS:
+        token = _content(config[name]) if name in config else _content(special_map.get(name))
+        if token is not None:
+            found[name] = token
+    return found
+
+
+def _complete_added_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> None:
+    """Adds what tokenizer_config.json declares and tokenizer.json lacks; marks the named special tokens as special."""
+    known = tokenizer.get_added_tokens_decoder()
+    declared: Mapping[str, Any] = config.get("added_tokens_decoder") or {}
+    for token_id, spec in sorted(declared.items(), key=lambda item: int(item[0])):
+        content = _content(spec)
+        if content is None or int(token_id) in known:
+            continue
+        flags = {key: bool(spec[key]) for key in ("lstrip", "rstrip", "single_word", "normalized") if key in spec}
+        special = bool(spec.get("special", False))
+        tokenizer.add_tokens([AddedToken(content, special=special, **flags)])
+    specials = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+    missing = [token for token in dict.fromkeys(special_tokens.values()) if token not in specials]
+    extra = [token for token in map(_content, config.get("additional_special_tokens") or []) if token]
+    missing += [token for token in extra if token not in specials and token not in missing]
+    if missing:
+        tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in missing])
+
+
+def _apply_bos_eos(tokenizer: Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> None:
+    """add_bos_token / add_eos_token, where the config states them, replace the file's post-processor."""
+    if "add_bos_token" not in config and "add_eos_token" not in config:
+        return
+    bos = special_tokens.get("bos_token") if config.get("add_bos_token") else None
+    eos = special_tokens.get("eos_token") if config.get("add_eos_token") else None
+    used = [(token, tokenizer.token_to_id(token)) for token in (bos, eos) if token is not None]
+    single = " ".join([*([f"{bos}:0"] if bos else []), "$A:0", *([f"{eos}:0"] if eos else [])])
+    pair = " ".join([single, *([f"{bos}:1"] if bos else []), "$B:1", *([f"{eos}:1"] if eos else [])])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=single, pair=pair, special_tokens=list(dict.fromkeys(used))
+    )
+
+
+def _eos_token_ids(
+    tokenizer: Tokenizer,
+    special_tokens: Mapping[str, str],
+    generation: Mapping[str, Any],
+    model_config: Mapping[str, Any],
+) -> frozenset[int]:
+    """Ids that end a text: the tokenizer's EOS and generation_config's list (else config.json's)."""
+    listed = generation.get("eos_token_id", model_config.get("eos_token_id"))
+    ids = {i for i in (listed if isinstance(listed, list) else [listed]) if isinstance(i, int)}
+    eos = special_tokens.get("eos_token")
+    if eos is not None and (eos_id := tokenizer.token_to_id(eos)) is not None:
+        ids.add(eos_id)
+    return frozenset(ids)
+
+
+def _generation_defaults(generation: Mapping[str, Any]) -> GenerationDefaults:
+    """The fields of generation_config.json that serve as defaults; null means absent."""
+    names = GenerationDefaults.__struct_fields__
+    given = {name: generation[name] for name in names if generation.get(name) is not None}
+    try:
+        return msgspec.convert(given, GenerationDefaults)
+    except msgspec.ValidationError as error:
+        raise SettingsError(f"generation_config.json: {error}", "--tokenizer") from error
