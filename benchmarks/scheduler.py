@@ -4,7 +4,7 @@
     python benchmarks/scheduler.py --rows 1024 --profile
 
 Steady decoding: every row is a stream that gets one token a step (prompt 128, blocks of 16 tokens), no model, no
-transport. Peers' whole servers reach 25k tokens/s on the smallest models; goals: 100k (stretch 500k) tokens/s at
+transport (--wire adds the msgpack encoding of plans and deltas and decoding of results). Peers' whole servers reach 25k tokens/s on the smallest models; goals: 100k (stretch 500k) tokens/s at
 1024 rows and 150 us a step at 16. The best of `--repeats` runs counts, for other processes share the machine.
 """
 
@@ -15,10 +15,21 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+import msgspec
+
 from configs.schema import EngineSettings, ModelSettings, SchedulerSettings
 from workers.engine.engine import Engine, ModelFacts
 from workers.engine.executor import ExecutorReady
-from workers.messages import Ended, GenerationRequest, RowResult, SamplingParams, StepPlan, StepResult, TokenDelta
+from workers.messages import (
+    DeltaBatch,
+    Ended,
+    GenerationRequest,
+    RowResult,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    TokenDelta,
+)
 
 PROMPT_LEN = 128
 
@@ -26,7 +37,11 @@ PROMPT_LEN = 128
 class NoRanks:
     """Answers each plan at once: token 7 for every sampling row. The answers per row are made once."""
 
-    def __init__(self, num_rows: int, num_blocks: int, stages: int) -> None:
+    def __init__(self, num_rows: int, num_blocks: int, stages: int, wire: bool) -> None:
+        self._wire = wire
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(StepResult).decode
+        self._encoded: dict[int, bytes] = {}
         self._answers = [RowResult(row=row, token_ids=[7]) for row in range(num_rows)]
         self._results: deque[StepResult] = deque()
         self._num_blocks, self._stages = num_blocks, stages
@@ -46,10 +61,21 @@ class NoRanks:
     def submit(self, plan: StepPlan) -> None:
         answers = self._answers
         rows = [answers[work.row] for work in plan.work if work.samples]
+        if self._wire:
+            self._encode(plan)
         self._results.append(StepResult(step_id=plan.step_id, rows=rows))
 
     def wait(self, timeout_s: float) -> StepResult | None:
-        return self._results.popleft() if self._results else None
+        """With the wire, answers of one number of rows are encoded once: that is the ranks' time, not ours."""
+        if not self._results:
+            return None
+        result = self._results.popleft()
+        if self._wire:
+            count = len(result.rows)
+            if count not in self._encoded:
+                self._encoded[count] = self._encode(result)
+            self._decode(self._encoded[count])
+        return result
 
     def close(self) -> None:
         self._results.clear()
@@ -58,11 +84,15 @@ class NoRanks:
 class CountingSink:
     """Counts tokens and ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, wire: bool) -> None:
         self.num_tokens = 0
         self.num_ended = 0
+        self._wire = wire
+        self._encode = msgspec.msgpack.Encoder().encode
 
     def deltas(self, deltas: list[TokenDelta]) -> None:
+        if self._wire:
+            self._encode(DeltaBatch(self.num_tokens, "nonce", deltas))
         self.num_tokens += len(deltas)
 
     def ended(self, ended: Ended, request: GenerationRequest) -> None:
@@ -87,7 +117,7 @@ class Figure:
         return self.tokens / self.seconds
 
 
-def build(rows: int, steps: int, stages: int, asynchronous: bool) -> tuple[Engine, CountingSink]:
+def build(rows: int, steps: int, stages: int, asynchronous: bool, wire: bool) -> tuple[Engine, CountingSink]:
     """An engine whose rows are all past their prompt and have `steps` tokens and more to go."""
     blocks = rows * (-(-(PROMPT_LEN + 2 * steps) // 16) + 2)
     scheduler = SchedulerSettings(
@@ -98,7 +128,7 @@ def build(rows: int, steps: int, stages: int, asynchronous: bool) -> tuple[Engin
     )
     settings = EngineSettings(model=ModelSettings(model="none"), scheduler=scheduler)
     facts = ModelFacts(10**6, 1000, (1,), "none", "none")
-    executor, sink = NoRanks(rows, blocks, stages), CountingSink()
+    executor, sink = NoRanks(rows, blocks, stages, wire), CountingSink(wire)
     engine = Engine(settings, facts, executor, executor.start(), sink)
     for i in range(rows):
         prompt = [(i * 31 + j * 17) % 997 + 2 for j in range(PROMPT_LEN)]
@@ -116,8 +146,8 @@ def build(rows: int, steps: int, stages: int, asynchronous: bool) -> tuple[Engin
     return engine, sink
 
 
-def measure(rows: int, steps: int, stages: int, asynchronous: bool, profile: bool) -> Figure:
-    engine, sink = build(rows, steps, stages, asynchronous)
+def measure(rows: int, steps: int, stages: int, asynchronous: bool, wire: bool, profile: bool) -> Figure:
+    engine, sink = build(rows, steps, stages, asynchronous, wire)
     before = sink.num_tokens
     profiler = cProfile.Profile() if profile else None
     if profiler:
@@ -139,12 +169,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--stages", type=int, default=1, help="pipeline stages; more than 1: tokens go back in plans")
     parser.add_argument("--no-async-scheduling", action="store_true")
+    parser.add_argument("--wire", action="store_true", help="encode plans and deltas, decode results, as msgpack")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     print(f"{'rows':>6} {'us/step':>10} {'us/token':>10} {'tokens/s':>12}")
     for rows in args.rows:
         runs = [
-            measure(rows, args.steps, args.stages, not args.no_async_scheduling, args.profile)
+            measure(rows, args.steps, args.stages, not args.no_async_scheduling, args.wire, args.profile)
             for _ in range(1 if args.profile else args.repeats)
         ]
         best = min(runs, key=lambda figure: figure.seconds)

@@ -186,12 +186,12 @@ class GroupClient:
                 return message
             stream.fail(RequestRefused(message, code=code, status=status, param=param))
             return None
-        # An aborted request has no last delta: what it owes is known from the answer. Otherwise the answer overtook it.
-        if not (attempt.any_abort and stream.has_all(ended)) and not await stream.wait_over(GAP_S):
-            if not attempt.aborted and not stream.has_all(ended):
-                return "its last tokens did not arrive within 1 s"
-        stream.finish(ended)
-        return None
+        # An aborted request has no last delta: what it owes is known from the answer. Else the answer overtook it.
+        known = attempt.any_abort and stream.has_all(ended)
+        if known or await stream.wait_over(GAP_S) or attempt.aborted or stream.has_all(ended):
+            stream.finish(ended)
+            return None
+        return "its last tokens did not arrive within 1 s"
 
     def _resumption(self, attempt: _Attempt) -> GenerationRequest:
         """The same request for another group: what was delivered counts as generated."""

@@ -62,13 +62,10 @@ def _download(name: str, revision: str | None, flag: str) -> Path:
 
 
 def _template(given: str | None) -> str | None:
-    """A file's absolute path, or the template text as it is."""
+    """The file's absolute path."""
     if given is None:
         return None
     path = Path(given).expanduser()
-    looks_like_text = "{" in given or "\n" in given
-    if looks_like_text:
-        return given
     if not path.is_file():
         raise SettingsError(f"{given}: no such file", "--chat-template")
     return str(path.resolve())

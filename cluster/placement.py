@@ -1,7 +1,7 @@
 """What Serve and Ray are asked for: bundles, strategies, options of each deployment. Pure.
 
-A group is one placement group: bundle 0 holds the coordinator, bundle i+1 holds rank i. On CPU every bundle asks for a
-token 0.1 CPU, because ranks set their own thread count and Ray's counting of cores would only keep groups from starting.
+A group is one placement group: bundle 0 holds the coordinator, bundle i+1 holds rank i. On CPU every bundle asks for
+0.1 CPU, because ranks set their own thread count and Ray's counting of cores would only keep groups from starting.
 """
 
 import math

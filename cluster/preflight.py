@@ -12,7 +12,8 @@ from cluster import machine
 from cluster.coordination.client import check_reachable
 from cluster.placement import max_groups
 from configs.errors import SettingsError, UnsupportedModelError
-from configs.schema import ServiceSettings
+from configs.load import no_gpu_share
+from configs.schema import CacheSettings, ServiceSettings
 from workers.models.registry import load_spec
 from workers.models.spec import ArchSpec
 
@@ -23,6 +24,9 @@ def choose_device(settings: ServiceSettings) -> ServiceSettings:
     if asked == "cuda" and gpus == 0:
         raise SettingsError("cuda: this machine offers no CUDA device", "--device")
     chosen = asked or ("cuda" if gpus else "cpu")
+    cache = settings.engine.cache
+    if chosen == "cpu" and cache.gpu_memory_utilization != CacheSettings().gpu_memory_utilization:
+        raise no_gpu_share()
     device = replace(settings.engine.device, device=chosen)
     return replace(settings, engine=replace(settings.engine, device=device))
 

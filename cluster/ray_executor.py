@@ -28,7 +28,8 @@ class RankActor:
         check_install(facts)
         from workers.rank.rank_worker import run_rank
 
-        run_rank(rank, endpoint, facts.secret, group)
+        host = "127.0.0.1" if facts.single_node else ray.util.get_node_ip_address()
+        run_rank(rank, endpoint, facts.secret, group=group, host=host)
 
 
 class RayExecutor:

@@ -36,7 +36,7 @@ RAY_SWITCHES = {
 
 
 def prepare_environment(token_file: Path | None) -> None:
-    """Sets what Ray reads from the environment; every Ray process inherits it. `token_file` None: the user's own token."""
+    """Sets what Ray reads from the environment and its processes inherit. `token_file` None: the user's own token."""
     os.environ.update(RAY_SWITCHES)
     for name, value in SERVE_SWITCHES.items():
         os.environ.setdefault(name, value)
@@ -83,7 +83,7 @@ def join(address: str) -> None:
 
 
 def is_alive() -> bool:
-    """False once a process that Ray cannot do without has died (of a private Ray; a joined one is not ours to watch)."""
+    """False once a process that our private Ray cannot do without has died; a joined Ray is not ours to watch."""
     import ray
 
     if not ray.is_initialized():

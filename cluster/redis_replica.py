@@ -21,7 +21,7 @@ from configs.environment import short_temp_folder
 class PrivateRedis:
     """Owns the server; everyone of the service asks it for the URL once."""
 
-    async def __init__(self, facts: ServiceFacts) -> None:
+    async def __init__(self, facts: ServiceFacts) -> None:  # type: ignore[misc]  # Serve awaits it
         check_install(facts)
         self._folder = Path(tempfile.mkdtemp(prefix="tr-", dir=short_temp_folder()))
         host = "127.0.0.1" if facts.single_node else ray.util.get_node_ip_address()

@@ -1,7 +1,7 @@
 """The group deployment `tandem-coordinator`: one Serve replica = one worker group.
 
 Holds the handle call of each request until the request ends, reports load to Serve and Redis, and exits when its group
-is lost so that Serve replaces it. The engine runs on a thread of its own (engine_thread.py); this file never touches it.
+is lost so that Serve replaces it. The engine runs on a thread of its own (engine_thread.py).
 Torch-free.
 """
 
@@ -54,7 +54,9 @@ class _LoopReport:
 class Coordinator:
     """A group. The constructor returns once the model is loaded: Serve sends no request before."""
 
-    async def __init__(self, settings: EngineSettings, facts: ServiceFacts, model_name: str, redis: Any = None) -> None:
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, settings: EngineSettings, facts: ServiceFacts, model_name: str, redis: Any = None
+    ) -> None:
         check_install(facts)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._facts = facts

@@ -40,7 +40,7 @@ class ServeApp:
         serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
     def wait_until_ready(self, keep: Callable[[], None]) -> list[str]:
-        """Until the gateway answers and all groups serve. What was chosen, one line each. SettingsError when it fails."""
+        """Until the gateway answers and all groups serve; what was chosen, a line each. SettingsError when it fails."""
         return asyncio.run(self._wait_until_ready(keep))
 
     def drain(self, is_urgent: Callable[[], bool]) -> None:

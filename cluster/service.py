@@ -24,7 +24,7 @@ MAX_ONGOING_REQUESTS = 100_000
 
 
 class ServiceFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One life of a service. `redis_url` None: ask the tandem-redis deployment. `open_port`: gateways listen themselves."""
+    """One life of a service. redis_url None: ask the tandem-redis deployment. open_port: gateways listen themselves."""
 
     service_id: str
     secret: str

@@ -25,7 +25,7 @@ _FOUND = zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 
 class TokenReceiver:
-    """A gateway's end. `on_deltas(sender, deltas)` gets each step's deltas, `on_gap(sender)` tells of a lost message."""
+    """A gateway's end. on_deltas(sender, deltas) gets each step's deltas, on_gap(sender) tells of a lost message."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class TokenSender:
         aborts: list[Abort] = []
         for link in self._links.values():
             self._watch(link)
-            while link.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            while _is_readable(link.socket):
                 try:
                     aborts.append(self._decode(link.socket.recv(zmq.NOBLOCK)))
                 except msgspec.DecodeError as error:
@@ -175,12 +175,16 @@ class TokenSender:
         link.close()
 
     def _watch(self, link: _Link) -> None:
-        while link.monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while _is_readable(link.monitor):
             event = recv_monitor_message(link.monitor, zmq.NOBLOCK)["event"]
             if event & _FOUND:
                 link.lost_since_s = None
             elif link.lost_since_s is None:
                 link.lost_since_s = self._clock()
+
+
+def _is_readable(socket: "zmq.Socket[Any]") -> bool:
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def by_gateway(

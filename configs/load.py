@@ -15,8 +15,9 @@ import yaml
 
 from configs.errors import SettingsError
 from configs.options import OPTIONS, NotSizeError, Option, option_named, parse_size
-from configs.schema import GatewaySettings, ServiceSettings
+from configs.schema import ServiceSettings
 
+PRESETS = Path(__file__).parent / "presets"
 FILE_ONLY_KEYS = ("model", "autoscaling_config")
 SERVE_KEYS = ("model_loading_config", "engine_kwargs", "deployment_config", "gateway_config", "redis_config")
 AUTOSCALING_KEYS = (
@@ -48,13 +49,22 @@ def build_settings(
         tree["autoscaling_config"] = _autoscaling(autoscaling_config, values)
     settings = msgspec.convert(tree, ServiceSettings)
     _check_together(settings)
+    if settings.engine.device.device == "cpu" and "gpu_memory_utilization" in {n.replace("-", "_") for n in values}:
+        raise no_gpu_share()
     return settings
 
 
+def no_gpu_share() -> SettingsError:
+    """What --gpu-memory-utilization gets on CPU."""
+    return SettingsError("has no meaning on CPU; use --kv-cache-memory-bytes", "--gpu-memory-utilization")
+
+
 def read_config_file(path: str) -> dict[str, Any]:
-    """The mapping in a --config YAML file: option names (dashes or underscores), `model`, `autoscaling_config`."""
+    """The mapping in a --config YAML file (or preset): option names, `model`, `autoscaling_config`."""
+    preset = PRESETS / f"{path}.yaml"
+    file = preset if not Path(path).exists() and preset.exists() else Path(path)
     try:
-        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"{path} cannot be read: {error.strerror}", "--config") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -163,7 +173,7 @@ def _autoscaling(config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
             raise SettingsError(f"{key}: {value!r} must be a number of at least 0", "autoscaling_config")
     low, high = config.get("min_replicas", 1), config.get("max_replicas", 1)
-    if not (isinstance(low, int) and isinstance(high, int) and 1 <= high and low <= high):
+    if not (isinstance(low, int) and isinstance(high, int) and high >= 1 and low <= high):
         raise SettingsError(f"min_replicas {low} and max_replicas {high} are no range", "autoscaling_config")
     return dict(config)
 
@@ -176,16 +186,12 @@ def _check_together(settings: ServiceSettings) -> None:
             f"{scheduler.max_num_batched_tokens} is less than --max-num-seqs {scheduler.max_num_seqs}",
             "--max-num-batched-tokens",
         )
-    given = engine.cache.gpu_memory_utilization != type(engine.cache)().gpu_memory_utilization
-    if given and engine.device.device == "cpu":
-        raise SettingsError("has no meaning on CPU; use --kv-cache-memory-bytes", "--gpu-memory-utilization")
     if settings.gateway.host == "":
         raise SettingsError("must name an address", "--host")
     if any(len(key) < 1 or not key.isprintable() for key in settings.gateway.api_keys):
         raise SettingsError("a key must be printable and not empty", "--api-key")
     if any(not name.strip() for name in engine.model.served_model_name):
         raise SettingsError("a name must not be empty", "--served-model-name")
-    assert isinstance(settings.gateway, GatewaySettings)
 
 
 def _section(args: Mapping[str, Any], name: str, known: Iterable[str] | None) -> Mapping[str, Any]:

@@ -1,0 +1,1 @@
+"""How one model becomes many shards: mesh, groups, collectives, layers, checkpoint. Knows no request and no KV."""

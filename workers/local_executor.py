@@ -93,7 +93,8 @@ def check_model(settings: EngineSettings) -> None:
     folder = Path(settings.model.model)
     if not folder.is_dir():
         raise SettingsError(f"{folder} is not a folder with a model", "MODEL")
-    load_spec(folder, settings.model.hf_overrides or None)
+    spec = load_spec(folder, settings.model.hf_overrides or None)
+    spec.check_parallel(settings.parallel.tensor_parallel_size, settings.parallel.pipeline_parallel_size)
 
 
 def _spawn(rank: int, group: str, endpoint: str, secret: str) -> subprocess.Popen[bytes]:

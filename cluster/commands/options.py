@@ -1,4 +1,4 @@
-"""Makes a typer command take every row of configs/options.py as a flag: names, help, defaults and groups come from there."""
+"""Makes a typer command take every row of configs/options.py as a flag, with its help, default and group."""
 
 import inspect
 from collections.abc import Callable
@@ -10,15 +10,19 @@ from configs.load import default_of
 from configs.options import OPTIONS, Option
 
 
-def with_service_options(function: Callable[..., None]) -> Callable[..., None]:
-    """`function(..., flags)` becomes a command whose `flags` holds the given options only, by option name."""
+def with_service_options(function: Callable[..., None], leave_out: frozenset[str] = frozenset()) -> Callable[..., None]:
+    """`function(..., flags)` becomes a command whose `flags` holds the given options only, by option name.
+
+    leave_out: options that mean nothing to this command, so that they are refused and not ignored.
+    """
+    options = [option for option in OPTIONS if option.name not in leave_out]
     own = [p for name, p in inspect.signature(function).parameters.items() if name != "flags"]
 
     def command(**arguments: Any) -> None:
-        flags = {o.name: given for o in OPTIONS if _is_given(given := arguments.pop(o.name))}
+        flags = {o.name: given for o in options if _is_given(given := arguments.pop(o.name))}
         function(**arguments, flags=flags)
 
-    parameters = [*(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own), *(_parameter(o) for o in OPTIONS)]
+    parameters = [*(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own), *(_parameter(o) for o in options)]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     command.__doc__ = function.__doc__

@@ -26,7 +26,7 @@ class Breaker:
         return self._state
 
     def admit(self) -> bool:
-        """May a call go out now? While open, one call per probe period may: it is the probe, and the state half-open."""
+        """May a call go out now? While open, one call per probe period may: it is the probe (half-open)."""
         if self._state == "closed":
             return True
         if self._clock() < self._probe_at_s:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import redis
 import redis.asyncio as redis_asyncio
+from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 from redis.retry import Retry
 
@@ -38,7 +39,7 @@ class RequestClient:
 
     async def command(self, *parts: Part) -> Any:
         """One command, e.g. command("GET", key)."""
-        return await self._bounded(lambda: self._redis.execute_command(*parts))
+        return await self._bounded(lambda: _execute(self._redis, parts))
 
     async def pipeline(self, commands: Sequence[Sequence[Part]]) -> list[Any]:
         """Several commands in one round trip, in one transaction."""
@@ -74,7 +75,7 @@ class BackgroundClient:
 
     async def command(self, *parts: Part) -> Any:
         """One command; may run twice when a reply was lost, so it must be safe to repeat."""
-        return await self._translated(lambda: self._redis.execute_command(*parts))
+        return await self._translated(lambda: _execute(self._redis, parts))
 
     async def pipeline(self, commands: Sequence[Sequence[Part]]) -> list[Any]:
         """Several commands in one transaction; may run twice."""
@@ -117,12 +118,18 @@ def _open(url: str, *, timeout_s: float, connect_timeout_s: float, retries: int)
         "protocol": 3,
         "socket_timeout": timeout_s,
         "health_check_interval": 0 if not retries else 15,
-        "retry": Retry(backoff, retries),
+        "retry": AsyncRetry(backoff, retries),
     }
+    if retries:
+        options["retry_on_error"] = [redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError]
     if not url.startswith("unix://"):
         options |= {"socket_connect_timeout": connect_timeout_s, "socket_keepalive": True}
     pool = redis_asyncio.BlockingConnectionPool.from_url(url, **options)
     return redis_asyncio.Redis(connection_pool=pool)
+
+
+async def _execute(client: "redis_asyncio.Redis", parts: Sequence[Part]) -> Any:
+    return await client.execute_command(*parts)  # type: ignore[no-untyped-call]
 
 
 async def _transaction(client: "redis_asyncio.Redis", commands: Sequence[Sequence[Part]]) -> list[Any]:

@@ -5,7 +5,7 @@ and outlives a restart does not. Prefix `tandem:`.
 """
 
 SENTINEL = "tandem:initialized"
-"""Present once durable state was seeded. No TTL. Owner: whoever seeds (launcher, then the gateway). Missing = Redis is away."""
+"""Present once durable state was seeded; missing = Redis is away. No TTL. Owner: whoever seeds."""
 
 GROUP_RECORD_TTL_MS = 3000
 GROUP_SET_TTL_S = 3600
@@ -13,7 +13,7 @@ START_FAILURE_TTL_S = 600
 
 
 def groups(service: str) -> str:
-    """Set of group ids. TTL 1 h, renewed by every heartbeat. Owner: coordinators; readers remove ids without a record."""
+    """Set of group ids. TTL 1 h, renewed by every heartbeat. Owner: coordinators; readers drop dead ids."""
     return f"tandem:{service}:groups"
 
 

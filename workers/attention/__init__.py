@@ -1,0 +1,1 @@
+"""Paged attention: one Protocol, an oracle, and an implementation per device."""

@@ -160,7 +160,7 @@ class Engine:
         flight = self._flights.popleft()
         deltas, ended = self._results.apply(flight, result, now_s)
         self._collector.device_s += result.device_s
-        self._pacer.observe(flight.num_prompt_tokens, flight.num_decode, result.device_s)
+        self._pacer.observe(flight.num_prompt_tokens, result.device_s)
         if deltas:
             self._sink.deltas(deltas)
         for state in ended:

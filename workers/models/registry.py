@@ -157,7 +157,7 @@ def spec_from_config(config: Mapping[str, Any], overridden: frozenset[str] = fro
         )
     head_dim = reader.positive("head_dim", hidden_size // num_heads)
     positions = reader.positive("max_position_embeddings")
-    rope = rope_from_config(config, reader.get("rope_theta", 10000.0), positions, head_dim, overridden)
+    rope = rope_from_config(config, reader.get("rope_theta", 10000.0), positions, overridden)
     return ArchSpec(
         architecture=family.architecture,
         vocab_size=reader.positive("vocab_size"),

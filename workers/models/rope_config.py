@@ -16,13 +16,10 @@ REQUIRED: Mapping[RopeKind, tuple[str, ...]] = {
     RopeKind.DYNAMIC: ("factor",),
     RopeKind.LLAMA3: ("factor", "low_freq_factor", "high_freq_factor"),
     RopeKind.YARN: (),
-    RopeKind.LONGROPE: ("short_factor", "long_factor"),
 }
 
 
-def rope_from_config(
-    config: Mapping[str, Any], theta: float, positions: int, head_dim: int, overridden: frozenset[str]
-) -> RopeSpec:
+def rope_from_config(config: Mapping[str, Any], theta: float, positions: int, overridden: frozenset[str]) -> RopeSpec:
     """The RopeSpec. `theta` is the top-level base, used where the parameters name none; `positions` as config.json."""
     given = _parameters(config, overridden)
     kind = _kind(given)
@@ -34,7 +31,7 @@ def rope_from_config(
         raise UnsupportedModelError(f"config.json: partial_rotary_factor {value!r} is not supported", "MODEL")
     trained = _trained_context(config, given, kind, positions)
     own_theta = given.get("rope_theta") if "rope_theta" not in overridden else None
-    rope = RopeSpec(
+    return RopeSpec(
         theta=float(own_theta or theta),
         kind=kind,
         factor=float(given.get("factor") or positions / trained),
@@ -47,15 +44,7 @@ def rope_from_config(
         attention_factor=given.get("attention_factor"),
         mscale=given.get("mscale"),
         mscale_all_dim=given.get("mscale_all_dim"),
-        short_factor=tuple(given.get("short_factor") or ()),
-        long_factor=tuple(given.get("long_factor") or ()),
     )
-    for name, values in (("short_factor", rope.short_factor), ("long_factor", rope.long_factor)):
-        if values and len(values) != head_dim // 2:
-            raise UnsupportedModelError(
-                f"config.json: {name} holds {len(values)} values, head_dim {head_dim} needs {head_dim // 2}", "MODEL"
-            )
-    return rope
 
 
 def context_length(rope: RopeSpec, positions: int) -> int:
@@ -92,7 +81,7 @@ def _kind(given: Mapping[str, Any]) -> RopeKind:
 
 def _trained_context(config: Mapping[str, Any], given: Mapping[str, Any], kind: RopeKind, positions: int) -> int:
     """original_max_position_embeddings for the kinds that scale from it, else config.json's own positions."""
-    if kind not in (RopeKind.LLAMA3, RopeKind.YARN, RopeKind.LONGROPE):
+    if kind not in (RopeKind.LLAMA3, RopeKind.YARN):
         return positions
     key = "original_max_position_embeddings"
     return int(config.get(key) or given.get(key) or positions)

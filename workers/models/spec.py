@@ -19,7 +19,6 @@ class RopeKind(StrEnum):
     DYNAMIC = "dynamic"
     LLAMA3 = "llama3"
     YARN = "yarn"
-    LONGROPE = "longrope"
 
 
 class Activation(StrEnum):
@@ -46,8 +45,6 @@ class RopeSpec:
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
-    short_factor: tuple[float, ...] = ()
-    long_factor: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,20 +11,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 
 from configs.errors import SettingsError
 from configs.schema import EngineSettings
 from parallel.context import ParallelContext
+from parallel.pipeline import StageLink
 from workers.attention.select import select_attention
 from workers.messages import RankLoaded, RowInit, RowSampling, RowWork, StepPlan
 from workers.models.decoder import Decoder, build_decoder
 from workers.models.registry import load_spec
 from workers.models.spec import ArchSpec
 from workers.rank.kv_tensors import allocate, block_bytes
-from workers.rank.memory import KVNeeds, cpu_blocks, cuda_blocks
-from workers.rank.model_runner import ModelRunner, StageLink
+from workers.rank.memory import KVNeeds, available_bytes, cpu_blocks, cuda_blocks
+from workers.rank.model_runner import ModelRunner
+from workers.rank.profiling import run_fullest_step
 from workers.rank.row_table import RowTable
 
 log = logging.getLogger(__name__)
@@ -39,11 +40,11 @@ class LoadedRank:
 
     settings: EngineSettings
     context: ParallelContext
+    spec: ArchSpec
     decoder: Decoder
     device: torch.device
     dtype: torch.dtype
     max_model_len: int
-    vocab_size: int
     facts: RankLoaded
 
     def build_runner(self, num_blocks: int) -> ModelRunner:
@@ -60,13 +61,14 @@ class LoadedRank:
             self.device,
         )
         capacity = self.settings.scheduler.max_num_seqs
-        table = RowTable(capacity, self.max_model_len, block_size, self.vocab_size)
-        runner = ModelRunner(decoder, self.context, kv, table, self.device, self._link())
-        _warm_up(runner, num_blocks * block_size, block_size, relays=self.context.pp_size > 1)
+        table = RowTable(capacity, self.max_model_len, block_size, self.spec.vocab_size)
+        context = self.context
+        link = None
+        if context.pp_size > 1:
+            link = StageLink(context, self.spec.hidden_size, self.dtype, self.device)
+        runner = ModelRunner(decoder, context, kv, table, self.device, link)
+        _warm_up(runner, self.max_model_len, block_size, relays=context.pp_size > 1)
         return runner
-
-    def _link(self) -> StageLink | None:
-        return None if self.context.pp_size == 1 else stage_link(self.context, self.decoder, self.dtype, self.device)
 
 
 def load_single(settings: EngineSettings) -> LoadedRank:
@@ -95,7 +97,7 @@ def load_rank(
     )
     facts = RankLoaded(
         rank=rank,
-        num_blocks=_count_blocks(settings, needs, device, ranks_on_node),
+        num_blocks=_count_blocks(settings, spec, decoder, context, needs, device, dtype, ranks_on_node),
         weight_bytes=weight_bytes,
         block_bytes=needs.block_bytes,
         device=str(device),
@@ -104,14 +106,17 @@ def load_rank(
         load_s=time.perf_counter() - started_s,
     )
     log.info("rank %d loaded %s: %s, context %d", rank, settings.model.model, facts, max_model_len)
-    return LoadedRank(settings, context, decoder, device, dtype, max_model_len, spec.vocab_size, facts)
+    return LoadedRank(settings, context, spec, decoder, device, dtype, max_model_len, facts)
 
 
 def read_spec(settings: EngineSettings) -> ArchSpec:
+    """The model's facts, or a SettingsError: no such folder, unsupported architecture, not to be cut so."""
     folder = Path(settings.model.model)
     if not folder.is_dir():
         raise SettingsError(f"{folder} is not a folder with a model", "MODEL")
-    return load_spec(folder, settings.model.hf_overrides or None)
+    spec = load_spec(folder, settings.model.hf_overrides or None)
+    spec.check_parallel(settings.parallel.tensor_parallel_size, settings.parallel.pipeline_parallel_size)
+    return spec
 
 
 def choose_device(settings: EngineSettings, rank: int) -> torch.device:
@@ -174,21 +179,43 @@ def _build(
         raise SettingsError(f"the weights do not fit on {device}: {error}", "--tensor-parallel-size") from error
 
 
-def _count_blocks(settings: EngineSettings, needs: KVNeeds, device: torch.device, ranks_on_node: int) -> int:
+def _count_blocks(
+    settings: EngineSettings,
+    spec: ArchSpec,
+    decoder: Decoder,
+    context: ParallelContext,
+    needs: KVNeeds,
+    device: torch.device,
+    dtype: torch.dtype,
+    ranks_on_node: int,
+) -> int:
+    """On CUDA after a profiling step: what it reserved stays with torch's allocator and counts as used."""
     if device.type == "cpu":
-        return cpu_blocks(settings.cache, needs, psutil.virtual_memory().available, ranks_on_node)
+        return cpu_blocks(settings.cache, needs, available_bytes(), ranks_on_node)
+    profiled_kv_bytes = run_fullest_step(
+        decoder,
+        context,
+        settings,
+        hidden_size=spec.hidden_size,
+        vocab_size=spec.vocab_size,
+        max_model_len=needs.max_model_len,
+        dtype=dtype,
+        device=device,
+    )
+    torch.cuda.synchronize(device)
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    free_bytes += profiled_kv_bytes
     return cuda_blocks(settings.cache, needs, total_bytes, free_bytes, total_bytes - free_bytes)
 
 
-def _warm_up(runner: ModelRunner, num_slots: int, block_size: int, *, relays: bool) -> None:
+def _warm_up(runner: ModelRunner, max_model_len: int, block_size: int, *, relays: bool) -> None:
     """A chunk and, where a block has room for it, a decode token: kernels, buffers and links exist before requests."""
-    num_tokens = max(1, min(WARM_UP_TOKENS, block_size - 1))
+    num_tokens = max(1, min(WARM_UP_TOKENS, block_size - 1, max_model_len - 1))
     greedy = RowSampling(temperature=0.0)
     init = RowInit(row=0, token_ids=[0] * num_tokens, prompt_len=num_tokens, num_computed=0, sampling=greedy)
     first = RowWork(row=0, num_tokens=num_tokens, samples=True, new_block_ids=[0])
     runner.execute(StepPlan(step_id=0, work=[first], new_rows=[init]))
-    if num_tokens < block_size:
+    if num_tokens < min(block_size, max_model_len):
         second = RowWork(row=0, num_tokens=1, samples=True, token_ids=[0] if relays else [])
         runner.execute(StepPlan(step_id=0, work=[second]))
     runner.execute(StepPlan(step_id=0, work=[], freed_rows=[0]))

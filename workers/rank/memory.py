@@ -6,12 +6,17 @@ profiling forward. --num-gpu-blocks-override beats all. Measures, never allocate
 """
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import psutil
 
 from configs.errors import SettingsError
 from configs.schema import CacheSettings
 
 CPU_SHARE = 0.4
 MIB = 2**20
+CGROUP: Final = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,16 @@ class KVNeeds:
     @property
     def most_blocks(self) -> int:
         return self.blocks_per_context * self.max_num_seqs
+
+
+def available_bytes(cgroup: Path = CGROUP) -> int:
+    """Memory this process may still take: the system's, or less where a container sets a limit."""
+    available = int(psutil.virtual_memory().available)
+    try:
+        limit, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
+    except OSError:
+        return available
+    return available if limit == "max" else max(0, min(available, int(limit) - int(used)))
 
 
 def cpu_blocks(cache: CacheSettings, needs: KVNeeds, available_bytes: int, ranks_on_node: int) -> int:

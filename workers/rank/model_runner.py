@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from parallel.context import ParallelContext
+from parallel.pipeline import StageLink
 from workers.attention.backend import KVTensors
 from workers.messages import RowResult, StepPlan, StepResult
 from workers.models.forward_batch import ForwardBatch
@@ -26,18 +27,6 @@ class Model(Protocol):
 
     def forward(self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None) -> torch.Tensor:
         """Hidden states [T, H], or on the last stage logits [S, V] (float32, whole at least on tp rank 0)."""
-        ...
-
-
-class StageLink(Protocol):
-    """Hidden states between pipeline stages, same tp rank, in order."""
-
-    def receive(self, num_tokens: int) -> torch.Tensor:
-        """[T, H] from the previous stage."""
-        ...
-
-    def send(self, hidden_TH: torch.Tensor) -> None:
-        """To the next stage."""
         ...
 
 

@@ -144,7 +144,7 @@ def test_the_inter_token_bound_sizes_chunks_from_measured_time():
     h.run()
     chunks = [plan for plan in h.executor.plans[before:] if len(plan.work) == 2 and max(tokens_of(plan)) > 1]
     slow = [plan for plan in chunks if device_s(plan) > 0.020]
-    assert len(slow) <= 1, "only the first chunk may miss the bound, before anything is measured"
+    assert not slow, "no step beside a stream takes longer than the bound"
     assert sum(tokens_of(chunks[-2])) > 100, "the bound is used, not merely kept"
 
 

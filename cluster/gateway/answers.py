@@ -1,0 +1,289 @@
+"""The words of the answers: chat and completion objects and their stream chunks, as the OpenAI client reads them.
+
+Streaming is the hot path: what is constant in a chunk is serialized once per answer, a step only encodes its text.
+Knows tokens only through the Additions it is given.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from cluster.gateway.choice import Addition
+from cluster.gateway.state import GatewayState
+from workers.messages import TokenLogprobs, Usage
+
+_encode = msgspec.json.Encoder().encode
+
+
+class AnswerHead(NamedTuple):
+    """What every object of one answer repeats."""
+
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class ChoiceAnswer:
+    """A whole choice, for answers that are not streamed."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    offsets: list[int] | None
+    finish_reason: str
+    stop_reason: int | str | None
+
+
+class AnswerStyle(Protocol):
+    """Chat or completions."""
+
+    def whole(self, choices: Sequence[ChoiceAnswer], usage: Usage) -> bytes:
+        """The body of an answer that is not streamed."""
+        ...
+
+    def opening(self, index: int) -> bytes:
+        """Events that open a choice; b"" if there are none."""
+        ...
+
+    def chunk(self, index: int, addition: Addition) -> bytes:
+        """Events for one addition; b"" when there is nothing to show."""
+        ...
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        """The chunk with the bill and no choices."""
+        ...
+
+
+class ChatStyle:
+    """chat.completion and chat.completion.chunk."""
+
+    def __init__(
+        self, state: GatewayState, head: AnswerHead, *, with_usage: bool, prompt_ids: list[int] | None = None
+    ) -> None:
+        self._speller = TokenSpeller(state)
+        self._head = head
+        self._prompt_ids = prompt_ids
+        self._return_token_ids = prompt_ids is not None
+        constant = _head_json(head, "chat.completion.chunk")
+        self._tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
+        self._start = b"data: " + constant + b',"choices":[{"index":'
+        self._usage_start = b"data: " + constant + b',"choices":[],"usage":'
+
+    def whole(self, choices: Sequence[ChoiceAnswer], usage: Usage) -> bytes:
+        entries = []
+        for choice in choices:
+            entry: dict[str, Any] = {
+                "index": choice.index,
+                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "logprobs": None,
+                "finish_reason": choice.finish_reason,
+                "stop_reason": choice.stop_reason,
+            }
+            if choice.logprobs is not None:
+                entry["logprobs"] = {"content": [self._speller.chat(item) for item in choice.logprobs], "refusal": None}
+            if self._return_token_ids:
+                entry["token_ids"] = choice.token_ids
+            entries.append(entry)
+        extra = {"prompt_token_ids": self._prompt_ids} if self._return_token_ids else {}
+        return _whole(self._head, "chat.completion", entries, usage, extra)
+
+    def opening(self, index: int) -> bytes:
+        delta = b'%b%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % (
+            self._start,
+            index,
+        )
+        if not self._return_token_ids:
+            return delta + self._tail
+        return delta + b'],"prompt_token_ids":' + _encode(self._prompt_ids) + self._tail[1:]
+
+    def chunk(self, index: int, addition: Addition) -> bytes:
+        text, _, logprobs, _, finish, _, _ = addition
+        if finish is None and logprobs is None and not self._return_token_ids:
+            if not text:
+                return b""
+            return b'%b%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}%b' % (
+                self._start,
+                index,
+                _encode(text),
+                self._tail,
+            )
+        return self._full_chunk(index, addition)
+
+    def _full_chunk(self, index: int, addition: Addition) -> bytes:
+        """A chunk with logprobs, token ids or the end. The end comes with the last text, if any."""
+        delta = {"content": addition.text} if addition.text or addition.token_ids else {}
+        logprobs = addition.logprobs
+        shown = {"content": [self._speller.chat(item) for item in logprobs]} if logprobs else None
+        ids = b',"token_ids":' + _encode(addition.token_ids) if self._return_token_ids else b""
+        if not delta and addition.finish_reason is None:
+            return b""
+        return b'%b%d,"delta":%b,"logprobs":%b,"finish_reason":%b,"stop_reason":%b%b}%b' % (
+            self._start,
+            index,
+            _encode(delta),
+            _encode(shown),
+            _encode(addition.finish_reason),
+            _encode(addition.stop_reason),
+            ids,
+            self._tail,
+        )
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        return self._usage_start + _encode(usage_object(usage)) + b"}\n\n"
+
+
+class CompletionStyle:
+    """text_completion, streamed or not. `echo` and `prompt_ids`: per choice, if asked for."""
+
+    def __init__(
+        self,
+        state: GatewayState,
+        head: AnswerHead,
+        *,
+        with_usage: bool,
+        prompt_ids: Sequence[list[int]] | None = None,
+        echo: Sequence[str] | None = None,
+    ) -> None:
+        self._speller = TokenSpeller(state)
+        self._head = head
+        self._prompt_ids = prompt_ids
+        self._return_token_ids = prompt_ids is not None
+        self._echo = echo
+        constant = _head_json(head, "text_completion")
+        self._tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
+        self._start = b"data: " + constant + b',"choices":[{"index":'
+        self._usage_start = b"data: " + constant + b',"choices":[],"usage":'
+
+    def whole(self, choices: Sequence[ChoiceAnswer], usage: Usage) -> bytes:
+        entries = []
+        for choice in choices:
+            entry: dict[str, Any] = {
+                "index": choice.index,
+                "text": (self._echo[choice.index] if self._echo else "") + choice.text,
+                "logprobs": None,
+                "finish_reason": choice.finish_reason,
+                "stop_reason": choice.stop_reason,
+            }
+            if choice.logprobs is not None:
+                entry["logprobs"] = self._speller.completion(choice.logprobs, choice.offsets or [])
+            if self._prompt_ids is not None:
+                entry["token_ids"] = choice.token_ids
+                entry["prompt_token_ids"] = self._prompt_ids[choice.index]
+            entries.append(entry)
+        return _whole(self._head, "text_completion", entries, usage, {})
+
+    def opening(self, index: int) -> bytes:
+        text = self._echo[index] if self._echo else ""
+        if self._prompt_ids is not None:
+            prompt_ids = _encode(self._prompt_ids[index])
+            return b'%b%d,"text":%b,"logprobs":null,"finish_reason":null,"prompt_token_ids":%b,"token_ids":[]}%b' % (
+                self._start,
+                index,
+                _encode(text),
+                prompt_ids,
+                self._tail,
+            )
+        return self.chunk(index, Addition(text, [], None, None, None, None, None))
+
+    def chunk(self, index: int, addition: Addition) -> bytes:
+        text, token_ids, logprobs, offsets, finish, stop_reason, _ = addition
+        if finish is None and logprobs is None and not self._return_token_ids:
+            if not text:
+                return b""
+            return b'%b%d,"text":%b,"logprobs":null,"finish_reason":null}%b' % (
+                self._start,
+                index,
+                _encode(text),
+                self._tail,
+            )
+        if not text and not token_ids and finish is None:
+            return b""
+        shown = self._speller.completion(logprobs, offsets or []) if logprobs else None
+        ids = b',"token_ids":' + _encode(token_ids) if self._return_token_ids else b""
+        return b'%b%d,"text":%b,"logprobs":%b,"finish_reason":%b,"stop_reason":%b%b}%b' % (
+            self._start,
+            index,
+            _encode(text),
+            _encode(shown),
+            _encode(finish),
+            _encode(stop_reason),
+            ids,
+            self._tail,
+        )
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        return self._usage_start + _encode(usage_object(usage)) + b"}\n\n"
+
+
+class TokenSpeller:
+    """Token ids and logprobs in both of OpenAI's styles."""
+
+    LOWEST = -9999.0
+
+    def __init__(self, state: GatewayState) -> None:
+        self._bytes = state.detokenizers.token_bytes
+
+    def text(self, token_id: int) -> str:
+        """A token's text; bytes that are no whole character become U+FFFD."""
+        return self._bytes(token_id).decode("utf-8", "replace")
+
+    def chat(self, entry: TokenLogprobs) -> dict[str, Any]:
+        """One item of logprobs.content."""
+        top = [self._item(token_id, logprob) for token_id, logprob in entry.top]
+        return {**self._item(entry.token_id, entry.logprob), "top_logprobs": top}
+
+    def completion(self, entries: Sequence[TokenLogprobs], offsets: Sequence[int]) -> dict[str, Any]:
+        """The parallel lists of completions; the chosen token is always among its top_logprobs."""
+        tops: list[dict[str, float]] = []
+        for entry in entries:
+            top = {self.text(token_id): self._finite(logprob) for token_id, logprob in entry.top}
+            top.setdefault(self.text(entry.token_id), self._finite(entry.logprob))
+            tops.append(top)
+        return {
+            "tokens": [self.text(entry.token_id) for entry in entries],
+            "token_logprobs": [self._finite(entry.logprob) for entry in entries],
+            "top_logprobs": tops,
+            "text_offset": list(offsets[: len(entries)]),
+        }
+
+    def _item(self, token_id: int, logprob: float) -> dict[str, Any]:
+        raw = self._bytes(token_id)
+        return {"token": raw.decode("utf-8", "replace"), "logprob": self._finite(logprob), "bytes": list(raw)}
+
+    def _finite(self, logprob: float) -> float:
+        """JSON has no infinities; OpenAI's value for "very unlikely"."""
+        return max(logprob, self.LOWEST)
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    """OpenAI's usage."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def _head_fields(head: AnswerHead, kind: str) -> dict[str, Any]:
+    return {
+        "id": head.id,
+        "object": kind,
+        "created": head.created,
+        "model": head.model,
+        "system_fingerprint": head.fingerprint,
+    }
+
+
+def _head_json(head: AnswerHead, kind: str) -> bytes:
+    """The head as an object that lacks its closing brace."""
+    return _encode(_head_fields(head, kind))[:-1]
+
+
+def _whole(head: AnswerHead, kind: str, choices: list[dict[str, Any]], usage: Usage, extra: dict[str, Any]) -> bytes:
+    return _encode({**_head_fields(head, kind), "choices": choices, "usage": usage_object(usage), **extra})

@@ -1,0 +1,203 @@
+"""POST /v1/chat/completions, /v1/completions, /tokenize, /detokenize: from a checked body to an answer.
+
+Everything that can be refused is refused here, before the backend hears of the request.
+"""
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cluster.gateway.answers import AnswerHead, AnswerStyle, ChatStyle, CompletionStyle
+from cluster.gateway.auth import Principal
+from cluster.gateway.choice import ChoiceText
+from cluster.gateway.generation import GenerationResponse
+from cluster.gateway.http_errors import model_not_found
+from cluster.gateway.openai_schemas import (
+    CommonBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    invalid,
+    read,
+    read_chat,
+    read_completion,
+)
+from cluster.gateway.prompts import Prompt, chat_prompt, completion_prompts, fit
+from cluster.gateway.request_run import RequestPart, RequestRun
+from cluster.gateway.sampling import sampling_params
+from cluster.gateway.state import GatewayState
+from cluster.gateway.strict_json import parse_object, read_body
+from workers.messages import GenerationRequest, SamplingParams
+from workers.text.tokenizer import check_token_ids
+
+DEFAULT_COMPLETION_TOKENS = 16
+
+
+async def chat_completions(state: GatewayState, request: Request, principal: Principal) -> Response:
+    """One conversation, n choices."""
+    began_s = state.clock()
+    body = read_chat(await read_fields(state, request), state.settings)
+    model = served_model(state, body.model)
+    wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    prompt, max_tokens = fit(state, await chat_prompt(state, body), body, wanted, "messages")
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    params = _params(state, body, max_tokens, logprobs)
+    head = _head(state, "chatcmpl", model)
+    run = _run(state, request, principal, head, body, [(prompt, params)], began_s)
+    style = ChatStyle(
+        state,
+        head,
+        with_usage=_include_usage(body),
+        prompt_ids=prompt.token_ids if body.return_token_ids else None,
+    )
+    return _answer(state, run, style, body, with_logprobs=logprobs is not None)
+
+
+async def completions(state: GatewayState, request: Request, principal: Principal) -> Response:
+    """One or several prompts, n choices each."""
+    began_s = state.clock()
+    body = read_completion(await read_fields(state, request), state.settings)
+    model = served_model(state, body.model)
+    wanted = body.max_tokens if body.max_tokens is not None else DEFAULT_COMPLETION_TOKENS
+    work: list[tuple[Prompt, SamplingParams]] = []
+    for item in await completion_prompts(state, body):
+        prompt, max_tokens = fit(state, item, body, wanted, "prompt")
+        work.append((prompt, _params(state, body, max_tokens, body.logprobs)))
+    if len(work) * (body.best_of or body.n or 1) > state.settings.max_messages:
+        raise invalid("n", f"Prompts times n exceed the limit of {state.settings.max_messages} choices.")
+    head = _head(state, "cmpl", model)
+    run = _run(state, request, principal, head, body, work, began_s)
+    shown = body.n or 1
+    prompts = [prompt for prompt, _ in work for _ in range(shown)]
+    style = CompletionStyle(
+        state,
+        head,
+        with_usage=_include_usage(body),
+        prompt_ids=[prompt.token_ids for prompt in prompts] if body.return_token_ids else None,
+        echo=[_echo_text(state, prompt, body) for prompt in prompts] if body.echo else None,
+    )
+    return _answer(state, run, style, body, with_logprobs=body.logprobs is not None)
+
+
+async def tokenize(state: GatewayState, request: Request, _: Principal) -> Response:
+    """Token ids of a text or of a rendered conversation."""
+    body = read(await read_fields(state, request), TokenizeBody)
+    served_model(state, body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("prompt", "Send either prompt or messages.")
+    if body.messages is not None:
+        ids = (await chat_prompt(state, body)).token_ids
+    else:
+        text = body.prompt or ""
+        special = body.add_special_tokens is not False
+        ids = await state.text.run(len(text), state.tokenizer.encode, text, add_special_tokens=special)
+    answer: dict[str, Any] = {"count": len(ids), "max_model_len": state.max_model_len, "tokens": ids}
+    if body.return_token_strs:
+        answer["token_strs"] = [state.tokenizer.piece(i) for i in ids]
+    return json_response(answer)
+
+
+async def detokenize(state: GatewayState, request: Request, _: Principal) -> Response:
+    """The text of token ids, special tokens included."""
+    body = read(await read_fields(state, request), DetokenizeBody)
+    served_model(state, body.model)
+    check_token_ids(body.tokens, state.vocab_size, "tokens")
+    decode = state.tokenizer.decode
+    return json_response(
+        {"prompt": await state.text.run(len(body.tokens) * 4, decode, body.tokens, skip_special_tokens=False)}
+    )
+
+
+async def read_fields(state: GatewayState, request: Request) -> dict[str, Any]:
+    """The body's JSON object."""
+    body = await read_body(request, state.settings.max_body_bytes)
+    return await state.text.run(len(body) // 16, parse_object, body, state.settings.max_json_depth)
+
+
+def served_model(state: GatewayState, name: str | None) -> str:
+    """The model to answer as. RequestRefused 404 for a name that is not served."""
+    if name is None:
+        return state.model_names[0]
+    if name not in state.model_names:
+        raise model_not_found(name)
+    return name
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    """A JSON answer."""
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+def _params(state: GatewayState, body: CommonBody, max_tokens: int, logprobs: int | None) -> SamplingParams:
+    """Sampling parameters; best_of above n samples more and needs log probabilities to choose."""
+    count = body.best_of or body.n or 1
+    if count > (body.n or 1) and logprobs is None:
+        logprobs = 0
+    return sampling_params(state, body, max_tokens=max_tokens, n=count, logprobs=logprobs)
+
+
+def _head(state: GatewayState, prefix: str, model: str) -> AnswerHead:
+    return AnswerHead(f"{prefix}-{uuid.uuid4().hex}", int(state.wall_clock()), model, state.fingerprint)
+
+
+def _include_usage(body: CommonBody) -> bool:
+    return body.stream_options is not None and bool(body.stream_options.include_usage)
+
+
+def _echo_text(state: GatewayState, prompt: Prompt, body: CompletionBody) -> str:
+    if prompt.text is not None and body.truncate_prompt_tokens is None:
+        return prompt.text
+    return state.tokenizer.decode(prompt.token_ids, skip_special_tokens=body.skip_special_tokens is not False)
+
+
+def _run(
+    state: GatewayState,
+    request: Request,
+    principal: Principal,
+    head: AnswerHead,
+    body: CommonBody,
+    work: Sequence[tuple[Prompt, SamplingParams]],
+    began_s: float,
+) -> RequestRun:
+    """The run of all prompts of one HTTP request; request ids are unique even when x-request-id is not."""
+    parts = []
+    for number, (prompt, params) in enumerate(work):
+        generation = GenerationRequest(
+            request_id=head.id if len(work) == 1 else f"{head.id}-{number}",
+            prompt_token_ids=prompt.token_ids,
+            sampling=params,
+            tenant=principal.tenant,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt or "",
+            trace_ids={"x-request-id": request.scope.get("tandem.request_id", "")},
+        )
+        choices = [_choice(state, body, prompt, params) for _ in range(params.n)]
+        parts.append(RequestPart(request=generation, choices=choices, first_choice=number * params.n))
+    return RequestRun(state=state, parts=parts, tenant=principal.tenant, model=head.model, began_s=began_s)
+
+
+def _choice(state: GatewayState, body: CommonBody, prompt: Prompt, params: SamplingParams) -> ChoiceText:
+    return ChoiceText(
+        state.detokenizers.make(prompt.token_ids, skip_special_tokens=body.skip_special_tokens is not False),
+        params,
+        include_stop=bool(body.include_stop_str_in_output),
+        eos_token_ids=state.tokenizer.eos_token_ids,
+    )
+
+
+def _answer(
+    state: GatewayState, run: RequestRun, style: AnswerStyle, body: CommonBody, *, with_logprobs: bool
+) -> GenerationResponse:
+    return GenerationResponse(
+        state,
+        run,
+        style,
+        stream=bool(body.stream),
+        include_usage=_include_usage(body),
+        shown=body.n or 1,
+        with_logprobs=with_logprobs,
+    )

@@ -1,0 +1,62 @@
+"""The gateway's own Prometheus metrics; the engines' come from Backend.metrics(). Labels: routes, statuses, reasons.
+
+Route labels are route templates of ours, never a client's path.
+"""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 60.0)
+E2E_BUCKETS = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0)
+
+
+class GatewayMetrics:
+    """Counters and histograms of one gateway in the given registry."""
+
+    def __init__(self, registry: CollectorRegistry, prefix: str, model_name: str) -> None:
+        self.registry = registry
+        self._model_name = model_name
+        self._requests = Counter(
+            f"{prefix}:http_requests", "HTTP answers by route and status.", ("route", "status"), registry=registry
+        )
+        self._ended = Counter(
+            f"{prefix}:gateway_requests",
+            "Generation requests by how they ended.",
+            ("model_name", "outcome"),
+            registry=registry,
+        )
+        self._open = Gauge(
+            f"{prefix}:gateway_requests_open",
+            "Generation requests in this gateway.",
+            ("model_name",),
+            registry=registry,
+        ).labels(model_name)
+        self._ttft = Histogram(
+            f"{prefix}:gateway_time_to_first_token_seconds",
+            "From the request's arrival to its first token, at the gateway.",
+            ("model_name",),
+            buckets=TTFT_BUCKETS,
+            registry=registry,
+        ).labels(model_name)
+        self._e2e = Histogram(
+            f"{prefix}:gateway_request_seconds",
+            "From the request's arrival to its last byte, at the gateway.",
+            ("model_name",),
+            buckets=E2E_BUCKETS,
+            registry=registry,
+        ).labels(model_name)
+
+    def http_answered(self, route: str, status: int) -> None:
+        """One HTTP answer; `route` is a template of ours, or "unknown"."""
+        self._requests.labels(route, str(status)).inc()
+
+    def generation_began(self) -> None:
+        self._open.inc()
+
+    def first_token(self, after_s: float) -> None:
+        self._ttft.observe(after_s)
+
+    def generation_ended(self, outcome: str, after_s: float) -> None:
+        """`outcome` is a terminal state: stop, length, abort, error or rejected."""
+        self._open.dec()
+        self._ended.labels(self._model_name, outcome).inc()
+        self._e2e.observe(after_s)

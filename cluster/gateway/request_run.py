@@ -1,0 +1,238 @@
+"""One HTTP request's generation: its backend requests, their streams, and the owner task that ends them.
+
+The HTTP side reads `steps()`; whatever happens to it (a finish, a disconnect, Serve cancelling the handler) it only
+calls `close()`, which never waits. The owner task then aborts what still runs, drains it and settles the ledger.
+
+    opening --> running --all choices finished--> finished --close--> settled
+       |           +------ close (disconnect, error) --> aborted --drained--> settled
+       +-- refused by the backend --> rejected --> settled
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from cluster.gateway.backend import GenerationStream
+from cluster.gateway.choice import ChoiceText
+from cluster.gateway.state import GatewayState, Outcome
+from workers.errors import GroupLost, RequestRefused
+from workers.messages import Abort, GenerationRequest, TokenDelta, Usage
+
+
+@dataclass(kw_only=True)
+class RequestPart:
+    """One backend request (one prompt) of a run, and where its choices begin in the answer."""
+
+    request: GenerationRequest
+    choices: list[ChoiceText]
+    first_choice: int
+    stream: GenerationStream | None = None
+    usage: Usage | None = None
+    ended: bool = False
+
+    @property
+    def open_choices(self) -> int:
+        return sum(choice.finished is None for choice in self.choices)
+
+
+Step = tuple[RequestPart, list[TokenDelta]]
+
+
+@dataclass(kw_only=True)
+class RequestRun:
+    """Owns a request from submission to its ledger row. Create, `await open()`, read `steps()`, `close()`."""
+
+    state: GatewayState
+    parts: list[RequestPart]
+    tenant: str
+    model: str
+    began_s: float
+    error: Exception | None = None
+    _closed: asyncio.Event = field(default_factory=asyncio.Event)
+    _pumps: "list[asyncio.Task[None]]" = field(default_factory=list)
+
+    async def open(self) -> None:
+        """Submits every part. Safe to cancel: the owner finishes the submission and takes it back."""
+        opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.state.metrics.generation_began()
+        self.state.tasks.start(self._own(opened), f"request {self.parts[0].request.request_id}")
+        await asyncio.shield(opened)
+
+    async def steps(self) -> AsyncIterator[Step]:
+        """(part, its deltas of one step) until every choice has finished. Raises what the streams raise."""
+        steps = self._single(self.parts[0]) if len(self.parts) == 1 else self._merged()
+        try:
+            async for step in steps:
+                yield step
+        except Exception as error:
+            self.error = error
+            raise
+
+    async def stop_choice(self, part: RequestPart, choice: int, keep: int) -> None:
+        """A stop string was found: the engine ends this choice and bills `keep` tokens of it."""
+        request = part.request
+        abort = Abort(request_id=request.request_id, epoch=request.epoch, choice=choice, keep_positions=keep)
+        await self.state.backend.abort(abort)
+
+    async def usage(self) -> Usage:
+        """The bill: what was delivered, and the cached tokens that the last deltas report (awaited for usage_s)."""
+        try:
+            async with asyncio.timeout(self.state.times.usage_s):
+                if self._pumps:
+                    await asyncio.wait(self._pumps)
+                    return self.counted()
+                for part in self.parts:
+                    await self._read_usage(part)
+        except (TimeoutError, RequestRefused, GroupLost):
+            pass
+        return self.counted()
+
+    def counted(self) -> Usage:
+        """The bill as far as it is known now."""
+        return Usage(
+            prompt_tokens=sum(len(part.request.prompt_token_ids) for part in self.parts),
+            completion_tokens=sum(choice.tokens for part in self.parts for choice in part.choices),
+            cached_tokens=sum(part.usage.cached_tokens for part in self.parts if part.usage is not None),
+        )
+
+    def close(self) -> None:
+        """The HTTP side is done, for whatever reason. Never waits; idempotent."""
+        self._closed.set()
+
+    # ---- reading -------------------------------------------------------------------------------------------------
+
+    def _note(self, part: RequestPart, deltas: list[TokenDelta]) -> bool:
+        """Keeps what deltas say about the whole request. True when they are its last."""
+        last = deltas[-1]
+        if last.usage is not None:
+            part.usage = last.usage
+            part.ended = True
+        if last.finish_reason is not None:
+            for delta in deltas:
+                if delta.finish_reason == "error":
+                    message = delta.error or "The request failed in the engine."
+                    raise RequestRefused(message, code="internal_error", status=500)
+        return part.ended
+
+    def _check_whole(self, part: RequestPart) -> None:
+        """A stream that ends before its choices do has lost something."""
+        if part.open_choices:
+            raise GroupLost("the stream ended early")
+
+    async def _read_usage(self, part: RequestPart) -> None:
+        """Drains a part whose choices all finished until its last delta, which has the usage."""
+        if part.ended or part.stream is None:
+            return
+        async for deltas in part.stream:
+            if self._note(part, deltas):
+                return
+
+    async def _single(self, part: RequestPart) -> AsyncIterator[Step]:
+        assert part.stream is not None
+        async for deltas in part.stream:
+            self._note(part, deltas)
+            yield part, deltas
+            if not part.open_choices:
+                return
+        part.ended = True
+        self._check_whole(part)
+
+    async def _merged(self) -> AsyncIterator[Step]:
+        """The steps of several streams as they come: one pump task each, ended by the owner."""
+        queue: asyncio.Queue[Step | Exception | None] = asyncio.Queue()
+        self._pumps += [self.state.tasks.start(self._pump(part, queue), "pump") for part in self.parts]
+        for _ in self.parts:
+            while (item := await queue.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+                if not any(part.open_choices for part in self.parts):
+                    return
+        for part in self.parts:
+            self._check_whole(part)
+
+    async def _pump(self, part: RequestPart, queue: "asyncio.Queue[Step | Exception | None]") -> None:
+        try:
+            assert part.stream is not None
+            async for deltas in part.stream:
+                self._note(part, deltas)
+                queue.put_nowait((part, deltas))
+                if part.ended:
+                    break
+            else:
+                part.ended = True
+        except Exception as error:
+            queue.put_nowait(error)
+        queue.put_nowait(None)
+
+    # ---- the owner -----------------------------------------------------------------------------------------------
+
+    async def _own(self, opened: "asyncio.Future[None]") -> None:
+        try:
+            for part in self.parts:
+                part.stream = await self.state.backend.submit(part.request)
+                if self._closed.is_set():
+                    break
+            opened.set_result(None)
+        except Exception as error:
+            self.error = error
+            opened.set_exception(error)
+            opened.exception()
+            self._closed.set()
+        await self._closed.wait()
+        for task in self._pumps:
+            task.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+        await asyncio.gather(*(self._release(part) for part in self.parts))
+        await self._settle()
+
+    async def _release(self, part: RequestPart) -> None:
+        """Aborts and drains what still runs; closes the stream whatever happens."""
+        if part.stream is None:
+            return
+        try:
+            if not part.ended:
+                async with asyncio.timeout(self.state.times.drain_s):
+                    await self._abort_and_drain(part, part.stream)
+        except (TimeoutError, RequestRefused, GroupLost):
+            pass
+        finally:
+            await part.stream.aclose()
+
+    async def _abort_and_drain(self, part: RequestPart, stream: GenerationStream) -> None:
+        if part.open_choices:
+            request = part.request
+            await self.state.backend.abort(Abort(request_id=request.request_id, epoch=request.epoch))
+        async for deltas in stream:
+            for delta in deltas:
+                part.choices[delta.choice].take(delta)
+            if deltas[-1].usage is not None:
+                part.usage = deltas[-1].usage
+                return
+
+    async def _settle(self) -> None:
+        now_s = self.state.clock()
+        terminal = self._terminal()
+        self.state.metrics.generation_ended(terminal, now_s - self.began_s)
+        outcome = Outcome(
+            request_id=self.parts[0].request.request_id,
+            tenant=self.tenant,
+            model=self.model,
+            terminal=terminal,
+            usage=self.counted() if terminal != "rejected" else Usage(0, 0),
+            began_s=self.began_s,
+            ended_s=now_s,
+        )
+        await self.state.ledger.settle(outcome)
+
+    def _terminal(self) -> str:
+        if isinstance(self.error, RequestRefused) and self.error.status != 500:
+            return "rejected"
+        if self.error is not None:
+            return "error"
+        reasons = [choice.finished for part in self.parts for choice in part.choices]
+        if any(reason is None or reason == "abort" for reason in reasons):
+            return "abort"
+        if "error" in reasons:
+            return "error"
+        return "stop" if "stop" in reasons else "length"

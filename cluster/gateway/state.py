@@ -1,0 +1,138 @@
+"""Everything the gateway's routes share, built once: settings, text tools, backend, auth, ledger, metrics.
+
+`make_state` fills in what follows from the rest; tests and cluster/gateway/app.py call it. Nothing here changes later,
+except inside the objects it points to (tasks, metrics).
+"""
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from cluster.gateway.auth import Authenticator, StaticKeys
+from cluster.gateway.backend import Backend
+from cluster.gateway.metrics import GatewayMetrics
+from cluster.gateway.owners import TaskOwner, TextWorkers
+from configs.schema import GatewaySettings
+from workers.messages import Usage
+from workers.text.chat_template import ChatTemplate
+from workers.text.detokenizer import DetokenizerFactory
+from workers.text.tokenizer import ModelTokenizer
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How one request ended: the ledger's row. `terminal` is stop, length, abort, error or rejected."""
+
+    request_id: str
+    tenant: str
+    model: str
+    terminal: str
+    usage: Usage
+    began_s: float
+    ended_s: float
+
+
+class Ledger(Protocol):
+    """Takes exactly one Outcome per accepted request."""
+
+    async def settle(self, outcome: Outcome) -> None:
+        """Writes the row. Called by the request's owner task, never by an HTTP handler."""
+        ...
+
+
+class NoLedger:
+    """Keeps nothing."""
+
+    async def settle(self, outcome: Outcome) -> None:
+        del outcome
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayTimes:
+    """Seconds. keep_alive: silence before an SSE comment; stuck_send: a client that does not read; drain: an aborted
+    request's last word; usage: the bill after a stop string."""
+
+    keep_alive_s: float = 15.0
+    stuck_send_s: float = 60.0
+    drain_s: float = 5.0
+    usage_s: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayState:
+    """Shared by all routes of one app."""
+
+    settings: GatewaySettings
+    model_names: tuple[str, ...]
+    tokenizer: ModelTokenizer
+    detokenizers: DetokenizerFactory
+    chat_template: ChatTemplate | None
+    max_model_len: int
+    vocab_size: int
+    backend: Backend
+    auth: Authenticator
+    ledger: Ledger
+    registry: CollectorRegistry
+    metrics: GatewayMetrics
+    tasks: TaskOwner
+    text: TextWorkers
+    times: GatewayTimes
+    extra_stop_token_ids: tuple[int, ...]
+    fingerprint: str
+    created_s: int
+    clock: Callable[[], float]
+    wall_clock: Callable[[], float]
+    random_seed: Callable[[], int]
+
+
+def make_state(
+    *,
+    settings: GatewaySettings,
+    model_names: tuple[str, ...],
+    tokenizer: ModelTokenizer,
+    chat_template: ChatTemplate | None,
+    max_model_len: int,
+    vocab_size: int,
+    backend: Backend,
+    engine_eos_token_ids: frozenset[int] | None = None,
+    auth: Authenticator | None = None,
+    ledger: Ledger | None = None,
+    registry: CollectorRegistry | None = None,
+    times: GatewayTimes | None = None,
+    fingerprint: str = "tandem",
+    clock: Callable[[], float] = time.monotonic,
+    wall_clock: Callable[[], float] = time.time,
+    random_seed: Callable[[], int] = lambda: secrets.randbits(63),
+) -> GatewayState:
+    """A GatewayState. engine_eos_token_ids: what the engine stops at by itself; the tokenizer's other EOS ids are sent
+    with each request as stop ids (None: the engine knows them all)."""
+    assert model_names, "a service has a model name"
+    registry = registry if registry is not None else CollectorRegistry()
+    known = tokenizer.eos_token_ids if engine_eos_token_ids is None else engine_eos_token_ids
+    return GatewayState(
+        settings=settings,
+        model_names=model_names,
+        tokenizer=tokenizer,
+        detokenizers=DetokenizerFactory(tokenizer),
+        chat_template=chat_template,
+        max_model_len=max_model_len,
+        vocab_size=vocab_size,
+        backend=backend,
+        auth=auth if auth is not None else StaticKeys(settings.api_keys),
+        ledger=ledger if ledger is not None else NoLedger(),
+        registry=registry,
+        metrics=GatewayMetrics(registry, settings.metrics_prefix, model_names[0]),
+        tasks=TaskOwner(),
+        text=TextWorkers(),
+        times=times if times is not None else GatewayTimes(),
+        extra_stop_token_ids=tuple(sorted(tokenizer.eos_token_ids - known)),
+        fingerprint=fingerprint,
+        created_s=int(wall_clock()),
+        clock=clock,
+        wall_clock=wall_clock,
+        random_seed=random_seed,
+    )

@@ -1,0 +1,101 @@
+"""An engine without a model: token i of a request is (last prompt token + i), one token a step. For transport tests."""
+
+from workers.engine.stats import Collector, EngineStats
+from workers.errors import GroupLost, QueueFull
+from workers.messages import Abort, Ended, GenerationRequest, TokenDelta, Usage
+
+
+class FakeEngine:
+    """SteppedEngine of cluster/engine_thread.py. A prompt of [666] breaks it, one of [429] is refused."""
+
+    def __init__(self, sink: object) -> None:
+        self.sink = sink
+        self.live: dict[str, tuple[GenerationRequest, int]] = {}
+        self.aborts: list[Abort] = []
+        self.steps = 0
+
+    def add_request(self, request: GenerationRequest) -> None:
+        if request.prompt_token_ids == [429]:
+            raise QueueFull("the queue is full")
+        resumed = len(request.resume_token_ids[0]) if request.resume_token_ids else 0
+        self.live[request.request_id] = (request, resumed)
+
+    def abort(self, abort: Abort) -> None:
+        self.aborts.append(abort)
+        request, position = self.live.pop(abort.request_id, (None, 0))
+        if request is not None:
+            kept = position if abort.keep_positions is None else abort.keep_positions
+            self._end(request, kept, "abort")
+
+    def has_work(self) -> bool:
+        return bool(self.live)
+
+    def step(self) -> bool:
+        self.steps += 1
+        deltas = [self._next(request, position) for request, position in list(self.live.values())]
+        self.sink.deltas(deltas)
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                request, position = self.live.pop(delta.request_id)
+                self._end(request, position, "length")
+        return True
+
+    def stats(self) -> EngineStats:
+        counts = Collector()
+        return EngineStats(
+            running=len(self.live),
+            waiting=0,
+            waiting_tokens=0,
+            in_flight_steps=0,
+            num_blocks=8,
+            block_size=16,
+            used_blocks=0,
+            cached_blocks=0,
+            kv_usage=0.25,
+            prefix_cache_queries=0,
+            prefix_cache_hits=0,
+            preemptions=0,
+            prompt_tokens=0,
+            generation_tokens=self.steps,
+            wasted_tokens=0,
+            steps=self.steps,
+            schedule_s=0.5,
+            wait_s=0.0,
+            device_s=0.0,
+            finished=counts.finished,
+            rejected=counts.rejected,
+            time_to_first_token_s=counts.time_to_first_token.snapshot(),
+            inter_token_latency_s=counts.inter_token_latency.snapshot(),
+            e2e_latency_s=counts.e2e_latency.snapshot(),
+            queue_time_s=counts.queue_time.snapshot(),
+            iteration_tokens=counts.iteration_tokens.snapshot(),
+        )
+
+    def _next(self, request: GenerationRequest, position: int) -> TokenDelta:
+        if request.prompt_token_ids == [666]:
+            raise GroupLost("rank 0 has died")
+        self.live[request.request_id] = (request, position + 1)
+        last = position + 1 >= request.sampling.max_tokens
+        return TokenDelta(
+            request_id=request.request_id,
+            epoch=request.epoch,
+            choice=0,
+            first_position=position,
+            token_ids=[request.prompt_token_ids[-1] + position],
+            finish_reason="length" if last else None,
+            usage=self._usage(request, position + 1) if last else None,
+        )
+
+    def _end(self, request: GenerationRequest, position: int, reason: str) -> None:
+        ended = Ended(
+            request_id=request.request_id,
+            epoch=request.epoch,
+            positions=[position],
+            finish_reasons=[reason],
+            usage=self._usage(request, position),
+        )
+        self.sink.ended(ended, request)
+
+    @staticmethod
+    def _usage(request: GenerationRequest, completion: int) -> Usage:
+        return Usage(prompt_tokens=len(request.prompt_token_ids), completion_tokens=completion)

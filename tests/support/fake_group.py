@@ -1,0 +1,112 @@
+"""A whole group without Ray: the real engine thread over a fake engine, called like a Serve handle."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from cluster.coordination.registry import GroupRecord
+from cluster.engine_thread import EngineThread
+from tests.support.fake_engine import FakeEngine
+from workers.engine.stats import EngineStats
+from workers.messages import Abort, Ended, GenerationRequest
+
+
+class FakeGroup:
+    """`die()` is what kill -9 does to a replica: its calls break, its tokens stop."""
+
+    def __init__(self, secret: str, name: str, engine: Callable[[Any], Any] = FakeEngine) -> None:
+        self.engine: Any = None
+        self.failures: list[tuple[Exception, bool]] = []
+        self.last_stats: EngineStats | None = None
+        self.calls: set[asyncio.Future[Any]] = set()
+        self.requests: list[GenerationRequest] = []
+        self._loop = asyncio.get_running_loop()
+        self._opened = asyncio.Event()
+        self._make = engine
+        self.thread = EngineThread(self._open, lambda: None, self, secret, name)
+        self.thread.start()
+
+    async def wait_opened(self) -> None:
+        async with asyncio.timeout(5):
+            await self._opened.wait()
+
+    def opened(self) -> None:
+        self._loop.call_soon_threadsafe(self._opened.set)
+
+    def stats(self, stats: EngineStats) -> None:
+        self.last_stats = stats
+
+    def failed(self, error: Exception, opened: bool) -> None:
+        self.failures.append((error, opened))
+
+    async def generate(self, payload: bytes) -> bytes:
+        request = msgspec.msgpack.decode(payload, type=GenerationRequest)
+        self.requests.append(request)
+        ended: asyncio.Future[Ended] = self._loop.create_future()
+        self.calls.add(ended)
+
+        def answer(value: Ended) -> None:
+            self._loop.call_soon_threadsafe(lambda: ended.done() or ended.set_result(value))
+
+        self.thread.submit(request, answer)
+        try:
+            return msgspec.msgpack.encode(await ended)
+        except asyncio.CancelledError:
+            self.thread.abort(Abort(request_id=request.request_id, epoch=request.epoch))
+            raise
+        finally:
+            self.calls.discard(ended)
+
+    def die(self) -> None:
+        for call in list(self.calls):
+            call.set_exception(ConnectionResetError("the replica died"))
+        self.thread.stop()
+
+    def close(self) -> None:
+        self.thread.stop()
+        self.thread.join(5)
+        assert not self.thread.is_alive()
+
+    def _open(self, sink: Any) -> Any:
+        self.engine = self._make(sink)
+        return self.engine
+
+
+class FakeCall:
+    """A handle call."""
+
+    def __init__(self, task: "asyncio.Task[bytes]") -> None:
+        self._task = task
+
+    async def answer(self) -> bytes:
+        return await self._task
+
+    def cancel(self) -> None:
+        self._task.cancel()
+
+
+class FakeCaller:
+    """Sends each call to the next group of the list."""
+
+    def __init__(self, groups: list[FakeGroup]) -> None:
+        self.groups = groups
+        self.made = 0
+
+    def call(self, payload: bytes) -> FakeCall:
+        group = self.groups[self.made % len(self.groups)]
+        self.made += 1
+        return FakeCall(asyncio.get_running_loop().create_task(group.generate(payload)))
+
+
+class FakeFleet:
+    """FleetView's face with records of the test's choosing."""
+
+    def __init__(self, records: dict[str, GroupRecord]) -> None:
+        self.records = records
+        self.redis_away = False
+
+
+def serving(group: str = "g") -> dict[str, GroupRecord]:
+    return {group: GroupRecord(group=group, epoch=1, model="m", state="serving", host="h", pid=1)}

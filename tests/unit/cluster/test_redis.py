@@ -1,0 +1,222 @@
+"""A real private server: start, titles, folders, kill -9, freeze; the two clients; the registry on top."""
+
+import asyncio
+import os
+import signal
+import stat
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cluster.coordination import keys
+from cluster.coordination.client import BackgroundClient, RedisAway, RequestClient, check_reachable
+from cluster.coordination.redis_server import RedisServer
+from cluster.coordination.registry import (
+    FleetView,
+    GroupBeat,
+    GroupRecord,
+    StartFailure,
+    read_start_failure,
+    report_start_failure,
+)
+from configs.environment import short_temp_folder
+
+
+@pytest.fixture
+def server() -> Iterator[RedisServer]:
+    import shutil
+    import tempfile
+
+    folder = Path(tempfile.mkdtemp(prefix="tr-", dir=short_temp_folder()))
+    server = RedisServer(folder / "redis")
+    server.start()
+    yield server
+    if server.pid is not None and server.is_alive():
+        os.kill(server.pid, signal.SIGCONT)
+    server.stop()
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+async def request_client(server: RedisServer) -> AsyncIterator[RequestClient]:
+    client = RequestClient(server.url, timeout_s=0.05)
+    await client.command("PING")
+    yield client
+    await client.close()
+
+
+@pytest.fixture
+async def background(server: RedisServer) -> AsyncIterator[BackgroundClient]:
+    client = BackgroundClient(server.url)
+    yield client
+    await client.close()
+
+
+def record(group: str = "g1", waiting: int = 0) -> GroupRecord:
+    return GroupRecord(group=group, epoch=1, model="m", state="serving", host="h", pid=1, waiting=waiting)
+
+
+def test_the_server_is_private_and_carries_its_title(server: RedisServer) -> None:
+    process = psutil.Process(server.pid)
+    assert process.cmdline()[0] == "tandem redis"
+    assert not [c for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert stat.S_IMODE(server.socket_path.parent.stat().st_mode) == 0o700
+    assert check_reachable(server.url) is None
+
+
+def test_stop_ends_the_process_and_start_finds_the_data_again(server: RedisServer) -> None:
+    async def write() -> None:
+        client = BackgroundClient(server.url)
+        await client.command("SET", "k", "v")
+        await client.close()
+
+    async def read() -> object:
+        client = BackgroundClient(server.url)
+        value = await client.command("GET", "k")
+        await client.close()
+        return value
+
+    asyncio.run(write())
+    pid = server.pid
+    server.stop()
+    assert pid is not None and not psutil.pid_exists(pid)
+    server.start()
+    assert asyncio.run(read()) == b"v"
+
+
+@pytest.mark.parametrize("url", ["redis://127.0.0.1:1", "unix:///nowhere/redis.sock", "no-url"])
+def test_an_unreachable_url_is_explained(url: str) -> None:
+    assert check_reachable(url, timeout_s=0.5)
+
+
+async def test_a_frozen_server_opens_the_breaker_and_calls_fail_fast(
+    server: RedisServer, request_client: RequestClient
+) -> None:
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGSTOP)
+    for _ in range(3):
+        started_s = time.monotonic()
+        with pytest.raises(RedisAway):
+            await request_client.command("GET", "k")
+        assert time.monotonic() - started_s < 0.5
+    # a loop that lags does not count a timeout, so a busy machine may need a few more
+    for _ in range(20):
+        if request_client.breaker.state == "open":
+            break
+        with pytest.raises(RedisAway):
+            await request_client.command("GET", "k")
+    assert request_client.breaker.state == "open"
+    started_s = time.monotonic()
+    with pytest.raises(RedisAway, match="breaker"):
+        await request_client.command("GET", "k")
+    assert time.monotonic() - started_s < 0.01, "an open breaker asks nobody"
+    os.kill(server.pid, signal.SIGCONT)
+    async with asyncio.timeout(10):
+        while request_client.breaker.state != "closed":
+            try:
+                await request_client.command("GET", "k")
+            except RedisAway:
+                await asyncio.sleep(0.05)
+
+
+async def test_a_timeout_seen_late_is_the_loops_fault_not_redis(server: RedisServer) -> None:
+    """The clock stands in for a loop that was busy: the deadline is noticed 50 ms too late each time."""
+    jumps = iter(range(1000))
+    client = RequestClient(server.url, timeout_s=0.02, clock=lambda: next(jumps) * 0.1)
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGSTOP)
+    for _ in range(4):
+        with pytest.raises(RedisAway):
+            await client.command("GET", "k")
+    assert client.breaker.state == "closed"
+    await client.close()
+
+
+async def test_the_background_client_waits_out_a_restart(server: RedisServer, background: BackgroundClient) -> None:
+    await background.command("SET", "k", "1")
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGKILL)
+
+    async def restart() -> None:
+        server.stop()
+        server.start()
+
+    answer, _ = await asyncio.gather(background.command("GET", "k"), restart())
+    assert answer == b"1", "appendonly brings the data back"
+
+
+async def test_a_group_registers_renews_and_leaves(
+    server: RedisServer, background: BackgroundClient, request_client: RequestClient
+) -> None:
+    await background.command("SET", keys.SENTINEL, "1")
+    waiting = 0
+    beat = GroupBeat(background, "s", lambda: record(waiting=waiting))
+    fleet = FleetView(request_client, "s")
+    await beat.beat()
+    waiting = 5
+    await beat.beat()
+    await fleet.refresh()
+    assert fleet.records == {"g1": record(waiting=5)}
+    assert 0 < int(await background.command("PTTL", keys.group("s", "g1"))) <= keys.GROUP_RECORD_TTL_MS
+    await beat.leave()
+    await fleet.refresh()
+    assert fleet.records == {}
+
+
+async def test_a_group_that_stops_beating_disappears(background: BackgroundClient) -> None:
+    await background.command("SET", keys.SENTINEL, "1")
+    await GroupBeat(background, "s", record).beat()
+    await background.command("DEL", keys.group("s", "g1"))  # what its TTL does
+    fleet = FleetView(background, "s")
+    await fleet.refresh()
+    assert fleet.records == {}
+    assert await background.command("SCARD", keys.groups("s")) == 0
+
+
+async def test_services_on_one_redis_do_not_see_each_other(background: BackgroundClient) -> None:
+    await background.command("SET", keys.SENTINEL, "1")
+    await GroupBeat(background, "one", record).beat()
+    fleet = FleetView(background, "two")
+    await fleet.refresh()
+    assert fleet.records == {}
+
+
+async def test_a_redis_without_the_sentinel_is_away_until_it_is_seeded(background: BackgroundClient) -> None:
+    await GroupBeat(background, "s", record).beat()
+    fleet = FleetView(background, "s")
+    fleet.records = {"old": record("old")}
+    await fleet.refresh()
+    assert fleet.redis_away
+    assert set(fleet.records) == {"old"}, "the last known fleet stays"
+    seeded: list[bool] = []
+
+    async def reseed() -> None:
+        seeded.append(True)
+
+    fleet = FleetView(background, "s", reseed)
+    await fleet.refresh()
+    await fleet.refresh()
+    assert seeded == [True]
+    assert set(fleet.records) == {"g1"}
+    assert await background.is_initialized()
+
+
+async def test_the_fleet_survives_the_server(server: RedisServer, request_client: RequestClient) -> None:
+    fleet = FleetView(request_client, "s", reseed=lambda: asyncio.sleep(0))
+    await GroupBeat(request_client, "s", record).beat()
+    await fleet.refresh()
+    server.stop()
+    await fleet.refresh()
+    assert fleet.redis_away
+    assert set(fleet.records) == {"g1"}
+
+
+async def test_the_first_start_failure_stays(background: BackgroundClient) -> None:
+    assert await read_start_failure(background, "s") is None
+    first = StartFailure(part="group a", message="no room", flag="--kv-cache-memory-bytes")
+    await report_start_failure(background, "s", first)
+    await report_start_failure(background, "s", StartFailure(part="group b", message="later"))
+    assert await read_start_failure(background, "s") == first

@@ -1,0 +1,65 @@
+"""Policies on views, and the count of outstanding tokens behind them."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.routing.group_view import GroupView, RequestView
+from cluster.routing.outstanding import Outstanding
+from cluster.routing.policy import LeastOutstandingTokens, best_first
+from cluster.routing.serve_router import cost_tokens
+from workers.messages import GenerationRequest, SamplingParams
+
+REQUEST = RequestView(request_id="r", cost_tokens=10)
+
+
+def test_the_group_with_the_fewest_tokens_to_come_is_first() -> None:
+    views = [
+        GroupView(group="a", outstanding_here=50),
+        GroupView(group="b", outstanding_here=10, outstanding_elsewhere=100),
+        GroupView(group="c", outstanding_here=20),
+    ]
+    assert best_first(LeastOutstandingTokens(), views, REQUEST) == [2, 0, 1]
+
+
+def test_equal_groups_keep_the_order_of_their_names() -> None:
+    views = [GroupView(group=name) for name in "cab"]
+    assert best_first(LeastOutstandingTokens(), views, REQUEST) == [1, 2, 0]
+
+
+def test_cost_counts_the_prompt_once_and_every_choice() -> None:
+    request = GenerationRequest(request_id="r", prompt_token_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=7, n=4))
+    assert cost_tokens(request) == 3 + 28
+
+
+def test_reports_of_others_exclude_what_is_ours() -> None:
+    outstanding = Outstanding()
+    outstanding.begin("c1", "g", 100)
+    outstanding.report("g", 130, 1)
+    assert (outstanding.here("g"), outstanding.elsewhere("g")) == (100, 30)
+    outstanding.end("c1")
+    outstanding.report("g", 130, 1)  # the same report, seen again
+    assert (outstanding.here("g"), outstanding.elsewhere("g")) == (0, 30)
+    outstanding.report("g", 20, 2)
+    assert outstanding.elsewhere("g") == 20
+
+
+def test_groups_that_are_gone_are_forgotten() -> None:
+    outstanding = Outstanding()
+    outstanding.begin("c1", "g", 5)
+    outstanding.begin("c2", "h", 7)
+    outstanding.report("g", 9, 1)
+    outstanding.keep_only(["h"])
+    assert (outstanding.here("g"), outstanding.elsewhere("g"), outstanding.here("h")) == (0, 0, 7)
+    outstanding.end("c1")
+    assert outstanding.here("g") == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from("abc"), st.integers(0, 50), st.booleans())))
+def test_counts_return_to_nothing(calls: list[tuple[int, str, int, bool]]) -> None:
+    outstanding = Outstanding()
+    for call, group, tokens, ends in calls:
+        outstanding.end(str(call)) if ends else outstanding.begin(str(call), group, tokens)
+        assert all(outstanding.here(g) >= 0 for g in "abc")
+    for call in range(6):
+        outstanding.end(str(call))
+    assert [outstanding.here(g) for g in "abc"] == [0, 0, 0]

@@ -1,0 +1,139 @@
+"""Sender and receiver over real sockets: order, numbering, nonces, secrets, aborts, a gateway that goes away."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import zmq
+
+from cluster.token_channel import TokenReceiver, TokenSender, by_gateway
+from workers.messages import Abort, ReplyTo, TokenDelta
+
+SECRET = "ab" * 32
+
+
+def delta(request_id: str, first: int = 0, tokens: list[int] | None = None) -> TokenDelta:
+    return TokenDelta(request_id=request_id, epoch=0, choice=0, first_position=first, token_ids=tokens or [1])
+
+
+class End:
+    """A receiver and what it got."""
+
+    def __init__(self, secret: str = SECRET) -> None:
+        self.got: list[tuple[bytes, list[TokenDelta]]] = []
+        self.gaps: list[bytes] = []
+        self.receiver = TokenReceiver(
+            secret, "127.0.0.1", lambda s, d: self.got.append((s, d)), lambda s: self.gaps.append(s)
+        )
+
+
+@pytest.fixture
+async def end() -> AsyncIterator[End]:
+    end = End()
+    yield end
+    end.receiver.close()
+
+
+@pytest.fixture
+def poller() -> zmq.Poller:
+    return zmq.Poller()
+
+
+@pytest.fixture
+def sender(poller: zmq.Poller) -> "object":
+    sender = TokenSender(SECRET, "group:1", poller, time.monotonic)
+    yield sender
+    sender.close()
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+async def test_deltas_arrive_in_order_and_numbered(end: End, sender: TokenSender) -> None:
+    reply_to = end.receiver.reply_to
+    sender.open(reply_to)
+    for i in range(2000):
+        sender.send([(reply_to, [delta("r", i)])])
+    await until(lambda: len(end.got) == 2000)
+    assert [d[0].first_position for _, d in end.got] == list(range(2000))
+    assert end.gaps == []
+    assert {s for s, _ in end.got} == {b"group:1"}
+
+
+async def test_a_missing_number_is_told(end: End, sender: TokenSender) -> None:
+    reply_to = end.receiver.reply_to
+    sender.open(reply_to)
+    sender.send([(reply_to, [delta("r", 0)])])
+    sender._links[reply_to.endpoint].next_number += 1  # as if one had been dropped on the way
+    sender.send([(reply_to, [delta("r", 2)])])
+    await until(lambda: len(end.got) == 2)
+    assert end.gaps == [b"group:1"]
+
+
+async def test_words_for_an_earlier_life_are_dropped(end: End, sender: TokenSender) -> None:
+    old = ReplyTo(end.receiver.reply_to.endpoint, "old")
+    sender.open(old)
+    sender.send([(old, [delta("r")])])
+    sender.open(end.receiver.reply_to)  # a new gateway at the same address
+    sender.send([(old, [delta("r")])])
+    sender.send([(end.receiver.reply_to, [delta("new")])])
+    await until(lambda: end.got)
+    assert [d[0].request_id for _, d in end.got] == ["new"]
+
+
+async def test_aborts_travel_back(end: End, sender: TokenSender, poller: zmq.Poller) -> None:
+    reply_to = end.receiver.reply_to
+    sender.open(reply_to)
+    sender.send([(reply_to, [delta("r")])])
+    await until(lambda: end.got)
+    abort = Abort(request_id="r", epoch=0, keep_positions=3)
+    end.receiver.send_abort(b"group:1", abort)
+    end.receiver.send_abort(b"nobody", abort)  # a group that is gone
+    got: list[Abort] = []
+    await until(lambda: got.extend(sender.receive()) or got)
+    assert got == [abort]
+    assert sender.receive() == []
+
+
+async def test_a_wrong_secret_gets_nothing_through(poller: zmq.Poller) -> None:
+    end = End("cd" * 32)
+    sender = TokenSender(SECRET, "group:1", poller, time.monotonic)
+    sender.open(end.receiver.reply_to)
+    sender.send([(end.receiver.reply_to, [delta("r")])])
+    await asyncio.sleep(0.3)
+    assert end.got == []
+    sender.close()
+    end.receiver.close()
+
+
+async def test_a_gateway_that_is_gone_is_noticed(sender: TokenSender, poller: zmq.Poller) -> None:
+    end = End()
+    reply_to = end.receiver.reply_to
+    sender.open(reply_to)
+    sender.send([(reply_to, [delta("r")])])
+    await until(lambda: end.got)
+    assert sender.lost(0.0) == []
+    end.receiver.close()
+
+    def noticed() -> bool:
+        poller.poll(5)
+        sender.receive()
+        return sender.has_doubtful_link()
+
+    await until(noticed)
+    assert sender.lost(60.0) == []
+    assert sender.lost(0.0) == [reply_to]
+    assert not sender.has_doubtful_link()
+    sender.send([(reply_to, [delta("r")])])  # to nobody: no error
+
+
+def test_one_message_per_gateway() -> None:
+    a, b = ReplyTo("tcp://a", "1"), ReplyTo("tcp://b", "2")
+    homes = {"x": a, "y": b, "z": a, "lost": None}
+    deltas = [delta(name) for name in ("x", "y", "lost", "z", "x")]
+    gathered = {r.endpoint: [d.request_id for d in ds] for r, ds in by_gateway(deltas, lambda d: homes[d.request_id])}
+    assert gathered == {"tcp://a": ["x", "z", "x"], "tcp://b": ["y"]}

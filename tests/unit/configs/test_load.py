@@ -1,0 +1,215 @@
+"""configs/load.py: every flag lands in its place, everything else is refused by name."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from configs.errors import SettingsError
+from configs.load import (
+    build_settings,
+    default_of,
+    merge_config,
+    read_config_file,
+    resolved_yaml,
+    settings_from_serve_args,
+)
+from configs.options import OPTIONS, parse_size
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+
+
+def value_at(settings: Any, path: str) -> Any:
+    for part in path.split("."):
+        settings = getattr(settings, part)
+    return settings
+
+
+GOOD: dict[str, tuple[Any, Any]] = {
+    "served_model_name": (["a", "b"], ("a", "b")),
+    "tokenizer": ("t", "t"),
+    "revision": ("main", "main"),
+    "dtype": ("bfloat16", "bfloat16"),
+    "max_model_len": ("2k", 2000),
+    "load_format": ("dummy", "dummy"),
+    "seed": (7, 7),
+    "chat_template": ("x.jinja", "x.jinja"),
+    "trust_remote_code": (True, True),
+    "hf_overrides": ('{"rope_theta": 5}', {"rope_theta": 5}),
+    "tensor_parallel_size": (2, 2),
+    "pipeline_parallel_size": (3, 3),
+    "data_parallel_size": (4, 4),
+    "gpu_memory_utilization": (0.5, 0.5),
+    "kv_cache_memory_bytes": ("1G", 2**30),
+    "num_gpu_blocks_override": (100, 100),
+    "block_size": (32, 32),
+    "enable_prefix_caching": (False, False),
+    "max_num_seqs": (8, 8),
+    "max_num_batched_tokens": ("4K", 4096),
+    "max_num_queued_reqs": (9, 9),
+    "max_num_queued_tokens": (10, 10),
+    "max_itl_ms": (50, 50.0),
+    "step_log": ("s.jsonl", "s.jsonl"),
+    "device": ("cuda", "cuda"),
+    "cpu_threads": (2, 2),
+    "host": ("0.0.0.0", "0.0.0.0"),
+    "port": (9000, 9000),
+    "api_key": (["k"], ("k",)),
+    "shutdown_timeout": (5, 5.0),
+    "redis_url": ("redis://h:1", "redis://h:1"),
+    "redis_timeout_ms": (20, 20.0),
+}
+
+
+def test_the_table_of_good_values_covers_every_option() -> None:
+    assert set(GOOD) == {option.name for option in OPTIONS}
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda o: o.name)
+@pytest.mark.parametrize("spelled", ["dashes", "underscores"])
+def test_a_value_lands_in_its_place(option: Any, spelled: str) -> None:
+    given, wanted = GOOD[option.name]
+    name = option.name.replace("_", "-") if spelled == "dashes" else option.name
+    settings = build_settings("m", {name: given})
+    assert value_at(settings, option.path) == wanted
+    assert value_at(build_settings("m", {name: None}), option.path) == default_of(option)
+
+
+BAD = [
+    ("tensor_parallel_size", 0),
+    ("tensor_parallel_size", 1.5),
+    ("tensor_parallel_size", "two"),
+    ("tensor_parallel_size", True),
+    ("gpu_memory_utilization", 1.1),
+    ("gpu_memory_utilization", 0),
+    ("block_size", 12),
+    ("block_size", 512),
+    ("port", 0),
+    ("port", 70000),
+    ("dtype", "int8"),
+    ("load_format", "gguf"),
+    ("device", "tpu"),
+    ("max_itl_ms", 0),
+    ("max_model_len", "12q"),
+    ("max_model_len", "1.5"),
+    ("hf_overrides", "{"),
+    ("hf_overrides", "[1]"),
+    ("redis_timeout_ms", -1),
+    ("api_key", [""]),
+    ("served_model_name", [" "]),
+    ("max_num_batched_tokens", 4),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD, ids=lambda v: str(v))
+def test_a_bad_value_is_refused_by_its_flag(name: str, value: Any) -> None:
+    with pytest.raises(SettingsError) as caught:
+        build_settings("m", {name: value})
+    assert caught.value.flag == "--" + name.replace("_", "-")
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_names_are_refused_with_a_suggestion() -> None:
+    with pytest.raises(SettingsError, match="tensor_parallel_size"):
+        build_settings("m", {"tensor_paralel_size": 2})
+
+
+def test_gpu_share_is_refused_on_cpu() -> None:
+    with pytest.raises(SettingsError, match="no meaning on CPU"):
+        build_settings("m", {"device": "cpu", "gpu_memory_utilization": 0.9})
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("1", 1), ("2k", 2000), ("2K", 2048), ("3MiB", 3 * 2**20), ("1.5G", 3 * 2**29), ("4GB", 2**32)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("model: from-file\ntensor-parallel-size: 2\nmax_num_seqs: 9\nautoscaling_config: {max_replicas: 3}\n")
+    settings = merge_config(str(file), None, {"max_num_seqs": 5})
+    assert settings.engine.model.model == "from-file"
+    assert settings.engine.parallel.tensor_parallel_size == 2
+    assert settings.engine.scheduler.max_num_seqs == 5
+    assert settings.autoscaling_config == {"max_replicas": 3}
+    assert merge_config(str(file), "given", {}).engine.model.model == "given"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("tensor_parallel: 2", "tensor_parallel is not a setting"),
+        ("- a", "must hold a mapping"),
+        ("a: [", "is not YAML"),
+        ("model: m\nautoscaling_config: {min: 1}", "min is not a setting"),
+        ("model: m\nautoscaling_config: {min_replicas: 3, max_replicas: 2}", "no range"),
+        ("model: m\nautoscaling_config: {max_replicas: 2}\ndata_parallel_size: 2", "chooses the number of groups"),
+        ("port: 1", "no model"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(SettingsError, match=re.escape(words)):
+        merge_config(str(file), None, {})
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(SettingsError, match=r"nowhere\.yaml"):
+        read_config_file("nowhere.yaml")
+
+
+@pytest.mark.parametrize("preset", sorted(p.stem for p in (CONFIGS / "presets").glob("*.yaml")))
+def test_presets_load_by_name(preset: str) -> None:
+    assert merge_config(preset, "m", {}).engine.model.model == "m"
+
+
+def test_serve_args_in_the_shape_of_ray_serve_llm() -> None:
+    settings = settings_from_serve_args(
+        {
+            "model_loading_config": {"model_id": "name", "model_source": "source"},
+            "engine_kwargs": {"tensor_parallel_size": 2, "max_num_seqs": 3},
+            "deployment_config": {"autoscaling_config": {"min_replicas": 1, "max_replicas": 2}},
+            "gateway_config": {"api_key": "k"},
+        }
+    )
+    assert settings.engine.model.model == "source"
+    assert settings.engine.model.served_model_name == ("name",)
+    assert settings.engine.parallel.tensor_parallel_size == 2
+    assert settings.gateway.api_keys == ("k",)
+    assert settings.autoscaling_config == {"min_replicas": 1, "max_replicas": 2}
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({"lora_config": {}}, "adapters are not supported"),
+        ({"engine_kwarg": {}}, "engine_kwarg is not a setting"),
+        ({"model_loading_config": {"model_id": "m", "mirror": 1}}, "mirror is not a setting"),
+        ({"model_loading_config": {}}, "must name a model"),
+        ({"model_loading_config": {"model_id": "m"}, "engine_kwargs": {"tp": 2}}, "tp is not a setting"),
+        ({"model_loading_config": {"model_id": "m"}, "engine_kwargs": {"port": 2}}, "does not belong"),
+        ({"model_loading_config": {"model_id": "m"}, "deployment_config": {"max_ongoing_requests": 2}}, "not a setting"),
+    ],
+)
+def test_bad_serve_args_are_refused(args: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingsError, match=re.escape(words)):
+        settings_from_serve_args(args)
+
+
+@pytest.mark.parametrize("name", ["demo", "autoscale"])
+def test_shipped_serve_files_hold_good_args(name: str) -> None:
+    loaded = yaml.safe_load((CONFIGS / "serve" / f"{name}.yaml").read_text())
+    (app,) = loaded["applications"]
+    assert app["import_path"] == "cluster.app:build"
+    assert settings_from_serve_args(app["args"]).engine.model.model == "demo"
+
+
+def test_resolved_settings_hide_keys() -> None:
+    text = resolved_yaml(build_settings("m", {"api_key": ["secret-key"]}))
+    assert "secret-key" not in text
+    assert yaml.safe_load(text)["engine"]["model"]["model"] == "m"

@@ -1,0 +1,161 @@
+"""ModelRunner with a decoder whose next token is a hash of what it reads back through the KV blocks.
+
+So a wrong position, slot, block table, copy or computed count changes the text.
+"""
+
+from collections import deque
+
+import pytest
+import torch
+
+from parallel.context import ParallelContext
+from tests.support.executor_driver import ExecutorDriver, Job
+from workers.attention.backend import KVTensors
+from workers.engine.executor import ExecutorReady
+from workers.messages import RowInit, RowSampling, RowWork, StepPlan, StepResult
+from workers.models.forward_batch import ForwardBatch
+from workers.rank.kv_tensors import allocate, copy_blocks
+from workers.rank.model_runner import ModelRunner
+from workers.rank.row_table import RowTable
+
+VOCAB = 97
+CPU = torch.device("cpu")
+GREEDY = RowSampling(temperature=0.0)
+
+
+def next_token(context: list[int]) -> int:
+    value = 7
+    for position, token in enumerate(context):
+        value = (value * 31 + token * (position + 1)) % 1_000_003
+    return value % VOCAB
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class HashDecoder:
+    """Writes each token into its KV slot, reads each row's context back from its blocks."""
+
+    poison: int | None = None
+
+    def forward(self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None) -> torch.Tensor:
+        assert hidden_TH is None
+        kv.keys[0].view(-1)[batch.slot_mapping_T] = batch.input_ids_T.float()
+        rows = {int(end) - 1: row for row, end in enumerate(batch.query_starts[1:])}
+        logits_SV = torch.zeros(len(batch.logits_rows_S), VOCAB)
+        for place, last in enumerate(batch.logits_rows_S.tolist()):
+            row = rows[last]
+            length = batch.seq_lens_list[row]
+            assert int(batch.positions_T[last]) == length - 1
+            context = kv.keys[0][batch.block_table_RN[row].long()].reshape(-1)[:length].long().tolist()
+            logits_SV[place, next_token(context)] = float("nan") if context[0] == self.poison else 9.0
+        return logits_SV
+
+
+class RunnerExecutor:
+    """Executor around one ModelRunner."""
+
+    def __init__(self, block_size: int, num_blocks: int = 64) -> None:
+        self.decoder = HashDecoder()
+        self.kv = allocate(1, num_blocks, block_size, 1, 1, torch.float32, CPU)
+        table = RowTable(2, 200, block_size, VOCAB)
+        self.runner = ModelRunner(self.decoder, ParallelContext.single(), self.kv, table, CPU)
+        self.plans: deque[StepPlan] = deque()
+        self.ready = ExecutorReady(
+            num_blocks=num_blocks,
+            pipeline_parallel_size=1,
+            device="cpu",
+            dtype="float32",
+            threads=1,
+            weight_bytes=0,
+            block_bytes=0,
+            load_s=0.0,
+        )
+
+    def start(self) -> ExecutorReady:
+        return self.ready
+
+    def submit(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+
+    def wait(self, timeout_s: float) -> StepResult | None:
+        return self.runner.execute(self.plans.popleft())
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(("depth", "ahead"), [(1, False), (3, True)])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_generates_what_the_definition_says(block_size: int, depth: int, ahead: bool) -> None:
+    executor = RunnerExecutor(block_size, num_blocks=128)
+    prompts = [[1], list(range(20)), [5] * 7, [9, 8]]
+    driver = ExecutorDriver(executor, executor.ready, block_size)
+    for _ in range(2):  # rows and blocks are used again
+        jobs = [Job(prompt, 6 + i) for i, prompt in enumerate(prompts)]
+        got = driver.generate(jobs, chunk=5, depth=depth, ahead=ahead)
+        assert got == [expected(prompt, 6 + i) for i, prompt in enumerate(prompts)]
+
+
+def test_tokens_given_by_the_plan_replace_own_knowledge() -> None:
+    """A resumed row: known tokens beyond the computed ones, KV of the first from earlier blocks."""
+    executor = RunnerExecutor(4)
+    bind = [RowInit(row=0, token_ids=[3, 1, 4, 1, 5], prompt_len=5, num_computed=0, sampling=GREEDY)]
+    work = [RowWork(row=0, num_tokens=4, samples=False, new_block_ids=[7, 2])]
+    assert executor.runner.execute(StepPlan(step_id=1, work=work, new_rows=bind)).rows == []
+    again = [RowInit(row=1, token_ids=[3, 1, 4, 1, 9, 9], prompt_len=4, num_computed=4, sampling=GREEDY)]
+    work = [RowWork(row=1, num_tokens=2, samples=True, new_block_ids=[7, 5])]
+    result = executor.runner.execute(StepPlan(step_id=2, work=work, new_rows=again, freed_rows=[0]))
+    assert result.rows[0].token_ids == expected([3, 1, 4, 1, 9, 9], 1)
+    assert result.step_id == 2 and result.device_s > 0
+
+
+def test_copy_on_write_happens_before_the_forward() -> None:
+    """Two rows share a prompt's blocks; the second writes into a copy of the half-filled one."""
+    executor = RunnerExecutor(4)
+    prompt = [3, 1, 4, 1, 5, 9]
+    bind = [RowInit(row=0, token_ids=prompt, prompt_len=6, num_computed=0, sampling=GREEDY)]
+    work = [RowWork(row=0, num_tokens=6, samples=True, new_block_ids=[3, 1])]
+    executor.runner.execute(StepPlan(step_id=1, work=work, new_rows=bind))
+    fork = [RowInit(row=1, token_ids=[*prompt, 50], prompt_len=6, num_computed=6, sampling=GREEDY)]
+    work = [
+        RowWork(row=0, num_tokens=1, samples=True),
+        RowWork(row=1, num_tokens=1, samples=True, new_block_ids=[3, 1], replaced_blocks=[(1, 8)]),
+    ]
+    result = executor.runner.execute(StepPlan(step_id=2, work=work, new_rows=fork, block_copies=[(1, 8)]))
+    assert [r.token_ids for r in result.rows] == [expected(prompt, 2)[1:], expected([*prompt, 50], 1)]
+
+
+@pytest.mark.parametrize("case", ["not finite", "foreign token"])
+def test_a_row_at_fault_fails_alone_and_plans_already_made_still_run(case: str) -> None:
+    executor = RunnerExecutor(4)
+    executor.decoder.poison = 77 if case == "not finite" else None
+    bad = [77, 1] if case == "not finite" else [VOCAB, 1]
+    jobs = [Job([1, 2], 4), Job(bad, 4), Job([5], 4)]
+    ExecutorDriver(executor, executor.ready, 4).generate(jobs, depth=3, ahead=True)
+    assert jobs[0].token_ids == expected([1, 2], 4)
+    assert jobs[2].token_ids == expected([5], 4)
+    assert all(r.error is not None and not r.token_ids for r in jobs[1].results)
+    assert (str(VOCAB) if case != "not finite" else "finite") in str(jobs[1].results[0].error)
+
+
+def test_logprobs_ride_with_their_row() -> None:
+    executor = RunnerExecutor(4)
+    jobs = [Job([1], 2), Job([2], 2, RowSampling(temperature=0.0, logprobs=2))]
+    ExecutorDriver(executor, executor.ready, 4).generate(jobs)
+    assert all(r.logprobs is None for r in jobs[0].results)
+    first = jobs[1].results[0].logprobs
+    assert first is not None and first[0].token_id == jobs[1].token_ids[0] and len(first[0].top) == 2
+
+
+def test_block_copies_read_before_they_write() -> None:
+    kv = allocate(2, 4, 2, 1, 3, torch.float32, CPU)
+    assert all((t == 0).all() and t.shape == (4, 2, 1, 3) for t in (*kv.keys, *kv.values))
+    for layer, tensor in enumerate((*kv.keys, *kv.values)):
+        tensor.copy_(torch.arange(4.0)[:, None, None, None] + 10 * layer)
+    copy_blocks(kv, [(0, 1), (1, 2)])
+    for layer, tensor in enumerate((*kv.keys, *kv.values)):
+        assert tensor[:, 0, 0, 0].tolist() == [10 * layer + v for v in (0, 0, 1, 3)]

@@ -1,0 +1,191 @@
+"""RankGroup against ranks played by threads: handshake, order of results, deaths, failures, leaving."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+import zmq
+
+from configs.schema import EngineSettings, ModelSettings, ParallelSettings
+from workers.channel import connect_dealer, new_secret
+from workers.errors import GroupLost, SettingsError
+from workers.messages import (
+    AllocateKV,
+    FromRank,
+    Hello,
+    RankFailed,
+    RankLoaded,
+    RankReady,
+    RankSetup,
+    Shutdown,
+    StepPlan,
+    StepResult,
+    ToRank,
+)
+from workers.rank_group import RankGroup
+
+SETTINGS = EngineSettings(model=ModelSettings(model="m"), parallel=ParallelSettings(tensor_parallel_size=2))
+Answer = Callable[[int, ToRank], FromRank | None]
+
+
+def good_rank(rank: int, message: ToRank) -> FromRank | None:
+    """Rank 0 holds 10 blocks, rank 1 holds 11; rank 0 answers steps."""
+    if isinstance(message, RankSetup):
+        return RankLoaded(
+            rank=rank,
+            num_blocks=10 + rank,
+            weight_bytes=5,
+            block_bytes=3,
+            device="cpu",
+            dtype="float32",
+            threads=1,
+            load_s=1.0 + rank,
+        )
+    if isinstance(message, AllocateKV):
+        return RankReady(rank)
+    if isinstance(message, StepPlan) and rank == 0:
+        return StepResult(step_id=message.step_id, rows=[])
+    return None
+
+
+class FakeRank(threading.Thread):
+    """Says hello, then answers each message by `answer`, until Shutdown."""
+
+    def __init__(self, rank: int, group: RankGroup, secret: str, answer: Answer, host: str) -> None:
+        super().__init__(daemon=True)
+        self.rank, self.answer, self.host = rank, answer, host
+        self.heard: list[ToRank] = []
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = connect_dealer(self.context, secret, group.endpoint, str(rank).encode())
+
+    def run(self) -> None:
+        decoder = msgspec.msgpack.Decoder(ToRank)
+        self.socket.send(msgspec.msgpack.encode(Hello(self.rank, 100 + self.rank, self.host)))
+        while not self.heard or not isinstance(self.heard[-1], Shutdown):
+            if not self.socket.poll(10_000):
+                break
+            self.heard.append(decoder.decode(self.socket.recv()))
+            answer = self.answer(self.rank, self.heard[-1])
+            if answer is not None:
+                self.socket.send(msgspec.msgpack.encode(answer))
+        self.socket.close(linger=500)
+        self.context.term()
+
+
+class Fleet:
+    def __init__(self, answer: Answer = good_rank, hosts: tuple[str, str] = ("h", "h")) -> None:
+        self.lost: str | None = None
+        secret = new_secret()
+        self.group = RankGroup(SETTINGS, secret, lambda: self.lost)
+        self.ranks = [FakeRank(rank, self.group, secret, answer, hosts[rank]) for rank in (1, 0)]
+        for rank in self.ranks:
+            rank.start()
+
+    def setup_of(self, rank: int) -> RankSetup:
+        message = next(r for r in self.ranks if r.rank == rank).heard[0]
+        assert isinstance(message, RankSetup)
+        return message
+
+
+@contextmanager
+def fleet(answer: Answer = good_rank, hosts: tuple[str, str] = ("h", "h")) -> Iterator[Fleet]:
+    made = Fleet(answer, hosts)
+    try:
+        yield made
+    finally:
+        made.group.shut_down()
+        for rank in made.ranks:
+            rank.join(5)
+        made.group.close()
+        made.group.close()
+
+
+def test_start_takes_the_least_blocks_and_adds_bytes() -> None:
+    with fleet() as f:
+        ready = f.group.start()
+        assert (ready.num_blocks, ready.weight_bytes, ready.block_bytes, ready.load_s) == (10, 10, 6, 2.0)
+        assert ready.rank_pids == (100, 101)
+        setup = f.setup_of(0)
+        assert (setup.world_size, setup.ranks_on_node, setup.master_address) == (2, 2, "127.0.0.1")
+        assert msgspec.msgpack.decode(setup.settings, type=EngineSettings) == SETTINGS
+        assert all(AllocateKV(10) in rank.heard for rank in f.ranks)
+    assert all(isinstance(rank.heard[-1], Shutdown) for rank in f.ranks)
+
+
+def test_ranks_on_two_machines_meet_at_rank_0() -> None:
+    with fleet(hosts=("10.0.0.1", "10.0.0.2")) as f:
+        f.group.start()
+        assert (f.setup_of(1).master_address, f.setup_of(1).ranks_on_node) == ("10.0.0.1", 1)
+
+
+def test_plans_reach_every_rank_and_results_come_in_order() -> None:
+    with fleet() as f:
+        f.group.start()
+        assert f.group.wait(0.0) is None
+        plans = [StepPlan(step_id=i, work=[]) for i in (1, 2, 3)]
+        for plan in plans:
+            f.group.submit(plan)
+        results = [f.group.wait(5.0) for _ in plans]
+        assert [r.step_id for r in results if r is not None] == [1, 2, 3]
+        assert f.group.wait(0.01) is None
+    assert all(rank.heard[2:5] == plans for rank in f.ranks)
+
+
+def test_a_dead_rank_ends_a_blocked_wait_within_a_tenth_of_a_second() -> None:
+    with fleet(lambda rank, m: None if isinstance(m, StepPlan) else good_rank(rank, m)) as f:
+        f.group.start()
+        f.group.submit(StepPlan(step_id=1, work=[]))
+        died_s: list[float] = []
+
+        def die() -> None:
+            died_s.append(time.monotonic())
+            f.lost = "rank 1 (pid 101) was killed by signal 9"
+
+        threading.Timer(0.2, die).start()
+        with pytest.raises(GroupLost, match="signal 9"):
+            f.group.wait(30.0)
+        assert time.monotonic() - died_s[0] < 0.1 + 0.2  # reaction, and the time given to last words
+        with pytest.raises(GroupLost, match="signal 9"):
+            f.group.submit(StepPlan(step_id=2, work=[]))
+
+
+def test_a_failed_rank_says_why() -> None:
+    def fails(rank: int, message: ToRank) -> FromRank | None:
+        if isinstance(message, StepPlan) and rank == 1:
+            return RankFailed(rank=1, message="RuntimeError: boom")
+        return good_rank(rank, message) if not isinstance(message, StepPlan) else None
+
+    with fleet(fails) as f:
+        f.group.start()
+        f.group.submit(StepPlan(step_id=1, work=[]))
+        with pytest.raises(GroupLost, match="rank 1: RuntimeError: boom"):
+            f.group.wait(5.0)
+
+
+def test_a_setting_refused_by_a_rank_is_a_settings_error() -> None:
+    def refuses(rank: int, message: ToRank) -> FromRank | None:
+        return RankFailed(rank=rank, message="too little", flag="--max-model-len")
+
+    with fleet(refuses) as f, pytest.raises(SettingsError, match="too little") as refused:
+        f.group.start()
+    assert refused.value.flag == "--max-model-len"
+
+
+def test_a_rank_that_dies_while_loading_ends_the_start() -> None:
+    with fleet(lambda rank, m: None) as f:
+        threading.Timer(0.2, lambda: setattr(f, "lost", "rank 0 exited with status 1")).start()
+        with pytest.raises(GroupLost, match="status 1"):
+            f.group.start()
+
+
+def test_who_does_not_know_the_secret_is_not_heard() -> None:
+    group = RankGroup(SETTINGS, new_secret(), lambda: None)
+    stranger = FakeRank(0, group, new_secret(), good_rank, "h")
+    stranger.socket.send(msgspec.msgpack.encode(Hello(0, 1, "h")))
+    assert group._receive(0.3) is None
+    stranger.socket.close(linger=0)
+    stranger.context.term()
+    group.close()

@@ -1,0 +1,72 @@
+"""Paged attention written as its definition, slow and exact: the oracle that the other backends are tested against.
+
+out[t] = softmax(scale * q[t] . k[j] for j in the row's context, j <= position of t, within the window) @ v, in float32
+(float64 for float64 inputs). Works on any device. Shapes as in backend.py.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from workers.attention.backend import AttentionStep, write_kv
+from workers.models.forward_batch import ForwardBatch
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceAttention:
+    """The oracle backend."""
+
+    name: str = "reference"
+
+    def prepare(self, batch: ForwardBatch) -> AttentionStep:
+        return _ReferenceStep(batch)
+
+
+@dataclass(frozen=True, slots=True)
+class _ReferenceStep:
+    batch: ForwardBatch
+
+    def forward(
+        self,
+        q_TND: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        batch = self.batch
+        write_kv(k_TKD, v_TKD, keys, values, batch.slot_mapping_T)
+        out_TND = torch.empty_like(q_TND)
+        start = 0
+        for row, (num_queries, seq_len) in enumerate(zip(batch.query_lens_list, batch.seq_lens_list, strict=True)):
+            stop = start + num_queries
+            k_JKD, v_JKD = (row_context(cache, batch, row) for cache in (keys, values))
+            position_T = torch.arange(seq_len - num_queries, seq_len, device=q_TND.device)
+            position_J = torch.arange(seq_len, device=q_TND.device)
+            seen_TJ = position_J <= position_T[:, None]
+            if window is not None:
+                seen_TJ &= position_J > position_T[:, None] - window
+            out_TND[start:stop] = attend(q_TND[start:stop], k_JKD, v_JKD, seen_TJ, scale)
+            start = stop
+        return out_TND
+
+
+def row_context(cache: torch.Tensor, batch: ForwardBatch, row: int) -> torch.Tensor:
+    """[J, K, D]: one row's keys or values, in order of position."""
+    seq_len = batch.seq_lens_list[row]
+    blocks = batch.block_table_RN[row, : -(-seq_len // batch.block_size)].long()
+    return cache[blocks].flatten(0, 1)[:seq_len]
+
+
+def attend(
+    q_TND: torch.Tensor, k_JKD: torch.Tensor, v_JKD: torch.Tensor, seen_TJ: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Softmax attention of T queries over J positions; consecutive query heads share a KV head."""
+    wide = torch.promote_types(q_TND.dtype, torch.float32)
+    group = q_TND.shape[1] // k_JKD.shape[1]
+    k_JND, v_JND = (x.to(wide).repeat_interleave(group, dim=1) for x in (k_JKD, v_JKD))
+    scores_NTJ = torch.einsum("tnd,jnd->ntj", q_TND.to(wide), k_JND) * scale
+    weights_NTJ = scores_NTJ.masked_fill(~seen_TJ, float("-inf")).softmax(dim=-1)
+    return torch.einsum("ntj,jnd->tnd", weights_NTJ, v_JND).to(q_TND.dtype)

@@ -1,0 +1,66 @@
+"""One layer's attention block: merged QKV, optional QK norm, rotation, paged attention, output projection.
+
+T tokens, H hidden size, N query heads, K KV heads, S = N + K, D head dim; heads are this rank's.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from parallel.context import ParallelContext
+from parallel.linear import ColumnParallelLinear, RowParallelLinear, Section
+from parallel.shard import WeightSlot, even_range, kv_head_range
+from workers.attention.backend import AttentionStep
+from workers.models.norms import QKNorm
+from workers.models.positions import Angles, rotate
+from workers.models.spec import ArchSpec
+from workers.models.weight_names import WeightNames
+
+
+class AttentionLayer:
+    """Attention of layer `layer` on this rank."""
+
+    def __init__(self, spec: ArchSpec, names: WeightNames, layer: int, context: ParallelContext) -> None:
+        def full(stem: str) -> str:
+            return names.of_layer(layer, stem)
+
+        dim = spec.head_dim
+        q_start, num_heads = even_range(spec.num_heads, context.tp_rank, context.tp_size)
+        kv_start, num_kv_heads = kv_head_range(spec.num_kv_heads, context.tp_rank, context.tp_size)
+        sections = [Section(full(names.q), spec.num_heads * dim, q_start * dim, num_heads * dim)] + [
+            Section(full(stem), spec.num_kv_heads * dim, kv_start * dim, num_kv_heads * dim)
+            for stem in (names.k, names.v)
+        ]
+        self._heads = (num_heads, num_kv_heads)
+        self._head_dim = dim
+        self._scale = dim**-0.5
+        self._window = spec.windows[layer]
+        self._rotates = spec.rotary_layers[layer]
+        self._qkv = ColumnParallelLinear(spec.hidden_size, sections, spec.qkv_bias)
+        self._norm = (
+            QKNorm(full(names.q_norm), full(names.k_norm), num_heads, num_kv_heads, dim, spec.norm_eps)
+            if spec.qk_norm
+            else None
+        )
+        self._o = RowParallelLinear(full(names.o), spec.num_heads * dim, spec.hidden_size, spec.o_bias, context)
+
+    def __call__(
+        self, x_TH: torch.Tensor, angles: Angles, step: AttentionStep, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """[T, H], before the residual. `keys`, `values`: this layer's cache, which gains the step's tokens."""
+        num_heads, num_kv_heads = self._heads
+        qkv_TAD = self._qkv(x_TH).unflatten(-1, (-1, self._head_dim))
+        qk_TSD, v_TKD = qkv_TAD.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
+        if self._norm is not None:
+            qk_TSD = self._norm(qk_TSD)
+        if self._rotates:
+            qk_TSD = rotate(qk_TSD, angles)
+        q_TND, k_TKD = qk_TSD.split((num_heads, num_kv_heads), dim=1)
+        out_TND = step.forward(q_TND, k_TKD, v_TKD, keys, values, self._scale, self._window)
+        return self._o(out_TND.flatten(1))
+
+    def slots(self) -> Iterator[WeightSlot]:
+        yield from self._qkv.slots()
+        if self._norm is not None:
+            yield from self._norm.slots()
+        yield from self._o.slots()

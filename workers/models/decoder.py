@@ -1,0 +1,159 @@
+"""The decoder: one class for every registered family, cut over tp and pp from the start.
+
+Built on each rank by `build_decoder`, run by the model runner under torch.inference_mode. It knows tensors only: no
+request, no scheduler, no sampling. T tokens of a step, S rows that sample, H hidden size, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from parallel.checkpoint import DummySource, LoadFormat, SafetensorsSource, Source, load
+from parallel.context import ParallelContext
+from parallel.embedding import VocabParallelEmbedding, VocabParallelHead
+from parallel.mesh import layer_range
+from parallel.shard import WeightSlot
+from workers.attention.backend import AttentionBackend, AttentionStep, KVTensors
+from workers.models.attention_layer import AttentionLayer
+from workers.models.forward_batch import ForwardBatch
+from workers.models.mlp import GatedMLP
+from workers.models.norms import RMSNorm
+from workers.models.positions import Angles, RotaryPositions
+from workers.models.registry import family_of
+from workers.models.spec import ArchSpec
+from workers.models.weight_names import WeightNames, all_tensor_names
+
+
+class DecoderLayer:
+    """Pre-norm attention and MLP, each added to the residual stream."""
+
+    def __init__(self, spec: ArchSpec, names: WeightNames, layer: int, context: ParallelContext) -> None:
+        self._attention_norm = RMSNorm(names.of_layer(layer, names.attention_norm), spec.hidden_size, spec.norm_eps)
+        self._attention = AttentionLayer(spec, names, layer, context)
+        self._mlp_norm = RMSNorm(names.of_layer(layer, names.mlp_norm), spec.hidden_size, spec.norm_eps)
+        self._mlp = GatedMLP(spec, names, layer, context)
+
+    def __call__(
+        self,
+        branch_TH: torch.Tensor | None,
+        residual_TH: torch.Tensor,
+        angles: Angles,
+        step: AttentionStep,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
+        """Adds the previous layer's MLP output (`branch`, None at a stage's start) and its own attention to the
+        residual, in place; returns its own MLP output for the next layer to add, fused with that layer's norm."""
+        norm = self._attention_norm
+        x_TH = norm(residual_TH) if branch_TH is None else norm.add(branch_TH, residual_TH)
+        x_TH = self._attention(x_TH, angles, step, keys, values)
+        return self._mlp(self._mlp_norm.add(x_TH, residual_TH))
+
+    def slots(self) -> Iterator[WeightSlot]:
+        yield from self._attention_norm.slots()
+        yield from self._attention.slots()
+        yield from self._mlp_norm.slots()
+        yield from self._mlp.slots()
+
+
+class Decoder:
+    """This rank's shard: the embedding on the first stage, its layers, the final norm and the head on the last."""
+
+    def __init__(
+        self, spec: ArchSpec, context: ParallelContext, attention: AttentionBackend, device: torch.device
+    ) -> None:
+        spec.check_parallel(context.tp_size, context.pp_size)
+        names = family_of(spec.architecture).names
+        size = (spec.vocab_size, spec.hidden_size)
+        self.layer_ids = layer_range(spec.num_layers, context.pp_rank, context.pp_size)
+        self.num_local_kv_heads = spec.local_kv_heads(context.tp_size)
+        self.head_dim = spec.head_dim
+        self.weight_bytes = 0
+        self._attention = attention
+        self._positions = RotaryPositions(spec.rope, spec.head_dim, device)
+        self._layers = [DecoderLayer(spec, names, layer, context) for layer in self.layer_ids]
+        self._embedding: VocabParallelEmbedding | None = None
+        self._final_norm: RMSNorm | None = None
+        self._head: VocabParallelHead | None = None
+        if context.is_first_stage:
+            self._embedding = VocabParallelEmbedding(names.embedding, *size, context)
+        if context.is_last_stage:
+            head_name = names.embedding if spec.tie_word_embeddings else names.head
+            self._final_norm = RMSNorm(names.final_norm, spec.hidden_size, spec.norm_eps)
+            self._head = VocabParallelHead(head_name, *size, context)
+        self._ties_here = spec.tie_word_embeddings and self._embedding is not None and self._head is not None
+
+    @property
+    def num_local_layers(self) -> int:
+        return len(self._layers)
+
+    def forward(self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None) -> torch.Tensor:
+        """One step. `hidden_TH`: the previous stage's output, None on the first; it may be overwritten.
+
+        Returns the residual stream [T, H] in the weights' dtype for the next stage, or on the last stage logits [S, V]
+        in float32, whole on every tp rank, for the batch's `logits_rows_S`.
+        """
+        residual_TH = self._embedding(batch.input_ids_T) if self._embedding is not None else hidden_TH
+        assert residual_TH is not None, "a later stage needs the hidden states of the one before"
+        angles = self._positions.angles(batch.positions_T, residual_TH.dtype)
+        step = self._attention.prepare(batch)
+        branch_TH: torch.Tensor | None = None
+        for layer, keys, values in zip(self._layers, kv.keys, kv.values, strict=True):
+            branch_TH = layer(branch_TH, residual_TH, angles, step, keys, values)
+        assert branch_TH is not None, "a stage without layers"
+        if self._head is None or self._final_norm is None:
+            return residual_TH.add_(branch_TH)
+        rows_S = batch.logits_rows_S
+        return self._head(self._final_norm.add(branch_TH[rows_S], residual_TH[rows_S]))
+
+    def slots(self) -> Iterator[WeightSlot]:
+        """Every parameter of this rank. A tied table that serves both ends here is read once and shared."""
+        if self._embedding is not None:
+            for slot in self._embedding.slots():
+                yield WeightSlot(slot.shard, self._accept_tied) if self._ties_here else slot
+        for layer in self._layers:
+            yield from layer.slots()
+        if self._final_norm is not None and self._head is not None:
+            yield from self._final_norm.slots()
+            if not self._ties_here:
+                yield from self._head.slots()
+
+    def load(self, source: Source, *, dtype: torch.dtype, device: torch.device, progress: bool) -> None:
+        """Fills every parameter and counts `weight_bytes`."""
+        self.weight_bytes = load(list(self.slots()), source, dtype=dtype, device=device, progress=progress)
+        if self._ties_here and self._head is not None:
+            self.weight_bytes += self._head.copied_bytes
+
+    def _accept_tied(self, table_VH: torch.Tensor) -> None:
+        assert self._embedding is not None and self._head is not None
+        self._embedding.accept(table_VH)
+        self._head.accept(table_VH)
+
+
+def build_decoder(
+    spec: ArchSpec,
+    context: ParallelContext,
+    *,
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: AttentionBackend,
+    load_format: LoadFormat = "safetensors",
+    seed: int = 0,
+    progress: bool = False,
+) -> Decoder:
+    """This rank's decoder with its weights, from `folder` or random (load_format dummy).
+
+    Raises SettingsError for a model that cannot be cut so, and for a checkpoint that does not match its config.json.
+    """
+    decoder = Decoder(spec, context, attention, device)
+    source: Source
+    if load_format == "dummy":
+        source = DummySource(seed, dtype)
+    else:
+        names = family_of(spec.architecture).names
+        ignored = names.ignored_suffixes + ((f"{names.head}.weight",) if spec.tie_word_embeddings else ())
+        source = SafetensorsSource(folder, all_tensor_names(spec, names), ignored)
+    decoder.load(source, dtype=dtype, device=device, progress=progress and context.rank == 0)
+    return decoder
