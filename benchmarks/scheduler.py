@@ -4,8 +4,9 @@
     python benchmarks/scheduler.py --rows 1024 --profile
 
 Steady decoding: every row is a stream that gets one token a step (prompt 128, blocks of 16 tokens), no model, no
-transport (--wire adds the msgpack encoding of plans and deltas and decoding of results). Peers' whole servers reach 25k tokens/s on the smallest models; goals: 100k (stretch 500k) tokens/s at
-1024 rows and 150 us a step at 16. The best of `--repeats` runs counts, for other processes share the machine.
+transport; --wire adds msgpack: encoding of plans and deltas, decoding of results. Whole servers of peers reach 25k
+tokens/s on the smallest models; goals: 100k (stretch 500k) tokens/s at 1024 rows and 150 us a step at 16. The best of
+--repeats runs counts, for other processes share the machine.
 """
 
 import argparse

@@ -87,7 +87,7 @@ def load_rank(
     max_model_len = _max_model_len(settings, spec)
     dtype = choose_dtype(settings, spec, device)
     decoder = _build(settings, spec, context, device, dtype)
-    weight_bytes = sum(p.numel() * p.itemsize for p in decoder.parameters())
+    weight_bytes = decoder.weight_bytes
     size = settings.cache.block_size
     needs = KVNeeds(
         block_bytes=block_bytes(decoder.num_local_layers, size, decoder.num_local_kv_heads, decoder.head_dim, dtype),
