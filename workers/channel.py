@@ -46,7 +46,7 @@ def bind_router(context: zmq.Context[Any], secret: str, host: str = "127.0.0.1")
 
 def connect_dealer(context: zmq.Context[Any], secret: str, endpoint: str, identity: bytes) -> zmq.Socket[Any]:
     """A DEALER that connects (and reconnects) to a router of the same secret, known there as `identity`."""
-    socket = context.socket(zmq.DEALER)
+    socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
     _common(socket)
     server_public, _ = _key_pair(secret, "server")
     public, private = _key_pair(secret, "client")

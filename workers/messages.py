@@ -1,7 +1,7 @@
 """Everything that crosses a process line: gateway <-> coordinator and coordinator <-> ranks.
 
 Frozen msgspec structs encoded as msgpack arrays (field order is the wire format: append only). Torch-free. Every
-result names what it answers. Token ids are plain ints; positions count a sequence's tokens from 0, output positions
+result names what it answers. gc=False where there are many: they hold no cycles. Token ids are plain ints; positions count a sequence's tokens from 0, output positions
 count generated tokens from 0.
 """
 
@@ -61,7 +61,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
     reply_to: ReplyTo | None = None
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Log probabilities of one position: the chosen token's (natural log), and the best `top` as (token id, logprob)."""
 
     token_id: int
@@ -69,7 +69,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]] = []
 
 
-class Usage(msgspec.Struct, frozen=True, array_like=True):
+class Usage(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Billed counts of one request: prompt once, all choices' output, prompt tokens found in the cache."""
 
     prompt_tokens: int
@@ -77,7 +77,7 @@ class Usage(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int = 0
 
 
-class TokenDelta(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class TokenDelta(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=True):
     """New tokens of one choice. `first_position` is the output position of token_ids[0]; the last delta has a reason.
 
     `stop_reason` is the stop token id that ended it, None for EOS. `usage` comes with the request's last delta.
@@ -162,7 +162,7 @@ class RowInit(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     adapter_slot: int | None = None
 
 
-class RowWork(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class RowWork(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=True):
     """One row's share of a step: compute the next num_tokens tokens.
 
     The rank knows the row's computed count and derives positions. `samples`: the work reaches the last known token, so
@@ -192,7 +192,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="
     block_copies: list[tuple[int, int]] = []
 
 
-class RowResult(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class RowResult(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=True):
     """Answer to one RowWork with samples=True: accepted tokens (one, more with speculation), or why there is none."""
 
     row: int
@@ -201,7 +201,7 @@ class RowResult(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     error: str | None = None
 
 
-class StepResult(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="result"):
+class StepResult(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=True, tag="result"):
     """Answer to a StepPlan: one RowResult per sampling RowWork, in the plan's order. Times in seconds, on the last stage."""
 
     step_id: int

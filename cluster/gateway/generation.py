@@ -82,7 +82,7 @@ class GenerationResponse(Response):
             self._run.close()
 
     async def _watch(self, delivery: Coroutine[Any, Any, None], receive: Receive, writer: EventWriter) -> None:
-        """Runs the delivery until it ends, the client leaves, or it no longer reads. Raises what the delivery raises."""
+        """Runs the delivery until it ends, or the client leaves or stops reading. Raises what the delivery raises."""
         tasks, times = self._state.tasks, self._state.times
         work = tasks.start(delivery, "delivery")
         gone = tasks.start(_disconnected(receive), "disconnect")
@@ -93,7 +93,10 @@ class GenerationResponse(Response):
                 if writer.stuck_for_s() > times.stuck_send_s:
                     break
                 if not work.done() and not gone.done():
-                    await writer.keep_alive(times.keep_alive_s)
+                    async with asyncio.timeout(times.stuck_send_s):
+                        await writer.keep_alive(times.keep_alive_s)
+        except TimeoutError:
+            pass
         finally:
             gone.cancel()
             work.cancel()

@@ -1,0 +1,42 @@
+"""The gateway of a service: its state from the service's settings, and the app over it.
+
+Called by the gateway deployment and by `tandem run-batch`. Reads the model folder's tokenizer, template and config;
+loads no weights and no torch.
+"""
+
+from pathlib import Path
+
+from cluster.gateway.backend import Backend
+from cluster.gateway.routes import build_gateway_app
+from cluster.gateway.state import GatewayState, Ledger, make_state
+from configs.schema import ServiceSettings
+from workers.build import eos_token_ids, resolve_max_model_len
+from workers.models.registry import load_spec
+from workers.text.chat_template import find_chat_template
+from workers.text.tokenizer import load_tokenizer
+
+__all__ = ["GatewayState", "build_gateway_app", "build_gateway_state"]
+
+
+def build_gateway_state(settings: ServiceSettings, backend: Backend, ledger: Ledger | None = None) -> GatewayState:
+    """The state of one gateway. SettingsError when the model folder lacks what a gateway needs.
+
+    `settings.engine.model.model` is a folder here (the launcher resolved it).
+    """
+    model = settings.engine.model
+    folder = Path(model.model)
+    text_folder = Path(model.tokenizer) if model.tokenizer is not None else folder
+    tokenizer = load_tokenizer(text_folder)
+    spec = load_spec(folder, model.hf_overrides or None)
+    return make_state(
+        settings=settings.gateway,
+        model_names=model.served_model_name or (folder.name,),
+        tokenizer=tokenizer,
+        chat_template=find_chat_template(text_folder, model.chat_template, tokenizer),
+        max_model_len=resolve_max_model_len(settings.engine, spec),
+        vocab_size=spec.vocab_size,
+        backend=backend,
+        engine_eos_token_ids=frozenset(eos_token_ids(folder, spec)),
+        ledger=ledger,
+        fingerprint=f"tandem-{model.revision or folder.name}"[:64],
+    )

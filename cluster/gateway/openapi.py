@@ -1,0 +1,68 @@
+"""The OpenAPI document, built once from the same structs that parse the bodies and from the route table."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from cluster.gateway.auth import AuthLevel
+from cluster.gateway.http_errors import ErrorBody
+from cluster.gateway.openai_schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+
+BODIES: dict[str, type[msgspec.Struct]] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}
+REFUSALS = {
+    "400": "Bad JSON, schema, range, unsupported field, or context too long",
+    "401": "Missing or unknown API key",
+    "404": "Unknown model",
+    "408": "The body did not arrive in time",
+    "413": "Body too large",
+    "415": "Content type or encoding not supported",
+    "429": "Over a limit, or the queue is full",
+    "500": "Our fault",
+    "503": "No group is ready",
+}
+
+
+def openapi_document(routes: Iterable[tuple[str, str, AuthLevel, str]]) -> dict[str, Any]:
+    """The document for (path, method, level, summary) of every route."""
+    _, components = msgspec.json.schema_components(
+        [*BODIES.values(), ErrorBody], ref_template="#/components/schemas/{name}"
+    )
+    paths: dict[str, dict[str, Any]] = {}
+    for path, method, level, summary in routes:
+        shown = path.replace("{model:path}", "{model}")
+        paths.setdefault(shown, {})[method.lower()] = _operation(path, method, level, summary)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Tandem", "version": "1"},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation(path: str, method: str, level: AuthLevel, summary: str) -> dict[str, Any]:
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}
+    operation: dict[str, Any] = {
+        "summary": summary,
+        "responses": {
+            "200": {"description": "OK"},
+            **{status: {"description": text, "content": error} for status, text in REFUSALS.items()},
+        },
+    }
+    if level is not AuthLevel.OPEN:
+        operation["security"] = [{"key": []}]
+    if "{model" in path:
+        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    body = BODIES.get(path) if method == "POST" else None
+    if body is not None:
+        schema = {"$ref": f"#/components/schemas/{body.__name__}"}
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return operation

@@ -1,0 +1,71 @@
+"""GET routes: models, liveness, readiness, version, load, metrics. Cheap, and none of them changes anything."""
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from prometheus_client import generate_latest
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cluster.gateway.auth import Principal
+from cluster.gateway.handlers import json_response, served_model
+from cluster.gateway.state import GatewayState
+from workers.errors import RequestRefused
+
+PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
+
+
+async def models(state: GatewayState, _: Request, __: Principal) -> Response:
+    """All names that `model` may take."""
+    return json_response({"object": "list", "data": [model_object(state, name) for name in state.model_names]})
+
+
+async def model(state: GatewayState, request: Request, _: Principal) -> Response:
+    """One model; 404 in the words of an unknown one."""
+    return json_response(model_object(state, served_model(state, request.path_params["model"])))
+
+
+async def live(_: GatewayState, __: Request, ___: Principal) -> Response:
+    """This process answers."""
+    return json_response({"status": "ok"})
+
+
+async def ready(state: GatewayState, _: Request, __: Principal) -> Response:
+    """200 while a group takes requests and makes progress, else 503."""
+    if not state.backend.ready():
+        raise RequestRefused("No worker group is ready.", code="service_unavailable", status=503)
+    return json_response({"status": "ok"})
+
+
+async def show_version(_: GatewayState, __: Request, ___: Principal) -> Response:
+    """The installed version."""
+    try:
+        return json_response({"version": version("tandem-serve")})
+    except PackageNotFoundError:
+        return json_response({"version": "unknown"})
+
+
+async def load(state: GatewayState, _: Request, __: Principal) -> Response:
+    """Requests running and waiting, as the backend counts them."""
+    return json_response(dict(state.backend.load()))
+
+
+async def metrics(state: GatewayState, _: Request, __: Principal) -> Response:
+    """The engines' metrics, then this gateway's."""
+    text = await state.backend.metrics()
+    if text and not text.endswith("\n"):
+        text += "\n"
+    return Response(text.encode() + generate_latest(state.registry), headers={"content-type": PROMETHEUS_TEXT})
+
+
+def model_object(state: GatewayState, name: str) -> dict[str, Any]:
+    """OpenAI's model object with vLLM's additions."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.created_s,
+        "owned_by": "tandem",
+        "root": state.model_names[0],
+        "parent": None,
+        "max_model_len": state.max_model_len,
+    }

@@ -1,0 +1,49 @@
+"""Tiny checkpoints, made once per test run, and decoders over them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel.context import ParallelContext
+from tests.support.tiny_models import BY_NAME, save_tiny_model
+from workers.attention.backend import AttentionBackend
+from workers.attention.select import select_attention
+from workers.models.decoder import Decoder, build_decoder
+from workers.models.registry import load_spec
+
+CPU = torch.device("cpu")
+MakeDecoder = Callable[..., Decoder]
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Name of a tiny model to its folder."""
+    root = tmp_path_factory.mktemp("tiny-models")
+    made: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in made:
+            made[name] = save_tiny_model(BY_NAME[name], root)
+        return made[name]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def make_decoder() -> MakeDecoder:
+    """A single-rank decoder of a folder."""
+
+    def make(folder: Path, dtype: torch.dtype = torch.float32, attention: AttentionBackend | None = None) -> Decoder:
+        spec = load_spec(folder)
+        return build_decoder(
+            spec,
+            ParallelContext.single(),
+            folder=folder,
+            dtype=dtype,
+            device=CPU,
+            attention=attention or select_attention(CPU, dtype, spec.head_dim),
+        )
+
+    return make

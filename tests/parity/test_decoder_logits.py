@@ -1,0 +1,97 @@
+"""The decoder against transformers: every registered family, every rope scaling, biases, tying, windows, head layouts.
+
+float32: logits within 2e-5 of the largest one, 40 greedy tokens identical. bf16 and fp16: no further from float32 truth
+than twice transformers' own error in that dtype.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.paged_rows import PagedRows, prompt_ids
+from tests.support.tiny_models import TINY_MODELS, load_peer
+from workers.attention.reference import ReferenceAttention
+from workers.models.decoder import Decoder
+from workers.models.registry import load_spec, supported_architectures
+
+NAMES = [tiny.name for tiny in TINY_MODELS]
+STORIES = Path(__file__).resolve().parents[3] / "shared" / "data" / "models" / "stories260K"
+PROMPT_LEN, OUTPUT_LEN = 45, 40
+TinyFolder = Callable[[str], Path]
+MakeDecoder = Callable[..., Decoder]
+
+
+def peer_logits(folder: Path, ids: list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    with torch.inference_mode():
+        return load_peer(folder, dtype)(torch.tensor([ids])).logits[0].float()
+
+
+def peer_greedy(folder: Path, ids: list[int], count: int) -> list[int]:
+    """transformers' generate with its cache; EOS does not stop it."""
+    model = load_peer(folder)
+    model.generation_config.eos_token_id = None
+    inputs = torch.tensor([ids])
+    out = model.generate(
+        inputs,
+        attention_mask=torch.ones_like(inputs),
+        max_new_tokens=count,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    return out[0, len(ids) :].tolist()
+
+
+def check_folder(folder: Path, make_decoder: MakeDecoder) -> None:
+    """Logits of a whole prompt, and a greedy continuation, in float32."""
+    ids = prompt_ids(PROMPT_LEN, load_spec(folder).vocab_size)
+    decoder = make_decoder(folder)
+    ours = PagedRows(decoder, 1, PROMPT_LEN).step([(0, ids)], all_logits=True)
+    theirs = peer_logits(folder, ids)
+    assert ours.shape == theirs.shape and ours.dtype is torch.float32
+    assert (ours - theirs).abs().max() <= 2e-5 * theirs.abs().max()
+    rows = PagedRows(decoder, 1, PROMPT_LEN + OUTPUT_LEN)
+    assert rows.greedy(0, ids, OUTPUT_LEN) == peer_greedy(folder, ids, OUTPUT_LEN)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_float32_equals_transformers(name: str, tiny_folder: TinyFolder, make_decoder: MakeDecoder) -> None:
+    check_folder(tiny_folder(name), make_decoder)
+
+
+@pytest.mark.skipif(not STORIES.is_dir(), reason="the stories260K checkpoint is not beside the repository")
+def test_a_trained_checkpoint_equals_transformers(make_decoder: MakeDecoder) -> None:
+    check_folder(STORIES, make_decoder)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["llama-mqa-biased", "mistral-window", "qwen2", "qwen3", "smollm3"])
+def test_half_precision_is_as_near_as_transformers(
+    name: str, dtype: torch.dtype, tiny_folder: TinyFolder, make_decoder: MakeDecoder
+) -> None:
+    folder = tiny_folder(name)
+    ids = prompt_ids(PROMPT_LEN, load_spec(folder).vocab_size)
+    truth = peer_logits(folder, ids)
+    ours = PagedRows(make_decoder(folder, dtype), 1, PROMPT_LEN, dtype).step([(0, ids)], all_logits=True)
+    theirs = peer_logits(folder, ids, dtype)
+    assert (ours - truth).square().mean().sqrt() <= 2 * (theirs - truth).square().mean().sqrt()
+
+
+def test_every_registered_family_is_here() -> None:
+    made = {"llama", "mistral", "qwen2", "qwen3", "smollm3"}
+    assert {tiny.model_type for tiny in TINY_MODELS} == made
+    assert {name.removesuffix("ForCausalLM").lower() for name in supported_architectures()} == made
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "qwen3"])
+def test_reference_attention_gives_the_same_logits(
+    name: str, tiny_folder: TinyFolder, make_decoder: MakeDecoder
+) -> None:
+    folder = tiny_folder(name)
+    ids = prompt_ids(PROMPT_LEN, 200)
+    fast, exact = (
+        PagedRows(make_decoder(folder, attention=attention), 1, PROMPT_LEN).step([(0, ids)], all_logits=True)
+        for attention in (None, ReferenceAttention())
+    )
+    torch.testing.assert_close(fast, exact, rtol=0, atol=1e-4)

@@ -1,0 +1,66 @@
+"""How tokens are cut into steps, rows and blocks never changes what is computed (float32)."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.paged_rows import PagedRows, prompt_ids
+from workers.models.decoder import Decoder
+
+TinyFolder = Callable[[str], Path]
+MakeDecoder = Callable[..., Decoder]
+NAMES = ["llama-gqa", "llama-rope-dynamic", "mistral-window", "qwen2-window", "qwen3", "smollm3"]
+LENGTH = 61
+CLOSE = {"rtol": 0.0, "atol": 2e-4}
+
+
+@pytest.fixture(params=NAMES)
+def decoder(request: pytest.FixtureRequest, tiny_folder: TinyFolder, make_decoder: MakeDecoder) -> Decoder:
+    return make_decoder(tiny_folder(request.param))
+
+
+@pytest.mark.parametrize("chunks", [(7, 1, 16, 37), (1,) * LENGTH, (60, 1), (3, 58)], ids=str)
+def test_chunked_prompt_equals_whole_prompt(decoder: Decoder, chunks: tuple[int, ...]) -> None:
+    ids = prompt_ids(LENGTH, 200)
+    whole = PagedRows(decoder, 1, LENGTH).step([(0, ids)], all_logits=True)
+    rows, start, parts = PagedRows(decoder, 1, LENGTH), 0, []
+    for size in chunks:
+        parts.append(rows.step([(0, ids[start : start + size])], all_logits=True))
+        start += size
+    torch.testing.assert_close(torch.cat(parts), whole, **CLOSE)
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_shuffled_blocks_equal_contiguous_ones(decoder: Decoder, block_size: int) -> None:
+    ids = prompt_ids(LENGTH, 200)
+    results = []
+    for shuffle in (True, False):
+        rows = PagedRows(decoder, 1, LENGTH, block_size=block_size, shuffle=shuffle)
+        results.append(
+            torch.cat([rows.step([(0, ids[:40])]), rows.step([(0, ids[40:60])]), rows.step([(0, ids[60:])])])
+        )
+    assert torch.equal(*results)
+
+
+def test_rows_of_one_step_do_not_meet(decoder: Decoder) -> None:
+    """Prompts, chunks with a prefix and decodes of very different lengths share steps; each row is as if alone."""
+    prompts = [prompt_ids(length, 200, seed=length) for length in (61, 40, 33, 5, 2, 50, 1)]
+    alone = [PagedRows(decoder, 1, LENGTH).step([(0, ids)])[0] for ids in prompts]
+    rows = PagedRows(decoder, len(prompts), LENGTH)
+    rows.step([(row, ids[: len(ids) // 2]) for row, ids in enumerate(prompts) if len(ids) > 1])
+    decodes = [(row, ids[len(ids) // 2 : -1]) for row, ids in enumerate(prompts) if len(ids) // 2 < len(ids) - 1]
+    rows.step(decodes[::-1])
+    mixed = rows.step([(row, ids[-1:]) for row, ids in enumerate(prompts)])
+    torch.testing.assert_close(mixed, torch.stack(alone), **CLOSE)
+
+
+def test_decodes_and_chunks_interleave(decoder: Decoder) -> None:
+    """Row order in the step is free: decode, chunk, decode, whole prompt."""
+    prompts = [prompt_ids(length, 200, seed=length) for length in (30, 45, 12, 20)]
+    alone = [PagedRows(decoder, 1, LENGTH).step([(0, ids)])[0] for ids in prompts]
+    rows = PagedRows(decoder, len(prompts), LENGTH)
+    rows.step([(2, prompts[2][:-1]), (0, prompts[0][:-1]), (1, prompts[1][:19])])
+    mixed = rows.step([(0, prompts[0][-1:]), (1, prompts[1][19:]), (2, prompts[2][-1:]), (3, prompts[3])])
+    torch.testing.assert_close(mixed, torch.stack(alone), **CLOSE)
