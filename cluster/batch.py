@@ -27,6 +27,11 @@ class BatchLine(NamedTuple):
     body: bytes
     problem: str | None
 
+    @property
+    def key(self) -> str:
+        """What tells this line from the others: its custom_id, or what is wrong with it (that names the line)."""
+        return self.custom_id if self.custom_id is not None else str(self.problem)
+
 
 class Answer(NamedTuple):
     """Status, x-request-id and body of one answer."""
@@ -77,15 +82,16 @@ def parse_line(number: int, text: str) -> BatchLine:
     return BatchLine(number, custom_id, str(url), json.dumps(body).encode(), problem)
 
 
-def finished_ids(path: Path) -> set[str]:
-    """custom_ids that an earlier run answered; a line that was cut off is removed from the file."""
+def finished_keys(path: Path) -> set[str]:
+    """Keys of the lines that an earlier run answered; a row that was cut off is removed from the file."""
     if not path.exists():
         return set()
     data = path.read_bytes()
     whole = data[: data.rfind(b"\n") + 1]
     if len(whole) != len(data):
         path.write_bytes(whole)
-    return {row["custom_id"] for row in map(json.loads, whole.splitlines()) if row.get("custom_id") is not None}
+    rows = map(json.loads, whole.splitlines())
+    return {row["error"]["message"] if row["custom_id"] is None else row["custom_id"] for row in rows}
 
 
 async def post(app: ASGIApp, url: str, body: bytes) -> Answer:

@@ -5,6 +5,7 @@ import sys
 import typer
 
 from cluster.commands.check_config import check_config
+from cluster.commands.run_batch import run_batch
 from cluster.commands.serve import serve
 from cluster.commands.status import status
 from configs.errors import TandemError
@@ -21,6 +22,7 @@ def build_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.command("serve")(serve)
+    app.command("run-batch")(run_batch)
     app.command("status")(status)
     app.command("check-config")(check_config)
     return app

@@ -14,7 +14,7 @@ from cluster.commands.options import with_service_options
 from configs.errors import SettingsError
 from configs.load import merge_config
 from configs.options import COORDINATION, HTTP, OPTIONS
-from configs.schema import EngineSettings
+from configs.schema import ServiceSettings
 
 NOT_OFFLINE = frozenset(o.name for o in OPTIONS if o.group in (HTTP, COORDINATION)) | {"data_parallel_size"}
 without_service: Callable[[Callable[..., None]], Callable[..., None]] = partial(
@@ -36,7 +36,7 @@ def run_batch(
     """Answer every line of a batch file offline; continues a run that was cut off."""
     from cluster.models_source import resolve_settings
 
-    settings = resolve_settings(merge_config(None, model, flags)).engine
+    settings = resolve_settings(merge_config(None, model, flags))
     try:
         failed = asyncio.run(_run(settings, input_file, output_file))
     except KeyboardInterrupt:
@@ -45,26 +45,26 @@ def run_batch(
     sys.exit(1 if failed else 0)
 
 
-async def _run(settings: EngineSettings, input_file: Path, output_file: Path) -> int:
+async def _run(settings: ServiceSettings, input_file: Path, output_file: Path) -> int:
     """Runs what output_file does not hold yet; the number of lines that were not answered with 200."""
     from tqdm import tqdm
 
-    from cluster.batch import finished_ids, read_lines, run_lines
-    from cluster.gateway.routes import build_gateway_app
+    from cluster.batch import finished_keys, read_lines, run_lines
+    from cluster.gateway.app import build_gateway_app, build_gateway_state
     from cluster.local_backend import LocalBackend
 
     lines = read_lines(input_file)
-    done = finished_ids(output_file)
-    left = [line for line in lines if line.custom_id not in done]
+    done = finished_keys(output_file)
+    left = [line for line in lines if line.key not in done]
     failed = 0
     try:
         out = output_file.open("a", encoding="utf-8")
     except OSError as error:
         raise SettingsError(f"{output_file} cannot be written: {error.strerror}", "-o") from error
     with out, tqdm(total=len(lines), initial=len(lines) - len(left), unit="request", desc="batch") as bar:
-        async with LocalBackend(settings) as backend:
-            app = build_gateway_app(offline_state(settings, backend))
-            async for row in run_lines(app, left, at_once=4 * settings.scheduler.max_num_seqs):
+        async with LocalBackend(settings.engine) as backend:
+            app = build_gateway_app(build_gateway_state(settings, backend))
+            async for row in run_lines(app, left, at_once=4 * settings.engine.scheduler.max_num_seqs):
                 out.write(json.dumps(row, ensure_ascii=False) + "\n")
                 out.flush()
                 failed += row["response"] is None or row["response"]["status_code"] != 200
@@ -73,27 +73,3 @@ async def _run(settings: EngineSettings, input_file: Path, output_file: Path) ->
         f"tandem: {len(left)} requests run, {failed} failed, {len(lines) - len(left)} were done before", file=sys.stderr
     )
     return failed
-
-
-def offline_state(settings: EngineSettings, backend: Any) -> Any:
-    """The gateway's state over a local backend: same checks, same answers, no key, no Redis."""
-    from cluster.gateway.state import make_state
-    from configs.schema import GatewaySettings
-    from workers.build import eos_token_ids, resolve_max_model_len
-    from workers.models.registry import load_spec
-    from workers.text.chat_template import find_chat_template
-    from workers.text.tokenizer import load_tokenizer
-
-    folder = Path(settings.model.model)
-    spec = load_spec(folder, settings.model.hf_overrides or None)
-    tokenizer = load_tokenizer(Path(settings.model.tokenizer or folder))
-    return make_state(
-        settings=GatewaySettings(),
-        model_names=settings.model.served_model_name,
-        tokenizer=tokenizer,
-        chat_template=find_chat_template(folder, settings.model.chat_template, tokenizer),
-        max_model_len=resolve_max_model_len(settings, spec),
-        vocab_size=spec.vocab_size,
-        backend=backend,
-        engine_eos_token_ids=frozenset(eos_token_ids(folder, spec)),
-    )

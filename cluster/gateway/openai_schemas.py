@@ -19,7 +19,7 @@ SEED_LIMIT = 2**63
 MAX_STOP_TOKEN_IDS = 256
 Count = Annotated[int, Meta(ge=1, lt=2**31)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
-Seed = Annotated[int, Meta(ge=-SEED_LIMIT, lt=SEED_LIMIT)]
+Seed = Annotated[int, Meta(ge=-SEED_LIMIT, le=SEED_LIMIT - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 ShortText = Annotated[str, Meta(max_length=1024)]
 

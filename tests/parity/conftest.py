@@ -1,6 +1,6 @@
 """Tiny checkpoints, made once per test run, and decoders over them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,15 @@ from workers.models.registry import load_spec
 
 CPU = torch.device("cpu")
 MakeDecoder = Callable[..., Decoder]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny tensors gain nothing from a second thread, and on a busy machine its barriers cost a time slice each."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """A tiny hand scheduler over any Executor: fixed chunks, no preemption, no sharing. For tests of ranks and executors.
 
-Every row gets all its blocks with its first work. With PP > 1 sampled tokens go back in the next work of their row; with
+Every row gets all its blocks with its first work. With PP > 1 sampled tokens go back in their row's next work; with
 PP = 1 rows may be planned ahead of their results (`ahead`), as the engine's async scheduling does.
 """
 
@@ -62,7 +62,7 @@ class ExecutorDriver:
         self._step_id = 0
 
     def generate(self, jobs: list[Job], *, chunk: int = 5, depth: int = 1, ahead: bool = False) -> list[list[int]]:
-        """Token ids of all jobs. depth: plans in flight; each plan serves the rows that are not waiting for a sample."""
+        """Token ids of all jobs. depth: plans in flight; each serves the rows that are not waiting for a sample."""
         relay = self._ready.pipeline_parallel_size > 1
         in_flight: deque[dict[int, Job]] = deque()
         blocks = self._assign(jobs)

@@ -80,7 +80,7 @@ BY_NAME: Mapping[str, TinyModel] = {model.name: model for model in TINY_MODELS}
 
 
 def save_tiny_model(tiny: TinyModel, folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
-    """Makes the checkpoint in folder/name and returns that; transformers writes config.json, so its own keys are read."""
+    """Makes the checkpoint in folder/name and returns that. transformers writes config.json, with its newest keys."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(tiny.model_type, **{**BASE, **tiny.changes})
     model = AutoModelForCausalLM.from_config(config)

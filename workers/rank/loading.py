@@ -7,7 +7,6 @@ SettingsError that names the flag. Logs what was chosen and why.
 import logging
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +30,6 @@ from workers.rank.row_table import RowTable
 log = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 16
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +85,6 @@ def load_rank(
     max_model_len = _max_model_len(settings, spec)
     dtype = choose_dtype(settings, spec, device)
     decoder = _build(settings, spec, context, device, dtype)
-    weight_bytes = decoder.weight_bytes
     size = settings.cache.block_size
     needs = KVNeeds(
         block_bytes=block_bytes(decoder.num_local_layers, size, decoder.num_local_kv_heads, decoder.head_dim, dtype),
@@ -98,7 +95,7 @@ def load_rank(
     facts = RankLoaded(
         rank=rank,
         num_blocks=_count_blocks(settings, spec, decoder, context, needs, device, dtype, ranks_on_node),
-        weight_bytes=weight_bytes,
+        weight_bytes=decoder.weight_bytes,
         block_bytes=needs.block_bytes,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
@@ -173,7 +170,6 @@ def _build(
             attention=select_attention(device, dtype, spec.head_dim),
             load_format=settings.model.load_format,
             seed=settings.model.seed,
-            progress=None,
         )
     except torch.OutOfMemoryError as error:
         raise SettingsError(f"the weights do not fit on {device}: {error}", "--tensor-parallel-size") from error

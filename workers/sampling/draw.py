@@ -2,7 +2,7 @@
 
 Weights are exp((logit - best logit) / temperature), float32, so the best token's weight is 1 and nothing has to be
 normalized. Every truncation keeps {id: weight >= threshold}: ties at the border stay together, so the outcome depends
-on no sort order. Legend: R rows, V vocabulary, K sorted prefix, C chunk, N chunks.
+on no sort order. Legend: R rows, V vocabulary, K sorted weights, C chunk, N chunks.
 """
 
 import numpy as np
@@ -10,8 +10,6 @@ import numpy.typing as npt
 import torch
 
 CHUNK = 128
-FIRST_PREFIX = 256
-PREFIX_GROWTH = 16
 
 
 def draw(weights_RV: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Tensor:
@@ -55,40 +53,37 @@ def thresholds(
     min_p: at least min_p times the best weight. top_k: the k best, ties included. top_p: the fewest best ones whose
     share of what is left reaches top_p, at least one. top_k 0, top_p 1, min_p 0 are off.
     """
-    device, vocab = weights_RV.device, weights_RV.shape[1]
+    device = weights_RV.device
     floor_R = torch.from_numpy(min_p_R).to(device=device, dtype=torch.float32)
-    limited = top_k_R > 0
-    nucleus = top_p_R < 1
-    if not (limited.any() or nucleus.any()):
+    limited, nucleus = np.flatnonzero(top_k_R), np.flatnonzero(top_p_R < 1)
+    if not (len(limited) or len(nucleus)):
         return floor_R
-    prefix = min(vocab, max(int(top_k_R.max()), FIRST_PREFIX if nucleus.any() else 1))
-    best_RK = weights_RV.topk(prefix, dim=1).values
-    if limited.any():
-        place_R1 = torch.from_numpy(np.clip(top_k_R, 1, prefix) - 1).to(device)[:, None]
-        kth_R = best_RK.gather(1, place_R1)[:, 0]
-        floor_R = torch.maximum(floor_R, torch.where(torch.from_numpy(limited).to(device), kth_R, 0.0))
-    if nucleus.any():
-        rows = torch.from_numpy(np.flatnonzero(nucleus)).to(device)
-        wanted_R = torch.from_numpy(top_p_R[nucleus]).to(device)
-        floor_R[rows] = _nucleus_floor(weights_RV, rows, best_RK[rows], floor_R[rows], wanted_R)
+    sorted_RK = _descending(weights_RV, weights_RV.shape[1] if len(nucleus) else int(top_k_R.max()))
+    if len(limited):
+        rows = torch.from_numpy(limited).to(device)
+        place_R = torch.from_numpy(np.minimum(top_k_R[limited], weights_RV.shape[1]) - 1).to(device)
+        floor_R[rows] = torch.maximum(floor_R[rows], sorted_RK[rows, place_R])
+    if len(nucleus):
+        rows = torch.from_numpy(nucleus).to(device)
+        top_p = torch.from_numpy(top_p_R[nucleus]).to(device)
+        floor_R[rows] = _nucleus_floor(sorted_RK[rows], floor_R[rows], top_p)
     return floor_R
 
 
-def _nucleus_floor(
-    weights_RV: torch.Tensor, rows: torch.Tensor, best_RK: torch.Tensor, floor_R: torch.Tensor, top_p_R: torch.Tensor
-) -> torch.Tensor:
-    """Raises floor_R to the weight of the last token in the top_p nucleus; sorts more of a row only when needed."""
-    all_RV = weights_RV[rows]
-    kept_RV = torch.where(all_RV >= floor_R[:, None], all_RV, 0.0)
-    target_R1 = top_p_R[:, None] * _chunk_sums(kept_RV).sum(1, keepdim=True)
-    while True:
-        sorted_RK = best_RK.double()
-        inside_RK = sorted_RK.cumsum(1) - sorted_RK < target_R1
-        inside_RK[:, 0] = True
-        last_R = inside_RK.sum(1, keepdim=True) - 1
-        edge_R = best_RK.gather(1, last_R)[:, 0]
-        prefix, vocab = best_RK.shape[1], all_RV.shape[1]
-        open_R = inside_RK[:, -1] & (best_RK[:, -1] > floor_R)  # the nucleus goes on beyond the prefix
-        if prefix == vocab or not bool(open_R.any()):
-            return torch.maximum(floor_R, edge_R)
-        best_RK = all_RV.topk(min(vocab, prefix * PREFIX_GROWTH), dim=1).values
+def _descending(weights_RV: torch.Tensor, most: int) -> torch.Tensor:
+    """The `most` greatest weights of each row, [R, most] or more. On CPU numpy's vectorized sort of whole rows: 0.3 ms
+    for 151,936 ids where torch.sort takes 10 and torch.topk of 256 takes 0.2."""
+    if weights_RV.device.type == "cpu":
+        return torch.from_numpy(-np.sort(-weights_RV.numpy(), axis=1))
+    if most < weights_RV.shape[1]:
+        return weights_RV.topk(most, dim=1).values
+    return weights_RV.sort(dim=1, descending=True).values
+
+
+def _nucleus_floor(sorted_RV: torch.Tensor, floor_R: torch.Tensor, top_p_R: torch.Tensor) -> torch.Tensor:
+    """The weight of the last token in each row's nucleus, counting only weights of at least floor_R; never below it."""
+    kept_RV = sorted_RV.masked_fill(sorted_RV < floor_R[:, None], 0.0)
+    ends_RV = kept_RV.cumsum(1, dtype=torch.float64)
+    inside_RV = ends_RV - kept_RV < top_p_R[:, None] * ends_RV[:, -1:]
+    last_R1 = (inside_RV.sum(1, keepdim=True) - 1).clamp_(min=0)
+    return torch.maximum(floor_R, sorted_RV.gather(1, last_R1)[:, 0])

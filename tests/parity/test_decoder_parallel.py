@@ -1,0 +1,63 @@
+"""TP x PP ranks against one rank: the same logits, for every way of cutting heads, vocabulary, tables and layers."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel.context import ParallelContext
+from tests.support.decoder_ranks import DecoderCase, RankProcesses, run_case
+from tests.support.paged_rows import prompt_ids
+
+TinyFolder = Callable[[str], Path]
+PROMPTS = [prompt_ids(length, 200, seed=length) for length in (31, 18, 7)]
+STEPS = [
+    [(0, PROMPTS[0][:20]), (2, PROMPTS[2][:-1])],
+    [(2, PROMPTS[2][-1:]), (0, PROMPTS[0][20:]), (1, PROMPTS[1])],
+    *[[(row, [5 + row + step]) for row in range(3)] for step in range(6)],
+]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankProcesses]:
+    processes = RankProcesses(4)
+    yield processes
+    processes.close()
+
+
+def check(ranks: RankProcesses, folder: Path, tp_size: int, pp_size: int, load_format: str = "safetensors") -> None:
+    def case(tp: int, pp: int) -> DecoderCase:
+        return DecoderCase(folder, tp, pp, STEPS, num_rows=3, max_len=40, load_format=load_format)
+
+    alone = run_case(case(1, 1), ParallelContext.single())
+    results = ranks.call(run_case, tp_size, pp_size, case(tp_size, pp_size))
+    last_stage = results[-tp_size:]
+    assert all(result is None for result in results[:-tp_size])
+    assert all(torch.equal(result, last_stage[0]) for result in last_stage)
+    assert alone is not None
+    torch.testing.assert_close(last_stage[0], alone, rtol=0, atol=2e-5 * float(alone.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("name", "tp_size", "pp_size"),
+    [
+        ("llama-gqa", 2, 1),
+        ("llama-mqa-biased", 2, 1),  # one KV head on both ranks, biases added once
+        ("llama-gqa", 4, 1),  # two KV heads on four ranks
+        ("llama-mha-tied", 1, 2),  # the tied table on both stages
+        ("llama-many-files", 1, 4),
+        ("qwen2", 2, 2),
+        ("qwen3", 2, 2),
+        ("smollm3", 2, 2),
+        ("mistral-window", 2, 1),
+    ],
+)
+def test_ranks_equal_one_rank(
+    ranks: RankProcesses, tiny_folder: TinyFolder, name: str, tp_size: int, pp_size: int
+) -> None:
+    check(ranks, tiny_folder(name), tp_size, pp_size)
+
+
+def test_random_weights_are_the_same_model_at_every_degree(ranks: RankProcesses, tiny_folder: TinyFolder) -> None:
+    check(ranks, tiny_folder("qwen2"), 2, 2, "dummy")

@@ -1,0 +1,134 @@
+"""A few gloo rank processes that stay alive and run decoder cases of any TP x PP degree, one after another.
+
+Used by tests/parity. Each process runs one thread; a case starts a fresh process group on a free port and closes it.
+"""
+
+import multiprocessing
+import socket
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel.context import ParallelContext
+from parallel.groups import init_parallel
+from parallel.pipeline import StageLink
+from tests.support.paged_rows import PagedRows
+from workers.attention.select import select_attention
+from workers.models.decoder import Decoder, build_decoder
+from workers.models.registry import load_spec
+
+CPU = torch.device("cpu")
+TIMEOUT_S = 120.0
+Work = list[tuple[int, list[int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderCase:
+    """One model, cut tp x pp; `steps` are the rows' tokens of each step. Every step's last-token logits come back."""
+
+    folder: Path
+    tp_size: int
+    pp_size: int
+    steps: list[Work]
+    num_rows: int
+    max_len: int
+    dtype: torch.dtype = torch.float32
+    load_format: str = "safetensors"
+
+
+def run_case(case: DecoderCase, context: ParallelContext) -> torch.Tensor | None:
+    """Runs every step on this rank; on the last stage all steps' logits [sum of S, V], None elsewhere."""
+    spec = load_spec(case.folder)
+    decoder = build_decoder(
+        spec,
+        context,
+        folder=case.folder,
+        dtype=case.dtype,
+        device=CPU,
+        attention=select_attention(CPU, case.dtype, spec.head_dim),
+        load_format=case.load_format,  # type: ignore[arg-type]
+    )
+    rows = PagedRows(decoder, case.num_rows, case.max_len, case.dtype)
+    link = StageLink(context, spec.hidden_size, case.dtype, CPU)
+    outputs = [_run_step(decoder, rows, link, context, work) for work in case.steps]
+    link.flush()
+    return torch.cat(outputs) if context.is_last_stage else None
+
+
+@torch.inference_mode()
+def _run_step(decoder: Decoder, rows: PagedRows, link: StageLink, context: ParallelContext, work: Work) -> torch.Tensor:
+    batch = rows.batch(work)
+    hidden_TH = None if context.is_first_stage else link.receive(batch.num_tokens)
+    output = decoder.forward(batch, rows.kv, hidden_TH)
+    if not context.is_last_stage:
+        link.send(output)
+    return output
+
+
+class RankProcesses:
+    """`count` processes; `call` runs a function on the first world_size of them, each with a ParallelContext."""
+
+    def __init__(self, count: int) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._connections: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+        for rank in range(count):
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(target=_serve, args=(rank, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+
+    def call(self, function: Callable[..., Any], tp_size: int, pp_size: int, *arguments: Any) -> list[Any]:
+        """function(*arguments, context) on every rank; the results in rank order. Asserts that none raised."""
+        port = _free_port()
+        connections = self._connections[: tp_size * pp_size]
+        for connection in connections:
+            connection.send((function, tp_size, pp_size, port, arguments))
+        answers = []
+        for rank, connection in enumerate(connections):
+            assert connection.poll(TIMEOUT_S), f"rank {rank} does not answer"
+            answers.append(connection.recv())
+        for rank, (failure, _) in enumerate(answers):
+            assert failure is None, f"rank {rank}: {failure}"
+        return [result for _, result in answers]
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _serve(rank: int, connection: Connection) -> None:
+    """A rank's life: calls until the pipe closes."""
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, tp_size, pp_size, port, arguments = connection.recv()
+        except (EOFError, KeyboardInterrupt):
+            return
+        try:
+            context = init_parallel(rank, tp_size * pp_size, tp_size, pp_size, "127.0.0.1", port, CPU)
+            try:
+                connection.send((None, function(*arguments, context)))
+            finally:
+                context.close()
+        except Exception:
+            connection.send((traceback.format_exc(), None))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,233 @@
+"""A Backend without engines: a deterministic model that says what a script tells it, by default the prompt again.
+
+For tests and benchmarks of the gateway. Steps all running requests together, as an engine does; in manual mode only
+when the test calls `step`, so that tests decide what happens when. Records every request and abort it was given.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from workers.errors import GroupLost
+from workers.messages import Abort, FinishReason, GenerationRequest, TokenDelta, TokenLogprobs, Usage
+
+Script = Callable[[GenerationRequest, int], list[int]]
+
+
+def echo_script(request: GenerationRequest, choice: int) -> list[int]:
+    """The prompt over and over, from token `choice` on."""
+    ids = request.prompt_token_ids
+    return [ids[(choice + i) % len(ids)] for i in range(request.sampling.max_tokens)]
+
+
+def fixed_script(*outputs: list[int]) -> Script:
+    """Choice i says outputs[i % len(outputs)], whatever was asked."""
+    return lambda request, choice: list(outputs[choice % len(outputs)])
+
+
+def logprob_of(position: int) -> float:
+    """The fake model's log probability of the token at an output position."""
+    return -0.125 * (position % 8 + 1)
+
+
+@dataclass
+class FakeChoice:
+    """One choice: what it will say, how far it is, why it ended."""
+
+    script: list[int]
+    position: int = 0
+    finish_reason: FinishReason | None = None
+    billed: int = 0
+
+
+class FakeStream:
+    """GenerationStream fed by FakeBackend.step."""
+
+    def __init__(self, backend: "FakeBackend", request: GenerationRequest, choices: list[FakeChoice]) -> None:
+        self.request = request
+        self.choices = choices
+        self.closed = False
+        self._backend = backend
+        self._items: deque[list[TokenDelta] | Exception | None] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> "FakeStream":
+        return self
+
+    async def __anext__(self) -> list[TokenDelta]:
+        while not self._items:
+            if self.closed:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        item = self._items.popleft()
+        if isinstance(item, list):
+            return item
+        self.closed = True
+        if item is None:
+            raise StopAsyncIteration
+        raise item
+
+    async def aclose(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self._backend.drop(self.request.request_id)
+
+    def put(self, item: list[TokenDelta] | Exception | None) -> None:
+        self._items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+@dataclass
+class FakeBackend:
+    """See the module. `step_s` None: as fast as the loop turns; manual: only `step()` advances."""
+
+    script: Script = echo_script
+    eos_token_ids: frozenset[int] = frozenset()
+    tokens_per_step: int = 1
+    step_s: float | None = None
+    manual: bool = False
+    is_ready: bool = True
+    refuse: Exception | None = None
+    lose_at_position: int | None = None
+    fail_at_position: int | None = None
+    cached_tokens: int = 0
+    logprob: Callable[[int, int], float] = lambda choice, position: logprob_of(position)
+    requests: list[GenerationRequest] = field(default_factory=list)
+    aborts: list[Abort] = field(default_factory=list)
+    streams: dict[str, FakeStream] = field(default_factory=dict)
+    submitted: asyncio.Event = field(default_factory=asyncio.Event)
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    _driver: "asyncio.Task[None] | None" = None
+
+    async def submit(self, request: GenerationRequest) -> FakeStream:
+        self.requests.append(request)
+        self.submitted.set()
+        if self.refuse is not None:
+            raise self.refuse
+        choices = [FakeChoice(self.script(request, i)) for i in range(request.sampling.n)]
+        stream = FakeStream(self, request, choices)
+        assert request.request_id not in self.streams, "request ids are unique"
+        self.streams[request.request_id] = stream
+        if not self.manual and (self._driver is None or self._driver.done()):
+            self._driver = asyncio.get_running_loop().create_task(self._drive())
+        return stream
+
+    async def abort(self, abort: Abort) -> None:
+        self.aborts.append(abort)
+        self.aborted.set()
+        stream = self.streams.get(abort.request_id)
+        if stream is None:
+            return
+        deltas = []
+        for index, choice in enumerate(stream.choices):
+            if choice.finish_reason is None and abort.choice in (None, index):
+                choice.finish_reason = "abort"
+                keep = abort.keep_positions
+                choice.billed = choice.position if keep is None else min(keep, choice.position)
+                deltas.append(self._delta(stream, index, [], "abort"))
+        self._send(stream, deltas)
+
+    def ready(self) -> bool:
+        return self.is_ready
+
+    def load(self) -> Mapping[str, float | int | str]:
+        return {"num_requests_running": len(self.streams), "num_requests_waiting": 0}
+
+    async def metrics(self) -> str:
+        return f"# TYPE tandem:num_requests_running gauge\ntandem:num_requests_running {len(self.streams)}\n"
+
+    # ---- the fake engine -----------------------------------------------------------------------------------------
+
+    def step(self, steps: int = 1) -> None:
+        """Advances every running choice by `steps` steps of tokens_per_step tokens."""
+        for _ in range(steps):
+            for stream in list(self.streams.values()):
+                self._step_stream(stream)
+
+    def drop(self, request_id: str) -> None:
+        self.streams.pop(request_id, None)
+
+    async def _drive(self) -> None:
+        while self.streams:
+            self.step()
+            await asyncio.sleep(self.step_s or 0)
+
+    def _step_stream(self, stream: FakeStream) -> None:
+        deltas = []
+        for index, choice in enumerate(stream.choices):
+            if choice.finish_reason is not None:
+                continue
+            if self.lose_at_position is not None and choice.position >= self.lose_at_position:
+                self.drop(stream.request.request_id)
+                stream.put(GroupLost("the fake group died"))
+                return
+            deltas.append(self._next(stream, index, choice))
+        self._send(stream, deltas)
+
+    def _next(self, stream: FakeStream, index: int, choice: FakeChoice) -> TokenDelta:
+        limit = stream.request.sampling.max_tokens
+        ids = choice.script[choice.position : min(choice.position + self.tokens_per_step, limit)]
+        ends = self.eos_token_ids | set(stream.request.sampling.stop_token_ids)
+        stop_at = next((i for i, token_id in enumerate(ids) if token_id in ends), None)
+        if stop_at is not None:
+            ids = ids[: stop_at + 1]
+        first, choice.position = choice.position, choice.position + len(ids)
+        if self.fail_at_position is not None and choice.position > self.fail_at_position:
+            choice.finish_reason = "error"
+        elif stop_at is not None:
+            choice.finish_reason = "stop"
+        elif choice.position >= min(limit, len(choice.script)):
+            choice.finish_reason = "length"
+        choice.billed = choice.position
+        return self._delta(stream, index, ids, choice.finish_reason, first)
+
+    def _delta(
+        self, stream: FakeStream, index: int, ids: list[int], reason: FinishReason | None, first: int | None = None
+    ) -> TokenDelta:
+        request, choice = stream.request, stream.choices[index]
+        first = choice.position if first is None else first
+        stop_id = ids[-1] if reason == "stop" and ids and ids[-1] not in self.eos_token_ids else None
+        over = all(other.finish_reason is not None for other in stream.choices)
+        last = over and (reason is not None) and not any(o.finish_reason is None for o in stream.choices)
+        return TokenDelta(
+            request_id=request.request_id,
+            epoch=request.epoch,
+            choice=index,
+            first_position=first,
+            token_ids=ids,
+            logprobs=self._logprobs(request, index, ids, first),
+            finish_reason=reason,
+            stop_reason=stop_id,
+            usage=self._usage(stream) if last else None,
+            error="the fake model failed" if reason == "error" else None,
+        )
+
+    def _logprobs(
+        self, request: GenerationRequest, choice: int, ids: list[int], first: int
+    ) -> list[TokenLogprobs] | None:
+        wanted = request.sampling.logprobs
+        if wanted is None:
+            return None
+        entries = []
+        for offset, token_id in enumerate(ids):
+            best = self.logprob(choice, first + offset)
+            top = [(token_id + i, best - i) if token_id + i < 500 else (i, best - i) for i in range(wanted)]
+            entries.append(TokenLogprobs(token_id, best, top))
+        return entries
+
+    def _usage(self, stream: FakeStream) -> Usage:
+        return Usage(
+            prompt_tokens=len(stream.request.prompt_token_ids),
+            completion_tokens=sum(choice.billed for choice in stream.choices),
+            cached_tokens=self.cached_tokens,
+        )
+
+    def _send(self, stream: FakeStream, deltas: list[TokenDelta]) -> None:
+        if deltas:
+            stream.put(deltas)
+        if all(choice.finish_reason is not None for choice in stream.choices):
+            self.drop(stream.request.request_id)
+            stream.put(None)

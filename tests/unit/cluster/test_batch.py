@@ -1,0 +1,83 @@
+"""run-batch: lines in, lines out, resumed after a cut; on the demo model through the real command."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.batch import finished_keys, parse_line, read_lines
+from configs.errors import SettingsError
+
+TANDEM = str(Path(sys.executable).parent / "tandem")
+
+
+def chat_line(custom_id: str, text: str, **fields: Any) -> str:
+    body = {"model": "demo", "messages": [{"role": "user", "content": text}], "temperature": 0, **fields}
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body})
+
+
+def run(source: Path, target: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [TANDEM, "run-batch", "demo", "-i", str(source), "-o", str(target), *more]
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, stdin=subprocess.DEVNULL)
+
+
+def test_answers_errors_and_resumption(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [chat_line("sum", "What is 2 + 3?"), chat_line("bad", "hi", temperature=-1), "not json"]
+    source.write_text("\n".join(lines))
+    first = run(source, target)
+    assert first.returncode == 1, first.stderr
+    rows = {row["custom_id"]: row for row in map(json.loads, target.read_text().splitlines())}
+    assert "5" in rows["sum"]["response"]["body"]["choices"][0]["message"]["content"]
+    assert rows["bad"]["response"]["status_code"] == 400
+    assert rows["bad"]["response"]["body"]["error"]["param"] == "temperature"
+    assert "line 3" in rows[None]["error"]["message"]
+
+    source.write_text("\n".join([*lines, chat_line("more", "Count from 3 to 9.")]))
+    target.write_bytes(target.read_bytes() + b'{"custom_id": "more", "resp')  # a run that was cut off while writing
+    second = run(source, target)
+    assert second.returncode == 0, second.stderr
+    rows = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [row["custom_id"] for row in rows].count("sum") == 1 and len(rows) == 4
+    assert rows[-1]["response"]["body"]["choices"][0]["message"]["content"] == "3, 4, 5, 6, 7, 8, 9"
+
+
+@pytest.mark.parametrize("flag", ["--port", "--redis-url", "--data-parallel-size"])
+def test_flags_of_the_service_are_refused(tmp_path: Path, flag: str) -> None:
+    done = run(tmp_path / "in", tmp_path / "out", flag, "2")
+    assert done.returncode == 2 and flag in done.stderr
+
+
+def test_a_missing_file_is_one_clear_line(tmp_path: Path) -> None:
+    done = run(tmp_path / "absent.jsonl", tmp_path / "out")
+    assert done.returncode == 2 and "absent.jsonl" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("[]", "not a JSON object"),
+        ("{}", "custom_id"),
+        ('{"custom_id": "a", "url": "/x", "body": {}}', "url '/x'"),
+        ('{"custom_id": "a", "method": "GET", "url": "/v1/completions", "body": {}}', "'GET'"),
+        ('{"custom_id": "a", "url": "/v1/completions", "body": 3}', "body"),
+        ('{"custom_id": "a", "url": "/v1/completions", "body": {"stream": true}}', "stream"),
+    ],
+)
+def test_what_is_wrong_with_a_line_is_said(line: str, says: str) -> None:
+    problem = parse_line(7, line).problem
+    assert problem is not None and says in problem
+
+
+def test_a_custom_id_that_comes_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text("\n".join([chat_line("a", "x"), chat_line("a", "y")]))
+    with pytest.raises(SettingsError, match="line 2"):
+        read_lines(path)
+
+
+def test_no_output_yet_means_nothing_is_finished(tmp_path: Path) -> None:
+    assert finished_keys(tmp_path / "out") == set()

@@ -1,0 +1,174 @@
+"""A gateway over the fake backend: a byte-level tokenizer of 256 bytes and a few special tokens, a tiny chat template."""
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import uvicorn
+from fastapi import FastAPI
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from cluster.gateway.routes import build_gateway_app
+from cluster.gateway.state import GatewayState, GatewayTimes, Outcome, make_state
+from configs.schema import GatewaySettings
+from tests.support.fake_backend import FakeBackend
+from workers.text.chat_template import ChatTemplate
+from workers.text.detokenizer import byte_level_alphabet
+from workers.text.tokenizer import GenerationDefaults, ModelTokenizer
+
+MODEL = "echo"
+BOS, EOS, TURN = 256, 257, 258
+VOCAB = 264  # the model's; larger than the tokenizer's 259, as padded models are
+CONTEXT = 512
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'developer' %}{{ raise_exception('no developers here') }}{% endif %}"
+    "<turn>{{ m.role }}:{{ m.content }}{% endfor %}{% if add_generation_prompt %}<turn>{% endif %}"
+)
+USER = [{"role": "user", "content": "hi"}]
+DEADLINE_S = 10.0
+
+
+def make_tokenizer(defaults: GenerationDefaults | None = None) -> ModelTokenizer:
+    """Token id = byte value; then <bos>, <eos>, <turn>. Completions get <bos>."""
+    backend = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(byte_level_alphabet())}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(t, special=True) for t in ("<bos>", "<eos>", "<turn>")])
+    backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+    return ModelTokenizer(
+        backend,
+        special_tokens={"bos_token": "<bos>", "eos_token": "<eos>"},
+        eos_token_ids=frozenset({EOS}),
+        defaults=defaults or GenerationDefaults(),
+        config={},
+    )
+
+
+class ListLedger:
+    """Keeps what was settled."""
+
+    def __init__(self) -> None:
+        self.rows: list[Outcome] = []
+
+    async def settle(self, outcome: Outcome) -> None:
+        self.rows.append(outcome)
+
+
+@dataclass
+class Rig:
+    """One gateway app, its parts, and a client that talks to it in this process."""
+
+    app: FastAPI
+    state: GatewayState
+    backend: FakeBackend
+    ledger: ListLedger
+    client: httpx.AsyncClient
+
+    async def chat(self, **body: Any) -> httpx.Response:
+        return await self.client.post("/v1/chat/completions", json={"messages": USER, **body})
+
+    async def complete(self, **body: Any) -> httpx.Response:
+        return await self.client.post("/v1/completions", json={"prompt": "hello", **body})
+
+    async def settle(self) -> None:
+        """Waits until every owner task has ended, and holds the laws that nothing may break."""
+        assert await self.state.tasks.wait_idle(DEADLINE_S), "a task was leaked"
+        assert not self.backend.streams, "a stream was leaked"
+        ids = [row.request_id for row in self.ledger.rows]
+        assert len(ids) == len(set(ids)), "a request was settled twice"
+
+
+@contextlib.asynccontextmanager
+async def gateway(
+    backend: FakeBackend | None = None,
+    *,
+    settings: GatewaySettings | None = None,
+    times: GatewayTimes | None = None,
+    defaults: GenerationDefaults | None = None,
+    template: str | None = TEMPLATE,
+    **more: Any,
+) -> AsyncIterator[Rig]:
+    """A Rig; on leaving, nothing may be left running."""
+    backend = backend if backend is not None else FakeBackend(eos_token_ids=frozenset({EOS}))
+    tokenizer = make_tokenizer(defaults)
+    ledger = ListLedger()
+    state = make_state(
+        settings=settings or GatewaySettings(),
+        model_names=(MODEL, "alias/echo"),
+        tokenizer=tokenizer,
+        chat_template=ChatTemplate(template, tokenizer.special_tokens) if template is not None else None,
+        max_model_len=CONTEXT,
+        vocab_size=VOCAB,
+        backend=backend,
+        ledger=ledger,
+        times=times,
+        **more,
+    )
+    app = build_gateway_app(state)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=True)
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        rig = Rig(app, state, backend, ledger, client)
+        yield rig
+        await rig.settle()
+    state.text.close()
+
+
+class _StartedServer(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Any:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def served(app: FastAPI) -> AsyncIterator[str]:
+    """The app behind real uvicorn on a free port, in this loop; yields the base URL."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    server = _StartedServer(
+        uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=5)
+    )
+    running = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        await asyncio.wait_for(server.ready.wait(), DEADLINE_S)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await asyncio.wait_for(running, DEADLINE_S)
+        listener.close()
+
+
+def events(text: str) -> list[Any]:
+    """The data of each SSE event; `[DONE]` as the string, comments dropped."""
+    found: list[Any] = []
+    for block in text.split("\n\n"):
+        if block.startswith("data: "):
+            data = block.removeprefix("data: ")
+            found.append(data if data == "[DONE]" else json.loads(data))
+    return found
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    """The error of an answer, after checking the contract's shape."""
+    body = response.json()
+    assert set(body) == {"error"}
+    error: dict[str, Any] = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str) and error["message"]
+    assert isinstance(error["type"], str)
+    assert error["param"] is None or isinstance(error["param"], str)
+    assert error["code"] is None or isinstance(error["code"], str)
+    assert response.headers["x-request-id"]
+    return error

@@ -1,0 +1,107 @@
+"""LLM: the offline door, on the bundled demo model. Texts are the demo's; equality between ways of asking is ours."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from configs.errors import SettingsError
+from workers.offline import LLM, SamplingParams
+
+GREEDY = SamplingParams(max_tokens=40, temperature=0)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("demo", dtype="float32", max_num_seqs=8) as opened:
+        yield opened
+
+
+def ask(llm: LLM, text: str, params: SamplingParams = GREEDY) -> str:
+    return llm.chat([{"role": "user", "content": text}], params, use_tqdm=False)[0].text
+
+
+def test_chat_answers(llm: LLM) -> None:
+    assert "5" in ask(llm, "What is 2 + 3?")
+    assert ask(llm, "Count from 3 to 9.") == "3, 4, 5, 6, 7, 8, 9"
+
+
+def test_many_at_once_equal_one_by_one(llm: LLM) -> None:
+    prompts = [f"Once upon a time there was a {animal}" for animal in ("cat", "dog", "bird", "fish", "bear")] * 4
+    together = llm.generate(prompts, GREEDY, use_tqdm=False)
+    alone = [llm.generate(prompt, GREEDY, use_tqdm=False)[0] for prompt in prompts[:5]]
+    assert [o.outputs[0].token_ids for o in together] == [o.outputs[0].token_ids for o in alone] * 4
+
+
+def test_text_and_token_ids_are_the_same_prompt(llm: LLM) -> None:
+    by_text = llm.generate("Once upon a time", GREEDY, use_tqdm=False)[0]
+    by_ids = llm.generate(by_text.prompt_token_ids, GREEDY, use_tqdm=False)[0]
+    assert by_text.text == by_ids.text
+    assert by_ids.prompt is None
+
+
+def test_a_seed_gives_the_same_text_whoever_else_runs(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=30, temperature=1.0, top_p=0.9, seed=7, n=3)
+    first = llm.generate("Once upon a time", params, use_tqdm=False)[0]
+    crowd = llm.generate(["Hello there", "Once upon a time", "One day"], [GREEDY, params, GREEDY], use_tqdm=False)[1]
+    assert [c.token_ids for c in first.outputs] == [c.token_ids for c in crowd.outputs]
+    assert len({tuple(c.token_ids) for c in first.outputs}) > 1
+
+
+def test_stop_string_ends_the_text_before_it_and_bills_no_more(llm: LLM) -> None:
+    whole = llm.generate("Once upon a time", GREEDY, use_tqdm=False)[0].text
+    stop = whole[10:14]
+    cut = llm.generate("Once upon a time", SamplingParams(max_tokens=40, temperature=0, stop=(stop,)), use_tqdm=False)[
+        0
+    ]
+    assert cut.text == whole[: whole.index(stop)]
+    assert cut.outputs[0].finish_reason == "stop"
+    assert len(cut.outputs[0].token_ids) < 40
+
+
+def test_logprobs_are_of_the_chosen_tokens(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=5, temperature=0, logprobs=3)
+    done = llm.generate("Once upon a time", params, use_tqdm=False)[0].outputs[0]
+    assert [entry.token_id for entry in done.logprobs] == done.token_ids
+    for entry in done.logprobs:
+        assert len(entry.top) == 3 and entry.top[0] == (entry.token_id, pytest.approx(entry.logprob))
+
+
+def test_a_prompt_that_does_not_fit_fails_alone(llm: LLM) -> None:
+    outputs = llm.generate([[5] * 100_000, "Once upon a time", [10**6]], GREEDY, use_tqdm=False)
+    assert [o.outputs[0].finish_reason for o in outputs] == ["error", "length", "error"]
+    assert "100000" in str(outputs[0].outputs[0].error)
+    assert "1000000" in str(outputs[2].outputs[0].error)
+
+
+def test_prefix_is_found_again(llm: LLM) -> None:
+    prompt = "Once upon a time there was a very small boat that went out to sea and came back. " * 4
+    llm.generate(prompt, GREEDY, use_tqdm=False)
+    assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].cached_tokens > 0
+
+
+def test_two_engines_in_one_process(llm: LLM) -> None:
+    with LLM("demo", dtype="float32", max_num_seqs=2) as other:
+        assert ask(other, "What is 2 + 3?") == ask(llm, "What is 2 + 3?")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ({"model": "no-such-folder"}, "no-such-folder"),
+        ({"model": "demo", "dtype": "float12"}, "float12"),
+        ({"model": "demo", "max_model_len": 10**9}, "1000000000"),
+        ({"model": "demo", "kv_cache_memory_bytes": 1000}, "kv-cache-memory-bytes"),
+    ],
+)
+def test_settings_that_cannot_be_honoured_name_the_value(arguments: dict[str, object], names: str) -> None:
+    with pytest.raises(SettingsError, match=names):
+        LLM(**arguments)  # type: ignore[arg-type]
+
+
+def test_the_readme_example_runs() -> None:
+    readme = (Path(__file__).resolve().parents[3] / "README.md").read_text()
+    example = next(block for block in readme.split("```python\n")[1:] if "workers.offline" in block).split("```")[0]
+    shown: list[str] = []
+    exec(compile(example, "README.md", "exec"), {"print": shown.append})
+    assert shown and shown[0]

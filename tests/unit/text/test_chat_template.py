@@ -1,0 +1,149 @@
+"""Chat templates against transformers, and what a template may not do."""
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.text.data import SHARED, needs_data, tokenizer_folder
+from workers.errors import RequestRefused, SettingsError
+from workers.text.chat_template import ChatTemplate, find_chat_template
+from workers.text.tokenizer import load_tokenizer
+
+TEMPLATES = sorted((SHARED / "chat_templates").glob("*.jinja")) if SHARED.is_dir() else []
+CONVERSATIONS: tuple[list[dict[str, Any]], ...] = (
+    [{"role": "user", "content": "Hello <there> & 'you'"}],
+    [{"role": "system", "content": "Be brief.\n"}, {"role": "user", "content": "  Hi 😀 "}],
+    [
+        {"role": "user", "content": "1"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "3"},
+    ],
+)
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds <a> & b", "parameters": {"ü": 1}}}
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("conversation", CONVERSATIONS, ids=["user", "system", "turns"])
+@pytest.mark.parametrize("prompt", [True, False])
+def test_renders_as_transformers_does(path: Path, conversation: list[dict[str, Any]], prompt: bool) -> None:
+    import jinja2
+    from transformers import AutoTokenizer
+
+    folder = tokenizer_folder("llama2")
+    source = path.read_text()
+    ours = ChatTemplate(source, load_tokenizer(folder).special_tokens)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    try:
+        expected = theirs.apply_chat_template(
+            conversation, chat_template=source, tokenize=False, add_generation_prompt=prompt
+        )
+    except jinja2.TemplateError:
+        with pytest.raises(RequestRefused) as refusal:
+            ours.render(conversation, add_generation_prompt=prompt)
+        assert refusal.value.param == "messages"
+        return
+    assert ours.render(conversation, add_generation_prompt=prompt) == expected
+
+
+@needs_data
+@pytest.mark.parametrize("name", ["qwen2.5", "minimind"])
+@pytest.mark.parametrize("tools", [None, [TOOL]])
+def test_the_models_own_templates_and_tokens(name: str, tools: list[dict[str, Any]] | None) -> None:
+    from transformers import AutoTokenizer
+
+    folder = tokenizer_folder(name)
+    tokenizer = load_tokenizer(folder)
+    template = find_chat_template(folder, None, tokenizer)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert template is not None
+    for conversation in CONVERSATIONS:
+        text = template.render(conversation, tools=tools)
+        assert text == theirs.apply_chat_template(conversation, tools=tools, tokenize=False, add_generation_prompt=True)
+        ids = theirs.apply_chat_template(conversation, tools=tools, add_generation_prompt=True, return_dict=False)
+        assert tokenizer.encode(text, add_special_tokens=False) == ids
+
+
+@needs_data
+def test_a_final_message_can_be_continued() -> None:
+    from transformers import AutoTokenizer
+
+    folder = tokenizer_folder("qwen2.5")
+    template = find_chat_template(folder, None, load_tokenizer(folder))
+    assert template is not None
+    conversation = [{"role": "user", "content": "Tell"}, {"role": "assistant", "content": "Once upon"}]
+    expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        conversation, tokenize=False, continue_final_message=True
+    )
+    got = template.render(conversation, add_generation_prompt=False, continue_final_message=True)
+    assert got == expected
+    assert conversation[-1]["content"] == "Once upon"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ messages.__init__.__globals__ }}",
+        "{% for i in range(1000000) %}x{% endfor %}",
+        "{{ raise_exception('no') }}",
+        "{{ messages[7].content.x }}",
+        "{{ 1 / 0 }}",
+        "{% include 'other' %}",
+    ],
+)
+def test_what_a_template_may_not_do_is_refused(source: str) -> None:
+    with pytest.raises(RequestRefused) as refusal:
+        ChatTemplate(source, {}).render(CONVERSATIONS[0])
+    assert (refusal.value.status, refusal.value.code) == (400, "invalid_value")
+
+
+def test_output_is_capped() -> None:
+    template = ChatTemplate("{% for i in range(1000) %}{{ messages[0].content }}{% endfor %}", {}, max_chars=5000)
+    with pytest.raises(RequestRefused, match="5000 characters"):
+        template.render([{"role": "user", "content": "x" * 100}])
+
+
+def test_time_is_capped() -> None:
+    ticks = iter(range(1000))
+    template = ChatTemplate(
+        "{% for i in range(1000) %}{{ i }}{% endfor %}", {}, timeout_s=10, clock=lambda: float(next(ticks))
+    )
+    with pytest.raises(RequestRefused, match="longer than 10"):
+        template.render(CONVERSATIONS[0])
+
+
+def test_the_pieces_of_the_dialect() -> None:
+    source = (
+        "{% generation %}{{ bos_token }}{% endgeneration %}{{ strftime_now('%Y') }}"
+        "{{ {'b': '<ü>', 'a': 1} | tojson }}{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    template = ChatTemplate(source, {"bos_token": "<s>"}, now=lambda: datetime(2031, 5, 1))
+    assert template.render(CONVERSATIONS[2]) == '<s>2031{"b": "<ü>", "a": 1}1'
+
+
+def test_a_broken_template_is_a_settings_error() -> None:
+    with pytest.raises(SettingsError, match="chat template"):
+        ChatTemplate("{% if %}", {})
+
+
+@needs_data
+def test_where_the_template_comes_from(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(tokenizer_folder("gpt2"))
+    assert find_chat_template(tmp_path, None, tokenizer) is None
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    found = find_chat_template(tmp_path, None, tokenizer)
+    assert found is not None and found.render([]) == "plain"
+    (tmp_path / "chat_template.jinja").write_text("beside")
+    found = find_chat_template(tmp_path, None, tokenizer)
+    assert found is not None and found.render([]) == "beside"
+    (tmp_path / "mine.jinja").write_text("mine")
+    found = find_chat_template(tmp_path, str(tmp_path / "mine.jinja"), tokenizer)
+    assert found is not None and found.render([]) == "mine" and found.source_name == "mine.jinja"
+    with pytest.raises(SettingsError):
+        find_chat_template(tmp_path, str(tmp_path / "absent.jinja"), tokenizer)

@@ -1,0 +1,167 @@
+"""The tokenizer against transformers' AutoTokenizer, and what it reads from the files around tokenizer.json."""
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from tests.unit.text.data import TOKENIZERS, needs_data, tokenizer_folder
+from workers.errors import ContextLengthExceeded, RequestRefused, SettingsError
+from workers.text.tokenizer import ModelTokenizer, check_token_ids, load_tokenizer
+
+TEXTS = (
+    "",
+    " ",
+    "Hello, world!",
+    "  two leading and trailing  ",
+    "Ünïcödé, 日本語 and 😀👩‍👩‍👧 and \u0301combining",
+    "line\nbreaks\r\n\ttabs\x00nul",
+    "1234567890 don't 'quote' <s> </s> <|im_start|> <|endoftext|>",
+    "\u2581lower one eighth block",
+    "a" * 300,
+    "\ufffd replacement",
+)
+
+
+@cache
+def ours(name: str) -> ModelTokenizer:
+    return load_tokenizer(tokenizer_folder(name))
+
+
+@cache
+def theirs(name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tokenizer_folder(name))
+
+
+@needs_data
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("add_special_tokens", [True, False])
+def test_encodes_as_transformers_does(name: str, add_special_tokens: bool) -> None:
+    for text in TEXTS:
+        expected = theirs(name)(text, add_special_tokens=add_special_tokens).input_ids
+        assert ours(name).encode(text, add_special_tokens=add_special_tokens) == expected, text
+
+
+@needs_data
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+def test_decodes_as_transformers_does(name: str, skip_special_tokens: bool) -> None:
+    for text in TEXTS:
+        ids = ours(name).encode(text, add_special_tokens=True)
+        expected = theirs(name).decode(ids, skip_special_tokens=skip_special_tokens)
+        assert ours(name).decode(ids, skip_special_tokens=skip_special_tokens) == expected
+
+
+@needs_data
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_knows_the_special_tokens(name: str) -> None:
+    other = theirs(name)
+    assert ours(name).bos_token == other.bos_token
+    assert ours(name).eos_token == other.eos_token
+    assert other.eos_token_id in ours(name).eos_token_ids
+    assert ours(name).hidden_token_ids == set(other.all_special_ids) | {
+        i for i, token in other.added_tokens_decoder.items() if token.special
+    }
+
+
+def small_tokenizer() -> Tokenizer:
+    """Byte-level, 256 bytes and three special tokens."""
+    alphabet = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<bos>", "<eos>", "<end>")])
+    return tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Callable[..., Path]:
+    def write(**files: Any) -> Path:
+        small_tokenizer().save(str(tmp_path / "tokenizer.json"))
+        for name, content in files.items():
+            (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        return tmp_path
+
+    return write
+
+
+def test_reads_defaults_and_all_eos_ids(folder: Callable[..., Path]) -> None:
+    tokenizer = load_tokenizer(
+        folder(
+            tokenizer_config={"eos_token": {"content": "<eos>"}, "bos_token": "<bos>"},
+            generation_config={
+                "eos_token_id": [258],
+                "temperature": 0.5,
+                "top_k": 20,
+                "top_p": None,
+                "do_sample": False,
+                "max_length": 20,
+            },
+        )
+    )
+    assert tokenizer.eos_token_ids == {257, 258}
+    assert tokenizer.defaults.temperature == 0.5
+    assert tokenizer.defaults.top_k == 20
+    assert tokenizer.defaults.top_p == 1.0
+
+
+def test_stated_bos_and_eos_replace_the_post_processor(folder: Callable[..., Path]) -> None:
+    at = folder(tokenizer_config={"bos_token": "<bos>", "eos_token": "<eos>", "add_bos_token": True})
+    assert load_tokenizer(at).encode("a", add_special_tokens=True)[0] == 256
+    assert len(load_tokenizer(at).encode("a", add_special_tokens=False)) == 1
+    with_processor = small_tokenizer()
+    with_processor.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 256)])
+    with_processor.save(str(at / "tokenizer.json"))
+    (at / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<bos>", "add_bos_token": False}))
+    assert len(load_tokenizer(at).encode("a", add_special_tokens=True)) == 1
+    (at / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<bos>"}))
+    assert load_tokenizer(at).encode("a", add_special_tokens=True)[0] == 256
+
+
+def test_adds_tokens_that_only_the_config_declares(folder: Callable[..., Path]) -> None:
+    declared = {"259": {"content": "<new>", "special": True}, "256": {"content": "<bos>", "special": True}}
+    tokenizer = load_tokenizer(folder(tokenizer_config={"added_tokens_decoder": declared, "pad_token": "<pad>"}))
+    assert tokenizer.encode("<new>", add_special_tokens=False) == [259]
+    assert tokenizer.token_id("<pad>") == 260
+    assert {259, 260} <= tokenizer.hidden_token_ids
+    assert tokenizer.vocab_size == 261
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"version":"1.0"}'])
+def test_broken_files_are_settings_errors(tmp_path: Path, content: str) -> None:
+    with pytest.raises(SettingsError):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(SettingsError):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{"])
+def test_broken_neighbours_are_settings_errors(tmp_path: Path, content: str) -> None:
+    small_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(SettingsError):
+        load_tokenizer(tmp_path)
+
+
+def test_refuses_what_no_tokens_can_spell_before_tokenizing(folder: Callable[..., Path]) -> None:
+    tokenizer = load_tokenizer(folder())
+    tokenizer.check_bytes("a" * 50, 10, "prompt")
+    with pytest.raises(ContextLengthExceeded) as refusal:
+        tokenizer.check_bytes("ä" * 40, 10, "prompt")
+    assert refusal.value.param == "prompt"
+
+
+def test_names_the_token_id_outside_the_vocabulary() -> None:
+    check_token_ids([], 10, "prompt")
+    check_token_ids([0, 9], 10, "prompt")
+    with pytest.raises(RequestRefused, match="Token id 10"):
+        check_token_ids([3, 10], 10, "prompt")
+    with pytest.raises(RequestRefused, match="Token id -1"):
+        check_token_ids([-1], 10, "prompt")
