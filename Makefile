@@ -40,7 +40,7 @@ check: $(DEV) ## format, lint, types on the torch-free half, import rules
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/architecture --durations=0
+	$(BIN)/python -m pytest tests/architecture
 
 format: $(DEV)
 	$(BIN)/ruff format .

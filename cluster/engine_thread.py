@@ -25,6 +25,9 @@ log = logging.getLogger("tandem.engine")
 GATEWAY_LOST_AFTER_S = 5.0
 REPORT_PERIOD_S = 0.25
 GROUP_LOST = "group_lost"
+GROUP_ENDED = "group_ended"
+"""Codes of refusals: the request ran here and was lost; it came too late to run here."""
+ENDED = "the group is shutting down"
 
 RequestKey = tuple[str, int]
 OnEnded = Callable[[Ended], None]
@@ -90,6 +93,7 @@ class EngineThread(threading.Thread):
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._stopping = False
+        self._over = False
         self._live: dict[RequestKey, tuple[GenerationRequest, OnEnded]] = {}
         self._reported_at_s = 0.0
         self.last_progress_s = time.monotonic()
@@ -101,6 +105,8 @@ class EngineThread(threading.Thread):
         """Queues a request; `on_ended` is called once, on the engine's thread."""
         self._inbox.append((request, on_ended))
         self._wake()
+        if self._over:
+            self._lose_inbox(ENDED)
 
     def abort(self, abort: Abort) -> None:
         self._inbox.append(abort)
@@ -121,10 +127,10 @@ class EngineThread(threading.Thread):
 
     def run(self) -> None:
         opened = False
+        self._poller = zmq.Poller()
+        self._poller.register(self._wake_out, zmq.POLLIN)
+        self._sender = TokenSender(self._secret, self._identity, self._poller, time.monotonic)
         try:
-            self._poller = zmq.Poller()
-            self._poller.register(self._wake_out, zmq.POLLIN)
-            self._sender = TokenSender(self._secret, self._identity, self._poller, time.monotonic)
             self._engine = self._open_engine(Sink(self._send, self._ended))
             opened = True
             self._publish(time.monotonic())
@@ -135,7 +141,9 @@ class EngineThread(threading.Thread):
             self._lose_all(f"the group stopped: {error}")
             self._report.failed(error, opened)
         finally:
-            self._lose_all("the group is shutting down")
+            self._over = True
+            self._lose_all(ENDED)
+            self._sender.close()
             self._close_engine()
 
     def _serve(self) -> None:
@@ -211,13 +219,20 @@ class EngineThread(threading.Thread):
 
     def _lose_all(self, message: str) -> None:
         """Answers everything that is still open as lost with this group."""
-        while self._inbox:
-            item = self._inbox.popleft()
-            if not isinstance(item, Abort):
-                self._live[(item[0].request_id, item[0].epoch)] = item
+        self._lose_inbox(message)
         for request, on_ended in list(self._live.values()):
             on_ended(refusal(request, 503, GROUP_LOST, None, message))
         self._live.clear()
+
+    def _lose_inbox(self, message: str) -> None:
+        """Answers what nobody will take in any more; also from the submitting thread, once this one has ended."""
+        while self._inbox:
+            try:
+                item = self._inbox.popleft()
+            except IndexError:
+                return  # the other thread was faster
+            if not isinstance(item, Abort):
+                item[1](refusal(item[0], 503, GROUP_ENDED, None, message))
 
     def _publish(self, now_s: float) -> None:
         self._reported_at_s = now_s

@@ -9,7 +9,6 @@ import contextlib
 import logging
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -19,17 +18,11 @@ from ray import serve
 
 from cluster.coordination.client import BackgroundClient, RequestClient
 from cluster.coordination.registry import FleetView, StartFailure, report_start_failure
-from cluster.gateway.app import build_gateway_app
-from cluster.gateway.backend import Backend
-from cluster.gateway.state import GatewayState, make_state
+from cluster.gateway.app import build_gateway_app, build_gateway_state
 from cluster.group_client import GroupClient
 from cluster.serve_caller import ServeCaller
 from cluster.service import ServiceFacts, check_install
 from configs.schema import ServiceSettings
-from workers.build import eos_token_ids, resolve_max_model_len
-from workers.models.registry import load_spec
-from workers.text.chat_template import find_chat_template
-from workers.text.tokenizer import load_tokenizer
 
 log = logging.getLogger("ray.serve.tandem")
 BACKLOG = 2048
@@ -66,7 +59,7 @@ class Gateway:
         self._server: _QuietServer | None = None
         self._serving: asyncio.Task[None] | None = None
         try:
-            self._state: GatewayState = build_state(settings, self._client)
+            self._state = build_gateway_state(settings, self._client)
         except Exception as error:
             await self._report_failure(url, error)
             raise
@@ -111,24 +104,6 @@ class Gateway:
         failure = StartFailure(part="the gateway", message=str(error), flag=flag)
         await report_start_failure(redis, self._facts.service_id, failure)
         await redis.close()
-
-
-def build_state(settings: ServiceSettings, backend: Backend) -> GatewayState:
-    """What the routes need, read from the model's folder."""
-    model = settings.engine.model
-    folder = Path(model.model)
-    spec = load_spec(folder, model.hf_overrides or None)
-    tokenizer = load_tokenizer(model.tokenizer or folder)
-    return make_state(
-        settings=settings.gateway,
-        model_names=model.served_model_name or (model.model,),
-        tokenizer=tokenizer,
-        chat_template=find_chat_template(folder, model.chat_template, tokenizer),
-        max_model_len=resolve_max_model_len(settings.engine, spec),
-        vocab_size=spec.vocab_size,
-        backend=backend,
-        engine_eos_token_ids=frozenset(eos_token_ids(folder, spec)),
-    )
 
 
 def listen(host: str, port: int, *, shared: bool) -> socket.socket:

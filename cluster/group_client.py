@@ -8,12 +8,12 @@ and the reader sees neither gap nor duplicate; a request that loses two groups i
 import asyncio
 import logging
 from collections.abc import Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from cluster.coordination.registry import FleetView
-from cluster.engine_thread import GROUP_LOST
+from cluster.engine_thread import GROUP_ENDED, GROUP_LOST
 from cluster.metrics import render
 from cluster.request_stream import RequestStream
 from cluster.token_channel import TokenReceiver
@@ -25,6 +25,7 @@ GAP_S = 1.0
 CANCEL_AFTER_S = 5.0
 NO_GROUP_S = 30.0
 MAX_GROUPS_LOST = 2
+REDISPATCH_S = 0.2
 
 
 class Call(Protocol):
@@ -41,6 +42,13 @@ class Caller(Protocol):
     """Makes handle calls; Serve's router chooses the group."""
 
     def call(self, payload: bytes) -> Call: ...
+
+
+class _Loss(NamedTuple):
+    """Why an attempt failed. `ran`: the request may have been the cause."""
+
+    message: str
+    ran: bool = True
 
 
 class _Attempt:
@@ -132,35 +140,37 @@ class GroupClient:
         stream, losses = attempt.stream, 0
         try:
             while True:
-                problem = await self._outcome(attempt)
-                if problem is None or stream.is_over:
+                loss = await self._outcome(attempt)
+                if loss is None or stream.is_over:
                     return
                 if attempt.aborted:
                     stream.finish(None)
                     return
-                losses += 1
-                log.warning("request %s lost its group: %s", attempt.request.request_id, problem)
+                losses += loss.ran
+                log.warning("request %s lost its group: %s", attempt.request.request_id, loss.message)
                 if losses >= MAX_GROUPS_LOST:
                     message = f"{losses} groups were lost while they ran this request"
                     stream.fail(RequestRefused(message, code="request_poisoned", status=500))
+                    return
+                if await stream.wait_over(REDISPATCH_S):  # by then the router knows which group is gone
                     return
                 attempt = self._dispatch(stream, self._resumption(attempt))
         finally:
             attempt.call.cancel()
             self._attempts.pop(attempt.request.request_id, None)
 
-    async def _outcome(self, attempt: _Attempt) -> str | None:
-        """None when the request has ended one way or the other; else why its group counts as lost."""
+    async def _outcome(self, attempt: _Attempt) -> _Loss | None:
+        """None when the request has ended one way or the other; else how its group was lost."""
         answer = self._loop.create_task(attempt.call.answer())
         lost = self._loop.create_task(attempt.lost.wait())
         try:
             await self._first_of(attempt, answer, lost)
             if not answer.done():
-                return "a message was missing for 1 s" if attempt.lost.is_set() else None
+                return _Loss("a message was missing for 1 s") if attempt.lost.is_set() else None
             try:
                 ended = self._decode(answer.result())
             except Exception as error:  # whatever way Ray or Serve reports a dead replica
-                return f"{type(error).__name__}: {error}".splitlines()[0]
+                return _Loss(f"{type(error).__name__}: {error}".splitlines()[0])
             return await self._settle(attempt, ended)
         finally:
             answer.cancel()
@@ -177,13 +187,13 @@ class GroupClient:
                 attempt.stream.fail(refused)
                 return
 
-    async def _settle(self, attempt: _Attempt, ended: Ended) -> str | None:
+    async def _settle(self, attempt: _Attempt, ended: Ended) -> _Loss | None:
         """The coordinator has answered: waits for the deltas that are still on their way."""
         stream = attempt.stream
         if ended.refused is not None:
             status, code, param, message = ended.refused
-            if code == GROUP_LOST:
-                return message
+            if code in (GROUP_LOST, GROUP_ENDED):
+                return _Loss(message, ran=code == GROUP_LOST)
             stream.fail(RequestRefused(message, code=code, status=status, param=param))
             return None
         # An aborted request has no last delta: what it owes is known from the answer. Else the answer overtook it.
@@ -191,7 +201,7 @@ class GroupClient:
         if known or await stream.wait_over(GAP_S) or attempt.aborted or stream.has_all(ended):
             stream.finish(ended)
             return None
-        return "its last tokens did not arrive within 1 s"
+        return _Loss("its last tokens did not arrive within 1 s")
 
     def _resumption(self, attempt: _Attempt) -> GenerationRequest:
         """The same request for another group: what was delivered counts as generated."""

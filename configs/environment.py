@@ -4,7 +4,7 @@ import os
 import tempfile
 from pathlib import Path
 
-SOCKET_PATH_ROOM = 96
+SOCKET_PATH_ROOM = 84
 """What Ray adds to its temp folder for its longest socket, and ours adds to reach that folder; the limit is 107."""
 
 

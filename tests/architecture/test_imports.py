@@ -25,7 +25,8 @@ ONLY_IN = {
     "redis": ("cluster/coordination/client.py",),
     "triton": ("workers/kernels/",),
 }
-TORCH_FREE_FOLDERS = ("configs/", "workers/engine/", "workers/text/", "cluster/")
+TORCH_FREE_FOLDERS = ("configs/", "offload/", "workers/engine/", "workers/text/", "cluster/")
+TRAINING_SCRIPTS = "configs/demo/"
 TORCH_LIBRARIES = {"torch", "transformers", "triton", "accelerate", "peft"}
 OURS = set(MAY_IMPORT)
 
@@ -71,6 +72,13 @@ def test_libraries_stay_in_their_places(path: Path) -> None:
         if (places := ONLY_IN.get(module.split(".")[0])) and not name(path).startswith(places)
     ]
     assert not wrong
+
+
+@pytest.mark.parametrize("path", [p for p in source_files() if name(p).startswith(TORCH_FREE_FOLDERS)], ids=name)
+def test_the_torch_free_half_never_imports_torch(path: Path) -> None:
+    if name(path).startswith(TRAINING_SCRIPTS):
+        return
+    assert not [f"line {line}: {m}" for line, m in imports(path) if m.split(".")[0] in TORCH_LIBRARIES]
 
 
 @pytest.mark.parametrize("path", source_files(), ids=name)

@@ -15,19 +15,37 @@ import torch.nn.functional as F
 from workers.attention.backend import AttentionStep, write_kv
 from workers.models.forward_batch import ForwardBatch
 
-# What the calls of one more group cost, as blocks of padding; and the most blocks that a group gathers at once.
-GROUP_COST_BLOCKS = 32
-MAX_GROUP_BLOCKS = 512
+# What the calls of one more group cost, as tokens of padding; and how much K and V a group gathers at once, so that
+# SDPA finds them in the shared cache (32 rows of 300 tokens in one group of 40 MB took twice the time of four groups).
+GROUP_COST_TOKENS = 512
+GROUP_BYTES = 10 * 2**20
 
 
-@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Memory that gathers reuse from layer to layer and step to step: fresh pages would cost more than the copy."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[str, torch.Tensor] = {}
+
+    def take(self, use: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Uninitialized; valid until the next take of the same use."""
+        size = torch.Size(shape).numel() * dtype.itemsize
+        held = self._bytes.get(use)
+        if held is None or held.nbytes < size or held.device != device:
+            held = self._bytes[use] = torch.empty(size, dtype=torch.uint8, device=device)
+        return held[:size].view(dtype).view(shape)
+
+
 class TorchAttention:
-    """The backend: stateless."""
+    """The backend. Between steps it keeps scratch memory only, so one serves one decoder on one thread."""
 
-    name: str = "torch-sdpa"
+    name = "torch-sdpa"
+
+    def __init__(self) -> None:
+        self._scratch = Scratch()
 
     def prepare(self, batch: ForwardBatch) -> AttentionStep:
-        return _TorchStep(batch)
+        return _TorchStep(batch, self._scratch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +85,9 @@ class _Layout:
 class _TorchStep:
     """One step; layouts are made once per distinct window and shared by all layers."""
 
-    def __init__(self, batch: ForwardBatch) -> None:
+    def __init__(self, batch: ForwardBatch, scratch: Scratch) -> None:
         self._batch = batch
+        self._scratch = scratch
         self._layouts: dict[int | None, _Layout] = {}
 
     def forward(
@@ -83,62 +102,65 @@ class _TorchStep:
     ) -> torch.Tensor:
         write_kv(k_TKD, v_TKD, keys, values, self._batch.slot_mapping_T)
         if window not in self._layouts:
-            self._layouts[window] = _lay_out(self._batch, window, q_TND.dtype)
+            max_blocks = max(1, GROUP_BYTES // (2 * keys[0].nbytes))
+            self._layouts[window] = _lay_out(self._batch, window, q_TND.dtype, max_blocks)
         layout = self._layouts[window]
         if len(layout.groups) == 1 and layout.groups[0].tokens_R is None:
-            return _attend_group(layout.groups[0], q_TND, keys, values, scale)
+            return self._attend_group(layout.groups[0], q_TND, keys, values, scale)
         out_TND = torch.empty(q_TND.shape, dtype=q_TND.dtype, device=q_TND.device)
         for group in layout.groups:
             assert group.tokens_R is not None
-            out_TND[group.tokens_R] = _attend_group(group, q_TND[group.tokens_R], keys, values, scale)
+            out_TND[group.tokens_R] = self._attend_group(group, q_TND[group.tokens_R], keys, values, scale)
         for chunk in layout.chunks:
             own = slice(chunk.start, chunk.stop)
-            out_TND[own] = _attend_chunk(chunk, q_TND[own], k_TKD[own], v_TKD[own], keys, values, scale)
+            out_TND[own] = self._attend_chunk(chunk, q_TND[own], k_TKD[own], v_TKD[own], keys, values, scale)
         return out_TND
 
-
-def _attend_group(
-    group: _DecodeGroup, q_RND: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """out_RND: one SDPA over all rows; the G query heads of a KV head are its "queries", since all see the same."""
-    rows, (block_size, num_kv_heads, head_dim) = group.num_rows, keys.shape[1:]
-    num_positions = group.block_ids.shape[0] // rows * block_size
-    k_RKJD, v_RKJD = (
-        cache.index_select(0, group.block_ids).view(rows, num_positions, num_kv_heads, head_dim).transpose(1, 2)
-        for cache in (keys, values)
-    )
-    q_RKGD = q_RND.reshape(rows, num_kv_heads, -1, head_dim)
-    out_RKGD = F.scaled_dot_product_attention(q_RKGD, k_RKJD, v_RKJD, attn_mask=group.bias_R11J, scale=scale)
-    return out_RKGD.reshape(q_RND.shape)
-
-
-def _attend_chunk(
-    chunk: _Chunk,
-    q_TND: torch.Tensor,
-    k_TKD: torch.Tensor,
-    v_TKD: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    """out_TND of one row's chunk, over its own tokens or over its gathered context."""
-    if chunk.block_ids is not None:
-        k_TKD, v_TKD = (
-            cache.index_select(0, chunk.block_ids).flatten(0, 1)[: chunk.context_len] for cache in (keys, values)
+    def _attend_group(
+        self, group: _DecodeGroup, q_RND: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """out_RND: one SDPA over all rows; the G query heads of a KV head are its "queries", since all see the same."""
+        rows, (_, num_kv_heads, head_dim) = group.num_rows, keys.shape[1:]
+        k_RKJD, v_RKJD = (
+            self._gather(use, cache, group.block_ids).view(rows, -1, num_kv_heads, head_dim).transpose(1, 2)
+            for use, cache in (("keys", keys), ("values", values))
         )
-    out_1NTD = F.scaled_dot_product_attention(
-        q_TND.transpose(0, 1)[None],
-        k_TKD.transpose(0, 1)[None],
-        v_TKD.transpose(0, 1)[None],
-        attn_mask=chunk.bias_TJ,
-        is_causal=chunk.bias_TJ is None,
-        scale=scale,
-        enable_gqa=q_TND.shape[1] != k_TKD.shape[1],
-    )
-    return out_1NTD[0].transpose(0, 1)
+        q_RKGD = q_RND.reshape(rows, num_kv_heads, -1, head_dim)
+        out_RKGD = F.scaled_dot_product_attention(q_RKGD, k_RKJD, v_RKJD, attn_mask=group.bias_R11J, scale=scale)
+        return out_RKGD.reshape(q_RND.shape)
+
+    def _attend_chunk(
+        self,
+        chunk: _Chunk,
+        q_TND: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """out_TND of one row's chunk, over its own tokens or over its gathered context."""
+        if chunk.block_ids is not None:
+            k_TKD = self._gather("keys", keys, chunk.block_ids).flatten(0, 1)[: chunk.context_len]
+            v_TKD = self._gather("values", values, chunk.block_ids).flatten(0, 1)[: chunk.context_len]
+        out_1NTD = F.scaled_dot_product_attention(
+            q_TND.transpose(0, 1)[None],
+            k_TKD.transpose(0, 1)[None],
+            v_TKD.transpose(0, 1)[None],
+            attn_mask=chunk.bias_TJ,
+            is_causal=chunk.bias_TJ is None,
+            scale=scale,
+            enable_gqa=q_TND.shape[1] != k_TKD.shape[1],
+        )
+        return out_1NTD[0].transpose(0, 1)
+
+    def _gather(self, use: str, cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
+        """[blocks, block_size, K, D]: those blocks of a cache, copied."""
+        out = self._scratch.take(use, (block_ids.shape[0], *cache.shape[1:]), cache.dtype, cache.device)
+        return torch.index_select(cache, 0, block_ids, out=out)
 
 
-def _lay_out(batch: ForwardBatch, window: int | None, dtype: torch.dtype) -> _Layout:
+def _lay_out(batch: ForwardBatch, window: int | None, dtype: torch.dtype, max_blocks: int) -> _Layout:
     """Sorts the rows of a step into decode groups and prompt chunks."""
     starts = list(accumulate(batch.query_lens_list, initial=0))
     decodes = [row for row, num_queries in enumerate(batch.query_lens_list) if num_queries == 1]
@@ -148,7 +170,8 @@ def _lay_out(batch: ForwardBatch, window: int | None, dtype: torch.dtype) -> _La
         if num_queries > 1
     ]
     spans = {row: _span(batch, row, window) for row in decodes}
-    row_groups = _similar_rows({row: len(span) for row, span in spans.items()})
+    cost = GROUP_COST_TOKENS // batch.block_size
+    row_groups = _similar_rows({row: len(span) for row, span in spans.items()}, cost, max_blocks)
     in_order = len(row_groups) == 1 and not chunks
     groups = [
         _group(batch, rows, [spans[row] for row in rows], None if in_order else starts, window, dtype)
@@ -164,16 +187,17 @@ def _span(batch: ForwardBatch, row: int, window: int | None) -> range:
     return range(first_seen // batch.block_size, -(-seq_len // batch.block_size))
 
 
-def _similar_rows(num_blocks: dict[int, int]) -> list[list[int]]:
+def _similar_rows(num_blocks: dict[int, int], group_cost: int, max_blocks: int) -> list[list[int]]:
     """Rows cut in groups by length, so that the padding of a group costs no more than another group's calls would.
 
-    Greedy from the longest down. Within a group rows keep their order in the step.
+    Greedy from the longest down; a group holds at most max_blocks, padding included, or one row. Within a group rows
+    keep their order in the step.
     """
     groups: list[list[int]] = []
     longest = padding = 0
     for row in sorted(num_blocks, key=lambda row: -num_blocks[row]):
         padding += longest - num_blocks[row]
-        if not groups or padding > GROUP_COST_BLOCKS or (len(groups[-1]) + 1) * longest > MAX_GROUP_BLOCKS:
+        if not groups or padding > group_cost or (len(groups[-1]) + 1) * longest > max_blocks:
             groups.append([])
             longest, padding = num_blocks[row], 0
         groups[-1].append(row)

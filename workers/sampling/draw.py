@@ -5,6 +5,8 @@ normalized. Every truncation keeps {id: weight >= threshold}: ties at the border
 on no sort order. Legend: R rows, V vocabulary, K sorted weights, C chunk, N chunks.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -15,19 +17,32 @@ CHUNK = 128
 def draw(weights_RV: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Tensor:
     """Inverse CDF over ids in ascending order: the first id whose cumulative weight exceeds u * total. int64 [R].
 
-    Two levels (sums of 128 ids, then the ids of one such chunk, both in float64): one pass over the vocabulary and
-    no cumulative sum of it. Rows with NaN give some id; the caller reports those. uniforms_R: float64 in [0, 1).
+    Rows with NaN give some id; the caller reports those. uniforms_R: float64 in [0, 1).
     """
-    vocab = weights_RV.shape[1]
     ends_RN = _chunk_sums(weights_RV).cumsum(1)
     total_R1 = ends_RN[:, -1:]
     target_R1 = torch.minimum(uniforms_R[:, None] * total_R1, total_R1 * (1 - 2.0**-52))
-    chunk_R1 = (ends_RN <= target_R1).sum(1, keepdim=True).clamp_(max=ends_RN.shape[1] - 1)
+    return _crossing(weights_RV, ends_RN, target_R1, torch.le)
+
+
+def _crossing(
+    weights_RV: torch.Tensor,
+    ends_RN: torch.Tensor,
+    target_R1: torch.Tensor,
+    short_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """The first index whose cumulative weight is no longer `short_of` (torch.le or torch.lt) the target: int64 [R].
+
+    Two levels (sums of 128 entries in ends_RN, then the entries of one such chunk, both in float64): one pass over the
+    row and no cumulative sum of it.
+    """
+    vocab = weights_RV.shape[1]
+    chunk_R1 = short_of(ends_RN, target_R1).sum(1, keepdim=True).clamp_(max=ends_RN.shape[1] - 1)
     before_R1 = torch.where(chunk_R1 > 0, ends_RN.gather(1, (chunk_R1 - 1).clamp(min=0)), 0.0)
     offsets_C = torch.arange(CHUNK, device=weights_RV.device)
     ids_RC = chunk_R1 * CHUNK + offsets_C
     part_RC = weights_RV.gather(1, ids_RC.clamp(max=vocab - 1)).double().masked_fill_(ids_RC >= vocab, 0.0)
-    place_R = (part_RC.cumsum(1) + before_R1 <= target_R1).sum(1)
+    place_R = short_of(part_RC.cumsum(1) + before_R1, target_R1).sum(1)
     last_R = torch.where(part_RC > 0, offsets_C, 0).amax(1)  # rounding between the levels must not leave the chunk
     return (chunk_R1[:, 0] * CHUNK + torch.minimum(place_R, last_R)).clamp_(max=vocab - 1)
 
@@ -82,8 +97,7 @@ def _descending(weights_RV: torch.Tensor, most: int) -> torch.Tensor:
 
 def _nucleus_floor(sorted_RV: torch.Tensor, floor_R: torch.Tensor, top_p_R: torch.Tensor) -> torch.Tensor:
     """The weight of the last token in each row's nucleus, counting only weights of at least floor_R; never below it."""
-    kept_RV = sorted_RV.masked_fill(sorted_RV < floor_R[:, None], 0.0)
-    ends_RV = kept_RV.cumsum(1, dtype=torch.float64)
-    inside_RV = ends_RV - kept_RV < top_p_R[:, None] * ends_RV[:, -1:]
-    last_R1 = (inside_RV.sum(1, keepdim=True) - 1).clamp_(min=0)
-    return torch.maximum(floor_R, sorted_RV.gather(1, last_R1)[:, 0])
+    kept_RV = sorted_RV.masked_fill(sorted_RV < floor_R[:, None], 0.0) if bool(floor_R.any()) else sorted_RV
+    ends_RN = _chunk_sums(kept_RV).cumsum(1)
+    last_R = _crossing(kept_RV, ends_RN, top_p_R[:, None] * ends_RN[:, -1:], torch.lt)
+    return torch.maximum(floor_R, kept_RV.gather(1, last_R[:, None])[:, 0])

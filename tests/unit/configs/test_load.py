@@ -130,7 +130,9 @@ def test_sizes(text: str, size: int) -> None:
 
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
-    file.write_text("model: from-file\ntensor-parallel-size: 2\nmax_num_seqs: 9\nautoscaling_config: {max_replicas: 3}\n")
+    file.write_text(
+        "model: from-file\ntensor-parallel-size: 2\nmax_num_seqs: 9\nautoscaling_config: {max_replicas: 3}\n"
+    )
     settings = merge_config(str(file), None, {"max_num_seqs": 5})
     assert settings.engine.model.model == "from-file"
     assert settings.engine.parallel.tensor_parallel_size == 2
@@ -193,7 +195,10 @@ def test_serve_args_in_the_shape_of_ray_serve_llm() -> None:
         ({"model_loading_config": {}}, "must name a model"),
         ({"model_loading_config": {"model_id": "m"}, "engine_kwargs": {"tp": 2}}, "tp is not a setting"),
         ({"model_loading_config": {"model_id": "m"}, "engine_kwargs": {"port": 2}}, "does not belong"),
-        ({"model_loading_config": {"model_id": "m"}, "deployment_config": {"max_ongoing_requests": 2}}, "not a setting"),
+        (
+            {"model_loading_config": {"model_id": "m"}, "deployment_config": {"max_ongoing_requests": 2}},
+            "not a setting",
+        ),
     ],
 )
 def test_bad_serve_args_are_refused(args: dict[str, Any], words: str) -> None:

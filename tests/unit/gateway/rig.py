@@ -1,4 +1,4 @@
-"""A gateway over the fake backend: a byte-level tokenizer of 256 bytes and a few special tokens, a tiny chat template."""
+"""A gateway over the fake backend: a byte-level tokenizer with a few special tokens, and a tiny chat template."""
 
 import asyncio
 import contextlib

@@ -1,0 +1,267 @@
+"""Ranks as real processes: TP2, PP2 and TP2 x PP2 say what one rank says; deaths are noticed and nothing is left."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from configs.errors import SettingsError, UnsupportedModelError
+from configs.schema import (
+    CacheSettings,
+    DeviceSettings,
+    EngineSettings,
+    ModelSettings,
+    ParallelSettings,
+    SchedulerSettings,
+)
+from tests.support.executor_driver import ExecutorDriver, Job
+from tests.support.tiny_models import BY_NAME, save_tiny_model
+from workers.channel import new_secret
+from workers.engine.executor import ExecutorReady
+from workers.errors import GroupLost
+from workers.inprocess_executor import InProcessExecutor
+from workers.local_executor import LocalExecutor
+from workers.messages import RowInit, RowSampling, RowWork, StepPlan
+from workers.rank_group import RankGroup
+
+BLOCK_SIZE = 4
+GONE_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(BY_NAME["llama-gqa"], tmp_path_factory.mktemp("models"))
+
+
+def settings_for(folder: Path, tp: int = 1, pp: int = 1, **cache: int) -> EngineSettings:
+    return EngineSettings(
+        model=ModelSettings(model=str(folder), dtype="float32"),
+        parallel=ParallelSettings(tensor_parallel_size=tp, pipeline_parallel_size=pp),
+        cache=CacheSettings(**({"block_size": BLOCK_SIZE, "num_blocks": 96} | cache)),
+        scheduler=SchedulerSettings(max_num_seqs=4, max_num_batched_tokens=64),
+        device=DeviceSettings(device="cpu"),
+    )
+
+
+def jobs_for(kind: str) -> list[Job]:
+    """Four rows of different lengths; `mixed` has each kind of sampling in one batch."""
+    greedy = RowSampling(temperature=0.0)
+    mixed = [
+        RowSampling(temperature=0.9, seed=5, top_p=0.8),
+        RowSampling(temperature=1.3, seed=2**63 + 9, top_k=20, min_p=0.02, choice=1),
+        RowSampling(temperature=0.7, seed=1, frequency_penalty=0.5, repetition_penalty=1.2, logprobs=3),
+        greedy,
+    ]
+    prompts = [[3, 1, 4], list(range(10, 33)), [7], [90, 5, 90, 5, 90, 5, 90]]
+    params = mixed if kind == "mixed" else [greedy] * 4
+    return [Job(p, 12 - 2 * i, s) for i, (p, s) in enumerate(zip(prompts, params, strict=True))]
+
+
+@pytest.fixture(scope="module")
+def one_rank(model_folder: Path) -> Iterator[ExecutorDriver]:
+    executor = InProcessExecutor(settings_for(model_folder))
+    yield ExecutorDriver(executor, executor.start(), BLOCK_SIZE)
+    executor.close()
+
+
+@pytest.fixture(scope="module", params=[(2, 1), (1, 2), (2, 2)], ids=["tp2", "pp2", "tp2pp2"])
+def group(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[tuple[LocalExecutor, ExecutorReady]]:
+    """One group of ranks, alive for all tests below; gone with all its processes afterwards."""
+    executor = LocalExecutor(settings_for(model_folder, *request.param), group="g7")
+    yield executor, executor.start()
+    pids = executor.rank_pids
+    started_s = time.monotonic()
+    executor.close()
+    executor.close()
+    assert time.monotonic() - started_s < 2.0, "ranks leave when asked"
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("kind", ["greedy", "mixed"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_any_cut_says_what_one_rank_says(
+    group: tuple[LocalExecutor, ExecutorReady], one_rank: ExecutorDriver, kind: str, depth: int
+) -> None:
+    """Float32, token by token; depth 2 has two steps in flight: stages overlap, or plans run ahead of results."""
+    executor, ready = group
+    wanted = one_rank.generate(jobs_for(kind))
+    jobs = jobs_for(kind)
+    assert ExecutorDriver(executor, ready, BLOCK_SIZE).generate(jobs, depth=depth, ahead=depth > 1) == wanted
+    assert all(len(job.token_ids) == job.max_tokens for job in jobs)
+    if kind == "mixed":
+        logprobs = [entry for result in jobs[2].results for entry in result.logprobs or []]
+        assert [entry.token_id for entry in logprobs] == wanted[2]
+        assert all(len(entry.top) == 3 and entry.logprob <= 0 for entry in logprobs)
+
+
+def test_ranks_say_who_they_are_and_idle_without_cpu(group: tuple[LocalExecutor, ExecutorReady]) -> None:
+    executor, ready = group
+    processes = [psutil.Process(pid) for pid in executor.rank_pids]
+    assert ready.rank_pids == executor.rank_pids
+    tp = len(processes) // ready.pipeline_parallel_size
+    titles = [process.cmdline()[0] for process in processes]
+    assert titles == [f"tandem rank g7 tp{rank % tp} pp{rank // tp}" for rank in range(len(processes))]
+    assert ready.threads == max(1, len(os.sched_getaffinity(0)) // len(processes))
+    before = [sum(process.cpu_times()[:2]) for process in processes]
+    window_s = 1.0
+    threading.Event().wait(window_s)
+    used_s = [sum(process.cpu_times()[:2]) - b for process, b in zip(processes, before, strict=True)]
+    assert max(used_s) < 0.05 * window_s, used_s
+
+
+def long_plan() -> StepPlan:
+    init = RowInit(row=0, token_ids=[1, 2], prompt_len=2, num_computed=0, sampling=RowSampling(temperature=0.0))
+    return StepPlan(
+        step_id=10**6, work=[RowWork(row=0, num_tokens=2, samples=True, new_block_ids=[0])], new_rows=[init]
+    )
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_is_noticed_at_once_and_nothing_is_left(model_folder: Path, victim: int) -> None:
+    """kill -9 while a step waits for the victim: GroupLost within a second, and close() ends the survivor."""
+    with contextlib.closing(LocalExecutor(settings_for(model_folder, tp=2))) as executor:
+        executor.start()
+        pids = executor.rank_pids
+        os.kill(pids[victim], signal.SIGSTOP)  # so that the step is surely under way
+        executor.submit(long_plan())
+        assert executor.wait(0.2) is None
+        killed_s = time.monotonic()
+        os.kill(pids[victim], signal.SIGKILL)
+        with pytest.raises(GroupLost):
+            executor.wait(30.0)
+        assert time.monotonic() - killed_s < 1.0
+        with pytest.raises(GroupLost):
+            executor.submit(long_plan())
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_a_step_that_cannot_be_run_ends_the_group_with_its_reason(model_folder: Path) -> None:
+    with contextlib.closing(LocalExecutor(settings_for(model_folder))) as executor:
+        executor.start()
+        executor.submit(StepPlan(step_id=1, work=[RowWork(row=0, num_tokens=5, samples=True)]))
+        with pytest.raises(GroupLost, match="rank 0: AssertionError: row 0: 5 tokens"):
+            executor.wait(10.0)
+        (pid,) = executor.rank_pids
+    assert not psutil.pid_exists(pid)
+
+
+HOLDER = """
+import os, signal, sys, msgspec
+from configs.schema import EngineSettings
+from tests.distributed.test_local_executor import long_plan
+from workers.local_executor import LocalExecutor
+executor = LocalExecutor(msgspec.json.decode(sys.argv[1], type=EngineSettings))
+executor.start()
+if sys.argv[2] == "in step":
+    os.kill(executor.rank_pids[1], signal.SIGSTOP)
+    executor.submit(long_plan())
+    assert executor.wait(0.3) is None
+print(*executor.rank_pids, flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("where", ["idle", "in step"])
+def test_ranks_end_when_their_coordinator_is_killed(model_folder: Path, where: str) -> None:
+    """`in step`: a rank that waits in a collective for a peer that is stopped."""
+    settings = msgspec.json.encode(settings_for(model_folder, tp=2)).decode()
+    command = [sys.executable, "-c", HOLDER, settings, where]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    assert holder.stdout is not None
+    ranks = [psutil.Process(int(pid)) for pid in holder.stdout.readline().split()]
+    assert len(ranks) == 2
+    holder.kill()
+    holder.wait()
+    holder.stdout.close()
+    try:
+        _, alive = psutil.wait_procs(ranks if where == "idle" else ranks[:1], GONE_S)
+        assert not alive
+    finally:
+        for rank in ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.kill()
+
+
+LONELY_RANK = """
+import sys
+from workers.rank.rank_worker import run_rank
+sys.exit(run_rank(0, sys.argv[1], sys.argv[2]))
+"""
+
+
+def test_a_rank_without_a_parent_to_watch_ends_when_its_channel_is_gone(model_folder: Path) -> None:
+    """As under Ray: nothing but the connection tells the rank that its coordinator is no more."""
+    settings, secret = settings_for(model_folder), new_secret()
+    group = RankGroup(settings, secret, lambda: None)
+    rank = subprocess.Popen([sys.executable, "-c", LONELY_RANK, group.endpoint, secret])
+    try:
+        assert group.start().rank_pids == (rank.pid,)
+        group.close()
+        assert rank.wait(GONE_S) == 1
+    finally:
+        rank.kill()
+        rank.wait()
+
+
+def start_error(settings: EngineSettings) -> SettingsError:
+    """What start() refuses with; nothing may be left running."""
+    executor = LocalExecutor(settings)
+    with pytest.raises(SettingsError) as refused:
+        executor.start()
+    assert not any(psutil.pid_exists(pid) for pid in executor.rank_pids)
+    return refused.value
+
+
+def test_a_missing_folder_is_refused_before_any_process_starts(tmp_path: Path) -> None:
+    error = start_error(settings_for(tmp_path / "nowhere"))
+    assert error.flag == "MODEL" and "nowhere" in str(error)
+
+
+def test_an_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["NovelForCausalLM"], "model_type": "novel"}))
+    error = start_error(settings_for(tmp_path))
+    assert isinstance(error, UnsupportedModelError) and "NovelForCausalLM" in str(error)
+
+
+def test_a_cut_that_does_not_divide_heads_is_refused(model_folder: Path) -> None:
+    error = start_error(settings_for(model_folder, tp=3))
+    assert error.flag == "--tensor-parallel-size" and "3" in str(error)
+
+
+def test_too_little_memory_is_refused_with_the_length_that_would_fit(model_folder: Path) -> None:
+    settings = settings_for(model_folder, tp=2)
+    settings = msgspec.structs.replace(
+        settings, cache=CacheSettings(block_size=BLOCK_SIZE, kv_cache_memory_bytes=64 * 1024)
+    )
+    error = start_error(settings)
+    assert error.flag == "--kv-cache-memory-bytes" and "--max-model-len 128" in str(error)
+
+
+def test_a_checkpoint_without_weights_is_refused_by_the_ranks(model_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((model_folder / "config.json").read_bytes())
+    error = start_error(settings_for(tmp_path))
+    assert "safetensors" in str(error)
+
+
+def test_dummy_weights_need_no_checkpoint_and_are_equal_on_every_start(model_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((model_folder / "config.json").read_bytes())
+    settings = settings_for(tmp_path)
+    settings = msgspec.structs.replace(
+        settings, model=ModelSettings(model=str(tmp_path), dtype="auto", load_format="dummy", max_model_len=64)
+    )
+    texts = []
+    for _ in range(2):
+        with contextlib.closing(InProcessExecutor(settings)) as executor:
+            ready = executor.start()
+            texts.append(ExecutorDriver(executor, ready, BLOCK_SIZE).generate([Job([1, 2, 3], 6)]))
+    assert texts[0] == texts[1]
