@@ -26,10 +26,18 @@ class RankActor:
     def run(self, rank: int, endpoint: str, group: str, facts: ServiceFacts) -> None:
         """Until the group ends it. Torch is first imported in here."""
         check_install(facts)
+        _use_rays_titles()
         from workers.rank.rank_worker import run_rank
 
         host = "127.0.0.1" if facts.single_node else ray.util.get_node_ip_address()
         run_rank(rank, endpoint, facts.secret, group=group, host=host)
+
+
+def _use_rays_titles() -> None:
+    """Ray has moved this process's argument memory, where the setproctitle package no longer finds it; Ray's own does."""
+    import setproctitle
+
+    setproctitle.setproctitle = ray._raylet.setproctitle
 
 
 class RayExecutor:

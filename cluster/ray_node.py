@@ -67,7 +67,6 @@ def start_private(temp_folder: Path, num_cpus: int, num_gpus: int) -> None:
             _temp_dir=str(temp_folder),
             _node_ip_address="127.0.0.1",
         )
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
 
 
 def join(address: str) -> None:

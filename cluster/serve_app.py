@@ -2,6 +2,7 @@
 
 import asyncio
 import http.client
+import logging
 import time
 from collections.abc import Callable
 
@@ -34,6 +35,7 @@ class ServeApp:
 
     def deploy(self) -> None:
         """Hands the application to Serve; returns before anything of it runs."""
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)  # importing serve has set it to INFO
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING", "enable_access_log": False})
         self._deployed = True
         target = serve.RunTarget(target=build_app(self._settings, self._facts), name=APP, route_prefix="/")

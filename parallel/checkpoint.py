@@ -132,6 +132,6 @@ class DummySource:
         if fill is not Fill.NORMAL:
             whole = torch.full(part.full_shape, float(fill is Fill.ONES), dtype=self._dtype)
         else:
-            generator = torch.Generator().manual_seed(self._seed * 2**32 + zlib.crc32(part.name.encode()))
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {part.name}".encode()))
             whole = torch.empty(part.full_shape, dtype=self._dtype).normal_(0, DUMMY_DEVIATION, generator=generator)
         return whole.narrow(part.dim, part.start, part.present_end - part.start)

@@ -9,8 +9,6 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-PACKABLE = (torch.bfloat16, torch.float32)
-
 
 class Matrix(Protocol):
     """y_TO = x_TI @ weight_OI.T + bias_O, on this rank's shard."""
@@ -45,8 +43,8 @@ class PackedMatrix:
 
 
 def make_matrix(weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> Matrix:
-    """Packed where oneDNN packs (CPU, bf16 with hardware support, fp32), plain elsewhere."""
-    if weight_OI.device.type == "cpu" and weight_OI.dtype in PACKABLE and can_pack(weight_OI.dtype):
+    """Packed where oneDNN packs: on CPU, fp32 always, bf16 and fp16 where the CPU multiplies them. Plain elsewhere."""
+    if weight_OI.device.type == "cpu" and can_pack(weight_OI.dtype):
         return PackedMatrix(weight_OI, bias_O)
     return PlainMatrix(weight_OI, bias_O)
 
@@ -55,4 +53,8 @@ def can_pack(dtype: torch.dtype) -> bool:
     """Whether this build and CPU pack matrices of that dtype."""
     if not torch.backends.mkldnn.is_available():
         return False
-    return dtype is torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype is torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return dtype is torch.float32

@@ -16,10 +16,8 @@ import workers
 from configs.schema import EngineSettings
 from workers.channel import new_secret
 from workers.engine.executor import ExecutorReady
-from workers.errors import SettingsError
 from workers.messages import StepPlan, StepResult
-from workers.models.registry import load_spec
-from workers.rank_group import RankGroup
+from workers.rank_group import RankGroup, check_model
 
 log = logging.getLogger(__name__)
 
@@ -86,15 +84,6 @@ class LocalExecutor:
                 how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
                 return f"rank {rank} (pid {process.pid}) {how}"
         return None
-
-
-def check_model(settings: EngineSettings) -> None:
-    """Refuses what no rank could load before any is started: folder, architecture, settings that contradict it."""
-    folder = Path(settings.model.model)
-    if not folder.is_dir():
-        raise SettingsError(f"{folder} is not a folder with a model", "MODEL")
-    spec = load_spec(folder, settings.model.hf_overrides or None)
-    spec.check_parallel(settings.parallel.tensor_parallel_size, settings.parallel.pipeline_parallel_size)
 
 
 def _spawn(rank: int, group: str, endpoint: str, secret: str) -> subprocess.Popen[bytes]:

@@ -11,6 +11,7 @@ import socket
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -33,6 +34,7 @@ from workers.messages import (
     StepResult,
     ToRank,
 )
+from workers.models.registry import load_spec
 
 log = logging.getLogger(__name__)
 
@@ -190,10 +192,11 @@ class RankGroup:
                 return message
 
     def _poll(self, timeout_s: float) -> FromRank | None:
-        if not self._poller.poll(timeout_s * 1000):
+        if not self._poller.poll(round(timeout_s * 1000)):
             return None
         _, payload = self._socket.recv_multipart(zmq.NOBLOCK)
-        return self._decoder.decode(payload)
+        message: FromRank = self._decoder.decode(payload)
+        return message
 
     def _last_words(self) -> RankFailed | None:
         """What a rank that is gone had still sent to say why."""
@@ -217,6 +220,15 @@ class RankGroup:
     def _raise_if_broken(self) -> None:
         if self._broken is not None:
             raise GroupLost(self._broken)
+
+
+def check_model(settings: EngineSettings) -> None:
+    """Refuses what no rank could load before any is started: folder, architecture, a cut that does not divide it."""
+    folder = Path(settings.model.model)
+    if not folder.is_dir():
+        raise SettingsError(f"{folder} is not a folder with a model", "MODEL")
+    spec = load_spec(folder, settings.model.hf_overrides or None)
+    spec.check_parallel(settings.parallel.tensor_parallel_size, settings.parallel.pipeline_parallel_size)
 
 
 def free_port() -> int:

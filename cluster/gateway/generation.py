@@ -5,6 +5,7 @@ disconnect, a client that stops reading or a cancelled handler ends it at once; 
 """
 
 import asyncio
+import logging
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,10 @@ from cluster.gateway.choice import Addition
 from cluster.gateway.request_run import RequestPart, RequestRun, Step
 from cluster.gateway.sse import EventWriter
 from cluster.gateway.state import GatewayState
+from workers.errors import TandemError
 from workers.messages import TokenLogprobs
+
+log = logging.getLogger("tandem.gateway")
 
 
 @dataclass
@@ -126,6 +130,8 @@ class GenerationResponse(Response):
         except Exception as error:
             if not writer.started:
                 raise
+            if not isinstance(error, TandemError):
+                log.exception("request %s failed in its stream", self._run.parts[0].request.request_id)
             await writer.finish(error)
             return
         await writer.finish()

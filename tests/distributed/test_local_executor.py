@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -26,12 +27,23 @@ from configs.schema import (
 )
 from tests.support.executor_driver import ExecutorDriver, Job
 from tests.support.tiny_models import BY_NAME, save_tiny_model
+from workers.build import model_facts
 from workers.channel import new_secret
-from workers.engine.executor import ExecutorReady
+from workers.engine.engine import Engine
+from workers.engine.executor import Executor, ExecutorReady
 from workers.errors import GroupLost
 from workers.inprocess_executor import InProcessExecutor
 from workers.local_executor import LocalExecutor
-from workers.messages import RowInit, RowSampling, RowWork, StepPlan
+from workers.messages import (
+    Ended,
+    GenerationRequest,
+    RowInit,
+    RowSampling,
+    RowWork,
+    SamplingParams,
+    StepPlan,
+    TokenDelta,
+)
 from workers.rank_group import RankGroup
 
 BLOCK_SIZE = 4
@@ -102,6 +114,50 @@ def test_any_cut_says_what_one_rank_says(
         logprobs = [entry for result in jobs[2].results for entry in result.logprobs or []]
         assert [entry.token_id for entry in logprobs] == wanted[2]
         assert all(len(entry.top) == 3 and entry.logprob <= 0 for entry in logprobs)
+
+
+@dataclass
+class Tokens:
+    """OutputSink that keeps every choice's tokens."""
+
+    of: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+
+    def deltas(self, deltas: list[TokenDelta]) -> None:
+        for delta in deltas:
+            self.of.setdefault((delta.request_id, delta.choice), []).extend(delta.token_ids)
+
+    def ended(self, ended: Ended, request: GenerationRequest) -> None:
+        assert ended.refused is None and set(ended.finish_reasons) == {"length"}, ended
+
+
+def engine_tokens(
+    executor: Executor, ready: ExecutorReady, settings: EngineSettings
+) -> dict[tuple[str, int], list[int]]:
+    """What the real engine serves for a fixed set of requests: chunked prompts, two choices, seeds, preemption."""
+    sink = Tokens()
+    engine = Engine(settings, model_facts(settings, ready), executor, ready, sink)
+    for i in range(6):
+        sampling = SamplingParams(
+            max_tokens=14, ignore_eos=True, seed=i, n=1 + i % 2, temperature=0.5 * i, top_p=0.9, presence_penalty=0.2
+        )
+        prompt = [3 + (7 * i + 5 * k) % 190 for k in range(1 + 15 * i)]
+        engine.add_request(GenerationRequest(request_id=str(i), prompt_token_ids=prompt, sampling=sampling))
+    deadline_s = time.monotonic() + 60
+    while engine.has_work():
+        assert time.monotonic() < deadline_s
+        engine.step()
+    return sink.of
+
+
+def test_the_engine_serves_the_same_tokens_over_any_cut(
+    group: tuple[LocalExecutor, ExecutorReady], model_folder: Path
+) -> None:
+    settings = settings_for(model_folder, num_blocks=48)
+    with contextlib.closing(InProcessExecutor(settings)) as alone:
+        wanted = engine_tokens(alone, alone.start(), settings)
+    executor, ready = group
+    assert engine_tokens(executor, ready, settings_for(model_folder)) == wanted
+    assert len(wanted) == 9 and all(len(tokens) == 14 for tokens in wanted.values())
 
 
 def test_ranks_say_who_they_are_and_idle_without_cpu(group: tuple[LocalExecutor, ExecutorReady]) -> None:

@@ -46,9 +46,20 @@ def build_batch(plan: StepPlan, table: RowTable, device: torch.device) -> StepBa
     block_T, offset_T = np.divmod(positions_T, table.block_size)
     slots_T = table.block_ids[row_T, block_T].astype(np.int64) * table.block_size + offset_T
     width = int(-(-end_R.max() // table.block_size))
+    table_RN = _own_blocks(table, rows_R, width)
     long = [table.token_ids[row_T, positions_T].astype(np.int64), positions_T, slots_T, starts[1:][samples_R] - 1]
-    forward = _to_device(long, starts, end_R, table.block_ids[rows_R, :width], lens_R, table.block_size, device)
+    forward = _to_device(long, starts, end_R, table_RN, lens_R, table.block_size, device)
     return StepBatch(forward, rows_R[samples_R], end_R[samples_R])
+
+
+def _own_blocks(table: RowTable, rows_R: Ints, width: int) -> npt.NDArray[np.int32]:
+    """The rows' first `width` block ids; a shorter row repeats its own first block rather than name a stranger's.
+
+    Attention may read what it then weighs with 0, and 0 x NaN is NaN: a row that failed must harm nobody else.
+    """
+    block_table_RN = table.block_ids[rows_R, :width]
+    own_RN = np.arange(width) < table.num_blocks[rows_R, None]
+    return np.where(own_RN, block_table_RN, block_table_RN[:, :1])
 
 
 def _check(table: RowTable, rows_R: Ints, lens_R: Ints, end_R: Ints, samples_R: npt.NDArray[np.bool_]) -> None:

@@ -40,7 +40,7 @@ class Lifeline:
     def _watch(self) -> None:
         deadline_s: float | None = time.monotonic() + CONNECT_S
         while True:
-            left_ms = None if deadline_s is None else max(0.0, deadline_s - time.monotonic()) * 1000
+            left_ms = None if deadline_s is None else max(0, round((deadline_s - time.monotonic()) * 1000))
             if not self._monitor.poll(left_ms):
                 log.error("the coordinator is gone; this rank ends")
                 end_process()

@@ -21,7 +21,7 @@ from workers.messages import RankLoaded, RowInit, RowSampling, RowWork, StepPlan
 from workers.models.decoder import Decoder, build_decoder
 from workers.models.registry import load_spec
 from workers.models.spec import ArchSpec
-from workers.rank.kv_tensors import allocate, block_bytes
+from workers.rank.kv_tensors import KVCache, block_bytes
 from workers.rank.memory import KVNeeds, available_bytes, cpu_blocks, cuda_blocks
 from workers.rank.model_runner import ModelRunner
 from workers.rank.profiling import run_fullest_step
@@ -49,7 +49,7 @@ class LoadedRank:
         """Allocates num_blocks of KV and runs a first small forward, in step with all other ranks."""
         block_size = self.settings.cache.block_size
         decoder = self.decoder
-        kv = allocate(
+        kv = KVCache.allocate(
             decoder.num_local_layers,
             num_blocks,
             block_size,
@@ -138,7 +138,7 @@ def set_threads(settings: EngineSettings, device: torch.device, ranks_on_node: i
 def choose_dtype(settings: EngineSettings, spec: ArchSpec, device: torch.device) -> torch.dtype:
     """--dtype, or the checkpoint's own; float16 checkpoints run as bfloat16 on CPU, where float16 matmul is slow
     (512 x 1024 x 3072: 61 ms against 3.5 ms on a Zen 5)."""
-    name = settings.model.dtype
+    name: str = settings.model.dtype
     if name == "auto":
         name = spec.torch_dtype or "float32"
         if name == "float16" and device.type == "cpu":

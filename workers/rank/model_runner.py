@@ -1,7 +1,7 @@
 """ModelRunner.execute: one StepPlan on one rank, start to end.
 
 Called by rank_worker.py (served) and inprocess_executor.py (offline); every rank of a group runs every plan, in order.
-The order inside a plan: free rows, bind rows, extend tables, copy blocks, forward, sample, tell the TP peers. It plans
+The order inside a plan: free rows, bind rows, extend tables, clean and copy blocks, forward, sample, tell the TP peers. It plans
 nothing and knows neither requests nor transport. S rows that sample, T tokens, V vocabulary.
 """
 
@@ -17,7 +17,7 @@ from workers.attention.backend import KVTensors
 from workers.messages import RowResult, StepPlan, StepResult
 from workers.models.forward_batch import ForwardBatch
 from workers.rank.batch import StepBatch, build_batch
-from workers.rank.kv_tensors import copy_blocks
+from workers.rank.kv_tensors import KVCache
 from workers.rank.row_table import RowTable
 from workers.sampling.sampler import NOT_FINITE, Sampled, sample
 
@@ -37,7 +37,7 @@ class ModelRunner:
         self,
         model: Model,
         context: ParallelContext,
-        kv: KVTensors,
+        kv: KVCache,
         table: RowTable,
         device: torch.device,
         link: StageLink | None = None,
@@ -57,8 +57,8 @@ class ModelRunner:
         """Runs a plan. The result on tp0 of the last stage, None elsewhere. No fault of a single row raises."""
         started_s = time.perf_counter()
         wait_s = started_s - self._idle_since_s
-        self._table.apply(plan)
-        copy_blocks(self._kv, plan.block_copies)
+        self._kv.clear(self._table.apply(plan))
+        self._kv.copy(plan.block_copies)
         rows: list[RowResult] = []
         if plan.work:
             batch = build_batch(plan, self._table, self._device)
@@ -77,7 +77,7 @@ class ModelRunner:
             before_s = time.perf_counter()
             hidden_TH = self._link.receive(batch.forward.num_tokens)
             received_s = time.perf_counter() - before_s
-        output = self._model.forward(batch.forward, self._kv, hidden_TH)
+        output = self._model.forward(batch.forward, self._kv.tensors, hidden_TH)
         if not self._context.is_last_stage:
             assert self._link is not None
             self._link.send(output)

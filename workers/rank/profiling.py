@@ -11,7 +11,7 @@ from parallel.context import ParallelContext
 from workers.messages import RowInit, RowSampling, RowWork, StepPlan
 from workers.models.decoder import Decoder
 from workers.rank.batch import build_batch
-from workers.rank.kv_tensors import allocate
+from workers.rank.kv_tensors import KVCache
 from workers.rank.row_table import RowTable
 from workers.sampling.sampler import sample
 
@@ -49,15 +49,15 @@ def run_fullest_step(
     plan = fullest_plan(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, max_model_len, size)
     num_blocks = len(plan.work[0].new_block_ids)
     heads, head_dim = decoder.num_local_kv_heads, decoder.head_dim
-    kv = allocate(decoder.num_local_layers, num_blocks, size, heads, head_dim, dtype, device)
+    kv = KVCache.allocate(decoder.num_local_layers, num_blocks, size, heads, head_dim, dtype, device)
     table = RowTable(scheduler.max_num_seqs, max_model_len, size, vocab_size)
     table.apply(plan)
     batch = build_batch(plan, table, device)
     hidden_TH = None
     if not context.is_first_stage:
         hidden_TH = torch.zeros(batch.forward.num_tokens, hidden_size, dtype=dtype, device=device)
-    output = decoder.forward(batch.forward, kv, hidden_TH)
+    output = decoder.forward(batch.forward, kv.tensors, hidden_TH)
     if context.is_last_stage and context.tp_rank == 0:
         positions_S = np.zeros(len(batch.sample_rows_S), np.int64)
         sample(output, batch.sample_rows_S, positions_S, table.sampling, table.history)
-    return sum(tensor.nbytes for tensor in (*kv.keys, *kv.values))
+    return kv.slab.nbytes

@@ -36,15 +36,20 @@ class RowTable:
         self.prompt_len = np.zeros(capacity, np.int64)
         self.errors: dict[int, str] = {}
 
-    def apply(self, plan: StepPlan) -> None:
-        """Frees, binds and extends rows, in the plan's order. Does not count the plan's tokens as computed."""
+    def apply(self, plan: StepPlan) -> list[int]:
+        """Frees, binds and extends rows, in the plan's order. Does not count the plan's tokens as computed.
+
+        Returns the blocks that rows got to write, without those that came with computed tokens in them.
+        """
+        fresh: list[int] = []
         for row in plan.freed_rows:
             self._clear(row)
         for init in plan.new_rows:
             self._bind(init)
         for work in plan.work:
             if work.new_block_ids or work.token_ids or work.replaced_blocks:
-                self._extend(work)
+                self._extend(work, fresh)
+        return fresh
 
     def append(self, rows: Sequence[int] | Ints, token_ids: Sequence[int] | Ints) -> None:
         """One sampled token per row; rows are distinct."""
@@ -58,6 +63,7 @@ class RowTable:
 
     def _clear(self, row: int) -> None:
         if row < len(self.num_known):
+            self.block_ids[row, : self.num_blocks[row]] = 0
             self.num_known[row] = self.num_computed[row] = self.num_blocks[row] = 0
             self.errors.pop(row, None)
 
@@ -70,14 +76,16 @@ class RowTable:
         self.sampling.bind(row, init.sampling)
         self._append_tokens(row, init.token_ids)
 
-    def _extend(self, work: RowWork) -> None:
+    def _extend(self, work: RowWork, fresh: list[int]) -> None:
         row = work.row
         if work.token_ids:
             self._append_tokens(row, work.token_ids)
         if work.new_block_ids:
-            start = self.num_blocks[row]
+            start = int(self.num_blocks[row])
             self.block_ids[row, start : start + len(work.new_block_ids)] = work.new_block_ids
             self.num_blocks[row] += len(work.new_block_ids)
+            filled = -(-int(self.num_computed[row]) // self.block_size)
+            fresh += work.new_block_ids[max(0, filled - start) :]
         for index, block_id in work.replaced_blocks:
             assert index < self.num_blocks[row], f"row {row} has no block {index}"
             self.block_ids[row, index] = block_id

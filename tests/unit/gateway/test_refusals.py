@@ -421,3 +421,13 @@ async def test_eos_first_gives_an_empty_answer() -> None:
         assert (await rig.chat()).json()["choices"][0]["message"]["content"] == ""
         chunks = events((await rig.chat(stream=True)).text)
         assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]] == [None, "stop"]
+
+
+async def test_a_bug_after_the_first_byte_is_logged_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    def script(request: object, choice: int) -> list[int]:
+        return [97, "bug", 97]  # type: ignore[list-item]
+
+    async with gateway(FakeBackend(script=script)) as rig:
+        *_, error, done = events((await rig.complete(stream=True)).text)
+        assert (error["error"]["code"], done) == ("internal_error", "[DONE]")
+        assert rig.backend.requests[0].request_id in caplog.text

@@ -14,7 +14,7 @@ from workers.attention.backend import KVTensors
 from workers.engine.executor import ExecutorReady
 from workers.messages import RowInit, RowSampling, RowWork, StepPlan, StepResult
 from workers.models.forward_batch import ForwardBatch
-from workers.rank.kv_tensors import allocate, copy_blocks
+from workers.rank.kv_tensors import KVCache
 from workers.rank.model_runner import ModelRunner
 from workers.rank.row_table import RowTable
 
@@ -61,7 +61,7 @@ class RunnerExecutor:
 
     def __init__(self, block_size: int, num_blocks: int = 64) -> None:
         self.decoder = HashDecoder()
-        self.kv = allocate(1, num_blocks, block_size, 1, 1, torch.float32, CPU)
+        self.kv = KVCache.allocate(1, num_blocks, block_size, 1, 1, torch.float32, CPU)
         table = RowTable(2, 200, block_size, VOCAB)
         self.runner = ModelRunner(self.decoder, ParallelContext.single(), self.kv, table, CPU)
         self.plans: deque[StepPlan] = deque()
@@ -151,11 +151,35 @@ def test_logprobs_ride_with_their_row() -> None:
     assert first is not None and first[0].token_id == jobs[1].token_ids[0] and len(first[0].top) == 2
 
 
+def numbered_cache() -> KVCache:
+    """Two layers, four blocks; each block holds 10 * tensor + block."""
+    kv = KVCache.allocate(2, 4, 2, 1, 3, torch.float32, CPU)
+    assert not kv.slab.any()
+    for place, tensor in enumerate((*kv.tensors.keys, *kv.tensors.values)):
+        assert tensor.shape == (4, 2, 1, 3)
+        tensor.copy_(torch.arange(4.0)[:, None, None, None] + 10 * place)
+    return kv
+
+
 def test_block_copies_read_before_they_write() -> None:
-    kv = allocate(2, 4, 2, 1, 3, torch.float32, CPU)
-    assert all((t == 0).all() and t.shape == (4, 2, 1, 3) for t in (*kv.keys, *kv.values))
-    for layer, tensor in enumerate((*kv.keys, *kv.values)):
-        tensor.copy_(torch.arange(4.0)[:, None, None, None] + 10 * layer)
-    copy_blocks(kv, [(0, 1), (1, 2)])
-    for layer, tensor in enumerate((*kv.keys, *kv.values)):
-        assert tensor[:, 0, 0, 0].tolist() == [10 * layer + v for v in (0, 0, 1, 3)]
+    kv = numbered_cache()
+    kv.copy([(0, 1), (1, 2)])
+    for place, tensor in enumerate((*kv.tensors.keys, *kv.tensors.values)):
+        assert tensor[:, 1, 0, 2].tolist() == [10 * place + v for v in (0, 0, 1, 3)]
+
+
+def test_cleared_blocks_are_zero_in_every_layer() -> None:
+    kv = numbered_cache()
+    kv.clear([1, 3])
+    assert not kv.slab[:, [1, 3]].any()
+    assert kv.slab[:, 2].ne(0).all()
+
+
+@pytest.mark.parametrize(("num_computed", "fresh"), [(0, [7, 2, 5]), (3, [2, 5]), (4, [2, 5]), (5, [5]), (9, [])])
+def test_only_blocks_without_computed_tokens_are_fresh(num_computed: int, fresh: list[int]) -> None:
+    table = RowTable(1, 20, 4, VOCAB)
+    bind = RowInit(row=0, token_ids=[1] * 12, prompt_len=12, num_computed=num_computed, sampling=GREEDY)
+    work = RowWork(row=0, num_tokens=1, samples=False, new_block_ids=[7, 2, 5])
+    assert table.apply(StepPlan(step_id=1, work=[work], new_rows=[bind])) == fresh
+    work = RowWork(row=0, num_tokens=1, samples=False, new_block_ids=[6], replaced_blocks=[(1, 9)])
+    assert table.apply(StepPlan(step_id=2, work=[work])) == [6]

@@ -1,0 +1,167 @@
+"""Collectives between CPU ranks of one node through one piece of shared memory, for the small tensors of a decode step.
+
+Used by groups.py in place of gloo. The memory is anonymous (memfd): it has no name and ends with its last user. Every
+rank writes its part, raises its flag, waits for the others' flags and reads all parts in rank order, so all ranks get
+the same bits. Relies on x86's store order (a flag is never seen before the data), so other CPUs keep gloo.
+"""
+
+import mmap
+import os
+import platform
+import secrets
+import sys
+import time
+from collections.abc import Iterator
+
+import torch
+
+from parallel.collectives import Collectives, Pending
+
+SLOT_BYTES = 2**20
+LINE_BYTES = 64  # one cache line per flag
+TOKEN_BYTES = 8
+SPINS_BEFORE_CLOCK = 20_000
+NAP_S = 50e-6
+TIMEOUT_S = 120.0
+
+
+def segment_bytes(size: int) -> int:
+    """Token line, then one flag line per rank, then two slots per rank."""
+    return LINE_BYTES * (1 + size) + 2 * size * SLOT_BYTES
+
+
+def open_segment(group: Collectives, rank: int, size: int) -> mmap.mmap | None:
+    """One segment mapped by every rank of `group`, or None on all of them when any cannot (another node or kind of CPU).
+
+    Rank 0 makes it and tells (pid, descriptor, random token); the others map it through /proc and compare the token.
+    """
+    able = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
+    total = segment_bytes(size)
+    told = torch.zeros(3, dtype=torch.int64)
+    mine: mmap.mmap | None = None
+    descriptor = -1
+    if rank == 0 and able:
+        descriptor = os.memfd_create("tandem-collectives", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, total)
+        mine = mmap.mmap(descriptor, total)
+        token = secrets.randbits(62)
+        mine[:TOKEN_BYTES] = token.to_bytes(TOKEN_BYTES, "little")
+        told = torch.tensor([os.getpid(), descriptor, token])
+    told = group.broadcast(told)
+    if rank > 0 and able:
+        mine = _map_peer(*told.tolist(), total)
+    failures = group.all_reduce(torch.tensor([mine is None], dtype=torch.int64))
+    if descriptor >= 0:
+        os.close(descriptor)
+    return mine if int(failures) == 0 else None
+
+
+def _map_peer(pid: int, descriptor: int, token: int, total: int) -> mmap.mmap | None:
+    """Rank 0's segment, or None when what lies there is not it (rank 0 is on another node or in another container)."""
+    try:
+        opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        if os.fstat(opened).st_size != total:
+            return None
+        mapped = mmap.mmap(opened, total)
+    except OSError:
+        return None
+    finally:
+        os.close(opened)
+    return mapped if int.from_bytes(mapped[:TOKEN_BYTES], "little") == token else None
+
+
+class SharedMemoryCollectives:
+    """The TP group's collectives. A tensor goes through in pieces of a slot; point to point stays with `others`.
+
+    Two slots per rank take turns: a rank writes piece n + 2 only after all flags reached n + 1, and a rank raises its
+    flag to n + 1 only after it has read piece n everywhere. `spins`: wait without sleeping; only when every rank has a
+    core to itself.
+    """
+
+    def __init__(self, segment: mmap.mmap, rank: int, size: int, others: Collectives, spins: bool) -> None:
+        self._rank = rank
+        self._size = size
+        self._others = others
+        self._spins = spins
+        self._count = 0
+        view = memoryview(segment)
+        flags_end = LINE_BYTES * (1 + size)
+        self._flags = view[LINE_BYTES:flags_end].cast("q")
+        self._stride = LINE_BYTES // 8
+        slots = torch.frombuffer(segment, dtype=torch.uint8, offset=flags_end)
+        self._slots = [list(pair) for pair in slots.view(size, 2, SLOT_BYTES)]
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Summed in rank order, in float32 for half-precision tensors of more than two ranks: one rounding."""
+        flat = tensor.view(-1)
+        for piece in self._pieces(flat):
+            parts = self._exchange(piece)
+            if self._size == 2:
+                torch.add(parts[0], parts[1], out=piece)
+            else:
+                wide = torch.float32 if piece.dtype in (torch.bfloat16, torch.float16) else piece.dtype
+                piece.copy_(torch.stack(parts).sum(dim=0, dtype=wide))
+        return tensor
+
+    def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
+        flat = tensor.contiguous().view(-1)
+        gathered = torch.empty(self._size, flat.shape[0], dtype=tensor.dtype)
+        start = 0
+        for piece in self._pieces(flat):
+            stop = start + piece.shape[0]
+            torch.stack(self._exchange(piece), out=gathered[:, start:stop])
+            start = stop
+        return torch.cat(list(gathered.view(self._size, *tensor.shape)), dim=-1)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        for piece in self._pieces(tensor.view(-1)):
+            parts = self._exchange(piece if self._rank == source else piece[:0], piece)
+            if self._rank != source:
+                piece.copy_(parts[source])
+        return tensor
+
+    def isend(self, tensor: torch.Tensor, peer: int) -> Pending:
+        return self._others.isend(tensor, peer)
+
+    def recv(self, tensor: torch.Tensor, peer: int) -> torch.Tensor:
+        return self._others.recv(tensor, peer)
+
+    def close(self) -> None:
+        """Lets go of the memory; it ends when every rank has."""
+        self._flags.release()
+        self._slots.clear()
+        self._others.close()
+
+    def _pieces(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
+        length = SLOT_BYTES // flat.element_size()
+        return iter(flat.split(length)) if flat.shape[0] > length else iter((flat,))
+
+    def _exchange(self, piece: torch.Tensor, like: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """Publishes `piece` and returns all ranks' pieces (as long as `like`), valid until the next exchange."""
+        self._count += 1
+        turn = self._count & 1
+        like = piece if like is None else like
+        parts = [slots[turn][: like.nbytes].view(like.dtype) for slots in self._slots]
+        if piece.shape[0]:
+            parts[self._rank].copy_(piece)
+        self._flags[self._rank * self._stride] = self._count
+        for rank in range(self._size):
+            self._wait(rank * self._stride, self._count)
+        return parts
+
+    def _wait(self, index: int, count: int) -> None:
+        """Until a rank's flag has come to `count`. Raises TimeoutError when its rank seems gone."""
+        flags, tries, deadline_s = self._flags, 0, 0.0
+        while flags[index] < count:
+            tries += 1
+            if self._spins and tries % SPINS_BEFORE_CLOCK:
+                continue
+            if not self._spins:
+                time.sleep(NAP_S if tries > 1 else 0)
+            now_s = time.monotonic()
+            deadline_s = deadline_s or now_s + TIMEOUT_S
+            if now_s > deadline_s:
+                raise TimeoutError(f"tp rank {index // self._stride} has not come to a collective in {TIMEOUT_S:.0f} s")

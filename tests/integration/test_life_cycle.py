@@ -1,0 +1,177 @@
+"""Starts of their own: pipeline stages from a hostile folder, autoscaling, a killed launcher, `serve run`."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+from tests.support.service import BIN, REPOSITORY, Service, free_port, tandem_serve, wait_for
+from workers.messages import SamplingParams
+from workers.offline import LLM
+
+pytestmark = pytest.mark.cluster
+
+POISON = "raise RuntimeError('a package of the user was imported as one of ours')\n"
+PROMPT = "Once upon a time"
+
+
+def shadowing_folder(folder: Path) -> Path:
+    """A user's folder with packages named like ours."""
+    for name in ("workers", "configs", "tests", "cluster", "parallel", "offload"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "__init__.py").write_text(POISON)
+    return folder
+
+
+def test_tp2_x_pp2_from_a_folder_that_shadows_our_packages_and_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+    asked = {"model": "demo", "prompt": PROMPT, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    folder = shadowing_folder(tmp_path / "mine")
+    arguments = ["demo", "-tp", "2", "-pp", "2", "--device", "cpu", "--dtype", "float32", "--shutdown-timeout", "5"]
+    with tandem_serve(*arguments, cwd=folder) as service:
+        answer = service.post("/v1/completions", asked)
+        with LLM("demo", dtype="float32", device="cpu") as llm:
+            params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+            (wanted,) = llm.generate(PROMPT, params, use_tqdm=False)
+        assert answer.json()["choices"][0]["text"] == wanted.text
+        titles = sorted(" ".join(p.cmdline()).split(maxsplit=3)[3] for p in service.titled("tandem rank"))
+        assert titles == ["tp0 pp0", "tp0 pp1", "tp1 pp0", "tp1 pp1"]
+        status = run_tandem_status(service)
+        assert "serving" in status and service.url in status
+        assert service.stop(signal.SIGINT) == 0
+        service.check_gone()
+        assert "Traceback" not in service.output
+
+
+def run_tandem_status(service: Service) -> str:
+    import subprocess
+
+    env = {**os.environ, "TMPDIR": str(service.temp), "XDG_RUNTIME_DIR": ""}
+    return subprocess.run([BIN / "tandem", "status"], env=env, capture_output=True, text=True, timeout=30).stdout
+
+
+AUTOSCALING = {
+    "model": "demo",
+    "device": "cpu",
+    "max_num_seqs": 4,
+    "autoscaling_config": {
+        "min_replicas": 1,
+        "max_replicas": 2,
+        "target_ongoing_requests": 2,
+        "look_back_period_s": 2,
+        "upscale_delay_s": 0.5,
+        "downscale_delay_s": 1,
+    },
+}
+
+
+def test_groups_follow_the_load_and_a_killed_launcher_takes_all_with_it(tmp_path: Path) -> None:
+    file = tmp_path / "auto.yaml"
+    file.write_text(yaml.safe_dump(AUTOSCALING))
+    with tandem_serve("--config", str(file)) as service:
+        done = threading.Event()
+        asked = {"model": "demo", "prompt": PROMPT, "max_tokens": 400, "ignore_eos": True}
+        statuses: list[int] = []
+
+        def keep_asking() -> None:
+            while not done.is_set():
+                statuses.append(service.post("/v1/completions", asked).status_code)
+
+        threads = [threading.Thread(target=keep_asking) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        try:
+            wait_for(lambda: groups(service) == 2, 60, f"a second group: {service.output}")
+        finally:
+            done.set()
+            for thread in threads:
+                thread.join()
+        wait_for(lambda: groups(service) == 1, 60, "back to one group")
+        assert set(statuses) == {200}, "no request failed on the way up or down"
+        folder = next(service.temp.glob("td-*"))
+        everyone = service.descendants()
+        service.process.kill()
+        service.process.wait(10)
+        wait_for(lambda: not [p for p in everyone if alive(p)], 20, f"all die: {[p for p in everyone if alive(p)]}")
+        assert folder.exists(), "nobody was left to remove it"
+        sweep(service)
+        assert not folder.exists(), "the next start does"
+
+
+def groups(service: Service) -> int:
+    return int(service.get("/load").json()["groups"])
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def sweep(service: Service) -> None:
+    import subprocess
+    import sys
+
+    code = "from cluster.run_files import sweep; sweep()"
+    env = {**os.environ, "TMPDIR": str(service.temp)}
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, env=env, check=True, timeout=30)
+
+
+def test_serve_run_with_the_shipped_file(tmp_path: Path) -> None:
+    """Serve's own proxy in front, a private Redis as a deployment; Ctrl-C ends it."""
+    port = free_port()
+    config = yaml.safe_load((REPOSITORY / "configs" / "serve" / "demo.yaml").read_text())
+    config["http_options"]["port"] = port
+    file = tmp_path / "serve.yaml"
+    file.write_text(yaml.safe_dump(config))
+    env = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local"}
+    service = Service([str(BIN / "serve"), "run", str(file)], port, env=env)
+    try:
+        service.wait_ready()
+        answer = service.post("/v1/completions", {"model": "demo", "prompt": PROMPT, "max_tokens": 8})
+        assert answer.status_code == 200, answer.text
+        asked = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "stream": True}
+        with httpx.stream("POST", service.url + "/v1/chat/completions", json=asked, timeout=60) as response:
+            lines = [line for line in response.iter_lines() if line]
+        assert lines[-1] == "data: [DONE]"
+        assert service.titled("tandem redis")
+        service.stop(signal.SIGINT)
+        wait_for(lambda: not service.titled("tandem"), 10, "everything ends")
+    finally:
+        service.clean()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_the_start_leaves_nothing(number: int) -> None:
+    port = free_port()
+    service = Service([str(BIN / "tandem"), "serve", "demo", "--port", str(port)], port)
+    try:
+        wait_for(lambda: [p for p in service.descendants() if "raylet" in " ".join(p.cmdline())], 60, "Ray is starting")
+        assert service.stop(number) == 130
+        service.check_gone()
+    finally:
+        service.clean()
+
+
+def test_a_rank_that_cannot_load_ends_the_start_with_one_line(tmp_path: Path) -> None:
+    """Found only when the weights are read: the launcher says it and leaves nothing."""
+    import shutil
+
+    folder = tmp_path / "broken"
+    shutil.copytree(REPOSITORY / "configs" / "demo" / "model", folder)
+    (folder / "model.safetensors").write_bytes(b"\0" * 64)
+    port = free_port()
+    service = Service([str(BIN / "tandem"), "serve", str(folder), "--port", str(port)], port)
+    try:
+        assert service.process.wait(60) == 2, service.output
+        assert "tandem: error: " in service.output and "Traceback" not in service.output
+        service.check_gone()
+    finally:
+        service.clean()
+
+

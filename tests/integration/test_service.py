@@ -1,0 +1,189 @@
+"""Two groups x TP 2 behind the real gateway: answers equal the offline engine's, errors stay single, groups come back."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Iterator
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from tests.support.service import Service, wait_for
+from workers.messages import SamplingParams
+from workers.offline import LLM
+
+pytestmark = pytest.mark.cluster
+
+PREFIX = "Once upon a time there was a little girl who lived near a forest. "
+ENDS = ("She had a dog", "Her name was", "One day", "The sun", "A bird", "Every morning", "In the river", "Her mother")
+PROMPTS = [
+    (PREFIX * (1 + i % 4) if i % 3 else "") + ENDS[i % len(ENDS)] + " and" * (i // len(ENDS)) for i in range(32)
+]
+LENGTHS = [8 + (7 * i) % 40 for i in range(32)]
+CHAT = [{"role": "user", "content": "Tell me a short story about a whale."}]
+
+
+@pytest.fixture(scope="module")
+def offline() -> Iterator[LLM]:
+    with LLM("demo", dtype="float32", device="cpu") as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def client(service: Service) -> openai.OpenAI:
+    return openai.OpenAI(base_url=service.url + "/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def greedy(offline: LLM, prompts: list[str], lengths: list[int]) -> list[str]:
+    params = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in lengths]
+    return [output.text for output in offline.generate(prompts, params, use_tqdm=False)]
+
+
+def test_models_are_listed(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["demo"]
+
+
+def test_completion_whole_and_streamed_are_the_same(client: openai.OpenAI, offline: LLM) -> None:
+    asked = {"model": "demo", "prompt": PROMPTS[0], "max_tokens": 24, "temperature": 0}
+    whole = client.completions.create(**asked, extra_body={"ignore_eos": True})
+    streamed = client.completions.create(
+        **asked, stream=True, stream_options={"include_usage": True}, extra_body={"ignore_eos": True}
+    )
+    chunks = list(streamed)
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == whole.choices[0].text
+    assert whole.choices[0].text == greedy(offline, [PROMPTS[0]], [24])[0]
+    assert whole.usage is not None and whole.usage.completion_tokens == 24
+    assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 24
+
+
+async def test_chat_with_the_async_client(service: Service) -> None:
+    async with openai.AsyncOpenAI(base_url=service.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
+        asked = {"model": "demo", "messages": CHAT, "max_tokens": 20, "temperature": 0}
+        whole = await client.chat.completions.create(**asked)
+        pieces = [
+            chunk.choices[0].delta.content or ""
+            async for chunk in await client.chat.completions.create(**asked, stream=True)
+            if chunk.choices
+        ]
+    assert whole.choices[0].message.content
+    assert "".join(pieces) == whole.choices[0].message.content
+
+
+def test_a_seed_gives_the_same_words_whichever_group_runs_it(client: openai.OpenAI) -> None:
+    answers = {
+        client.completions.create(model="demo", prompt="The", max_tokens=16, temperature=1, seed=7).choices[0].text
+        for _ in range(4)
+    }
+    assert len(answers) == 1
+
+
+async def test_32_at_once_equal_the_offline_engine(service: Service, offline: LLM) -> None:
+    wanted = greedy(offline, PROMPTS, LENGTHS)
+    async with openai.AsyncOpenAI(base_url=service.url + "/v1", api_key="none", max_retries=0, timeout=120) as client:
+
+        async def one(i: int) -> str:
+            asked = {"model": "demo", "prompt": PROMPTS[i], "max_tokens": LENGTHS[i], "temperature": 0}
+            if i % 2:
+                answer = await client.completions.create(**asked, extra_body={"ignore_eos": True})
+                return answer.choices[0].text
+            stream = await client.completions.create(**asked, stream=True, extra_body={"ignore_eos": True})
+            return "".join([chunk.choices[0].text async for chunk in stream if chunk.choices])
+
+        answers = await asyncio.gather(*(one(i) for i in range(32)))
+    assert answers == wanted
+    both = [line for line in service.get("/metrics").text.splitlines() if line.startswith("tandem:prompt_tokens_total{")]
+    assert len(both) == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"{", 400),
+        (b"[]", 400),
+        (b'{"model": "demo"}', 400),
+        (b'{"model": "demo", "prompt": "x", "max_tokens": -1}', 400),
+        (b'{"model": "demo", "prompt": "x", "temperature": "hot"}', 400),
+        (b'{"model": "demo", "prompt": [99999999]}', 400),
+        (b'{"model": "demo", "prompt": "x", "no_such_field": 1}', 400),
+        (b'{"model": "other", "prompt": "x"}', 404),
+        (json.dumps({"model": "demo", "prompt": "word " * 20000}).encode(), 400),
+    ],
+    ids=lambda v: str(v)[:40],
+)
+def test_a_bad_body_is_refused_in_openais_words(service: Service, body: bytes, status: int) -> None:
+    answer = httpx.post(service.url + "/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["message"]
+    assert answer.headers["x-request-id"]
+
+
+def test_a_client_that_leaves_frees_its_blocks(service: Service) -> None:
+    asked = {"model": "demo", "prompt": PREFIX, "max_tokens": 1500, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", service.url + "/v1/completions", json=asked, timeout=60) as response:
+        next(response.iter_lines())
+        wait_for(lambda: service.metric("kv_cache_usage_perc") > 0, 10, "the request holds blocks")
+    wait_for(lambda: service.metric("kv_cache_usage_perc") == 0, 10, "its blocks are free again")
+    load = service.get("/load").json()
+    assert (load["num_requests_running"], load["num_requests_waiting"]) == (0, 0)
+
+
+def test_every_process_says_its_part(service: Service) -> None:
+    titles = [" ".join(p.cmdline()) for p in service.descendants()]
+    ranks = [t for t in titles if t.startswith("tandem rank ")]
+    assert sorted(t.split()[-2:] for t in ranks) == [["tp0", "pp0"]] * 2 + [["tp1", "pp0"]] * 2
+    assert len({t.split()[2] for t in ranks}) == 2, "two groups"
+    for part in ("tandem redis", "ray::ServeReplica:tandem:tandem-gateway", "ray::ServeReplica:tandem:tandem-coordinator"):
+        assert any(t.startswith(part) for t in titles), titles
+
+
+async def test_a_killed_rank_costs_no_request_and_its_group_comes_back(service: Service, offline: LLM) -> None:
+    """Streams of the lost group go on with the other one: same text, no gap, no duplicate."""
+    wanted = greedy(offline, PROMPTS[:8], [150] * 8)
+    before = {p.pid for p in service.titled("tandem rank")}
+    assert len(before) == 4
+    started = asyncio.Event()
+    async with openai.AsyncOpenAI(base_url=service.url + "/v1", api_key="none", max_retries=0, timeout=120) as client:
+
+        async def one(i: int) -> str:
+            asked = {"model": "demo", "prompt": PROMPTS[i], "max_tokens": 150, "temperature": 0, "stream": True}
+            pieces: list[str] = []
+            async for chunk in await client.completions.create(**asked, extra_body={"ignore_eos": True}):
+                pieces += [choice.text for choice in chunk.choices]
+                if len(pieces) > 5:
+                    started.set()
+            return "".join(pieces)
+
+        running = [asyncio.create_task(one(i)) for i in range(8)]
+        await asyncio.wait_for(started.wait(), 60)
+        os.kill(min(before), signal.SIGKILL)
+        answers = await asyncio.gather(*running)
+    assert answers == wanted
+
+    def healed() -> bool:
+        ranks = {p.pid for p in service.titled("tandem rank") if p.status() != psutil.STATUS_ZOMBIE}
+        return len(ranks) == 4 and len(ranks & before) == 2 and service.get("/load").json()["groups"] == 2
+
+    await asyncio.to_thread(wait_for, healed, 60, "the group is replaced")
+    answer = service.post("/v1/completions", {"model": "demo", "prompt": "The", "max_tokens": 4})
+    assert answer.status_code == 200
+
+
+def test_the_service_lives_without_redis_for_a_while(service: Service) -> None:
+    """Frozen, then killed: requests are answered all the time; the launcher starts Redis again."""
+    (redis,) = service.titled("tandem redis")
+    asked = {"model": "demo", "prompt": "The", "max_tokens": 4, "temperature": 0}
+    redis.suspend()
+    wait_for(lambda: service.get("/load").json()["redis"] == "away", 15, "the gateway notices")
+    assert service.post("/v1/completions", asked).status_code == 200
+    assert service.get("/metrics").status_code == 200
+    redis.resume()
+    wait_for(lambda: service.get("/load").json()["redis"] == "here", 15, "the gateway is back")
+    redis.kill()
+    assert service.post("/v1/completions", asked).status_code == 200
+    again = wait_for(lambda: [p for p in service.titled("tandem redis") if p.pid != redis.pid], 15, "Redis restarts")
+    assert again
+    wait_for(lambda: service.get("/load").json()["groups"] == 2, 15, "the groups are known again")
+    wait_for(lambda: service.get("/load").json()["redis"] == "here", 15, "the gateway is back")

@@ -1,0 +1,136 @@
+"""What cannot work is said in one line, with the flag to change, before Ray is started; nothing is left behind."""
+
+import json
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from configs.environment import short_temp_folder
+from tests.support.service import DEMO, run_tandem
+
+
+@pytest.fixture
+def busy_port() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+@pytest.fixture
+def strange_model(tmp_path: Path) -> Path:
+    """The demo with an architecture nobody has heard of."""
+    folder = tmp_path / "strange"
+    shutil.copytree(DEMO, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = ["StrangeForCausalLM"]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def refused(*arguments: str) -> str:
+    """The one line that `tandem serve ARGUMENTS` ends with."""
+    before = set(short_temp_folder().glob("td-*"))
+    done = run_tandem("serve", *arguments)
+    assert done.returncode == 2, done
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert set(short_temp_folder().glob("td-*")) <= before
+    return done.stderr
+
+
+def one_line(*arguments: str) -> str:
+    text = refused(*arguments)
+    assert text.startswith("tandem: error: ") and text.count("\n") == 1, text
+    return text
+
+
+def test_a_missing_folder() -> None:
+    text = one_line("/no/such/model")
+    assert "MODEL" in text and "/no/such/model" in text
+
+
+def test_an_unsupported_architecture(strange_model: Path) -> None:
+    text = one_line(str(strange_model))
+    assert "StrangeForCausalLM" in text and "MODEL" in text
+
+
+def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    assert "config.json" in one_line(str(tmp_path))
+
+
+def test_tensor_parallel_that_does_not_divide() -> None:
+    text = one_line("demo", "-tp", "7")
+    assert "--tensor-parallel-size" in text and "7" in text and "heads" in text
+
+
+def test_more_stages_than_layers() -> None:
+    assert "--pipeline-parallel-size" in one_line("demo", "-pp", "99")
+
+
+def test_a_busy_port(busy_port: int) -> None:
+    text = one_line("demo", "--port", str(busy_port))
+    assert "--port" in text and str(busy_port) in text and "in use" in text
+
+
+def test_an_unreachable_redis() -> None:
+    text = one_line("demo", "--redis-url", "redis://:hush@127.0.0.1:1/0")
+    assert "--redis-url" in text and "127.0.0.1:1" in text and "hush" not in text
+
+
+def test_a_context_beyond_the_models() -> None:
+    assert "--max-model-len" in one_line("demo", "--max-model-len", "10000000")
+
+
+def test_more_kv_than_memory() -> None:
+    text = one_line("demo", "--kv-cache-memory-bytes", "900T", "--device", "cpu")
+    assert "--kv-cache-memory-bytes" in text and "GiB" in text
+
+
+def test_gpu_share_on_cpu() -> None:
+    assert "--gpu-memory-utilization" in one_line("demo", "--device", "cpu", "--gpu-memory-utilization", "0.5")
+
+
+def test_code_in_the_model_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "coded"
+    shutil.copytree(DEMO, folder)
+    (folder / "modeling_x.py").write_text("raise SystemExit('this must never run')")
+    assert "--trust-remote-code" in one_line(str(folder))
+
+
+def test_a_value_out_of_range() -> None:
+    text = one_line("demo", "--block-size", "12")
+    assert "--block-size" in text and "12" in text
+
+
+def test_a_bad_config_file(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("model: demo\ntensor_paralel_size: 2\n")
+    text = one_line("--config", str(file))
+    assert "tensor_paralel_size" in text and "tensor_parallel_size" in text
+
+
+@pytest.mark.parametrize("flag", ["--enable-lora", "--speculative-config", "--no-such-flag"])
+def test_a_flag_that_does_not_exist_is_refused(flag: str) -> None:
+    assert flag in refused("demo", flag, "x")
+
+
+def test_help_shows_groups_and_defaults() -> None:
+    text = run_tandem("serve", "--help").stdout
+    for words in ("Parallelism", "KV cache", "--tensor-parallel-size", "--max-num-seqs", "Default: 64"):
+        assert words in text
+    for absent in ("--enable-lora", "--quantization", "--speculative-config"):
+        assert absent not in text
+
+
+def test_check_config_prints_the_resolved_settings(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("model: demo\ntensor-parallel-size: 2\napi-key: hush\n")
+    done = run_tandem("check-config", str(file))
+    assert done.returncode == 0, done.stderr
+    assert "tensor_parallel_size: 2" in done.stdout and "hush" not in done.stdout
+    file.write_text("model: demo\ntensor-parallel-size: 7\n")
+    assert run_tandem("check-config", str(file)).returncode == 2

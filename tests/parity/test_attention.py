@@ -1,0 +1,96 @@
+"""The fast attention backend against the oracle on random steps: rows, head layouts, windows, block sizes, dtypes."""
+
+import random
+
+import pytest
+import torch
+
+from workers.attention.backend import AttentionBackend
+from workers.attention.cpu import TorchAttention
+from workers.attention.reference import ReferenceAttention
+from workers.models.forward_batch import ForwardBatch
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def random_batch(rng: random.Random, block_size: int, query_lens: list[int], seq_lens: list[int]) -> ForwardBatch:
+    """Rows with shuffled blocks; block 0 belongs to nobody."""
+    counts = [-(-length // block_size) for length in seq_lens]
+    free = list(range(1, 1 + sum(counts)))
+    rng.shuffle(free)
+    table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
+    slots, positions, starts = [], [], [0]
+    for row, (count, queries, length) in enumerate(zip(counts, query_lens, seq_lens, strict=True)):
+        blocks = [free.pop() for _ in range(count)]
+        table[row, :count] = torch.tensor(blocks)
+        places = range(length - queries, length)
+        slots += [blocks[p // block_size] * block_size + p % block_size for p in places]
+        positions += places
+        starts.append(len(slots))
+    return ForwardBatch(
+        input_ids_T=torch.zeros(len(slots), dtype=torch.int64),
+        positions_T=torch.tensor(positions),
+        slot_mapping_T=torch.tensor(slots),
+        query_starts=torch.tensor(starts, dtype=torch.int32),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        block_table_RN=table,
+        logits_rows_S=torch.tensor(starts[1:]) - 1,
+        query_lens_list=query_lens,
+        seq_lens_list=seq_lens,
+        block_size=block_size,
+    )
+
+
+def check(
+    backend: AttentionBackend,
+    batch: ForwardBatch,
+    heads: tuple[int, int],
+    head_dim: int,
+    window: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Same output as the oracle, and the same cache afterwards."""
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    num_heads, num_kv_heads = heads
+    tokens, blocks = batch.num_tokens, int(batch.block_table_RN.max()) + 2
+    # Strided views, as the decoder passes them: q, k and v are parts of one merged product.
+    qkv = noise(tokens, num_heads + 2 * num_kv_heads, head_dim)
+    q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    cache = noise(2, blocks, batch.block_size, num_kv_heads, head_dim)
+    outputs, caches = [], []
+    for each in (backend, ReferenceAttention()):
+        keys, values = cache.clone()
+        outputs.append(each.prepare(batch).forward(q, k, v, keys, values, head_dim**-0.5, window))
+        caches.append(torch.stack((keys, values)))
+    assert torch.equal(*caches)
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_steps(seed: int) -> None:
+    rng = random.Random(seed)
+    num_rows = rng.randint(1, 9)
+    seq_lens = [rng.choice((1, 2, 15, 16, 17, 40, 130)) for _ in range(num_rows)]
+    query_lens = [rng.choice((1, 1, 1, min(3, length), length)) for length in seq_lens]
+    num_kv_heads = rng.choice((1, 2, 3))
+    heads = (num_kv_heads * rng.choice((1, 2, 5)), num_kv_heads)
+    window = rng.choice((None, None, 1, 7, 16, 33, 500))
+    batch = random_batch(rng, rng.choice((1, 4, 16)), query_lens, seq_lens)
+    check(TorchAttention(), batch, heads, rng.choice((8, 24, 64)), window)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_half_precision(dtype: torch.dtype) -> None:
+    batch = random_batch(random.Random(0), 16, [1, 1, 20, 5, 1], [300, 33, 20, 64, 1])
+    check(TorchAttention(), batch, (16, 8), 128, dtype=dtype)
+
+
+def test_many_groups_and_one_backend_for_many_steps() -> None:
+    """Lengths far apart fall into several groups; scratch memory of one step does not leak into the next."""
+    backend, rng = TorchAttention(), random.Random(0)
+    for lengths in ([2000, 1, 700, 16, 1500, 3], [5, 5], [900] * 5, list(range(1, 40))):
+        check(backend, random_batch(rng, 16, [1] * len(lengths), lengths), (4, 2), 64)

@@ -1,0 +1,149 @@
+"""config.json to ArchSpec: both spellings, defaults, overrides, and what is refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.errors import SettingsError, UnsupportedModelError
+from workers.models.registry import FAMILIES, load_spec, spec_from_config
+from workers.models.spec import RopeKind
+from workers.models.weight_names import all_tensor_names
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}
+
+
+def config(architecture: str = "LlamaForCausalLM", **changes: Any) -> dict[str, Any]:
+    return {**LLAMA, "architectures": [architecture], **changes}
+
+
+def test_classic_and_new_keys_mean_the_same() -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    classic = config(rope_theta=5e5, rope_scaling={"type": "llama3", **scaling}, torch_dtype="bfloat16")
+    new = config(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling}, dtype="bfloat16")
+    assert spec_from_config(classic) == spec_from_config(new)
+    assert spec_from_config(new).rope.kind is RopeKind.LLAMA3
+    assert spec_from_config(new).torch_dtype == "bfloat16"
+
+
+def test_absent_keys_take_the_family_defaults_and_null_means_none() -> None:
+    spec = spec_from_config(config("MistralForCausalLM", bos_token_id=None, eos_token_id=[2, 7]))
+    assert spec.windows == (4096,) * 4
+    assert (spec.bos_token_id, spec.eos_token_ids) == (None, (2, 7))
+    assert spec_from_config(config("MistralForCausalLM", sliding_window=None)).windows == (None,) * 4
+    assert spec_from_config(config("Qwen3ForCausalLM")).head_dim == 128
+    assert spec_from_config(config("Qwen3ForCausalLM", head_dim=None)).head_dim == 8
+    assert spec_from_config(config("SmolLM3ForCausalLM")).rope.theta == 2e6
+    assert spec_from_config(config(num_key_value_heads=None)).num_kv_heads == 8
+
+
+def test_windows_by_layer() -> None:
+    def windows(**changes: Any) -> tuple[int | None, ...]:
+        return spec_from_config(config("Qwen2ForCausalLM", sliding_window=9, **changes)).windows
+
+    assert windows() == (None,) * 4
+    assert windows(use_sliding_window=True, max_window_layers=3) == (None, None, None, 9)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    assert windows(use_sliding_window=True, layer_types=kinds) == (9, None, 9, None)
+    with pytest.raises(UnsupportedModelError, match="chunked_attention"):
+        windows(use_sliding_window=True, layer_types=["chunked_attention"] * 4)
+
+
+def test_context_grows_with_the_scaling() -> None:
+    def positions(**rope: Any) -> int:
+        return spec_from_config(config(max_position_embeddings=100, rope_scaling=rope)).max_position_embeddings
+
+    assert positions(rope_type="linear", factor=4) == 400
+    assert positions(rope_type="dynamic", factor=2.5) == 250
+    assert positions(rope_type="yarn", factor=4.0, original_max_position_embeddings=50) == 200
+    assert positions(type="yarn", factor=4.0) == 400
+
+
+def test_overrides_win_over_aliases_in_the_file(tmp_path: Path) -> None:
+    file = config(dtype="bfloat16", rope_parameters={"rope_type": "default", "rope_theta": 5.0})
+    (tmp_path / "config.json").write_text(json.dumps(file))
+    spec = load_spec(tmp_path, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "torch_dtype": "float32"})
+    assert spec.rope.kind is RopeKind.LINEAR
+    assert spec.torch_dtype == "float32"
+    assert load_spec(tmp_path, {"rope_theta": 7.0}).rope.theta == 7.0
+    assert load_spec(tmp_path).rope.theta == 5.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported; supported: LlamaForCausalLM, "),
+        ({"architectures": []}, "architectures"),
+        ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported; supported: silu"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "needs 'factor'"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
+        ({"hidden_size": None}, "no hidden_size"),
+        ({"vocab_size": "big"}, "vocab_size is 'big'"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=words):
+        spec_from_config({**LLAMA, **changes})
+
+
+def test_unreadable_folders(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"config\.json"):
+        load_spec(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(SettingsError, match="not JSON"):
+        load_spec(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "pp_size", "words"),
+    [
+        (3, 1, "--tensor-parallel-size 3 does not divide the model's 8 attention heads"),
+        (1, 5, "--pipeline-parallel-size 5 is outside 1..4"),
+    ],
+)
+def test_impossible_cuts_name_the_flag(tp_size: int, pp_size: int, words: str) -> None:
+    with pytest.raises(SettingsError, match=words) as caught:
+        spec_from_config(LLAMA).check_parallel(tp_size, pp_size)
+    assert caught.value.flag is not None and words.startswith(caught.value.flag)
+
+
+def test_cuts_of_kv_heads_and_mlp() -> None:
+    spec = spec_from_config(config(num_attention_heads=12, num_key_value_heads=3, intermediate_size=90))
+    with pytest.raises(SettingsError, match="3 KV heads"):
+        spec.check_parallel(2)
+    with pytest.raises(SettingsError, match="MLP width 90"):
+        spec.check_parallel(12)
+    spec.check_parallel(6)
+    assert [spec.local_kv_heads(tp) for tp in (1, 3, 6)] == [3, 1, 1]
+    assert spec.kv_bytes_per_token(tp_size=3, pp_size=3, dtype_bytes=2) == 2 * 2 * 1 * spec.head_dim * 2
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.architecture)
+def test_counted_parameters_are_those_of_the_checkpoint(family: Any, tmp_path: Path) -> None:
+    """num_parameters and the tensor names agree with a checkpoint that transformers wrote."""
+    from safetensors import safe_open
+
+    from tests.support.tiny_models import TINY_MODELS, save_tiny_model
+
+    kind = family.architecture.removesuffix("ForCausalLM").lower()
+    tiny = next(model for model in TINY_MODELS if model.model_type == kind)
+    folder = save_tiny_model(tiny, tmp_path)
+    spec = load_spec(folder)
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        names = set(file.keys())
+        elements = sum(file.get_tensor(name).numel() for name in names)
+    assert set(all_tensor_names(spec, family.names)) == names
+    assert spec.num_parameters == elements

@@ -1,0 +1,87 @@
+"""Slices of a checkpoint: what each rank reads, padding, and errors that name tensor and file."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from configs.errors import SettingsError
+from parallel.checkpoint import DummySource, SafetensorsSource, assemble, load
+from parallel.shard import Fill, ShardSpec, Slice, WeightSlot, whole
+
+CPU = torch.device("cpu")
+A, B = torch.arange(24.0).view(6, 4), torch.arange(8.0).view(2, 4) + 100
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_file({"a": A}, tmp_path / "one.safetensors")
+    save_file({"b": B}, tmp_path / "two.safetensors")
+    return tmp_path
+
+
+def test_slices_are_stacked_and_cast(folder: Path) -> None:
+    source = SafetensorsSource(folder, ["a", "b"])
+    shard = ShardSpec((Slice("a", (6, 4), 0, 2, 3), Slice("b", (2, 4), 0, 1, 1)))
+    got = assemble(shard, source, torch.bfloat16, CPU)
+    assert got.dtype is torch.bfloat16
+    assert torch.equal(got.float(), torch.cat((A[2:5], B[1:])))
+
+
+def test_columns_and_padding(folder: Path) -> None:
+    source = SafetensorsSource(folder, ["a", "b"])
+    columns = assemble(ShardSpec((Slice("a", (6, 4), 1, 2, 2),)), source, torch.float32, CPU)
+    assert torch.equal(columns, A[:, 2:])
+    padded = assemble(ShardSpec((Slice("a", (6, 4), 0, 4, 4),)), source, torch.float32, CPU)
+    assert torch.equal(padded, torch.cat((A[4:], torch.zeros(2, 4))))
+    beyond = assemble(ShardSpec((Slice("a", (6, 4), 0, 8, 4),)), source, torch.float32, CPU)
+    assert torch.equal(beyond, torch.zeros(4, 4))
+
+
+def test_load_hands_out_tensors_of_their_own(folder: Path) -> None:
+    """Nothing stays mapped: overwriting the file later cannot change or crash a running model."""
+    taken: list[torch.Tensor] = []
+    slots = [WeightSlot(whole("b", 2, 4), taken.append)]
+    assert load(slots, SafetensorsSource(folder, ["a", "b"]), dtype=torch.float32, device=CPU, progress=False) == 32
+    (folder / "two.safetensors").write_bytes(bytes((folder / "two.safetensors").stat().st_size))
+    assert torch.equal(taken[0], B)
+
+
+def test_missing_unexpected_and_misshapen_tensors_are_named(folder: Path) -> None:
+    with pytest.raises(SettingsError, match="tensor c is in none"):
+        SafetensorsSource(folder, ["a", "b", "c"])
+    with pytest.raises(SettingsError, match=r"two\.safetensors: tensor b does not belong"):
+        SafetensorsSource(folder, ["a"])
+    SafetensorsSource(folder, ["a"], ignored_suffixes=("b",))
+    source = SafetensorsSource(folder, ["a", "b"])
+    with pytest.raises(SettingsError, match=r"one\.safetensors: tensor a has shape \[6, 4\].* \[4, 6\]"):
+        source.read(Slice("a", (4, 6)), Fill.NORMAL)
+
+
+def test_damaged_folders(folder: Path, tmp_path: Path) -> None:
+    (folder / "one.safetensors").write_bytes(b"not safetensors at all")
+    with pytest.raises(SettingsError, match=r"cannot read .*one\.safetensors"):
+        SafetensorsSource(folder, ["a", "b"])
+    (folder / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(SettingsError, match="index"):
+        SafetensorsSource(folder, ["a", "b"])
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"b": "gone.safetensors"}}))
+    with pytest.raises(SettingsError, match=r"gone\.safetensors"):
+        SafetensorsSource(folder, ["b"]).read(Slice("b", (2, 4)), Fill.NORMAL)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(SettingsError, match=r"no \.safetensors file"):
+        SafetensorsSource(empty, [])
+
+
+def test_dummy_slices_belong_to_one_tensor() -> None:
+    """Every rank cuts its share from the same random tensor, whatever the degree."""
+    source = DummySource(3, torch.float32)
+    full = source.read(Slice("w", (8, 6)), Fill.NORMAL)
+    halves = [source.read(Slice("w", (8, 6), 1, start, 3), Fill.NORMAL) for start in (0, 3)]
+    assert torch.equal(torch.cat(halves, dim=1), full)
+    assert not torch.equal(full, source.read(Slice("v", (8, 6)), Fill.NORMAL))
+    assert not torch.equal(full, DummySource(4, torch.float32).read(Slice("w", (8, 6)), Fill.NORMAL))
+    assert torch.equal(source.read(Slice("n", (5,)), Fill.ONES), torch.ones(5))

@@ -1,0 +1,121 @@
+"""What a rank decides at start: dtype, context, device, threads, blocks; and the profiling step at its fullest."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from configs.errors import SettingsError
+from configs.schema import CacheSettings, DeviceSettings, EngineSettings, ModelSettings, SchedulerSettings
+from parallel.context import ParallelContext
+from tests.support.executor_driver import ExecutorDriver, Job
+from tests.support.tiny_models import BY_NAME, save_tiny_model
+from workers.inprocess_executor import InProcessExecutor
+from workers.models.registry import load_spec
+from workers.rank.loading import LoadedRank, choose_device, choose_dtype, load_single
+from workers.rank.profiling import fullest_plan, run_fullest_step
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(BY_NAME["llama-gqa"], tmp_path_factory.mktemp("models"), dtype=torch.float16)
+
+
+def settings_for(folder: Path, **model: str | int) -> EngineSettings:
+    return EngineSettings(
+        model=ModelSettings(**({"model": str(folder)} | model)),
+        scheduler=SchedulerSettings(max_num_seqs=3, max_num_batched_tokens=40),
+        device=DeviceSettings(device="cpu", cpu_threads=1),
+    )
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> LoadedRank:
+    return load_single(settings_for(folder, dtype="float32"))
+
+
+def test_blocks_are_sized_for_full_contexts(loaded: LoadedRank) -> None:
+    """256 positions of 16 tokens a block, 3 sequences; 4 layers x 2 heads x 16 x 4 bytes, keys and values."""
+    facts = loaded.facts
+    assert (facts.num_blocks, facts.block_bytes, facts.threads) == (48, 2 * 4 * 16 * 2 * 16 * 4, 1)
+    assert (facts.device, facts.dtype) == ("cpu", "float32")
+    assert facts.weight_bytes > 4 * 203 * 64 and facts.load_s > 0
+
+
+def test_dtype_follows_the_checkpoint_but_for_float16_on_cpu(folder: Path) -> None:
+    spec = load_spec(folder)
+    assert choose_dtype(settings_for(folder), spec, CPU) == torch.bfloat16
+    assert choose_dtype(settings_for(folder), spec, torch.device("cuda")) == torch.float16
+    assert choose_dtype(settings_for(folder, dtype="float16"), spec, CPU) == torch.float16
+
+
+@pytest.mark.parametrize("length", [0, 257])
+def test_a_context_beyond_the_models_is_refused(folder: Path, length: int) -> None:
+    with pytest.raises(SettingsError, match=rf"--max-model-len {length} .*256") as refused:
+        load_single(settings_for(folder, max_model_len=length))
+    assert refused.value.flag == "--max-model-len"
+
+
+def test_a_shorter_context_needs_fewer_blocks(folder: Path) -> None:
+    assert load_single(settings_for(folder, max_model_len=20)).facts.num_blocks == 6
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_without_a_device_is_refused(folder: Path) -> None:
+    settings = msgspec.structs.replace(settings_for(folder), device=DeviceSettings(device="cuda"))
+    with pytest.raises(SettingsError, match="cuda"):
+        choose_device(settings, rank=0)
+
+
+def test_one_process_refuses_more_than_one_rank(folder: Path) -> None:
+    settings = msgspec.convert({"model": {"model": "m"}, "parallel": {"tensor_parallel_size": 2}}, EngineSettings)
+    with pytest.raises(SettingsError, match="one rank"):
+        InProcessExecutor(settings)
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 16])
+@pytest.mark.parametrize("max_model_len", [1, 2, 256])
+def test_any_block_size_and_context_warms_up(folder: Path, block_size: int, max_model_len: int) -> None:
+    settings = msgspec.structs.replace(
+        settings_for(folder, max_model_len=max_model_len), cache=CacheSettings(block_size=block_size)
+    )
+    rank = load_single(settings)
+    rank.build_runner(rank.facts.num_blocks)
+
+
+def test_the_profiling_step_fills_rows_and_tokens(loaded: LoadedRank) -> None:
+    plan = fullest_plan(3, 40, 256, 16)
+    assert [w.num_tokens for w in plan.work] == [13, 13, 13]
+    assert [w.num_tokens for w in fullest_plan(8, 100, 5, 4).work] == [5] * 8
+    used = run_fullest_step(
+        loaded.decoder,
+        ParallelContext.single(),
+        loaded.settings,
+        hidden_size=loaded.spec.hidden_size,
+        vocab_size=loaded.spec.vocab_size,
+        max_model_len=256,
+        dtype=torch.float32,
+        device=CPU,
+    )
+    assert used == loaded.facts.block_bytes
+
+
+def test_what_a_failed_row_left_harms_nobody(folder: Path) -> None:
+    """NaN in every block of the pool, as if failed rows had had them: new owners, long and short, read none of it."""
+    executor = InProcessExecutor(settings_for(folder, dtype="float32"))
+    driver = ExecutorDriver(executor, executor.start(), 16)
+    texts = []
+    for stale in (0.0, float("nan")):
+        kv_slab(executor).fill_(stale)
+        texts.append(driver.generate([Job([5, 6, 7], 4), Job(list(range(3, 60)), 20)], chunk=30))
+    assert texts[0] == texts[1]
+    assert [len(tokens) for tokens in texts[1]] == [4, 20]
+
+
+def kv_slab(executor: InProcessExecutor) -> torch.Tensor:
+    """The cache behind the executor's back."""
+    assert executor._runner is not None
+    return executor._runner._kv.slab
