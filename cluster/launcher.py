@@ -7,6 +7,7 @@ ends the same way as a signal. Settings errors are found before Ray starts, as f
 """
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,7 @@ from cluster import machine, ray_node
 from cluster.coordination.redis_server import RedisServer
 from cluster.placement import declared_cpus, max_groups, min_groups
 from cluster.preflight import check_memory, check_model, check_port, check_redis, choose_device
+from cluster.reaper import Reaper
 from cluster.run_files import PrivateFolder, RunFile, remove_run_file, write_run_file
 from cluster.service import ServiceFacts, install_root, new_facts
 from cluster.signals import Signals, StopRequested
@@ -48,11 +50,12 @@ class Launcher:
             self._start()
             self._signals.raising = False
             self._watch()
-        except StopRequested:
+        except (StopRequested, SystemExit) as stop:  # SystemExit: from the handler that Ray sets for SIGTERM
             self._say.line("stopped before the service was up")
-            return 130
+            return 128 + (stop.number if isinstance(stop, StopRequested) else signal.SIGTERM)
         finally:
             self._signals.raising = False
+            self._signals.install()
             self._take_down()
         return 0
 
@@ -102,9 +105,13 @@ class Launcher:
 
     def _start_ray(self, folder: PrivateFolder) -> None:
         private = self._address is None
+        if private:
+            self._stack.callback(Reaper(folder.path).dismiss)
         ray_node.prepare_environment(folder.write_token(ray_node.new_token()) if private else None)
         self._stack.callback(_end_descendants)
         self._stack.callback(ray_node.shut_down)
+        ray_node.load()
+        self._signals.install()  # importing ray has taken SIGTERM
         if self._address is not None:
             ray_node.join(self._address)
         else:

@@ -50,6 +50,11 @@ def new_token() -> str:
     return secrets.token_hex(32)
 
 
+def load() -> None:
+    """Imports ray, a second of work, with the environment prepared."""
+    import ray  # noqa: F401
+
+
 def start_private(temp_folder: Path, num_cpus: int, num_gpus: int) -> None:
     """A Ray of our own on this machine."""
     import ray

@@ -11,6 +11,10 @@ from types import FrameType
 class StopRequested(BaseException):
     """A signal arrived during the start. Not an Exception, so that nothing on the way swallows it."""
 
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
 
 class Signals:
     """Counts SIGINT, SIGTERM and SIGHUP. Main thread only."""
@@ -37,4 +41,4 @@ class Signals:
         self._arrived.set()
         if self.raising:
             self.raising = False
-            raise StopRequested
+            raise StopRequested(number)

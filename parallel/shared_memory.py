@@ -31,7 +31,7 @@ def segment_bytes(size: int) -> int:
 
 
 def open_segment(group: Collectives, rank: int, size: int) -> mmap.mmap | None:
-    """One segment mapped by every rank of `group`, or None on all of them when any cannot (another node or kind of CPU).
+    """One segment mapped by every rank of `group`, or None on all when any cannot (another node, another kind of CPU).
 
     Rank 0 makes it and tells (pid, descriptor, random token); the others map it through /proc and compare the token.
     """

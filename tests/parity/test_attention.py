@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from workers.attention.backend import AttentionBackend
-from workers.attention.cpu import TorchAttention
+from workers.attention.torch_sdpa import TorchAttention
 from workers.attention.reference import ReferenceAttention
 from workers.models.forward_batch import ForwardBatch
 

@@ -3,9 +3,15 @@
 import torch
 
 from workers.attention.backend import AttentionBackend
-from workers.attention.cpu import TorchAttention
+from workers.attention.cpu import CpuAttention
+from workers.attention.torch_sdpa import TorchAttention
+from workers.kernels.cpu_decode_attention import CpuDecodeAttention
 
 
 def select_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
-    """The best backend for the device: torch's SDPA over gathered blocks, on CPU and on CUDA alike."""
+    """On CPU the compiled kernel where it can be built for dtype and head dim; SDPA over gathered blocks elsewhere."""
+    if device.type == "cpu":
+        kernel = CpuDecodeAttention.make(dtype, head_dim)
+        if kernel is not None:
+            return CpuAttention(kernel)
     return TorchAttention()

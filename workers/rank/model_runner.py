@@ -1,8 +1,8 @@
 """ModelRunner.execute: one StepPlan on one rank, start to end.
 
 Called by rank_worker.py (served) and inprocess_executor.py (offline); every rank of a group runs every plan, in order.
-The order inside a plan: free rows, bind rows, extend tables, clean and copy blocks, forward, sample, tell the TP peers. It plans
-nothing and knows neither requests nor transport. S rows that sample, T tokens, V vocabulary.
+In a plan: free rows, bind rows, extend tables, clean new blocks, copy blocks, forward, sample, tell the TP peers. It
+plans nothing and knows neither requests nor transport. S rows that sample, T tokens, V vocabulary.
 """
 
 import time

@@ -1,0 +1,91 @@
+"""Private folders, run files and the reaper: modes, removal, sweeping after launchers that were killed."""
+
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.reaper import Reaper, orphans
+from cluster.run_files import PrivateFolder, RunFile, read_run_files, remove_run_file, sweep, write_run_file
+
+
+@pytest.fixture
+def temp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A temp folder of this test's own, short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="tf-") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+        yield Path(folder)
+
+
+def dead_pid() -> int:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    return child.pid
+
+
+def run_file(pid: int) -> RunFile:
+    return RunFile(pid=pid, started_at=1.0, url="http://h:1", model="m", service_id="s", redis_url="unix:///r")
+
+
+def test_the_folder_and_its_token_are_the_users_alone(temp: Path) -> None:
+    folder = PrivateFolder()
+    token = folder.write_token("secret")
+    assert folder.path.parent == temp
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    assert list(folder.empty.iterdir()) == []
+    folder.remove()
+    assert list(temp.iterdir()) == []
+
+
+def test_folders_of_dead_launchers_are_swept_and_others_stay(temp: Path) -> None:
+    live, dead, foreign = PrivateFolder(), PrivateFolder(), temp / "td-12345678"
+    foreign.mkdir()
+    (dead.path / "launcher.pid").write_text(str(dead_pid()))
+    sweep()
+    assert live.path.exists() and foreign.exists() and not dead.path.exists()
+
+
+def test_run_files_are_found_while_their_launcher_lives(temp: Path) -> None:
+    path = write_run_file(run_file(os.getpid()))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    write_run_file(run_file(dead_pid()))
+    assert [run.pid for run in read_run_files()] == [os.getpid()]
+    remove_run_file(path)
+    assert read_run_files() == []
+    assert list(temp.iterdir()) == []
+
+
+def test_the_reaper_ends_what_runs_in_the_folder(temp: Path) -> None:
+    private = PrivateFolder()
+    folder = private.path
+    sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
+    ours = subprocess.Popen(sleeper, cwd=private.empty)
+    other = subprocess.Popen(sleeper, cwd=temp)
+    try:
+        reaper = Reaper(folder)
+        assert reaper._process.stdin is not None
+        reaper._process.stdin.close()  # what the launcher's death does
+        assert reaper._process.wait(20) == 0
+        assert ours.wait(5) < 0
+        assert other.poll() is None
+        assert not folder.exists()
+        assert orphans(folder) == []
+    finally:
+        ours.kill()
+        other.kill()
+        ours.wait()
+        other.wait()
+
+
+def test_a_dismissed_reaper_touches_nothing(temp: Path) -> None:
+    folder = PrivateFolder().path
+    reaper = Reaper(folder)
+    reaper.dismiss()
+    assert folder.exists()

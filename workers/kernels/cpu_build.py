@@ -1,0 +1,38 @@
+"""Compiles the C kernels for this machine's CPU and loads them: about a second, once per process and element type.
+
+Called by the kernels' wrappers. Needs a C compiler (gcc or cc); without one, or where compilation fails, the answer is
+None and callers use the torch twins. The library is built in a temporary folder that is gone before this returns.
+OpenMP is the one torch has loaded (same soname), so both share one thread pool.
+"""
+
+import ctypes
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
+SOURCES = ("cpu_decode_attention.c", "cpu_fused_ops.c")
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
+TIMEOUT_S = 60.0
+
+
+@cache
+def cpu_library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """The kernels for tensors of `dtype`, or None when there are none for it or no compiler."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    folder = Path(__file__).parent
+    sources = [folder / name for name in SOURCES]
+    if compiler is None or dtype not in ELEMENTS or not all(source.exists() for source in sources):
+        return None
+    with tempfile.TemporaryDirectory(prefix="tandem-kernels-") as built:
+        library = Path(built) / "kernels.so"
+        command = [compiler, *FLAGS, f"-DELEMENT={ELEMENTS[dtype]}", *map(str, sources), "-o", str(library), "-lm"]
+        try:
+            subprocess.run(command, check=True, capture_output=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL)
+            return ctypes.CDLL(str(library))
+        except (OSError, subprocess.SubprocessError):
+            return None

@@ -1,0 +1,68 @@
+/* Sixteen floats at a time, and the element type of one library: ELEMENT is 0 for float32, 1 for bfloat16.
+   Plain GNU C vectors, so that any CPU's compiler turns them into what it has. */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define LANES 16
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float floats __attribute__((vector_size(64)));
+typedef int32_t ints __attribute__((vector_size(64)));
+typedef uint32_t words __attribute__((vector_size(64)));
+typedef uint16_t halves __attribute__((vector_size(32)));
+
+#if ELEMENT == 0
+typedef float element;
+INLINE floats load(const element *at) { floats x; memcpy(&x, at, sizeof x); return x; }
+INLINE void store(element *at, floats x) { memcpy(at, &x, sizeof x); }
+INLINE floats rounded(floats x) { return x; }
+#else
+typedef uint16_t element;
+INLINE floats load(const element *at) {
+  halves x;
+  memcpy(&x, at, sizeof x);
+  return (floats)(__builtin_convertvector(x, words) << 16);
+}
+/* To nearest, ties to even; NaN stays NaN. */
+INLINE words rounded_bits(floats x) {
+  words bits = (words)x;
+  words nearest = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
+  words is_nan = (words)(x != x);
+  return (nearest & ~is_nan) | (0x7fc00000u & is_nan);
+}
+INLINE void store(element *at, floats x) {
+  halves narrow = __builtin_convertvector(rounded_bits(x) >> 16, halves);
+  memcpy(at, &narrow, sizeof narrow);
+}
+INLINE floats rounded(floats x) { return (floats)rounded_bits(x); }
+#endif
+
+INLINE float sum_lanes(floats x) {
+  x += __builtin_shuffle(x, (ints){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
+  x += __builtin_shuffle(x, (ints){4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
+  x += __builtin_shuffle(x, (ints){2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13});
+  x += __builtin_shuffle(x, (ints){1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14});
+  return x[0];
+}
+
+INLINE floats choose_lanes(ints mask, floats yes, floats no) { return (floats)((mask & (ints)yes) | (~mask & (ints)no)); }
+
+/* e^x, relative error about 1e-7 within -87..88, clamped there: 2^n by exponent bits, e^f by a polynomial. NaN stays. */
+INLINE floats exponential(floats given) {
+  floats x = choose_lanes(given < -87.0f, (floats){} - 87.0f, given);
+  x = choose_lanes(x > 88.0f, (floats){} + 88.0f, x);
+  floats scaled = x * 1.44269504088896341f;
+  floats shifter = (floats){} + 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
+  floats whole = (scaled + shifter) - shifter;
+  floats f = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  floats p = (floats){} + 1.9875691500e-4f;
+  p = p * f + 1.3981999507e-3f;
+  p = p * f + 8.3334519073e-3f;
+  p = p * f + 4.1665795894e-2f;
+  p = p * f + 1.6666665459e-1f;
+  p = p * f + 5.0000001201e-1f;
+  p = p * f * f + f + 1.0f;
+  ints power = (__builtin_convertvector(whole, ints) + 127) << 23;
+  return choose_lanes(given != given, given, p * (floats)power);
+}
