@@ -34,7 +34,7 @@ class RankActor:
 
 
 def _use_rays_titles() -> None:
-    """Ray has moved this process's argument memory, where the setproctitle package no longer finds it; Ray's own does."""
+    """Ray has moved this process's argument memory: the setproctitle package no longer finds it, Ray's own does."""
     import setproctitle
 
     setproctitle.setproctitle = ray._raylet.setproctitle

@@ -29,6 +29,7 @@ class Reaper:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
+            cwd="/",
             env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])},
         )
 

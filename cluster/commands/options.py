@@ -35,7 +35,7 @@ def _is_given(value: Any) -> bool:
 
 def _parameter(option: Option) -> inspect.Parameter:
     names = [option.flag, *option.aliases]
-    if option.kind is bool:
+    if option.kind is bool and default_of(option):
         names[0] = f"{option.flag}/--no-{option.name.replace('_', '-')}"
     info = typer.Option(
         *names, help=_help(option), rich_help_panel=option.group, show_default=False, metavar=_metavar(option)

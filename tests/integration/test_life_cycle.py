@@ -44,9 +44,36 @@ def test_tp2_x_pp2_from_a_folder_that_shadows_our_packages_and_ctrl_c_leaves_not
         assert titles == ["tp0 pp0", "tp0 pp1", "tp1 pp0", "tp1 pp1"]
         status = run_tandem_status(service)
         assert "serving" in status and service.url in status
+        stream = Stream(service, {**asked, "max_tokens": 300})
         assert service.stop(signal.SIGINT) == 0
+        assert stream.join()[-1] == "data: [DONE]", "a request in flight may finish"
         service.check_gone()
         assert "Traceback" not in service.output
+
+
+class Stream:
+    """A streaming request on a thread of its own; it has begun when the constructor returns."""
+
+    def __init__(self, service: Service, asked: dict[str, object]) -> None:
+        self._lines: list[str] = []
+        self._begun = threading.Event()
+        self._thread = threading.Thread(target=self._read, args=(service.url, {**asked, "stream": True}))
+        self._thread.start()
+        assert self._begun.wait(30)
+
+    def join(self) -> list[str]:
+        self._thread.join(30)
+        return self._lines
+
+    def _read(self, url: str, asked: dict[str, object]) -> None:
+        try:
+            with httpx.stream("POST", url + "/v1/completions", json=asked, timeout=60) as response:
+                for line in response.iter_lines():
+                    if line:
+                        self._lines.append(line)
+                        self._begun.set()
+        except httpx.HTTPError as error:
+            self._lines.append(f"broken: {error}")
 
 
 def run_tandem_status(service: Service) -> str:
@@ -147,6 +174,18 @@ def test_a_signal_during_the_start_leaves_nothing(number: int) -> None:
         service.clean()
 
 
+def test_a_second_signal_does_not_wait_for_requests() -> None:
+    with tandem_serve("demo", "--device", "cpu", "--shutdown-timeout", "60") as service:
+        asked = {"model": "demo", "prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True}
+        streams = [Stream(service, asked) for _ in range(12)]
+        service.interrupt()
+        wait_for(lambda: "stopping" in service.output, 10, "the first signal is heard")
+        service.interrupt()
+        assert service.process.wait(10) == 0
+        assert all(stream.join() for stream in streams)
+        service.check_gone()
+
+
 def test_a_rank_that_cannot_load_ends_the_start_with_one_line(tmp_path: Path) -> None:
     """Found only when the weights are read: the launcher says it and leaves nothing."""
     folder = tmp_path / "broken"
@@ -160,5 +199,3 @@ def test_a_rank_that_cannot_load_ends_the_start_with_one_line(tmp_path: Path) ->
         service.check_gone()
     finally:
         service.clean()
-
-

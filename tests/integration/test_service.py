@@ -1,4 +1,4 @@
-"""Two groups x TP 2 behind the real gateway: answers equal the offline engine's, errors stay single, groups come back."""
+"""Two groups x TP 2 behind the real gateway: answers equal the offline engine's, and groups that die come back."""
 
 import asyncio
 import json
@@ -19,9 +19,7 @@ pytestmark = pytest.mark.cluster
 
 PREFIX = "Once upon a time there was a little girl who lived near a forest. "
 ENDS = ("She had a dog", "Her name was", "One day", "The sun", "A bird", "Every morning", "In the river", "Her mother")
-PROMPTS = [
-    (PREFIX * (1 + i % 4) if i % 3 else "") + ENDS[i % len(ENDS)] + " and" * (i // len(ENDS)) for i in range(32)
-]
+PROMPTS = [(PREFIX * (1 + i % 4) if i % 3 else "") + ENDS[i % len(ENDS)] + " and" * (i // len(ENDS)) for i in range(32)]
 LENGTHS = [8 + (7 * i) % 40 for i in range(32)]
 CHAT = [{"role": "user", "content": "Tell me a short story about a whale."}]
 
@@ -94,7 +92,9 @@ async def test_32_at_once_equal_the_offline_engine(service: Service, offline: LL
 
         answers = await asyncio.gather(*(one(i) for i in range(32)))
     assert answers == wanted
-    both = [line for line in service.get("/metrics").text.splitlines() if line.startswith("tandem:prompt_tokens_total{")]
+    both = [
+        line for line in service.get("/metrics").text.splitlines() if line.startswith("tandem:prompt_tokens_total{")
+    ]
     assert len(both) == 2
 
 
@@ -135,7 +135,11 @@ def test_every_process_says_its_part(service: Service) -> None:
     ranks = [t for t in titles if t.startswith("tandem rank ")]
     assert sorted(t.split()[-2:] for t in ranks) == [["tp0", "pp0"]] * 2 + [["tp1", "pp0"]] * 2
     assert len({t.split()[2] for t in ranks}) == 2, "two groups"
-    for part in ("tandem redis", "ray::ServeReplica:tandem:tandem-gateway", "ray::ServeReplica:tandem:tandem-coordinator"):
+    for part in (
+        "tandem redis",
+        "ray::ServeReplica:tandem:tandem-gateway",
+        "ray::ServeReplica:tandem:tandem-coordinator",
+    ):
         assert any(t.startswith(part) for t in titles), titles
 
 

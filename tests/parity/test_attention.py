@@ -1,4 +1,4 @@
-"""The fast attention backend against the oracle on random steps: rows, head layouts, windows, block sizes, dtypes."""
+"""The attention backends against the oracle on random steps: rows, head layouts, windows, block sizes, dtypes."""
 
 import random
 
@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from workers.attention.backend import AttentionBackend
-from workers.attention.torch_sdpa import TorchAttention
+from workers.attention.cpu import CpuAttention
 from workers.attention.reference import ReferenceAttention
+from workers.attention.select import select_attention
+from workers.attention.torch_sdpa import TorchAttention
+from workers.kernels.cpu_decode_attention import CpuDecodeAttention
 from workers.models.forward_batch import ForwardBatch
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -70,27 +73,58 @@ def check(
     torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("seed", range(12))
+def backends(dtype: torch.dtype, head_dim: int) -> list[AttentionBackend]:
+    """torch's, and the compiled one where there is a compiler for it."""
+    kernel = CpuDecodeAttention.make(dtype, head_dim)
+    return [TorchAttention(), *([CpuAttention(kernel)] if kernel else [])]
+
+
+@pytest.mark.parametrize("seed", range(16))
 def test_random_steps(seed: int) -> None:
     rng = random.Random(seed)
     num_rows = rng.randint(1, 9)
     seq_lens = [rng.choice((1, 2, 15, 16, 17, 40, 130)) for _ in range(num_rows)]
     query_lens = [rng.choice((1, 1, 1, min(3, length), length)) for length in seq_lens]
     num_kv_heads = rng.choice((1, 2, 3))
-    heads = (num_kv_heads * rng.choice((1, 2, 5)), num_kv_heads)
+    heads = (num_kv_heads * rng.choice((1, 2, 3, 4, 5, 12)), num_kv_heads)
     window = rng.choice((None, None, 1, 7, 16, 33, 500))
     batch = random_batch(rng, rng.choice((1, 4, 16)), query_lens, seq_lens)
-    check(TorchAttention(), batch, heads, rng.choice((8, 24, 64)), window)
+    head_dim = rng.choice((8, 24, 48, 64, 128))
+    for backend in backends(torch.float32, head_dim):
+        check(backend, batch, heads, head_dim, window)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_half_precision(dtype: torch.dtype) -> None:
     batch = random_batch(random.Random(0), 16, [1, 1, 20, 5, 1], [300, 33, 20, 64, 1])
-    check(TorchAttention(), batch, (16, 8), 128, dtype=dtype)
+    for backend in backends(dtype, 128):
+        check(backend, batch, (16, 8), 128, dtype=dtype)
 
 
 def test_many_groups_and_one_backend_for_many_steps() -> None:
     """Lengths far apart fall into several groups; scratch memory of one step does not leak into the next."""
-    backend, rng = TorchAttention(), random.Random(0)
+    rng = random.Random(0)
+    each = backends(torch.float32, 64)
     for lengths in ([2000, 1, 700, 16, 1500, 3], [5, 5], [900] * 5, list(range(1, 40))):
-        check(backend, random_batch(rng, 16, [1] * len(lengths), lengths), (4, 2), 64)
+        batch = random_batch(rng, 16, [1] * len(lengths), lengths)
+        for backend in each:
+            check(backend, batch, (4, 2), 64)
+
+
+def test_selection() -> None:
+    """The compiled kernel for what it serves, SDPA for the rest; both have names for the log."""
+    cpu = torch.device("cpu")
+    assert select_attention(cpu, torch.float16, 64).name == "torch-sdpa"
+    assert select_attention(cpu, torch.float32, 24).name == "torch-sdpa"
+    assert select_attention(cpu, torch.bfloat16, 64).name == backends(torch.bfloat16, 64)[-1].name
+
+
+def test_a_value_that_is_not_finite_shows() -> None:
+    """NaN in one row's cache makes that row NaN, and no other."""
+    for backend in backends(torch.float32, 64):
+        batch = random_batch(random.Random(0), 16, [1, 1], [40, 40])
+        q, k, v = (torch.ones(2, heads, 64) for heads in (4, 2, 2))
+        keys, values = torch.zeros(2, 8, 16, 2, 64)
+        keys[batch.block_table_RN[0, 1]] = float("nan")
+        out = backend.prepare(batch).forward(q, k, v, keys, values, 0.125, None)
+        assert out[0].isnan().all() and not out[1].isnan().any()

@@ -72,8 +72,8 @@ TINY_MODELS: tuple[TinyModel, ...] = (
     TinyModel("mistral-full", "mistral", {"sliding_window": None}),
     TinyModel("qwen2", "qwen2", {"tie_word_embeddings": True}),
     TinyModel("qwen2-window", "qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2}),
-    TinyModel("qwen3", "qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
-    TinyModel("qwen3-untied", "qwen3", {"head_dim": 16, "attention_bias": True}),
+    TinyModel("qwen3", "qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    TinyModel("qwen3-untied", "qwen3", {"head_dim": 24, "attention_bias": True}),
     TinyModel("smollm3", "smollm3", {"no_rope_layer_interval": 2}),
 )
 BY_NAME: Mapping[str, TinyModel] = {model.name: model for model in TINY_MODELS}

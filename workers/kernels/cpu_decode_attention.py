@@ -18,6 +18,7 @@ from workers.kernels.cpu_build import cpu_library
 
 MAX_HEAD_DIM = 256
 PARTITION_TOKENS = 256
+LANES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +49,10 @@ def cut_tasks(rows: Sequence[tuple[int, int, int, int]], block_size: int) -> Dec
 
 
 class CpuDecodeAttention:
-    """The compiled kernel for one element type; `available` says whether there is one."""
+    """The compiled kernel for one element type. Keeps scratch memory between calls, so it serves one thread."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        self._scratch = torch.empty(0)
         pointer, number = ctypes.c_void_p, ctypes.c_long
         self._attend = library.decode_attention
         self._attend.restype = None
@@ -86,15 +88,17 @@ class CpuDecodeAttention:
         _, num_heads, head_dim = q_TND.shape
         assert out_TND.is_contiguous() and q_TND.stride()[1:] == (head_dim, 1) and block_table_RN.stride(1) == 1
         assert keys.is_contiguous() and values.is_contiguous() and keys.dtype == q_TND.dtype
-        num_tasks, scores_size = work.tasks.shape[0], num_heads * work.longest
-        scratch = torch.empty(num_tasks * (num_heads * (head_dim + 2) + scores_size), dtype=torch.float32)
-        partials = scratch.data_ptr()
-        scores = partials + 4 * num_tasks * num_heads * (head_dim + 2)
+        threads, num_tasks = torch.get_num_threads(), work.tasks.shape[0]
+        partials_size, scores_size = num_tasks * num_heads * (head_dim + 2), num_heads * (work.longest + LANES)
+        if self._scratch.shape[0] < partials_size + threads * scores_size:
+            self._scratch = torch.empty(partials_size + threads * scores_size)
+        partials = self._scratch.data_ptr()
+        scores = partials + 4 * partials_size
         self._attend(
             q_TND.data_ptr(), q_TND.stride(0), keys.data_ptr(), values.data_ptr(), out_TND.data_ptr(),
             block_table_RN.data_ptr(), block_table_RN.stride(0), work.tasks.data_ptr(), num_tasks,
             work.rows.data_ptr(), work.rows.shape[0], partials, scores, scores_size,
-            num_heads, keys.shape[2], head_dim, keys.shape[1], scale, torch.get_num_threads(),
+            num_heads, keys.shape[2], head_dim, keys.shape[1], scale, threads,
         )  # fmt: skip
 
     def write(

@@ -3,9 +3,13 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 #define LANES 16
 #define INLINE static inline __attribute__((always_inline))
+#define UNROLLED _Pragma("GCC unroll 16")
 
 typedef float floats __attribute__((vector_size(64)));
 typedef int32_t ints __attribute__((vector_size(64)));
@@ -20,9 +24,13 @@ INLINE floats rounded(floats x) { return x; }
 #else
 typedef uint16_t element;
 INLINE floats load(const element *at) {
+#ifdef __AVX512F__ /* compilers split the portable conversion in two */
+  return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)at)), 16);
+#else
   halves x;
   memcpy(&x, at, sizeof x);
   return (floats)(__builtin_convertvector(x, words) << 16);
+#endif
 }
 /* To nearest, ties to even; NaN stays NaN. */
 INLINE words rounded_bits(floats x) {
@@ -32,8 +40,12 @@ INLINE words rounded_bits(floats x) {
   return (nearest & ~is_nan) | (0x7fc00000u & is_nan);
 }
 INLINE void store(element *at, floats x) {
+#ifdef __AVX512F__
+  _mm256_storeu_si256((__m256i *)at, _mm512_cvtepi32_epi16((__m512i)(rounded_bits(x) >> 16)));
+#else
   halves narrow = __builtin_convertvector(rounded_bits(x) >> 16, halves);
   memcpy(at, &narrow, sizeof narrow);
+#endif
 }
 INLINE floats rounded(floats x) { return (floats)rounded_bits(x); }
 #endif
@@ -46,9 +58,18 @@ INLINE float sum_lanes(floats x) {
   return x[0];
 }
 
-INLINE floats choose_lanes(ints mask, floats yes, floats no) { return (floats)((mask & (ints)yes) | (~mask & (ints)no)); }
+INLINE floats choose_lanes(ints mask, floats yes, floats no) {
+  return (floats)((mask & (ints)yes) | (~mask & (ints)no));
+}
 
-/* e^x, relative error about 1e-7 within -87..88, clamped there: 2^n by exponent bits, e^f by a polynomial. NaN stays. */
+INLINE float max_lanes(floats x) {
+  float most = x[0];
+  for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
+  return most;
+}
+
+/* e^x, relative error about 1e-7: 2^n by exponent bits, e^f by a polynomial. Below -87 it stays at e^-87, above 88 it
+   is infinite; NaN stays NaN. */
 INLINE floats exponential(floats given) {
   floats x = choose_lanes(given < -87.0f, (floats){} - 87.0f, given);
   x = choose_lanes(x > 88.0f, (floats){} + 88.0f, x);
@@ -64,5 +85,6 @@ INLINE floats exponential(floats given) {
   p = p * f + 5.0000001201e-1f;
   p = p * f * f + f + 1.0f;
   ints power = (__builtin_convertvector(whole, ints) + 127) << 23;
-  return choose_lanes(given != given, given, p * (floats)power);
+  p = choose_lanes(given > 88.0f, (floats){} + INFINITY, p * (floats)power);
+  return choose_lanes(given != given, given, p);
 }

@@ -11,8 +11,9 @@ from parallel.context import ParallelContext
 from parallel.linear import ColumnParallelLinear, RowParallelLinear, Section
 from parallel.shard import WeightSlot, even_range, kv_head_range
 from workers.attention.backend import AttentionStep
+from workers.kernels.fused_ops import FusedOps
 from workers.models.norms import QKNorm
-from workers.models.positions import Angles, rotate
+from workers.models.positions import Angles
 from workers.models.spec import ArchSpec
 from workers.models.weight_names import WeightNames
 
@@ -20,7 +21,7 @@ from workers.models.weight_names import WeightNames
 class AttentionLayer:
     """Attention of layer `layer` on this rank."""
 
-    def __init__(self, spec: ArchSpec, names: WeightNames, layer: int, context: ParallelContext) -> None:
+    def __init__(self, spec: ArchSpec, names: WeightNames, layer: int, context: ParallelContext, ops: FusedOps) -> None:
         def full(stem: str) -> str:
             return names.of_layer(layer, stem)
 
@@ -34,13 +35,13 @@ class AttentionLayer:
         self._heads = (num_heads, num_kv_heads)
         self._head_dim = dim
         self._scale = dim**-0.5
+        self._eps = spec.norm_eps
+        self._ops = ops
         self._window = spec.windows[layer]
         self._rotates = spec.rotary_layers[layer]
         self._qkv = ColumnParallelLinear(spec.hidden_size, sections, spec.qkv_bias)
         self._norm = (
-            QKNorm(full(names.q_norm), full(names.k_norm), num_heads, num_kv_heads, dim, spec.norm_eps)
-            if spec.qk_norm
-            else None
+            QKNorm(full(names.q_norm), full(names.k_norm), num_heads, num_kv_heads, dim) if spec.qk_norm else None
         )
         self._o = RowParallelLinear(full(names.o), spec.num_heads * dim, spec.hidden_size, spec.o_bias, context)
 
@@ -51,10 +52,9 @@ class AttentionLayer:
         num_heads, num_kv_heads = self._heads
         qkv_TAD = self._qkv(x_TH).unflatten(-1, (-1, self._head_dim))
         qk_TSD, v_TKD = qkv_TAD.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
-        if self._norm is not None:
-            qk_TSD = self._norm(qk_TSD)
-        if self._rotates:
-            qk_TSD = rotate(qk_TSD, angles)
+        weight_SD = None if self._norm is None else self._norm.weight_SD
+        cos_T1D, sin_T1D = (angles.cos_T1D, angles.sin_T1D) if self._rotates else (None, None)
+        qk_TSD = self._ops.norm_rotate(qk_TSD, weight_SD, self._eps, cos_T1D, sin_T1D)
         q_TND, k_TKD = qk_TSD.split((num_heads, num_kv_heads), dim=1)
         out_TND = step.forward(q_TND, k_TKD, v_TKD, keys, values, self._scale, self._window)
         return self._o(out_TND.flatten(1))

@@ -15,6 +15,8 @@ from parallel.embedding import VocabParallelEmbedding, VocabParallelHead
 from parallel.mesh import layer_range
 from parallel.shard import WeightSlot
 from workers.attention.backend import AttentionBackend, AttentionStep, KVTensors
+from workers.kernels.cpu_fused_ops import select_fused_ops
+from workers.kernels.fused_ops import FusedOps
 from workers.models.attention_layer import AttentionLayer
 from workers.models.forward_batch import ForwardBatch
 from workers.models.mlp import GatedMLP
@@ -28,11 +30,12 @@ from workers.models.weight_names import WeightNames, all_tensor_names
 class DecoderLayer:
     """Pre-norm attention and MLP, each added to the residual stream."""
 
-    def __init__(self, spec: ArchSpec, names: WeightNames, layer: int, context: ParallelContext) -> None:
-        self._attention_norm = RMSNorm(names.of_layer(layer, names.attention_norm), spec.hidden_size, spec.norm_eps)
-        self._attention = AttentionLayer(spec, names, layer, context)
-        self._mlp_norm = RMSNorm(names.of_layer(layer, names.mlp_norm), spec.hidden_size, spec.norm_eps)
-        self._mlp = GatedMLP(spec, names, layer, context)
+    def __init__(self, spec: ArchSpec, names: WeightNames, layer: int, context: ParallelContext, ops: FusedOps) -> None:
+        size, eps = spec.hidden_size, spec.norm_eps
+        self._attention_norm = RMSNorm(names.of_layer(layer, names.attention_norm), size, eps, ops)
+        self._attention = AttentionLayer(spec, names, layer, context, ops)
+        self._mlp_norm = RMSNorm(names.of_layer(layer, names.mlp_norm), size, eps, ops)
+        self._mlp = GatedMLP(spec, names, layer, context, ops)
 
     def __call__(
         self,
@@ -45,10 +48,8 @@ class DecoderLayer:
     ) -> torch.Tensor:
         """Adds the previous layer's MLP output (`branch`, None at a stage's start) and its own attention to the
         residual, in place; returns its own MLP output for the next layer to add, fused with that layer's norm."""
-        norm = self._attention_norm
-        x_TH = norm(residual_TH) if branch_TH is None else norm.add(branch_TH, residual_TH)
-        x_TH = self._attention(x_TH, angles, step, keys, values)
-        return self._mlp(self._mlp_norm.add(x_TH, residual_TH))
+        x_TH = self._attention(self._attention_norm(branch_TH, residual_TH), angles, step, keys, values)
+        return self._mlp(self._mlp_norm(x_TH, residual_TH))
 
     def slots(self) -> Iterator[WeightSlot]:
         yield from self._attention_norm.slots()
@@ -61,7 +62,12 @@ class Decoder:
     """This rank's shard: the embedding on the first stage, its layers, the final norm and the head on the last."""
 
     def __init__(
-        self, spec: ArchSpec, context: ParallelContext, attention: AttentionBackend, device: torch.device
+        self,
+        spec: ArchSpec,
+        context: ParallelContext,
+        attention: AttentionBackend,
+        ops: FusedOps,
+        device: torch.device,
     ) -> None:
         spec.check_parallel(context.tp_size, context.pp_size)
         names = family_of(spec.architecture).names
@@ -72,7 +78,7 @@ class Decoder:
         self.weight_bytes = 0
         self._attention = attention
         self._positions = RotaryPositions(spec.rope, spec.head_dim, device)
-        self._layers = [DecoderLayer(spec, names, layer, context) for layer in self.layer_ids]
+        self._layers = [DecoderLayer(spec, names, layer, context, ops) for layer in self.layer_ids]
         self._embedding: VocabParallelEmbedding | None = None
         self._final_norm: RMSNorm | None = None
         self._head: VocabParallelHead | None = None
@@ -80,7 +86,7 @@ class Decoder:
             self._embedding = VocabParallelEmbedding(names.embedding, *size, context)
         if context.is_last_stage:
             head_name = names.embedding if spec.tie_word_embeddings else names.head
-            self._final_norm = RMSNorm(names.final_norm, spec.hidden_size, spec.norm_eps)
+            self._final_norm = RMSNorm(names.final_norm, spec.hidden_size, spec.norm_eps, ops)
             self._head = VocabParallelHead(head_name, *size, context)
         self._ties_here = spec.tie_word_embeddings and self._embedding is not None and self._head is not None
 
@@ -105,7 +111,7 @@ class Decoder:
         if self._head is None or self._final_norm is None:
             return residual_TH.add_(branch_TH)
         rows_S = batch.logits_rows_S
-        return self._head(self._final_norm.add(branch_TH[rows_S], residual_TH[rows_S]))
+        return self._head(self._final_norm(branch_TH[rows_S], residual_TH[rows_S]))
 
     def slots(self) -> Iterator[WeightSlot]:
         """Every parameter of this rank. A tied table that serves both ends here is read once and shared."""
@@ -147,7 +153,7 @@ def build_decoder(
 
     Raises SettingsError for a model that cannot be cut so, and for a checkpoint that does not match its config.json.
     """
-    decoder = Decoder(spec, context, attention, device)
+    decoder = Decoder(spec, context, attention, select_fused_ops(device, dtype), device)
     source: Source
     if load_format == "dummy":
         source = DummySource(seed, dtype)

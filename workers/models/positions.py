@@ -1,7 +1,7 @@
-"""Rotary positions: frequencies of every kind of scaling, and the rotation itself.
+"""Rotary positions: the angles of every kind of scaling; kernels/fused_ops.py rotates by them.
 
 RoPE after Su et al. 2021 (RoFormer), halves layout: dims i and i + D/2 form a pair. The decoder asks for the angles
-once per step and every rotating layer applies them. T tokens, S heads, D head dim, F = D / 2 frequencies.
+once per step and every rotating layer applies them. T tokens, D head dim, F = D / 2 frequencies.
 """
 
 import math
@@ -18,13 +18,6 @@ class Angles:
 
     cos_T1D: torch.Tensor
     sin_T1D: torch.Tensor
-
-
-def rotate(x_TSD: torch.Tensor, angles: Angles) -> torch.Tensor:
-    """Every head of x rotated by its token's angles: (a, b) -> (a cos - b sin, b cos + a sin). A new tensor."""
-    half = x_TSD.shape[-1] // 2
-    swapped_TSD = torch.cat((x_TSD[..., half:], x_TSD[..., :half]), dim=-1)
-    return (x_TSD * angles.cos_T1D).addcmul_(swapped_TSD, angles.sin_T1D)
 
 
 class RotaryPositions:

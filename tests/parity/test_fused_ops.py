@@ -1,0 +1,75 @@
+"""The compiled small operations against their torch twins, whole vectors and odd widths, fp32 and bf16."""
+
+import pytest
+import torch
+
+from workers.kernels.cpu_fused_ops import CpuFusedOps, select_fused_ops
+from workers.kernels.fused_ops import TorchFusedOps
+
+DTYPES = [torch.float32, torch.bfloat16]
+TOKENS = [1, 3, 130]
+
+
+def noise(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def ops(dtype: torch.dtype) -> CpuFusedOps:
+    selected = select_fused_ops(torch.device("cpu"), dtype)
+    if not isinstance(selected, CpuFusedOps):
+        pytest.skip("no C compiler")
+    return selected
+
+
+def close(ours: torch.Tensor, twin: torch.Tensor) -> None:
+    """fp32: rounding noise; bf16: one unit in the last place of either."""
+    tolerance = 2e-6 if ours.dtype is torch.float32 else 2**-7
+    torch.testing.assert_close(ours, twin, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("size", [16, 50, 576, 1024])
+@pytest.mark.parametrize("adds", [True, False])
+def test_add_rms_norm(ops: CpuFusedOps, dtype: torch.dtype, tokens: int, size: int, adds: bool) -> None:
+    weight = noise(size, dtype=dtype, seed=2)
+    x = noise(tokens, size, dtype=dtype, seed=1) if adds else None
+    residuals = [noise(tokens, size, dtype=dtype) for _ in range(2)]
+    results = [
+        each.add_rms_norm(x, residual, weight, 1e-5)
+        for each, residual in zip((ops, TorchFusedOps()), residuals, strict=True)
+    ]
+    close(*results)
+    assert torch.equal(*residuals)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("dim", [24, 32, 64, 128])
+@pytest.mark.parametrize("norms", [True, False])
+@pytest.mark.parametrize("rotates", [True, False])
+def test_norm_rotate(ops: CpuFusedOps, dtype: torch.dtype, tokens: int, dim: int, norms: bool, rotates: bool) -> None:
+    qkv = noise(tokens, 7, dim, dtype=dtype)
+    weight = noise(5, dim, dtype=dtype, seed=1) if norms else None
+    phase = noise(tokens, 1, dim // 2, dtype=torch.float32, seed=2)
+    cos = torch.cat((phase.cos(), phase.cos()), -1).to(dtype) if rotates else None
+    sin = torch.cat((-phase.sin(), phase.sin()), -1).to(dtype) if rotates else None
+    close(*(each.norm_rotate(qkv[:, :5], weight, 1e-6, cos, sin) for each in (ops, TorchFusedOps())))
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("width", [16, 86, 1536])
+def test_silu_mul(ops: CpuFusedOps, dtype: torch.dtype, tokens: int, width: int) -> None:
+    gate_up = 8 * noise(tokens, 2 * width, dtype=dtype)
+    close(*(each.silu_mul(gate_up.clone()) for each in (ops, TorchFusedOps())))
+
+
+def test_extremes(ops: CpuFusedOps, dtype: torch.dtype) -> None:
+    """Infinite and missing values come out as torch's do."""
+    gate_up = torch.tensor([[-200.0, -88.0, -1e30, 200.0, 1e30, 0.0, float("nan"), float("inf")] * 2 + [1.0] * 16])
+    ours, twin = (each.silu_mul(gate_up.to(dtype)) for each in (ops, TorchFusedOps()))
+    torch.testing.assert_close(ours, twin, rtol=1e-2, atol=1e-30, equal_nan=True)

@@ -1,0 +1,71 @@
+"""GroupRouter in Serve's hooks, with replicas and requests made of plain objects; it never raises into Serve."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from cluster.routing.serve_router import GroupRouter
+from workers.messages import GenerationRequest, SamplingParams
+
+
+def replica(name: str, **stats: Any) -> Any:
+    return SimpleNamespace(replica_id=SimpleNamespace(unique_id=name), routing_stats=stats)
+
+
+def pending(call: str, max_tokens: int, payload: bytes | None = None) -> Any:
+    request = GenerationRequest(request_id=call, prompt_token_ids=[1], sampling=SamplingParams(max_tokens=max_tokens))
+    return SimpleNamespace(
+        args=[payload if payload is not None else msgspec.msgpack.encode(request)],
+        metadata=SimpleNamespace(internal_request_id=call),
+        routing_context=SimpleNamespace(should_backoff=False),
+    )
+
+
+@pytest.fixture
+def router() -> GroupRouter:
+    router = GroupRouter.__new__(GroupRouter)  # Serve's constructor wants a running Serve; ours is initialize_state
+    router.initialize_state()
+    return router
+
+
+def chosen(router: GroupRouter, replicas: list[Any], request: Any) -> list[str]:
+    ranks = asyncio.run(router.choose_replicas(replicas, request))
+    return [r.replica_id.unique_id for rank in ranks for r in rank]
+
+
+def test_long_answers_keep_others_away_until_they_end(router: GroupRouter) -> None:
+    a, b = replica("a"), replica("b")
+    long = pending("c1", 1000)
+    assert chosen(router, [a, b], long) == ["a", "b"]
+    router.on_request_routed(long, a.replica_id, None)
+    for i in range(3):
+        short = pending(f"s{i}", 100)
+        assert chosen(router, [a, b], short)[0] == "b"
+        router.on_request_routed(short, b.replica_id, None)
+    router.on_request_completed(a.replica_id, "c1")
+    assert chosen(router, [a, b], pending("c2", 1))[0] == "a"
+
+
+def test_what_other_gateways_sent_counts(router: GroupRouter) -> None:
+    a = replica("a", outstanding_tokens=500, report_number=1, kv_used=0.5)
+    b = replica("b", outstanding_tokens=20, report_number=1, kv_used=0.9)
+    assert chosen(router, [a, b], pending("c", 5)) == ["b", "a"]
+
+
+def test_a_request_that_cannot_be_read_goes_anywhere(router: GroupRouter) -> None:
+    request = pending("c", 5, payload=b"\xff")
+    assert chosen(router, [replica("b"), replica("a")], request) == ["b", "a"]
+    assert request.routing_context.should_backoff
+    router.on_request_routed(request, replica("a").replica_id, None)
+    router.on_request_completed(replica("a").replica_id, "c")
+
+
+def test_statistics_of_another_form_do_not_hang_the_caller(router: GroupRouter) -> None:
+    assert len(chosen(router, [replica("a", strange=1), replica("b")], pending("c", 5))) == 2
+
+
+def test_no_request_means_no_preference(router: GroupRouter) -> None:
+    assert len(chosen(router, [replica("a"), replica("b")], None)) == 2

@@ -1,0 +1,85 @@
+"""FusedOps compiled for CPUs: one pass over the data each, where torch takes four to eight.
+
+Formulas and layouts as in fused_ops.py, whose TorchFusedOps is the twin and serves widths that are not whole vectors
+(16 elements; 32 for rotated heads). bf16 and fp32, computed in fp32, rounded as the twin rounds.
+"""
+
+import ctypes
+
+import torch
+
+from workers.kernels.cpu_build import cpu_library
+from workers.kernels.fused_ops import FusedOps, TorchFusedOps
+
+LANES = 16
+
+
+class CpuFusedOps:
+    """The compiled operations for one element type."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._twin = TorchFusedOps()
+        pointer, number, real, count = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
+        self._add_rms_norm = library.add_rms_norm
+        self._add_rms_norm.restype = None
+        self._add_rms_norm.argtypes = [pointer, pointer, pointer, pointer, number, number, real, count]
+        self._norm_rotate = library.norm_rotate
+        self._norm_rotate.restype = None
+        self._norm_rotate.argtypes = [
+            pointer, number, pointer, pointer, pointer, pointer, number, number, number, real, count,
+        ]  # fmt: skip
+        self._silu_mul = library.silu_mul
+        self._silu_mul.restype = None
+        self._silu_mul.argtypes = [pointer, number, pointer, number, number, count]
+
+    def add_rms_norm(
+        self, x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        tokens, size = residual_TH.shape
+        if size % LANES:
+            return self._twin.add_rms_norm(x_TH, residual_TH, weight_H, eps)
+        assert residual_TH.is_contiguous() and (x_TH is None or x_TH.is_contiguous())
+        out_TH = torch.empty_like(residual_TH)
+        x = None if x_TH is None else x_TH.data_ptr()
+        self._add_rms_norm(
+            x, residual_TH.data_ptr(), weight_H.data_ptr(), out_TH.data_ptr(), tokens, size, eps,
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return out_TH
+
+    def norm_rotate(
+        self,
+        qk_TSD: torch.Tensor,
+        weight_SD: torch.Tensor | None,
+        eps: float,
+        cos_T1D: torch.Tensor | None,
+        sin_T1D: torch.Tensor | None,
+    ) -> torch.Tensor:
+        tokens, heads, dim = qk_TSD.shape
+        if dim % (2 * LANES):
+            return self._twin.norm_rotate(qk_TSD, weight_SD, eps, cos_T1D, sin_T1D)
+        assert qk_TSD.stride()[1:] == (dim, 1)
+        out_TSD = torch.empty(qk_TSD.shape, dtype=qk_TSD.dtype)
+        weight, cosines, sines = (None if t is None else t.data_ptr() for t in (weight_SD, cos_T1D, sin_T1D))
+        self._norm_rotate(
+            qk_TSD.data_ptr(), qk_TSD.stride(0), weight, cosines, sines, out_TSD.data_ptr(), tokens, heads, dim, eps,
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return out_TSD
+
+    def silu_mul(self, gate_up_TM: torch.Tensor) -> torch.Tensor:
+        tokens, width = gate_up_TM.shape[0], gate_up_TM.shape[1] // 2
+        if width % LANES:
+            return self._twin.silu_mul(gate_up_TM)
+        assert gate_up_TM.stride(1) == 1
+        out_TM = torch.empty(tokens, width, dtype=gate_up_TM.dtype)
+        self._silu_mul(
+            gate_up_TM.data_ptr(), gate_up_TM.stride(0), out_TM.data_ptr(), tokens, width, torch.get_num_threads()
+        )
+        return out_TM
+
+
+def select_fused_ops(device: torch.device, dtype: torch.dtype) -> FusedOps:
+    """The compiled operations on a CPU that can have them, torch's elsewhere."""
+    library = cpu_library(dtype) if device.type == "cpu" else None
+    return TorchFusedOps() if library is None else CpuFusedOps(library)

@@ -1,0 +1,72 @@
+"""The small operations between a decoder's matmuls, each as one call: a Protocol, and its torch twin.
+
+    add_rms_norm   residual += x; residual / rms(residual) * weight
+    norm_rotate    every head of q and k: x / rms(x) * weight, then rotary: x * cos + swap_halves(x) * sin
+    silu_mul       silu(gate) * up
+
+Called by workers/models. T tokens, H hidden size, S heads of q and k, D head dim, M MLP width.
+"""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+
+class FusedOps(Protocol):
+    """One implementation of each operation, for the decoder's device and dtype."""
+
+    def add_rms_norm(
+        self, x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Adds x, where given, to the residual in place; returns the sum's norm, a new tensor."""
+        ...
+
+    def norm_rotate(
+        self,
+        qk_TSD: torch.Tensor,
+        weight_SD: torch.Tensor | None,
+        eps: float,
+        cos_T1D: torch.Tensor | None,
+        sin_T1D: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Normed where there is a weight, rotated where there are angles. May return its input when there is neither.
+
+        sin_T1D has rotate-half's sign folded in: -sin in the first half, +sin in the second.
+        """
+        ...
+
+    def silu_mul(self, gate_up_TM: torch.Tensor) -> torch.Tensor:
+        """[T, M] of rows [gate | up], 2 M wide. May overwrite its input."""
+        ...
+
+
+class TorchFusedOps:
+    """The twin: a few torch operations each, on any device."""
+
+    def add_rms_norm(
+        self, x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        if x_TH is not None:
+            residual_TH.add_(x_TH)
+        return F.rms_norm(residual_TH, weight_H.shape, weight_H, eps)
+
+    def norm_rotate(
+        self,
+        qk_TSD: torch.Tensor,
+        weight_SD: torch.Tensor | None,
+        eps: float,
+        cos_T1D: torch.Tensor | None,
+        sin_T1D: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if weight_SD is not None:
+            qk_TSD = F.rms_norm(qk_TSD, qk_TSD.shape[-1:], None, eps).mul_(weight_SD)
+        if cos_T1D is None or sin_T1D is None:
+            return qk_TSD
+        half = qk_TSD.shape[-1] // 2
+        swapped_TSD = torch.cat((qk_TSD[..., half:], qk_TSD[..., :half]), dim=-1)
+        return (qk_TSD * cos_T1D).addcmul_(swapped_TSD, sin_T1D)
+
+    def silu_mul(self, gate_up_TM: torch.Tensor) -> torch.Tensor:
+        gate_TM, up_TM = gate_up_TM.chunk(2, dim=-1)
+        return F.silu(gate_TM, inplace=True) * up_TM
