@@ -6,7 +6,7 @@ VENV   ?= .venv
 MODEL  ?= demo
 ARGS   ?=
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/pip --disable-pip-version-check --quiet
+PIP    := $(BIN)/pip --disable-pip-version-check -qq
 RUNTIME := $(VENV)/.runtime-installed
 DEV     := $(VENV)/.dev-installed
 TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t0 )) s"

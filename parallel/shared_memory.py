@@ -49,7 +49,8 @@ def open_segment(group: Collectives, rank: int, size: int) -> mmap.mmap | None:
         told = torch.tensor([os.getpid(), descriptor, token])
     told = group.broadcast(told)
     if rank > 0 and able:
-        mine = _map_peer(*told.tolist(), total)
+        pid, peer_descriptor, peer_token = told.tolist()
+        mine = _map_peer(pid, peer_descriptor, peer_token, total)
     failures = group.all_reduce(torch.tensor([mine is None], dtype=torch.int64))
     if descriptor >= 0:
         os.close(descriptor)

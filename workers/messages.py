@@ -1,8 +1,8 @@
 """Everything that crosses a process line: gateway <-> coordinator and coordinator <-> ranks.
 
 Frozen msgspec structs encoded as msgpack arrays (field order is the wire format: append only). Torch-free. Every
-result names what it answers. gc=False where there are many: they hold no cycles. Token ids are plain ints; positions count a sequence's tokens from 0, output positions
-count generated tokens from 0.
+result names what it answers. gc=False where there are many: they hold no cycles. Token ids are plain ints; positions
+count a sequence's tokens from 0, output positions count generated tokens from 0.
 """
 
 from typing import Literal
@@ -45,7 +45,7 @@ class ReplyTo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """One prompt, `sampling.n` choices. `resume_token_ids[i]` are tokens of choice i already delivered by another group."""
+    """One prompt, `sampling.n` choices. `resume_token_ids[i]`: tokens of choice i already delivered by another group."""
 
     request_id: str
     epoch: int = 0
@@ -62,7 +62,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """Log probabilities of one position: the chosen token's (natural log), and the best `top` as (token id, logprob)."""
+    """Log probabilities (natural log) of one position: the chosen token's, and the best `top` as (token id, logprob)."""
 
     token_id: int
     logprob: float
@@ -104,7 +104,7 @@ class DeltaBatch(msgspec.Struct, frozen=True, array_like=True, tag="deltas"):
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="abort"):
-    """Stop a request (or one choice). Tokens from `keep_positions` on are neither delivered nor billed; None keeps all."""
+    """Stop a request (or one choice). Tokens from `keep_positions` on are neither delivered nor billed; None: all kept."""
 
     request_id: str
     epoch: int
@@ -130,7 +130,7 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class RowSampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """The part of SamplingParams that ranks need, per row. `eos_token_ids` are masked while fewer than min_tokens exist."""
+    """The part of SamplingParams that ranks need, per row. `stop_token_ids` (EOS too) are masked before min_tokens."""
 
     temperature: float
     top_k: int = 0
@@ -202,7 +202,7 @@ class RowResult(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=True, tag="result"):
-    """Answer to a StepPlan: one RowResult per sampling RowWork, in the plan's order. Times in seconds, on the last stage."""
+    """Answer to a StepPlan: one RowResult per sampling RowWork, in the plan's order. Seconds, on the last stage."""
 
     step_id: int
     rows: list[RowResult]
@@ -222,7 +222,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 
 
 class RankSetup(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="setup"):
-    """To every rank: build your shard. `settings` is EngineSettings as msgpack; master_* is torch.distributed's rendezvous.
+    """To every rank: build your shard. `settings` is EngineSettings as msgpack; master_*: torch.distributed's rendezvous.
 
     ranks_on_node: how many ranks share this rank's machine (threads and memory are divided by it).
     """

@@ -258,8 +258,10 @@ sys.exit(run_rank(0, sys.argv[1], sys.argv[2]))
 def test_a_rank_without_a_parent_to_watch_ends_when_its_channel_is_gone(model_folder: Path) -> None:
     """As under Ray: nothing but the connection tells the rank that its coordinator is no more."""
     settings, secret = settings_for(model_folder), new_secret()
-    group = RankGroup(settings, secret, lambda: None)
-    rank = subprocess.Popen([sys.executable, "-c", LONELY_RANK, group.endpoint, secret])
+    started: list[subprocess.Popen[bytes]] = []
+    group = RankGroup(settings, secret, lambda: "the rank ended" if started[0].poll() is not None else None)
+    started.append(subprocess.Popen([sys.executable, "-c", LONELY_RANK, group.endpoint, secret]))
+    (rank,) = started
     try:
         assert group.start().rank_pids == (rank.pid,)
         group.close()

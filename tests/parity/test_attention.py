@@ -10,6 +10,7 @@ from workers.attention.cpu import CpuAttention
 from workers.attention.reference import ReferenceAttention
 from workers.attention.select import select_attention
 from workers.attention.torch_sdpa import TorchAttention
+from workers.kernels.cpu_chunk_attention import CpuChunkAttention
 from workers.kernels.cpu_decode_attention import CpuDecodeAttention
 from workers.models.forward_batch import ForwardBatch
 
@@ -76,7 +77,7 @@ def check(
 def backends(dtype: torch.dtype, head_dim: int) -> list[AttentionBackend]:
     """torch's, and the compiled one where there is a compiler for it."""
     kernel = CpuDecodeAttention.make(dtype, head_dim)
-    return [TorchAttention(), *([CpuAttention(kernel)] if kernel else [])]
+    return [TorchAttention(), *([CpuAttention(kernel, CpuChunkAttention.make(dtype))] if kernel else [])]
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -95,10 +96,11 @@ def test_random_steps(seed: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_half_precision(dtype: torch.dtype) -> None:
-    batch = random_batch(random.Random(0), 16, [1, 1, 20, 5, 1], [300, 33, 20, 64, 1])
+@pytest.mark.parametrize("window", [None, 1, 40, 200])
+def test_half_precision(dtype: torch.dtype, window: int | None) -> None:
+    batch = random_batch(random.Random(0), 16, [1, 1, 20, 5, 1, 300, 150], [300, 33, 20, 64, 1, 300, 401])
     for backend in backends(dtype, 128):
-        check(backend, batch, (16, 8), 128, dtype=dtype)
+        check(backend, batch, (16, 8), 128, window, dtype)
 
 
 def test_many_groups_and_one_backend_for_many_steps() -> None:

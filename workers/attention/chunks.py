@@ -1,14 +1,26 @@
-"""Prompt chunks: rows with several queries, one SDPA each, over their own tokens or a gathered context.
+"""Prompt chunks: rows with several queries, attended one by one over their own tokens or a gathered context.
 
-Shared by the torch and the CPU backends. T tokens of the chunk, J context positions, N query heads, K KV heads, D dim.
+Shared by the torch and the CPU backends, which differ in the ChunkAttention that they pass. T tokens of the chunk,
+J context positions, N query heads, K KV heads, D head dim.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from workers.models.forward_batch import ForwardBatch
+
+
+class ChunkAttention(Protocol):
+    """Attention of one row over its context laid out in order."""
+
+    def attend(
+        self, q_TND: torch.Tensor, k_JKD: torch.Tensor, v_JKD: torch.Tensor, scale: float, window: int | None
+    ) -> torch.Tensor:
+        """out_TND. The chunk's tokens are the last T of the J positions."""
+        ...
 
 
 class Scratch:
@@ -28,14 +40,48 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A row with several queries. `block_ids` hold its context from position `first` on; None: it has no other context
-    than its own tokens. bias_TJ: None means plain causal order."""
+    """A row with several queries, tokens start:stop of the step. `block_ids` hold the positions that it can see, the
+    first context_len of their slots; None: it has no context but its own tokens."""
 
     start: int
     stop: int
     block_ids: torch.Tensor | None
     context_len: int
-    bias_TJ: torch.Tensor | None
+
+
+class SdpaChunks:
+    """torch's SDPA; one per step, since rows of all layers share their masks."""
+
+    def __init__(self) -> None:
+        self._masks: dict[tuple[int, int, int | None], torch.Tensor] = {}
+
+    def attend(
+        self, q_TND: torch.Tensor, k_JKD: torch.Tensor, v_JKD: torch.Tensor, scale: float, window: int | None
+    ) -> torch.Tensor:
+        num_tokens, context_len = q_TND.shape[0], k_JKD.shape[0]
+        is_plain = num_tokens == context_len and (window is None or window >= context_len)
+        out_1NTD = F.scaled_dot_product_attention(
+            q_TND.transpose(0, 1)[None],
+            k_JKD.transpose(0, 1)[None],
+            v_JKD.transpose(0, 1)[None],
+            attn_mask=None if is_plain else self._mask(num_tokens, context_len, window, q_TND),
+            is_causal=is_plain,
+            scale=scale,
+            enable_gqa=q_TND.shape[1] != k_JKD.shape[1],
+        )
+        return out_1NTD[0].transpose(0, 1)
+
+    def _mask(self, num_tokens: int, context_len: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
+        """[T, J]: what SDPA adds to the scores."""
+        key = (num_tokens, context_len, window)
+        if key not in self._masks:
+            position_T1 = torch.arange(context_len - num_tokens, context_len, device=like.device)[:, None]
+            position_J = torch.arange(context_len, device=like.device)
+            seen_TJ = position_J <= position_T1
+            if window is not None:
+                seen_TJ &= position_J > position_T1 - window
+            self._masks[key] = additive_mask(seen_TJ, like.dtype)
+        return self._masks[key]
 
 
 def gather(scratch: Scratch, use: str, cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
@@ -44,30 +90,21 @@ def gather(scratch: Scratch, use: str, cache: torch.Tensor, block_ids: torch.Ten
     return torch.index_select(cache, 0, block_ids, out=out)
 
 
-def attend_chunk(
+def context_of(
     chunk: Chunk,
-    q_TND: torch.Tensor,
     k_TKD: torch.Tensor,
     v_TKD: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    scale: float,
     scratch: Scratch,
-) -> torch.Tensor:
-    """out_TND of one row's chunk, over its own tokens or over its gathered context."""
-    if chunk.block_ids is not None:
-        k_TKD = gather(scratch, "keys", keys, chunk.block_ids).flatten(0, 1)[: chunk.context_len]
-        v_TKD = gather(scratch, "values", values, chunk.block_ids).flatten(0, 1)[: chunk.context_len]
-    out_1NTD = F.scaled_dot_product_attention(
-        q_TND.transpose(0, 1)[None],
-        k_TKD.transpose(0, 1)[None],
-        v_TKD.transpose(0, 1)[None],
-        attn_mask=chunk.bias_TJ,
-        is_causal=chunk.bias_TJ is None,
-        scale=scale,
-        enable_gqa=q_TND.shape[1] != k_TKD.shape[1],
-    )
-    return out_1NTD[0].transpose(0, 1)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(k_JKD, v_JKD) of a chunk: the step's own, which need no gather, or copies from the cache."""
+    own = slice(chunk.start, chunk.stop)
+    if chunk.block_ids is None:
+        return k_TKD[own], v_TKD[own]
+    k_JKD = gather(scratch, "keys", keys, chunk.block_ids).flatten(0, 1)[: chunk.context_len]
+    v_JKD = gather(scratch, "values", values, chunk.block_ids).flatten(0, 1)[: chunk.context_len]
+    return k_JKD, v_JKD
 
 
 def visible_span(batch: ForwardBatch, row: int, window: int | None) -> range:
@@ -77,23 +114,14 @@ def visible_span(batch: ForwardBatch, row: int, window: int | None) -> range:
     return range(first_seen // batch.block_size, -(-seq_len // batch.block_size))
 
 
-def chunk_of(
-    batch: ForwardBatch, row: int, start: int, num_queries: int, window: int | None, dtype: torch.dtype
-) -> Chunk:
-    """A prompt chunk. Alone (no context before it, no window in reach) it needs neither gather nor mask."""
-    seq_len, device = batch.seq_lens_list[row], batch.block_table_RN.device
-    stop = start + num_queries
-    if seq_len == num_queries and (window is None or window >= seq_len):
-        return Chunk(start, stop, None, seq_len, None)
+def chunk_of(batch: ForwardBatch, row: int, start: int, window: int | None) -> Chunk:
+    """A prompt chunk that starts at token `start` of the step."""
+    seq_len, num_queries = batch.seq_lens_list[row], batch.query_lens_list[row]
+    if seq_len == num_queries:
+        return Chunk(start, start + num_queries, None, seq_len)
     span = visible_span(batch, row, window)
-    first = span.start * batch.block_size
-    position_T1 = torch.arange(seq_len - num_queries, seq_len, device=device)[:, None]
-    position_J = torch.arange(first, seq_len, device=device)
-    seen_TJ = position_J <= position_T1
-    if window is not None:
-        seen_TJ &= position_J > position_T1 - window
     block_ids = batch.block_table_RN[row, span.start : span.stop].long()
-    return Chunk(start, stop, block_ids, seq_len - first, additive_mask(seen_TJ, dtype))
+    return Chunk(start, start + num_queries, block_ids, seq_len - span.start * batch.block_size)
 
 
 def additive_mask(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Paged attention on CPU: decodes through a compiled kernel that reads the cache in place, prompt chunks through SDPA.
+"""Paged attention on CPU: decodes through a compiled kernel that reads the cache in place, prompt chunks through
+blocked matmuls (bf16) or SDPA.
 
 Chosen by select.py where the kernel can be compiled; torch_sdpa.py is the twin that needs no compiler. Shapes as in
 backend.py.
@@ -10,7 +11,8 @@ from itertools import accumulate
 import torch
 
 from workers.attention.backend import AttentionStep
-from workers.attention.chunks import Chunk, Scratch, attend_chunk, chunk_of
+from workers.attention.chunks import Chunk, ChunkAttention, Scratch, SdpaChunks, chunk_of, context_of
+from workers.kernels.cpu_chunk_attention import CpuChunkAttention
 from workers.kernels.cpu_decode_attention import CpuDecodeAttention, DecodeTasks, cut_tasks
 from workers.models.forward_batch import ForwardBatch
 
@@ -20,12 +22,13 @@ class CpuAttention:
 
     name = "cpu-paged"
 
-    def __init__(self, kernel: CpuDecodeAttention) -> None:
+    def __init__(self, kernel: CpuDecodeAttention, chunk_kernel: CpuChunkAttention | None) -> None:
         self._kernel = kernel
+        self._chunk_kernel = chunk_kernel
         self._scratch = Scratch()
 
     def prepare(self, batch: ForwardBatch) -> AttentionStep:
-        return _CpuStep(batch, self._kernel, self._scratch)
+        return _CpuStep(batch, self._kernel, self._chunk_kernel or SdpaChunks(), self._scratch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +42,12 @@ class _Layout:
 class _CpuStep:
     """One step; layouts are made once per distinct window and shared by all layers."""
 
-    def __init__(self, batch: ForwardBatch, kernel: CpuDecodeAttention, scratch: Scratch) -> None:
+    def __init__(
+        self, batch: ForwardBatch, kernel: CpuDecodeAttention, chunk_attention: ChunkAttention, scratch: Scratch
+    ) -> None:
         self._batch = batch
         self._kernel = kernel
+        self._chunk_attention = chunk_attention
         self._scratch = scratch
         self._layouts: dict[int | None, _Layout] = {}
 
@@ -58,18 +64,19 @@ class _CpuStep:
         batch = self._batch
         self._kernel.write(k_TKD, v_TKD, keys, values, batch.slot_mapping_T)
         if window not in self._layouts:
-            self._layouts[window] = _lay_out(batch, window, q_TND.dtype)
+            self._layouts[window] = _lay_out(batch, window)
         layout = self._layouts[window]
         out_TND = torch.empty(q_TND.shape, dtype=q_TND.dtype)
         if layout.decodes is not None:
             self._kernel.attend(q_TND, keys, values, out_TND, batch.block_table_RN, layout.decodes, scale)
         for chunk in layout.chunks:
+            k_JKD, v_JKD = context_of(chunk, k_TKD, v_TKD, keys, values, self._scratch)
             own = slice(chunk.start, chunk.stop)
-            out_TND[own] = attend_chunk(chunk, q_TND[own], k_TKD[own], v_TKD[own], keys, values, scale, self._scratch)
+            out_TND[own] = self._chunk_attention.attend(q_TND[own], k_JKD, v_JKD, scale, window)
         return out_TND
 
 
-def _lay_out(batch: ForwardBatch, window: int | None, dtype: torch.dtype) -> _Layout:
+def _lay_out(batch: ForwardBatch, window: int | None) -> _Layout:
     """Sorts the rows of a step into decodes and prompt chunks."""
     starts = list(accumulate(batch.query_lens_list, initial=0))
     decodes: list[tuple[int, int, int, int]] = []
@@ -78,5 +85,5 @@ def _lay_out(batch: ForwardBatch, window: int | None, dtype: torch.dtype) -> _La
         if num_queries == 1:
             decodes.append((row, starts[row], 0 if window is None else max(0, seq_len - window), seq_len))
         else:
-            chunks.append(chunk_of(batch, row, starts[row], num_queries, window, dtype))
+            chunks.append(chunk_of(batch, row, starts[row], window))
     return _Layout(cut_tasks(decodes, batch.block_size) if decodes else None, chunks)

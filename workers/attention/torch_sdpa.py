@@ -13,7 +13,16 @@ import torch
 import torch.nn.functional as F
 
 from workers.attention.backend import AttentionStep, write_kv
-from workers.attention.chunks import Chunk, Scratch, additive_mask, attend_chunk, chunk_of, gather, visible_span
+from workers.attention.chunks import (
+    Chunk,
+    Scratch,
+    SdpaChunks,
+    additive_mask,
+    chunk_of,
+    context_of,
+    gather,
+    visible_span,
+)
 from workers.models.forward_batch import ForwardBatch
 
 # What the calls of one more group cost, as tokens of padding; and how much K and V a group gathers at once, so that
@@ -62,6 +71,7 @@ class _TorchStep:
     def __init__(self, batch: ForwardBatch, scratch: Scratch) -> None:
         self._batch = batch
         self._scratch = scratch
+        self._sdpa = SdpaChunks()
         self._layouts: dict[int | None, _Layout] = {}
 
     def forward(
@@ -86,8 +96,9 @@ class _TorchStep:
             assert group.tokens_R is not None
             out_TND[group.tokens_R] = self._attend_group(group, q_TND[group.tokens_R], keys, values, scale)
         for chunk in layout.chunks:
+            k_JKD, v_JKD = context_of(chunk, k_TKD, v_TKD, keys, values, self._scratch)
             own = slice(chunk.start, chunk.stop)
-            out_TND[own] = attend_chunk(chunk, q_TND[own], k_TKD[own], v_TKD[own], keys, values, scale, self._scratch)
+            out_TND[own] = self._sdpa.attend(q_TND[own], k_JKD, v_JKD, scale, window)
         return out_TND
 
     def _attend_group(
@@ -109,7 +120,7 @@ def _lay_out(batch: ForwardBatch, window: int | None, dtype: torch.dtype, max_bl
     starts = list(accumulate(batch.query_lens_list, initial=0))
     decodes = [row for row, num_queries in enumerate(batch.query_lens_list) if num_queries == 1]
     chunks = [
-        chunk_of(batch, row, starts[row], num_queries, window, dtype)
+        chunk_of(batch, row, starts[row], window)
         for row, num_queries in enumerate(batch.query_lens_list)
         if num_queries > 1
     ]

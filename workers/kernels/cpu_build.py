@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
-SOURCES = ("cpu_decode_attention.c", "cpu_fused_ops.c")
+SOURCES = ("cpu_decode_attention.c", "cpu_chunk_attention.c", "cpu_fused_ops.c")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 TIMEOUT_S = 60.0
 

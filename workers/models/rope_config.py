@@ -59,7 +59,7 @@ def context_length(rope: RopeSpec, positions: int) -> int:
 def _parameters(config: Mapping[str, Any], overridden: frozenset[str]) -> Mapping[str, Any]:
     """rope_parameters or rope_scaling: the one that the user gave, else the newer spelling, else nothing."""
     keys = sorted(("rope_parameters", "rope_scaling"), key=lambda key: key not in overridden)
-    given = next((config[key] for key in keys if config.get(key)), {})
+    given: Mapping[str, Any] = next((config[key] for key in keys if config.get(key)), {})
     nested = [value for value in given.values() if isinstance(value, dict)]
     if not nested:
         return given
