@@ -45,7 +45,7 @@ class ReplyTo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """One prompt, `sampling.n` choices. `resume_token_ids[i]`: tokens of choice i already delivered by another group."""
+    """One prompt, `sampling.n` choices. `resume_token_ids[i]`: tokens of choice i delivered by another group."""
 
     request_id: str
     epoch: int = 0
@@ -62,7 +62,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """Log probabilities (natural log) of one position: the chosen token's, and the best `top` as (token id, logprob)."""
+    """Natural log probabilities of one position: the chosen token's, and the best `top` as (token id, logprob)."""
 
     token_id: int
     logprob: float
@@ -104,7 +104,7 @@ class DeltaBatch(msgspec.Struct, frozen=True, array_like=True, tag="deltas"):
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="abort"):
-    """Stop a request (or one choice). Tokens from `keep_positions` on are neither delivered nor billed; None: all kept."""
+    """Stop a request (or one choice). Tokens from `keep_positions` on are not delivered and not billed; None: all kept."""
 
     request_id: str
     epoch: int
@@ -222,7 +222,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 
 
 class RankSetup(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="setup"):
-    """To every rank: build your shard. `settings` is EngineSettings as msgpack; master_*: torch.distributed's rendezvous.
+    """To every rank: build your shard. `settings`: EngineSettings as msgpack; master_*: torch.distributed's address.
 
     ranks_on_node: how many ranks share this rank's machine (threads and memory are divided by it).
     """

@@ -170,7 +170,15 @@ async def test_a_killed_rank_costs_no_request_and_its_group_comes_back(service: 
         ranks = {p.pid for p in service.titled("tandem rank") if p.status() != psutil.STATUS_ZOMBIE}
         return len(ranks) == 4 and len(ranks & before) == 2 and service.get("/load").json()["groups"] == 2
 
-    await asyncio.to_thread(wait_for, healed, 60, "the group is replaced")
+    try:
+        await asyncio.to_thread(wait_for, healed, 30, "the group is replaced")
+    except AssertionError:
+        ranks = [(p.pid, " ".join(p.cmdline()).strip()) for p in service.titled("tandem rank")]
+        import glob
+
+        for f in glob.glob(str(service.temp) + "/td-*/ray/session_latest/logs/serve/*"):
+            print("=====", f[-70:], open(f).read()[-1500:])
+        raise AssertionError((sorted(before), ranks, service.get("/load").text)) from None
     answer = service.post("/v1/completions", {"model": "demo", "prompt": "The", "max_tokens": 4})
     assert answer.status_code == 200
 

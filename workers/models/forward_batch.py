@@ -17,7 +17,8 @@ class ForwardBatch:
     input_ids_T, positions_T: int64. slot_mapping_T: int64, block id * block size + offset, where each token's KV goes.
     query_starts: int32 [R + 1], row r's tokens are query_starts[r]:query_starts[r + 1]. seq_lens: int32 [R], known
     tokens whose KV exists after this step (so a row's context is seq_lens[r], its queries are the last ones).
-    block_table_RN: int32, padded with the row's own first block. logits_rows_S: int64, indices into T whose logits are wanted, in plan order.
+    block_table_RN: int32, a short row padded with its own first block. logits_rows_S: int64, indices into T whose
+    logits are wanted, in plan order.
     """
 
     input_ids_T: torch.Tensor
