@@ -121,7 +121,7 @@ def test_a_bad_body_is_refused_in_openais_words(service: Service, body: bytes, s
 
 
 def test_a_client_that_leaves_frees_its_blocks(service: Service) -> None:
-    asked = {"model": "demo", "prompt": PREFIX, "max_tokens": 1500, "stream": True, "ignore_eos": True}
+    asked = {"model": "demo", "prompt": PREFIX, "max_tokens": 1500, "n": 8, "stream": True, "ignore_eos": True}
     with httpx.stream("POST", service.url + "/v1/completions", json=asked, timeout=60) as response:
         next(response.iter_lines())
         wait_for(lambda: service.metric("kv_cache_usage_perc") > 0, 10, "the request holds blocks")
