@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 from ray import serve
 
-from cluster.coordination.client import BackgroundClient, RequestClient
+from cluster.coordination.client import BackgroundClient
 from cluster.coordination.registry import FleetView, StartFailure, report_start_failure
 from cluster.gateway.app import build_gateway_app, build_gateway_state
 from cluster.group_client import GroupClient
@@ -48,7 +48,8 @@ class Gateway:
         self._facts = facts
         url = facts.redis_url if redis is None else await redis.url.remote()
         assert url is not None, "a service has a Redis"
-        self._redis = RequestClient(url, settings.redis.timeout_ms / 1000)
+        # no request waits for the fleet, so a loop that is busy with tokens may take its time to read it
+        self._redis = BackgroundClient(url, timeout_s=1.0, retries=1)
         self._fleet = FleetView(self._redis, facts.service_id, reseed=_nothing_to_seed)
         await self._fleet.refresh()
         loop = asyncio.get_running_loop()

@@ -104,7 +104,7 @@ class DeltaBatch(msgspec.Struct, frozen=True, array_like=True, tag="deltas"):
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="abort"):
-    """Stop a request (or one choice). Tokens from `keep_positions` on are neither sent nor billed; None: all are kept."""
+    """Stop a request (or one choice). Tokens from `keep_positions` on are neither sent nor billed; None keeps all."""
 
     request_id: str
     epoch: int
