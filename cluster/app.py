@@ -50,7 +50,7 @@ def build_app(settings: ServiceSettings, facts: ServiceFacts) -> Application:
         name=GATEWAY,
         num_replicas=settings.gateway.num_gateways,
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
-        ray_actor_options={"num_cpus": CPU_SHARE},
+        ray_actor_options=_gateway_resources(facts),
         health_check_period_s=2.0,
         health_check_timeout_s=10.0,
         graceful_shutdown_wait_loop_s=0.1,
@@ -65,6 +65,12 @@ def public_name(settings: ServiceSettings) -> str:
     """The name that clients and metrics use for the model."""
     names = settings.engine.model.served_model_name
     return names[0] if names else settings.engine.model.model
+
+
+def _gateway_resources(facts: ServiceFacts) -> dict[str, Any]:
+    """A small share of a CPU, on the node whose port was promised if there is one."""
+    pinned = {} if facts.gateway_node is None else {"resources": {f"node:{facts.gateway_node}": 0.001}}
+    return {"num_cpus": CPU_SHARE} | pinned
 
 
 def _private_redis(facts: ServiceFacts) -> Application:

@@ -7,7 +7,7 @@ appended as they come, so a run that was cut off continues where it stopped. Ope
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncIterator, Callable, MutableMapping
+from collections.abc import AsyncIterator, Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,16 +82,40 @@ def parse_line(number: int, text: str) -> BatchLine:
     return BatchLine(number, custom_id, str(url), json.dumps(body).encode(), problem)
 
 
-def finished_keys(path: Path) -> set[str]:
-    """Keys of the lines that an earlier run answered; a row that was cut off is removed from the file."""
+class Earlier(NamedTuple):
+    """What a run that was cut off has left: keys of the lines that need no second try, and how many of them failed."""
+
+    keys: frozenset[str]
+    failed: int
+
+
+def take_up(path: Path) -> Earlier:
+    """Reads an output file; rows that a second try may mend (429, 5xx) and a row that was cut off are removed from it."""
     if not path.exists():
-        return set()
+        return Earlier(frozenset(), 0)
     data = path.read_bytes()
     whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) != len(data):
-        path.write_bytes(whole)
-    rows = map(json.loads, whole.splitlines())
-    return {row["error"]["message"] if row["custom_id"] is None else row["custom_id"] for row in rows}
+    try:
+        rows = [json.loads(line) for line in whole.splitlines()]
+        kept = [row for row in rows if is_final(row)]
+        keys = frozenset(row["error"]["message"] if row["custom_id"] is None else row["custom_id"] for row in kept)
+    except (ValueError, LookupError, TypeError) as error:
+        raise SettingsError(f"{path} exists and is not the output of run-batch", "-o") from error
+    if len(whole) != len(data) or len(kept) != len(rows):
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept), encoding="utf-8")
+        partial.replace(path)
+    return Earlier(keys, sum(not succeeded(row) for row in kept))
+
+
+def succeeded(row: Mapping[str, Any]) -> bool:
+    return row["response"] is not None and row["response"]["status_code"] == 200
+
+
+def is_final(row: Mapping[str, Any]) -> bool:
+    """Would the same line fail again? Successes, lines that cannot be sent, and refusals for what they say."""
+    status = 400 if row["response"] is None else row["response"]["status_code"]
+    return status < 500 and status not in (408, 429)
 
 
 async def post(app: ASGIApp, url: str, body: bytes) -> Answer:

@@ -18,7 +18,7 @@ import zmq
 
 from cluster.token_channel import TokenSender, by_gateway
 from workers.engine.stats import EngineStats
-from workers.errors import RequestRefused
+from workers.errors import GroupLost, RequestRefused
 from workers.messages import Abort, Ended, GenerationRequest, ReplyTo, TokenDelta, Usage
 
 log = logging.getLogger("tandem.engine")
@@ -94,6 +94,7 @@ class EngineThread(threading.Thread):
         self._wake_out.setblocking(False)
         self._stopping = False
         self._over = False
+        self._lost: str | None = None
         self._live: dict[RequestKey, tuple[GenerationRequest, OnEnded]] = {}
         self._reported_at_s = 0.0
         self.last_progress_s = time.monotonic()
@@ -110,6 +111,11 @@ class EngineThread(threading.Thread):
 
     def abort(self, abort: Abort) -> None:
         self._inbox.append(abort)
+        self._wake()
+
+    def lose(self, message: str) -> None:
+        """A rank has died: the thread ends with GroupLost, also when it has no work and asks no rank for anything."""
+        self._lost = message
         self._wake()
 
     def stop(self) -> None:
@@ -148,6 +154,8 @@ class EngineThread(threading.Thread):
 
     def _serve(self) -> None:
         while not self._stopping:
+            if self._lost is not None:
+                raise GroupLost(self._lost)
             self._take_inbox()
             self._take_channel()
             self.busy = self._engine.has_work()

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -19,10 +20,17 @@ log = logging.getLogger("ray.serve.tandem")
 class GroupEngine:
     """Opens one engine and closes its ranks. rank_pids may be read from any thread."""
 
-    def __init__(self, settings: EngineSettings, facts: ServiceFacts, group: str, placement_group: Any) -> None:
+    def __init__(
+        self,
+        settings: EngineSettings,
+        facts: ServiceFacts,
+        group: str,
+        placement_group: Any,
+        on_lost: Callable[[str], None],
+    ) -> None:
         self._settings = settings
         host = "127.0.0.1" if facts.single_node else ray.util.get_node_ip_address()
-        self._executor = RayExecutor(settings, facts, group, placement_group, host)
+        self._executor = RayExecutor(settings, facts, group, placement_group, host, on_lost)
         self.rank_pids: tuple[int, ...] = ()
 
     def open(self, sink: Sink) -> Engine:

@@ -127,6 +127,7 @@ class Launcher:
             redis_url=redis_url,
             open_port=True,
             device=self._settings.engine.device.device or "cpu",
+            gateway_node=ray_node.node_address() if self._address is not None else None,
         )
 
     def _announce(self, facts: ServiceFacts) -> None:

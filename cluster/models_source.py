@@ -36,11 +36,11 @@ def resolve_settings(settings: ServiceSettings) -> ServiceSettings:
 
 def find_model(name: str, revision: str | None, flag: str) -> Path:
     """The folder of a model: the demo's, an existing folder, or a snapshot of the hub (from its cache when offline)."""
+    if name == DEMO:  # whatever lies in the folder we were called from; that would be ./demo
+        return Path(configs.__file__ or ".").resolve().parent / "demo" / "model"
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder.resolve()
-    if name == DEMO:
-        return Path(configs.__file__ or ".").resolve().parent / "demo" / "model"
     looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_like_path or folder.exists() or not HUB_ID.fullmatch(name):
         raise SettingsError(f"{name}: no such folder", flag)

@@ -5,6 +5,7 @@ local processes (workers/rank_group.py). A watcher thread sees a dead rank withi
 """
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -44,13 +45,21 @@ class RayExecutor:
     """Executor over Ray actors. `placement_group` has a bundle per rank after the coordinator's."""
 
     def __init__(
-        self, settings: EngineSettings, facts: ServiceFacts, group: str, placement_group: Any, host: str
+        self,
+        settings: EngineSettings,
+        facts: ServiceFacts,
+        group: str,
+        placement_group: Any,
+        host: str,
+        on_lost: Callable[[str], None],
     ) -> None:
+        """on_lost(message) is called once, from the watcher thread, when a rank has died."""
         self._settings = settings
         self._facts = facts
         self._name = group
         self._placement_group = placement_group
         self._host = host
+        self._on_lost = on_lost
         self._actors: list[Any] = []
         self._dead: str | None = None
         self._closing = False
@@ -110,6 +119,7 @@ class RayExecutor:
             how = f"failed: {str(error.cause).splitlines()[0]}"
         if not self._closing:
             self._dead = f"rank {rank} of group {self._name} {how}"
+            self._on_lost(self._dead)
 
     def _lost(self) -> str | None:
         return self._dead

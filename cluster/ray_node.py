@@ -29,7 +29,6 @@ SERVE_SWITCHES = {
 }
 RAY_SWITCHES = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_AUTH_MODE": "token",
     "RAY_DEDUP_LOGS": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
@@ -42,6 +41,7 @@ def prepare_environment(token_file: Path | None) -> None:
         os.environ.setdefault(name, value)
     os.environ.pop("RAY_ADDRESS", None)
     if token_file is not None:
+        os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN_PATH"] = str(token_file)
         os.environ.pop("RAY_AUTH_TOKEN", None)
 
@@ -52,7 +52,17 @@ def new_token() -> str:
 
 def load() -> None:
     """Imports ray, a second of work, with the environment prepared."""
-    import ray  # noqa: F401
+    import ray
+
+    # A worker that died is told in ten lines on our terminal otherwise, log_to_driver or not.
+    ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: None
+
+
+def node_address() -> str:
+    """This node's address in the cluster, as resources name it."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
 
 
 def start_private(temp_folder: Path, num_cpus: int, num_gpus: int) -> None:

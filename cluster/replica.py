@@ -40,12 +40,17 @@ class _LoopReport:
     def __init__(self, replica: "Coordinator", loop: asyncio.AbstractEventLoop) -> None:
         self._replica = replica
         self._loop = loop
+        self._busy = False
 
     def opened(self) -> None:
         self._loop.call_soon_threadsafe(self._replica.on_opened)
 
     def stats(self, stats: EngineStats) -> None:
         self._replica.engine_stats = stats
+        busy = stats.running + stats.waiting > 0
+        if busy != self._busy:  # others learn of a start and an end of work at once
+            self._busy = busy
+            self._loop.call_soon_threadsafe(self._replica.beat_now)
 
     def failed(self, error: Exception, opened: bool) -> None:
         self._loop.call_soon_threadsafe(self._replica.on_failed, error, opened)
@@ -75,7 +80,8 @@ class Coordinator:
         self._redis = BackgroundClient(url)
         self._beat = GroupBeat(self._redis, facts.service_id, self._record)
         self._beating = self._loop.create_task(self._beat.run(), name="group beat")
-        self._engine = GroupEngine(settings, facts, self._group, ray.util.get_current_placement_group())
+        placement_group = ray.util.get_current_placement_group()
+        self._engine = GroupEngine(settings, facts, self._group, placement_group, lambda m: self._thread.lose(m))
         self._thread = EngineThread(
             self._open_engine, self._engine.close, _LoopReport(self, self._loop), facts.secret, self._identity()
         )
@@ -141,9 +147,12 @@ class Coordinator:
 
     def on_opened(self) -> None:
         self._state = "serving"
-        self._loop.create_task(self._beat_once(), name="first beat")
+        self.beat_now()
         if not self._opened.done():
             self._opened.set_result(None)
+
+    def beat_now(self) -> None:
+        self._beat.hurry()
 
     def on_failed(self, error: Exception, opened: bool) -> None:
         if not opened and not self._opened.done():
@@ -177,12 +186,6 @@ class Coordinator:
             await report_start_failure(self._redis, self._facts.service_id, failure)
         except RedisAway as away:
             log.warning("the failure could not be reported: %s", away)
-
-    async def _beat_once(self) -> None:
-        try:
-            await self._beat.beat()
-        except RedisAway as error:
-            log.warning("first heartbeat skipped: %s", error)
 
     def _answer(self, ended: "asyncio.Future[Ended]", value: Ended) -> None:
         def set_result() -> None:

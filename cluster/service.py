@@ -24,7 +24,8 @@ MAX_ONGOING_REQUESTS = 100_000
 
 
 class ServiceFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One life of a service. redis_url None: ask the tandem-redis deployment. open_port: gateways listen themselves."""
+    """One life of a service. redis_url None: ask the tandem-redis deployment. open_port: gateways listen
+    themselves. gateway_node: address of the node that gateways must run on, because their port is there."""
 
     service_id: str
     secret: str
@@ -33,10 +34,16 @@ class ServiceFacts(msgspec.Struct, frozen=True, kw_only=True):
     redis_url: str | None = None
     open_port: bool = False
     device: str = "cpu"
+    gateway_node: str | None = None
 
 
 def new_facts(
-    *, single_node: bool, redis_url: str | None = None, open_port: bool = False, device: str = "cpu"
+    *,
+    single_node: bool,
+    redis_url: str | None = None,
+    open_port: bool = False,
+    device: str = "cpu",
+    gateway_node: str | None = None,
 ) -> ServiceFacts:
     """Facts of a new life: a fresh id and a fresh secret."""
     return ServiceFacts(
@@ -47,6 +54,7 @@ def new_facts(
         redis_url=redis_url,
         open_port=open_port,
         device=device,
+        gateway_node=gateway_node,
     )
 
 

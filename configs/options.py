@@ -42,11 +42,12 @@ def parse_size(text: str) -> int:
     digits = number[:-1] if number[-1:] in factors else number
     try:
         value = float(digits) * factor
-    except ValueError as error:
+        whole = int(value)
+    except (ValueError, OverflowError) as error:  # "x", "nan"; "inf"
         raise NotSizeError(text) from error
-    if value != int(value):
+    if value != whole:
         raise NotSizeError(text)
-    return int(value)
+    return whole
 
 
 def at_least(low: float) -> Check:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from configs.errors import SettingsError
 from configs.schema import EngineSettings
@@ -60,3 +61,15 @@ def open_executor(settings: EngineSettings) -> Executor:
     from workers.local_executor import LocalExecutor
 
     return LocalExecutor(settings)
+
+
+def offline_settings(settings: EngineSettings) -> EngineSettings:
+    """The same engine for a caller that waits for everything: no queue limit, and one plan at a time where the only
+    rank is this process itself."""
+    scheduler = replace(
+        settings.scheduler,
+        max_num_queued_reqs=2**62,
+        max_num_queued_tokens=None,
+        async_scheduling=settings.parallel.ranks_per_group > 1,
+    )
+    return replace(settings, scheduler=scheduler)

@@ -53,14 +53,18 @@ class InProcessExecutor:
         self._plans.append(plan)
 
     def wait(self, timeout_s: float) -> StepResult | None:
-        """Runs the oldest plan submitted; None when there is none. GroupLost when the step itself fails."""
+        """Runs the oldest plan submitted; None when there is none. GroupLost when a step failed, now or before."""
+        if self._broken is not None:
+            raise GroupLost(self._broken)
         if not self._plans or self._runner is None:
             return None
         try:
             result = self._runner.execute(self._plans.popleft())
-        except Exception as error:
+        except BaseException as error:
             self._runner = None
             self._broken = f"{type(error).__name__}: {error}"
+            if not isinstance(error, Exception):
+                raise  # interrupted in the middle of a step: the rows' state is unknown
             raise GroupLost(self._broken) from error
         assert result is not None
         return result

@@ -13,10 +13,11 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """How a request wants its tokens chosen; already validated, defaults resolved (seed always set by the gateway).
+    """How a request wants its tokens chosen; already validated, defaults resolved.
 
-    temperature 0 is greedy; top_k 0 and top_p 1 and min_p 0 are off. `logprobs` None: none; k: the chosen token's and
-    the k best. `stop` strings are watched by the gateway; ids (EOS included, unless ignore_eos) by the engine.
+    seed None: whoever takes the request in (gateway, LLM) draws one. temperature 0 is greedy; top_k 0 and top_p 1 and
+    min_p 0 are off. `logprobs` None: none; k: the chosen token's and the k best. `stop` strings are watched by the
+    gateway; ids (EOS included, unless ignore_eos) by the engine.
     """
 
     max_tokens: int
@@ -25,7 +26,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int = 0
+    seed: int | None = None
     min_tokens: int = 0
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()

@@ -5,6 +5,9 @@ service would have sampled for the same seed. Not for concurrent callers: one th
 """
 
 import itertools
+import secrets
+import signal
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,15 +16,14 @@ import msgspec
 from tqdm import tqdm
 
 from configs.errors import SettingsError
-from configs.schema import CacheSettings, DeviceSettings, EngineSettings, ModelSettings, ParallelSettings
-from configs.schema import SchedulerSettings as StepSettings
-from workers.build import model_facts, open_executor
+from configs.schema import EngineSettings
+from workers.build import model_facts, offline_settings, open_executor
 from workers.engine.engine import Engine
 from workers.errors import RequestRefused
 from workers.messages import Abort, Ended, GenerationRequest, SamplingParams, TokenDelta, TokenLogprobs
 from workers.text.chat_template import ChatTemplate, find_chat_template
+from workers.text.choice_text import ChoiceText
 from workers.text.detokenizer import DetokenizerFactory
-from workers.text.stop_strings import StopMatcher
 from workers.text.tokenizer import check_token_ids, load_tokenizer
 
 __all__ = ["LLM", "Completion", "RequestOutput", "SamplingParams"]
@@ -55,34 +57,49 @@ class RequestOutput(msgspec.Struct, kw_only=True):
 
 
 class _Choice:
-    """Text of one choice as its tokens come; says after how many tokens a stop string ended it."""
+    """One choice on its way: ChoiceText fills the Completion."""
 
-    def __init__(self, completion: Completion, factory: DetokenizerFactory, prompt: list[int], params: SamplingParams):
+    def __init__(self, completion: Completion, text: ChoiceText) -> None:
         self.completion = completion
-        self._detokenizer = factory.make(prompt)
-        self._matcher = StopMatcher(params.stop, min_tokens=params.min_tokens)
-        self.stopped = False
+        self._text = text
 
     def take(self, delta: TokenDelta) -> int | None:
         """Adds a delta; the number of tokens to keep when a stop string was completed, else None."""
+        added = self._text.take(delta)
+        if added is None:
+            return None
         done = self.completion
-        for place, token in enumerate(delta.token_ids):
-            if self.stopped:
-                return None
-            done.token_ids.append(token)
-            if delta.logprobs:
-                done.logprobs.append(delta.logprobs[place])
-            is_end = delta.finish_reason == "stop" and place == len(delta.token_ids) - 1
-            step = self._matcher.push("" if is_end else self._detokenizer.push(token))
-            done.text += step.text
-            if step.stop is not None:
-                self.stopped = True
-                done.finish_reason = "stop"
-                return len(done.token_ids)
-        if delta.finish_reason is not None and not self.stopped:
-            done.text += self._matcher.flush(self._detokenizer.flush()).text
-            done.finish_reason, done.error = delta.finish_reason, delta.error
-        return None
+        done.text += added.text
+        done.token_ids += added.token_ids
+        done.logprobs += added.logprobs or []
+        done.finish_reason, done.error = added.finish_reason, delta.error
+        return added.abort_at
+
+
+class _Interrupts:
+    """Holds a Ctrl-C back until the step is over, so that the engine stays usable; a second one ends it at once."""
+
+    def __init__(self) -> None:
+        self._noted = False
+        self._before: Any = None
+
+    def __enter__(self) -> "_Interrupts":
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def check(self) -> None:
+        if self._noted:
+            raise KeyboardInterrupt
+
+    def _note(self, *_: object) -> None:
+        if self._noted:
+            raise KeyboardInterrupt
+        self._noted = True
 
 
 class _Run:
@@ -137,33 +154,26 @@ class LLM:
         cpu_threads: int | None = None,
         chat_template: str | None = None,
     ) -> None:
-        ranks = tensor_parallel_size * pipeline_parallel_size
-        raw = EngineSettings(
-            model=ModelSettings(
-                model=str(DEMO if str(model) == "demo" else Path(model).resolve()),
-                dtype=dtype,  # type: ignore[arg-type]  # checked by the conversion below
-                max_model_len=max_model_len,
-            ),
-            parallel=ParallelSettings(
-                tensor_parallel_size=tensor_parallel_size, pipeline_parallel_size=pipeline_parallel_size
-            ),
-            cache=CacheSettings(
-                block_size=block_size,
-                kv_cache_memory_bytes=kv_cache_memory_bytes,
-                enable_prefix_caching=enable_prefix_caching,
-            ),
-            scheduler=StepSettings(
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                max_num_queued_reqs=2**31,
-                async_scheduling=ranks > 1,
-            ),
-            device=DeviceSettings(device=device, cpu_threads=cpu_threads),  # type: ignore[arg-type]
+        self.settings = _engine_settings(
+            {
+                "model": {
+                    "model": str(DEMO if str(model) == "demo" else Path(model).resolve()),
+                    "dtype": dtype,
+                    "max_model_len": max_model_len,
+                },
+                "parallel": {
+                    "tensor_parallel_size": tensor_parallel_size,
+                    "pipeline_parallel_size": pipeline_parallel_size,
+                },
+                "cache": {
+                    "block_size": block_size,
+                    "kv_cache_memory_bytes": kv_cache_memory_bytes,
+                    "enable_prefix_caching": enable_prefix_caching,
+                },
+                "scheduler": {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens},
+                "device": {"device": device, "cpu_threads": cpu_threads},
+            }
         )
-        try:
-            self.settings = msgspec.convert(msgspec.to_builtins(raw), EngineSettings)
-        except msgspec.ValidationError as error:
-            raise SettingsError(str(error)) from error
         folder = Path(self.settings.model.model)
         self.tokenizer = load_tokenizer(folder)
         self._template: ChatTemplate | None = find_chat_template(folder, chat_template, self.tokenizer)
@@ -198,9 +208,11 @@ class LLM:
             self._run = _Run(bar)
             names = [self._add(prompt, one) for prompt, one in zip(many, params, strict=True)]
             try:
-                while self._engine.has_work():
-                    self._engine.step()
-                    self._apply_stops()
+                with _Interrupts() as interrupts:
+                    while self._engine.has_work():
+                        self._engine.step()
+                        self._apply_stops()
+                        interrupts.check()
             except BaseException:
                 self._abort_all(names)
                 raise
@@ -256,7 +268,9 @@ class LLM:
             prompt=text, prompt_token_ids=ids, outputs=[Completion(index=index) for index in range(params.n)]
         )
         self._run.outputs[name] = output
-        self._run.choices[name] = [_Choice(done, self._factory, ids, params) for done in output.outputs]
+        if params.seed is None:
+            params = msgspec.structs.replace(params, seed=secrets.randbits(63))
+        self._run.choices[name] = [_Choice(done, self._choice_text(ids, params)) for done in output.outputs]
         try:
             check_token_ids(ids, self._facts.vocab_size, "prompts")
             self._engine.add_request(GenerationRequest(request_id=name, prompt_token_ids=ids, sampling=params))
@@ -265,12 +279,25 @@ class LLM:
                 completion.finish_reason, completion.error = "error", str(error)
         return name
 
+    def _choice_text(self, prompt: list[int], params: SamplingParams) -> ChoiceText:
+        eos = frozenset(self._facts.eos_token_ids)
+        return ChoiceText(self._factory.make(prompt), params, include_stop=False, eos_token_ids=eos)
+
     def _apply_stops(self) -> None:
         stops, self._run.stops = self._run.stops, []
         for stop in stops:
             self._engine.abort(stop)
 
     def _abort_all(self, names: Sequence[str]) -> None:
-        """Ctrl-C in the middle: the engine is usable again afterwards."""
+        """The engine is usable again afterwards."""
         for name in names:
             self._engine.abort(Abort(request_id=name, epoch=0))
+
+
+def _engine_settings(tree: dict[str, dict[str, Any]]) -> EngineSettings:
+    """Checked settings for offline use: nothing is ever refused for a full queue. SettingsError names the value."""
+    try:
+        settings = msgspec.convert(tree, EngineSettings)
+    except msgspec.ValidationError as error:
+        raise SettingsError(f"{error}; given: {tree}") from error
+    return offline_settings(settings)

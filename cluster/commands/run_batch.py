@@ -15,6 +15,7 @@ from configs.errors import SettingsError
 from configs.load import merge_config
 from configs.options import COORDINATION, HTTP, OPTIONS
 from configs.schema import ServiceSettings
+from workers.errors import GroupLost
 
 NOT_OFFLINE = frozenset(o.name for o in OPTIONS if o.group in (HTTP, COORDINATION)) | {"data_parallel_size"}
 without_service: Callable[[Callable[..., None]], Callable[..., None]] = partial(
@@ -46,30 +47,32 @@ def run_batch(
 
 
 async def _run(settings: ServiceSettings, input_file: Path, output_file: Path) -> int:
-    """Runs what output_file does not hold yet; the number of lines that were not answered with 200."""
+    """Runs what output_file does not hold yet; the number of lines, of this run and before, not answered with 200."""
     from tqdm import tqdm
 
-    from cluster.batch import finished_keys, read_lines, run_lines
+    from cluster.batch import read_lines, run_lines, succeeded, take_up
     from cluster.gateway.app import build_gateway_app, build_gateway_state
     from cluster.local_backend import LocalBackend
+    from workers.build import offline_settings
 
     lines = read_lines(input_file)
-    done = finished_keys(output_file)
-    left = [line for line in lines if line.key not in done]
-    failed = 0
+    earlier = take_up(output_file)
+    left = [line for line in lines if line.key not in earlier.keys]
+    failed = earlier.failed
+    engine = offline_settings(settings.engine)
     try:
         out = output_file.open("a", encoding="utf-8")
     except OSError as error:
         raise SettingsError(f"{output_file} cannot be written: {error.strerror}", "-o") from error
     with out, tqdm(total=len(lines), initial=len(lines) - len(left), unit="request", desc="batch") as bar:
-        async with LocalBackend(settings.engine) as backend:
+        async with LocalBackend(engine) as backend:
             app = build_gateway_app(build_gateway_state(settings, backend))
-            async for row in run_lines(app, left, at_once=4 * settings.engine.scheduler.max_num_seqs):
+            async for row in run_lines(app, left, at_once=4 * engine.scheduler.max_num_seqs):
+                if not backend.ready():
+                    raise GroupLost(f"the engine stopped; the same command continues {output_file}")
                 out.write(json.dumps(row, ensure_ascii=False) + "\n")
                 out.flush()
-                failed += row["response"] is None or row["response"]["status_code"] != 200
+                failed += not succeeded(row)
                 bar.update()
-    print(
-        f"tandem: {len(left)} requests run, {failed} failed, {len(lines) - len(left)} were done before", file=sys.stderr
-    )
+    print(f"tandem: {len(left)} requests run, {len(lines) - len(left)} done before, {failed} failed", file=sys.stderr)
     return failed

@@ -15,6 +15,7 @@ from cluster.coordination import keys
 from cluster.coordination.client import Part, RedisAway
 
 log = logging.getLogger("tandem.registry")
+LEAST_PERIOD_S = 0.1
 GroupState = Literal["loading", "serving", "draining"]
 
 
@@ -59,6 +60,7 @@ class GroupBeat:
         self._service = service
         self._read = read
         self._period_s = period_s
+        self._hurried = asyncio.Event()
 
     async def beat(self) -> None:
         """Writes the record now."""
@@ -80,7 +82,17 @@ class GroupBeat:
                 await self.beat()
             except RedisAway as error:
                 log.warning("heartbeat skipped: %s", error)
-            await asyncio.sleep(self._period_s)
+            self._hurried.clear()
+            await asyncio.sleep(LEAST_PERIOD_S)
+            try:
+                async with asyncio.timeout(self._period_s - LEAST_PERIOD_S):
+                    await self._hurried.wait()
+            except TimeoutError:
+                continue
+
+    def hurry(self) -> None:
+        """Something changed that others wait for: the next beat comes now (at most ten a second)."""
+        self._hurried.set()
 
     async def leave(self) -> None:
         """Removes the record: the group is gone on purpose."""
@@ -113,7 +125,7 @@ class FleetView:
                 log.warning("Redis is away (%s): going on with the last known fleet", error)
             self.redis_away = True
 
-    async def run(self, period_s: float = 1.0) -> None:
+    async def run(self, period_s: float = 0.5) -> None:
         """Refreshes forever."""
         while True:
             await self.refresh()

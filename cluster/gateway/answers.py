@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from cluster.gateway.choice import Addition
 from cluster.gateway.state import GatewayState
 from workers.messages import TokenLogprobs, Usage
+from workers.text.choice_text import Addition
 
 _encode = msgspec.json.Encoder().encode
 

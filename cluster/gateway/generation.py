@@ -14,12 +14,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.gateway.answers import AnswerStyle, ChoiceAnswer
-from cluster.gateway.choice import Addition
 from cluster.gateway.request_run import RequestPart, RequestRun, Step
 from cluster.gateway.sse import EventWriter
 from cluster.gateway.state import GatewayState
 from workers.errors import TandemError
 from workers.messages import TokenLogprobs
+from workers.text.choice_text import Addition
 
 log = logging.getLogger("tandem.gateway")
 

@@ -13,7 +13,6 @@ from starlette.responses import Response
 
 from cluster.gateway.answers import AnswerHead, AnswerStyle, ChatStyle, CompletionStyle
 from cluster.gateway.auth import Principal
-from cluster.gateway.choice import ChoiceText
 from cluster.gateway.generation import GenerationResponse
 from cluster.gateway.http_errors import model_not_found
 from cluster.gateway.openai_schemas import (
@@ -32,6 +31,7 @@ from cluster.gateway.sampling import sampling_params
 from cluster.gateway.state import GatewayState
 from cluster.gateway.strict_json import parse_object, read_body
 from workers.messages import GenerationRequest, SamplingParams
+from workers.text.choice_text import ChoiceText
 from workers.text.tokenizer import check_token_ids
 
 DEFAULT_COMPLETION_TOKENS = 16

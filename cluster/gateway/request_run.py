@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from cluster.gateway.backend import GenerationStream
-from cluster.gateway.choice import ChoiceText
 from cluster.gateway.state import GatewayState, Outcome
 from workers.errors import GroupLost, RequestRefused
 from workers.messages import Abort, GenerationRequest, TokenDelta, Usage
+from workers.text.choice_text import ChoiceText
 
 
 @dataclass(kw_only=True)

@@ -121,9 +121,11 @@ def test_a_bad_body_is_refused_in_openais_words(service: Service, body: bytes, s
 
 
 def test_a_client_that_leaves_frees_its_blocks(service: Service) -> None:
-    asked = {"model": "demo", "prompt": PREFIX, "max_tokens": 1500, "n": 8, "stream": True, "ignore_eos": True}
+    asked = {"model": "demo", "prompt": PREFIX, "max_tokens": 1500, "n": 24, "stream": True, "ignore_eos": True}
     with httpx.stream("POST", service.url + "/v1/completions", json=asked, timeout=60) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # kept: the stream is closed with its last reference
+        line = next(lines)
+        assert response.status_code == 200, line
         wait_for(lambda: service.metric("kv_cache_usage_perc") > 0, 10, "the request holds blocks")
     wait_for(lambda: service.metric("kv_cache_usage_perc") == 0, 10, "its blocks are free again")
     load = service.get("/load").json()
@@ -141,6 +143,13 @@ def test_every_process_says_its_part(service: Service) -> None:
         "ray::ServeReplica:tandem:tandem-coordinator",
     ):
         assert any(t.startswith(part) for t in titles), titles
+
+
+def test_a_rank_that_dies_while_nothing_runs_is_noticed(service: Service) -> None:
+    before = {p.pid for p in service.titled("tandem rank")}
+    os.kill(max(before), signal.SIGKILL)
+    wait_for(lambda: len({p.pid for p in service.titled("tandem rank")} - before) == 2, 60, "the group is replaced")
+    wait_for(lambda: service.get("/load").json()["groups"] == 2, 30, "and serves")
 
 
 async def test_a_killed_rank_costs_no_request_and_its_group_comes_back(service: Service, offline: LLM) -> None:
@@ -170,15 +179,7 @@ async def test_a_killed_rank_costs_no_request_and_its_group_comes_back(service: 
         ranks = {p.pid for p in service.titled("tandem rank") if p.status() != psutil.STATUS_ZOMBIE}
         return len(ranks) == 4 and len(ranks & before) == 2 and service.get("/load").json()["groups"] == 2
 
-    try:
-        await asyncio.to_thread(wait_for, healed, 30, "the group is replaced")
-    except AssertionError:
-        ranks = [(p.pid, " ".join(p.cmdline()).strip()) for p in service.titled("tandem rank")]
-        import glob
-
-        for f in glob.glob(str(service.temp) + "/td-*/ray/session_latest/logs/serve/*"):
-            print("=====", f[-70:], open(f).read()[-1500:])
-        raise AssertionError((sorted(before), ranks, service.get("/load").text)) from None
+    await asyncio.to_thread(wait_for, healed, 60, "the group is replaced")
     answer = service.post("/v1/completions", {"model": "demo", "prompt": "The", "max_tokens": 4})
     assert answer.status_code == 200
 

@@ -79,7 +79,7 @@ class Sequence:
             top_k=params.top_k,
             top_p=params.top_p,
             min_p=params.min_p,
-            seed=params.seed,
+            seed=params.seed or 0,
             choice=self.choice,
             min_tokens=params.min_tokens,
             stop_token_ids=tuple(sorted(self.stop_ids)),

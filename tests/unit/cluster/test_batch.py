@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.batch import finished_keys, parse_line, read_lines
+from cluster.batch import parse_line, read_lines, take_up
 from configs.errors import SettingsError
 
 TANDEM = str(Path(sys.executable).parent / "tandem")
@@ -39,7 +39,7 @@ def test_answers_errors_and_resumption(tmp_path: Path) -> None:
     source.write_text("\n".join([*lines, chat_line("more", "Count from 3 to 9.")]))
     target.write_bytes(target.read_bytes() + b'{"custom_id": "more", "resp')  # a run that was cut off while writing
     second = run(source, target)
-    assert second.returncode == 0, second.stderr
+    assert second.returncode == 1, second.stderr  # two lines have failed for good
     rows = [json.loads(line) for line in target.read_text().splitlines()]
     assert [row["custom_id"] for row in rows].count("sum") == 1 and len(rows) == 4
     assert rows[-1]["response"]["body"]["choices"][0]["message"]["content"] == "3, 4, 5, 6, 7, 8, 9"
@@ -80,4 +80,32 @@ def test_a_custom_id_that_comes_twice_is_refused(tmp_path: Path) -> None:
 
 
 def test_no_output_yet_means_nothing_is_finished(tmp_path: Path) -> None:
-    assert finished_keys(tmp_path / "out") == set()
+    assert take_up(tmp_path / "out").keys == frozenset()
+
+
+def test_rows_that_may_succeed_later_are_tried_again(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    answers = {"fine": 200, "never": 400, "busy": 429, "broken": 500}
+    rows = [{"custom_id": key, "response": {"status_code": answers[key]}, "error": None} for key in answers]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    earlier = take_up(path)
+    assert earlier.keys == {"fine", "never"} and earlier.failed == 1
+    assert [json.loads(line)["custom_id"] for line in path.read_text().splitlines()] == ["fine", "never"]
+
+
+def test_a_file_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("my notes\n")
+    with pytest.raises(SettingsError, match="notes.txt"):
+        take_up(path)
+    assert path.read_text() == "my notes\n"
+
+
+def test_more_prompts_than_any_queue_holds(tmp_path: Path) -> None:
+    body = {"model": "demo", "prompt": ["Once upon a time"] * 10, "max_tokens": 1}
+    lines = [{"custom_id": str(n), "method": "POST", "url": "/v1/completions", "body": body} for n in range(150)]
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(map(json.dumps, lines)))
+    done = run(source, target)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(target.read_text().splitlines()) == 150

@@ -1,11 +1,13 @@
 """LLM: the offline door, on the bundled demo model. Texts are the demo's; equality between ways of asking is ours."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from configs.errors import SettingsError
+from workers.messages import TokenDelta
 from workers.offline import LLM, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0)
@@ -83,6 +85,28 @@ def test_prefix_is_found_again(llm: LLM) -> None:
 def test_two_engines_in_one_process(llm: LLM) -> None:
     with LLM("demo", dtype="float32", max_num_seqs=2) as other:
         assert ask(other, "What is 2 + 3?") == ask(llm, "What is 2 + 3?")
+
+
+def test_without_a_seed_equal_prompts_get_different_texts(llm: LLM) -> None:
+    outputs = llm.generate(["Once upon a time"] * 4, SamplingParams(max_tokens=20, temperature=1.0), use_tqdm=False)
+    assert len({tuple(o.outputs[0].token_ids) for o in outputs}) > 1
+
+
+def test_ctrl_c_leaves_the_engine_usable(llm: LLM) -> None:
+    before = ask(llm, "What is 2 + 3?")
+    seen = llm._engine.stats().generation_tokens
+    original = llm.deltas
+
+    def interrupt_once(deltas: list[TokenDelta]) -> None:
+        original(deltas)
+        if llm._engine.stats().generation_tokens > seen + 3:
+            llm.deltas = original  # type: ignore[method-assign]
+            signal.raise_signal(signal.SIGINT)
+
+    llm.deltas = interrupt_once  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["Once upon a time"] * 3, GREEDY, use_tqdm=False)
+    assert ask(llm, "What is 2 + 3?") == before
 
 
 @pytest.mark.parametrize(

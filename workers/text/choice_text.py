@@ -1,6 +1,6 @@
 """One choice of one answer as it grows: tokens in, text out, stop strings found, tokens counted for the bill.
 
-The hot path of the gateway: `take` runs once per token delta. Holds no reference to HTTP or to the backend.
+Used by the gateway (its hot path: `take` runs once per token delta) and by offline runs. Knows no HTTP and no engine.
 """
 
 from typing import NamedTuple

@@ -5,9 +5,9 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.gateway.choice import ChoiceText
 from tests.unit.gateway.rig import EOS, make_tokenizer
 from workers.messages import SamplingParams, TokenDelta, TokenLogprobs
+from workers.text.choice_text import ChoiceText
 from workers.text.detokenizer import DetokenizerFactory
 
 FACTORY = DetokenizerFactory(make_tokenizer())
