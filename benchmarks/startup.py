@@ -8,6 +8,7 @@ application that does nothing and prints its idle CPU and memory too, as the den
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import time
@@ -34,7 +35,7 @@ serve.run(Nothing.bind())
 print("ready", flush=True)
 sys.stdin.read()
 """
-OURS = ("tandem", "redis", "valkey")
+OURS = ("tandem ", "ray::ServeReplica:tandem:")
 
 
 def family(pid: int) -> list[psutil.Process]:
@@ -55,14 +56,20 @@ def cpu_s(processes: list[psutil.Process]) -> dict[int, float]:
 
 def label(process: psutil.Process) -> str:
     try:
-        words = " ".join(process.cmdline())[:60]
+        words = " ".join(process.cmdline())
     except psutil.Error:
         return "(gone)"
-    return words or process.name()
+    return without_folders(words)[:60] or process.name()
+
+
+def without_folders(words: str) -> str:
+    """A command line with file names instead of paths, `python tandem serve` as `tandem serve`."""
+    short = " ".join(re.sub(r"\S*/", "", words).split())
+    return re.sub(r"^python[\d.]* (tandem )", r"\1", short)
 
 
 def is_ours(words: str) -> bool:
-    return any(mark in words for mark in OURS)
+    return words.startswith(OURS)
 
 
 def measure_idle(pid: int, idle_s: float) -> list[dict[str, object]]:

@@ -41,7 +41,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--repeats", type=int, default=2, help="A-B pairs")
     parser.add_argument("--jobs", type=int, default=32)
-    parser.add_argument("--peer-jobs", type=int, default=2, help="transformers jobs in each repeat; 0: no peer")
+    parser.add_argument("--peer-jobs", type=int, default=4, help="how many of the jobs transformers runs; 0: no peer")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     return parser.parse_args()
 
@@ -72,6 +72,12 @@ def floor_s(jobs: list[Job], spec: ArchSpec, ready: ExecutorReady, speed: Machin
     return prompt_s + steps * max(step_bytes / speed.read_bytes_per_s, step_flop / rate)
 
 
+def spread(jobs: list[Job], count: int) -> list[Job]:
+    """`count` jobs that stand for all: evenly spaced by the share of prompt tokens, which decides a job's tokens/s."""
+    ordered = sorted(jobs, key=lambda job: len(job.prompt) / job.output_len)
+    return [ordered[int((place + 0.5) * len(ordered) / count)] for place in range(count)]
+
+
 class TransformersPeer:
     """`transformers` generate, greedy, one job after another, KV cache on."""
 
@@ -79,6 +85,7 @@ class TransformersPeer:
         from transformers import AutoModelForCausalLM
 
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+        self.tokens_per_s([Job(list(range(2, 18)), 4)])  # warm
 
     def tokens_per_s(self, jobs: list[Job]) -> float:
         start = time.perf_counter()
@@ -117,13 +124,14 @@ def main() -> None:
     run_jobs(engine, sink, jobs[:2], CONCURRENCY, "warm")
     ours: list[Summary] = []
     theirs: list[float] = []
+    peer_jobs = spread(jobs, options.peer_jobs)
     for repeat in range(options.repeats):
         with OtherCpu() as other:
             ours.append(summarize(run_jobs(engine, sink, jobs, CONCURRENCY, f"run{repeat}")))
         console.print(describe(f"tandem offline [{repeat}]", ours[-1]), f"other_cpu {other.share:.2f}")
         if peer:
             with OtherCpu() as other:
-                theirs.append(peer.tokens_per_s(jobs[repeat * options.peer_jobs :][: options.peer_jobs]))
+                theirs.append(peer.tokens_per_s(peer_jobs))
             console.print(f"transformers, sequential [{repeat}] {theirs[-1]:.1f} tok/s  other_cpu {other.share:.2f}")
     executor.close()
     least = floor_s(jobs, spec, ready, speed, options.dtype)
