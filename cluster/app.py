@@ -1,9 +1,10 @@
 """The Serve application `tandem`: gateway -> groups (-> private Redis), for `tandem serve` and for `serve run`.
 
 build_app() is what the launcher calls; build() is what a Serve config names as import_path, with `args` in the shape of
-Ray Serve LLM (configs/load.py).
+Ray Serve LLM (configs/load.py) and one key more, `single_node`.
 """
 
+import logging
 from typing import Any
 
 import ray
@@ -14,12 +15,24 @@ from ray.serve.config import RequestRouterConfig
 from cluster import machine
 from cluster.gateway_replica import Gateway
 from cluster.models_source import resolve_settings
-from cluster.placement import CPU_SHARE, group_options
+from cluster.placement import CPU_SHARE, group_options, max_groups
+from cluster.preflight import with_device
 from cluster.redis_replica import PrivateRedis
 from cluster.replica import Coordinator
-from cluster.service import COORDINATOR, GATEWAY, MAX_ONGOING_REQUESTS, REDIS, ServiceFacts, new_facts
+from cluster.service import (
+    COORDINATOR,
+    GATEWAY,
+    MAX_ONGOING_REQUESTS,
+    REDIS,
+    ServiceFacts,
+    groups_per_node,
+    new_facts,
+)
+from configs.errors import SettingsError
 from configs.load import settings_from_serve_args
-from configs.schema import ServiceSettings
+from configs.schema import Device, ServiceSettings
+
+log = logging.getLogger("ray.serve.tandem")
 
 ROUTER = RequestRouterConfig(
     request_router_class="cluster.routing.serve_router.GroupRouter",
@@ -31,11 +44,60 @@ QUIET = {"enable_access_log": False, "log_level": "WARNING"}
 
 
 def build(args: dict[str, Any]) -> Application:
-    """For `import_path: cluster.app:build`. Settings errors are raised as they are: Serve prints them."""
-    settings = resolve_settings(settings_from_serve_args(args))
-    device = settings.engine.device.device or ("cuda" if _cluster_gpus() else "cpu")
-    facts = new_facts(single_node=len(_alive_nodes()) == 1, redis_url=settings.redis.url, device=device)
+    """For `import_path: cluster.app:build`. Settings errors are raised as they are: Serve prints them.
+
+    What depends on nodes that are not there yet is the user's to say: `device` in engine_kwargs, `single_node` in args.
+    """
+    asked = args.get("single_node")
+    settings = settings_from_serve_args({key: value for key, value in args.items() if key != "single_node"})
+    settings = resolve_settings(settings)
+    device = choose_device(settings.engine.device.device, _cluster_gpus())
+    settings = with_device(settings, device)
+    home_node = choose_home(asked, device, _alive_nodes())
+    facts = new_facts(
+        single_node=home_node is not None,
+        redis_url=settings.redis.url,
+        device=device,
+        groups_on_node=groups_per_node(max_groups(settings), cpu_nodes()),
+        home_node=home_node,
+    )
     return build_app(settings, facts)
+
+
+def choose_device(asked: Device | None, node_gpus: list[float]) -> Device:
+    """As asked, also when the nodes that have it are yet to join; else cuda when a node has a GPU now."""
+    if asked is not None:
+        log.info("device %s, as asked", asked)
+        return asked
+    if node_gpus:
+        log.info("device cuda: %d node(s) have GPUs", len(node_gpus))
+        return "cuda"
+    log.warning(
+        "device cpu: no node has a GPU now, and GPUs that join later are left alone; "
+        "`device: cuda` in engine_kwargs waits for them, `device: cpu` says that this is meant"
+    )
+    return "cpu"
+
+
+def choose_home(asked: object, device: Device, nodes: list[dict[str, Any]]) -> str | None:
+    """The node whose loopback the service talks over, None when it must be reachable from other nodes.
+
+    `asked` is args' single_node. Not given: one node is taken for all there will be, unless its GPUs are missing; a
+    process that Ray then puts elsewhere refuses to start (service.check_install).
+    """
+    if asked is not None and not isinstance(asked, bool):
+        raise SettingsError(f"{asked!r} must be true or false", "single_node")
+    if asked and len(nodes) != 1:
+        raise SettingsError(f"the cluster has {len(nodes)} nodes", "single_node")
+    if asked is False or len(nodes) != 1:
+        log.info("%d node(s): talking over the nodes' own addresses", len(nodes))
+        return None
+    (node,) = nodes
+    if not asked and device == "cuda" and not node["Resources"].get("GPU"):
+        log.info("no GPU here yet: talking over the nodes' own addresses, groups will be on others")
+        return None
+    log.info("one node: talking over loopback; `single_node: false` in args is for a cluster that will have more")
+    return str(node["NodeID"])
 
 
 def build_app(settings: ServiceSettings, facts: ServiceFacts) -> Application:
@@ -78,6 +140,11 @@ def _private_redis(facts: ServiceFacts) -> Application:
         name=REDIS, num_replicas=1, ray_actor_options={"num_cpus": 0}, logging_config=QUIET, max_ongoing_requests=1000
     )(PrivateRedis)
     return deployment.bind(facts)
+
+
+def cpu_nodes() -> int:
+    """Nodes that groups may be placed on: a head without CPUs is not one."""
+    return sum(float(node["Resources"].get("CPU", 0)) > 0 for node in _alive_nodes())
 
 
 def _alive_nodes() -> list[dict[str, Any]]:

@@ -90,7 +90,7 @@ class Earlier(NamedTuple):
 
 
 def take_up(path: Path) -> Earlier:
-    """Reads an output file; rows that a second try may mend (429, 5xx) and a row that was cut off are removed from it."""
+    """Reads an output file; takes out rows that a second try may mend (429, 5xx) and a row that was cut off."""
     if not path.exists():
         return Earlier(frozenset(), 0)
     data = path.read_bytes()

@@ -81,6 +81,7 @@ class EngineThread(threading.Thread):
         report: Report,
         secret: str,
         identity: str,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(name="tandem-engine", daemon=True)
         self._open_engine = open_engine
@@ -88,6 +89,7 @@ class EngineThread(threading.Thread):
         self._report = report
         self._secret = secret
         self._identity = identity
+        self._clock = clock
         self._inbox: deque[tuple[GenerationRequest, OnEnded] | Abort] = deque()
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
@@ -97,8 +99,8 @@ class EngineThread(threading.Thread):
         self._lost: str | None = None
         self._live: dict[RequestKey, tuple[GenerationRequest, OnEnded]] = {}
         self._reported_at_s = 0.0
-        self.last_progress_s = time.monotonic()
-        self.busy = False
+        self._last_progress_s = clock()
+        self._busy = False
 
     # ---- called from other threads -------------------------------------------------------------------------------
 
@@ -118,6 +120,10 @@ class EngineThread(threading.Thread):
         self._lost = message
         self._wake()
 
+    def stalled_s(self) -> float:
+        """How long no step has finished although there is work; 0 without work."""
+        return self._clock() - self._last_progress_s if self._busy else 0.0
+
     def stop(self) -> None:
         """Ends the thread after its current step; unfinished requests are answered as lost."""
         self._stopping = True
@@ -135,11 +141,11 @@ class EngineThread(threading.Thread):
         opened = False
         self._poller = zmq.Poller()
         self._poller.register(self._wake_out, zmq.POLLIN)
-        self._sender = TokenSender(self._secret, self._identity, self._poller, time.monotonic)
+        self._sender = TokenSender(self._secret, self._identity, self._poller, self._clock)
         try:
             self._engine = self._open_engine(Sink(self._send, self._ended))
             opened = True
-            self._publish(time.monotonic())
+            self._publish(self._clock())
             self._report.opened()
             self._serve()
         except Exception as error:
@@ -153,28 +159,29 @@ class EngineThread(threading.Thread):
             self._close_engine()
 
     def _serve(self) -> None:
+        self._last_progress_s = self._clock()
         while not self._stopping:
             if self._lost is not None:
                 raise GroupLost(self._lost)
             self._take_inbox()
             self._take_channel()
-            self.busy = self._engine.has_work()
-            if self.busy:
+            self._busy = self._engine.has_work()
+            if self._busy:
                 if self._engine.step():
-                    self.last_progress_s = time.monotonic()
+                    self._last_progress_s = self._clock()
                 else:
                     self._poller.poll(1)  # work that waits on something: do not spin
             else:
-                self._publish(time.monotonic())
+                self._publish(self._clock())
                 self._sleep()
-            now = time.monotonic()
+            now = self._clock()
             if now - self._reported_at_s >= REPORT_PERIOD_S:
                 self._publish(now)
 
     def _sleep(self) -> None:
         """Until a request, an abort or a change of a link arrives."""
         self._poller.poll(1000 if self._sender.has_doubtful_link() else None)
-        self.last_progress_s = time.monotonic()
+        self._last_progress_s = self._clock()
 
     def _take_inbox(self) -> None:
         try:

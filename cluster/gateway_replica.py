@@ -5,14 +5,11 @@ Under `serve run` requests arrive through Serve's proxy. Under `tandem serve` th
 """
 
 import asyncio
-import contextlib
 import logging
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import ray
-import uvicorn
 from fastapi import FastAPI
 from ray import serve
 
@@ -20,20 +17,13 @@ from cluster.coordination.client import BackgroundClient
 from cluster.coordination.registry import FleetView, StartFailure, report_start_failure
 from cluster.gateway.app import build_gateway_app, build_gateway_state
 from cluster.group_client import GroupClient
+from cluster.http_server import QuietServer, make_server
 from cluster.serve_caller import ServeCaller
 from cluster.service import ServiceFacts, check_install
 from configs.schema import ServiceSettings
 
 log = logging.getLogger("ray.serve.tandem")
 BACKLOG = 2048
-
-
-class _QuietServer(uvicorn.Server):
-    """A server inside a process that has its own signal handling."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 @serve.ingress()
@@ -57,7 +47,7 @@ class Gateway:
         host = "127.0.0.1" if facts.single_node else ray.util.get_node_ip_address()
         prefix = settings.gateway.metrics_prefix
         self._client = GroupClient(ServeCaller(groups), self._fleet, facts.secret, host, prefix)
-        self._server: _QuietServer | None = None
+        self._server: QuietServer | None = None
         self._serving: asyncio.Task[None] | None = None
         try:
             self._state = build_gateway_state(settings, self._client)
@@ -84,17 +74,7 @@ class Gateway:
     async def _open_port(self, app: FastAPI) -> None:
         gateway = self._settings.gateway
         listener = listen(gateway.host, gateway.port, shared=gateway.num_gateways > 1)
-        config = uvicorn.Config(
-            app,
-            access_log=False,
-            lifespan="off",  # Serve runs it
-            log_config=None,
-            loop="none",
-            http="httptools",
-            server_header=False,
-            timeout_graceful_shutdown=max(1, int(self._settings.shutdown_timeout_s)),
-        )
-        self._server = _QuietServer(config)
+        self._server = make_server(app, shutdown_timeout_s=self._settings.shutdown_timeout_s)
         self._serving = asyncio.get_running_loop().create_task(
             self._server.serve(sockets=[listener]), name="http server"
         )

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from cluster.coordination.registry import FleetView
+from cluster.coordination.registry import FleetView, channel_name
 from cluster.engine_thread import GROUP_ENDED, GROUP_LOST
 from cluster.metrics import render
 from cluster.request_stream import RequestStream
@@ -75,13 +75,15 @@ class GroupClient:
         self._receiver = TokenReceiver(secret, host, self._on_deltas, self._on_gap)
         self._attempts: dict[str, _Attempt] = {}
         self._owners: set[asyncio.Task[None]] = set()
+        self._senders: set[bytes] = set()
+        self._group_seen = False
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Ended).decode
         self._loop = asyncio.get_running_loop()
 
     async def submit(self, request: GenerationRequest) -> RequestStream:
         """See cluster/gateway/backend.py."""
-        if not self.ready():
+        if not self._may_dispatch():
             raise RequestRefused("no worker group is ready", code="service_unavailable", status=503)
         if request.request_id in self._attempts:
             raise RequestRefused("this request id is in use", code="internal_error", status=500)
@@ -100,7 +102,7 @@ class GroupClient:
             self._send_abort(attempt, abort)
 
     def ready(self) -> bool:
-        return any(record.state == "serving" for record in self._fleet.records.values())
+        return any(record.is_ready for record in self._fleet.records.values())
 
     def load(self) -> Mapping[str, float | int | str]:
         records = list(self._fleet.records.values())
@@ -126,6 +128,14 @@ class GroupClient:
             task.cancel()
         await asyncio.gather(*owners, return_exceptions=True)
         self._receiver.close()
+
+    def _may_dispatch(self) -> bool:
+        """Serve's router knows the groups, whatever Redis says; only before the first one there is nobody to ask."""
+        self._group_seen = self._group_seen or self._any_serving()
+        return self._group_seen or self._fleet.redis_away
+
+    def _any_serving(self) -> bool:
+        return any(record.state == "serving" for record in self._fleet.records.values())
 
     # ---- one request ---------------------------------------------------------------------------------------------
 
@@ -182,7 +192,7 @@ class GroupClient:
             done, _ = await asyncio.wait({answer, lost}, timeout=NO_GROUP_S, return_when=asyncio.FIRST_COMPLETED)
             if done:
                 return
-            if attempt.sender is None and not self.ready():
+            if attempt.sender is None and not self._any_serving():
                 refused = RequestRefused("no worker group became ready", code="service_unavailable", status=503)
                 attempt.stream.fail(refused)
                 return
@@ -228,6 +238,8 @@ class GroupClient:
 
     def _learn_sender(self, attempt: _Attempt, sender: bytes) -> None:
         attempt.sender = sender
+        if sender not in self._senders:
+            self._meet(sender)
         held, attempt.held_aborts = attempt.held_aborts, []
         finished = [i for i, done in enumerate(attempt.stream.finished) if done]
         for choice in finished:  # of a resumed request: ended before, by a stop string perhaps
@@ -235,6 +247,15 @@ class GroupClient:
             held.append(Abort(request_id=attempt.request.request_id, epoch=0, choice=choice, keep_positions=kept))
         for abort in held:
             self._send_abort(attempt, abort)
+
+    def _meet(self, sender: bytes) -> None:
+        """A coordinator's first words; those that have left the fleet by then are forgotten."""
+        living = {channel_name(r.group, r.epoch).encode() for r in self._fleet.records.values()}
+        living |= {attempt.sender for attempt in self._attempts.values() if attempt.sender is not None}
+        for gone in self._senders - living:
+            self._receiver.forget(gone)
+        self._senders &= living
+        self._senders.add(sender)
 
     def _on_gap(self, sender: bytes) -> None:
         """A message of this sender never came: what it had for us is not known, so all its streams count as lost."""

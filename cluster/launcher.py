@@ -21,7 +21,7 @@ from cluster.placement import declared_cpus, max_groups, min_groups
 from cluster.preflight import check_memory, check_model, check_port, check_redis, choose_device
 from cluster.reaper import Reaper
 from cluster.run_files import PrivateFolder, RunFile, remove_run_file, write_run_file
-from cluster.service import ServiceFacts, install_root, new_facts
+from cluster.service import ServiceFacts, groups_per_node, install_root, new_facts
 from cluster.signals import Signals, StopRequested
 from configs.errors import SettingsError
 from configs.schema import ServiceSettings
@@ -128,7 +128,16 @@ class Launcher:
             open_port=True,
             device=self._settings.engine.device.device or "cpu",
             gateway_node=ray_node.node_address() if self._address is not None else None,
+            groups_on_node=groups_per_node(max_groups(self._settings), self._nodes()),
         )
+
+    def _nodes(self) -> int:
+        """Machines that groups may be placed on."""
+        if self._address is None:
+            return 1
+        from cluster.app import cpu_nodes
+
+        return cpu_nodes()
 
     def _announce(self, facts: ServiceFacts) -> None:
         gateway = self._settings.gateway

@@ -1,9 +1,7 @@
-"""What this machine has, asked without torch: CUDA devices, cores, memory."""
+"""What this machine has, asked without torch: CUDA devices and cores. Memory: workers/rank/memory.py."""
 
 import ctypes
 import os
-
-import psutil
 
 
 def cuda_device_count() -> int:
@@ -21,13 +19,3 @@ def cuda_device_count() -> int:
 def cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def available_memory_bytes() -> int:
-    """Memory that can be had without swapping, the control group's limit included."""
-    available = int(psutil.virtual_memory().available)
-    try:
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
-            return min(available, int(limit.read()) - int(used.read()))
-    except (OSError, ValueError):
-        return available

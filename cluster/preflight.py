@@ -11,11 +11,12 @@ from msgspec.structs import replace
 from cluster import machine
 from cluster.coordination.client import check_reachable
 from cluster.placement import max_groups
-from configs.errors import SettingsError, UnsupportedModelError
+from configs.errors import SettingsError
 from configs.load import no_gpu_share
-from configs.schema import CacheSettings, ServiceSettings
-from workers.models.registry import load_spec
+from configs.schema import CacheSettings, Device, ServiceSettings
 from workers.models.spec import ArchSpec
+from workers.rank.memory import available_bytes
+from workers.resolve import DTYPE_BYTES, read_spec, resolve_dtype, resolve_max_model_len
 
 
 def choose_device(settings: ServiceSettings) -> ServiceSettings:
@@ -23,7 +24,11 @@ def choose_device(settings: ServiceSettings) -> ServiceSettings:
     asked, gpus = settings.engine.device.device, machine.cuda_device_count()
     if asked == "cuda" and gpus == 0:
         raise SettingsError("cuda: this machine offers no CUDA device", "--device")
-    chosen = asked or ("cuda" if gpus else "cpu")
+    return with_device(settings, asked or ("cuda" if gpus else "cpu"))
+
+
+def with_device(settings: ServiceSettings, chosen: Device) -> ServiceSettings:
+    """The same settings for a device that is now decided; refuses what has no meaning on it."""
     cache = settings.engine.cache
     if chosen == "cpu" and cache.gpu_memory_utilization != CacheSettings().gpu_memory_utilization:
         raise no_gpu_share()
@@ -32,24 +37,22 @@ def choose_device(settings: ServiceSettings) -> ServiceSettings:
 
 
 def check_model(settings: ServiceSettings) -> ArchSpec:
-    """The model is of a known architecture, and can be cut the way it is asked."""
-    model, parallel = settings.engine.model, settings.engine.parallel
-    folder = Path(model.model)
-    if not (folder / "config.json").is_file():
-        raise SettingsError(f"{folder} holds no config.json", "MODEL")
-    try:
-        spec = load_spec(folder, model.hf_overrides or None)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(str(error), error.flag or "MODEL") from error
-    if model.load_format == "safetensors" and not any(folder.glob("*.safetensors")):
-        raise SettingsError(f"{folder} holds no .safetensors file", "MODEL")
-    spec.check_parallel(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
-    asked = model.max_model_len
-    if asked is not None and asked > spec.max_position_embeddings:
-        raise SettingsError(
-            f"{asked} is beyond the model's {spec.max_position_embeddings} positions", "--max-model-len"
-        )
+    """The model is of a known architecture, has weights, and can be cut and run the way it is asked."""
+    model = settings.engine.model
+    spec = read_spec(settings.engine)
+    if model.load_format == "safetensors" and not any(Path(model.model).glob("*.safetensors")):
+        raise SettingsError(f"{model.model} holds no .safetensors file", "MODEL")
+    resolve_max_model_len(settings.engine, spec)
     return spec
+
+
+def cpu_weight_bytes(spec: ArchSpec, dtype: str) -> int:
+    """What one group's weights take in memory on CPU, in the type that they are computed in.
+
+    A tied table is held twice: as it is for the lookup, packed for the head (parallel/embedding.py).
+    """
+    tied_copy = spec.vocab_size * spec.hidden_size if spec.tie_word_embeddings else 0
+    return (spec.num_parameters + tied_copy) * DTYPE_BYTES[dtype]
 
 
 def check_memory(settings: ServiceSettings) -> None:
@@ -57,11 +60,15 @@ def check_memory(settings: ServiceSettings) -> None:
     if settings.engine.device.device != "cpu":
         return
     groups, ranks = max_groups(settings), settings.engine.parallel.ranks_per_group
-    weights = sum(file.stat().st_size for file in Path(settings.engine.model.model).glob("*.safetensors"))
-    free = machine.available_memory_bytes()
+    spec = read_spec(settings.engine)
+    dtype = resolve_dtype(settings.engine, spec, "cpu")
+    weights, free = cpu_weight_bytes(spec, dtype), available_bytes()
     if weights * groups > free:
-        flag = "--data-parallel-size" if groups > 1 else "MODEL"
-        raise SettingsError(f"{groups} x {_gib(weights)} of weights do not fit the free {_gib(free)}", flag)
+        several = "--data-parallel-size" if settings.autoscaling_config is None else "autoscaling_config"
+        raise SettingsError(
+            f"{groups} x {_gib(weights)} of weights in {dtype} do not fit the free {_gib(free)}",
+            several if groups > 1 else "MODEL",
+        )
     asked = (settings.engine.cache.kv_cache_memory_bytes or 0) * ranks * groups
     if weights * groups + asked > free:
         raise SettingsError(

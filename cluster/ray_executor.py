@@ -18,8 +18,6 @@ from workers.engine.executor import ExecutorReady
 from workers.messages import StepPlan, StepResult
 from workers.rank_group import RankGroup
 
-CLOSE_S = 3.0
-
 
 class RankActor:
     """One rank. Gets exactly one call."""
@@ -68,7 +66,8 @@ class RayExecutor:
     def start(self) -> ExecutorReady:
         """Creates the actors and brings the ranks up."""
         assert self._group is None, "start() is called once"
-        self._group = RankGroup(self._settings, self._facts.secret, self._lost, self._host)
+        shared = self._facts.groups_on_node
+        self._group = RankGroup(self._settings, self._facts.secret, self._lost, self._host, shared)
         runs = [self._run_rank(rank, self._group.endpoint) for rank in range(self._group.world_size)]
         threading.Thread(target=self._watch, args=(runs,), name="tandem-watch", daemon=True).start()
         return self._group.start()
@@ -107,19 +106,33 @@ class RayExecutor:
         return actor.run.remote(rank, endpoint, self._name, self._facts)
 
     def _watch(self, runs: list[Any]) -> None:
-        """Blocks until the first rank's run() ends, however it does."""
-        done, _ = ray.wait(runs, num_returns=1)
-        rank = runs.index(done[0])
+        """Blocks until the first rank's run() ends, however it does, and tells of it whatever Ray says."""
         try:
-            ray.get(done[0])
-            how = "has ended"
-        except ray.exceptions.RayActorError:
-            how = "has died"
-        except ray.exceptions.RayTaskError as error:
-            how = f"failed: {str(error.cause).splitlines()[0]}"
+            done, _ = ray.wait(runs, num_returns=1)
+            message = f"rank {runs.index(done[0])} of group {self._name} {_how_it_ended(done[0])}"
+        except Exception as error:
+            message = f"the ranks of group {self._name} can no longer be watched: {_first_line(error)}"
         if not self._closing:
-            self._dead = f"rank {rank} of group {self._name} {how}"
-            self._on_lost(self._dead)
+            self._dead = message
+            self._on_lost(message)
 
     def _lost(self) -> str | None:
         return self._dead
+
+
+def _how_it_ended(run: Any) -> str:
+    """In words; `run` has ended."""
+    try:
+        ray.get(run)
+    except ray.exceptions.RayActorError:
+        return "has died"
+    except ray.exceptions.RayTaskError as error:
+        return f"failed: {_first_line(error.cause)}"
+    except Exception as error:
+        return f"failed: {_first_line(error)}"
+    return "has ended"
+
+
+def _first_line(error: object) -> str:
+    """The first line with words, else the error's type."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

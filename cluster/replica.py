@@ -6,6 +6,7 @@ Torch-free.
 """
 
 import asyncio
+import gc
 import logging
 import os
 import socket
@@ -18,7 +19,14 @@ import ray
 from ray import serve
 
 from cluster.coordination.client import BackgroundClient, RedisAway
-from cluster.coordination.registry import GroupBeat, GroupRecord, GroupState, StartFailure, report_start_failure
+from cluster.coordination.registry import (
+    GroupBeat,
+    GroupRecord,
+    GroupState,
+    StartFailure,
+    channel_name,
+    report_start_failure,
+)
 from cluster.engine_thread import EngineThread, SteppedEngine
 from cluster.group_engine import GroupEngine
 from cluster.service import ServiceFacts, check_install
@@ -107,8 +115,8 @@ class Coordinator:
         """Serve asks every few seconds. A group whose thread ended, or whose step never returns, is replaced."""
         if not self._thread.is_alive() and not self._stopping:
             raise RuntimeError("the engine has stopped")
-        stalled_s = time.monotonic() - self._thread.last_progress_s
-        if self._thread.busy and stalled_s > STALL_S:
+        stalled_s = self._thread.stalled_s()
+        if stalled_s > STALL_S:
             raise RuntimeError(f"no step has finished for {stalled_s:.0f} s")
 
     def record_routing_stats(self) -> dict[str, float]:
@@ -146,6 +154,9 @@ class Coordinator:
     # ---- called on the loop by the engine's thread ---------------------------------------------------------------
 
     def on_opened(self) -> None:
+        # What exists now lives as long as the group: without this, each collection under load would walk it again.
+        gc.collect()
+        gc.freeze()
         self._state = "serving"
         self.beat_now()
         if not self._opened.done():
@@ -165,7 +176,7 @@ class Coordinator:
     # ---- inside --------------------------------------------------------------------------------------------------
 
     def _identity(self) -> str:
-        return f"{self._group}:{self._epoch}"
+        return channel_name(self._group, self._epoch)
 
     def _open_engine(self, sink: Any) -> SteppedEngine:
         return self._engine.open(sink)
@@ -208,5 +219,6 @@ class Coordinator:
             running=stats.running if stats is not None else 0,
             outstanding_tokens=sum(self._outstanding.values()),
             kv_used=stats.kv_usage if stats is not None else 0.0,
+            stalled_s=self._thread.stalled_s(),
             stats=msgspec.msgpack.encode(stats) if stats is not None else b"",
         )

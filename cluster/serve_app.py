@@ -15,13 +15,15 @@ from cluster.coordination.client import BackgroundClient, RedisAway
 from cluster.coordination.registry import FleetView, GroupRecord, read_start_failure
 from cluster.metrics import decode_stats
 from cluster.placement import min_groups
-from cluster.service import APP, ServiceFacts
+from cluster.service import APP, COORDINATOR, ServiceFacts
 from configs.errors import SettingsError
 from configs.schema import ServiceSettings
 
 POLL_S = 0.05
 SLOW_POLL_S = 1.0
 PLACEMENT_S = 20.0
+GROUP_PREFIX = f"SERVE_REPLICA::{APP}#{COORDINATOR}#"
+"""How Serve begins the names of our groups' placement groups; the rest of the cluster's are others' business."""
 
 
 class ServeApp:
@@ -121,9 +123,9 @@ class ServeApp:
 
 
 def raise_unplaced() -> None:
-    """SettingsError when a placement group is still waiting: what it asks for, what the cluster has."""
+    """SettingsError when a placement group of ours is still waiting: what it asks for, what the cluster has."""
     for group in ray.util.placement_group_table().values():
-        if group["state"] == "PENDING":
+        if group["state"] == "PENDING" and group.get("name", GROUP_PREFIX).startswith(GROUP_PREFIX):
             asked = ", ".join(_resources(bundle) for bundle in group["bundles"].values())
             raise SettingsError(
                 f"a group's ranks were not placed in {PLACEMENT_S:.0f} s: asked for bundles [{asked}] with "

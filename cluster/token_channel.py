@@ -54,7 +54,7 @@ class TokenReceiver:
         self._loop.call_soon(self._drain)  # the descriptor is edge-triggered: a send may have eaten its edge
 
     def forget(self, sender: bytes) -> None:
-        """Drops what is known of a sender that is gone for good."""
+        """Drops what is known of a sender that is gone. Should it speak again, it is as one never heard."""
         self._next_number.pop(sender, None)
 
     def close(self) -> None:
@@ -82,7 +82,8 @@ class TokenReceiver:
             return
         if batch.nonce != self.reply_to.nonce:
             return  # meant for an earlier life of this address
-        expected = self._next_number.get(sender, 0)
+        # The first message heard of a sender sets the count; what was lost before shows in its streams' positions.
+        expected = self._next_number.get(sender, batch.sequence_number)
         self._next_number[sender] = batch.sequence_number + 1
         if batch.sequence_number > expected:
             self._on_gap(sender)

@@ -123,8 +123,6 @@ OPTIONS: tuple[Option, ...] = (
            "Seconds that requests in flight get to finish on shutdown.", at_least(0), "at least 0"),
     Option("redis_url", "redis.url", str, COORDINATION,
            "redis://, rediss:// or unix:// URL. Default: a private server is started."),
-    Option("redis_timeout_ms", "redis.timeout_ms", float, COORDINATION,
-           "How long a request may wait for Redis.", lambda v: v > 0, "above 0"),
 )  # fmt: skip
 
 

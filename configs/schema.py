@@ -103,7 +103,6 @@ class RedisSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """None as url: the launcher starts a private server on a unix socket and fills it in."""
 
     url: str | None = None
-    timeout_ms: float = 50.0
 
 
 class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

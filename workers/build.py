@@ -9,23 +9,12 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from configs.errors import SettingsError
 from configs.schema import EngineSettings
 from workers.engine.engine import ModelFacts
 from workers.engine.executor import Executor, ExecutorReady
-from workers.models.registry import load_spec
 from workers.models.spec import ArchSpec
-
-
-def resolve_max_model_len(settings: EngineSettings, spec: ArchSpec) -> int:
-    """The context that one sequence may fill: asked for, never above the model's own. Tokens."""
-    asked = settings.model.max_model_len
-    if asked is not None and not 1 <= asked <= spec.max_position_embeddings:
-        raise SettingsError(
-            f"--max-model-len {asked} is outside 1..{spec.max_position_embeddings}, the model's context",
-            "--max-model-len",
-        )
-    return asked or spec.max_position_embeddings
+from workers.resolve import read_spec
+from workers.resolve import resolve_max_model_len as resolve_max_model_len
 
 
 def eos_token_ids(folder: Path, spec: ArchSpec) -> tuple[int, ...]:
@@ -41,7 +30,7 @@ def eos_token_ids(folder: Path, spec: ArchSpec) -> tuple[int, ...]:
 def model_facts(settings: EngineSettings, ready: ExecutorReady) -> ModelFacts:
     """What the engine needs of the model. The revision is the given one, or the folder's name."""
     folder = Path(settings.model.model)
-    spec = load_spec(folder, settings.model.hf_overrides or None)
+    spec = read_spec(settings)
     return ModelFacts(
         max_model_len=resolve_max_model_len(settings, spec),
         vocab_size=spec.vocab_size,

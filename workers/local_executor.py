@@ -17,7 +17,8 @@ from configs.schema import EngineSettings
 from workers.channel import new_secret
 from workers.engine.executor import ExecutorReady
 from workers.messages import StepPlan, StepResult
-from workers.rank_group import RankGroup, check_model
+from workers.rank_group import RankGroup
+from workers.resolve import read_spec
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class LocalExecutor:
     def start(self) -> ExecutorReady:
         """Spawns the ranks and brings them up. After an error nothing is left running."""
         assert self._group is None, "start() is called once"
-        check_model(self._settings)
+        read_spec(self._settings)  # what no rank could load is refused before any is started
         secret = new_secret()
         self._group = RankGroup(self._settings, secret, self._lost)
         try:

@@ -225,14 +225,23 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 class RankSetup(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="setup"):
     """To every rank: build your shard. `settings`: EngineSettings as msgpack; master_*: torch.distributed's address.
 
-    ranks_on_node: how many ranks share this rank's machine (threads and memory are divided by it).
+    master_port None, to rank 0: listen on a free port of master_address and tell it (RankListening).
+    ranks_on_node: how many ranks share this rank's machine, those of other groups that it may hold included (threads
+    and memory are divided by it).
     """
 
     settings: bytes
     world_size: int
     master_address: str
-    master_port: int
+    master_port: int | None
     ranks_on_node: int
+
+
+class RankListening(msgspec.Struct, frozen=True, array_like=True, tag="listening"):
+    """From rank 0 of several: the port where it holds the rendezvous; the others are set up with it."""
+
+    rank: int
+    port: int
 
 
 class RankLoaded(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="loaded"):
@@ -273,6 +282,6 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
 
 
 ToRank = RankSetup | AllocateKV | StepPlan | Shutdown
-FromRank = Hello | RankLoaded | RankReady | RankFailed | StepResult
+FromRank = Hello | RankListening | RankLoaded | RankReady | RankFailed | StepResult
 ToGateway = DeltaBatch
 FromGateway = Abort

@@ -2,16 +2,15 @@
 
 Used by workers/local_executor.py and cluster/ray_executor.py, which only differ in how they start and end processes.
 Binds the ROUTER; each rank (workers/rank/rank_worker.py) connects as the DEALER named by its number. Start: Hello of
-all -> RankSetup -> RankLoaded of all -> AllocateKV (the least that all can hold) -> RankReady of all. Never starts,
-kills or waits for a process; learns from `lost` that one is gone.
+all -> RankSetup to rank 0 -> RankListening from it -> RankSetup to the others -> RankLoaded of all -> AllocateKV (the
+least that all can hold) -> RankReady of all. Never starts, kills or waits for a process; learns from `lost` that one is
+gone.
 """
 
 import logging
-import socket
 import time
 from collections import Counter, deque
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -26,6 +25,7 @@ from workers.messages import (
     FromRank,
     Hello,
     RankFailed,
+    RankListening,
     RankLoaded,
     RankReady,
     RankSetup,
@@ -34,7 +34,6 @@ from workers.messages import (
     StepResult,
     ToRank,
 )
-from workers.models.registry import load_spec
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +43,7 @@ POLL_SLICE_S = 0.03
 LAST_WORDS_S = 0.2
 LOOPBACK = "127.0.0.1"
 Lost = Callable[[], str | None]
-M = TypeVar("M", Hello, RankLoaded, RankReady)
+M = TypeVar("M", Hello, RankListening, RankLoaded, RankReady)
 
 
 class RankGroup:
@@ -52,11 +51,16 @@ class RankGroup:
 
     Use: RankGroup(...), start the processes with `endpoint` and the secret, start(), submit()/wait(), close(). All
     calls from one thread. Two plans or more may be in flight; results come back in the order of submission.
+    groups_on_node: the most groups of this shape that may share a machine with this one, itself included.
     """
 
-    def __init__(self, settings: EngineSettings, secret: str, lost: Lost, host: str = LOOPBACK) -> None:
+    def __init__(
+        self, settings: EngineSettings, secret: str, lost: Lost, host: str = LOOPBACK, groups_on_node: int = 1
+    ) -> None:
+        assert groups_on_node >= 1, groups_on_node
         self.world_size = settings.parallel.ranks_per_group
         self._settings = settings
+        self._groups_on_node = groups_on_node
         self._lost = lost
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket, self.endpoint = bind_router(self._context, secret, host)
@@ -133,33 +137,41 @@ class RankGroup:
     # ---- handshake ----
 
     def _send_setups(self, hellos: list[Hello]) -> None:
-        """Tells each rank its world. The rendezvous is on the machine of rank 0."""
+        """Tells each rank its world. The rendezvous is on the machine of rank 0, which chooses the port by holding it:
+        a port that somebody else looked up could be taken before it is bound."""
         per_host = Counter(hello.host for hello in hellos)
-        one_machine = len(per_host) == 1
+        address = LOOPBACK if len(per_host) == 1 else hellos[0].host
         settings = self._encoder.encode(self._settings)
-        master_port = free_port()
-        for hello in hellos:
+
+        def send(hello: Hello, port: int | None) -> None:
             setup = RankSetup(
                 settings=settings,
                 world_size=self.world_size,
-                master_address=LOOPBACK if one_machine else hellos[0].host,
-                master_port=master_port,
-                ranks_on_node=per_host[hello.host],
+                master_address=address,
+                master_port=port,
+                ranks_on_node=per_host[hello.host] * self._groups_on_node,
             )
             self._send(hello.rank, self._encoder.encode(setup))
 
-    def _gather(self, kind: type[M], timeout_s: float, did: str) -> list[M]:
-        """One message of `kind` from every rank, in rank order."""
+        send(hellos[0], None)
+        if self.world_size > 1:
+            (listening,) = self._gather(RankListening, HELLO_TIMEOUT_S, "opened a port for the others", ranks=(0,))
+            for hello in hellos[1:]:
+                send(hello, listening.port)
+
+    def _gather(self, kind: type[M], timeout_s: float, did: str, ranks: Sequence[int] | None = None) -> list[M]:
+        """One message of `kind` from every rank (or from `ranks`), in rank order."""
+        awaited = range(self.world_size) if ranks is None else ranks
         deadline_s = time.monotonic() + timeout_s
         got: dict[int, M] = {}
-        while len(got) < self.world_size:
+        while len(got) < len(awaited):
             message = self._receive(deadline_s - time.monotonic())
             if message is None:
-                missing = sorted(set(range(self.world_size)) - set(got))
+                missing = sorted(set(awaited) - set(got))
                 raise GroupLost(f"after {timeout_s:.0f} s rank(s) {missing} have not {did}")
             assert isinstance(message, kind), f"a rank sent {type(message).__name__}, expected {kind.__name__}"
             got[message.rank] = message
-        return [got[rank] for rank in range(self.world_size)]
+        return [got[rank] for rank in awaited]
 
     # ---- transport ----
 
@@ -220,19 +232,3 @@ class RankGroup:
     def _raise_if_broken(self) -> None:
         if self._broken is not None:
             raise GroupLost(self._broken)
-
-
-def check_model(settings: EngineSettings) -> None:
-    """Refuses what no rank could load before any is started: folder, architecture, a cut that does not divide it."""
-    folder = Path(settings.model.model)
-    if not folder.is_dir():
-        raise SettingsError(f"{folder} is not a folder with a model", "MODEL")
-    spec = load_spec(folder, settings.model.hf_overrides or None)
-    spec.check_parallel(settings.parallel.tensor_parallel_size, settings.parallel.pipeline_parallel_size)
-
-
-def free_port() -> int:
-    """A TCP port that nobody on this machine listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

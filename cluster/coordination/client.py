@@ -25,7 +25,8 @@ _CONNECTION_ERRORS = (redis.ConnectionError, redis.TimeoutError, redis.BusyLoadi
 
 
 class RedisAway(Exception):
-    """Redis did not answer in time, cannot be reached, or has lost its data. The service goes on without it."""
+    """Redis did not answer in time, cannot be reached, refused the command (memory or disk full, no permission), or has
+    lost its data. The service goes on without it."""
 
 
 class RequestClient:
@@ -63,6 +64,9 @@ class RequestClient:
         except _CONNECTION_ERRORS as error:
             self.breaker.record_failure()
             raise RedisAway(str(error)) from error
+        except redis.RedisError as error:
+            self.breaker.record_success()  # an error reply came in time: asking costs nothing
+            raise RedisAway(str(error)) from error
         self.breaker.record_success()
         return result
 
@@ -92,7 +96,7 @@ class BackgroundClient:
     async def _translated(call: Callable[[], Awaitable[T]]) -> T:
         try:
             return await call()
-        except (*_CONNECTION_ERRORS, TimeoutError) as error:
+        except (redis.RedisError, OSError, TimeoutError) as error:
             raise RedisAway(str(error)) from error
 
 

@@ -5,7 +5,8 @@ and outlives a restart does not. Prefix `tandem:`.
 """
 
 SENTINEL = "tandem:initialized"
-"""Present once durable state was seeded; missing = Redis is away. No TTL. Owner: whoever seeds."""
+"""Present once durable state was seeded; missing = Redis is away. Another value than before = all data was lost in
+between. No TTL. Owner: whoever seeds."""
 
 GROUP_RECORD_TTL_MS = 3000
 GROUP_SET_TTL_S = 3600

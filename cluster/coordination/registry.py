@@ -1,11 +1,14 @@
 """The fleet as Redis sees it: each group writes its record once a second, everyone reads them with one MGET.
 
 GroupBeat runs in a coordinator, FleetView in a gateway and in `tandem status`. A record that is not renewed for 3 s is
-gone. When Redis is away FleetView keeps the last fleet it saw; no request waits on this file.
+gone. When Redis is away FleetView keeps the last fleet it saw, and for 3 s after, when what it reads may be incomplete;
+no request waits on this file.
 """
 
 import asyncio
 import logging
+import secrets
+import time
 from collections.abc import Awaitable, Callable
 from typing import Literal, Protocol
 
@@ -16,6 +19,9 @@ from cluster.coordination.client import Part, RedisAway
 
 log = logging.getLogger("tandem.registry")
 LEAST_PERIOD_S = 0.1
+STALLED_AFTER_S = 10.0
+SLOW_ANSWER_S = 1.0
+RECORD_TTL_S = keys.GROUP_RECORD_TTL_MS / 1000
 GroupState = Literal["loading", "serving", "draining"]
 
 
@@ -28,7 +34,10 @@ class Commands(Protocol):
 
 
 class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One group at one moment. `stats` is msgpack of the engine's statistics; `epoch` names the group's life."""
+    """One group at one moment. `stats` is msgpack of the engine's statistics; `epoch` names the group's life.
+
+    stalled_s: how long no step has finished although there is work; 0 without work.
+    """
 
     group: str
     epoch: int
@@ -41,7 +50,13 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     running: int = 0
     outstanding_tokens: int = 0
     kv_used: float = 0.0
+    stalled_s: float = 0.0
     stats: bytes = b""
+
+    @property
+    def is_ready(self) -> bool:
+        """It takes requests and makes progress."""
+        return self.state == "serving" and self.stalled_s <= STALLED_AFTER_S
 
 
 class StartFailure(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +97,8 @@ class GroupBeat:
                 await self.beat()
             except RedisAway as error:
                 log.warning("heartbeat skipped: %s", error)
+            except Exception:
+                log.exception("heartbeat skipped")
             self._hurried.clear()
             await asyncio.sleep(LEAST_PERIOD_S)
             try:
@@ -106,29 +123,52 @@ class GroupBeat:
 
 
 class FleetView:
-    """The last known records of all groups of one service."""
+    """The last known records of all groups of one service.
 
-    def __init__(self, redis: Commands, service: str, reseed: Callable[[], Awaitable[None]] | None = None) -> None:
+    A Redis that comes back may have lost every record, by its data or by their TTL, while all groups live: for one TTL
+    the groups known before stay, and by then each has written its record again.
+    """
+
+    def __init__(
+        self,
+        redis: Commands,
+        service: str,
+        reseed: Callable[[], Awaitable[None]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._redis = redis
         self._service = service
         self._reseed = reseed
+        self._clock = clock
+        self._sentinel: str | None = None
+        self._complete_at_s = clock()
         self.records: dict[str, GroupRecord] = {}
         self.redis_away = False
 
     async def refresh(self) -> None:
         """Reads the fleet. On failure the last records stay, and `redis_away` says so."""
+        started_s, before = self._clock(), self._sentinel
         try:
-            self.records = await self._read()
-            self.redis_away = False
+            found = await self._read()
         except RedisAway as error:
             if not self.redis_away:
                 log.warning("Redis is away (%s): going on with the last known fleet", error)
             self.redis_away = True
+            return
+        now_s = self._clock()
+        lost_its_data = before not in (None, self._sentinel)
+        if self.redis_away or lost_its_data or now_s - started_s >= SLOW_ANSWER_S:
+            self._complete_at_s = now_s + RECORD_TTL_S
+        self.records = self.records | found if now_s < self._complete_at_s else found
+        self.redis_away = False
 
     async def run(self, period_s: float = 0.5) -> None:
-        """Refreshes forever."""
+        """Refreshes until it is cancelled."""
         while True:
-            await self.refresh()
+            try:
+                await self.refresh()
+            except Exception:
+                log.exception("the fleet was not read: going on with the last known one")
             await asyncio.sleep(period_s)
 
     async def _read(self) -> dict[str, GroupRecord]:
@@ -138,20 +178,29 @@ class FleetView:
         ids = sorted(_text(i) for i in answer)
         values = await self._redis.command("MGET", keys.SENTINEL, *(keys.group(self._service, i) for i in ids))
         assert isinstance(values, list), values
-        if values[0] is None:
-            await self._seed()
+        sentinel = self._sentinel = _text(values[0]) if values[0] is not None else await self._seed()
         gone = [i for i, value in zip(ids, values[1:], strict=True) if value is None]
         if gone:
-            await self._redis.command("SREM", ids_key, *gone)
-        decode = msgspec.msgpack.Decoder(GroupRecord).decode
-        return {i: decode(value) for i, value in zip(ids, values[1:], strict=True) if value is not None}
+            await self._remove(gone, sentinel)
+        return {i: r for i, value in zip(ids, values[1:], strict=True) if (r := _decoded(i, value)) is not None}
 
-    async def _seed(self) -> None:
-        """Redis has lost its data (or is new): durable state is written again, then the sentinel."""
+    async def _remove(self, gone: list[str], sentinel: str) -> None:
+        """Takes ids without a record from the set; RedisAway when their records may be missing by Redis's own fault.
+
+        A Redis that refuses writes (memory or disk full) lets records of living groups expire; it refuses this SET too.
+        """
+        await self._redis.pipeline(
+            [["SET", keys.SENTINEL, sentinel, "XX"], ["SREM", keys.groups(self._service), *gone]]
+        )
+
+    async def _seed(self) -> str:
+        """Redis has lost its data (or is new): durable state is written again, then the sentinel. Its new value."""
         if self._reseed is None:
             raise RedisAway("its data is gone")
         await self._reseed()
-        await self._redis.command("SET", keys.SENTINEL, "1")
+        value = secrets.token_hex(8)
+        await self._redis.command("SET", keys.SENTINEL, value, "NX")
+        return value
 
 
 async def report_start_failure(redis: Commands, service: str, failure: StartFailure) -> None:
@@ -164,6 +213,21 @@ async def read_start_failure(redis: Commands, service: str) -> StartFailure | No
     """The failure left by a process of this service, if any."""
     value = await redis.command("GET", keys.start_failure(service))
     return msgspec.msgpack.decode(value, type=StartFailure) if isinstance(value, bytes) else None
+
+
+def channel_name(group: str, epoch: int) -> str:
+    """What one life of a group calls itself on the token channel."""
+    return f"{group}:{epoch}"
+
+
+def _decoded(group: str, value: object) -> GroupRecord | None:
+    if not isinstance(value, bytes):
+        return None
+    try:
+        return msgspec.msgpack.decode(value, type=GroupRecord)
+    except msgspec.DecodeError as error:
+        log.warning("the record of group %s cannot be read: %s", group, error)
+        return None
 
 
 def _text(value: object) -> str:

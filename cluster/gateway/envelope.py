@@ -62,8 +62,12 @@ def choose_request_id(headers: list[tuple[bytes, bytes]]) -> bytes:
     return uuid.uuid4().hex.encode("ascii")
 
 
+def headers_too_large(max_bytes: int) -> RequestRefused:
+    """The refusal of a request whose request line and headers are too long."""
+    return RequestRefused(f"The request's headers exceed {max_bytes} bytes.", code="content_too_large", status=431)
+
+
 def _check_headers(scope: Scope) -> None:
     size = sum(len(name) + len(value) for name, value in scope["headers"])
     if size + len(scope.get("raw_path") or b"") + len(scope.get("query_string", b"")) > MAX_HEADER_BYTES:
-        message = f"The request's headers exceed {MAX_HEADER_BYTES} bytes."
-        raise RequestRefused(message, code="headers_too_large", status=431)
+        raise headers_too_large(MAX_HEADER_BYTES)

@@ -175,6 +175,17 @@ def test_ranks_say_who_they_are_and_idle_without_cpu(group: tuple[LocalExecutor,
     assert max(used_s) < 0.05 * window_s, used_s
 
 
+def test_ranks_listen_on_loopback_only(group: tuple[LocalExecutor, ExecutorReady]) -> None:
+    """The rendezvous and gloo's own pairs: neither asks who connects."""
+    executor, _ = group
+    for rank, pid in enumerate(executor.rank_pids):
+        sockets = psutil.Process(pid).net_connections("inet")
+        listening = [s.laddr.ip for s in sockets if s.status == psutil.CONN_LISTEN]
+        assert listening or rank > 0, "rank 0 holds the rendezvous"
+        assert set(listening) <= {"127.0.0.1"}, (rank, listening)
+        assert {s.laddr.ip.removeprefix("::ffff:") for s in sockets if s.raddr} <= {"127.0.0.1"}, (rank, sockets)
+
+
 def long_plan() -> StepPlan:
     init = RowInit(row=0, token_ids=[1, 2], prompt_len=2, num_computed=0, sampling=RowSampling(temperature=0.0))
     return StepPlan(

@@ -4,13 +4,19 @@ import asyncio
 import json
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import openai
 import psutil
 import pytest
 
+from cluster.coordination.client import BackgroundClient
 from tests.support.service import Service, wait_for
 from workers.messages import SamplingParams
 from workers.offline import LLM
@@ -184,19 +190,96 @@ async def test_a_killed_rank_costs_no_request_and_its_group_comes_back(service: 
     assert answer.status_code == 200
 
 
-def test_the_service_lives_without_redis_for_a_while(service: Service) -> None:
-    """Frozen, then killed: requests are answered all the time; the launcher starts Redis again."""
-    (redis,) = service.titled("tandem redis")
+@contextmanager
+def posting(service: Service) -> Iterator[None]:
+    """One request after the other while the block runs; none may be refused, and the service stays ready."""
     asked = {"model": "demo", "prompt": "The", "max_tokens": 4, "temperature": 0}
-    redis.suspend()
-    wait_for(lambda: service.get("/load").json()["redis"] == "away", 15, "the gateway notices")
-    assert service.post("/v1/completions", asked).status_code == 200
-    assert service.get("/metrics").status_code == 200
-    redis.resume()
-    wait_for(lambda: service.get("/load").json()["redis"] == "here", 15, "the gateway is back")
-    redis.kill()
-    assert service.post("/v1/completions", asked).status_code == 200
-    again = wait_for(lambda: [p for p in service.titled("tandem redis") if p.pid != redis.pid], 15, "Redis restarts")
-    assert again
-    wait_for(lambda: service.get("/load").json()["groups"] == 2, 15, "the groups are known again")
-    wait_for(lambda: service.get("/load").json()["redis"] == "here", 15, "the gateway is back")
+    refused: list[str] = []
+    over = threading.Event()
+
+    def post() -> None:
+        while not over.is_set():
+            try:
+                answers = service.post("/v1/completions", asked), service.get("/readyz")
+            except httpx.HTTPError as error:
+                refused.append(repr(error))
+                return
+            refused.extend(answer.text for answer in answers if answer.status_code != 200)
+
+    thread = threading.Thread(target=post)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    assert refused == []
+
+
+def command(redis: psutil.Process, *parts: str) -> None:
+    """To the private server, over the socket beside its configuration file."""
+
+    async def send() -> None:
+        client = BackgroundClient(f"unix://{Path(redis.cmdline()[1]).parent / 'redis.sock'}")
+        await client.command(*parts)
+        await client.close()
+
+    asyncio.run(send())
+
+
+def test_the_service_lives_without_redis_for_a_while(service: Service) -> None:
+    """Emptied, full, frozen, killed: requests are answered all the time; the launcher starts Redis again."""
+    (redis,) = service.titled("tandem redis")
+
+    def redis_is(state: str) -> bool:
+        return bool(service.get("/load").json()["redis"] == state)
+
+    with posting(service):
+        command(redis, "FLUSHALL")
+        wait_for(lambda: service.get("/load").json()["groups"] == 2, 15, "the groups are known")
+        command(redis, "CONFIG", "SET", "maxmemory", "1")
+        wait_for(lambda: redis_is("away"), 15, "heartbeats are refused until their records expire")
+        command(redis, "CONFIG", "SET", "maxmemory", "0")
+        wait_for(lambda: redis_is("here"), 15, "the gateway is back")
+        redis.suspend()
+        frozen_s = time.monotonic()
+        wait_for(lambda: redis_is("away"), 15, "the gateway notices")
+        assert service.get("/metrics").status_code == 200
+        wait_for(lambda: time.monotonic() - frozen_s > 4, 15, "every record has expired")
+        redis.resume()
+        wait_for(lambda: redis_is("here"), 15, "the gateway is back")
+        redis.kill()
+        again = wait_for(
+            lambda: [p for p in service.titled("tandem redis") if p.pid != redis.pid], 15, "Redis restarts"
+        )
+        assert again
+        wait_for(lambda: service.get("/load").json()["groups"] == 2, 15, "the groups are known again")
+        wait_for(lambda: redis_is("here"), 15, "the gateway is back")
+
+
+def test_a_service_whose_ranks_are_frozen_is_not_ready(service: Service) -> None:
+    asked = {"model": "demo", "prompt": "The", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    ranks = service.titled("tandem rank")
+    assert service.get("/readyz").status_code == 200
+
+    def busy_groups() -> int:
+        lines = service.get("/metrics").text.splitlines()
+        return sum(line.startswith("tandem:num_requests_running{") and not line.endswith(" 0") for line in lines)
+
+    posts: list[Future[httpx.Response]] = []
+
+    def both_groups_have_work() -> bool:
+        posts.append(pool.submit(service.post, "/v1/completions", asked))
+        return busy_groups() == 2
+
+    with ThreadPoolExecutor(64) as pool:
+        for rank in ranks:
+            rank.suspend()
+        try:
+            wait_for(both_groups_have_work, 10, "both groups have work", period_s=0.5)
+            wait_for(lambda: service.get("/readyz").status_code == 503, 15, "the service says that nothing moves")
+        finally:
+            for rank in ranks:
+                rank.resume()
+        assert {post.result().status_code for post in posts} == {200}
+    wait_for(lambda: service.get("/readyz").status_code == 200, 15, "it moves again")

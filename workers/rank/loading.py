@@ -19,13 +19,13 @@ from parallel.pipeline import StageLink
 from workers.attention.select import select_attention
 from workers.messages import RankLoaded, RowInit, RowSampling, RowWork, StepPlan
 from workers.models.decoder import Decoder, build_decoder
-from workers.models.registry import load_spec
 from workers.models.spec import ArchSpec
 from workers.rank.kv_tensors import KVCache, block_bytes
 from workers.rank.memory import KVNeeds, available_bytes, cpu_blocks, cuda_blocks
 from workers.rank.model_runner import ModelRunner
 from workers.rank.profiling import run_fullest_step
 from workers.rank.row_table import RowTable
+from workers.resolve import read_spec, resolve_dtype, resolve_max_model_len
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def load_rank(
     """Reads this rank's shard and finds how many KV blocks it can hold."""
     started_s = time.perf_counter()
     spec = read_spec(settings)
-    max_model_len = _max_model_len(settings, spec)
+    max_model_len = resolve_max_model_len(settings, spec)
     dtype = choose_dtype(settings, spec, device)
     decoder = _build(settings, spec, context, device, dtype)
     size = settings.cache.block_size
@@ -106,16 +106,6 @@ def load_rank(
     return LoadedRank(settings, context, spec, decoder, device, dtype, max_model_len, facts)
 
 
-def read_spec(settings: EngineSettings) -> ArchSpec:
-    """The model's facts, or a SettingsError: no such folder, unsupported architecture, not to be cut so."""
-    folder = Path(settings.model.model)
-    if not folder.is_dir():
-        raise SettingsError(f"{folder} is not a folder with a model", "MODEL")
-    spec = load_spec(folder, settings.model.hf_overrides or None)
-    spec.check_parallel(settings.parallel.tensor_parallel_size, settings.parallel.pipeline_parallel_size)
-    return spec
-
-
 def choose_device(settings: EngineSettings, rank: int) -> torch.device:
     """As asked; else cuda when torch sees one. Ranks of one node spread over its devices by their number."""
     available = torch.cuda.is_available()
@@ -127,7 +117,11 @@ def choose_device(settings: EngineSettings, rank: int) -> torch.device:
 
 
 def set_threads(settings: EngineSettings, device: torch.device, ranks_on_node: int) -> None:
-    """This process's torch threads. Never from OMP_NUM_THREADS: Ray sets it to 1, shells to anything."""
+    """This process's torch threads. Never from OMP_NUM_THREADS: Ray sets it to 1, shells to anything.
+
+    ranks_on_node counts the ranks of all groups that the node may ever hold, as many as autoscaling may start: a rank
+    with threads to spare costs little, ranks with more threads than cores are slower by an order of magnitude.
+    """
     if device.type == "cpu":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(settings.device.cpu_threads or max(1, cores // ranks_on_node))
@@ -136,25 +130,12 @@ def set_threads(settings: EngineSettings, device: torch.device, ranks_on_node: i
 
 
 def choose_dtype(settings: EngineSettings, spec: ArchSpec, device: torch.device) -> torch.dtype:
-    """--dtype, or the checkpoint's own; float16 checkpoints run as bfloat16 on CPU, where float16 matmul is slow
-    (512 x 1024 x 3072: 61 ms against 3.5 ms on a Zen 5)."""
-    name: str = settings.model.dtype
-    if name == "auto":
-        name = spec.torch_dtype or "float32"
-        if name == "float16" and device.type == "cpu":
-            log.info("float16 checkpoint on CPU: running in bfloat16 (--dtype float16 to keep it)")
-            name = "bfloat16"
-    dtype = getattr(torch, name, None)
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise SettingsError(f"the checkpoint's dtype {name} is not one that can be computed in", "--dtype")
+    """The dtype of weights, activations and KV; says so when it is not the checkpoint's."""
+    name = resolve_dtype(settings, spec, device.type)
+    if settings.model.dtype == "auto" and spec.torch_dtype not in (None, name):
+        log.info("%s checkpoint on CPU: running in %s (--dtype to keep it)", spec.torch_dtype, name)
+    dtype: torch.dtype = getattr(torch, name)
     return dtype
-
-
-def _max_model_len(settings: EngineSettings, spec: ArchSpec) -> int:
-    asked, own = settings.model.max_model_len, spec.max_position_embeddings
-    if asked is not None and not 1 <= asked <= own:
-        raise SettingsError(f"--max-model-len {asked} is outside 1..{own}, the model's context", "--max-model-len")
-    return asked or own
 
 
 def _build(

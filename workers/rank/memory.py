@@ -1,4 +1,4 @@
-"""How many KV blocks fit on this rank, and the words when too few do. Called by loading.py.
+"""How many KV blocks fit on this rank, and the words when too few do. Called by loading.py; torch-free.
 
 CPU: --kv-cache-memory-bytes, or the lesser of what max_num_seqs full contexts need and 40 % of the available memory,
 divided among the ranks of the node. CUDA: gpu_memory_utilization of the device less weights and the peak of a
@@ -42,13 +42,17 @@ def available_bytes(cgroup: Path = CGROUP) -> int:
     available = int(psutil.virtual_memory().available)
     try:
         limit, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
-    except OSError:
+        return max(0, min(available, int(limit) - int(used)))
+    except (OSError, ValueError):  # no control group, or one without a limit: "max"
         return available
-    return available if limit == "max" else max(0, min(available, int(limit) - int(used)))
 
 
 def cpu_blocks(cache: CacheSettings, needs: KVNeeds, available_bytes: int, ranks_on_node: int) -> int:
-    """Blocks for a CPU rank. available_bytes: what the node has left once the weights of its ranks are in memory."""
+    """Blocks for a CPU rank. available_bytes: what the node has left once the weights of its ranks are in memory.
+
+    ranks_on_node: the ranks of every group that the node may hold, running or not, so that groups that start later
+    (data parallelism, autoscaling) find their share.
+    """
     if cache.num_blocks is not None:
         return _overridden(cache.num_blocks, needs, available_bytes // ranks_on_node)
     if cache.kv_cache_memory_bytes is not None:

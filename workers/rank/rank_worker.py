@@ -8,24 +8,27 @@ through torch.distributed.
 import argparse
 import logging
 import os
-import socket as sockets
 import sys
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
+import psutil
 import setproctitle
+import torch
 import zmq
 
 from configs.errors import SettingsError
 from configs.schema import EngineSettings
-from parallel.groups import init_parallel
+from parallel.context import ParallelContext
+from parallel.groups import init_parallel, listen
 from workers.channel import connect_dealer
 from workers.messages import (
     AllocateKV,
     FromRank,
     Hello,
     RankFailed,
+    RankListening,
     RankReady,
     RankSetup,
     Shutdown,
@@ -33,8 +36,9 @@ from workers.messages import (
     ToRank,
 )
 from workers.rank.lifeline import Lifeline, watch_stdin
-from workers.rank.loading import LoadedRank, choose_device, load_rank, read_spec, set_threads
+from workers.rank.loading import LoadedRank, choose_device, load_rank, set_threads
 from workers.rank.model_runner import ModelRunner
+from workers.resolve import read_spec
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +87,7 @@ def run_rank(rank: int, endpoint: str, secret: str, *, group: str = "local", hos
     channel = _Channel(socket, msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToRank))
     try:
         channel.send(Hello(rank, os.getpid(), host))
-        runner = _start(rank, group, channel)
+        runner = _start(rank, group, host, channel)
         _serve(runner, channel)
         return 0
     except _ShutDown:
@@ -98,39 +102,61 @@ def run_rank(rank: int, endpoint: str, secret: str, *, group: str = "local", hos
         context.term()
 
 
-def _start(rank: int, group: str, channel: _Channel) -> ModelRunner:
-    """The rank's half of the handshake: RankSetup -> RankLoaded -> AllocateKV -> RankReady."""
+def _start(rank: int, group: str, host: str, channel: _Channel) -> ModelRunner:
+    """The rank's half of the handshake: RankSetup (-> RankListening) -> RankLoaded -> AllocateKV -> RankReady."""
     setup = channel.expect(RankSetup)
-    loaded = _load(rank, group, setup)
+    loaded = _load(rank, group, setup, host, channel)
     channel.send(loaded.facts)
     runner = loaded.build_runner(channel.expect(AllocateKV).num_blocks)
     channel.send(RankReady(rank))
     return runner
 
 
-def _load(rank: int, group: str, setup: RankSetup) -> LoadedRank:
+def _load(rank: int, group: str, setup: RankSetup, host: str, channel: _Channel) -> LoadedRank:
     settings = msgspec.msgpack.decode(setup.settings, type=EngineSettings)
     read_spec(settings)  # what is refused is refused before ranks wait for each other
     device = choose_device(settings, rank)
     set_threads(settings, device, setup.ranks_on_node)
-    if setup.master_address.startswith(LOOPBACK_PREFIX):
-        os.environ["GLOO_SOCKET_IFNAME"] = _loopback_interface()
-    context = init_parallel(
+    context = ParallelContext.single()
+    if setup.world_size > 1:
+        context = _meet(rank, setup, settings, host, device, channel)
+    setproctitle.setproctitle(f"tandem rank {group} tp{context.tp_rank} pp{context.pp_rank}")
+    return load_rank(settings, context, device, rank=rank, ranks_on_node=setup.ranks_on_node)
+
+
+def _meet(
+    rank: int, setup: RankSetup, settings: EngineSettings, host: str, device: torch.device, channel: _Channel
+) -> ParallelContext:
+    """Joins the other ranks. Rank 0 first listens, at the one address where it is looked for, and tells the port."""
+    on_loopback = setup.master_address.startswith(LOOPBACK_PREFIX)
+    interface = _interface_of(setup.master_address if on_loopback else host)
+    if interface is not None:  # gloo would otherwise listen where the machine's name leads to
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    listener, port = None, setup.master_port
+    if port is None:
+        assert rank == 0, rank
+        listener = listen(setup.master_address)
+        port = listener.getsockname()[1]
+        channel.send(RankListening(rank, port))
+    return init_parallel(
         rank,
         setup.world_size,
         settings.parallel.tensor_parallel_size,
         settings.parallel.pipeline_parallel_size,
         setup.master_address,
-        setup.master_port,
+        port,
         device,
+        listener=listener,
+        ranks_on_node=setup.ranks_on_node,
     )
-    setproctitle.setproctitle(f"tandem rank {group} tp{context.tp_rank} pp{context.pp_rank}")
-    return load_rank(settings, context, device, rank=rank, ranks_on_node=setup.ranks_on_node)
 
 
-def _loopback_interface() -> str:
-    """lo on Linux, lo0 on macOS; gloo would otherwise listen on every interface."""
-    return next((name for _, name in sockets.if_nameindex() if name.startswith("lo")), "lo")
+def _interface_of(address: str) -> str | None:
+    """The network interface that has an address: lo for 127.0.0.1 on Linux, lo0 on macOS."""
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return name
+    return None
 
 
 def _serve(runner: ModelRunner, channel: _Channel) -> None:

@@ -96,7 +96,7 @@ def test_rows_that_may_succeed_later_are_tried_again(tmp_path: Path) -> None:
 def test_a_file_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("my notes\n")
-    with pytest.raises(SettingsError, match="notes.txt"):
+    with pytest.raises(SettingsError, match=r"notes\.txt"):
         take_up(path)
     assert path.read_text() == "my notes\n"
 

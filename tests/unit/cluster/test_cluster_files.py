@@ -1,6 +1,8 @@
 """Shipped cluster and Serve files against Ray's own schemas."""
 
 import copy
+import re
+import tomllib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,8 @@ import jsonschema
 import pytest
 import yaml
 
-CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+ROOT = Path(__file__).resolve().parents[3]
+CONFIGS = ROOT / "configs"
 CLUSTERS = sorted((CONFIGS / "cluster").glob("*.yaml"))
 SERVES = sorted((CONFIGS / "serve").glob("*.yaml"))
 
@@ -28,6 +31,31 @@ def test_cluster_files_validate(path: Path) -> None:
     commands = [*config["head_start_ray_commands"], *config["worker_start_ray_commands"]]
     assert all("RAY_AUTH_MODE=token" in c for c in commands if "ray start" in c), "no cluster without a token"
     assert all("--dashboard-host=127.0.0.1" in c for c in commands if "--head" in c)
+
+
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda p: p.stem)
+def test_nodes_install_this_checkout_and_nothing_of_our_name_from_an_index(path: Path) -> None:
+    config = yaml.safe_load(path.read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    commands = [c for key in config if key.endswith("_commands") for c in config[key]]
+    assert not [c for c in commands if re.search("tandem[-_.]serve", c)], project["project"]["name"]
+    installs = [c.split("pip install ")[1].split() for c in commands if "pip install" in c]
+    constraints = "~/tandem/constraints.txt"
+    assert installs == [["--quiet", "-c", constraints, "torch"], ["--quiet", "-c", constraints, "-e", "~/tandem"]]
+
+
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda p: p.stem)
+def test_all_that_an_installation_needs_is_mounted(path: Path) -> None:
+    mounts: dict[str, str] = yaml.safe_load(path.read_text())["file_mounts"]
+    ours = {remote.removeprefix("~/tandem/"): local for remote, local in mounts.items() if "/tandem/" in remote}
+    assert all(remote == local and (ROOT / local).exists() for remote, local in ours.items())
+    assert set(mounts) - {f"~/tandem/{name}" for name in ours} == {"~/.ray/auth_token"}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = [name.rstrip("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]]
+    needed = {*packages, *project["project"]["license-files"], project["project"]["readme"]}
+    assert set(ours) == {*needed, "pyproject.toml", "constraints.txt"}
+    deployed = re.findall(r"serve deploy ~/tandem/(\S+\.yaml)", path.read_text())
+    assert deployed and all((ROOT / name).is_file() and name.split("/")[0] in ours for name in deployed)
 
 
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda p: p.stem)

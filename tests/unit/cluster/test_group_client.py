@@ -1,11 +1,26 @@
-"""GroupClient and EngineThread against each other over real sockets, with fake engines: every way a request can end."""
+"""GroupClient and EngineThread against each other over real sockets, with fake engines: every way a request can end.
+
+Also what else tells of groups: heartbeats through a Redis in memory, the watch over ranks, what the launcher looks at.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
+import msgspec
 import pytest
+import ray
+from ray.serve._private.common import DeploymentID
+from ray.serve.request_router import ReplicaID
 
+from cluster import ray_executor, serve_app
+from cluster.coordination import keys
+from cluster.coordination.client import RedisAway
+from cluster.coordination.registry import FleetView, GroupBeat, channel_name
+from cluster.engine_thread import EngineThread
 from cluster.group_client import GroupClient
+from cluster.service import APP, COORDINATOR
+from configs.errors import SettingsError
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_group import FakeCaller, FakeFleet, FakeGroup, serving
 from workers.errors import GroupLost, RequestRefused
@@ -109,6 +124,221 @@ async def test_without_a_group_nothing_is_dispatched(service: Service) -> None:
         await service.client.submit(request("r"))
     assert caught.value.status == 503
     assert service.caller.made == 0
+
+
+async def test_an_empty_redis_refuses_nothing_once_a_group_was_seen(service: Service) -> None:
+    await read_all(await service.client.submit(request("first")))
+    service.fleet.records = {}
+    assert not service.client.ready()
+    assert len(tokens_of(await read_all(await service.client.submit(request("second"))))) == 5
+
+
+async def test_a_gateway_that_starts_without_redis_asks_the_router(service: Service) -> None:
+    service.fleet.records, service.fleet.redis_away = {}, True
+    assert len(tokens_of(await read_all(await service.client.submit(request("r"))))) == 5
+
+
+class MemoryRedis:
+    """As much of Redis as the registry uses, on the test's clock; `flush()` and `away` are what the world does."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.away = False
+        self._clock = clock
+        self.flush()
+
+    def flush(self) -> None:
+        self._values: dict[str, tuple[bytes | str, float]] = {}
+        self._sets: dict[str, set[str]] = {}
+
+    async def command(self, *parts: Any) -> Any:
+        await asyncio.sleep(0)
+        if self.away:
+            raise RedisAway("frozen")
+        match parts:
+            case ("SMEMBERS", key):
+                return set(self._sets.get(key, ()))
+            case ("MGET", *names):
+                return [self._get(name) for name in names]
+            case ("SET", key, value, "PX", ttl_ms):
+                self._values[key] = (value, self._clock() + ttl_ms / 1000)
+            case ("SET", key, value, "NX" | "XX" as when):
+                if (self._get(key) is None) == (when == "NX"):
+                    self._values[key] = (value, float("inf"))
+            case ("SADD", key, member):
+                self._sets.setdefault(key, set()).add(member)
+            case ("SREM", key, *members):
+                self._sets.get(key, set()).difference_update(members)
+            case ("EXPIRE", _, _):
+                pass
+            case _:
+                raise AssertionError(parts)
+        return 1
+
+    async def pipeline(self, commands: list[list[Any]]) -> list[Any]:
+        return [await self.command(*parts) for parts in commands]
+
+    def _get(self, key: str) -> bytes | str | None:
+        value, expires_s = self._values.get(key, (None, 0.0))
+        return value if self._clock() < expires_s else None
+
+
+async def test_no_request_is_refused_through_a_flush_and_an_outage(service: Service) -> None:
+    """A request each quarter of a second of a minute in which Redis is emptied, frozen for longer than a TTL, both."""
+    now_s = 1000.0
+    redis = MemoryRedis(lambda: now_s)
+    fleet = FleetView(redis, "s", lambda: asyncio.sleep(0), clock=lambda: now_s)
+    beats = [GroupBeat(redis, "s", lambda r=serving(g)[g]: r) for g in ("g0", "g1")]
+    client = GroupClient(service.caller, fleet, SECRET, "127.0.0.1", "tandem")
+    for beat in beats:
+        await beat.beat()
+    await fleet.refresh()
+    for tick in range(240):
+        now_s += 0.25
+        redis.away = tick in range(60, 85) or tick in range(150, 155)
+        if tick in (21, 152):  # just after a beat, so that the next one is far
+            redis.flush()
+        if tick % 4 == 0:
+            for beat in beats:
+                try:
+                    await beat.beat()
+                except RedisAway:
+                    pass
+        if tick % 2 == 1:
+            await fleet.refresh()
+        assert client.ready(), f"tick {tick}"
+        assert set(fleet.records) == {"g0", "g1"}, f"tick {tick}"
+        assert len(tokens_of(await read_all(await client.submit(request(f"r{tick}"))))) == 5
+    assert not fleet.redis_away
+    now_s += keys.GROUP_RECORD_TTL_MS / 1000
+    await fleet.refresh()
+    assert not client.ready(), "groups that beat no more are gone"
+    await client.close()
+
+
+class StuckEngine(FakeEngine):
+    """Takes requests; no step ends until `go`."""
+
+    go = False
+
+    def step(self) -> bool:
+        return self.go and super().step()
+
+
+class StuckGroup(FakeGroup):
+    """A group whose thread lives on the test's clock."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__(SECRET, "stuck", StuckEngine)
+        self.close()
+        self.thread = EngineThread(self._open, lambda: None, self, SECRET, "stuck", clock)
+        self.thread.start()
+
+
+async def test_a_busy_group_without_progress_is_not_ready() -> None:
+    now_s = 50.0
+    group = StuckGroup(lambda: now_s)
+    await group.wait_opened()
+    fleet = FakeFleet(serving())
+    client = GroupClient(FakeCaller([group]), fleet, SECRET, "127.0.0.1", "tandem")
+
+    def ready() -> bool:
+        """As the next heartbeat says."""
+        fleet.records = {
+            name: msgspec.structs.replace(record, stalled_s=group.thread.stalled_s())
+            for name, record in fleet.records.items()
+        }
+        return client.ready()
+
+    now_s += 3600
+    assert ready(), "an idle group owes no progress"
+    reading = asyncio.create_task(read_all(await client.submit(request("r"))))
+    await until(lambda: group.thread._busy)
+    now_s += 9
+    assert ready()
+    now_s += 2
+    assert not ready()
+    moved = await client.submit(request("other"))  # slow is not gone: the router decides
+    group.engine.go = True
+    assert len(tokens_of(await reading)) == 5
+    await read_all(moved)
+    await until(ready)
+    await client.close()
+    group.close()
+
+
+async def test_senders_that_have_left_are_forgotten(service: Service) -> None:
+    names = [channel_name("g", epoch) for epoch in range(3)]
+    groups = [FakeGroup(SECRET, name) for name in names]
+    caller = FakeCaller(groups)
+    client = GroupClient(caller, service.fleet, SECRET, "127.0.0.1", "tandem")
+    for epoch, group in enumerate(groups):
+        await group.wait_opened()
+        service.fleet.records = {"g": msgspec.structs.replace(serving()["g"], epoch=epoch)}
+        await read_all(await client.submit(request(f"r{epoch}")))
+        await until(lambda: not client._attempts)
+    assert set(client._receiver._next_number) == {names[-1].encode()}
+    assert len(tokens_of(await read_all(await client.submit(request("again"))))) == 5, "one that was not gone after all"
+    await client.close()
+    for group in groups:
+        group.close()
+
+
+class Wordless(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (None, "rank 1 of group g has ended"),
+        (ray.exceptions.RayActorError(), "rank 1 of group g has died"),
+        (ray.exceptions.RayTaskError("f", "traceback", Wordless()), "rank 1 of group g failed: Wordless"),
+        (ray.exceptions.RayTaskError("f", "traceback", Wordless("\n one\ntwo")), "rank 1 of group g failed: one"),
+        (ray.exceptions.WorkerCrashedError(), "rank 1 of group g failed: "),
+        (Wordless(), "rank 1 of group g failed: Wordless"),
+    ],
+    ids=lambda v: type(v).__name__,
+)
+def test_a_rank_that_ends_is_told_however_it_ends(
+    error: Exception | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def get(run: object) -> None:
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(ray, "wait", lambda runs, num_returns: ([runs[1]], [runs[0]]))
+    monkeypatch.setattr(ray, "get", get)
+    told: list[str] = []
+    executor = ray_executor.RayExecutor(None, None, "g", None, "127.0.0.1", told.append)
+    executor._watch(["run 0", "run 1"])
+    assert len(told) == 1 and told[0].startswith(words)
+    assert executor._lost() == told[0]
+
+
+def test_a_watch_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(runs: object, num_returns: int) -> None:
+        raise Wordless
+
+    monkeypatch.setattr(ray, "wait", wait)
+    told: list[str] = []
+    ray_executor.RayExecutor(None, None, "g", None, "127.0.0.1", told.append)._watch(["run 0"])
+    assert told == ["the ranks of group g can no longer be watched: Wordless"]
+
+
+def test_only_placement_groups_of_our_groups_end_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def name(deployment: str, app: str) -> str:
+        return ReplicaID("abc", DeploymentID(deployment, app)).to_full_id_str()
+
+    waiting = {"state": "PENDING", "strategy": "PACK", "bundles": {0: {"CPU": 99.0}}}
+    others = ["", "train", name(COORDINATOR, "other"), name("other", APP)]
+    table = {str(i): waiting | {"name": other} for i, other in enumerate(others)}
+    monkeypatch.setattr(ray.util, "placement_group_table", lambda: table)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
+    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 4.0})
+    serve_app.raise_unplaced()
+    table["ours"] = waiting | {"name": name(COORDINATOR, APP)}
+    with pytest.raises(SettingsError, match="CPU 99"):
+        serve_app.raise_unplaced()
 
 
 async def test_closing_the_stream_aborts_the_request(slow_service: Service) -> None:

@@ -5,7 +5,7 @@ import os
 import signal
 import stat
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -211,6 +211,109 @@ async def test_the_fleet_survives_the_server(server: RedisServer, request_client
     server.stop()
     await fleet.refresh()
     assert fleet.redis_away
+    assert set(fleet.records) == {"g1"}
+
+
+async def until(condition: Callable[[], Awaitable[object]], timeout_s: float = 10.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not await condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_an_error_reply_ends_neither_the_heartbeat_nor_the_fleet(background: BackgroundClient) -> None:
+    """A full memory refuses heartbeats and still answers reads: the records expire and the groups live on."""
+    await background.command("SET", keys.SENTINEL, "1")
+    fleet = FleetView(background, "s")
+    beat = GroupBeat(background, "s", record, period_s=0.15)
+    beating = asyncio.create_task(beat.run())
+    key = keys.group("s", "g1")
+    await until(lambda: background.command("EXISTS", key))
+    await fleet.refresh()
+    await background.command("CONFIG", "SET", "maxmemory", "1")
+    with pytest.raises(RedisAway, match="maxmemory"):
+        await beat.beat()
+    await background.command("DEL", key)  # what its TTL does
+    await fleet.refresh()
+    assert fleet.redis_away
+    assert set(fleet.records) == {"g1"}, "nobody has left"
+    assert not beating.done()
+    await background.command("CONFIG", "SET", "maxmemory", "0")
+    await fleet.refresh()
+    assert not fleet.redis_away
+    assert set(fleet.records) == {"g1"}, "until it had the time to write its record again"
+    await until(lambda: background.command("EXISTS", key))
+    beating.cancel()
+
+
+async def test_an_error_reply_does_not_open_the_breaker(
+    background: BackgroundClient, request_client: RequestClient
+) -> None:
+    await background.command("CONFIG", "SET", "maxmemory", "1")
+    for _ in range(5):
+        with pytest.raises(RedisAway, match="maxmemory"):
+            await request_client.command("SET", "k", "v")
+    assert request_client.breaker.state == "closed"
+
+
+@pytest.mark.parametrize("answer", [ValueError("odd"), RedisAway("away")], ids=["unforeseen", "away"])
+async def test_heartbeat_and_fleet_go_on_whatever_is_raised(answer: Exception) -> None:
+    class Broken:
+        calls = 0
+
+        async def command(self, *parts: object) -> object:
+            Broken.calls += 1
+            raise answer
+
+        async def pipeline(self, commands: object) -> list[object]:
+            Broken.calls += 1
+            raise answer
+
+    fleet = FleetView(Broken(), "s")
+    fleet.records = {"g1": record()}
+    for task in (
+        asyncio.create_task(GroupBeat(Broken(), "s", record, period_s=0.11).run()),
+        asyncio.create_task(fleet.run(period_s=0.0)),
+    ):
+        before = Broken.calls
+        async with asyncio.timeout(5):
+            while Broken.calls < before + 3:
+                await asyncio.sleep(0.01)
+        assert not task.done()
+        task.cancel()
+    assert set(fleet.records) == {"g1"}
+
+
+async def test_flushall_empties_no_fleet_before_its_groups_could_beat(background: BackgroundClient) -> None:
+    """Also not the one of a gateway that finds the sentinel written again by another."""
+    now_s = 100.0
+    fleets = [FleetView(background, "s", lambda: asyncio.sleep(0), clock=lambda: now_s) for _ in range(2)]
+    beat = GroupBeat(background, "s", record)
+    await beat.beat()
+    for fleet in fleets:
+        await fleet.refresh()
+    await background.command("FLUSHALL")
+    for moment_s in (100.5, 102.0, 103.4):
+        now_s = moment_s
+        for fleet in fleets:
+            await fleet.refresh()
+            assert set(fleet.records) == {"g1"}
+    now_s = 103.6
+    for fleet in fleets:
+        await fleet.refresh()
+        assert fleet.records == {}, "it had its time"
+    await beat.beat()
+    for fleet in fleets:
+        await fleet.refresh()
+        assert set(fleet.records) == {"g1"}
+
+
+async def test_a_record_that_cannot_be_read_hides_only_itself(background: BackgroundClient) -> None:
+    await background.command("SET", keys.SENTINEL, "1")
+    await GroupBeat(background, "s", record).beat()
+    await background.command("SADD", keys.groups("s"), "odd")
+    await background.command("SET", keys.group("s", "odd"), b"\x01")
+    fleet = FleetView(background, "s")
+    await fleet.refresh()
     assert set(fleet.records) == {"g1"}
 
 

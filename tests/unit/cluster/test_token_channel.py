@@ -74,6 +74,20 @@ async def test_a_missing_number_is_told(end: End, sender: TokenSender) -> None:
     assert end.gaps == [b"group:1"]
 
 
+async def test_a_forgotten_sender_that_speaks_again_is_no_gap(end: End, sender: TokenSender) -> None:
+    reply_to = end.receiver.reply_to
+    sender.open(reply_to)
+    for i in range(2):
+        sender.send([(reply_to, [delta("r", i)])])
+    await until(lambda: len(end.got) == 2)
+    end.receiver.forget(b"group:1")
+    end.receiver.forget(b"nobody")
+    for i in range(2, 4):
+        sender.send([(reply_to, [delta("r", i)])])
+    await until(lambda: len(end.got) == 4)
+    assert end.gaps == []
+
+
 async def test_words_for_an_earlier_life_are_dropped(end: End, sender: TokenSender) -> None:
     old = ReplyTo(end.receiver.reply_to.endpoint, "old")
     sender.open(old)

@@ -1,5 +1,6 @@
 """What a rank decides at start: dtype, context, device, threads, blocks; and the profiling step at its fullest."""
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -13,7 +14,7 @@ from tests.support.executor_driver import ExecutorDriver, Job
 from tests.support.tiny_models import BY_NAME, save_tiny_model
 from workers.inprocess_executor import InProcessExecutor
 from workers.models.registry import load_spec
-from workers.rank.loading import LoadedRank, choose_device, choose_dtype, load_single
+from workers.rank.loading import LoadedRank, choose_device, choose_dtype, load_single, set_threads
 from workers.rank.profiling import fullest_plan, run_fullest_step
 
 CPU = torch.device("cpu")
@@ -68,6 +69,20 @@ def test_cuda_without_a_device_is_refused(folder: Path) -> None:
     settings = msgspec.structs.replace(settings_for(folder), device=DeviceSettings(device="cuda"))
     with pytest.raises(SettingsError, match="cuda"):
         choose_device(settings, rank=0)
+
+
+def test_threads_are_the_cores_over_all_ranks_of_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    before = torch.get_num_threads()
+    settings = EngineSettings(model=ModelSettings(model="m"))
+    counts = []
+    try:
+        for ranks_on_node in (1, 2, 3, 4, 16):
+            set_threads(settings, CPU, ranks_on_node)
+            counts.append(torch.get_num_threads())
+    finally:
+        torch.set_num_threads(before)
+    assert counts == [8, 4, 2, 2, 1]
 
 
 def test_one_process_refuses_more_than_one_rank(folder: Path) -> None:

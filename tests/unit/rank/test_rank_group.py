@@ -17,6 +17,7 @@ from workers.messages import (
     FromRank,
     Hello,
     RankFailed,
+    RankListening,
     RankLoaded,
     RankReady,
     RankSetup,
@@ -28,6 +29,7 @@ from workers.messages import (
 from workers.rank_group import RankGroup
 
 SETTINGS = EngineSettings(model=ModelSettings(model="m"), parallel=ParallelSettings(tensor_parallel_size=2))
+PORT = 4242
 Answer = Callable[[int, ToRank], FromRank | None]
 
 
@@ -52,7 +54,7 @@ def good_rank(rank: int, message: ToRank) -> FromRank | None:
 
 
 class FakeRank(threading.Thread):
-    """Says hello, then answers each message by `answer`, until Shutdown."""
+    """Says hello, names a port when asked to listen, then answers each message by `answer`, until Shutdown."""
 
     def __init__(self, rank: int, group: RankGroup, secret: str, answer: Answer, host: str) -> None:
         super().__init__(daemon=True)
@@ -68,6 +70,8 @@ class FakeRank(threading.Thread):
             if not self.socket.poll(10_000):
                 break
             self.heard.append(decoder.decode(self.socket.recv()))
+            if isinstance(self.heard[-1], RankSetup) and self.heard[-1].master_port is None:
+                self.socket.send(msgspec.msgpack.encode(RankListening(self.rank, PORT)))
             answer = self.answer(self.rank, self.heard[-1])
             if answer is not None:
                 self.socket.send(msgspec.msgpack.encode(answer))
@@ -76,10 +80,12 @@ class FakeRank(threading.Thread):
 
 
 class Fleet:
-    def __init__(self, answer: Answer = good_rank, hosts: tuple[str, str] = ("h", "h")) -> None:
+    def __init__(
+        self, answer: Answer = good_rank, hosts: tuple[str, str] = ("h", "h"), groups_on_node: int = 1
+    ) -> None:
         self.lost: str | None = None
         secret = new_secret()
-        self.group = RankGroup(SETTINGS, secret, lambda: self.lost)
+        self.group = RankGroup(SETTINGS, secret, lambda: self.lost, groups_on_node=groups_on_node)
         self.ranks = [FakeRank(rank, self.group, secret, answer, hosts[rank]) for rank in (1, 0)]
         for rank in self.ranks:
             rank.start()
@@ -91,8 +97,8 @@ class Fleet:
 
 
 @contextmanager
-def fleet(answer: Answer = good_rank, hosts: tuple[str, str] = ("h", "h")) -> Iterator[Fleet]:
-    made = Fleet(answer, hosts)
+def fleet(answer: Answer = good_rank, hosts: tuple[str, str] = ("h", "h"), groups_on_node: int = 1) -> Iterator[Fleet]:
+    made = Fleet(answer, hosts, groups_on_node)
     try:
         yield made
     finally:
@@ -119,6 +125,18 @@ def test_ranks_on_two_machines_meet_at_rank_0() -> None:
     with fleet(hosts=("10.0.0.1", "10.0.0.2")) as f:
         f.group.start()
         assert (f.setup_of(1).master_address, f.setup_of(1).ranks_on_node) == ("10.0.0.1", 1)
+
+
+def test_rank_0_chooses_the_port_and_the_others_hear_it() -> None:
+    with fleet() as f:
+        f.group.start()
+        assert (f.setup_of(0).master_port, f.setup_of(1).master_port) == (None, PORT)
+
+
+def test_ranks_of_other_groups_on_the_machine_count() -> None:
+    with fleet(groups_on_node=3) as f:
+        f.group.start()
+        assert [f.setup_of(rank).ranks_on_node for rank in (0, 1)] == [6, 6]
 
 
 def test_plans_reach_every_rank_and_results_come_in_order() -> None:

@@ -1,0 +1,62 @@
+"""What `serve run` decides from the nodes there are: device, loopback or not, how many groups share a machine."""
+
+from typing import Any
+
+import pytest
+
+from cluster.app import choose_device, choose_home
+from cluster.service import check_home, groups_per_node
+from configs.errors import SettingsError
+
+
+def node(name: str, **resources: float) -> dict[str, Any]:
+    return {"NodeID": name, "Resources": resources}
+
+
+HEAD, WITH_GPU = node("a", CPU=8), node("b", CPU=8, GPU=4)
+
+
+def test_the_device_is_as_asked_even_before_its_nodes_are_there() -> None:
+    assert choose_device("cuda", []) == "cuda"
+    assert choose_device("cpu", [4.0]) == "cpu"
+
+
+def test_the_device_not_asked_for_is_what_the_cluster_has_now(caplog: pytest.LogCaptureFixture) -> None:
+    assert choose_device(None, [4.0]) == "cuda"
+    assert choose_device(None, []) == "cpu"
+    assert "no node has a GPU now" in caplog.text
+
+
+def test_one_node_is_home() -> None:
+    assert choose_home(None, "cpu", [HEAD]) == "a"
+    assert choose_home(None, "cuda", [WITH_GPU]) == "b"
+    assert choose_home(True, "cuda", [HEAD]) == "a"
+
+
+def test_a_cluster_has_no_home() -> None:
+    assert choose_home(None, "cpu", [HEAD, WITH_GPU]) is None
+    assert choose_home(False, "cpu", [HEAD]) is None
+    assert choose_home(None, "cuda", [HEAD]) is None, "the GPUs are still to come, on other nodes"
+
+
+@pytest.mark.parametrize(("asked", "words"), [(True, "2 nodes"), ("yes", "true or false")])
+def test_a_single_node_that_cannot_be_is_refused(asked: object, words: str) -> None:
+    with pytest.raises(SettingsError, match=words) as refused:
+        choose_home(asked, "cpu", [HEAD, WITH_GPU])
+    assert refused.value.flag == "single_node"
+
+
+def test_a_process_away_from_home_says_what_to_set() -> None:
+    check_home("a", "a")
+    with pytest.raises(SettingsError, match=r"placed on node b.*single_node: false"):
+        check_home("a", "b")
+
+
+def test_groups_spread_over_nodes() -> None:
+    assert [groups_per_node(groups, nodes) for groups, nodes in ((1, 1), (4, 1), (4, 3), (2, 8), (3, 0))] == [
+        1,
+        4,
+        2,
+        1,
+        3,
+    ]
