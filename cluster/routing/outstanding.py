@@ -11,21 +11,33 @@ class Outstanding:
     """Tokens by group. Unknown groups and unknown calls count as nothing."""
 
     def __init__(self) -> None:
-        self._calls: dict[str, tuple[str, int]] = {}
+        self._calls: dict[str, tuple[str, int, float]] = {}
         self._here: dict[str, int] = {}
         self._reports: dict[str, tuple[int, int]] = {}
 
-    def begin(self, call_id: str, group: str, tokens: int) -> None:
-        """A call went to a group. A call that is routed again leaves its first group."""
+    def begin(self, call_id: str, group: str, tokens: int, now_s: float) -> None:
+        """A call goes to a group. A call that is routed again leaves its first group."""
         self.end(call_id)
-        self._calls[call_id] = (group, tokens)
+        self._calls[call_id] = (group, tokens, now_s)
         self._here[group] = self._here.get(group, 0) + tokens
 
     def end(self, call_id: str) -> None:
         """A call ended, however it did."""
-        group, tokens = self._calls.pop(call_id, ("", 0))
+        group, tokens, _ = self._calls.pop(call_id, ("", 0, 0.0))
         if group in self._here:
             self._here[group] -= tokens
+
+    def holds(self, call_id: str) -> bool:
+        """Is this call counted?"""
+        return call_id in self._calls
+
+    def forget_older_than(self, began_s: float) -> None:
+        """Ends calls that began before that time. Calls are kept in the order of their beginning."""
+        while self._calls:
+            call_id, (_, _, began) = next(iter(self._calls.items()))
+            if began >= began_s:
+                return
+            self.end(call_id)
 
     def report(self, group: str, total: int, report_number: int) -> None:
         """A group's own count; the same report may be seen many times."""

@@ -5,6 +5,7 @@ leave the caller hanging for ever, so each hook is guarded and falls back to "no
 """
 
 import logging
+import time
 from typing import Any
 
 import msgspec
@@ -16,6 +17,8 @@ from cluster.routing.policy import LeastOutstandingTokens, best_first
 from workers.messages import GenerationRequest
 
 log = logging.getLogger("ray.serve.tandem")
+LONGEST_CALL_S = 600.0
+"""A call that was cancelled between choice and dispatch is never reported as done; it counts no longer than this."""
 
 
 class GroupRouter(RequestRouter):  # type: ignore[misc]
@@ -34,17 +37,22 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True  # otherwise a full fleet is a hot loop
         try:
+            self._outstanding.forget_older_than(time.monotonic() - LONGEST_CALL_S)
             views = [self._view(replica) for replica in candidate_replicas]
-            order = best_first(self._policy, views, self._request_view(pending_request))
+            request = self._request_view(pending_request)
+            order = best_first(self._policy, views, request)
+            self._begin(pending_request, views[order[0]].group, request)
             return [[candidate_replicas[i]] for i in order]
         except Exception:
             log.exception("routing failed; any group may take this request")
             return [candidate_replicas]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """Serve calls this late: for one whole answer only once it is there. So the choice itself counts already, and
+        this corrects it when the first rank did not take the request."""
         try:
-            cost = self._request_view(pending_request).cost_tokens
-            self._outstanding.begin(pending_request.metadata.internal_request_id, replica_id.unique_id, cost)
+            if self._outstanding.holds(pending_request.metadata.internal_request_id):
+                self._begin(pending_request, replica_id.unique_id, self._request_view(pending_request))
         except Exception:
             log.exception("a routed request was not counted")
 
@@ -54,6 +62,10 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
         self._outstanding.keep_only(replica.replica_id.unique_id for replica in replicas)
+
+    def _begin(self, pending_request: PendingRequest, group: str, request: RequestView) -> None:
+        call_id = pending_request.metadata.internal_request_id
+        self._outstanding.begin(call_id, group, request.cost_tokens, time.monotonic())
 
     def _view(self, replica: RunningReplica) -> GroupView:
         group = replica.replica_id.unique_id

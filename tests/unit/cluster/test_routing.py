@@ -33,7 +33,7 @@ def test_cost_counts_the_prompt_once_and_every_choice() -> None:
 
 def test_reports_of_others_exclude_what_is_ours() -> None:
     outstanding = Outstanding()
-    outstanding.begin("c1", "g", 100)
+    outstanding.begin("c1", "g", 100, 0.0)
     outstanding.report("g", 130, 1)
     assert (outstanding.here("g"), outstanding.elsewhere("g")) == (100, 30)
     outstanding.end("c1")
@@ -45,8 +45,8 @@ def test_reports_of_others_exclude_what_is_ours() -> None:
 
 def test_groups_that_are_gone_are_forgotten() -> None:
     outstanding = Outstanding()
-    outstanding.begin("c1", "g", 5)
-    outstanding.begin("c2", "h", 7)
+    outstanding.begin("c1", "g", 5, 0.0)
+    outstanding.begin("c2", "h", 7, 0.0)
     outstanding.report("g", 9, 1)
     outstanding.keep_only(["h"])
     assert (outstanding.here("g"), outstanding.elsewhere("g"), outstanding.here("h")) == (0, 0, 7)
@@ -58,8 +58,17 @@ def test_groups_that_are_gone_are_forgotten() -> None:
 def test_counts_return_to_nothing(calls: list[tuple[int, str, int, bool]]) -> None:
     outstanding = Outstanding()
     for call, group, tokens, ends in calls:
-        outstanding.end(str(call)) if ends else outstanding.begin(str(call), group, tokens)
+        outstanding.end(str(call)) if ends else outstanding.begin(str(call), group, tokens, 0.0)
         assert all(outstanding.here(g) >= 0 for g in "abc")
     for call in range(6):
         outstanding.end(str(call))
     assert [outstanding.here(g) for g in "abc"] == [0, 0, 0]
+
+
+def test_a_call_that_is_never_reported_as_done_counts_no_longer_than_the_limit() -> None:
+    outstanding = Outstanding()
+    outstanding.begin("lost", "g", 100, 0.0)
+    outstanding.begin("young", "g", 5, 9.0)
+    outstanding.forget_older_than(5.0)
+    assert outstanding.here("g") == 5
+    assert not outstanding.holds("lost") and outstanding.holds("young")

@@ -49,6 +49,19 @@ def test_long_answers_keep_others_away_until_they_end(router: GroupRouter) -> No
     assert chosen(router, [a, b], pending("c2", 1))[0] == "a"
 
 
+def test_requests_at_the_same_time_are_spread_before_serve_says_that_any_was_routed(router: GroupRouter) -> None:
+    replicas = [replica("a"), replica("b")]
+    assert [chosen(router, replicas, pending(f"c{i}", 100))[0] for i in range(4)] == ["a", "b", "a", "b"]
+
+
+def test_a_request_that_another_group_took_counts_there(router: GroupRouter) -> None:
+    a, b = replica("a"), replica("b")
+    request = pending("c1", 100)
+    assert chosen(router, [a, b], request)[0] == "a"
+    router.on_request_routed(request, b.replica_id, None)
+    assert chosen(router, [a, b], pending("c2", 1))[0] == "a"
+
+
 def test_what_other_gateways_sent_counts(router: GroupRouter) -> None:
     a = replica("a", outstanding_tokens=500, report_number=1, kv_used=0.5)
     b = replica("b", outstanding_tokens=20, report_number=1, kv_used=0.9)
