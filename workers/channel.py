@@ -40,6 +40,7 @@ def bind_router(context: zmq.Context[Any], secret: str, host: str = "127.0.0.1")
     socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, private)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that comes back before its old connection is seen dead wins
     port = socket.bind_to_random_port(f"tcp://{host}")
     return socket, f"tcp://{host}:{port}"
 
