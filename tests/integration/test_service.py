@@ -129,6 +129,21 @@ def test_a_bad_body_is_refused_in_openais_words(service: Service, body: bytes, s
     assert answer.headers["x-request-id"]
 
 
+def test_requests_at_the_same_time_are_shared_by_the_groups(service: Service) -> None:
+    def generated() -> dict[str, str]:
+        lines = service.get("/metrics").text.splitlines()
+        mine = [line.rpartition(" ") for line in lines if line.startswith("tandem:generation_tokens_total{")]
+        return {group: value for group, _, value in mine}
+
+    wait_for(lambda: len(generated()) == 2, 10, "both groups have reported")
+    before = generated()
+    asked = {"model": "demo", "prompt": "The", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+    with ThreadPoolExecutor(6) as pool:
+        posts = [pool.submit(service.post, "/v1/completions", asked) for _ in range(6)]
+        assert [post.result().status_code for post in posts] == [200] * 6
+    wait_for(lambda: all(float(n) > float(before[group]) for group, n in generated().items()), 10, "both have worked")
+
+
 def test_a_client_that_leaves_frees_its_blocks(service: Service) -> None:
     asked = {"model": "demo", "prompt": PREFIX, "max_tokens": 1500, "n": 24, "stream": True, "ignore_eos": True}
     with httpx.stream("POST", service.url + "/v1/completions", json=asked, timeout=60) as response:
