@@ -18,7 +18,7 @@ help: ## show these goals
 
 install: $(RUNTIME) ## virtual environment with pinned dependencies
 
-dev: $(DEV)
+dev: $(DEV) ## the same with the development tools (tests, linters, the openai client)
 
 $(BIN)/python:
 	@echo "tandem: creating $(VENV)"; $(PYTHON) -m venv $(VENV)

@@ -83,29 +83,34 @@ def parse_line(number: int, text: str) -> BatchLine:
 
 
 class Earlier(NamedTuple):
-    """What a run that was cut off has left: keys of the lines that need no second try, and how many of them failed."""
+    """What a run that was cut off has left: keys of the lines that need no second try, and of those that failed."""
 
     keys: frozenset[str]
-    failed: int
+    failed: frozenset[str]
 
 
 def take_up(path: Path) -> Earlier:
     """Reads an output file; takes out rows that a second try may mend (429, 5xx) and a row that was cut off."""
     if not path.exists():
-        return Earlier(frozenset(), 0)
+        return Earlier(frozenset(), frozenset())
     data = path.read_bytes()
     whole = data[: data.rfind(b"\n") + 1]
     try:
         rows = [json.loads(line) for line in whole.splitlines()]
         kept = [row for row in rows if is_final(row)]
-        keys = frozenset(row["error"]["message"] if row["custom_id"] is None else row["custom_id"] for row in kept)
+        keys = {key_of(row): succeeded(row) for row in kept}
     except (ValueError, LookupError, TypeError) as error:
         raise SettingsError(f"{path} exists and is not the output of run-batch", "-o") from error
     if len(whole) != len(data) or len(kept) != len(rows):
         partial = path.with_name(path.name + ".partial")
         partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept), encoding="utf-8")
         partial.replace(path)
-    return Earlier(keys, sum(not succeeded(row) for row in kept))
+    return Earlier(frozenset(keys), frozenset(key for key, fine in keys.items() if not fine))
+
+
+def key_of(row: Mapping[str, Any]) -> str:
+    """BatchLine.key of the line that a row answers."""
+    return str(row["error"]["message"] if row["custom_id"] is None else row["custom_id"])
 
 
 def succeeded(row: Mapping[str, Any]) -> bool:

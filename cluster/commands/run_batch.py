@@ -58,7 +58,7 @@ async def _run(settings: ServiceSettings, input_file: Path, output_file: Path) -
     lines = read_lines(input_file)
     earlier = take_up(output_file)
     left = [line for line in lines if line.key not in earlier.keys]
-    failed = earlier.failed
+    failed = sum(line.key in earlier.failed for line in lines)
     engine = offline_settings(settings.engine)
     try:
         out = output_file.open("a", encoding="utf-8")
