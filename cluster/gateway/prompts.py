@@ -71,9 +71,10 @@ def fit(state: GatewayState, prompt: Prompt, body: CommonBody, wanted: int | Non
     room = limit - length
     if room < (wanted or 1):
         wish = f" and {wanted} for the completion" if wanted is not None else " and at least 1 for the completion"
+        advice = f"or ask for at most {room} tokens" if room > 0 else f"to at most {limit - (wanted or 1)} tokens"
         raise ContextLengthExceeded(
             f"This model's context is {limit} tokens; the request needs {length} for the prompt{wish}. "
-            f"Shorten the prompt or ask for at most {max(room, 0)} tokens.",
+            f"Shorten the prompt {advice}.",
             param,
         )
     return prompt, wanted if wanted is not None else room
@@ -90,6 +91,8 @@ def message_chars(message: Message) -> int:
 def template_message(message: Message, at: int) -> dict[str, Any]:
     """A message as templates expect it: text content, call arguments as objects."""
     content = message.content
+    if content is None and message.role != "assistant":
+        raise invalid(f"messages[{at}].content", f"A message of role {message.role} must have content.")
     text = content if isinstance(content, str) else "\n".join(part.text for part in content or ())
     result: dict[str, Any] = {"role": message.role, "content": text}
     if message.name is not None:

@@ -131,6 +131,7 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": ["hi"]}, "messages[0]", INVALID),
     ({"messages": [{"content": "x"}]}, "messages[0].role", INVALID),
     ({"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role", INVALID),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", INVALID),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", INVALID),
     ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood", UNSUPPORTED),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text", INVALID),
