@@ -47,7 +47,7 @@ format: $(DEV)
 	$(BIN)/ruff check --fix .
 
 test: $(DEV) ## all tests; under 15 minutes on 2 cores
-	@$(call TIMED,$(BIN)/python -m pytest tests,make test)
+	$(BIN)/python -m pytest tests
 
 bench: bench-engine bench-serve ## every benchmark that compares; results under out/benchmarks
 
