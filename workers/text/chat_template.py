@@ -37,7 +37,10 @@ class GenerationTag(jinja2.ext.Extension):
 
 
 class ChatTemplate:
-    """A compiled template with the model's special tokens. `source_name` says where it came from, for the log."""
+    """A compiled template with the model's special tokens. `source_name` says where it came from, for the log.
+
+    knows_developer: it names OpenAI's role `developer`; for one that does not, such messages are rendered as `system`.
+    """
 
     def __init__(
         self,
@@ -55,8 +58,10 @@ class ChatTemplate:
         self._max_chars = max_chars
         self._timeout_s = timeout_s
         self._clock = clock
+        environment = _environment(now)
         try:
-            self._template = _environment(now).from_string(source)
+            self._template = environment.from_string(source)
+            self.knows_developer = _names(environment.parse(source), "developer")
         except jinja2.TemplateError as error:
             raise SettingsError(f"chat template ({source_name}): {error}", "--chat-template") from error
 
@@ -69,7 +74,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
     ) -> str:
         """The prompt text. RequestRefused when the template refuses the messages or a cap is exceeded."""
-        conversation = [dict(message) for message in messages]
+        conversation = [self._in_known_role(message) for message in messages]
         if continue_final_message:
             conversation[-1]["content"] = _final_text(conversation) + _CONTINUE_MARK
         variables: dict[str, Any] = {
@@ -81,6 +86,11 @@ class ChatTemplate:
         }
         text = self._run(variables)
         return _cut_at_mark(text) if continue_final_message else text
+
+    def _in_known_role(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        if message.get("role") == "developer" and not self.knows_developer:
+            return {**message, "role": "system"}
+        return dict(message)
 
     def _run(self, variables: dict[str, Any]) -> str:
         deadline = self._clock() + self._timeout_s
@@ -129,6 +139,11 @@ def _named_default(value: Any) -> str | None:
         chosen = named.get("default", next(iter(named.values()), None))
         return chosen if isinstance(chosen, str) else None
     return None
+
+
+def _names(template: jinja2.nodes.Template, role: str) -> bool:
+    """True when an expression of the template holds the role as a string; comments and plain text do not count."""
+    return any(constant.value == role for constant in template.find_all(jinja2.nodes.Const))
 
 
 def _refused(reason: str) -> RequestRefused:

@@ -147,3 +147,38 @@ def test_where_the_template_comes_from(tmp_path: Path) -> None:
     assert found is not None and found.render([]) == "mine" and found.source_name == "mine.jinja"
     with pytest.raises(SettingsError):
         find_chat_template(tmp_path, str(tmp_path / "absent.jinja"), tokenizer)
+
+
+PLAIN_ROLES = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+DEVELOPER = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+AS_SYSTEM = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize(
+    ("source", "knows"),
+    [
+        (PLAIN_ROLES, False),
+        ('{# the developer role #}a "developer" wrote this: ' + PLAIN_ROLES, False),
+        ("{% if messages[0].role == 'developer' %}D{% endif %}" + PLAIN_ROLES, True),
+        ("{% if messages[0]['role'] in ['system', 'developer'] %}D{% endif %}" + PLAIN_ROLES, True),
+    ],
+)
+def test_the_developer_role_is_system_where_a_template_does_not_name_it(source: str, knows: bool) -> None:
+    template = ChatTemplate(source, {})
+    assert template.knows_developer is knows
+    role = "developer" if knows else "system"
+    assert template.render(DEVELOPER).endswith(f"[{role}]Be brief.[user]Hi")
+    assert DEVELOPER[0]["role"] == "developer", "the caller's messages stay as they are"
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda p: p.stem)
+def test_real_templates_take_developer_messages_as_system_ones(path: Path) -> None:
+    template = ChatTemplate(path.read_text(), {"bos_token": "<s>", "eos_token": "</s>"})
+    assert not template.knows_developer
+    try:
+        expected = template.render(AS_SYSTEM)
+    except RequestRefused:  # a template with no place for a system message has none for this one
+        with pytest.raises(RequestRefused):
+            template.render(DEVELOPER)
+        return
+    assert template.render(DEVELOPER) == expected
