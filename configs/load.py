@@ -8,7 +8,7 @@ import difflib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 import yaml
@@ -66,7 +66,8 @@ def read_config_file(path: str) -> dict[str, Any]:
     try:
         loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise SettingsError(f"{path} cannot be read: {error.strerror}", "--config") from error
+        presets = ", ".join(sorted(preset.stem for preset in PRESETS.glob("*.yaml")))
+        raise SettingsError(f"{path} cannot be read: {error.strerror} (presets: {presets})", "--config") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path} is not YAML: {error}".replace("\n", " "), "--config") from error
     if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
@@ -140,6 +141,8 @@ def _checked(option: Option, value: Any) -> Any:
         value = _json_object(option, value)
     if get_origin(option.kind) is tuple and isinstance(value, str):
         value = [value]
+    if get_origin(option.kind) is Literal and value not in get_args(option.kind):
+        raise SettingsError(f"{value!r} is not one of {', '.join(get_args(option.kind))}", option.flag)
     try:
         converted = msgspec.convert(value, option.kind)
     except msgspec.ValidationError as error:
@@ -206,7 +209,8 @@ def _section(args: Mapping[str, Any], name: str, known: Iterable[str] | None) ->
 def _refuse_unknown(mapping: Mapping[str, Any], known: Iterable[str], where: str) -> None:
     for key in mapping:
         if key not in known:
-            raise SettingsError(f"{where}: {key} is not a setting{_did_you_mean(key, list(known))}", key)
+            hint = _did_you_mean(key, list(known)) or f"; known are {', '.join(known)}"
+            raise SettingsError(f"{where}: {key} is not a setting{hint}", key)
 
 
 def _did_you_mean(name: str, known: list[str]) -> str:

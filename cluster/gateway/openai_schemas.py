@@ -4,13 +4,15 @@
 too. What needs the tokenizer or the model (lengths, defaults, vocabulary) is prompts.py's and sampling.py's.
 """
 
+import json
 import re
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
 
+from cluster.gateway.allowed_values import allowed_values
 from cluster.gateway.strict_json import printable
 from configs.schema import GatewaySettings
 from workers.errors import RequestRefused
@@ -135,44 +137,56 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 Body = TypeVar("Body", bound=msgspec.Struct)
-Neutral = Callable[[Any], bool]
+
+
+class Neutral(NamedTuple):
+    """What is accepted of a field that is not served. `words` names those values; "" when there are none."""
+
+    accepts: Callable[[Any], bool]
+    words: str
 
 
 def _is(*values: Any) -> Neutral:
-    return lambda given: any(given == value and type(given) is type(value) for value in values)
+    words = " or ".join(json.dumps(value) for value in values)
+    return Neutral(lambda given: any(given == value and type(given) is type(value) for value in values), words)
 
 
+def _any(kind: type, words: str) -> Neutral:
+    return Neutral(lambda given: isinstance(given, kind), words)
+
+
+NEVER = Neutral(lambda given: False, "")
 NEUTRAL: Mapping[str, Neutral] = {
     "response_format": _is({"type": "text"}),
     "store": _is(False),
-    "metadata": lambda given: isinstance(given, dict),
-    "parallel_tool_calls": lambda given: isinstance(given, bool),
+    "metadata": _any(dict, "an object"),
+    "parallel_tool_calls": _any(bool, "true or false"),
     "service_tier": _is("auto", "default"),
     "modalities": _is(["text"]),
     "functions": _is([]),
     "function_call": _is("none"),
     "suffix": _is(""),
-    "prompt_logprobs": lambda given: False,
+    "prompt_logprobs": NEVER,
     "structured_outputs": _is({}),
-    "audio": lambda given: False,
-    "prediction": lambda given: False,
+    "audio": NEVER,
+    "prediction": NEVER,
     "reasoning_effort": _is("none"),
     "verbosity": _is("medium"),
-    "web_search_options": lambda given: False,
-    "chat_template": lambda given: False,
+    "web_search_options": NEVER,
+    "chat_template": NEVER,
     "chat_template_kwargs": _is({}),
     "documents": _is([]),
     "use_beam_search": _is(False),
     "length_penalty": _is(1.0, 1),
-    "guided_json": lambda given: False,
-    "guided_regex": lambda given: False,
-    "guided_choice": lambda given: False,
-    "guided_grammar": lambda given: False,
+    "guided_json": NEVER,
+    "guided_regex": NEVER,
+    "guided_choice": NEVER,
+    "guided_grammar": NEVER,
     "logits_processors": _is([]),
     "bad_words": _is([]),
-    "allowed_token_ids": lambda given: False,
-    "safety_identifier": lambda given: isinstance(given, str),
-    "prompt_cache_key": lambda given: isinstance(given, str),
+    "allowed_token_ids": NEVER,
+    "safety_identifier": _any(str, "a string"),
+    "prompt_cache_key": _any(str, "a string"),
     "echo": _is(False),
     "spaces_between_special_tokens": _is(True),
 }
@@ -193,7 +207,9 @@ def read_chat(fields: dict[str, Any], settings: GatewaySettings) -> ChatBody:
         if tools in (None, []) and fields["tool_choice"] == "auto":
             fields = {**fields, "tool_choice": None}
         else:
-            raise unsupported("tool_choice", "Only tool_choice none is supported.")
+            raise unsupported(
+                "tool_choice", 'tool_choice must be "none", or "auto" without tools: tools are not served.'
+            )
     _check_parts(fields.get("messages"))
     body = read(fields, ChatBody)
     _check_common(body, settings)
@@ -232,12 +248,12 @@ def read(fields: dict[str, Any], body_type: type[Body]) -> Body:
             kept[name] = value
         elif name not in NEUTRAL:
             raise unsupported(name, f"The field {printable(name)} is unknown.")
-        elif not NEUTRAL[name](value):
-            raise unsupported(name, f"The field {name} is not supported with this value.")
+        elif not NEUTRAL[name].accepts(value):
+            raise unsupported(name, _not_neutral(name, NEUTRAL[name].words))
     try:
         return msgspec.convert(kept, body_type)
     except msgspec.ValidationError as error:
-        raise _refused(str(error)) from None
+        raise _refused(str(error), body_type) from None
 
 
 def unsupported(param: str, message: str) -> RequestRefused:
@@ -250,8 +266,14 @@ def invalid(param: str | None, message: str) -> RequestRefused:
     return RequestRefused(message, code="invalid_value", param=param)
 
 
-def _refused(problem: str) -> RequestRefused:
-    """msgspec's words, with the path in the body as `param`."""
+def _not_neutral(name: str, words: str) -> str:
+    if not words:
+        return f"The field {name} is not supported."
+    return f"The field {name} is not supported with this value; it may be {words}."
+
+
+def _refused(problem: str, body_type: type[msgspec.Struct]) -> RequestRefused:
+    """msgspec's words, with the path in the body as `param`; for an enumerated field, its values."""
     where = _PATH.search(problem) or _KEY_PATH.search(problem)
     path = where[1].lstrip(".") if where is not None else ""
     text = problem[: where.start()] if where is not None else problem
@@ -260,10 +282,16 @@ def _refused(problem: str) -> RequestRefused:
         return unsupported(name, f"The field {printable(name)} is unknown.")
     if (missing := _MISSING.match(text)) is not None:
         name = f"{path}.{missing[1]}" if path else missing[1]
-        return invalid(name, f"The field {name} is required.")
-    if text.startswith("Invalid enum value"):
-        text = "This value is not one of those allowed"
+        values = allowed_values(body_type, name)
+        return invalid(name, f"The field {name} is required{f': {_one_of(values)}' if values else ''}.")
+    if values := allowed_values(body_type, path):
+        return invalid(path[:128], f"{path} must be {_one_of(values)}.")
     return invalid(path[:128] or None, f"{path or 'body'}: {text}.")
+
+
+def _one_of(values: Sequence[Any]) -> str:
+    """'"text"', or 'one of "system", "user"'."""
+    return f"{'one of ' if len(values) > 1 else ''}{', '.join(json.dumps(value) for value in values)}"
 
 
 def _check_parts(messages: Any) -> None:
@@ -275,7 +303,10 @@ def _check_parts(messages: Any) -> None:
         for j, part in enumerate(content if isinstance(content, list) else ()):
             kind = part.get("type") if isinstance(part, dict) else None
             if isinstance(kind, str) and kind != "text":
-                raise unsupported(f"messages[{i}].content[{j}]", f"Content of type {printable(kind)} is not supported.")
+                raise unsupported(
+                    f"messages[{i}].content[{j}]",
+                    f'Content of type {printable(kind)} is not supported, only "text" is.',
+                )
         for name in ("function_call", "audio"):
             if isinstance(message, dict) and message.get(name) is not None:
                 raise unsupported(f"messages[{i}].{name}", f"{name} is not supported.")

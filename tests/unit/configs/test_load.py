@@ -109,6 +109,20 @@ def test_a_bad_value_is_refused_by_its_flag(name: str, value: Any) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "values"),
+    [
+        ("dtype", "int8", "auto, bfloat16, float16, float32"),
+        ("dtype", 16, "auto, bfloat16, float16, float32"),
+        ("load_format", "gguf", "safetensors, dummy"),
+        ("device", "tpu", "cpu, cuda"),
+    ],
+)
+def test_a_setting_with_few_values_lists_them(name: str, value: Any, values: str) -> None:
+    with pytest.raises(SettingsError, match=f"{value}'? is not one of {values}"):
+        build_settings("m", {name: value})
+
+
 def test_unknown_names_are_refused_with_a_suggestion() -> None:
     with pytest.raises(SettingsError, match="tensor_parallel_size"):
         build_settings("m", {"tensor_paralel_size": 2})
@@ -165,7 +179,7 @@ def test_bad_files_are_refused(tmp_path: Path, text: str, words: str) -> None:
 
 
 def test_a_missing_file_is_named() -> None:
-    with pytest.raises(SettingsError, match=r"nowhere\.yaml"):
+    with pytest.raises(SettingsError, match=r"nowhere\.yaml .* \(presets: latency, throughput\)"):
         read_config_file("nowhere.yaml")
 
 
@@ -195,6 +209,7 @@ def test_serve_args_in_the_shape_of_ray_serve_llm() -> None:
     [
         ({"lora_config": {}}, "adapters are not supported"),
         ({"engine_kwarg": {}}, "engine_kwarg is not a setting"),
+        ({"zzz": {}}, "known are model_loading_config, engine_kwargs,"),
         ({"model_loading_config": {"model_id": "m", "mirror": 1}}, "mirror is not a setting"),
         ({"model_loading_config": {"model_id": "m"}, "redis_config": {"redis_timeout_ms": 5}}, "not a setting"),
         ({"model_loading_config": {}}, "must name a model"),

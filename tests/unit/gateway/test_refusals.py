@@ -257,6 +257,34 @@ async def test_fields_are_refused_by_name(path: str, fields: dict[str, Any], par
         assert not rig.backend.requests
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+CALL = {"id": "c", "type": "method", "function": {"name": "f", "arguments": "{}"}}
+ENUMERATED: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
+    ({"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role", ROLES),
+    ({"messages": [*USER, {"role": 5, "content": "x"}]}, "messages[1].role", ROLES),
+    ({"messages": [{"content": "x"}]}, "messages[0].role", ROLES),
+    ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "messages[0].content[0]", ("text",)),
+    ({"messages": [{"role": "user", "content": [{"type": 5}]}]}, "messages[0].content[0].type", ("text",)),
+    ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages[0].content[0].type", ("text",)),
+    ({"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, "messages[0].tool_calls[0].type", ("function",)),
+    ({"tool_choice": "required"}, "tool_choice", ("none", "auto")),
+    ({"response_format": {"type": "json_object"}}, "response_format", ("type", "text")),
+    ({"service_tier": "priority"}, "service_tier", ("auto", "default")),
+    ({"reasoning_effort": "high"}, "reasoning_effort", ("none",)),
+    ({"verbosity": "high"}, "verbosity", ("medium",)),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "values"), ENUMERATED, ids=lambda v: str(v)[:50])
+async def test_a_field_with_few_values_lists_them(fields: dict[str, Any], param: str, values: tuple[str, ...]) -> None:
+    async with gateway() as rig:
+        answer = await rig.chat(**fields)
+        error = error_of(answer)
+        assert (answer.status_code, error["param"]) == (400, param), error
+        for value in values:
+            assert f'"{value}"' in error["message"]
+
+
 @pytest.mark.parametrize("path", BOTH)
 async def test_neutral_values_are_accepted(rig: Rig, path: str) -> None:
     for fields in NEUTRAL_FIELDS:
