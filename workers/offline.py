@@ -157,7 +157,7 @@ class LLM:
         self.settings = _engine_settings(
             {
                 "model": {
-                    "model": str(DEMO if str(model) == "demo" else Path(model).resolve()),
+                    "model": str(_model_folder(model)),
                     "dtype": dtype,
                     "max_model_len": max_model_len,
                 },
@@ -292,6 +292,18 @@ class LLM:
         """The engine is usable again afterwards."""
         for name in names:
             self._engine.abort(Abort(request_id=name, epoch=0))
+
+
+def _model_folder(model: str | Path) -> Path:
+    """The folder, absolute. SettingsError when there is none."""
+    if str(model) == "demo":
+        return DEMO
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        raise SettingsError(
+            f'{model}: no such folder; give a model\'s folder or "demo" (a hub id is not downloaded here)', "model"
+        )
+    return folder.resolve()
 
 
 def _engine_settings(tree: dict[str, dict[str, Any]]) -> EngineSettings:

@@ -112,7 +112,8 @@ def test_ctrl_c_leaves_the_engine_usable(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
-        ({"model": "no-such-folder"}, "no-such-folder"),
+        ({"model": "no-such-folder"}, "^no-such-folder: no such folder"),
+        ({"model": "org/no-such"}, "^org/no-such: no such folder.*hub id"),
         ({"model": "demo", "dtype": "float12"}, "float12"),
         ({"model": "demo", "max_model_len": 10**9}, "1000000000"),
         ({"model": "demo", "kv_cache_memory_bytes": 1000}, "kv-cache-memory-bytes"),
