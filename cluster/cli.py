@@ -1,14 +1,19 @@
 """The console script `tandem`: one verb per file of cluster/commands. Imports nothing heavy before a verb runs."""
 
 import sys
+from importlib.metadata import version
+from typing import Annotated
 
 import typer
 
 from cluster.commands.check_config import check_config
+from cluster.commands.help import GroupedHelp
 from cluster.commands.run_batch import run_batch
 from cluster.commands.serve import serve
 from cluster.commands.status import status
 from configs.errors import TandemError
+
+VERBS = (("serve", serve), ("run-batch", run_batch), ("status", status), ("check-config", check_config))
 
 
 def build_app() -> typer.Typer:
@@ -19,13 +24,27 @@ def build_app() -> typer.Typer:
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
+        rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.command("serve")(serve)
-    app.command("run-batch")(run_batch)
-    app.command("status")(status)
-    app.command("check-config")(check_config)
+    app.callback()(_global_options)
+    for name, verb in VERBS:
+        app.command(name, cls=GroupedHelp)(verb)
     return app
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"tandem {version('tandem-serve')}")
+        raise typer.Exit
+
+
+def _global_options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options before the verb; typer runs their callbacks."""
 
 
 def main() -> None:

@@ -34,7 +34,10 @@ def run_batch(
     *,
     flags: dict[str, Any],
 ) -> None:
-    """Answer every line of a batch file offline; continues a run that was cut off."""
+    """Answer every line of a batch file offline.
+
+    A run that was cut off is continued by the same command.
+    """
     from cluster.models_source import resolve_settings
 
     settings = resolve_settings(merge_config(None, model, flags))

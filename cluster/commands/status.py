@@ -8,7 +8,7 @@ from configs.errors import TandemError
 
 
 def status() -> None:
-    """Show the groups of the running service: state, queues, KV use."""
+    """Show the running service's groups: state, queues, KV use."""
     from cluster.coordination.client import BackgroundClient
     from cluster.coordination.registry import FleetView, GroupRecord
     from cluster.run_files import RunFile, read_run_files

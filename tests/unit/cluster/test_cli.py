@@ -1,0 +1,72 @@
+"""The console script: help at any width, the version, and errors that name what was typed."""
+
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import typer.testing
+
+from cluster.cli import build_app, main
+from configs.load import default_of
+from configs.options import OPTIONS
+
+NAMES_OF_VERBS = ("serve", "run-batch", "status", "check-config")
+
+
+def printed(*arguments: str, columns: int = 80) -> str:
+    """What `tandem ARGUMENTS` prints on a terminal of this width."""
+    done = typer.testing.CliRunner().invoke(build_app(), arguments, env={"COLUMNS": str(columns)})
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_help_shows_every_flag_whole_with_its_group(columns: int) -> None:
+    text = printed("serve", "--help", columns=columns)
+    words = text.replace(",", " ").split()
+    for option in OPTIONS:
+        for flag in (option.flag, *option.aliases):
+            assert flag in words, flag
+        if option.kind is bool and default_of(option):
+            assert f"--no-{option.flag.removeprefix('--')}" in words
+        assert f"\n{option.group}:\n" in text
+    assert "…" not in text
+    if columns == 80:
+        assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_list_of_verbs_is_not_cut() -> None:
+    text = printed("--help")
+    assert "..." not in text.partition("Commands:")[2]
+    for verb in NAMES_OF_VERBS:
+        assert f"\n  {verb} " in text
+
+
+def test_the_version_is_the_packages() -> None:
+    assert printed("--version") == f"tandem {version('tandem-serve')}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("serve", "./no-such"),
+        ("serve", "no-such"),
+        ("check-config", "throughput", "no-such"),
+        ("serve", "demo", "--tokenizer", "no-such"),
+    ],
+)
+def test_a_model_that_is_not_there_is_named(
+    arguments: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("sys.argv", ["tandem", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    shown = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert "no-such" in shown and ("no such folder" in shown or "no folder here" in shown)
+    assert "json" not in shown and shown.count("\n") == 1
