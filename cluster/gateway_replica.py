@@ -16,6 +16,7 @@ from ray import serve
 from cluster.coordination.client import BackgroundClient
 from cluster.coordination.registry import FleetView, StartFailure, report_start_failure
 from cluster.gateway.app import build_gateway_app, build_gateway_state
+from cluster.gateway.draining import shutting_down
 from cluster.group_client import GroupClient
 from cluster.http_server import QuietServer, make_server
 from cluster.serve_caller import ServeCaller
@@ -24,6 +25,8 @@ from configs.schema import ServiceSettings
 
 log = logging.getLogger("ray.serve.tandem")
 BACKLOG = 2048
+LAST_WORDS_S = 2.0
+"""For the last events of answers that are cut off."""
 
 
 @serve.ingress()
@@ -62,11 +65,24 @@ class Gateway:
             await self._open_port(app)
         return app
 
+    async def drain(self) -> None:
+        """Refuses new work from now on, and returns when what is in hand has ended, by itself or by the timeout.
+
+        `tandem serve` asks for this before it deletes the application, while the groups and the way to them are whole.
+        """
+        draining = self._state.draining
+        draining.begin()
+        if not await draining.wait_idle(self._settings.shutdown_timeout_s):
+            log.warning("%d requests are cut off by --shutdown-timeout", draining.in_hand)
+            self._client.refuse_all(shutting_down())
+            await draining.wait_idle(LAST_WORDS_S)
+
     async def __del__(self) -> None:
-        """Serve calls this on the way out: stop listening, let streams finish, then leave."""
+        """Serve calls this on the way out: let streams finish, stop listening, leave."""
+        await self.drain()
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
-            await asyncio.wait({self._serving}, timeout=self._settings.shutdown_timeout_s)
+            await asyncio.wait({self._serving}, timeout=LAST_WORDS_S)
         self._refreshing.cancel()
         await self._client.close()
         await self._redis.close()

@@ -77,12 +77,15 @@ class GroupClient:
         self._owners: set[asyncio.Task[None]] = set()
         self._senders: set[bytes] = set()
         self._group_seen = False
+        self._refusal: RequestRefused | None = None
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Ended).decode
         self._loop = asyncio.get_running_loop()
 
     async def submit(self, request: GenerationRequest) -> RequestStream:
         """See cluster/gateway/backend.py."""
+        if self._refusal is not None:
+            raise self._refusal
         if not self._may_dispatch():
             raise RequestRefused("no worker group is ready", code="service_unavailable", status=503)
         if request.request_id in self._attempts:
@@ -118,6 +121,12 @@ class GroupClient:
 
     async def metrics(self) -> str:
         return render(self._fleet.records.values(), self._metrics_prefix, self._fleet.redis_away)
+
+    def refuse_all(self, refusal: RequestRefused) -> None:
+        """Ends every stream with `refusal`, after what was delivered, and refuses what comes later."""
+        self._refusal = refusal
+        for attempt in list(self._attempts.values()):
+            attempt.stream.fail(refusal)
 
     async def close(self) -> None:
         """Ends every stream as lost and every owner task."""

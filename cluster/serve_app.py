@@ -15,12 +15,14 @@ from cluster.coordination.client import BackgroundClient, RedisAway
 from cluster.coordination.registry import FleetView, GroupRecord, read_start_failure
 from cluster.metrics import decode_stats
 from cluster.placement import min_groups
-from cluster.service import APP, COORDINATOR, ServiceFacts
+from cluster.service import APP, COORDINATOR, GATEWAY, ServiceFacts
 from configs.errors import SettingsError
 from configs.schema import ServiceSettings
 
+log = logging.getLogger("tandem.launcher")
 POLL_S = 0.05
 SLOW_POLL_S = 1.0
+DELETE_S = 5.0
 PLACEMENT_S = 20.0
 GROUP_PREFIX = f"SERVE_REPLICA::{APP}#{COORDINATOR}#"
 """How Serve begins the names of our groups' placement groups; the rest of the cluster's are others' business."""
@@ -34,6 +36,7 @@ class ServeApp:
         self._facts = facts
         self._private = private
         self._deployed = False
+        self._ready = False
 
     def deploy(self) -> None:
         """Hands the application to Serve; returns before anything of it runs."""
@@ -45,21 +48,34 @@ class ServeApp:
 
     def wait_until_ready(self, keep: Callable[[], None]) -> list[str]:
         """Until the gateway answers and all groups serve; what was chosen, a line each. SettingsError when it fails."""
-        return asyncio.run(self._wait_until_ready(keep))
+        choices = asyncio.run(self._wait_until_ready(keep))
+        self._ready = True
+        return choices
 
     def drain(self, is_urgent: Callable[[], bool]) -> None:
         """Ends the application: no new requests, those in flight have the shutdown timeout."""
         if not self._deployed or not ray.is_initialized():
             return
         try:
+            if self._ready:
+                asyncio.run(self._drain_gateways(is_urgent))
             serve.delete(APP, _blocking=False)
-            deadline_s = time.monotonic() + self._settings.shutdown_timeout_s + 3.0
+            deadline_s = time.monotonic() + DELETE_S
             while APP in serve.status().applications and time.monotonic() < deadline_s and not is_urgent():
                 time.sleep(POLL_S)
             if not self._private:
                 serve.shutdown()
         except (ray.exceptions.RayError, RuntimeError):
             return  # Ray itself is gone; there is nothing left to drain
+
+    async def _drain_gateways(self, is_urgent: Callable[[], bool]) -> None:
+        """Every gateway refuses new work and answers what it has in hand, before anything is taken from under it."""
+        asking = asyncio.create_task(_ask_gateways(), name="drain")
+        deadline_s = time.monotonic() + self._settings.shutdown_timeout_s + DELETE_S
+        while not asking.done() and time.monotonic() < deadline_s and not is_urgent():
+            await asyncio.wait({asking}, timeout=POLL_S)
+        asking.cancel()
+        logging.getLogger("ray.serve").setLevel(logging.CRITICAL)  # Serve's client deplores that this loop ends
 
     async def _wait_until_ready(self, keep: Callable[[], None]) -> list[str]:
         assert self._facts.redis_url is not None
@@ -120,6 +136,14 @@ class ServeApp:
         kv = f", {stats.num_blocks} KV blocks of {stats.block_size} tokens" if stats is not None else ""
         shape = f"TP {parallel.tensor_parallel_size} x PP {parallel.pipeline_parallel_size}"
         return f"group {record.group}: {shape} on {self._facts.device}{kv}"
+
+
+async def _ask_gateways() -> None:
+    """Returns when every gateway has drained; one that is gone has nothing left to drain."""
+    try:
+        await serve.get_deployment_handle(GATEWAY, APP).broadcast("drain").results_async(return_exceptions=True)
+    except Exception as error:  # whatever way Ray or Serve reports gateways that are gone
+        log.warning("the gateways could not be asked to drain: %s", error)
 
 
 def raise_unplaced() -> None:

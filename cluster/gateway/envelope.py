@@ -1,4 +1,4 @@
-"""The outermost ASGI layer: request id, status metrics, header limits, and the last word on exceptions.
+"""The outermost ASGI layer: request id, status metrics, header limits, requests in hand, the last word on exceptions.
 
 Pure ASGI (a wrapper per request, one frame per send), so that it costs streams nothing. Every answer carries
 `x-request-id`: the client's when it is printable, cut to 128 characters, else a fresh one.
@@ -10,6 +10,7 @@ import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cluster.gateway.draining import Draining
 from cluster.gateway.http_errors import error_response
 from cluster.gateway.metrics import GatewayMetrics
 from workers.errors import RequestRefused
@@ -17,15 +18,17 @@ from workers.errors import RequestRefused
 log = logging.getLogger("tandem.gateway")
 MAX_HEADER_BYTES = 32 * 1024
 MAX_ID_CHARS = 128
+CLOSE = ((b"connection", b"close"),)
 _UNSAFE = re.compile(rb"[^\w.:/+=@-]", re.ASCII)
 
 
 class Envelope:
     """Wraps the app."""
 
-    def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, draining: Draining) -> None:
         self._app = app
         self._metrics = metrics
+        self._draining = draining
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -39,10 +42,12 @@ class Envelope:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                own = [(b"x-request-id", request_id), *(CLOSE if self._draining.begun else ())]
+                message["headers"] = [*message.get("headers", ()), *own]
                 self._metrics.http_answered(scope.get("tandem.route", "unknown"), message["status"])
             await send(message)
 
+        self._draining.enter()
         try:
             _check_headers(scope)
             await self._app(scope, receive, send_with_id)
@@ -52,6 +57,8 @@ class Envelope:
             if not isinstance(error, RequestRefused):
                 log.exception("request %s failed", scope["tandem.request_id"])
             await error_response(error)(scope, receive, send_with_id)
+        finally:
+            self._draining.leave()
 
 
 def choose_request_id(headers: list[tuple[bytes, bytes]]) -> bytes:

@@ -31,7 +31,8 @@ async def live(_: GatewayState, __: Request, ___: Principal) -> Response:
 
 
 async def ready(state: GatewayState, _: Request, __: Principal) -> Response:
-    """200 while a group takes requests and makes progress, else 503."""
+    """200 while a group takes requests and makes progress and the service is not on its way out, else 503."""
+    state.draining.check()
     if not state.backend.ready():
         raise RequestRefused("No worker group is ready.", code="service_unavailable", status=503)
     return json_response({"status": "ok"})

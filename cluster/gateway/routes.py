@@ -66,7 +66,7 @@ def build_gateway_app(state: GatewayState) -> FastAPI:
     app.router.redirect_slashes = False
     app.add_exception_handler(TandemError, on_tandem_error)
     app.add_exception_handler(HTTPException, on_tandem_error)
-    app.add_middleware(Envelope, metrics=state.metrics)
+    app.add_middleware(Envelope, metrics=state.metrics, draining=state.draining)
     specs = [*ROUTES, RouteSpec("GET", OPENAPI_PATH, AuthLevel.OPEN, _document_handler())]
     for spec in specs:
         app.router.routes.append(Route(spec.path, _endpoint(state, spec), methods=[spec.method]))
@@ -79,6 +79,8 @@ def _endpoint(state: GatewayState, spec: RouteSpec) -> Callable[[Request], Await
     async def endpoint(request: Request) -> Response:
         request.scope["tandem.route"] = spec.path
         principal = check_level(spec.level, state.auth, request.headers.get("authorization"))
+        if spec.method == "POST":
+            state.draining.check()
         return await spec.handler(state, request, principal)
 
     endpoint.__doc__ = spec.handler.__doc__

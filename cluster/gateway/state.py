@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from cluster.gateway.auth import Authenticator, StaticKeys
 from cluster.gateway.backend import Backend
+from cluster.gateway.draining import Draining
 from cluster.gateway.metrics import GatewayMetrics
 from cluster.gateway.owners import TaskOwner, TextWorkers
 from configs.schema import GatewaySettings
@@ -80,6 +81,7 @@ class GatewayState:
     metrics: GatewayMetrics
     tasks: TaskOwner
     text: TextWorkers
+    draining: Draining
     times: GatewayTimes
     extra_stop_token_ids: tuple[int, ...]
     fingerprint: str
@@ -128,6 +130,7 @@ def make_state(
         metrics=GatewayMetrics(registry, settings.metrics_prefix, model_names[0]),
         tasks=TaskOwner(),
         text=TextWorkers(),
+        draining=Draining(),
         times=times if times is not None else GatewayTimes(),
         extra_stop_token_ids=tuple(sorted(tokenizer.eos_token_ids - known)),
         fingerprint=fingerprint,

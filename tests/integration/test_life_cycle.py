@@ -186,6 +186,27 @@ def test_a_second_signal_does_not_wait_for_requests() -> None:
         service.check_gone()
 
 
+def test_a_drain_ends_short_streams_well_cuts_long_ones_cleanly_and_refuses_late_requests() -> None:
+    asked = {"model": "demo", "prompt": PROMPT, "ignore_eos": True}
+    with tandem_serve("demo", "--device", "cpu", "-dp", "2", "--shutdown-timeout", "2") as service:
+        long = [Stream(service, {**asked, "max_tokens": 2000, "n": 16}) for _ in range(4)]
+        short = [Stream(service, {**asked, "max_tokens": 30}) for _ in range(4)]
+        service.interrupt()
+        wait_for(lambda: service.get("/readyz").status_code == 503, 5, "the gateway drains")
+        late = service.post("/v1/completions", {**asked, "max_tokens": 4})
+        assert (late.status_code, late.json()["error"]["code"]) == (503, "service_unavailable")
+        assert late.headers["retry-after"] and late.headers["x-request-id"] and late.headers["connection"] == "close"
+        assert service.get("/livez").status_code == 200
+        for stream in short:
+            assert stream.join()[-1] == "data: [DONE]" and not any('"error"' in line for line in stream.join())
+        for stream in long:
+            *_, error, done = stream.join()
+            assert done == "data: [DONE]" and "shutting down" in error
+        assert service.process.wait(20) == 0
+        service.check_gone()
+        assert "Traceback" not in service.output
+
+
 def test_a_rank_that_cannot_load_ends_the_start_with_one_line(tmp_path: Path) -> None:
     """Found only when the weights are read: the launcher says it and leaves nothing."""
     folder = tmp_path / "broken"

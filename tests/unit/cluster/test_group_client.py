@@ -102,6 +102,19 @@ async def test_tokens_come_in_order_with_one_end_and_the_bill(service: Service) 
     await until(lambda: not service.client._attempts)
 
 
+async def test_refusing_all_ends_what_runs_and_what_comes_later(slow_service: Service) -> None:
+    client = slow_service.client
+    stream = await client.submit(request("r", 5000))
+    first = await anext(stream)
+    client.refuse_all(RequestRefused("closing", code="service_unavailable", status=503))
+    with pytest.raises(RequestRefused, match="closing"):
+        await read_all(stream)
+    with pytest.raises(RequestRefused, match="closing"):
+        await client.submit(request("late"))
+    assert first and slow_service.groups
+    await until(lambda: not client._attempts)
+
+
 async def test_many_at_once_do_not_mix(service: Service) -> None:
     streams = [await service.client.submit(request(f"r{i}", 1 + i % 40, [1000 * i])) for i in range(200)]
     answers = await asyncio.gather(*(read_all(s) for s in streams))
