@@ -35,6 +35,19 @@ HISTOGRAMS: tuple[tuple[str, str, str], ...] = (
     ("request_queue_time_seconds", "From arrival to the first step.", "queue_time_s"),
     ("iteration_tokens_total", "Tokens in a step.", "iteration_tokens"),
 )
+OFFLOAD_BYTES: tuple[tuple[str, str, str], ...] = (
+    ("load", "KV bytes copied from host memory to the device.", "load"),
+    ("store", "KV bytes copied from the device to host memory.", "store"),
+    ("spill", "KV bytes written to disk.", "spill"),
+    ("fetch", "KV bytes read from disk.", "fetch"),
+)
+OFFLOAD_FAMILIES: tuple[tuple[str, str, str, str], ...] = (
+    ("kv_offload_failed_blocks_total", "Blocks whose copy failed.", "counter", "failed_blocks"),
+    ("kv_offload_loaded_tokens_total", "Prompt tokens copied instead of computed.", "counter", "loaded_tokens"),
+    ("kv_offload_swapped_out_total", "Preemptions whose KV was kept below the device.", "counter", "swapped_out"),
+    ("kv_host_blocks", "KV blocks held in host memory.", "gauge", "host_blocks"),
+    ("kv_host_slots", "KV blocks that host memory can hold.", "gauge", "host_slots"),
+)
 
 
 def render(records: Iterable[GroupRecord], prefix: str, redis_away: bool) -> str:
@@ -51,10 +64,25 @@ def render(records: Iterable[GroupRecord], prefix: str, redis_away: bool) -> str
     _family(lines, f"{prefix}:admission_rejections_total", "Requests refused, by reason.", "counter", rejected)
     for name, text, field in HISTOGRAMS:
         _histogram(lines, f"{prefix}:{name}", text, [(tags, getattr(s, field)) for tags, s in engines])
+    _offload_families(lines, prefix, engines)
     info = ((tags | {"block_size": str(s.block_size), "num_gpu_blocks": str(s.num_blocks)}, 1) for tags, s in engines)
     _family(lines, f"{prefix}:cache_config_info", "Shape of each group's KV cache.", "gauge", info)
     _family(lines, f"{prefix}:redis_away", "1 while Redis does not answer.", "gauge", [({}, int(redis_away))])
     return "\n".join(lines) + "\n"
+
+
+def _offload_families(lines: list[str], prefix: str, engines: list[tuple[dict[str, str], EngineStats]]) -> None:
+    """Of groups that have tiers below the device."""
+    tiers = [(tags, s.offload) for tags, s in engines if s.offload is not None]
+    if not tiers:
+        return
+    for name, text, kind in OFFLOAD_BYTES:
+        samples = ((tags, t.blocks[kind] * t.block_bytes) for tags, t in tiers)
+        _family(lines, f"{prefix}:kv_offload_{name}_bytes", text, "counter", samples)
+    seconds = ((tags | {"kind": kind}, value) for tags, t in tiers for kind, value in t.copy_s.items())
+    _family(lines, f"{prefix}:kv_offload_seconds_total", "Seconds of copying, by kind.", "counter", seconds)
+    for name, text, kind, field in OFFLOAD_FAMILIES:
+        _family(lines, f"{prefix}:{name}", text, kind, ((tags, getattr(t, field)) for tags, t in tiers))
 
 
 def decode_stats(record: GroupRecord) -> EngineStats | None:

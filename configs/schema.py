@@ -42,13 +42,18 @@ class ParallelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The paged KV cache of one rank. Sizes are bytes per rank; `num_blocks` overrides every size."""
+    """The paged KV cache. Device sizes are bytes per rank, `num_blocks` overrides them; host and disk sizes are GiB per
+    group, summed over its ranks, None: no such tier."""
 
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
+    kv_offloading_gib: float | None = None
+    kv_disk_path: str | None = None
+    kv_disk_gib: float | None = None
+    kv_eviction: Literal["lru", "cost"] = "lru"
 
 
 class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

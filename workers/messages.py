@@ -211,6 +211,52 @@ class StepResult(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only
     wait_s: float = 0.0
 
 
+# ---- coordinator <-> ranks: KV between tiers -------------------------------------------------------------------
+
+TransferKind = Literal["store", "load", "spill", "fetch"]
+
+
+class Transfer(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="transfer"):
+    """To every rank, beside the plans: move the KV of these blocks, each rank its own shard.
+
+    store: device -> host, load: host -> device, spill: host -> disk, fetch: disk -> host. `slots` are host slots;
+    block_ids (store, load) device blocks; keys (spill, fetch) name files; `dropped` files are removed first.
+    """
+
+    ticket: int
+    kind: TransferKind
+    slots: list[int]
+    block_ids: list[int] = []
+    keys: list[bytes] = []
+    dropped: list[bytes] = []
+
+
+class TransferDone(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="transferred"):
+    """From a rank: its part of a ticket is over. `failed`: places in the ticket whose bytes did not arrive.
+
+    Ticket 0 is the first word of a rank's mover: it listens. `error` says what went wrong, `disk_error` that the disk
+    takes no more. copy_s: seconds the bytes took.
+    """
+
+    rank: int
+    ticket: int
+    failed: list[int] = []
+    error: str | None = None
+    disk_error: bool = False
+    copy_s: float = 0.0
+
+
+class RankTiers(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """The lower tiers as one rank sees them: host slots (of its own block_bytes each), where their memory comes from
+    (None: its own), its folder on disk, and the digest of what makes bytes readable (offload/layout.py)."""
+
+    num_slots: int
+    layout: bytes
+    host_socket: str | None = None
+    host_token: str | None = None
+    disk_folder: str | None = None
+
+
 # ---- coordinator <-> ranks: life cycle --------------------------------------------------------------------------
 
 
@@ -261,12 +307,14 @@ class AllocateKV(msgspec.Struct, frozen=True, array_like=True, tag="allocate"):
     """To every rank: allocate this many KV blocks (the least that any rank can hold), warm up, and say Ready."""
 
     num_blocks: int
+    tiers: RankTiers | None = None
 
 
 class RankReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """From a rank: steps may come."""
+    """From a rank: steps may come. `tiers_error`: why it has no lower tiers although they were asked for."""
 
     rank: int
+    tiers_error: str | None = None
 
 
 class RankFailed(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="failed"):
@@ -282,6 +330,7 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
 
 
 ToRank = RankSetup | AllocateKV | StepPlan | Shutdown
-FromRank = Hello | RankListening | RankLoaded | RankReady | RankFailed | StepResult
+ToMover = Transfer | Shutdown
+FromRank = Hello | RankListening | RankLoaded | RankReady | RankFailed | StepResult | TransferDone
 ToGateway = DeltaBatch
 FromGateway = Abort

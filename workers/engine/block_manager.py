@@ -6,7 +6,7 @@ Called by the scheduler and by whoever applies results; moves no bytes (copies a
 """
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
@@ -77,13 +77,18 @@ class BlockManager:
         if not self._caching:
             return []
         found: list[int] = []
-        lookup, count = self.pool.lookup, (len(token_ids) - 1) // self.block_size
-        for key in islice(self._keys(table, token_ids, count), count):
+        lookup = self.pool.lookup
+        for key in self.prefix_keys(table, token_ids):
             block_id = lookup(key)
             if block_id is None:
                 break
             found.append(block_id)
         return found
+
+    def prefix_keys(self, table: BlockTable, token_ids: Sequence[int]) -> Iterator[bytes]:
+        """Keys of the leading full blocks that could be found; at least the last token is left to compute."""
+        count = (len(token_ids) - 1) // self.block_size
+        return islice(self._keys(table, token_ids, count), count)
 
     def admit(self, table: BlockTable, num_tokens: int, hits: Sequence[int] = (), reserve: int = 0) -> bool:
         """Fills an empty table for num_tokens tokens: `hits` (from match_prefix) first, fresh blocks after them.
@@ -151,6 +156,7 @@ class BlockManager:
 
     def forget(self, table: BlockTable) -> None:
         """Its published blocks are found no more (a step over them went wrong); other users keep what they have."""
+        table.num_committed = 0
         for block_id in table.block_ids:
             self.pool.forget(block_id)
 
@@ -182,12 +188,20 @@ class BlockManager:
 
     # ---- laws, for tests ----
 
-    def check_laws(self, tables: Iterable[BlockTable]) -> None:
-        """Asserts the pool's laws against these tables, which must be all that hold blocks."""
+    def check_laws(
+        self, tables: Iterable[BlockTable], loading: Iterable[int] = (), storing: Iterable[int] = ()
+    ) -> None:
+        """Asserts the pool's laws against these tables, which must be all that hold blocks, and the blocks that open
+        tickets use (loading, one entry per use) or read (storing)."""
         uses: dict[int, int] = {}
         for table in tables:
             assert table.capacity == len(table.block_ids) * self.block_size
             assert len(set(table.block_ids)) == len(table.block_ids), "a block is twice in one table"
             for block_id in table.block_ids:
                 uses[block_id] = uses.get(block_id, 0) + 1
-        self.pool.check_laws(uses)
+        for block_id in loading:
+            uses[block_id] = uses.get(block_id, 0) + 1
+        holds: dict[int, int] = {}
+        for block_id in storing:
+            holds[block_id] = holds.get(block_id, 0) + 1
+        self.pool.check_laws(uses, holds)

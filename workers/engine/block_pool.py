@@ -7,8 +7,8 @@ A block is in exactly one of four states (laws: their counts add up to num_block
       |                   |   `--- no step names it ---'                        |
       `---- evicted ------+------------------------ acquire (prefix hit) -------'
 
-Called by the block manager only; never touches KV bytes. Steps are the plans sent to ranks: a block whose last user
-let go while a plan that names it is in flight stays `pending` until that plan's result is back.
+Called by the block manager and the offload; never touches KV bytes. Steps are the plans sent to ranks: a block whose
+last user let go while a plan that names it is in flight, or while a copy reads it (hold), stays `pending` until then.
 Paged KV with reference counts is vLLM's PagedAttention; eviction is least recently used, unpublished blocks first.
 """
 
@@ -31,6 +31,7 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._named_until = [0] * num_blocks
         self._pending = [False] * num_blocks
+        self._holds: dict[int, int] = {}
         self._pending_by_step: dict[int, list[int]] = {}
 
     # ---- queries ----
@@ -50,6 +51,11 @@ class BlockPool:
         """Blocks that a sequence refers to or a plan in flight names."""
         return self.num_blocks - self.num_allocatable
 
+    @property
+    def num_held(self) -> int:
+        """Blocks that a copy to another tier reads now."""
+        return len(self._holds)
+
     def lookup(self, key: bytes) -> int | None:
         """The block that holds this content, used or not."""
         return self._index.get(key)
@@ -59,8 +65,8 @@ class BlockPool:
         return self._refs[block_id] == 0 and not self._pending[block_id]
 
     def is_exclusive(self, block_id: int) -> bool:
-        """Whether its one user may write it: nobody else, the index included, counts on its content."""
-        return self._refs[block_id] == 1 and self._keys[block_id] is None
+        """Whether its one user may write it: nobody else, index and copies included, counts on its content."""
+        return self._refs[block_id] == 1 and self._keys[block_id] is None and block_id not in self._holds
 
     # ---- commands ----
 
@@ -114,25 +120,46 @@ class BlockPool:
                 del self._cached[block_id]
                 self._free.append(block_id)
 
+    def hold(self, block_ids: Iterable[int]) -> None:
+        """A copy is going to read these blocks, which have users now: not written, not reused until unhold."""
+        for block_id in block_ids:
+            assert self._refs[block_id] > 0 or self._pending[block_id], f"block {block_id} held without a user"
+            self._holds[block_id] = self._holds.get(block_id, 0) + 1
+
+    def unhold(self, block_ids: Iterable[int]) -> None:
+        """The copy is over. Order given = eviction order of those that fall idle."""
+        for block_id in block_ids:
+            left = self._holds[block_id] - 1
+            if left:
+                self._holds[block_id] = left
+                continue
+            del self._holds[block_id]
+            if self._pending[block_id] and self._named_until[block_id] <= self.done_step:
+                self._settle(block_id)
+
     def retire(self, step_id: int) -> None:
         """Step `step_id` has returned from every rank (steps return in order): what only it still named falls idle."""
         self.done_step = step_id
         for block_id in self._pending_by_step.pop(step_id, ()):
-            if self._pending[block_id] and self._named_until[block_id] <= step_id:
-                self._pending[block_id] = False
-                self.num_pending -= 1
-                self._make_idle(block_id)
+            if self._pending[block_id] and self._named_until[block_id] <= step_id and block_id not in self._holds:
+                self._settle(block_id)
 
     # ---- inside ----
 
     def _let_go(self, block_id: int) -> None:
         until = self._named_until[block_id]
-        if until > self.done_step:
-            self._pending[block_id] = True
-            self.num_pending += 1
-            self._pending_by_step.setdefault(until, []).append(block_id)
-        else:
+        if until <= self.done_step and block_id not in self._holds:
             self._make_idle(block_id)
+            return
+        self._pending[block_id] = True
+        self.num_pending += 1
+        if until > self.done_step:
+            self._pending_by_step.setdefault(until, []).append(block_id)
+
+    def _settle(self, block_id: int) -> None:
+        self._pending[block_id] = False
+        self.num_pending -= 1
+        self._make_idle(block_id)
 
     def _make_idle(self, block_id: int) -> None:
         if self._keys[block_id] is None:
@@ -153,8 +180,9 @@ class BlockPool:
 
     # ---- laws, for tests ----
 
-    def check_laws(self, uses: dict[int, int]) -> None:
-        """Asserts the laws of the docstring against the true number of uses of each block. O(num_blocks)."""
+    def check_laws(self, uses: dict[int, int], holds: dict[int, int] | None = None) -> None:
+        """Asserts the laws of the docstring against the true number of uses and copies of each block. O(num_blocks)."""
+        assert self._holds == (holds or {}), "holds(b) is not its number of copies"
         free, cached = set(self._free), set(self._cached)
         pending = {b for b in range(self.num_blocks) if self._pending[b]}
         referenced = {b for b in range(self.num_blocks) if self._refs[b] > 0}
@@ -170,5 +198,6 @@ class BlockPool:
             assert key is None or self._index.get(key) == block_id, f"key of block {block_id} is not in the index"
             if block_id in free or block_id in cached:
                 assert self._named_until[block_id] <= self.done_step, f"block {block_id} idle while a step names it"
+                assert block_id not in self._holds, f"block {block_id} idle while a copy reads it"
         assert len(self._index) == sum(key is not None for key in self._keys), "the index names a block that has no key"
         assert all(self._keys[b] is None for b in free) and all(self._keys[b] is not None for b in cached)

@@ -13,7 +13,9 @@ from typing import Protocol
 from configs.schema import EngineSettings, SchedulerSettings
 from workers.engine.admission import ArrivalQueue, Deadlines, ModelFacts, QueueLimits, WaitingQueue, check_request
 from workers.engine.block_manager import BlockManager
+from workers.engine.copy_costs import CopyCosts
 from workers.engine.executor import Executor, ExecutorReady
+from workers.engine.kv_offload import KVOffload
 from workers.engine.pacing import NoPacer, Pacer, StepPacer
 from workers.engine.results import ResultApplier
 from workers.engine.scheduler import Flight, Scheduler
@@ -71,8 +73,20 @@ class Engine:
         self._max_len = min(facts.max_model_len, self._manager.num_slots + 1)
         self._pacer = _pacer(settings.scheduler, settings.cache.block_size)
         self._waiting: WaitingQueue = ArrivalQueue() if waiting is None else waiting
+        self._costs = CopyCosts()
+        self._offload: KVOffload | None = None
+        if ready.store is not None:
+            send = executor.transfer
+            self._offload = KVOffload(self._manager, ready.store, send, ready.num_ranks, self._costs, clock)
+        self._block_bytes = ready.block_bytes
         self._scheduler = Scheduler(
-            settings.scheduler, self._manager, self._waiting, self._pacer, relay=stages > 1, depth=self._depth
+            settings.scheduler,
+            self._manager,
+            self._waiting,
+            self._pacer,
+            relay=stages > 1,
+            depth=self._depth,
+            tiers=self._offload,
         )
         self._collector = Collector()
         self._eos = frozenset(facts.eos_token_ids)
@@ -128,8 +142,8 @@ class Engine:
             self._close(state)
 
     def has_work(self) -> bool:
-        """Whether step() has something to do: unfinished requests, or plans whose results are due."""
-        return bool(self._requests or self._flights)
+        """Whether step() has something to do: unfinished requests, plans whose results are due, open transfers."""
+        return bool(self._requests or self._flights) or (self._offload is not None and self._offload.is_busy)
 
     # ---- steps ----
 
@@ -138,7 +152,7 @@ class Engine:
 
         Returns whether anything was submitted, applied or ended; False means: nothing to do, or the ranks are busy.
         """
-        progress = self._end_early()
+        progress = self._end_early() | self._take_transfers()
         started_s = self._clock()
         while len(self._flights) < self._depth and (scheduled := self._scheduler.schedule()) is not None:
             flight, plan = scheduled
@@ -150,17 +164,18 @@ class Engine:
             progress = True
         submitted_s = self._clock()
         self._collector.schedule_s += submitted_s - started_s
-        if not self._flights:
+        if not self._flights and (progress or self._offload is None or not self._offload.is_busy):
             return progress
         result = self._executor.wait(RESULT_WAIT_S)
         now_s = self._clock()
         self._collector.wait_s += now_s - submitted_s
         if result is None:
-            return progress
+            return self._take_transfers() or progress
         flight = self._flights.popleft()
         deltas, ended = self._results.apply(flight, result, now_s)
         self._collector.device_s += result.device_s
         self._pacer.observe(flight.num_prompt_tokens, result.device_s)
+        self._costs.observe_step(flight.num_prompt_tokens, flight.num_decode, result.device_s)
         if deltas:
             self._sink.deltas(deltas)
         for state in ended:
@@ -209,13 +224,30 @@ class Engine:
             e2e_latency_s=collector.e2e_latency.snapshot(),
             queue_time_s=collector.queue_time.snapshot(),
             iteration_tokens=collector.iteration_tokens.snapshot(),
+            offload=None if self._offload is None else self._offload.stats(self._block_bytes),
         )
 
     def check_laws(self) -> None:
         """Asserts the block laws over all live sequences; for tests. O(blocks + sequences)."""
-        self._manager.check_laws(seq.table for state in self._requests.values() for seq in state.sequences)
+        tables = (seq.table for state in self._requests.values() for seq in state.sequences)
+        if self._offload is None:
+            self._manager.check_laws(tables)
+            return
+        self._manager.check_laws(tables, self._offload.table_uses(), self._offload.held())
+        self._offload.check_laws()
 
     # ---- inside ----
+
+    def _take_transfers(self) -> bool:
+        """Applies what ranks said of their transfers; sequences whose wait is over go on to the queue."""
+        offload = self._offload
+        if offload is None or not offload.is_busy:
+            return False
+        messages = self._executor.transfers_done()
+        ready = [seq for message in messages for seq in offload.done(message)]
+        for seq in [*ready, *offload.overdue()]:
+            self._scheduler.requeue(seq)
+        return bool(messages)
 
     def _supersede(self, older: RequestState) -> None:
         """Ends an older epoch of a request: whoever sent the newer one has given the older one up."""

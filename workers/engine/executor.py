@@ -8,11 +8,15 @@ from typing import Protocol
 
 import msgspec
 
-from workers.messages import StepPlan, StepResult
+from offload.tiered_store import TieredStore
+from workers.messages import StepPlan, StepResult, Transfer, TransferDone
 
 
 class ExecutorReady(msgspec.Struct, frozen=True, kw_only=True):
-    """What the ranks turned out to be. num_blocks: KV blocks that every rank holds (the least of all ranks)."""
+    """What the ranks turned out to be. num_blocks: KV blocks that every rank holds (the least of all ranks).
+
+    store: the tiers below the device, when there are any; tier_notes: what was chosen for them, or why there are none.
+    """
 
     num_blocks: int
     pipeline_parallel_size: int
@@ -23,6 +27,9 @@ class ExecutorReady(msgspec.Struct, frozen=True, kw_only=True):
     block_bytes: int
     load_s: float
     rank_pids: tuple[int, ...] = ()
+    num_ranks: int = 1
+    store: TieredStore | None = None
+    tier_notes: tuple[str, ...] = ()
 
 
 class Executor(Protocol):
@@ -37,7 +44,16 @@ class Executor(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> StepResult | None:
-        """The next result in plan order, or None after timeout_s. GroupLost when a rank has died."""
+        """The next result in plan order, or None after timeout_s or when a transfer is done. GroupLost when a rank has
+        died."""
+        ...
+
+    def transfer(self, transfer: Transfer) -> None:
+        """Hands a move between tiers to every rank; it runs beside the plans. Only with `store` in the answer."""
+        ...
+
+    def transfers_done(self) -> list[TransferDone]:
+        """What ranks have answered since the last call."""
         ...
 
     def close(self) -> None:

@@ -14,10 +14,11 @@ Called by the engine: add, schedule, returned, finish. Knows no clock, no output
 
 from bisect import insort
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from configs.schema import SchedulerSettings
 from workers.engine.admission import WaitingQueue
-from workers.engine.block_manager import BlockManager
+from workers.engine.block_manager import BlockManager, BlockTable
 from workers.engine.pacing import Pacer
 from workers.engine.sequence import QUEUED, Sequence, Status
 from workers.messages import RowInit, RowWork, StepPlan
@@ -46,6 +47,43 @@ class Flight:
         )
 
 
+class LowerTiers(Protocol):
+    """What the scheduler asks of the tiers below the device (kv_offload.py)."""
+
+    def load(self, seq: Sequence, reserve: int) -> bool:
+        """Starts bringing up what is found of its prefix; True: it waits for that and is given back to requeue()."""
+        ...
+
+    def drop(self, seq: Sequence) -> None:
+        """A sequence that waits, for a load or in the queue, waits no more."""
+        ...
+
+    def store(self, table: BlockTable) -> None:
+        """The blocks of a sequence that has ended, which still holds them, begin their way down."""
+        ...
+
+    def swap_out(self, table: BlockTable) -> None:
+        """The same for a preempted one, if coming back that way is cheaper than computing again."""
+        ...
+
+
+class NoTiers:
+    """Only the device."""
+
+    def load(self, seq: Sequence, reserve: int) -> bool:
+        del seq, reserve
+        return False
+
+    def drop(self, seq: Sequence) -> None:
+        del seq
+
+    def store(self, table: BlockTable) -> None:
+        del table
+
+    def swap_out(self, table: BlockTable) -> None:
+        del table
+
+
 class Scheduler:
     """One group's rows and running order. `relay` (PP > 1): sampled tokens travel back through plans, so a sequence
     waits for its sample; otherwise ranks append it themselves and the next step may be planned before it is known."""
@@ -59,11 +97,13 @@ class Scheduler:
         *,
         relay: bool,
         depth: int,
+        tiers: LowerTiers | None = None,
     ) -> None:
         self.waiting = waiting
         self.num_preemptions = 0
         self.done_step = 0
         self._manager = manager
+        self._tiers: LowerTiers = NoTiers() if tiers is None else tiers
         self._pacer = pacer
         self._relay = relay
         self._depth = depth
@@ -87,8 +127,15 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """A sequence may come in as soon as there is room."""
-        seq.status = Status.WAITING
         seq.num_known = len(seq.tokens)
+        self.requeue(seq)
+
+    def requeue(self, seq: Sequence) -> None:
+        """Into the queue, or first to wait for what a lower tier has of its prefix."""
+        if self._tiers.load(seq, self._reserve):
+            seq.status = Status.LOADING
+            return
+        seq.status = Status.PREEMPTED if seq.bound_step else Status.WAITING
         self.waiting.push(seq)
 
     def schedule(self) -> tuple[Flight, StepPlan] | None:
@@ -122,8 +169,12 @@ class Scheduler:
         """Takes a sequence out, wherever it is, and lets go of all it holds. Its results in flight are discarded."""
         if seq.status in QUEUED:
             self.waiting.remove(seq)
+            self._tiers.drop(seq)
+        elif seq.status is Status.LOADING:
+            self._tiers.drop(seq)
         elif seq.status is Status.RUNNING:
             self._any_finished = True
+            self._tiers.store(seq.table)
             self._unbind(seq)
         seq.status = Status.FINISHED
 
@@ -192,10 +243,11 @@ class Scheduler:
         return added
 
     def _preempt(self, seq: Sequence) -> None:
-        """Back to the queue without blocks; its samples in flight still count, its KV is computed again later."""
+        """Back to the queue without blocks; its samples in flight still count, its KV is loaded or computed again."""
+        self._tiers.swap_out(seq.table)
         self._unbind(seq)
         seq.status = Status.PREEMPTED
-        seq.num_scheduled = seq.num_computed = 0
+        seq.num_scheduled = seq.num_computed = seq.num_loads = 0
         self.num_preemptions += 1
         self.waiting.push(seq)
 
@@ -232,11 +284,15 @@ class Scheduler:
         while budget > 0 and self._free_rows and (seq := self.waiting.peek()) is not None:
             if seq.last_step > self.done_step:
                 return  # preempted, with samples still in flight
+            if self._tiers.load(seq, self._reserve):
+                self.waiting.remove(seq)
+                seq.status = Status.LOADING
+                continue
             admitted = self._share_prompt(flight, seq) or self._find_prefix(seq)
             if not admitted:
                 return
             self.waiting.remove(seq)
-            if seq.status is Status.WAITING:
+            if not seq.bound_step:
                 flight.admitted.append((seq, seq.num_scheduled))
             self._bind(flight, seq)
             budget -= self._give(flight, seq, budget, list(seq.table.block_ids))

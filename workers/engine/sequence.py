@@ -17,9 +17,11 @@ from workers.messages import Ended, FinishReason, GenerationRequest, RowSampling
 
 
 class Status(Enum):
-    """HELD: waits for the prompt that another choice computes. PREEMPTED: lost its blocks, waits to compute again."""
+    """HELD: waits for the prompt that another choice computes. LOADING: waits for KV that comes up from a lower tier.
+    PREEMPTED: lost its blocks, waits to compute or load them again."""
 
     HELD = "held"
+    LOADING = "loading"
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
@@ -37,7 +39,8 @@ class Sequence:
     tokens: prompt, then output. max_len: len(tokens) at which it ends with "length" (max_tokens, context or KV pool).
     min_len: len(tokens) below which no stop id ends it. order: (priority, arrival, choice), the smaller the earlier.
     row: its place in the ranks' tables while running. num_sent: leading tokens that the ranks know (PP > 1).
-    bound_step, last_step: the first plan of its present row, the newest plan that names it.
+    bound_step, last_step: the first plan of its present row (0: never had one), the newest plan that names it.
+    num_loads: how often it waited for a lower tier since it last lost (or never had) its blocks.
     kept: output tokens that are billed; None means all.
     """
 
@@ -58,6 +61,7 @@ class Sequence:
     num_sent: int = 0
     bound_step: int = 0
     last_step: int = 0
+    num_loads: int = 0
     last_token_s: float | None = None
     finish_reason: FinishReason | None = None
     kept: int | None = None

@@ -51,6 +51,25 @@ class Histogram:
 
 
 @dataclass(frozen=True)
+class OffloadStats:
+    """The tiers below the device. Blocks and seconds by kind of move, counted from the start.
+
+    block_bytes: of all ranks. host_blocks: blocks that the host holds now. swapped_out, recomputed: preemptions by how
+    the sequence comes back. loaded_tokens: prompt tokens that were copied instead of computed.
+    """
+
+    block_bytes: int
+    host_slots: int
+    host_blocks: int
+    blocks: dict[str, int]
+    copy_s: dict[str, float]
+    failed_blocks: int
+    swapped_out: int
+    recomputed: int
+    loaded_tokens: int
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """One engine at one moment. Counters (tokens, seconds, events) count from its start.
 
@@ -86,6 +105,7 @@ class EngineStats:
     e2e_latency_s: HistogramStats
     queue_time_s: HistogramStats
     iteration_tokens: HistogramStats
+    offload: OffloadStats | None = None
 
 
 @dataclass(slots=True, eq=False)

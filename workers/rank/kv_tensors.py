@@ -44,6 +44,11 @@ class KVCache:
             slab = torch.zeros(shape, dtype=dtype, device=device)
         return cls(slab, KVTensors(list(slab[:num_layers]), list(slab[num_layers:]), block_size))
 
+    @property
+    def planes(self) -> list[torch.Tensor]:
+        """All memory of the cache, layer by layer, keys before values: dim 0 of each is the block."""
+        return [plane for pair in zip(self.tensors.keys, self.tensors.values, strict=True) for plane in pair]
+
     def clear(self, block_ids: list[int]) -> None:
         """Zeroes blocks that a row gets to write.
 

@@ -14,12 +14,14 @@ import torch
 
 from configs.errors import SettingsError
 from configs.schema import EngineSettings
+from offload.transfer import bytes_per_slot
 from parallel.context import ParallelContext
 from parallel.pipeline import StageLink
 from workers.attention.select import select_attention
-from workers.messages import RankLoaded, RowInit, RowSampling, RowWork, StepPlan
+from workers.messages import RankLoaded, RankTiers, RowInit, RowSampling, RowWork, StepPlan
 from workers.models.decoder import Decoder, build_decoder
 from workers.models.spec import ArchSpec
+from workers.rank.kv_mover import Inbox, KVMover, open_slab
 from workers.rank.kv_tensors import KVCache, block_bytes
 from workers.rank.memory import KVNeeds, available_bytes, cpu_blocks, cuda_blocks
 from workers.rank.model_runner import ModelRunner
@@ -67,6 +69,12 @@ class LoadedRank:
         runner = ModelRunner(decoder, context, kv, table, self.device, link)
         _warm_up(runner, self.max_model_len, block_size, relays=context.pp_size > 1)
         return runner
+
+    def open_mover(self, runner: ModelRunner, tiers: RankTiers, inbox: Inbox) -> KVMover:
+        """The rank's copies between tiers, ready to start. OSError when the host memory cannot be had."""
+        planes = runner.kv.planes
+        slab = open_slab(tiers, bytes_per_slot(planes), self.device)
+        return KVMover(self.facts.rank, planes, slab, tiers, inbox)
 
 
 def load_single(settings: EngineSettings) -> LoadedRank:

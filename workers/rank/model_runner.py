@@ -44,7 +44,7 @@ class ModelRunner:
     ) -> None:
         self._model = model
         self._context = context
-        self._kv = kv
+        self.kv = kv
         self._table = table
         self._device = device
         self._link = link
@@ -57,8 +57,8 @@ class ModelRunner:
         """Runs a plan. The result on tp0 of the last stage, None elsewhere. No fault of a single row raises."""
         started_s = time.perf_counter()
         wait_s = started_s - self._idle_since_s
-        self._kv.clear(self._table.apply(plan))
-        self._kv.copy(plan.block_copies)
+        self.kv.clear(self._table.apply(plan))
+        self.kv.copy(plan.block_copies)
         rows: list[RowResult] = []
         if plan.work:
             batch = build_batch(plan, self._table, self._device)
@@ -77,7 +77,7 @@ class ModelRunner:
             before_s = time.perf_counter()
             hidden_TH = self._link.receive(batch.forward.num_tokens)
             received_s = time.perf_counter() - before_s
-        output = self._model.forward(batch.forward, self._kv.tensors, hidden_TH)
+        output = self._model.forward(batch.forward, self.kv.tensors, hidden_TH)
         if not self._context.is_last_stage:
             assert self._link is not None
             self._link.send(output)

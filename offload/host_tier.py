@@ -1,0 +1,152 @@
+"""The host tier's keys and slots: which block lies in which slot of the slab, which slots are free, which pinned.
+
+    free --prepare_store--> writing --complete_store--> stored (findable, evictable) <--> pinned (loads in flight)
+      ^                        | fail_store                |  eviction, forget
+      +------------------------+---------------------------+
+
+Called by tiered_store.py; moves no bytes. With a SlotIndex the keys of whole slots are also written into shared memory,
+cleared before a slot is used again, so that whoever comes after a crash finds only whole blocks.
+"""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from offload.eviction import EvictionPolicy
+
+
+class SlotIndex(Protocol):
+    """A persistent list of what each slot holds (offload/slot_index.py)."""
+
+    def write(self, slot: int, key: bytes) -> None: ...
+
+    def clear(self, slot: int) -> None: ...
+
+
+class NoIndex:
+    """For memory that ends with its owner."""
+
+    def write(self, slot: int, key: bytes) -> None:
+        del slot, key
+
+    def clear(self, slot: int) -> None:
+        del slot
+
+
+class HostTier:
+    """KVTier over slots 0..num_slots-1. `found`: (slot, key) of blocks that an earlier owner left whole."""
+
+    def __init__(
+        self,
+        num_slots: int,
+        policy: EvictionPolicy,
+        index: SlotIndex | None = None,
+        found: Iterable[tuple[int, bytes]] = (),
+    ) -> None:
+        self.num_slots = num_slots
+        self._policy = policy
+        self._index = index if index is not None else NoIndex()
+        self._slots: dict[bytes, int] = {}
+        self._costs: dict[bytes, float] = {}
+        self._writing: dict[bytes, int] = {}
+        self._pins: dict[bytes, int] = {}
+        for slot, key in found:
+            if key not in self._slots:
+                self._slots[key], self._costs[key] = slot, 1.0
+                self._policy.add(key, 1.0)
+        held = set(self._slots.values())
+        self._free = [slot for slot in range(num_slots - 1, -1, -1) if slot not in held]
+
+    # ---- queries ----
+
+    def has(self, key: bytes) -> bool:
+        return key in self._slots
+
+    def is_writing(self, key: bytes) -> bool:
+        return key in self._writing
+
+    def slot(self, key: bytes) -> int:
+        """Of a stored block."""
+        return self._slots[key]
+
+    @property
+    def num_stored(self) -> int:
+        return len(self._slots)
+
+    @property
+    def num_available(self) -> int:
+        """Slots that prepare_store could give out now."""
+        return len(self._free) + len(self._policy)
+
+    # ---- commands ----
+
+    def prepare_store(self, key: bytes, cost: float) -> int | None:
+        """A slot for a new block; None when it is here already or every slot is in use."""
+        if key in self._slots or key in self._writing:
+            return None
+        if not self._free and not self._evict():
+            return None
+        slot = self._free.pop()
+        self._writing[key] = slot
+        self._costs[key] = cost
+        return slot
+
+    def complete_store(self, key: bytes) -> None:
+        slot = self._writing.pop(key)
+        self._slots[key] = slot
+        self._index.write(slot, key)
+        self._policy.add(key, self._costs[key])
+
+    def fail_store(self, key: bytes) -> None:
+        self._free.append(self._writing.pop(key))
+        del self._costs[key]
+
+    def prepare_load(self, key: bytes) -> bool:
+        if key not in self._slots:
+            return False
+        pins = self._pins.get(key, 0)
+        if not pins:
+            self._policy.remove(key)
+        self._pins[key] = pins + 1
+        return True
+
+    def complete_load(self, key: bytes) -> None:
+        pins = self._pins[key] - 1
+        if pins:
+            self._pins[key] = pins
+            return
+        del self._pins[key]
+        if key in self._slots:
+            self._policy.add(key, self._costs[key])
+
+    def fail_load(self, key: bytes) -> None:
+        """Forgets the block at once; its slot is free when the last pin is gone."""
+        self.complete_load(key)
+        if key in self._slots and key not in self._pins:
+            self._policy.remove(key)
+            self._drop(key)
+
+    # ---- inside ----
+
+    def _evict(self) -> bool:
+        key = self._policy.victim()
+        if key is None:
+            return False
+        self._drop(key)
+        return True
+
+    def _drop(self, key: bytes) -> None:
+        slot = self._slots.pop(key)
+        del self._costs[key]
+        self._index.clear(slot)
+        self._free.append(slot)
+
+    # ---- laws, for tests ----
+
+    def check_laws(self) -> None:
+        """free + writing + stored = all slots, no slot twice, pins only on stored blocks, unpinned ones evictable."""
+        slots = [*self._free, *self._writing.values(), *self._slots.values()]
+        assert sorted(slots) == list(range(self.num_slots)), "free + writing + stored != all slots"
+        assert not self._writing.keys() & self._slots.keys(), "a block is written and stored"
+        assert self._pins.keys() <= self._slots.keys(), "a pin on a block that is not here"
+        assert len(self._policy) == len(self._slots) - len(self._pins), "evictable != stored - pinned"
+        assert self._costs.keys() == self._writing.keys() | self._slots.keys()

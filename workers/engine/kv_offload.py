@@ -1,0 +1,299 @@
+"""KV between the device and the tiers below it, for the scheduler: what to load before a sequence runs, what to keep.
+
+A load fills device blocks that the ticket holds; when it is over they are published and fall idle as cached blocks, so
+that the ordinary prefix match finds them and a waiting sequence never holds a block. A store reads published blocks,
+held until it is over. Ranks answer each ticket; a ticket whose bytes did not arrive is a miss, computed again.
+Owned by the engine, on its thread; knows no transport (send) and moves no bytes.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from offload.tiered_store import Kind, Ticket, TieredStore
+from workers.engine.block_manager import BlockManager, BlockTable
+from workers.engine.copy_costs import CopyCosts
+from workers.engine.sequence import Sequence
+from workers.engine.stats import OffloadStats
+from workers.messages import Transfer, TransferDone
+
+MAX_LOADS = 3
+"""A sequence that finds its loaded blocks evicted again and again is admitted with what there is."""
+PATIENCE = 4.0
+MIN_PATIENCE_S = 0.5
+COST_DEPTH_TOKENS = 4096
+"""Attention makes deeper blocks dearer to compute again: about twice as dear at this depth."""
+
+
+class _Found(NamedTuple):
+    """What the tiers hold of a prefix beyond the device: keys missing there, by place, and the device's own blocks."""
+
+    on_device: list[int]
+    from_host: list[bytes]
+    from_disk: list[bytes]
+    num_tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A ticket on its way: ranks that have not answered, places that failed, who waits for it, since when."""
+
+    ticket: Ticket
+    awaiting: set[int]
+    began_s: float
+    due_s: float
+    kept: list[int] = field(default_factory=list)
+    failed: set[int] = field(default_factory=set)
+    copy_s: float = 0.0
+    waiters: dict[Sequence, None] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class OffloadCounts:
+    """Counted from the start. Blocks by kind of ticket, those that failed, tokens found below the device."""
+
+    blocks: dict[Kind, int] = field(default_factory=lambda: {"store": 0, "load": 0, "spill": 0, "fetch": 0})
+    copy_s: dict[Kind, float] = field(default_factory=lambda: {"store": 0.0, "load": 0.0, "spill": 0.0, "fetch": 0.0})
+    failed_blocks: int = 0
+    swapped_out: int = 0
+    recomputed: int = 0
+    loaded_tokens: int = 0
+
+
+class KVOffload:
+    """LowerTiers of the scheduler. `send` hands a Transfer to every one of num_ranks ranks."""
+
+    def __init__(
+        self,
+        manager: BlockManager,
+        store: TieredStore,
+        send: Callable[[Transfer], None],
+        num_ranks: int,
+        costs: CopyCosts,
+        clock: Callable[[], float],
+    ) -> None:
+        self.counts = OffloadCounts()
+        self._manager = manager
+        self._store = store
+        self._send = send
+        self._ranks = range(num_ranks)
+        self._costs = costs
+        self._clock = clock
+        self._open: dict[int, _Open] = {}
+        self._loading: dict[Sequence, _Open] = {}
+        self._promised: dict[Sequence, int] = {}
+
+    # ---- queries ----
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether tickets are open."""
+        return bool(self._open)
+
+    def stats(self, block_bytes: int) -> OffloadStats:
+        """A frozen copy of all counts."""
+        counts, host = self.counts, self._store.host
+        return OffloadStats(
+            block_bytes=block_bytes,
+            host_slots=host.num_slots,
+            host_blocks=host.num_stored,
+            blocks={str(kind): count for kind, count in counts.blocks.items()},
+            copy_s={str(kind): seconds for kind, seconds in counts.copy_s.items()},
+            failed_blocks=counts.failed_blocks,
+            swapped_out=counts.swapped_out,
+            recomputed=counts.recomputed,
+            loaded_tokens=counts.loaded_tokens,
+        )
+
+    def check_laws(self) -> None:
+        """Asserts the host's laws, and that every waiting sequence hangs on an open ticket."""
+        self._store.host.check_laws()
+        assert set(self._loading) == {seq for opened in self._open.values() for seq in opened.waiters}
+
+    # ---- the scheduler's side: LowerTiers ----
+
+    def load(self, seq: Sequence, reserve: int) -> bool:
+        self._promised.pop(seq, None)
+        if seq.num_loads >= MAX_LOADS:
+            return False
+        found = self._find(seq)
+        if found is None or not self._is_worth(found):
+            return False
+        if found.from_disk:
+            opened = self._fetch(found.from_disk)
+        else:
+            opened = self._load(seq, found, reserve)
+        if opened is None:
+            return False
+        seq.num_loads += 1
+        opened.waiters[seq] = None
+        self._loading[seq] = opened
+        return True
+
+    def drop(self, seq: Sequence) -> None:
+        self._promised.pop(seq, None)
+        opened = self._loading.pop(seq, None)
+        if opened is not None:
+            del opened.waiters[seq]
+
+    def store(self, table: BlockTable) -> None:
+        if table.num_committed:
+            self._store_blocks(table)
+
+    def swap_out(self, table: BlockTable) -> None:
+        blocks = table.num_committed
+        if not blocks:
+            return
+        swap_s = self._costs.copy_s("store", blocks) + self._costs.copy_s("load", blocks)
+        if swap_s < self._costs.recompute_s(blocks * self._manager.block_size):
+            self.counts.swapped_out += 1
+            self._store_blocks(table)
+        else:
+            self.counts.recomputed += 1
+
+    # ---- the engine's side ----
+
+    def done(self, message: TransferDone) -> list[Sequence]:
+        """One rank's answer. Returns the sequences whose wait is over, to be queued."""
+        opened = self._open[message.ticket]
+        opened.awaiting.discard(message.rank)
+        opened.failed.update(message.failed)
+        opened.copy_s = max(opened.copy_s, message.copy_s)
+        if message.disk_error and self._store.disk is not None:
+            self._store.disk.disable(message.error or "the disk failed")
+        if opened.awaiting:
+            return []
+        del self._open[message.ticket]
+        self._close(opened)
+        self._spill()
+        return self._release_waiters(opened)
+
+    def overdue(self) -> list[Sequence]:
+        """Sequences that have waited far longer than a copy should take: they compute. The tickets stay open."""
+        now_s = self._clock()
+        late = [opened for opened in self._open.values() if opened.waiters and now_s > opened.due_s]
+        return [seq for opened in late for seq in self._release_waiters(opened)]
+
+    def table_uses(self) -> Iterator[int]:
+        """Device blocks that open loads use, one entry per use; for the laws."""
+        for opened in self._open.values():
+            if opened.ticket.kind == "load":
+                yield from opened.ticket.block_ids
+                yield from opened.kept
+
+    def held(self) -> Iterator[int]:
+        """Device blocks that open stores read; for the laws."""
+        for opened in self._open.values():
+            if opened.ticket.kind == "store":
+                yield from opened.ticket.block_ids
+
+    # ---- finding and starting ----
+
+    def _find(self, seq: Sequence) -> _Found | None:
+        """The longest findable prefix over all tiers; None when nothing of it is missing on the device."""
+        pool, store = self._manager.pool, self._store
+        on_device: list[int] = []
+        missing: dict[str, list[bytes]] = {"host": [], "disk": []}
+        length = first = 0
+        for key in self._manager.prefix_keys(seq.table, seq.tokens):
+            block_id = pool.lookup(key)
+            if block_id is not None:
+                on_device.append(block_id)
+            elif (place := store.place(key)) is not None:
+                if not missing["host"] and not missing["disk"]:
+                    first = length
+                missing[place].append(key)
+            else:
+                break
+            length += 1
+        if not missing["host"] and not missing["disk"]:
+            return None
+        return _Found(on_device, missing["host"], missing["disk"], (length - first) * self._manager.block_size)
+
+    def _is_worth(self, found: _Found) -> bool:
+        costs, disk = self._costs, len(found.from_disk)
+        copy_s = costs.copy_s("load", len(found.from_host) + disk) + costs.copy_s("fetch", disk)
+        return copy_s < costs.recompute_s(found.num_tokens)
+
+    def _fetch(self, keys: list[bytes]) -> _Open | None:
+        ticket = self._store.fetch(keys, [1.0] * len(keys))
+        return None if ticket is None else self._start(ticket)
+
+    def _load(self, seq: Sequence, found: _Found, reserve: int) -> _Open | None:
+        """Only when the whole sequence would find room beside what was promised to others, which loads must not evict."""
+        manager, pool = self._manager, self._manager.pool
+        blocks = manager.blocks_for(len(seq.tokens))
+        if blocks + reserve + sum(self._promised.values()) > pool.num_allocatable:
+            return None
+        for block_id in found.on_device:
+            pool.acquire(block_id)
+        block_ids = pool.allocate(len(found.from_host))
+        if block_ids is None:
+            pool.release(reversed(found.on_device), 0)
+            return None
+        self._promised[seq] = blocks
+        self.counts.loaded_tokens += len(block_ids) * manager.block_size
+        return self._start(self._store.load(found.from_host, block_ids), kept=found.on_device)
+
+    def _store_blocks(self, table: BlockTable) -> None:
+        """The committed blocks that the host lacks; at most half of the pool is held by stores, the heads first."""
+        manager = self._manager
+        room = manager.pool.num_blocks // 2 - manager.pool.num_held
+        wanted = [
+            (place, key)
+            for place, key in enumerate(table.keys[: table.num_committed])
+            if not self._store.is_kept(key)
+        ][: max(0, room)]
+        costs = [1.0 + place * manager.block_size / COST_DEPTH_TOKENS for place, _ in wanted]
+        ticket = self._store.store([(key, table.block_ids[place]) for place, key in wanted], costs)
+        if ticket is not None:
+            manager.pool.hold(ticket.block_ids)
+            self._start(ticket)
+
+    def _spill(self) -> None:
+        ticket = self._store.spill()
+        if ticket is not None:
+            self._start(ticket)
+
+    def _start(self, ticket: Ticket, kept: list[int] | None = None) -> _Open:
+        now_s = self._clock()
+        patience_s = max(MIN_PATIENCE_S, PATIENCE * self._costs.copy_s(ticket.kind, len(ticket.keys)))
+        opened = _Open(ticket, set(self._ranks), now_s, now_s + patience_s, kept or [])
+        self._open[ticket.id] = opened
+        on_disk = ticket.kind in ("spill", "fetch")
+        self._send(
+            Transfer(
+                ticket=ticket.id,
+                kind=ticket.kind,
+                slots=ticket.slots,
+                block_ids=ticket.block_ids,
+                keys=ticket.keys if on_disk else [],
+                dropped=ticket.dropped,
+            )
+        )
+        return opened
+
+    # ---- ending ----
+
+    def _close(self, opened: _Open) -> None:
+        ticket, pool, counts = opened.ticket, self._manager.pool, self.counts
+        blocks = len(ticket.keys)
+        counts.blocks[ticket.kind] += blocks
+        counts.copy_s[ticket.kind] += opened.copy_s
+        counts.failed_blocks += len(opened.failed)
+        self._costs.observe_copy(ticket.kind, blocks, opened.copy_s, self._clock() - opened.began_s)
+        self._store.complete(ticket, opened.failed)
+        if ticket.kind == "store":
+            pool.unhold(ticket.block_ids)
+        elif ticket.kind == "load":
+            for place, (key, block_id) in enumerate(zip(ticket.keys, ticket.block_ids, strict=True)):
+                if place not in opened.failed:
+                    pool.publish(block_id, key)
+            pool.release(reversed([*opened.kept, *ticket.block_ids]), 0)
+
+    def _release_waiters(self, opened: _Open) -> list[Sequence]:
+        waiters = list(opened.waiters)
+        opened.waiters.clear()
+        for seq in waiters:
+            del self._loading[seq]
+        return waiters
