@@ -125,8 +125,6 @@ class RankGroup:
         self._raise_if_broken()
         message = self._receive(timeout_s)
         if message is None:
-            if (overdue_s := self._steps.overdue_s()) is not None:
-                self._fail(f"no step has finished for {overdue_s:.0f} s although every rank lives: they are stuck")
             return None
         assert isinstance(message, StepResult), f"a rank sent {type(message).__name__} while steps run"
         expected = self._steps.finished().step_id
@@ -213,7 +211,7 @@ class RankGroup:
             self._fail(self._last_words() or self.lost() or f"rank {rank} is not connected: {error}")
 
     def _receive(self, timeout_s: float) -> FromRank | None:
-        """The next message, None after timeout_s; looks for dead ranks before it blocks and between slices."""
+        """The next message, None after timeout_s; looks for dead and stuck ranks between slices."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             message = self._poll(0.0)
@@ -222,6 +220,8 @@ class RankGroup:
             if message is None:
                 left_s = deadline_s - time.monotonic()
                 message = self._poll(min(POLL_SLICE_S, max(0.0, left_s)))
+                if message is None and (overdue_s := self._steps.overdue_s()) is not None:
+                    self._fail(f"no step has finished for {overdue_s:.0f} s although every rank lives: they are stuck")
                 if message is None and left_s <= 0:
                     return None
             if isinstance(message, RankFailed):

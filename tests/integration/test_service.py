@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,8 @@ import psutil
 import pytest
 
 from cluster.coordination.client import BackgroundClient
-from cluster.coordination.registry import GroupRecord
+from cluster.coordination.registry import RECORD_TTL_S, GroupRecord
+from cluster.metrics import decode_stats
 from tests.support.service import Service, wait_for
 from workers.messages import SamplingParams
 from workers.offline import LLM
@@ -157,6 +159,42 @@ def test_a_client_that_leaves_frees_its_blocks(service: Service) -> None:
     assert (load["num_requests_running"], load["num_requests_waiting"]) == (0, 0)
 
 
+@pytest.mark.parametrize(
+    ("path", "asked", "choices"),
+    [
+        ("/v1/completions", {"prompt": PREFIX, "n": 12}, 12),
+        ("/v1/completions", {"prompt": [PREFIX, PREFIX + PREFIX]}, 2),
+        ("/v1/chat/completions", {"messages": CHAT}, 1),
+    ],
+    ids=["one prompt, 12 choices", "two prompts", "chat"],
+)
+def test_a_client_that_leaves_before_its_whole_answer_frees_its_blocks(
+    service: Service, path: str, asked: dict[str, Any], choices: int
+) -> None:
+    """Not streaming: nothing is ever written to that client, so only its closed connection says that it has left."""
+    body = json.dumps({"model": "demo", "max_tokens": 1500, "ignore_eos": True, **asked}).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+
+    def at_rest() -> bool:
+        records = group_records(service)
+        return all((r.kv_used, r.running, r.waiting, r.outstanding_tokens) == (0, 0, 0, 0) for r in records)
+
+    def aborted() -> int:
+        found = [decode_stats(record) for record in group_records(service)]
+        return sum(stats.finished["abort"] for stats in found if stats is not None)
+
+    wait_for(at_rest, 10, "nothing else runs")
+    before = aborted()
+    with socket.create_connection(("127.0.0.1", service.port), timeout=10) as client:
+        client.sendall(head.encode() + b"\r\n" + body)
+        wait_for(lambda: any(r.kv_used > 0 for r in group_records(service)), 10, "the request holds blocks", 0.01)
+    left_s = time.monotonic()
+    wait_for(lambda: all(r.kv_used == 0 for r in group_records(service)), 2, "its blocks are free again", 0.01)
+    print(f"blocks free {time.monotonic() - left_s:.2f} s after the client had left")
+    wait_for(at_rest, 2, "the request is over")
+    wait_for(lambda: aborted() == before + choices, 2, "all were aborted, none had come to its end")
+
+
 def test_every_process_says_its_part(service: Service) -> None:
     titles = [" ".join(p.cmdline()) for p in service.descendants()]
     ranks = [t for t in titles if t.startswith("tandem rank ")]
@@ -241,12 +279,17 @@ def wait_until_healed(service: Service, before: set[int]) -> None:
     assert answer.status_code == 200
 
 
-def group_readiness(service: Service) -> list[bool]:
-    """Of every group, by its record."""
-    (redis,) = service.titled("tandem redis")
+def group_records(service: Service) -> list[GroupRecord]:
+    """As the groups have written them last."""
+    redis = redis_process(service)
     names = command(redis, "KEYS", "tandem:*:group:*")
     values = command(redis, "MGET", *names) if names else []
-    return [msgspec.msgpack.decode(value, type=GroupRecord).is_ready for value in values if value is not None]
+    return [msgspec.msgpack.decode(value, type=GroupRecord) for value in values if value is not None]
+
+
+def group_readiness(service: Service) -> list[bool]:
+    """Of every group, by its record."""
+    return [record.is_ready for record in group_records(service)]
 
 
 async def test_a_killed_rank_costs_no_request_and_its_group_comes_back(service: Service, offline: LLM) -> None:
@@ -298,6 +341,10 @@ def posting(service: Service) -> Iterator[None]:
     assert refused == []
 
 
+def redis_process(service: Service) -> psutil.Process:
+    return wait_for(lambda: service.titled("tandem redis"), 15, "Redis runs")[0]
+
+
 def command(redis: psutil.Process, *parts: str | bytes) -> Any:
     """To the private server, over the socket beside its configuration file."""
 
@@ -312,24 +359,37 @@ def command(redis: psutil.Process, *parts: str | bytes) -> Any:
 
 
 def test_the_service_lives_without_redis_for_a_while(service: Service) -> None:
-    """Emptied, full, frozen, killed: requests are answered all the time; the launcher starts Redis again."""
+    """Emptied, full, both, frozen, killed: requests are answered all the time; the launcher starts Redis again."""
     (redis,) = service.titled("tandem redis")
 
     def redis_is(state: str) -> bool:
         return bool(service.get("/load").json()["redis"] == state)
 
+    def outlive_the_records() -> None:
+        """What a view that forgets its groups would forget by then, it has forgotten."""
+        over_s = time.monotonic() + RECORD_TTL_S + 1
+        wait_for(lambda: time.monotonic() > over_s, 15, "time has passed")
+
     with posting(service):
         command(redis, "FLUSHALL")
-        wait_for(lambda: service.get("/load").json()["groups"] == 2, 15, "the groups are known")
+        wait_for(lambda: len(group_records(service)) == 2, 15, "the groups have written their records again")
         command(redis, "CONFIG", "SET", "maxmemory", "1")
-        wait_for(lambda: redis_is("away"), 15, "heartbeats are refused until their records expire")
+        wait_for(lambda: not group_records(service), 15, "heartbeats are refused until their records expire")
+        wait_for(lambda: redis_is("away"), 15, "the gateway asks before it believes it")
+        command(redis, "CONFIG", "SET", "maxmemory", "0")
+        wait_for(lambda: redis_is("here"), 15, "the gateway is back")
+        command(redis, "FLUSHALL")
+        command(
+            redis, "CONFIG", "SET", "maxmemory", "1"
+        )  # before the groups, or after one or both could list themselves
+        wait_for(lambda: redis_is("away"), 15, "the gateway notices")
+        outlive_the_records()
         command(redis, "CONFIG", "SET", "maxmemory", "0")
         wait_for(lambda: redis_is("here"), 15, "the gateway is back")
         redis.suspend()
-        frozen_s = time.monotonic()
         wait_for(lambda: redis_is("away"), 15, "the gateway notices")
         assert service.get("/metrics").status_code == 200
-        wait_for(lambda: time.monotonic() - frozen_s > 4, 15, "every record has expired")
+        outlive_the_records()
         redis.resume()
         wait_for(lambda: redis_is("here"), 15, "the gateway is back")
         redis.kill()
@@ -337,8 +397,8 @@ def test_the_service_lives_without_redis_for_a_while(service: Service) -> None:
             lambda: [p for p in service.titled("tandem redis") if p.pid != redis.pid], 15, "Redis restarts"
         )
         assert again
-        wait_for(lambda: service.get("/load").json()["groups"] == 2, 15, "the groups are known again")
-        wait_for(lambda: redis_is("here"), 15, "the gateway is back")
+        wait_for(lambda: len(group_records(service)) == 2, 15, "the groups have written their records again")
+        wait_for(lambda: redis_is("here") and service.get("/load").json()["groups"] == 2, 15, "the gateway is back")
 
 
 def test_a_rank_that_freezes_while_nothing_runs_is_noticed(service: Service) -> None:
