@@ -6,14 +6,23 @@ from typing import Annotated
 
 import typer
 
+from cluster.commands.chat import chat
 from cluster.commands.check_config import check_config
+from cluster.commands.complete import complete
 from cluster.commands.help import GroupedHelp
 from cluster.commands.run_batch import run_batch
 from cluster.commands.serve import serve
 from cluster.commands.status import status
 from configs.errors import TandemError
 
-VERBS = (("serve", serve), ("run-batch", run_batch), ("status", status), ("check-config", check_config))
+VERBS = (
+    ("serve", serve),
+    ("run-batch", run_batch),
+    ("chat", chat),
+    ("complete", complete),
+    ("status", status),
+    ("check-config", check_config),
+)
 
 
 def build_app() -> typer.Typer:

@@ -100,6 +100,7 @@ class EngineThread(threading.Thread):
         self._live: dict[RequestKey, tuple[GenerationRequest, OnEnded]] = {}
         self._reported_at_s = 0.0
         self._last_progress_s = clock()
+        self._turned_s = clock()
         self._busy = False
 
     # ---- called from other threads -------------------------------------------------------------------------------
@@ -116,13 +117,18 @@ class EngineThread(threading.Thread):
         self._wake()
 
     def lose(self, message: str) -> None:
-        """A rank has died: the thread ends with GroupLost, also when it has no work and asks no rank for anything."""
+        """A rank has died or is frozen: the thread ends with GroupLost, also without work, when it asks no rank for
+        anything."""
         self._lost = message
         self._wake()
 
     def stalled_s(self) -> float:
         """How long no step has finished although there is work; 0 without work."""
         return self._clock() - self._last_progress_s if self._busy else 0.0
+
+    def stuck_s(self) -> float:
+        """How long the thread itself has not come round although there is work: ranks that are slow do not hold it."""
+        return self._clock() - self._turned_s if self._busy else 0.0
 
     def stop(self) -> None:
         """Ends the thread after its current step; unfinished requests are answered as lost."""
@@ -165,6 +171,7 @@ class EngineThread(threading.Thread):
                 raise GroupLost(self._lost)
             self._take_inbox()
             self._take_channel()
+            self._turned_s = self._clock()
             self._busy = self._engine.has_work()
             if self._busy:
                 if self._engine.step():

@@ -18,7 +18,7 @@ log = logging.getLogger("ray.serve.tandem")
 
 
 class GroupEngine:
-    """Opens one engine and closes its ranks. rank_pids may be read from any thread."""
+    """Opens one engine and closes its ranks. rank_pids and silent_s() may be read from any thread."""
 
     def __init__(
         self,
@@ -39,6 +39,10 @@ class GroupEngine:
         self.rank_pids = ready.rank_pids
         log.info("ranks ready: %s", ready)
         return Engine(self._settings, model_facts(self._settings, ready), self._executor, ready, sink, time.monotonic)
+
+    def silent_s(self) -> float:
+        """How long a rank has given no sign of life, 0 while there is no doubt."""
+        return self._executor.silent_s()
 
     def close(self) -> None:
         self._executor.close()

@@ -10,7 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -19,15 +19,15 @@ from cluster import machine, ray_node
 from cluster.coordination.redis_server import RedisServer
 from cluster.placement import declared_cpus, max_groups, min_groups
 from cluster.preflight import check_memory, check_model, check_port, check_redis, choose_device
-from cluster.reaper import Reaper
+from cluster.reaper import Reaper, orphans
 from cluster.run_files import PrivateFolder, RunFile, remove_run_file, write_run_file
 from cluster.service import ServiceFacts, groups_per_node, install_root, new_facts
 from cluster.signals import Signals, StopRequested
+from cluster.strays import Strays
 from configs.errors import SettingsError
 from configs.schema import ServiceSettings
 
 WATCH_PERIOD_S = 1.0
-KILL_WAIT_S = 3.0
 
 
 class Launcher:
@@ -41,6 +41,8 @@ class Launcher:
         self._redis: RedisServer | None = None
         self._stack = ExitStack()
         self._phases: list[tuple[str, float]] = []
+        self._begun = False
+        self._strays = Strays()
 
     def run(self) -> int:
         """The exit status. SettingsError for what the user can mend, with everything taken down again."""
@@ -51,7 +53,7 @@ class Launcher:
             self._signals.raising = False
             self._watch()
         except (StopRequested, SystemExit) as stop:  # SystemExit: from the handler that Ray sets for SIGTERM
-            self._say.line("stopped before the service was up")
+            self._say.line("interrupted before the service was up")
             return 128 + (stop.number if isinstance(stop, StopRequested) else signal.SIGTERM)
         finally:
             self._signals.raising = False
@@ -68,18 +70,19 @@ class Launcher:
             self._stack.callback(folder.remove)
             os.chdir(folder.empty)  # a user's folder may hold packages of our names
             self._stack.callback(os.chdir, "/")
-        with self._phase("redis"):
+        with self._phase("redis", None if self._settings.redis.url is not None else "starting Redis ..."):
             url = self._start_redis(folder.redis)
-        with self._phase("ray"):
+        with self._phase("ray", "starting Ray ..." if self._address is None else f"joining Ray at {self._address} ..."):
             self._start_ray(folder)
         facts = self._facts(url)
         from cluster.serve_app import ServeApp  # imports ray, whose environment is prepared by now
 
         app = ServeApp(self._settings, facts, private=self._address is None)
         self._stack.callback(self._drain, app)
-        with self._phase("serve"):
+        with self._phase("serve", "starting Ray Serve ..."):
             app.deploy()
-        with self._phase("groups"):
+        groups = _groups(min_groups(self._settings))
+        with self._phase("groups", f"starting the gateway and {groups}, loading weights ..."):
             choices = app.wait_until_ready(self._keep_redis)
         for choice in choices:
             self._say.line(choice)
@@ -107,8 +110,8 @@ class Launcher:
         private = self._address is None
         if private:
             self._stack.callback(Reaper(folder.path).dismiss)
+            self._stack.callback(self._end_orphans, folder)
         ray_node.prepare_environment(folder.write_token(ray_node.new_token()) if private else None)
-        self._stack.callback(_end_descendants)
         self._stack.callback(ray_node.shut_down)
         ray_node.load()
         self._signals.install()  # importing ray has taken SIGTERM
@@ -159,8 +162,12 @@ class Launcher:
         self._say.url(url, run.model, min_groups(self._settings), max_groups(self._settings))
 
     @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
+    def _phase(self, name: str, doing: str | None = None) -> Iterator[None]:
+        """Times a part of the start. `doing` is said as it begins; from then on there is something to take down."""
         started_s = time.monotonic()
+        if doing is not None:
+            self._begun = True
+            self._say.line(doing)
         yield
         self._phases.append((name, time.monotonic() - started_s))
 
@@ -182,19 +189,27 @@ class Launcher:
     def _drain(self, app: "ServeApp") -> None:  # type: ignore[name-defined]  # noqa: F821
         app.drain(lambda: self._signals.is_urgent)
 
+    def _end_orphans(self, folder: PrivateFolder) -> None:
+        """What a private Ray left behind; its own parents may be gone, so it is found by its folder."""
+        self._strays.end(orphans(folder.path))
+
     def _take_down(self) -> None:
         """Backwards through everything that was started; nothing stops it, a second signal only hurries it."""
+        started_s = time.monotonic()
         try:
             self._stack.close()
         finally:
-            _end_descendants()
+            self._strays.end(psutil.Process().children(recursive=True))
+        if self._begun:
+            self._say.line(self._strays.stopped_line(time.monotonic() - started_s))
 
 
 class Say:
     """How the launcher talks; replaced in tests."""
 
     def line(self, text: str) -> None:
-        print(f"tandem: {text}", flush=True)
+        with suppress(OSError):  # the terminal may be gone; what is running is not
+            print(f"tandem: {text}", flush=True)
 
     def phases(self, phases: list[tuple[str, float]]) -> None:
         total = sum(seconds for _, seconds in phases)
@@ -202,16 +217,9 @@ class Say:
         self.line(f"started in {total:.1f} s ({parts})")
 
     def url(self, url: str, model: str, low: int, high: int) -> None:
-        groups = f"{low} group{'s' if low > 1 else ''}" + (f", up to {high}" if high > low else "")
+        groups = _groups(low) + (f", up to {high}" if high > low else "")
         self.line(f"serving {model} with {groups} on {url}/v1")
 
 
-def _end_descendants() -> None:
-    """Whatever still runs below this process is ended; called last, so normally there is nothing."""
-    left = psutil.Process().children(recursive=True)
-    for process in left:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
-    psutil.wait_procs(left, timeout=KILL_WAIT_S)
+def _groups(count: int) -> str:
+    return f"{count} group{'s' if count > 1 else ''}"

@@ -1,13 +1,16 @@
 """RayExecutor: the ranks of a group as Ray actors in the group's placement group; rank i lives in bundle i + 1.
 
 Each actor runs workers/rank/rank_worker.py in one call that never returns; from then on control is ZeroMQ, as with
-local processes (workers/rank_group.py). A watcher thread sees a dead rank within 30 ms. Ranks die with this process.
+local processes (workers/rank_group.py). A watcher thread sees a dead rank within 30 ms, the group's pulse a
+frozen one within 6 s. Ranks die with this process.
 """
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -17,6 +20,8 @@ from configs.schema import EngineSettings
 from workers.engine.executor import ExecutorReady
 from workers.messages import StepPlan, StepResult
 from workers.rank_group import RankGroup
+
+log = logging.getLogger("ray.serve.tandem")
 
 
 class RankActor:
@@ -51,7 +56,7 @@ class RayExecutor:
         host: str,
         on_lost: Callable[[str], None],
     ) -> None:
-        """on_lost(message) is called once, from the watcher thread, when a rank has died."""
+        """on_lost(message) is called once, from a watcher's thread, when a rank has died or is frozen."""
         self._settings = settings
         self._facts = facts
         self._name = group
@@ -61,13 +66,14 @@ class RayExecutor:
         self._actors: list[Any] = []
         self._dead: str | None = None
         self._closing = False
+        self._telling = threading.Lock()
         self._group: RankGroup | None = None
 
     def start(self) -> ExecutorReady:
         """Creates the actors and brings the ranks up."""
         assert self._group is None, "start() is called once"
         shared = self._facts.groups_on_node
-        self._group = RankGroup(self._settings, self._facts.secret, self._lost, self._host, shared)
+        self._group = RankGroup(self._settings, self._facts.secret, self._lost, self._host, shared, self._tell)
         runs = [self._run_rank(rank, self._group.endpoint) for rank in range(self._group.world_size)]
         threading.Thread(target=self._watch, args=(runs,), name="tandem-watch", daemon=True).start()
         return self._group.start()
@@ -79,6 +85,10 @@ class RayExecutor:
     def wait(self, timeout_s: float) -> StepResult | None:
         assert self._group is not None
         return self._group.wait(timeout_s)
+
+    def silent_s(self) -> float:
+        """How long a rank has given no sign of life, 0 while there is no doubt. From any thread."""
+        return self._group.silent_s() if self._group is not None else 0.0
 
     def close(self) -> None:
         """Asks the ranks to exit, then ends the actors. Idempotent."""
@@ -112,12 +122,38 @@ class RayExecutor:
             message = f"rank {runs.index(done[0])} of group {self._name} {_how_it_ended(done[0])}"
         except Exception as error:
             message = f"the ranks of group {self._name} can no longer be watched: {_first_line(error)}"
-        if not self._closing:
+        self._tell(message)
+
+    def _tell(self, message: str) -> None:
+        """Once, on the thread of the watcher that saw it first. A frozen rank is ended before anyone hears of it: it
+        must neither wake up later nor hold memory that the group's successor needs."""
+        with self._telling:
+            if self._closing or self._dead is not None:
+                return
             self._dead = message
-            self._on_lost(message)
+        self._kill_ranks()
+        self._on_lost(message)
+
+    def _kill_ranks(self) -> None:
+        """SIGKILL, which a stopped process obeys too. Those on other machines end with their actors."""
+        for hello in self._group.hellos if self._group is not None else ():
+            if hello.host == self._host:
+                kill_rank(hello.pid, self._name)
 
     def _lost(self) -> str | None:
         return self._dead
+
+
+def kill_rank(pid: int, group: str) -> None:
+    """Ends the process if it is a rank of that group: the number may be another process's by now."""
+    try:
+        process = psutil.Process(pid)
+        if " ".join(process.cmdline()).startswith(f"tandem rank {group} "):
+            process.kill()
+    except psutil.NoSuchProcess:
+        return
+    except psutil.Error as error:
+        log.warning("rank process %d of group %s cannot be ended: %s", pid, group, error)
 
 
 def _how_it_ended(run: Any) -> str:

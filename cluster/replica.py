@@ -37,7 +37,7 @@ from workers.errors import GroupLost
 from workers.messages import Abort, Ended, GenerationRequest
 
 log = logging.getLogger("ray.serve.tandem")
-STALL_S = 600.0
+STUCK_S = 60.0
 EXIT_DELAY_S = 0.1
 SWITCH_INTERVAL_S = 0.001
 
@@ -112,12 +112,13 @@ class Coordinator:
             self._outstanding.pop(key, None)
 
     def check_health(self) -> None:
-        """Serve asks every few seconds. A group whose thread ended, or whose step never returns, is replaced."""
+        """Serve asks every few seconds. A group whose thread ended or hangs is replaced; the thread itself watches the
+        ranks and the time that their steps take."""
         if not self._thread.is_alive() and not self._stopping:
             raise RuntimeError("the engine has stopped")
-        stalled_s = self._thread.stalled_s()
-        if stalled_s > STALL_S:
-            raise RuntimeError(f"no step has finished for {stalled_s:.0f} s")
+        stuck_s = self._thread.stuck_s()
+        if stuck_s > STUCK_S:
+            raise RuntimeError(f"the engine's thread has not moved for {stuck_s:.0f} s")
 
     def record_routing_stats(self) -> dict[str, float]:
         """For the routers of all gateways, every few seconds."""
@@ -127,6 +128,7 @@ class Coordinator:
             "report_number": self._stats_number,
             "outstanding_tokens": sum(self._outstanding.values()),
             "kv_used": stats.kv_usage if stats is not None else 0.0,
+            "stalled_s": self._stalled_s(),
         }
 
     def record_autoscaling_stats(self) -> dict[str, float]:
@@ -142,11 +144,7 @@ class Coordinator:
         self._stopping = True
         self._state = "draining"
         self._beating.cancel()
-        try:
-            async with asyncio.timeout(1.0):
-                await self._beat.leave()
-        except (RedisAway, TimeoutError):
-            pass  # the record expires by itself
+        await self._leave()
         self._thread.stop()
         await self._loop.run_in_executor(None, self._thread.join, 5.0)
         await self._redis.close()
@@ -170,10 +168,24 @@ class Coordinator:
             self._opened.set_exception(error)
         elif opened and not self._stopping:
             log.error("group %s is lost: %s", self._group, error)
+            self._beating.cancel()
+            self._leaving = self._loop.create_task(self._leave(), name="group leaves")
             # The streams have been told; leaving at once makes Serve replace the group without three failed checks.
             self._loop.call_later(EXIT_DELAY_S, os._exit, 1)
 
     # ---- inside --------------------------------------------------------------------------------------------------
+
+    async def _leave(self) -> None:
+        """Takes the group's record away: nobody waits until it expires."""
+        try:
+            async with asyncio.timeout(1.0):
+                await self._beat.leave()
+        except (RedisAway, TimeoutError):
+            return  # it expires by itself
+
+    def _stalled_s(self) -> float:
+        """How long nothing has moved: no step although there is work, or, working or not, no sign of life of a rank."""
+        return max(self._thread.stalled_s(), self._engine.silent_s())
 
     def _identity(self) -> str:
         return channel_name(self._group, self._epoch)
@@ -219,6 +231,6 @@ class Coordinator:
             running=stats.running if stats is not None else 0,
             outstanding_tokens=sum(self._outstanding.values()),
             kv_used=stats.kv_usage if stats is not None else 0.0,
-            stalled_s=self._thread.stalled_s(),
+            stalled_s=self._stalled_s(),
             stats=msgspec.msgpack.encode(stats) if stats is not None else b"",
         )

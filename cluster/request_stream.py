@@ -56,6 +56,7 @@ class RequestStream:
         """The reader is done; an unfinished request is aborted. Never waits."""
         if not self._closed:
             self._closed = True
+            self._items.clear()
             self._on_close(self)
             self._wake()
 

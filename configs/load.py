@@ -101,7 +101,7 @@ def settings_from_serve_args(args: Mapping[str, Any]) -> ServiceSettings:
     loading = _section(args, "model_loading_config", ("model_id", "model_source"))
     deployment = _section(args, "deployment_config", ("autoscaling_config", "num_replicas"))
     values = {**_section(args, "engine_kwargs", None)}
-    for section, names in (("gateway_config", ("api_key",)), ("redis_config", ("redis_url",))):
+    for section, names in (("gateway_config", ("api_key", "metrics_prefix")), ("redis_config", ("redis_url",))):
         values |= _section(args, section, names)
     for name in ("host", "port", "redis_url"):
         if name in _section(args, "engine_kwargs", None):

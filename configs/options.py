@@ -4,6 +4,7 @@ Names are vLLM's where vLLM has the thing. A row says where its value lives in S
 so the command line, files and Ray Serve arguments are checked by the same lines. What is not here does not exist.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -56,6 +57,10 @@ def at_least(low: float) -> Check:
 
 def _port(value: int) -> bool:
     return 1 <= value <= 65535
+
+
+def _metric_name(value: str) -> bool:
+    return re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", value) is not None
 
 
 MODEL, PARALLEL, CACHE, STEP, HTTP, MACHINE, COORDINATION = (
@@ -130,6 +135,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("api_key", "gateway.api_keys", tuple[str, ...], HTTP, "Key(s) clients must send. Default: open."),
     Option("shutdown_timeout", "shutdown_timeout_s", float, HTTP,
            "Seconds that requests in flight get to finish on shutdown.", at_least(0), "at least 0"),
+    Option("metrics_prefix", "gateway.metrics_prefix", str, HTTP,
+           "What metric names begin with, before a colon; vllm: as vLLM's dashboards expect.",
+           _metric_name, "letters, digits, _ and :, and no digit first"),
     Option("redis_url", "redis.url", str, COORDINATION,
            "redis://, rediss:// or unix:// URL. Default: a private server is started."),
 )  # fmt: skip

@@ -66,7 +66,7 @@ class LocalExecutor:
         """Asks the ranks to exit, kills those that have not after 3 s, reaps all. Idempotent."""
         if self._group is None:
             return
-        if self._lost() is None:
+        if self._group.lost() is None:
             self._group.shut_down()
             _wait_all(self._ranks, SHUTDOWN_S)
         for process in self._ranks:

@@ -273,7 +273,7 @@ class RankSetup(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=
 
     master_port None, to rank 0: listen on a free port of master_address and tell it (RankListening).
     ranks_on_node: how many ranks share this rank's machine, those of other groups that it may hold included (threads
-    and memory are divided by it).
+    and memory are divided by it). pulse_endpoint: where to echo probes (rank/pulse_echo.py).
     """
 
     settings: bytes
@@ -281,6 +281,7 @@ class RankSetup(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=
     master_address: str
     master_port: int | None
     ranks_on_node: int
+    pulse_endpoint: str | None = None
 
 
 class RankListening(msgspec.Struct, frozen=True, array_like=True, tag="listening"):

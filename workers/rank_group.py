@@ -4,12 +4,12 @@ Used by workers/local_executor.py and cluster/ray_executor.py, which only differ
 Binds the ROUTER; each rank (workers/rank/rank_worker.py) connects as the DEALER named by its number. Start: Hello of
 all -> RankSetup to rank 0 -> RankListening from it -> RankSetup to the others -> RankLoaded of all -> AllocateKV (the
 least that all can hold) -> RankReady of all. Never starts, kills or waits for a process; learns from `lost` that one is
-gone.
+gone, from its pulse that one is frozen (rank_pulse.py), from StepBound that they are stuck (step_bound.py).
 """
 
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -34,6 +34,8 @@ from workers.messages import (
     StepResult,
     ToRank,
 )
+from workers.rank_pulse import OnSilent, PulseWatch
+from workers.step_bound import StepBound
 
 log = logging.getLogger(__name__)
 
@@ -52,10 +54,19 @@ class RankGroup:
     Use: RankGroup(...), start the processes with `endpoint` and the secret, start(), submit()/wait(), close(). All
     calls from one thread. Two plans or more may be in flight; results come back in the order of submission.
     groups_on_node: the most groups of this shape that may share a machine with this one, itself included.
+    on_silent(message): called once, on a thread of the group's own, when a rank is found frozen, idle or not; submit()
+    and wait() raise GroupLost from then on.
     """
 
     def __init__(
-        self, settings: EngineSettings, secret: str, lost: Lost, host: str = LOOPBACK, groups_on_node: int = 1
+        self,
+        settings: EngineSettings,
+        secret: str,
+        lost: Lost,
+        host: str = LOOPBACK,
+        groups_on_node: int = 1,
+        on_silent: OnSilent | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert groups_on_node >= 1, groups_on_node
         self.world_size = settings.parallel.ranks_per_group
@@ -69,7 +80,9 @@ class RankGroup:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromRank)
         self._names = [str(rank).encode() for rank in range(self.world_size)]
-        self._in_flight: deque[int] = deque()
+        self._pulse = PulseWatch(self._context, secret, host, on_silent or _note)
+        self._steps = StepBound(clock)
+        self.hellos: tuple[Hello, ...] = ()
         self._broken: str | None = None
         self._closed = False
 
@@ -79,6 +92,7 @@ class RankGroup:
         weight_bytes and block_bytes of the answer are sums over the ranks; load_s is the slowest rank's.
         """
         hellos = self._gather(Hello, HELLO_TIMEOUT_S, "said hello")
+        self.hellos = tuple(hellos)
         self._send_setups(hellos)
         loaded = self._gather(RankLoaded, LOAD_TIMEOUT_S, "loaded the model")
         num_blocks = min(message.num_blocks for message in loaded)
@@ -103,18 +117,27 @@ class RankGroup:
         """Encodes a plan once and sends it to every rank. GroupLost when a rank's connection is gone."""
         self._raise_if_broken()
         self._broadcast(plan)
-        self._in_flight.append(plan.step_id)
+        self._steps.submitted(plan)
 
     def wait(self, timeout_s: float) -> StepResult | None:
-        """The next result in plan order, None after timeout_s. GroupLost within 0.1 s of a rank's end or failure."""
+        """The next result in plan order, None after timeout_s. GroupLost within 0.1 s of a rank's end or failure, 6 s
+        after a rank froze, and when no step has finished for longer than StepBound allows."""
         self._raise_if_broken()
         message = self._receive(timeout_s)
         if message is None:
             return None
         assert isinstance(message, StepResult), f"a rank sent {type(message).__name__} while steps run"
-        expected = self._in_flight.popleft()
+        expected = self._steps.finished().step_id
         assert message.step_id == expected, f"result of step {message.step_id}, expected {expected}"
         return message
+
+    def silent_s(self) -> float:
+        """How long a rank has given no sign of life, 0 while there is no doubt. From any thread."""
+        return self._pulse.silent_s()
+
+    def lost(self) -> str | None:
+        """Which rank is gone or frozen, in words; None while all live. From any thread."""
+        return self._lost() or self._pulse.verdict
 
     def shut_down(self) -> None:
         """Asks every rank that still listens to exit with status 0. Does not wait for it."""
@@ -150,6 +173,7 @@ class RankGroup:
                 master_address=address,
                 master_port=port,
                 ranks_on_node=per_host[hello.host] * self._groups_on_node,
+                pulse_endpoint=self._pulse.endpoint,
             )
             self._send(hello.rank, self._encoder.encode(setup))
 
@@ -184,18 +208,20 @@ class RankGroup:
         try:
             self._socket.send_multipart([self._names[rank], payload], zmq.DONTWAIT)
         except zmq.ZMQError as error:
-            self._fail(self._last_words() or self._lost() or f"rank {rank} is not connected: {error}")
+            self._fail(self._last_words() or self.lost() or f"rank {rank} is not connected: {error}")
 
     def _receive(self, timeout_s: float) -> FromRank | None:
-        """The next message, None after timeout_s; looks for dead ranks before it blocks and between slices."""
+        """The next message, None after timeout_s; looks for dead and stuck ranks between slices."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             message = self._poll(0.0)
-            if message is None and (lost := self._lost()) is not None:
+            if message is None and (lost := self.lost()) is not None:
                 self._fail(self._last_words() or lost)
             if message is None:
                 left_s = deadline_s - time.monotonic()
                 message = self._poll(min(POLL_SLICE_S, max(0.0, left_s)))
+                if message is None and (overdue_s := self._steps.overdue_s()) is not None:
+                    self._fail(f"no step has finished for {overdue_s:.0f} s although every rank lives: they are stuck")
                 if message is None and left_s <= 0:
                     return None
             if isinstance(message, RankFailed):
@@ -232,3 +258,8 @@ class RankGroup:
     def _raise_if_broken(self) -> None:
         if self._broken is not None:
             raise GroupLost(self._broken)
+
+
+def _note(message: str) -> None:
+    """Whoever asks next learns of it from lost()."""
+    log.error("%s", message)

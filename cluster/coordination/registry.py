@@ -180,18 +180,21 @@ class FleetView:
         assert isinstance(values, list), values
         sentinel = self._sentinel = _text(values[0]) if values[0] is not None else await self._seed()
         gone = [i for i, value in zip(ids, values[1:], strict=True) if value is None]
-        if gone:
+        found = {i: r for i, value in zip(ids, values[1:], strict=True) if (r := _decoded(i, value)) is not None}
+        if gone or self.records.keys() - found.keys():
             await self._remove(gone, sentinel)
-        return {i: r for i, value in zip(ids, values[1:], strict=True) if (r := _decoded(i, value)) is not None}
+        return found
 
     async def _remove(self, gone: list[str], sentinel: str) -> None:
-        """Takes ids without a record from the set; RedisAway when their records may be missing by Redis's own fault.
+        """Takes ids without a record from the set; RedisAway when records may be missing by Redis's own fault.
 
-        A Redis that refuses writes (memory or disk full) lets records of living groups expire; it refuses this SET too.
+        A Redis that refuses writes (memory or disk full) lets records of living groups expire, or, once emptied, never
+        gets them back; it refuses this SET too.
         """
-        await self._redis.pipeline(
-            [["SET", keys.SENTINEL, sentinel, "XX"], ["SREM", keys.groups(self._service), *gone]]
-        )
+        commands: list[list[Part]] = [["SET", keys.SENTINEL, sentinel, "XX"]]
+        if gone:
+            commands.append(["SREM", keys.groups(self._service), *gone])
+        await self._redis.pipeline(commands)
 
     async def _seed(self) -> str:
         """Redis has lost its data (or is new): durable state is written again, then the sentinel. Its new value."""

@@ -68,73 +68,34 @@ class ChatStyle:
         self._speller = TokenSpeller(state)
         self._head = head
         self._prompt_ids = prompt_ids
-        self._return_token_ids = prompt_ids is not None
-        constant = _head_json(head, "chat.completion.chunk")
-        self._tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
-        self._start = b"data: " + constant + b',"choices":[{"index":'
-        self._usage_start = b"data: " + constant + b',"choices":[],"usage":'
+        self._frame = ChunkFrame(head, "chat.completion.chunk", with_usage, with_ids=prompt_ids is not None)
 
     def whole(self, choices: Sequence[ChoiceAnswer], usage: Usage) -> bytes:
         entries = []
         for choice in choices:
-            entry: dict[str, Any] = {
-                "index": choice.index,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                "logprobs": None,
-                "finish_reason": choice.finish_reason,
-                "stop_reason": choice.stop_reason,
-            }
-            if choice.logprobs is not None:
-                entry["logprobs"] = {"content": [self._speller.chat(item) for item in choice.logprobs], "refusal": None}
-            if self._return_token_ids:
+            message = {"role": "assistant", "content": choice.text, "refusal": None}
+            shown = {**self._logprobs(choice.logprobs), "refusal": None} if choice.logprobs is not None else None
+            entry = _entry(choice, {"message": message}, shown)
+            if self._prompt_ids is not None:
                 entry["token_ids"] = choice.token_ids
             entries.append(entry)
-        extra = {"prompt_token_ids": self._prompt_ids} if self._return_token_ids else {}
+        extra = {"prompt_token_ids": self._prompt_ids} if self._prompt_ids is not None else {}
         return _whole(self._head, "chat.completion", entries, usage, extra)
 
     def opening(self, index: int) -> bytes:
-        delta = b'%b%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % (
-            self._start,
-            index,
-        )
-        if not self._return_token_ids:
-            return delta + self._tail
-        return delta + b'],"prompt_token_ids":' + _encode(self._prompt_ids) + self._tail[1:]
+        ids = b',"prompt_token_ids":' + _encode(self._prompt_ids) if self._prompt_ids is not None else b""
+        return self._frame.going_on(index, b'"delta":{"role":"assistant","content":""}', beside=ids)
 
     def chunk(self, index: int, addition: Addition) -> bytes:
-        text, _, logprobs, _, finish, _, _ = addition
-        if finish is None and logprobs is None and not self._return_token_ids:
-            if not text:
-                return b""
-            return b'%b%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}%b' % (
-                self._start,
-                index,
-                _encode(text),
-                self._tail,
-            )
-        return self._full_chunk(index, addition)
-
-    def _full_chunk(self, index: int, addition: Addition) -> bytes:
-        """A chunk with logprobs, token ids or the end. The end comes with the last text, if any."""
-        delta = {"content": addition.text} if addition.text or addition.token_ids else {}
-        logprobs = addition.logprobs
-        shown = {"content": [self._speller.chat(item) for item in logprobs]} if logprobs else None
-        ids = b',"token_ids":' + _encode(addition.token_ids) if self._return_token_ids else b""
-        if not delta and addition.finish_reason is None:
-            return b""
-        return b'%b%d,"delta":%b,"logprobs":%b,"finish_reason":%b,"stop_reason":%b%b}%b' % (
-            self._start,
-            index,
-            _encode(delta),
-            _encode(shown),
-            _encode(addition.finish_reason),
-            _encode(addition.stop_reason),
-            ids,
-            self._tail,
-        )
+        said = b'"content":' + _encode(addition.text) if addition.text or addition.token_ids else b""
+        shown = self._logprobs(addition.logprobs) if addition.logprobs else None
+        return self._frame.chunk(index, b'"delta":{%b}' % said, shown, addition)
 
     def usage_chunk(self, usage: Usage) -> bytes:
-        return self._usage_start + _encode(usage_object(usage)) + b"}\n\n"
+        return self._frame.usage_chunk(usage)
+
+    def _logprobs(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        return {"content": [self._speller.chat(item) for item in entries]}
 
 
 class CompletionStyle:
@@ -152,25 +113,17 @@ class CompletionStyle:
         self._speller = TokenSpeller(state)
         self._head = head
         self._prompt_ids = prompt_ids
-        self._return_token_ids = prompt_ids is not None
         self._echo = echo
-        constant = _head_json(head, "text_completion")
-        self._tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
-        self._start = b"data: " + constant + b',"choices":[{"index":'
-        self._usage_start = b"data: " + constant + b',"choices":[],"usage":'
+        self._frame = ChunkFrame(head, "text_completion", with_usage, with_ids=prompt_ids is not None)
 
     def whole(self, choices: Sequence[ChoiceAnswer], usage: Usage) -> bytes:
         entries = []
         for choice in choices:
-            entry: dict[str, Any] = {
-                "index": choice.index,
-                "text": (self._echo[choice.index] if self._echo else "") + choice.text,
-                "logprobs": None,
-                "finish_reason": choice.finish_reason,
-                "stop_reason": choice.stop_reason,
-            }
+            text = (self._echo[choice.index] if self._echo else "") + choice.text
+            shown = None
             if choice.logprobs is not None:
-                entry["logprobs"] = self._speller.completion(choice.logprobs, choice.offsets or [])
+                shown = self._speller.completion(choice.logprobs, choice.offsets or [])
+            entry = _entry(choice, {"text": text}, shown)
             if self._prompt_ids is not None:
                 entry["token_ids"] = choice.token_ids
                 entry["prompt_token_ids"] = self._prompt_ids[choice.index]
@@ -179,44 +132,62 @@ class CompletionStyle:
 
     def opening(self, index: int) -> bytes:
         text = self._echo[index] if self._echo else ""
+        ids = b""
         if self._prompt_ids is not None:
-            prompt_ids = _encode(self._prompt_ids[index])
-            return b'%b%d,"text":%b,"logprobs":null,"finish_reason":null,"prompt_token_ids":%b,"token_ids":[]}%b' % (
-                self._start,
-                index,
-                _encode(text),
-                prompt_ids,
-                self._tail,
-            )
-        return self.chunk(index, Addition(text, [], None, None, None, None, None))
+            ids = b',"prompt_token_ids":%b,"token_ids":[]' % _encode(self._prompt_ids[index])
+        return self._frame.going_on(index, b'"text":' + _encode(text), inside=ids) if text or ids else b""
 
     def chunk(self, index: int, addition: Addition) -> bytes:
-        text, token_ids, logprobs, offsets, finish, stop_reason, _ = addition
-        if finish is None and logprobs is None and not self._return_token_ids:
-            if not text:
-                return b""
-            return b'%b%d,"text":%b,"logprobs":null,"finish_reason":null}%b' % (
-                self._start,
-                index,
-                _encode(text),
-                self._tail,
-            )
+        logprobs = addition.logprobs
+        shown = self._speller.completion(logprobs, addition.offsets or []) if logprobs else None
+        return self._frame.chunk(index, b'"text":' + _encode(addition.text), shown, addition)
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        return self._frame.usage_chunk(usage)
+
+
+class ChunkFrame:
+    """What both styles' chunks have around the words: the head, serialized once, and the end. `said` is a choice's
+    `"delta":...` or `"text":...`."""
+
+    def __init__(self, head: AnswerHead, kind: str, with_usage: bool, *, with_ids: bool) -> None:
+        constant = _encode(_head_fields(head, kind))[:-1]  # lacks its closing brace
+        self._with_ids = with_ids
+        self._start = b"data: " + constant + b',"choices":[{"index":'
+        self._usage_start = b"data: " + constant + b',"choices":[],"usage":'
+        self._tail = b',"usage":null}\n\n' if with_usage else b"}\n\n"
+
+    def chunk(self, index: int, said: bytes, logprobs: dict[str, Any] | None, addition: Addition) -> bytes:
+        """One addition; b"" when there is nothing to show. The end comes with the last text, if any."""
+        text, token_ids, entries, _, finish, stop_reason, _ = addition
+        if finish is None and entries is None and not self._with_ids:
+            return self.going_on(index, said) if text else b""
         if not text and not token_ids and finish is None:
             return b""
-        shown = self._speller.completion(logprobs, offsets or []) if logprobs else None
-        ids = b',"token_ids":' + _encode(token_ids) if self._return_token_ids else b""
-        return b'%b%d,"text":%b,"logprobs":%b,"finish_reason":%b,"stop_reason":%b%b}%b' % (
+        return b'%b%d,%b,"logprobs":%b,"finish_reason":%b,"stop_reason":%b%b}]%b' % (
             self._start,
             index,
-            _encode(text),
-            _encode(shown),
+            said,
+            _encode(logprobs),
             _encode(finish),
             _encode(stop_reason),
-            ids,
+            b',"token_ids":' + _encode(token_ids) if self._with_ids else b"",
+            self._tail,
+        )
+
+    def going_on(self, index: int, said: bytes, *, inside: bytes = b"", beside: bytes = b"") -> bytes:
+        """A choice that has not ended; more fields of the choice (`inside`) and of the chunk (`beside`)."""
+        return b'%b%d,%b,"logprobs":null,"finish_reason":null%b}]%b%b' % (
+            self._start,
+            index,
+            said,
+            inside,
+            beside,
             self._tail,
         )
 
     def usage_chunk(self, usage: Usage) -> bytes:
+        """The chunk with the bill and no choices."""
         return self._usage_start + _encode(usage_object(usage)) + b"}\n\n"
 
 
@@ -280,9 +251,15 @@ def _head_fields(head: AnswerHead, kind: str) -> dict[str, Any]:
     }
 
 
-def _head_json(head: AnswerHead, kind: str) -> bytes:
-    """The head as an object that lacks its closing brace."""
-    return _encode(_head_fields(head, kind))[:-1]
+def _entry(choice: ChoiceAnswer, said: dict[str, Any], logprobs: dict[str, Any] | None) -> dict[str, Any]:
+    """A whole choice; `said` is its message or text."""
+    return {
+        "index": choice.index,
+        **said,
+        "logprobs": logprobs,
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+    }
 
 
 def _whole(head: AnswerHead, kind: str, choices: list[dict[str, Any]], usage: Usage, extra: dict[str, Any]) -> bytes:

@@ -2,17 +2,26 @@
 
 import msgspec
 
+STALLS_AFTER_S = 2.0
+
 
 class GroupView(msgspec.Struct, frozen=True, kw_only=True):
     """One group at one moment. Tokens are prompt + allowed output of requests that have not ended.
 
     outstanding_here: those this gateway sent. outstanding_elsewhere: those of other gateways, as last reported.
+    stalled_s: how long nothing had moved there although something should have, as last reported.
     """
 
     group: str
     outstanding_here: int = 0
     outstanding_elsewhere: int = 0
     kv_used: float = 0.0
+    stalled_s: float = 0.0
+
+    @property
+    def stalls(self) -> bool:
+        """It may be frozen or stuck; a step this long is slow at best."""
+        return self.stalled_s >= STALLS_AFTER_S
 
     @property
     def outstanding_tokens(self) -> int:

@@ -25,7 +25,8 @@ class LeastOutstandingTokens:
 
 
 def best_first(policy: RoutingPolicy, groups: Sequence[GroupView], request: RequestView) -> list[int]:
-    """Indices of `groups`, best first; equal scores keep a fixed order by group id, so that gateways agree."""
+    """Indices of `groups`, best first, groups that stall last whatever their score; equal scores keep a fixed order by
+    group id, so that gateways agree."""
     scores = policy.scores(groups, request)
     assert len(scores) == len(groups), "a policy scores every group"
-    return sorted(range(len(groups)), key=lambda i: (-scores[i], groups[i].group))
+    return sorted(range(len(groups)), key=lambda i: (groups[i].stalls, -scores[i], groups[i].group))

@@ -77,6 +77,7 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
             outstanding_here=self._outstanding.here(group),
             outstanding_elsewhere=self._outstanding.elsewhere(group),
             kv_used=float(stats["kv_used"]) if stats else 0.0,
+            stalled_s=float(stats.get("stalled_s", 0.0)) if stats else 0.0,
         )
 
     def _request_view(self, pending_request: PendingRequest) -> RequestView:

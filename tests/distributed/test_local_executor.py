@@ -212,6 +212,25 @@ def test_a_killed_rank_is_noticed_at_once_and_nothing_is_left(model_folder: Path
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
+@pytest.mark.parametrize("busy", [True, False], ids=["in step", "idle"])
+def test_a_frozen_rank_is_noticed_and_killed(model_folder: Path, busy: bool) -> None:
+    with contextlib.closing(LocalExecutor(settings_for(model_folder, tp=2))) as executor:
+        executor.start()
+        pids = executor.rank_pids
+        os.kill(pids[1], signal.SIGSTOP)
+        stopped_s = time.monotonic()
+        if busy:
+            executor.submit(long_plan())
+        with pytest.raises(GroupLost, match="rank 1 has given no sign of life"):
+            executor.wait(30.0)
+        assert time.monotonic() - stopped_s < 10.0
+        with pytest.raises(GroupLost):
+            executor.submit(long_plan())
+        closed_s = time.monotonic()
+    assert time.monotonic() - closed_s < 2.0, "nobody waits for a process that is stopped"
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
 def test_a_step_that_cannot_be_run_ends_the_group_with_its_reason(model_folder: Path) -> None:
     with contextlib.closing(LocalExecutor(settings_for(model_folder))) as executor:
         executor.start()

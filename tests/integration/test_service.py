@@ -4,11 +4,13 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ import psutil
 import pytest
 
 from cluster.coordination.client import BackgroundClient
-from cluster.coordination.registry import GroupRecord
+from cluster.coordination.registry import RECORD_TTL_S, GroupRecord
+from cluster.metrics import decode_stats
 from tests.support.service import Service, wait_for
 from workers.messages import SamplingParams
 from workers.offline import LLM
@@ -156,6 +159,42 @@ def test_a_client_that_leaves_frees_its_blocks(service: Service) -> None:
     assert (load["num_requests_running"], load["num_requests_waiting"]) == (0, 0)
 
 
+@pytest.mark.parametrize(
+    ("path", "asked", "choices"),
+    [
+        ("/v1/completions", {"prompt": PREFIX, "n": 12}, 12),
+        ("/v1/completions", {"prompt": [PREFIX, PREFIX + PREFIX]}, 2),
+        ("/v1/chat/completions", {"messages": CHAT}, 1),
+    ],
+    ids=["one prompt, 12 choices", "two prompts", "chat"],
+)
+def test_a_client_that_leaves_before_its_whole_answer_frees_its_blocks(
+    service: Service, path: str, asked: dict[str, Any], choices: int
+) -> None:
+    """Not streaming: nothing is ever written to that client, so only its closed connection says that it has left."""
+    body = json.dumps({"model": "demo", "max_tokens": 1500, "ignore_eos": True, **asked}).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+
+    def at_rest() -> bool:
+        records = group_records(service)
+        return all((r.kv_used, r.running, r.waiting, r.outstanding_tokens) == (0, 0, 0, 0) for r in records)
+
+    def aborted() -> int:
+        found = [decode_stats(record) for record in group_records(service)]
+        return sum(stats.finished["abort"] for stats in found if stats is not None)
+
+    wait_for(at_rest, 10, "nothing else runs")
+    before = aborted()
+    with socket.create_connection(("127.0.0.1", service.port), timeout=10) as client:
+        client.sendall(head.encode() + b"\r\n" + body)
+        wait_for(lambda: any(r.kv_used > 0 for r in group_records(service)), 10, "the request holds blocks", 0.01)
+    left_s = time.monotonic()
+    wait_for(lambda: all(r.kv_used == 0 for r in group_records(service)), 2, "its blocks are free again", 0.01)
+    print(f"blocks free {time.monotonic() - left_s:.2f} s after the client had left")
+    wait_for(at_rest, 2, "the request is over")
+    wait_for(lambda: aborted() == before + choices, 2, "all were aborted, none had come to its end")
+
+
 def test_every_process_says_its_part(service: Service) -> None:
     titles = [" ".join(p.cmdline()) for p in service.descendants()]
     ranks = [t for t in titles if t.startswith("tandem rank ")]
@@ -176,36 +215,104 @@ def test_a_rank_that_dies_while_nothing_runs_is_noticed(service: Service) -> Non
     wait_for(lambda: service.get("/load").json()["groups"] == 2, 30, "and serves")
 
 
-async def test_a_killed_rank_costs_no_request_and_its_group_comes_back(service: Service, offline: LLM) -> None:
-    """Streams of the lost group go on with the other one: same text, no gap, no duplicate."""
-    wanted = greedy(offline, PROMPTS[:8], [150] * 8)
+@dataclass
+class Hit:
+    """What 8 running streams saw of a signal to one rank. Seconds after the signal; `gap_s`: the longest pause of one
+    stream."""
+
+    before: set[int]
+    answers: list[str]
+    pid: int
+    gone_s: float
+    gap_s: float
+    ended_s: float
+
+
+async def hit_a_rank(service: Service, number: signal.Signals, choose: Callable[[set[int]], int] = min) -> Hit:
+    """Sends the signal to one of four ranks while 8 greedy streams run, and reads the streams to their end."""
     before = {p.pid for p in service.titled("tandem rank")}
     assert len(before) == 4
+    pid = choose(before)
+    rank = psutil.Process(pid)
     started = asyncio.Event()
+    gaps: list[float] = []
     async with openai.AsyncOpenAI(base_url=service.url + "/v1", api_key="none", max_retries=0, timeout=120) as client:
 
         async def one(i: int) -> str:
             asked = {"model": "demo", "prompt": PROMPTS[i], "max_tokens": 150, "temperature": 0, "stream": True}
             pieces: list[str] = []
+            last_s = time.monotonic()
             async for chunk in await client.completions.create(**asked, extra_body={"ignore_eos": True}):
+                gaps.append(time.monotonic() - last_s)
+                last_s += gaps[-1]
                 pieces += [choice.text for choice in chunk.choices]
                 if len(pieces) > 5:
                     started.set()
             return "".join(pieces)
 
+        async def until_gone(hit_s: float) -> float:
+            """Stopped processes end only by being killed."""
+            while rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE:
+                assert time.monotonic() < hit_s + 30, "the rank is ended"
+                await asyncio.sleep(0.02)
+            return time.monotonic() - hit_s
+
         running = [asyncio.create_task(one(i)) for i in range(8)]
         await asyncio.wait_for(started.wait(), 60)
-        os.kill(min(before), signal.SIGKILL)
+        os.kill(pid, number)
+        hit_s = time.monotonic()
+        gone_s = await until_gone(hit_s)
         answers = await asyncio.gather(*running)
-    assert answers == wanted
+    return Hit(before, answers, pid, gone_s, max(gaps), time.monotonic() - hit_s)
+
+
+def wait_until_healed(service: Service, before: set[int]) -> None:
+    """Two of the ranks are as before, two are new; both groups serve."""
 
     def healed() -> bool:
         ranks = {p.pid for p in service.titled("tandem rank") if p.status() != psutil.STATUS_ZOMBIE}
         return len(ranks) == 4 and len(ranks & before) == 2 and service.get("/load").json()["groups"] == 2
 
-    await asyncio.to_thread(wait_for, healed, 60, "the group is replaced")
+    wait_for(healed, 60, "the group is replaced")
+    wait_for(lambda: group_readiness(service) == [True, True], 30, "and is ready")
     answer = service.post("/v1/completions", {"model": "demo", "prompt": "The", "max_tokens": 4})
     assert answer.status_code == 200
+
+
+def group_records(service: Service) -> list[GroupRecord]:
+    """As the groups have written them last."""
+    redis = redis_process(service)
+    names = command(redis, "KEYS", "tandem:*:group:*")
+    values = command(redis, "MGET", *names) if names else []
+    return [msgspec.msgpack.decode(value, type=GroupRecord) for value in values if value is not None]
+
+
+def group_readiness(service: Service) -> list[bool]:
+    """Of every group, by its record."""
+    return [record.is_ready for record in group_records(service)]
+
+
+async def test_a_killed_rank_costs_no_request_and_its_group_comes_back(service: Service, offline: LLM) -> None:
+    """Streams of the lost group go on with the other one: same text, no gap, no duplicate."""
+    wanted = greedy(offline, PROMPTS[:8], [150] * 8)
+    hit = await hit_a_rank(service, signal.SIGKILL)
+    assert hit.answers == wanted
+    await asyncio.to_thread(wait_until_healed, service, hit.before)
+
+
+@pytest.mark.parametrize("choose", [min, max], ids=["the first rank", "the last rank"])
+async def test_a_frozen_rank_costs_no_request_and_its_group_comes_back(
+    service: Service, offline: LLM, choose: Callable[[set[int]], int]
+) -> None:
+    """Its process lives but no step ends any more: within 10 s the group counts as lost, and the rank is killed before
+    it could wake up."""
+    wanted = greedy(offline, PROMPTS[:8], [150] * 8)
+    hit = await hit_a_rank(service, signal.SIGSTOP, choose)
+    print(f"frozen rank: killed after {hit.gone_s:.2f} s, longest gap {hit.gap_s:.2f} s, all ended {hit.ended_s:.2f} s")
+    assert hit.answers == wanted
+    assert hit.gone_s <= 10
+    assert 4 < hit.gap_s <= 12, "some stream was on that group, and went on"
+    await asyncio.to_thread(wait_until_healed, service, hit.before)
 
 
 @contextmanager
@@ -234,6 +341,10 @@ def posting(service: Service) -> Iterator[None]:
     assert refused == []
 
 
+def redis_process(service: Service) -> psutil.Process:
+    return wait_for(lambda: service.titled("tandem redis"), 15, "Redis runs")[0]
+
+
 def command(redis: psutil.Process, *parts: str | bytes) -> Any:
     """To the private server, over the socket beside its configuration file."""
 
@@ -248,24 +359,37 @@ def command(redis: psutil.Process, *parts: str | bytes) -> Any:
 
 
 def test_the_service_lives_without_redis_for_a_while(service: Service) -> None:
-    """Emptied, full, frozen, killed: requests are answered all the time; the launcher starts Redis again."""
+    """Emptied, full, both, frozen, killed: requests are answered all the time; the launcher starts Redis again."""
     (redis,) = service.titled("tandem redis")
 
     def redis_is(state: str) -> bool:
         return bool(service.get("/load").json()["redis"] == state)
 
+    def outlive_the_records() -> None:
+        """What a view that forgets its groups would forget by then, it has forgotten."""
+        over_s = time.monotonic() + RECORD_TTL_S + 1
+        wait_for(lambda: time.monotonic() > over_s, 15, "time has passed")
+
     with posting(service):
         command(redis, "FLUSHALL")
-        wait_for(lambda: service.get("/load").json()["groups"] == 2, 15, "the groups are known")
+        wait_for(lambda: len(group_records(service)) == 2, 15, "the groups have written their records again")
         command(redis, "CONFIG", "SET", "maxmemory", "1")
-        wait_for(lambda: redis_is("away"), 15, "heartbeats are refused until their records expire")
+        wait_for(lambda: not group_records(service), 15, "heartbeats are refused until their records expire")
+        wait_for(lambda: redis_is("away"), 15, "the gateway asks before it believes it")
+        command(redis, "CONFIG", "SET", "maxmemory", "0")
+        wait_for(lambda: redis_is("here"), 15, "the gateway is back")
+        command(redis, "FLUSHALL")
+        command(
+            redis, "CONFIG", "SET", "maxmemory", "1"
+        )  # before the groups, or after one or both could list themselves
+        wait_for(lambda: redis_is("away"), 15, "the gateway notices")
+        outlive_the_records()
         command(redis, "CONFIG", "SET", "maxmemory", "0")
         wait_for(lambda: redis_is("here"), 15, "the gateway is back")
         redis.suspend()
-        frozen_s = time.monotonic()
         wait_for(lambda: redis_is("away"), 15, "the gateway notices")
         assert service.get("/metrics").status_code == 200
-        wait_for(lambda: time.monotonic() - frozen_s > 4, 15, "every record has expired")
+        outlive_the_records()
         redis.resume()
         wait_for(lambda: redis_is("here"), 15, "the gateway is back")
         redis.kill()
@@ -273,29 +397,37 @@ def test_the_service_lives_without_redis_for_a_while(service: Service) -> None:
             lambda: [p for p in service.titled("tandem redis") if p.pid != redis.pid], 15, "Redis restarts"
         )
         assert again
-        wait_for(lambda: service.get("/load").json()["groups"] == 2, 15, "the groups are known again")
-        wait_for(lambda: redis_is("here"), 15, "the gateway is back")
+        wait_for(lambda: len(group_records(service)) == 2, 15, "the groups have written their records again")
+        wait_for(lambda: redis_is("here") and service.get("/load").json()["groups"] == 2, 15, "the gateway is back")
 
 
-def test_a_group_whose_ranks_are_frozen_counts_as_not_ready(service: Service) -> None:
-    """The coordinator's event loop beats on; what it writes says that nothing moves."""
-    asked = {"model": "demo", "prompt": "The", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    (redis,) = service.titled("tandem redis")
+def test_a_rank_that_freezes_while_nothing_runs_is_noticed(service: Service) -> None:
+    """Nobody waits for it, yet the next request must not go there."""
+    wait_for(lambda: group_readiness(service) == [True, True], 15, "both groups are ready")
+    before = {p.pid for p in service.titled("tandem rank")}
+    os.kill(max(before), signal.SIGSTOP)
+    wait_for(lambda: group_readiness(service) == [True], 10, "the group is given up")
+    assert service.get("/readyz").status_code == 200, "the other one serves"
+    wait_until_healed(service, before)
+
+
+def test_all_ranks_slowed_down_by_stops_shorter_than_the_bound_are_left_alone(service: Service) -> None:
+    """A machine that hangs for a moment, the coordinators included, costs nothing but the moment."""
+    asked = {"model": "demo", "prompt": "The", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    wanted = service.post("/v1/completions", asked).json()["choices"][0]["text"]
     ranks = service.titled("tandem rank")
-
-    def ready() -> list[bool]:
-        values = command(redis, "MGET", *command(redis, "KEYS", "tandem:*:group:*"))
-        return [msgspec.msgpack.decode(value, type=GroupRecord).is_ready for value in values if value is not None]
-
-    wait_for(lambda: ready() == [True, True], 15, "both groups are ready")
+    coordinators = service.titled("ray::ServeReplica:tandem:tandem-coordinator")
+    assert (len(ranks), len(coordinators)) == (4, 2)
     with ThreadPoolExecutor(1) as pool:
-        for rank in ranks:
-            rank.suspend()
-        try:
-            post = pool.submit(service.post, "/v1/completions", asked)
-            wait_for(lambda: sorted(ready()) == [False, True], 15, "the group with work says that nothing moves")
-        finally:
-            for rank in ranks:
-                rank.resume()
-        assert post.result().status_code == 200
-    wait_for(lambda: ready() == [True, True], 15, "it moves again")
+        for stopped, seconds in ((ranks, 3.0), (coordinators, 7.0), ([*ranks, *coordinators], 7.0)):
+            for process in stopped:
+                process.suspend()
+            try:
+                post = pool.submit(service.post, "/v1/completions", asked)
+                time.sleep(seconds)  # the length of the stop is what is tested
+            finally:
+                for process in stopped:
+                    process.resume()
+            assert post.result().json()["choices"][0]["text"] == wanted
+    assert {p.pid for p in service.titled("tandem rank")} == {p.pid for p in ranks}
+    wait_for(lambda: group_readiness(service) == [True, True], 15, "both groups are ready")

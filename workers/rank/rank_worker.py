@@ -38,6 +38,7 @@ from workers.messages import (
 from workers.rank.lifeline import Lifeline, watch_stdin
 from workers.rank.loading import LoadedRank, choose_device, load_rank, set_threads
 from workers.rank.model_runner import ModelRunner
+from workers.rank.pulse_echo import start_echo
 from workers.resolve import read_spec
 
 log = logging.getLogger(__name__)
@@ -87,7 +88,10 @@ def run_rank(rank: int, endpoint: str, secret: str, *, group: str = "local", hos
     channel = _Channel(socket, msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToRank))
     try:
         channel.send(Hello(rank, os.getpid(), host))
-        runner = _start(rank, group, host, channel)
+        setup = channel.expect(RankSetup)
+        if setup.pulse_endpoint is not None:
+            start_echo(context, secret, setup.pulse_endpoint, rank)
+        runner = _start(rank, group, setup, host, channel)
         _serve(runner, channel)
         return 0
     except _ShutDown:
@@ -102,9 +106,8 @@ def run_rank(rank: int, endpoint: str, secret: str, *, group: str = "local", hos
         context.term()
 
 
-def _start(rank: int, group: str, host: str, channel: _Channel) -> ModelRunner:
+def _start(rank: int, group: str, setup: RankSetup, host: str, channel: _Channel) -> ModelRunner:
     """The rank's half of the handshake: RankSetup (-> RankListening) -> RankLoaded -> AllocateKV -> RankReady."""
-    setup = channel.expect(RankSetup)
     loaded = _load(rank, group, setup, host, channel)
     channel.send(loaded.facts)
     runner = loaded.build_runner(channel.expect(AllocateKV).num_blocks)

@@ -4,6 +4,10 @@ Also what else tells of groups: heartbeats through a Redis in memory, the watch 
 """
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -270,6 +274,7 @@ async def test_a_busy_group_without_progress_is_not_ready() -> None:
     assert ready()
     now_s += 2
     assert not ready()
+    await until(lambda: group.thread.stuck_s() == 0.0)  # its thread comes round; it is the steps that do not end
     moved = await client.submit(request("other"))  # slow is not gone: the router decides
     group.engine.go = True
     assert len(tokens_of(await reading)) == 5
@@ -336,6 +341,34 @@ def test_a_watch_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     ray_executor.RayExecutor(None, None, "g", None, "127.0.0.1", told.append)._watch(["run 0"])
     assert told == ["the ranks of group g can no longer be watched: Wordless"]
+
+
+def test_a_frozen_rank_is_told_once_whoever_sees_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "wait", lambda runs, num_returns: (runs, []))
+    monkeypatch.setattr(ray, "get", lambda run: None)
+    told: list[str] = []
+    executor = ray_executor.RayExecutor(None, None, "g", None, "127.0.0.1", told.append)
+    executor._tell("rank 0 is frozen")
+    executor._watch(["run 0"])  # it was killed, and so has ended
+    assert told == ["rank 0 is frozen"]
+
+
+def test_only_a_rank_of_the_group_is_killed() -> None:
+    script = "import setproctitle, time; setproctitle.setproctitle('tandem rank g1 tp0 pp0'); print(1, flush=True)"
+    process = subprocess.Popen([sys.executable, "-c", f"{script}; time.sleep(60)"], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None and process.stdout.readline()
+        process.send_signal(signal.SIGSTOP)
+        ray_executor.kill_rank(process.pid, "g")
+        ray_executor.kill_rank(os.getpid(), "g1")
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.2)
+        ray_executor.kill_rank(process.pid, "g1")
+        assert process.wait(5) == -signal.SIGKILL
+        ray_executor.kill_rank(process.pid, "g1")
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_only_placement_groups_of_our_groups_end_a_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -307,6 +307,29 @@ async def test_flushall_empties_no_fleet_before_its_groups_could_beat(background
         assert set(fleet.records) == {"g1"}
 
 
+async def test_an_emptied_redis_that_takes_no_writes_empties_no_fleet(background: BackgroundClient) -> None:
+    """The sentinel was seeded again before the memory was full, the groups' set was not: nobody is listed as gone."""
+    now_s = 100.0
+    fleet = FleetView(background, "s", lambda: asyncio.sleep(0), clock=lambda: now_s)
+    beat = GroupBeat(background, "s", record)
+    await beat.beat()
+    await fleet.refresh()
+    await background.command("FLUSHALL")
+    await fleet.refresh()
+    assert await background.is_initialized()
+    await background.command("CONFIG", "SET", "maxmemory", "1")
+    for moment_s in (100.5, 104.0, 200.0):
+        now_s = moment_s
+        await fleet.refresh()
+        assert fleet.redis_away
+        assert set(fleet.records) == {"g1"}, "nobody has left"
+    await background.command("CONFIG", "SET", "maxmemory", "0")
+    await beat.beat()
+    await fleet.refresh()
+    assert not fleet.redis_away
+    assert set(fleet.records) == {"g1"}
+
+
 async def test_a_record_that_cannot_be_read_hides_only_itself(background: BackgroundClient) -> None:
     await background.command("SET", keys.SENTINEL, "1")
     await GroupBeat(background, "s", record).beat()

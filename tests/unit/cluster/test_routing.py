@@ -26,6 +26,16 @@ def test_equal_groups_keep_the_order_of_their_names() -> None:
     assert best_first(LeastOutstandingTokens(), views, REQUEST) == [1, 2, 0]
 
 
+def test_a_group_that_stalls_is_the_last_choice_not_none() -> None:
+    views = [
+        GroupView(group="a", stalled_s=2.5),
+        GroupView(group="b", outstanding_here=10_000),
+        GroupView(group="c", outstanding_here=20_000, stalled_s=0.5),
+    ]
+    assert best_first(LeastOutstandingTokens(), views, REQUEST) == [1, 2, 0]
+    assert best_first(LeastOutstandingTokens(), views[:1], REQUEST) == [0]
+
+
 def test_cost_counts_the_prompt_once_and_every_choice() -> None:
     request = GenerationRequest(request_id="r", prompt_token_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=7, n=4))
     assert cost_tokens(request) == 3 + 28

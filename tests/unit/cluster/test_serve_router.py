@@ -49,6 +49,14 @@ def test_long_answers_keep_others_away_until_they_end(router: GroupRouter) -> No
     assert chosen(router, [a, b], pending("c2", 1))[0] == "a"
 
 
+def test_a_group_that_reports_a_stall_is_avoided_until_it_moves(router: GroupRouter) -> None:
+    def report(number: int, stalled_s: float) -> Any:
+        return replica("a", outstanding_tokens=0, report_number=number, kv_used=0.0, stalled_s=stalled_s)
+
+    assert chosen(router, [report(1, 3.0), replica("b")], pending("c1", 100)) == ["b", "a"]
+    assert chosen(router, [report(2, 0.0), replica("b")], pending("c2", 100)) == ["a", "b"]
+
+
 def test_requests_at_the_same_time_are_spread_before_serve_says_that_any_was_routed(router: GroupRouter) -> None:
     replicas = [replica("a"), replica("b")]
     assert [chosen(router, replicas, pending(f"c{i}", 100))[0] for i in range(4)] == ["a", "b", "a", "b"]

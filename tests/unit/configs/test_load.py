@@ -58,6 +58,7 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "port": (9000, 9000),
     "api_key": (["k"], ("k",)),
     "shutdown_timeout": (5, 5.0),
+    "metrics_prefix": ("vllm", "vllm"),
     "redis_url": ("redis://h:1", "redis://h:1"),
 }
 
@@ -96,6 +97,12 @@ BAD = [
     ("hf_overrides", "{"),
     ("hf_overrides", "[1]"),
     ("api_key", [""]),
+    ("metrics_prefix", ""),
+    ("metrics_prefix", "9lives"),
+    ("metrics_prefix", "a-b"),
+    ("metrics_prefix", "a b\n"),
+    ("metrics_prefix", "vllm\n"),
+    ("metrics_prefix", "métrique"),
     ("served_model_name", [" "]),
     ("max_num_batched_tokens", 4),
 ]
@@ -194,9 +201,10 @@ def test_serve_args_in_the_shape_of_ray_serve_llm() -> None:
             "model_loading_config": {"model_id": "name", "model_source": "source"},
             "engine_kwargs": {"tensor_parallel_size": 2, "max_num_seqs": 3},
             "deployment_config": {"autoscaling_config": {"min_replicas": 1, "max_replicas": 2}},
-            "gateway_config": {"api_key": "k"},
+            "gateway_config": {"api_key": "k", "metrics_prefix": "vllm"},
         }
     )
+    assert settings.gateway.metrics_prefix == "vllm"
     assert settings.engine.model.model == "source"
     assert settings.engine.model.served_model_name == ("name",)
     assert settings.engine.parallel.tensor_parallel_size == 2

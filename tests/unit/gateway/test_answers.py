@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from configs.schema import GatewaySettings
 from tests.support.fake_backend import FakeBackend, fixed_script, logprob_of
 from tests.unit.gateway.rig import BOS, CONTEXT, EOS, MODEL, TURN, USER, Rig, events, gateway
 from workers.messages import Abort
@@ -403,6 +404,15 @@ async def test_metrics_count_requests_and_hold_no_word_of_clients() -> None:
         assert f'tandem:gateway_time_to_first_token_seconds_count{{model_name="{MODEL}"}} 1.0' in text
         assert f'tandem:gateway_requests_open{{model_name="{MODEL}"}} 0.0' in text
         assert "secret" not in text
+
+
+async def test_the_metrics_prefix_is_on_every_name_of_the_gateway() -> None:
+    async with gateway(settings=GatewaySettings(metrics_prefix="vllm")) as rig:
+        await rig.complete()
+        lines = (await rig.client.get("/metrics")).text.splitlines()
+        assert any(line.startswith("vllm:http_requests_total{") for line in lines)
+        ours = [line for line in lines if line.startswith("tandem:") and "num_requests_running" not in line]
+        assert ours == [], "num_requests_running is the backend's"
 
 
 async def rows_after(rig: Rig) -> list[str]:

@@ -84,8 +84,11 @@ class Fleet:
         self, answer: Answer = good_rank, hosts: tuple[str, str] = ("h", "h"), groups_on_node: int = 1
     ) -> None:
         self.lost: str | None = None
+        self.now_s = 0.0
         secret = new_secret()
-        self.group = RankGroup(SETTINGS, secret, lambda: self.lost, groups_on_node=groups_on_node)
+        self.group = RankGroup(
+            SETTINGS, secret, lambda: self.lost, groups_on_node=groups_on_node, clock=lambda: self.now_s
+        )
         self.ranks = [FakeRank(rank, self.group, secret, answer, hosts[rank]) for rank in (1, 0)]
         for rank in self.ranks:
             rank.start()
@@ -168,6 +171,27 @@ def test_a_dead_rank_ends_a_blocked_wait_within_a_tenth_of_a_second() -> None:
         assert time.monotonic() - died_s[0] < 0.1 + 0.2  # reaction, and the time given to last words
         with pytest.raises(GroupLost, match="signal 9"):
             f.group.submit(StepPlan(step_id=2, work=[]))
+
+
+def test_ranks_that_live_and_finish_no_step_are_stuck() -> None:
+    with fleet(lambda rank, m: None if isinstance(m, StepPlan) and m.step_id > 1 else good_rank(rank, m)) as f:
+        f.group.start()
+        f.group.submit(StepPlan(step_id=1, work=[]))
+        f.now_s += 0.1
+        assert f.group.wait(5.0) is not None
+        f.group.submit(StepPlan(step_id=2, work=[]))
+        began_s = f.now_s
+
+        def wait_long() -> None:
+            while f.now_s < began_s + 700:
+                f.now_s += 0.5
+                assert f.group.wait(0.0) is None
+
+        with pytest.raises(GroupLost, match=r"no step has finished for 6\d s although every rank lives"):
+            wait_long()
+        assert f.now_s - began_s > 60
+        with pytest.raises(GroupLost, match="stuck"):
+            f.group.submit(StepPlan(step_id=3, work=[]))
 
 
 def test_a_failed_rank_says_why() -> None:

@@ -1,0 +1,57 @@
+"""A newcomer's terminal: every phase is said, `tandem complete` and `chat` find the service, the last line is true."""
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.service import BIN, Service, tandem_serve
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def vllm_named() -> Iterator[Service]:
+    """A service whose metrics are called as vLLM's."""
+    with tandem_serve("demo", "--device", "cpu", "--dtype", "float32", "--metrics-prefix", "vllm") as running:
+        yield running
+
+
+def tandem(service: Service, *arguments: str, typed: str = "") -> subprocess.CompletedProcess[str]:
+    """A verb of the same user as the service's, so that it finds the run file."""
+    env = {**os.environ, "TMPDIR": str(service.temp), "XDG_RUNTIME_DIR": ""}
+    return subprocess.run(
+        [BIN / "tandem", *arguments], env=env, input=typed, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_a_terminal_from_start_to_end(vllm_named: Service) -> None:
+    service = vllm_named
+    asked = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 20, "temperature": 0}
+    text = service.post("/v1/completions", asked).json()["choices"][0]["text"]
+    done = tandem(service, "complete", "Once upon a time", "--max-tokens", "20", "--temperature", "0")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == text + ("" if text.endswith("\n") else "\n")
+    done = tandem(service, "chat", "--temperature", "0", typed="What is 2 + 3?\n/reset\nCount from 3 to 9.\n")
+    assert done.returncode == 0, done.stderr
+    assert "5" in done.stdout and "3, 4, 5, 6, 7, 8, 9" in done.stdout
+
+    names = {line.partition("{")[0] for line in service.get("/metrics").text.splitlines() if line[0] != "#"}
+    assert {"vllm:num_requests_running", "vllm:generation_tokens_total", "vllm:http_requests_total"} <= names
+    assert not [name for name in names if name.startswith("tandem")]
+
+    assert service.stop(signal.SIGINT) == 0
+    service.check_gone()
+    lines = [line.removeprefix("tandem: ") for line in service.output.splitlines() if line.startswith("tandem: ")]
+    begun = [line for line in lines if line.endswith(" ...")]
+    assert begun == [
+        "starting Redis ...",
+        "starting Ray ...",
+        "starting Ray Serve ...",
+        "starting the gateway and 1 group, loading weights ...",
+    ]
+    assert lines.index(begun[-1]) < next(i for i, line in enumerate(lines) if line.startswith("serving demo"))
+    assert re.fullmatch(r"stopped: nothing is left running \(took \d+\.\d s\)", lines[-1]), service.output
