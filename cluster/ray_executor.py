@@ -18,7 +18,7 @@ from cluster.placement import CPU_SHARE
 from cluster.service import ServiceFacts, check_install
 from configs.schema import EngineSettings
 from workers.engine.executor import ExecutorReady
-from workers.messages import StepPlan, StepResult
+from workers.messages import StepPlan, StepResult, Transfer, TransferDone
 from workers.rank_group import RankGroup
 
 log = logging.getLogger("ray.serve.tandem")
@@ -85,6 +85,14 @@ class RayExecutor:
     def wait(self, timeout_s: float) -> StepResult | None:
         assert self._group is not None
         return self._group.wait(timeout_s)
+
+    def transfer(self, transfer: Transfer) -> None:
+        assert self._group is not None
+        self._group.transfer(transfer)
+
+    def transfers_done(self) -> list[TransferDone]:
+        assert self._group is not None
+        return self._group.transfers_done()
 
     def silent_s(self) -> float:
         """How long a rank has given no sign of life, 0 while there is no doubt. From any thread."""

@@ -189,6 +189,13 @@ def _check_together(settings: ServiceSettings) -> None:
             f"{scheduler.max_num_batched_tokens} is less than --max-num-seqs {scheduler.max_num_seqs}",
             "--max-num-batched-tokens",
         )
+    cache = engine.cache
+    if cache.kv_offloading_gib is not None and not cache.enable_prefix_caching:
+        raise SettingsError("KV is found again by its content: this needs prefix caching", "--kv-offloading-size")
+    if cache.kv_disk_path is not None and cache.kv_offloading_gib is None:
+        raise SettingsError("the disk is below host memory: this needs --kv-offloading-size", "--kv-disk-path")
+    if (cache.kv_disk_path is None) != (cache.kv_disk_gib is None):
+        raise SettingsError("--kv-disk-path and --kv-disk-size go together", "--kv-disk-size")
     if settings.gateway.host == "":
         raise SettingsError("must name an address", "--host")
     if any(len(key) < 1 or not key.isprintable() for key in settings.gateway.api_keys):

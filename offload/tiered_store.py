@@ -103,7 +103,7 @@ class TieredStore:
         return ticket if ticket.keys else None
 
     def spill(self) -> Ticket | None:
-        """Blocks that came to the host lately, down to the disk; None when there are none or enough are on their way."""
+        """Blocks that came to the host lately, down to the disk; None when none waits or enough are on their way."""
         if self.disk is None:
             return None
         ticket = self._ticket("spill")

@@ -41,7 +41,7 @@ def bytes_per_slot(planes: Sequence[torch.Tensor]) -> int:
 
 def _piece_bytes(plane: torch.Tensor) -> int:
     assert plane[0].is_contiguous(), "a block of a plane is one stretch of memory"
-    return plane[0].numel() * plane.element_size()
+    return int(plane[0].numel() * plane.element_size())
 
 
 class CpuCopier:

@@ -13,7 +13,7 @@ from configs.schema import EngineSettings
 from workers.engine.engine import ModelFacts
 from workers.engine.executor import Executor, ExecutorReady
 from workers.models.spec import ArchSpec
-from workers.resolve import read_spec
+from workers.resolve import fingerprint, read_spec
 from workers.resolve import resolve_max_model_len as resolve_max_model_len
 
 
@@ -28,14 +28,14 @@ def eos_token_ids(folder: Path, spec: ArchSpec) -> tuple[int, ...]:
 
 
 def model_facts(settings: EngineSettings, ready: ExecutorReady) -> ModelFacts:
-    """What the engine needs of the model. The revision is the given one, or the folder's name."""
+    """What the engine needs of the model."""
     folder = Path(settings.model.model)
     spec = read_spec(settings)
     return ModelFacts(
         max_model_len=resolve_max_model_len(settings, spec),
         vocab_size=spec.vocab_size,
         eos_token_ids=eos_token_ids(folder, spec),
-        model_revision=settings.model.revision or folder.name,
+        model_revision=fingerprint(folder, settings),
         kv_dtype=ready.dtype,
     )
 

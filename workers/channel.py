@@ -24,6 +24,11 @@ def _key_pair(secret: str, part: str) -> tuple[bytes, bytes]:
     return zmq.curve_public(private), private
 
 
+def mover_name(rank: int) -> bytes:
+    """What a rank's KV mover is called at the coordinator's router; the rank itself is its number."""
+    return b"%d-mover" % rank
+
+
 def _common(socket: zmq.Socket[Any]) -> None:
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)

@@ -9,9 +9,12 @@ from collections import deque
 from configs.schema import EngineSettings
 from workers.engine.executor import ExecutorReady
 from workers.errors import GroupLost, SettingsError
-from workers.messages import StepPlan, StepResult
-from workers.rank.loading import load_single
+from workers.messages import StepPlan, StepResult, Transfer, TransferDone
+from workers.rank.kv_mover import KVMover, QueueInbox
+from workers.rank.loading import LoadedRank, load_single
+from workers.rank.memory import available_bytes
 from workers.rank.model_runner import ModelRunner
+from workers.tiers import NoTiersBecause, OpenTiers, open_tiers
 
 log = logging.getLogger(__name__)
 
@@ -28,11 +31,15 @@ class InProcessExecutor:
         self._runner: ModelRunner | None = None
         self._plans: deque[StepPlan] = deque()
         self._broken: str | None = None
+        self._tiers: OpenTiers | None = None
+        self._inbox = QueueInbox()
+        self._mover: KVMover | None = None
 
     def start(self) -> ExecutorReady:
         """Loads the model, sizes and allocates the KV cache, warms up. SettingsError when that cannot work."""
         loaded = load_single(self._settings)
         self._runner = loaded.build_runner(loaded.facts.num_blocks)
+        notes = self._open_tiers(loaded)
         facts = loaded.facts
         ready = ExecutorReady(
             num_blocks=facts.num_blocks,
@@ -43,6 +50,8 @@ class InProcessExecutor:
             weight_bytes=facts.weight_bytes,
             block_bytes=facts.block_bytes,
             load_s=facts.load_s,
+            store=None if self._tiers is None else self._tiers.store,
+            tier_notes=notes,
         )
         log.info("one rank in process: %s", ready)
         return ready
@@ -57,6 +66,8 @@ class InProcessExecutor:
         if self._broken is not None:
             raise GroupLost(self._broken)
         if not self._plans or self._runner is None:
+            if self._mover is not None:
+                self._inbox.arrived.wait(timeout_s)
             return None
         try:
             result = self._runner.execute(self._plans.popleft())
@@ -69,7 +80,39 @@ class InProcessExecutor:
         assert result is not None
         return result
 
+    def transfer(self, transfer: Transfer) -> None:
+        if self._broken is not None:
+            raise GroupLost(self._broken)
+        self._inbox.submit(transfer)
+
+    def transfers_done(self) -> list[TransferDone]:
+        return [done for done in self._inbox.take() if done.ticket]
+
     def close(self) -> None:
-        """Drops the model and the KV cache. Idempotent."""
+        """Ends the mover after its present copy, drops the model and the KV cache. Idempotent."""
+        if self._mover is not None:
+            self._inbox.submit(None)
+            self._mover.join()
+            self._mover = None
+        if self._tiers is not None:
+            self._tiers.close()
+            self._tiers = None
         self._runner = None
         self._plans.clear()
+
+    def _open_tiers(self, loaded: LoadedRank) -> tuple[str, ...]:
+        """The tiers below the device, and what there is to say of them."""
+        assert self._runner is not None
+        facts = loaded.facts
+        on_device = facts.num_blocks * facts.block_bytes if facts.device == "cpu" else 0
+        tiers = open_tiers(self._settings, [facts], available_bytes() - on_device)
+        if isinstance(tiers, NoTiersBecause):
+            return tiers.notes
+        try:
+            self._mover = loaded.open_mover(self._runner, tiers.ranks[0], self._inbox)
+        except OSError as error:
+            tiers.close()
+            return (f"--kv-offloading-size: {error}; serving without tiers below the device",)
+        self._tiers = tiers
+        self._mover.start()
+        return tiers.notes

@@ -16,7 +16,7 @@ import workers
 from configs.schema import EngineSettings
 from workers.channel import new_secret
 from workers.engine.executor import ExecutorReady
-from workers.messages import StepPlan, StepResult
+from workers.messages import StepPlan, StepResult, Transfer, TransferDone
 from workers.rank_group import RankGroup
 from workers.resolve import read_spec
 
@@ -61,6 +61,14 @@ class LocalExecutor:
     def wait(self, timeout_s: float) -> StepResult | None:
         assert self._group is not None
         return self._group.wait(timeout_s)
+
+    def transfer(self, transfer: Transfer) -> None:
+        assert self._group is not None
+        self._group.transfer(transfer)
+
+    def transfers_done(self) -> list[TransferDone]:
+        assert self._group is not None
+        return self._group.transfers_done()
 
     def close(self) -> None:
         """Asks the ranks to exit, kills those that have not after 3 s, reaps all. Idempotent."""

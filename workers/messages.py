@@ -331,7 +331,6 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
 
 
 ToRank = RankSetup | AllocateKV | StepPlan | Shutdown
-ToMover = Transfer | Shutdown
 FromRank = Hello | RankListening | RankLoaded | RankReady | RankFailed | StepResult | TransferDone
 ToGateway = DeltaBatch
 FromGateway = Abort

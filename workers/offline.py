@@ -16,6 +16,8 @@ import msgspec
 from tqdm import tqdm
 
 from configs.errors import SettingsError
+from configs.load import build_settings
+from configs.options import option_named
 from configs.schema import EngineSettings
 from workers.build import model_facts, offline_settings, open_executor
 from workers.engine.engine import Engine
@@ -131,7 +133,8 @@ class _Run:
 
 
 class LLM:
-    """A model ready to generate. `model`: a folder, or "demo". Keyword arguments are spelled like the command line's.
+    """A model ready to generate. `model`: a folder, or "demo". Other keyword arguments are the flags of `tandem serve`
+    that concern the engine, with underscores: tensor_parallel_size=2, dtype="float32", kv_offloading_size=4.
 
     Raises SettingsError (it names the setting) when the model cannot be loaded as asked. Use as a context manager, or
     call close().
@@ -141,39 +144,10 @@ class LLM:
         self,
         model: str | Path,
         *,
-        tensor_parallel_size: int = 1,
-        pipeline_parallel_size: int = 1,
-        dtype: str = "auto",
-        max_model_len: int | None = None,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 2048,
-        kv_cache_memory_bytes: int | None = None,
-        block_size: int = 16,
-        enable_prefix_caching: bool = True,
-        device: str | None = None,
-        cpu_threads: int | None = None,
         chat_template: str | None = None,
+        **flags: Any,
     ) -> None:
-        self.settings = _engine_settings(
-            {
-                "model": {
-                    "model": str(_model_folder(model)),
-                    "dtype": dtype,
-                    "max_model_len": max_model_len,
-                },
-                "parallel": {
-                    "tensor_parallel_size": tensor_parallel_size,
-                    "pipeline_parallel_size": pipeline_parallel_size,
-                },
-                "cache": {
-                    "block_size": block_size,
-                    "kv_cache_memory_bytes": kv_cache_memory_bytes,
-                    "enable_prefix_caching": enable_prefix_caching,
-                },
-                "scheduler": {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens},
-                "device": {"device": device, "cpu_threads": cpu_threads},
-            }
-        )
+        self.settings = _engine_settings(str(_model_folder(model)), flags)
         folder = Path(self.settings.model.model)
         self.tokenizer = load_tokenizer(folder)
         self._template: ChatTemplate | None = find_chat_template(folder, chat_template, self.tokenizer)
@@ -306,10 +280,10 @@ def _model_folder(model: str | Path) -> Path:
     return folder.resolve()
 
 
-def _engine_settings(tree: dict[str, dict[str, Any]]) -> EngineSettings:
+def _engine_settings(model: str, flags: Mapping[str, Any]) -> EngineSettings:
     """Checked settings for offline use: nothing is ever refused for a full queue. SettingsError names the value."""
-    try:
-        settings = msgspec.convert(tree, EngineSettings)
-    except msgspec.ValidationError as error:
-        raise SettingsError(f"{error}; given: {tree}") from error
-    return offline_settings(settings)
+    for name in flags:
+        option = option_named(name)
+        if option is not None and not option.path.startswith("engine."):
+            raise SettingsError(f"{name} is the service's; an LLM has no use for it", name)
+    return offline_settings(build_settings(model, flags).engine)

@@ -17,7 +17,7 @@ import msgspec
 import zmq
 
 from configs.schema import EngineSettings
-from workers.channel import bind_router
+from workers.channel import bind_router, mover_name
 from workers.engine.executor import ExecutorReady
 from workers.errors import GroupLost, SettingsError
 from workers.messages import (
@@ -33,9 +33,13 @@ from workers.messages import (
     StepPlan,
     StepResult,
     ToRank,
+    Transfer,
+    TransferDone,
 )
+from workers.rank.memory import available_bytes
 from workers.rank_pulse import OnSilent, PulseWatch
 from workers.step_bound import StepBound
+from workers.tiers import NoTiersBecause, OpenTiers, open_tiers
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +84,10 @@ class RankGroup:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromRank)
         self._names = [str(rank).encode() for rank in range(self.world_size)]
+        self._movers = [mover_name(rank) for rank in range(self.world_size)]
+        self._listening: set[int] = set()
+        self._done: list[TransferDone] = []
+        self._tiers: OpenTiers | None = None
         self._pulse = PulseWatch(self._context, secret, host, on_silent or _note)
         self._steps = StepBound(clock)
         self.hellos: tuple[Hello, ...] = ()
@@ -96,8 +104,7 @@ class RankGroup:
         self._send_setups(hellos)
         loaded = self._gather(RankLoaded, LOAD_TIMEOUT_S, "loaded the model")
         num_blocks = min(message.num_blocks for message in loaded)
-        self._broadcast(AllocateKV(num_blocks))
-        self._gather(RankReady, LOAD_TIMEOUT_S, "became ready")
+        notes = self._allocate(loaded, num_blocks)
         first = loaded[0]
         ready = ExecutorReady(
             num_blocks=num_blocks,
@@ -109,6 +116,9 @@ class RankGroup:
             block_bytes=sum(message.block_bytes for message in loaded),
             load_s=max(message.load_s for message in loaded),
             rank_pids=tuple(hello.pid for hello in hellos),
+            num_ranks=self.world_size,
+            store=None if self._tiers is None else self._tiers.store,
+            tier_notes=notes,
         )
         log.info("%d rank(s) ready: %s", self.world_size, ready)
         return ready
@@ -126,10 +136,24 @@ class RankGroup:
         message = self._receive(timeout_s)
         if message is None:
             return None
+        if isinstance(message, TransferDone):
+            self._done.append(message)
+            return None
         assert isinstance(message, StepResult), f"a rank sent {type(message).__name__} while steps run"
         expected = self._steps.finished().step_id
         assert message.step_id == expected, f"result of step {message.step_id}, expected {expected}"
         return message
+
+    def transfer(self, transfer: Transfer) -> None:
+        """To the movers of all ranks. GroupLost when a rank's connection is gone."""
+        self._raise_if_broken()
+        payload = self._encoder.encode(transfer)
+        for rank, name in enumerate(self._movers):
+            self._send(rank, payload, name)
+
+    def transfers_done(self) -> list[TransferDone]:
+        done, self._done = self._done, []
+        return done
 
     def silent_s(self) -> float:
         """How long a rank has given no sign of life, 0 while there is no doubt. From any thread."""
@@ -156,8 +180,28 @@ class RankGroup:
             self._closed = True
             self._socket.close(linger=200)
             self._context.term()
+            if self._tiers is not None:
+                self._tiers.close()
 
     # ---- handshake ----
+
+    def _allocate(self, loaded: list[RankLoaded], num_blocks: int) -> tuple[str, ...]:
+        """The KV of every rank and the tiers below it; what there is to say of those."""
+        on_device = sum(rank.block_bytes for rank in loaded) * num_blocks if loaded[0].device == "cpu" else 0
+        tiers = open_tiers(self._settings, loaded, available_bytes() - on_device)
+        for rank in range(self.world_size):
+            own = None if isinstance(tiers, NoTiersBecause) else tiers.ranks[rank]
+            self._send(rank, self._encoder.encode(AllocateKV(num_blocks, own)))
+        ready = self._gather(RankReady, LOAD_TIMEOUT_S, "became ready")
+        if isinstance(tiers, NoTiersBecause):
+            return tiers.notes
+        errors = [f"rank {message.rank}: {message.tiers_error}" for message in ready if message.tiers_error is not None]
+        if errors:
+            tiers.close()
+            return (f"--kv-offloading-size: {'; '.join(errors)}; serving without tiers below the device",)
+        self._await_movers()
+        self._tiers = tiers
+        return tiers.notes
 
     def _send_setups(self, hellos: list[Hello]) -> None:
         """Tells each rank its world. The rendezvous is on the machine of rank 0, which chooses the port by holding it:
@@ -183,6 +227,15 @@ class RankGroup:
             for hello in hellos[1:]:
                 send(hello, listening.port)
 
+    def _await_movers(self) -> None:
+        deadline_s = time.monotonic() + HELLO_TIMEOUT_S
+        while len(self._listening) < self.world_size:
+            message = self._receive(deadline_s - time.monotonic())
+            if message is None:
+                raise GroupLost(f"after {HELLO_TIMEOUT_S:.0f} s not every rank has started its mover")
+            assert isinstance(message, TransferDone), f"a rank sent {type(message).__name__} before any step"
+            self._listening.add(message.rank)
+
     def _gather(self, kind: type[M], timeout_s: float, did: str, ranks: Sequence[int] | None = None) -> list[M]:
         """One message of `kind` from every rank (or from `ranks`), in rank order."""
         awaited = range(self.world_size) if ranks is None else ranks
@@ -193,6 +246,9 @@ class RankGroup:
             if message is None:
                 missing = sorted(set(awaited) - set(got))
                 raise GroupLost(f"after {timeout_s:.0f} s rank(s) {missing} have not {did}")
+            if isinstance(message, TransferDone):  # a mover's first word, beside its rank's
+                self._listening.add(message.rank)
+                continue
             assert isinstance(message, kind), f"a rank sent {type(message).__name__}, expected {kind.__name__}"
             got[message.rank] = message
         return [got[rank] for rank in awaited]
@@ -204,9 +260,9 @@ class RankGroup:
         for rank in range(self.world_size):
             self._send(rank, payload)
 
-    def _send(self, rank: int, payload: bytes) -> None:
+    def _send(self, rank: int, payload: bytes, name: bytes | None = None) -> None:
         try:
-            self._socket.send_multipart([self._names[rank], payload], zmq.DONTWAIT)
+            self._socket.send_multipart([name or self._names[rank], payload], zmq.DONTWAIT)
         except zmq.ZMQError as error:
             self._fail(self._last_words() or self.lost() or f"rank {rank} is not connected: {error}")
 

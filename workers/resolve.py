@@ -4,6 +4,8 @@ Torch-free. Asked by the launcher before Ray starts (cluster/preflight.py), by c
 (workers/build.py) and by the ranks (workers/rank/loading.py), so that all of them refuse the same in the same words.
 """
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Final
 
@@ -12,6 +14,8 @@ from configs.schema import EngineSettings
 from workers.models.registry import load_spec
 from workers.models.spec import ArchSpec
 
+SAMPLE_BYTES = 2**16
+SAMPLES = 16
 DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -47,3 +51,22 @@ def resolve_dtype(settings: EngineSettings, spec: ArchSpec, device: str) -> str:
     if name not in DTYPE_BYTES:
         raise SettingsError(f"the checkpoint's dtype {name} is not one that can be computed in", "--dtype")
     return name
+
+
+def fingerprint(folder: Path, settings: EngineSettings) -> str:
+    """Names the weights by content, for KV that outlives this process: config.json, and of each safetensors file its
+    size and evenly spread samples (all of it when it is small): fine-tunes of one model differ nearly everywhere."""
+    model = settings.model
+    digest = hashlib.blake2b(digest_size=16)
+    overrides = json.dumps(model.hf_overrides, sort_keys=True)
+    dummy = model.seed if model.load_format == "dummy" else None
+    digest.update(f"{model.revision}|{overrides}|{dummy}|".encode())
+    digest.update((folder / "config.json").read_bytes())
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name}|{size}|".encode())
+        with file.open("rb") as data:
+            for sample in range(SAMPLES):
+                data.seek(max(0, size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
+                digest.update(data.read(SAMPLE_BYTES))
+    return digest.hexdigest()

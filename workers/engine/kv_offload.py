@@ -220,7 +220,7 @@ class KVOffload:
         return None if ticket is None else self._start(ticket)
 
     def _load(self, seq: Sequence, found: _Found, reserve: int) -> _Open | None:
-        """Only when the whole sequence would find room beside what was promised to others, which loads must not evict."""
+        """Only when all of it would find room beside what was promised to others, which loads must not evict."""
         manager, pool = self._manager, self._manager.pool
         blocks = manager.blocks_for(len(seq.tokens))
         if blocks + reserve + sum(self._promised.values()) > pool.num_allocatable:
@@ -240,9 +240,7 @@ class KVOffload:
         manager = self._manager
         room = manager.pool.num_blocks // 2 - manager.pool.num_held
         wanted = [
-            (place, key)
-            for place, key in enumerate(table.keys[: table.num_committed])
-            if not self._store.is_kept(key)
+            (place, key) for place, key in enumerate(table.keys[: table.num_committed]) if not self._store.is_kept(key)
         ][: max(0, room)]
         costs = [1.0 + place * manager.block_size / COST_DEPTH_TOKENS for place, _ in wanted]
         ticket = self._store.store([(key, table.block_ids[place]) for place, key in wanted], costs)

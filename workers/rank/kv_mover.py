@@ -19,8 +19,8 @@ import zmq
 
 from offload.pinned_pool import HostSlab
 from offload.transfer import make_copier
-from workers.channel import connect_dealer
-from workers.messages import RankTiers, Shutdown, ToMover, Transfer, TransferDone
+from workers.channel import connect_dealer, mover_name
+from workers.messages import RankTiers, Transfer, TransferDone
 
 log = logging.getLogger(__name__)
 
@@ -37,29 +37,25 @@ class Inbox(Protocol):
     def close(self) -> None: ...
 
 
-def mover_name(rank: int) -> bytes:
-    """The mover's identity at the coordinator's router."""
-    return b"%d-mover" % rank
-
-
 class ChannelInbox:
     """A DEALER beside the rank's own, so that a transfer does not wait for the step under way."""
 
-    def __init__(self, rank: int, endpoint: str, secret: str) -> None:
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._socket = connect_dealer(self._context, secret, endpoint, mover_name(rank))
+    def __init__(self, context: "zmq.Context[Any]", secret: str, endpoint: str, rank: int) -> None:
+        self._socket = connect_dealer(context, secret, endpoint, mover_name(rank))
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(ToMover).decode
+        self._decode = msgspec.msgpack.Decoder(Transfer).decode
 
     def receive(self) -> Transfer | None:
-        message = self._decode(self._socket.recv())
-        return None if isinstance(message, Shutdown) else message
+        try:
+            return self._decode(self._socket.recv())
+        except zmq.ContextTerminated:  # the rank ends
+            return None
 
     def send(self, done: TransferDone) -> None:
         self._socket.send(self._encode(done))
 
     def close(self) -> None:
-        self._context.destroy(linger=0)
+        self._socket.close(linger=0)
 
 
 class QueueInbox:

@@ -9,7 +9,9 @@ import argparse
 import logging
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -31,10 +33,12 @@ from workers.messages import (
     RankListening,
     RankReady,
     RankSetup,
+    RankTiers,
     Shutdown,
     StepPlan,
     ToRank,
 )
+from workers.rank.kv_mover import ChannelInbox, Inbox
 from workers.rank.lifeline import Lifeline, watch_stdin
 from workers.rank.loading import LoadedRank, choose_device, load_rank, set_threads
 from workers.rank.model_runner import ModelRunner
@@ -91,7 +95,8 @@ def run_rank(rank: int, endpoint: str, secret: str, *, group: str = "local", hos
         setup = channel.expect(RankSetup)
         if setup.pulse_endpoint is not None:
             start_echo(context, secret, setup.pulse_endpoint, rank)
-        runner = _start(rank, group, setup, host, channel)
+        inbox = partial(ChannelInbox, context, secret, endpoint, rank)
+        runner = _start(rank, group, setup, host, channel, inbox)
         _serve(runner, channel)
         return 0
     except _ShutDown:
@@ -106,13 +111,28 @@ def run_rank(rank: int, endpoint: str, secret: str, *, group: str = "local", hos
         context.term()
 
 
-def _start(rank: int, group: str, setup: RankSetup, host: str, channel: _Channel) -> ModelRunner:
+def _start(
+    rank: int, group: str, setup: RankSetup, host: str, channel: _Channel, inbox: Callable[[], Inbox]
+) -> ModelRunner:
     """The rank's half of the handshake: RankSetup (-> RankListening) -> RankLoaded -> AllocateKV -> RankReady."""
     loaded = _load(rank, group, setup, host, channel)
     channel.send(loaded.facts)
-    runner = loaded.build_runner(channel.expect(AllocateKV).num_blocks)
-    channel.send(RankReady(rank))
+    allocate = channel.expect(AllocateKV)
+    runner = loaded.build_runner(allocate.num_blocks)
+    tiers_error = None
+    if allocate.tiers is not None:
+        tiers_error = _start_mover(loaded, runner, allocate.tiers, inbox)
+    channel.send(RankReady(rank, tiers_error))
     return runner
+
+
+def _start_mover(loaded: LoadedRank, runner: ModelRunner, tiers: RankTiers, inbox: Callable[[], Inbox]) -> str | None:
+    """Starts the copies between tiers; why there are none, when the memory cannot be had."""
+    try:
+        loaded.open_mover(runner, tiers, inbox()).start()
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def _load(rank: int, group: str, setup: RankSetup, host: str, channel: _Channel) -> LoadedRank:
