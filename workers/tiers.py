@@ -11,7 +11,10 @@ from pathlib import Path
 
 import msgspec
 
-from configs.schema import EngineSettings
+from configs.errors import SettingsError
+from configs.schema import CacheSettings, EngineSettings
+from offload.disk_io import file_bytes
+from offload.disk_tier import DiskTier, open_disk_tier
 from offload.eviction import make_policy
 from offload.host_tier import HostTier
 from offload.tiered_store import TieredStore
@@ -54,11 +57,41 @@ def open_tiers(
     if num_slots < 1:
         return _none(f"{cache.kv_offloading_gib:g} GiB holds no block of {block_bytes} bytes")
     layout = layout_digest(settings, loaded)
-    ranks = [RankTiers(num_slots=num_slots, layout=layout) for _ in loaded]
-    store = TieredStore(HostTier(num_slots, make_policy(cache.kv_eviction)))
     tokens = num_slots * cache.block_size
-    note = f"host tier: {num_slots} KV blocks ({tokens} tokens, {size_bytes / GIB:.1f} GiB), {cache.kv_eviction}"
-    return OpenTiers(ranks, store, (note,), lambda: None)
+    notes = [f"host tier: {num_slots} KV blocks ({tokens} tokens, {size_bytes / GIB:g} GiB), {cache.kv_eviction}"]
+    disk = _open_disk(cache, layout, loaded, notes)
+    ranks = [
+        RankTiers(
+            num_slots=num_slots,
+            layout=layout,
+            disk_folder=None if disk is None else str(disk.folder(rank_folder(rank.rank))),
+        )
+        for rank in loaded
+    ]
+    store = TieredStore(HostTier(num_slots, make_policy(cache.kv_eviction)), disk)
+    return OpenTiers(ranks, store, tuple(notes), lambda: None if disk is None else disk.close())
+
+
+def rank_folder(rank: int) -> str:
+    """Where a rank keeps its files below the group's folder."""
+    return f"rank{rank}"
+
+
+def _open_disk(cache: CacheSettings, layout: bytes, loaded: Sequence[RankLoaded], notes: list[str]) -> DiskTier | None:
+    """The tier below the host, None when it is not asked for or cannot be had; adds to the notes."""
+    if cache.kv_disk_path is None or cache.kv_disk_gib is None:
+        return None
+    folders = [rank_folder(rank.rank) for rank in loaded]
+    file_size = sum(file_bytes(rank.block_bytes) for rank in loaded)
+    try:
+        disk = open_disk_tier(Path(cache.kv_disk_path), layout.hex(), folders, int(cache.kv_disk_gib * GIB), file_size)
+    except SettingsError as error:
+        notes.append(f"{error}; serving without the disk tier")
+        return None
+    stats = disk.stats
+    notes += disk.notes
+    notes.append(f"disk tier: room for {stats.capacity_keys} KV blocks in {disk.place}, {stats.keys} found there")
+    return disk
 
 
 def layout_digest(settings: EngineSettings, loaded: Sequence[RankLoaded]) -> bytes:

@@ -17,6 +17,7 @@ import msgspec
 import torch
 import zmq
 
+from offload.disk_io import DiskBlockError, read_block, remove_block, write_block
 from offload.pinned_pool import HostSlab
 from offload.transfer import make_copier
 from workers.channel import connect_dealer, mover_name
@@ -135,7 +136,32 @@ class KVMover(threading.Thread):
         )
 
     def _move_files(self, transfer: Transfer) -> tuple[list[int], str | None, bool]:
-        raise NotImplementedError
+        """Places that failed, why the last one did, and whether the disk as a whole is at fault."""
+        assert self._disk is not None, "this rank has no disk folder"
+        failed: list[int] = []
+        error, disk_error = None, False
+        for place, (key, slot) in enumerate(zip(transfer.keys, transfer.slots, strict=True)):
+            try:
+                if disk_error:
+                    raise OSError(error)
+                self._move_file(transfer, key, slot)
+            except DiskBlockError as problem:
+                failed.append(place)
+                error = str(problem)
+            except OSError as problem:
+                failed.append(place)
+                error, disk_error = error or str(problem), True
+        return failed, error, disk_error
+
+    def _move_file(self, transfer: Transfer, key: bytes, slot: int) -> None:
+        assert self._disk is not None
+        if transfer.kind == "fetch":
+            read_block(self._disk, key, self._layout, self._slab.slot(slot))
+            return
+        if key == transfer.keys[0]:
+            for dropped in transfer.dropped:
+                remove_block(self._disk, dropped)
+        write_block(self._disk, key, self._layout, self._slab.slot(slot))
 
 
 def open_slab(tiers: RankTiers, slot_bytes: int, device: torch.device) -> HostSlab:
