@@ -99,12 +99,14 @@ class RayExecutor:
         return self._group.silent_s() if self._group is not None else 0.0
 
     def close(self) -> None:
-        """Asks the ranks to exit, then ends the actors. Idempotent."""
+        """Asks the ranks to exit, or ends them when they cannot be asked any more; then ends the actors. Idempotent."""
         if self._group is None or self._closing:
             return
         self._closing = True
-        if self._dead is None:
+        if self._dead is None and not self._group.is_broken:
             self._group.shut_down()
+        else:
+            self._kill_ranks()
         self._group.close()
         for actor in self._actors:
             ray.kill(actor)

@@ -155,6 +155,11 @@ class RankGroup:
         done, self._done = self._done, []
         return done
 
+    @property
+    def is_broken(self) -> bool:
+        """GroupLost or SettingsError was raised: no plan runs any more."""
+        return self._broken is not None
+
     def silent_s(self) -> float:
         """How long a rank has given no sign of life, 0 while there is no doubt. From any thread."""
         return self._pulse.silent_s()

@@ -33,6 +33,7 @@ PREFIX = "Once upon a time there was a little girl who lived near a forest. "
 ENDS = ("She had a dog", "Her name was", "One day", "The sun", "A bird", "Every morning", "In the river", "Her mother")
 PROMPTS = [(PREFIX * (1 + i % 4) if i % 3 else "") + ENDS[i % len(ENDS)] + " and" * (i // len(ENDS)) for i in range(32)]
 LENGTHS = [8 + (7 * i) % 40 for i in range(32)]
+LONG = 400
 CHAT = [{"role": "user", "content": "Tell me a short story about a whale."}]
 
 
@@ -50,6 +51,11 @@ def client(service: Service) -> openai.OpenAI:
 def greedy(offline: LLM, prompts: list[str], lengths: list[int]) -> list[str]:
     params = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in lengths]
     return [output.text for output in offline.generate(prompts, params, use_tqdm=False)]
+
+
+@pytest.fixture(scope="module")
+def long_answers(offline: LLM) -> list[str]:
+    return greedy(offline, PROMPTS[:8], [LONG] * 8)
 
 
 def test_models_are_listed(client: openai.OpenAI) -> None:
@@ -234,20 +240,22 @@ async def hit_a_rank(service: Service, number: signal.Signals, choose: Callable[
     assert len(before) == 4
     pid = choose(before)
     rank = psutil.Process(pid)
-    started = asyncio.Event()
+    begun: set[int] = set()
+    all_begun = asyncio.Event()
     gaps: list[float] = []
     async with openai.AsyncOpenAI(base_url=service.url + "/v1", api_key="none", max_retries=0, timeout=120) as client:
 
         async def one(i: int) -> str:
-            asked = {"model": "demo", "prompt": PROMPTS[i], "max_tokens": 150, "temperature": 0, "stream": True}
+            asked = {"model": "demo", "prompt": PROMPTS[i], "max_tokens": LONG, "temperature": 0, "stream": True}
             pieces: list[str] = []
             last_s = time.monotonic()
             async for chunk in await client.completions.create(**asked, extra_body={"ignore_eos": True}):
                 gaps.append(time.monotonic() - last_s)
                 last_s += gaps[-1]
                 pieces += [choice.text for choice in chunk.choices]
-                if len(pieces) > 5:
-                    started.set()
+                begun.add(i)
+                if len(begun) == 8:
+                    all_begun.set()
             return "".join(pieces)
 
         async def until_gone(hit_s: float) -> float:
@@ -258,7 +266,7 @@ async def hit_a_rank(service: Service, number: signal.Signals, choose: Callable[
             return time.monotonic() - hit_s
 
         running = [asyncio.create_task(one(i)) for i in range(8)]
-        await asyncio.wait_for(started.wait(), 60)
+        await asyncio.wait_for(all_begun.wait(), 60)
         os.kill(pid, number)
         hit_s = time.monotonic()
         gone_s = await until_gone(hit_s)
@@ -292,24 +300,24 @@ def group_readiness(service: Service) -> list[bool]:
     return [record.is_ready for record in group_records(service)]
 
 
-async def test_a_killed_rank_costs_no_request_and_its_group_comes_back(service: Service, offline: LLM) -> None:
+async def test_a_killed_rank_costs_no_request_and_its_group_comes_back(
+    service: Service, long_answers: list[str]
+) -> None:
     """Streams of the lost group go on with the other one: same text, no gap, no duplicate."""
-    wanted = greedy(offline, PROMPTS[:8], [150] * 8)
     hit = await hit_a_rank(service, signal.SIGKILL)
-    assert hit.answers == wanted
+    assert hit.answers == long_answers
     await asyncio.to_thread(wait_until_healed, service, hit.before)
 
 
 @pytest.mark.parametrize("choose", [min, max], ids=["the first rank", "the last rank"])
 async def test_a_frozen_rank_costs_no_request_and_its_group_comes_back(
-    service: Service, offline: LLM, choose: Callable[[set[int]], int]
+    service: Service, long_answers: list[str], choose: Callable[[set[int]], int]
 ) -> None:
     """Its process lives but no step ends any more: within 10 s the group counts as lost, and the rank is killed before
     it could wake up."""
-    wanted = greedy(offline, PROMPTS[:8], [150] * 8)
     hit = await hit_a_rank(service, signal.SIGSTOP, choose)
     print(f"frozen rank: killed after {hit.gone_s:.2f} s, longest gap {hit.gap_s:.2f} s, all ended {hit.ended_s:.2f} s")
-    assert hit.answers == wanted
+    assert hit.answers == long_answers
     assert hit.gone_s <= 10
     assert 4 < hit.gap_s <= 12, "some stream was on that group, and went on"
     await asyncio.to_thread(wait_until_healed, service, hit.before)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -284,6 +285,31 @@ async def test_a_busy_group_without_progress_is_not_ready() -> None:
     group.close()
 
 
+async def test_a_thread_that_does_not_come_round_shows_it() -> None:
+    now_s = 50.0
+    go_on = threading.Event()
+
+    class HangingEngine(FakeEngine):
+        def step(self) -> bool:
+            assert go_on.wait(10)
+            return super().step()
+
+    group = FakeGroup(SECRET, "hanging", HangingEngine)
+    group.close()
+    group.thread = EngineThread(group._open, lambda: None, group, SECRET, "hanging", lambda: now_s)
+    group.thread.start()
+    await group.wait_opened()
+    now_s += 3600
+    assert group.thread.stuck_s() == 0.0, "it sleeps because there is no work"
+    group.thread.submit(request("r"), lambda ended: None)
+    await until(lambda: group.thread._busy)
+    now_s += 61
+    assert group.thread.stuck_s() == 61.0
+    go_on.set()
+    await until(lambda: group.thread.stuck_s() == 0.0)
+    group.close()
+
+
 async def test_senders_that_have_left_are_forgotten(service: Service) -> None:
     names = [channel_name("g", epoch) for epoch in range(3)]
     groups = [FakeGroup(SECRET, name) for name in names]
@@ -434,6 +460,37 @@ async def test_a_group_that_dies_hands_over_without_gap_or_duplicate(slow_servic
     assert moved.epoch == 1
     assert 20 <= len(moved.resume_token_ids[0]) < 200
     assert sum(d.finish_reason is not None for d in got) == 1
+
+
+class TalkativeEngine(SlowEngine):
+    """Once `given_up`, what it says is wrong."""
+
+    given_up = False
+
+    def _next(self, request: GenerationRequest, position: int) -> TokenDelta:
+        delta = super()._next(request, position)
+        return msgspec.structs.replace(delta, token_ids=[9999]) if self.given_up else delta
+
+
+async def test_a_group_that_was_given_up_and_talks_on_is_not_heard() -> None:
+    """As one that was frozen and wakes up: its epoch is not the request's any more."""
+    service = Service(TalkativeEngine)
+    first = service.groups[0]
+    for group in service.groups:
+        await group.wait_opened()
+    stream = await service.client.submit(request("r", 200))
+    got = await anext(stream)
+    first.engine.given_up = True  # what is on its way may be wrong already: only the new group's words are looked at
+    for call in list(first.calls):
+        call.set_exception(ConnectionResetError("no sign of life"))
+    await until(lambda: service.groups[1].requests)
+    (moved,) = service.groups[1].requests
+    delivered = moved.resume_token_ids[0]
+    said = first.engine.steps
+    got += await read_all(stream)
+    assert first.engine.steps > said, "it has talked on"
+    assert tokens_of(got) == delivered + list(range(100 + len(delivered), 300))
+    await service.close()
 
 
 async def test_a_request_that_breaks_two_groups_is_poisoned(service: Service) -> None:
