@@ -18,7 +18,7 @@ FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "LICENSE*"]
 
 
 def resolve_settings(settings: ServiceSettings) -> ServiceSettings:
-    """The same settings with model, tokenizer, template and log as absolute paths, and the served name filled in."""
+    """The same settings with every path absolute (model, tokenizer, template, log, disk) and the served name filled in."""
     model = settings.engine.model
     folder = find_model(model.model, model.revision, "MODEL")
     resolved: ModelSettings = replace(
@@ -30,7 +30,10 @@ def resolve_settings(settings: ServiceSettings) -> ServiceSettings:
     )
     _check_remote_code(folder, resolved)
     step_log = str(Path(settings.engine.step_log).absolute()) if settings.engine.step_log is not None else None
-    engine: EngineSettings = replace(settings.engine, model=resolved, step_log=step_log)
+    cache = settings.engine.cache
+    if cache.kv_disk_path is not None:
+        cache = replace(cache, kv_disk_path=str(Path(cache.kv_disk_path).expanduser().absolute()))
+    engine: EngineSettings = replace(settings.engine, model=resolved, step_log=step_log, cache=cache)
     return replace(settings, engine=engine)
 
 
