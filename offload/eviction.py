@@ -18,7 +18,13 @@ class EvictionPolicy(Protocol):
         """A key that may go from now on, used just now. cost: what computing it again costs, any unit."""
         ...
 
-    def remove(self, key: bytes) -> None: ...
+    def remove(self, key: bytes) -> None:
+        """The key may not go for now; it is added again, or forgotten."""
+        ...
+
+    def forget(self, key: bytes) -> None:
+        """A removed key that will not be added again."""
+        ...
 
     def victim(self) -> bytes | None:
         """Takes out the key that goes first; None when there is none."""
@@ -40,6 +46,9 @@ class LeastRecentlyUsed:
 
     def remove(self, key: bytes) -> None:
         del self._keys[key]
+
+    def forget(self, key: bytes) -> None:
+        del key
 
     def victim(self) -> bytes | None:
         return self._keys.popitem(last=False)[0] if self._keys else None
@@ -72,6 +81,9 @@ class GreedyDual:
 
     def remove(self, key: bytes) -> None:
         del self._values[key]
+
+    def forget(self, key: bytes) -> None:
+        del self._uses[key]
 
     def victim(self) -> bytes | None:
         while self._heap:

@@ -49,6 +49,7 @@ class HostTier:
         self._costs: dict[bytes, float] = {}
         self._writing: dict[bytes, int] = {}
         self._pins: dict[bytes, int] = {}
+        self._doomed: set[bytes] = set()  # among _pins: found no more, gone with the last pin
         for slot, key in found:
             if key not in self._slots:
                 self._slots[key], self._costs[key] = slot, 1.0
@@ -59,7 +60,7 @@ class HostTier:
     # ---- queries ----
 
     def has(self, key: bytes) -> bool:
-        return key in self._slots
+        return key in self._slots and key not in self._doomed
 
     def is_writing(self, key: bytes) -> bool:
         return key in self._writing
@@ -101,7 +102,7 @@ class HostTier:
         del self._costs[key]
 
     def prepare_load(self, key: bytes) -> bool:
-        if key not in self._slots:
+        if not self.has(key):
             return False
         pins = self._pins.get(key, 0)
         if not pins:
@@ -115,17 +116,28 @@ class HostTier:
             self._pins[key] = pins
             return
         del self._pins[key]
-        if key in self._slots:
+        if key in self._doomed:
+            self._doomed.remove(key)
+            self._policy.forget(key)
+            self._drop(key)
+        else:
             self._policy.add(key, self._costs[key])
 
     def fail_load(self, key: bytes) -> None:
         """Forgets the block at once; its slot is free when the last pin is gone."""
+        self._doom(key)
         self.complete_load(key)
-        if key in self._slots and key not in self._pins:
-            self._policy.remove(key)
-            self._drop(key)
+
+    def forget(self, key: bytes) -> None:
+        """The same for a block that nobody may read any more; nothing when it is not here whole."""
+        if self.prepare_load(key):
+            self.fail_load(key)
 
     # ---- inside ----
+
+    def _doom(self, key: bytes) -> None:
+        self._doomed.add(key)
+        self._index.clear(self._slots[key])
 
     def _evict(self) -> bool:
         key = self._policy.victim()
@@ -148,5 +160,6 @@ class HostTier:
         assert sorted(slots) == list(range(self.num_slots)), "free + writing + stored != all slots"
         assert not self._writing.keys() & self._slots.keys(), "a block is written and stored"
         assert self._pins.keys() <= self._slots.keys(), "a pin on a block that is not here"
+        assert self._doomed <= self._pins.keys(), "a block that should be gone"
         assert len(self._policy) == len(self._slots) - len(self._pins), "evictable != stored - pinned"
         assert self._costs.keys() == self._writing.keys() | self._slots.keys()

@@ -6,6 +6,7 @@ here with its places pinned, carried out by the ranks, closed here by complete()
     device --store--> host --spill--> disk          disk --fetch--> host --load--> device
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -49,7 +50,7 @@ class TieredStore:
         self.disk = disk
         self._next_id = 1
         self._spilling = 0
-        self._to_spill: list[bytes] = []
+        self._to_spill: deque[bytes] = deque(maxlen=max(1, host.num_slots))  # more could not be there still
 
     # ---- queries ----
 
@@ -66,9 +67,11 @@ class TieredStore:
     # ---- commands: each returns a ticket whose places are pinned until complete() ----
 
     def store(self, blocks: Sequence[tuple[bytes, int]], costs: Sequence[float]) -> Ticket | None:
-        """(key, device block) pairs to the host, as many as find a slot; the first are kept longest. None: none did."""
+        """(key, device block) pairs to the host, from the first on, as many as find a slot; the first are kept longest.
+        None: none did."""
         ticket = self._ticket("store")
-        for (key, block_id), cost in zip(reversed(blocks), reversed(costs), strict=True):
+        fitting = list(zip(blocks, costs, strict=True))[: self.host.num_available]
+        for (key, block_id), cost in reversed(fitting):
             slot = self.host.prepare_store(key, cost)
             if slot is not None:
                 ticket.keys.append(key)
@@ -120,6 +123,12 @@ class TieredStore:
             ticket.slots.append(self.host.slot(key))
             ticket.dropped += dropped
         return ticket if ticket.keys else None
+
+    def forget(self, key: bytes) -> None:
+        """A block whose content is not to be trusted is found no more, wherever it is; moves under way aside."""
+        self.host.forget(key)
+        if self.disk is not None and self.disk.prepare_load(key):
+            self.disk.fail_load(key)
 
     def complete(self, ticket: Ticket, failed: set[int]) -> None:
         """All ranks have done with a ticket; `failed`: places whose bytes did not arrive on some rank."""

@@ -151,6 +151,13 @@ class KVOffload:
         else:
             self.counts.recomputed += 1
 
+    def forget(self, table: BlockTable) -> None:
+        keys = set(table.keys)
+        for opened in self._open.values():
+            opened.failed.update(place for place, key in enumerate(opened.ticket.keys) if key in keys)
+        for key in keys:
+            self._store.forget(key)
+
     # ---- the engine's side ----
 
     def done(self, message: TransferDone) -> list[Sequence]:
@@ -282,7 +289,8 @@ class KVOffload:
         counts.blocks[ticket.kind] += blocks
         counts.copy_s[ticket.kind] += opened.copy_s
         counts.failed_blocks += len(opened.failed)
-        self._costs.observe_copy(ticket.kind, blocks, opened.copy_s, self._clock() - opened.began_s)
+        if not opened.failed:
+            self._costs.observe_copy(ticket.kind, blocks, opened.copy_s, self._clock() - opened.began_s)
         self._store.complete(ticket, opened.failed)
         if ticket.kind == "store":
             pool.unhold(ticket.block_ids)

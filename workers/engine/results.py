@@ -174,7 +174,7 @@ class ResultApplier:
         for seq in state.sequences:
             if seq.status is Status.FINISHED:
                 continue
-            self._manager.forget(seq.table)
+            self._scheduler.forget(seq)
             position = seq.num_billed
             last = self.finish(seq, "error")
             deltas.append(

@@ -66,6 +66,10 @@ class LowerTiers(Protocol):
         """The same for a preempted one, if coming back that way is cheaper than computing again."""
         ...
 
+    def forget(self, table: BlockTable) -> None:
+        """A step over these blocks went wrong: what the tiers have of them is found no more."""
+        ...
+
 
 class NoTiers:
     """Only the device."""
@@ -81,6 +85,9 @@ class NoTiers:
         del table
 
     def swap_out(self, table: BlockTable) -> None:
+        del table
+
+    def forget(self, table: BlockTable) -> None:
         del table
 
 
@@ -164,6 +171,11 @@ class Scheduler:
         """The result of step_id is here; results come in order, so no earlier plan is in flight either."""
         self.done_step = step_id
         self._manager.pool.retire(step_id)
+
+    def forget(self, seq: Sequence) -> None:
+        """Something went wrong with a sequence: no one finds its KV again, on any tier. finish() follows."""
+        self._manager.forget(seq.table)
+        self._tiers.forget(seq.table)
 
     def finish(self, seq: Sequence) -> None:
         """Takes a sequence out, wherever it is, and lets go of all it holds. Its results in flight are discarded."""

@@ -270,6 +270,25 @@ def test_a_full_disk_is_switched_off_and_serving_goes_on():
     assert h.tiers.kinds()["spill"] == spilled and not h.tiers.kinds()["fetch"]
 
 
+@pytest.mark.parametrize("disk_keys", [0, 60])
+@pytest.mark.parametrize("late", [0, 6])
+def test_blocks_of_a_failed_request_are_found_no_more_on_any_tier(disk_keys, late):
+    """What made its logits go wrong may lie in its KV: nobody loads that again."""
+    bad = request("bad", 16, 20)
+    first = request("first", bad.prompt_token_ids, 2)
+    plan = TierPlan(host_slots=64, disk_keys=disk_keys, delay=lambda t, rank: late if t.kind != "load" else 0)
+    h = harness(num_blocks=12, tiers=plan, patience=PATIENCE, fail_at=frozenset({(bad.sampling.seed, 0, 3)}))
+    h.add(first)
+    while h.engine._requests:
+        h.step()
+    h.add(bad)
+    h.run()
+    assert h.sink.ends["bad"].finish_reasons == ["error"]
+    h.add(request("again", bad.prompt_token_ids, 2))
+    h.run()
+    assert h.sink.ends["again"].usage.cached_tokens == 0 and not h.tiers.kinds()["load"]
+
+
 # ---- copies that never come back ----
 
 
