@@ -326,7 +326,7 @@ def test_a_failed_start_says_why(tmp_path, monkeypatch):
     with pytest.raises(SettingsError, match="did not start: no host tier at"):
         host.start()
     monkeypatch.setattr(sys, "executable", "/bin/cat")  # says that it does not know our flags
-    with pytest.raises(SettingsError, match="did not start: .*cat"):
+    with pytest.raises(SettingsError, match=r"did not start: .*cat"):
         host.start()
     assert not host.is_alive() and host.pid is None
 
