@@ -7,12 +7,14 @@ block crosses the link in one copy. B blocks of a ticket.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
 STAGING_BLOCKS = 32
+GROUP_BYTES = 256 * 1024
+OnLayer = Callable[[int], None]
 
 
 class BlockCopier(Protocol):
@@ -24,14 +26,16 @@ class BlockCopier(Protocol):
         """Device to host. What wrote the blocks must have run."""
         ...
 
-    def load(self, slots: Sequence[int], block_ids: Sequence[int]) -> None:
-        """Host to device. Nobody else uses the blocks meanwhile."""
+    def load(self, slots: Sequence[int], block_ids: Sequence[int], on_layer: OnLayer) -> None:
+        """Host to device, layer by layer. Nobody else uses the blocks meanwhile. on_layer(i), in order: steps that are
+        given out from now on may use layer i (on CUDA: after the event that on_layer finds in its stream)."""
         ...
 
 
-def make_copier(planes: Sequence[torch.Tensor], slab_SB: torch.Tensor) -> BlockCopier:
-    """planes: tensors whose dim 0 is the block, contiguous per block; slab: uint8 [slots, slot bytes]."""
-    return CudaCopier(planes, slab_SB) if planes[0].is_cuda else CpuCopier(planes, slab_SB)
+def make_copier(planes: Sequence[torch.Tensor], num_layers: int, slab_SB: torch.Tensor) -> BlockCopier:
+    """planes: tensors whose dim 0 is the block, contiguous per block, layer by layer, as many of each; slab: uint8
+    [slots, slot bytes]."""
+    return (CudaCopier if planes[0].is_cuda else CpuCopier)(planes, num_layers, slab_SB)
 
 
 def bytes_per_slot(planes: Sequence[torch.Tensor]) -> int:
@@ -47,8 +51,9 @@ def _piece_bytes(plane: torch.Tensor) -> int:
 class CpuCopier:
     """memcpy, piece by piece, without the interpreter's lock while bytes move."""
 
-    def __init__(self, planes: Sequence[torch.Tensor], slab_SB: torch.Tensor) -> None:
+    def __init__(self, planes: Sequence[torch.Tensor], num_layers: int, slab_SB: torch.Tensor) -> None:
         self.slot_bytes = bytes_per_slot(planes)
+        self._planes_per_layer = len(planes) // num_layers
         self._memory = (list(planes), slab_SB)  # keeps what the addresses point to
         self._slab = slab_SB.data_ptr()
         self._planes = [(p.data_ptr(), p.stride(0) * p.element_size(), _piece_bytes(p)) for p in planes]
@@ -63,51 +68,68 @@ class CpuCopier:
                 copy(self._slab + slot * self.slot_bytes + offset, base + block_id * stride, size)
             offset += size
 
-    def load(self, slots: Sequence[int], block_ids: Sequence[int]) -> None:
+    def load(self, slots: Sequence[int], block_ids: Sequence[int], on_layer: OnLayer) -> None:
         copy, offset = self._copy, 0
-        for base, stride, size in self._planes:
+        for number, (base, stride, size) in enumerate(self._planes, 1):
             for block_id, slot in zip(block_ids, slots, strict=True):
                 copy(base + block_id * stride, self._slab + slot * self.slot_bytes + offset, size)
             offset += size
+            if number % self._planes_per_layer == 0:
+                on_layer(number // self._planes_per_layer - 1)
 
 
 class CudaCopier:
-    """Gather or scatter on the device, one contiguous copy a block over the link, on a stream of its own."""
+    """Gather or scatter on the device and few copies a block over the link, on a stream of its own.
 
-    def __init__(self, planes: Sequence[torch.Tensor], slab_SB: torch.Tensor) -> None:
+    Loads go by groups of layers of at least GROUP_BYTES a block, so that each copy is large enough for the link and the
+    first layers are there early.
+    """
+
+    def __init__(self, planes: Sequence[torch.Tensor], num_layers: int, slab_SB: torch.Tensor) -> None:
         self.slot_bytes = bytes_per_slot(planes)
         self._device = planes[0].device
-        self._planes = [plane.view(plane.shape[0], -1).view(torch.uint8) for plane in planes]
+        self._planes = [plane.view(torch.uint8).view(plane.shape[0], -1) for plane in planes]
         self._slab_SB = slab_SB
         self._stream = torch.cuda.Stream(self._device)
         self._staging_BB = torch.empty(STAGING_BLOCKS, self.slot_bytes, dtype=torch.uint8, device=self._device)
+        per_layer = len(planes) // num_layers
+        layers_per_group = max(1, -(-GROUP_BYTES * num_layers // self.slot_bytes))
+        self._groups = [
+            range(first, min(first + layers_per_group, num_layers)) for first in range(0, num_layers, layers_per_group)
+        ]
+        self._planes_of = [range(g.start * per_layer, g.stop * per_layer) for g in self._groups]
+        sizes = [plane.shape[1] for plane in self._planes]
+        self._offsets = [sum(sizes[:number]) for number in range(len(sizes) + 1)]
 
     def store(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             for start in range(0, len(slots), STAGING_BLOCKS):
                 part = slots[start : start + STAGING_BLOCKS]
-                index_B = torch.tensor(block_ids[start : start + STAGING_BLOCKS], device=self._device)
-                for plane, piece in self._pieces(len(part)):
-                    piece.copy_(plane.index_select(0, index_B))
+                index_B = self._index(block_ids[start : start + STAGING_BLOCKS])
+                for number, plane in enumerate(self._planes):
+                    self._piece(len(part), number).copy_(plane.index_select(0, index_B))
                 for place, slot in enumerate(part):
                     self._slab_SB[slot].copy_(self._staging_BB[place], non_blocking=True)
             self._stream.synchronize()
 
-    def load(self, slots: Sequence[int], block_ids: Sequence[int]) -> None:
+    def load(self, slots: Sequence[int], block_ids: Sequence[int], on_layer: OnLayer) -> None:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            for start in range(0, len(slots), STAGING_BLOCKS):
-                part = slots[start : start + STAGING_BLOCKS]
-                for place, slot in enumerate(part):
-                    self._staging_BB[place].copy_(self._slab_SB[slot], non_blocking=True)
-                index_B = torch.tensor(block_ids[start : start + STAGING_BLOCKS], device=self._device)
-                for plane, piece in self._pieces(len(part)):
-                    plane.index_copy_(0, index_B, piece)
+            for layers, planes in zip(self._groups, self._planes_of, strict=True):
+                first, last = self._offsets[planes.start], self._offsets[planes.stop]
+                for start in range(0, len(slots), STAGING_BLOCKS):
+                    part = slots[start : start + STAGING_BLOCKS]
+                    for place, slot in enumerate(part):
+                        self._staging_BB[place, first:last].copy_(self._slab_SB[slot, first:last], non_blocking=True)
+                    index_B = self._index(block_ids[start : start + STAGING_BLOCKS])
+                    for number in planes:
+                        self._planes[number].index_copy_(0, index_B, self._piece(len(part), number))
+                for layer in layers:
+                    on_layer(layer)
             self._stream.synchronize()
 
-    def _pieces(self, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Each plane beside its part of the staging buffer, [count, piece bytes]."""
-        pairs, offset = [], 0
-        for plane in self._planes:
-            pairs.append((plane, self._staging_BB[:count, offset : offset + plane.shape[1]]))
-            offset += plane.shape[1]
-        return pairs
+    def _index(self, block_ids: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(block_ids, device=self._device)
+
+    def _piece(self, count: int, number: int) -> torch.Tensor:
+        """A plane's part of the staging buffer, [count, piece bytes]."""
+        return self._staging_BB[:count, self._offsets[number] : self._offsets[number + 1]]

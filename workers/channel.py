@@ -7,10 +7,12 @@ know the server's public key and cannot finish the handshake. Never pickles.
 
 import hashlib
 import secrets
-from typing import Any
+from typing import Any, Literal
 
 import zmq
 from zmq.utils import z85
+
+MoverKind = Literal["memory", "disk"]
 
 
 def new_secret() -> str:
@@ -24,9 +26,14 @@ def _key_pair(secret: str, part: str) -> tuple[bytes, bytes]:
     return zmq.curve_public(private), private
 
 
-def mover_name(rank: int) -> bytes:
-    """What a rank's KV mover is called at the coordinator's router; the rank itself is its number."""
-    return b"%d-mover" % rank
+def mover_name(rank: int, kind: MoverKind) -> bytes:
+    """What a rank's mover of KV is called at the coordinator's router; the rank itself is its number."""
+    return f"{rank}-{kind}".encode()
+
+
+def mover_of(transfer: str) -> MoverKind:
+    """Which mover carries out that kind of Transfer."""
+    return "memory" if transfer in ("store", "load") else "disk"
 
 
 def _common(socket: zmq.Socket[Any]) -> None:

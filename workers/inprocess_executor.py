@@ -7,13 +7,15 @@ import logging
 from collections import deque
 
 from configs.schema import EngineSettings
+from workers.channel import MoverKind, mover_of
 from workers.engine.executor import ExecutorReady
 from workers.errors import GroupLost, SettingsError
 from workers.messages import StepPlan, StepResult, Transfer, TransferDone
-from workers.rank.kv_mover import KVMover, QueueInbox
+from workers.rank.kv_mover import MoverThread
 from workers.rank.loading import LoadedRank, load_single
 from workers.rank.memory import available_bytes
 from workers.rank.model_runner import ModelRunner
+from workers.rank.mover_inbox import Answers, QueueInbox
 from workers.tiers import NoTiersBecause, OpenTiers, open_tiers
 
 log = logging.getLogger(__name__)
@@ -32,8 +34,9 @@ class InProcessExecutor:
         self._plans: deque[StepPlan] = deque()
         self._broken: str | None = None
         self._tiers: OpenTiers | None = None
-        self._inbox = QueueInbox()
-        self._mover: KVMover | None = None
+        self._answers = Answers()
+        self._inboxes: dict[MoverKind, QueueInbox] = {}
+        self._movers: list[MoverThread] = []
 
     def start(self) -> ExecutorReady:
         """Loads the model, sizes and allocates the KV cache, warms up. SettingsError when that cannot work."""
@@ -66,8 +69,8 @@ class InProcessExecutor:
         if self._broken is not None:
             raise GroupLost(self._broken)
         if not self._plans or self._runner is None:
-            if self._mover is not None:
-                self._inbox.arrived.wait(timeout_s)
+            if self._movers:
+                self._answers.arrived.wait(timeout_s)
             return None
         try:
             result = self._runner.execute(self._plans.popleft())
@@ -83,17 +86,18 @@ class InProcessExecutor:
     def transfer(self, transfer: Transfer) -> None:
         if self._broken is not None:
             raise GroupLost(self._broken)
-        self._inbox.submit(transfer)
+        self._inboxes[mover_of(transfer.kind)].submit(transfer)
 
     def transfers_done(self) -> list[TransferDone]:
-        return [done for done in self._inbox.take() if done.ticket]
+        return self._answers.take()
 
     def close(self) -> None:
-        """Ends the mover after its present copy, drops the model and the KV cache. Idempotent."""
-        if self._mover is not None:
-            self._inbox.submit(None)
-            self._mover.join()
-            self._mover = None
+        """Ends the movers after their present copies, drops the model and the KV cache. Idempotent."""
+        for inbox in self._inboxes.values():
+            inbox.submit(None)
+        for mover in self._movers:
+            mover.join()
+        self._movers.clear()
         if self._tiers is not None:
             self._tiers.close()
             self._tiers = None
@@ -109,10 +113,15 @@ class InProcessExecutor:
         if isinstance(tiers, NoTiersBecause):
             return tiers.notes
         try:
-            self._mover = loaded.open_mover(self._runner, tiers.ranks[0], self._inbox)
+            self._movers = loaded.open_movers(self._runner, tiers.ranks[0], self._inbox)
         except OSError as error:
             tiers.close()
             return (f"--kv-offloading-size: {error}; serving without tiers below the device",)
         self._tiers = tiers
-        self._mover.start()
+        for mover in self._movers:
+            mover.start()
         return tiers.notes
+
+    def _inbox(self, kind: MoverKind) -> QueueInbox:
+        inbox = self._inboxes[kind] = QueueInbox(self._answers)
+        return inbox

@@ -183,7 +183,8 @@ class RowWork(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=Tr
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="step"):
     """What every rank does next. Order: free rows, bind new rows, extend tables, copy blocks, forward, sample.
 
-    work holds each row at most once. block_copies are (source, destination) block ids on the device.
+    work holds each row at most once. block_copies are (source, destination) block ids on the device. awaits: tickets of
+    loads that rows of this plan use; each layer waits for its own part.
     """
 
     step_id: int
@@ -191,6 +192,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="
     new_rows: list[RowInit] = []
     freed_rows: list[int] = []
     block_copies: list[tuple[int, int]] = []
+    awaits: list[int] = []
 
 
 class RowResult(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=True):

@@ -17,7 +17,7 @@ import msgspec
 import zmq
 
 from configs.schema import EngineSettings
-from workers.channel import bind_router, mover_name
+from workers.channel import bind_router, mover_name, mover_of
 from workers.engine.executor import ExecutorReady
 from workers.errors import GroupLost, SettingsError
 from workers.messages import (
@@ -86,8 +86,7 @@ class RankGroup:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromRank)
         self._names = [str(rank).encode() for rank in range(self.world_size)]
-        self._movers = [mover_name(rank) for rank in range(self.world_size)]
-        self._listening: set[int] = set()
+        self._listening = 0
         self._done: list[TransferDone] = []
         self._tiers: OpenTiers | None = None
         self._pulse = PulseWatch(self._context, secret, host, on_silent or _note)
@@ -150,8 +149,9 @@ class RankGroup:
         """To the movers of all ranks. GroupLost when a rank's connection is gone."""
         self._raise_if_broken()
         payload = self._encoder.encode(transfer)
-        for rank, name in enumerate(self._movers):
-            self._send(rank, payload, name)
+        kind = mover_of(transfer.kind)
+        for rank in range(self.world_size):
+            self._send(rank, payload, mover_name(rank, kind))
 
     def transfers_done(self) -> list[TransferDone]:
         done, self._done = self._done, []
@@ -206,7 +206,7 @@ class RankGroup:
         if errors:
             tiers.close()
             return (f"--kv-offloading-size: {'; '.join(errors)}; serving without tiers below the device",)
-        self._await_movers()
+        self._await_movers(self.world_size * (1 if tiers.store.disk is None else 2))
         self._tiers = tiers
         return tiers.notes
 
@@ -234,14 +234,14 @@ class RankGroup:
             for hello in hellos[1:]:
                 send(hello, listening.port)
 
-    def _await_movers(self) -> None:
+    def _await_movers(self, count: int) -> None:
         deadline_s = time.monotonic() + HELLO_TIMEOUT_S
-        while len(self._listening) < self.world_size:
+        while self._listening < count:
             message = self._receive(deadline_s - time.monotonic())
             if message is None:
-                raise GroupLost(f"after {HELLO_TIMEOUT_S:.0f} s not every rank has started its mover")
+                raise GroupLost(f"after {HELLO_TIMEOUT_S:.0f} s not every rank has started its movers")
             assert isinstance(message, TransferDone), f"a rank sent {type(message).__name__} before any step"
-            self._listening.add(message.rank)
+            self._listening += 1
 
     def _gather(self, kind: type[M], timeout_s: float, did: str, ranks: Sequence[int] | None = None) -> list[M]:
         """One message of `kind` from every rank (or from `ranks`), in rank order."""
@@ -254,7 +254,7 @@ class RankGroup:
                 missing = sorted(set(awaited) - set(got))
                 raise GroupLost(f"after {timeout_s:.0f} s rank(s) {missing} have not {did}")
             if isinstance(message, TransferDone):  # a mover's first word, beside its rank's
-                self._listening.add(message.rank)
+                self._listening += 1
                 continue
             assert isinstance(message, kind), f"a rank sent {type(message).__name__}, expected {kind.__name__}"
             got[message.rank] = message

@@ -4,6 +4,7 @@ The decoder calls `prepare` once per step and `forward` once per layer. Backends
 N query heads, K KV heads, D head dim; caches are [num_blocks, block_size, K, D], FlashAttention's paged layout.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,10 +15,11 @@ from workers.models.forward_batch import ForwardBatch
 
 @dataclass(frozen=True, slots=True)
 class KVTensors:
-    """The paged cache of one rank: per local layer one K and one V tensor [num_blocks, block_size, K, D]."""
+    """The paged cache of one rank: per local layer one K and one V tensor [num_blocks, block_size, K, D]. Iterating
+    them may wait for a layer's blocks to arrive."""
 
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
+    keys: Iterable[torch.Tensor]
+    values: Iterable[torch.Tensor]
     block_size: int
 
 

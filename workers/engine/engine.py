@@ -23,7 +23,7 @@ from workers.engine.sequence import RequestState, Sequence, Status
 from workers.engine.stats import Collector, EngineStats
 from workers.engine.step_log import StepLog
 from workers.errors import ContextLengthExceeded, QueueFull, RequestRefused
-from workers.messages import Abort, Ended, FinishReason, GenerationRequest, TokenDelta
+from workers.messages import Abort, Ended, FinishReason, GenerationRequest, StepResult, TokenDelta
 
 __all__ = ["Engine", "ModelFacts", "OutputSink"]
 
@@ -97,6 +97,7 @@ class Engine:
         self._requests: dict[str, RequestState] = {}
         self._born_ended: list[tuple[RequestState, list[TokenDelta]]] = []
         self._flights: deque[Flight] = deque()
+        self._arrived: deque[StepResult] = deque()
         self._arrivals = 0
 
     # ---- requests ----
@@ -166,7 +167,7 @@ class Engine:
         self._collector.schedule_s += submitted_s - started_s
         if not self._flights and (progress or self._offload is None or not self._offload.is_busy):
             return progress
-        result = self._executor.wait(RESULT_WAIT_S)
+        result = self._next_result()
         now_s = self._clock()
         self._collector.wait_s += now_s - submitted_s
         if result is None:
@@ -238,6 +239,19 @@ class Engine:
 
     # ---- inside ----
 
+    def _next_result(self) -> StepResult | None:
+        """The oldest result, once it is known whether the loads that its plan waited for have arrived on every rank."""
+        arrived, offload = self._arrived, self._offload
+        if not arrived or (offload is not None and offload.is_open(self._flights[0].awaits)):
+            result = self._executor.wait(RESULT_WAIT_S)
+            if result is not None:
+                arrived.append(result)
+            if offload is not None and arrived and self._flights[0].awaits:
+                self._take_transfers()
+                if offload.is_open(self._flights[0].awaits):
+                    return None
+        return arrived.popleft() if arrived else None
+
     def _take_transfers(self) -> bool:
         """Applies what ranks said of their transfers; sequences whose wait is over go on to the queue."""
         offload = self._offload
@@ -245,6 +259,8 @@ class Engine:
             return False
         messages = self._executor.transfers_done()
         ready = [seq for message in messages for seq in offload.done(message)]
+        for seq in offload.take_misled():
+            self._scheduler.roll_back(seq)
         for seq in [*ready, *offload.overdue()]:
             self._scheduler.requeue(seq)
         return bool(messages)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from offload.tiered_store import Kind, Ticket, TieredStore
 from workers.engine.block_manager import BlockManager, BlockTable
 from workers.engine.copy_costs import CopyCosts
+from workers.engine.scheduler import Joined
 from workers.engine.sequence import Sequence
 from workers.engine.stats import OffloadStats
 from workers.messages import Transfer, TransferDone
@@ -26,8 +27,10 @@ COST_DEPTH_TOKENS = 4096
 
 
 class _Found(NamedTuple):
-    """What the tiers hold of a prefix beyond the device: keys missing there, by place, and the device's own blocks."""
+    """What the tiers hold of a prefix beyond the device: all of it in order (device block, None where it is missing), the
+    device's own blocks, and the missing keys by place. num_tokens: what need not be computed."""
 
+    run: list[int | None]
     on_device: list[int]
     from_host: list[bytes]
     from_disk: list[bytes]
@@ -36,7 +39,8 @@ class _Found(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """A ticket on its way: ranks that have not answered, places that failed, who waits for it, since when."""
+    """A ticket on its way: ranks that have not answered, places that failed, who waits for it, since when; or who runs
+    on it already."""
 
     ticket: Ticket
     awaiting: set[int]
@@ -46,6 +50,7 @@ class _Open:
     failed: set[int] = field(default_factory=set)
     copy_s: float = 0.0
     waiters: dict[Sequence, None] = field(default_factory=dict)
+    joined: Sequence | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +87,7 @@ class KVOffload:
         self._open: dict[int, _Open] = {}
         self._loading: dict[Sequence, _Open] = {}
         self._promised: dict[Sequence, int] = {}
+        self._misled: list[Sequence] = []
 
     # ---- queries ----
 
@@ -130,6 +136,20 @@ class KVOffload:
         self._loading[seq] = opened
         return True
 
+    def join(self, seq: Sequence) -> Joined | None:
+        self._promised.pop(seq, None)
+        found = self._find(seq)
+        if found is None or found.from_disk or not self._is_worth(found):
+            return None
+        opened = self._load(seq, found, reserve=0)
+        if opened is None:
+            return None
+        del self._promised[seq]
+        opened.joined = seq
+        loaded = iter(opened.ticket.block_ids)
+        block_ids = [next(loaded) if block_id is None else block_id for block_id in found.run]
+        return Joined(opened.ticket.id, block_ids)
+
     def drop(self, seq: Sequence) -> None:
         self._promised.pop(seq, None)
         opened = self._loading.pop(seq, None)
@@ -171,9 +191,20 @@ class KVOffload:
         if opened.awaiting:
             return []
         del self._open[message.ticket]
+        if opened.joined is not None and opened.failed:
+            self._misled.append(opened.joined)
         self._close(opened)
         self._spill()
         return self._release_waiters(opened)
+
+    def is_open(self, tickets: list[int]) -> bool:
+        """Whether some rank has not answered one of them yet."""
+        return any(ticket in self._open for ticket in tickets)
+
+    def take_misled(self) -> list[Sequence]:
+        """Sequences that ran on loads which have failed since the last call."""
+        misled, self._misled = self._misled, []
+        return misled
 
     def overdue(self) -> list[Sequence]:
         """Sequences that have waited far longer than a copy should take: they compute. The tickets stay open."""
@@ -202,23 +233,24 @@ class KVOffload:
     def _find(self, seq: Sequence) -> _Found | None:
         """The longest findable prefix over all tiers; None when nothing of it is missing on the device."""
         pool, store = self._manager.pool, self._store
-        on_device: list[int] = []
+        run: list[int | None] = []
         missing: dict[str, list[bytes]] = {"host": [], "disk": []}
-        length = first = 0
+        first = 0
         for key in self._manager.prefix_keys(seq.table, seq.tokens):
             block_id = pool.lookup(key)
-            if block_id is not None:
-                on_device.append(block_id)
-            elif (place := store.place(key)) is not None:
+            if block_id is None:
+                place = store.place(key)
+                if place is None:
+                    break
                 if not missing["host"] and not missing["disk"]:
-                    first = length
+                    first = len(run)
                 missing[place].append(key)
-            else:
-                break
-            length += 1
+            run.append(block_id)
         if not missing["host"] and not missing["disk"]:
             return None
-        return _Found(on_device, missing["host"], missing["disk"], (length - first) * self._manager.block_size)
+        on_device = [block_id for block_id in run if block_id is not None]
+        num_tokens = (len(run) - first) * self._manager.block_size
+        return _Found(run, on_device, missing["host"], missing["disk"], num_tokens)
 
     def _is_worth(self, found: _Found) -> bool:
         costs, disk = self._costs, len(found.from_disk)

@@ -54,6 +54,9 @@ class ResultApplier:
         running = Status.RUNNING
         for seq, work in zip(flight.sequences, flight.work, strict=True):
             row = next(rows) if work.samples else None
+            if flight.step_id <= seq.void_until:
+                self._collector.wasted_tokens += len(row.token_ids) if row is not None else 0
+                continue
             if seq.status is running:
                 seq.num_computed += work.num_tokens
             elif seq.status is Status.FINISHED:

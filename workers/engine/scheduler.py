@@ -14,7 +14,7 @@ Called by the engine: add, schedule, returned, finish. Knows no clock, no output
 
 from bisect import insort
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from configs.schema import SchedulerSettings
 from workers.engine.admission import WaitingQueue
@@ -34,6 +34,7 @@ class Flight:
     new_rows: list[RowInit] = field(default_factory=list)
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     admitted: list[tuple[Sequence, int]] = field(default_factory=list)
+    awaits: list[int] = field(default_factory=list)
     num_decode: int = 0
     num_prompt_tokens: int = 0
 
@@ -44,7 +45,15 @@ class Flight:
             new_rows=self.new_rows,
             freed_rows=freed_rows,
             block_copies=self.block_copies,
+            awaits=self.awaits,
         )
+
+
+class Joined(NamedTuple):
+    """A load that a plan waits for layer by layer: its ticket, and the device blocks of the prefix with it."""
+
+    ticket: int
+    block_ids: list[int]
 
 
 class LowerTiers(Protocol):
@@ -52,6 +61,11 @@ class LowerTiers(Protocol):
 
     def load(self, seq: Sequence, reserve: int) -> bool:
         """Starts bringing up what is found of its prefix; True: it waits for that and is given back to requeue()."""
+        ...
+
+    def join(self, seq: Sequence) -> Joined | None:
+        """The same for a sequence that runs at once, in a plan that waits for the load; room for all of it is there.
+        None: nothing to load, or not worth it."""
         ...
 
     def drop(self, seq: Sequence) -> None:
@@ -77,6 +91,10 @@ class NoTiers:
     def load(self, seq: Sequence, reserve: int) -> bool:
         del seq, reserve
         return False
+
+    def join(self, seq: Sequence) -> Joined | None:
+        del seq
+        return None
 
     def drop(self, seq: Sequence) -> None:
         del seq
@@ -138,8 +156,9 @@ class Scheduler:
         self.requeue(seq)
 
     def requeue(self, seq: Sequence) -> None:
-        """Into the queue, or first to wait for what a lower tier has of its prefix."""
-        if self._tiers.load(seq, self._reserve):
+        """Into the queue, or first to wait for what a lower tier has of its prefix. With nobody else there it runs
+        while that comes up (_find_prefix)."""
+        if (self._running or len(self.waiting)) and self._tiers.load(seq, self._reserve):
             seq.status = Status.LOADING
             return
         seq.status = Status.PREEMPTED if seq.bound_step else Status.WAITING
@@ -263,6 +282,18 @@ class Scheduler:
         self.num_preemptions += 1
         self.waiting.push(seq)
 
+    def roll_back(self, seq: Sequence) -> None:
+        """What it computed rests on KV that did not arrive: back to the queue, and no result in flight counts."""
+        if seq.status is Status.RUNNING:
+            self._any_finished = True
+            self._unbind(seq)
+            seq.status = Status.PREEMPTED
+            seq.num_scheduled = seq.num_computed = seq.num_loads = 0
+            self.waiting.push(seq)
+        if seq.status is not Status.FINISHED:
+            seq.num_known = len(seq.tokens)
+            seq.void_until = self._next_step - 1
+
     def _unbind(self, seq: Sequence) -> None:
         self._manager.release(seq.table, seq.last_step)
         self._free_rows.append(seq.row)
@@ -296,11 +327,12 @@ class Scheduler:
         while budget > 0 and self._free_rows and (seq := self.waiting.peek()) is not None:
             if seq.last_step > self.done_step:
                 return  # preempted, with samples still in flight
-            if self._tiers.load(seq, self._reserve):
+            alone = not self._running and not flight.work
+            if not alone and self._tiers.load(seq, self._reserve):
                 self.waiting.remove(seq)
                 seq.status = Status.LOADING
                 continue
-            admitted = self._share_prompt(flight, seq) or self._find_prefix(seq)
+            admitted = self._share_prompt(flight, seq) or self._find_prefix(flight, seq, alone)
             if not admitted:
                 return
             self.waiting.remove(seq)
@@ -315,10 +347,18 @@ class Scheduler:
         in the very next steps. None when nobody runs: what fits an empty pool never waits forever."""
         return -(-len(self._running) // 4)
 
-    def _find_prefix(self, seq: Sequence) -> bool:
-        """Blocks for all known tokens, those found by content first. False when there is no room."""
-        hits = self._manager.match_prefix(seq.table, seq.tokens)
-        if not self._manager.admit(seq.table, len(seq.tokens), hits, self._reserve):
+    def _find_prefix(self, flight: Flight, seq: Sequence, alone: bool) -> bool:
+        """Blocks for all known tokens, those found by content first. False when there is no room.
+
+        A sequence that is alone need not wait for a lower tier: no stream is held up by a step that does.
+        """
+        joined = self._tiers.join(seq) if alone else None
+        hits = self._manager.match_prefix(seq.table, seq.tokens) if joined is None else joined.block_ids
+        admitted = self._manager.admit(seq.table, len(seq.tokens), hits, self._reserve)
+        if joined is not None:
+            assert admitted, "there was room for all of it"
+            flight.awaits.append(joined.ticket)
+        if not admitted:
             return False
         seq.num_scheduled = seq.num_computed = len(hits) * self._manager.block_size
         return True

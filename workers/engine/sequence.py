@@ -40,6 +40,7 @@ class Sequence:
     min_len: len(tokens) below which no stop id ends it. order: (priority, arrival, choice), the smaller the earlier.
     row: its place in the ranks' tables while running. num_sent: leading tokens that the ranks know (PP > 1).
     bound_step, last_step: the first plan of its present row (0: never had one), the newest plan that names it.
+    void_until: results of plans up to this one are not its own (their KV did not arrive).
     num_loads: how often it waited for a lower tier since it last lost (or never had) its blocks.
     kept: output tokens that are billed; None means all.
     """
@@ -62,6 +63,7 @@ class Sequence:
     bound_step: int = 0
     last_step: int = 0
     num_loads: int = 0
+    void_until: int = 0
     last_token_s: float | None = None
     finish_reason: FinishReason | None = None
     kept: int | None = None

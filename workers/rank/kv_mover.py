@@ -1,145 +1,127 @@
-"""KVMover: a rank's copies between tiers, on a thread of its own, beside the steps.
+"""A rank's copies between tiers, on threads of their own, beside the steps.
 
-Takes Transfer messages in order from an Inbox and answers each with TransferDone; a copy that fails is an answer too,
-never the end of the rank. Made by loading.py once the KV is allocated; served ranks read a channel of their own
-(ChannelInbox), the in-process executor a queue. Decides nothing about what moves.
+Each takes Transfer messages in order from an Inbox and answers with TransferDone; a copy that fails is an answer too,
+never the end of the rank. Made by loading.py once the KV is allocated; served ranks read channels of their own
+(ChannelInbox), the in-process executor queues. Decides nothing about what moves.
 """
 
 import logging
-import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
-import msgspec
 import torch
 import zmq
 
 from offload.disk_io import DiskBlockError, read_block, remove_block, write_block
 from offload.host_process import attach
 from offload.pinned_pool import HostSlab
-from offload.transfer import make_copier
-from workers.channel import connect_dealer, mover_name
+from offload.transfer import BlockCopier, bytes_per_slot, make_copier
+from workers.channel import MoverKind
 from workers.messages import RankTiers, Transfer, TransferDone
+from workers.rank.load_gate import LoadGate
+from workers.rank.mover_inbox import Inbox
 
 log = logging.getLogger(__name__)
 ATTACH_S = 10.0
 
 
-class Inbox(Protocol):
-    """Where transfers come from and answers go; used by the mover's thread only."""
+class Failure(NamedTuple):
+    """Places of a ticket whose bytes did not arrive, why the last one did not, whether the disk as a whole failed."""
 
-    def receive(self) -> Transfer | None:
-        """Blocks for the next one; None: no more will come."""
+    places: list[int]
+    error: str | None = None
+    disk_error: bool = False
+
+
+NOTHING_FAILED = Failure([])
+
+
+class Mover(Protocol):
+    """Moves the bytes of some kinds of tickets."""
+
+    def move(self, transfer: Transfer) -> Failure:
+        """May raise: then all of it has failed."""
         ...
-
-    def send(self, done: TransferDone) -> None: ...
 
     def close(self) -> None: ...
 
 
-class ChannelInbox:
-    """A DEALER beside the rank's own, so that a transfer does not wait for the step under way."""
+class MoverThread(threading.Thread):
+    """Carries out one inbox's transfers in order until it ends. A rank has one for memory and one for its disk, so that
+    a load never waits for a file."""
 
-    def __init__(self, context: "zmq.Context[Any]", secret: str, endpoint: str, rank: int) -> None:
-        self._socket = connect_dealer(context, secret, endpoint, mover_name(rank))
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(Transfer).decode
-
-    def receive(self) -> Transfer | None:
-        try:
-            return self._decode(self._socket.recv())
-        except zmq.ContextTerminated:  # the rank ends
-            return None
-
-    def send(self, done: TransferDone) -> None:
-        self._socket.send(self._encode(done))
-
-    def close(self) -> None:
-        self._socket.close(linger=0)
-
-
-class QueueInbox:
-    """For a rank in this process. submit and take are the executor's; `arrived` is set when an answer is there."""
-
-    def __init__(self) -> None:
-        self._in: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
-        self._out: queue.SimpleQueue[TransferDone] = queue.SimpleQueue()
-        self.arrived = threading.Event()
-
-    def submit(self, transfer: Transfer | None) -> None:
-        self._in.put(transfer)
-
-    def take(self) -> list[TransferDone]:
-        """Answers so far."""
-        self.arrived.clear()
-        return [self._out.get() for _ in range(self._out.qsize())]
-
-    def receive(self) -> Transfer | None:
-        return self._in.get()
-
-    def send(self, done: TransferDone) -> None:
-        self._out.put(done)
-        self.arrived.set()
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-class KVMover(threading.Thread):
-    """Runs until its inbox ends. `tiers`: what the coordinator gave this rank."""
-
-    def __init__(
-        self, rank: int, planes: Sequence[torch.Tensor], slab: HostSlab, tiers: RankTiers, inbox: Inbox
-    ) -> None:
+    def __init__(self, rank: int, mover: Mover, inbox: Inbox) -> None:
         super().__init__(name="kv mover", daemon=True)
         self._rank = rank
-        self._slab = slab
-        self._copier = make_copier(planes, slab.bytes_SB)
-        self._layout = tiers.layout
-        self._disk = None if tiers.disk_folder is None else Path(tiers.disk_folder)
+        self._mover = mover
         self._inbox = inbox
 
     def run(self) -> None:
         self._inbox.send(TransferDone(rank=self._rank, ticket=0))
         try:
             while (transfer := self._inbox.receive()) is not None:
-                self._inbox.send(self.move(transfer))
+                self._inbox.send(self.carry_out(transfer))
         except zmq.ZMQError:
             log.debug("the mover's channel is gone")
         finally:
             self._inbox.close()
-            self._slab.close()
+            self._mover.close()
 
-    def move(self, transfer: Transfer) -> TransferDone:
-        """Moves one ticket's bytes. Never raises: what failed is in the answer."""
+    def carry_out(self, transfer: Transfer) -> TransferDone:
+        """One ticket's answer. Never raises: what failed is in it."""
         started_s = time.perf_counter()
-        failed: list[int] = []
-        error, disk_error = None, False
         try:
-            if transfer.kind == "store":
-                self._copier.store(transfer.block_ids, transfer.slots)
-            elif transfer.kind == "load":
-                self._copier.load(transfer.slots, transfer.block_ids)
-            else:
-                failed, error, disk_error = self._move_files(transfer)
+            failure = self._mover.move(transfer)
         except Exception as problem:
             log.exception("transfer %d (%s) failed", transfer.ticket, transfer.kind)
-            failed, error = list(range(len(transfer.slots))), f"{type(problem).__name__}: {problem}"
+            failure = Failure(list(range(len(transfer.slots))), f"{type(problem).__name__}: {problem}")
         return TransferDone(
             rank=self._rank,
             ticket=transfer.ticket,
-            failed=failed,
-            error=error,
-            disk_error=disk_error,
+            failed=failure.places,
+            error=failure.error,
+            disk_error=failure.disk_error,
             copy_s=time.perf_counter() - started_s,
         )
 
-    def _move_files(self, transfer: Transfer) -> tuple[list[int], str | None, bool]:
-        """Places that failed, why the last one did, and whether the disk as a whole is at fault."""
-        assert self._disk is not None, "this rank has no disk folder"
+
+class MemoryMover:
+    """store and load: between the device and the host slab, telling the gate of each layer."""
+
+    def __init__(self, copier: BlockCopier, slab: HostSlab, gate: LoadGate) -> None:
+        self._copier = copier
+        self._slab = slab
+        self._gate = gate
+
+    def move(self, transfer: Transfer) -> Failure:
+        self._gate.begin(transfer.ticket)
+        try:
+            if transfer.kind == "store":
+                self._copier.store(transfer.block_ids, transfer.slots)
+            else:
+                assert transfer.kind == "load", transfer.kind
+                self._copier.load(transfer.slots, transfer.block_ids, self._gate.arrived)
+        finally:
+            self._gate.end(transfer.ticket)
+        return NOTHING_FAILED
+
+    def close(self) -> None:
+        self._gate.close()
+        self._slab.close()
+
+
+class DiskMover:
+    """spill and fetch: between the host slab and this rank's folder."""
+
+    def __init__(self, folder: Path, layout: bytes, slab: HostSlab) -> None:
+        self._disk = folder
+        self._layout = layout
+        self._slab = slab
+
+    def move(self, transfer: Transfer) -> Failure:
         failed: list[int] = []
         error, disk_error = None, False
         for place, (key, slot) in enumerate(zip(transfer.keys, transfer.slots, strict=True)):
@@ -153,10 +135,12 @@ class KVMover(threading.Thread):
             except OSError as problem:
                 failed.append(place)
                 error, disk_error = error or str(problem), True
-        return failed, error, disk_error
+        return Failure(failed, error, disk_error)
+
+    def close(self) -> None:
+        """The slab is the memory mover's."""
 
     def _move_file(self, transfer: Transfer, key: bytes, slot: int) -> None:
-        assert self._disk is not None
         if transfer.kind == "fetch":
             read_block(self._disk, key, self._layout, self._slab.slot(slot))
             return
@@ -166,8 +150,26 @@ class KVMover(threading.Thread):
         write_block(self._disk, key, self._layout, self._slab.slot(slot))
 
 
-def open_slab(rank: int, tiers: RankTiers, slot_bytes: int, device: torch.device) -> HostSlab:
-    """The memory of this rank's host slots. OSError or HostTierError when it cannot be had."""
+def open_movers(
+    rank: int,
+    planes: Sequence[torch.Tensor],
+    num_layers: int,
+    tiers: RankTiers,
+    inbox: Callable[[MoverKind], Inbox],
+) -> tuple[LoadGate, list[MoverThread]]:
+    """The rank's movers, ready to start, and the gate of their loads. OSError or HostTierError without the memory."""
+    device = planes[0].device
+    slab = _open_slab(rank, tiers, bytes_per_slot(planes), device)
+    gate = LoadGate(device)
+    memory = MemoryMover(make_copier(planes, num_layers, slab.bytes_SB), slab, gate)
+    movers = [MoverThread(rank, memory, inbox("memory"))]
+    if tiers.disk_folder is not None:
+        disk = DiskMover(Path(tiers.disk_folder), tiers.layout, slab)
+        movers.insert(0, MoverThread(rank, disk, inbox("disk")))
+    return gate, movers
+
+
+def _open_slab(rank: int, tiers: RankTiers, slot_bytes: int, device: torch.device) -> HostSlab:
     pin = device.type == "cuda"
     if tiers.host_socket is None or tiers.host_token is None:
         return HostSlab.allocate(tiers.num_slots, slot_bytes, pin=pin)

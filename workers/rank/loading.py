@@ -7,6 +7,7 @@ SettingsError that names the flag. Logs what was chosen and why.
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,17 +15,18 @@ import torch
 
 from configs.errors import SettingsError
 from configs.schema import EngineSettings
-from offload.transfer import bytes_per_slot
 from parallel.context import ParallelContext
 from parallel.pipeline import StageLink
 from workers.attention.select import select_attention
+from workers.channel import MoverKind
 from workers.messages import RankLoaded, RankTiers, RowInit, RowSampling, RowWork, StepPlan
 from workers.models.decoder import Decoder, build_decoder
 from workers.models.spec import ArchSpec
-from workers.rank.kv_mover import Inbox, KVMover, open_slab
+from workers.rank.kv_mover import MoverThread, open_movers
 from workers.rank.kv_tensors import KVCache, block_bytes
 from workers.rank.memory import KVNeeds, available_bytes, cpu_blocks, cuda_blocks
 from workers.rank.model_runner import ModelRunner
+from workers.rank.mover_inbox import Inbox
 from workers.rank.profiling import run_fullest_step
 from workers.rank.row_table import RowTable
 from workers.resolve import read_spec, resolve_dtype, resolve_max_model_len
@@ -70,11 +72,14 @@ class LoadedRank:
         _warm_up(runner, self.max_model_len, block_size, relays=context.pp_size > 1)
         return runner
 
-    def open_mover(self, runner: ModelRunner, tiers: RankTiers, inbox: Inbox) -> KVMover:
-        """The rank's copies between tiers, ready to start. OSError or HostTierError when there is no memory."""
-        planes = runner.kv.planes
-        slab = open_slab(self.facts.rank, tiers, bytes_per_slot(planes), self.device)
-        return KVMover(self.facts.rank, planes, slab, tiers, inbox)
+    def open_movers(
+        self, runner: ModelRunner, tiers: RankTiers, inbox: Callable[[MoverKind], Inbox]
+    ) -> list[MoverThread]:
+        """The rank's copies between tiers, ready to start; the runner's steps wait for their loads from now on. OSError
+        or HostTierError when there is no memory."""
+        layers = self.decoder.num_local_layers
+        runner.gate, movers = open_movers(self.facts.rank, runner.kv.planes, layers, tiers, inbox)
+        return movers
 
 
 def load_single(settings: EngineSettings) -> LoadedRank:

@@ -6,6 +6,7 @@ plans nothing and knows neither requests nor transport. S rows that sample, T to
 """
 
 import time
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ from workers.messages import RowResult, StepPlan, StepResult
 from workers.models.forward_batch import ForwardBatch
 from workers.rank.batch import StepBatch, build_batch
 from workers.rank.kv_tensors import KVCache
+from workers.rank.load_gate import LoadGate
 from workers.rank.row_table import RowTable
 from workers.sampling.sampler import NOT_FINITE, Sampled, sample
 
@@ -45,6 +47,7 @@ class ModelRunner:
         self._model = model
         self._context = context
         self.kv = kv
+        self.gate: LoadGate | None = None
         self._table = table
         self._device = device
         self._link = link
@@ -62,7 +65,7 @@ class ModelRunner:
         rows: list[RowResult] = []
         if plan.work:
             batch = build_batch(plan, self._table, self._device)
-            rows, received_s = self._run(batch)
+            rows, received_s = self._run(batch, self._tensors(plan))
             wait_s += received_s
             started_s += received_s
         self._idle_since_s = time.perf_counter()
@@ -70,14 +73,22 @@ class ModelRunner:
             return None
         return StepResult(step_id=plan.step_id, rows=rows, device_s=self._idle_since_s - started_s, wait_s=wait_s)
 
-    def _run(self, batch: StepBatch) -> tuple[list[RowResult], float]:
+    def _tensors(self, plan: StepPlan) -> KVTensors:
+        """The cache; where the plan uses what is still coming up, layer by layer as it arrives."""
+        tensors = self.kv.tensors
+        if not plan.awaits:
+            return tensors
+        assert self.gate is not None, "a load without a mover"
+        return replace(tensors, keys=self.gate.in_turn(tensors.keys, plan.awaits))
+
+    def _run(self, batch: StepBatch, kv: KVTensors) -> tuple[list[RowResult], float]:
         """Forward and sampling; results where this rank samples, and the seconds spent waiting for hidden states."""
         hidden_TH, received_s = None, 0.0
         if self._link is not None and not self._context.is_first_stage:
             before_s = time.perf_counter()
             hidden_TH = self._link.receive(batch.forward.num_tokens)
             received_s = time.perf_counter() - before_s
-        output = self._model.forward(batch.forward, self.kv.tensors, hidden_TH)
+        output = self._model.forward(batch.forward, kv, hidden_TH)
         if not self._context.is_last_stage:
             assert self._link is not None
             self._link.send(output)

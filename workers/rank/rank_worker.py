@@ -25,7 +25,7 @@ from configs.schema import EngineSettings
 from offload.host_process import HostTierError
 from parallel.context import ParallelContext
 from parallel.groups import init_parallel, listen
-from workers.channel import connect_dealer
+from workers.channel import MoverKind, connect_dealer, mover_name
 from workers.messages import (
     AllocateKV,
     FromRank,
@@ -39,10 +39,10 @@ from workers.messages import (
     StepPlan,
     ToRank,
 )
-from workers.rank.kv_mover import ChannelInbox, Inbox
 from workers.rank.lifeline import Lifeline, watch_stdin
 from workers.rank.loading import LoadedRank, choose_device, load_rank, set_threads
 from workers.rank.model_runner import ModelRunner
+from workers.rank.mover_inbox import ChannelInbox, Inbox
 from workers.rank.pulse_echo import start_echo
 from workers.resolve import read_spec
 
@@ -96,7 +96,7 @@ def run_rank(rank: int, endpoint: str, secret: str, *, group: str = "local", hos
         setup = channel.expect(RankSetup)
         if setup.pulse_endpoint is not None:
             start_echo(context, secret, setup.pulse_endpoint, rank)
-        inbox = partial(ChannelInbox, context, secret, endpoint, rank)
+        inbox = partial(_mover_inbox, context, secret, endpoint, rank)
         runner = _start(rank, group, setup, host, channel, inbox)
         _serve(runner, channel)
         return 0
@@ -113,7 +113,7 @@ def run_rank(rank: int, endpoint: str, secret: str, *, group: str = "local", hos
 
 
 def _start(
-    rank: int, group: str, setup: RankSetup, host: str, channel: _Channel, inbox: Callable[[], Inbox]
+    rank: int, group: str, setup: RankSetup, host: str, channel: _Channel, inbox: Callable[[MoverKind], Inbox]
 ) -> ModelRunner:
     """The rank's half of the handshake: RankSetup (-> RankListening) -> RankLoaded -> AllocateKV -> RankReady."""
     loaded = _load(rank, group, setup, host, channel)
@@ -122,18 +122,25 @@ def _start(
     runner = loaded.build_runner(allocate.num_blocks)
     tiers_error = None
     if allocate.tiers is not None:
-        tiers_error = _start_mover(loaded, runner, allocate.tiers, inbox)
+        tiers_error = _start_movers(loaded, runner, allocate.tiers, inbox)
     channel.send(RankReady(rank, tiers_error))
     return runner
 
 
-def _start_mover(loaded: LoadedRank, runner: ModelRunner, tiers: RankTiers, inbox: Callable[[], Inbox]) -> str | None:
+def _start_movers(
+    loaded: LoadedRank, runner: ModelRunner, tiers: RankTiers, inbox: Callable[[MoverKind], Inbox]
+) -> str | None:
     """Starts the copies between tiers; why there are none, when the memory cannot be had."""
     try:
-        loaded.open_mover(runner, tiers, inbox()).start()
+        for mover in loaded.open_movers(runner, tiers, inbox):
+            mover.start()
     except (OSError, HostTierError) as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def _mover_inbox(context: "zmq.Context[Any]", secret: str, endpoint: str, rank: int, kind: MoverKind) -> Inbox:
+    return ChannelInbox(context, secret, endpoint, mover_name(rank, kind))
 
 
 def _load(rank: int, group: str, setup: RankSetup, host: str, channel: _Channel) -> LoadedRank:

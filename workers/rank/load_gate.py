@@ -1,0 +1,74 @@
+"""LoadGate: a step that uses KV which is still coming up waits for each layer when it gets there, not for all of them.
+
+The mover's thread says what has arrived; the step's thread iterates the layers of the cache through the gate. Tickets
+are carried out in the order of their numbers, so one that is past the present one is over. Overlapping the load of a
+layer with the computation of earlier ones is Mooncake's and CachedAttention's layer-wise prefetch.
+"""
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import torch
+
+L = TypeVar("L")
+
+
+class LoadGate:
+    """One mover's progress. An event per layer on CUDA, so that the device waits and the host does not."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._changed = threading.Condition()
+        self._over = 0
+        self._ticket = 0
+        self._layers = 0
+        self._events: list[torch.cuda.Event] = []
+        self._closed = False
+
+    # ---- the mover's thread ----
+
+    def begin(self, ticket: int) -> None:
+        with self._changed:
+            self._ticket, self._layers = ticket, 0
+            self._events = []
+
+    def arrived(self, layer: int) -> None:
+        """On CUDA: called inside the copy's stream, with the layer's copies given out."""
+        with self._changed:
+            if self._is_cuda:
+                event = torch.cuda.Event()
+                event.record()
+                self._events.append(event)
+            self._layers = layer + 1
+            self._changed.notify_all()
+
+    def end(self, ticket: int) -> None:
+        """Done or failed: nobody waits for it any more."""
+        with self._changed:
+            self._over = ticket
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """No ticket will come any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    # ---- the step's thread ----
+
+    def in_turn(self, layers: Iterable[L], tickets: Sequence[int]) -> Iterator[L]:
+        """The layers, each as soon as all tickets have brought it."""
+        for number, layer in enumerate(layers):
+            for ticket in tickets:
+                self.wait(ticket, number)
+            yield layer
+
+    def wait(self, ticket: int, layer: int) -> None:
+        """Until the layer of a ticket that was sent before the step has arrived, or the ticket is over."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closed or self._over >= ticket or (self._ticket == ticket and self._layers > layer)
+            )
+            if self._is_cuda and self._ticket == ticket and self._over < ticket:
+                torch.cuda.current_stream().wait_event(self._events[layer])
