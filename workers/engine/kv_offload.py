@@ -27,8 +27,8 @@ COST_DEPTH_TOKENS = 4096
 
 
 class _Found(NamedTuple):
-    """What the tiers hold of a prefix beyond the device: all of it in order (device block, None where it is missing), the
-    device's own blocks, and the missing keys by place. num_tokens: what need not be computed."""
+    """What the tiers hold of a prefix beyond the device: all of it in order (device block, None where it is missing),
+    the device's own blocks, and the missing keys by place. num_tokens: what need not be computed."""
 
     run: list[int | None]
     on_device: list[int]
@@ -138,6 +138,8 @@ class KVOffload:
 
     def join(self, seq: Sequence) -> Joined | None:
         self._promised.pop(seq, None)
+        if seq.num_loads >= MAX_LOADS:
+            return None
         found = self._find(seq)
         if found is None or found.from_disk or not self._is_worth(found):
             return None
@@ -145,6 +147,7 @@ class KVOffload:
         if opened is None:
             return None
         del self._promised[seq]
+        seq.num_loads += 1
         opened.joined = seq
         loaded = iter(opened.ticket.block_ids)
         block_ids = [next(loaded) if block_id is None else block_id for block_id in found.run]
