@@ -144,6 +144,8 @@ class KVOffload:
 
     def join(self, seq: Sequence) -> Joined | None:
         self._promised.pop(seq, None)
+        if seq.num_loads >= MAX_LOADS:
+            return None
         found = self._find(seq)
         if found is None or found.from_disk or not self._is_worth(found):
             return None
@@ -151,6 +153,7 @@ class KVOffload:
         if opened is None:
             return None
         del self._promised[seq]
+        seq.num_loads += 1
         opened.joined = seq
         loaded = iter(opened.ticket.block_ids)
         block_ids = [next(loaded) if block_id is None else block_id for block_id in found.run]

@@ -288,7 +288,7 @@ class Scheduler:
             self._any_finished = True
             self._unbind(seq)
             seq.status = Status.PREEMPTED
-            seq.num_scheduled = seq.num_computed = seq.num_loads = 0
+            seq.num_scheduled = seq.num_computed = 0
             self.waiting.push(seq)
         if seq.status is not Status.FINISHED:
             seq.num_known = len(seq.tokens)
@@ -328,11 +328,12 @@ class Scheduler:
             if seq.last_step > self.done_step:
                 return  # preempted, with samples still in flight
             alone = not self._running and not flight.work
-            if not alone and self._tiers.load(seq, self._reserve):
+            joined = self._tiers.join(seq) if alone else None
+            if joined is None and self._tiers.load(seq, self._reserve):
                 self.waiting.remove(seq)
                 seq.status = Status.LOADING
                 continue
-            admitted = self._share_prompt(flight, seq) or self._find_prefix(flight, seq, alone)
+            admitted = self._share_prompt(flight, seq) or self._find_prefix(flight, seq, joined)
             if not admitted:
                 return
             self.waiting.remove(seq)
@@ -347,12 +348,11 @@ class Scheduler:
         in the very next steps. None when nobody runs: what fits an empty pool never waits forever."""
         return -(-len(self._running) // 4)
 
-    def _find_prefix(self, flight: Flight, seq: Sequence, alone: bool) -> bool:
+    def _find_prefix(self, flight: Flight, seq: Sequence, joined: Joined | None) -> bool:
         """Blocks for all known tokens, those found by content first. False when there is no room.
 
         A sequence that is alone need not wait for a lower tier: no stream is held up by a step that does.
         """
-        joined = self._tiers.join(seq) if alone else None
         hits = self._manager.match_prefix(seq.table, seq.tokens) if joined is None else joined.block_ids
         admitted = self._manager.admit(seq.table, len(seq.tokens), hits, self._reserve)
         if joined is not None:
@@ -368,7 +368,7 @@ class Scheduler:
         if len(seq.state.sequences) == 1:
             return False
         num_tokens = min(seq.prompt_len, len(seq.tokens) - 1)
-        source = seq.state.fork_source(num_tokens, flight.step_id)
+        source = seq.state.fork_source(num_tokens, self.done_step)
         manager, total = self._manager, len(seq.tokens)
         whole = num_tokens // manager.block_size
         if source is None or manager.blocks_for(total) - whole + self._reserve > manager.pool.num_allocatable:

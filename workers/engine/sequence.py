@@ -130,12 +130,12 @@ class RequestState:
             refused=refused,
         )
 
-    def fork_source(self, num_tokens: int, step_id: int) -> Sequence | None:
-        """A running choice whose first num_tokens tokens are computed, to share its blocks in plan step_id.
+    def fork_source(self, num_tokens: int, done_step: int) -> Sequence | None:
+        """A running choice whose first num_tokens tokens are computed, to share its blocks.
 
-        Not one that is bound by the same plan: copies of one plan may run at once, so none may read another's result.
+        Only one whose first plan has returned: the KV that it found may be coming up still, and may fail to.
         """
         for seq in self.sequences:
-            if seq.status is Status.RUNNING and seq.num_computed >= num_tokens and seq.bound_step < step_id:
+            if seq.status is Status.RUNNING and seq.num_computed >= num_tokens and seq.bound_step <= done_step:
                 return seq
         return None

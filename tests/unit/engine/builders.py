@@ -87,7 +87,7 @@ class Harness:
         self.engine.check_laws()
         return progress
 
-    def run(self, most_steps: int = 20_000) -> None:
+    def run(self, most_steps: int = 5_000) -> None:
         """Steps until nothing is left to do; an engine that stops making progress fails."""
         idle = 0
         for _ in range(most_steps):

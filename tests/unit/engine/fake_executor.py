@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fake_tiers import FakeTiers, Slot, TierPlan
+from fake_tiers import GARBAGE, FakeTiers, Slot, TierPlan
 
 from workers.engine.executor import ExecutorReady
 from workers.messages import RowInit, RowResult, RowSampling, RowWork, StepPlan, StepResult, Transfer, TransferDone
@@ -46,6 +46,7 @@ class Row:
     sampling: RowSampling
     blocks: list[int] = field(default_factory=list)
     unsent: int | None = None
+    misled_by: int | None = None
 
 
 class FakeExecutor:
@@ -108,6 +109,8 @@ class FakeExecutor:
         assert plan.work, "an empty plan"
         assert len({work.row for work in plan.work}) == len(plan.work), "a row twice in one plan"
         self.plans.append(plan)
+        if self.tiers is not None:
+            self.tiers.bring(plan.awaits)
         self._bind(plan)
         self._extend(plan)
         self._check_writes(plan)
@@ -221,14 +224,26 @@ class FakeExecutor:
         chain = chain_of(self.roots.get(row.sampling.seed, ""), row.tokens)
         for rank, pool in enumerate(self.pools):
             for position in range(row.computed):
-                slot = pool[row.blocks[position // size]][position % size]
+                block_id = row.blocks[position // size]
+                slot = pool[block_id][position % size]
+                if self.tiers is not None and (ticket := self.tiers.spoiled_by(block_id)) is not None:
+                    row.misled_by = ticket
+                if row.misled_by is not None:
+                    break
                 assert slot == (position, chain[position]), (
                     f"rank {rank}, row {work.row}: wrong KV at position {position}: {slot}"
                 )
+        if row.misled_by is not None:
+            assert self.tiers is not None and row.misled_by in self.tiers.under_way, (
+                "a row goes on after its load failed"
+            )
+            self.tiers.num_misled += 1
+            chain = [GARBAGE[1]] * len(chain)
         end = row.computed + work.num_tokens
         for position in range(row.computed, end):
             for pool in self.pools:
-                pool[row.blocks[position // size]][position % size] = (position, chain[position])
+                value = (position, chain[position]) if row.misled_by is None else GARBAGE
+                pool[row.blocks[position // size]][position % size] = value
         row.computed = end
         return self._sample(work.row, row, chain[-1]) if work.samples else None
 

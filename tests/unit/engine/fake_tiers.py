@@ -1,9 +1,11 @@
 """The ranks' movers without bytes: a fake host and a fake disk per rank, late answers, failures; strict about who may
 touch what while a transfer is under way.
 
-Each rank takes transfers in the order in which they were sent and answers for itself; ranks are not in step. A place
-that fails leaves garbage where its bytes should have gone, as a half-finished copy does. A ticket counts as under way
-from its sending until the engine has taken the last rank's answer.
+Each rank has two movers, one for memory and one for files; each takes its transfers in the order in which they were
+sent and answers for itself, out of step with all others. A place that fails leaves garbage where its bytes should have
+gone, as a half-finished copy does. A ticket counts as under way from its sending until the engine has taken the last
+rank's answer. A plan that awaits a load has it carried out first; if that fails, what the plan's rows say is garbage
+too, and the engine must not go on with them once it knows.
 """
 
 from collections import deque
@@ -63,8 +65,13 @@ class FakeTiers:
         self.most_under_way = 0
         self.num_failed = 0
         self._awaiting: dict[int, set[int]] = {}
-        self._queues: list[deque[Transfer]] = [deque() for _ in ranks]
-        self._looked = [0 for _ in ranks]
+        self.joined: set[int] = set()
+        self.num_misled = 0
+        self._movers = [(rank, kinds) for rank in ranks for kinds in (("store", "load"), ("spill", "fetch"))]
+        self._queues: list[deque[Transfer]] = [deque() for _ in self._movers]
+        self._looked = [0 for _ in self._movers]
+        self._late: dict[tuple[int, int], TransferDone] = {}
+        self._spoiled: dict[int, int] = {}
         self._spilled = 0
         self._done: list[TransferDone] = []
 
@@ -77,22 +84,41 @@ class FakeTiers:
         self.under_way[transfer.ticket] = transfer
         self.most_under_way = max(self.most_under_way, len(self.under_way))
         self._awaiting[transfer.ticket] = set(range(self.plan.num_ranks))
-        for waiting in self._queues:
-            waiting.append(transfer)
+        for (_, kinds), waiting in zip(self._movers, self._queues, strict=True):
+            if transfer.kind in kinds:
+                waiting.append(transfer)
+
+    def bring(self, tickets: list[int]) -> None:
+        """A plan waits for these loads: every rank carries them out before it goes on; answers may still be late."""
+        for ticket in tickets:
+            assert self.under_way[ticket].kind == "load", "a plan awaits what is not a load under way"
+            self.joined.add(ticket)
+            for (rank, kinds), waiting in zip(self._movers, self._queues, strict=True):
+                if "load" not in kinds:
+                    continue
+                for transfer in waiting:
+                    if (transfer.ticket, rank) not in self._late:
+                        assert self.plan.delay(transfer, rank) is not None, "this plan would never end"
+                        self._late[transfer.ticket, rank] = self._move(transfer, rank)
+                    if transfer.ticket == ticket:
+                        break
 
     def pump(self) -> None:
         """Every rank is looked at once."""
-        for rank, waiting in enumerate(self._queues):
+        for mover, waiting in enumerate(self._queues):
+            rank = self._movers[mover][0]
             while waiting:
                 delay = self.plan.delay(waiting[0], rank)
                 if delay is None:
                     waiting.popleft()
                     continue
-                if self._looked[rank] < delay:
-                    self._looked[rank] += 1
+                if self._looked[mover] < delay:
+                    self._looked[mover] += 1
                     break
-                self._looked[rank] = 0
-                self._done.append(self._move(waiting.popleft(), rank))
+                self._looked[mover] = 0
+                transfer = waiting.popleft()
+                answer = self._late.pop((transfer.ticket, rank), None)
+                self._done.append(answer or self._move(transfer, rank))
 
     def take(self) -> list[TransferDone]:
         done, self._done = self._done, []
@@ -100,13 +126,20 @@ class FakeTiers:
             self._awaiting[message.ticket].remove(message.rank)
             if not self._awaiting[message.ticket]:
                 del self._awaiting[message.ticket], self.under_way[message.ticket]
+                self._spoiled = {block: ticket for block, ticket in self._spoiled.items() if ticket != message.ticket}
         return done
+
+    def spoiled_by(self, block_id: int) -> int | None:
+        """The load under way that a plan awaited and that left garbage in this block."""
+        return self._spoiled.get(block_id)
 
     def check_plan(self, named: set[int], written: set[int]) -> None:
         """A plan leaves alone what a transfer reads or writes."""
         for transfer in self.under_way.values():
             blocks = set(transfer.block_ids)
-            if transfer.kind == "load":
+            if transfer.kind == "load" and transfer.ticket in self.joined:
+                assert not written & blocks, f"a plan writes block(s) {written & blocks} of a load"
+            elif transfer.kind == "load":
                 assert not named & blocks, f"a plan names block(s) {named & blocks} while a load writes them"
             elif transfer.kind == "store":
                 assert not written & blocks, f"a plan writes block(s) {written & blocks} while a store reads them"
@@ -153,6 +186,8 @@ class FakeTiers:
                 )
                 host[slot] = self._garbage() if fails else list(block)
             elif transfer.kind == "load":
+                if fails and transfer.ticket in self.joined:
+                    self._spoiled[transfer.block_ids[place]] = transfer.ticket
                 pool[transfer.block_ids[place]][:] = self._garbage() if fails else self._whole(host[slot])
             elif transfer.kind == "fetch":
                 host[slot] = self._garbage() if fails else list(disk[transfer.keys[place]])

@@ -31,6 +31,13 @@ def statuses(h: Harness, name: str) -> list[Status]:
     return [seq.status for seq in h.engine._requests[name].sequences]
 
 
+def beside(h: Harness) -> None:
+    """Another request runs: nobody's step may be held up by a load now, so the next one waits for it in the queue."""
+    h.add(request("beside", 2, 10))
+    while Status.RUNNING not in statuses(h, "beside"):
+        h.step()
+
+
 def step_until_loading(h: Harness, name: str) -> None:
     while Status.LOADING not in statuses(h, name):
         h.step()
@@ -177,6 +184,7 @@ def test_an_abort_while_loading_leaves_nothing(mode, keep):
         patience=PATIENCE,
     )
     first = turned_over(h)
+    beside(h)
     h.add(request("again", [*first.prompt_token_ids, 5, 6], 4, n=2))
     step_until_loading(h, "again")
     h.engine.abort(Abort(request_id="again", epoch=0, keep_positions=keep))
@@ -194,6 +202,7 @@ def test_an_abort_while_loading_leaves_nothing(mode, keep):
 def test_one_choice_aborted_while_loading_leaves_the_others_to_finish():
     h = on_twelve_blocks(delay=lambda t, rank: 5 if t.kind == "load" else 0)
     first = turned_over(h)
+    beside(h)
     again = request("again", [*first.prompt_token_ids, 5, 6], 4, n=3)
     h.add(again)
     step_until_loading(h, "again")
@@ -207,6 +216,7 @@ def test_one_choice_aborted_while_loading_leaves_the_others_to_finish():
 def test_a_deadline_passes_while_loading():
     h = on_twelve_blocks(delay=lambda t, rank: 30 if t.kind == "load" else 0)
     first = turned_over(h)
+    beside(h)
     h.add(request("again", [*first.prompt_token_ids, 5, 6], 4, deadline_s=0.1))
     step_until_loading(h, "again")
     h.run()
@@ -217,6 +227,7 @@ def test_a_deadline_passes_while_loading():
 def test_a_newer_epoch_takes_the_place_of_one_that_is_loading():
     h = on_twelve_blocks(delay=lambda t, rank: 5 if t.kind == "load" else 0)
     first = turned_over(h)
+    beside(h)
     prompt = [*first.prompt_token_ids, 5, 6]
     h.add(request("again", prompt, 4))
     step_until_loading(h, "again")
@@ -250,11 +261,55 @@ def test_copies_that_always_fail_on_one_rank_of_two_cost_only_time(mode, kinds):
 def test_a_block_whose_load_failed_is_computed_again_and_its_prefix_kept():
     h = on_twelve_blocks(num_ranks=2, fails=lambda t, rank, place: (t.kind, rank, place) == ("load", 1, 3))
     first = turned_over(h)
+    beside(h)
     again = request("again", [*first.prompt_token_ids, 5, 6], 4)
     h.add(again)
     h.run()
     assert_as_expected(h, again)
     assert h.sink.ends["again"].usage.cached_tokens == 12, "the three blocks before the one that failed"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("late", [0, 5])
+@pytest.mark.parametrize("place", range(6))
+def test_what_was_computed_on_a_load_that_failed_is_rolled_back(mode, late, place):
+    """Alone, a request runs while its load comes up; when that fails on one rank nobody sees what it said meanwhile."""
+    plan = TierPlan(
+        host_slots=64,
+        num_ranks=2,
+        fails=lambda t, rank, i: (t.kind, rank, i) == ("load", 1, place),
+        delay=lambda t, rank: late if t.kind == "load" and rank else 0,
+    )
+    h = harness(**mode, num_blocks=12, tiers=plan, patience=PATIENCE)
+    first = turned_over(h)
+    again = request("again", [*first.prompt_token_ids, 5, 6], 4)
+    h.add(again)
+    h.run()
+    assert h.tiers.num_misled > 0, "it ran on the load"
+    assert_as_expected(h, again)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("steps", range(5))
+@pytest.mark.parametrize("fails", [True, False])
+def test_an_abort_while_running_on_a_load_leaves_nothing(mode, steps, fails):
+    plan = TierPlan(
+        host_slots=64,
+        num_ranks=2,
+        fails=lambda t, rank, i: fails and t.kind == "load" and rank == 1 and i == 2,
+        delay=lambda t, rank: 3 if t.kind == "load" and rank else 0,
+    )
+    h = harness(**mode, num_blocks=12, tiers=plan, patience=PATIENCE)
+    first = turned_over(h)
+    h.add(request("again", [*first.prompt_token_ids, 5, 6], 4))
+    for _ in range(steps):
+        h.step()
+    h.engine.abort(Abort(request_id="again", epoch=0))
+    h.run()
+    last = request("last", [*first.prompt_token_ids, 5, 6], 4)
+    h.add(last)
+    h.run()
+    assert_as_expected(h, last)
 
 
 def test_a_full_disk_is_switched_off_and_serving_goes_on():
@@ -304,6 +359,7 @@ def test_a_load_that_never_returns_does_not_hang_its_sequences(mode, rank):
     h.add(*(request(f"over{i}", 44, 2) for i in range(4)))
     h.run()
     again = request("again", [*first.prompt_token_ids, 5, 6], 4)
+    beside(h)
     h.add(again)
     for _ in range(PATIENCE + 20):
         h.step()
@@ -316,6 +372,7 @@ def test_a_fetch_that_never_returns_does_not_hang_its_sequences():
     h = on_twelve_blocks(host_slots=14, disk_keys=200, delay=lambda t, rank: None if t.kind == "fetch" else 0)
     first = turned_over(h)
     again = request("again", [*first.prompt_token_ids, 5, 6], 4)
+    beside(h)
     h.add(again)
     for _ in range(PATIENCE + 20):
         h.step()
@@ -337,6 +394,7 @@ def test_an_answer_that_comes_after_the_wait_was_given_up_still_closes_the_ticke
     h.add(*(request(f"over{i}", 44, 2) for i in range(4)))
     h.run()
     again = request("again", [*first.prompt_token_ids, 5, 6], 4)
+    beside(h)
     h.add(again)
     h.run()
     assert_as_expected(h, again)
