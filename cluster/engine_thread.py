@@ -24,6 +24,9 @@ from workers.messages import Abort, Ended, GenerationRequest, ReplyTo, TokenDelt
 log = logging.getLogger("tandem.engine")
 GATEWAY_LOST_AFTER_S = 5.0
 REPORT_PERIOD_S = 0.25
+COPY_POLL_MS = 5
+SETTLE_S = 2.0
+"""For KV that is on its way to host memory or disk when the group is told to end."""
 GROUP_LOST = "group_lost"
 GROUP_ENDED = "group_ended"
 """Codes of refusals: the request ran here and was lost; it came too late to run here."""
@@ -43,6 +46,13 @@ class SteppedEngine(Protocol):
     def has_work(self) -> bool: ...
 
     def step(self) -> bool: ...
+
+    @property
+    def is_copying(self) -> bool: ...
+
+    def tend_copies(self) -> None: ...
+
+    def settle(self, timeout_s: float) -> None: ...
 
     def stats(self) -> EngineStats: ...
 
@@ -181,13 +191,19 @@ class EngineThread(threading.Thread):
             else:
                 self._publish(self._clock())
                 self._sleep()
+                self._engine.tend_copies()
             now = self._clock()
             if now - self._reported_at_s >= REPORT_PERIOD_S:
                 self._publish(now)
+        if not self._engine.has_work():
+            self._engine.settle(SETTLE_S)
 
     def _sleep(self) -> None:
-        """Until a request, an abort or a change of a link arrives."""
-        self._poller.poll(1000 if self._sender.has_doubtful_link() else None)
+        """Until a request, an abort or a change of a link arrives; while KV is being copied, not for long."""
+        if self._engine.is_copying:
+            self._poller.poll(COPY_POLL_MS)
+        else:
+            self._poller.poll(1000 if self._sender.has_doubtful_link() else None)
         self._last_progress_s = self._clock()
 
     def _take_inbox(self) -> None:

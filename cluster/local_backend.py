@@ -18,6 +18,8 @@ from workers.messages import Abort, Ended, GenerationRequest, TokenDelta
 
 Item = list[TokenDelta] | RequestRefused | GroupLost | None
 StreamKey = tuple[str, int]
+COPY_POLL_S = 0.005
+SETTLE_S = 5.0
 
 
 class LocalStream:
@@ -123,14 +125,19 @@ class LocalBackend:
     def _serve(self, engine: Engine) -> None:
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._stopping or self._inbox or engine.has_work())
+                idle_s = COPY_POLL_S if engine.is_copying else None
+                self._wake.wait_for(lambda: self._stopping or self._inbox or engine.has_work(), idle_s)
                 if self._stopping:
-                    return
+                    break
                 items, self._inbox = self._inbox, deque()
             for item in items:
                 self._take(engine, item)
             if engine.has_work():
                 engine.step()
+            else:
+                engine.tend_copies()
+        if not engine.has_work():
+            engine.settle(SETTLE_S)
 
     def _take(self, engine: Engine, item: GenerationRequest | Abort) -> None:
         if isinstance(item, Abort):

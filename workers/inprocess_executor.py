@@ -18,6 +18,7 @@ from workers.rank.model_runner import ModelRunner
 from workers.rank.mover_inbox import Answers, QueueInbox
 from workers.tiers import NoTiersBecause, OpenTiers, open_tiers
 
+MOVER_END_S = 5.0
 log = logging.getLogger(__name__)
 
 
@@ -96,7 +97,7 @@ class InProcessExecutor:
         for inbox in self._inboxes.values():
             inbox.submit(None)
         for mover in self._movers:
-            mover.join()
+            mover.join(MOVER_END_S)  # a disk that hangs holds up nobody
         self._movers.clear()
         if self._tiers is not None:
             self._tiers.close()

@@ -9,6 +9,7 @@ import secrets
 import signal
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from configs.options import option_named
 from configs.schema import EngineSettings
 from workers.build import model_facts, offline_settings, open_executor
 from workers.engine.engine import Engine
-from workers.errors import RequestRefused
+from workers.errors import GroupLost, RequestRefused
 from workers.messages import Abort, Ended, GenerationRequest, SamplingParams, TokenDelta, TokenLogprobs
 from workers.text.chat_template import ChatTemplate, find_chat_template
 from workers.text.choice_text import ChoiceText
@@ -30,6 +31,7 @@ from workers.text.tokenizer import check_token_ids, load_tokenizer
 
 __all__ = ["LLM", "Completion", "RequestOutput", "SamplingParams"]
 
+SETTLE_S = 5.0
 DEMO = Path(__file__).resolve().parents[1] / "configs" / "demo" / "model"
 Prompt = str | Sequence[int]
 
@@ -153,6 +155,7 @@ class LLM:
         self._template: ChatTemplate | None = find_chat_template(folder, chat_template, self.tokenizer)
         self._factory = DetokenizerFactory(self.tokenizer)
         self._executor = open_executor(self.settings)
+        self._closed = False
         self._run = _Run(tqdm(disable=True))
         self._names = itertools.count()
         try:
@@ -211,7 +214,11 @@ class LLM:
         return outputs
 
     def close(self) -> None:
-        """Ends the ranks. Idempotent."""
+        """Lets KV that is on its way to host or disk arrive, then ends the ranks. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            with suppress(GroupLost):
+                self._engine.settle(SETTLE_S)
         self._executor.close()
 
     def __enter__(self) -> "LLM":

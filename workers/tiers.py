@@ -138,15 +138,16 @@ def _open_disk(cache: CacheSettings, layout: bytes, loaded: Sequence[RankLoaded]
 
 
 def layout_digest(settings: EngineSettings, loaded: Sequence[RankLoaded]) -> bytes:
-    """16 bytes that are equal exactly when KV bytes of one run can be read by another: same weights, same cut."""
+    """16 bytes that are equal only when KV bytes of one run can be read by another: the same files, the same cut."""
     cut = (
         settings.parallel.tensor_parallel_size,
         settings.parallel.pipeline_parallel_size,
         settings.cache.block_size,
         [(rank.block_bytes, rank.dtype) for rank in loaded],
     )
-    weights = fingerprint(Path(settings.model.model), settings)
-    data = msgspec.msgpack.encode((LAYOUT_VERSION, weights, cut))
+    folder = Path(settings.model.model)
+    changed = [file.stat().st_mtime_ns for file in sorted(folder.glob("*.safetensors"))]
+    data = msgspec.msgpack.encode((LAYOUT_VERSION, fingerprint(folder, settings), changed, cut))
     return hashlib.blake2b(data, digest_size=16).digest()
 
 

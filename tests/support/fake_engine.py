@@ -30,6 +30,14 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self.live)
 
+    is_copying = False
+
+    def tend_copies(self) -> None:
+        """It copies nothing."""
+
+    def settle(self, timeout_s: float) -> None:
+        """It copies nothing."""
+
     def step(self) -> bool:
         self.steps += 1
         deltas = [self._next(request, position) for request, position in list(self.live.values())]

@@ -9,18 +9,19 @@ from offload.tiered_store import Kind
 FOLLOW = 0.25
 MIN_CHUNK = 32
 """Steps with fewer prompt tokens say nothing about prompt speed."""
-FIRST_BLOCK_S: dict[Kind, float] = {"store": 5e-4, "load": 5e-4, "spill": 5e-3, "fetch": 5e-3}
+FIRST_BYTES_PER_S: dict[Kind, float] = {"store": 2e9, "load": 2e9, "spill": 2e8, "fetch": 5e8}
 FIRST_WAY_S = 1e-3
+"""Modest guesses, until something is measured."""
 
 
 class CopyCosts:
-    """Averages of this group's own steps and copies."""
+    """Averages of this group's own steps and copies. block_bytes: of a block on one rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_bytes: float) -> None:
         self._token_s: float | None = None
         self._stream_s = 0.0
-        self._block_s = dict(FIRST_BLOCK_S)
-        self._way_s = FIRST_WAY_S
+        self._block_s: dict[Kind, float] = {kind: block_bytes / rate for kind, rate in FIRST_BYTES_PER_S.items()}
+        self._way_s: dict[Kind, float] = dict.fromkeys(FIRST_BYTES_PER_S, FIRST_WAY_S)
 
     def observe_step(self, prompt_tokens: int, streams: int, device_s: float) -> None:
         """One step's time; what its streams alone would have taken does not count as prompt time."""
@@ -36,7 +37,7 @@ class CopyCosts:
     def observe_copy(self, kind: Kind, blocks: int, copy_s: float, elapsed_s: float) -> None:
         """One ticket: the bytes took copy_s, all of it elapsed_s."""
         self._block_s[kind] = _follow(self._block_s[kind], copy_s / blocks)
-        self._way_s = _follow(self._way_s, max(0.0, elapsed_s - copy_s))
+        self._way_s[kind] = _follow(self._way_s[kind], max(0.0, elapsed_s - copy_s))
 
     def recompute_s(self, tokens: int) -> float:
         """Computing `tokens` prompt tokens again; unknown counts as dear."""
@@ -44,7 +45,7 @@ class CopyCosts:
 
     def copy_s(self, kind: Kind, blocks: int) -> float:
         """One ticket of that many blocks, there and back."""
-        return self._way_s + blocks * self._block_s[kind] if blocks else 0.0
+        return self._way_s[kind] + blocks * self._block_s[kind] if blocks else 0.0
 
 
 def _follow(average: float, value: float) -> float:

@@ -73,7 +73,7 @@ class Engine:
         self._max_len = min(facts.max_model_len, self._manager.num_slots + 1)
         self._pacer = _pacer(settings.scheduler, settings.cache.block_size)
         self._waiting: WaitingQueue = ArrivalQueue() if waiting is None else waiting
-        self._costs = CopyCosts()
+        self._costs = CopyCosts(ready.block_bytes / ready.num_ranks)
         self._offload: KVOffload | None = None
         if ready.store is not None:
             send = executor.transfer
@@ -143,8 +143,26 @@ class Engine:
             self._close(state)
 
     def has_work(self) -> bool:
-        """Whether step() has something to do: unfinished requests, plans whose results are due, open transfers."""
-        return bool(self._requests or self._flights) or (self._offload is not None and self._offload.is_busy)
+        """Whether step() has something to do: unfinished requests, or plans whose results are due."""
+        return bool(self._requests or self._flights)
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether KV is on its way between tiers: call tend_copies() soon, also without work."""
+        return self._offload is not None and self._offload.is_busy
+
+    def tend_copies(self, timeout_s: float = 0.0) -> None:
+        """Without work: takes in what ranks say of their copies, waiting at most timeout_s for it."""
+        assert not self._flights, "step() does it"
+        if self.is_copying:
+            self._executor.wait(timeout_s)
+            self._take_transfers()
+
+    def settle(self, timeout_s: float) -> None:
+        """Before an end without work: lets copies come to theirs, so that what can be kept is kept."""
+        deadline_s = self._clock() + timeout_s
+        while self.is_copying and self._clock() < deadline_s and not self._flights:
+            self.tend_copies(RESULT_WAIT_S)
 
     # ---- steps ----
 

@@ -16,10 +16,14 @@ from workers.engine.copy_costs import CopyCosts
 from workers.engine.scheduler import Joined
 from workers.engine.sequence import Sequence
 from workers.engine.stats import OffloadStats
+from workers.errors import GroupLost
 from workers.messages import Transfer, TransferDone
+from workers.running_clock import RunningClock
 
 MAX_LOADS = 3
 """A sequence that finds its loaded blocks evicted again and again is admitted with what there is."""
+STUCK_S = 60.0
+LONGEST_TURN_S = 1.0
 PATIENCE = 4.0
 MIN_PATIENCE_S = 0.5
 COST_DEPTH_TOKENS = 4096
@@ -27,8 +31,8 @@ COST_DEPTH_TOKENS = 4096
 
 
 class _Found(NamedTuple):
-    """What the tiers hold of a prefix beyond the device: all of it in order (device block, None where it is missing),
-    the device's own blocks, and the missing keys by place. num_tokens: what need not be computed."""
+    """What the tiers hold of a prefix beyond the device: all of it in order (None where the device lacks it), the
+    device's own blocks, and the missing keys by place. num_tokens: what need not be computed."""
 
     run: list[int | None]
     on_device: list[int]
@@ -46,6 +50,7 @@ class _Open:
     awaiting: set[int]
     began_s: float
     due_s: float
+    began_running_s: float
     kept: list[int] = field(default_factory=list)
     failed: set[int] = field(default_factory=set)
     copy_s: float = 0.0
@@ -84,6 +89,7 @@ class KVOffload:
         self._ranks = range(num_ranks)
         self._costs = costs
         self._clock = clock
+        self._running = RunningClock(clock, LONGEST_TURN_S)
         self._open: dict[int, _Open] = {}
         self._loading: dict[Sequence, _Open] = {}
         self._promised: dict[Sequence, int] = {}
@@ -210,9 +216,13 @@ class KVOffload:
         return misled
 
     def overdue(self) -> list[Sequence]:
-        """Sequences that have waited far longer than a copy should take: they compute. The tickets stay open."""
+        """Sequences that have waited far longer than a copy should take: they compute. The tickets stay open.
+
+        GroupLost when a copy in memory does not come back at all: its blocks can never be used again.
+        """
         now_s = self._clock()
         late = [opened for opened in self._open.values() if opened.waiters and now_s > opened.due_s]
+        self._judge_stuck()
         given_up = [seq for opened in late for seq in self._release_waiters(opened)]
         for seq in given_up:
             seq.num_loads = MAX_LOADS
@@ -301,7 +311,8 @@ class KVOffload:
     def _start(self, ticket: Ticket, kept: list[int] | None = None) -> _Open:
         now_s = self._clock()
         patience_s = max(MIN_PATIENCE_S, PATIENCE * self._costs.copy_s(ticket.kind, len(ticket.keys)))
-        opened = _Open(ticket, set(self._ranks), now_s, now_s + patience_s, kept or [])
+        running_s = self._running.turn()
+        opened = _Open(ticket, set(self._ranks), now_s, now_s + patience_s, running_s, kept or [])
         self._open[ticket.id] = opened
         on_disk = ticket.kind in ("spill", "fetch")
         self._send(
@@ -315,6 +326,24 @@ class KVOffload:
             )
         )
         return opened
+
+    def _judge_stuck(self) -> None:
+        """A disk that does not answer is given up, a rank that does not copy loses its group. Time that this process
+        was stopped does not count."""
+        now_s = self._running.turn()
+        for opened in self._open.values():
+            if now_s - opened.began_running_s < STUCK_S:
+                continue
+            kind = opened.ticket.kind
+            if kind in ("store", "load"):
+                waiting = sorted(opened.awaiting)
+                raise GroupLost(
+                    f"rank(s) {waiting} have not copied {len(opened.ticket.keys)} KV blocks in {STUCK_S:.0f} s"
+                )
+            if self._store.disk is not None:
+                self._store.disk.disable(
+                    f"a {kind} of {len(opened.ticket.keys)} blocks has not ended in {STUCK_S:.0f} s"
+                )
 
     # ---- ending ----
 
