@@ -11,7 +11,7 @@ RUNTIME := $(VENV)/.runtime-installed
 DEV     := $(VENV)/.dev-installed
 TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t0 )) s"
 
-.PHONY: install dev serve check format test bench bench-engine bench-serve bench-startup clean help
+.PHONY: install dev serve check format test chaos bench bench-engine bench-serve bench-startup clean help
 
 help: ## show these goals
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -48,6 +48,9 @@ format: $(DEV)
 
 test: $(DEV) ## all tests; under 15 minutes on 2 cores
 	$(BIN)/python -m pytest tests
+
+chaos: $(DEV) ## long histories of faults and thrash, not part of test
+	$(BIN)/python -m pytest tests -m chaos
 
 bench: bench-engine bench-serve ## every benchmark that compares; results under out/benchmarks
 

@@ -158,7 +158,7 @@ class Scheduler:
     def requeue(self, seq: Sequence) -> None:
         """Into the queue, or first to wait for what a lower tier has of its prefix. With nobody else there it runs
         while that comes up (_find_prefix)."""
-        if (self._running or len(self.waiting)) and self._tiers.load(seq, self._reserve):
+        if (self.num_running or len(self.waiting)) and self._tiers.load(seq, self._reserve):
             seq.status = Status.LOADING
             return
         seq.status = Status.PREEMPTED if seq.bound_step else Status.WAITING

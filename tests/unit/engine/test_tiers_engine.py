@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.engine.sequence import Status
+from workers.errors import GroupLost
 from workers.messages import Abort, GenerationRequest, Transfer
 
 MODES = [
@@ -378,6 +379,53 @@ def test_a_fetch_that_never_returns_does_not_hang_its_sequences():
         h.step()
     assert_as_expected(h, again)
     assert [t.kind for t in h.tiers.sent].count("fetch") == 1
+    assert h.engine.stats().used_blocks == 0
+
+
+@pytest.mark.parametrize("kind", ["store", "load"])
+def test_a_rank_that_never_copies_ends_the_group(kind):
+    """Its blocks could never be used again; a few seconds are no reason."""
+    h = harness(
+        num_blocks=24,
+        tiers=TierPlan(host_slots=64, num_ranks=2, delay=lambda t, rank: None if t.kind == kind and rank else 0),
+    )
+    h.add(request("first", 24, 2))
+    while h.engine.has_work():
+        h.step()
+    h.add(*(request(f"over{i}", 44, 2) for i in range(4)))
+    while h.engine.has_work():
+        h.step()
+    beside(h)
+    h.add(request("again", 24, 2))
+    if kind == "load":
+        h.add(request("second", request("first", 24).prompt_token_ids, 2))
+        step_until_loading(h, "second")
+    while h.engine.has_work():
+        h.step()
+    h.step_s = 0.5
+    h.settle(60)
+    with pytest.raises(GroupLost, match=r"rank\(s\) \[1\] have not copied"):
+        h.settle(200)
+
+
+@pytest.mark.parametrize("kind", ["spill", "fetch"])
+def test_a_disk_that_never_answers_is_given_up_and_the_group_serves_on(kind):
+    h = on_twelve_blocks(host_slots=8, disk_keys=200, delay=lambda t, rank: None if t.kind == kind else 0)
+    first = request("first", 24, 2)
+    for req in (first, *(request(f"over{i}", 24, 2) for i in range(4)), request("again", first.prompt_token_ids, 2)):
+        h.add(req)
+        while h.engine.has_work():
+            h.step()
+    h.step_s = 0.5
+    h.settle(200)
+    disk = h.tiers.store.disk
+    assert disk is not None and disk.disabled_reason is not None and kind in disk.disabled_reason
+    last = request("last", 20, 4)
+    h.add(last)
+    while h.engine.has_work():
+        h.step()
+    assert_as_expected(h, last)
+    h.settle(20)
     assert h.engine.stats().used_blocks == 0
 
 

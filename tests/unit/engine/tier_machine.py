@@ -131,7 +131,7 @@ def machine(
             self.memory = Memory(size)
             self.queues: list[deque[Transfer]] = [deque() for _ in MOVERS]
             self.offload = offload_class(
-                self.manager, self.store, self.send, len(RANKS), CopyCosts(block_bytes=1.0), lambda: self.now_s
+                self.manager, self.store, self.send, len(RANKS), CopyCosts(1.0), lambda: self.now_s
             )
             self.seqs: list[Seq] = []
             self.steps: list[tuple[int, Seq, int]] = []

@@ -1,0 +1,217 @@
+"""KV offload with real ranks: offload on says what offload off says, swapped, loaded, failing or late; kill -9 leaves
+nothing, and what was on disk is found again."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from offload import transfer
+from tests.support.tiny_models import BY_NAME, TINY_MODELS, save_tiny_model
+from workers.errors import GroupLost
+from workers.local_executor import LocalExecutor
+from workers.offline import LLM, SamplingParams
+
+BLOCK_SIZE = 4
+SMALL: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "block_size": BLOCK_SIZE,
+    "cpu_threads": 1,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+}
+TINY_POOL = 18
+"""Device blocks: not two of the longest prompts below."""
+
+
+@pytest.fixture(scope="module")
+def folders() -> dict[str, Path]:
+    return {}
+
+
+@pytest.fixture
+def folder_of(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Checkpoints are made once, with the tokenizer of the demo: tests ask with ids."""
+
+    def make(name: str) -> Path:
+        if name not in folders:
+            folders[name] = with_tokenizer(save_tiny_model(BY_NAME[name], tmp_path_factory.mktemp("tiny")))
+        return folders[name]
+
+    return make
+
+
+def with_tokenizer(folder: Path) -> Path:
+    demo = Path(__file__).resolve().parents[2] / "configs" / "demo" / "model"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if not (folder / name).exists():
+            (folder / name).write_bytes((demo / name).read_bytes())
+    return folder
+
+
+def turns() -> list[list[int]]:
+    """Four conversations of three turns each, interleaved: none of them fits beside all others."""
+    texts = [[3 + (7 * i + 5 * k) % 190 for k in range(38)] for i in range(4)]
+    return [text[: 14 + 12 * turn] for turn in range(3) for text in texts]
+
+
+def ask(llm: LLM, at_once: int = 4) -> list[list[int]]:
+    """The tokens of all turns, a few at once; greedy and sampled ones."""
+    said = []
+    prompts = turns()
+    for start in range(0, len(prompts), at_once):
+        params = [
+            SamplingParams(max_tokens=6, ignore_eos=True, seed=i, temperature=0.8 * (i % 2)) for i in range(at_once)
+        ]
+        outputs = llm.generate(prompts[start : start + at_once], params, use_tqdm=False)
+        said += [output.outputs[0].token_ids for output in outputs]
+    return said
+
+
+def opened(folder: Path, **flags: Any) -> LLM:
+    return LLM(folder, **(SMALL | flags))
+
+
+def gib(num_blocks: int, block_bytes: int) -> float:
+    return (num_blocks + 0.5) * block_bytes / 2**30
+
+
+def ask_for_ever(llm: LLM) -> None:
+    for _ in range(50):
+        ask(llm)
+
+
+PLAIN: dict[Path, tuple[list[list[int]], int]] = {}
+
+
+def plain(folder: Path) -> tuple[list[list[int]], int]:
+    """What is said without tiers and without need, and the bytes of a block."""
+    if folder not in PLAIN:
+        with opened(folder, num_gpu_blocks_override=200) as llm:
+            PLAIN[folder] = ask(llm), llm._engine._block_bytes
+    return PLAIN[folder]
+
+
+def moved(llm: LLM) -> dict[str, int]:
+    stats = llm._engine.stats().offload
+    assert stats is not None
+    return dict(stats.blocks)
+
+
+FAMILIES = [model.name for model in TINY_MODELS if model.name != "llama-rope-dynamic"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_offload_on_says_what_offload_off_says(name: str, folder_of: Any, tmp_path: Path) -> None:
+    folder = folder_of(name)
+    wanted, block_bytes = plain(folder)
+    tiers = {
+        "num_gpu_blocks_override": TINY_POOL,
+        "kv_offloading_size": gib(40, block_bytes),
+        "kv_disk_path": str(tmp_path),
+        "kv_disk_size": gib(400, 2 * block_bytes),
+    }
+    with opened(folder, **tiers) as llm:
+        assert ask(llm) == wanted
+        blocks = moved(llm)
+        llm._engine.check_laws()
+    assert blocks["store"] > 0 and blocks["load"] > 0, blocks
+
+
+@pytest.mark.parametrize("cut", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp2", "pp2"])
+def test_any_cut_with_tiers_says_what_one_rank_says(cut: dict[str, int], folder_of: Any, tmp_path: Path) -> None:
+    folder = folder_of("llama-gqa")
+    wanted, block_bytes = plain(folder)
+    tiers = {
+        "num_gpu_blocks_override": TINY_POOL,
+        "kv_offloading_size": gib(30, block_bytes),
+        "kv_disk_path": str(tmp_path),
+        "kv_disk_size": gib(400, 2 * block_bytes),
+    }
+    with opened(folder, **tiers, **cut) as llm:
+        assert ask(llm) == wanted
+        blocks = moved(llm)
+    assert blocks["store"] > 0 and blocks["load"] > 0, blocks
+
+
+@pytest.mark.parametrize("how", ["slow", "store fails", "load fails", "load fails after some bytes"])
+def test_copies_that_are_slow_or_fail_change_no_token(
+    how: str, folder_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of("llama-gqa")
+    wanted, block_bytes = plain(folder)
+    calls = {"store": 0, "load": 0}
+    copier = transfer.CpuCopier
+    whole_store, whole_load = copier.store, copier.load
+
+    def store(self: Any, *args: Any) -> None:
+        calls["store"] += 1
+        if how == "slow":
+            time.sleep(0.01)
+        if how == "store fails" and calls["store"] % 2:
+            raise OSError("a hook says so")
+        whole_store(self, *args)
+
+    def load(self: Any, slots: Any, block_ids: Any, *rest: Any) -> None:
+        calls["load"] += 1
+        if how == "slow":
+            time.sleep(0.03)
+        if how.startswith("load fails") and calls["load"] % 2:
+            if how.endswith("bytes"):
+                whole_load(self, list(reversed(slots)), block_ids, *rest)
+            raise OSError("a hook says so")
+        whole_load(self, slots, block_ids, *rest)
+
+    monkeypatch.setattr(copier, "store", store)
+    monkeypatch.setattr(copier, "load", load)
+    tiers = {"num_gpu_blocks_override": TINY_POOL, "kv_offloading_size": gib(60, block_bytes)}
+    with opened(folder, **tiers) as llm:
+        assert ask(llm) == wanted
+        llm._engine.check_laws()
+    assert calls["load"] > 0
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_killed_amid_copies_leaves_nothing_and_its_files_are_found_again(
+    victim: int, folder_of: Any, tmp_path: Path
+) -> None:
+    folder = folder_of("llama-gqa")
+    wanted, block_bytes = plain(folder)
+    tiers = {
+        "num_gpu_blocks_override": TINY_POOL,
+        "kv_offloading_size": gib(20, block_bytes),
+        "kv_disk_path": str(tmp_path),
+        "kv_disk_size": gib(400, 2 * block_bytes),
+        "tensor_parallel_size": 2,
+    }
+    llm = opened(folder, **tiers)
+    executor = llm._executor
+    assert isinstance(executor, LocalExecutor)
+    pids = executor.rank_pids
+    assert ask(llm) == wanted
+    whole_step, killed = llm._engine.step, [False]
+
+    def step() -> bool:
+        if not killed[0] and llm._engine.is_copying:
+            killed[0] = True
+            os.kill(pids[victim], signal.SIGKILL)
+        return whole_step()
+
+    llm._engine.step = step  # type: ignore[method-assign]
+    with pytest.raises(GroupLost):
+        ask_for_ever(llm)
+    assert killed[0], "a copy was under way"
+    llm.close()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    with opened(folder, **tiers) as again:
+        left = [path for path in tmp_path.rglob("*") if path.name.endswith(".tmp")]
+        assert not left, "half-written files"
+        store = again._engine._offload
+        assert store is not None and ask(again) == wanted
+        assert moved(again)["fetch"] > 0, "blocks of the group that was killed"
+        assert [path.name for path in tmp_path.glob("*/*") if path.is_dir()] == ["0"], "the lock was free again"
