@@ -22,12 +22,14 @@ from cluster.preflight import check_memory, check_model, check_port, check_redis
 from cluster.reaper import Reaper, orphans
 from cluster.run_files import PrivateFolder, RunFile, remove_run_file, write_run_file
 from cluster.service import ServiceFacts, groups_per_node, install_root, new_facts
-from cluster.signals import Signals, StopRequested
+from cluster.signals import Signals, StartGuard, StopRequested
 from cluster.strays import Strays
 from configs.errors import SettingsError
 from configs.schema import ServiceSettings
 
 WATCH_PERIOD_S = 1.0
+ROUNDS = 10
+INTERRUPTED = "interrupted before the service was up"
 
 
 class Launcher:
@@ -43,30 +45,47 @@ class Launcher:
         self._phases: list[tuple[str, float]] = []
         self._begun = False
         self._strays = Strays()
+        self._folder: PrivateFolder | None = None
+        self._reaper: Reaper | None = None
 
     def run(self) -> int:
         """The exit status. SettingsError for what the user can mend, with everything taken down again."""
         install_root()
         self._signals.install()
-        try:
-            self._start()
-            self._signals.raising = False
-            self._watch()
-        except (StopRequested, SystemExit) as stop:  # SystemExit: from the handler that Ray sets for SIGTERM
-            self._say.line("interrupted before the service was up")
-            return 128 + (stop.number if isinstance(stop, StopRequested) else signal.SIGTERM)
-        finally:
-            self._signals.raising = False
-            self._signals.install()
-            self._take_down()
+        with StartGuard(self._end_at_once) as self._guard:
+            try:
+                if (number := self._run_start()) is not None:
+                    self._say.line(INTERRUPTED)
+                    return 128 + number
+                self._guard.dismiss()
+                self._watch()
+            finally:
+                self._signals.raising = False
+                self._signals.install()
+                self._take_down()
         return 0
 
     # ---- start ---------------------------------------------------------------------------------------------------
 
+    def _run_start(self) -> int | None:
+        """The signal that interrupted it, None when everything is up."""
+        try:
+            try:
+                self._start()
+            finally:
+                self._signals.raising = False
+        except (StopRequested, SystemExit) as stop:  # SystemExit: from the handler that Ray sets for SIGTERM
+            return stop.number if isinstance(stop, StopRequested) else signal.SIGTERM
+        except Exception:
+            # The signal went to the whole process group, and Ray or Redis failed because of it.
+            if self._signals.first() is None:
+                raise
+        return self._signals.first()
+
     def _start(self) -> None:
         with self._phase("checks"):
             self._check()
-            folder = PrivateFolder()
+            folder = self._folder = PrivateFolder()
             self._stack.callback(folder.remove)
             os.chdir(folder.empty)  # a user's folder may hold packages of our names
             self._stack.callback(os.chdir, "/")
@@ -75,10 +94,13 @@ class Launcher:
         with self._phase("ray", "starting Ray ..." if self._address is None else f"joining Ray at {self._address} ..."):
             self._start_ray(folder)
         facts = self._facts(url)
-        from cluster.serve_app import ServeApp  # imports ray, whose environment is prepared by now
+        with self._signals.held():
+            from cluster.serve_app import ServeApp  # imports ray, whose environment is prepared by now
 
         app = ServeApp(self._settings, facts, private=self._address is None)
         self._stack.callback(self._drain, app)
+        if self._address is not None:
+            self._guard.dismiss()  # others' Ray does not die with us, and must not keep our application
         with self._phase("serve", "starting Ray Serve ..."):
             app.deploy()
         groups = _groups(min_groups(self._settings))
@@ -109,12 +131,14 @@ class Launcher:
     def _start_ray(self, folder: PrivateFolder) -> None:
         private = self._address is None
         if private:
-            self._stack.callback(Reaper(folder.path).dismiss)
+            self._reaper = Reaper(folder.path)
+            self._stack.callback(self._reaper.dismiss)
             self._stack.callback(self._end_orphans, folder)
         ray_node.prepare_environment(folder.write_token(ray_node.new_token()) if private else None)
-        self._stack.callback(ray_node.shut_down)
-        ray_node.load()
-        self._signals.install()  # importing ray has taken SIGTERM
+        with self._signals.held():
+            ray_node.load()
+            self._stack.callback(ray_node.shut_down)
+            self._signals.install()  # importing ray has taken SIGTERM
         if self._address is not None:
             ray_node.join(self._address)
         else:
@@ -191,7 +215,10 @@ class Launcher:
 
     def _end_orphans(self, folder: PrivateFolder) -> None:
         """What a private Ray left behind; its own parents may be gone, so it is found by its folder."""
-        self._strays.end(orphans(folder.path))
+        for _ in range(ROUNDS):  # one that was just being started shows up in a later round
+            if not (found := orphans(folder.path)):
+                return
+            self._strays.end(found)
 
     def _take_down(self) -> None:
         """Backwards through everything that was started; nothing stops it, a second signal only hurries it."""
@@ -202,6 +229,28 @@ class Launcher:
             self._strays.end(psutil.Process().children(recursive=True))
         if self._begun:
             self._say.line(self._strays.stopped_line(time.monotonic() - started_s))
+
+    def _end_at_once(self, number: int) -> None:
+        """Ends a start that has not ended in time, on the guard's thread: the main thread may be anywhere. The reaper
+        stays until this process is gone, and sees to what the main thread may have started meanwhile."""
+        started_s = time.monotonic()
+        strays = Strays()
+        for _ in range(ROUNDS):
+            found = self._everyone()
+            if not found:
+                break
+            strays.end(found, grace_s=0.0)
+        if self._folder is not None:
+            self._folder.remove()
+        self._say.line(INTERRUPTED)
+        self._say.line(strays.stopped_line(time.monotonic() - started_s))
+
+    def _everyone(self) -> list[psutil.Process]:
+        """All processes that this one has started, and those that a private Ray has, without the reaper."""
+        found = set(psutil.Process().children(recursive=True))
+        if self._folder is not None:
+            found |= set(orphans(self._folder.path))
+        return [p for p in found if self._reaper is None or p.pid != self._reaper.pid]
 
 
 class Say:

@@ -5,6 +5,8 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -172,6 +174,47 @@ def test_a_signal_during_the_start_leaves_nothing(number: int) -> None:
         service.check_gone()
     finally:
         service.clean()
+
+
+MOMENTS_S = {
+    signal.SIGINT: (0.3, 0.8, 1.2, 1.6, 2.2, 3.0),
+    signal.SIGTERM: (0.6, 1.0, 1.4, 1.8, 2.4, 2.8),
+}
+
+
+@pytest.mark.parametrize("number", MOMENTS_S)
+def test_a_signal_to_the_whole_process_group_ends_the_start_soon_whenever_it_comes(number: signal.Signals) -> None:
+    """Ray's own processes get it too, and Ray's C++ in the launcher may be waiting for one of them."""
+    for moment_s in MOMENTS_S[number]:
+        port = free_port()
+        service = Service([str(BIN / "tandem"), "serve", "demo", "--port", str(port)], port)
+        began_s = time.monotonic()
+        try:
+            while time.monotonic() < began_s + moment_s:
+                service.descendants()
+                time.sleep(0.02)
+            service.interrupt(number)
+            signalled_s = time.monotonic()
+            wait_for(lambda s=service: s.descendants() is None or s.process.poll() is not None, 10, f"ends: {moment_s}")
+            took_s = time.monotonic() - signalled_s
+            print(f"{number.name} after {moment_s:.1f} s: {service.process.returncode} after {took_s:.2f} s")
+            ends = {128 + number, -number}  # the latter before the launcher listens
+            assert service.process.returncode in ends, service.output
+            assert "Traceback" not in service.output or "starting" not in service.output
+            service.check_gone()
+            wait_for(lambda s=service: not inhabitants(s.temp), 5, f"nobody runs in its folder: {moment_s}")
+        finally:
+            service.clean()
+
+
+def inhabitants(folder: Path) -> list[psutil.Process]:
+    """Processes that run in a folder below, removed or not."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.cwd().startswith(f"{folder}/td-"):
+                found.append(process)
+    return found
 
 
 def test_a_second_signal_does_not_wait_for_requests() -> None:
