@@ -74,9 +74,9 @@ class FrozenGroups:
             if not await self._remote.answers(record.group, ANSWER_S):
                 log.warning("the coordinator of group %s does not answer: it is ended", record.group)
                 await self._remote.end(record.group)
-            await asyncio.sleep(ANSWER_S)  # before it is asked again
         except Exception as error:
             log.warning("group %s could not be asked: %s", record.group, error)
+        await asyncio.sleep(ANSWER_S)  # before it is asked again
 
 
 class RayRemote:
