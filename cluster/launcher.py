@@ -8,6 +8,7 @@ ends the same way as a signal. Settings errors are found before Ray starts, as f
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -28,6 +29,7 @@ from configs.errors import SettingsError
 from configs.schema import ServiceSettings
 
 WATCH_PERIOD_S = 1.0
+RAY_POLL_S = 0.2
 ROUNDS = 10
 INTERRUPTED = "interrupted before the service was up"
 
@@ -47,12 +49,13 @@ class Launcher:
         self._strays = Strays()
         self._folder: PrivateFolder | None = None
         self._reaper: Reaper | None = None
+        self._run_file: Path | None = None
 
     def run(self) -> int:
         """The exit status. SettingsError for what the user can mend, with everything taken down again."""
         install_root()
         self._signals.install()
-        with StartGuard(self._end_at_once) as self._guard:
+        with StartGuard(lambda number: self._end_at_once(INTERRUPTED)) as self._guard:
             try:
                 if (number := self._run_start()) is not None:
                     self._say.line(INTERRUPTED)
@@ -179,7 +182,8 @@ class Launcher:
             service_id=facts.service_id,
             redis_url=facts.redis_url,
         )
-        self._stack.callback(remove_run_file, write_run_file(run))
+        self._run_file = write_run_file(run)
+        self._stack.callback(remove_run_file, self._run_file)
         if gateway.host not in ("127.0.0.1", "localhost", "::1") and not gateway.api_keys:
             self._say.line(f"warning: {gateway.host} is reachable from elsewhere and there is no --api-key")
         self._say.phases(self._phases)
@@ -211,7 +215,22 @@ class Launcher:
             self._redis.start()
 
     def _drain(self, app: "ServeApp") -> None:  # type: ignore[name-defined]  # noqa: F821
+        drained = threading.Event()
+        if self._address is None:
+            threading.Thread(target=self._end_with_ray, args=(drained,), name="tandem-drain", daemon=True).start()
         app.drain(lambda: self._signals.is_urgent)
+        drained.set()
+
+    def _end_with_ray(self, drained: threading.Event) -> None:
+        """A service manager signals all processes: without Ray's own nothing drains, and the main thread would wait for
+        them for a minute."""
+        while not drained.wait(RAY_POLL_S):
+            number = self._signals.first()
+            if number is not None and not ray_node.is_alive():
+                try:
+                    self._end_at_once("Ray got the signal too: requests in flight are cut off")
+                finally:
+                    os._exit(128 + number)
 
     def _end_orphans(self, folder: PrivateFolder) -> None:
         """What a private Ray left behind; its own parents may be gone, so it is found by its folder."""
@@ -230,9 +249,9 @@ class Launcher:
         if self._begun:
             self._say.line(self._strays.stopped_line(time.monotonic() - started_s))
 
-    def _end_at_once(self, number: int) -> None:
-        """Ends a start that has not ended in time, on the guard's thread: the main thread may be anywhere. The reaper
-        stays until this process is gone, and sees to what the main thread may have started meanwhile."""
+    def _end_at_once(self, why: str) -> None:
+        """Ends everything, on another than the main thread, which may be anywhere. The reaper stays until this process
+        is gone, and sees to what the main thread may have started meanwhile."""
         started_s = time.monotonic()
         strays = Strays()
         for _ in range(ROUNDS):
@@ -242,7 +261,9 @@ class Launcher:
             strays.end(found, grace_s=0.0)
         if self._folder is not None:
             self._folder.remove()
-        self._say.line(INTERRUPTED)
+        if self._run_file is not None:
+            remove_run_file(self._run_file)
+        self._say.line(why)
         self._say.line(strays.stopped_line(time.monotonic() - started_s))
 
     def _everyone(self) -> list[psutil.Process]:

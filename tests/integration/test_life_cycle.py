@@ -183,8 +183,8 @@ MOMENTS_S = {
 
 
 @pytest.mark.parametrize("number", MOMENTS_S)
-def test_a_signal_to_the_whole_process_group_ends_the_start_soon_whenever_it_comes(number: signal.Signals) -> None:
-    """Ray's own processes get it too, and Ray's C++ in the launcher may be waiting for one of them."""
+def test_a_signal_to_every_process_ends_the_start_soon_whenever_it_comes(number: signal.Signals) -> None:
+    """As service managers send it: Ray's own processes get it, and Ray's C++ in the launcher may wait for one."""
     for moment_s in MOMENTS_S[number]:
         port = free_port()
         service = Service([str(BIN / "tandem"), "serve", "demo", "--port", str(port)], port)
@@ -193,7 +193,7 @@ def test_a_signal_to_the_whole_process_group_ends_the_start_soon_whenever_it_com
             while time.monotonic() < began_s + moment_s:
                 service.descendants()
                 time.sleep(0.02)
-            service.interrupt(number)
+            interrupt_everyone(service, number)
             signalled_s = time.monotonic()
             wait_for(lambda s=service: s.descendants() is None or s.process.poll() is not None, 10, f"ends: {moment_s}")
             took_s = time.monotonic() - signalled_s
@@ -205,6 +205,24 @@ def test_a_signal_to_the_whole_process_group_ends_the_start_soon_whenever_it_com
             wait_for(lambda s=service: not inhabitants(s.temp), 5, f"nobody runs in its folder: {moment_s}")
         finally:
             service.clean()
+
+
+def interrupt_everyone(service: Service, number: signal.Signals) -> None:
+    service.process.send_signal(number)
+    for process in service.descendants():
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def test_a_signal_to_every_process_of_a_running_service_ends_it_soon() -> None:
+    """Nothing can be drained then. A signal to the launcher's process group alone is not that: see the other tests."""
+    with tandem_serve("demo", "--device", "cpu") as service:
+        interrupt_everyone(service, signal.SIGTERM)
+        began_s = time.monotonic()
+        assert service.process.wait(15) in (0, 128 + signal.SIGTERM), service.output
+        print(f"ended after {time.monotonic() - began_s:.2f} s")
+        assert "Traceback" not in service.output
+        service.check_gone()
 
 
 def inhabitants(folder: Path) -> list[psutil.Process]:
@@ -234,7 +252,7 @@ def test_a_drain_ends_short_streams_well_cuts_long_ones_cleanly_and_refuses_late
     with tandem_serve("demo", "--device", "cpu", "-dp", "2", "--shutdown-timeout", "2") as service:
         long = [Stream(service, {**asked, "max_tokens": 2000, "n": 16}) for _ in range(4)]
         short = [Stream(service, {**asked, "max_tokens": 30}) for _ in range(4)]
-        service.interrupt()
+        service.interrupt(signal.SIGTERM)  # to the process group; Ray's processes are not in it
         wait_for(lambda: service.get("/readyz").status_code == 503, 5, "the gateway drains")
         late = service.post("/v1/completions", {**asked, "max_tokens": 4})
         assert (late.status_code, late.json()["error"]["code"]) == (503, "service_unavailable")
