@@ -15,6 +15,7 @@ from ray import serve
 
 from cluster.coordination.client import BackgroundClient
 from cluster.coordination.registry import FleetView, StartFailure, report_start_failure
+from cluster.frozen_groups import FrozenGroups, RayRemote
 from cluster.gateway.app import build_gateway_app, build_gateway_state
 from cluster.gateway.draining import shutting_down
 from cluster.group_client import GroupClient
@@ -50,6 +51,8 @@ class Gateway:
         host = "127.0.0.1" if facts.single_node else ray.util.get_node_ip_address()
         prefix = settings.gateway.metrics_prefix
         self._client = GroupClient(ServeCaller(groups), self._fleet, facts.secret, host, prefix)
+        frozen = FrozenGroups(self._fleet, RayRemote(), self._client.lose_silent)
+        self._looking_after = loop.create_task(frozen.run(), name="frozen groups")
         self._server: QuietServer | None = None
         self._serving: asyncio.Task[None] | None = None
         try:
@@ -83,6 +86,7 @@ class Gateway:
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
             await asyncio.wait({self._serving}, timeout=LAST_WORDS_S)
+        self._looking_after.cancel()
         self._refreshing.cancel()
         await self._client.close()
         await self._redis.close()

@@ -7,7 +7,7 @@ and the reader sees neither gap nor duplicate; a request that loses two groups i
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -22,6 +22,8 @@ from workers.messages import Abort, Ended, GenerationRequest, TokenDelta
 
 log = logging.getLogger("tandem.groups")
 GAP_S = 1.0
+SILENT_S = 3.5
+"""A group whose record has vanished (3 s after its last beat) is lost when it has sent no token for this long."""
 CANCEL_AFTER_S = 5.0
 NO_GROUP_S = 30.0
 MAX_GROUPS_LOST = 2
@@ -41,7 +43,9 @@ class Call(Protocol):
 class Caller(Protocol):
     """Makes handle calls; Serve's router chooses the group."""
 
-    def call(self, payload: bytes) -> Call: ...
+    def call(self, payload: bytes, vanished: Sequence[str] = ()) -> Call:
+        """`vanished`: groups to choose only when there is no other."""
+        ...
 
 
 class _Loss(NamedTuple):
@@ -63,6 +67,7 @@ class _Attempt:
         self.aborted = False
         self.any_abort = False
         self.lost = asyncio.Event()
+        self.why_lost = "a message was missing for 1 s"
 
 
 class GroupClient:
@@ -75,7 +80,7 @@ class GroupClient:
         self._receiver = TokenReceiver(secret, host, self._on_deltas, self._on_gap)
         self._attempts: dict[str, _Attempt] = {}
         self._owners: set[asyncio.Task[None]] = set()
-        self._senders: set[bytes] = set()
+        self._heard_s: dict[bytes, float] = {}
         self._group_seen = False
         self._refusal: RequestRefused | None = None
         self._encode = msgspec.msgpack.Encoder().encode
@@ -128,6 +133,21 @@ class GroupClient:
         for attempt in list(self._attempts.values()):
             attempt.stream.fail(refusal)
 
+    def lose_silent(self) -> None:
+        """Moves the streams of groups that neither beat nor send tokens any more, when there is a group to go to. A
+        group that sends tokens works, whatever keeps its beats from Redis."""
+        if not self._any_serving():
+            return
+        silent_before_s = self._loop.time() - SILENT_S
+        for record in self._fleet.vanished_for():
+            sender = channel_name(record.group, record.epoch).encode()
+            if self._heard_s.get(sender, silent_before_s) > silent_before_s:
+                continue
+            for attempt in self._attempts.values():
+                if attempt.sender == sender and not attempt.lost.is_set():
+                    attempt.why_lost = f"group {record.group} gives no sign of life"
+                    attempt.lost.set()
+
     async def close(self) -> None:
         """Ends every stream as lost and every owner task."""
         for attempt in list(self._attempts.values()):
@@ -150,7 +170,8 @@ class GroupClient:
 
     def _dispatch(self, stream: RequestStream, request: GenerationRequest) -> _Attempt:
         request = msgspec.structs.replace(request, reply_to=self._receiver.reply_to)
-        attempt = _Attempt(stream, request, self._caller.call(self._encode(request)))
+        vanished = [record.group for record in self._fleet.vanished_for()]
+        attempt = _Attempt(stream, request, self._caller.call(self._encode(request), vanished))
         self._attempts[request.request_id] = attempt
         return attempt
 
@@ -173,6 +194,7 @@ class GroupClient:
                     return
                 if await stream.wait_over(REDISPATCH_S):  # by then the router knows which group is gone
                     return
+                attempt.call.cancel()  # a group that lives after all stops
                 attempt = self._dispatch(stream, self._resumption(attempt))
         finally:
             attempt.call.cancel()
@@ -185,7 +207,7 @@ class GroupClient:
         try:
             await self._first_of(attempt, answer, lost)
             if not answer.done():
-                return _Loss("a message was missing for 1 s") if attempt.lost.is_set() else None
+                return _Loss(attempt.why_lost) if attempt.lost.is_set() else None
             try:
                 ended = self._decode(answer.result())
             except Exception as error:  # whatever way Ray or Serve reports a dead replica
@@ -233,6 +255,8 @@ class GroupClient:
     # ---- deltas and aborts ---------------------------------------------------------------------------------------
 
     def _on_deltas(self, sender: bytes, deltas: list[TokenDelta]) -> None:
+        if sender in self._heard_s:
+            self._heard_s[sender] = self._loop.time()
         by_request: dict[str, list[TokenDelta]] = {}
         for delta in deltas:
             by_request.setdefault(delta.request_id, []).append(delta)
@@ -247,7 +271,7 @@ class GroupClient:
 
     def _learn_sender(self, attempt: _Attempt, sender: bytes) -> None:
         attempt.sender = sender
-        if sender not in self._senders:
+        if sender not in self._heard_s:
             self._meet(sender)
         held, attempt.held_aborts = attempt.held_aborts, []
         finished = [i for i, done in enumerate(attempt.stream.finished) if done]
@@ -261,10 +285,10 @@ class GroupClient:
         """A coordinator's first words; those that have left the fleet by then are forgotten."""
         living = {channel_name(r.group, r.epoch).encode() for r in self._fleet.records.values()}
         living |= {attempt.sender for attempt in self._attempts.values() if attempt.sender is not None}
-        for gone in self._senders - living:
+        for gone in self._heard_s.keys() - living:
             self._receiver.forget(gone)
-        self._senders &= living
-        self._senders.add(sender)
+            del self._heard_s[gone]
+        self._heard_s[sender] = self._loop.time()
 
     def _on_gap(self, sender: bytes) -> None:
         """A message of this sender never came: what it had for us is not known, so all its streams count as lost."""

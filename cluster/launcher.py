@@ -8,6 +8,7 @@ ends the same way as a signal. Settings errors are found before Ray starts, as f
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,13 +23,16 @@ from cluster.preflight import check_memory, check_model, check_port, check_redis
 from cluster.reaper import Reaper, orphans
 from cluster.run_files import PrivateFolder, RunFile, remove_run_file, write_run_file
 from cluster.service import ServiceFacts, groups_per_node, install_root, new_facts
-from cluster.signals import Signals, StopRequested
+from cluster.signals import Signals, StartGuard, StopRequested
 from cluster.strays import Strays
 from configs.errors import SettingsError
 from configs.schema import ServiceSettings
 from offload.host_process import HostProcess
 
 WATCH_PERIOD_S = 1.0
+RAY_POLL_S = 0.2
+ROUNDS = 10
+INTERRUPTED = "interrupted before the service was up"
 
 
 class Launcher:
@@ -45,30 +49,48 @@ class Launcher:
         self._phases: list[tuple[str, float]] = []
         self._begun = False
         self._strays = Strays()
+        self._folder: PrivateFolder | None = None
+        self._reaper: Reaper | None = None
+        self._run_file: Path | None = None
 
     def run(self) -> int:
         """The exit status. SettingsError for what the user can mend, with everything taken down again."""
         install_root()
         self._signals.install()
-        try:
-            self._start()
-            self._signals.raising = False
-            self._watch()
-        except (StopRequested, SystemExit) as stop:  # SystemExit: from the handler that Ray sets for SIGTERM
-            self._say.line("interrupted before the service was up")
-            return 128 + (stop.number if isinstance(stop, StopRequested) else signal.SIGTERM)
-        finally:
-            self._signals.raising = False
-            self._signals.install()
-            self._take_down()
+        with StartGuard(lambda number: self._end_at_once(INTERRUPTED)) as self._guard:
+            try:
+                if (number := self._run_start()) is not None:
+                    self._say.line(INTERRUPTED)
+                    return 128 + number
+                self._guard.dismiss()
+                self._watch()
+            finally:
+                self._signals.raising = False
+                self._signals.install()
+                self._take_down()
         return 0
 
     # ---- start ---------------------------------------------------------------------------------------------------
 
+    def _run_start(self) -> int | None:
+        """The signal that interrupted it, None when everything is up."""
+        try:
+            try:
+                self._start()
+            finally:
+                self._signals.raising = False
+        except (StopRequested, SystemExit) as stop:  # SystemExit: from the handler that Ray sets for SIGTERM
+            return stop.number if isinstance(stop, StopRequested) else signal.SIGTERM
+        except Exception:
+            # The signal went to the whole process group, and Ray or Redis failed because of it.
+            if self._signals.first() is None:
+                raise
+        return self._signals.first()
+
     def _start(self) -> None:
         with self._phase("checks"):
             self._check()
-            folder = PrivateFolder()
+            folder = self._folder = PrivateFolder()
             self._stack.callback(folder.remove)
             os.chdir(folder.empty)  # a user's folder may hold packages of our names
             self._stack.callback(os.chdir, "/")
@@ -78,10 +100,13 @@ class Launcher:
         with self._phase("ray", "starting Ray ..." if self._address is None else f"joining Ray at {self._address} ..."):
             self._start_ray(folder)
         facts = self._facts(url)
-        from cluster.serve_app import ServeApp  # imports ray, whose environment is prepared by now
+        with self._signals.held():
+            from cluster.serve_app import ServeApp  # imports ray, whose environment is prepared by now
 
         app = ServeApp(self._settings, facts, private=self._address is None)
         self._stack.callback(self._drain, app)
+        if self._address is not None:
+            self._guard.dismiss()  # others' Ray does not die with us, and must not keep our application
         with self._phase("serve", "starting Ray Serve ..."):
             app.deploy()
         groups = _groups(min_groups(self._settings))
@@ -125,12 +150,14 @@ class Launcher:
     def _start_ray(self, folder: PrivateFolder) -> None:
         private = self._address is None
         if private:
-            self._stack.callback(Reaper(folder.path).dismiss)
+            self._reaper = Reaper(folder.path)
+            self._stack.callback(self._reaper.dismiss)
             self._stack.callback(self._end_orphans, folder)
         ray_node.prepare_environment(folder.write_token(ray_node.new_token()) if private else None)
-        self._stack.callback(ray_node.shut_down)
-        ray_node.load()
-        self._signals.install()  # importing ray has taken SIGTERM
+        with self._signals.held():
+            ray_node.load()
+            self._stack.callback(ray_node.shut_down)
+            self._signals.install()  # importing ray has taken SIGTERM
         if self._address is not None:
             ray_node.join(self._address)
         else:
@@ -172,7 +199,8 @@ class Launcher:
             service_id=facts.service_id,
             redis_url=facts.redis_url,
         )
-        self._stack.callback(remove_run_file, write_run_file(run))
+        self._run_file = write_run_file(run)
+        self._stack.callback(remove_run_file, self._run_file)
         if gateway.host not in ("127.0.0.1", "localhost", "::1") and not gateway.api_keys:
             self._say.line(f"warning: {gateway.host} is reachable from elsewhere and there is no --api-key")
         self._say.phases(self._phases)
@@ -207,11 +235,29 @@ class Launcher:
             self._host_tier.start()
 
     def _drain(self, app: "ServeApp") -> None:  # type: ignore[name-defined]  # noqa: F821
+        drained = threading.Event()
+        if self._address is None:
+            threading.Thread(target=self._end_with_ray, args=(drained,), name="tandem-drain", daemon=True).start()
         app.drain(lambda: self._signals.is_urgent)
+        drained.set()
+
+    def _end_with_ray(self, drained: threading.Event) -> None:
+        """A service manager signals all processes: without Ray's own nothing drains, and the main thread would wait for
+        them for a minute."""
+        while not drained.wait(RAY_POLL_S):
+            number = self._signals.first()
+            if number is not None and not ray_node.is_alive():
+                try:
+                    self._end_at_once("Ray got the signal too: requests in flight are cut off")
+                finally:
+                    os._exit(128 + number)
 
     def _end_orphans(self, folder: PrivateFolder) -> None:
         """What a private Ray left behind; its own parents may be gone, so it is found by its folder."""
-        self._strays.end(orphans(folder.path))
+        for _ in range(ROUNDS):  # one that was just being started shows up in a later round
+            if not (found := orphans(folder.path)):
+                return
+            self._strays.end(found)
 
     def _take_down(self) -> None:
         """Backwards through everything that was started; nothing stops it, a second signal only hurries it."""
@@ -222,6 +268,30 @@ class Launcher:
             self._strays.end(psutil.Process().children(recursive=True))
         if self._begun:
             self._say.line(self._strays.stopped_line(time.monotonic() - started_s))
+
+    def _end_at_once(self, why: str) -> None:
+        """Ends everything, on another than the main thread, which may be anywhere. The reaper stays until this process
+        is gone, and sees to what the main thread may have started meanwhile."""
+        started_s = time.monotonic()
+        strays = Strays()
+        for _ in range(ROUNDS):
+            found = self._everyone()
+            if not found:
+                break
+            strays.end(found, grace_s=0.0)
+        if self._folder is not None:
+            self._folder.remove()
+        if self._run_file is not None:
+            remove_run_file(self._run_file)
+        self._say.line(why)
+        self._say.line(strays.stopped_line(time.monotonic() - started_s))
+
+    def _everyone(self) -> list[psutil.Process]:
+        """All processes that this one has started, and those that a private Ray has, without the reaper."""
+        found = set(psutil.Process().children(recursive=True))
+        if self._folder is not None:
+            found |= set(orphans(self._folder.path))
+        return [p for p in found if self._reaper is None or p.pid != self._reaper.pid]
 
 
 class Say:

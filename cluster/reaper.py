@@ -33,6 +33,10 @@ class Reaper:
             env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])},
         )
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def dismiss(self) -> None:
         """Everything was taken down in order: there is nothing to reap."""
         self._process.kill()

@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -96,8 +97,9 @@ class Coordinator:
         self._thread.start()
         await self._wait_until_opened()
 
-    async def generate(self, payload: bytes) -> bytes:
-        """One request, from its dispatch to its end: GenerationRequest in, Ended out, both msgpack."""
+    async def generate(self, payload: bytes, vanished: Sequence[str] = ()) -> bytes:
+        """One request, from its dispatch to its end: GenerationRequest in, Ended out, both msgpack. `vanished` is said
+        to the router: groups that it had better not choose."""
         request = msgspec.msgpack.decode(payload, type=GenerationRequest)
         key = (request.request_id, request.epoch)
         ended: asyncio.Future[Ended] = self._loop.create_future()

@@ -1,5 +1,6 @@
 """Caller over a Serve deployment handle: the control half of a request, one handle call from dispatch to end."""
 
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -25,5 +26,6 @@ class ServeCaller:
         # by value: arguments and answers are small bytes, and the object store costs milliseconds
         self._method = handle.options(method_name="generate", _by_reference=False)
 
-    def call(self, payload: bytes) -> ServeCall:
-        return ServeCall(self._method.remote(payload))
+    def call(self, payload: bytes, vanished: Sequence[str] = ()) -> ServeCall:
+        options = {"vanished": list(vanished)} if vanished else {}
+        return ServeCall(self._method.remote(payload, **options))

@@ -21,6 +21,7 @@ log = logging.getLogger("tandem.registry")
 LEAST_PERIOD_S = 0.1
 STALLED_AFTER_S = 10.0
 SLOW_ANSWER_S = 1.0
+VANISHED_KEPT_S = 120.0
 RECORD_TTL_S = keys.GROUP_RECORD_TTL_MS / 1000
 GroupState = Literal["loading", "serving", "draining"]
 
@@ -144,6 +145,7 @@ class FleetView:
         self._clock = clock
         self._sentinel: str | None = None
         self._complete_at_s = clock()
+        self._vanished: dict[str, tuple[GroupRecord, float]] = {}
         self.records: dict[str, GroupRecord] = {}
         self.redis_away = False
 
@@ -161,8 +163,20 @@ class FleetView:
         lost_its_data = before not in (None, self._sentinel)
         if self.redis_away or lost_its_data or now_s - started_s >= SLOW_ANSWER_S:
             self._complete_at_s = now_s + RECORD_TTL_S
-        self.records = self.records | found if now_s < self._complete_at_s else found
+        known = self.records
+        self.records = known | found if now_s < self._complete_at_s else found
         self.redis_away = False
+        self._note_vanished(known, now_s)
+
+    def vanished_for(self, seconds: float = 0.0) -> list[GroupRecord]:
+        """Last words of groups whose record has been missing for that long, and not for minutes, while Redis answers:
+        they have left, died, or are frozen. Empty while Redis is away."""
+        before_s = self._clock() - seconds
+        return [record for record, since_s in self._vanished.values() if since_s <= before_s and not self.redis_away]
+
+    def _note_vanished(self, known: dict[str, GroupRecord], now_s: float) -> None:
+        kept = {g: v for g, v in self._vanished.items() if g not in self.records and now_s - v[1] < VANISHED_KEPT_S}
+        self._vanished = kept | {g: (record, now_s) for g, record in known.items() if g not in self.records}
 
     async def run(self, period_s: float = 0.5) -> None:
         """Refreshes until it is cancelled."""

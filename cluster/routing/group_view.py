@@ -9,7 +9,8 @@ class GroupView(msgspec.Struct, frozen=True, kw_only=True):
     """One group at one moment. Tokens are prompt + allowed output of requests that have not ended.
 
     outstanding_here: those this gateway sent. outstanding_elsewhere: those of other gateways, as last reported.
-    stalled_s: how long nothing had moved there although something should have, as last reported.
+    stalled_s: how long nothing had moved there although something should have, as last reported. vanished: this gateway
+    hears nothing of it any more.
     """
 
     group: str
@@ -17,11 +18,12 @@ class GroupView(msgspec.Struct, frozen=True, kw_only=True):
     outstanding_elsewhere: int = 0
     kv_used: float = 0.0
     stalled_s: float = 0.0
+    vanished: bool = False
 
     @property
     def stalls(self) -> bool:
         """It may be frozen or stuck; a step this long is slow at best."""
-        return self.stalled_s >= STALLS_AFTER_S
+        return self.vanished or self.stalled_s >= STALLS_AFTER_S
 
     @property
     def outstanding_tokens(self) -> int:

@@ -6,6 +6,7 @@ leave the caller hanging for ever, so each hook is guarded and falls back to "no
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -38,7 +39,8 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
         pending_request.routing_context.should_backoff = True  # otherwise a full fleet is a hot loop
         try:
             self._outstanding.forget_older_than(time.monotonic() - LONGEST_CALL_S)
-            views = [self._view(replica) for replica in candidate_replicas]
+            vanished = pending_request.kwargs.get("vanished", ())
+            views = [self._view(replica, vanished) for replica in candidate_replicas]
             request = self._request_view(pending_request)
             order = best_first(self._policy, views, request)
             self._begin(pending_request, views[order[0]].group, request)
@@ -67,7 +69,7 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
         call_id = pending_request.metadata.internal_request_id
         self._outstanding.begin(call_id, group, request.cost_tokens, time.monotonic())
 
-    def _view(self, replica: RunningReplica) -> GroupView:
+    def _view(self, replica: RunningReplica, vanished: Sequence[str]) -> GroupView:
         group = replica.replica_id.unique_id
         stats = replica.routing_stats
         if stats:
@@ -78,6 +80,7 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
             outstanding_elsewhere=self._outstanding.elsewhere(group),
             kv_used=float(stats["kv_used"]) if stats else 0.0,
             stalled_s=float(stats.get("stalled_s", 0.0)) if stats else 0.0,
+            vanished=group in vanished,
         )
 
     def _request_view(self, pending_request: PendingRequest) -> RequestView:

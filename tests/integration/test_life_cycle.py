@@ -5,7 +5,9 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -175,6 +177,65 @@ def test_a_signal_during_the_start_leaves_nothing(number: int) -> None:
         service.clean()
 
 
+MOMENTS_S = {
+    signal.SIGINT: (0.3, 0.8, 1.2, 1.6, 2.2, 3.0),
+    signal.SIGTERM: (0.6, 1.0, 1.4, 1.8, 2.4, 2.8),
+}
+
+
+@pytest.mark.parametrize("number", MOMENTS_S)
+def test_a_signal_to_every_process_ends_the_start_soon_whenever_it_comes(number: signal.Signals) -> None:
+    """As service managers send it: Ray's own processes get it, and Ray's C++ in the launcher may wait for one."""
+    for moment_s in MOMENTS_S[number]:
+        port = free_port()
+        service = Service([str(BIN / "tandem"), "serve", "demo", "--port", str(port)], port)
+        began_s = time.monotonic()
+        try:
+            while time.monotonic() < began_s + moment_s:
+                service.descendants()
+                time.sleep(0.02)
+            interrupt_everyone(service, number)
+            signalled_s = time.monotonic()
+            wait_for(lambda s=service: s.descendants() is None or s.process.poll() is not None, 10, f"ends: {moment_s}")
+            took_s = time.monotonic() - signalled_s
+            print(f"{number.name} after {moment_s:.1f} s: {service.process.returncode} after {took_s:.2f} s")
+            ends = {128 + number, -number}  # the latter before the launcher listens
+            assert service.process.returncode in ends, service.output
+            assert "Traceback" not in service.output or "starting" not in service.output
+            service.check_gone()
+            wait_for(lambda s=service: not inhabitants(s.temp), 5, f"nobody runs in its folder: {moment_s}")
+        finally:
+            service.clean()
+
+
+def interrupt_everyone(service: Service, number: signal.Signals) -> None:
+    service.process.send_signal(number)
+    for process in service.descendants():
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def test_a_signal_to_every_process_of_a_running_service_ends_it_soon() -> None:
+    """Nothing can be drained then. A signal to the launcher's process group alone is not that: see the other tests."""
+    with tandem_serve("demo", "--device", "cpu") as service:
+        interrupt_everyone(service, signal.SIGTERM)
+        began_s = time.monotonic()
+        assert service.process.wait(15) in (0, 128 + signal.SIGTERM), service.output
+        print(f"ended after {time.monotonic() - began_s:.2f} s")
+        assert "Traceback" not in service.output
+        service.check_gone()
+
+
+def inhabitants(folder: Path) -> list[psutil.Process]:
+    """Processes that run in a folder below, removed or not."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.cwd().startswith(f"{folder}/td-"):
+                found.append(process)
+    return found
+
+
 def test_a_second_signal_does_not_wait_for_requests() -> None:
     with tandem_serve("demo", "--device", "cpu", "--shutdown-timeout", "60") as service:
         asked = {"model": "demo", "prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True}
@@ -197,7 +258,7 @@ def test_a_drain_ends_short_streams_well_cuts_long_ones_cleanly_and_refuses_late
         wait_for(lambda: service.get("/load").json()["num_requests_running"] >= 2, 20, "both run")
         long = [Stream(service, {**asked, "max_tokens": 2000}) for _ in range(2)]
         short = [Stream(service, {**asked, "max_tokens": 20}) for _ in range(2)]
-        service.interrupt()
+        service.interrupt(signal.SIGTERM)  # to the process group; Ray's processes are not in it
         wait_for(lambda: service.get("/readyz").status_code == 503, 5, "the gateway drains")
         late = service.post("/v1/completions", {**asked, "max_tokens": 4})
         assert (late.status_code, late.json()["error"]["code"]) == (503, "service_unavailable")

@@ -223,8 +223,8 @@ def test_a_rank_that_dies_while_nothing_runs_is_noticed(service: Service) -> Non
 
 @dataclass
 class Hit:
-    """What 8 running streams saw of a signal to one rank. Seconds after the signal; `gap_s`: the longest pause of one
-    stream."""
+    """What 8 running streams saw of a signal to one process. Seconds after the signal; `gap_s`: the longest pause of
+    one stream."""
 
     before: set[int]
     answers: list[str]
@@ -235,11 +235,15 @@ class Hit:
 
 
 async def hit_a_rank(service: Service, number: signal.Signals, choose: Callable[[set[int]], int] = min) -> Hit:
-    """Sends the signal to one of four ranks while 8 greedy streams run, and reads the streams to their end."""
+    """hit() of one of four ranks."""
+    return await hit(service, number, choose({p.pid for p in service.titled("tandem rank")}))
+
+
+async def hit(service: Service, number: signal.Signals, pid: int) -> Hit:
+    """Sends the signal to the process while 8 greedy streams run, and reads the streams to their end."""
     before = {p.pid for p in service.titled("tandem rank")}
     assert len(before) == 4
-    pid = choose(before)
-    rank = psutil.Process(pid)
+    victim = psutil.Process(pid)
     begun: set[int] = set()
     all_begun = asyncio.Event()
     gaps: list[float] = []
@@ -260,8 +264,8 @@ async def hit_a_rank(service: Service, number: signal.Signals, choose: Callable[
 
         async def until_gone(hit_s: float) -> float:
             """Stopped processes end only by being killed."""
-            while rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE:
-                assert time.monotonic() < hit_s + 30, "the rank is ended"
+            while victim.is_running() and victim.status() != psutil.STATUS_ZOMBIE:
+                assert time.monotonic() < hit_s + 30, "the process is ended"
                 await asyncio.sleep(0.02)
             return time.monotonic() - hit_s
 
@@ -321,6 +325,21 @@ async def test_a_frozen_rank_costs_no_request_and_its_group_comes_back(
     assert hit.gone_s <= 10
     assert 4 < hit.gap_s <= 12, "some stream was on that group, and went on"
     await asyncio.to_thread(wait_until_healed, service, hit.before)
+
+
+async def test_a_frozen_coordinator_costs_no_request_and_its_group_comes_back(
+    service: Service, long_answers: list[str]
+) -> None:
+    """It neither beats nor sends tokens: its streams go on with the other group, it is killed, its group replaced."""
+    hit_s = time.monotonic()
+    records = await asyncio.to_thread(group_records, service)
+    seen = await hit(service, signal.SIGSTOP, min(record.pid for record in records))
+    print(f"frozen coordinator: killed after {seen.gone_s:.2f} s, longest gap {seen.gap_s:.2f} s")
+    assert seen.answers == long_answers
+    assert seen.gone_s <= 10
+    assert seen.gap_s <= 10
+    await asyncio.to_thread(wait_until_healed, service, seen.before)
+    print(f"both groups serve {time.monotonic() - hit_s:.2f} s after the streams began")
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """A whole group without Ray: the real engine thread over a fake engine, called like a Serve handle."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -93,8 +93,10 @@ class FakeCaller:
     def __init__(self, groups: list[FakeGroup]) -> None:
         self.groups = groups
         self.made = 0
+        self.told_vanished: list[str] = []
 
-    def call(self, payload: bytes) -> FakeCall:
+    def call(self, payload: bytes, vanished: Sequence[str] = ()) -> FakeCall:
+        self.told_vanished = list(vanished)
         group = self.groups[self.made % len(self.groups)]
         self.made += 1
         return FakeCall(asyncio.get_running_loop().create_task(group.generate(payload)))
@@ -105,7 +107,11 @@ class FakeFleet:
 
     def __init__(self, records: dict[str, GroupRecord]) -> None:
         self.records = records
+        self.vanished: list[GroupRecord] = []
         self.redis_away = False
+
+    def vanished_for(self, seconds: float = 0.0) -> list[GroupRecord]:
+        return self.vanished
 
 
 def serving(group: str = "g") -> dict[str, GroupRecord]:

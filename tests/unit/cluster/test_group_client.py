@@ -18,7 +18,7 @@ import ray
 from ray.serve._private.common import DeploymentID
 from ray.serve.request_router import ReplicaID
 
-from cluster import ray_executor, serve_app
+from cluster import group_client, ray_executor, serve_app
 from cluster.coordination import keys
 from cluster.coordination.client import RedisAway
 from cluster.coordination.registry import FleetView, GroupBeat, channel_name
@@ -491,6 +491,100 @@ async def test_a_group_that_was_given_up_and_talks_on_is_not_heard() -> None:
     assert first.engine.steps > said, "it has talked on"
     assert tokens_of(got) == delivered + list(range(100 + len(delivered), 300))
     await service.close()
+
+
+class FreezingEngine(SlowEngine):
+    """While `frozen` it lives and does nothing."""
+
+    frozen = False
+
+    def step(self) -> bool:
+        return not self.frozen and super().step()
+
+
+@pytest.fixture
+async def freezing(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Service]:
+    """Two groups with records; the first is frozen with a request of 200 tokens under way."""
+    monkeypatch.setattr(group_client, "SILENT_S", 0.1)
+    service = Service(FreezingEngine)
+    for group in service.groups:
+        group.close()
+    service.groups[:] = [FakeGroup(SECRET, channel_name(name, 1), FreezingEngine) for name in ("g0", "g1")]
+    for group in service.groups:
+        await group.wait_opened()
+    service.fleet.records = serving("g0") | serving("g1")
+    yield service
+    await service.close()
+
+
+async def test_streams_of_a_group_that_vanished_and_is_silent_move(freezing: Service) -> None:
+    first, second = freezing.groups
+    stream = await freezing.client.submit(request("r", 200))
+    got = await anext(stream)
+    first.engine.frozen = True
+    freezing.fleet.vanished = [freezing.fleet.records.pop("g0")]
+    await asyncio.sleep(0.15)
+    freezing.client.lose_silent()
+    got += await read_all(stream)
+    assert tokens_of(got) == list(range(100, 300))
+    assert second.requests[0].epoch == 1 and second.requests[0].resume_token_ids[0]
+    assert freezing.caller.told_vanished == ["g0"], "so that the router sends it elsewhere"
+    await until(lambda: not first.calls)  # should it thaw, it has nothing left to do
+    first.engine.frozen = False
+
+
+async def test_a_group_whose_record_vanished_but_whose_tokens_come_keeps_its_streams(freezing: Service) -> None:
+    stream = await freezing.client.submit(request("r", 300))
+    got = await anext(stream)
+    freezing.fleet.vanished = [freezing.fleet.records.pop("g0")]
+    reading = asyncio.create_task(read_all(stream))
+    while not reading.done():
+        freezing.client.lose_silent()
+        await asyncio.sleep(0.01)
+    assert tokens_of(got + await reading) == list(range(100, 400))
+    assert not freezing.groups[1].requests
+
+
+async def test_streams_stay_where_they_are_while_there_is_no_other_group(freezing: Service) -> None:
+    """A second dispatch to the same frozen group would count as a second loss."""
+    stream = await freezing.client.submit(request("r", 100))
+    got = await anext(stream)
+    freezing.groups[0].engine.frozen = True
+    freezing.fleet.vanished, freezing.fleet.records = list(freezing.fleet.records.values()), {}
+    await asyncio.sleep(0.15)
+    freezing.client.lose_silent()
+    await asyncio.sleep(0.05)
+    freezing.client.lose_silent()
+    freezing.groups[0].engine.frozen = False
+    got += await read_all(stream)
+    assert tokens_of(got) == list(range(100, 200)) and freezing.caller.made == 1
+
+
+async def test_the_fleet_tells_who_vanished_while_redis_answers() -> None:
+    now_s = 1000.0
+    redis = MemoryRedis(lambda: now_s)
+    fleet = FleetView(redis, "s", lambda: asyncio.sleep(0), clock=lambda: now_s)
+    beats = {g: GroupBeat(redis, "s", lambda r=serving(g)[g]: r) for g in ("g0", "g1")}
+
+    async def pass_time(seconds: float, *beating: str) -> list[str]:
+        nonlocal now_s
+        for _ in range(round(seconds)):
+            now_s += 1.0
+            for name in beating:
+                await beats[name].beat()
+            await fleet.refresh()
+        return [record.group for record in fleet.vanished_for(1.0)]
+
+    assert await pass_time(2, "g0", "g1") == []
+    assert await pass_time(2, "g0") == []
+    assert await pass_time(2, "g0") == ["g1"]
+    redis.away = True
+    assert await pass_time(10) == [], "nobody is known to have vanished while Redis is away"
+    redis.away = False
+    assert await pass_time(2, "g0") == ["g1"]
+    assert await pass_time(1, "g0", "g1") == [], "it was not gone"
+    await pass_time(5, "g0")
+    assert await pass_time(200, "g0") == [], "it is history"
 
 
 async def test_a_request_that_breaks_two_groups_is_poisoned(service: Service) -> None:

@@ -15,10 +15,11 @@ def replica(name: str, **stats: Any) -> Any:
     return SimpleNamespace(replica_id=SimpleNamespace(unique_id=name), routing_stats=stats)
 
 
-def pending(call: str, max_tokens: int, payload: bytes | None = None) -> Any:
+def pending(call: str, max_tokens: int, payload: bytes | None = None, **options: Any) -> Any:
     request = GenerationRequest(request_id=call, prompt_token_ids=[1], sampling=SamplingParams(max_tokens=max_tokens))
     return SimpleNamespace(
         args=[payload if payload is not None else msgspec.msgpack.encode(request)],
+        kwargs=options,
         metadata=SimpleNamespace(internal_request_id=call),
         routing_context=SimpleNamespace(should_backoff=False),
     )
@@ -55,6 +56,12 @@ def test_a_group_that_reports_a_stall_is_avoided_until_it_moves(router: GroupRou
 
     assert chosen(router, [report(1, 3.0), replica("b")], pending("c1", 100)) == ["b", "a"]
     assert chosen(router, [report(2, 0.0), replica("b")], pending("c2", 100)) == ["a", "b"]
+
+
+def test_a_group_that_has_vanished_is_the_last_choice(router: GroupRouter) -> None:
+    a, b = replica("a"), replica("b")
+    assert chosen(router, [a, b], pending("c1", 100, vanished=["a"])) == ["b", "a"]
+    assert chosen(router, [a, b], pending("c2", 100)) == ["a", "b"]
 
 
 def test_requests_at_the_same_time_are_spread_before_serve_says_that_any_was_routed(router: GroupRouter) -> None:

@@ -1,0 +1,131 @@
+"""Ends coordinators that live and do nothing: stopped (SIGSTOP, a paused container), hung, on a machine that is gone.
+
+Runs in every gateway, beside the fleet's refresh. A group is suspected when its record has expired while Redis answers.
+One on this machine that is stopped is killed at once; any other is asked through Ray, and ended through Ray when it
+does not answer, which works across machines and takes 5 s more. Serve then replaces the group, and calls that are in
+flight there fail. docs/decisions/004-step-progress.md has the bounds.
+"""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from typing import Protocol
+
+import psutil
+
+from cluster.coordination.registry import FleetView, GroupRecord
+from cluster.service import APP, COORDINATOR
+
+log = logging.getLogger("ray.serve.tandem")
+SUSPECT_AFTER_S = 1.0
+"""After the record's end, which is 3 s after the last beat."""
+ANSWER_S = 10.0
+TURN_S = 0.5
+TITLE = "ray::"
+
+
+class Remote(Protocol):
+    """A coordinator's actor, by its group's name."""
+
+    async def answers(self, group: str, timeout_s: float) -> bool:
+        """False only when it lives, as far as Ray knows, and has not answered in time."""
+        ...
+
+    async def end(self, group: str) -> None: ...
+
+
+class FrozenGroups:
+    """The watch of one gateway; all gateways may do the same at once. `then()` is called each turn."""
+
+    def __init__(self, fleet: FleetView, remote: Remote, then: Callable[[], None]) -> None:
+        self._fleet = fleet
+        self._remote = remote
+        self._then = then
+        self._asking: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        try:
+            while True:
+                try:
+                    self._then()
+                    self.turn()
+                except Exception:
+                    log.exception("the groups were not looked after")
+                await asyncio.sleep(TURN_S)
+        finally:
+            for task in self._asking.values():
+                task.cancel()
+
+    def turn(self) -> None:
+        """Looks after every suspect once. Never waits."""
+        suspects = self._fleet.vanished_for(SUSPECT_AFTER_S)
+        for group in [g for g, task in self._asking.items() if task.done()]:
+            del self._asking[group]
+        for record in suspects:
+            if record.host == socket.gethostname() and kill_stopped(record.pid):
+                log.warning("the coordinator of group %s was stopped: it has been killed", record.group)
+            elif record.group not in self._asking:
+                self._asking[record.group] = asyncio.create_task(self._ask(record), name=f"ask {record.group}")
+
+    async def _ask(self, record: GroupRecord) -> None:
+        try:
+            if not await self._remote.answers(record.group, ANSWER_S):
+                log.warning("the coordinator of group %s does not answer: it is ended", record.group)
+                await self._remote.end(record.group)
+        except Exception as error:
+            log.warning("group %s could not be asked: %s", record.group, error)
+        await asyncio.sleep(ANSWER_S)  # before it is asked again
+
+
+class RayRemote:
+    """Remote over Ray, from inside one of Serve's replicas."""
+
+    async def answers(self, group: str, timeout_s: float) -> bool:
+        actor = await asyncio.to_thread(_actor, group)
+        if actor is None:
+            return True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await actor.__ray_ready__.remote()
+        except TimeoutError:
+            return False
+        except Exception as error:  # however Ray says that it has died
+            log.debug("group %s is gone: %s", group, error)
+        return True
+
+    async def end(self, group: str) -> None:
+        import ray
+
+        actor = await asyncio.to_thread(_actor, group)
+        if actor is not None:
+            await asyncio.to_thread(ray.kill, actor)
+
+
+def _actor(group: str):  # type: ignore[no-untyped-def]
+    """The handle of a group's replica; None when there is none any more. Blocks."""
+    import ray
+
+    try:
+        return ray.get_actor(f"SERVE_REPLICA::{APP}#{COORDINATOR}#{group}", namespace="serve")
+    except ValueError:
+        return None
+
+
+def kill_stopped(pid: int) -> bool:
+    """Kills the process if it is a coordinator and stopped; SIGKILL works on stopped processes. True when it did."""
+    try:
+        process = psutil.Process(pid)
+        title = " ".join(process.cmdline())
+        if not (title.startswith(TITLE) and COORDINATOR in title):
+            return False  # the number is another process's by now
+        if process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+            return False
+        process.kill()
+        return True
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.Error as error:
+        log.warning("coordinator process %d cannot be ended: %s", pid, error)
+        return False

@@ -1,0 +1,132 @@
+"""Which coordinators are ended, which are left alone; processes and actors by stand-ins, and real stopped processes."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from cluster import frozen_groups
+from cluster.frozen_groups import FrozenGroups, kill_stopped
+from tests.support.fake_group import FakeFleet, serving
+
+TITLE = "ray::ServeReplica:tandem:tandem-coordinator"
+
+
+class FakeRemote:
+    """Remembers who was asked and who was ended. `silent`: those that do not answer."""
+
+    def __init__(self, silent: set[str]) -> None:
+        self.silent = silent
+        self.asked: list[str] = []
+        self.ended: list[str] = []
+
+    async def answers(self, group: str, timeout_s: float) -> bool:
+        self.asked.append(group)
+        if group == "broken":
+            raise RuntimeError("Ray is gone")
+        return group not in self.silent
+
+    async def end(self, group: str) -> None:
+        self.ended.append(group)
+
+
+def titled(title: str) -> subprocess.Popen[bytes]:
+    script = f"import setproctitle, time; setproctitle.setproctitle({title!r}); print(1, flush=True); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline()
+    return process
+
+
+@pytest.fixture
+def coordinator() -> Iterator[subprocess.Popen[bytes]]:
+    process = titled(TITLE)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def stop(process: "subprocess.Popen[bytes]") -> None:
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+
+
+def watch_of(remote: FakeRemote, **records: tuple[str, int]) -> FrozenGroups:
+    """A watch over groups that have vanished, by their host and pid."""
+    fleet = FakeFleet({})
+    fleet.vanished = [
+        msgspec.structs.replace(serving(group)[group], host=host, pid=pid) for group, (host, pid) in records.items()
+    ]
+    return FrozenGroups(fleet, remote, lambda: None)
+
+
+def test_only_a_stopped_coordinator_is_killed(coordinator: "subprocess.Popen[bytes]") -> None:
+    assert not kill_stopped(coordinator.pid), "it runs"
+    stop(coordinator)
+    assert kill_stopped(coordinator.pid)
+    assert coordinator.wait(5) == -signal.SIGKILL
+    assert not kill_stopped(coordinator.pid)
+
+
+OTHERS = ["tandem rank g tp0 pp0", "ray::ServeReplica:tandem:tandem-gateway", "tandem-coordinator"]
+
+
+@pytest.mark.parametrize("title", OTHERS)
+def test_another_process_of_that_number_is_left_alone(title: str) -> None:
+    process = titled(title)
+    try:
+        stop(process)
+        assert not kill_stopped(process.pid)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def test_a_stopped_one_of_this_machine_is_killed_without_asking(coordinator: "subprocess.Popen[bytes]") -> None:
+    stop(coordinator)
+    remote = FakeRemote(set())
+    watch_of(remote, g=(socket.gethostname(), coordinator.pid)).turn()
+    await asyncio.sleep(0)
+    assert coordinator.wait(5) == -signal.SIGKILL and not remote.asked
+
+
+async def test_others_are_asked_once_at_a_time_and_ended_when_they_are_silent(
+    coordinator: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frozen_groups, "ANSWER_S", 0.05)
+    stop(coordinator)
+    remote = FakeRemote({"far"})
+    here, pid = socket.gethostname(), coordinator.pid
+    watch = watch_of(remote, far=("elsewhere", pid), busy=(here, os.getpid()), broken=("elsewhere", pid))
+    for _ in range(3):
+        watch.turn()
+        await asyncio.sleep(0.01)
+    assert sorted(remote.asked) == ["broken", "busy", "far"]
+    assert remote.ended == ["far"]
+    assert coordinator.poll() is None, "a number of another machine"
+    await asyncio.sleep(0.1)
+    watch.turn()
+    await asyncio.sleep(0.01)
+    assert remote.asked.count("busy") == 2
+
+
+async def test_the_watch_goes_on_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frozen_groups, "TURN_S", 0.001)
+    turns: list[int] = []
+
+    def then() -> None:
+        turns.append(1)
+        raise RuntimeError("one bad turn")
+
+    watching = asyncio.create_task(FrozenGroups(FakeFleet({}), FakeRemote(set()), then).run())
+    async with asyncio.timeout(5):
+        while len(turns) < 3:
+            await asyncio.sleep(0.001)
+    watching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await watching
