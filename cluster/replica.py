@@ -55,8 +55,8 @@ class _LoopReport:
 
     def stats(self, stats: EngineStats) -> None:
         self._replica.engine_stats = stats
-        busy = stats.running + stats.waiting > 0
-        if busy != self._busy:  # others learn of a start and an end of work at once
+        busy = stats.running + stats.waiting + stats.used_blocks > 0
+        if busy != self._busy:  # others learn of a start and an end of work at once, its last blocks freed
             self._busy = busy
             self._loop.call_soon_threadsafe(self._replica.beat_now)
 
