@@ -13,6 +13,7 @@ from cluster.service import ServiceFacts
 from configs.schema import EngineSettings
 from workers.build import model_facts
 from workers.engine.engine import Engine
+from workers.engine.executor import ExecutorReady
 
 log = logging.getLogger("ray.serve.tandem")
 
@@ -38,7 +39,7 @@ class GroupEngine:
         """Starts the ranks, loads the model, and puts the engine on top. SettingsError or GroupLost when that fails."""
         ready = self._executor.start()
         self.rank_pids = ready.rank_pids
-        self.notes = ready.tier_notes
+        self.notes = (loading_note(ready), *ready.tier_notes)
         log.info("ranks ready: %s", ready)
         return Engine(self._settings, model_facts(self._settings, ready), self._executor, ready, sink, time.monotonic)
 
@@ -48,3 +49,10 @@ class GroupEngine:
 
     def close(self) -> None:
         self._executor.close()
+
+
+def loading_note(ready: ExecutorReady) -> str:
+    """What reading the weights took; all ranks of the group read at the same time."""
+    size_mib = ready.weight_bytes / 2**20
+    size = f"{size_mib / 1024:.1f} GiB" if size_mib >= 1024 else f"{size_mib:.1f} MiB"
+    return f"{size} of weights loaded in {ready.load_s:.1f} s"

@@ -6,6 +6,7 @@ SettingsError that names the flag. Logs what was chosen and why.
 
 import logging
 import os
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,6 +155,7 @@ def _build(
             spec,
             context,
             folder=Path(settings.model.model),
+            progress=sys.stderr.isatty(),
             dtype=dtype,
             device=device,
             attention=select_attention(device, dtype, spec.head_dim),

@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 
 from cluster.app import choose_device, choose_home
+from cluster.group_engine import loading_note
 from cluster.service import check_home, groups_per_node
 from configs.errors import SettingsError
+from workers.engine.executor import ExecutorReady
 
 
 def node(name: str, **resources: float) -> dict[str, Any]:
@@ -60,3 +62,18 @@ def test_groups_spread_over_nodes() -> None:
         1,
         3,
     ]
+
+
+@pytest.mark.parametrize(("size", "words"), [(3 * 2**20, "3.0 MiB"), (5 * 2**29, "2.5 GiB")])
+def test_a_group_says_what_loading_took(size: int, words: str) -> None:
+    ready = ExecutorReady(
+        num_blocks=1,
+        pipeline_parallel_size=1,
+        device="cpu",
+        dtype="float32",
+        threads=1,
+        weight_bytes=size,
+        block_bytes=1,
+        load_s=1.26,
+    )
+    assert loading_note(ready) == f"{words} of weights loaded in 1.3 s"
