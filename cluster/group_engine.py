@@ -3,8 +3,10 @@
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import ray
 
 from cluster.engine_thread import Sink
@@ -29,7 +31,7 @@ class GroupEngine:
         placement_group: Any,
         on_lost: Callable[[str], None],
     ) -> None:
-        self._settings = settings
+        self._settings = with_own_step_log(settings, group)
         host = "127.0.0.1" if facts.single_node else ray.util.get_node_ip_address()
         self._executor = RayExecutor(settings, facts, group, placement_group, host, on_lost)
         self.rank_pids: tuple[int, ...] = ()
@@ -40,6 +42,8 @@ class GroupEngine:
         ready = self._executor.start()
         self.rank_pids = ready.rank_pids
         self.notes = (loading_note(ready), *ready.tier_notes)
+        if self._settings.step_log is not None:
+            self.notes += (f"every step's plan goes to {self._settings.step_log}",)
         log.info("ranks ready: %s", ready)
         return Engine(self._settings, model_facts(self._settings, ready), self._executor, ready, sink, time.monotonic)
 
@@ -49,6 +53,14 @@ class GroupEngine:
 
     def close(self) -> None:
         self._executor.close()
+
+
+def with_own_step_log(settings: EngineSettings, group: str) -> EngineSettings:
+    """Each life of each group counts its steps from 1, so each has a file of its own, named after it."""
+    if settings.step_log is None:
+        return settings
+    asked = Path(settings.step_log)
+    return msgspec.structs.replace(settings, step_log=str(asked.with_name(f"{asked.stem}-{group}{asked.suffix}")))
 
 
 def loading_note(ready: ExecutorReady) -> str:

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 
 from cluster.app import choose_device, choose_home
-from cluster.group_engine import loading_note
+from cluster.group_engine import loading_note, with_own_step_log
 from cluster.service import check_home, groups_per_node
 from configs.errors import SettingsError
+from configs.load import build_settings
 from workers.engine.executor import ExecutorReady
 
 
@@ -77,3 +78,10 @@ def test_a_group_says_what_loading_took(size: int, words: str) -> None:
         load_s=1.26,
     )
     assert loading_note(ready) == f"{words} of weights loaded in 1.3 s"
+
+
+def test_groups_do_not_share_a_step_log() -> None:
+    engine = build_settings("m", {"step_log": "/logs/steps.jsonl"}).engine
+    logs = [with_own_step_log(engine, group).step_log for group in ("a1", "b2")]
+    assert logs == ["/logs/steps-a1.jsonl", "/logs/steps-b2.jsonl"]
+    assert with_own_step_log(build_settings("m", {}).engine, "a1").step_log is None

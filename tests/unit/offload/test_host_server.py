@@ -1,4 +1,4 @@
-"""The host tier's loop, in this process: one coordinator's memory is reserved for a long time, and nobody else waits."""
+"""The host tier's loop in this process: memory that takes long to reserve is waited for by those who asked only."""
 
 import os
 import sys
