@@ -137,7 +137,12 @@ def _gateway_resources(facts: ServiceFacts) -> dict[str, Any]:
 
 def _private_redis(facts: ServiceFacts) -> Application:
     deployment = serve.deployment(
-        name=REDIS, num_replicas=1, ray_actor_options={"num_cpus": 0}, logging_config=QUIET, max_ongoing_requests=1000
+        name=REDIS,
+        num_replicas=1,
+        ray_actor_options={"num_cpus": 0},
+        logging_config=QUIET,
+        max_ongoing_requests=1000,
+        health_check_period_s=2.0,
     )(PrivateRedis)
     return deployment.bind(facts)
 

@@ -7,19 +7,21 @@ Under `serve run` requests arrive through Serve's proxy. Under `tandem serve` th
 import asyncio
 import logging
 import socket
+from contextlib import suppress
 from typing import Any
 
 import ray
 from fastapi import FastAPI
 from ray import serve
 
-from cluster.coordination.client import BackgroundClient
+from cluster.coordination.client import BackgroundClient, RedisAway
 from cluster.coordination.registry import FleetView, StartFailure, report_start_failure
 from cluster.frozen_groups import FrozenGroups, RayRemote
 from cluster.gateway.app import build_gateway_app, build_gateway_state
 from cluster.gateway.draining import shutting_down
 from cluster.group_client import GroupClient
 from cluster.http_server import QuietServer, make_server
+from cluster.redis_replica import open_redis
 from cluster.serve_caller import ServeCaller
 from cluster.service import ServiceFacts, check_install
 from configs.schema import ServiceSettings
@@ -40,10 +42,8 @@ class Gateway:
         check_install(facts)
         self._settings = settings
         self._facts = facts
-        url = facts.redis_url if redis is None else await redis.url.remote()
-        assert url is not None, "a service has a Redis"
         # no request waits for the fleet, so a loop that is busy with tokens may take its time to read it
-        self._redis = BackgroundClient(url, timeout_s=1.0, retries=1)
+        self._redis = await open_redis(facts, redis, lambda url: BackgroundClient(url, timeout_s=1.0, retries=1))
         self._fleet = FleetView(self._redis, facts.service_id, reseed=_nothing_to_seed)
         await self._fleet.refresh()
         loop = asyncio.get_running_loop()
@@ -58,7 +58,7 @@ class Gateway:
         try:
             self._state = build_gateway_state(settings, self._client)
         except Exception as error:
-            await self._report_failure(url, error)
+            await self._report_failure(error)
             raise
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
@@ -99,12 +99,10 @@ class Gateway:
             self._server.serve(sockets=[listener]), name="http server"
         )
 
-    async def _report_failure(self, url: str, error: Exception) -> None:
-        flag = getattr(error, "flag", None)
-        redis = BackgroundClient(url)
-        failure = StartFailure(part="the gateway", message=str(error), flag=flag)
-        await report_start_failure(redis, self._facts.service_id, failure)
-        await redis.close()
+    async def _report_failure(self, error: Exception) -> None:
+        failure = StartFailure(part="the gateway", message=str(error), flag=getattr(error, "flag", None))
+        with suppress(RedisAway):
+            await report_start_failure(self._redis, self._facts.service_id, failure)
 
 
 def listen(host: str, port: int, *, shared: bool) -> socket.socket:

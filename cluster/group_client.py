@@ -105,8 +105,13 @@ class GroupClient:
     async def abort(self, abort: Abort) -> None:
         """See cluster/gateway/backend.py."""
         attempt = self._attempts.get(abort.request_id)
-        if attempt is not None:
-            attempt.aborted |= abort.choice is None
+        if attempt is None:
+            return
+        attempt.aborted |= abort.choice is None
+        if attempt.sender is None and abort.choice is None and abort.keep_positions is None:
+            attempt.stream.finish(None)
+            attempt.call.cancel()  # the way to its group is not known yet, and no word of it is wanted any more
+        else:
             self._send_abort(attempt, abort)
 
     def ready(self) -> bool:
@@ -187,6 +192,7 @@ class GroupClient:
                     stream.finish(None)
                     return
                 losses += loss.ran
+                attempt.call.cancel()  # a group that is given up for a gap still works on it
                 log.warning("request %s lost its group: %s", attempt.request.request_id, loss.message)
                 if losses >= MAX_GROUPS_LOST:
                     message = f"{losses} groups were lost while they ran this request"
@@ -210,6 +216,8 @@ class GroupClient:
                 return _Loss(attempt.why_lost) if attempt.lost.is_set() else None
             try:
                 ended = self._decode(answer.result())
+            except asyncio.CancelledError:  # of the call, by an abort; this task's own would be raised above
+                return _Loss("its call was cancelled")
             except Exception as error:  # whatever way Ray or Serve reports a dead replica
                 return _Loss(f"{type(error).__name__}: {error}".splitlines()[0])
             return await self._settle(attempt, ended)

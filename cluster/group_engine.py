@@ -3,8 +3,10 @@
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import ray
 
 from cluster.engine_thread import Sink
@@ -13,6 +15,7 @@ from cluster.service import ServiceFacts
 from configs.schema import EngineSettings
 from workers.build import model_facts
 from workers.engine.engine import Engine
+from workers.engine.executor import ExecutorReady
 
 log = logging.getLogger("ray.serve.tandem")
 
@@ -28,7 +31,7 @@ class GroupEngine:
         placement_group: Any,
         on_lost: Callable[[str], None],
     ) -> None:
-        self._settings = settings
+        self._settings = with_own_step_log(settings, group)
         host = "127.0.0.1" if facts.single_node else ray.util.get_node_ip_address()
         self._executor = RayExecutor(settings, facts, group, placement_group, host, on_lost)
         self.rank_pids: tuple[int, ...] = ()
@@ -38,7 +41,9 @@ class GroupEngine:
         """Starts the ranks, loads the model, and puts the engine on top. SettingsError or GroupLost when that fails."""
         ready = self._executor.start()
         self.rank_pids = ready.rank_pids
-        self.notes = ready.tier_notes
+        self.notes = (loading_note(ready), *ready.tier_notes)
+        if self._settings.step_log is not None:
+            self.notes += (f"every step's plan goes to {self._settings.step_log}",)
         log.info("ranks ready: %s", ready)
         return Engine(self._settings, model_facts(self._settings, ready), self._executor, ready, sink, time.monotonic)
 
@@ -48,3 +53,18 @@ class GroupEngine:
 
     def close(self) -> None:
         self._executor.close()
+
+
+def with_own_step_log(settings: EngineSettings, group: str) -> EngineSettings:
+    """Each life of each group counts its steps from 1, so each has a file of its own, named after it."""
+    if settings.step_log is None:
+        return settings
+    asked = Path(settings.step_log)
+    return msgspec.structs.replace(settings, step_log=str(asked.with_name(f"{asked.stem}-{group}{asked.suffix}")))
+
+
+def loading_note(ready: ExecutorReady) -> str:
+    """What reading the weights took; all ranks of the group read at the same time."""
+    size_mib = ready.weight_bytes / 2**20
+    size = f"{size_mib / 1024:.1f} GiB" if size_mib >= 1024 else f"{size_mib:.1f} MiB"
+    return f"{size} of weights loaded in {ready.load_s:.1f} s"

@@ -18,6 +18,7 @@ import psutil
 
 from cluster import machine, ray_node
 from cluster.coordination.redis_server import RedisServer
+from cluster.helper import Helper, Startable
 from cluster.placement import declared_cpus, max_groups, min_groups
 from cluster.preflight import check_memory, check_model, check_port, check_redis, choose_device, fit_host_tier
 from cluster.reaper import Reaper, orphans
@@ -43,8 +44,8 @@ class Launcher:
         self._address = address
         self._say = say
         self._signals = Signals()
-        self._redis: RedisServer | None = None
         self._host_tier: HostProcess | None = None
+        self._helpers: list[Helper] = []
         self._stack = ExitStack()
         self._phases: list[tuple[str, float]] = []
         self._begun = False
@@ -111,7 +112,7 @@ class Launcher:
             app.deploy()
         groups = _groups(min_groups(self._settings))
         with self._phase("groups", f"starting the gateway and {groups}, loading weights ..."):
-            choices = app.wait_until_ready(self._keep_helpers)
+            choices = app.wait_until_ready(self._restart_helpers)
         for choice in choices:
             self._say.line(choice)
         self._announce(facts)
@@ -132,10 +133,11 @@ class Launcher:
     def _start_redis(self, folder: Path) -> str:
         if self._settings.redis.url is not None:
             return self._settings.redis.url
-        self._redis = RedisServer(folder)
-        self._stack.callback(self._redis.stop)
-        self._redis.start()
-        return self._redis.url
+        redis = RedisServer(folder)
+        self._stack.callback(redis.stop)
+        redis.start()
+        self._keep_running(redis, "the private Redis server", "requests go on")
+        return redis.url
 
     def _start_host_tier(self, folder: Path) -> None:
         """The process that holds KV in this machine's memory, when all groups are here and want it."""
@@ -146,6 +148,10 @@ class Launcher:
         self._host_tier = HostProcess(folder, int(gib * 1.01 * 2**30 + 2**20) * max_groups(self._settings))
         self._stack.callback(self._host_tier.stop)
         self._host_tier.start()
+        self._keep_running(self._host_tier, "the host-tier process", "groups keep the memory they hold")
+
+    def _keep_running(self, process: Startable, name: str, meanwhile: str) -> None:
+        self._helpers.append(Helper(process, name, meanwhile, self._say.line))
 
     def _start_ray(self, folder: PrivateFolder) -> None:
         private = self._address is None
@@ -221,18 +227,15 @@ class Launcher:
     def _watch(self) -> None:
         """Until a signal; keeps the private Redis and the host tier running; a lost Ray ends the service."""
         while not self._signals.wait(WATCH_PERIOD_S):
-            self._keep_helpers()
+            for helper in self._helpers:
+                helper.keep()
             if not ray_node.is_alive():
                 raise SettingsError("Ray's own processes have died; the service cannot go on")
         self._say.line("stopping: requests in flight may finish (signal again to end at once)")
 
-    def _keep_helpers(self) -> None:
-        if self._redis is not None and not self._redis.is_alive():
-            self._say.line("the private Redis server died and is started again")
-            self._redis.start()
-        if self._host_tier is not None and not self._host_tier.is_alive():
-            self._say.line("the host-tier process died and is started again; groups keep the memory they hold")
-            self._host_tier.start()
+    def _restart_helpers(self) -> None:
+        for helper in self._helpers:
+            helper.restart_if_dead()
 
     def _drain(self, app: "ServeApp") -> None:  # type: ignore[name-defined]  # noqa: F821
         drained = threading.Event()

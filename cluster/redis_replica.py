@@ -9,24 +9,30 @@ import secrets
 import shutil
 import socket
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import ray
 
+from cluster.coordination.moving_redis import Client, MovingRedis
 from cluster.coordination.redis_server import RedisServer
 from cluster.service import ServiceFacts, check_install
 from configs.environment import short_temp_folder
 
 
 class PrivateRedis:
-    """Owns the server; everyone of the service asks it for the URL once."""
+    """Owns the server; everyone of the service asks it for the URL, and again when nothing answers there any more."""
 
     async def __init__(self, facts: ServiceFacts) -> None:  # type: ignore[misc]  # Serve awaits it
         check_install(facts)
         self._folder = Path(tempfile.mkdtemp(prefix="tr-", dir=short_temp_folder()))
         host = "127.0.0.1" if facts.single_node else ray.util.get_node_ip_address()
         self._server = RedisServer(self._folder, listen=(host, _free_port(host), secrets.token_hex(24)))
-        self._server.start()
+        # a thread of its own, because the server ends with the thread that has started it
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="redis")
+        await self._start()
         self._watching = asyncio.get_running_loop().create_task(self._watch(), name="redis watch")
 
     async def url(self) -> str:
@@ -39,13 +45,30 @@ class PrivateRedis:
     async def __del__(self) -> None:
         self._watching.cancel()
         self._server.stop()
+        self._thread.shutdown(wait=False)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(0.5)
             if not self._server.is_alive():
-                self._server.start()
+                await self._start()
+
+    async def _start(self) -> None:
+        """Takes seconds on a slow machine; meanwhile the URL and the health are asked for."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._server.start)
+
+
+async def open_redis(facts: ServiceFacts, deployment: Any, open_client: Callable[[str], Client]) -> MovingRedis:
+    """The service's Redis for a gateway or a coordinator. `deployment`: handle of tandem-redis, when that holds it."""
+    if deployment is None:
+        assert facts.redis_url is not None, "a service has a Redis"
+        return MovingRedis(facts.redis_url, open_client, None)
+
+    async def ask() -> str:
+        return str(await deployment.url.remote())
+
+    return MovingRedis(await ask(), open_client, ask)
 
 
 def _free_port(host: str) -> int:

@@ -30,6 +30,7 @@ from cluster.coordination.registry import (
 )
 from cluster.engine_thread import EngineThread, SteppedEngine
 from cluster.group_engine import GroupEngine
+from cluster.redis_replica import open_redis
 from cluster.service import ServiceFacts, check_install
 from configs.errors import SettingsError
 from configs.schema import EngineSettings
@@ -56,8 +57,8 @@ class _LoopReport:
 
     def stats(self, stats: EngineStats) -> None:
         self._replica.engine_stats = stats
-        busy = stats.running + stats.waiting > 0
-        if busy != self._busy:  # others learn of a start and an end of work at once
+        busy = stats.running + stats.waiting + stats.used_blocks > 0
+        if busy != self._busy:  # others learn of a start and an end of work at once, its last blocks freed
             self._busy = busy
             self._loop.call_soon_threadsafe(self._replica.beat_now)
 
@@ -84,9 +85,7 @@ class Coordinator:
         self._stopping = False
         self.engine_stats: EngineStats | None = None
         self._opened: asyncio.Future[None] = self._loop.create_future()
-        url = facts.redis_url if redis is None else await redis.url.remote()
-        assert url is not None, "a service has a Redis"
-        self._redis = BackgroundClient(url)
+        self._redis = await open_redis(facts, redis, BackgroundClient)
         self._beat = GroupBeat(self._redis, facts.service_id, self._record)
         self._beating = self._loop.create_task(self._beat.run(), name="group beat")
         placement_group = ray.util.get_current_placement_group()

@@ -175,9 +175,17 @@ def _autoscaling(config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in config.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
             raise SettingsError(f"{key}: {value!r} must be a number of at least 0", "autoscaling_config")
+    for key in ("min_replicas", "initial_replicas"):
+        if config.get(key, 1) < 1:
+            message = f"{key}: {config[key]!r} must be at least 1; a service without a group does not start"
+            raise SettingsError(message, "autoscaling_config")
     low, high = config.get("min_replicas", 1), config.get("max_replicas", 1)
+    first = config.get("initial_replicas", low)
     if not (isinstance(low, int) and isinstance(high, int) and high >= 1 and low <= high):
         raise SettingsError(f"min_replicas {low} and max_replicas {high} are no range", "autoscaling_config")
+    if not (isinstance(first, int) and low <= first <= high):
+        message = f"initial_replicas {first} is not between min_replicas {low} and max_replicas {high}"
+        raise SettingsError(message, "autoscaling_config")
     return dict(config)
 
 

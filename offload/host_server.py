@@ -1,6 +1,7 @@
 """The loop of the host-tier process: accepts connections of this user, answers one packet with one, notices their ends.
 
-Run by host_process.py's main. Single-threaded; a slow or broken client costs only its own connection.
+Run by host_process.py's main. A slow or broken client costs only its own connection; a lease, for which the kernel may
+reserve memory for many seconds, is made on a thread of its own, and the loop sends its answer.
 """
 
 import os
@@ -9,7 +10,9 @@ import selectors
 import socket
 import struct
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +26,7 @@ from offload.host_messages import (
     Leased,
     Refused,
     Reply,
+    Request,
     decode_request,
     encode,
 )
@@ -44,6 +48,9 @@ class HostServer:
         self._connections: dict[int, socket.socket] = {}
         self._last_number = 0
         self._parent_lives = True
+        self._leasing: set[int] = set()
+        self._leased: deque[tuple[int, Reply, list[int]]] = deque()
+        self._wake_in, self._wake_out = socket.socketpair()
         self._selector = selectors.PollSelector()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(str(socket_path))
@@ -51,6 +58,7 @@ class HostServer:
         self._listener.listen(BACKLOG)
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._wake_out, selectors.EVENT_READ, self._answer_leases)
         self._selector.register(sys.stdin.fileno(), selectors.EVENT_READ, self._read_parent)
 
     def run(self) -> None:
@@ -67,6 +75,8 @@ class HostServer:
             self._drop(number)
         self._listener.close()
         self._selector.close()
+        self._wake_in.close()
+        self._wake_out.close()
         self._regions.close()
 
     def _read_parent(self) -> None:
@@ -86,7 +96,7 @@ class HostServer:
         self._last_number += 1
         number = self._last_number
         self._connections[number] = connection
-        self._selector.register(connection, selectors.EVENT_READ, lambda: self._receive(number))
+        self._listen_to(number)
 
     def _receive(self, number: int) -> None:
         """One packet or the end of a connection. An end frees memory: holders unmap it before they close."""
@@ -98,15 +108,50 @@ class HostServer:
             if not packet:
                 self._drop(number)
                 return
-            reply, descriptors = self._answer(number, packet)
-            socket.send_fds(connection, [encode(reply)], descriptors)
+            request = decode_request(packet)
+        except HostTierError as error:
+            self._send(number, _refused(error), [])
+        except OSError:  # gone
+            self._drop(number)
+        else:
+            if isinstance(request, Lease):
+                self._lease(number, request)
+            else:
+                self._send(number, *self._answer(number, request))
+
+    def _send(self, number: int, reply: Reply, descriptors: list[int]) -> None:
+        try:
+            socket.send_fds(self._connections[number], [encode(reply)], descriptors)
         except OSError:  # gone, or it does not read its answers
             self._drop(number)
 
-    def _answer(self, number: int, packet: bytes) -> tuple[Reply, list[int]]:
+    def _lease(self, number: int, request: Lease) -> None:
+        """Nothing is read from this connection, its end included, until its answer is there."""
+        self._leasing.add(number)
+        self._selector.unregister(self._connections[number])
+
+        def work() -> None:
+            answer = self._answer(number, request)
+            self._leased.append((number, *answer))
+            with suppress(OSError):  # closed: the process ends
+                self._wake_in.send(b"1")
+
+        threading.Thread(target=work, name="lease", daemon=True).start()  # an end of the process does not wait for it
+
+    def _answer_leases(self) -> None:
+        self._wake_out.recv(4096)
+        while self._leased:
+            number, reply, descriptors = self._leased.popleft()
+            self._leasing.discard(number)
+            self._listen_to(number)
+            self._send(number, reply, descriptors)
+
+    def _listen_to(self, number: int) -> None:
+        self._selector.register(self._connections[number], selectors.EVENT_READ, lambda: self._receive(number))
+
+    def _answer(self, number: int, request: Request) -> tuple[Reply, list[int]]:
         """The reply and the descriptors that go with it."""
         try:
-            request = decode_request(packet)
             if isinstance(request, Lease):
                 region, reused = self._regions.lease(number, request)
                 return Leased(region.token, reused), [region.index]
@@ -114,14 +159,19 @@ class HostServer:
                 descriptor, slab_bytes = self._regions.attach(number, request)
                 return Attached(slab_bytes), [descriptor]
             return self._regions.status(), []
-        except HostTierError as error:
-            return Refused(str(error)[:MAX_REASON_CHARACTERS]), []
+        except (HostTierError, OSError) as error:
+            return _refused(error), []
 
     def _drop(self, number: int) -> None:
         connection = self._connections.pop(number)
-        self._selector.unregister(connection)
+        if number not in self._leasing:
+            self._selector.unregister(connection)
         connection.close()
         self._regions.release(number)
+
+
+def _refused(error: Exception) -> Refused:
+    return Refused(str(error)[:MAX_REASON_CHARACTERS])
 
 
 def allow_many_descriptors() -> None:

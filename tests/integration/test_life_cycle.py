@@ -134,6 +134,12 @@ def groups(service: Service) -> int:
     return int(service.get("/load").json()["groups"])
 
 
+def load(service: Service) -> tuple[str, int]:
+    """As the gateway sees them: whether Redis is away, how many groups there are."""
+    answer = service.get("/load").json()
+    return answer["redis"], int(answer["groups"])
+
+
 def alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -158,7 +164,12 @@ def test_serve_run_with_the_shipped_file(tmp_path: Path) -> None:
         with httpx.stream("POST", service.url + "/v1/chat/completions", json=asked, timeout=60) as response:
             lines = [line for line in response.iter_lines() if line]
         assert lines[-1] == "data: [DONE]"
-        assert service.titled("tandem redis")
+        (redis,) = service.titled("tandem redis")
+        service.titled("ray::ServeReplica:tandem:tandem-redis")[0].kill()
+        again = wait_for(lambda: [p for p in service.titled("tandem redis") if p.pid != redis.pid], 60, "a new Redis")
+        assert again, "with a new URL"
+        wait_for(lambda: load(service) == ("away", 1), 30, "the gateway notices, and keeps the group")
+        wait_for(lambda: load(service) == ("here", 1), 60, "the gateway finds it, and the group's record in it")
         service.stop(signal.SIGINT)
         wait_for(lambda: not service.titled("tandem"), 10, "everything ends")
     finally:

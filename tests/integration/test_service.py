@@ -179,26 +179,52 @@ def test_a_client_that_leaves_before_its_whole_answer_frees_its_blocks(
 ) -> None:
     """Not streaming: nothing is ever written to that client, so only its closed connection says that it has left."""
     body = json.dumps({"model": "demo", "max_tokens": 1500, "ignore_eos": True, **asked}).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-
-    def at_rest() -> bool:
-        records = group_records(service)
-        return all((r.kv_used, r.running, r.waiting, r.outstanding_tokens) == (0, 0, 0, 0) for r in records)
-
-    def aborted() -> int:
-        found = [decode_stats(record) for record in group_records(service)]
-        return sum(stats.finished["abort"] for stats in found if stats is not None)
-
-    wait_for(at_rest, 10, "nothing else runs")
-    before = aborted()
-    with socket.create_connection(("127.0.0.1", service.port), timeout=10) as client:
-        client.sendall(head.encode() + b"\r\n" + body)
+    wait_for(lambda: at_rest(service), 10, "nothing else runs")
+    before = aborted(service)
+    with connected(service, path, body):
         wait_for(lambda: any(r.kv_used > 0 for r in group_records(service)), 10, "the request holds blocks", 0.01)
     left_s = time.monotonic()
     wait_for(lambda: all(r.kv_used == 0 for r in group_records(service)), 2, "its blocks are free again", 0.01)
     print(f"blocks free {time.monotonic() - left_s:.2f} s after the client had left")
-    wait_for(at_rest, 2, "the request is over")
-    wait_for(lambda: aborted() == before + choices, 2, "all were aborted, none had come to its end")
+    wait_for(lambda: at_rest(service), 2, "the request is over")
+    wait_for(lambda: aborted(service) == before + choices, 2, "all were aborted, none had come to its end")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_while_its_prompts_are_computed_or_wait_frees_all_at_once(
+    service: Service, stream: bool
+) -> None:
+    """More long prompts than fit: some are being computed when it leaves, most wait, hardly one has a token."""
+    prompts = [[5 + (7 * i + j * j) % 200 for j in range(1500)] for i in range(64)]
+    asked = {"model": "demo", "max_tokens": 500, "ignore_eos": True, "prompt": prompts, "stream": stream}
+    wait_for(lambda: at_rest(service), 10, "nothing else runs")
+    before = aborted(service)
+    with connected(service, "/v1/completions", json.dumps(asked).encode()):
+        wait_for(lambda: sum(r.waiting + r.running for r in group_records(service)) == 64, 10, "all came", 0.01)
+    left_s = time.monotonic()
+    wait_for(lambda: at_rest(service), 3, "no block is held, nothing waits", 0.01)
+    print(f"at rest {time.monotonic() - left_s:.2f} s after the client had left")
+    wait_for(lambda: aborted(service) == before + len(prompts), 2, "all were aborted, none had come to its end")
+
+
+@contextmanager
+def connected(service: Service, path: str, body: bytes) -> Iterator[None]:
+    """A client that has sent its request and reads nothing; it leaves with the block."""
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+    with socket.create_connection(("127.0.0.1", service.port), timeout=10) as client:
+        client.sendall(head.encode() + b"\r\n" + body)
+        yield
+
+
+def at_rest(service: Service) -> bool:
+    records = group_records(service)
+    return all((r.kv_used, r.running, r.waiting, r.outstanding_tokens) == (0, 0, 0, 0) for r in records)
+
+
+def aborted(service: Service) -> int:
+    """Choices that were aborted, over all groups."""
+    found = [decode_stats(record) for record in group_records(service)]
+    return sum(stats.finished["abort"] for stats in found if stats is not None)
 
 
 def test_every_process_says_its_part(service: Service) -> None:

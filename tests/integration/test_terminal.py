@@ -53,5 +53,8 @@ def test_a_terminal_from_start_to_end(vllm_named: Service) -> None:
         "starting Ray Serve ...",
         "starting the gateway and 1 group, loading weights ...",
     ]
+    assert [line for line in lines if re.fullmatch(r"group \w+: \d+\.\d MiB of weights loaded in \d+\.\d s", line)], (
+        lines
+    )
     assert lines.index(begun[-1]) < next(i for i, line in enumerate(lines) if line.startswith("serving demo"))
     assert re.fullmatch(r"stopped: nothing is left running \(took \d+\.\d s\)", lines[-1]), service.output

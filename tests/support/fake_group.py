@@ -75,13 +75,13 @@ class FakeGroup:
 
 
 class FakeCall:
-    """A handle call."""
+    """A handle call. As with Serve's, only cancel() ends it: it does not care who waits for its answer."""
 
     def __init__(self, task: "asyncio.Task[bytes]") -> None:
         self._task = task
 
     async def answer(self) -> bytes:
-        return await self._task
+        return await asyncio.shield(self._task)
 
     def cancel(self) -> None:
         self._task.cancel()

@@ -6,6 +6,7 @@ SettingsError that names the flag. Logs what was chosen and why.
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -159,6 +160,7 @@ def _build(
             spec,
             context,
             folder=Path(settings.model.model),
+            progress=sys.stderr.isatty(),
             dtype=dtype,
             device=device,
             attention=select_attention(device, dtype, spec.head_dim),

@@ -5,8 +5,11 @@ from typing import Any
 import pytest
 
 from cluster.app import choose_device, choose_home
+from cluster.group_engine import loading_note, with_own_step_log
 from cluster.service import check_home, groups_per_node
 from configs.errors import SettingsError
+from configs.load import build_settings
+from workers.engine.executor import ExecutorReady
 
 
 def node(name: str, **resources: float) -> dict[str, Any]:
@@ -60,3 +63,25 @@ def test_groups_spread_over_nodes() -> None:
         1,
         3,
     ]
+
+
+@pytest.mark.parametrize(("size", "words"), [(3 * 2**20, "3.0 MiB"), (5 * 2**29, "2.5 GiB")])
+def test_a_group_says_what_loading_took(size: int, words: str) -> None:
+    ready = ExecutorReady(
+        num_blocks=1,
+        pipeline_parallel_size=1,
+        device="cpu",
+        dtype="float32",
+        threads=1,
+        weight_bytes=size,
+        block_bytes=1,
+        load_s=1.26,
+    )
+    assert loading_note(ready) == f"{words} of weights loaded in 1.3 s"
+
+
+def test_groups_do_not_share_a_step_log() -> None:
+    engine = build_settings("m", {"step_log": "/logs/steps.jsonl"}).engine
+    logs = [with_own_step_log(engine, group).step_log for group in ("a1", "b2")]
+    assert logs == ["/logs/steps-a1.jsonl", "/logs/steps-b2.jsonl"]
+    assert with_own_step_log(build_settings("m", {}).engine, "a1").step_log is None

@@ -587,6 +587,15 @@ async def test_the_fleet_tells_who_vanished_while_redis_answers() -> None:
     assert await pass_time(200, "g0") == [], "it is history"
 
 
+async def test_a_group_that_is_given_up_for_a_gap_stops_working_on_the_request(slow_service: Service) -> None:
+    stream = await slow_service.client.submit(request("r", 2000))
+    await anext(stream)
+    slow_service.client._attempts["r"].lost.set()  # as a second after a gap
+    await until(lambda: slow_service.groups[1].requests)
+    await until(lambda: not slow_service.groups[0].engine.live, 1.0)
+    await stream.aclose()
+
+
 async def test_a_request_that_breaks_two_groups_is_poisoned(service: Service) -> None:
     poisoned = await service.client.submit(request("bad", prompt=[666]))  # breaks the first group, then the second
     with pytest.raises(RequestRefused, match="2 groups") as caught:

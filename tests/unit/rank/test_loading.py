@@ -1,6 +1,8 @@
 """What a rank decides at start: dtype, context, device, threads, blocks; and the profiling step at its fullest."""
 
+import io
 import os
+import sys
 from pathlib import Path
 
 import msgspec
@@ -51,6 +53,17 @@ def test_dtype_follows_the_checkpoint_but_for_float16_on_cpu(folder: Path) -> No
     assert choose_dtype(settings_for(folder), spec, CPU) == torch.bfloat16
     assert choose_dtype(settings_for(folder), spec, torch.device("cuda")) == torch.float16
     assert choose_dtype(settings_for(folder, dtype="float16"), spec, CPU) == torch.float16
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_weights_show_a_bar_on_a_terminal_only(
+    folder: Path, terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: terminal)
+    monkeypatch.setattr(sys, "stderr", screen)
+    load_single(settings_for(folder))
+    assert ("loading weights" in screen.getvalue()) == terminal
 
 
 @pytest.mark.parametrize("length", [0, 257])

@@ -1,0 +1,154 @@
+"""A private Redis that is replaced, with a new URL: those who use it find it again."""
+
+import asyncio
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.coordination.client import BackgroundClient, RedisAway
+from cluster.coordination.moving_redis import ASK_AFTER_FAILURES, MovingRedis
+from cluster.coordination.redis_server import RedisServer
+from cluster.coordination.registry import FleetView, GroupBeat
+from cluster.redis_replica import PrivateRedis
+from cluster.service import ServiceFacts, install_root, new_facts
+from configs.environment import short_temp_folder
+from tests.support.fake_group import serving
+
+
+class Client:
+    """Answers when its URL is the living one."""
+
+    living = "a"
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.is_closed = False
+
+    async def command(self, *parts: Any) -> Any:
+        if self.url != self.living:
+            raise RedisAway("nobody there")
+        return parts
+
+    async def pipeline(self, commands: list[list[Any]]) -> list[Any]:
+        return [await self.command(*parts) for parts in commands]
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+async def test_the_url_is_asked_for_after_some_failures_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Client] = []
+    answers: list[Exception | str] = [ConnectionError("no replica"), "a", "b"]
+    asked: list[Exception | str] = []
+
+    def open_client(url: str) -> Client:
+        opened.append(Client(url))
+        return opened[-1]
+
+    async def ask() -> str:
+        asked.append(answers.pop(0))
+        if isinstance(asked[-1], Exception):
+            raise asked[-1]
+        return asked[-1]
+
+    redis = MovingRedis("a", open_client, ask)
+    assert await redis.command("PING") == ("PING",)
+    monkeypatch.setattr(Client, "living", "b")
+    for _ in range(3 * ASK_AFTER_FAILURES):
+        with pytest.raises(RedisAway):
+            await redis.command("PING")
+    assert len(asked) == 3 and [client.url for client in opened] == ["a", "b"]
+    assert opened[0].is_closed
+    assert await redis.pipeline([["PING"]]) == [("PING",)]
+    await redis.close()
+    assert opened[1].is_closed
+
+
+async def test_a_url_that_was_given_is_never_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Client, "living", "b")
+    redis = MovingRedis("a", Client, None)
+    for _ in range(2 * ASK_AFTER_FAILURES):
+        with pytest.raises(RedisAway):
+            await redis.command("PING")
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="tr-", dir=short_temp_folder()) as name:
+        yield Path(name)
+
+
+async def test_fleet_and_heartbeat_go_on_with_the_redis_that_takes_its_place(folder: Path) -> None:
+    servers = [RedisServer(folder / name) for name in ("one", "two")]
+    servers[0].start()
+    living = servers[0]
+
+    async def ask() -> str:
+        return living.url
+
+    def open_client(url: str) -> BackgroundClient:
+        return BackgroundClient(url, timeout_s=1.0, retries=0)
+
+    clients = [MovingRedis(living.url, open_client, ask) for _ in range(2)]
+    beat = GroupBeat(clients[0], "s", lambda: serving()["g"])
+    view = FleetView(clients[1], "s", reseed=lambda: asyncio.sleep(0))
+    try:
+        await beat.beat()
+        await view.refresh()
+        assert set(view.records) == {"g"}
+        servers[0].stop()
+        servers[1].start()
+        living = servers[1]
+        for _ in range(ASK_AFTER_FAILURES):
+            with pytest.raises(RedisAway):
+                await beat.beat()
+            await view.refresh()
+            assert view.redis_away and set(view.records) == {"g"}
+        await beat.beat()
+        await view.refresh()
+        assert not view.redis_away and set(view.records) == {"g"}
+    finally:
+        for client in clients:
+            await client.close()
+        for server in servers:
+            server.stop()
+
+
+def facts() -> ServiceFacts:
+    made = new_facts(single_node=True)
+    assert made.install == install_root()
+    return made
+
+
+async def test_the_replica_answers_while_its_server_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    slow = False
+    plain_start = RedisServer.start
+
+    def start(server: RedisServer) -> None:
+        if slow:
+            assert go_on.wait(10)
+        plain_start(server)
+
+    monkeypatch.setattr(RedisServer, "start", start)
+    replica = PrivateRedis.__new__(PrivateRedis)
+    await replica.__init__(facts())  # type: ignore[misc]
+    try:
+        url = await replica.url()
+        slow = True
+        replica._server.stop()
+        await asyncio.sleep(1.0)  # more than a period of its watch
+        async with asyncio.timeout(1):
+            assert await replica.url() == url
+        replica.check_health()
+        go_on.set()
+        async with asyncio.timeout(10):
+            while not replica._server.is_alive():
+                await asyncio.sleep(0.02)
+    finally:
+        go_on.set()
+        await replica.__del__()

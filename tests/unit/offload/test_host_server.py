@@ -1,0 +1,101 @@
+"""The host tier's loop in this process: memory that takes long to reserve is waited for by those who asked only."""
+
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.environment import short_temp_folder
+from offload import host_regions
+from offload.host_messages import HostTierError, Lease
+from offload.host_process import attach, lease, status
+from offload.host_server import HostServer
+
+PAGE = 4096
+BUDGET = 8 * PAGE
+
+
+@dataclass
+class Host:
+    """A server whose reservations wait for `go_on` when the layout is "slow"."""
+
+    socket: Path
+    go_on: threading.Event
+    asked: threading.Event
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    plain = host_regions._allocate
+    with tempfile.TemporaryDirectory(prefix="th-", dir=short_temp_folder()) as folder:
+        made = Host(Path(folder) / "s", threading.Event(), threading.Event())
+
+        def allocate(ask: Lease) -> Any:
+            if ask.layout == "slow":
+                made.asked.set()
+                assert made.go_on.wait(20)
+            return plain(ask)
+
+        monkeypatch.setattr(host_regions, "_allocate", allocate)
+        reader, writer = os.pipe()
+        with os.fdopen(reader) as parent, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdin", parent)
+            server = HostServer(made.socket, BUDGET)
+            running = threading.Thread(target=server.run)
+            running.start()
+            yield made
+            made.go_on.set()
+            os.close(writer)
+            running.join(10)
+            assert not running.is_alive()
+            server.close()
+
+
+def test_a_rank_attaches_while_another_groups_memory_is_reserved(host: Host) -> None:
+    first = lease(host.socket, "quick", PAGE, [PAGE], 5)
+    with ThreadPoolExecutor(2) as pool:
+        second = pool.submit(lease, host.socket, "slow", PAGE, [PAGE, PAGE], 20)
+        assert host.asked.wait(5)
+        slab = attach(host.socket, first.token, 0, 2)
+        assert status(host.socket, 2).leases == 1
+        third = pool.submit(lease, host.socket, "quick", PAGE, [PAGE], 20)  # leases are made one after the other
+        time.sleep(0.05)
+        assert not third.done() and not second.done()
+        host.go_on.set()
+        held = [first, second.result(), third.result(), slab, attach(host.socket, second.result().token, 1, 2)]
+    assert [lease.reused for lease in (second.result(), third.result())] == [False, False]
+    now = status(host.socket, 2)
+    assert (now.regions, now.leases, now.holders) == (3, 3, 5)
+    for one in held:
+        one.close()
+
+
+def test_what_a_coordinator_that_left_meanwhile_has_asked_for_is_free(host: Host) -> None:
+    with pytest.raises(HostTierError, match="did not answer"):
+        lease(host.socket, "slow", PAGE, [6 * PAGE], 0.3)
+    assert status(host.socket, 2).regions == 0
+    host.go_on.set()
+    again = lease(host.socket, "slow", PAGE, [6 * PAGE], 5)
+    assert again.reused, "it is not reserved a second time"
+    assert status(host.socket, 2).regions == 1
+    again.close()
+
+
+def test_memory_that_is_being_reserved_counts(host: Host) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(lease, host.socket, "slow", PAGE, [6 * PAGE], 20)
+        assert host.asked.wait(5)
+        second = pool.submit(lease, host.socket, "quick", PAGE, [6 * PAGE], 20)
+        host.go_on.set()
+        held = first.result()
+        with pytest.raises(HostTierError, match="do not fit"):
+            second.result()
+        held.close()
