@@ -1,5 +1,6 @@
 """What this machine can do at best, measured now: the denominators of every benchmark's "share of the floor"."""
 
+import ctypes
 import os
 import time
 from collections.abc import Callable
@@ -54,6 +55,12 @@ def measure_machine(threads: int) -> MachineSpeed:
     )
     torch.set_num_threads(before)
     return speed
+
+
+def measure_memcpy(size_bytes: int = 256 * 2**20) -> float:
+    """Bytes per second that one thread copies between two buffers beyond any cache (each byte counted once)."""
+    source, target = torch.ones(size_bytes, dtype=torch.uint8), torch.zeros(size_bytes, dtype=torch.uint8)
+    return size_bytes / best_seconds(lambda: ctypes.memmove(target.data_ptr(), source.data_ptr(), size_bytes))
 
 
 class OtherCpu:
