@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tqdm import tqdm
 
 from benchmarks.engine_run import TimelineSink, drain, greedy_request, opened_engine
-from benchmarks.machine import OtherCpu
+from benchmarks.machine import OtherCpu, wait_until_quiet
 from benchmarks.tier_arms import Arm, Machine, arm_settings, warm
 from benchmarks.turns import BLOCK, fresh_tokens
 from benchmarks.workload import Job, Timeline
@@ -67,12 +67,12 @@ class Crossover:
 
 
 def measure_crossover(
-    machine: Machine, bytes_of_block: int, vocab_size: int, lengths: list[int], repeats: int
+    machine: Machine, bytes_of_block: int, vocab_size: int, lengths: list[int], repeats: int, patience_s: float
 ) -> Crossover:
-    """Round after round over all lengths: the longest new prompt of a round drives all that is known off the device."""
+    """Round after round over all lengths: what is sent between two visits of one length drives it off the device."""
     draw = random.Random(0)
     prompts = {length: fresh_tokens(draw, length, vocab_size) for length in lengths}
-    device = -(-(max(lengths) + NEW + 1) // BLOCK) + 2
+    device = 2 * (-(-(max(lengths) + NEW + 1) // BLOCK) + 1)  # at most half of it is stored at once
     host = sum(2 * (length + NEW) // BLOCK + 2 for length in lengths) * (repeats + 2)
     sink = TimelineSink()
     known: dict[int, list[Sample]] = {length: [] for length in lengths}
@@ -84,6 +84,7 @@ def measure_crossover(
         rounds = range(-1, repeats)  # the first one brings every prefix to the host
         for turn in tqdm(rounds, desc="crossover", unit="round", leave=False):
             for length in lengths:
+                wait_until_quiet(patience_s if turn >= 0 else 0.0)
                 one = _sample(engine, sink, fresh_tokens(draw, length + NEW, vocab_size))
                 two = _sample(engine, sink, prompts[length] + fresh_tokens(draw, NEW, vocab_size))
                 if turn >= 0:

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+QUIET = 0.1
+"""Share of the machine below which other processes are not held against a measurement."""
+
 
 @dataclass(frozen=True)
 class MachineSpeed:
@@ -77,6 +80,16 @@ class OtherCpu:
         wall, busy, ours = time.perf_counter(), _busy_s(), _family_cpu_s()
         span = (wall - self._start[0]) * (os.cpu_count() or 1)
         self.share = max(0.0, (busy - self._start[1]) - (ours - self._start[2])) / span
+
+
+def wait_until_quiet(patience_s: float, window_s: float = 0.25) -> None:
+    """Returns once other processes took less than QUIET of the machine for window_s; after patience_s at the latest."""
+    deadline_s = time.perf_counter() + patience_s
+    while time.perf_counter() < deadline_s:
+        with OtherCpu() as other:
+            time.sleep(window_s)
+        if other.share < QUIET:
+            return
 
 
 def _busy_s() -> float:

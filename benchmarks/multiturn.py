@@ -26,7 +26,7 @@ from rich.table import Table
 from benchmarks.crossover import NEW, Crossover, measure_crossover
 from benchmarks.machine import measure_memcpy
 from benchmarks.models import SHAPES, model_folder
-from benchmarks.returning_turn import Answer, ReturningTurn, measure_returning_turn, median_of
+from benchmarks.returning_turn import Answer, ReturningTurn, measure_returning_turn, median_of, quiet
 from benchmarks.tier_arms import GIB, Arm, ArmResult, Machine, block_bytes, run_arm, tokens_per_s_uncached
 from benchmarks.turns import BLOCK, LONGEST_OUTPUT, Conversations, choose, generate_trace, read_trace
 from workers.models.registry import load_spec
@@ -59,6 +59,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prefix", type=int, default=1024, help="known tokens of the returning turn")
     parser.add_argument("--repeats", type=int, help="of the returning turn and of each length (default: 7)")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
+    parser.add_argument("--patience", type=float, default=3.0, help="seconds that a turn waits for a quiet machine")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--seed", type=int, default=0, help="which conversations")
@@ -189,6 +190,7 @@ def run_return(options: argparse.Namespace, console: Console) -> ReturningTurn:
         block_bytes(spec, options.dtype),
         spec.vocab_size,
         options.repeats,
+        options.patience,
         options.out / "multiturn-serve.log",
     )
     show_return(console, options.turn_model, result)
@@ -208,8 +210,13 @@ def show_return(console: Console, model: str, result: ReturningTurn) -> None:
     row("returning", result.returning)
     row("new", result.fresh)
     console.print(table)
+    calm = f"{len(quiet(result.returning))} and {len(quiet(result.fresh))} of them"
+    calm_ratio = "–" if result.quiet_ratio is None else f"{result.quiet_ratio:.1f}x"
     verdict = "reached" if result.ratio >= GOAL else "NOT reached"
-    console.print(f"{result.ratio:.1f}x lower; goal {GOAL:.0f}x {verdict}; other_cpu {result.other_cpu:.2f}")
+    console.print(
+        f"{result.ratio:.1f}x lower (medians); {calm_ratio} over the turns while the machine was quiet, {calm}; "
+        f"{result.least_ratio:.1f}x by the least; goal {GOAL:.0f}x {verdict}; other_cpu {result.other_cpu:.2f}"
+    )
 
 
 # ---- crossover ----
@@ -220,7 +227,9 @@ def run_crossover(options: argparse.Namespace, console: Console) -> Crossover:
     spec = load_spec(folder)
     lengths = [length for length in PREFIXES if length + 4 * BLOCK <= spec.max_position_embeddings]
     machine = Machine(folder, options.dtype, options.threads, max(lengths) + 4 * BLOCK)
-    result = measure_crossover(machine, block_bytes(spec, options.dtype), spec.vocab_size, lengths, options.repeats)
+    result = measure_crossover(
+        machine, block_bytes(spec, options.dtype), spec.vocab_size, lengths, options.repeats, options.patience
+    )
     show_crossover(console, options.turn_model, result)
     return result
 

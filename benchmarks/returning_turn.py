@@ -1,6 +1,6 @@
 """One returning turn over HTTP on an idle service: its KV is on the host, the device has lost it.
 
-Called by benchmarks/multiturn.py. A few conversations take turns on a device that holds one of them; between their
+Called by benchmarks/multiturn.py. A few conversations take turns on a device that holds two of them; between their
 turns come new prompts of the same length, the comparison. The split of each time comes from the service's /metrics.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import aiohttp
 from tqdm import tqdm
 
-from benchmarks.machine import OtherCpu
+from benchmarks.machine import QUIET, OtherCpu, wait_until_quiet
 from benchmarks.service import Service
 from benchmarks.tier_arms import GIB
 from benchmarks.turns import BLOCK, fresh_tokens
@@ -46,57 +46,87 @@ class Answer:
     copy_s: float
     step_s: float
     rest_s: float
+    other_cpu: float
 
 
 @dataclass(frozen=True)
 class ReturningTurn:
-    """returning and fresh: medians over `repeats` turns each. ratio: of the medians of the times to the first token."""
+    """`repeats` turns of each kind, and other_cpu over all of it."""
 
     prefix: int
     returning: list[Answer]
     fresh: list[Answer]
-    ratio: float
     other_cpu: float
+
+    @property
+    def ratio(self) -> float:
+        """Of the medians of the times to the first token."""
+        return median_of(self.fresh, "ttft_s") / median_of(self.returning, "ttft_s")
+
+    @property
+    def quiet_ratio(self) -> float | None:
+        """The same over turns during which other processes took next to nothing; None when there are none."""
+        fresh, returning = quiet(self.fresh), quiet(self.returning)
+        return median_of(fresh, "ttft_s") / median_of(returning, "ttft_s") if fresh and returning else None
+
+    @property
+    def least_ratio(self) -> float:
+        """Of the least times."""
+        return min(a.ttft_s for a in self.fresh) / min(a.ttft_s for a in self.returning)
 
 
 def median_of(answers: list[Answer], name: str) -> float:
     return statistics.median(getattr(answer, name) for answer in answers)
 
 
+def quiet(answers: list[Answer]) -> list[Answer]:
+    return [answer for answer in answers if answer.other_cpu < QUIET]
+
+
 def measure_returning_turn(
-    folder: Path, flags: list[str], prefix: int, bytes_of_block: int, vocab_size: int, repeats: int, log: Path
+    folder: Path,
+    flags: list[str],
+    prefix: int,
+    bytes_of_block: int,
+    vocab_size: int,
+    repeats: int,
+    patience_s: float,
+    log: Path,
 ) -> ReturningTurn:
-    """Starts a service of its own and stops it."""
+    """Starts a service of its own and stops it. The device holds two prompts: at most half of it is stored at once."""
     blocks = -(-(prefix + NEW + 1) // BLOCK)
     host_blocks = (CONVERSATIONS + 3) * (blocks + 1) + repeats * (blocks + 2)
-    sizes = ["--num-gpu-blocks-override", str(blocks + blocks // 2), "--block-size", str(BLOCK)]
+    sizes = ["--num-gpu-blocks-override", str(2 * (blocks + 1)), "--block-size", str(BLOCK)]
     sizes += ["--kv-offloading-size", f"{host_blocks * bytes_of_block / GIB:.4f}"]
     with Service(str(folder), [*flags, *sizes], log) as service, OtherCpu() as other:
-        returning, fresh = asyncio.run(_converse(service, prefix, vocab_size, repeats))
-    ratio = median_of(fresh, "ttft_s") / median_of(returning, "ttft_s")
-    return ReturningTurn(prefix, returning, fresh, ratio, other.share)
+        returning, fresh = asyncio.run(_converse(service, prefix, vocab_size, repeats, patience_s))
+    return ReturningTurn(prefix, returning, fresh, other.share)
 
 
-async def _converse(service: Service, prefix: int, vocab_size: int, repeats: int) -> tuple[list[Answer], list[Answer]]:
+async def _converse(
+    service: Service, prefix: int, vocab_size: int, repeats: int, patience_s: float
+) -> tuple[list[Answer], list[Answer]]:
     draw = random.Random(1)
     talks = [fresh_tokens(draw, prefix, vocab_size) for _ in range(CONVERSATIONS)]
     returning: list[Answer] = []
     fresh: list[Answer] = []
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
         for talk in talks:
-            await _turn(session, service, talk)
-        await _turn(session, service, talks[0] + fresh_tokens(draw, NEW, vocab_size))  # the first load of all
+            await _turn(session, service, talk, 0.0)
+        await _turn(session, service, talks[0] + fresh_tokens(draw, NEW, vocab_size), 0.0)  # the first load of all
         for repeat in tqdm(range(repeats), desc="returning turn", unit="pair", leave=False):
-            fresh.append(await _turn(session, service, fresh_tokens(draw, prefix + NEW, vocab_size)))
+            fresh.append(await _turn(session, service, fresh_tokens(draw, prefix + NEW, vocab_size), patience_s))
             talk = talks[(repeat + 1) % CONVERSATIONS] + fresh_tokens(draw, NEW, vocab_size)
-            returning.append(await _turn(session, service, talk))
+            returning.append(await _turn(session, service, talk, patience_s))
     return returning, fresh
 
 
-async def _turn(session: aiohttp.ClientSession, service: Service, prompt: list[int]) -> Answer:
+async def _turn(session: aiohttp.ClientSession, service: Service, prompt: list[int], patience_s: float) -> Answer:
     """One token of one prompt, and what the service counted for it."""
+    await asyncio.to_thread(wait_until_quiet, patience_s)
     before = await _counters(session, service)
-    ttft_s, cached = await _first_token(session, service, prompt)
+    with OtherCpu() as other:
+        ttft_s, cached = await _first_token(session, service, prompt)
     after = await _settled(session, service, before["requests"] + 1)
     grown = {name: after[name] - before[name] for name in COUNTERS}
     return Answer(
@@ -108,6 +138,7 @@ async def _turn(session: aiohttp.ClientSession, service: Service, prompt: list[i
         copy_s=grown["copy_s"],
         step_s=grown["step_s"],
         rest_s=grown["engine_ttft_s"] - grown["queue_s"] - grown["step_s"],
+        other_cpu=other.share,
     )
 
 

@@ -40,7 +40,21 @@ def test_a_generated_trace_returns_to_its_prefixes() -> None:
 
 
 def test_a_small_run_has_every_figure(tmp_path: Path) -> None:
-    flags = ["--quick", "--turns", "16", "--longest", "12", "--repeats", "1", "--load", "4", "--threads", "1"]
+    flags = [
+        "--quick",
+        "--turns",
+        "16",
+        "--longest",
+        "12",
+        "--repeats",
+        "1",
+        "--load",
+        "4",
+        "--threads",
+        "1",
+        "--patience",
+        "0",
+    ]
     flags += ["--trace", str(tmp_path / "none"), "--out", str(tmp_path), "--parts", "trace", "crossover"]
     record = run(parse_arguments(flags), Console(quiet=True))
     trace, crossover = record["trace"], record["crossover"]
