@@ -18,7 +18,7 @@ log = logging.getLogger("ray.serve.tandem")
 
 
 class GroupEngine:
-    """Opens one engine and closes its ranks. rank_pids and silent_s() may be read from any thread."""
+    """Opens one engine and closes its ranks. rank_pids, notes and silent_s() may be read from any thread."""
 
     def __init__(
         self,
@@ -32,11 +32,13 @@ class GroupEngine:
         host = "127.0.0.1" if facts.single_node else ray.util.get_node_ip_address()
         self._executor = RayExecutor(settings, facts, group, placement_group, host, on_lost)
         self.rank_pids: tuple[int, ...] = ()
+        self.notes: tuple[str, ...] = ()
 
     def open(self, sink: Sink) -> Engine:
         """Starts the ranks, loads the model, and puts the engine on top. SettingsError or GroupLost when that fails."""
         ready = self._executor.start()
         self.rank_pids = ready.rank_pids
+        self.notes = ready.tier_notes
         log.info("ranks ready: %s", ready)
         return Engine(self._settings, model_facts(self._settings, ready), self._executor, ready, sink, time.monotonic)
 

@@ -18,7 +18,7 @@ import psutil
 from cluster import machine, ray_node
 from cluster.coordination.redis_server import RedisServer
 from cluster.placement import declared_cpus, max_groups, min_groups
-from cluster.preflight import check_memory, check_model, check_port, check_redis, choose_device
+from cluster.preflight import check_memory, check_model, check_port, check_redis, choose_device, fit_host_tier
 from cluster.reaper import Reaper, orphans
 from cluster.run_files import PrivateFolder, RunFile, remove_run_file, write_run_file
 from cluster.service import ServiceFacts, groups_per_node, install_root, new_facts
@@ -26,6 +26,7 @@ from cluster.signals import Signals, StopRequested
 from cluster.strays import Strays
 from configs.errors import SettingsError
 from configs.schema import ServiceSettings
+from offload.host_process import HostProcess
 
 WATCH_PERIOD_S = 1.0
 
@@ -39,6 +40,7 @@ class Launcher:
         self._say = say
         self._signals = Signals()
         self._redis: RedisServer | None = None
+        self._host_tier: HostProcess | None = None
         self._stack = ExitStack()
         self._phases: list[tuple[str, float]] = []
         self._begun = False
@@ -72,6 +74,7 @@ class Launcher:
             self._stack.callback(os.chdir, "/")
         with self._phase("redis", None if self._settings.redis.url is not None else "starting Redis ..."):
             url = self._start_redis(folder.redis)
+        self._start_host_tier(folder.host_tier)
         with self._phase("ray", "starting Ray ..." if self._address is None else f"joining Ray at {self._address} ..."):
             self._start_ray(folder)
         facts = self._facts(url)
@@ -83,7 +86,7 @@ class Launcher:
             app.deploy()
         groups = _groups(min_groups(self._settings))
         with self._phase("groups", f"starting the gateway and {groups}, loading weights ..."):
-            choices = app.wait_until_ready(self._keep_redis)
+            choices = app.wait_until_ready(self._keep_helpers)
         for choice in choices:
             self._say.line(choice)
         self._announce(facts)
@@ -93,6 +96,9 @@ class Launcher:
         check_port(settings.gateway.host, settings.gateway.port)
         check_model(settings)
         check_memory(settings)
+        self._settings, note = fit_host_tier(settings)
+        if note is not None:
+            self._say.line(note)
         if settings.redis.url is not None:
             check_redis(settings.redis.url)
         if self._address is not None and settings.redis.url is None:
@@ -105,6 +111,16 @@ class Launcher:
         self._stack.callback(self._redis.stop)
         self._redis.start()
         return self._redis.url
+
+    def _start_host_tier(self, folder: Path) -> None:
+        """The process that holds KV in this machine's memory, when all groups are here and want it."""
+        gib = self._settings.engine.cache.kv_offloading_gib
+        if gib is None or self._address is not None:
+            return
+        # keys of slots take a little beside the slots
+        self._host_tier = HostProcess(folder, int(gib * 1.01 * 2**30 + 2**20) * max_groups(self._settings))
+        self._stack.callback(self._host_tier.stop)
+        self._host_tier.start()
 
     def _start_ray(self, folder: PrivateFolder) -> None:
         private = self._address is None
@@ -132,6 +148,7 @@ class Launcher:
             device=self._settings.engine.device.device or "cpu",
             gateway_node=ray_node.node_address() if self._address is not None else None,
             groups_on_node=groups_per_node(max_groups(self._settings), self._nodes()),
+            host_socket=None if self._host_tier is None else str(self._host_tier.socket_path),
         )
 
     def _nodes(self) -> int:
@@ -174,17 +191,20 @@ class Launcher:
     # ---- serving and the end -------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Until a signal; keeps the private Redis running; a lost Ray ends the service."""
+        """Until a signal; keeps the private Redis and the host tier running; a lost Ray ends the service."""
         while not self._signals.wait(WATCH_PERIOD_S):
-            self._keep_redis()
+            self._keep_helpers()
             if not ray_node.is_alive():
                 raise SettingsError("Ray's own processes have died; the service cannot go on")
         self._say.line("stopping: requests in flight may finish (signal again to end at once)")
 
-    def _keep_redis(self) -> None:
+    def _keep_helpers(self) -> None:
         if self._redis is not None and not self._redis.is_alive():
             self._say.line("the private Redis server died and is started again")
             self._redis.start()
+        if self._host_tier is not None and not self._host_tier.is_alive():
+            self._say.line("the host-tier process died and is started again; groups keep the memory they hold")
+            self._host_tier.start()
 
     def _drain(self, app: "ServeApp") -> None:  # type: ignore[name-defined]  # noqa: F821
         app.drain(lambda: self._signals.is_urgent)

@@ -18,7 +18,7 @@ FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "LICENSE*"]
 
 
 def resolve_settings(settings: ServiceSettings) -> ServiceSettings:
-    """The same settings with every path absolute (model, tokenizer, template, log, disk) and the served name filled in."""
+    """The same settings with every path absolute (model, tokenizer, template, log, disk) and the served name set."""
     model = settings.engine.model
     folder = find_model(model.model, model.revision, "MODEL")
     resolved: ModelSettings = replace(

@@ -18,6 +18,8 @@ from workers.models.spec import ArchSpec
 from workers.rank.memory import available_bytes
 from workers.resolve import DTYPE_BYTES, read_spec, resolve_dtype, resolve_max_model_len
 
+HOST_TIER_SHARE = 0.6
+
 
 def choose_device(settings: ServiceSettings) -> ServiceSettings:
     """Fills in the device: cuda when the driver offers one, else cpu."""
@@ -76,6 +78,23 @@ def check_memory(settings: ServiceSettings) -> None:
             f"do not fit the free {_gib(free)}",
             "--kv-cache-memory-bytes",
         )
+
+
+def fit_host_tier(settings: ServiceSettings) -> tuple[ServiceSettings, str | None]:
+    """Settings without tiers below the device when their memory is not there, and the line that says so."""
+    cache = settings.engine.cache
+    if cache.kv_offloading_gib is None:
+        return settings, None
+    groups = max_groups(settings)
+    wanted, free = int(cache.kv_offloading_gib * groups * 2**30), available_bytes()
+    if wanted <= HOST_TIER_SHARE * free:
+        return settings, None
+    smaller = replace(cache, kv_offloading_gib=None, kv_disk_path=None, kv_disk_gib=None)
+    engine = replace(settings.engine, cache=smaller)
+    return replace(settings, engine=engine), (
+        f"--kv-offloading-size {cache.kv_offloading_gib:g}: {_gib(wanted)} for {groups} group(s) is more than "
+        f"{HOST_TIER_SHARE:.0%} of the free {_gib(free)}; serving without tiers below the device"
+    )
 
 
 def check_port(host: str, port: int) -> None:

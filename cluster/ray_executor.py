@@ -73,7 +73,15 @@ class RayExecutor:
         """Creates the actors and brings the ranks up."""
         assert self._group is None, "start() is called once"
         shared = self._facts.groups_on_node
-        self._group = RankGroup(self._settings, self._facts.secret, self._lost, self._host, shared, self._tell)
+        self._group = RankGroup(
+            self._settings,
+            self._facts.secret,
+            self._lost,
+            self._host,
+            shared,
+            self._tell,
+            host_socket=self._facts.host_socket,
+        )
         runs = [self._run_rank(rank, self._group.endpoint) for rank in range(self._group.world_size)]
         threading.Thread(target=self._watch, args=(runs,), name="tandem-watch", daemon=True).start()
         return self._group.start()

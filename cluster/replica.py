@@ -233,4 +233,5 @@ class Coordinator:
             kv_used=stats.kv_usage if stats is not None else 0.0,
             stalled_s=self._stalled_s(),
             stats=msgspec.msgpack.encode(stats) if stats is not None else b"",
+            notes=list(self._engine.notes),
         )

@@ -86,7 +86,7 @@ class ServeApp:
             while True:
                 await fleet.refresh()
                 if self._all_ready(list(fleet.records.values())):
-                    return [self._choice(record) for record in fleet.records.values()]
+                    return [line for record in fleet.records.values() for line in self._choices(record)]
                 await self._raise_failure(redis)
                 if time.monotonic() - checked_s >= SLOW_POLL_S:
                     checked_s = time.monotonic()
@@ -130,12 +130,13 @@ class ServeApp:
             last = next((line for line in reversed(messages[0].strip().splitlines()) if line.strip()), "")
             raise SettingsError(f"Serve could not start the application: {last.strip()}")
 
-    def _choice(self, record: GroupRecord) -> str:
+    def _choices(self, record: GroupRecord) -> list[str]:
         parallel = self._settings.engine.parallel
         stats = decode_stats(record)
         kv = f", {stats.num_blocks} KV blocks of {stats.block_size} tokens" if stats is not None else ""
         shape = f"TP {parallel.tensor_parallel_size} x PP {parallel.pipeline_parallel_size}"
-        return f"group {record.group}: {shape} on {self._facts.device}{kv}"
+        first = f"group {record.group}: {shape} on {self._facts.device}{kv}"
+        return [first, *(f"group {record.group}: {note}" for note in record.notes)]
 
 
 async def _ask_gateways() -> None:

@@ -31,7 +31,8 @@ class ServiceFacts(msgspec.Struct, frozen=True, kw_only=True):
     single_node: all processes are on one machine and talk over loopback. home_node: that machine's Ray node id, when
     others could join; every process there refuses to start elsewhere. redis_url None: ask the tandem-redis deployment.
     open_port: gateways listen themselves. gateway_node: address of the node that gateways must run on, because their
-    port is there. groups_on_node: the most groups that may share a machine (groups_per_node).
+    port is there. groups_on_node: the most groups that may share a machine (groups_per_node). host_socket: where the
+    host-tier process of the one machine answers, None: ranks hold the host tier's memory themselves.
     """
 
     service_id: str
@@ -44,6 +45,7 @@ class ServiceFacts(msgspec.Struct, frozen=True, kw_only=True):
     gateway_node: str | None = None
     groups_on_node: int = 1
     home_node: str | None = None
+    host_socket: str | None = None
 
 
 def groups_per_node(groups: int, nodes: int) -> int:
@@ -62,6 +64,7 @@ def new_facts(
     gateway_node: str | None = None,
     groups_on_node: int = 1,
     home_node: str | None = None,
+    host_socket: str | None = None,
 ) -> ServiceFacts:
     """Facts of a new life: a fresh id and a fresh secret."""
     return ServiceFacts(
@@ -75,6 +78,7 @@ def new_facts(
         gateway_node=gateway_node,
         groups_on_node=groups_on_node,
         home_node=home_node,
+        host_socket=host_socket,
     )
 
 

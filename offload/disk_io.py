@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from configs.errors import TandemError
 from offload.block_key import KEY_BYTES
 
 LAYOUT_BYTES = 16
@@ -27,7 +28,7 @@ _CHECKSUM = struct.Struct("<I")
 HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
 
 
-class DiskBlockError(Exception):
+class DiskBlockError(TandemError):
     """A block could not be had from disk: to its reader a miss, never the end of a request."""
 
 

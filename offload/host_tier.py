@@ -50,9 +50,11 @@ class HostTier:
         self._writing: dict[bytes, int] = {}
         self._pins: dict[bytes, int] = {}
         for slot, key in found:
-            if key not in self._slots:
-                self._slots[key], self._costs[key] = slot, 1.0
-                self._policy.add(key, 1.0)
+            if key in self._slots:
+                self._index.clear(slot)
+                continue
+            self._slots[key], self._costs[key] = slot, 1.0
+            self._policy.add(key, 1.0)
         held = set(self._slots.values())
         self._free = [slot for slot in range(num_slots - 1, -1, -1) if slot not in held]
 

@@ -13,10 +13,14 @@ import torch
 class HostSlab:
     """num_slots x slot_bytes. `bytes_SB`: uint8 [slots, bytes of a slot], a view of the memory."""
 
-    def __init__(self, memory: mmap.mmap, num_slots: int, slot_bytes: int, *, pin: bool) -> None:
+    def __init__(
+        self, memory: mmap.mmap, num_slots: int, slot_bytes: int, *, pin: bool, holder: object | None = None
+    ) -> None:
+        """holder: what must live as long as the memory is used."""
         assert len(memory) >= num_slots * slot_bytes, "the slab is smaller than its slots"
         self.slot_bytes = slot_bytes
         self._memory: mmap.mmap | None = memory
+        self._holder = holder
         self.bytes_SB = torch.frombuffer(memory, dtype=torch.uint8, count=num_slots * slot_bytes).view(num_slots, -1)
         self._pinned = pin
         if pin:

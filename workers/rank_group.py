@@ -59,7 +59,7 @@ class RankGroup:
     calls from one thread. Two plans or more may be in flight; results come back in the order of submission.
     groups_on_node: the most groups of this shape that may share a machine with this one, itself included.
     on_silent(message): called once, on a thread of the group's own, when a rank is found frozen, idle or not; submit()
-    and wait() raise GroupLost from then on.
+    and wait() raise GroupLost from then on. host_socket: the node's host-tier process, if every rank is on that node.
     """
 
     def __init__(
@@ -71,12 +71,14 @@ class RankGroup:
         groups_on_node: int = 1,
         on_silent: OnSilent | None = None,
         clock: Callable[[], float] = time.monotonic,
+        host_socket: str | None = None,
     ) -> None:
         assert groups_on_node >= 1, groups_on_node
         self.world_size = settings.parallel.ranks_per_group
         self._settings = settings
         self._groups_on_node = groups_on_node
         self._lost = lost
+        self._host_socket = host_socket
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket, self.endpoint = bind_router(self._context, secret, host)
         self._poller = zmq.Poller()
@@ -193,7 +195,7 @@ class RankGroup:
     def _allocate(self, loaded: list[RankLoaded], num_blocks: int) -> tuple[str, ...]:
         """The KV of every rank and the tiers below it; what there is to say of those."""
         on_device = sum(rank.block_bytes for rank in loaded) * num_blocks if loaded[0].device == "cpu" else 0
-        tiers = open_tiers(self._settings, loaded, available_bytes() - on_device)
+        tiers = open_tiers(self._settings, loaded, available_bytes() - on_device, self._host_socket)
         for rank in range(self.world_size):
             own = None if isinstance(tiers, NoTiersBecause) else tiers.ranks[rank]
             self._send(rank, self._encoder.encode(AllocateKV(num_blocks, own)))

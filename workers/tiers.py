@@ -5,6 +5,7 @@ words, never the end of the group: it serves on with the tiers that are left, or
 """
 
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +17,18 @@ from configs.schema import CacheSettings, EngineSettings
 from offload.disk_io import file_bytes
 from offload.disk_tier import DiskTier, open_disk_tier
 from offload.eviction import make_policy
+from offload.host_process import HostTierError, RegionLease, lease
 from offload.host_tier import HostTier
+from offload.slot_index import SlotIndex, index_bytes
 from offload.tiered_store import TieredStore
 from workers.messages import RankLoaded, RankTiers
 from workers.resolve import fingerprint
 
 GIB = 2**30
 LAYOUT_VERSION = "1"
+LEASE_S = 10.0
+LEASE_RETRY_S = 5.0
+RESERVE_S_PER_GIB = 4.0
 
 
 @dataclass(frozen=True)
@@ -43,33 +49,70 @@ class NoTiersBecause:
 
 
 def open_tiers(
-    settings: EngineSettings, loaded: Sequence[RankLoaded], available_bytes: int
+    settings: EngineSettings, loaded: Sequence[RankLoaded], available_bytes: int, host_socket: str | None = None
 ) -> OpenTiers | NoTiersBecause:
-    """The tiers that the settings ask for. available_bytes: memory of this machine beside weights and device KV."""
+    """The tiers that the settings ask for. available_bytes: memory of this machine beside weights and device KV.
+
+    host_socket: the node's host-tier process, whose memory outlives this group; None: ranks hold it themselves.
+    """
     cache = settings.cache
     if cache.kv_offloading_gib is None:
         return NoTiersBecause()
     size_bytes = int(cache.kv_offloading_gib * GIB)
     block_bytes = sum(rank.block_bytes for rank in loaded)
     num_slots = size_bytes // block_bytes
-    if size_bytes > available_bytes:
-        return _none(f"{cache.kv_offloading_gib:g} GiB is more than the {available_bytes / GIB:.1f} GiB available")
     if num_slots < 1:
         return _none(f"{cache.kv_offloading_gib:g} GiB holds no block of {block_bytes} bytes")
+    if host_socket is None and size_bytes > available_bytes:
+        return _none(f"{cache.kv_offloading_gib:g} GiB is more than the {available_bytes / GIB:.1f} GiB available")
     layout = layout_digest(settings, loaded)
+    held: RegionLease | None = None
+    index, found = None, []
+    if host_socket is not None:
+        try:
+            held = _lease(Path(host_socket), layout, num_slots, [rank.block_bytes for rank in loaded])
+        except HostTierError as error:
+            return _none(str(error))
+        index = SlotIndex(held.index, num_slots)
+        found = index.items()
     tokens = num_slots * cache.block_size
     notes = [f"host tier: {num_slots} KV blocks ({tokens} tokens, {size_bytes / GIB:g} GiB), {cache.kv_eviction}"]
     disk = _open_disk(cache, layout, loaded, notes)
+    if found:
+        notes.append(f"host tier: {len(found)} KV blocks of an earlier group are there")
     ranks = [
         RankTiers(
             num_slots=num_slots,
             layout=layout,
+            host_socket=host_socket,
+            host_token=None if held is None else held.token,
             disk_folder=None if disk is None else str(disk.folder(rank_folder(rank.rank))),
         )
         for rank in loaded
     ]
-    store = TieredStore(HostTier(num_slots, make_policy(cache.kv_eviction)), disk)
-    return OpenTiers(ranks, store, tuple(notes), lambda: None if disk is None else disk.close())
+    store = TieredStore(HostTier(num_slots, make_policy(cache.kv_eviction), index, found), disk)
+
+    def close() -> None:
+        if disk is not None:
+            disk.close()
+        if held is not None:
+            held.close()
+
+    return OpenTiers(ranks, store, tuple(notes), close)
+
+
+def _lease(socket: Path, layout: bytes, num_slots: int, block_bytes: list[int]) -> RegionLease:
+    """A region of the host-tier process. A group that this one replaces may still hold the only one for a moment."""
+    sizes = [num_slots * size for size in block_bytes]
+    timeout_s = LEASE_S + sum(sizes) / GIB * RESERVE_S_PER_GIB
+    deadline_s = time.monotonic() + LEASE_RETRY_S
+    while True:
+        try:
+            return lease(socket, layout.hex(), index_bytes(num_slots), sizes, timeout_s)
+        except HostTierError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.2)
 
 
 def rank_folder(rank: int) -> str:

@@ -36,7 +36,8 @@ class Commands(Protocol):
 class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One group at one moment. `stats` is msgpack of the engine's statistics; `epoch` names the group's life.
 
-    stalled_s: how long no step has finished although there is work; 0 without work.
+    stalled_s: how long no step has finished although there is work; 0 without work. notes: what was chosen at its start
+    that its user should know.
     """
 
     group: str
@@ -52,6 +53,7 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     kv_used: float = 0.0
     stalled_s: float = 0.0
     stats: bytes = b""
+    notes: list[str] = []
 
     @property
     def is_ready(self) -> bool:

@@ -172,7 +172,10 @@ class KVOffload:
         """Sequences that have waited far longer than a copy should take: they compute. The tickets stay open."""
         now_s = self._clock()
         late = [opened for opened in self._open.values() if opened.waiters and now_s > opened.due_s]
-        return [seq for opened in late for seq in self._release_waiters(opened)]
+        given_up = [seq for opened in late for seq in self._release_waiters(opened)]
+        for seq in given_up:
+            seq.num_loads = MAX_LOADS
+        return given_up
 
     def table_uses(self) -> Iterator[int]:
         """Device blocks that open loads use, one entry per use; for the laws."""

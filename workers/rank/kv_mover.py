@@ -18,12 +18,14 @@ import torch
 import zmq
 
 from offload.disk_io import DiskBlockError, read_block, remove_block, write_block
+from offload.host_process import attach
 from offload.pinned_pool import HostSlab
 from offload.transfer import make_copier
 from workers.channel import connect_dealer, mover_name
 from workers.messages import RankTiers, Transfer, TransferDone
 
 log = logging.getLogger(__name__)
+ATTACH_S = 10.0
 
 
 class Inbox(Protocol):
@@ -164,6 +166,10 @@ class KVMover(threading.Thread):
         write_block(self._disk, key, self._layout, self._slab.slot(slot))
 
 
-def open_slab(tiers: RankTiers, slot_bytes: int, device: torch.device) -> HostSlab:
-    """The memory of this rank's host slots. OSError when there is not enough."""
-    return HostSlab.allocate(tiers.num_slots, slot_bytes, pin=device.type == "cuda")
+def open_slab(rank: int, tiers: RankTiers, slot_bytes: int, device: torch.device) -> HostSlab:
+    """The memory of this rank's host slots. OSError or HostTierError when it cannot be had."""
+    pin = device.type == "cuda"
+    if tiers.host_socket is None or tiers.host_token is None:
+        return HostSlab.allocate(tiers.num_slots, slot_bytes, pin=pin)
+    held = attach(Path(tiers.host_socket), tiers.host_token, rank, ATTACH_S)
+    return HostSlab(held.slab, tiers.num_slots, slot_bytes, pin=pin, holder=held)

@@ -71,9 +71,9 @@ class LoadedRank:
         return runner
 
     def open_mover(self, runner: ModelRunner, tiers: RankTiers, inbox: Inbox) -> KVMover:
-        """The rank's copies between tiers, ready to start. OSError when the host memory cannot be had."""
+        """The rank's copies between tiers, ready to start. OSError or HostTierError when there is no memory."""
         planes = runner.kv.planes
-        slab = open_slab(tiers, bytes_per_slot(planes), self.device)
+        slab = open_slab(self.facts.rank, tiers, bytes_per_slot(planes), self.device)
         return KVMover(self.facts.rank, planes, slab, tiers, inbox)
 
 

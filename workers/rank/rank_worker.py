@@ -22,6 +22,7 @@ import zmq
 
 from configs.errors import SettingsError
 from configs.schema import EngineSettings
+from offload.host_process import HostTierError
 from parallel.context import ParallelContext
 from parallel.groups import init_parallel, listen
 from workers.channel import connect_dealer
@@ -130,7 +131,7 @@ def _start_mover(loaded: LoadedRank, runner: ModelRunner, tiers: RankTiers, inbo
     """Starts the copies between tiers; why there are none, when the memory cannot be had."""
     try:
         loaded.open_mover(runner, tiers, inbox()).start()
-    except OSError as error:
+    except (OSError, HostTierError) as error:
         return f"{type(error).__name__}: {error}"
     return None
 

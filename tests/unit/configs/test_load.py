@@ -52,6 +52,10 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "max_num_queued_tokens": (10, 10),
     "max_itl_ms": (50, 50.0),
     "step_log": ("s.jsonl", "s.jsonl"),
+    "kv_offloading_size": (2, 2.0),
+    "kv_disk_path": ("kv", "kv"),
+    "kv_disk_size": (1.5, 1.5),
+    "kv_eviction": ("cost", "cost"),
     "device": ("cuda", "cuda"),
     "cpu_threads": (2, 2),
     "host": ("0.0.0.0", "0.0.0.0"),
@@ -72,12 +76,38 @@ def test_the_table_of_good_values_covers_every_option() -> None:
 def test_a_value_lands_in_its_place(option: Any, spelled: str) -> None:
     given, wanted = GOOD[option.name]
     name = option.name.replace("_", "-") if spelled == "dashes" else option.name
-    settings = build_settings("m", {name: given})
+    settings = build_settings("m", {**NEEDED.get(option.name, {}), name: given})
     assert value_at(settings, option.path) == wanted
     assert value_at(build_settings("m", {name: None}), option.path) == default_of(option)
 
 
+NEEDED: dict[str, dict[str, Any]] = {
+    "kv_disk_path": {"kv_offloading_size": 1, "kv_disk_size": 1},
+    "kv_disk_size": {"kv_offloading_size": 1, "kv_disk_path": "kv"},
+}
+"""What a setting does not go without."""
+
+
+@pytest.mark.parametrize(
+    ("values", "flag"),
+    [
+        ({"kv_offloading_size": 1, "enable_prefix_caching": False}, "--kv-offloading-size"),
+        ({"kv_disk_path": "kv", "kv_disk_size": 1}, "--kv-disk-path"),
+        ({"kv_offloading_size": 1, "kv_disk_path": "kv"}, "--kv-disk-size"),
+        ({"kv_offloading_size": 1, "kv_disk_size": 1}, "--kv-disk-size"),
+    ],
+)
+def test_tiers_that_do_not_go_together_are_refused(values: dict[str, Any], flag: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        build_settings("m", values)
+    assert caught.value.flag == flag
+
+
 BAD = [
+    ("kv_offloading_size", 0),
+    ("kv_offloading_size", "much"),
+    ("kv_disk_size", -1),
+    ("kv_eviction", "fifo"),
     ("tensor_parallel_size", 0),
     ("tensor_parallel_size", 1.5),
     ("tensor_parallel_size", "two"),

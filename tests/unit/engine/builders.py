@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fake_executor import FakeExecutor, chain_of, fake_token
+from fake_tiers import FakeTiers, TierPlan
 
 from configs.schema import CacheSettings, EngineSettings, ModelSettings, SchedulerSettings
 from workers.engine.engine import Engine, ModelFacts
@@ -66,6 +67,13 @@ class Harness:
     clock: FakeClock
     facts: ModelFacts
     step_s: float = 0.01
+    patience: int = 1
+
+    @property
+    def tiers(self) -> FakeTiers:
+        """The fake movers of a harness that has them."""
+        assert self.executor.tiers is not None
+        return self.executor.tiers
 
     def add(self, *requests: GenerationRequest) -> None:
         for request in requests:
@@ -86,7 +94,7 @@ class Harness:
             if not self.engine.has_work():
                 break
             idle = 0 if self.step() else idle + 1
-            assert idle <= self.executor.stalls + 1, "the engine is stuck"
+            assert idle <= self.executor.stalls + self.patience, "the engine is stuck"
         assert not self.engine.has_work(), "not finished"
         self.assert_empty()
 
@@ -94,6 +102,8 @@ class Harness:
         """The KV law: nothing is used when nothing runs."""
         stats = self.engine.stats()
         assert (stats.running, stats.waiting, stats.in_flight_steps, stats.used_blocks) == (0, 0, 0, 0)
+        if self.executor.tiers is not None:
+            assert not self.tiers.under_way, "a ticket is open"
 
 
 def harness(
@@ -109,9 +119,12 @@ def harness(
     stalls: int = 0,
     device_s: Any = lambda plan: 0.0,
     step_log: str | None = None,
+    tiers: TierPlan | None = None,
+    patience: int = 1,
     **scheduler: Any,
 ) -> Harness:
-    """An engine over a FakeExecutor; further keywords are SchedulerSettings' fields."""
+    """An engine over a FakeExecutor; further keywords are SchedulerSettings' fields. patience: steps without progress
+    that are no sign of a standstill (late transfers)."""
     limits = SchedulerSettings(
         **{"max_num_seqs": 8, "max_num_batched_tokens": 32, "async_scheduling": asynchronous, **scheduler}
     )
@@ -131,10 +144,12 @@ def harness(
         fail_at=fail_at,
         stalls=stalls,
         device_s=device_s,
+        tiers=tiers,
     )
     facts = ModelFacts(max_model_len, VOCAB, (EOS,), "revision", "float32")
     sink, clock = Sink(), FakeClock()
-    return Harness(Engine(settings, facts, executor, executor.start(), sink, clock), executor, sink, clock, facts)
+    engine = Engine(settings, facts, executor, executor.start(), sink, clock)
+    return Harness(engine, executor, sink, clock, facts, patience=patience)
 
 
 def request(

@@ -3,18 +3,20 @@
 It holds its own row table, built from plans alone, and a KV pool in which each slot remembers which token, at which
 position, after which whole prefix, under which root (adapter, salt) was computed there. A row "attends" by comparing
 all slots of its context with what they should hold; what it samples depends on what it found. So a wrong prefix hit, a
-missing copy-on-write or a block reused too early turns up as a violation and as a wrong token.
+missing copy-on-write or a block reused too early turns up as a violation and as a wrong token. Every rank has a KV
+pool of its own, which a transfer (fake_tiers.py) can fill or spoil alone; plans write all of them.
+
+A slot holds (position, chain): chain stands for the root and all tokens up to that position.
 """
 
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from workers.engine.executor import ExecutorReady
-from workers.messages import RowInit, RowResult, RowSampling, RowWork, StepPlan, StepResult
+from fake_tiers import FakeTiers, Slot, TierPlan
 
-Slot = tuple[int, int]
-"""(position, chain): chain stands for the root and all tokens up to that position."""
+from workers.engine.executor import ExecutorReady
+from workers.messages import RowInit, RowResult, RowSampling, RowWork, StepPlan, StepResult, Transfer, TransferDone
 
 
 def chain_of(root: str, tokens: list[int]) -> list[int]:
@@ -65,17 +67,23 @@ class FakeExecutor:
         fail_at: frozenset[tuple[int, int, int]] = frozenset(),
         device_s: Callable[[StepPlan], float] = lambda plan: 0.0,
         stalls: int = 0,
+        tiers: TierPlan | None = None,
     ) -> None:
         self.num_blocks, self.block_size, self.num_rows = num_blocks, block_size, num_rows
         self.stages, self.vocab_size = stages, vocab_size
         self.roots = roots or {}
         self.fail_at, self.device_s, self.stalls = fail_at, device_s, stalls
         self.rows: dict[int, Row] = {}
-        self.slots: list[list[Slot | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.num_ranks = 1 if tiers is None else tiers.num_ranks
+        self.pools: list[list[list[Slot | None]]] = [
+            [[None] * block_size for _ in range(num_blocks)] for _ in range(self.num_ranks)
+        ]
+        self.tiers = None if tiers is None else FakeTiers(tiers, self.pools)
         self.plans: list[StepPlan] = []
         self.most_in_flight = 0
         self._results: deque[StepResult] = deque()
         self._named: deque[dict[int, set[int]]] = deque()
+        self._touched: deque[tuple[set[int], set[int]]] = deque()
         self._stalled = 0
 
     # ---- Executor ----
@@ -90,6 +98,8 @@ class FakeExecutor:
             weight_bytes=0,
             block_bytes=0,
             load_s=0.0,
+            num_ranks=self.num_ranks,
+            store=None if self.tiers is None else self.tiers.store,
         )
 
     def submit(self, plan: StepPlan) -> None:
@@ -107,6 +117,8 @@ class FakeExecutor:
         self.most_in_flight = max(self.most_in_flight, len(self._results))
 
     def wait(self, timeout_s: float) -> StepResult | None:
+        if self.tiers is not None:
+            self.tiers.pump()
         if not self._results:
             return None
         if self._stalled < self.stalls:
@@ -114,7 +126,18 @@ class FakeExecutor:
             return None
         self._stalled = 0
         self._named.popleft()
+        self._touched.popleft()
         return self._results.popleft()
+
+    def transfer(self, transfer: Transfer) -> None:
+        assert self.tiers is not None, "a transfer without tiers"
+        named = set().union(*(named for named, _ in self._touched))
+        written = set().union(*(written for _, written in self._touched))
+        self.tiers.send(transfer, named, written)
+
+    def transfers_done(self) -> list[TransferDone]:
+        assert self.tiers is not None, "a question for transfers without tiers"
+        return self.tiers.take()
 
     def close(self) -> None:
         self._results.clear()
@@ -171,23 +194,41 @@ class FakeExecutor:
                     others = users.get(block_id, set()) - {id(row)}
                     assert not others, f"block {block_id} written by row {work.row} while another row names it"
         self._named.append(named)
+        self._note_touched(plan, set(named))
+
+    def _note_touched(self, plan: StepPlan, named: set[int]) -> None:
+        """Blocks that the plan reads or writes in whatever way, for transfers, which keep no order with plans."""
+        written = {destination for _, destination in plan.block_copies}
+        for work in plan.work:
+            row = self.rows[work.row]
+            first, end = row.computed // self.block_size, -(-(row.computed + work.num_tokens) // self.block_size)
+            written.update(row.blocks[first:end])
+        named = named | written | {source for source, _ in plan.block_copies}
+        self._touched.append((named, written))
+        if self.tiers is not None:
+            self.tiers.check_plan(named, written)
 
     def _copy(self, plan: StepPlan) -> None:
         destinations = [destination for _, destination in plan.block_copies]
         assert len(set(destinations)) == len(destinations), "two copies into one block"
         assert not {source for source, _ in plan.block_copies} & set(destinations), "a copy of a copy in one plan"
         for source, destination in plan.block_copies:
-            self.slots[destination] = list(self.slots[source])
+            for pool in self.pools:
+                pool[destination][:] = pool[source]
 
     def _compute(self, work: RowWork) -> RowResult | None:
         row, size = self.rows[work.row], self.block_size
         chain = chain_of(self.roots.get(row.sampling.seed, ""), row.tokens)
-        for position in range(row.computed):
-            slot = self.slots[row.blocks[position // size]][position % size]
-            assert slot == (position, chain[position]), f"row {work.row}: wrong KV at position {position}: {slot}"
+        for rank, pool in enumerate(self.pools):
+            for position in range(row.computed):
+                slot = pool[row.blocks[position // size]][position % size]
+                assert slot == (position, chain[position]), (
+                    f"rank {rank}, row {work.row}: wrong KV at position {position}: {slot}"
+                )
         end = row.computed + work.num_tokens
         for position in range(row.computed, end):
-            self.slots[row.blocks[position // size]][position % size] = (position, chain[position])
+            for pool in self.pools:
+                pool[row.blocks[position // size]][position % size] = (position, chain[position])
         row.computed = end
         return self._sample(work.row, row, chain[-1]) if work.samples else None
 

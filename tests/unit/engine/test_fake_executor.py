@@ -67,8 +67,9 @@ def test_a_prefix_found_under_another_salt_is_noticed(monkeypatch):
 def test_a_row_that_is_scheduled_before_its_sample_is_back_is_noticed_in_a_pipeline(monkeypatch):
     whole = Scheduler.__init__
 
-    def never_relay(self: Scheduler, *args: object, relay: bool, depth: int) -> None:
-        whole(self, *args, relay=False, depth=depth)
+    def never_relay(self: Scheduler, *args: object, relay: bool, **others: object) -> None:
+        del relay
+        whole(self, *args, relay=False, **others)
 
     monkeypatch.setattr(Scheduler, "__init__", never_relay)
     h = harness(stages=2)

@@ -133,4 +133,4 @@ def test_what_a_failed_row_left_harms_nobody(folder: Path) -> None:
 def kv_slab(executor: InProcessExecutor) -> torch.Tensor:
     """The cache behind the executor's back."""
     assert executor._runner is not None
-    return executor._runner._kv.slab
+    return executor._runner.kv.slab

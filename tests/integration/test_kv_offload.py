@@ -1,0 +1,56 @@
+"""A real service with tiers below the device: returning turns, a killed rank, a restart; then nothing is left."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.service import Service, tandem_serve, wait_for
+
+pytestmark = pytest.mark.cluster
+
+FLAGS = (
+    "--device", "cpu", "--dtype", "float32", "-tp", "2", "--num-gpu-blocks-override", "96",
+    "--kv-offloading-size", "0.05", "--kv-disk-size", "0.05",
+)  # fmt: skip
+CONVERSATION = [10 + i * 7 % 300 for i in range(400)]
+
+
+def ask(service: Service, prompt: list[int], max_tokens: int = 8) -> tuple[str, int]:
+    """The text, and how many prompt tokens were not computed."""
+    asked = {"model": "demo", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    answer: dict[str, Any] = service.post("/v1/completions", asked).json()
+    return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def push_out(service: Service, salt: int) -> None:
+    """Other prompts take the device's blocks."""
+    for other in range(4):
+        ask(service, [(salt + other * 13 + i * 3) % 290 + 10 for i in range(900)], 1)
+
+
+def test_a_conversation_survives_eviction_a_killed_rank_and_a_restart(tmp_path: Path) -> None:
+    flags = [*FLAGS, "--kv-disk-path", str(tmp_path / "kv")]
+    with tandem_serve("demo", *flags) as service:
+        wait_for(lambda: "serving demo" in service.output, 10, "the launcher says what it chose")
+        assert "host tier: " in service.output and "disk tier: " in service.output
+        wanted, cached = ask(service, CONVERSATION)
+        assert cached == 0
+        push_out(service, 1)
+        assert ask(service, CONVERSATION) == (wanted, 384), "loaded from host memory"
+        wait_for(lambda: service.metric("kv_offload_load_bytes") > 0, 10, "it shows in the metrics")
+        push_out(service, 2)
+        (rank, *_) = service.titled("tandem rank")
+        rank.kill()
+        wait_for(lambda: rank.pid not in [p.pid for p in service.titled("tandem rank")], 10, "the rank is gone")
+        wait_for(lambda: len(service.titled("tandem rank")) == 2, 60, f"the group comes back: {service.output}")
+        wait_for(lambda: service.get("/readyz").status_code == 200, 60, "ready again")
+        assert ask(service, CONVERSATION) == (wanted, 384), "the memory has outlived the group"
+        assert service.stop(signal.SIGINT) == 0
+        service.check_gone()
+    with tandem_serve("demo", *flags) as service:
+        assert ask(service, CONVERSATION) == (wanted, 384), "read from disk"
+        wait_for(lambda: service.metric("kv_offload_fetch_bytes") > 0, 10, "it shows in the metrics")
+        assert service.stop(signal.SIGINT) == 0
+        service.check_gone()
