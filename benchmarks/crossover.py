@@ -24,9 +24,11 @@ NEW = 16
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt: its time to the first token, tokens copied from the host, seconds of copying and of steps."""
+    """One prompt: its time to the first token and CPU seconds of this process meanwhile, tokens copied from the host,
+    seconds of copying and of steps."""
 
     ttft_s: float
+    cpu_s: float
     loaded_tokens: int
     copy_s: float
     step_s: float
@@ -48,6 +50,12 @@ class Point:
     @property
     def fresh_ms(self) -> tuple[float, float]:
         return _median_and_least(self.fresh)
+
+    @property
+    def cpu_ratio(self) -> float:
+        """Of the medians of the CPU time, which other processes lengthen less than the time; fresh over known."""
+        fresh, known = (statistics.median(sample.cpu_s for sample in side) for side in (self.fresh, self.known))
+        return fresh / known
 
     @property
     def copied(self) -> int:
@@ -110,15 +118,18 @@ def _sample(engine: Engine, sink: TimelineSink, prompt: list[int]) -> Sample:
     """One prompt alone; everything it set going is over when this returns."""
     before = engine.stats()
     name = f"sample-{len(sink.ended_ids)}"
+    cpu_s = time.process_time()
     timeline = sink.timelines[name] = Timeline(time.perf_counter())
     engine.add_request(greedy_request(name, Job(prompt, 1)))
     while name not in sink.ended_ids:
         engine.step()
+    cpu_s = time.process_time() - cpu_s
     drain(engine)
     after = engine.stats()
     assert before.offload is not None and after.offload is not None
     return Sample(
         ttft_s=timeline.token_times_s[0] - timeline.submitted_s,
+        cpu_s=cpu_s,
         loaded_tokens=after.offload.loaded_tokens - before.offload.loaded_tokens,
         copy_s=after.offload.copy_s["load"] - before.offload.copy_s["load"],
         step_s=after.device_s - before.device_s,

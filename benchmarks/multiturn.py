@@ -171,6 +171,7 @@ def show_arms(console: Console, results: list[ArmResult], memcpy: float) -> None
         ]
         row(f"{kind} (of memcpy)", cells)
     row("failed blocks, preemptions", [f"{r.failed_blocks}, {r.preemptions}" for r in results])
+    row("CPU s", [f"{r.cpu_s:.1f}" for r in results])
     row("other_cpu", [f"{r.other_cpu:.2f}" for r in results])
     console.print(table)
 
@@ -244,8 +245,9 @@ def show_crossover(console: Console, model: str, result: Crossover) -> None:
         step = 1e3 * statistics.median(sample.step_s for sample in point.known)
         known, fresh = point.known_ms, point.fresh_ms
         times = [known[0], known[1], copy, step, fresh[0], fresh[1]]
-        ratio, copied = f"{fresh[0] / known[0]:.2f}", f"{point.copied}/{len(point.known)}"
-        table.add_row(str(point.prefix), *(f"{value:.2f}" for value in times), ratio, copied)
+        times += [fresh[0] / known[0], point.cpu_ratio]
+        copied = f"{point.copied}/{len(point.known)}"
+        table.add_row(str(point.prefix), *(f"{value:.2f}" for value in times), copied)
     console.print(table)
     slower = f"slower at {result.slower}" if result.slower else "never slower"
     console.print(f"crossover at {result.crossover} tokens; host is {slower}; other_cpu {result.other_cpu:.2f}")

@@ -48,7 +48,8 @@ class Arm:
 @dataclass(frozen=True)
 class ArmResult:
     """hits: prompt tokens found at admission by where they came from. computed: prompt tokens that were computed;
-    recomputed: those of them that an earlier turn had computed. copied_bytes, copy_bytes_per_s: by kind of copy."""
+    recomputed: those of them that an earlier turn had computed. copied_bytes, copy_bytes_per_s: by kind of copy.
+    cpu_s: CPU seconds of this process."""
 
     name: str
     summary: Summary
@@ -60,6 +61,7 @@ class ArmResult:
     copy_bytes_per_s: dict[str, float]
     failed_blocks: int
     preemptions: int
+    cpu_s: float
     tier_notes: tuple[str, ...]
     other_cpu: float
     outputs: list[list[int]]
@@ -122,10 +124,12 @@ def run_arm(
         assert (arm.host_blocks is None) == (ready.store is None), ready.tier_notes
         warm(engine, sink)
         before = engine.stats()
+        cpu_s = time.process_time()
         with OtherCpu() as other:
             timelines = _open_loop(engine, sink, talk.turns, span_s, arm.name)
         drain(engine)
-        return _result(arm, talk, sink, timelines, (before, engine.stats()), ready.tier_notes, other.share)
+        cpu_s = time.process_time() - cpu_s
+        return _result(arm, talk, sink, timelines, (before, engine.stats()), ready.tier_notes, cpu_s, other.share)
 
 
 def _open_loop(engine: Engine, sink: TimelineSink, turns: list[Turn], span_s: float, name: str) -> list[Timeline]:
@@ -155,6 +159,7 @@ def _result(
     timelines: list[Timeline],
     stats: tuple[EngineStats, EngineStats],
     notes: tuple[str, ...],
+    cpu_s: float,
     other_cpu: float,
 ) -> ArmResult:
     before, after = stats
@@ -183,6 +188,7 @@ def _result(
         },
         failed_blocks=failed,
         preemptions=after.preemptions - before.preemptions,
+        cpu_s=cpu_s,
         tier_notes=notes,
         other_cpu=other_cpu,
         outputs=[sink.tokens[f"turn-{index}"] for index in range(len(talk.turns))],

@@ -36,11 +36,13 @@ class _Found(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """A ticket on its way: ranks that have not answered, places that failed, who waits for it, since when."""
+    """A ticket on its way: ranks that have not answered, places that failed, who waits for it, since when and since
+    which step."""
 
     ticket: Ticket
     awaiting: set[int]
     began_s: float
+    began_step: int
     due_s: float
     kept: list[int] = field(default_factory=list)
     failed: set[int] = field(default_factory=set)
@@ -259,7 +261,7 @@ class KVOffload:
     def _start(self, ticket: Ticket, kept: list[int] | None = None) -> _Open:
         now_s = self._clock()
         patience_s = max(MIN_PATIENCE_S, PATIENCE * self._costs.copy_s(ticket.kind, len(ticket.keys)))
-        opened = _Open(ticket, set(self._ranks), now_s, now_s + patience_s, kept or [])
+        opened = _Open(ticket, set(self._ranks), now_s, self._costs.num_steps, now_s + patience_s, kept or [])
         self._open[ticket.id] = opened
         on_disk = ticket.kind in ("spill", "fetch")
         self._send(
@@ -282,7 +284,10 @@ class KVOffload:
         counts.blocks[ticket.kind] += blocks
         counts.copy_s[ticket.kind] += opened.copy_s
         counts.failed_blocks += len(opened.failed)
-        self._costs.observe_copy(ticket.kind, blocks, opened.copy_s, self._clock() - opened.began_s)
+        beside_steps = self._costs.num_steps > opened.began_step
+        self._costs.observe_copy(
+            ticket.kind, blocks, opened.copy_s, self._clock() - opened.began_s, beside_steps=beside_steps
+        )
         self._store.complete(ticket, opened.failed)
         if ticket.kind == "store":
             pool.unhold(ticket.block_ids)
