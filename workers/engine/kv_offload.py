@@ -82,6 +82,7 @@ class KVOffload:
         self._costs = costs
         self._clock = clock
         self._open: dict[int, _Open] = {}
+        self._coming: dict[bytes, _Open] = {}
         self._loading: dict[Sequence, _Open] = {}
         self._promised: dict[Sequence, int] = {}
 
@@ -121,9 +122,10 @@ class KVOffload:
         found = self._find(seq)
         if found is None or not self._is_worth(found):
             return False
-        if found.from_disk:
+        opened = self._coming.get((found.from_disk or found.from_host)[0])
+        if opened is None and found.from_disk:
             opened = self._fetch(found.from_disk)
-        else:
+        elif opened is None:
             opened = self._load(seq, found, reserve)
         if opened is None:
             return False
@@ -263,6 +265,8 @@ class KVOffload:
         patience_s = max(MIN_PATIENCE_S, PATIENCE * self._costs.copy_s(ticket.kind, len(ticket.keys)))
         opened = _Open(ticket, set(self._ranks), now_s, self._costs.num_steps, now_s + patience_s, kept or [])
         self._open[ticket.id] = opened
+        if ticket.kind in ("load", "fetch"):
+            self._coming.update(dict.fromkeys(ticket.keys, opened))  # who wants the same waits for the same
         on_disk = ticket.kind in ("spill", "fetch")
         self._send(
             Transfer(
@@ -281,6 +285,9 @@ class KVOffload:
     def _close(self, opened: _Open) -> None:
         ticket, pool, counts = opened.ticket, self._manager.pool, self.counts
         blocks = len(ticket.keys)
+        for key in ticket.keys:
+            if self._coming.get(key) is opened:
+                del self._coming[key]
         counts.blocks[ticket.kind] += blocks
         counts.copy_s[ticket.kind] += opened.copy_s
         counts.failed_blocks += len(opened.failed)
