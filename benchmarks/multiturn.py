@@ -86,6 +86,11 @@ def load_conversations(options: argparse.Namespace, vocab_size: int) -> Conversa
     return choose(rows, source, vocab_size, options.turns, options.longest, options.seed)
 
 
+def short(value: float) -> str:
+    """Three digits or more, so that tables stay narrow."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
 # ---- trace ----
 
 
@@ -163,13 +168,13 @@ def show_arms(console: Console, results: list[ArmResult], memcpy: float) -> None
     row("  of them again", [str(r.recomputed) for r in results])
     for kind in ("load", "store", "fetch", "spill"):
         cells = [
-            f"{r.copied_bytes[kind] / 2**20:.0f} MiB at {r.copy_bytes_per_s[kind] / 1e9:.2f} GB/s"
+            f"{r.copied_bytes[kind] / 2**20:.0f} MiB at {r.copy_bytes_per_s[kind] / 1e9:.2f}"
             f" ({r.copy_bytes_per_s[kind] / memcpy:.2f})"
             if r.copied_bytes[kind]
             else "–"
             for r in results
         ]
-        row(f"{kind} (of memcpy)", cells)
+        row(f"{kind}, GB/s (of memcpy)", cells)
     row("failed blocks, preemptions", [f"{r.failed_blocks}, {r.preemptions}" for r in results])
     row("CPU s", [f"{r.cpu_s:.1f}" for r in results])
     row("other_cpu", [f"{r.other_cpu:.2f}" for r in results])
@@ -200,12 +205,12 @@ def run_return(options: argparse.Namespace, console: Console) -> ReturningTurn:
 
 def show_return(console: Console, model: str, result: ReturningTurn) -> None:
     title = f"one turn over HTTP, {model}, {result.prefix} + {NEW} tokens, medians of {len(result.returning)}, ms"
-    table = Table("", "TTFT", "min", "HTTP", "queue + load", "of it copy", "step", "rest", "from host", title=title)
+    table = Table("", "TTFT", "least", "HTTP", "wait", "copy in it", "step", "rest", "from host", title=title)
 
     def row(name: str, answers: list[Answer]) -> None:
         fields = ("ttft_s", "http_s", "queue_s", "copy_s", "step_s", "rest_s")
-        ttft, *split = [f"{1e3 * median_of(answers, field):.1f}" for field in fields]
-        least = f"{1e3 * min(a.ttft_s for a in answers):.1f}"
+        ttft, *split = [short(1e3 * median_of(answers, field)) for field in fields]
+        least = short(1e3 * min(a.ttft_s for a in answers))
         table.add_row(name, ttft, least, *split, f"{statistics.median(a.loaded_tokens for a in answers):.0f}")
 
     row("returning", result.returning)
@@ -237,9 +242,8 @@ def run_crossover(options: argparse.Namespace, console: Console) -> Crossover:
 
 def show_crossover(console: Console, model: str, result: Crossover) -> None:
     title = f"time to the first token in process, {model}, prefix + {NEW} new tokens, medians, ms"
-    table = Table(
-        "prefix", "on the host", "least", "of it copy", "step", "new", "least", "ratio", "copied", title=title
-    )
+    columns = ("prefix", "on host", "least", "copy", "step", "new", "least", "ratio", "CPU ratio", "copied")
+    table = Table(*columns, title=title)
     for point in result.points:
         copy = 1e3 * statistics.median(sample.copy_s for sample in point.known)
         step = 1e3 * statistics.median(sample.step_s for sample in point.known)
@@ -247,7 +251,7 @@ def show_crossover(console: Console, model: str, result: Crossover) -> None:
         times = [known[0], known[1], copy, step, fresh[0], fresh[1]]
         times += [fresh[0] / known[0], point.cpu_ratio]
         copied = f"{point.copied}/{len(point.known)}"
-        table.add_row(str(point.prefix), *(f"{value:.2f}" for value in times), copied)
+        table.add_row(str(point.prefix), *map(short, times), copied)
     console.print(table)
     slower = f"slower at {result.slower}" if result.slower else "never slower"
     console.print(f"crossover at {result.crossover} tokens; host is {slower}; other_cpu {result.other_cpu:.2f}")
