@@ -10,6 +10,7 @@ from configs.schema import EngineSettings
 from workers.build import model_facts, open_executor
 from workers.engine.engine import Engine
 from workers.engine.executor import ExecutorReady
+from workers.local_executor import LocalExecutor
 from workers.messages import Ended, GenerationRequest, SamplingParams, TokenDelta
 
 
@@ -35,9 +36,12 @@ class TimelineSink:
 
 
 @contextmanager
-def opened_engine(settings: EngineSettings, sink: TimelineSink) -> Iterator[tuple[Engine, ExecutorReady]]:
-    """An engine on ranks of its own, which end with the block."""
-    executor = open_executor(settings)
+def opened_engine(
+    settings: EngineSettings, sink: TimelineSink, *, spawn: bool = False
+) -> Iterator[tuple[Engine, ExecutorReady]]:
+    """An engine on ranks of its own, which end with the block. spawn: in processes, as served; else one rank is here,
+    where the engine can take in nothing while a step runs."""
+    executor = LocalExecutor(settings) if spawn else open_executor(settings)
     try:
         ready = executor.start()
         yield Engine(settings, model_facts(settings, ready), executor, ready, sink), ready

@@ -73,11 +73,11 @@ class OtherCpu:
         self.share = 0.0
 
     def __enter__(self) -> "OtherCpu":
-        self._start = (time.perf_counter(), _busy_s(), _family_cpu_s())
+        self._start = (time.perf_counter(), _busy_s(), family_cpu_s())
         return self
 
     def __exit__(self, *_: object) -> None:
-        wall, busy, ours = time.perf_counter(), _busy_s(), _family_cpu_s()
+        wall, busy, ours = time.perf_counter(), _busy_s(), family_cpu_s()
         span = (wall - self._start[0]) * (os.cpu_count() or 1)
         self.share = max(0.0, (busy - self._start[1]) - (ours - self._start[2])) / span
 
@@ -97,7 +97,7 @@ def _busy_s() -> float:
     return float(times.user + times.system + times.nice)
 
 
-def _family_cpu_s() -> float:
+def family_cpu_s() -> float:
     """CPU seconds of this process and all its living descendants."""
     total = 0.0
     me = psutil.Process()

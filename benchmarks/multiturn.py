@@ -59,6 +59,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prefix", type=int, default=1024, help="known tokens of the returning turn")
     parser.add_argument("--repeats", type=int, help="of the returning turn and of each length (default: 7)")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
+    parser.add_argument(
+        "--in-process", action="store_true", help="trace part: the rank in this process; turns wait for whole steps"
+    )
     parser.add_argument("--patience", type=float, default=3.0, help="seconds that a turn waits for a quiet machine")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
@@ -111,7 +114,7 @@ def run_trace(options: argparse.Namespace, console: Console, memcpy: float) -> d
     folder = folder_of(options.model, options.dtype)
     spec = load_spec(folder)
     talk = load_conversations(options, spec.vocab_size)
-    machine = Machine(folder, options.dtype, options.threads, (options.longest + 4) * BLOCK)
+    machine = Machine(folder, options.dtype, options.threads, (options.longest + 4) * BLOCK, not options.in_process)
     size = block_bytes(spec, options.dtype)
     speed = tokens_per_s_uncached(machine, talk, size)
     span_s = sum(len(t.job.prompt) + t.job.output_len for t in talk.turns) / speed / options.load

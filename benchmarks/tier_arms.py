@@ -1,7 +1,7 @@
 """One arm of the multi-turn benchmark: the same turns, at the same times, on a fresh engine with given KV tiers.
 
-Called by benchmarks/multiturn.py. Turns arrive by the clock whether or not earlier ones are done (an open loop), so an
-arm that computes less also waits less.
+Called by benchmarks/multiturn.py. The rank is a process of its own, as in a service, unless it is told otherwise. Turns
+arrive by the clock whether or not earlier ones are done (an open loop).
 """
 
 import time
@@ -11,7 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from benchmarks.engine_run import TimelineSink, drain, greedy_request, opened_engine, run_jobs
-from benchmarks.machine import OtherCpu
+from benchmarks.machine import OtherCpu, family_cpu_s
 from benchmarks.turns import BLOCK, Conversations, Turn
 from benchmarks.workload import Job, Summary, Timeline, summarize
 from configs.schema import CacheSettings, DeviceSettings, EngineSettings, ModelSettings, SchedulerSettings
@@ -27,12 +27,13 @@ PROBE_JOBS = 8
 
 @dataclass(frozen=True)
 class Machine:
-    """What every arm shares: the model, its type and threads, the longest sequence."""
+    """What every arm shares: the model, its type and threads, the longest sequence, a rank in a process of its own."""
 
     folder: Path
     dtype: str
     threads: int
     max_model_len: int
+    spawn: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Arm:
 class ArmResult:
     """hits: prompt tokens found at admission by where they came from. computed: prompt tokens that were computed;
     recomputed: those of them that an earlier turn had computed. copied_bytes, copy_bytes_per_s: by kind of copy.
-    cpu_s: CPU seconds of this process."""
+    cpu_s: CPU seconds of this process and its rank."""
 
     name: str
     summary: Summary
@@ -98,7 +99,7 @@ def tokens_per_s_uncached(machine: Machine, talk: Conversations, bytes_of_block:
     step = max(1, len(talk.turns) // PROBE_JOBS)
     jobs = [turn.job for turn in talk.turns[::step]]
     sink = TimelineSink()
-    with opened_engine(settings, sink) as (engine, _):
+    with opened_engine(settings, sink, spawn=machine.spawn) as (engine, _):
         warm(engine, sink)
         own = [Job([2, *job.prompt[1:]], job.output_len) for job in jobs]  # shares no block with the others
         for place, job in enumerate(own):
@@ -119,16 +120,16 @@ def run_arm(
 ) -> ArmResult:
     """All turns within span_s seconds of arrivals."""
     sink = TimelineSink()
-    with opened_engine(arm_settings(machine, arm, bytes_of_block, disk), sink) as (engine, ready):
+    with opened_engine(arm_settings(machine, arm, bytes_of_block, disk), sink, spawn=machine.spawn) as (engine, ready):
         assert ready.block_bytes == bytes_of_block, (ready.block_bytes, bytes_of_block)
         assert (arm.host_blocks is None) == (ready.store is None), ready.tier_notes
         warm(engine, sink)
         before = engine.stats()
-        cpu_s = time.process_time()
+        cpu_s = family_cpu_s()
         with OtherCpu() as other:
             timelines = _open_loop(engine, sink, talk.turns, span_s, arm.name)
         drain(engine)
-        cpu_s = time.process_time() - cpu_s
+        cpu_s = family_cpu_s() - cpu_s
         return _result(arm, talk, sink, timelines, (before, engine.stats()), ready.tier_notes, cpu_s, other.share)
 
 
