@@ -2,20 +2,26 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from benchmarks.workload import Job, Timeline
+from configs.schema import EngineSettings
+from workers.build import model_facts, open_executor
 from workers.engine.engine import Engine
+from workers.engine.executor import ExecutorReady
+from workers.local_executor import LocalExecutor
 from workers.messages import Ended, GenerationRequest, SamplingParams, TokenDelta
 
 
 @dataclass
 class TimelineSink:
-    """OutputSink that notes arrival times and token ids per request."""
+    """OutputSink that notes arrival times, token ids and prompt tokens found in a cache, per request."""
 
     timelines: dict[str, Timeline] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)
     ended_ids: set[str] = field(default_factory=set)
+    cached: dict[str, int] = field(default_factory=dict)
 
     def deltas(self, deltas: list[TokenDelta]) -> None:
         now = time.perf_counter()
@@ -26,6 +32,21 @@ class TimelineSink:
     def ended(self, ended: Ended, request: GenerationRequest) -> None:
         assert ended.refused is None and "error" not in ended.finish_reasons, ended
         self.ended_ids.add(ended.request_id)
+        self.cached[ended.request_id] = ended.usage.cached_tokens
+
+
+@contextmanager
+def opened_engine(
+    settings: EngineSettings, sink: TimelineSink, *, spawn: bool = False
+) -> Iterator[tuple[Engine, ExecutorReady]]:
+    """An engine on ranks of its own, which end with the block. spawn: in processes, as served; else one rank is here,
+    where the engine can take in nothing while a step runs."""
+    executor = LocalExecutor(settings) if spawn else open_executor(settings)
+    try:
+        ready = executor.start()
+        yield Engine(settings, model_facts(settings, ready), executor, ready, sink), ready
+    finally:
+        executor.close()
 
 
 def greedy_request(request_id: str, job: Job) -> GenerationRequest:
@@ -49,3 +70,9 @@ def run_jobs(engine: Engine, sink: TimelineSink, jobs: list[Job], concurrency: i
         engine.step()
         running -= sink.ended_ids
     return [sink.timelines[request_id] for request_id in ids]
+
+
+def drain(engine: Engine) -> None:
+    """Until nothing runs and no copy is on its way."""
+    while engine.has_work():
+        engine.step()

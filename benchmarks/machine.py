@@ -1,5 +1,6 @@
 """What this machine can do at best, measured now: the denominators of every benchmark's "share of the floor"."""
 
+import ctypes
 import os
 import time
 from collections.abc import Callable
@@ -7,6 +8,9 @@ from dataclasses import dataclass
 
 import psutil
 import torch
+
+QUIET = 0.1
+"""Share of the machine below which other processes are not held against a measurement."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,12 @@ def measure_machine(threads: int) -> MachineSpeed:
     return speed
 
 
+def measure_memcpy(size_bytes: int = 256 * 2**20) -> float:
+    """Bytes per second that one thread copies between two buffers beyond any cache (each byte counted once)."""
+    source, target = torch.ones(size_bytes, dtype=torch.uint8), torch.zeros(size_bytes, dtype=torch.uint8)
+    return size_bytes / best_seconds(lambda: ctypes.memmove(target.data_ptr(), source.data_ptr(), size_bytes))
+
+
 class OtherCpu:
     """Share of the machine that processes outside `pids` (and their children) took while the block ran, 0..1."""
 
@@ -63,13 +73,23 @@ class OtherCpu:
         self.share = 0.0
 
     def __enter__(self) -> "OtherCpu":
-        self._start = (time.perf_counter(), _busy_s(), _family_cpu_s())
+        self._start = (time.perf_counter(), _busy_s(), family_cpu_s())
         return self
 
     def __exit__(self, *_: object) -> None:
-        wall, busy, ours = time.perf_counter(), _busy_s(), _family_cpu_s()
+        wall, busy, ours = time.perf_counter(), _busy_s(), family_cpu_s()
         span = (wall - self._start[0]) * (os.cpu_count() or 1)
         self.share = max(0.0, (busy - self._start[1]) - (ours - self._start[2])) / span
+
+
+def wait_until_quiet(patience_s: float, window_s: float = 0.25) -> None:
+    """Returns once other processes took less than QUIET of the machine for window_s; after patience_s at the latest."""
+    deadline_s = time.perf_counter() + patience_s
+    while time.perf_counter() < deadline_s:
+        with OtherCpu() as other:
+            time.sleep(window_s)
+        if other.share < QUIET:
+            return
 
 
 def _busy_s() -> float:
@@ -77,7 +97,7 @@ def _busy_s() -> float:
     return float(times.user + times.system + times.nice)
 
 
-def _family_cpu_s() -> float:
+def family_cpu_s() -> float:
     """CPU seconds of this process and all its living descendants."""
     total = 0.0
     me = psutil.Process()

@@ -18,6 +18,7 @@ class CopyCosts:
     """Averages of this group's own steps and copies. block_bytes: of a block on one rank."""
 
     def __init__(self, block_bytes: float) -> None:
+        self.num_steps = 0
         self._token_s: float | None = None
         self._stream_s = 0.0
         self._block_s: dict[Kind, float] = {kind: block_bytes / rate for kind, rate in FIRST_BYTES_PER_S.items()}
@@ -25,6 +26,7 @@ class CopyCosts:
 
     def observe_step(self, prompt_tokens: int, streams: int, device_s: float) -> None:
         """One step's time; what its streams alone would have taken does not count as prompt time."""
+        self.num_steps += 1
         if device_s <= 0.0:
             return
         if not prompt_tokens:
@@ -34,10 +36,13 @@ class CopyCosts:
             token_s = max(0.1 * device_s, spent_s) / prompt_tokens
             self._token_s = token_s if self._token_s is None else _follow(self._token_s, token_s)
 
-    def observe_copy(self, kind: Kind, blocks: int, copy_s: float, elapsed_s: float) -> None:
-        """One ticket: the bytes took copy_s, all of it elapsed_s."""
+    def observe_copy(self, kind: Kind, blocks: int, copy_s: float, elapsed_s: float, beside_steps: bool) -> None:
+        """One ticket: the bytes took copy_s, all of it elapsed_s. beside_steps: a step has ended since it began, so
+        elapsed_s says how long the engine looked elsewhere, which costs nobody anything, not how long the way is.
+        """
         self._block_s[kind] = _follow(self._block_s[kind], copy_s / blocks)
-        self._way_s[kind] = _follow(self._way_s[kind], max(0.0, elapsed_s - copy_s))
+        if not beside_steps:
+            self._way_s[kind] = _follow(self._way_s[kind], max(0.0, elapsed_s - copy_s))
 
     def recompute_s(self, tokens: int) -> float:
         """Computing `tokens` prompt tokens again; unknown counts as dear."""

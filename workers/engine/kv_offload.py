@@ -43,12 +43,13 @@ class _Found(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """A ticket on its way: ranks that have not answered, places that failed, who waits for it, since when; or who runs
-    on it already."""
+    """A ticket on its way: ranks that have not answered, places that failed, who waits for it, since when and since
+    which step; or who runs on it already."""
 
     ticket: Ticket
     awaiting: set[int]
     began_s: float
+    began_step: int
     due_s: float
     began_running_s: float
     kept: list[int] = field(default_factory=list)
@@ -91,6 +92,7 @@ class KVOffload:
         self._clock = clock
         self._running = RunningClock(clock, LONGEST_TURN_S)
         self._open: dict[int, _Open] = {}
+        self._coming: dict[bytes, _Open] = {}
         self._loading: dict[Sequence, _Open] = {}
         self._promised: dict[Sequence, int] = {}
         self._misled: list[Sequence] = []
@@ -131,9 +133,10 @@ class KVOffload:
         found = self._find(seq)
         if found is None or not self._is_worth(found):
             return False
-        if found.from_disk:
+        opened = self._coming.get((found.from_disk or found.from_host)[0])
+        if opened is None and found.from_disk:
             opened = self._fetch(found.from_disk)
-        else:
+        elif opened is None:
             opened = self._load(seq, found, reserve)
         if opened is None:
             return False
@@ -311,9 +314,11 @@ class KVOffload:
     def _start(self, ticket: Ticket, kept: list[int] | None = None) -> _Open:
         now_s = self._clock()
         patience_s = max(MIN_PATIENCE_S, PATIENCE * self._costs.copy_s(ticket.kind, len(ticket.keys)))
-        running_s = self._running.turn()
-        opened = _Open(ticket, set(self._ranks), now_s, now_s + patience_s, running_s, kept or [])
+        running_s, step = self._running.turn(), self._costs.num_steps
+        opened = _Open(ticket, set(self._ranks), now_s, step, now_s + patience_s, running_s, kept or [])
         self._open[ticket.id] = opened
+        if ticket.kind in ("load", "fetch"):
+            self._coming.update(dict.fromkeys(ticket.keys, opened))  # who wants the same waits for the same
         on_disk = ticket.kind in ("spill", "fetch")
         self._send(
             Transfer(
@@ -350,11 +355,16 @@ class KVOffload:
     def _close(self, opened: _Open) -> None:
         ticket, pool, counts = opened.ticket, self._manager.pool, self.counts
         blocks = len(ticket.keys)
+        for key in ticket.keys:
+            if self._coming.get(key) is opened:
+                del self._coming[key]
         counts.blocks[ticket.kind] += blocks
         counts.copy_s[ticket.kind] += opened.copy_s
         counts.failed_blocks += len(opened.failed)
         if not opened.failed:
-            self._costs.observe_copy(ticket.kind, blocks, opened.copy_s, self._clock() - opened.began_s)
+            beside_steps = self._costs.num_steps > opened.began_step
+            elapsed_s = self._clock() - opened.began_s
+            self._costs.observe_copy(ticket.kind, blocks, opened.copy_s, elapsed_s, beside_steps=beside_steps)
         self._store.complete(ticket, opened.failed)
         if ticket.kind == "store":
             pool.unhold(ticket.block_ids)

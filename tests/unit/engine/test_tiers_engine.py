@@ -85,6 +85,22 @@ def test_a_second_turn_is_loaded_from_disk_when_the_host_has_lost_it():
     assert h.tiers.kinds()["fetch"] and h.tiers.kinds()["spill"] and h.sink.ends["again"].usage.cached_tokens == 24
 
 
+@pytest.mark.parametrize("below", [{"host_slots": 200}, {"host_slots": 8, "disk_keys": 400}], ids=["host", "disk"])
+def test_requests_that_share_a_prefix_bring_it_up_once(below):
+    h = harness(num_blocks=40, tiers=TierPlan(**below), patience=PATIENCE, max_num_seqs=4)
+    first = request("first", 24, 2)
+    for req in (first, *(request(f"over{i}", 40, 2) for i in range(8))):
+        h.add(req)
+        h.run()
+    again = [request(f"again{i}", [*first.prompt_token_ids, 5 + i, 6], 4) for i in range(4)]
+    h.add(*again)
+    h.run()
+    for req in again:
+        assert_as_expected(h, req)
+        assert h.sink.ends[req.request_id].usage.cached_tokens == 24
+    assert h.tiers.kinds()["load"] == 6 and h.tiers.kinds()["fetch"] in (0, 6)
+
+
 def test_another_salt_and_another_adapter_find_nothing_below_the_device():
     prompt = [3 + i for i in range(24)]
     one, two = request("one", prompt, 2, salt="s1"), request("two", prompt, 2, salt="s2")

@@ -1,0 +1,67 @@
+"""benchmarks/multiturn.py runs, and the requests it makes have the trace's shape. Speeds are not looked at."""
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.multiturn import parse_arguments, run
+from benchmarks.turns import BLOCK, TRACE_BLOCK, Row, block_tokens, choose, generate_trace, read_trace
+
+
+def test_turns_share_exactly_the_prefixes_of_the_trace() -> None:
+    rows = [
+        Row(0.0, 2 * TRACE_BLOCK + 100, 320, (0, 1, 2)),
+        Row(5.0, 700, 10, (0, 9)),  # a conversation of one turn: left out
+        Row(10.0, 3 * TRACE_BLOCK + 512, 64, (0, 1, 2, 3)),
+        Row(20.0, 9 * TRACE_BLOCK, 64, (0, 4, *range(10, 17))),  # too long
+        Row(30.0, 2 * TRACE_BLOCK, 64, (0, 4)),
+    ]
+    talk = choose(rows, "test", 1000, 10, 8, 0)
+    assert (talk.num_conversations, talk.num_blocks, talk.longest_blocks) == (1, 4, 4)
+    first, second = talk.turns
+    assert (first.arrival, second.arrival) == (0.0, 1.0)
+    assert len(first.job.prompt) == 2 * BLOCK + 3 and len(second.job.prompt) == 4 * BLOCK
+    assert (first.job.output_len, second.job.output_len) == (10, 2)
+    assert second.job.prompt[: 2 * BLOCK + 3] == first.job.prompt
+    assert second.job.prompt[:BLOCK] == block_tokens(0, 1000) != block_tokens(1, 1000)
+    assert (first.seen_tokens, second.seen_tokens) == (0, 2 * BLOCK), "the first turn's third block was not full"
+
+
+def test_a_trace_file_reads_as_rows(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(json.dumps({"timestamp": 1500, "input_length": 600, "output_length": 7, "hash_ids": [0, 5]}) + "\n")
+    assert read_trace(file) == [Row(1.5, 600, 7, (0, 5))]
+
+
+def test_a_generated_trace_returns_to_its_prefixes() -> None:
+    talk = choose(generate_trace(20), "generated", 700, 30, 40, 0)
+    assert len(talk.turns) >= 30 and 0 < talk.seen_tokens < talk.prompt_tokens
+
+
+def test_a_small_run_has_every_figure(tmp_path: Path) -> None:
+    flags = [
+        "--quick",
+        "--turns",
+        "16",
+        "--longest",
+        "12",
+        "--repeats",
+        "1",
+        "--load",
+        "4",
+        "--threads",
+        "1",
+        "--patience",
+        "0",
+    ]
+    flags += ["--trace", str(tmp_path / "none"), "--out", str(tmp_path), "--parts", "trace", "crossover"]
+    record = run(parse_arguments(flags), Console(quiet=True))
+    trace, crossover = record["trace"], record["crossover"]
+    assert isinstance(trace, dict) and isinstance(crossover, dict)
+    recompute, host, disk = trace["results"]
+    assert recompute["hits"]["host"] == 0 and host["copied_bytes"]["store"] > 0 and disk["copied_bytes"]["spill"] > 0
+    for result in trace["results"]:
+        assert sum(result["hits"].values()) + result["computed"] == trace["prompt_tokens"]
+        assert result["failed_blocks"] == 0
+    assert len(crossover["points"]) == 7 and not list(tmp_path.glob("multiturn-kv-*"))
