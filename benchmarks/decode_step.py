@@ -2,10 +2,12 @@
 
     python -m benchmarks.decode_step --model qwen3-0.6b --batch 1 8 16 32 --context 300
     python -m benchmarks.decode_step --batch 16 --profile          # where the time goes, by operator
+    python -m benchmarks.decode_step --batch 16 32 --context 2000 --kv-cache-dtype int8   # beside the unquantized cache
     python -m benchmarks.decode_step --prompt 1024                 # one prompt of that length in one step instead
 
 Weights are random, made in memory. The floor is the greater of the bytes that a step must read (weights once, every
-row's KV once) over the bandwidth, and its operations over the matmul rate. Say which other load the machine had.
+row's KV once) over the bandwidth, and its operations over the matmul rate. With --kv-cache-dtype the same step runs
+over all caches in turn, call by call, so that what else the machine does falls on each. Say which other load it had.
 """
 
 import argparse
@@ -21,23 +23,38 @@ import torch
 from benchmarks.machine import OtherCpu
 from benchmarks.models import SHAPES
 from parallel.context import ParallelContext
-from workers.attention.backend import KVTensors
+from workers.attention.backend import AttentionBackend, AttentionStep
 from workers.attention.select import select_attention
 from workers.models.decoder import Decoder, build_decoder
 from workers.models.forward_batch import ForwardBatch
 from workers.models.registry import load_spec
 from workers.models.spec import ArchSpec
+from workers.rank.kv_tensors import KVCache, block_bytes
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
+STORAGE = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
 
 
-def build(shape: str, dtype: torch.dtype) -> tuple[ArchSpec, Decoder]:
+class Switch:
+    """One decoder over several caches: the attention of the one that is measured."""
+
+    name = "switch"
+
+    def __init__(self, backends: dict[torch.dtype, AttentionBackend]) -> None:
+        self._backends = backends
+        self.kv_dtype = next(iter(backends))
+
+    def prepare(self, batch: ForwardBatch) -> AttentionStep:
+        return self._backends[self.kv_dtype].prepare(batch)
+
+
+def build(shape: str, dtype: torch.dtype, kv_dtypes: list[torch.dtype]) -> tuple[ArchSpec, Decoder, Switch]:
     """A random decoder of a known shape."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]))
         spec = load_spec(folder)
-    attention = select_attention(CPU, dtype, spec.head_dim)
+    attention = Switch({kv: select_attention(CPU, dtype, spec.head_dim, kv) for kv in kv_dtypes})
     decoder = build_decoder(
         spec,
         ParallelContext.single(),
@@ -48,7 +65,7 @@ def build(shape: str, dtype: torch.dtype) -> tuple[ArchSpec, Decoder]:
         load_format="dummy",
         progress=True,
     )
-    return spec, decoder
+    return spec, decoder, attention
 
 
 def make_batch(query_len: int, seq_lens: list[int]) -> ForwardBatch:
@@ -73,57 +90,76 @@ def make_batch(query_len: int, seq_lens: list[int]) -> ForwardBatch:
     )
 
 
-def make_kv(spec: ArchSpec, num_blocks: int, dtype: torch.dtype) -> KVTensors:
-    shape = (num_blocks, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
-    keys, values = ([torch.zeros(shape, dtype=dtype) for _ in range(spec.num_layers)] for _ in "kv")
-    return KVTensors(keys, values, BLOCK_SIZE)
+def make_kv(spec: ArchSpec, num_blocks: int, dtype: torch.dtype) -> KVCache:
+    """Small numbers in every page: a page that was never written is one and the same for the whole cache."""
+    kv = KVCache.allocate(spec.num_layers, num_blocks, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim, dtype, CPU)
+    for plane in kv.planes:
+        plane.view(torch.uint8).fill_(60)  # bf16 0.0115, fp8 1.5, float32 scale 0.0115
+    return kv
 
 
-def floor_s(spec: ArchSpec, batch: ForwardBatch, element: int, options: argparse.Namespace) -> float:
+def floor_s(spec: ArchSpec, batch: ForwardBatch, element: int, kv_dtype: torch.dtype, o: argparse.Namespace) -> float:
     """Seconds that no implementation can go below at the given bandwidth and matmul rate."""
     head = spec.vocab_size * spec.hidden_size
     body = spec.num_layers * spec.layer_parameters
-    kv_bytes = sum(batch.seq_lens_list) * spec.kv_bytes_per_token(dtype_bytes=element)
+    kv_bytes = sum(batch.seq_lens_list) * block_bytes(spec.num_layers, 1, spec.num_kv_heads, spec.head_dim, kv_dtype)
     step_bytes = (body + head) * element + kv_bytes
     flop = 2 * (body * batch.num_tokens + head * len(batch.logits_rows_S))
-    return float(max(step_bytes / options.bandwidth_gb_s, flop / options.gflop_s) / 1e9)
+    return float(max(step_bytes / o.bandwidth_gb_s, flop / o.gflop_s) / 1e9)
 
 
-def measure(step: Callable[[], object], seconds: float) -> list[float]:
-    """Times of single calls, after three to warm up, until `seconds` have passed."""
-    for _ in range(3):
+def measure(steps: list[Callable[[], object]], seconds: float, clock: Callable[[], float]) -> list[list[float]]:
+    """Times of single calls of each, in turn, after three to warm up, until `seconds` have passed for each."""
+    for step in steps * 3:
         step()
-    times: list[float] = []
-    while sum(times) < seconds or len(times) < 5:
-        start = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - start)
+    times: list[list[float]] = [[] for _ in steps]
+    while min(map(sum, times)) < seconds or len(times[0]) < 5:
+        for step, own in zip(steps, times, strict=True):
+            start = clock()
+            step()
+            own.append(clock() - start)
     return times
 
 
-def report(spec: ArchSpec, decoder: Decoder, batch: ForwardBatch, options: argparse.Namespace) -> None:
-    dtype = getattr(torch, options.dtype)
-    kv = make_kv(spec, int(batch.block_table_RN.max()) + 1, dtype)
-
+def stepper(decoder: Decoder, attention: Switch, batch: ForwardBatch, kv: KVCache) -> Callable[[], object]:
     @torch.inference_mode()
     def step() -> object:
-        return decoder.forward(batch, kv, None)
+        attention.kv_dtype = kv.slab.dtype
+        return decoder.forward(batch, kv.tensors, None)
 
+    return step
+
+
+def report(
+    spec: ArchSpec, decoder: Decoder, attention: Switch, batch: ForwardBatch, options: argparse.Namespace
+) -> None:
+    """A line per storage dtype, the unquantized cache first."""
+    num_blocks = int(batch.block_table_RN.max()) + 1
+    caches = [make_kv(spec, num_blocks, kv_dtype) for kv_dtype in kv_dtypes_of(options)]
+    steps = [stepper(decoder, attention, batch, kv) for kv in caches]
     with OtherCpu() as other:
-        times = measure(step, options.seconds)
-    least = floor_s(spec, batch, dtype.itemsize, options)
-    median = statistics.median(times)
-    print(
-        f"{len(batch.seq_lens_list):3d} rows x {max(batch.query_lens_list)} tokens, context {options.context}: "
-        f"median {median * 1e3:8.2f} ms, best {min(times) * 1e3:8.2f} ms, {batch.num_tokens / median:8.1f} tok/s, "
-        f"floor {least * 1e3:6.2f} ms = {least / median:.0%} (best {least / min(times):.0%}), "
-        f"other_cpu {other.share:.2f}",
-        flush=True,
-    )
+        measured = measure(steps, options.seconds, time.process_time if options.cpu_time else time.perf_counter)
+    first = statistics.median(measured[0])
+    for kv_dtype, times in zip(kv_dtypes_of(options), measured, strict=True):
+        least = floor_s(spec, batch, getattr(torch, options.dtype).itemsize, kv_dtype, options)
+        median = statistics.median(times)
+        kv_words = f", KV {str(kv_dtype).removeprefix('torch.')} {median / first:.2f}x" if len(caches) > 1 else ""
+        print(
+            f"{len(batch.seq_lens_list):3d} rows x {max(batch.query_lens_list)} tokens, context {options.context}: "
+            f"median {median * 1e3:8.2f} ms, best {min(times) * 1e3:8.2f} ms, {batch.num_tokens / median:8.1f} tok/s, "
+            f"floor {least * 1e3:6.2f} ms = {least / median:.0%} (best {least / min(times):.0%}), "
+            f"other_cpu {other.share:.2f}{kv_words}",
+            flush=True,
+        )
     if options.profile:
         with torch.profiler.profile() as profile:
-            step()
+            steps[-1]()
         print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=30, max_name_column_width=40))
+
+
+def kv_dtypes_of(options: argparse.Namespace) -> list[torch.dtype]:
+    """What is measured, the unquantized cache first."""
+    return [getattr(torch, options.dtype), *(STORAGE[name] for name in options.kv_cache_dtype)]
 
 
 def main() -> None:
@@ -132,24 +168,26 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 16, 32])
     parser.add_argument("--context", type=int, default=300)
+    parser.add_argument("--kv-cache-dtype", nargs="+", default=[], choices=sorted(STORAGE))
     parser.add_argument("--spread", type=float, default=0.0, help="rows' contexts differ by this share, up and down")
     parser.add_argument("--prompt", type=int, help="one row of this many tokens instead of decodes")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=4.0, help="time spent per line")
+    parser.add_argument("--cpu-time", action="store_true", help="CPU time of all threads: for --threads 1, when busy")
     parser.add_argument("--bandwidth-gb-s", type=float, default=78.6, help="what the machine reads at best")
     parser.add_argument("--gflop-s", type=float, default=865.0, help="what its matmul does at best")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    spec, decoder = build(options.model, getattr(torch, options.dtype))
+    spec, decoder, attention = build(options.model, getattr(torch, options.dtype), kv_dtypes_of(options))
     print(f"{options.model} {options.dtype}, {options.threads} threads, {decoder.weight_bytes / 1e9:.3f} GB of weights")
     if options.prompt:
-        report(spec, decoder, make_batch(options.prompt, [options.prompt]), options)
+        report(spec, decoder, attention, make_batch(options.prompt, [options.prompt]), options)
         return
     for rows in options.batch:
         steps = [2 * row / max(1, rows - 1) - 1 for row in range(rows)]
         seq_lens = [int(options.context * (1 + options.spread * step)) for step in steps]
-        report(spec, decoder, make_batch(1, seq_lens), options)
+        report(spec, decoder, attention, make_batch(1, seq_lens), options)
 
 
 if __name__ == "__main__":

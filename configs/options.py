@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from configs.schema import Device, DType
+from configs.schema import Device, DType, KVCacheDType
 
 Check = Callable[[Any], bool]
 
@@ -96,6 +96,9 @@ OPTIONS: tuple[Option, ...] = (
            "Stages that share the layers.", at_least(1), "at least 1", ("-pp",)),
     Option("data_parallel_size", "engine.parallel.data_parallel_size", int, PARALLEL,
            "Number of groups: whole copies of the model.", at_least(1), "at least 1", ("-dp",)),
+    Option("kv_cache_dtype", "engine.cache.kv_cache_dtype", KVCacheDType, CACHE,
+           "Type that KV is stored in. int8 and fp8_e4m3 (or fp8), with a scale per token and head, take about half "
+           "the bytes of bfloat16. auto: the model's dtype."),
     Option("gpu_memory_utilization", "engine.cache.gpu_memory_utilization", float, CACHE,
            "Share of each GPU for weights and KV (GPU only).", lambda v: 0 < v <= 1, "above 0 and at most 1"),
     Option("kv_cache_memory_bytes", "engine.cache.kv_cache_memory_bytes", int, CACHE,

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
+KVCacheDType = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "int8"]
 Device = Literal["cpu", "cuda"]
 
 
@@ -43,8 +44,12 @@ class ParallelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The paged KV cache. Device sizes are bytes per rank, `num_blocks` overrides them; host and disk sizes are GiB per
-    group, summed over its ranks, None: no such tier."""
+    group, summed over its ranks, None: no such tier.
 
+    kv_cache_dtype auto: the model's dtype; fp8: fp8_e4m3.
+    """
+
+    kv_cache_dtype: KVCacheDType = "auto"
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None

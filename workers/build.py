@@ -36,8 +36,15 @@ def model_facts(settings: EngineSettings, ready: ExecutorReady) -> ModelFacts:
         vocab_size=spec.vocab_size,
         eos_token_ids=eos_token_ids(folder, spec),
         model_revision=fingerprint(folder, settings),
-        kv_dtype=ready.dtype,
+        kv_dtype=_stored_as(ready),
     )
+
+
+def _stored_as(ready: ExecutorReady) -> str:
+    """For the keys of blocks: equal only where the bytes of a block mean the same and were computed the same way."""
+    if ready.kv_dtype in (None, ready.dtype):
+        return ready.dtype
+    return f"{ready.kv_dtype} from {ready.dtype}"
 
 
 def open_executor(settings: EngineSettings) -> Executor:

@@ -56,6 +56,7 @@ class InProcessExecutor:
             load_s=facts.load_s,
             store=None if self._tiers is None else self._tiers.store,
             tier_notes=notes,
+            kv_dtype=facts.kv_dtype,
         )
         log.info("one rank in process: %s", ready)
         return ready

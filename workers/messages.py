@@ -294,7 +294,8 @@ class RankListening(msgspec.Struct, frozen=True, array_like=True, tag="listening
 
 
 class RankLoaded(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="loaded"):
-    """From a rank: weights are in memory. num_blocks is the most KV blocks this rank can hold."""
+    """From a rank: weights are in memory. num_blocks is the most KV blocks this rank can hold; kv_dtype is what
+    they hold (--kv-cache-dtype's names), None: dtype."""
 
     rank: int
     num_blocks: int
@@ -304,6 +305,7 @@ class RankLoaded(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     dtype: str
     threads: int
     load_s: float
+    kv_dtype: str | None = None
 
 
 class AllocateKV(msgspec.Struct, frozen=True, array_like=True, tag="allocate"):

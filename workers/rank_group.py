@@ -120,6 +120,7 @@ class RankGroup:
             num_ranks=self.world_size,
             store=None if self._tiers is None else self._tiers.store,
             tier_notes=notes,
+            kv_dtype=first.kv_dtype,
         )
         log.info("%d rank(s) ready: %s", self.world_size, ready)
         return ready

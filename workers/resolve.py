@@ -53,6 +53,12 @@ def resolve_dtype(settings: EngineSettings, spec: ArchSpec, device: str) -> str:
     return name
 
 
+def resolve_kv_dtype(settings: EngineSettings, dtype: str) -> str:
+    """--kv-cache-dtype without aliases; `dtype` is the model's, resolved."""
+    name = settings.cache.kv_cache_dtype
+    return {"auto": dtype, "fp8": "fp8_e4m3"}.get(name, name)
+
+
 def fingerprint(folder: Path, settings: EngineSettings) -> str:
     """Names the weights by content, for KV that outlives this process: config.json, and of each safetensors file its
     size and evenly spread samples (all of it when it is small): fine-tunes of one model differ nearly everywhere."""

@@ -143,7 +143,7 @@ def layout_digest(settings: EngineSettings, loaded: Sequence[RankLoaded]) -> byt
         settings.parallel.tensor_parallel_size,
         settings.parallel.pipeline_parallel_size,
         settings.cache.block_size,
-        [(rank.block_bytes, rank.dtype) for rank in loaded],
+        [(rank.block_bytes, rank.dtype, rank.kv_dtype) for rank in loaded],
     )
     folder = Path(settings.model.model)
     changed = [file.stat().st_mtime_ns for file in sorted(folder.glob("*.safetensors"))]

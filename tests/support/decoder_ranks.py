@@ -40,6 +40,7 @@ class DecoderCase:
     max_len: int
     dtype: torch.dtype = torch.float32
     load_format: str = "safetensors"
+    kv_dtype: torch.dtype | None = None
 
 
 def run_case(case: DecoderCase, context: ParallelContext) -> torch.Tensor | None:
@@ -51,10 +52,10 @@ def run_case(case: DecoderCase, context: ParallelContext) -> torch.Tensor | None
         folder=case.folder,
         dtype=case.dtype,
         device=CPU,
-        attention=select_attention(CPU, case.dtype, spec.head_dim),
+        attention=select_attention(CPU, case.dtype, spec.head_dim, case.kv_dtype),
         load_format=case.load_format,  # type: ignore[arg-type]
     )
-    rows = PagedRows(decoder, case.num_rows, case.max_len, case.dtype)
+    rows = PagedRows(decoder, case.num_rows, case.max_len, case.dtype, kv_dtype=case.kv_dtype)
     link = StageLink(context, spec.hidden_size, case.dtype, CPU)
     outputs = [_run_step(decoder, rows, link, context, work) for work in case.steps]
     link.flush()

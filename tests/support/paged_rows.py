@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 import torch
 
 from workers.attention.backend import KVTensors
+from workers.kernels.kv_quant import movable
 from workers.models.decoder import Decoder
 from workers.models.forward_batch import ForwardBatch
+from workers.rank.kv_tensors import KVCache
 
 
 @dataclass(slots=True)
@@ -32,6 +34,7 @@ class PagedRows:
     dtype: torch.dtype = torch.float32
     block_size: int = 4
     shuffle: bool = True
+    kv_dtype: torch.dtype | None = None
     rows: list[PagedRow] = field(init=False)
     kv: KVTensors = field(init=False)
 
@@ -41,12 +44,13 @@ class PagedRows:
         if self.shuffle:
             random.Random(0).shuffle(ids)
         self.rows = [PagedRow(ids[row * per_row : (row + 1) * per_row]) for row in range(self.num_rows)]
-        heads, dim = self.decoder.num_local_kv_heads, self.decoder.head_dim
-        shape = (1 + self.num_rows * per_row, self.block_size, heads, dim)
-        keys, values = (
-            [torch.full(shape, 7.0, dtype=self.dtype) for _ in range(self.decoder.num_local_layers)] for _ in "kv"
-        )
-        self.kv = KVTensors(keys, values, self.block_size)
+        decoder, num_blocks = self.decoder, 1 + self.num_rows * per_row
+        heads, dim = decoder.num_local_kv_heads, decoder.head_dim
+        dtype, cpu = self.kv_dtype or self.dtype, torch.device("cpu")
+        cache = KVCache.allocate(decoder.num_local_layers, num_blocks, self.block_size, heads, dim, dtype, cpu)
+        for plane in cache.planes:
+            movable(plane).fill_(7)
+        self.kv = cache.tensors
 
     def batch(self, work: list[tuple[int, list[int]]], all_logits: bool = False) -> ForwardBatch:
         """The batch in which each named row gets these tokens; advances the rows. Logits of the last tokens, or all."""

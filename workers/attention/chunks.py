@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from workers.kernels.kv_quant import KVStore, LayerKV
 from workers.models.forward_batch import ForwardBatch
 
 
@@ -84,27 +85,30 @@ class SdpaChunks:
         return self._masks[key]
 
 
-def gather(scratch: Scratch, use: str, cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
-    """[blocks, block_size, K, D]: those blocks of a cache, copied."""
-    out = scratch.take(use, (block_ids.shape[0], *cache.shape[1:]), cache.dtype, cache.device)
-    return torch.index_select(cache, 0, block_ids, out=out)
+class Gatherer:
+    """Copies of cached blocks, in q's dtype and in memory that is used again."""
 
+    def __init__(self, store: KVStore) -> None:
+        self._store = store
+        self._scratch = Scratch()
 
-def context_of(
-    chunk: Chunk,
-    k_TKD: torch.Tensor,
-    v_TKD: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scratch: Scratch,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(k_JKD, v_JKD) of a chunk: the step's own, which need no gather, or copies from the cache."""
-    own = slice(chunk.start, chunk.stop)
-    if chunk.block_ids is None:
-        return k_TKD[own], v_TKD[own]
-    k_JKD = gather(scratch, "keys", keys, chunk.block_ids).flatten(0, 1)[: chunk.context_len]
-    v_JKD = gather(scratch, "values", values, chunk.block_ids).flatten(0, 1)[: chunk.context_len]
-    return k_JKD, v_JKD
+    def blocks(self, kv: LayerKV, block_ids: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [blocks, block_size, K, D], valid until the next call."""
+        shape, device = (block_ids.shape[0], *kv.keys.shape[1:]), kv.keys.device
+        k_out, v_out = (self._scratch.take(use, shape, dtype, device) for use in ("keys", "values"))
+        self._store.gather(kv.keys, kv.key_scales, block_ids, k_out)
+        self._store.gather(kv.values, kv.value_scales, block_ids, v_out)
+        return k_out, v_out
+
+    def context(
+        self, chunk: Chunk, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv: LayerKV
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(k_JKD, v_JKD) of a chunk: the step's own, which need no gather, or copies from the cache."""
+        if chunk.block_ids is None:
+            own = slice(chunk.start, chunk.stop)
+            return k_TKD[own], v_TKD[own]
+        k_BSKD, v_BSKD = self.blocks(kv, chunk.block_ids, k_TKD.dtype)
+        return k_BSKD.flatten(0, 1)[: chunk.context_len], v_BSKD.flatten(0, 1)[: chunk.context_len]
 
 
 def visible_span(batch: ForwardBatch, row: int, window: int | None) -> range:
@@ -114,10 +118,10 @@ def visible_span(batch: ForwardBatch, row: int, window: int | None) -> range:
     return range(first_seen // batch.block_size, -(-seq_len // batch.block_size))
 
 
-def chunk_of(batch: ForwardBatch, row: int, start: int, window: int | None) -> Chunk:
-    """A prompt chunk that starts at token `start` of the step."""
+def chunk_of(batch: ForwardBatch, row: int, start: int, window: int | None, is_exact: bool) -> Chunk:
+    """A prompt chunk that starts at token `start` of the step. is_exact: the cache holds the step's very K and V."""
     seq_len, num_queries = batch.seq_lens_list[row], batch.query_lens_list[row]
-    if seq_len == num_queries:
+    if is_exact and seq_len == num_queries:
         return Chunk(start, start + num_queries, None, seq_len)
     span = visible_span(batch, row, window)
     block_ids = batch.block_table_RN[row, span.start : span.stop].long()

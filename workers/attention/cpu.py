@@ -1,5 +1,5 @@
 """Paged attention on CPU: decodes through a compiled kernel that reads the cache in place, prompt chunks through
-blocked matmuls (bf16) or SDPA.
+blocked matmuls (bf16) or SDPA. The cache's dtype is one of those that kernel and store were compiled for.
 
 Chosen by select.py where the kernel can be compiled; torch_sdpa.py is the twin that needs no compiler. Shapes as in
 backend.py.
@@ -11,9 +11,10 @@ from itertools import accumulate
 import torch
 
 from workers.attention.backend import AttentionStep
-from workers.attention.chunks import Chunk, ChunkAttention, Scratch, SdpaChunks, chunk_of, context_of
+from workers.attention.chunks import Chunk, ChunkAttention, Gatherer, SdpaChunks, chunk_of
 from workers.kernels.cpu_chunk_attention import CpuChunkAttention
 from workers.kernels.cpu_decode_attention import CpuDecodeAttention, DecodeTasks, cut_tasks
+from workers.kernels.kv_quant import KVStore, LayerKV
 from workers.models.forward_batch import ForwardBatch
 
 
@@ -22,13 +23,14 @@ class CpuAttention:
 
     name = "cpu-paged"
 
-    def __init__(self, kernel: CpuDecodeAttention, chunk_kernel: CpuChunkAttention | None) -> None:
+    def __init__(self, kernel: CpuDecodeAttention, store: KVStore, chunk_kernel: CpuChunkAttention | None) -> None:
         self._kernel = kernel
+        self._store = store
         self._chunk_kernel = chunk_kernel
-        self._scratch = Scratch()
+        self._gatherer = Gatherer(store)
 
     def prepare(self, batch: ForwardBatch) -> AttentionStep:
-        return _CpuStep(batch, self._kernel, self._chunk_kernel or SdpaChunks(), self._scratch)
+        return _CpuStep(batch, self._kernel, self._store, self._chunk_kernel or SdpaChunks(), self._gatherer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +45,18 @@ class _CpuStep:
     """One step; layouts are made once per distinct window and shared by all layers."""
 
     def __init__(
-        self, batch: ForwardBatch, kernel: CpuDecodeAttention, chunk_attention: ChunkAttention, scratch: Scratch
+        self,
+        batch: ForwardBatch,
+        kernel: CpuDecodeAttention,
+        store: KVStore,
+        chunk_attention: ChunkAttention,
+        gatherer: Gatherer,
     ) -> None:
         self._batch = batch
         self._kernel = kernel
+        self._store = store
         self._chunk_attention = chunk_attention
-        self._scratch = scratch
+        self._gatherer = gatherer
         self._layouts: dict[int | None, _Layout] = {}
 
     def forward(
@@ -56,27 +64,26 @@ class _CpuStep:
         q_TND: torch.Tensor,
         k_TKD: torch.Tensor,
         v_TKD: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        kv: LayerKV,
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
         batch = self._batch
-        self._kernel.write(k_TKD, v_TKD, keys, values, batch.slot_mapping_T)
+        self._store.write(k_TKD, v_TKD, kv, batch.slot_mapping_T)
         if window not in self._layouts:
-            self._layouts[window] = _lay_out(batch, window)
+            self._layouts[window] = _lay_out(batch, window, kv.keys.dtype is k_TKD.dtype)
         layout = self._layouts[window]
         out_TND = torch.empty(q_TND.shape, dtype=q_TND.dtype)
         if layout.decodes is not None:
-            self._kernel.attend(q_TND, keys, values, out_TND, batch.block_table_RN, layout.decodes, scale)
+            self._kernel.attend(q_TND, kv, out_TND, batch.block_table_RN, layout.decodes, scale)
         for chunk in layout.chunks:
-            k_JKD, v_JKD = context_of(chunk, k_TKD, v_TKD, keys, values, self._scratch)
+            k_JKD, v_JKD = self._gatherer.context(chunk, k_TKD, v_TKD, kv)
             own = slice(chunk.start, chunk.stop)
             out_TND[own] = self._chunk_attention.attend(q_TND[own], k_JKD, v_JKD, scale, window)
         return out_TND
 
 
-def _lay_out(batch: ForwardBatch, window: int | None) -> _Layout:
+def _lay_out(batch: ForwardBatch, window: int | None, is_exact: bool) -> _Layout:
     """Sorts the rows of a step into decodes and prompt chunks."""
     starts = list(accumulate(batch.query_lens_list, initial=0))
     decodes: list[tuple[int, int, int, int]] = []
@@ -85,5 +92,5 @@ def _lay_out(batch: ForwardBatch, window: int | None) -> _Layout:
         if num_queries == 1:
             decodes.append((row, starts[row], 0 if window is None else max(0, seq_len - window), seq_len))
         else:
-            chunks.append(chunk_of(batch, row, starts[row], window))
+            chunks.append(chunk_of(batch, row, starts[row], window, is_exact))
     return _Layout(cut_tasks(decodes, batch.block_size) if decodes else None, chunks)

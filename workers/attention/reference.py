@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.attention.backend import AttentionStep, write_kv
+from workers.attention.backend import AttentionStep
+from workers.kernels.kv_quant import LayerKV, TorchKVStore, decode
 from workers.models.forward_batch import ForwardBatch
 
 
@@ -31,18 +32,18 @@ class _ReferenceStep:
         q_TND: torch.Tensor,
         k_TKD: torch.Tensor,
         v_TKD: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        kv: LayerKV,
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
         batch = self.batch
-        write_kv(k_TKD, v_TKD, keys, values, batch.slot_mapping_T)
+        TorchKVStore().write(k_TKD, v_TKD, kv, batch.slot_mapping_T)
         out_TND = torch.empty_like(q_TND)
         start = 0
         for row, (num_queries, seq_len) in enumerate(zip(batch.query_lens_list, batch.seq_lens_list, strict=True)):
             stop = start + num_queries
-            k_JKD, v_JKD = (row_context(cache, batch, row) for cache in (keys, values))
+            k_JKD = row_context(kv.keys, kv.key_scales, batch, row)
+            v_JKD = row_context(kv.values, kv.value_scales, batch, row)
             position_T = torch.arange(seq_len - num_queries, seq_len, device=q_TND.device)
             position_J = torch.arange(seq_len, device=q_TND.device)
             seen_TJ = position_J <= position_T[:, None]
@@ -53,11 +54,13 @@ class _ReferenceStep:
         return out_TND
 
 
-def row_context(cache: torch.Tensor, batch: ForwardBatch, row: int) -> torch.Tensor:
-    """[J, K, D]: one row's keys or values, in order of position."""
+def row_context(cache: torch.Tensor, scales: torch.Tensor | None, batch: ForwardBatch, row: int) -> torch.Tensor:
+    """[J, K, D]: one row's keys or values, in order of position; quantized ones in float32."""
     seq_len = batch.seq_lens_list[row]
     blocks = batch.block_table_RN[row, : -(-seq_len // batch.block_size)].long()
-    return cache[blocks].flatten(0, 1)[:seq_len]
+    if scales is None:
+        return cache[blocks].flatten(0, 1)[:seq_len]
+    return decode(cache[blocks], scales[blocks], torch.float32).flatten(0, 1)[:seq_len]
 
 
 def attend(

@@ -1,8 +1,9 @@
 """Paged attention from torch's own kernels, on any device that torch has SDPA for.
 
-Rows with one query (decodes) are attended in groups of similar length: their blocks are gathered by index_select (whole
-blocks, contiguous copies) and SDPA runs once per group, with the query heads that share a KV head folded into the query
-dim, so K and V are never repeated and each is read once. Rows with more queries (prompt chunks) run one by one.
+Rows with one query (decodes) are attended in groups of similar length: their blocks are gathered (whole blocks,
+contiguous copies, converted where the cache holds another dtype) and SDPA runs once per group, with the query heads
+that share a KV head folded into the query dim, so K and V are never repeated and each is read once. Rows with more
+queries (prompt chunks) run one by one.
 Shapes: T tokens, R rows of a group, N query heads, K KV heads, G = N / K, D head dim, J padded context positions.
 """
 
@@ -12,17 +13,9 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 
-from workers.attention.backend import AttentionStep, write_kv
-from workers.attention.chunks import (
-    Chunk,
-    Scratch,
-    SdpaChunks,
-    additive_mask,
-    chunk_of,
-    context_of,
-    gather,
-    visible_span,
-)
+from workers.attention.backend import AttentionStep
+from workers.attention.chunks import Chunk, Gatherer, SdpaChunks, additive_mask, chunk_of, visible_span
+from workers.kernels.kv_quant import KVStore, LayerKV, TorchKVStore
 from workers.models.forward_batch import ForwardBatch
 
 # What the calls of one more group cost, as tokens of padding; and how much K and V a group gathers at once, so that
@@ -37,10 +30,11 @@ class TorchAttention:
     name = "torch-sdpa"
 
     def __init__(self) -> None:
-        self._scratch = Scratch()
+        self._store = TorchKVStore()
+        self._gatherer = Gatherer(self._store)
 
     def prepare(self, batch: ForwardBatch) -> AttentionStep:
-        return _TorchStep(batch, self._scratch)
+        return _TorchStep(batch, self._store, self._gatherer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +62,10 @@ class _Layout:
 class _TorchStep:
     """One step; layouts are made once per distinct window and shared by all layers."""
 
-    def __init__(self, batch: ForwardBatch, scratch: Scratch) -> None:
+    def __init__(self, batch: ForwardBatch, store: KVStore, gatherer: Gatherer) -> None:
         self._batch = batch
-        self._scratch = scratch
+        self._store = store
+        self._gatherer = gatherer
         self._sdpa = SdpaChunks()
         self._layouts: dict[int | None, _Layout] = {}
 
@@ -79,48 +74,46 @@ class _TorchStep:
         q_TND: torch.Tensor,
         k_TKD: torch.Tensor,
         v_TKD: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        kv: LayerKV,
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        write_kv(k_TKD, v_TKD, keys, values, self._batch.slot_mapping_T)
+        self._store.write(k_TKD, v_TKD, kv, self._batch.slot_mapping_T)
         if window not in self._layouts:
-            max_blocks = max(1, GROUP_BYTES // (2 * keys[0].nbytes))
-            self._layouts[window] = _lay_out(self._batch, window, q_TND.dtype, max_blocks)
+            max_blocks = max(1, GROUP_BYTES // (2 * kv.keys[0].numel() * q_TND.dtype.itemsize))
+            is_exact = kv.keys.dtype is k_TKD.dtype
+            self._layouts[window] = _lay_out(self._batch, window, q_TND.dtype, max_blocks, is_exact)
         layout = self._layouts[window]
         if len(layout.groups) == 1 and layout.groups[0].tokens_R is None:
-            return self._attend_group(layout.groups[0], q_TND, keys, values, scale)
+            return self._attend_group(layout.groups[0], q_TND, kv, scale)
         out_TND = torch.empty(q_TND.shape, dtype=q_TND.dtype, device=q_TND.device)
         for group in layout.groups:
             assert group.tokens_R is not None
-            out_TND[group.tokens_R] = self._attend_group(group, q_TND[group.tokens_R], keys, values, scale)
+            out_TND[group.tokens_R] = self._attend_group(group, q_TND[group.tokens_R], kv, scale)
         for chunk in layout.chunks:
-            k_JKD, v_JKD = context_of(chunk, k_TKD, v_TKD, keys, values, self._scratch)
+            k_JKD, v_JKD = self._gatherer.context(chunk, k_TKD, v_TKD, kv)
             own = slice(chunk.start, chunk.stop)
             out_TND[own] = self._sdpa.attend(q_TND[own], k_JKD, v_JKD, scale, window)
         return out_TND
 
-    def _attend_group(
-        self, group: _DecodeGroup, q_RND: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def _attend_group(self, group: _DecodeGroup, q_RND: torch.Tensor, kv: LayerKV, scale: float) -> torch.Tensor:
         """out_RND: one SDPA over all rows; the G query heads of a KV head are its "queries", since all see the same."""
-        rows, (_, num_kv_heads, head_dim) = group.num_rows, keys.shape[1:]
+        rows, (_, num_kv_heads, head_dim) = group.num_rows, kv.keys.shape[1:]
         k_RKJD, v_RKJD = (
-            gather(self._scratch, use, cache, group.block_ids).view(rows, -1, num_kv_heads, head_dim).transpose(1, 2)
-            for use, cache in (("keys", keys), ("values", values))
+            blocks.view(rows, -1, num_kv_heads, head_dim).transpose(1, 2)
+            for blocks in self._gatherer.blocks(kv, group.block_ids, q_RND.dtype)
         )
         q_RKGD = q_RND.reshape(rows, num_kv_heads, -1, head_dim)
         out_RKGD = F.scaled_dot_product_attention(q_RKGD, k_RKJD, v_RKJD, attn_mask=group.bias_R11J, scale=scale)
         return out_RKGD.reshape(q_RND.shape)
 
 
-def _lay_out(batch: ForwardBatch, window: int | None, dtype: torch.dtype, max_blocks: int) -> _Layout:
+def _lay_out(batch: ForwardBatch, window: int | None, dtype: torch.dtype, max_blocks: int, is_exact: bool) -> _Layout:
     """Sorts the rows of a step into decode groups and prompt chunks."""
     starts = list(accumulate(batch.query_lens_list, initial=0))
     decodes = [row for row, num_queries in enumerate(batch.query_lens_list) if num_queries == 1]
     chunks = [
-        chunk_of(batch, row, starts[row], window)
+        chunk_of(batch, row, starts[row], window, is_exact)
         for row, num_queries in enumerate(batch.query_lens_list)
         if num_queries > 1
     ]

@@ -16,6 +16,7 @@ class ExecutorReady(msgspec.Struct, frozen=True, kw_only=True):
     """What the ranks turned out to be. num_blocks: KV blocks that every rank holds (the least of all ranks).
 
     store: the tiers below the device, when there are any; tier_notes: what was chosen for them, or why there are none.
+    kv_dtype: what the blocks hold, None: dtype.
     """
 
     num_blocks: int
@@ -30,6 +31,7 @@ class ExecutorReady(msgspec.Struct, frozen=True, kw_only=True):
     num_ranks: int = 1
     store: TieredStore | None = None
     tier_notes: tuple[str, ...] = ()
+    kv_dtype: str | None = None
 
 
 class Executor(Protocol):

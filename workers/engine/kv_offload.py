@@ -152,6 +152,8 @@ class KVOffload:
         found = self._find(seq)
         if found is None or found.from_disk or not self._is_worth(found):
             return None
+        if found.from_host[0] in self._coming:
+            return None  # load() waits for the copy under way
         opened = self._load(seq, found, reserve=0)
         if opened is None:
             return None

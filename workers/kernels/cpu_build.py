@@ -15,22 +15,31 @@ from pathlib import Path
 import torch
 
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
-SOURCES = ("cpu_decode_attention.c", "cpu_chunk_attention.c", "cpu_fused_ops.c")
+STORED = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.bfloat16: 3}
+CACHE_SOURCES = ("cpu_decode_attention.c", "cpu_kv_quant.c")
+SOURCES = (*CACHE_SOURCES, "cpu_chunk_attention.c", "cpu_fused_ops.c")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 TIMEOUT_S = 60.0
 
 
 @cache
-def cpu_library(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """The kernels for tensors of `dtype`, or None when there are none for it or no compiler."""
+def cpu_library(dtype: torch.dtype, storage: torch.dtype | None = None) -> ctypes.CDLL | None:
+    """The kernels for tensors of `dtype`, or None when there are none for it or no compiler.
+
+    storage: what the KV cache holds, where that is another type; the library has then only the kernels that read it.
+    """
+    if storage is dtype:
+        return cpu_library(dtype)
     compiler = shutil.which("gcc") or shutil.which("cc")
     folder = Path(__file__).parent
-    sources = [folder / name for name in SOURCES]
-    if compiler is None or dtype not in ELEMENTS or not all(source.exists() for source in sources):
+    sources = [folder / name for name in (SOURCES if storage is None else CACHE_SOURCES)]
+    served = dtype in ELEMENTS and (storage is None or storage in STORED)
+    if compiler is None or not served or not all(source.exists() for source in sources):
         return None
+    types = (f"-DELEMENT={ELEMENTS[dtype]}", f"-DSTORED={0 if storage is None else STORED[storage]}")
     with tempfile.TemporaryDirectory(prefix="tandem-kernels-") as built:
         library = Path(built) / "kernels.so"
-        command = [compiler, *FLAGS, f"-DELEMENT={ELEMENTS[dtype]}", *map(str, sources), "-o", str(library), "-lm"]
+        command = [compiler, *FLAGS, *types, *map(str, sources), "-o", str(library), "-lm"]
         try:
             subprocess.run(command, check=True, capture_output=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL)
             return ctypes.CDLL(str(library))

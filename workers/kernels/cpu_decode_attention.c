@@ -1,17 +1,22 @@
 /* Paged attention of rows with one query each, for CPUs. See cpu_decode_attention.py for shapes and meaning. */
 #include <omp.h>
 
-#include "cpu_vector.h"
+#include "cpu_stored.h"
 
 #define MAX_DIM 256
 #define MAX_TILE 4
-#define LINE (64 / (int)sizeof(element)) /* elements of a cache line */
+#define LINE (64 / (int)sizeof(stored)) /* elements of a cache line */
+
+typedef struct {
+  const stored *keys, *values;
+  const float *key_scales, *value_scales; /* of each token and KV head, where SCALED */
+} cache;
 
 /* One partition of one row's context, all heads, G query heads of one KV head at a time.
    partial: per query head D sums, then the maximum, then the weight. */
-INLINE void attend_partition(const element *q, const element *keys, const element *values, float *partial,
-                             float *scores, const int32_t *blocks, long first, long last, long heads, long kv_heads,
-                             const int D, const int G, long block_size, float scale) {
+INLINE void attend_partition(const element *q, const cache *kv, float *partial, float *scores, const int32_t *blocks,
+                             long first, long last, long heads, long kv_heads, const int D, const int G,
+                             long block_size, float scale) {
   const int V = D / LANES;
   const long tiles = heads / kv_heads / G;
   const long token = kv_heads * D, block = block_size * token;
@@ -19,8 +24,9 @@ INLINE void attend_partition(const element *q, const element *keys, const elemen
   for (long position = first; position < last;) {
     const long in_block = position % block_size;
     const long stop = position - in_block + block_size < last ? position - in_block + block_size : last;
-    const element *from = keys + blocks[position / block_size] * block + in_block * token;
-    const element *next = stop < last ? keys + blocks[stop / block_size] * block : values + blocks[first / block_size] * block;
+    const long slot = blocks[position / block_size] * block_size + in_block;
+    const stored *from = kv->keys + slot * token;
+    const stored *next = stop < last ? kv->keys + blocks[stop / block_size] * block : kv->values + blocks[first / block_size] * block;
     for (long h = 0; h < kv_heads * tiles; h++) {
       floats query[MAX_TILE * MAX_DIM / LANES];
       UNROLLED for (int i = 0; i < G * V; i++) query[i] = load(q + h * G * D + i * LANES);
@@ -31,10 +37,11 @@ INLINE void attend_partition(const element *q, const element *keys, const elemen
         floats dot[MAX_TILE];
         UNROLLED for (int g = 0; g < G; g++) dot[g] = (floats){};
         UNROLLED for (int i = 0; i < V; i++) {
-          const floats key = load(from + offset + i * LANES);
+          const floats key = load_stored(from + offset + i * LANES);
           UNROLLED for (int g = 0; g < G; g++) dot[g] += query[g * V + i] * key;
         }
-        UNROLLED for (int g = 0; g < G; g++) score[g * length + j] = sum_lanes(dot[g]) * scale;
+        const float factor = SCALED ? scale * UNIT * kv->key_scales[(slot + j) * kv_heads + h / tiles] : scale;
+        UNROLLED for (int g = 0; g < G; g++) score[g * length + j] = sum_lanes(dot[g]) * factor;
       }
     }
     position = stop;
@@ -62,8 +69,9 @@ INLINE void attend_partition(const element *q, const element *keys, const elemen
   for (long position = first; position < last;) {
     const long in_block = position % block_size;
     const long stop = position - in_block + block_size < last ? position - in_block + block_size : last;
-    const element *from = values + blocks[position / block_size] * block + in_block * token;
-    const element *next = stop < last ? values + blocks[stop / block_size] * block : from;
+    const long slot = blocks[position / block_size] * block_size + in_block;
+    const stored *from = kv->values + slot * token;
+    const stored *next = stop < last ? kv->values + blocks[stop / block_size] * block : from;
     for (long h = 0; h < kv_heads * tiles; h++) {
       const float *score = scores + h * G * length + position - first;
       float *mine = partial + h * G * (D + 2);
@@ -73,9 +81,10 @@ INLINE void attend_partition(const element *q, const element *keys, const elemen
       for (long j = 0; j < stop - position; j++) {
         const long offset = j * token + h / tiles * D;
         for (int i = 0; i < D; i += LINE) __builtin_prefetch(next + offset + i, 0, 2);
+        const float factor = SCALED ? UNIT * kv->value_scales[(slot + j) * kv_heads + h / tiles] : 1.0f;
         UNROLLED for (int i = 0; i < V; i++) {
-          const floats value = load(from + offset + i * LANES);
-          UNROLLED for (int g = 0; g < G; g++) sum[g * V + i] += score[g * length + j] * value;
+          const floats value = load_stored(from + offset + i * LANES);
+          UNROLLED for (int g = 0; g < G; g++) sum[g * V + i] += score[g * length + j] * factor * value;
         }
       }
       UNROLLED for (int g = 0; g < G; g++)
@@ -85,15 +94,15 @@ INLINE void attend_partition(const element *q, const element *keys, const elemen
   }
 }
 
-typedef void partition_function(const element *, const element *, const element *, float *, float *, const int32_t *,
-                                long, long, long, long, int, long, float);
+typedef void partition_function(const element *, const cache *, float *, float *, const int32_t *, long, long, long,
+                                long, int, long, float);
 
 /* Constants for the shapes in use, so that sums stay in registers. */
-#define FIXED(name, dim, group)                                                                       \
-  static void name##_##group(const element *q, const element *k, const element *v, float *p, float *s,       \
-                             const int32_t *b, long f, long l, long n, long m, int d, long z, float c) {     \
-    (void)d;                                                                                                 \
-    attend_partition(q, k, v, p, s, b, f, l, n, m, dim, group, z, c);                                 \
+#define FIXED(name, dim, group)                                                                                 \
+  static void name##_##group(const element *q, const cache *kv, float *p, float *s, const int32_t *b, long f, long l, \
+                             long n, long m, int d, long z, float c) {                                          \
+    (void)d;                                                                                                    \
+    attend_partition(q, kv, p, s, b, f, l, n, m, dim, group, z, c);                                             \
   }
 #define FIXED_DIM(name, dim) FIXED(name, dim, 1) FIXED(name, dim, 2) FIXED(name, dim, 3) FIXED(name, dim, 4)
 FIXED_DIM(attend_64, 64)
@@ -106,10 +115,11 @@ static partition_function *choose(long dim, long group) {
   return dim == 64 ? CHOOSE(attend_64) : dim == 128 ? CHOOSE(attend_128) : CHOOSE(attend_any);
 }
 
-void decode_attention(const element *q, long q_stride, const element *keys, const element *values, element *out,
-                      const int32_t *table, long table_stride, const int32_t *tasks, long num_tasks,
+void decode_attention(const element *q, long q_stride, const stored *keys, const stored *values,
+                      const float *key_scales, const float *value_scales, element *out, const int32_t *table, long table_stride, const int32_t *tasks, long num_tasks,
                       const int32_t *rows, long num_rows, float *partials, float *scores, long scores_stride,
                       long heads, long kv_heads, long dim, long block_size, float scale, int threads) {
+  const cache kv = {keys, values, key_scales, value_scales};
   partition_function *attend = choose(dim, heads / kv_heads);
   const long partial_size = heads * (dim + 2);
 #pragma omp parallel num_threads(threads)
@@ -117,7 +127,7 @@ void decode_attention(const element *q, long q_stride, const element *keys, cons
 #pragma omp for schedule(dynamic, 1)
     for (long t = 0; t < num_tasks; t++) {
       const int32_t *task = tasks + 4 * t; /* row of the table, token, first position, last position + 1 */
-      attend(q + task[1] * q_stride, keys, values, partials + t * partial_size, scores + omp_get_thread_num() * scores_stride,
+      attend(q + task[1] * q_stride, &kv, partials + t * partial_size, scores + omp_get_thread_num() * scores_stride,
              table + task[0] * table_stride, task[2], task[3], heads, kv_heads, dim, block_size, scale);
     }
 #pragma omp for schedule(static) collapse(2)
@@ -143,15 +153,5 @@ void decode_attention(const element *q, long q_stride, const element *keys, cons
         }
         for (long i = 0; i < dim / LANES; i++) store(out + (row[0] * heads + n) * dim + i * LANES, sum[i] / weight);
       }
-  }
-}
-
-/* Stores the tokens' keys and values at their slots. size: elements of one token, all KV heads. */
-void write_kv(const element *k, long k_stride, const element *v, long v_stride, element *keys, element *values,
-              const int64_t *slots, long tokens, long size, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (tokens >= 64)
-  for (long t = 0; t < tokens; t++) {
-    memcpy(keys + slots[t] * size, k + t * k_stride, size * sizeof(element));
-    memcpy(values + slots[t] * size, v + t * v_stride, size * sizeof(element));
   }
 }

@@ -4,7 +4,8 @@
 
 A row's context is cut in partitions, so that one long row keeps all threads busy; partitions are merged by their
 maxima and weights (flash-decoding, Dao et al. 2023). bf16 and fp32, computed in fp32; head dims that are multiples of
-16 up to 256; keys and values [num_blocks, block_size, K, D]. Called by workers/attention/cpu.py; the torch twin is
+16 up to 256. The cache may hold another type than q (kv_quant.py): it is converted in registers, and a token's scale
+multiplies its score and its weight, not its elements. Called by workers/attention/cpu.py; the torch twin is
 workers/attention/torch_sdpa.py. T tokens, N query heads, K KV heads, G = N / K, D head dim.
 """
 
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from workers.kernels.cpu_build import cpu_library
+from workers.kernels.cpu_kv_quant import address
+from workers.kernels.kv_quant import LayerKV
 
 MAX_HEAD_DIM = 256
 PARTITION_TOKENS = 256
@@ -57,28 +60,22 @@ class CpuDecodeAttention:
         self._attend = library.decode_attention
         self._attend.restype = None
         self._attend.argtypes = [
-            pointer, number, pointer, pointer, pointer, pointer, number, pointer, number, pointer, number, pointer,
-            pointer, number, number, number, number, number, ctypes.c_float, ctypes.c_int,
-        ]  # fmt: skip
-        self._write = library.write_kv
-        self._write.restype = None
-        self._write.argtypes = [
-            pointer, number, pointer, number, pointer, pointer, pointer, number, number, ctypes.c_int,
+            pointer, number, pointer, pointer, pointer, pointer, pointer, pointer, number, pointer, number, pointer,
+            number, pointer, pointer, number, number, number, number, number, ctypes.c_float, ctypes.c_int,
         ]  # fmt: skip
 
     @classmethod
-    def make(cls, dtype: torch.dtype, head_dim: int) -> "CpuDecodeAttention | None":
-        """None when the head dim is not served, or nothing could be compiled."""
-        if head_dim % 16 or head_dim > MAX_HEAD_DIM:
+    def make(cls, dtype: torch.dtype, head_dim: int, storage: torch.dtype) -> "CpuDecodeAttention | None":
+        """None when types or head dim are not served, or nothing could be compiled."""
+        if head_dim % LANES or head_dim > MAX_HEAD_DIM:
             return None
-        library = cpu_library(dtype)
+        library = cpu_library(dtype, storage)
         return None if library is None else cls(library)
 
     def attend(
         self,
         q_TND: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        kv: LayerKV,
         out_TND: torch.Tensor,
         block_table_RN: torch.Tensor,
         work: DecodeTasks,
@@ -87,7 +84,7 @@ class CpuDecodeAttention:
         """Fills the rows' tokens of out_TND (contiguous). block_table_RN int32; heads of q contiguous per token."""
         _, num_heads, head_dim = q_TND.shape
         assert out_TND.is_contiguous() and q_TND.stride()[1:] == (head_dim, 1) and block_table_RN.stride(1) == 1
-        assert keys.is_contiguous() and values.is_contiguous() and keys.dtype == q_TND.dtype
+        assert kv.keys.is_contiguous() and kv.values.is_contiguous()
         threads, num_tasks = torch.get_num_threads(), work.tasks.shape[0]
         partials_size, scores_size = num_tasks * num_heads * (head_dim + 2), num_heads * (work.longest + LANES)
         if self._scratch.shape[0] < partials_size + threads * scores_size:
@@ -95,20 +92,9 @@ class CpuDecodeAttention:
         partials = self._scratch.data_ptr()
         scores = partials + 4 * partials_size
         self._attend(
-            q_TND.data_ptr(), q_TND.stride(0), keys.data_ptr(), values.data_ptr(), out_TND.data_ptr(),
+            q_TND.data_ptr(), q_TND.stride(0), kv.keys.data_ptr(), kv.values.data_ptr(), address(kv.key_scales),
+            address(kv.value_scales), out_TND.data_ptr(),
             block_table_RN.data_ptr(), block_table_RN.stride(0), work.tasks.data_ptr(), num_tasks,
             work.rows.data_ptr(), work.rows.shape[0], partials, scores, scores_size,
-            num_heads, keys.shape[2], head_dim, keys.shape[1], scale, threads,
-        )  # fmt: skip
-
-    def write(
-        self, k_TKD: torch.Tensor, v_TKD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots_T: torch.Tensor
-    ) -> None:
-        """write_kv of workers/attention/backend.py in one call."""
-        head_dim = k_TKD.shape[2]
-        assert k_TKD.stride()[1:] == v_TKD.stride()[1:] == (head_dim, 1)
-        assert keys.is_contiguous() and values.is_contiguous() and keys.dtype == k_TKD.dtype
-        self._write(
-            k_TKD.data_ptr(), k_TKD.stride(0), v_TKD.data_ptr(), v_TKD.stride(0), keys.data_ptr(), values.data_ptr(),
-            slots_T.data_ptr(), slots_T.shape[0], k_TKD.shape[1] * head_dim, torch.get_num_threads(),
+            num_heads, kv.keys.shape[2], head_dim, kv.keys.shape[1], scale, threads,
         )  # fmt: skip

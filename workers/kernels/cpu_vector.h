@@ -16,14 +16,7 @@ typedef int32_t ints __attribute__((vector_size(64)));
 typedef uint32_t words __attribute__((vector_size(64)));
 typedef uint16_t halves __attribute__((vector_size(32)));
 
-#if ELEMENT == 0
-typedef float element;
-INLINE floats load(const element *at) { floats x; memcpy(&x, at, sizeof x); return x; }
-INLINE void store(element *at, floats x) { memcpy(at, &x, sizeof x); }
-INLINE floats rounded(floats x) { return x; }
-#else
-typedef uint16_t element;
-INLINE floats load(const element *at) {
+INLINE floats load_bf16(const uint16_t *at) {
 #ifdef __AVX512F__ /* compilers split the portable conversion in two */
   return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)at)), 16);
 #else
@@ -39,7 +32,7 @@ INLINE words rounded_bits(floats x) {
   words is_nan = (words)(x != x);
   return (nearest & ~is_nan) | (0x7fc00000u & is_nan);
 }
-INLINE void store(element *at, floats x) {
+INLINE void store_bf16(uint16_t *at, floats x) {
 #ifdef __AVX512F__
   _mm256_storeu_si256((__m256i *)at, _mm512_cvtepi32_epi16((__m512i)(rounded_bits(x) >> 16)));
 #else
@@ -47,6 +40,16 @@ INLINE void store(element *at, floats x) {
   memcpy(at, &narrow, sizeof narrow);
 #endif
 }
+
+#if ELEMENT == 0
+typedef float element;
+INLINE floats load(const element *at) { floats x; memcpy(&x, at, sizeof x); return x; }
+INLINE void store(element *at, floats x) { memcpy(at, &x, sizeof x); }
+INLINE floats rounded(floats x) { return x; }
+#else
+typedef uint16_t element;
+INLINE floats load(const element *at) { return load_bf16(at); }
+INLINE void store(element *at, floats x) { store_bf16(at, x); }
 INLINE floats rounded(floats x) { return (floats)rounded_bits(x); }
 #endif
 

@@ -12,6 +12,7 @@ from parallel.linear import ColumnParallelLinear, RowParallelLinear, Section
 from parallel.shard import WeightSlot, even_range, kv_head_range
 from workers.attention.backend import AttentionStep
 from workers.kernels.fused_ops import FusedOps
+from workers.kernels.kv_quant import LayerKV
 from workers.models.norms import QKNorm
 from workers.models.positions import Angles
 from workers.models.spec import ArchSpec
@@ -45,10 +46,8 @@ class AttentionLayer:
         )
         self._o = RowParallelLinear(full(names.o), spec.num_heads * dim, spec.hidden_size, spec.o_bias, context)
 
-    def __call__(
-        self, x_TH: torch.Tensor, angles: Angles, step: AttentionStep, keys: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
-        """[T, H], before the residual. `keys`, `values`: this layer's cache, which gains the step's tokens."""
+    def __call__(self, x_TH: torch.Tensor, angles: Angles, step: AttentionStep, kv: LayerKV) -> torch.Tensor:
+        """[T, H], before the residual. `kv`: this layer's cache, which gains the step's tokens."""
         num_heads, num_kv_heads = self._heads
         qkv_TAD = self._qkv(x_TH).unflatten(-1, (-1, self._head_dim))
         qk_TSD, v_TKD = qkv_TAD.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
@@ -56,7 +55,7 @@ class AttentionLayer:
         cos_T1D, sin_T1D = (angles.cos_T1D, angles.sin_T1D) if self._rotates else (None, None)
         qk_TSD = self._ops.norm_rotate(qk_TSD, weight_SD, self._eps, cos_T1D, sin_T1D)
         q_TND, k_TKD = qk_TSD.split((num_heads, num_kv_heads), dim=1)
-        out_TND = step.forward(q_TND, k_TKD, v_TKD, keys, values, self._scale, self._window)
+        out_TND = step.forward(q_TND, k_TKD, v_TKD, kv, self._scale, self._window)
         return self._o(out_TND.flatten(1))
 
     def slots(self) -> Iterator[WeightSlot]:

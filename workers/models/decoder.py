@@ -17,6 +17,7 @@ from parallel.shard import WeightSlot
 from workers.attention.backend import AttentionBackend, AttentionStep, KVTensors
 from workers.kernels.cpu_fused_ops import select_fused_ops
 from workers.kernels.fused_ops import FusedOps
+from workers.kernels.kv_quant import LayerKV
 from workers.models.attention_layer import AttentionLayer
 from workers.models.forward_batch import ForwardBatch
 from workers.models.mlp import GatedMLP
@@ -43,12 +44,11 @@ class DecoderLayer:
         residual_TH: torch.Tensor,
         angles: Angles,
         step: AttentionStep,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        kv: LayerKV,
     ) -> torch.Tensor:
         """Adds the previous layer's MLP output (`branch`, None at a stage's start) and its own attention to the
         residual, in place; returns its own MLP output for the next layer to add, fused with that layer's norm."""
-        x_TH = self._attention(self._attention_norm(branch_TH, residual_TH), angles, step, keys, values)
+        x_TH = self._attention(self._attention_norm(branch_TH, residual_TH), angles, step, kv)
         return self._mlp(self._mlp_norm(x_TH, residual_TH))
 
     def slots(self) -> Iterator[WeightSlot]:
@@ -105,8 +105,8 @@ class Decoder:
         angles = self._positions.angles(batch.positions_T, residual_TH.dtype)
         step = self._attention.prepare(batch)
         branch_TH: torch.Tensor | None = None
-        for layer, keys, values in zip(self._layers, kv.keys, kv.values, strict=True):
-            branch_TH = layer(branch_TH, residual_TH, angles, step, keys, values)
+        for layer, layer_kv in zip(self._layers, kv.layers, strict=True):
+            branch_TH = layer(branch_TH, residual_TH, angles, step, layer_kv)
         assert branch_TH is not None, "a stage without layers"
         if self._head is None or self._final_norm is None:
             return residual_TH.add_(branch_TH)

@@ -30,7 +30,7 @@ from workers.rank.model_runner import ModelRunner
 from workers.rank.mover_inbox import Inbox
 from workers.rank.profiling import run_fullest_step
 from workers.rank.row_table import RowTable
-from workers.resolve import read_spec, resolve_dtype, resolve_max_model_len
+from workers.resolve import read_spec, resolve_dtype, resolve_kv_dtype, resolve_max_model_len
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +47,7 @@ class LoadedRank:
     decoder: Decoder
     device: torch.device
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     max_model_len: int
     facts: RankLoaded
 
@@ -60,7 +61,7 @@ class LoadedRank:
             block_size,
             decoder.num_local_kv_heads,
             decoder.head_dim,
-            self.dtype,
+            self.kv_dtype,
             self.device,
         )
         capacity = self.settings.scheduler.max_num_seqs
@@ -98,26 +99,29 @@ def load_rank(
     spec = read_spec(settings)
     max_model_len = resolve_max_model_len(settings, spec)
     dtype = choose_dtype(settings, spec, device)
-    decoder = _build(settings, spec, context, device, dtype)
-    size = settings.cache.block_size
+    kv_name = resolve_kv_dtype(settings, str(dtype).removeprefix("torch."))
+    kv_dtype: torch.dtype = torch.float8_e4m3fn if kv_name == "fp8_e4m3" else getattr(torch, kv_name)
+    decoder = _build(settings, spec, context, device, dtype, kv_dtype)
+    size, heads = settings.cache.block_size, decoder.num_local_kv_heads
     needs = KVNeeds(
-        block_bytes=block_bytes(decoder.num_local_layers, size, decoder.num_local_kv_heads, decoder.head_dim, dtype),
+        block_bytes=block_bytes(decoder.num_local_layers, size, heads, decoder.head_dim, kv_dtype),
         block_size=size,
         max_model_len=max_model_len,
         max_num_seqs=settings.scheduler.max_num_seqs,
     )
     facts = RankLoaded(
         rank=rank,
-        num_blocks=_count_blocks(settings, spec, decoder, context, needs, device, dtype, ranks_on_node),
+        num_blocks=_count_blocks(settings, spec, decoder, context, needs, device, dtype, kv_dtype, ranks_on_node),
         weight_bytes=decoder.weight_bytes,
         block_bytes=needs.block_bytes,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         threads=torch.get_num_threads(),
         load_s=time.perf_counter() - started_s,
+        kv_dtype=kv_name,
     )
     log.info("rank %d loaded %s: %s, context %d", rank, settings.model.model, facts, max_model_len)
-    return LoadedRank(settings, context, spec, decoder, device, dtype, max_model_len, facts)
+    return LoadedRank(settings, context, spec, decoder, device, dtype, kv_dtype, max_model_len, facts)
 
 
 def choose_device(settings: EngineSettings, rank: int) -> torch.device:
@@ -144,7 +148,7 @@ def set_threads(settings: EngineSettings, device: torch.device, ranks_on_node: i
 
 
 def choose_dtype(settings: EngineSettings, spec: ArchSpec, device: torch.device) -> torch.dtype:
-    """The dtype of weights, activations and KV; says so when it is not the checkpoint's."""
+    """The dtype of weights and activations; says so when it is not the checkpoint's."""
     name = resolve_dtype(settings, spec, device.type)
     if settings.model.dtype == "auto" and spec.torch_dtype not in (None, name):
         log.info("%s checkpoint on CPU: running in %s (--dtype to keep it)", spec.torch_dtype, name)
@@ -153,7 +157,12 @@ def choose_dtype(settings: EngineSettings, spec: ArchSpec, device: torch.device)
 
 
 def _build(
-    settings: EngineSettings, spec: ArchSpec, context: ParallelContext, device: torch.device, dtype: torch.dtype
+    settings: EngineSettings,
+    spec: ArchSpec,
+    context: ParallelContext,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
 ) -> Decoder:
     try:
         return build_decoder(
@@ -163,7 +172,7 @@ def _build(
             progress=sys.stderr.isatty(),
             dtype=dtype,
             device=device,
-            attention=select_attention(device, dtype, spec.head_dim),
+            attention=select_attention(device, dtype, spec.head_dim, kv_dtype),
             load_format=settings.model.load_format,
             seed=settings.model.seed,
         )
@@ -179,6 +188,7 @@ def _count_blocks(
     needs: KVNeeds,
     device: torch.device,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     ranks_on_node: int,
 ) -> int:
     """On CUDA after a profiling step: what it reserved stays with torch's allocator and counts as used."""
@@ -192,6 +202,7 @@ def _count_blocks(
         vocab_size=spec.vocab_size,
         max_model_len=needs.max_model_len,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         device=device,
     )
     torch.cuda.synchronize(device)

@@ -79,7 +79,7 @@ class ModelRunner:
         if not plan.awaits:
             return tensors
         assert self.gate is not None, "a load without a mover"
-        return replace(tensors, keys=self.gate.in_turn(tensors.keys, plan.awaits))
+        return replace(tensors, layers=self.gate.in_turn(tensors.layers, plan.awaits))
 
     def _run(self, batch: StepBatch, kv: KVTensors) -> tuple[list[RowResult], float]:
         """Forward and sampling; results where this rank samples, and the seconds spent waiting for hidden states."""

@@ -42,6 +42,7 @@ def run_fullest_step(
     vocab_size: int,
     max_model_len: int,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     device: torch.device,
 ) -> int:
     """Runs it, keeps nothing but the allocator's reserved memory. Returns the KV bytes that were used for it."""
@@ -49,7 +50,7 @@ def run_fullest_step(
     plan = fullest_plan(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, max_model_len, size)
     num_blocks = len(plan.work[0].new_block_ids)
     heads, head_dim = decoder.num_local_kv_heads, decoder.head_dim
-    kv = KVCache.allocate(decoder.num_local_layers, num_blocks, size, heads, head_dim, dtype, device)
+    kv = KVCache.allocate(decoder.num_local_layers, num_blocks, size, heads, head_dim, kv_dtype, device)
     table = RowTable(scheduler.max_num_seqs, max_model_len, size, vocab_size)
     table.apply(plan)
     batch = build_batch(plan, table, device)
@@ -60,4 +61,4 @@ def run_fullest_step(
     if context.is_last_stage and context.tp_rank == 0:
         positions_S = np.zeros(len(batch.sample_rows_S), np.int64)
         sample(output, batch.sample_rows_S, positions_S, table.sampling, table.history)
-    return kv.slab.nbytes
+    return kv.nbytes

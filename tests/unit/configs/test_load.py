@@ -41,6 +41,7 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "tensor_parallel_size": (2, 2),
     "pipeline_parallel_size": (3, 3),
     "data_parallel_size": (4, 4),
+    "kv_cache_dtype": ("int8", "int8"),
     "gpu_memory_utilization": (0.5, 0.5),
     "kv_cache_memory_bytes": ("1G", 2**30),
     "num_gpu_blocks_override": (100, 100),
@@ -152,6 +153,7 @@ def test_a_bad_value_is_refused_by_its_flag(name: str, value: Any) -> None:
         ("dtype", "int8", "auto, bfloat16, float16, float32"),
         ("dtype", 16, "auto, bfloat16, float16, float32"),
         ("load_format", "gguf", "safetensors, dummy"),
+        ("kv_cache_dtype", "fp8_e5m2", "auto, bfloat16, fp8, fp8_e4m3, int8"),
         ("device", "tpu", "cpu, cuda"),
     ],
 )

@@ -4,13 +4,13 @@ from workers.engine.copy_costs import CopyCosts
 
 
 def measured(*, token_s: float) -> CopyCosts:
-    costs = CopyCosts()
+    costs = CopyCosts(block_bytes=1.0)
     costs.observe_step(100, 0, 100 * token_s)
     return costs
 
 
 def test_until_prompt_speed_is_known_every_copy_is_worth_it():
-    assert CopyCosts().copy_s("load", 1000) < CopyCosts().recompute_s(1)
+    assert CopyCosts(block_bytes=1.0).copy_s("load", 1000) < CopyCosts(block_bytes=1.0).recompute_s(1)
 
 
 def test_a_slow_way_makes_short_copies_lose_and_long_ones_win():

@@ -126,6 +126,7 @@ def test_the_profiling_step_fills_rows_and_tokens(loaded: LoadedRank) -> None:
         vocab_size=loaded.spec.vocab_size,
         max_model_len=256,
         dtype=torch.float32,
+        kv_dtype=torch.float32,
         device=CPU,
     )
     assert used == loaded.facts.block_bytes

@@ -44,14 +44,14 @@ class HashDecoder:
 
     def forward(self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None) -> torch.Tensor:
         assert hidden_TH is None
-        kv.keys[0].view(-1)[batch.slot_mapping_T] = batch.input_ids_T.float()
+        kv.layers[0].keys.view(-1)[batch.slot_mapping_T] = batch.input_ids_T.float()
         rows = {int(end) - 1: row for row, end in enumerate(batch.query_starts[1:])}
         logits_SV = torch.zeros(len(batch.logits_rows_S), VOCAB)
         for place, last in enumerate(batch.logits_rows_S.tolist()):
             row = rows[last]
             length = batch.seq_lens_list[row]
             assert int(batch.positions_T[last]) == length - 1
-            context = kv.keys[0][batch.block_table_RN[row].long()].reshape(-1)[:length].long().tolist()
+            context = kv.layers[0].keys[batch.block_table_RN[row].long()].reshape(-1)[:length].long().tolist()
             logits_SV[place, next_token(context)] = float("nan") if context[0] == self.poison else 9.0
         return logits_SV
 
@@ -155,7 +155,7 @@ def numbered_cache() -> KVCache:
     """Two layers, four blocks; each block holds 10 * tensor + block."""
     kv = KVCache.allocate(2, 4, 2, 1, 3, torch.float32, CPU)
     assert not kv.slab.any()
-    for place, tensor in enumerate((*kv.tensors.keys, *kv.tensors.values)):
+    for place, tensor in enumerate(kv.slab):
         assert tensor.shape == (4, 2, 1, 3)
         tensor.copy_(torch.arange(4.0)[:, None, None, None] + 10 * place)
     return kv
@@ -164,7 +164,7 @@ def numbered_cache() -> KVCache:
 def test_block_copies_read_before_they_write() -> None:
     kv = numbered_cache()
     kv.copy([(0, 1), (1, 2)])
-    for place, tensor in enumerate((*kv.tensors.keys, *kv.tensors.values)):
+    for place, tensor in enumerate(kv.slab):
         assert tensor[:, 1, 0, 2].tolist() == [10 * place + v for v in (0, 0, 1, 3)]
 
 

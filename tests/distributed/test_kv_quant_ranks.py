@@ -1,0 +1,183 @@
+"""The real engine over a quantized cache: preemption, shared and copied blocks, and every cut of the ranks leave the
+tokens as they are (float32; a code that rounds the other way could only matter at a near-tie)."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from configs.schema import (
+    CacheSettings,
+    DeviceSettings,
+    EngineSettings,
+    ModelSettings,
+    ParallelSettings,
+    SchedulerSettings,
+)
+from tests.support.tiny_models import BY_NAME, save_tiny_model
+from workers.build import model_facts, open_executor
+from workers.engine.engine import Engine
+from workers.engine.executor import ExecutorReady
+from workers.messages import Ended, GenerationRequest, SamplingParams, TokenDelta
+from workers.rank.loading import load_single
+from workers.tiers import layout_digest
+
+NUM_TOKENS = 14
+Undisturbed = dict[str, dict[tuple[str, int], list[int]]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(BY_NAME["llama-wide-heads"], tmp_path_factory.mktemp("models"))
+
+
+class Tokens:
+    """OutputSink that keeps every choice's tokens and the prompt tokens found in the cache."""
+
+    def __init__(self) -> None:
+        self.of: dict[tuple[str, int], list[int]] = {}
+        self.cached: dict[str, int] = {}
+
+    def deltas(self, deltas: list[TokenDelta]) -> None:
+        for delta in deltas:
+            self.of.setdefault((delta.request_id, delta.choice), []).extend(delta.token_ids)
+
+    def ended(self, ended: Ended, request: GenerationRequest) -> None:
+        assert ended.refused is None and set(ended.finish_reasons) == {"length"}, ended
+        self.cached[ended.request_id] = ended.usage.cached_tokens
+
+
+def settings_for(
+    folder: Path,
+    kv: str,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    num_blocks: int = 160,
+    chunk: int = 64,
+    host_gib: float | None = None,
+) -> EngineSettings:
+    return EngineSettings(
+        model=ModelSettings(model=str(folder), dtype="float32"),
+        parallel=ParallelSettings(tensor_parallel_size=tp, pipeline_parallel_size=pp),
+        cache=CacheSettings(
+            block_size=4,
+            num_blocks=num_blocks,
+            kv_cache_dtype=kv,  # type: ignore[arg-type]
+            kv_offloading_gib=host_gib,
+        ),
+        scheduler=SchedulerSettings(max_num_seqs=8, max_num_batched_tokens=chunk),
+        device=DeviceSettings(device="cpu", cpu_threads=1),
+    )
+
+
+def prompt(request: int) -> list[int]:
+    return [3 + (7 * request + 5 * k) % 190 for k in range(2 + 15 * request)]
+
+
+@dataclass
+class Served:
+    """One engine and its output; `tokens` of all requests so far."""
+
+    engine: Engine
+    sink: Tokens
+
+    def run(self, requests: list[tuple[int, SamplingParams]], wave: str = "") -> dict[tuple[str, int], list[int]]:
+        """All requests at once; the tokens of each choice."""
+        for place, (number, sampling) in enumerate(requests):
+            name = f"{wave}{place}"
+            self.engine.add_request(
+                GenerationRequest(request_id=name, prompt_token_ids=prompt(number), sampling=sampling)
+            )
+        while self.engine.has_work():
+            self.engine.step()
+        mine = {(name.removeprefix(wave), choice): tokens for (name, choice), tokens in self.sink.of.items()}
+        self.sink.of.clear()
+        return mine
+
+
+@contextlib.contextmanager
+def serving(settings: EngineSettings) -> Iterator[Served]:
+    with contextlib.closing(open_executor(settings)) as executor:
+        ready = executor.start()
+        assert ready.kv_dtype == {"fp8": "fp8_e4m3"}.get(settings.cache.kv_cache_dtype, settings.cache.kv_cache_dtype)
+        sink = Tokens()
+        yield Served(Engine(settings, model_facts(settings, ready), executor, ready, sink), sink)
+
+
+def mixed_requests() -> list[tuple[int, SamplingParams]]:
+    return [
+        (i, SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=i, n=1 + i % 2, temperature=0.5 * (i % 3)))
+        for i in range(6)
+    ]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> Undisturbed:
+    """Per storage dtype what one rank with enough blocks says."""
+    said = {}
+    for kv in ("int8", "fp8"):
+        with serving(settings_for(folder, kv)) as served:
+            said[kv] = served.run(mixed_requests())
+            assert served.engine.stats().preemptions == 0 and len(said[kv]) == 9
+    return said
+
+
+@pytest.mark.parametrize("kv", ["int8", "fp8"])
+def test_preempted_and_recomputed_rows_say_the_same(folder: Path, kv: str, undisturbed: Undisturbed) -> None:
+    with serving(settings_for(folder, kv, num_blocks=48, chunk=24)) as served:
+        assert served.run(mixed_requests()) == undisturbed[kv]
+        assert served.engine.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("kv", ["int8", "fp8"])
+def test_blocks_that_went_to_host_memory_and_back_say_the_same(folder: Path, kv: str, undisturbed: Undisturbed) -> None:
+    """A small device, the same requests three times: blocks go down with their scales and come back for the next."""
+    with serving(settings_for(folder, kv, num_blocks=48, host_gib=0.01)) as served:
+        for wave in ("a", "b", "c"):
+            assert served.run(mixed_requests(), wave) == undisturbed[kv]
+        offload = served.engine.stats().offload
+        assert offload is not None and offload.failed_blocks == 0 and offload.host_blocks > 0, offload
+
+
+@pytest.mark.parametrize(("kv", "tp", "pp"), [("int8", 2, 1), ("int8", 1, 2), ("fp8", 2, 1)])
+def test_any_cut_says_what_one_rank_says(folder: Path, undisturbed: Undisturbed, kv: str, tp: int, pp: int) -> None:
+    with serving(settings_for(folder, kv, tp=tp, pp=pp)) as served:
+        assert served.run(mixed_requests()) == undisturbed[kv]
+
+
+@pytest.mark.parametrize("kv", ["int8", "fp8"])
+def test_choices_that_share_and_copy_blocks_say_what_one_says(folder: Path, kv: str) -> None:
+    """Four greedy choices of prompts that end inside a block, and the prompt once more, found in the cache."""
+    alone = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=0.0)
+    four = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=0.0, n=4)
+    for number in (1, 4):
+        with serving(settings_for(folder, kv)) as served:
+            (single,) = served.run([(number, alone)]).values()
+        with serving(settings_for(folder, kv, chunk=20)) as served:
+            assert list(served.run([(number, four), (number, alone)]).values()) == [single] * 5
+
+
+def test_formats_never_meet_below_the_device(folder: Path) -> None:
+    """int8 and fp8 blocks are equally large; neither prefix keys nor the tiers' layout may take one for the other."""
+    layouts, names = set(), set()
+    for kv in ("auto", "bfloat16", "int8", "fp8"):
+        settings = settings_for(folder, kv, num_blocks=80)
+        loaded = load_single(settings).facts
+        layouts.add(layout_digest(settings, [loaded]))
+        ready = ExecutorReady(
+            num_blocks=80,
+            pipeline_parallel_size=1,
+            device="cpu",
+            dtype=loaded.dtype,
+            threads=1,
+            weight_bytes=0,
+            block_bytes=loaded.block_bytes,
+            load_s=0.0,
+            kv_dtype=loaded.kv_dtype,
+        )
+        names.add(model_facts(settings, ready).kv_dtype)
+    assert len(layouts) == 4
+    assert names == {"float32", "bfloat16 from float32", "int8 from float32", "fp8_e4m3 from float32"}

@@ -1,0 +1,64 @@
+"""KVStore compiled for CPUs: quantizes on the way into the cache, converts back where whole blocks are gathered.
+
+Formulas in kv_quant.py, whose TorchKVStore is the twin; codes and scales are bit-equal to its. Computes in bf16 or
+fp32; the cache in the same, int8, fp8 e4m3, or bf16 under fp32; head dims that are multiples of 16. Called by
+workers/attention/cpu.py. T tokens, K KV heads, D head dim.
+"""
+
+import ctypes
+
+import torch
+
+from workers.kernels.cpu_build import cpu_library
+from workers.kernels.kv_quant import LayerKV
+
+LANES = 16
+
+
+class CpuKVStore:
+    """The compiled store for one compute and one storage type."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        pointer, number, threads = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
+        self._write = library.write_kv
+        self._write.restype = None
+        self._write.argtypes = [
+            pointer, number, pointer, number, pointer, pointer, pointer, pointer, pointer, number, number, number,
+            threads,
+        ]  # fmt: skip
+        self._gather = library.gather_blocks
+        self._gather.restype = None
+        self._gather.argtypes = [pointer, pointer, pointer, number, pointer, number, number, threads]
+
+    @classmethod
+    def make(cls, dtype: torch.dtype, head_dim: int, storage: torch.dtype) -> "CpuKVStore | None":
+        """None when these are not served, or nothing could be compiled."""
+        library = cpu_library(dtype, storage) if head_dim % LANES == 0 else None
+        return None if library is None else cls(library)
+
+    def write(self, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv: LayerKV, slots_T: torch.Tensor) -> None:
+        _, heads, dim = k_TKD.shape
+        assert k_TKD.stride()[1:] == v_TKD.stride()[1:] == (dim, 1)
+        assert kv.keys.is_contiguous() and kv.values.is_contiguous()
+        self._write(
+            k_TKD.data_ptr(), k_TKD.stride(0), v_TKD.data_ptr(), v_TKD.stride(0), kv.keys.data_ptr(),
+            kv.values.data_ptr(), address(kv.key_scales), address(kv.value_scales), slots_T.data_ptr(),
+            slots_T.shape[0], heads, dim, torch.get_num_threads(),
+        )  # fmt: skip
+
+    def gather(
+        self, cache: torch.Tensor, scales: torch.Tensor | None, block_ids: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        assert cache.is_contiguous() and out.is_contiguous() and block_ids.dtype is torch.int64
+        _, block_size, heads, dim = cache.shape
+        self._gather(
+            cache.data_ptr(), address(scales), block_ids.data_ptr(), block_ids.shape[0], out.data_ptr(),
+            block_size * heads, dim, torch.get_num_threads(),
+        )  # fmt: skip
+        return out
+
+
+def address(scales: torch.Tensor | None) -> int | None:
+    """Where contiguous scales begin; None where there are none."""
+    assert scales is None or scales.is_contiguous()
+    return None if scales is None else scales.data_ptr()
