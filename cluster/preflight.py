@@ -15,7 +15,7 @@ from configs.errors import SettingsError
 from configs.load import no_gpu_share
 from configs.schema import CacheSettings, Device, ServiceSettings
 from workers.models.spec import ArchSpec
-from workers.rank.memory import available_bytes
+from workers.rank.memory import available_bytes, check_offload
 from workers.resolve import DTYPE_BYTES, read_spec, resolve_dtype, resolve_max_model_len
 
 HOST_TIER_SHARE = 0.6
@@ -58,7 +58,9 @@ def cpu_weight_bytes(spec: ArchSpec, dtype: str) -> int:
 
 
 def check_memory(settings: ServiceSettings) -> None:
-    """On CPU: the weights of all groups and the KV pools that were asked for fit in what is free."""
+    """On CPU: the weights of all groups and the KV pools that were asked for fit in what is free. On any device: no
+    more is to be kept in host memory than there is."""
+    check_offload(settings.engine.device.cpu_offload_gib, host_bytes=0, ranks_on_node=1)
     if settings.engine.device.device != "cpu":
         return
     groups, ranks = max_groups(settings), settings.engine.parallel.ranks_per_group

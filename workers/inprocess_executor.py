@@ -72,7 +72,7 @@ class InProcessExecutor:
         try:
             result = self._runner.execute(self._plans.popleft())
         except BaseException as error:
-            self._runner = None
+            self._drop_runner()
             self._broken = f"{type(error).__name__}: {error}"
             if not isinstance(error, Exception):
                 raise  # interrupted in the middle of a step: the rows' state is unknown
@@ -97,8 +97,13 @@ class InProcessExecutor:
         if self._tiers is not None:
             self._tiers.close()
             self._tiers = None
-        self._runner = None
+        self._drop_runner()
         self._plans.clear()
+
+    def _drop_runner(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
+        self._runner = None
 
     def _open_tiers(self, loaded: LoadedRank) -> tuple[str, ...]:
         """The tiers below the device, and what there is to say of them."""

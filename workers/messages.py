@@ -292,7 +292,11 @@ class RankListening(msgspec.Struct, frozen=True, array_like=True, tag="listening
 
 
 class RankLoaded(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="loaded"):
-    """From a rank: weights are in memory. num_blocks is the most KV blocks this rank can hold."""
+    """From a rank: weights are in memory. num_blocks is the most KV blocks this rank can hold.
+
+    host_weight_bytes of weight_bytes are the matrices of streamed_layers, kept in host memory; they pass through
+    buffer_bytes of the device.
+    """
 
     rank: int
     num_blocks: int
@@ -302,6 +306,10 @@ class RankLoaded(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     dtype: str
     threads: int
     load_s: float
+    resident_layers: int = 0
+    streamed_layers: int = 0
+    host_weight_bytes: int = 0
+    buffer_bytes: int = 0
 
 
 class AllocateKV(msgspec.Struct, frozen=True, array_like=True, tag="allocate"):

@@ -14,6 +14,7 @@ import torch
 
 from configs.errors import SettingsError
 from configs.schema import EngineSettings
+from offload.placement import LayerPlacement
 from offload.transfer import bytes_per_slot
 from parallel.context import ParallelContext
 from parallel.pipeline import StageLink
@@ -25,6 +26,7 @@ from workers.rank.kv_mover import Inbox, KVMover, open_slab
 from workers.rank.kv_tensors import KVCache, block_bytes
 from workers.rank.memory import KVNeeds, available_bytes, cpu_blocks, cuda_blocks
 from workers.rank.model_runner import ModelRunner
+from workers.rank.placing import place_weights
 from workers.rank.profiling import run_fullest_step
 from workers.rank.row_table import RowTable
 from workers.resolve import read_spec, resolve_dtype, resolve_max_model_len
@@ -92,7 +94,8 @@ def load_rank(
     spec = read_spec(settings)
     max_model_len = resolve_max_model_len(settings, spec)
     dtype = choose_dtype(settings, spec, device)
-    decoder = _build(settings, spec, context, device, dtype)
+    placement = place_weights(settings, spec, context, device, dtype, max_model_len, ranks_on_node)
+    decoder = _build(settings, spec, context, device, dtype, placement)
     size = settings.cache.block_size
     needs = KVNeeds(
         block_bytes=block_bytes(decoder.num_local_layers, size, decoder.num_local_kv_heads, decoder.head_dim, dtype),
@@ -109,6 +112,10 @@ def load_rank(
         dtype=str(dtype).removeprefix("torch."),
         threads=torch.get_num_threads(),
         load_s=time.perf_counter() - started_s,
+        resident_layers=placement.num_resident,
+        streamed_layers=len(placement.streamed),
+        host_weight_bytes=decoder.stream.host_bytes,
+        buffer_bytes=decoder.stream.buffer_bytes,
     )
     log.info("rank %d loaded %s: %s, context %d", rank, settings.model.model, facts, max_model_len)
     return LoadedRank(settings, context, spec, decoder, device, dtype, max_model_len, facts)
@@ -147,7 +154,12 @@ def choose_dtype(settings: EngineSettings, spec: ArchSpec, device: torch.device)
 
 
 def _build(
-    settings: EngineSettings, spec: ArchSpec, context: ParallelContext, device: torch.device, dtype: torch.dtype
+    settings: EngineSettings,
+    spec: ArchSpec,
+    context: ParallelContext,
+    device: torch.device,
+    dtype: torch.dtype,
+    placement: LayerPlacement,
 ) -> Decoder:
     try:
         return build_decoder(
@@ -159,6 +171,7 @@ def _build(
             attention=select_attention(device, dtype, spec.head_dim),
             load_format=settings.model.load_format,
             seed=settings.model.seed,
+            streamed=placement.streamed,
         )
     except torch.OutOfMemoryError as error:
         raise SettingsError(f"the weights do not fit on {device}: {error}", "--tensor-parallel-size") from error

@@ -29,6 +29,10 @@ class Model(Protocol):
         """Hidden states [T, H], or on the last stage logits [S, V] (float32, whole at least on tp rank 0)."""
         ...
 
+    def close(self) -> None:
+        """Ends what runs beside steps. Idempotent; no step may follow."""
+        ...
+
 
 class ModelRunner:
     """One rank's shard, its KV tensors and its row table. `link` is None when the pipeline has one stage."""
@@ -69,6 +73,10 @@ class ModelRunner:
         if not self._samples:
             return None
         return StepResult(step_id=plan.step_id, rows=rows, device_s=self._idle_since_s - started_s, wait_s=wait_s)
+
+    def close(self) -> None:
+        """No plan may follow. Idempotent."""
+        self._model.close()
 
     def _run(self, batch: StepBatch) -> tuple[list[RowResult], float]:
         """Forward and sampling; results where this rank samples, and the seconds spent waiting for hidden states."""
