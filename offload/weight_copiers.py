@@ -6,7 +6,11 @@ engine.
 """
 
 import ctypes
-from collections.abc import Sequence
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -15,16 +19,21 @@ import torch
 from configs.errors import SettingsError
 from offload.weight_stream import Copier, Copy, Wait
 
+PIECE_BYTES = 2**20
+NICENESS = 15
+
 
 class ThreadCopier:
     """Memory to memory, in one thread of its own; ends with `close`, or with the last reference to it.
 
+    The thread gives way to those that compute: on a machine without a spare core they would wait at every barrier for
+    the one that it displaced. What it has not moved when a layer is due, the thread that waits moves with it.
     oneDNN's packed matrices have no storage that torch would show, but an address and a size: copies between two of
     the same descriptor are copies of bytes.
     """
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tandem-weights")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tandem-weights", initializer=_give_way)
 
     def hold(self, weight: torch.Tensor) -> torch.Tensor:
         return weight
@@ -32,12 +41,23 @@ class ThreadCopier:
     def buffer_like(self, held: torch.Tensor) -> torch.Tensor:
         return held.clone()
 
-    def copy(self, target: torch.Tensor, held: torch.Tensor) -> Copy:
+    def copies(self, target: torch.Tensor, held: torch.Tensor) -> list[Copy]:
         (to, size), (source, _) = _memory(target), _memory(held)
-        return partial(ctypes.memmove, to, source, size)
+        return [
+            partial(_move, target, held, to + start, source + start, min(PIECE_BYTES, size - start))
+            for start in range(0, size, PIECE_BYTES)
+        ]
 
     def start(self, copies: Sequence[Copy]) -> Wait:
-        return self._thread.submit(_run, copies).result
+        pieces = deque(copies)
+        moving = self._thread.submit(_run_all, pieces.popleft)
+
+        def wait() -> None:
+            _run_all(pieces.pop)
+            if not moving.cancel():
+                moving.result()
+
+        return wait
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
@@ -62,8 +82,8 @@ class CudaCopier:
     def buffer_like(self, held: torch.Tensor) -> torch.Tensor:
         return torch.empty(held.shape, dtype=held.dtype, device=self._device)
 
-    def copy(self, target: torch.Tensor, held: torch.Tensor) -> Copy:
-        return partial(target.copy_, held, non_blocking=True)
+    def copies(self, target: torch.Tensor, held: torch.Tensor) -> list[Copy]:
+        return [partial(target.copy_, held, non_blocking=True)]
 
     def start(self, copies: Sequence[Copy]) -> Wait:
         """The event before keeps the copies behind the layer that still reads the buffer, the one after holds up the
@@ -71,7 +91,8 @@ class CudaCopier:
         computing = torch.cuda.current_stream(self._device)
         self._stream.wait_event(computing.record_event())
         with torch.cuda.stream(self._stream):
-            _run(copies)
+            for copy in copies:
+                copy()
         arrived = self._stream.record_event()
         return lambda: torch.cuda.current_stream(self._device).wait_event(arrived)
 
@@ -83,9 +104,26 @@ def make_copier(device: torch.device) -> Copier:
     return CudaCopier(device) if device.type == "cuda" else ThreadCopier()
 
 
-def _run(copies: Sequence[Copy]) -> None:
-    for copy in copies:
+def _run_all(take: Callable[[], Copy]) -> None:
+    """Runs pieces until there are none left; several threads may do so at once."""
+    while True:
+        try:
+            copy = take()
+        except IndexError:
+            return
         copy()
+
+
+def _move(_target: torch.Tensor, _held: torch.Tensor, to: int, source: int, size: int) -> None:
+    """Copies bytes between two tensors, which are alive for as long as this runs in whatever thread."""
+    ctypes.memmove(to, source, size)
+
+
+def _give_way() -> None:
+    """Lowers the priority of the calling thread, where the system has priorities of threads."""
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, int]:

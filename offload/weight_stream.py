@@ -36,13 +36,14 @@ class Copier(Protocol):
         """Device memory of the same form, contents undefined."""
         ...
 
-    def copy(self, target: torch.Tensor, held: torch.Tensor) -> Copy:
-        """The copy of one matrix, to be called by `start` as often as it is due. Both tensors must be kept alive."""
+    def copies(self, target: torch.Tensor, held: torch.Tensor) -> list[Copy]:
+        """The copy of one matrix in pieces, given to `start` as often as it is due. They keep both tensors alive."""
         ...
 
     def start(self, copies: Sequence[Copy]) -> Wait:
         """Begins the copies, after everything that the device was given so far. The answer is called before the first
-        use of the bytes: when it returns they are there (or the device waits by itself); it raises what a copy raised.
+        use of the bytes, and may be again: when it returns they are there (or the device waits by itself); it raises
+        what a copy raised.
         """
         ...
 
@@ -78,6 +79,7 @@ class WeightStream:
             self._slot_of[layer] = slot
         self._held: dict[int, list[torch.Tensor]] = {layer: [] for layer in streamed}
         self._copies: dict[int, list[Copy]] = {layer: [] for layer in streamed}
+        self._failure: str | None = None
 
     @property
     def num_streamed(self) -> int:
@@ -123,7 +125,7 @@ class WeightStream:
         buffer = slot.buffers[place]
         assert same_form(buffer, held), (buffer.shape, held.shape)
         self._held[layer].append(held)
-        self._copies[layer].append(self._copier.copy(buffer, held))
+        self._copies[layer] += self._copier.copies(buffer, held)
         return buffer
 
     def _enter(self, layer: int) -> None:
@@ -132,10 +134,7 @@ class WeightStream:
             return
         if slot.holds != layer:  # the step before ended in the middle
             self._start(slot, layer)
-        try:
-            slot.wait()
-        except Exception as error:
-            raise WeightCopyError(f"copying the weights of layer {layer} from host memory failed: {error}") from error
+        self._await(slot)
 
     def _leave(self, layer: int) -> None:
         slot = self._slot_of.get(layer)
@@ -143,8 +142,20 @@ class WeightStream:
             self._start(slot, slot.after(layer))
 
     def _start(self, slot: _Slot, layer: int) -> None:
+        """Begins to fill the slot; what was under way to it (a step that ended in the middle) arrives first."""
+        self._await(slot)
         slot.holds = layer
         slot.wait = self._copier.start(self._copies[layer])
+
+    def _await(self, slot: _Slot) -> None:
+        """What the slot holds is there. Once a copy has failed the stream is of no use."""
+        if self._failure is None:
+            try:
+                slot.wait()
+                return
+            except Exception as error:
+                self._failure = f"copying the weights of layer {slot.holds} from host memory failed: {error}"
+        raise WeightCopyError(self._failure)
 
 
 def num_bytes(tensor: torch.Tensor) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from offload.weight_copiers import CudaCopier, ThreadCopier
+from offload.weight_copiers import PIECE_BYTES, CudaCopier, ThreadCopier
 from offload.weight_stream import Copier, Copy, WeightCopyError, WeightStream, num_bytes, same_form
 from parallel.matmul import can_pack
 
@@ -71,15 +71,15 @@ class Recorder(ThreadCopier):
         self.held.append(weight)
         return weight
 
-    def copy(self, target: torch.Tensor, held: torch.Tensor) -> Copy:
+    def copies(self, target: torch.Tensor, held: torch.Tensor) -> list[Copy]:
         layer = next(place for place, weight in enumerate(self.held) if weight is held) // 2
-        copy = super().copy(target, held)
+        [copy] = super().copies(target, held)
 
         def run() -> None:
             self.moved.append(layer)
             copy()
 
-        return run
+        return [run]
 
 
 def test_the_next_layer_is_under_way_while_one_computes() -> None:
@@ -108,8 +108,8 @@ class Failing(ThreadCopier):
         super().__init__()
         self.good = good
 
-    def copy(self, target: torch.Tensor, held: torch.Tensor) -> Copy:
-        copy = super().copy(target, held)
+    def copies(self, target: torch.Tensor, held: torch.Tensor) -> list[Copy]:
+        [copy] = super().copies(target, held)
 
         def run() -> None:
             self.good -= 1
@@ -117,7 +117,7 @@ class Failing(ThreadCopier):
                 raise OSError("the bus is gone")
             copy()
 
-        return run
+        return [run]
 
 
 @pytest.mark.parametrize(("good", "layer"), [(0, 0), (4, 2), (5, 2)])
@@ -126,7 +126,6 @@ def test_a_copy_that_fails_is_an_error_that_names_the_layer(good: int, layer: in
     for _ in range(2):  # and stays one
         with pytest.raises(WeightCopyError, match=rf"weights of layer {layer} .* the bus is gone"):
             walk(stream, places)
-        layer = 0
     stream.close()
     assert not threads()
 
@@ -166,10 +165,24 @@ def test_packed_matrices_move_as_bytes(dtype: torch.dtype) -> None:
     first, second = (pack(torch.randn(80, 48).to(dtype)) for _ in range(2))
     buffer = copier.buffer_like(first)
     assert same_form(buffer, first) and num_bytes(buffer) == num_bytes(first) >= 80 * 48 * dtype.itemsize
-    copier.start([copier.copy(buffer, second)])()
+    copier.start(copier.copies(buffer, second))()
     x = torch.randn(3, 48).to(dtype)
     multiply = torch.ops.mkldnn._linear_pointwise
     assert torch.equal(multiply(x, buffer, None, "none", [], ""), multiply(x, second, None, "none", [], ""))
+    copier.close()
+
+
+def test_large_matrices_move_in_pieces_that_two_threads_share() -> None:
+    copier = ThreadCopier()
+    held, target = torch.randn(3, PIECE_BYTES // 4), torch.zeros(3, PIECE_BYTES // 4)
+    odd_held, odd_target = torch.randn(PIECE_BYTES // 4 + 7), torch.zeros(PIECE_BYTES // 4 + 7)
+    copies = copier.copies(target, held) + copier.copies(odd_target, odd_held)
+    assert len(copies) == 5
+    for _ in range(50):
+        target.zero_()
+        odd_target.zero_()
+        copier.start(copies)()
+        assert torch.equal(target, held) and torch.equal(odd_target, odd_held)
     copier.close()
 
 
