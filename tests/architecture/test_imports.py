@@ -156,6 +156,8 @@ def run_blocked(blocked: tuple[str, ...], body: str) -> subprocess.CompletedProc
         "workers.engine.engine",
         "workers.rank_group",
         "workers.models.registry",
+        "workers.planning",
+        "cluster.commands.plan",
         "workers.text.tokenizer",
         "workers.text.chat_template",
     ],

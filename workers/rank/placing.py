@@ -1,6 +1,6 @@
 """Which of a rank's layers stream from host memory: from --cpu-offload-gb, and on CUDA from what the device can hold.
 
-Called by loading.py before weights are read; the arithmetic is offload/placement.py's and workers/models/sizes.py's.
+Called by loading.py before weights are read; the arithmetic is offload/placement.py's and workers/planning.py's.
 Says in one line what was chosen and why; refuses what host memory cannot take.
 """
 
@@ -12,9 +12,9 @@ from configs.schema import EngineSettings
 from offload.placement import LayerPlacement, bytes_to_save, place_layers
 from parallel.context import ParallelContext
 from parallel.matmul import can_pack
-from parallel.mesh import Mesh
-from workers.models.sizes import RankWeights, activation_bytes, kv_token_bytes, rank_weights
+from workers.models.sizes import RankWeights, rank_weights
 from workers.models.spec import ArchSpec
+from workers.planning import least_bytes
 from workers.rank.memory import GIB, MIB, check_offload
 
 log = logging.getLogger(__name__)
@@ -36,25 +36,14 @@ def place_weights(
     asked_gib = settings.device.cpu_offload_gib
     save = int(asked_gib * GIB)
     if device.type == "cuda":
-        needed = weights.total_bytes + least_bytes(settings, spec, mesh, dtype, max_model_len)
+        name = str(dtype).removeprefix("torch.")
+        needed = weights.total_bytes + least_bytes(settings, spec, mesh, name, name, max_model_len)
         save = bytes_to_save(needed, _device_budget(settings, device), save)
     placement = place_layers(weights.num_layers, weights.layer_bytes, save)
     check_offload(asked_gib, placement.host_bytes, ranks_on_node)
     if placement.streamed:
         log.warning("rank %d: %s", context.rank, describe(placement, weights, asked_gib, save))
     return placement
-
-
-def least_bytes(settings: EngineSettings, spec: ArchSpec, mesh: Mesh, dtype: torch.dtype, max_model_len: int) -> int:
-    """What must fit beside the weights: the KV that was asked for, else of one context, and a step at its fullest."""
-    cache, scheduler = settings.cache, settings.scheduler
-    name = str(dtype).removeprefix("torch.")
-    block = cache.block_size * kv_token_bytes(spec, mesh, name)
-    kv = cache.kv_cache_memory_bytes or -(-max_model_len // cache.block_size) * block
-    if cache.num_blocks is not None:
-        kv = cache.num_blocks * block
-    tokens, seqs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
-    return kv + activation_bytes(spec, mesh.tp_size, tokens, seqs, dtype.itemsize)
 
 
 def describe(placement: LayerPlacement, weights: RankWeights, asked_gib: float, save_bytes: int) -> str:
