@@ -11,7 +11,7 @@ RUNTIME := $(VENV)/.runtime-installed
 DEV     := $(VENV)/.dev-installed
 TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t0 )) s"
 
-.PHONY: install dev serve check format test bench bench-engine bench-serve bench-startup clean help
+.PHONY: install dev serve check format test bench bench-engine bench-serve bench-startup bench-weight-stream clean help
 
 help: ## show these goals
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -59,6 +59,9 @@ bench-serve: $(DEV) ## the same workload over HTTP against offline, A-B-A-B
 
 bench-startup: $(DEV) ## seconds to the first answer, idle CPU and memory of all processes
 	$(BIN)/python -m benchmarks.startup $(ARGS)
+
+bench-weight-stream: $(DEV) ## decode with 100, 75, 50 and 25 % of the layers on the device, against the copy floor
+	$(BIN)/python -m benchmarks.weight_stream $(ARGS)
 
 clean: ## remove what was built here (not the virtual environment)
 	rm -rf out build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -13,7 +13,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -32,8 +32,8 @@ CPU = torch.device("cpu")
 BLOCK_SIZE = 16
 
 
-def build(shape: str, dtype: torch.dtype) -> tuple[ArchSpec, Decoder]:
-    """A random decoder of a known shape."""
+def build(shape: str, dtype: torch.dtype, streamed: Sequence[int] = ()) -> tuple[ArchSpec, Decoder]:
+    """A random decoder of a known shape, with some layers in host memory."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]))
         spec = load_spec(folder)
@@ -47,6 +47,7 @@ def build(shape: str, dtype: torch.dtype) -> tuple[ArchSpec, Decoder]:
         attention=attention,
         load_format="dummy",
         progress=True,
+        streamed=streamed,
     )
     return spec, decoder
 

@@ -62,7 +62,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("offload_gib", [0.0, 1.0])
 def test_a_cpu_plan_is_what_a_rank_finds(folder: Path, offload_gib: float) -> None:
-    """The pool, the weights and the layers that stream; to so small a model the machine's memory makes no difference."""
+    """The pool, the weights, the layers that stream. To so small a model the machine's memory makes no difference."""
     settings = settings_for(folder, offload_gib=offload_gib)
     plan = plan_group(settings, load_spec(folder), Memory("cpu", 8 * GIB), "bfloat16", "bfloat16", CONTEXT)
     loaded = load_single(settings)
