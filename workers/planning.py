@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from configs.errors import SettingsError
 from configs.schema import Device, EngineSettings
+from offload.disk_io import file_bytes
 from offload.placement import LayerPlacement, bytes_to_save, place_layers
 from parallel.mesh import Mesh
 from workers.models.sizes import (
@@ -108,7 +109,10 @@ def plan_group(
     if memory.device == "cpu":
         stages = _share_machine(settings, stages, memory, tp_size, max_model_len)
     tiers = _tiers(settings, stages, memory, tp_size, max_model_len)
-    problems = _problems(settings, stages, memory, tp_size, max_model_len)
+    problems = [
+        *_problems(settings, stages, memory, max_model_len),
+        *_host_problems(stages, memory, tp_size, tiers[0].size_bytes),
+    ]
     return GroupPlan(tp_size, pp_size, max_model_len, stages, tiers, tuple(problems))
 
 
@@ -186,10 +190,9 @@ def _stage(
 def _share_machine(
     settings: EngineSettings, stages: tuple[StagePlan, ...], memory: Memory, tp_size: int, max_model_len: int
 ) -> tuple[StagePlan, ...]:
-    """KV budgets of CPU ranks: what was asked for, else 40 % of what weights and tiers leave of the machine, over all
+    """KV budgets of CPU ranks: what was asked for, else 40 % of what weights leave of the machine, over all
     ranks, and no more than max_num_seqs contexts need."""
-    weights = sum(stage.weights.total_bytes + stage.placement.buffer_bytes for stage in stages) * tp_size
-    left = memory.device_bytes - weights - memory.host_tier_bytes
+    left = memory.device_bytes - _machine_weights(stages, tp_size)
     share = (left if settings.cache.kv_cache_memory_bytes else int(CPU_SHARE * left)) // (tp_size * len(stages))
     blocks = settings.scheduler.max_num_seqs * -(-max_model_len // settings.cache.block_size)
 
@@ -197,6 +200,11 @@ def _share_machine(
         return min(share, blocks * settings.cache.block_size * stage.kv_token_bytes)
 
     return tuple(replace(stage, kv_budget_bytes=budget(stage)) for stage in stages)
+
+
+def _machine_weights(stages: tuple[StagePlan, ...], tp_size: int) -> int:
+    """Of all CPU ranks, in whatever part of the one memory they are."""
+    return tp_size * sum(stage.weights.total_bytes + stage.placement.buffer_bytes for stage in stages)
 
 
 def _blocks(settings: EngineSettings, stages: tuple[StagePlan, ...]) -> int:
@@ -215,15 +223,16 @@ def _tiers(
     settings: EngineSettings, stages: tuple[StagePlan, ...], memory: Memory, tp_size: int, max_model_len: int
 ) -> tuple[TierPlan, ...]:
     size = settings.cache.block_size
-    token_bytes = tp_size * sum(stage.kv_token_bytes for stage in stages)
+    block_bytes = tp_size * sum(stage.kv_token_bytes for stage in stages) * size
+    file_size = tp_size * sum(file_bytes(stage.kv_token_bytes * size) for stage in stages)
     device_blocks = _blocks(settings, stages)
     blocks = {
         "device": device_blocks,
-        "host": memory.host_tier_bytes // (token_bytes * size),
-        "disk": memory.disk_tier_bytes // (token_bytes * size),
+        "host": memory.host_tier_bytes // block_bytes,
+        "disk": memory.disk_tier_bytes // file_size,
     }
     sizes = {
-        "device": device_blocks * size * token_bytes,
+        "device": device_blocks * block_bytes,
         "host": memory.host_tier_bytes,
         "disk": memory.disk_tier_bytes,
     }
@@ -232,9 +241,9 @@ def _tiers(
 
 
 def _problems(
-    settings: EngineSettings, stages: tuple[StagePlan, ...], memory: Memory, tp_size: int, max_model_len: int
+    settings: EngineSettings, stages: tuple[StagePlan, ...], memory: Memory, max_model_len: int
 ) -> list[Problem]:
-    """What does not fit, the gravest first; one problem a cause."""
+    """What does not fit on the device, the gravest first; one problem a cause."""
     cache = settings.cache
     fullest = min(stages, key=lambda stage: stage.kv_budget_bytes / stage.kv_token_bytes)
     tokens = _blocks(settings, stages) * cache.block_size
@@ -249,13 +258,21 @@ def _problems(
     elif tokens < max_model_len and cache.num_blocks is None:
         message = f"one context of {max_model_len} tokens needs more KV than fits; --max-model-len {tokens} would do"
         found.append(Problem("--max-model-len", message))
-    kept = tp_size * sum(stage.placement.host_bytes for stage in stages)
-    if memory.device == "cuda" and memory.host_bytes is not None and kept + memory.host_tier_bytes > memory.host_bytes:
-        message = (
-            f"{gib(kept)} of weights and {gib(memory.host_tier_bytes)} of KV in a host with {gib(memory.host_bytes)}"
-        )
-        found.append(Problem("--cpu-offload-gb" if kept else "--kv-offloading-size", message))
     return found
+
+
+def _host_problems(stages: tuple[StagePlan, ...], memory: Memory, tp_size: int, pool_bytes: int) -> list[Problem]:
+    """Streamed weights and the host tier, against what the host has left: all of it on a GPU machine."""
+    kept, tier = tp_size * sum(stage.placement.host_bytes for stage in stages), memory.host_tier_bytes
+    if memory.device == "cpu":
+        left = max(0, memory.device_bytes - _machine_weights(stages, tp_size) - pool_bytes)
+        if tier > left:
+            message = f"{gib(tier)} of host tier, {gib(left)} are left beside weights and the device's KV"
+            return [Problem("--kv-offloading-size", message)]
+    elif memory.host_bytes is not None and kept + tier > memory.host_bytes:
+        message = f"{gib(kept)} of weights and {gib(tier)} of KV in a host with {gib(memory.host_bytes)}"
+        return [Problem("--cpu-offload-gb" if kept else "--kv-offloading-size", message)]
+    return []
 
 
 def _asked_kv(settings: EngineSettings, stage: StagePlan) -> tuple[str, int] | None:
@@ -271,11 +288,7 @@ def _asked_kv(settings: EngineSettings, stage: StagePlan) -> tuple[str, int] | N
 def _no_room_for_weights(settings: EngineSettings, stage: StagePlan, memory: Memory) -> Problem:
     """A rank lacks memory before the first token of KV."""
     if memory.device == "cpu":
-        flag = "--kv-offloading-size" if memory.host_tier_bytes else "MODEL"
-        total = gib(memory.device_bytes)
-        return Problem(
-            flag, f"the weights of all ranks and the host tier leave nothing of the machine's {total} for KV"
-        )
+        return Problem("MODEL", f"its weights leave nothing of the machine's {gib(memory.device_bytes)} for KV")
     streamed = len(stage.placement.streamed)
     return Problem(
         "--tensor-parallel-size",

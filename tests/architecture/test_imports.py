@@ -26,9 +26,8 @@ ONLY_IN = {
     "triton": ("workers/kernels/",),
 }
 TORCH_FREE_FOLDERS = ("configs/", "offload/", "workers/engine/", "workers/text/", "cluster/")
-RANK_SIDE = ("offload/weight_stream.py", "offload/weight_copiers.py")  # in a torch-free folder, but run by ranks
 TRAINING_SCRIPTS = "configs/demo/"
-RANK_SIDE = ("offload/pinned_pool.py", "offload/transfer.py", "offload/weight_stream.py")
+RANK_SIDE = ("offload/pinned_pool.py", "offload/transfer.py", "offload/weight_copiers.py", "offload/weight_stream.py")
 TORCH_LIBRARIES = {"torch", "transformers", "triton", "accelerate", "peft"}
 OURS = set(MAY_IMPORT)
 
@@ -76,11 +75,7 @@ def test_libraries_stay_in_their_places(path: Path) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize(
-    "path",
-    [p for p in source_files() if name(p).startswith(TORCH_FREE_FOLDERS) and name(p) not in RANK_SIDE],
-    ids=name,
-)
+@pytest.mark.parametrize("path", [p for p in source_files() if name(p).startswith(TORCH_FREE_FOLDERS)], ids=name)
 def test_the_torch_free_half_never_imports_torch(path: Path) -> None:
     if name(path).startswith((TRAINING_SCRIPTS, *RANK_SIDE)):
         return

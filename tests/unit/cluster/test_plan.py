@@ -12,6 +12,7 @@ import cluster.commands.plan as plan_command
 from cluster import machine
 from configs.errors import SettingsError
 from configs.schema import CacheSettings, DeviceSettings, EngineSettings, ModelSettings, ParallelSettings
+from offload.disk_io import file_bytes
 from parallel.mesh import Mesh
 from tests.support.tiny_models import BY_NAME, save_tiny_model
 from workers.models.checkpoint_facts import read_checkpoint_facts
@@ -102,7 +103,7 @@ def test_tiers_count_the_kv_of_all_ranks(large: Path) -> None:
     plan = plan_group(settings_for(large, tp=8), load_spec(large), memory, "bfloat16", "bfloat16", 32768)
     token_bytes = 2 * 80 * 8 * 128 * 2
     assert plan.tiers[1].tokens == 64 * GIB // (16 * token_bytes) * 16
-    assert plan.tiers[2].tokens == 640 * GIB // (16 * token_bytes) * 16
+    assert plan.tiers[2].tokens == 640 * GIB // (8 * file_bytes(2 * token_bytes)) * 16
     wide = plan_group(settings_for(large, tp=16), load_spec(large), memory, "bfloat16", "bfloat16", 32768)
     assert wide.tiers[1].tokens == pytest.approx(plan.tiers[1].tokens / 2, abs=16), (
         "eight KV heads on sixteen ranks are held twice"
@@ -149,6 +150,16 @@ def test_host_memory_counts_where_it_is_known(large: Path) -> None:
     memory = Memory("cuda", 80 * GIB, host_bytes=64 * GIB)
     plan = plan_group(settings_for(large), load_spec(large), memory, "bfloat16", "bfloat16", 32768)
     assert [problem.flag for problem in plan.problems] == ["--cpu-offload-gb"]
+
+
+def test_on_cpu_the_host_tier_shares_the_machine(folder: Path) -> None:
+    spec, settings = load_spec(folder), settings_for(folder)
+    small, large = (
+        plan_group(settings, spec, Memory("cpu", GIB, host_tier_bytes=size), "bfloat16", "bfloat16", CONTEXT)
+        for size in (GIB // 2, GIB)
+    )
+    assert small.fits
+    assert [problem.flag for problem in large.problems] == ["--kv-offloading-size"]
 
 
 def test_the_best_cut_needs_no_streaming_and_stays_in_a_node(large: Path) -> None:
