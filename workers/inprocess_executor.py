@@ -15,6 +15,7 @@ from workers.rank.loading import LoadedRank, load_single
 from workers.rank.memory import available_bytes
 from workers.rank.model_runner import ModelRunner
 from workers.tiers import NoTiersBecause, OpenTiers, open_tiers
+from workers.weight_notes import weight_notes
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class InProcessExecutor:
             block_bytes=facts.block_bytes,
             load_s=facts.load_s,
             store=None if self._tiers is None else self._tiers.store,
-            tier_notes=notes,
+            tier_notes=(*weight_notes([facts]), *notes),
         )
         log.info("one rank in process: %s", ready)
         return ready

@@ -40,9 +40,14 @@ def settings_for(folder: Path, tp: int, pp: int, offload_gib: float) -> EngineSe
 
 
 def greedy_text(settings: EngineSettings, depth: int) -> list[list[int]]:
+    """What the ranks say; on the way, that they say which of their layers stream."""
     executor = LocalExecutor(settings, group="streams")
     try:
-        driver = ExecutorDriver(executor, executor.start(), BLOCK_SIZE)
+        ready = executor.start()
+        assert [note[:25] for note in ready.tier_notes] == ["weights of rank 0, 1: 0 l"] * (
+            settings.device.cpu_offload_gib > 0
+        )
+        driver = ExecutorDriver(executor, ready, BLOCK_SIZE)
         return driver.generate([Job([3, 1, 4], 12), Job(list(range(10, 33)), 9), Job([7], 6)], depth=depth)
     finally:
         executor.close()

@@ -42,7 +42,9 @@ def place_weights(
     placement = place_layers(weights.num_layers, weights.layer_bytes, save)
     check_offload(asked_gib, placement.host_bytes, ranks_on_node)
     if placement.streamed:
-        log.warning("rank %d: %s", context.rank, describe(placement, weights, asked_gib, save))
+        as_asked = save == int(asked_gib * GIB) <= placement.saved_bytes
+        level = logging.INFO if as_asked else logging.WARNING
+        log.log(level, "rank %d: %s", context.rank, describe(placement, weights, asked_gib, save))
     return placement
 
 

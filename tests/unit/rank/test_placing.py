@@ -67,12 +67,12 @@ def test_a_model_of_twice_the_budget_says_the_same(folder: Path) -> None:
 
 
 def test_one_line_says_what_was_chosen(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         load(folder, 4).decoder.close()
     [line] = [record.getMessage() for record in caplog.records if record.name == "workers.rank.placing"]
     assert "2 layers resident (0.2 MiB), 6 streamed from host memory (0.7 MiB) through buffers of 0.2 MiB" in line
     caplog.clear()
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         load(folder, 0)
     assert not [record for record in caplog.records if record.name == "workers.rank.placing"]
 
