@@ -5,8 +5,8 @@
 Steps of a resident decoder and of one that streams alternate in the same run (A-B). The floor of a step is the greater
 of the time that its copies take alone (their bandwidth is measured here, without compute) and the resident step. A CPU
 has no copy engine: where all cores compute, copies take their time from the same cores and the same memory, so the sum
-of the two is printed beside. Turns in which other processes took over 10 % of the machine are dropped, until --patience
-is over: then the line keeps them, and other_cpu says so. JSON and a plot go to out/benchmarks.
+of the two is printed beside. A turn waits for a quiet moment and is dropped when other processes took over 10 % of the
+machine meanwhile, until --patience is over: then all count, as other_cpu says. JSON and a plot go to out/benchmarks.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
 import torch
 
 from benchmarks.decode_step import build, make_batch, make_kv
@@ -30,7 +31,7 @@ from workers.models.spec import ArchSpec
 
 RESULTS = Path(__file__).resolve().parents[1] / "out" / "benchmarks"
 BUDGETS = (1.0, 0.75, 0.5, 0.25)
-STEPS_A_TURN = 5
+STEPS_A_TURN = 3
 QUIET = 0.1
 
 
@@ -105,6 +106,8 @@ def measure(
     copies_s, shares = [], []
     until = time.perf_counter() + options.patience
     while sum(ours.times_s) + sum(theirs.times_s) < options.seconds:
+        while psutil.cpu_percent(interval=0.2) > 100 * QUIET and time.perf_counter() < until:
+            time.sleep(0.3)
         with OtherCpu() as other:
             turns = theirs.turn(), ours.turn(), copy_seconds(decoder)
         if other.share < QUIET or time.perf_counter() > until:

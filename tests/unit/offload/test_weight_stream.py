@@ -4,6 +4,7 @@ import gc
 import threading
 from collections.abc import Sequence
 
+import psutil
 import pytest
 import torch
 
@@ -143,6 +144,23 @@ def test_opening_and_closing_leaves_no_thread_and_no_tensor() -> None:
         stream.close()
     del stream, places
     assert (threads(), tensors()) == ([], before)
+
+
+@pytest.mark.skipif(not can_pack(torch.float32), reason="this build does not pack")
+def test_opening_and_closing_gives_the_memory_back() -> None:
+    """28 MB of packed weights a time: what stayed behind would add up to half a gigabyte."""
+
+    def open_and_close() -> int:
+        stream = WeightStream(range(NUM_LAYERS), ThreadCopier())
+        pack = torch.ops.mkldnn._reorder_linear_weight
+        buffers = [stream.place_of(layer)(pack(torch.ones(1024, 1024))) for layer in range(NUM_LAYERS)]
+        stream.begin()
+        assert len(list(stream.in_turn(buffers))) == NUM_LAYERS
+        stream.close()
+        return int(psutil.Process().memory_info().rss)
+
+    settled = [open_and_close() for _ in range(3)][-1]
+    assert [open_and_close() for _ in range(20)][-1] - settled < 100 * 2**20
 
 
 def test_a_stream_that_nobody_closed_ends_with_its_last_reference() -> None:
