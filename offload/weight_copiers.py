@@ -6,9 +6,6 @@ engine.
 """
 
 import ctypes
-import os
-import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,20 +17,19 @@ from configs.errors import SettingsError
 from offload.weight_stream import Copier, Copy, Wait
 
 PIECE_BYTES = 2**20
-NICENESS = 15
 
 
 class ThreadCopier:
     """Memory to memory, in one thread of its own; ends with `close`, or with the last reference to it.
 
-    The thread gives way to those that compute: on a machine without a spare core they would wait at every barrier for
-    the one that it displaced. What it has not moved when a layer is due, the thread that waits moves with it.
+    It copies beside the threads that compute where there is a core to spare. What it has not moved when a layer is due,
+    the thread that waits moves with it.
     oneDNN's packed matrices have no storage that torch would show, but an address and a size: copies between two of
     the same descriptor are copies of bytes.
     """
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tandem-weights", initializer=_give_way)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tandem-weights")
 
     def hold(self, weight: torch.Tensor) -> torch.Tensor:
         return weight
@@ -117,13 +113,6 @@ def _run_all(take: Callable[[], Copy]) -> None:
 def _move(_target: torch.Tensor, _held: torch.Tensor, to: int, source: int, size: int) -> None:
     """Copies bytes between two tensors, which are alive for as long as this runs in whatever thread."""
     ctypes.memmove(to, source, size)
-
-
-def _give_way() -> None:
-    """Lowers the priority of the calling thread, where the system has priorities of threads."""
-    if sys.platform == "linux":
-        thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, int]:
