@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from msgspec.structs import replace
 
 from cluster.commands.options import with_service_options
 from cluster.commands.plan_report import report
@@ -98,43 +99,60 @@ def _check(asked: _Asked) -> None:
         raise SettingsError(f"{asked.num_ranks} must be from 1 to 4096", "--ranks")
 
 
-def _find(name: str, settings: EngineSettings, asked: _Asked) -> dict[str, Any]:
-    """All that is printed, as plain data."""
-    from msgspec.structs import replace
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """All that a plan is made of, but for the cut."""
 
+    settings: EngineSettings
+    spec: Any
+    memory: Any
+    dtype: str
+    kv_dtype: str
+    max_model_len: int
+
+    def plan_of(self, tp_size: int, pp_size: int) -> Any:
+        from workers.planning import plan_group
+
+        parallel = replace(self.settings.parallel, tensor_parallel_size=tp_size, pipeline_parallel_size=pp_size)
+        settings = replace(self.settings, parallel=parallel)
+        return plan_group(settings, self.spec, self.memory, self.dtype, self.kv_dtype, self.max_model_len)
+
+
+def _question(name: str, settings: EngineSettings, asked: _Asked) -> _Question:
+    """Finds the model and resolves what depends on it."""
     from cluster.models_source import find_model
-    from workers.models.checkpoint_facts import read_checkpoint_facts
-    from workers.planning import best_of, cuts, plan_group, resolve_kv_name
+    from workers.planning import resolve_kv_name
     from workers.resolve import read_spec, resolve_dtype, resolve_max_model_len
 
     folder = find_model(name, settings.model.revision, "MODEL", CONFIG_FILES)
     settings = replace(settings, model=replace(settings.model, model=str(folder)))
-    spec = read_spec(settings)
-    memory = _memory(settings, asked)
+    spec, memory = read_spec(settings), _memory(settings, asked)
     dtype = resolve_dtype(settings, spec, memory.device)
     kv_dtype = resolve_kv_name(asked.kv_cache_dtype, dtype)
-    max_model_len = resolve_max_model_len(settings, spec)
+    return _Question(settings, spec, memory, dtype, kv_dtype, resolve_max_model_len(settings, spec))
 
-    def plan_of(tp_size: int, pp_size: int) -> Any:
-        parallel = replace(settings.parallel, tensor_parallel_size=tp_size, pipeline_parallel_size=pp_size)
-        return plan_group(replace(settings, parallel=parallel), spec, memory, dtype, kv_dtype, max_model_len)
 
-    given = settings.parallel
-    chosen = plan_of(given.tensor_parallel_size, given.pipeline_parallel_size)
+def _find(name: str, settings: EngineSettings, asked: _Asked) -> dict[str, Any]:
+    """All that is printed, as plain data."""
+    from workers.models.checkpoint_facts import read_checkpoint_facts
+    from workers.planning import best_of, cuts
+
+    question = _question(name, settings, asked)
+    spec, given = question.spec, question.settings.parallel
     num_ranks = asked.num_ranks or given.ranks_per_group
-    candidates = [plan_of(*cut) for cut in cuts(spec, num_ranks)]
+    candidates = [question.plan_of(*cut) for cut in cuts(spec, num_ranks)]
     best = best_of(candidates)
-    facts = read_checkpoint_facts(Path(folder))
+    facts = read_checkpoint_facts(Path(question.settings.model.model))
     return {
         "model": name,
         "architecture": spec.architecture,
         "num_layers": spec.num_layers,
         "num_parameters": spec.num_parameters,
-        "dtype": dtype,
-        "kv_dtype": kv_dtype,
+        "dtype": question.dtype,
+        "kv_dtype": question.kv_dtype,
         "checkpoint": None if facts is None else _checkpoint(facts, spec.num_parameters),
-        "memory": asdict(memory),
-        "plan": _plain(chosen),
+        "memory": asdict(question.memory),
+        "plan": _plain(question.plan_of(given.tensor_parallel_size, given.pipeline_parallel_size)),
         "num_ranks": num_ranks,
         "cuts": [_plain(candidate) for candidate in candidates],
         "best": None if best is None else {"tp_size": best.tp_size, "pp_size": best.pp_size},
