@@ -11,7 +11,8 @@ RUNTIME := $(VENV)/.runtime-installed
 DEV     := $(VENV)/.dev-installed
 TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t0 )) s"
 
-.PHONY: install dev serve check format test chaos bench bench-engine bench-serve bench-startup bench-multiturn clean help
+.PHONY: install dev serve check format test chaos bench bench-engine bench-serve bench-startup bench-multiturn \
+  bench-weight-stream clean help
 
 help: ## show these goals
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -65,6 +66,9 @@ bench-startup: $(DEV) ## seconds to the first answer, idle CPU and memory of all
 
 bench-multiturn: $(DEV) ## KV tiers: a conversation trace per set of tiers, one returning turn, copy or recompute
 	$(BIN)/python -m benchmarks.multiturn $(ARGS)
+
+bench-weight-stream: $(DEV) ## decode with 100, 75, 50 and 25 % of the layers on the device, against the copy floor
+	$(BIN)/python -m benchmarks.weight_stream $(ARGS)
 
 clean: ## remove what was built here (not the virtual environment)
 	rm -rf out build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -15,7 +15,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -49,8 +49,10 @@ class Switch:
         return self._backends[self.kv_dtype].prepare(batch)
 
 
-def build(shape: str, dtype: torch.dtype, kv_dtypes: list[torch.dtype]) -> tuple[ArchSpec, Decoder, Switch]:
-    """A random decoder of a known shape."""
+def build(
+    shape: str, dtype: torch.dtype, kv_dtypes: list[torch.dtype], streamed: Sequence[int] = ()
+) -> tuple[ArchSpec, Decoder, Switch]:
+    """A random decoder of a known shape, with some layers in host memory."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]))
         spec = load_spec(folder)
@@ -64,6 +66,7 @@ def build(shape: str, dtype: torch.dtype, kv_dtypes: list[torch.dtype]) -> tuple
         attention=attention,
         load_format="dummy",
         progress=True,
+        streamed=streamed,
     )
     return spec, decoder, attention
 

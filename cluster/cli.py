@@ -10,6 +10,7 @@ from cluster.commands.chat import chat
 from cluster.commands.check_config import check_config
 from cluster.commands.complete import complete
 from cluster.commands.help import GroupedHelp
+from cluster.commands.plan import plan
 from cluster.commands.run_batch import run_batch
 from cluster.commands.serve import serve
 from cluster.commands.status import status
@@ -20,6 +21,7 @@ VERBS = (
     ("run-batch", run_batch),
     ("chat", chat),
     ("complete", complete),
+    ("plan", plan),
     ("status", status),
     ("check-config", check_config),
 )

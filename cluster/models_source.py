@@ -37,8 +37,9 @@ def resolve_settings(settings: ServiceSettings) -> ServiceSettings:
     return replace(settings, engine=engine)
 
 
-def find_model(name: str, revision: str | None, flag: str) -> Path:
-    """The folder of a model: the demo's, an existing folder, or a snapshot of the hub (from its cache when offline)."""
+def find_model(name: str, revision: str | None, flag: str, files: list[str] = FILES) -> Path:
+    """The folder of a model: the demo's, an existing folder, or a snapshot of the hub (from its cache when offline)
+    with the files that match."""
     if name == DEMO:  # whatever lies in the folder we were called from; that would be ./demo
         return Path(configs.__file__ or ".").resolve().parent / "demo" / "model"
     folder = Path(name).expanduser()
@@ -47,15 +48,15 @@ def find_model(name: str, revision: str | None, flag: str) -> Path:
     looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_like_path or folder.exists() or not HUB_ID.fullmatch(name):
         raise SettingsError(f"{name}: no such folder", flag)
-    return _download(name, revision, flag)
+    return _download(name, revision, flag, files)
 
 
-def _download(name: str, revision: str | None, flag: str) -> Path:
+def _download(name: str, revision: str | None, flag: str, files: list[str]) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=FILES)).resolve()
+        return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=files)).resolve()
     except RepositoryNotFoundError as error:
         raise SettingsError(f"{name} is neither a folder here nor a model on the hub", flag) from error
     except LocalEntryNotFoundError as error:

@@ -13,9 +13,11 @@ from cluster.coordination.client import check_reachable
 from cluster.placement import max_groups
 from configs.errors import SettingsError
 from configs.load import no_gpu_share
-from configs.schema import CacheSettings, Device, ServiceSettings
+from configs.schema import CacheSettings, Device, ParallelSettings, ServiceSettings
+from parallel.mesh import Mesh
+from workers.models.sizes import rank_weights
 from workers.models.spec import ArchSpec
-from workers.rank.memory import available_bytes
+from workers.rank.memory import available_bytes, check_offload
 from workers.resolve import DTYPE_BYTES, read_spec, resolve_dtype, resolve_max_model_len
 
 HOST_TIER_SHARE = 0.6
@@ -48,23 +50,26 @@ def check_model(settings: ServiceSettings) -> ArchSpec:
     return spec
 
 
-def cpu_weight_bytes(spec: ArchSpec, dtype: str) -> int:
-    """What one group's weights take in memory on CPU, in the type that they are computed in.
-
-    A tied table is held twice: as it is for the lookup, packed for the head (parallel/embedding.py).
-    """
-    tied_copy = spec.vocab_size * spec.hidden_size if spec.tie_word_embeddings else 0
-    return (spec.num_parameters + tied_copy) * DTYPE_BYTES[dtype]
+def cpu_weight_bytes(spec: ArchSpec, dtype: str, parallel: ParallelSettings = ParallelSettings()) -> int:
+    """What one group's weights take in memory on CPU, over its ranks, in the type that they are computed in."""
+    meshes = (
+        Mesh(parallel.tensor_parallel_size, parallel.pipeline_parallel_size, rank)
+        for rank in range(parallel.ranks_per_group)
+    )
+    element, packs = DTYPE_BYTES[dtype], dtype != "float16"
+    return sum(rank_weights(spec, mesh, element, packs).total_bytes for mesh in meshes)
 
 
 def check_memory(settings: ServiceSettings) -> None:
-    """On CPU: the weights of all groups and the KV pools that were asked for fit in what is free."""
+    """On CPU: the weights of all groups and the KV pools that were asked for fit in what is free. On any device: no
+    more is to be kept in host memory than there is."""
+    check_offload(settings.engine.device.cpu_offload_gib, host_bytes=0, ranks_on_node=1)
     if settings.engine.device.device != "cpu":
         return
     groups, ranks = max_groups(settings), settings.engine.parallel.ranks_per_group
     spec = read_spec(settings.engine)
     dtype = resolve_dtype(settings.engine, spec, "cpu")
-    weights, free = cpu_weight_bytes(spec, dtype), available_bytes()
+    weights, free = cpu_weight_bytes(spec, dtype, settings.engine.parallel), available_bytes()
     if weights * groups > free:
         several = "--data-parallel-size" if settings.autoscaling_config is None else "autoscaling_config"
         raise SettingsError(

@@ -73,10 +73,12 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """None as device: cuda when torch sees one, else cpu. None as threads: cores // ranks on the node."""
+    """None as device: cuda when torch sees one, else cpu. None as threads: cores // ranks on the node.
+    cpu_offload_gib: how much less of its weights each rank holds on the device; the rest is in host memory."""
 
     device: Device | None = None
     cpu_threads: int | None = None
+    cpu_offload_gib: float = 0.0
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from parallel.context import ParallelContext
-from parallel.matmul import Matrix, make_matrix
+from parallel.matmul import Matrix, Place, as_given, make_matrix
 from parallel.shard import Fill, ShardSpec, Slice, WeightSlot, even_range
 
 
@@ -30,10 +30,11 @@ class ColumnParallelLinear:
     The input is whole on every rank; the output is [section 0's columns | section 1's columns | ...].
     """
 
-    def __init__(self, inputs: int, sections: Sequence[Section], bias: bool) -> None:
+    def __init__(self, inputs: int, sections: Sequence[Section], bias: bool, place: Place = as_given) -> None:
         self._inputs = inputs
         self._sections = tuple(sections)
         self._has_bias = bias
+        self._place = place
         self._bias_O: torch.Tensor | None = None
         self._matrix: Matrix | None = None
 
@@ -55,7 +56,7 @@ class ColumnParallelLinear:
         self._bias_O = bias_O
 
     def _accept_weight(self, weight_OI: torch.Tensor) -> None:
-        self._matrix = make_matrix(weight_OI, self._bias_O)
+        self._matrix = make_matrix(weight_OI, self._bias_O, self._place)
 
 
 class RowParallelLinear:
@@ -64,11 +65,20 @@ class RowParallelLinear:
     The input is this rank's share; the output is whole and equal on every rank. The bias is added once, after the sum.
     """
 
-    def __init__(self, name: str, total_inputs: int, outputs: int, bias: bool, context: ParallelContext) -> None:
+    def __init__(
+        self,
+        name: str,
+        total_inputs: int,
+        outputs: int,
+        bias: bool,
+        context: ParallelContext,
+        place: Place = as_given,
+    ) -> None:
         self._name = name
         self._total_inputs = total_inputs
         self._outputs = outputs
         self._has_bias = bias
+        self._place = place
         self._context = context
         self._bias_O: torch.Tensor | None = None
         self._matrix: Matrix | None = None
@@ -93,4 +103,4 @@ class RowParallelLinear:
         self._bias_O = bias_O
 
     def _accept_weight(self, weight_OI: torch.Tensor) -> None:
-        self._matrix = make_matrix(weight_OI, self._bias_O if self._context.tp_size == 1 else None)
+        self._matrix = make_matrix(weight_OI, self._bias_O if self._context.tp_size == 1 else None, self._place)

@@ -2,12 +2,23 @@
 
 On CPU a matrix is packed once into oneDNN's own layout (2 to 3 times faster at decode batches than F.linear, which
 packs anew in every call) and the original is freed, so memory is not doubled. T tokens, I inputs, O outputs.
+
+A matrix may lie in memory that others use too, between its turns (offload/weight_stream.py): whoever makes it passes a
+Place, which takes the weight in the form that is multiplied and answers with the tensor to multiply with.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+
+Place = Callable[[torch.Tensor], torch.Tensor]
+
+
+def as_given(weight: torch.Tensor) -> torch.Tensor:
+    """The Place of a weight that stays where it is."""
+    return weight
 
 
 class Matrix(Protocol):
@@ -21,8 +32,8 @@ class Matrix(Protocol):
 class PlainMatrix:
     """The weight as it is, through F.linear (cuBLAS on CUDA)."""
 
-    def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
-        self._weight_OI = weight_OI
+    def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, place: Place = as_given) -> None:
+        self._weight_OI = place(weight_OI)
         self._bias_O = bias_O
         self.nbytes = weight_OI.nbytes
 
@@ -33,20 +44,20 @@ class PlainMatrix:
 class PackedMatrix:
     """The weight in oneDNN's blocked layout; it can be multiplied with, not read."""
 
-    def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
+    def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, place: Place = as_given) -> None:
         self.nbytes = weight_OI.nbytes
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI)
+        self._packed = place(torch.ops.mkldnn._reorder_linear_weight(weight_OI))
         self._bias_O = bias_O
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(x_TI, self._packed, self._bias_O, "none", [], "")
 
 
-def make_matrix(weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> Matrix:
+def make_matrix(weight_OI: torch.Tensor, bias_O: torch.Tensor | None, place: Place = as_given) -> Matrix:
     """Packed where oneDNN packs: on CPU, fp32 always, bf16 and fp16 where the CPU multiplies them. Plain elsewhere."""
     if weight_OI.device.type == "cpu" and can_pack(weight_OI.dtype):
-        return PackedMatrix(weight_OI, bias_O)
-    return PlainMatrix(weight_OI, bias_O)
+        return PackedMatrix(weight_OI, bias_O, place)
+    return PlainMatrix(weight_OI, bias_O, place)
 
 
 def can_pack(dtype: torch.dtype) -> bool:

@@ -17,6 +17,7 @@ from workers.rank.memory import available_bytes
 from workers.rank.model_runner import ModelRunner
 from workers.rank.mover_inbox import Answers, QueueInbox
 from workers.tiers import NoTiersBecause, OpenTiers, open_tiers
+from workers.weight_notes import weight_notes
 
 MOVER_END_S = 5.0
 log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class InProcessExecutor:
             block_bytes=facts.block_bytes,
             load_s=facts.load_s,
             store=None if self._tiers is None else self._tiers.store,
-            tier_notes=notes,
+            tier_notes=(*weight_notes([facts]), *notes),
             kv_dtype=facts.kv_dtype,
         )
         log.info("one rank in process: %s", ready)
@@ -77,7 +78,7 @@ class InProcessExecutor:
         try:
             result = self._runner.execute(self._plans.popleft())
         except BaseException as error:
-            self._runner = None
+            self._drop_runner()
             self._broken = f"{type(error).__name__}: {error}"
             if not isinstance(error, Exception):
                 raise  # interrupted in the middle of a step: the rows' state is unknown
@@ -103,8 +104,13 @@ class InProcessExecutor:
         if self._tiers is not None:
             self._tiers.close()
             self._tiers = None
-        self._runner = None
+        self._drop_runner()
         self._plans.clear()
+
+    def _drop_runner(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
+        self._runner = None
 
     def _open_tiers(self, loaded: LoadedRank) -> tuple[str, ...]:
         """The tiers below the device, and what there is to say of them."""

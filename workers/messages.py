@@ -294,8 +294,12 @@ class RankListening(msgspec.Struct, frozen=True, array_like=True, tag="listening
 
 
 class RankLoaded(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="loaded"):
-    """From a rank: weights are in memory. num_blocks is the most KV blocks this rank can hold; kv_dtype is what
-    they hold (--kv-cache-dtype's names), None: dtype."""
+    """From a rank: weights are in memory. num_blocks is the most KV blocks this rank can hold; kv_dtype is what they
+    hold (--kv-cache-dtype's names), None: dtype.
+
+    host_weight_bytes of weight_bytes are the matrices of streamed_layers, kept in host memory; they pass through
+    buffer_bytes of the device.
+    """
 
     rank: int
     num_blocks: int
@@ -306,6 +310,10 @@ class RankLoaded(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     threads: int
     load_s: float
     kv_dtype: str | None = None
+    resident_layers: int = 0
+    streamed_layers: int = 0
+    host_weight_bytes: int = 0
+    buffer_bytes: int = 0
 
 
 class AllocateKV(msgspec.Struct, frozen=True, array_like=True, tag="allocate"):

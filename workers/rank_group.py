@@ -40,6 +40,7 @@ from workers.rank.memory import available_bytes
 from workers.rank_pulse import OnSilent, PulseWatch
 from workers.step_bound import StepBound
 from workers.tiers import NoTiersBecause, OpenTiers, open_tiers
+from workers.weight_notes import weight_notes
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ class RankGroup:
             rank_pids=tuple(hello.pid for hello in hellos),
             num_ranks=self.world_size,
             store=None if self._tiers is None else self._tiers.store,
-            tier_notes=notes,
+            tier_notes=(*weight_notes(loaded), *notes),
             kv_dtype=first.kv_dtype,
         )
         log.info("%d rank(s) ready: %s", self.world_size, ready)

@@ -27,7 +27,7 @@ ONLY_IN = {
 }
 TORCH_FREE_FOLDERS = ("configs/", "offload/", "workers/engine/", "workers/text/", "cluster/")
 TRAINING_SCRIPTS = "configs/demo/"
-RANK_SIDE = ("offload/pinned_pool.py", "offload/transfer.py", "offload/weight_stream.py")
+RANK_SIDE = ("offload/pinned_pool.py", "offload/transfer.py", "offload/weight_copiers.py", "offload/weight_stream.py")
 TORCH_LIBRARIES = {"torch", "transformers", "triton", "accelerate", "peft"}
 OURS = set(MAY_IMPORT)
 
@@ -151,6 +151,8 @@ def run_blocked(blocked: tuple[str, ...], body: str) -> subprocess.CompletedProc
         "workers.engine.engine",
         "workers.rank_group",
         "workers.models.registry",
+        "workers.planning",
+        "cluster.commands.plan",
         "workers.text.tokenizer",
         "workers.text.chat_template",
     ],

@@ -17,6 +17,7 @@ import torch
 
 from parallel.context import ParallelContext
 from parallel.groups import init_parallel
+from parallel.mesh import layer_range
 from parallel.pipeline import StageLink
 from tests.support.paged_rows import PagedRows
 from workers.attention.select import select_attention
@@ -30,7 +31,9 @@ Work = list[tuple[int, list[int]]]
 
 @dataclass(frozen=True, slots=True)
 class DecoderCase:
-    """One model, cut tp x pp; `steps` are the rows' tokens of each step. Every step's last-token logits come back."""
+    """One model, cut tp x pp; `steps` are the rows' tokens of each step. Every step's last-token logits come back.
+
+    `streamed`: layers, counted from 0 on each rank, that stream from host memory."""
 
     folder: Path
     tp_size: int
@@ -41,11 +44,13 @@ class DecoderCase:
     dtype: torch.dtype = torch.float32
     load_format: str = "safetensors"
     kv_dtype: torch.dtype | None = None
+    streamed: tuple[int, ...] = ()
 
 
 def run_case(case: DecoderCase, context: ParallelContext) -> torch.Tensor | None:
     """Runs every step on this rank; on the last stage all steps' logits [sum of S, V], None elsewhere."""
     spec = load_spec(case.folder)
+    local = range(len(layer_range(spec.num_layers, context.pp_rank, context.pp_size)))
     decoder = build_decoder(
         spec,
         context,
@@ -54,11 +59,13 @@ def run_case(case: DecoderCase, context: ParallelContext) -> torch.Tensor | None
         device=CPU,
         attention=select_attention(CPU, case.dtype, spec.head_dim, case.kv_dtype),
         load_format=case.load_format,  # type: ignore[arg-type]
+        streamed=[layer for layer in case.streamed if layer in local],
     )
     rows = PagedRows(decoder, case.num_rows, case.max_len, case.dtype, kv_dtype=case.kv_dtype)
     link = StageLink(context, spec.hidden_size, case.dtype, CPU)
     outputs = [_run_step(decoder, rows, link, context, work) for work in case.steps]
     link.flush()
+    decoder.close()
     return torch.cat(outputs) if context.is_last_stage else None
 
 

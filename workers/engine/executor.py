@@ -15,7 +15,8 @@ from workers.messages import StepPlan, StepResult, Transfer, TransferDone
 class ExecutorReady(msgspec.Struct, frozen=True, kw_only=True):
     """What the ranks turned out to be. num_blocks: KV blocks that every rank holds (the least of all ranks).
 
-    store: the tiers below the device, when there are any; tier_notes: what was chosen for them, or why there are none.
+    store: the tiers below the device, when there are any; tier_notes: what was chosen for them, or why there are none;
+    before that, what was chosen for weights that stream.
     kv_dtype: what the blocks hold, None: dtype.
     """
 

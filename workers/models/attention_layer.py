@@ -9,6 +9,7 @@ import torch
 
 from parallel.context import ParallelContext
 from parallel.linear import ColumnParallelLinear, RowParallelLinear, Section
+from parallel.matmul import Place, as_given
 from parallel.shard import WeightSlot, even_range, kv_head_range
 from workers.attention.backend import AttentionStep
 from workers.kernels.fused_ops import FusedOps
@@ -22,7 +23,15 @@ from workers.models.weight_names import WeightNames
 class AttentionLayer:
     """Attention of layer `layer` on this rank."""
 
-    def __init__(self, spec: ArchSpec, names: WeightNames, layer: int, context: ParallelContext, ops: FusedOps) -> None:
+    def __init__(
+        self,
+        spec: ArchSpec,
+        names: WeightNames,
+        layer: int,
+        context: ParallelContext,
+        ops: FusedOps,
+        place: Place = as_given,
+    ) -> None:
         def full(stem: str) -> str:
             return names.of_layer(layer, stem)
 
@@ -40,11 +49,11 @@ class AttentionLayer:
         self._ops = ops
         self._window = spec.windows[layer]
         self._rotates = spec.rotary_layers[layer]
-        self._qkv = ColumnParallelLinear(spec.hidden_size, sections, spec.qkv_bias)
+        self._qkv = ColumnParallelLinear(spec.hidden_size, sections, spec.qkv_bias, place)
         self._norm = (
             QKNorm(full(names.q_norm), full(names.k_norm), num_heads, num_kv_heads, dim) if spec.qk_norm else None
         )
-        self._o = RowParallelLinear(full(names.o), spec.num_heads * dim, spec.hidden_size, spec.o_bias, context)
+        self._o = RowParallelLinear(full(names.o), spec.num_heads * dim, spec.hidden_size, spec.o_bias, context, place)
 
     def __call__(self, x_TH: torch.Tensor, angles: Angles, step: AttentionStep, kv: LayerKV) -> torch.Tensor:
         """[T, H], before the residual. `kv`: this layer's cache, which gains the step's tokens."""

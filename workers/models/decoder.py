@@ -4,14 +4,17 @@ Built on each rank by `build_decoder`, run by the model runner under torch.infer
 request, no scheduler, no sampling. T tokens of a step, S rows that sample, H hidden size, V vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
+from offload.weight_copiers import make_copier
+from offload.weight_stream import Copier, WeightStream
 from parallel.checkpoint import DummySource, LoadFormat, SafetensorsSource, Source, load
 from parallel.context import ParallelContext
 from parallel.embedding import VocabParallelEmbedding, VocabParallelHead
+from parallel.matmul import Place
 from parallel.mesh import layer_range
 from parallel.shard import WeightSlot
 from workers.attention.backend import AttentionBackend, AttentionStep, KVTensors
@@ -31,12 +34,20 @@ from workers.models.weight_names import WeightNames, all_tensor_names
 class DecoderLayer:
     """Pre-norm attention and MLP, each added to the residual stream."""
 
-    def __init__(self, spec: ArchSpec, names: WeightNames, layer: int, context: ParallelContext, ops: FusedOps) -> None:
+    def __init__(
+        self,
+        spec: ArchSpec,
+        names: WeightNames,
+        layer: int,
+        context: ParallelContext,
+        ops: FusedOps,
+        place: Place,
+    ) -> None:
         size, eps = spec.hidden_size, spec.norm_eps
         self._attention_norm = RMSNorm(names.of_layer(layer, names.attention_norm), size, eps, ops)
-        self._attention = AttentionLayer(spec, names, layer, context, ops)
+        self._attention = AttentionLayer(spec, names, layer, context, ops, place)
         self._mlp_norm = RMSNorm(names.of_layer(layer, names.mlp_norm), size, eps, ops)
-        self._mlp = GatedMLP(spec, names, layer, context, ops)
+        self._mlp = GatedMLP(spec, names, layer, context, ops, place)
 
     def __call__(
         self,
@@ -68,6 +79,7 @@ class Decoder:
         attention: AttentionBackend,
         ops: FusedOps,
         device: torch.device,
+        stream: WeightStream,
     ) -> None:
         spec.check_parallel(context.tp_size, context.pp_size)
         names = family_of(spec.architecture).names
@@ -77,8 +89,12 @@ class Decoder:
         self.head_dim = spec.head_dim
         self.weight_bytes = 0
         self._attention = attention
+        self.stream = stream
         self._positions = RotaryPositions(spec.rope, spec.head_dim, device)
-        self._layers = [DecoderLayer(spec, names, layer, context, ops) for layer in self.layer_ids]
+        self._layers = [
+            DecoderLayer(spec, names, layer, context, ops, stream.place_of(index))
+            for index, layer in enumerate(self.layer_ids)
+        ]
         self._embedding: VocabParallelEmbedding | None = None
         self._final_norm: RMSNorm | None = None
         self._head: VocabParallelHead | None = None
@@ -105,7 +121,7 @@ class Decoder:
         angles = self._positions.angles(batch.positions_T, residual_TH.dtype)
         step = self._attention.prepare(batch)
         branch_TH: torch.Tensor | None = None
-        for layer, layer_kv in zip(self._layers, kv.layers, strict=True):
+        for layer, layer_kv in zip(self.stream.in_turn(self._layers), kv.layers, strict=True):
             branch_TH = layer(branch_TH, residual_TH, angles, step, layer_kv)
         assert branch_TH is not None, "a stage without layers"
         if self._head is None or self._final_norm is None:
@@ -130,6 +146,11 @@ class Decoder:
         self.weight_bytes = load(list(self.slots()), source, dtype=dtype, device=device, progress=progress)
         if self._ties_here and self._head is not None:
             self.weight_bytes += self._head.copied_bytes
+        self.stream.begin()
+
+    def close(self) -> None:
+        """Ends the weight stream, if there is one. Idempotent; no step may follow."""
+        self.stream.close()
 
     def _accept_tied(self, table_VH: torch.Tensor) -> None:
         assert self._embedding is not None and self._head is not None
@@ -148,12 +169,17 @@ def build_decoder(
     load_format: LoadFormat = "safetensors",
     seed: int = 0,
     progress: bool = False,
+    streamed: Sequence[int] = (),
+    copier: Copier | None = None,
 ) -> Decoder:
     """This rank's decoder with its weights, from `folder` or random (load_format dummy).
 
+    `streamed`: layers, counted from 0 on this rank, that are kept in host memory and pass through the device; `copier`
+    moves them, by default in the device's own way. With any, the decoder is to be closed.
     Raises SettingsError for a model that cannot be cut so, and for a checkpoint that does not match its config.json.
     """
-    decoder = Decoder(spec, context, attention, select_fused_ops(device, dtype), device)
+    stream = WeightStream(streamed, copier or make_copier(device))
+    decoder = Decoder(spec, context, attention, select_fused_ops(device, dtype), device, stream)
     source: Source
     if load_format == "dummy":
         source = DummySource(seed, dtype)

@@ -121,13 +121,3 @@ class ArchSpec:
         table = self.vocab_size * self.hidden_size
         tables = table if self.tie_word_embeddings else 2 * table
         return self.num_layers * self.layer_parameters + tables + self.hidden_size
-
-    def weight_bytes_estimate(self, tp_size: int = 1, pp_size: int = 1, dtype_bytes: int = 2) -> int:
-        """Bytes of weights on the fullest rank: its layers, and the tables that its stage needs.
-
-        Counts a tied table once more where head and lookup are both on the rank, as the CPU layout keeps them (the
-        head is packed for the matrix kernels, the lookup is not); an upper bound elsewhere.
-        """
-        layers = -(-self.num_layers // pp_size) * self.layer_parameters // tp_size
-        tables_here = 2 if pp_size == 1 else 1
-        return (layers + tables_here * self.vocab_size * self.hidden_size // tp_size + self.hidden_size) * dtype_bytes

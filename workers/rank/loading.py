@@ -16,6 +16,7 @@ import torch
 
 from configs.errors import SettingsError
 from configs.schema import EngineSettings
+from offload.placement import LayerPlacement
 from parallel.context import ParallelContext
 from parallel.pipeline import StageLink
 from workers.attention.select import select_attention
@@ -28,6 +29,7 @@ from workers.rank.kv_tensors import KVCache, block_bytes
 from workers.rank.memory import KVNeeds, available_bytes, cpu_blocks, cuda_blocks
 from workers.rank.model_runner import ModelRunner
 from workers.rank.mover_inbox import Inbox
+from workers.rank.placing import place_weights
 from workers.rank.profiling import run_fullest_step
 from workers.rank.row_table import RowTable
 from workers.resolve import read_spec, resolve_dtype, resolve_kv_dtype, resolve_max_model_len
@@ -101,7 +103,8 @@ def load_rank(
     dtype = choose_dtype(settings, spec, device)
     kv_name = resolve_kv_dtype(settings, str(dtype).removeprefix("torch."))
     kv_dtype: torch.dtype = torch.float8_e4m3fn if kv_name == "fp8_e4m3" else getattr(torch, kv_name)
-    decoder = _build(settings, spec, context, device, dtype, kv_dtype)
+    placement = place_weights(settings, spec, context, device, dtype, max_model_len, ranks_on_node)
+    decoder = _build(settings, spec, context, device, dtype, kv_dtype, placement)
     size, heads = settings.cache.block_size, decoder.num_local_kv_heads
     needs = KVNeeds(
         block_bytes=block_bytes(decoder.num_local_layers, size, heads, decoder.head_dim, kv_dtype),
@@ -119,6 +122,10 @@ def load_rank(
         threads=torch.get_num_threads(),
         load_s=time.perf_counter() - started_s,
         kv_dtype=kv_name,
+        resident_layers=placement.num_resident,
+        streamed_layers=len(placement.streamed),
+        host_weight_bytes=decoder.stream.host_bytes,
+        buffer_bytes=decoder.stream.buffer_bytes,
     )
     log.info("rank %d loaded %s: %s, context %d", rank, settings.model.model, facts, max_model_len)
     return LoadedRank(settings, context, spec, decoder, device, dtype, kv_dtype, max_model_len, facts)
@@ -163,6 +170,7 @@ def _build(
     device: torch.device,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
+    placement: LayerPlacement,
 ) -> Decoder:
     try:
         return build_decoder(
@@ -175,6 +183,7 @@ def _build(
             attention=select_attention(device, dtype, spec.head_dim, kv_dtype),
             load_format=settings.model.load_format,
             seed=settings.model.seed,
+            streamed=placement.streamed,
         )
     except torch.OutOfMemoryError as error:
         raise SettingsError(f"the weights do not fit on {device}: {error}", "--tensor-parallel-size") from error

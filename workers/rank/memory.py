@@ -16,6 +16,7 @@ from configs.schema import CacheSettings
 
 CPU_SHARE = 0.4
 MIB = 2**20
+GIB = 2**30
 CGROUP: Final = Path("/sys/fs/cgroup")
 
 
@@ -45,6 +46,34 @@ def available_bytes(cgroup: Path = CGROUP) -> int:
         return max(0, min(available, int(limit) - int(used)))
     except (OSError, ValueError):  # no control group, or one without a limit: "max"
         return available
+
+
+def machine_bytes(cgroup: Path = CGROUP) -> int:
+    """Memory of the machine, or the container's limit where that is less."""
+    total = int(psutil.virtual_memory().total)
+    try:
+        return min(total, int((cgroup / "memory.max").read_text()))
+    except (OSError, ValueError):
+        return total
+
+
+def check_offload(offload_gib: float, host_bytes: int, ranks_on_node: int) -> None:
+    """Refuses --cpu-offload-gb when the machine has less memory, or has too little left. host_bytes: what one rank will
+    keep there, 0 where that is not known yet."""
+    flag, total, free = "--cpu-offload-gb", machine_bytes(), available_bytes()
+    if offload_gib * GIB > total:
+        raise SettingsError(f"{flag} {offload_gib:g} is more than the {total / GIB:.1f} GiB of this machine", flag)
+    if host_bytes > free:
+        raise SettingsError(
+            f"{flag} {offload_gib:g} keeps {host_bytes / GIB:.1f} GiB in host memory, {free / GIB:.1f} GiB are free",
+            flag,
+        )
+    if host_bytes * ranks_on_node > total:
+        raise SettingsError(
+            f"{flag} {offload_gib:g} keeps {host_bytes / GIB:.1f} GiB in host memory for each of {ranks_on_node} ranks"
+            f" of a machine with {total / GIB:.1f} GiB",
+            flag,
+        )
 
 
 def cpu_blocks(cache: CacheSettings, needs: KVNeeds, available_bytes: int, ranks_on_node: int) -> int:

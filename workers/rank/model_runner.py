@@ -31,6 +31,10 @@ class Model(Protocol):
         """Hidden states [T, H], or on the last stage logits [S, V] (float32, whole at least on tp rank 0)."""
         ...
 
+    def close(self) -> None:
+        """Ends what runs beside steps. Idempotent; no step may follow."""
+        ...
+
 
 class ModelRunner:
     """One rank's shard, its KV tensors and its row table. `link` is None when the pipeline has one stage."""
@@ -72,6 +76,10 @@ class ModelRunner:
         if not self._samples:
             return None
         return StepResult(step_id=plan.step_id, rows=rows, device_s=self._idle_since_s - started_s, wait_s=wait_s)
+
+    def close(self) -> None:
+        """No plan may follow. Idempotent."""
+        self._model.close()
 
     def _tensors(self, plan: StepPlan) -> KVTensors:
         """The cache; where the plan uses what is still coming up, layer by layer as it arrives."""

@@ -98,7 +98,10 @@ def run_rank(rank: int, endpoint: str, secret: str, *, group: str = "local", hos
             start_echo(context, secret, setup.pulse_endpoint, rank)
         inbox = partial(_mover_inbox, context, secret, endpoint, rank)
         runner = _start(rank, group, setup, host, channel, inbox)
-        _serve(runner, channel)
+        try:
+            _serve(runner, channel)
+        finally:
+            runner.close()
         return 0
     except _ShutDown:
         return 0

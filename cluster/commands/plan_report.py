@@ -1,0 +1,127 @@
+"""The words and tables of `tandem plan`, from the plain data that `--json` prints. Pure."""
+
+from typing import Any
+
+from workers.planning import ADAPTER_RANK, CONVERSATION_TOKENS, gib
+
+
+def report(found: dict[str, Any]) -> str:
+    """All of it, lines that end with a newline."""
+    plan = found["plan"]
+    lines = [
+        f"{found['model']}: {found['architecture']}, {found['num_layers']} layers, "
+        f"{found['num_parameters'] / 1e6:,.1f} M parameters, weights in {found['dtype']}, KV in {found['kv_dtype']}",
+        _checkpoint_line(found["checkpoint"]),
+        _memory_line(found["memory"], plan),
+        "",
+        *_table(_rank_rows(plan)),
+        "",
+        *_table(_tier_rows(plan)),
+        "",
+        *_verdict(plan),
+        *_streaming(plan),
+        *_proposal(found),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _checkpoint_line(checkpoint: dict[str, Any] | None) -> str:
+    if checkpoint is None:
+        return "checkpoint: no .safetensors files here; sizes are config.json's"
+    kinds = ", ".join(f"{gib(size)} of {dtype}" for dtype, size in sorted(checkpoint["bytes_by_dtype"].items()))
+    line = f"checkpoint: {gib(checkpoint['total_bytes'])} in {checkpoint['num_files']} file(s): {kinds}"
+    if checkpoint["num_elements"] != checkpoint["num_parameters"]:
+        line += (
+            f"; its tensors hold {checkpoint['num_elements']:,} values, config.json makes it "
+            f"{checkpoint['num_parameters']:,}"
+        )
+    return line
+
+
+def _memory_line(memory: dict[str, Any], plan: dict[str, Any]) -> str:
+    ranks = plan["tp_size"] * plan["pp_size"]
+    shared = f"of a machine for all {ranks} rank(s)" if memory["device"] == "cpu" else "of each GPU"
+    return (
+        f"TP {plan['tp_size']} x PP {plan['pp_size']}, {memory['device']}: {gib(memory['device_bytes'])} {shared}, "
+        f"context {plan['max_model_len']:,} tokens"
+    )
+
+
+def _rank_rows(plan: dict[str, Any]) -> list[list[str]]:
+    """A row per stage; all its ranks hold the same."""
+    rows = [
+        [
+            "stage", "ranks", "layers", "weights/rank", "on device", "in host", "activations", "KV/token",
+            f"LoRA r{ADAPTER_RANK}", "KV room",
+        ]
+    ]  # fmt: skip
+    for stage in plan["stages"]:
+        rows.append(
+            [
+                str(stage["stage"]),
+                str(plan["tp_size"]),
+                str(stage["num_layers"]),
+                *(gib(stage[key]) for key in ("weight_bytes", "device_weight_bytes", "host_weight_bytes")),
+                *(gib(stage[key]) for key in ("activation_bytes", "kv_bytes_per_token", "adapter_bytes")),
+                gib(stage["kv_budget_bytes"]) if stage["kv_budget_bytes"] >= 0 else "none",
+            ]
+        )
+    return rows
+
+
+def _tier_rows(plan: dict[str, Any]) -> list[list[str]]:
+    length = plan["max_model_len"]
+    rows = [["KV tier", "size", "tokens", f"conversations of {length:,}", f"of {min(length, CONVERSATION_TOKENS):,}"]]
+    for tier in plan["tiers"]:
+        numbers = (tier["tokens"], tier["full_conversations"], tier["short_conversations"])
+        rows.append([tier["tier"], gib(tier["size_bytes"]), *(f"{number:,}" for number in numbers)])
+    return rows
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    """Columns as wide as their widest cell, right-aligned but for the first."""
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if place == 0 else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+
+
+def _verdict(plan: dict[str, Any]) -> list[str]:
+    if plan["fits"]:
+        return ["It fits."]
+    return ["It does not fit:", *(f"  {problem['flag']}: {problem['message']}" for problem in plan["problems"])]
+
+
+def _streaming(plan: dict[str, Any]) -> list[str]:
+    """What is read from host memory in every step, when layers stream."""
+    return [
+        f"Stage {stage['stage']}: {stage['streamed_layers']} of {stage['num_layers']} layers stream from host memory; "
+        f"a rank copies {gib(stage['host_weight_bytes'])} in every step."
+        for stage in plan["stages"]
+        if stage["streamed_layers"]
+    ]
+
+
+def _proposal(found: dict[str, Any]) -> list[str]:
+    """The best cut of --ranks; each cut in a line when there are several."""
+    ranks, best = found["num_ranks"], found["best"]
+    if not found["cuts"]:
+        return [f"No TP x PP of {ranks} ranks divides this model."]
+    lines = []
+    if len(found["cuts"]) > 1:
+        rows = [[f"cuts of {ranks} ranks", "weights/rank", "layers streamed", "KV tokens", "fits"]]
+        for cut in found["cuts"]:
+            most = max(stage["weight_bytes"] for stage in cut["stages"])
+            streamed = sum(stage["streamed_layers"] for stage in cut["stages"])
+            tokens = cut["tiers"][0]["tokens"]
+            name = f"-tp {cut['tp_size']} -pp {cut['pp_size']}"
+            rows.append([name, gib(most), str(streamed), f"{tokens:,}", "yes" if cut["fits"] else "no"])
+        lines = ["", *_table(rows)]
+    if best is None:
+        more = "more memory" if found["memory"]["device"] == "cpu" else "more --ranks"
+        return [*lines, f"No cut of {ranks} rank(s) fits: {more}, or a shorter --max-model-len."]
+    return [*lines, f"Best for {ranks} rank(s): -tp {best['tp_size']} -pp {best['pp_size']}."]

@@ -1,0 +1,79 @@
+"""Layers that stream from host memory compute what resident ones do, bit for bit: every family, every cut.
+
+Models of eight layers, so that with two stages each still has layers that take turns in a buffer.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload.placement import spread
+from parallel.context import ParallelContext
+from tests.support.decoder_ranks import DecoderCase, RankProcesses, run_case
+from tests.support.paged_rows import prompt_ids
+from tests.support.tiny_models import BY_NAME, TINY_MODELS, save_tiny_model
+
+NUM_LAYERS = 8
+PROMPTS = [prompt_ids(length, 200, seed=length) for length in (21, 18, 7)]
+STEPS = [
+    [(0, PROMPTS[0][:12]), (2, PROMPTS[2][:-1])],
+    [(2, PROMPTS[2][-1:]), (0, PROMPTS[0][12:]), (1, PROMPTS[1])],
+    *[[(row, [5 + row + step]) for row in range(3)] for step in range(3)],
+]
+PLACEMENTS = {
+    "all": spread(NUM_LAYERS, 8),
+    "one resident": spread(NUM_LAYERS, 7),
+    "mixed": spread(NUM_LAYERS, 5),
+    "every other": spread(NUM_LAYERS, 4),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Every tiny model, deeper."""
+    root = tmp_path_factory.mktemp("deep-models")
+    deep = {tiny.name: replace(tiny, changes={**tiny.changes, "num_hidden_layers": NUM_LAYERS}) for tiny in TINY_MODELS}
+    return {name: save_tiny_model(tiny, root) for name, tiny in deep.items()}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankProcesses]:
+    processes = RankProcesses(4)
+    yield processes
+    processes.close()
+
+
+def case_of(folder: Path, streamed: tuple[int, ...], tp: int = 1, pp: int = 1, **more: torch.dtype) -> DecoderCase:
+    return DecoderCase(folder, tp, pp, STEPS, num_rows=3, max_len=40, streamed=streamed, **more)
+
+
+@pytest.mark.parametrize("name", sorted(BY_NAME))
+def test_streamed_layers_equal_resident_ones(folders: dict[str, Path], name: str) -> None:
+    resident = run_case(case_of(folders[name], ()), ParallelContext.single())
+    assert resident is not None and bool(resident.isfinite().all())
+    for words, streamed in PLACEMENTS.items():
+        logits = run_case(case_of(folders[name], streamed), ParallelContext.single())
+        assert logits is not None and torch.equal(logits, resident), words
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_half_precision_too(folders: dict[str, Path], dtype: torch.dtype) -> None:
+    def logits(streamed: tuple[int, ...]) -> torch.Tensor | None:
+        return run_case(case_of(folders["qwen3"], streamed, dtype=dtype), ParallelContext.single())
+
+    resident, streamed = logits(()), logits(PLACEMENTS["one resident"])
+    assert resident is not None and streamed is not None and torch.equal(resident, streamed)
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("name", ["llama-mqa-biased", "llama-mha-tied", "mistral-window", "qwen2", "qwen3", "smollm3"])
+def test_at_every_cut(ranks: RankProcesses, folders: dict[str, Path], name: str, tp_size: int, pp_size: int) -> None:
+    local = NUM_LAYERS // pp_size
+    results = [
+        ranks.call(run_case, tp_size, pp_size, case_of(folders[name], streamed, tp_size, pp_size))[-1]
+        for streamed in ((), spread(local, local), spread(local, local - 1))
+    ]
+    assert all(torch.equal(results[0], logits) for logits in results[1:])

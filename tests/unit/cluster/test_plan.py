@@ -1,0 +1,259 @@
+"""`tandem plan`: what it says of a model before loading it, against what a rank finds when it loads."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cluster.commands.plan as plan_command
+from cluster import machine
+from configs.errors import SettingsError
+from configs.schema import CacheSettings, DeviceSettings, EngineSettings, ModelSettings, ParallelSettings
+from offload.disk_io import file_bytes
+from parallel.mesh import Mesh
+from tests.support.tiny_models import BY_NAME, save_tiny_model
+from workers.models.checkpoint_facts import read_checkpoint_facts
+from workers.models.registry import load_spec
+from workers.models.spec import ArchSpec
+from workers.planning import GroupPlan, Memory, best_of, cuts, least_bytes, plan_group
+from workers.rank.loading import load_single
+from workers.rank.memory import GIB, KVNeeds, cpu_blocks
+
+CONTEXT = 256
+LLAMA_70B = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672,
+    "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 131072, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(BY_NAME["qwen2"], tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    return tmp_path
+
+
+def settings_for(folder: Path, tp: int = 1, pp: int = 1, offload_gib: float = 0.0, **cache: Any) -> EngineSettings:
+    return EngineSettings(
+        model=ModelSettings(model=str(folder), dtype="bfloat16"),
+        parallel=ParallelSettings(tensor_parallel_size=tp, pipeline_parallel_size=pp),
+        cache=CacheSettings(**cache),
+        device=DeviceSettings(device="cpu", cpu_threads=1, cpu_offload_gib=offload_gib),
+    )
+
+
+def plan_on_gpu(folder: Path, gib: float, context: int = 32768, **settings: Any) -> GroupPlan:
+    memory = Memory("cuda", int(gib * GIB))
+    return plan_group(settings_for(folder, **settings), load_spec(folder), memory, "bfloat16", "bfloat16", context)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "cluster.cli", "plan", *arguments], capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.parametrize("offload_gib", [0.0, 1.0])
+def test_a_cpu_plan_is_what_a_rank_finds(folder: Path, offload_gib: float) -> None:
+    """The pool, the weights, the layers that stream. To so small a model the machine's memory makes no difference."""
+    settings = settings_for(folder, offload_gib=offload_gib)
+    plan = plan_group(settings, load_spec(folder), Memory("cpu", 8 * GIB), "bfloat16", "bfloat16", CONTEXT)
+    loaded = load_single(settings)
+    [stage] = plan.stages
+    facts = loaded.facts
+    assert plan.device_tokens == facts.num_blocks * 16
+    assert stage.weights.total_bytes == facts.weight_bytes
+    assert stage.kv_token_bytes * 16 == facts.block_bytes
+    assert len(stage.placement.streamed) == facts.streamed_layers
+    loaded.decoder.close()
+
+
+def test_a_cpu_pool_is_sized_as_ranks_size_it(folder: Path) -> None:
+    """When memory is short: 40 % of what the weights of all ranks leave, shared by the ranks."""
+    spec, settings = load_spec(folder), settings_for(folder, tp=2)
+    plan = plan_group(settings, spec, Memory("cpu", 2 * 2**20), "bfloat16", "bfloat16", CONTEXT)
+    [stage] = plan.stages
+    left = 2 * 2**20 - 2 * stage.weights.total_bytes
+    needs = KVNeeds(stage.kv_token_bytes * 16, 16, CONTEXT, settings.scheduler.max_num_seqs)
+    assert plan.device_tokens == 16 * cpu_blocks(settings.cache, needs, left, 2)
+
+
+def test_a_gpu_plan_adds_up(large: Path) -> None:
+    plan = plan_on_gpu(large, 80, tp=4, pp=2)
+    assert plan.fits and len(plan.stages) == 2
+    for stage in plan.stages:
+        used = stage.device_weight_bytes + stage.activation_bytes + stage.kv_budget_bytes
+        assert used == int(0.9 * 80 * GIB)
+        assert not stage.placement.streamed
+    assert plan.device_tokens == min(s.kv_budget_bytes // (16 * s.kv_token_bytes) for s in plan.stages) * 16
+    assert plan.tiers[0].full_conversations == plan.device_tokens // 32768
+    assert plan.tiers[0].short_conversations == plan.device_tokens // 2048
+
+
+def test_tiers_count_the_kv_of_all_ranks(large: Path) -> None:
+    memory = Memory("cuda", 80 * GIB, host_tier_bytes=64 * GIB, disk_tier_bytes=640 * GIB)
+    plan = plan_group(settings_for(large, tp=8), load_spec(large), memory, "bfloat16", "bfloat16", 32768)
+    token_bytes = 2 * 80 * 8 * 128 * 2
+    assert plan.tiers[1].tokens == 64 * GIB // (16 * token_bytes) * 16
+    assert plan.tiers[2].tokens == 640 * GIB // (8 * file_bytes(2 * token_bytes)) * 16
+    wide = plan_group(settings_for(large, tp=16), load_spec(large), memory, "bfloat16", "bfloat16", 32768)
+    assert wide.tiers[1].tokens == pytest.approx(plan.tiers[1].tokens / 2, abs=16), (
+        "eight KV heads on sixteen ranks are held twice"
+    )
+
+
+def test_quantized_kv_holds_nearly_twice_as_much(large: Path) -> None:
+    spec, memory = load_spec(large), Memory("cuda", 80 * GIB)
+    plain, fp8 = (
+        plan_group(settings_for(large, tp=8), spec, memory, "bfloat16", kind, 4096).device_tokens
+        for kind in ("bfloat16", "fp8_e4m3")
+    )
+    assert fp8 / plain == pytest.approx(256 / (128 + 4), rel=1e-3)
+
+
+def test_a_model_larger_than_the_device_streams_what_it_must(large: Path) -> None:
+    plan = plan_on_gpu(large, 80)
+    [stage] = plan.stages
+    assert plan.fits and 0 < len(stage.placement.streamed) < 80
+    assert stage.kv_budget_bytes >= 32768 * stage.kv_token_bytes
+    assert stage.kv_budget_bytes - 32768 * stage.kv_token_bytes < stage.weights.layer_bytes
+    assert len(plan_on_gpu(large, 80, offload_gib=100).stages[0].placement.streamed) > len(stage.placement.streamed)
+
+
+@pytest.mark.parametrize(
+    ("gib", "context", "cache", "flag", "words"),
+    [
+        (4, 32768, {}, "--tensor-parallel-size", "with 80 of 80 layers in host memory"),
+        (12, 131072, {}, "--max-model-len", "--max-model-len 10416 would do"),
+        (80, 4096, {"kv_cache_memory_bytes": 70 * GIB}, "--kv-cache-memory-bytes", "70 GiB of KV on a rank"),
+        (80, 4096, {"num_blocks": 10**6}, "--num-gpu-blocks-override", "are left for it"),
+    ],
+)
+def test_what_does_not_fit_names_the_flag(
+    large: Path, gib: float, context: int, cache: dict[str, Any], flag: str, words: str
+) -> None:
+    plan = plan_on_gpu(large, gib, context, **cache)
+    assert not plan.fits
+    assert plan.problems[0].flag == flag
+    assert words in plan.problems[0].message
+
+
+def test_host_memory_counts_where_it_is_known(large: Path) -> None:
+    memory = Memory("cuda", 80 * GIB, host_bytes=64 * GIB)
+    plan = plan_group(settings_for(large), load_spec(large), memory, "bfloat16", "bfloat16", 32768)
+    assert [problem.flag for problem in plan.problems] == ["--cpu-offload-gb"]
+
+
+def test_on_cpu_the_host_tier_shares_the_machine(folder: Path) -> None:
+    spec, settings = load_spec(folder), settings_for(folder)
+    small, large = (
+        plan_group(settings, spec, Memory("cpu", GIB, host_tier_bytes=size), "bfloat16", "bfloat16", CONTEXT)
+        for size in (GIB // 2, GIB)
+    )
+    assert small.fits
+    assert [problem.flag for problem in large.problems] == ["--kv-offloading-size"]
+
+
+def test_the_best_cut_needs_no_streaming_and_stays_in_a_node(large: Path) -> None:
+    spec: ArchSpec = load_spec(large)
+    assert cuts(spec, 8) == [(8, 1), (4, 2), (2, 4), (1, 8)]
+    assert cuts(spec, 6) == [(2, 3), (1, 6)]
+    assert cuts(spec, 7) == [(1, 7)]
+
+    def best(num_ranks: int, gib: float) -> tuple[int, int] | None:
+        found = best_of([plan_on_gpu(large, gib, tp=tp, pp=pp) for tp, pp in cuts(spec, num_ranks)])
+        return None if found is None else (found.tp_size, found.pp_size)
+
+    assert best(8, 80) == (8, 1)
+    assert best(16, 80) == (8, 2)
+    assert best(6, 80) == (2, 3)
+    assert best(1, 3) is None
+
+
+def test_what_must_fit_is_what_was_asked_for(large: Path) -> None:
+    spec = load_spec(large)
+
+    def least(**cache: Any) -> int:
+        return least_bytes(settings_for(large, **cache), spec, Mesh(), "bfloat16", "bfloat16", 1000)
+
+    token = 2 * 80 * 8 * 128 * 2
+    assert least(kv_cache_memory_bytes=1) + 63 * 16 * token - 1 == least()
+    assert least(num_blocks=100) - least() == (100 - 63) * 16 * token
+
+
+def test_headers_tell_what_a_checkpoint_holds(folder: Path, tmp_path: Path) -> None:
+    facts = read_checkpoint_facts(folder)
+    assert facts is not None
+    assert sum(facts.elements.values()) == load_spec(folder).num_parameters
+    assert facts.bytes_by_dtype == {"F32": 4 * load_spec(folder).num_parameters}
+    assert read_checkpoint_facts(tmp_path) is None
+    for wrong in (b"", b"\xff" * 20, (2).to_bytes(8, "little") + b"[]", (9).to_bytes(8, "little") + b'{"a": {}}'):
+        (tmp_path / "model.safetensors").write_bytes(wrong)
+        if wrong != b"":
+            with pytest.raises(SettingsError, match="is not a safetensors file"):
+                read_checkpoint_facts(tmp_path)
+
+
+def test_the_command_prints_tables_or_json(large: Path) -> None:
+    shown = run(
+        str(large), "--device", "cuda", "--device-memory", "80", "--ranks", "8", "-tp", "8", "--max-model-len", "32K"
+    )
+    assert shown.returncode == 0, shown.stderr
+    for words in ("70,553.7 M parameters", "TP 8 x PP 1", "conversations of 32,768", "It fits.", "-tp 8 -pp 1."):
+        assert words in shown.stdout
+    asked = (
+        "--device",
+        "cuda",
+        "--device-memory",
+        "80",
+        "--kv-offloading-size",
+        "16",
+        "--kv-disk-size",
+        "100",
+        "--json",
+    )
+    found = json.loads(run(str(large), *asked).stdout)
+    assert found["plan"]["stages"][0]["streamed_layers"] > 0
+    assert [tier["size_bytes"] for tier in found["plan"]["tiers"][1:]] == [16 * GIB, 100 * GIB]
+
+
+def test_the_command_says_what_does_not_fit(large: Path) -> None:
+    shown = run(str(large), "--device", "cuda", "--device-memory", "2")
+    assert shown.returncode == 1
+    assert "It does not fit:\n  --tensor-parallel-size: a rank of stage 0 lacks" in shown.stdout
+    assert "No cut of 1 rank(s) fits: more --ranks" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--device-memory", "0"], "--device-memory: 0 must be above 0"),
+        (["--device-memory", "nan"], "--device-memory"),
+        (["--kv-disk-size", "-1"], "--kv-disk-size: -1 must be at least 0"),
+        (["--kv-cache-dtype", "int3"], "--kv-cache-dtype: 'int3' is not one of auto, fp8"),
+        (["--ranks", "0"], "--ranks: 0 must be"),
+        (["--cpu-offload-gb", "-2"], "--cpu-offload-gb: -2.0 must be at least 0"),
+        (["-tp", "3"], "--tensor-parallel-size 3 does not divide"),
+    ],
+)
+def test_bad_values_are_one_line_that_names_the_flag(large: Path, arguments: list[str], words: str) -> None:
+    shown = run(str(large), *arguments)
+    assert shown.returncode == 2 and words in shown.stderr and shown.stderr.count("\n") == 1
+
+
+def test_a_machine_without_gpu_is_asked_for_its_size(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "cuda_memory_bytes", lambda: None)
+    settings = EngineSettings(model=ModelSettings(model=str(large)), device=DeviceSettings(device="cuda"))
+    with pytest.raises(SettingsError, match="no CUDA device here") as refused:
+        plan_command._memory(settings, plan_command._Asked(None, 0.0, 0.0, "auto", None))
+    assert refused.value.flag == "--device-memory"
+    monkeypatch.setattr(machine, "cuda_memory_bytes", lambda: 7 * GIB)
+    assert plan_command._memory(settings, plan_command._Asked(None, 0.0, 0.0, "auto", None)).device_bytes == 7 * GIB

@@ -1,0 +1,82 @@
+"""The arithmetic of bytes against loaded ranks: weights, KV blocks, layers that stream; every family and cut."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload.placement import spread
+from parallel.context import ParallelContext
+from parallel.matmul import can_pack
+from parallel.mesh import Mesh
+from tests.support.tiny_models import BY_NAME, save_tiny_model
+from workers.attention.select import select_attention
+from workers.models.decoder import Decoder, build_decoder
+from workers.models.registry import load_spec
+from workers.models.sizes import adapter_bytes, kv_token_bytes, layer_linears, rank_weights
+from workers.models.spec import ArchSpec
+from workers.rank.kv_tensors import block_bytes
+
+CPU = torch.device("cpu")
+CUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2)]
+BLOCK_SIZE = 16
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def rank_of(spec: ArchSpec, folder: Path, mesh: Mesh, dtype: torch.dtype, streamed: tuple[int, ...] = ()) -> Decoder:
+    """The decoder of one rank, loaded without the others."""
+    context = ParallelContext(mesh)
+    attention = select_attention(CPU, dtype, spec.head_dim)
+    return build_decoder(spec, context, folder=folder, dtype=dtype, device=CPU, attention=attention, streamed=streamed)
+
+
+@pytest.mark.parametrize("name", sorted(BY_NAME))
+def test_bytes_of_every_rank_are_foretold(root: Path, name: str) -> None:
+    folder = save_tiny_model(BY_NAME[name], root)
+    spec = load_spec(folder)
+    dtype = torch.float32
+    for tp, pp in CUTS:
+        for rank in range(tp * pp):
+            mesh = Mesh(tp, pp, rank)
+            decoder = rank_of(spec, folder, mesh, dtype)
+            assert rank_weights(spec, mesh, 4, can_pack(dtype)).total_bytes == decoder.weight_bytes, (tp, pp, rank)
+            wanted = block_bytes(
+                decoder.num_local_layers, BLOCK_SIZE, decoder.num_local_kv_heads, decoder.head_dim, torch.bfloat16
+            )
+            assert BLOCK_SIZE * kv_token_bytes(spec, mesh, "bfloat16") == wanted
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_bytes_in_half_precision(root: Path, dtype: torch.dtype) -> None:
+    folder = save_tiny_model(BY_NAME["qwen2"], root)
+    spec = load_spec(folder)
+    decoder = rank_of(spec, folder, Mesh(), dtype)
+    assert rank_weights(spec, Mesh(), 2, can_pack(dtype)).total_bytes == decoder.weight_bytes
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama-mqa-biased"])
+def test_bytes_that_stream_are_foretold(root: Path, name: str) -> None:
+    folder = save_tiny_model(BY_NAME[name], root)
+    spec = load_spec(folder)
+    for tp, pp in [(1, 1), (2, 1), (1, 2)]:
+        mesh = Mesh(tp, pp, tp * pp - 1)
+        weights = rank_weights(spec, mesh, 4, True)
+        count = weights.num_layers
+        decoder = rank_of(spec, folder, mesh, torch.float32, spread(count, count))
+        # packed matrices are padded to whole tiles: nothing where sizes are multiples of 64, some in tiny models
+        assert 1 <= decoder.stream.host_bytes / (count * weights.layer_bytes) < 1.25, mesh
+        assert 1 <= decoder.stream.buffer_bytes / (min(2, count) * weights.layer_bytes) < 1.25, mesh
+        decoder.close()
+
+
+def test_an_adapter_counts_both_factors_of_every_linear(root: Path) -> None:
+    spec = load_spec(save_tiny_model(BY_NAME["llama-gqa"], root))
+    whole = sum(16 * (x.inputs + x.outputs) for x in layer_linears(spec, 1))
+    assert adapter_bytes(spec, Mesh(), 16, 2) == spec.num_layers * whole * 2
+    cut = [adapter_bytes(spec, Mesh(2, 2, rank), 16, 2) for rank in range(4)]
+    assert len(set(cut)) == 1
+    assert whole * spec.num_layers * 2 // 4 < cut[0] < whole * spec.num_layers * 2 // 2
