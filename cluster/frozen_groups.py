@@ -18,9 +18,9 @@ from cluster.coordination.registry import FleetView, GroupRecord
 from cluster.service import APP, COORDINATOR
 
 log = logging.getLogger("ray.serve.tandem")
-SUSPECT_AFTER_S = 1.0
-"""After the record's end, which is 3 s after the last beat."""
-ANSWER_S = 10.0
+SUSPECT_AFTER_S = 8.0
+"""After the record's end, which is 3 s after the last beat: what hangs for a moment is left alone."""
+ANSWER_S = 5.0
 TURN_S = 0.5
 TITLE = "ray::"
 

@@ -362,7 +362,7 @@ async def test_a_frozen_coordinator_costs_no_request_and_its_group_comes_back(
     seen = await hit(service, signal.SIGSTOP, min(record.pid for record in records))
     print(f"frozen coordinator: killed after {seen.gone_s:.2f} s, longest gap {seen.gap_s:.2f} s")
     assert seen.answers == long_answers
-    assert seen.gone_s <= 10
+    assert seen.gone_s <= 15
     assert seen.gap_s <= 10
     await asyncio.to_thread(wait_until_healed, service, seen.before)
     print(f"both groups serve {time.monotonic() - hit_s:.2f} s after the streams began")
