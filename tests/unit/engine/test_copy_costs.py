@@ -1,0 +1,57 @@
+"""Copy or compute: unknown counts as copy, measured speeds decide, and one odd sample does not turn it over."""
+
+import pytest
+
+from workers.engine.copy_costs import CopyCosts
+
+BLOCK_BYTES = 1e6
+
+
+def measured(token_s: float, block_s: float) -> CopyCosts:
+    costs = CopyCosts(BLOCK_BYTES)
+    for _ in range(60):
+        costs.observe_step(100, 0, 100 * token_s)
+        costs.observe_copy("load", 8, 8 * block_s, 8 * block_s + 1e-4)
+    return costs
+
+
+def test_before_anything_is_measured_copying_is_cheaper():
+    costs = CopyCosts(BLOCK_BYTES)
+    assert costs.copy_s("load", 1000) < costs.recompute_s(1)
+    assert costs.copy_s("load", 0) == 0.0
+
+
+def test_measured_speeds_decide():
+    slow_model, fast_model = measured(1e-3, 1e-3), measured(1e-6, 1e-3)
+    assert slow_model.copy_s("load", 10) < slow_model.recompute_s(160)
+    assert fast_model.copy_s("load", 10) > fast_model.recompute_s(160)
+    assert slow_model.copy_s("load", 10) == pytest.approx(10e-3 + 1e-4, rel=0.01)
+    assert slow_model.recompute_s(160) == pytest.approx(0.16, rel=0.01)
+
+
+def test_streams_beside_a_prompt_are_not_charged_to_it():
+    costs = CopyCosts(BLOCK_BYTES)
+    for _ in range(60):
+        costs.observe_step(0, 8, 0.010)
+        costs.observe_step(100, 8, 0.030)
+    assert costs.recompute_s(100) == pytest.approx(0.020, rel=0.05)
+
+
+def test_short_prompts_and_steps_without_time_say_nothing():
+    costs = CopyCosts(BLOCK_BYTES)
+    costs.observe_step(5, 0, 1.0)
+    costs.observe_step(500, 0, 0.0)
+    assert costs.recompute_s(1) == float("inf")
+
+
+def test_kinds_are_kept_apart_and_an_odd_sample_passes():
+    costs = measured(1e-3, 1e-3)
+    before = costs.copy_s("load", 10)
+    for _ in range(20):
+        costs.observe_copy("fetch", 1, 5.0, 6.0)
+    assert costs.copy_s("load", 10) == before
+    costs.observe_copy("load", 8, 0.8, 0.9)
+    assert costs.copy_s("load", 10) > before
+    for _ in range(30):
+        costs.observe_copy("load", 8, 8e-3, 8.1e-3)
+    assert costs.copy_s("load", 10) == pytest.approx(before, rel=0.05)
