@@ -71,6 +71,10 @@ class HostTier:
         """Of a stored block."""
         return self._slots[key]
 
+    def keys(self) -> list[bytes]:
+        """Of all stored blocks."""
+        return list(self._slots)
+
     @property
     def num_stored(self) -> int:
         return len(self._slots)

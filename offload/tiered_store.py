@@ -50,7 +50,8 @@ class TieredStore:
         self.disk = disk
         self._next_id = 1
         self._spilling = 0
-        self._to_spill: deque[bytes] = deque(maxlen=max(1, host.num_slots))  # more could not be there still
+        # what an earlier group left in the host may not be on disk yet; more than that could not be there still
+        self._to_spill: deque[bytes] = deque(host.keys(), maxlen=max(1, host.num_slots))
 
     # ---- queries ----
 
