@@ -36,7 +36,9 @@ class CopyCosts:
             token_s = max(0.1 * device_s, spent_s) / prompt_tokens
             self._token_s = token_s if self._token_s is None else _follow(self._token_s, token_s)
 
-    def observe_copy(self, kind: Kind, blocks: int, copy_s: float, elapsed_s: float, beside_steps: bool) -> None:
+    def observe_copy(
+        self, kind: Kind, blocks: int, copy_s: float, elapsed_s: float, beside_steps: bool = False
+    ) -> None:
         """One ticket: the bytes took copy_s, all of it elapsed_s. beside_steps: a step has ended since it began, so
         elapsed_s says how long the engine looked elsewhere, which costs nobody anything, not how long the way is.
         """

@@ -17,7 +17,7 @@ from workers.engine.sequence import Sequence
 from workers.messages import TransferDone
 
 TestTierLaws = machine().TestCase
-TestTierLaws.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
+TestTierLaws.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 
 HUNT = settings(
     max_examples=1000, stateful_step_count=50, deadline=None, derandomize=True, phases=[Phase.generate], database=None

@@ -133,7 +133,7 @@ def test_kv_01_fifty_growing_requests_on_32_blocks(mode, num_ranks, disk_keys):
 
 @pytest.mark.parametrize("mode", MODES)
 @given(data=st.data(), seed=st.integers(0, 2**20))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_random_workloads_equal_the_oracle(mode, data, seed):
     """Tiny tiers, late and failing copies on one rank or two, shared prefixes, choices, priorities, any step time."""
     draw, rng = data.draw, random.Random(seed)
