@@ -129,7 +129,7 @@ class Endpoint:
             return
         if answer.status_code == 401:
             advice = "the service does not accept this key" if self._has_key else "the service asks for a key"
-            raise EndpointError(f"{self.url}: {advice}; give --api-key")
+            raise EndpointError(f"{self.url}: {advice}; give --api-key or set TANDEM_API_KEY")
         try:
             problem = msgspec.json.decode(answer.content, type=_Event).error or _Problem()
         except msgspec.DecodeError:

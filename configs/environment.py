@@ -1,4 +1,5 @@
-"""The one file that reads the environment. What is read: where private files of this user may live."""
+"""The one file that reads the environment. What is read: where private files of this user may live, and the key
+that `tandem chat` and `tandem complete` send."""
 
 import os
 import tempfile
@@ -6,6 +7,14 @@ from pathlib import Path
 
 SOCKET_PATH_ROOM = 84
 """What Ray adds to its temp folder for its longest socket, and ours adds to reach that folder; the limit is 107."""
+
+
+API_KEY = "TANDEM_API_KEY"
+
+
+def api_key() -> str | None:
+    """The key to send to a service when no flag gives one; unlike a flag's, other users cannot read it in `ps`."""
+    return os.environ.get(API_KEY) or None
 
 
 def runtime_folder() -> Path:

@@ -6,6 +6,7 @@ flag's name (SettingsError). Looks at no machine, no model and no environment.
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -117,9 +118,12 @@ def settings_from_serve_args(args: Mapping[str, Any]) -> ServiceSettings:
 
 
 def resolved_yaml(settings: ServiceSettings) -> str:
-    """The settings with every default filled in, as YAML; keys are not shown."""
-    hidden = msgspec.structs.replace(settings.gateway, api_keys=("(hidden)",) * len(settings.gateway.api_keys))
-    shown = msgspec.structs.replace(settings, gateway=hidden)
+    """The settings with every default filled in, as YAML; keys and passwords are not shown."""
+    gateway = msgspec.structs.replace(settings.gateway, api_keys=("(hidden)",) * len(settings.gateway.api_keys))
+    redis = settings.redis
+    if redis.url is not None:
+        redis = msgspec.structs.replace(redis, url=re.sub(r"(://[^@/]*:)[^@/]*@", r"\1(hidden)@", redis.url))
+    shown = msgspec.structs.replace(settings, gateway=gateway, redis=redis)
     return yaml.safe_dump(msgspec.to_builtins(shown), sort_keys=False)
 
 

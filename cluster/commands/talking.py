@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 Url = Annotated[str | None, typer.Option("--url", help="Service to talk to. Default: the one that runs here.")]
 Model = Annotated[str | None, typer.Option("--model", help="Default: the first that the service lists.")]
-ApiKey = Annotated[str | None, typer.Option("--api-key", help="Key to send. Default: none.")]
+ApiKey = Annotated[str | None, typer.Option("--api-key", help="Key to send. Default: $TANDEM_API_KEY.")]
 Temperature = Annotated[float | None, typer.Option("--temperature", help="0 is greedy. Default: the service's.")]
 MaxTokens = Annotated[int | None, typer.Option("--max-tokens", help="Longest answer. Default: the service's.")]
 
@@ -24,7 +24,9 @@ def open_endpoint(url: str | None, api_key: str | None) -> "Endpoint":
     """The service at `url`, else the newest one of this user on this machine."""
     from cluster.endpoint import Endpoint
     from cluster.run_files import read_run_files
+    from configs import environment
 
+    api_key = api_key if api_key is not None else environment.api_key()
     if url is not None:
         return Endpoint(url, api_key)
     runs = read_run_files()

@@ -27,6 +27,7 @@ from configs.schema import (
 )
 from tests.support.executor_driver import ExecutorDriver, Job
 from tests.support.tiny_models import BY_NAME, save_tiny_model
+from workers import local_executor
 from workers.build import model_facts
 from workers.channel import new_secret
 from workers.engine.engine import Engine
@@ -48,6 +49,8 @@ from workers.rank_group import RankGroup
 
 BLOCK_SIZE = 4
 GONE_S = 5.0
+PATIENCE_S = 60.0
+"""How long close() would wait for ranks to leave, in tests that tell leaving from being killed."""
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +95,11 @@ def group(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[tuple[
     executor = LocalExecutor(settings_for(model_folder, *request.param), group="g7")
     yield executor, executor.start()
     pids = executor.rank_pids
-    started_s = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_executor, "SHUTDOWN_S", PATIENCE_S)
+        executor.close()
     executor.close()
-    executor.close()
-    assert time.monotonic() - started_s < 2.0, "ranks leave when asked"
+    assert [process.returncode for process in executor._ranks] == [0] * len(pids), "ranks leave when asked"
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
@@ -168,11 +172,15 @@ def test_ranks_say_who_they_are_and_idle_without_cpu(group: tuple[LocalExecutor,
     titles = [process.cmdline()[0] for process in processes]
     assert titles == [f"tandem rank g7 tp{rank % tp} pp{rank // tp}" for rank in range(len(processes))]
     assert ready.threads == max(1, len(os.sched_getaffinity(0)) // len(processes))
-    before = [sum(process.cpu_times()[:2]) for process in processes]
     window_s = 1.0
-    threading.Event().wait(window_s)
-    used_s = [sum(process.cpu_times()[:2]) - b for process, b in zip(processes, before, strict=True)]
-    assert max(used_s) < 0.05 * window_s, used_s
+    for _ in range(10):  # what a rank still puts in order is over soon; one that spins or polls never rests
+        before = [sum(process.cpu_times()[:2]) for process in processes]
+        threading.Event().wait(window_s)
+        used_s = [sum(process.cpu_times()[:2]) - b for process, b in zip(processes, before, strict=True)]
+        if max(used_s) < 0.05 * window_s:
+            break
+    else:
+        raise AssertionError(used_s)
 
 
 def test_ranks_listen_on_loopback_only(group: tuple[LocalExecutor, ExecutorReady]) -> None:
@@ -195,7 +203,7 @@ def long_plan() -> StepPlan:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_is_noticed_at_once_and_nothing_is_left(model_folder: Path, victim: int) -> None:
-    """kill -9 while a step waits for the victim: GroupLost within a second, and close() ends the survivor."""
+    """kill -9 while a step waits for the victim: GroupLost at once, and close() ends the survivor."""
     with contextlib.closing(LocalExecutor(settings_for(model_folder, tp=2))) as executor:
         executor.start()
         pids = executor.rank_pids
@@ -206,14 +214,15 @@ def test_a_killed_rank_is_noticed_at_once_and_nothing_is_left(model_folder: Path
         os.kill(pids[victim], signal.SIGKILL)
         with pytest.raises(GroupLost):
             executor.wait(30.0)
-        assert time.monotonic() - killed_s < 1.0
+        assert time.monotonic() - killed_s < 4.0, "sooner than a missing sign of life would tell"
         with pytest.raises(GroupLost):
             executor.submit(long_plan())
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
 @pytest.mark.parametrize("busy", [True, False], ids=["in step", "idle"])
-def test_a_frozen_rank_is_noticed_and_killed(model_folder: Path, busy: bool) -> None:
+def test_a_frozen_rank_is_noticed_and_killed(model_folder: Path, busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_executor, "SHUTDOWN_S", PATIENCE_S)
     with contextlib.closing(LocalExecutor(settings_for(model_folder, tp=2))) as executor:
         executor.start()
         pids = executor.rank_pids
@@ -223,11 +232,11 @@ def test_a_frozen_rank_is_noticed_and_killed(model_folder: Path, busy: bool) -> 
             executor.submit(long_plan())
         with pytest.raises(GroupLost, match="rank 1 has given no sign of life"):
             executor.wait(30.0)
-        assert time.monotonic() - stopped_s < 10.0
+        assert time.monotonic() - stopped_s < 20.0
         with pytest.raises(GroupLost):
             executor.submit(long_plan())
         closed_s = time.monotonic()
-    assert time.monotonic() - closed_s < 2.0, "nobody waits for a process that is stopped"
+    assert time.monotonic() - closed_s < PATIENCE_S / 2, "nobody waits for a process that is stopped"
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 

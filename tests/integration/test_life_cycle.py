@@ -260,15 +260,16 @@ def test_a_second_signal_does_not_wait_for_requests() -> None:
 
 
 def test_a_drain_ends_short_streams_well_cuts_long_ones_cleanly_and_refuses_late_requests() -> None:
+    """200 rows make steps so slow that 2000 tokens take longer than the timeout; a few tokens take far less."""
     asked = {"model": "demo", "prompt": PROMPT, "ignore_eos": True}
-    arguments = ["demo", "--device", "cpu", "-dp", "2", "--shutdown-timeout", "3", "--max-num-seqs", "256"]
+    arguments = ["demo", "--device", "cpu", "-dp", "2", "--shutdown-timeout", "6", "--max-num-seqs", "256"]
     with tandem_serve(*arguments) as service, ThreadPoolExecutor(2) as pool:
         whole = [
             pool.submit(service.post, "/v1/completions", {**asked, "max_tokens": 2000, "n": 100}) for _ in range(2)
         ]
         wait_for(lambda: service.get("/load").json()["num_requests_running"] >= 2, 20, "both run")
         long = [Stream(service, {**asked, "max_tokens": 2000}) for _ in range(2)]
-        short = [Stream(service, {**asked, "max_tokens": 20}) for _ in range(2)]
+        short = [Stream(service, {**asked, "max_tokens": 6}) for _ in range(2)]
         service.interrupt(signal.SIGTERM)  # to the process group; Ray's processes are not in it
         wait_for(lambda: service.get("/readyz").status_code == 503, 5, "the gateway drains")
         late = service.post("/v1/completions", {**asked, "max_tokens": 4})
@@ -282,7 +283,7 @@ def test_a_drain_ends_short_streams_well_cuts_long_ones_cleanly_and_refuses_late
             assert done == "data: [DONE]" and "shutting down" in error
         for answer in whole:
             assert (answer.result().status_code, "shutting down" in answer.result().text) == (503, True)
-        assert service.process.wait(20) == 0
+        assert service.process.wait(30) == 0
         service.check_gone()
         assert "Traceback" not in service.output
 

@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -38,8 +40,6 @@ class SlowEngine(FakeEngine):
     """One token per millisecond or so, so that a test can act in between."""
 
     def step(self) -> bool:
-        import time
-
         time.sleep(0.002)
         return super().step()
 
@@ -623,12 +623,18 @@ async def test_closing_the_client_ends_open_streams(slow_service: Service) -> No
         await reading
 
 
-async def test_an_idle_thread_uses_no_cpu(service: Service) -> None:
-    import time
+async def test_an_idle_thread_sleeps(service: Service) -> None:
+    """One that polled each millisecond would wake up some hundred times, one that spun would use the CPU."""
+
+    def wake_ups() -> int:
+        status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
+        return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
 
     thread = service.groups[0].thread
     await read_all(await service.client.submit(request("r")))
     clock = time.pthread_getcpuclockid(thread.ident)
-    before_s = time.clock_gettime(clock)
+    await until(lambda: not thread._busy)
+    woken, used_s = wake_ups(), time.clock_gettime(clock)
     await asyncio.sleep(0.5)
-    assert time.clock_gettime(clock) - before_s < 0.005
+    assert wake_ups() - woken <= 20
+    assert time.clock_gettime(clock) - used_s < 0.1

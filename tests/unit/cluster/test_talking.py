@@ -100,13 +100,19 @@ async def test_the_end_of_input_ends_the_chat() -> None:
 
 
 @pytest.mark.parametrize("verb", [("complete", "x"), ("chat",)])
-async def test_a_key_is_asked_for_refused_or_accepted(verb: tuple[str, ...]) -> None:
+async def test_a_key_is_asked_for_refused_or_accepted(verb: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TANDEM_API_KEY", raising=False)
     async with service(saying("ok"), settings=KEYS) as (_, url):
         assert "asks for a key; give --api-key" in problem(await tandem(*verb, "--url", url, typed="x\n"))
         wrong = await tandem(*verb, "--url", url, "--api-key", "sk-two", typed="x\n")
         assert "does not accept this key" in problem(wrong) and "sk-two" not in problem(wrong)
         right = await tandem(*verb, "--url", url, "--api-key", "sk-one", typed="x\n")
         assert (right.exit_code, right.stdout) == (0, "ok\n")
+        monkeypatch.setenv("TANDEM_API_KEY", "sk-one")
+        right = await tandem(*verb, "--url", url, typed="x\n")
+        assert (right.exit_code, right.stdout) == (0, "ok\n")
+        wrong = await tandem(*verb, "--url", url, "--api-key", "sk-two", typed="x\n")
+        assert "does not accept this key" in problem(wrong), "the flag comes first"
 
 
 async def test_a_refusal_is_the_services_own_words() -> None:

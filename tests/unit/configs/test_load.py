@@ -177,6 +177,19 @@ def test_a_flag_that_would_have_no_effect_is_refused(spelled: str) -> None:
         build_settings("m", {spelled: 50})
 
 
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://:hush@h:6379/0", "redis://:(hidden)@h:6379/0"),
+        ("rediss://user:hush@h/0", "rediss://user:(hidden)@h/0"),
+        ("redis://h:6379/0", "redis://h:6379/0"),
+    ],
+)
+def test_resolved_settings_show_no_secrets(url: str, shown: str) -> None:
+    text = resolved_yaml(build_settings("m", {"redis_url": url, "api_key": ["hush"]}))
+    assert shown in text and "hush" not in text
+
+
 def test_gpu_share_is_refused_on_cpu() -> None:
     with pytest.raises(SettingsError, match="no meaning on CPU"):
         build_settings("m", {"device": "cpu", "gpu_memory_utilization": 0.9})
