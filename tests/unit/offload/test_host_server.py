@@ -18,6 +18,7 @@ from offload import host_regions
 from offload.host_messages import HostTierError, Lease
 from offload.host_process import attach, lease, status
 from offload.host_server import HostServer
+from tests.support.service import wait_for
 
 PAGE = 4096
 BUDGET = 8 * PAGE
@@ -83,6 +84,7 @@ def test_what_a_coordinator_that_left_meanwhile_has_asked_for_is_free(host: Host
         lease(host.socket, "slow", PAGE, [6 * PAGE], 0.3)
     assert status(host.socket, 2).regions == 0
     host.go_on.set()
+    wait_for(lambda: status(host.socket, 2).regions == 1, 5, "the memory is there")
     again = lease(host.socket, "slow", PAGE, [6 * PAGE], 5)
     assert again.reused, "it is not reserved a second time"
     assert status(host.socket, 2).regions == 1

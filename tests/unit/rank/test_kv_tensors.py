@@ -59,10 +59,12 @@ def test_a_block_comes_back_from_host_memory_whole(kv: KVCache) -> None:
     size = block_bytes(LAYERS, BLOCK_SIZE, HEADS, DIM, kv.slab.dtype)
     assert bytes_per_slot(kv.planes) == size
     before = first_bytes(kv)
-    copier = make_copier(kv.planes, torch.zeros(3, size, dtype=torch.uint8))
+    copier = make_copier(kv.planes, LAYERS, torch.zeros(3, size, dtype=torch.uint8))
     copier.store([4, 1], [0, 2])
     kv.clear([1, 4])
-    copier.load([0, 2], [4, 1])
+    layers: list[int] = []
+    copier.load([0, 2], [4, 1], layers.append)
+    assert layers == list(range(LAYERS))
     assert first_bytes(kv) == before
 
 
