@@ -17,6 +17,9 @@ from parallel.mesh import Mesh
 from parallel.shared_memory import SharedMemoryCollectives, open_segment
 
 RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
+COLLECTIVE_TIMEOUT = timedelta(hours=1)
+"""Of one collective: ranks wait in them for others that load, or for a slow stage. Who is dead, frozen or stuck is
+found by the coordinator long before."""
 
 
 def init_parallel(
@@ -46,7 +49,7 @@ def init_parallel(
         store=_open_store(rank, world_size, master_address, master_port, listener),
         rank=rank,
         world_size=world_size,
-        timeout=RENDEZVOUS_TIMEOUT,
+        timeout=COLLECTIVE_TIMEOUT,
         device_id=device if device.type == "cuda" else None,
     )
     world = TorchCollectives(dist.group.WORLD, list(range(world_size)))
@@ -92,7 +95,7 @@ def _stage_group(mesh: Mesh, device: torch.device, ranks_on_node: int) -> Collec
         return mine
     for stage in range(mesh.pp_size):
         ranks = mesh.tp_group(stage)
-        group = dist.new_group(ranks, timeout=RENDEZVOUS_TIMEOUT)
+        group = dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT)
         if stage == mesh.pp_rank:
             mine = TorchCollectives(group, ranks)
     if device.type == "cpu":

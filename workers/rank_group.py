@@ -90,6 +90,7 @@ class RankGroup:
         self._listening = 0
         self._done: list[TransferDone] = []
         self._tiers: OpenTiers | None = None
+        self._close_tiers: Callable[[], None] = _nothing
         self._pulse = PulseWatch(self._context, secret, host, on_silent or _note)
         self._steps = StepBound(clock)
         self.hellos: tuple[Hello, ...] = ()
@@ -189,8 +190,7 @@ class RankGroup:
             self._closed = True
             self._socket.close(linger=200)
             self._context.term()
-            if self._tiers is not None:
-                self._tiers.close()
+            self._close_tiers()
 
     # ---- handshake ----
 
@@ -198,6 +198,8 @@ class RankGroup:
         """The KV of every rank and the tiers below it; what there is to say of those."""
         on_device = sum(rank.block_bytes for rank in loaded) * num_blocks if loaded[0].device == "cpu" else 0
         tiers = open_tiers(self._settings, loaded, available_bytes() - on_device, self._host_socket)
+        if isinstance(tiers, OpenTiers):
+            self._close_tiers = tiers.close
         for rank in range(self.world_size):
             own = None if isinstance(tiers, NoTiersBecause) else tiers.ranks[rank]
             self._send(rank, self._encoder.encode(AllocateKV(num_blocks, own)))
@@ -206,7 +208,7 @@ class RankGroup:
             return tiers.notes
         errors = [f"rank {message.rank}: {message.tiers_error}" for message in ready if message.tiers_error is not None]
         if errors:
-            tiers.close()
+            self._close_tiers()
             return (f"--kv-offloading-size: {'; '.join(errors)}; serving without tiers below the device",)
         self._await_movers(self.world_size * (1 if tiers.store.disk is None else 2))
         self._tiers = tiers
@@ -323,6 +325,10 @@ class RankGroup:
     def _raise_if_broken(self) -> None:
         if self._broken is not None:
             raise GroupLost(self._broken)
+
+
+def _nothing() -> None:
+    """There are no tiers to close."""
 
 
 def _note(message: str) -> None:

@@ -14,6 +14,7 @@ import httpx
 import psutil
 import pytest
 import yaml
+from openai import OpenAI
 
 from tests.support.service import BIN, REPOSITORY, Service, free_port, tandem_serve, wait_for
 from workers.messages import SamplingParams
@@ -43,6 +44,10 @@ def test_tp2_x_pp2_from_a_folder_that_shadows_our_packages_and_ctrl_c_leaves_not
             params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
             (wanted,) = llm.generate(PROMPT, params, use_tqdm=False)
         assert answer.json()["choices"][0]["text"] == wanted.text
+        with OpenAI(base_url=service.url + "/v1", api_key="none", max_retries=0) as client:
+            options = {"model": "demo", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+            chunks = client.completions.create(**options, stream=True, extra_body={"ignore_eos": True})
+            assert "".join(chunk.choices[0].text for chunk in chunks) == wanted.text
         titles = sorted(" ".join(p.cmdline()).strip().split(maxsplit=3)[3] for p in service.titled("tandem rank"))
         assert titles == ["tp0 pp0", "tp0 pp1", "tp1 pp0", "tp1 pp1"]
         status = run_tandem_status(service)
@@ -245,6 +250,23 @@ def inhabitants(folder: Path) -> list[psutil.Process]:
             if process.cwd().startswith(f"{folder}/td-"):
                 found.append(process)
     return found
+
+
+def test_make_serve_serves_and_ctrl_c_ends_it() -> None:
+    """The first of the README's two commands, on an installed virtual environment."""
+    port = free_port()
+    venv = BIN.parent
+    assert (venv / ".runtime-installed").exists(), "make dev has made this environment"
+    command = ["make", "serve", f"VENV={venv}", f"ARGS=--port {port} --device cpu"]
+    service = Service(command, port, cwd=REPOSITORY)
+    try:
+        service.wait_ready()
+        asked = {"model": "demo", "messages": [{"role": "user", "content": "What is 2 + 3?"}], "temperature": 0}
+        assert "5" in service.post("/v1/chat/completions", asked).json()["choices"][0]["message"]["content"]
+        service.stop(signal.SIGINT)
+        service.check_gone()
+    finally:
+        service.clean()
 
 
 def test_a_second_signal_does_not_wait_for_requests() -> None:

@@ -137,7 +137,7 @@ def _start_movers(
     try:
         for mover in loaded.open_movers(runner, tiers, inbox):
             mover.start()
-    except (OSError, HostTierError) as error:
+    except (OSError, HostTierError, torch.OutOfMemoryError) as error:
         return f"{type(error).__name__}: {error}"
     return None
 
