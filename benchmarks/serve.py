@@ -1,9 +1,11 @@
 """HTTP over offline: the mixed workload through `tandem serve` and through the engine in this process, A-B-A-B.
 
-    python -m benchmarks.serve [--model qwen3-0.6b | llama-135m | demo | FOLDER] [--threads N] [--repeats 2]
+    python -m benchmarks.serve [--model qwen3-0.6b | llama-135m | demo | FOLDER] [--threads N] [--repeats 2] [--no-peer]
 
-Both sides use the same threads, the same jobs (token ids in, EOS ignored) and at most 16 at once. The client shares the
-machine: its CPU share is printed. JSON goes to out/benchmarks.
+Both sides run on the CPU with the same threads, the same jobs (token ids in, EOS ignored), at most 16 at once. In the
+same run: `transformers` generate on jobs of that workload one after another, and the floor that the machine's measured
+rates allow (benchmarks/throughput.py says how both are made). The client shares the machine: its CPU share is printed.
+JSON goes to out/benchmarks.
 """
 
 import argparse
@@ -12,7 +14,7 @@ import json
 import os
 import statistics
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import aiohttp
@@ -20,9 +22,10 @@ import torch
 from rich.console import Console
 
 from benchmarks.engine_run import TimelineSink, run_jobs
-from benchmarks.machine import OtherCpu
+from benchmarks.machine import OtherCpu, measure_machine
 from benchmarks.models import SHAPES, model_folder
 from benchmarks.service import Service
+from benchmarks.throughput import TransformersPeer, floor_s, spread
 from benchmarks.workload import Job, Summary, Timeline, describe, mixed_workload, summarize
 from configs.schema import CacheSettings, DeviceSettings, EngineSettings, ModelSettings, SchedulerSettings
 from workers.build import model_facts, open_executor
@@ -30,6 +33,7 @@ from workers.engine.engine import Engine
 from workers.models.registry import load_spec
 
 CONCURRENCY = 16
+PEER_JOBS = 4
 RESULTS = Path(__file__).resolve().parents[1] / "out" / "benchmarks"
 DEMO = Path(__file__).resolve().parents[1] / "configs" / "demo" / "model"
 
@@ -40,8 +44,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--repeats", type=int, default=2, help="A-B pairs")
     parser.add_argument("--jobs", type=int, default=32)
+    parser.add_argument("--no-peer", action="store_true", help="leave transformers out")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     return parser.parse_args()
+
+
+def service_flags(options: argparse.Namespace, max_model_len: int) -> list[str]:
+    """What makes `tandem serve` the same engine as the one in this process."""
+    flags = ["--dtype", options.dtype, "--max-model-len", str(max_model_len), "--max-num-seqs", str(CONCURRENCY)]
+    return [*flags, "--device", "cpu", "--cpu-threads", str(options.threads), "--no-enable-prefix-caching"]
 
 
 async def one_job(session: aiohttp.ClientSession, service: Service, job: Job, timeline: Timeline) -> None:
@@ -96,9 +107,9 @@ def main() -> None:
         scheduler=SchedulerSettings(max_num_seqs=CONCURRENCY, async_scheduling=False),
         device=DeviceSettings(device="cpu", cpu_threads=options.threads),
     )
-    flags = ["--dtype", options.dtype, "--max-model-len", str(max_len), "--max-num-seqs", str(CONCURRENCY)]
-    flags += ["--cpu-threads", str(options.threads), "--no-enable-prefix-caching"]
-    with Service(str(folder), flags, RESULTS / "serve.log") as service:
+    speed = measure_machine(options.threads)
+    peer = None if options.no_peer else TransformersPeer(folder, options.dtype)
+    with Service(str(folder), service_flags(options, max_len), RESULTS / "serve.log") as service:
         executor = open_executor(settings)
         ready = executor.start()
         sink = TimelineSink()
@@ -106,31 +117,87 @@ def main() -> None:
         console.print(
             f"{options.model} {options.dtype}, {options.threads} threads, first answer {service.first_answer_s:.1f} s"
         )
+        console.print(str(speed))
         run_jobs(engine, sink, jobs[:2], CONCURRENCY, "warm")
         asyncio.run(run_http(service, jobs[:2]))
-        offline, http = compare(options, console, service, engine, sink, jobs)
+        result = compare(options, console, service, engine, sink, jobs, peer)
         executor.close()
-    ratio = statistics.median(s.tokens_per_s for s in http) / statistics.median(s.tokens_per_s for s in offline)
-    console.print(f"HTTP over offline: {ratio:.3f} (medians of {options.repeats})")
-    record = {"options": vars(options), "offline": [asdict(s) for s in offline], "http": [asdict(s) for s in http]}
+    floor = sum(job.output_len for job in jobs) / floor_s(jobs, spec, ready, speed, options.dtype)
+    report(options, console, result, floor)
+    record = {
+        "options": vars(options),
+        "machine": asdict(speed),
+        "torch": torch.__version__,
+        "offline": [asdict(s) for s in result.offline],
+        "http": [asdict(s) for s in result.http],
+        "ratio": result.ratio,
+        "transformers_sequential_tokens_per_s": result.peer,
+        "floor_tokens_per_s": floor,
+    }
     name = f"serve-{Path(options.model).name}-{options.dtype}.json"
-    (RESULTS / name).write_text(json.dumps({**record, "ratio": ratio, "torch": torch.__version__}, indent=1))
+    (RESULTS / name).write_text(json.dumps(record, indent=1))
+
+
+@dataclass
+class Result:
+    """Every run of each side; `peer` in tokens/s, empty when it was left out."""
+
+    offline: list[Summary] = field(default_factory=list)
+    http: list[Summary] = field(default_factory=list)
+    peer: list[float] = field(default_factory=list)
+
+    @property
+    def http_median(self) -> float:
+        return statistics.median(s.tokens_per_s for s in self.http)
+
+    @property
+    def offline_median(self) -> float:
+        return statistics.median(s.tokens_per_s for s in self.offline)
+
+    @property
+    def ratio(self) -> float:
+        return self.http_median / self.offline_median
 
 
 def compare(
-    options: argparse.Namespace, console: Console, service: Service, engine: Engine, sink: TimelineSink, jobs: list[Job]
-) -> tuple[list[Summary], list[Summary]]:
-    offline: list[Summary] = []
-    http: list[Summary] = []
+    options: argparse.Namespace,
+    console: Console,
+    service: Service,
+    engine: Engine,
+    sink: TimelineSink,
+    jobs: list[Job],
+    peer: TransformersPeer | None,
+) -> Result:
+    """One side after the other, `repeats` times."""
+    result = Result()
     for repeat in range(options.repeats):
         with OtherCpu() as other:
-            offline.append(summarize(run_jobs(engine, sink, jobs, CONCURRENCY, f"run{repeat}")))
-        console.print(describe(f"offline [{repeat}]", offline[-1]), f"other_cpu {other.share:.2f}")
+            result.offline.append(summarize(run_jobs(engine, sink, jobs, CONCURRENCY, f"run{repeat}")))
+        console.print(describe(f"offline [{repeat}]", result.offline[-1]), f"other_cpu {other.share:.2f}")
         with OtherCpu() as other:
             timelines, client = asyncio.run(run_http(service, jobs))
-        http.append(summarize(timelines))
-        console.print(describe(f"http [{repeat}]", http[-1]), f"client {client:.2f} core  other_cpu {other.share:.2f}")
-    return offline, http
+        result.http.append(summarize(timelines))
+        console.print(
+            describe(f"http [{repeat}]", result.http[-1]), f"client {client:.2f} core  other_cpu {other.share:.2f}"
+        )
+        if peer is not None:
+            with OtherCpu() as other:
+                result.peer.append(peer.tokens_per_s(spread(jobs, PEER_JOBS)))
+            console.print(
+                f"transformers, sequential [{repeat}] {result.peer[-1]:.1f} tok/s  other_cpu {other.share:.2f}"
+            )
+    return result
+
+
+def report(options: argparse.Namespace, console: Console, result: Result, floor: float) -> None:
+    """The comparisons, by medians. `floor` in tokens/s."""
+    console.print(f"HTTP over offline: {result.ratio:.3f} (medians of {options.repeats})")
+    console.print(
+        f"floor {floor:.0f} tok/s; HTTP reached {result.http_median / floor:.2f} of it, "
+        f"offline {result.offline_median / floor:.2f}"
+    )
+    if result.peer:
+        console.print(f"HTTP over sequential transformers: {result.http_median / statistics.median(result.peer):.2f}x")
 
 
 if __name__ == "__main__":
