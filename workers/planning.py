@@ -13,7 +13,6 @@ from offload.disk_io import file_bytes
 from offload.placement import LayerPlacement, bytes_to_save, place_layers
 from parallel.mesh import Mesh
 from workers.models.sizes import (
-    KV_ELEMENT_BYTES,
     RankWeights,
     activation_bytes,
     adapter_bytes,
@@ -296,16 +295,6 @@ def _no_room_for_weights(settings: EngineSettings, stage: StagePlan, memory: Mem
         f"weights and {gib(stage.activation_bytes)} of activations for {settings.cache.gpu_memory_utilization:g} of "
         f"{gib(memory.device_bytes)}, with {streamed} of {stage.placement.num_layers} layers in host memory",
     )
-
-
-def resolve_kv_name(kv_cache_dtype: str, dtype: str) -> str:
-    """--kv-cache-dtype without its aliases. Raises SettingsError for what KV cannot be held in."""
-    name = {"auto": dtype, "fp8": "fp8_e4m3"}.get(kv_cache_dtype, kv_cache_dtype)
-    if name not in KV_ELEMENT_BYTES:
-        raise SettingsError(
-            f"{kv_cache_dtype!r} is not one of auto, fp8, {', '.join(KV_ELEMENT_BYTES)}", "--kv-cache-dtype"
-        )
-    return name
 
 
 def gib(size: int) -> str:

@@ -23,8 +23,8 @@ from configs.schema import Device, EngineSettings
 
 PLANNED = {
     "revision", "dtype", "max_model_len", "hf_overrides", "tensor_parallel_size", "pipeline_parallel_size",
-    "gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override", "block_size", "max_num_seqs",
-    "max_num_batched_tokens", "device", "cpu_offload_gb",
+    "gpu_memory_utilization", "kv_cache_dtype", "kv_cache_memory_bytes", "num_gpu_blocks_override", "block_size",
+    "max_num_seqs", "max_num_batched_tokens", "device", "cpu_offload_gb",
 }  # fmt: skip
 with_planned_options: Callable[[Callable[..., None]], Callable[..., None]] = partial(
     with_service_options, leave_out=frozenset(option.name for option in OPTIONS) - PLANNED
@@ -45,7 +45,6 @@ class _Asked:
     device_memory_gib: float | None
     host_tier_gib: float
     disk_tier_gib: float
-    kv_cache_dtype: str
     num_ranks: int | None
 
 
@@ -60,9 +59,6 @@ def plan(
         float | None,
         _own("--device-memory", "X", "GiB of each GPU, or of the machine on CPU. Default: what is here."),
     ] = None,
-    kv_cache_dtype: Annotated[
-        str, _own("--kv-cache-dtype", "TEXT", "Type that KV is stored in: auto, fp8, int8, ... Default: auto.")
-    ] = "auto",
     kv_offloading_size: Annotated[
         float, _own("--kv-offloading-size", "X", "GiB of host memory for KV, of the whole group. Default: 0.")
     ] = 0.0,
@@ -78,7 +74,7 @@ def plan(
     Weights, KV, adapters and activations in bytes; tokens of KV on device, host and disk; the best way to cut it over
     --ranks. Exit status 1 when it does not fit.
     """
-    asked = _Asked(device_memory, kv_offloading_size, kv_disk_size, kv_cache_dtype, ranks)
+    asked = _Asked(device_memory, kv_offloading_size, kv_disk_size, ranks)
     _check(asked)
     found = _find(model, build_settings(model, flags).engine, asked)
     if as_json:
@@ -121,14 +117,13 @@ class _Question:
 def _question(name: str, settings: EngineSettings, asked: _Asked) -> _Question:
     """Finds the model and resolves what depends on it."""
     from cluster.models_source import find_model
-    from workers.planning import resolve_kv_name
-    from workers.resolve import read_spec, resolve_dtype, resolve_max_model_len
+    from workers.resolve import read_spec, resolve_dtype, resolve_kv_dtype, resolve_max_model_len
 
     folder = find_model(name, settings.model.revision, "MODEL", CONFIG_FILES)
     settings = replace(settings, model=replace(settings.model, model=str(folder)))
     spec, memory = read_spec(settings), _memory(settings, asked)
     dtype = resolve_dtype(settings, spec, memory.device)
-    kv_dtype = resolve_kv_name(asked.kv_cache_dtype, dtype)
+    kv_dtype = resolve_kv_dtype(settings, dtype)
     return _Question(settings, spec, memory, dtype, kv_dtype, resolve_max_model_len(settings, spec))
 
 

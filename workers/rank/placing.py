@@ -16,6 +16,7 @@ from workers.models.sizes import RankWeights, rank_weights
 from workers.models.spec import ArchSpec
 from workers.planning import least_bytes
 from workers.rank.memory import GIB, MIB, check_offload
+from workers.resolve import resolve_kv_dtype
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,8 @@ def place_weights(
     save = int(asked_gib * GIB)
     if device.type == "cuda":
         name = str(dtype).removeprefix("torch.")
-        needed = weights.total_bytes + least_bytes(settings, spec, mesh, name, name, max_model_len)
+        kv_name = resolve_kv_dtype(settings, name)
+        needed = weights.total_bytes + least_bytes(settings, spec, mesh, name, kv_name, max_model_len)
         save = bytes_to_save(needed, _device_budget(settings, device), save)
     placement = place_layers(weights.num_layers, weights.layer_bytes, save)
     check_offload(asked_gib, placement.host_bytes, ranks_on_node)

@@ -20,6 +20,12 @@ from workers.rank.kv_tensors import block_bytes
 CPU = torch.device("cpu")
 CUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2)]
 BLOCK_SIZE = 16
+KV_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+    "fp8_e4m3": torch.float8_e4m3fn,
+}
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +50,10 @@ def test_bytes_of_every_rank_are_foretold(root: Path, name: str) -> None:
             mesh = Mesh(tp, pp, rank)
             decoder = rank_of(spec, folder, mesh, dtype)
             assert rank_weights(spec, mesh, 4, can_pack(dtype)).total_bytes == decoder.weight_bytes, (tp, pp, rank)
-            wanted = block_bytes(
-                decoder.num_local_layers, BLOCK_SIZE, decoder.num_local_kv_heads, decoder.head_dim, torch.bfloat16
-            )
-            assert BLOCK_SIZE * kv_token_bytes(spec, mesh, "bfloat16") == wanted
+            heads = decoder.num_local_kv_heads
+            for kind, stored in KV_DTYPES.items():
+                wanted = block_bytes(decoder.num_local_layers, BLOCK_SIZE, heads, decoder.head_dim, stored)
+                assert BLOCK_SIZE * kv_token_bytes(spec, mesh, kind) == wanted, kind
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
