@@ -100,7 +100,7 @@ def measure(
 ) -> Line:
     """Resident steps, streamed steps and bare copies in turns until `--seconds` of steps were counted."""
     batch = make_batch(1, [options.context] * rows)
-    kv = make_kv(spec, int(batch.block_table_RN.max()) + 1, torch.bfloat16)
+    kv = make_kv(spec, int(batch.block_table_RN.max()) + 1, torch.bfloat16).tensors
     ours, theirs = Run(decoder, batch, kv), Run(resident, batch, kv)
     theirs.turn(), ours.turn(), copy_seconds(decoder)
     copies_s, shares = [], []
