@@ -12,6 +12,7 @@ import pytest
 
 from offload import transfer
 from tests.support.tiny_models import BY_NAME, TINY_MODELS, save_tiny_model
+from workers.engine.copy_costs import CopyCosts
 from workers.errors import GroupLost
 from workers.local_executor import LocalExecutor
 from workers.offline import LLM, SamplingParams
@@ -44,6 +45,12 @@ def folder_of(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
         return folders[name]
 
     return make
+
+
+@pytest.fixture(autouse=True)
+def copying_always_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny models on a busy machine: whether a copy is worth it would depend on what else runs."""
+    monkeypatch.setattr(CopyCosts, "recompute_s", lambda self, tokens: float("inf"))
 
 
 def with_tokenizer(folder: Path) -> Path:
