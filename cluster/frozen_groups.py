@@ -1,14 +1,15 @@
 """Ends coordinators that live and do nothing: stopped (SIGSTOP, a paused container), hung, on a machine that is gone.
 
 Runs in every gateway, beside the fleet's refresh. A group is suspected when its record has expired while Redis answers.
-One on this machine that is stopped is killed at once; any other is asked through Ray, and ended through Ray when it
-does not answer, which works across machines and takes 5 s more. Serve then replaces the group, and calls that are in
-flight there fail. docs/decisions/004-step-progress.md has the bounds.
+One on this machine that is seen stopped, without having run in between, for some seconds is killed; any other is asked
+through Ray, and ended through Ray when it does not answer, which works across machines and takes 5 s more. Serve then
+replaces the group, and calls that are in flight there fail. docs/decisions/004-step-progress.md has the bounds.
 """
 
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -20,6 +21,8 @@ from cluster.service import APP, COORDINATOR
 log = logging.getLogger("ray.serve.tandem")
 SUSPECT_AFTER_S = 8.0
 """After the record's end, which is 3 s after the last beat: what hangs for a moment is left alone."""
+STOPPED_S = 7.0
+"""Stopped for that long after the record's end, and never running meanwhile: several short stops are left alone."""
 ANSWER_S = 5.0
 TURN_S = 0.5
 TITLE = "ray::"
@@ -38,7 +41,15 @@ class Remote(Protocol):
 class FrozenGroups:
     """The watch of one gateway; all gateways may do the same at once. `then()` is called each turn."""
 
-    def __init__(self, fleet: FleetView, remote: Remote, then: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        fleet: FleetView,
+        remote: Remote,
+        then: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._stopped: dict[int, tuple[float, float]] = {}
         self._fleet = fleet
         self._remote = remote
         self._then = then
@@ -60,13 +71,20 @@ class FrozenGroups:
 
     def turn(self) -> None:
         """Looks after every suspect once. Never waits."""
-        suspects = self._fleet.vanished_for(SUSPECT_AFTER_S)
         for group in [g for g, task in self._asking.items() if task.done()]:
             del self._asking[group]
-        for record in suspects:
-            if record.host == socket.gethostname() and kill_stopped(record.pid):
+        stopped: dict[int, tuple[float, float]] = {}
+        for record in self._fleet.vanished_for():
+            cpu_s = stopped_cpu_s(record.pid) if record.host == socket.gethostname() else None
+            if cpu_s is None:
+                continue
+            before_cpu_s, since_s = self._stopped.get(record.pid, (cpu_s, self._clock()))
+            stopped[record.pid] = (cpu_s, since_s if before_cpu_s == cpu_s else self._clock())
+            if self._clock() - stopped[record.pid][1] >= STOPPED_S and kill_stopped(record.pid):
                 log.warning("the coordinator of group %s was stopped: it has been killed", record.group)
-            elif record.group not in self._asking:
+        self._stopped = stopped
+        for record in self._fleet.vanished_for(SUSPECT_AFTER_S):
+            if record.pid not in stopped and record.group not in self._asking:
                 self._asking[record.group] = asyncio.create_task(self._ask(record), name=f"ask {record.group}")
 
     async def _ask(self, record: GroupRecord) -> None:
@@ -113,16 +131,27 @@ def _actor(group: str):  # type: ignore[no-untyped-def]
         return None
 
 
-def kill_stopped(pid: int) -> bool:
-    """Kills the process if it is a coordinator and stopped; SIGKILL works on stopped processes. True when it did."""
+def stopped_cpu_s(pid: int) -> float | None:
+    """What a stopped coordinator has computed so far; None when it runs, or the number is another process's by now."""
     try:
         process = psutil.Process(pid)
         title = " ".join(process.cmdline())
         if not (title.startswith(TITLE) and COORDINATOR in title):
-            return False  # the number is another process's by now
+            return None
         if process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-            return False
-        process.kill()
+            return None
+        times = process.cpu_times()
+        return times.user + times.system
+    except psutil.Error:
+        return None
+
+
+def kill_stopped(pid: int) -> bool:
+    """Kills the process if it is a coordinator and stopped; SIGKILL works on stopped processes. True when it did."""
+    if stopped_cpu_s(pid) is None:
+        return False
+    try:
+        psutil.Process(pid).kill()
         return True
     except psutil.NoSuchProcess:
         return False

@@ -56,13 +56,22 @@ def stop(process: "subprocess.Popen[bytes]") -> None:
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
 
 
-def watch_of(remote: FakeRemote, **records: tuple[str, int]) -> FrozenGroups:
+class Clock:
+    """Moved by hand."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def watch_of(remote: FakeRemote, clock: Clock | None = None, **records: tuple[str, int]) -> FrozenGroups:
     """A watch over groups that have vanished, by their host and pid."""
     fleet = FakeFleet({})
     fleet.vanished = [
         msgspec.structs.replace(serving(group)[group], host=host, pid=pid) for group, (host, pid) in records.items()
     ]
-    return FrozenGroups(fleet, remote, lambda: None)
+    return FrozenGroups(fleet, remote, lambda: None, clock or Clock())
 
 
 def test_only_a_stopped_coordinator_is_killed(coordinator: "subprocess.Popen[bytes]") -> None:
@@ -89,10 +98,28 @@ def test_another_process_of_that_number_is_left_alone(title: str) -> None:
 
 async def test_a_stopped_one_of_this_machine_is_killed_without_asking(coordinator: "subprocess.Popen[bytes]") -> None:
     stop(coordinator)
-    remote = FakeRemote(set())
-    watch_of(remote, g=(socket.gethostname(), coordinator.pid)).turn()
+    remote, clock = FakeRemote(set()), Clock()
+    watch = watch_of(remote, clock, g=(socket.gethostname(), coordinator.pid))
+    for clock.now_s in (0.0, 3.0, 6.5):
+        watch.turn()
+        assert coordinator.poll() is None
+    clock.now_s = 7.0
+    watch.turn()
     await asyncio.sleep(0)
     assert coordinator.wait(5) == -signal.SIGKILL and not remote.asked
+
+
+async def test_one_that_ran_between_two_stops_is_left_alone(
+    coordinator: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop(coordinator)
+    clock = Clock()
+    watch = watch_of(FakeRemote(set()), clock, g=(socket.gethostname(), coordinator.pid))
+    computed_s = iter([1.0, 1.0, 1.5, 1.5])
+    monkeypatch.setattr(frozen_groups, "stopped_cpu_s", lambda pid: next(computed_s))
+    for clock.now_s in (0.0, 5.0, 10.0, 15.0):
+        watch.turn()
+    assert coordinator.poll() is None
 
 
 async def test_others_are_asked_once_at_a_time_and_ended_when_they_are_silent(
