@@ -282,16 +282,15 @@ def test_a_second_signal_does_not_wait_for_requests() -> None:
 
 
 def test_a_drain_ends_short_streams_well_cuts_long_ones_cleanly_and_refuses_late_requests() -> None:
-    """200 rows make steps so slow that 2000 tokens take longer than the timeout; a few tokens take far less."""
+    """A hundred choices over three rows last far longer than the timeout, at any speed; a few tokens far less."""
     asked = {"model": "demo", "prompt": PROMPT, "ignore_eos": True}
-    arguments = ["demo", "--device", "cpu", "-dp", "2", "--shutdown-timeout", "6", "--max-num-seqs", "256"]
-    with tandem_serve(*arguments) as service, ThreadPoolExecutor(2) as pool:
-        whole = [
-            pool.submit(service.post, "/v1/completions", {**asked, "max_tokens": 2000, "n": 100}) for _ in range(2)
-        ]
-        wait_for(lambda: service.get("/load").json()["num_requests_running"] >= 2, 20, "both run")
-        long = [Stream(service, {**asked, "max_tokens": 2000}) for _ in range(2)]
-        short = [Stream(service, {**asked, "max_tokens": 6}) for _ in range(2)]
+    arguments = ["demo", "--device", "cpu", "--shutdown-timeout", "6", "--max-num-seqs", "3"]
+    with tandem_serve(*arguments) as service, ThreadPoolExecutor(1) as pool:
+        many = {**asked, "max_tokens": 1000, "n": 100}
+        long = [Stream(service, many)]
+        whole = [pool.submit(service.post, "/v1/completions", many)]
+        wait_for(lambda: service.get("/load").json()["requests_in_this_gateway"] == 2, 20, "both are in")
+        short = [Stream(service, {**asked, "max_tokens": 50, "priority": -1}) for _ in range(2)]
         service.interrupt(signal.SIGTERM)  # to the process group; Ray's processes are not in it
         wait_for(lambda: service.get("/readyz").status_code == 503, 5, "the gateway drains")
         late = service.post("/v1/completions", {**asked, "max_tokens": 4})
