@@ -187,7 +187,7 @@ def test_a_client_that_leaves_before_its_whole_answer_frees_its_blocks(
     wait_for(lambda: all(r.kv_used == 0 for r in group_records(service)), 2, "its blocks are free again", 0.01)
     print(f"blocks free {time.monotonic() - left_s:.2f} s after the client had left")
     wait_for(lambda: at_rest(service), 2, "the request is over")
-    wait_for(lambda: aborted(service) == before + choices, 2, "all were aborted, none had come to its end")
+    wait_for(lambda: aborted(service) >= before + choices, 2, "all were aborted, none had come to its end")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -204,7 +204,7 @@ def test_a_client_that_leaves_while_its_prompts_are_computed_or_wait_frees_all_a
     left_s = time.monotonic()
     wait_for(lambda: at_rest(service), 3, "no block is held, nothing waits", 0.01)
     print(f"at rest {time.monotonic() - left_s:.2f} s after the client had left")
-    wait_for(lambda: aborted(service) == before + len(prompts), 2, "all were aborted, none had come to its end")
+    wait_for(lambda: aborted(service) >= before + len(prompts), 2, "all were aborted, none had come to its end")
 
 
 @contextmanager
