@@ -215,9 +215,9 @@ def test_a_signal_to_every_process_ends_the_start_soon_whenever_it_comes(number:
             wait_for(lambda s=service: s.descendants() is None or s.process.poll() is not None, 10, f"ends: {moment_s}")
             took_s = time.monotonic() - signalled_s
             print(f"{number.name} after {moment_s:.1f} s: {service.process.returncode} after {took_s:.2f} s")
-            # -number before the launcher listens; SIGABRT from Ray's C++ handler, which has SIGTERM while Ray starts:
-            # then the reaper takes everything down
-            ends = {128 + number, -number, -signal.SIGABRT}
+            ends = {128 + number, -number}  # the latter before the launcher listens
+            if "*** SIGTERM received" in service.output:  # Ray's C++ handler has it for a moment: the reaper cleans up
+                ends = {-signal.SIGABRT}
             assert service.process.returncode in ends, service.output
             assert "Traceback" not in service.output or "starting" not in service.output
             service.check_gone()
