@@ -1,8 +1,10 @@
 """The console script `tandem`: one verb per file of cluster/commands. Imports nothing heavy before a verb runs."""
 
+import os
 import sys
+from contextlib import suppress
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -66,7 +68,20 @@ def main() -> None:
         flag = getattr(error, "flag", None)
         named = f"{flag}: " if flag and flag not in str(error) else ""
         print(f"tandem: error: {named}{error}", file=sys.stderr)
-        sys.exit(2)
+        _leave(2)
+    except SystemExit as end:
+        _leave(end.code)
+
+
+def _leave(status: str | int | None) -> NoReturn:
+    """Ends the process. Where Ray was loaded, its C++ threads may run still, and crash an interpreter that takes itself
+    down; by now there is nothing left to take down."""
+    if "ray" in sys.modules and isinstance(status, int | None):
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(status or 0)
+    sys.exit(status)
 
 
 if __name__ == "__main__":

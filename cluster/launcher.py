@@ -7,7 +7,6 @@ ends the same way as a signal. Settings errors are found before Ray starts, as f
 """
 
 import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -24,8 +23,9 @@ from cluster.preflight import check_memory, check_model, check_port, check_redis
 from cluster.reaper import Reaper, orphans
 from cluster.run_files import PrivateFolder, RunFile, remove_run_file, write_run_file
 from cluster.service import ServiceFacts, groups_per_node, install_root, new_facts
-from cluster.signals import Signals, StartGuard, StopRequested
+from cluster.signals import Signals, StopRequested
 from cluster.strays import Strays
+from cluster.supervisor import INTERRUPTED, Told
 from configs.errors import SettingsError
 from configs.schema import ServiceSettings
 from offload.host_process import HostProcess
@@ -33,16 +33,16 @@ from offload.host_process import HostProcess
 WATCH_PERIOD_S = 1.0
 RAY_POLL_S = 0.2
 ROUNDS = 10
-INTERRUPTED = "interrupted before the service was up"
 
 
 class Launcher:
     """One service, from its start to its end. `say` prints one line for the user."""
 
-    def __init__(self, settings: ServiceSettings, address: str | None, say: "Say") -> None:
+    def __init__(self, settings: ServiceSettings, address: str | None, say: "Say", told: Told) -> None:
         self._settings = settings
         self._address = address
         self._say = say
+        self._told = told
         self._signals = Signals()
         self._host_tier: HostProcess | None = None
         self._helpers: list[Helper] = []
@@ -50,25 +50,20 @@ class Launcher:
         self._phases: list[tuple[str, float]] = []
         self._begun = False
         self._strays = Strays()
-        self._folder: PrivateFolder | None = None
-        self._reaper: Reaper | None = None
-        self._run_file: Path | None = None
 
     def run(self) -> int:
         """The exit status. SettingsError for what the user can mend, with everything taken down again."""
         install_root()
         self._signals.install()
-        with StartGuard(lambda number: self._end_at_once(INTERRUPTED)) as self._guard:
-            try:
-                if (number := self._run_start()) is not None:
-                    self._say.line(INTERRUPTED)
-                    return 128 + number
-                self._guard.dismiss()
-                self._watch()
-            finally:
-                self._signals.raising = False
-                self._signals.install()
-                self._take_down()
+        try:
+            if (number := self._run_start()) is not None:
+                self._say.line(INTERRUPTED)
+                return 128 + number
+            self._told.started()
+            self._watch()
+        finally:
+            self._signals.raising = False
+            self._take_down()
         return 0
 
     # ---- start ---------------------------------------------------------------------------------------------------
@@ -80,8 +75,8 @@ class Launcher:
                 self._start()
             finally:
                 self._signals.raising = False
-        except (StopRequested, SystemExit) as stop:  # SystemExit: from the handler that Ray sets for SIGTERM
-            return stop.number if isinstance(stop, StopRequested) else signal.SIGTERM
+        except StopRequested as stop:
+            return stop.number
         except Exception:
             # The signal went to the whole process group, and Ray or Redis failed because of it.
             if self._signals.first() is None:
@@ -91,7 +86,8 @@ class Launcher:
     def _start(self) -> None:
         with self._phase("checks"):
             self._check()
-            folder = self._folder = PrivateFolder()
+            folder = PrivateFolder()
+            self._told.folder(folder.path)
             self._stack.callback(folder.remove)
             os.chdir(folder.empty)  # a user's folder may hold packages of our names
             self._stack.callback(os.chdir, "/")
@@ -107,7 +103,7 @@ class Launcher:
         app = ServeApp(self._settings, facts, private=self._address is None)
         self._stack.callback(self._drain, app)
         if self._address is not None:
-            self._guard.dismiss()  # others' Ray does not die with us, and must not keep our application
+            self._told.started()  # others' Ray does not die with us, and must not keep our application
         with self._phase("serve", "starting Ray Serve ..."):
             app.deploy()
         groups = _groups(min_groups(self._settings))
@@ -156,14 +152,14 @@ class Launcher:
     def _start_ray(self, folder: PrivateFolder) -> None:
         private = self._address is None
         if private:
-            self._reaper = Reaper(folder.path)
-            self._stack.callback(self._reaper.dismiss)
+            reaper = Reaper(folder.path)
+            self._told.reaper(reaper.pid)
+            self._stack.callback(reaper.dismiss)
             self._stack.callback(self._end_orphans, folder)
         ray_node.prepare_environment(folder.write_token(ray_node.new_token()) if private else None)
         with self._signals.held():
             ray_node.load()
             self._stack.callback(ray_node.shut_down)
-            self._signals.install()  # importing ray has taken SIGTERM
         if self._address is not None:
             ray_node.join(self._address)
         else:
@@ -171,7 +167,6 @@ class Launcher:
             cpus = declared_cpus(self._settings, device, machine.cores())
             gpus = machine.cuda_device_count() if device == "cuda" else 0
             ray_node.start_private(folder.ray, cpus, gpus)
-        self._signals.install()
 
     def _facts(self, redis_url: str) -> ServiceFacts:
         return new_facts(
@@ -205,8 +200,9 @@ class Launcher:
             service_id=facts.service_id,
             redis_url=facts.redis_url,
         )
-        self._run_file = write_run_file(run)
-        self._stack.callback(remove_run_file, self._run_file)
+        run_file = write_run_file(run)
+        self._told.run_file(run_file)
+        self._stack.callback(remove_run_file, run_file)
         if gateway.host not in ("127.0.0.1", "localhost", "::1") and not gateway.api_keys:
             self._say.line(f"warning: {gateway.host} is reachable from elsewhere and there is no --api-key")
         self._say.phases(self._phases)
@@ -248,12 +244,9 @@ class Launcher:
         """A service manager signals all processes: without Ray's own nothing drains, and the main thread would wait for
         them for a minute."""
         while not drained.wait(RAY_POLL_S):
-            number = self._signals.first()
-            if number is not None and not ray_node.is_alive():
-                try:
-                    self._end_at_once("Ray got the signal too: requests in flight are cut off")
-                finally:
-                    os._exit(128 + number)
+            if self._signals.first() is not None and not ray_node.is_alive():
+                self._told.end("Ray got the signal too: requests in flight are cut off")
+                return
 
     def _end_orphans(self, folder: PrivateFolder) -> None:
         """What a private Ray left behind; its own parents may be gone, so it is found by its folder."""
@@ -271,30 +264,6 @@ class Launcher:
             self._strays.end(psutil.Process().children(recursive=True))
         if self._begun:
             self._say.line(self._strays.stopped_line(time.monotonic() - started_s))
-
-    def _end_at_once(self, why: str) -> None:
-        """Ends everything, on another than the main thread, which may be anywhere. The reaper stays until this process
-        is gone, and sees to what the main thread may have started meanwhile."""
-        started_s = time.monotonic()
-        strays = Strays()
-        for _ in range(ROUNDS):
-            found = self._everyone()
-            if not found:
-                break
-            strays.end(found, grace_s=0.0)
-        if self._folder is not None:
-            self._folder.remove()
-        if self._run_file is not None:
-            remove_run_file(self._run_file)
-        self._say.line(why)
-        self._say.line(strays.stopped_line(time.monotonic() - started_s))
-
-    def _everyone(self) -> list[psutil.Process]:
-        """All processes that this one has started, and those that a private Ray has, without the reaper."""
-        found = set(psutil.Process().children(recursive=True))
-        if self._folder is not None:
-            found |= set(orphans(self._folder.path))
-        return [p for p in found if self._reaper is None or p.pid != self._reaper.pid]
 
 
 class Say:

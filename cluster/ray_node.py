@@ -9,11 +9,12 @@ import inspect
 import logging
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from cluster.signals import unblock
 from configs.errors import SettingsError
 
 OBJECT_STORE_BYTES = 80 * 2**20
@@ -114,6 +115,15 @@ def shut_down() -> None:
     ray.shutdown()
 
 
+def _popen(popen: Callable[..., Any], *args: Any, preexec_fn: Callable[[], None] | None = None, **kwargs: Any) -> Any:
+    def before_exec() -> None:
+        unblock()
+        if preexec_fn is not None:
+            preexec_fn()
+
+    return popen(*args, preexec_fn=before_exec, process_group=0, **kwargs)
+
+
 @contextmanager
 def _trimmed() -> Iterator[None]:
     """ray.init without Ray's autoscaler monitor and log monitor, which `ray start` can leave out and ray.init cannot.
@@ -131,7 +141,7 @@ def _trimmed() -> Iterator[None]:
     if {"no_monitor", "include_log_monitor"} <= set(inspect.signature(whole).parameters):
         parameter.RayParams = trimmed
     popen = services.ConsolePopen
-    services.ConsolePopen = functools.partial(popen, process_group=0)
+    services.ConsolePopen = functools.partial(_popen, popen)
     try:
         yield
     finally:

@@ -1,21 +1,26 @@
 """SIGINT, SIGTERM and SIGHUP for the launcher: while starting they raise, while serving they set an event.
 
-A second signal means "now": drains are cut short. Installed anew after Ray, which installs handlers of its own. Python
-runs handlers between its own instructions only, and a call into Ray's C++ may wait a minute for a process that the same
-signal has ended: StartGuard sees the signal at once, on a thread, and ends what does not end by itself.
+A second signal means "now": drains are cut short. The three are blocked in every thread and taken by a thread of ours
+(sigwait): Ray's C++ and Python set handlers of their own for SIGTERM while Ray starts, and those never run. The main
+thread then gets a signal that nobody else uses. Python runs handlers between its own instructions only: what does not
+end by itself is ended by the supervisor.
 """
 
-import os
 import signal
-import socket
+import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-PATIENCE_S = 3.0
-"""How long after a signal an unfinished start may take to end in order."""
+CARRIER = signal.SIGRTMIN + 7
+"""Tells the main thread that one of NUMBERS has arrived."""
+AGAIN_S = 0.05
+TOGETHER_S = 0.25
+"""Two signals within this time are one: a service manager sends it to all, and the supervisor passes its own on."""
 
 
 class StopRequested(BaseException):
@@ -26,8 +31,18 @@ class StopRequested(BaseException):
         self.number = number
 
 
+def is_ignored(number: signal.Signals) -> bool:
+    """Under nohup SIGHUP is. A shell script ignores SIGINT for what it starts with `&`, which is not meant for us."""
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+
+
+def unblock() -> None:
+    """For a child process, before it executes its program: it inherits what the launcher's threads block."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, NUMBERS)
+
+
 class Signals:
-    """Counts SIGINT, SIGTERM and SIGHUP. Main thread only."""
+    """Counts SIGINT, SIGTERM and SIGHUP. Main thread only, but for on_first()."""
 
     def __init__(self) -> None:
         self.raising = True
@@ -35,10 +50,14 @@ class Signals:
         self._arrived = threading.Event()
 
     def install(self) -> None:
-        for number in NUMBERS:
-            signal.signal(number, self._handle)
+        """Once, before there are other threads: they inherit what this one blocks."""
+        numbers = {number for number in NUMBERS if not is_ignored(number)}
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        signal.signal(CARRIER, self._handle)
+        self._unraisable, sys.unraisablehook = sys.unraisablehook, self._raised_in_vain
+        threading.Thread(target=self._take, args=(numbers,), name="tandem-signals", daemon=True).start()
 
-    def wait(self, timeout_s: float) -> bool:
+    def wait(self, timeout_s: float | None) -> bool:
         """True when a signal has arrived."""
         return self._arrived.wait(timeout_s)
 
@@ -60,55 +79,30 @@ class Signals:
     def is_urgent(self) -> bool:
         return len(self._numbers) > 1
 
+    def _take(self, numbers: set[signal.Signals]) -> None:
+        last_s = -TOGETHER_S
+        while True:
+            number = signal.sigwait(numbers)
+            if time.monotonic() - last_s >= TOGETHER_S:
+                self._numbers.append(number)
+                self._arrived.set()
+                self._carry()
+            last_s = time.monotonic()
+
+    def _carry(self) -> None:
+        thread_id = threading.main_thread().ident
+        assert thread_id is not None
+        signal.pthread_kill(thread_id, CARRIER)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._numbers.append(number)
-        self._arrived.set()
         if self.raising:
             self.raising = False
-            raise StopRequested(number)
+            raise StopRequested(self._numbers[0])
 
-
-class StartGuard:
-    """Calls `overdue(number)`, on its thread, when PATIENCE_S after a signal the block has not been left; the process
-    then ends with status 128 + number, whatever the main thread is in. A context manager around start and end, for
-    the main thread; dismiss() when the start is over."""
-
-    def __init__(self, overdue: Callable[[int], None], patience_s: float = PATIENCE_S) -> None:
-        self._overdue = overdue
-        self._patience_s = patience_s
-        self._over = threading.Event()
-        self._reading, self._writing = socket.socketpair()
-        self._writing.setblocking(False)
-        self._before = -1
-
-    def __enter__(self) -> "StartGuard":
-        threading.Thread(target=self._watch, name="tandem-start-guard", daemon=True).start()
-        self._before = signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.dismiss()
-
-    def dismiss(self) -> None:
-        """Signals are the main thread's alone from here on. Idempotent."""
-        if not self._over.is_set():
-            self._over.set()
-            signal.set_wakeup_fd(self._before)
-            self._writing.close()  # ends the thread
-
-    def _watch(self) -> None:
-        with self._reading:
-            number = self._wait()
-        if number is None or self._over.wait(self._patience_s):
-            return
-        try:
-            self._overdue(number)
-        finally:
-            os._exit(128 + number)
-
-    def _wait(self) -> int | None:
-        """The number of the first signal that concerns us; None when the guard was dismissed."""
-        while byte := self._reading.recv(1):
-            if byte[0] in NUMBERS:
-                return byte[0]
-        return None
+    def _raised_in_vain(self, unraisable: Any) -> None:
+        """The main thread was where Python cannot pass an exception on (a finalizer, a callback of fork): once more."""
+        if isinstance(unraisable.exc_value, StopRequested):
+            self.raising = True
+            threading.Timer(AGAIN_S, self._carry).start()
+        else:
+            self._unraisable(unraisable)

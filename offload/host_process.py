@@ -122,6 +122,7 @@ def main() -> None:
     setproctitle.setproctitle("tandem host-tier")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(0))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # the launcher blocks it in its threads
     allow_many_descriptors()
     server = HostServer(arguments.socket, arguments.budget_bytes)
     try:

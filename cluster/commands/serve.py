@@ -24,6 +24,7 @@ def serve(
     """Serve MODEL over the OpenAI API until a signal arrives."""
     from cluster.launcher import Launcher, Say
     from cluster.models_source import resolve_settings
+    from cluster.supervisor import split
 
     settings = resolve_settings(merge_config(config, model, flags))
-    sys.exit(Launcher(settings, address, Say()).run())
+    sys.exit(Launcher(settings, address, Say(), split()).run())

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from cluster.signals import unblock
 from configs.errors import SettingsError
 
 START_TIMEOUT_S = 10.0
@@ -74,7 +75,7 @@ class RedisServer:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=die_with_parent() if sys.platform == "linux" else None,
+            preexec_fn=die_with_parent() if sys.platform == "linux" else unblock,
         )
         self._wait_until_it_answers()
 
@@ -145,6 +146,7 @@ def die_with_parent() -> Callable[[], None]:
     parent = os.getpid()
 
     def before_exec() -> None:
+        unblock()
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(1)

@@ -9,6 +9,7 @@ from cluster import launcher as launcher_file
 from cluster.coordination.redis_server import RedisServer
 from cluster.helper import Helper
 from cluster.launcher import Launcher, Say
+from cluster.supervisor import Told
 from configs.errors import SettingsError
 from configs.load import build_settings
 
@@ -91,7 +92,7 @@ def test_the_service_goes_on_without_a_redis_that_cannot_be_started(
 ) -> None:
     """The real server, killed; then its folder is no place for a server any more."""
     said = Heard()
-    launcher = Launcher(build_settings("demo", {}), None, said)
+    launcher = Launcher(build_settings("demo", {}), None, said, Told(-1))
     launcher._signals = Rounds(3)  # type: ignore[assignment]
     monkeypatch.setattr(launcher_file.ray_node, "is_alive", lambda: True)
     folder = tmp_path / "r"

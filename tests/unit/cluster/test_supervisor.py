@@ -1,0 +1,118 @@
+"""The supervisor, with a child that is no launcher but behaves as badly as one can."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import psutil
+import pytest
+
+BEGIN = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from cluster import supervisor
+supervisor.Supervisor.__init__.__defaults__ = (0.2,)
+told = supervisor.split()
+"""
+
+
+def run(body: str, number: int | None, *arguments: str) -> tuple[int, str]:
+    """Status and output of a supervisor that gets the signal once its child has said "ready"."""
+    command = [sys.executable, "-c", BEGIN + textwrap.dedent(body), *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    if number is not None:
+        process.send_signal(number)
+    output, _ = process.communicate(timeout=20)
+    return process.returncode, output
+
+
+def test_the_status_is_that_of_the_child() -> None:
+    assert run("print('ready', flush=True); sys.exit(7)", None) == (7, "")
+
+
+def test_a_signal_is_passed_on_and_a_start_that_ends_in_time_is_left_alone() -> None:
+    body = """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
+    print("ready", flush=True)
+    time.sleep(15)
+    """
+    assert run(body, signal.SIGTERM) == (9, "")
+
+
+DEAF = """
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+folder = Path(sys.argv[1])
+(folder / "empty").mkdir()
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True, cwd=folder / "empty")
+told.folder(folder)
+print("ready", flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_start_that_does_not_hear_its_signal_is_ended_with_all_it_began(number: int, tmp_path: Path) -> None:
+    folder = tmp_path / "td"
+    folder.mkdir()
+    status, output = run(DEAF + "time.sleep(60)", number, str(folder))
+    assert status == 128 + number
+    assert output.startswith("tandem: interrupted before the service was up\ntandem: stopped: nothing is left running")
+    assert not folder.exists()
+    assert not [p for p in psutil.process_iter() if str(folder) in " ".join(p.cmdline())]
+
+
+def test_once_started_it_has_all_the_time_it_wants() -> None:
+    body = """
+    signal.signal(signal.SIGINT, lambda *_: None)
+    told.started()
+    print("ready", flush=True)
+    for _ in range(10):
+        time.sleep(0.1)
+    print("drained")
+    """
+    assert run(body, signal.SIGINT) == (0, "drained\n")
+
+
+def test_a_launcher_that_crashes_is_said_and_cleared_up_after(tmp_path: Path) -> None:
+    folder = tmp_path / "td"
+    folder.mkdir()
+    status, output = run(DEAF + "told.started(); os.kill(os.getpid(), signal.SIGKILL)", None, str(folder))
+    assert (status, output.splitlines()[0]) == (1, "tandem: the launcher died (SIGKILL)")
+    assert not folder.exists()
+
+
+def test_a_crash_after_a_signal_has_the_status_of_the_signal(tmp_path: Path) -> None:
+    body = """
+    signal.signal(signal.SIGTERM, lambda *_: os.abort())
+    print("ready", flush=True)
+    time.sleep(15)
+    """
+    status, output = run(body, signal.SIGTERM)
+    assert (status, output.splitlines()[0]) == (143, "tandem: interrupted before the service was up")
+
+
+def test_a_launcher_that_hangs_may_ask_to_be_ended(tmp_path: Path) -> None:
+    folder = tmp_path / "td"
+    folder.mkdir()
+    status, output = run(DEAF + "told.started(); told.end('no way on'); time.sleep(60)", None, str(folder))
+    assert (status, output.splitlines()[0]) == (1, "tandem: no way on")
+    assert not folder.exists()
+
+
+def test_a_killed_supervisor_takes_the_launcher_along() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", BEGIN + "print(os.getpid(), flush=True); time.sleep(60)"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    child = psutil.Process(int(process.stdout.readline()))
+    process.kill()
+    process.wait()
+    child.wait(10)
+    assert os.getpid() != child.pid
