@@ -40,7 +40,7 @@ class CpuChunkAttention:
         """out_TND. The chunk's tokens are the last T of the J positions."""
         num_tokens, num_heads, head_dim = q_TND.shape
         before, num_kv_heads = k_JKD.shape[0] - num_tokens, k_JKD.shape[1]
-        k_KJD = k_JKD.transpose(0, 1).contiguous()  # oneDNN reads it transposed at the same speed; D by J is a slow copy
+        k_KJD = k_JKD.transpose(0, 1).contiguous()  # oneDNN reads it transposed as fast; D by J is a slow copy
         v_KJD = v_JKD.transpose(0, 1).contiguous()
         out_TND = torch.empty(q_TND.shape, dtype=q_TND.dtype)
         for start in range(0, num_tokens, QUERY_BLOCK):
