@@ -208,12 +208,25 @@ def _check_together(settings: ServiceSettings) -> None:
         raise SettingsError("the disk is below host memory: this needs --kv-offloading-size", "--kv-disk-path")
     if (cache.kv_disk_path is None) != (cache.kv_disk_gib is None):
         raise SettingsError("--kv-disk-path and --kv-disk-size go together", "--kv-disk-size")
+    _check_adapters(settings)
     if settings.gateway.host == "":
         raise SettingsError("must name an address", "--host")
     if any(len(key) < 1 or not key.isprintable() for key in settings.gateway.api_keys):
         raise SettingsError("a key must be printable and not empty", "--api-key")
     if any(not name.strip() for name in engine.model.served_model_name):
         raise SettingsError("a name must not be empty", "--served-model-name")
+
+
+def _check_adapters(settings: ServiceSettings) -> None:
+    lora, adapters = settings.engine.lora, settings.adapters
+    if not lora.enable_lora and (adapters.modules or adapters.roots or adapters.watch_dir):
+        raise SettingsError("adapters are served only with it", "--enable-lora")
+    if lora.enable_lora and settings.engine.device.cpu_offload_gib:
+        raise SettingsError("adapters beside weights that stream are not supported yet", "--cpu-offload-gb")
+    names = [module.partition("=")[0] for module in adapters.modules]
+    for name in names:
+        if names.count(name) > 1:
+            raise SettingsError(f"{name} is given twice", "--lora-modules")
 
 
 def _section(args: Mapping[str, Any], name: str, known: Iterable[str] | None) -> Mapping[str, Any]:

@@ -72,6 +72,18 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     async_scheduling: bool = True
 
 
+class LoraSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """LoRA adapters of one group. max_loras: distinct ones in one step. memory_bytes: of each rank's device, in pages
+    that follow each adapter's true rank; None: room for max_loras of max_lora_rank on every linear layer.
+    max_cpu_loras: how many each rank keeps in host memory."""
+
+    enable_lora: bool = False
+    max_loras: int = 8
+    max_lora_rank: int = 16
+    max_cpu_loras: int = 64
+    memory_bytes: int | None = None
+
+
 class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """None as device: cuda when torch sees one, else cpu. None as threads: cores // ranks on the node.
     cpu_offload_gib: how much less of its weights each rank holds on the device; the rest is in host memory."""
@@ -89,6 +101,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     cache: CacheSettings = CacheSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
     device: DeviceSettings = DeviceSettings()
+    lora: LoraSettings = LoraSettings()
     step_log: str | None = None
 
 
@@ -111,6 +124,15 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     metrics_prefix: str = "tandem"
 
 
+class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where adapters come from. modules: name=path, listed at start. roots: folders that adapters may be loaded from at
+    run time; empty: the parents of modules. watch_dir: each folder in it is an adapter named after it."""
+
+    modules: tuple[str, ...] = ()
+    roots: tuple[str, ...] = ()
+    watch_dir: str | None = None
+
+
 class RedisSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """None as url: the launcher starts a private server on a unix socket and fills it in."""
 
@@ -123,5 +145,6 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     engine: EngineSettings
     gateway: GatewaySettings = GatewaySettings()
     redis: RedisSettings = RedisSettings()
+    adapters: AdapterSettings = AdapterSettings()
     autoscaling_config: dict[str, Any] | None = None
     shutdown_timeout_s: float = 30.0

@@ -12,7 +12,9 @@ from typing import Any, Literal
 import zmq
 from zmq.utils import z85
 
-MoverKind = Literal["memory", "disk"]
+from workers.messages import AdapterMove, Transfer
+
+MoverKind = Literal["memory", "disk", "adapter"]
 
 
 def new_secret() -> str:
@@ -31,9 +33,11 @@ def mover_name(rank: int, kind: MoverKind) -> bytes:
     return f"{rank}-{kind}".encode()
 
 
-def mover_of(transfer: str) -> MoverKind:
-    """Which mover carries out that kind of Transfer."""
-    return "memory" if transfer in ("store", "load") else "disk"
+def mover_of(move: Transfer | AdapterMove) -> MoverKind:
+    """Which of a rank's movers carries it out."""
+    if isinstance(move, AdapterMove):
+        return "adapter"
+    return "memory" if move.kind in ("store", "load") else "disk"
 
 
 def _common(socket: zmq.Socket[Any]) -> None:

@@ -10,7 +10,7 @@ from configs.schema import EngineSettings
 from workers.channel import MoverKind, mover_of
 from workers.engine.executor import ExecutorReady
 from workers.errors import GroupLost, SettingsError
-from workers.messages import StepPlan, StepResult, Transfer, TransferDone
+from workers.messages import AdapterMove, StepPlan, StepResult, Transfer, TransferDone
 from workers.rank.kv_mover import MoverThread
 from workers.rank.loading import LoadedRank, load_single
 from workers.rank.memory import available_bytes
@@ -86,10 +86,10 @@ class InProcessExecutor:
         assert result is not None
         return result
 
-    def transfer(self, transfer: Transfer) -> None:
+    def transfer(self, transfer: Transfer | AdapterMove) -> None:
         if self._broken is not None:
             raise GroupLost(self._broken)
-        self._inboxes[mover_of(transfer.kind)].submit(transfer)
+        self._inboxes[mover_of(transfer)].submit(transfer)
 
     def transfers_done(self) -> list[TransferDone]:
         return self._answers.take()

@@ -21,6 +21,7 @@ from workers.channel import bind_router, mover_name, mover_of
 from workers.engine.executor import ExecutorReady
 from workers.errors import GroupLost, SettingsError
 from workers.messages import (
+    AdapterMove,
     AllocateKV,
     FromRank,
     Hello,
@@ -148,11 +149,11 @@ class RankGroup:
         assert message.step_id == expected, f"result of step {message.step_id}, expected {expected}"
         return message
 
-    def transfer(self, transfer: Transfer) -> None:
+    def transfer(self, transfer: Transfer | AdapterMove) -> None:
         """To the movers of all ranks. GroupLost when a rank's connection is gone."""
         self._raise_if_broken()
         payload = self._encoder.encode(transfer)
-        kind = mover_of(transfer.kind)
+        kind = mover_of(transfer)
         for rank in range(self.world_size):
             self._send(rank, payload, mover_name(rank, kind))
 

@@ -128,7 +128,7 @@ def check_request(request: GenerationRequest, facts: ModelFacts, num_slots: int)
         raise _invalid("max_tokens must be at least 1", "max_tokens")
     if len(request.resume_token_ids) not in (0, params.n):
         raise _invalid(f"{len(request.resume_token_ids)} resumed choices, but n is {params.n}", "n")
-    if request.adapter_digest is not None:
+    if request.adapter is not None:
         raise RequestRefused("this group has no adapters enabled", code="model_not_found", status=404, param="model")
     check_fit(len(prompt), facts, num_slots)
 

@@ -305,7 +305,7 @@ class Engine:
                 min_len=len(prompt) + params.min_tokens,
                 stop_ids=eos.union(params.stop_token_ids),
                 order=(request.priority, arrival, choice),
-                table=self._manager.new_table(request.adapter_digest, request.cache_salt),
+                table=self._manager.new_table(digest_of(request), request.cache_salt),
                 status=Status.HELD,
             )
             state.sequences.append(seq)
@@ -390,6 +390,11 @@ def _cause(refusal: RequestRefused) -> str:
     if isinstance(refusal, QueueFull):
         return "queue_full"
     return "context_length" if isinstance(refusal, ContextLengthExceeded) else "invalid"
+
+
+def digest_of(request: GenerationRequest) -> str | None:
+    """What names the KV of its adapter; None without one."""
+    return None if request.adapter is None else request.adapter.digest
 
 
 def _end_of(seq: Sequence) -> FinishReason | None:

@@ -8,7 +8,7 @@ from fake_tiers import FakeTiers, TierPlan
 
 from configs.schema import CacheSettings, EngineSettings, ModelSettings, SchedulerSettings
 from workers.engine.engine import Engine, ModelFacts
-from workers.messages import Ended, GenerationRequest, RowSampling, SamplingParams, TokenDelta
+from workers.messages import AdapterRef, Ended, GenerationRequest, RowSampling, SamplingParams, TokenDelta
 
 EOS = 1
 VOCAB = 97
@@ -191,7 +191,7 @@ def request(
         cache_salt=salt,
         deadline_s=deadline_s,
         resume_token_ids=resume or [],
-        adapter_digest=adapter,
+        adapter=None if adapter is None else AdapterRef(name=adapter, digest=adapter, source=adapter),
     )
 
 

@@ -16,7 +16,17 @@ from dataclasses import dataclass, field
 from fake_tiers import GARBAGE, FakeTiers, Slot, TierPlan
 
 from workers.engine.executor import ExecutorReady
-from workers.messages import RowInit, RowResult, RowSampling, RowWork, StepPlan, StepResult, Transfer, TransferDone
+from workers.messages import (
+    AdapterMove,
+    RowInit,
+    RowResult,
+    RowSampling,
+    RowWork,
+    StepPlan,
+    StepResult,
+    Transfer,
+    TransferDone,
+)
 
 
 def chain_of(root: str, tokens: list[int]) -> list[int]:
@@ -132,8 +142,8 @@ class FakeExecutor:
         self._touched.popleft()
         return self._results.popleft()
 
-    def transfer(self, transfer: Transfer) -> None:
-        assert self.tiers is not None, "a transfer without tiers"
+    def transfer(self, transfer: Transfer | AdapterMove) -> None:
+        assert self.tiers is not None and isinstance(transfer, Transfer), "a transfer without tiers"
         named = set().union(*(named for named, _ in self._touched))
         written = set().union(*(written for _, written in self._touched))
         self.tiers.send(transfer, named, written)
