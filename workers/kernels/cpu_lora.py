@@ -35,11 +35,11 @@ class Work:
     runs: list[tuple[int, int, int]]
 
 
-def cut_work(segments: Sequence[tuple[int, int, int]]) -> Work:
-    """Long runs apart; the tokens of all others by slot, cut in tiles."""
+def cut_work(segments: Sequence[tuple[int, int, int]], gemm_tokens: int) -> Work:
+    """Runs of at least gemm_tokens apart; the tokens of all others by slot, cut in tiles."""
     by_slot: dict[int, list[int]] = {}
     for first, last, slot in segments:
-        if last - first < GEMM_TOKENS:
+        if last - first < gemm_tokens:
             by_slot.setdefault(slot, []).extend(range(first, last))
     tokens: list[int] = []
     tiles: list[tuple[int, int, int]] = []
@@ -47,18 +47,19 @@ def cut_work(segments: Sequence[tuple[int, int, int]]) -> Work:
         for at in range(0, len(own), TILE_TOKENS):
             tiles.append((len(tokens) + at, min(TILE_TOKENS, len(own) - at), slot))
         tokens += own
-    runs = [segment for segment in segments if segment[1] - segment[0] >= GEMM_TOKENS]
+    runs = [segment for segment in segments if segment[1] - segment[0] >= gemm_tokens]
     return Work(torch.tensor(tokens, dtype=torch.int32), torch.tensor(tiles, dtype=torch.int32), runs)
 
 
 class CpuLora:
     """The compiled kernel for one element type. Keeps scratch memory and the last step's work between calls."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, gemm_tokens: int = GEMM_TOKENS) -> None:
         self._twin = TorchLora()
+        self._gemm_tokens = gemm_tokens
         self._scratch = torch.empty(0)
         self._rows = AdapterRows(torch.empty(0, dtype=torch.int32), [])
-        self._work = cut_work([])
+        self._work = cut_work([], gemm_tokens)
         pointer, number = ctypes.c_void_p, ctypes.c_long
         self._add = library.lora_add
         self._add.restype = None
@@ -79,7 +80,7 @@ class CpuLora:
             self._twin.add(y_TO, x_TI, slab, sections, rows)
             return
         if rows is not self._rows:
-            self._rows, self._work = rows, cut_work(rows.segments)
+            self._rows, self._work = rows, cut_work(rows.segments, self._gemm_tokens)
         if self._work.tokens.shape[0]:
             self._add_tiles(y_TO, x_TI, slab, sections, self._work)
         for first, last, slot in self._work.runs:
