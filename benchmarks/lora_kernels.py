@@ -98,10 +98,7 @@ def make_layers(shape: str, case: Case, dtype: torch.dtype) -> tuple[torch.Tenso
     sites = sites_of(shape, case.everywhere)
     num_layers = int(str(SHAPES[shape]["num_hidden_layers"]))
     cells = [
-        site.inputs + width
-        for site in sites
-        for width, has in zip(site.outputs, site.targets, strict=True)
-        if has
+        site.inputs + width for site in sites for width, has in zip(site.outputs, site.targets, strict=True) if has
     ]
     elements = num_layers * case.active * case.rank * sum(cells)
     pages = Pages(elements, dtype)
@@ -143,9 +140,7 @@ def spread(rows: int, active: int) -> AdapterRows:
     return AdapterRows(torch.tensor(slots, dtype=torch.int32), segments)
 
 
-def stepper(
-    ops: LoraOps, slab: torch.Tensor, layers: Sequence[Layer], slots: AdapterRows
-) -> Callable[[], None]:
+def stepper(ops: LoraOps, slab: torch.Tensor, layers: Sequence[Layer], slots: AdapterRows) -> Callable[[], None]:
     """One step. Each call is a new one for the kernels, as a new batch is."""
 
     @torch.inference_mode()

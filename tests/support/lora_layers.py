@@ -61,7 +61,7 @@ def make_layer(
         pairs: list[tuple[torch.Tensor, torch.Tensor] | None] = []
         for slot, rank in enumerate(of_section):
             a = (torch.randn(rank, inputs, generator=generator) / inputs**0.5).to(dtype)
-            b = torch.randn(width, rank, generator=generator).to(dtype)
+            b = (torch.randn(width, rank, generator=generator) / max(rank, 1) ** 0.5).to(dtype)
             for matrix, table in ((a, a_rows), (b.T, b_rows)):
                 for k, row in enumerate(matrix):
                     table[slot, k] = places.pop()

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.kernels.cpu_build import cpu_library
 from workers.kernels.lora_ops import AdapterRows, SectionTables, TorchLora, gathered
 
 LANES = 16

@@ -66,11 +66,17 @@ def shrink_tokens(
     out = shrunk + (token * tl.num_programs(2) + tl.program_id(2)) * room
     if slot >= 0:
         if section == 0:
-            _shrink_token(x, slab, a_rows_0, ranks_0, scales_0, out, slot, part, split_inputs, inputs, room, RANKS, BLOCK)
+            _shrink_token(
+                x, slab, a_rows_0, ranks_0, scales_0, out, slot, part, split_inputs, inputs, room, RANKS, BLOCK
+            )
         if section == 1:
-            _shrink_token(x, slab, a_rows_1, ranks_1, scales_1, out, slot, part, split_inputs, inputs, room, RANKS, BLOCK)
+            _shrink_token(
+                x, slab, a_rows_1, ranks_1, scales_1, out, slot, part, split_inputs, inputs, room, RANKS, BLOCK
+            )
         if section == 2:
-            _shrink_token(x, slab, a_rows_2, ranks_2, scales_2, out, slot, part, split_inputs, inputs, room, RANKS, BLOCK)
+            _shrink_token(
+                x, slab, a_rows_2, ranks_2, scales_2, out, slot, part, split_inputs, inputs, room, RANKS, BLOCK
+            )
 
 
 @triton.jit
@@ -192,9 +198,7 @@ def _expand_tile(
                 parts = shrunk + t[:, None] * in_stride + k[None, :]
                 factor = tl.load(parts, mask=mine[:, None] & used[None, :], other=0.0)
                 starts = tl.load(b_rows + slot * room + k, mask=used, other=0)
-                b = tl.load(
-                    slab + starts[:, None] + o[None, :], mask=used[:, None] & (o < outputs)[None, :], other=0.0
-                )
+                b = tl.load(slab + starts[:, None] + o[None, :], mask=used[:, None] & (o < outputs)[None, :], other=0.0)
                 total += tl.dot(factor.to(b.dtype), b, input_precision="ieee")
             seen = mine[:, None] & (o < outputs)[None, :]
             at = y + t[:, None] * y_stride + start + o[None, :]

@@ -1,4 +1,4 @@
-"""Triton's grouped LoRA against dense products and the twin: in its interpreter, or on a CUDA device where there is one.
+"""Triton's grouped LoRA against dense products and the twin: in its interpreter, and on a CUDA device where one is.
 
 The interpreter has to be chosen before the kernels are imported, so the tests run in a process of their own; this one
 starts it. It multiplies no bf16 matrices, so prompts in bf16 are left to the device.
@@ -22,7 +22,9 @@ RANKS = [4, 8, 16, 64, 3, 0, 33]
 LIMIT_S = 540
 
 pytest.importorskip("triton")
-computes = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="no interpreter, no CUDA device")
+computes = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="no interpreter, no CUDA device"
+)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
