@@ -15,6 +15,8 @@ import torch
 from workers.kernels.lora_ops import AdapterRows, SectionTables, TorchLora, gathered
 
 LANES = 16
+KNOWN_LAYERS = 4096
+"""Layers remembered at most; beyond, all are forgotten: a caller that never gives the same sections twice."""
 TILE_TOKENS = 4
 """TILE of cpu_lora.c."""
 GEMM_TOKENS = 32
@@ -50,8 +52,36 @@ def cut_work(segments: Sequence[tuple[int, int, int]], gemm_tokens: int) -> Work
     return Work(torch.tensor(tokens, dtype=torch.int32), torch.tensor(tiles, dtype=torch.int32), runs)
 
 
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A layer's sections as cpu_lora.c wants them. Holds the sections, whose identity names it, and their tensors.
+
+    inputs: None where a width is not a whole number of vectors. room: floats of scratch that a token takes.
+    """
+
+    sections: Sequence[SectionTables]
+    packed: "ctypes.Array[ctypes.c_int64]"
+    inputs: int | None
+    room: int
+
+
+def pack_layer(sections: Sequence[SectionTables]) -> Layer:
+    facts: list[int] = []
+    for s in sections:
+        assert s.a_rows.shape == s.b_rows.shape and s.inputs == sections[0].inputs
+        assert all(table.is_contiguous() for table in (s.a_rows, s.b_rows, s.ranks, s.scales))
+        pointers = (s.a_rows.data_ptr(), s.b_rows.data_ptr(), s.ranks.data_ptr(), s.scales.data_ptr())
+        facts += (*pointers, s.a_rows.shape[1], s.outputs, s.start)
+    whole = not any(s.inputs % LANES or s.outputs % LANES for s in sections)
+    inputs = sections[0].inputs if whole else None
+    return Layer(sections, (ctypes.c_int64 * len(facts))(*facts), inputs, sum(s.a_rows.shape[1] for s in sections))
+
+
 class CpuLora:
-    """The compiled kernel for one element type. Keeps scratch memory and the last step's work between calls."""
+    """The compiled kernel for one element type. Keeps scratch memory, layers and the last step's work between calls.
+
+    So a sequence of sections and an AdapterRows, once given, must not be changed; what their tensors hold may.
+    """
 
     def __init__(self, library: ctypes.CDLL, gemm_tokens: int = GEMM_TOKENS) -> None:
         self._twin = TorchLora()
@@ -59,6 +89,7 @@ class CpuLora:
         self._scratch = torch.empty(0)
         self._rows = AdapterRows(torch.empty(0, dtype=torch.int32), [])
         self._work = cut_work([], gemm_tokens)
+        self._layers: dict[int, Layer] = {}
         pointer, number = ctypes.c_void_p, ctypes.c_long
         self._add = library.lora_add
         self._add.restype = None
@@ -75,39 +106,36 @@ class CpuLora:
         sections: Sequence[SectionTables],
         rows: AdapterRows,
     ) -> None:
-        if any(section.inputs % LANES or section.outputs % LANES for section in sections):
+        layer = self._layer_of(sections)
+        if layer.inputs is None:
             self._twin.add(y_TO, x_TI, slab, sections, rows)
             return
         if rows is not self._rows:
             self._rows, self._work = rows, cut_work(rows.segments, self._gemm_tokens)
         if self._work.tokens.shape[0]:
-            self._add_tiles(y_TO, x_TI, slab, sections, self._work)
+            self._add_tiles(y_TO, x_TI, slab, layer, self._work)
         for first, last, slot in self._work.runs:
             for section in sections:
                 _add_run(y_TO[first:last], x_TI[first:last], slab, section, slot)
 
-    def _add_tiles(
-        self, y_TO: torch.Tensor, x_TI: torch.Tensor, slab: torch.Tensor, sections: Sequence[SectionTables], work: Work
-    ) -> None:
-        inputs, num_tokens = x_TI.shape[1], work.tokens.shape[0]
-        assert y_TO.stride(1) == x_TI.stride(1) == 1 and slab.is_contiguous()
-        assert all(section.inputs == inputs for section in sections)
+    def _layer_of(self, sections: Sequence[SectionTables]) -> Layer:
+        layer = self._layers.get(id(sections))
+        if layer is None:
+            if len(self._layers) == KNOWN_LAYERS:
+                self._layers.clear()
+            layer = self._layers[id(sections)] = pack_layer(sections)
+        return layer
+
+    def _add_tiles(self, y_TO: torch.Tensor, x_TI: torch.Tensor, slab: torch.Tensor, layer: Layer, work: Work) -> None:
+        (num_tokens,), (num_tiles, _) = work.tokens.shape, work.tiles.shape
+        assert y_TO.stride(1) == x_TI.stride(1) == 1 and slab.is_contiguous() and x_TI.shape[1] == layer.inputs
         assert y_TO.dtype == x_TI.dtype == slab.dtype
-        facts: list[int] = []
-        size = 0
-        for section in sections:
-            room = section.a_rows.shape[1]
-            size += num_tokens * room
-            facts += (
-                section.a_rows.data_ptr(), section.b_rows.data_ptr(), section.ranks.data_ptr(),
-                section.scales.data_ptr(), room, section.outputs, section.start,
-            )  # fmt: skip
-        if self._scratch.shape[0] < size:
-            self._scratch = torch.empty(size)
+        if self._scratch.shape[0] < num_tokens * layer.room:
+            self._scratch = torch.empty(num_tokens * layer.room)
         self._add(
-            y_TO.data_ptr(), y_TO.stride(0), x_TI.data_ptr(), x_TI.stride(0), slab.data_ptr(), inputs,
-            (ctypes.c_int64 * len(facts))(*facts), len(sections), work.tokens.data_ptr(), num_tokens,
-            work.tiles.data_ptr(), work.tiles.shape[0], self._scratch.data_ptr(), torch.get_num_threads(),
+            y_TO.data_ptr(), y_TO.stride(0), x_TI.data_ptr(), x_TI.stride(0), slab.data_ptr(), layer.inputs,
+            layer.packed, len(layer.sections), work.tokens.data_ptr(), num_tokens, work.tiles.data_ptr(), num_tiles,
+            self._scratch.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
 
 
