@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.machine import OtherCpu, measure_machine
 from benchmarks.models import SHAPES
-from workers.kernels.cpu_build import cpu_library
+from workers.kernels.cpu_build import cpu_lora_library
 from workers.kernels.cpu_lora import CpuLora
 from workers.kernels.lora import AdapterRows, LoraOps, SectionTables, TorchLora, select_lora_ops
 
@@ -185,7 +185,7 @@ def report(case: Case, options: argparse.Namespace, read_bytes_per_s: float) -> 
 
 def report_runs(options: argparse.Namespace) -> None:
     """One adapter of rank 8, 16 or 64 on all linears, by the length of its run."""
-    library = cpu_library(torch.bfloat16)
+    library = cpu_lora_library(torch.bfloat16)
     assert library is not None, "no C compiler"
     for rank in (8, 16, 64):
         for tokens in RUNS:

@@ -3,8 +3,9 @@
 
 #include "cpu_vector.h"
 
-#define TILE 4    /* tokens of one adapter that share a read of its rows */
+#define TILE 4    /* tokens of one adapter that share a read of its rows; 1, 2 or this */
 #define ROWS 4    /* rows of A read side by side */
+#define VECTORS 16 /* sums of an expand that stay in registers */
 #define PIECE 512 /* columns of y that one thread takes at a time */
 #define LINE (64 / (int)sizeof(element)) /* elements of a cache line */
 #define PARALLEL_ELEMENTS 65536 /* below this a second thread costs more than it brings */
@@ -76,7 +77,7 @@ INLINE void shrink(const layer *l, const piece *p, const piece *next, const int 
 INLINE void add_columns(element *const *y, const element *slab, const int64_t *rows, long column, const float *shrunk,
                         long stride, long rank, const element *ahead, const int64_t *rows_ahead, long rank_ahead,
                         const int C, const int V) {
-  floats sum[TILE * TILE];
+  floats sum[VECTORS];
   UNROLLED for (int c = 0; c < C; c++)
     UNROLLED for (int v = 0; v < V; v++) sum[c * V + v] = load(y[c] + column + v * LANES);
   for (long k = 0; k < rank; k++) {
@@ -95,7 +96,7 @@ INLINE void add_columns(element *const *y, const element *slab, const int64_t *r
 
 /* The piece's columns. */
 INLINE void expand(const layer *l, const piece *p, const piece *next, const int C) {
-  const int V = TILE * TILE / (C == 3 ? 4 : C);
+  const int V = VECTORS / C;
   const section *s = p->s;
   const int64_t *rows = s->b_rows + p->t->slot * s->room, *ahead = next->s->b_rows + next->t->slot * next->s->room;
   const long rank = s->ranks[p->t->slot], rank_ahead = next->s->ranks[next->t->slot];
@@ -111,11 +112,11 @@ INLINE void expand(const layer *l, const piece *p, const piece *next, const int 
 /* Constants for the number of tokens, so that sums stay in registers. */
 #define FIXED(name, count)                                                               \
   static void name##_##count(const layer *l, const piece *p, const piece *next) { name(l, p, next, count); }
-#define FIXED_TILE(name) FIXED(name, 1) FIXED(name, 2) FIXED(name, 3) FIXED(name, 4)
+#define FIXED_TILE(name) FIXED(name, 1) FIXED(name, 2) FIXED(name, 4)
 FIXED_TILE(shrink)
 FIXED_TILE(expand)
 
-#define CHOOSE(name, count) ((count) == 1 ? name##_1 : (count) == 2 ? name##_2 : (count) == 3 ? name##_3 : name##_4)
+#define CHOOSE(name, count) ((count) == 1 ? name##_1 : (count) == 2 ? name##_2 : name##_4)
 
 INLINE long least(long a, long b) { return a < b ? a : b; }
 

@@ -17,8 +17,8 @@ from workers.kernels.lora_ops import AdapterRows, SectionTables, TorchLora, gath
 LANES = 16
 KNOWN_LAYERS = 4096
 """Layers remembered at most; beyond, all are forgotten: a caller that never gives the same sections twice."""
-TILE_TOKENS = 4
-"""TILE of cpu_lora.c."""
+TILES = (4, 2, 1)
+"""Tokens of one adapter that cpu_lora.c takes at a time."""
 GEMM_TOKENS = 32
 """A run of at least so many tokens of one adapter goes through matmuls. Measured by benchmarks/lora_kernels.py."""
 
@@ -45,9 +45,11 @@ def cut_work(segments: Sequence[tuple[int, int, int]], gemm_tokens: int) -> Work
     tokens: list[int] = []
     tiles: list[tuple[int, int, int]] = []
     for slot, own in by_slot.items():
-        for at in range(0, len(own), TILE_TOKENS):
-            tiles.append((len(tokens) + at, min(TILE_TOKENS, len(own) - at), slot))
-        tokens += own
+        while own:
+            count = next(size for size in TILES if size <= len(own))
+            tiles.append((len(tokens), count, slot))
+            tokens += own[:count]
+            own = own[count:]
     runs = [segment for segment in segments if segment[1] - segment[0] >= gemm_tokens]
     return Work(torch.tensor(tokens, dtype=torch.int32), torch.tensor(tiles, dtype=torch.int32), runs)
 

@@ -154,7 +154,7 @@ def test_a_token_gets_the_same_bits_with_any_mates(dtype: torch.dtype) -> None:
 
 
 def test_tokens_of_one_adapter_share_tiles() -> None:
-    work = cut_work([(0, 1, 5), (2, 3, 7), (3, 8, 5), (9, 9 + GEMM_TOKENS, 5), (60, 61, 7)], GEMM_TOKENS)
-    assert work.tokens.tolist() == [0, 3, 4, 5, 6, 7, 2, 60]
-    assert work.tiles.tolist() == [[0, 4, 5], [4, 2, 5], [6, 2, 7]]
-    assert work.runs == [(9, 9 + GEMM_TOKENS, 5)]
+    work = cut_work([(0, 1, 5), (2, 3, 7), (3, 9, 5), (9, 9 + GEMM_TOKENS, 6), (60, 61, 7)], GEMM_TOKENS)
+    assert work.tokens.tolist() == [0, 3, 4, 5, 6, 7, 8, 2, 60]
+    assert work.tiles.tolist() == [[0, 4, 5], [4, 2, 5], [6, 1, 5], [7, 2, 7]]
+    assert work.runs == [(9, 9 + GEMM_TOKENS, 6)]
