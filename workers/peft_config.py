@@ -65,8 +65,8 @@ LAYER: Final = re.compile(r"\.(\d+)\.")
 class LoraConfig:
     """What decides the numbers. rank_pattern and alpha_pattern: by module, the first that matches wins.
 
-    targets: ends of the names of modules that must have weights, without `excluded` and outside of `layers` (None: all);
-    None where that cannot be told without running a regular expression.
+    targets: ends of the names of modules that must have weights, but for `excluded` ones and those outside of `layers`
+    (None: all layers); None where that cannot be told without running a regular expression.
     """
 
     rank: int

@@ -134,7 +134,7 @@ def adapter_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _start_digest(config: LoraConfig) -> Any:
+def _start_digest(config: LoraConfig) -> "hashlib._Hash":
     return hashlib.sha256(DIGEST_VERSION + config.canonical() + b"\n")
 
 
@@ -208,7 +208,7 @@ def _read_config(folder: Path) -> bytes:
 
 def _read_all(file: _File, size: int) -> Bytes:
     data = np.empty(size, np.uint8)
-    file.fill(memoryview(data))
+    file.fill(data.data)
     return data
 
 
@@ -287,9 +287,7 @@ def _place(tensor: str, linears: Mapping[str, Shape]) -> tuple[str, str]:
     raise AdapterRefused(f"tensor {tensor} is not the A or B of a LoRA module")
 
 
-def _module(
-    name: str, shape: Shape, halves: Mapping[str, TensorAt], config: LoraConfig, max_rank: int
-) -> LoraModule:
+def _module(name: str, shape: Shape, halves: Mapping[str, TensorAt], config: LoraConfig, max_rank: int) -> LoraModule:
     if len(halves) < 2:
         (half,) = halves
         raise AdapterRefused(f"tensor {halves[half].name} has no {'B' if half == 'A' else 'A'} beside it")

@@ -80,7 +80,9 @@ class TorchLora:
         sections: Sequence[SectionTables],
         rows: AdapterRows,
     ) -> None:
-        short = [token for first, last, _ in rows.segments if last - first < GEMM_TOKENS for token in range(first, last)]
+        short = [
+            token for first, last, _ in rows.segments if last - first < GEMM_TOKENS for token in range(first, last)
+        ]
         tokens_N = torch.tensor(short, dtype=torch.int64, device=y_TO.device)
         for section in sections:
             for part_N in tokens_N.split(GATHER_TOKENS) if short else ():
