@@ -115,7 +115,7 @@ def read_adapter(folder: Path, spec: ArchSpec, max_rank: int) -> PeftAdapter:
             raise AdapterRefused(f"tensor {tensor.name} holds NaN or infinity")
     digest = _start_digest(config)
     digest.update(header)
-    digest.update(data)
+    digest.update(data.data)
     return PeftAdapter(AdapterFacts(digest.hexdigest(), modules, size, config.base_model), data)
 
 

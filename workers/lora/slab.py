@@ -1,8 +1,8 @@
 """Device memory for adapters on this rank: a slab of equal pages, and for each section the tables that say where the
 rows of each slot's adapter are.
 
-Written by the place mover's thread, read by the steps (sites.py) beside it: a slot or page that a plan in flight names is
-never written, the coordinator sees to that. P pages, E elements of a page, S sections, R the highest rank.
+Written by the place mover's thread, read by the steps (sites.py) beside it: a slot or page that a plan in flight names
+is never written, which the coordinator sees to. P pages, E elements of a page, S sections, R the highest rank.
 """
 
 from collections.abc import Iterator, Sequence
