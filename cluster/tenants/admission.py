@@ -20,11 +20,12 @@ class OverLimit(RequestRefused):
 
 
 class Grant(NamedTuple):
-    """What an admitted request holds until it is settled. tokens: reserved, prompt and output. Not counted: its tenant
-    has no limit that needs counting."""
+    """What an admitted request holds until it is settled. tokens: prompt and allowed output; charge: of those, taken
+    from the minute's bucket. Not counted: its tenant has no limit that needs counting."""
 
     tenant: str
     tokens: int = 0
+    charge: int = 0
     is_counted: bool = False
 
 
