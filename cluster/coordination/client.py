@@ -148,11 +148,11 @@ async def _transaction(client: "redis_asyncio.Redis", commands: Sequence[Sequenc
         return list(await pipe.execute())
 
 
-async def _run_script(
-    client: "redis_asyncio.Redis", text: str, keys: Sequence[str], arguments: Sequence[Part]
-) -> Any:
+async def _run_script(client: "redis_asyncio.Redis", text: str, keys: Sequence[str], arguments: Sequence[Part]) -> Any:
     rest = (len(keys), *keys, *arguments)
     try:
-        return await _execute(client, ("EVALSHA", hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest(), *rest))
+        return await _execute(
+            client, ("EVALSHA", hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest(), *rest)
+        )
     except redis.exceptions.NoScriptError:
         return await _execute(client, ("EVAL", text, *rest))

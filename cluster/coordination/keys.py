@@ -27,6 +27,7 @@ def start_failure(service: str) -> str:
     """Why a process of this service could not start (msgpack StartFailure). TTL 10 min. Owner: the failing process."""
     return f"tandem:{service}:start-failure"
 
+
 TENANTS = "tandem:tenants"
 """Hash of a tenant's name to its JSON (Tenant). No TTL: desired state. Owner: cluster/tenants/store.py."""
 TENANTS_VERSION = "tandem:tenants:version"

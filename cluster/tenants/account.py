@@ -137,7 +137,9 @@ class Account:
 
     # ---- with Redis ----------------------------------------------------------------------------------------------
 
-    def report(self, now_s: float, kv_tokens: int | None, need: int = 0, charge: int = 0, admit: bool = False) -> Report:
+    def report(
+        self, now_s: float, kv_tokens: int | None, need: int = 0, charge: int = 0, admit: bool = False
+    ) -> Report:
         """The next report. What the buckets in Redis do not know is in it, and counts as told."""
         self._number += 1
         requests, tokens = self.left(now_s)

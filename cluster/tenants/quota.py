@@ -31,7 +31,7 @@ WORDS: Mapping[Reason, str] = {
     "requests": "Too many requests: {limit} a minute are allowed.",
     "tokens": "Too many tokens: {limit} a minute are allowed, prompt and output together; this asks for {tokens}.",
     "concurrency": "Too many requests at once: {limit} are allowed.",
-    "kv_share": "The requests in flight hold all of the cache that this tenant may take; this asks for {tokens} tokens.",
+    "kv_share": "The requests in flight hold all of the cache that is this tenant's; this asks for {tokens} tokens.",
     "budget": "The token budget of {limit} is used up.",
     "budget_reserved": "What is left of the token budget of {limit} is held by requests in flight.",
 }

@@ -4,12 +4,12 @@ Run once to admit a request, and by the beat to tell what has changed since. All
 sorted set of a common hash tag, so the script is atomic on a cluster too:
 
     requests, tokens, at_ms      token buckets: how full they were when; a minute's limit is size and rate per minute
-    n:G r:G u:G s:G              of gateway G: requests running, tokens reserved, budget tokens used, number of the report
+    n:G r:G u:G s:G              of gateway G: requests running, tokens reserved, budget tokens used, its last report
     budget, base                 which budget is counted; tokens used by gateways that are gone for a day
     gateways zset                G to the end of its lease: after it n and r of G count as nothing, u still counts
 
-What a gateway says of itself is absolute, so a report may be lost or run twice; only bucket charges are differences, and
-those a minute heals. A gateway that dies frees its concurrency by the end of its lease.
+What a gateway says of itself is absolute, so a report may be lost or run twice; only bucket charges are differences,
+and those a minute heals. A gateway that dies frees its concurrency by the end of its lease.
 """
 
 import msgspec

@@ -92,7 +92,9 @@ class TenantStore:
             budget_id=int(now_s * 1000),
         )
         if not await self._put(name, b"", msgspec.json.encode(tenant)):
-            raise RequestRefused(f"There is a tenant {name!r} already.", code="already_exists", status=409, param="name")
+            raise RequestRefused(
+                f"There is a tenant {name!r} already.", code="already_exists", status=409, param="name"
+            )
         return KeyedTenant(tenant, key)
 
     async def change(self, name: str, limits: Mapping[str, Any]) -> Tenant:
