@@ -16,6 +16,8 @@ from cluster.commands.plan import plan
 from cluster.commands.run_batch import run_batch
 from cluster.commands.serve import serve
 from cluster.commands.status import status
+from cluster.commands.tenants import tenants_app
+from cluster.commands.usage import usage
 from configs.errors import TandemError
 
 VERBS = (
@@ -25,6 +27,7 @@ VERBS = (
     ("complete", complete),
     ("plan", plan),
     ("status", status),
+    ("usage", usage),
     ("check-config", check_config),
 )
 
@@ -43,6 +46,7 @@ def build_app() -> typer.Typer:
     app.callback()(_global_options)
     for name, verb in VERBS:
         app.command(name, cls=GroupedHelp)(verb)
+    app.add_typer(tenants_app(), name="tenants")
     return app
 
 

@@ -7,6 +7,7 @@ Under `serve run` requests arrive through Serve's proxy. Under `tandem serve` th
 import asyncio
 import logging
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -15,15 +16,19 @@ from fastapi import FastAPI
 from ray import serve
 
 from cluster.coordination.client import BackgroundClient, RedisAway
+from cluster.coordination.moving_redis import MovingRedis
 from cluster.coordination.registry import FleetView, StartFailure, report_start_failure
 from cluster.frozen_groups import FrozenGroups, RayRemote
 from cluster.gateway.app import build_gateway_app, build_gateway_state
 from cluster.gateway.draining import shutting_down
 from cluster.group_client import GroupClient
 from cluster.http_server import QuietServer, make_server
+from cluster.metrics import decode_stats
 from cluster.redis_replica import open_redis
 from cluster.serve_caller import ServeCaller
 from cluster.service import ServiceFacts, check_install
+from cluster.tenants.service import TenantService
+from configs.errors import SettingsError
 from configs.schema import ServiceSettings
 
 log = logging.getLogger("ray.serve.tandem")
@@ -44,7 +49,13 @@ class Gateway:
         self._facts = facts
         # no request waits for the fleet, so a loop that is busy with tokens may take its time to read it
         self._redis = await open_redis(facts, redis, lambda url: BackgroundClient(url, timeout_s=1.0, retries=1))
-        self._fleet = FleetView(self._redis, facts.service_id, reseed=_nothing_to_seed)
+        try:
+            self._tenants = open_tenants(settings, self._redis, self._kv_tokens)
+        except SettingsError as error:
+            await self._report_failure(error)
+            raise
+        self._fleet = FleetView(self._redis, facts.service_id, reseed=self._tenants.seed)
+        await self._tenants.start()
         await self._fleet.refresh()
         loop = asyncio.get_running_loop()
         self._refreshing = loop.create_task(self._fleet.run(), name="fleet")
@@ -56,7 +67,7 @@ class Gateway:
         self._server: QuietServer | None = None
         self._serving: asyncio.Task[None] | None = None
         try:
-            self._state = build_gateway_state(settings, self._client)
+            self._state = build_gateway_state(settings, self._client, self._tenants)
         except Exception as error:
             await self._report_failure(error)
             raise
@@ -89,7 +100,14 @@ class Gateway:
         self._looking_after.cancel()
         self._refreshing.cancel()
         await self._client.close()
+        await self._state.tasks.wait_idle(LAST_WORDS_S)  # owners settle what has ended
+        await self._tenants.close()
         await self._redis.close()
+
+    def _kv_tokens(self) -> int:
+        """KV tokens of all groups together, 0 before they have said so."""
+        stats = [found for r in self._fleet.records.values() if (found := decode_stats(r)) is not None]
+        return sum(found.num_blocks * found.block_size for found in stats)
 
     async def _open_port(self, app: FastAPI) -> None:
         gateway = self._settings.gateway
@@ -122,5 +140,15 @@ def listen(host: str, port: int, *, shared: bool) -> socket.socket:
     return listener
 
 
-async def _nothing_to_seed() -> None:
-    """There is no durable state yet."""
+def open_tenants(settings: ServiceSettings, redis: MovingRedis, kv_tokens: Callable[[], int]) -> TenantService:
+    """The tenants of a gateway of these settings. SettingsError when their folder cannot be used."""
+    try:
+        return TenantService(
+            redis,
+            folder=settings.gateway.state_dir,
+            redis_timeout_s=settings.redis.timeout_ms / 1000,
+            gateways=settings.gateway.num_gateways,
+            kv_tokens=kv_tokens,
+        )
+    except OSError as error:
+        raise SettingsError(f"{settings.gateway.state_dir} cannot be used: {error.strerror}", "--state-dir") from error

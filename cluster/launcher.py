@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
+from msgspec.structs import replace
 
 from cluster import machine, ray_node
 from cluster.coordination.redis_server import RedisServer
@@ -93,6 +94,9 @@ class Launcher:
             self._stack.callback(os.chdir, "/")
         with self._phase("redis", None if self._settings.redis.url is not None else "starting Redis ..."):
             url = self._start_redis(folder.redis)
+        if self._settings.gateway.state_dir is None:
+            gateway = replace(self._settings.gateway, state_dir=str(folder.state))
+            self._settings = replace(self._settings, gateway=gateway)
         self._start_host_tier(folder.host_tier)
         with self._phase("ray", "starting Ray ..." if self._address is None else f"joining Ray at {self._address} ..."):
             self._start_ray(folder)

@@ -102,7 +102,10 @@ def settings_from_serve_args(args: Mapping[str, Any]) -> ServiceSettings:
     loading = _section(args, "model_loading_config", ("model_id", "model_source"))
     deployment = _section(args, "deployment_config", ("autoscaling_config", "num_replicas"))
     values = {**_section(args, "engine_kwargs", None)}
-    for section, names in (("gateway_config", ("api_key", "metrics_prefix")), ("redis_config", ("redis_url",))):
+    for section, names in (
+        ("gateway_config", ("api_key", "admin_api_key", "state_dir", "metrics_prefix")),
+        ("redis_config", ("redis_url", "redis_timeout_ms")),
+    ):
         values |= _section(args, section, names)
     for name in ("host", "port", "redis_url"):
         if name in _section(args, "engine_kwargs", None):
@@ -119,7 +122,9 @@ def settings_from_serve_args(args: Mapping[str, Any]) -> ServiceSettings:
 
 def resolved_yaml(settings: ServiceSettings) -> str:
     """The settings with every default filled in, as YAML; keys and passwords are not shown."""
-    gateway = msgspec.structs.replace(settings.gateway, api_keys=("(hidden)",) * len(settings.gateway.api_keys))
+    gateway = settings.gateway
+    hidden = {name: ("(hidden)",) * len(getattr(gateway, name)) for name in ("api_keys", "admin_keys")}
+    gateway = msgspec.structs.replace(gateway, **hidden)
     redis = settings.redis
     if redis.url is not None:
         redis = msgspec.structs.replace(redis, url=re.sub(r"(://[^@/]*:)[^@/]*@", r"\1(hidden)@", redis.url))
@@ -211,7 +216,7 @@ def _check_together(settings: ServiceSettings) -> None:
     _check_adapters(settings)
     if settings.gateway.host == "":
         raise SettingsError("must name an address", "--host")
-    if any(len(key) < 1 or not key.isprintable() for key in settings.gateway.api_keys):
+    if any(len(key) < 1 or not key.isprintable() for key in (*settings.gateway.api_keys, *settings.gateway.admin_keys)):
         raise SettingsError("a key must be printable and not empty", "--api-key")
     if any(not name.strip() for name in engine.model.served_model_name):
         raise SettingsError("a name must not be empty", "--served-model-name")

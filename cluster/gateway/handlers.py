@@ -30,6 +30,7 @@ from cluster.gateway.request_run import RequestPart, RequestRun
 from cluster.gateway.sampling import sampling_params
 from cluster.gateway.state import GatewayState
 from cluster.gateway.strict_json import parse_object, read_body
+from cluster.tenants.tenant import salted
 from workers.messages import GenerationRequest, SamplingParams
 from workers.text.choice_text import ChoiceText
 from workers.text.tokenizer import check_token_ids
@@ -171,8 +172,8 @@ def _run(
             prompt_token_ids=prompt.token_ids,
             sampling=params,
             tenant=principal.tenant,
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt or "",
+            priority=body.priority if body.priority is not None else state.tenancy.limits(principal.tenant).priority,
+            cache_salt=salted(principal.tenant, body.cache_salt),
             trace_ids={"x-request-id": request.scope.get("tandem.request_id", "")},
         )
         choices = [_choice(state, body, prompt, params) for _ in range(params.n)]

@@ -18,11 +18,22 @@ from cluster.gateway.backend import Backend
 from cluster.gateway.draining import Draining
 from cluster.gateway.metrics import GatewayMetrics
 from cluster.gateway.owners import TaskOwner, TextWorkers
+from cluster.tenants.admin import NoTenantAdmin, TenantAdmin
+from cluster.tenants.admission import OpenTenancy, Tenancy
 from configs.schema import GatewaySettings
 from workers.messages import Usage
 from workers.text.chat_template import ChatTemplate
 from workers.text.detokenizer import DetokenizerFactory
 from workers.text.tokenizer import ModelTokenizer
+
+
+class Opening(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that its tenant's limits have let in. adapter: name@digest."""
+
+    request_id: str
+    tenant: str
+    model: str
+    adapter: str | None = None
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +42,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     tenant: str
     model: str
+    adapter: str | None = None
     terminal: str
     usage: Usage
     began_s: float
@@ -40,6 +52,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 class Ledger(Protocol):
     """Takes exactly one Outcome per accepted request."""
 
+    def accepted(self, opening: Opening) -> None:
+        """A row is owed from now on. Never waits."""
+        ...
+
     async def settle(self, outcome: Outcome) -> None:
         """Writes the row. Called by the request's owner task, never by an HTTP handler."""
         ...
@@ -47,6 +63,9 @@ class Ledger(Protocol):
 
 class NoLedger:
     """Keeps nothing."""
+
+    def accepted(self, opening: Opening) -> None:
+        del opening
 
     async def settle(self, outcome: Outcome) -> None:
         del outcome
@@ -76,6 +95,8 @@ class GatewayState:
     vocab_size: int
     backend: Backend
     auth: Authenticator
+    tenancy: Tenancy
+    tenants: TenantAdmin
     ledger: Ledger
     registry: CollectorRegistry
     metrics: GatewayMetrics
@@ -102,6 +123,8 @@ def make_state(
     backend: Backend,
     engine_eos_token_ids: frozenset[int] | None = None,
     auth: Authenticator | None = None,
+    tenancy: Tenancy | None = None,
+    tenants: TenantAdmin | None = None,
     ledger: Ledger | None = None,
     registry: CollectorRegistry | None = None,
     times: GatewayTimes | None = None,
@@ -124,7 +147,9 @@ def make_state(
         max_model_len=max_model_len,
         vocab_size=vocab_size,
         backend=backend,
-        auth=auth if auth is not None else StaticKeys(settings.api_keys),
+        auth=auth if auth is not None else StaticKeys(settings.api_keys, settings.admin_keys),
+        tenancy=tenancy if tenancy is not None else OpenTenancy(),
+        tenants=tenants if tenants is not None else NoTenantAdmin(),
         ledger=ledger if ledger is not None else NoLedger(),
         registry=registry,
         metrics=GatewayMetrics(registry, settings.metrics_prefix, model_names[0]),
