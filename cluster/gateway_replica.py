@@ -14,6 +14,8 @@ import ray
 from fastapi import FastAPI
 from ray import serve
 
+from cluster.adapters.desk import AdapterDesk
+from cluster.adapters.opening import open_desk, tend
 from cluster.coordination.client import BackgroundClient, RedisAway
 from cluster.coordination.registry import FleetView, StartFailure, report_start_failure
 from cluster.frozen_groups import FrozenGroups, RayRemote
@@ -44,19 +46,24 @@ class Gateway:
         self._facts = facts
         # no request waits for the fleet, so a loop that is busy with tokens may take its time to read it
         self._redis = await open_redis(facts, redis, lambda url: BackgroundClient(url, timeout_s=1.0, retries=1))
-        self._fleet = FleetView(self._redis, facts.service_id, reseed=_nothing_to_seed)
+        self._adapters: AdapterDesk | None = None
+        self._fleet = FleetView(self._redis, facts.service_id, reseed=self._reseed)
         await self._fleet.refresh()
         loop = asyncio.get_running_loop()
         self._refreshing = loop.create_task(self._fleet.run(), name="fleet")
         host = "127.0.0.1" if facts.single_node else ray.util.get_node_ip_address()
         prefix = settings.gateway.metrics_prefix
-        self._client = GroupClient(ServeCaller(groups), self._fleet, facts.secret, host, prefix)
+        self._client = GroupClient(ServeCaller(groups), self._fleet, facts.secret, host, prefix, lambda: self._adapters)
         frozen = FrozenGroups(self._fleet, RayRemote(), self._client.lose_silent)
         self._looking_after = loop.create_task(frozen.run(), name="frozen groups")
         self._server: QuietServer | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._tending: list[asyncio.Task[None]] = []
         try:
-            self._state = build_gateway_state(settings, self._client)
+            self._adapters = await open_desk(settings, self._redis, facts.service_id)
+            if self._adapters is not None:
+                self._tending = tend(self._adapters, settings)
+            self._state = build_gateway_state(settings, self._client, adapters=self._adapters)
         except Exception as error:
             await self._report_failure(error)
             raise
@@ -86,10 +93,16 @@ class Gateway:
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
             await asyncio.wait({self._serving}, timeout=LAST_WORDS_S)
-        self._looking_after.cancel()
+        for task in (self._looking_after, *self._tending):
+            task.cancel()
         self._refreshing.cancel()
         await self._client.close()
         await self._redis.close()
+
+    async def _reseed(self) -> None:
+        """Durable state goes back into a Redis that lost its data."""
+        if self._adapters is not None:
+            await self._adapters.registry.reseed()
 
     async def _open_port(self, app: FastAPI) -> None:
         gateway = self._settings.gateway
@@ -120,7 +133,3 @@ def listen(host: str, port: int, *, shared: bool) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-async def _nothing_to_seed() -> None:
-    """There is no durable state yet."""

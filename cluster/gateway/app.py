@@ -6,6 +6,8 @@ loads no weights and no torch.
 
 from pathlib import Path
 
+from cluster.adapters.desk import AdapterDesk
+from cluster.adapters.sources import roots_of
 from cluster.gateway.backend import Backend
 from cluster.gateway.routes import build_gateway_app
 from cluster.gateway.state import GatewayState, Ledger, make_state
@@ -18,7 +20,9 @@ from workers.text.tokenizer import load_tokenizer
 __all__ = ["GatewayState", "build_gateway_app", "build_gateway_state"]
 
 
-def build_gateway_state(settings: ServiceSettings, backend: Backend, ledger: Ledger | None = None) -> GatewayState:
+def build_gateway_state(
+    settings: ServiceSettings, backend: Backend, ledger: Ledger | None = None, adapters: AdapterDesk | None = None
+) -> GatewayState:
     """The state of one gateway. SettingsError when the model folder lacks what a gateway needs.
 
     `settings.engine.model.model` is a folder here (the launcher resolved it).
@@ -38,5 +42,7 @@ def build_gateway_state(settings: ServiceSettings, backend: Backend, ledger: Led
         backend=backend,
         engine_eos_token_ids=frozenset(eos_token_ids(folder, spec)),
         ledger=ledger,
+        adapters=adapters,
+        adapter_roots=roots_of(settings.adapters),
         fingerprint=f"tandem-{model.revision or folder.name}"[:64],
     )

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from cluster.gateway.adapters import LoadBody, UnloadBody
 from cluster.gateway.auth import AuthLevel
 from cluster.gateway.http_errors import ErrorBody
 from cluster.gateway.openai_schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -14,6 +15,8 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/completions": CompletionBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
+    "/v1/load_lora_adapter": LoadBody,
+    "/v1/unload_lora_adapter": UnloadBody,
 }
 REFUSALS = {
     "400": "Bad JSON, schema, range, unsupported field, or context too long",

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from cluster.gateway import handlers, probes
+from cluster.gateway import adapters, handlers, probes
 from cluster.gateway.auth import AuthLevel, Principal, check_level
 from cluster.gateway.envelope import Envelope
 from cluster.gateway.http_errors import on_tandem_error
@@ -43,6 +43,8 @@ ROUTES: tuple[RouteSpec, ...] = (
     RouteSpec("GET", "/v1/models/{model:path}", AuthLevel.API_KEY, probes.model),
     RouteSpec("POST", "/tokenize", AuthLevel.API_KEY, handlers.tokenize),
     RouteSpec("POST", "/detokenize", AuthLevel.API_KEY, handlers.detokenize),
+    RouteSpec("POST", "/v1/load_lora_adapter", AuthLevel.ADMIN, adapters.load_adapter),
+    RouteSpec("POST", "/v1/unload_lora_adapter", AuthLevel.ADMIN, adapters.unload_adapter),
     RouteSpec("GET", "/livez", AuthLevel.OPEN, probes.live),
     RouteSpec("GET", "/ping", AuthLevel.OPEN, probes.live),
     RouteSpec("GET", "/health", AuthLevel.OPEN, probes.ready),
@@ -61,6 +63,8 @@ def build_gateway_app(state: GatewayState) -> FastAPI:
         yield
         await state.tasks.close(SHUTDOWN_S)
         state.text.close()
+        if state.adapters is not None:
+            state.adapters.close()
 
     app = FastAPI(title="Tandem", openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.router.redirect_slashes = False
