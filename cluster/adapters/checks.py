@@ -18,7 +18,6 @@ from workers.models.registry import load_spec
 from workers.models.spec import ArchSpec
 from workers.peft_folder import adapter_facts
 
-
 CACHE = "adapters"
 """Below the cache folder; ranks of this machine find there what was checked here."""
 
