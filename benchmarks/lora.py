@@ -3,7 +3,7 @@
     python -m benchmarks.lora [--parts speed memory zipf peer] [--quick] [--threads N]
 
 speed: decode tokens/s with 0, 1, 4, 16 and 64 different adapters active in a full batch, over base alone in the same
-run (A-B-A-B); also rank 16 on all linears, over what (weights + active adapters' bytes) over measured bandwidth predicts.
+run (A-B-A-B); also rank 16 on all linears, over what (weights + active adapters) over measured bandwidth predicts.
 memory: adapters that fit one GiB, against slots padded to the highest rank on every linear. zipf: TTFT when requests
 draw from 8, 64 and 512 adapters (Zipf, Poisson arrivals at half the capacity measured with 8) and the device holds 8.
 peer: `transformers` with `peft`, which switches adapters between requests. JSON goes to out/benchmarks.
@@ -207,9 +207,7 @@ def measure_memory(options: argparse.Namespace, console: Console) -> dict[str, o
     for rank, modules in ((8, QV), (16, ALL_LINEARS)):
         count = slab // adapter_bytes(spec, rank, modules, 2) + 2
         refs = references(adapter_folders(options.model, spec, count, rank, modules))
-        lora = LoraSettings(
-            enable_lora=True, max_loras=1, max_lora_rank=64, max_cpu_loras=count, memory_bytes=slab
-        )
+        lora = LoraSettings(enable_lora=True, max_loras=1, max_lora_rank=64, max_cpu_loras=count, memory_bytes=slab)
         sink = TimelineSink()
         draw = random.Random(0)
         with opened_engine(settings_of(folder, options, 1, lora), sink) as (engine, _):
@@ -241,7 +239,9 @@ def measure_zipf(options: argparse.Namespace, console: Console) -> dict[str, obj
     folders = adapter_folders(options.zipf_model, spec, max(options.adapters), 8, QV)
     refs = references(folders)
     rate = 0.5 * _capacity(options, folder, spec, refs[:ROOM])
-    console.print(f"{options.zipf_model}: capacity with {ROOM} adapters {2 * rate:.1f} requests/s; arrivals at half of it")
+    console.print(
+        f"{options.zipf_model}: capacity with {ROOM} adapters {2 * rate:.1f} requests/s; arrivals at half of it"
+    )
     lines: dict[str, object] = {"requests_per_s": rate}
     for count in options.adapters:
         sink = TimelineSink()
@@ -255,7 +255,9 @@ def measure_zipf(options: argparse.Namespace, console: Console) -> dict[str, obj
         shown = " ".join(f"{k} {v:.0f}" for k, v in percentiles(ttft).items())
         assert before.adapters is not None and after.adapters is not None
         loads = after.adapters.loads - before.adapters.loads
-        console.print(f"{count:4d} adapters, room for {ROOM}: TTFT ms {shown}; {loads} loads  other_cpu {other.share:.2f}")
+        console.print(
+            f"{count:4d} adapters, room for {ROOM}: TTFT ms {shown}; {loads} loads  other_cpu {other.share:.2f}"
+        )
     return lines
 
 
@@ -297,9 +299,7 @@ def _capacity(options: argparse.Namespace, folder: Path, spec: ArchSpec, refs: S
         return count / (time.perf_counter() - start)
 
 
-def _open_loop(
-    engine: Engine, sink: TimelineSink, refs: Sequence[AdapterRef], rate: float, count: int
-) -> list[float]:
+def _open_loop(engine: Engine, sink: TimelineSink, refs: Sequence[AdapterRef], rate: float, count: int) -> list[float]:
     """TTFT of each request in ms, from when it was due. The same arrivals and lengths for every number of adapters."""
     arrivals, draw, pick = random.Random(3), random.Random(4), zipf_draw(len(refs), 5)
     due, now = [], time.perf_counter() + 0.1

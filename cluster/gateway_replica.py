@@ -15,6 +15,8 @@ import ray
 from fastapi import FastAPI
 from ray import serve
 
+from cluster.adapters.desk import AdapterDesk
+from cluster.adapters.opening import open_desk, tend
 from cluster.coordination.client import BackgroundClient, RedisAway
 from cluster.coordination.moving_redis import MovingRedis
 from cluster.coordination.registry import FleetView, StartFailure, report_start_failure
@@ -54,20 +56,25 @@ class Gateway:
         except SettingsError as error:
             await self._report_failure(error)
             raise
-        self._fleet = FleetView(self._redis, facts.service_id, reseed=self._tenants.seed)
+        self._adapters: AdapterDesk | None = None
+        self._fleet = FleetView(self._redis, facts.service_id, reseed=self._reseed)
         await self._tenants.start()
         await self._fleet.refresh()
         loop = asyncio.get_running_loop()
         self._refreshing = loop.create_task(self._fleet.run(), name="fleet")
         host = "127.0.0.1" if facts.single_node else ray.util.get_node_ip_address()
         prefix = settings.gateway.metrics_prefix
-        self._client = GroupClient(ServeCaller(groups), self._fleet, facts.secret, host, prefix)
+        self._client = GroupClient(ServeCaller(groups), self._fleet, facts.secret, host, prefix, lambda: self._adapters)
         frozen = FrozenGroups(self._fleet, RayRemote(), self._client.lose_silent)
         self._looking_after = loop.create_task(frozen.run(), name="frozen groups")
         self._server: QuietServer | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._tending: list[asyncio.Task[None]] = []
         try:
-            self._state = build_gateway_state(settings, self._client, self._tenants)
+            self._adapters = await open_desk(settings, self._redis, facts.service_id)
+            if self._adapters is not None:
+                self._tending = tend(self._adapters, settings)
+            self._state = build_gateway_state(settings, self._client, self._tenants, self._adapters)
         except Exception as error:
             await self._report_failure(error)
             raise
@@ -97,7 +104,8 @@ class Gateway:
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
             await asyncio.wait({self._serving}, timeout=LAST_WORDS_S)
-        self._looking_after.cancel()
+        for task in (self._looking_after, *self._tending):
+            task.cancel()
         self._refreshing.cancel()
         await self._client.close()
         await self._state.tasks.wait_idle(LAST_WORDS_S)  # owners settle what has ended
@@ -108,6 +116,12 @@ class Gateway:
         """KV tokens of all groups together, 0 before they have said so."""
         stats = [found for r in self._fleet.records.values() if (found := decode_stats(r)) is not None]
         return sum(found.num_blocks * found.block_size for found in stats)
+
+    async def _reseed(self) -> None:
+        """Durable state goes back into a Redis that lost its data."""
+        await self._tenants.seed()
+        if self._adapters is not None:
+            await self._adapters.registry.reseed()
 
     async def _open_port(self, app: FastAPI) -> None:
         gateway = self._settings.gateway

@@ -20,7 +20,15 @@ from cluster import machine, ray_node
 from cluster.coordination.redis_server import RedisServer
 from cluster.helper import Helper, Startable
 from cluster.placement import declared_cpus, max_groups, min_groups
-from cluster.preflight import check_memory, check_model, check_port, check_redis, choose_device, fit_host_tier
+from cluster.preflight import (
+    check_adapters,
+    check_memory,
+    check_model,
+    check_port,
+    check_redis,
+    choose_device,
+    fit_host_tier,
+)
 from cluster.reaper import Reaper, orphans
 from cluster.run_files import PrivateFolder, RunFile, remove_run_file, write_run_file
 from cluster.service import ServiceFacts, groups_per_node, install_root, new_facts
@@ -121,6 +129,8 @@ class Launcher:
         settings = self._settings = choose_device(self._settings)
         check_port(settings.gateway.host, settings.gateway.port)
         check_model(settings)
+        for line in check_adapters(settings):
+            self._say.line(line)
         check_memory(settings)
         self._settings, note = fit_host_tier(settings)
         if note is not None:

@@ -61,3 +61,32 @@ def usage(tenant: str, day: str) -> str:
 def usage_tenants(day: str) -> str:
     """Set of the tenants that have rows on a UTC day. TTL 90 days. Owner: gateways."""
     return f"tandem:usage:{day}"
+
+
+def adapters(model: str) -> str:
+    """Hash of the adapters listed beside a base model: name to AdapterEntry (msgpack), and two fields that are no
+    names, ADAPTERS_VERSION (a counter of changes) and ADAPTERS_BASE (BaseFacts, msgpack). No TTL: desired state. Owner:
+    gateways and `tandem adapters`."""
+    return f"tandem:adapters:{model}"
+
+
+ADAPTERS_VERSION = "@version"
+ADAPTERS_BASE = "@base"
+
+
+def modules_listed(service: str) -> str:
+    """Present once the adapters of --lora-modules were listed in this life of the service: a gateway that comes later
+    must not list again what was unloaded since. TTL 30 days. Owner: gateways."""
+    return f"tandem:{service}:modules-listed"
+
+
+MODULES_LISTED_TTL_S = 30 * 24 * 3600
+
+
+def charges(service: str, group_id: str) -> str:
+    """What a group has charged each tenant since its start (msgpack, tenant -> tokens by weight). PX 30 s, written each
+    second while it changes. Owner: that group's coordinator."""
+    return f"tandem:{service}:charges:{group_id}"
+
+
+CHARGES_TTL_MS = 30_000

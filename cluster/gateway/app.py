@@ -6,6 +6,8 @@ loads no weights and no torch.
 
 from pathlib import Path
 
+from cluster.adapters.desk import AdapterDesk
+from cluster.adapters.sources import roots_of
 from cluster.gateway.auth import KnownKeys, StaticKeys, TenantKeys
 from cluster.gateway.backend import Backend
 from cluster.gateway.routes import build_gateway_app
@@ -22,7 +24,10 @@ __all__ = ["GatewayState", "build_gateway_app", "build_gateway_state"]
 
 
 def build_gateway_state(
-    settings: ServiceSettings, backend: Backend, tenants: TenantService | None = None
+    settings: ServiceSettings,
+    backend: Backend,
+    tenants: TenantService | None = None,
+    adapters: AdapterDesk | None = None,
 ) -> GatewayState:
     """The state of one gateway. SettingsError when the model folder lacks what a gateway needs.
 
@@ -47,6 +52,8 @@ def build_gateway_state(
         tenancy=None if tenants is None else tenants.quota,
         tenants=None if tenants is None else tenants.admin,
         ledger=None if tenants is None else tenants.ledger,
+        adapters=adapters,
+        adapter_roots=roots_of(settings.adapters),
         fingerprint=f"tandem-{model.revision or folder.name}"[:64],
     )
 

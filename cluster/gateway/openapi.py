@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from cluster.gateway.adapters import LoadBody, UnloadBody
 from cluster.gateway.admin import RotateBody, TenantBody
 from cluster.gateway.auth import AuthLevel
 from cluster.gateway.http_errors import ErrorBody
@@ -20,6 +21,8 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/admin/tenants": TenantBody,
     "/admin/tenants/{name}": Limits,
     "/admin/tenants/{name}/rotate-key": RotateBody,
+    "/v1/load_lora_adapter": LoadBody,
+    "/v1/unload_lora_adapter": UnloadBody,
 }
 REFUSALS = {
     "400": "Bad JSON, schema, range, unsupported field, or context too long",

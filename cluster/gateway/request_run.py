@@ -172,6 +172,10 @@ class RequestRun:
     # ---- the owner -----------------------------------------------------------------------------------------------
 
     async def _own(self, opened: "asyncio.Future[None]") -> None:
+        with self.state.running_adapters.request(self.parts[0].request.adapter):
+            await self._own_to_the_end(opened)
+
+    async def _own_to_the_end(self, opened: "asyncio.Future[None]") -> None:
         try:
             await self._admit()
             for part in self.parts:

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from cluster.gateway import admin, handlers, probes
+from cluster.gateway import adapters, admin, handlers, probes
 from cluster.gateway.auth import AuthLevel, Principal, check_level
 from cluster.gateway.envelope import Envelope
 from cluster.gateway.http_errors import on_tandem_error
@@ -49,6 +49,8 @@ ROUTES: tuple[RouteSpec, ...] = (
     RouteSpec("PATCH", "/admin/tenants/{name}", AuthLevel.ADMIN, admin.change_tenant),
     RouteSpec("DELETE", "/admin/tenants/{name}", AuthLevel.ADMIN, admin.remove_tenant),
     RouteSpec("POST", "/admin/tenants/{name}/rotate-key", AuthLevel.ADMIN, admin.rotate_key),
+    RouteSpec("POST", "/v1/load_lora_adapter", AuthLevel.ADMIN, adapters.load_adapter),
+    RouteSpec("POST", "/v1/unload_lora_adapter", AuthLevel.ADMIN, adapters.unload_adapter),
     RouteSpec("GET", "/livez", AuthLevel.OPEN, probes.live),
     RouteSpec("GET", "/ping", AuthLevel.OPEN, probes.live),
     RouteSpec("GET", "/health", AuthLevel.OPEN, probes.ready),
@@ -67,6 +69,8 @@ def build_gateway_app(state: GatewayState) -> FastAPI:
         yield
         await state.tasks.close(SHUTDOWN_S)
         state.text.close()
+        if state.adapters is not None:
+            state.adapters.close()
 
     app = FastAPI(title="Tandem", openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.router.redirect_slashes = False

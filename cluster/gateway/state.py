@@ -13,6 +13,8 @@ from typing import Protocol
 import msgspec
 from prometheus_client import CollectorRegistry
 
+from cluster.adapters.desk import AdapterDesk
+from cluster.adapters.running import RunningAdapters
 from cluster.gateway.auth import Authenticator, StaticKeys
 from cluster.gateway.backend import Backend
 from cluster.gateway.draining import Draining
@@ -74,17 +76,19 @@ class NoLedger:
 @dataclass(frozen=True, kw_only=True)
 class GatewayTimes:
     """Seconds. keep_alive: silence before an SSE comment; stuck_send: a client that does not read; drain: an aborted
-    request's last word; usage: the bill after a stop string."""
+    request's last word; usage: the bill after a stop string; unload: the last request of an adapter."""
 
     keep_alive_s: float = 15.0
     stuck_send_s: float = 60.0
     drain_s: float = 5.0
     usage_s: float = 1.0
+    unload_s: float = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayState:
-    """Shared by all routes of one app."""
+    """Shared by all routes of one app. adapters: None when none are served; adapter_roots: where clients may load
+    from."""
 
     settings: GatewaySettings
     model_names: tuple[str, ...]
@@ -110,6 +114,9 @@ class GatewayState:
     clock: Callable[[], float]
     wall_clock: Callable[[], float]
     random_seed: Callable[[], int]
+    adapters: AdapterDesk | None
+    adapter_roots: tuple[str, ...]
+    running_adapters: RunningAdapters
 
 
 def make_state(
@@ -132,6 +139,8 @@ def make_state(
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
     random_seed: Callable[[], int] = lambda: secrets.randbits(63),
+    adapters: AdapterDesk | None = None,
+    adapter_roots: tuple[str, ...] = (),
 ) -> GatewayState:
     """A GatewayState. engine_eos_token_ids: what the engine stops at by itself; the tokenizer's other EOS ids are sent
     with each request as stop ids (None: the engine knows them all)."""
@@ -163,4 +172,7 @@ def make_state(
         clock=clock,
         wall_clock=wall_clock,
         random_seed=random_seed,
+        adapters=adapters,
+        adapter_roots=adapter_roots,
+        running_adapters=adapters.running if adapters is not None else RunningAdapters(),
     )
