@@ -41,7 +41,7 @@ from workers.engine.engine import Engine
 from workers.messages import AdapterRef, GenerationRequest, SamplingParams
 from workers.models.registry import load_spec
 from workers.models.spec import ArchSpec
-from workers.peft_folder import digest_of_folder
+from workers.peft_folder import adapter_digest
 
 RESULTS = Path(__file__).resolve().parents[1] / "out" / "benchmarks"
 PARTS = ("speed", "memory", "zipf", "peer")
@@ -102,7 +102,7 @@ def room_for(spec: ArchSpec, count: int, rank: int, modules: Sequence[str]) -> i
 
 
 def references(folders: Sequence[Path]) -> list[AdapterRef]:
-    return [AdapterRef(name=f.name, digest=digest_of_folder(f), source=str(f)) for f in folders]
+    return [AdapterRef(name=f.name, digest=adapter_digest(f), source=str(f)) for f in folders]
 
 
 def request(name: str, tokens: int, adapter: AdapterRef | None, draw: random.Random, vocab: int) -> GenerationRequest:
