@@ -38,7 +38,8 @@ def check_against_peft(base: Path, adapter: Path) -> None:
     found, plain = (ours(AdaptedCase(base, [adapter], [slot], steps, PROMPT_LEN, all_logits=True)) for slot in (0, -1))
     peer = load_adapted_peer(base, adapter)
     with torch.inference_mode():
-        theirs, truth = (model(torch.tensor([ids])).logits[0] for model in (peer, peer.double()))
+        theirs = peer(torch.tensor([ids])).logits[0]
+        truth = peer.double()(torch.tensor([ids])).logits[0]
     largest = truth.abs().max()
     assert (found - truth).abs().max() <= 2e-5 * largest + 4 * (theirs - truth).abs().max()
     assert (plain - truth).abs().max() > 0.02 * largest

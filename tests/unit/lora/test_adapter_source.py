@@ -96,7 +96,7 @@ def test_a_source_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.Mon
     go_on = threading.Event()
     monkeypatch.setattr(adapter_source, "_copy_files", lambda *_: go_on.wait(60))
     started_s = time.monotonic()
-    with pytest.raises(AdapterRefused, match="has not delivered it within 0.2 s"):
+    with pytest.raises(AdapterRefused, match=r"has not delivered it within 0\.2 s"):
         local_folder(ref("memory://bucket/pirate"), tmp_path, timeout_s=0.2)
     assert time.monotonic() - started_s < 30
     go_on.set()
