@@ -3,6 +3,8 @@ place and drop when they please and sometimes refuse. The fakes notice a wrong s
 row without its adapter; the engine's own laws are asserted after each step, and at the end everybody has an end.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from builders import Harness, assert_as_expected, harness, request
@@ -27,6 +29,7 @@ def machine(adapter_pool: type[AdapterPool] = AdapterPool) -> type[RuleBasedStat
 
     class AdapterMachine(RuleBasedStateMachine):
         h: Harness | None = None
+        has_failed = False
 
         @initialize(
             mode=st.sampled_from(MODES),
@@ -67,6 +70,13 @@ def machine(adapter_pool: type[AdapterPool] = AdapterPool) -> type[RuleBasedStat
         def refuses(self, move: AdapterMove, rank: int) -> str | None:
             return "broken" if move.adapter.digest in self.broken and rank == 0 else None
 
+        @contextmanager
+        def noting_failure(self) -> Iterator[None]:
+            """A rule that failed says why; teardown must not speak over it."""
+            self.has_failed = True
+            yield
+            self.has_failed = False
+
         @property
         def live(self) -> list[GenerationRequest]:
             return [req for name, req in self.requests.items() if name not in self.h.sink.ends]
@@ -87,22 +97,25 @@ def machine(adapter_pool: type[AdapterPool] = AdapterPool) -> type[RuleBasedStat
             name = f"r{len(self.requests)}"
             prompt = [2 + 7 * i % 90 for i in range(prompt_len)]
             req = request(name, prompt, max_tokens, adapter=adapter, stop_token_ids=stops, **more)
-            try:
-                self.h.add(req)
-                self.requests[name] = req
-            except RequestRefused:
-                assert adapter in self.ever_broken
+            with self.noting_failure():
+                try:
+                    self.h.add(req)
+                    self.requests[name] = req
+                except RequestRefused:
+                    assert adapter in self.ever_broken
 
         @precondition(lambda self: self.live)
         @rule(data=st.data())
         def give_up(self, data: st.DataObject) -> None:
             req = data.draw(st.sampled_from(self.live))
             choice = data.draw(st.sampled_from([None, None, *range(req.sampling.n)]))
-            self.h.engine.abort(Abort(request_id=req.request_id, epoch=0, choice=choice))
+            with self.noting_failure():
+                self.h.engine.abort(Abort(request_id=req.request_id, epoch=0, choice=choice))
 
         @rule(pins=st.sets(st.sampled_from(DIGESTS), max_size=2))
         def pin(self, pins: set[str]) -> None:
-            self.h.engine.set_pinned_adapters([AdapterRef(name=d, digest=d, source=d) for d in sorted(pins)])
+            with self.noting_failure():
+                self.h.engine.set_pinned_adapters([AdapterRef(name=d, digest=d, source=d) for d in sorted(pins)])
 
         # ---- time and ranks ----
 
@@ -110,7 +123,8 @@ def machine(adapter_pool: type[AdapterPool] = AdapterPool) -> type[RuleBasedStat
         def step(self, count: int) -> None:
             for _ in range(count):
                 if self.h.engine.has_work():
-                    self.h.step()
+                    with self.noting_failure():
+                        self.h.step()
 
         @rule(seconds=st.sampled_from([0.2, 1.1, 31.0]))
         def wait(self, seconds: float) -> None:
@@ -133,7 +147,7 @@ def machine(adapter_pool: type[AdapterPool] = AdapterPool) -> type[RuleBasedStat
 
         def teardown(self) -> None:
             """Ranks answer again: everybody gets an end, those that ran to theirs the right one; nothing is left."""
-            if self.h is None:
+            if self.h is None or self.has_failed:
                 return
             self.held.clear()
             self.slow.clear()
