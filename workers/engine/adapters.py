@@ -20,7 +20,7 @@ from configs.schema import LoraSettings
 from workers.engine.adapter_memory import AdapterMemory
 from workers.engine.adapter_moves import AdapterMoves, Move
 from workers.engine.adapter_state import Adapter, Refusals, Turnover
-from workers.engine.sequence import RequestState, Sequence
+from workers.engine.sequence import WAITS, RequestState, Sequence, Status
 from workers.engine.stats import LOAD_BOUNDS_S, AdapterStats, Histogram
 from workers.errors import RequestRefused
 from workers.messages import AdapterMove, AdapterRef, TransferDone
@@ -245,7 +245,8 @@ class AdapterPool:
         for adapter in self._known.values():
             adapter.is_closed = False  # nobody lacks room
         for adapter in pinned:
-            if adapter.on_host and adapter.move is None and self._make_room(adapter, now_s, turnover):
+            is_ready = adapter.on_host and adapter.move is None and not self._is_refused_pin(adapter)
+            if is_ready and self._make_room(adapter, now_s, turnover):
                 self._start_place(adapter)
 
     def _start_place(self, adapter: Adapter) -> None:
@@ -373,7 +374,9 @@ class AdapterPool:
     # ---- small things ----
 
     def _of(self, seq: Sequence) -> Adapter:
-        return self._known[_ref_of(seq).digest]
+        adapter = self._known.get(_ref_of(seq).digest)
+        assert adapter is not None, "an adapter that is used is not known"
+        return adapter
 
     def _touch(self, adapter: Adapter) -> None:
         self._uses += 1
@@ -386,6 +389,9 @@ class AdapterPool:
         self._memory.check_laws([a.place for a in self._known.values() if a.place is not None])
         for adapter in self._known.values():
             users = adapter.queued or adapter.holders
+            in_line = all(seq.status is Status.UNPLACED for seq in adapter.waiters)
+            assert in_line, "in line though it does not wait"
+            assert all(seq.status in WAITS for seq in adapter.queued), "in the queue though it does not wait"
             assert not users or adapter.is_resident, "users of an adapter that is not on the device"
             assert not adapter.waiters.keys() & adapter.queued.keys(), "in line and in the queue at once"
             assert adapter.guests <= set(adapter.queued), "a guest that does not wait"
