@@ -61,6 +61,8 @@ def error_response(error: Exception, jitter: int = 0) -> Response:
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     if isinstance(refusal, OverLimit):
         headers |= _limit_headers(refusal, jitter)
+    elif refusal.code == "insufficient_quota":
+        headers["x-should-retry"] = "false"
     elif refusal.status in (429, 503):
         headers["retry-after"] = str(1 + jitter % 5)
     if refusal.status == 401:
