@@ -89,6 +89,7 @@ class Fleet:
             gateways=gateways,
             kv_tokens=lambda: self.kv_tokens,
             clock=self.time.clock,
+            random=lambda: 0.0,
             server_ms=self.time.server_ms,
         )
 
