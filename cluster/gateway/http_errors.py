@@ -60,7 +60,9 @@ def error_response(error: Exception, jitter: int = 0) -> Response:
     refusal = as_refusal(error)
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     if isinstance(refusal, OverLimit):
-        headers |= _limit_headers(refusal, jitter)
+        headers |= _limit_headers(refusal)
+    elif refusal.code == "insufficient_quota":
+        headers["x-should-retry"] = "false"
     elif refusal.status in (429, 503):
         headers["retry-after"] = str(1 + jitter % 5)
     if refusal.status == 401:
@@ -68,12 +70,11 @@ def error_response(error: Exception, jitter: int = 0) -> Response:
     return Response(error_json(refusal), refusal.status, headers, media_type="application/json")
 
 
-def _limit_headers(refusal: OverLimit, jitter: int) -> dict[str, str]:
-    """When to come back, spread by up to a tenth or 4 s; OpenAI's clients heed x-should-retry."""
+def _limit_headers(refusal: OverLimit) -> dict[str, str]:
+    """When to come back, which the quota has spread; OpenAI's clients heed x-should-retry."""
     if refusal.retry_after_s is None:
         return {"x-should-retry": "false"}
-    whole_s = math.ceil(refusal.retry_after_s)
-    return {"retry-after": str(min(MAX_RETRY_AFTER_S, whole_s + jitter % max(5, whole_s // 10)))}
+    return {"retry-after": str(min(MAX_RETRY_AFTER_S, math.ceil(refusal.retry_after_s)))}
 
 
 async def on_tandem_error(_: Request, error: Exception) -> Response:

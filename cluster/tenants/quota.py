@@ -7,6 +7,7 @@ once, everything that runs once a second, which renews this gateway's lease.
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -26,7 +27,8 @@ LEAST_PERIOD_S = 0.05
 AT_ONCE = 32
 """Script calls in flight: a burst waits its turn here instead of running into the client's deadline."""
 MAX_RETRY_S = 60.0
-NEVER_KNOWN_WAIT_S = 1.0
+LEAST_RETRY_S = 1.0
+LEAST_SPREAD_S = 4.0
 WORDS: Mapping[Reason, str] = {
     "requests": "Too many requests: {limit} a minute are allowed.",
     "tokens": "Too many tokens: {limit} a minute are allowed, prompt and output together; this asks for {tokens}.",
@@ -53,7 +55,8 @@ class Tenants(Protocol):
 class Quota:
     """Implements Tenancy. `gateway`: id of this life of the gateway. `gateways`: how many there are at least.
 
-    kv_tokens: KV tokens of all groups, 0 when not known. server_ms: stands in for the server's clock in tests.
+    kv_tokens: KV tokens of all groups, 0 when not known. random: 0 to 1, spreads those who come back. server_ms: stands
+    in for the server's clock in tests.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Quota:
         gateways: int = 1,
         kv_tokens: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.monotonic,
+        random: Callable[[], float] = random.random,
         server_ms: Callable[[], int] | None = None,
     ) -> None:
         self._redis = redis
@@ -73,6 +77,7 @@ class Quota:
         self._gateways = gateways
         self._kv_tokens = kv_tokens
         self._clock = clock
+        self._random = random
         self._server_ms = server_ms
         self._accounts: dict[str, Account] = {}
         self._unsaid: set[str] = set()
@@ -196,12 +201,12 @@ class Quota:
             now_s = self._clock()
             reason, wait_s = account.admit_from_share(grant.tokens, grant.charge, kv_tokens, now_s)
             if reason is not None:
-                raise _refusal(account.limits, reason, wait_s, grant.tokens) from None
+                raise self._refusal(account.limits, reason, wait_s, grant.tokens) from None
             self._unsaid.add(account.name)
             return
         if not verdict.ok:
             reason = msgspec.convert(verdict.reason, Reason)
-            raise _refusal(account.limits, reason, verdict.wait_ms / 1000, grant.tokens)
+            raise self._refusal(account.limits, reason, verdict.wait_ms / 1000, grant.tokens)
 
     async def _ask(self, account: Account, report: Report) -> Verdict:
         report.now_ms = None if self._server_ms is None else self._server_ms()
@@ -217,6 +222,22 @@ class Quota:
         account.learn(verdict, self._clock())
         return verdict
 
+    def _refusal(self, limits: Limits, reason: Reason, wait_s: float, tokens: int) -> OverLimit:
+        limit = {
+            "requests": limits.requests_per_minute,
+            "tokens": limits.tokens_per_minute,
+            "concurrency": limits.concurrency,
+            "budget": limits.token_budget,
+            "budget_reserved": limits.token_budget,
+        }.get(reason)
+        message = WORDS[reason].format(limit=limit, tokens=tokens)
+        if reason == "budget":
+            return OverLimit(message, reason=reason, retry_after_s=None, code="insufficient_quota")
+        spread_s = max(LEAST_SPREAD_S, wait_s / 10)
+        soonest_s = min(max(wait_s, LEAST_RETRY_S), MAX_RETRY_S - spread_s)
+        retry_s = soonest_s + self._random() * spread_s
+        return OverLimit(message, reason=reason, retry_after_s=retry_s, code="rate_limit_exceeded")
+
     def _kv_limit(self, account: Account) -> int | None:
         share, total = account.limits.kv_share, self._kv_tokens()
         return None if share is None or total <= 0 else int(share * total)
@@ -230,21 +251,6 @@ def _grant(limits: Limits, tenant: str, prompt_tokens: int, output_tokens: int) 
         message = f"The prompt has {prompt_tokens} tokens; this tenant may use {minute} a minute."
         raise OverLimit(message, reason="tokens", retry_after_s=None, code="rate_limit_exceeded")
     return Grant(tenant, tokens, tokens if minute is None else min(tokens, minute), is_counted=True)
-
-
-def _refusal(limits: Limits, reason: Reason, wait_s: float, tokens: int) -> OverLimit:
-    limit = {
-        "requests": limits.requests_per_minute,
-        "tokens": limits.tokens_per_minute,
-        "concurrency": limits.concurrency,
-        "budget": limits.token_budget,
-        "budget_reserved": limits.token_budget,
-    }.get(reason)
-    message = WORDS[reason].format(limit=limit, tokens=tokens)
-    if reason == "budget":
-        return OverLimit(message, reason=reason, retry_after_s=None, code="insufficient_quota")
-    wait_s = min(MAX_RETRY_S, max(wait_s, NEVER_KNOWN_WAIT_S))
-    return OverLimit(message, reason=reason, retry_after_s=wait_s, code="rate_limit_exceeded")
 
 
 def _headers(what: bytes, limit: int | None, bucket: Bucket | None) -> list[Header]:
