@@ -8,6 +8,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from cluster.commands.adapters import adapters_app
 from cluster.commands.chat import chat
 from cluster.commands.check_config import check_config
 from cluster.commands.complete import complete
@@ -43,6 +44,7 @@ def build_app() -> typer.Typer:
     app.callback()(_global_options)
     for name, verb in VERBS:
         app.command(name, cls=GroupedHelp)(verb)
+    app.add_typer(adapters_app(), name="adapters")
     return app
 
 

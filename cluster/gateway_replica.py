@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from ray import serve
 
 from cluster.adapters.desk import AdapterDesk
+from cluster.adapters.limits import adapter_limit
 from cluster.adapters.opening import open_desk, tend
 from cluster.coordination.client import BackgroundClient, RedisAway
 from cluster.coordination.registry import FleetView, StartFailure, report_start_failure
@@ -60,7 +61,7 @@ class Gateway:
         self._serving: asyncio.Task[None] | None = None
         self._tending: list[asyncio.Task[None]] = []
         try:
-            self._adapters = await open_desk(settings, self._redis, facts.service_id)
+            self._adapters = await open_desk(settings, self._redis, facts.service_id, self._most_adapters)
             if self._adapters is not None:
                 self._tending = tend(self._adapters, settings)
             self._state = build_gateway_state(settings, self._client, adapters=self._adapters)
@@ -98,6 +99,10 @@ class Gateway:
         self._refreshing.cancel()
         await self._client.close()
         await self._redis.close()
+
+    def _most_adapters(self, tenant: str) -> int | None:
+        """How many adapters a tenant may have; RequestRefused when there is no such tenant."""
+        return adapter_limit(self._tenants.directory.tenants, tenant)
 
     async def _reseed(self) -> None:
         """Durable state goes back into a Redis that lost its data."""
