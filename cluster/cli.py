@@ -42,9 +42,9 @@ def build_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_global_options)
+    app.add_typer(adapters_app(), name="adapters")
     for name, verb in VERBS:
         app.command(name, cls=GroupedHelp)(verb)
-    app.add_typer(adapters_app(), name="adapters")
     return app
 
 

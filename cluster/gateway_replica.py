@@ -100,10 +100,6 @@ class Gateway:
         await self._client.close()
         await self._redis.close()
 
-    def _most_adapters(self, tenant: str) -> int | None:
-        """How many adapters a tenant may have; RequestRefused when there is no such tenant."""
-        return adapter_limit(self._tenants.directory.tenants, tenant)
-
     async def _reseed(self) -> None:
         """Durable state goes back into a Redis that lost its data."""
         if self._adapters is not None:
@@ -116,6 +112,10 @@ class Gateway:
         self._serving = asyncio.get_running_loop().create_task(
             self._server.serve(sockets=[listener]), name="http server"
         )
+
+    def _most_adapters(self, tenant: str) -> int | None:
+        """How many adapters a tenant may have; RequestRefused when there is no such tenant."""
+        return adapter_limit(self._tenants.directory.tenants, tenant)
 
     async def _report_failure(self, error: Exception) -> None:
         failure = StartFailure(part="the gateway", message=str(error), flag=getattr(error, "flag", None))
