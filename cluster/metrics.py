@@ -71,10 +71,8 @@ def render(records: Iterable[GroupRecord], prefix: str, redis_away: bool) -> str
         histogram(lines, f"{prefix}:{name}", text, [(tags, getattr(s, field)) for tags, s in engines])
     _offload_families(lines, prefix, engines)
     for name, text, kind, field in TENANT_FAMILIES:
-        shares = (
-            (tags | {"tenant": t}, getattr(share, field)) for tags, s in engines for t, share in s.tenants.items()
-        )
-        family(lines, f"{prefix}:{name}", text, kind, shares)
+        shares = ((tags | {"tenant": who}, share) for tags, s in engines for who, share in s.tenants.items())
+        family(lines, f"{prefix}:{name}", text, kind, ((tags, getattr(share, field)) for tags, share in shares))
     info = ((tags | {"block_size": str(s.block_size), "num_gpu_blocks": str(s.num_blocks)}, 1) for tags, s in engines)
     family(lines, f"{prefix}:cache_config_info", "Shape of each group's KV cache.", "gauge", info)
     family(lines, f"{prefix}:redis_away", "1 while Redis does not answer.", "gauge", [({}, int(redis_away))])

@@ -108,12 +108,13 @@ def settings_from_serve_args(args: Mapping[str, Any]) -> ServiceSettings:
     _refuse_unknown(args, SERVE_KEYS, "args")
     loading = _section(args, "model_loading_config", ("model_id", "model_source"))
     deployment = _section(args, "deployment_config", ("autoscaling_config", "num_replicas"))
-    values = {**_lora_values(args), **_section(args, "engine_kwargs", None)}
+    values = {**_section(args, "engine_kwargs", None)}
     for section, names in (("gateway_config", ("api_key", "metrics_prefix")), ("redis_config", ("redis_url",))):
         values |= _section(args, section, names)
     for name in ("host", "port", "redis_url"):
         if name in _section(args, "engine_kwargs", None):
             raise SettingsError(f"{name} does not belong to engine_kwargs", name)
+    values = {**_lora_values(args), **values}
     model = loading.get("model_source") or loading.get("model_id")
     if not isinstance(model, str):
         raise SettingsError("model_source (or model_id) must name a model", "model_loading_config")
