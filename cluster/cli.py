@@ -8,6 +8,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from cluster.commands.adapters import adapters_app
 from cluster.commands.chat import chat
 from cluster.commands.check_config import check_config
 from cluster.commands.complete import complete
@@ -44,6 +45,7 @@ def build_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_global_options)
+    app.add_typer(adapters_app(), name="adapters")
     for name, verb in VERBS:
         app.command(name, cls=GroupedHelp)(verb)
     app.add_typer(tenants_app(), name="tenants")

@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from ray import serve
 
 from cluster.adapters.desk import AdapterDesk
+from cluster.adapters.limits import adapter_limit
 from cluster.adapters.opening import open_desk, tend
 from cluster.coordination.client import BackgroundClient, RedisAway
 from cluster.coordination.moving_redis import MovingRedis
@@ -71,7 +72,7 @@ class Gateway:
         self._serving: asyncio.Task[None] | None = None
         self._tending: list[asyncio.Task[None]] = []
         try:
-            self._adapters = await open_desk(settings, self._redis, facts.service_id)
+            self._adapters = await open_desk(settings, self._redis, facts.service_id, self._most_adapters)
             if self._adapters is not None:
                 self._tending = tend(self._adapters, settings)
             self._state = build_gateway_state(settings, self._client, self._tenants, self._adapters)
@@ -130,6 +131,10 @@ class Gateway:
         self._serving = asyncio.get_running_loop().create_task(
             self._server.serve(sockets=[listener]), name="http server"
         )
+
+    def _most_adapters(self, tenant: str) -> int | None:
+        """How many adapters a tenant may have; RequestRefused when there is no such tenant."""
+        return adapter_limit(self._tenants.directory.tenants, tenant)
 
     async def _report_failure(self, error: Exception) -> None:
         failure = StartFailure(part="the gateway", message=str(error), flag=getattr(error, "flag", None))

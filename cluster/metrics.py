@@ -1,7 +1,7 @@
 """/metrics: the groups' statistics as Prometheus text, under vLLM's family names with our prefix.
 
 Rendered by whichever gateway is asked, from the records that groups leave in Redis each second, so that one group that
-does not answer costs nothing. Labels come from settings and group ids, never from a client.
+does not answer costs nothing. Labels come from settings, group ids and the list of tenants, never from a client.
 """
 
 from collections.abc import Iterable, Mapping
@@ -41,6 +41,11 @@ OFFLOAD_BYTES: tuple[tuple[str, str, str], ...] = (
     ("spill", "KV bytes written to disk.", "spill"),
     ("fetch", "KV bytes read from disk.", "fetch"),
 )
+TENANT_FAMILIES: tuple[tuple[str, str, str, str], ...] = (
+    ("tenant_queue_time_seconds_total", "Time that tenants' requests waited for a row.", "counter", "queue_s"),
+    ("tenant_queued_requests_total", "Requests of tenants that got a row.", "counter", "queued_requests"),
+    ("tenant_num_requests_waiting", "Sequences of tenants that wait now.", "gauge", "waiting"),
+)
 OFFLOAD_FAMILIES: tuple[tuple[str, str, str, str], ...] = (
     ("kv_offload_failed_blocks_total", "Blocks whose copy failed.", "counter", "failed_blocks"),
     ("kv_offload_loaded_tokens_total", "Prompt tokens copied instead of computed.", "counter", "loaded_tokens"),
@@ -65,6 +70,9 @@ def render(records: Iterable[GroupRecord], prefix: str, redis_away: bool) -> str
     for name, text, field in HISTOGRAMS:
         histogram(lines, f"{prefix}:{name}", text, [(tags, getattr(s, field)) for tags, s in engines])
     _offload_families(lines, prefix, engines)
+    for name, text, kind, field in TENANT_FAMILIES:
+        shares = ((tags | {"tenant": who}, share) for tags, s in engines for who, share in s.tenants.items())
+        family(lines, f"{prefix}:{name}", text, kind, ((tags, getattr(share, field)) for tags, share in shares))
     info = ((tags | {"block_size": str(s.block_size), "num_gpu_blocks": str(s.num_blocks)}, 1) for tags, s in engines)
     family(lines, f"{prefix}:cache_config_info", "Shape of each group's KV cache.", "gauge", info)
     family(lines, f"{prefix}:redis_away", "1 while Redis does not answer.", "gauge", [({}, int(redis_away))])

@@ -34,6 +34,7 @@ from cluster.group_sharing import GroupSharing
 from cluster.redis_replica import open_redis
 from cluster.routing.residency import adapter_key
 from cluster.service import ServiceFacts, check_install
+from cluster.tenant_weights import TenantWeights
 from configs.errors import SettingsError
 from configs.schema import EngineSettings
 from workers.engine.stats import EngineStats
@@ -103,6 +104,7 @@ class Coordinator:
             group=self._group,
             base=model_name,
             lora=settings.lora,
+            read_weights=TenantWeights().changed,
         )
         self._thread.start()
         await self._wait_until_opened()

@@ -9,9 +9,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from cluster.adapters.desk import AdapterDesk
 from cluster.coordination.registry import GroupRecord
-from cluster.metrics import family, labels_of
+from cluster.metrics import decode_stats, family, histogram, labels_of
 
 Sample = tuple[Mapping[str, str], float]
+OF_A_GROUP: tuple[tuple[str, str, str, str], ...] = (
+    ("adapters_on_device", "Adapters in device memory.", "gauge", "resident"),
+    ("adapters_on_host", "Adapters in host memory.", "gauge", "on_host"),
+    ("adapter_pages", "Pages of device memory for adapters, of each rank.", "gauge", "num_pages"),
+    ("adapter_pages_free", "Those that hold nothing.", "gauge", "free_pages"),
+    ("adapter_sequences_waiting", "Sequences whose adapter is not on the device for them.", "gauge", "waiting"),
+    ("adapter_swaps_total", "Adapters evicted from the device to make room.", "counter", "evictions"),
+    ("adapters_refused_total", "Adapters that a group could not load.", "counter", "refused"),
+)
 
 
 def render_adapters(
@@ -23,6 +32,11 @@ def render_adapters(
     family(lines, f"{prefix}:lora_requests_info", "Adapters in use.", "gauge", _in_use(serving, desk, wall_clock()))
     text = "1 for each listed adapter that a group holds, and where."
     family(lines, f"{prefix}:adapter_residency", text, "gauge", _residency(serving, desk))
+    stats = [(labels_of(r), s.adapters) for r in serving if (s := decode_stats(r)) is not None and s.adapters]
+    for name, words, kind, field in OF_A_GROUP:
+        family(lines, f"{prefix}:{name}", words, kind, ((tags, getattr(s, field)) for tags, s in stats))
+    load_s = [(tags, s.load_s) for tags, s in stats]
+    histogram(lines, f"{prefix}:adapter_load_seconds", "From the first move of an adapter to the device.", load_s)
     loads = (({"outcome": outcome}, count) for outcome, count in desk.counts.items())
     family(lines, f"{prefix}:adapter_listings_total", "Changes of the list asked of this gateway.", "counter", loads)
     listed = len(desk.registry.entries)

@@ -5,6 +5,7 @@ Called by cluster/gateway_replica.py and `tandem run-batch`.
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,9 +20,14 @@ from configs.schema import ServiceSettings
 log = logging.getLogger("tandem.adapters")
 
 
-async def open_desk(settings: ServiceSettings, redis: Commands | None, service: str) -> AdapterDesk | None:
-    """The desk, with what is durable and --lora-modules listed; None without --enable-lora. `settings` are resolved.
-    SettingsError for a module that cannot be served."""
+async def open_desk(
+    settings: ServiceSettings,
+    redis: Commands | None,
+    service: str,
+    limit: Callable[[str], int | None] = lambda tenant: None,
+) -> AdapterDesk | None:
+    """The desk, with what is durable and --lora-modules listed; None without --enable-lora. `settings` are resolved;
+    limit: how many adapters a tenant may have. SettingsError for a module that cannot be served."""
     if not settings.engine.lora.enable_lora:
         return None
     from cluster.adapters.checks import base_facts, checker_of  # numpy: only where adapters are served
@@ -29,7 +35,7 @@ async def open_desk(settings: ServiceSettings, redis: Commands | None, service: 
     names, facts = settings.engine.model.served_model_name, base_facts(settings)
     registry = AdapterRegistry(redis, names[0])
     registry.announce(facts)
-    desk = AdapterDesk(registry, checker_of(facts), names)
+    desk = AdapterDesk(registry, checker_of(facts), names, limit=limit)
     with suppress(RedisAway):
         await registry.refresh()
     if not await registry.modules_are_listed(service):

@@ -43,6 +43,7 @@ class AdapterRegistry:
     """The list of one base model. redis None: this process has it to itself."""
 
     def __init__(self, redis: Commands | None, base: str) -> None:
+        self.model = base
         self._redis = redis
         self._key = keys.adapters(base)
         self._held: dict[str, _Held] = {}

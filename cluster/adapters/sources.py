@@ -42,6 +42,8 @@ def resolved(settings: AdapterSettings) -> AdapterSettings:
         for folder in folders:
             if is_url(folder) and flag == "--lora-root":
                 continue
+            if is_url(folder):
+                raise SettingsError(f"{folder}: only a folder of this machine can be watched", flag)
             if not Path(folder).expanduser().is_dir():
                 raise SettingsError(f"{folder}: no such folder", flag)
     watch_dir = absolute(settings.watch_dir) if settings.watch_dir is not None else None

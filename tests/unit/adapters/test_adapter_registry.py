@@ -1,4 +1,4 @@
-"""The list of adapters in a real Redis: changes are compared and set, copies follow, nothing is lost with Redis's data."""
+"""The list of adapters in a real Redis: changes are compared and set, copies follow, no loss of data loses it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator

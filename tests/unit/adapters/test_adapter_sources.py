@@ -6,7 +6,7 @@ import pytest
 
 from cluster.adapters.sources import FILES, Module, allowed_source, modules_of, resolved, roots_of
 from configs.errors import SettingsError
-from configs.load import build_settings
+from configs.load import build_settings, settings_from_serve_args
 from configs.schema import AdapterSettings
 from workers.errors import RequestRefused
 
@@ -98,8 +98,12 @@ def test_paths_become_absolute(monkeypatch: pytest.MonkeyPatch, root: Path) -> N
     assert settings.modules == (f"a={root}/mine", "b=s3://b/c")
     assert settings.roots == (f"{root}/mine", "s3://b")
     assert settings.watch_dir == str(root)
-    for wrong, flag in (({"roots": ("no",)}, "--lora-root"), ({"watch_dir": "no"}, "--lora-watch-dir")):
-        with pytest.raises(SettingsError, match="no such folder") as caught:
+    for wrong, flag, words in (
+        ({"roots": ("no",)}, "--lora-root", "no such folder"),
+        ({"watch_dir": "no"}, "--lora-watch-dir", "no such folder"),
+        ({"watch_dir": "s3://b"}, "--lora-watch-dir", "folder of this machine"),
+    ):
+        with pytest.raises(SettingsError, match=words) as caught:
             resolved(AdapterSettings(**wrong))  # type: ignore[arg-type]
         assert caught.value.flag == flag
 
@@ -110,6 +114,19 @@ def test_modules_need_names_that_adapters_can_have() -> None:
         with pytest.raises(SettingsError) as caught:
             modules_of(AdapterSettings(modules=(wrong,)), ["demo"])
         assert caught.value.flag == "--lora-modules"
+
+
+def test_ray_serve_llms_lora_config() -> None:
+    model = {"model_loading_config": {"model_id": "m"}}
+    config = {"dynamic_lora_loading_path": "/adapters", "max_num_adapters_per_replica": 5}
+    settings = settings_from_serve_args({**model, "lora_config": config, "engine_kwargs": {"max_loras": 3}})
+    assert settings.adapters.watch_dir == "/adapters"
+    lora = settings.engine.lora
+    assert (lora.enable_lora, lora.max_cpu_loras, lora.max_loras) == (True, 5, 3)
+    assert settings_from_serve_args({**model, "lora_config": {}}).engine.lora.enable_lora
+    with pytest.raises(SettingsError, match="download_timeout_s") as caught:
+        settings_from_serve_args({**model, "lora_config": {"download_timeout_s": 30}})
+    assert caught.value.flag == "download_timeout_s"
 
 
 def test_adapters_need_the_flag_that_enables_them() -> None:

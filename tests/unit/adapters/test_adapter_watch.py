@@ -1,4 +1,4 @@
-"""A watched folder: what settles is listed, what changes is switched, what goes is unlisted. The clock is the test's."""
+"""A watched folder: what settles is listed, what changes is switched, what goes is unlisted. Time is the test's."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
