@@ -10,6 +10,23 @@
 #define LINE (64 / (int)sizeof(element)) /* elements of a cache line */
 #define PARALLEL_ELEMENTS 65536 /* below this a second thread costs more than it brings */
 
+/* What one instruction multiplies: pairs of bfloat16 where the CPU has that, else floats. */
+#if ELEMENT == 1 && defined(__AVX512BF16__)
+#define STEP (2 * LANES)
+typedef __m512i operand;
+INLINE operand load_operand(const element *at, long left) {
+  return left >= STEP ? _mm512_loadu_si512(at) : _mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i *)at));
+}
+INLINE floats add_product(floats sum, operand a, operand b) {
+  return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+#else
+#define STEP LANES
+typedef floats operand;
+INLINE operand load_operand(const element *at, long left) { (void)left; return load(at); }
+INLINE floats add_product(floats sum, operand a, operand b) { return sum + a * b; }
+#endif
+
 typedef struct { /* as SectionTables in lora_ops.py; all fields have 8 bytes */
   const int64_t *a_rows, *b_rows;
   const int32_t *ranks;
@@ -43,13 +60,13 @@ INLINE void dots(const element *const *x, const element *const *a, const element
                  long stride, float scale, const int C, const int K) {
   floats sum[TILE * ROWS];
   UNROLLED for (int i = 0; i < C * K; i++) sum[i] = (floats){};
-  for (long i = 0; i < inputs; i += LANES) {
-    floats row[ROWS];
-    if (i % LINE == 0) UNROLLED for (int k = 0; k < K; k++) __builtin_prefetch(ahead[k] + i, 0, 3);
-    UNROLLED for (int k = 0; k < K; k++) row[k] = load(a[k] + i);
+  for (long i = 0; i < inputs; i += STEP) {
+    operand row[ROWS];
+    UNROLLED for (int k = 0; k < K; k++) __builtin_prefetch(ahead[k] + i, 0, 3);
+    UNROLLED for (int k = 0; k < K; k++) row[k] = load_operand(a[k] + i, inputs - i);
     UNROLLED for (int c = 0; c < C; c++) {
-      const floats token = load(x[c] + i);
-      UNROLLED for (int k = 0; k < K; k++) sum[c * K + k] += token * row[k];
+      const operand token = load_operand(x[c] + i, inputs - i);
+      UNROLLED for (int k = 0; k < K; k++) sum[c * K + k] = add_product(sum[c * K + k], token, row[k]);
     }
   }
   UNROLLED for (int c = 0; c < C; c++)
@@ -167,4 +184,9 @@ void lora_add(element *y, long y_stride, const element *x, long x_stride, const 
       }
     if (now.s) CHOOSE(expand, now.t->count)(&l, &now, &now);
   }
+}
+
+/* Copies rows of the slab one after another. */
+void lora_gather(const element *slab, const int64_t *rows, long count, long length, element *out) {
+  for (long k = 0; k < count; k++) memcpy(out + k * length, slab + rows[k], length * sizeof *out);
 }
