@@ -52,7 +52,7 @@ typedef struct { /* a piece of work: rows first..last of A, or columns first..la
   long first, last;
 } piece;
 
-/* Whether the work that begins at `before` of `total` is thread `me`'s: neighbours go to one thread, shares are even. */
+/* Whether the work at `before` of `total` is thread `me`'s: neighbours go to one thread, shares are even. */
 INLINE int is_mine(long before, long total, int me, int threads) { return before * threads / total == me; }
 
 INLINE long least(long a, long b) { return a < b ? a : b; }

@@ -20,8 +20,8 @@ KNOWN_LAYERS = 4096
 TILES = (4, 2, 1)
 """Tokens of one adapter that cpu_lora.c takes at a time."""
 GEMM_TOKENS = 256
-"""A run of at least so many tokens of one adapter goes through matmuls. As benchmarks/lora_kernels.py --runs measured it
-on one Zen 5 core: the two meet near 128 tokens at rank 64, 256 at rank 16, above 512 at rank 8."""
+"""A run of at least so many tokens of one adapter goes through matmuls. As benchmarks/lora_kernels.py --runs found on a
+Zen 5 core: the two meet near 128 tokens at rank 64, 256 at rank 16, above 512 at rank 8."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,9 @@ adapter's rank read nothing. bf16, fp16 and fp32, summed in float32; a GPU's ten
 two rounded to the model's dtype, fp32 as it is. Imported only where Triton is there.
 """
 
+# Triton's own types are no annotations.
+# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs, allow-untyped-calls
+
 from collections.abc import Sequence
 from typing import Final
 
@@ -254,12 +257,12 @@ class TritonLora:
 
 def _shrink_tables(sections: Sequence[SectionTables]) -> list[torch.Tensor]:
     """Of three sections; where there are fewer, the first's in place of those that no program asks for."""
-    filled = (*sections, *sections[:1] * (SECTIONS - len(sections)))
+    filled = (*sections, *[sections[0]] * (SECTIONS - len(sections)))
     return [table for section in filled for table in (section.a_rows, section.ranks, section.scales)]
 
 
 def _expand_tables(sections: Sequence[SectionTables]) -> list[torch.Tensor | int]:
-    filled = (*sections, *sections[:1] * (SECTIONS - len(sections)))
+    filled = (*sections, *[sections[0]] * (SECTIONS - len(sections)))
     return [fact for s in filled for fact in (s.b_rows, s.ranks, s.start, s.outputs)]
 
 
