@@ -150,6 +150,16 @@ typedef struct {
   long num_tokens;
 } work;
 
+/* The tables' rows into this core's cache, many at a time: read one by one, each would be waited for. */
+static void fetch_tables(const work *w) {
+  for (const section *s = w->sections; s < w->sections_end; s++)
+    for (const tile *t = w->tiles; t < w->tiles_end; t++)
+      for (long at = t->slot * s->room, end = at + s->ranks[t->slot]; at < end; at += 64 / (long)sizeof(int64_t)) {
+        __builtin_prefetch(s->a_rows + at, 0, 3);
+        __builtin_prefetch(s->b_rows + at, 0, 3);
+      }
+}
+
 /* Thread `me`'s share of all rows of A, cut in `blocks` of ROWS; each is done when the next is known. */
 static void shrink_share(const layer *l, const work *w, long blocks, int me, int threads) {
   piece now = {0};
@@ -202,6 +212,7 @@ void lora_add(element *y, long y_stride, const element *x, long x_stride, const 
 #pragma omp parallel num_threads(threads) if (rows * inputs + cells >= PARALLEL_ELEMENTS)
   {
     const int me = omp_get_thread_num(), all = omp_get_num_threads();
+    fetch_tables(&w);
     shrink_share(&l, &w, blocks, me, all);
 #pragma omp barrier
     expand_share(&l, &w, cells, me, all);
