@@ -25,6 +25,7 @@ from workers.kernels.lora import AdapterRows, LoraOps, SectionTables, TorchLora,
 
 CPU = torch.device("cpu")
 PAGE_BYTES = 65536
+MAX_RANK = 64
 FLUSH_BYTES = 128 * 2**20
 STEPS_A_TURN = 3
 RUNS = (8, 16, 24, 32, 48, 64, 128, 512)
@@ -94,42 +95,38 @@ class Pages:
         return self._at - length
 
 
+def tables_of(site: Site, case: Case) -> list[SectionTables]:
+    """One layer's sections, their rows not placed yet."""
+    sections = []
+    for at, (width, has) in enumerate(zip(site.outputs, site.targets, strict=True)):
+        a_rows, b_rows = (torch.full((case.active, MAX_RANK), -1) for _ in range(2))
+        ranks = torch.full((case.active,), case.rank if has else 0, dtype=torch.int32)
+        start = sum(site.outputs[:at])
+        sections.append(SectionTables(a_rows, b_rows, ranks, torch.ones(case.active), site.inputs, width, start))
+    return sections
+
+
 def make_layers(shape: str, case: Case, dtype: torch.dtype) -> tuple[torch.Tensor, list[Layer], int]:
-    """The slab, every site of every layer, and the bytes of all adapters in use."""
-    sites = sites_of(shape, case.everywhere)
+    """The slab, every site of every layer, and the bytes of all adapters in use.
+
+    Layers share x and y, as the activations of a real step share memory, which is warm.
+    """
     num_layers = int(str(SHAPES[shape]["num_hidden_layers"]))
-    cells = [
-        site.inputs + width for site in sites for width, has in zip(site.outputs, site.targets, strict=True) if has
-    ]
-    elements = num_layers * case.active * case.rank * sum(cells)
-    pages = Pages(elements, dtype)
-    tables = {
-        (layer, at, section): (torch.full((case.active, 64), -1), torch.full((case.active, 64), -1))
-        for layer in range(num_layers)
-        for at, site in enumerate(sites)
-        for section in range(len(site.outputs))
-    }
-    for slot in range(case.active):
-        for (_, at, section), (a_rows, b_rows) in tables.items():
-            if sites[at].targets[section]:
-                for k in range(case.rank):
-                    a_rows[slot, k] = pages.place(sites[at].inputs)
-                for k in range(case.rank):
-                    b_rows[slot, k] = pages.place(sites[at].outputs[section])
     layers = []
-    for layer in range(num_layers):
-        for at, site in enumerate(sites):
-            sections = []
-            for section, (width, has) in enumerate(zip(site.outputs, site.targets, strict=True)):
-                a_rows, b_rows = tables[layer, at, section]
-                ranks = torch.full((case.active,), case.rank if has else 0, dtype=torch.int32)
-                start = sum(site.outputs[:section])
-                sections.append(
-                    SectionTables(a_rows, b_rows, ranks, torch.ones(case.active), site.inputs, width, start)
-                )
-            x = torch.randn(case.rows, site.inputs).to(dtype)
-            layers.append(Layer(sections, x, torch.zeros(case.rows, sum(site.outputs), dtype=dtype)))
-    return pages.slab, layers, elements * dtype.itemsize
+    for site in sites_of(shape, case.everywhere):
+        x_TI = torch.randn(case.rows, site.inputs).to(dtype)
+        y_TO = torch.zeros(case.rows, sum(site.outputs), dtype=dtype)
+        layers.append([Layer(tables_of(site, case), x_TI, y_TO) for _ in range(num_layers)])
+    in_order = [layer for of_one in zip(*layers, strict=True) for layer in of_one]
+    sections = [section for layer in in_order for section in layer.sections]
+    elements = sum((s.inputs + s.outputs) * int(s.ranks.sum()) for s in sections)
+    pages = Pages(elements, dtype)
+    for slot in range(case.active):
+        for section in sections:
+            for rows, length in ((section.a_rows, section.inputs), (section.b_rows, section.outputs)):
+                for k in range(int(section.ranks[slot])):
+                    rows[slot, k] = pages.place(length)
+    return pages.slab, in_order, elements * dtype.itemsize
 
 
 def spread(rows: int, active: int) -> AdapterRows:
