@@ -51,7 +51,7 @@ def run_adapted(case: AdaptedCase, context: ParallelContext) -> torch.Tensor | N
     attention = select_attention(CPU, case.dtype, spec.head_dim)
     decoder = build_decoder(spec, context, folder=case.folder, dtype=case.dtype, device=CPU, attention=attention)
     settings = LoraSettings(enable_lora=True, max_loras=max(1, len(case.adapters)), max_lora_rank=MAX_RANK)
-    adapters = open_adapters(settings, spec, decoder, CPU, case.dtype, None)
+    adapters = open_adapters(settings, spec, decoder, CPU, case.dtype, None, case.pp_size)
     put_all(adapters, case.adapters)
     rows = PagedRows(decoder, len(case.slots), case.max_len, case.dtype)
     link = StageLink(context, spec.hidden_size, case.dtype, CPU)

@@ -61,14 +61,20 @@ def open_adapters(
     device: torch.device,
     dtype: torch.dtype,
     available_bytes: int | None,
+    pp_size: int = 1,
 ) -> RankAdapters:
     """Allocates the slab and attaches the sites. available_bytes: of host memory for this rank, None on CUDA.
 
+    Ranks of every stage get as many pages as the stage with the most layers needs: the group has the least of them.
     SettingsError (--lora-memory-bytes) when there is too little memory, or too little was asked for.
     """
     linears = list(decoder.linears())
-    shape = ShardShape.of([part for linear in linears for part in linear.parts], settings.max_lora_rank)
-    num_pages = _count_pages(settings, shape, dtype)
+    parts = [part for linear in linears for part in linear.parts]
+    shape = ShardShape.of(parts, settings.max_lora_rank)
+    most_layers = -(-spec.num_layers // pp_size)
+    of_a_layer = parts[: len(parts) // decoder.num_local_layers]
+    fullest = ShardShape.of(of_a_layer * most_layers, settings.max_lora_rank)
+    num_pages = _count_pages(settings, fullest, dtype)
     size = num_pages * shape.page_elements * dtype.itemsize
     if available_bytes is not None and size > available_bytes:
         raise _too_large(size, f"{available_bytes / MIB:.1f} MiB are available to a rank")

@@ -221,7 +221,8 @@ def _open_adapters(
     if not settings.lora.enable_lora:
         return None
     available = available_bytes() // ranks_on_node if device.type == "cpu" else None
-    return open_adapters(settings.lora, spec, decoder, device, dtype, available)
+    pp_size = settings.parallel.pipeline_parallel_size
+    return open_adapters(settings.lora, spec, decoder, device, dtype, available, pp_size)
 
 
 def _count_blocks(
