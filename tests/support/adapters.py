@@ -40,8 +40,8 @@ def save_random_adapter(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
-                inputs = parameter.shape[1]
-                parameter.normal_(0, (2 if "lora_A" in name else 2 * size) * inputs**-0.5)
+                is_a, inputs = name.split("lora_")[1].startswith(("A", "embedding_A")), parameter.shape[1]
+                parameter.normal_(0, 2 * (1 if is_a else size) * (1 if "embedding_A" in name else inputs**-0.5))
     model.to(dtype).save_pretrained(folder)
     (folder / "README.md").unlink(missing_ok=True)
     return folder

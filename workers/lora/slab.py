@@ -17,13 +17,28 @@ from workers.rank.kv_tensors import zeros
 
 
 class AdapterSlab:
-    """`slab_PE` in the model's dtype; `tables[s]` and `slots_of[s]` (the slots whose adapter changes it) by section."""
+    """`slab_PE` in the model's dtype; `tables[s]` and `slots_of[s]` (the slots whose adapter changes it) by section.
+
+    `memory_PE`: the slab, and where `with_identity` the identity of [R, R] behind it, from element `identity_start` on.
+    """
 
     def __init__(
-        self, shape: ShardShape, num_pages: int, num_slots: int, dtype: torch.dtype, device: torch.device
+        self,
+        shape: ShardShape,
+        num_pages: int,
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        with_identity: bool = False,
     ) -> None:
         self.shape = shape
-        self.slab_PE = zeros((num_pages, shape.page_elements), dtype, device)
+        self.identity_start = num_pages * shape.page_elements
+        size = shape.max_rank**2 if with_identity else 0
+        all_pages = num_pages + -(-size // shape.page_elements)
+        self.memory_PE = zeros((all_pages, shape.page_elements), dtype, device)
+        self.slab_PE = self.memory_PE[:num_pages]
+        self.memory_PE.view(-1)[self.identity_start :][: size : shape.max_rank + 1] = 1
         self.slots_of: list[set[int]] = [set() for _ in shape.parts]
         self._device = device
         self._num_slots = 0

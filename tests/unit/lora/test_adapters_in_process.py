@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from configs.errors import SettingsError
 from configs.schema import CacheSettings, DeviceSettings, EngineSettings, LoraSettings, ModelSettings, SchedulerSettings
@@ -15,7 +16,7 @@ from parallel.mesh import Mesh
 from tests.support.adapters import AdapterDriver, ref_of, save_merged, save_random_adapter
 from tests.support.executor_driver import ExecutorDriver, Job
 from tests.support.paged_rows import prompt_ids
-from tests.support.tiny_models import BY_NAME, save_tiny_model
+from tests.support.tiny_models import BY_NAME, TinyModel, save_tiny_model
 from workers.inprocess_executor import InProcessExecutor
 from workers.messages import AdapterRef
 from workers.models.registry import load_spec
@@ -275,5 +276,32 @@ def test_half_precision_models_take_float32_adapters_and_refuse_what_they_cannot
         moves.load(ref_of(adapters[0]), 0)
         large = save_random_adapter(base, tmp_path / "large", rank=4, size=1e6, dtype=torch.float32)
         assert "holds a number beyond torch.float16" in (moves.move("fetch", ref_of(large))[0].error or "")
+    finally:
+        executor.close()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_table_beside_its_adapter_must_be_the_models_own(tied: bool, tmp_path: Path) -> None:
+    """PEFT saves the base's tables along; one that was trained would be used in their place."""
+    base = save_tiny_model(TinyModel("tables", "llama", {"tie_word_embeddings": tied}), tmp_path)
+    adapter = save_random_adapter(base, tmp_path / "a", rank=4, modules=("embed_tokens", "lm_head"))
+    rounded = tmp_path / "rounded"
+    shutil.copytree(adapter, rounded)
+    tensors = load_file(adapter / WEIGHT_FILE)
+    save_file({name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}, rounded / WEIGHT_FILE)
+    executor = InProcessExecutor(settings_for(base))
+    executor.start()
+    try:
+        moves = AdapterDriver(executor)
+        moves.load(ref_of(adapter), 0)
+        moves.load(ref_of(rounded), 1)
+        for module in ("model.embed_tokens", "lm_head"):
+            name = f"base_model.model.{module}.base_layer.weight"
+            trained = tensors | {name: tensors[name] * 1.05}
+            save_file(trained, adapter / WEIGHT_FILE)
+            error = moves.move("fetch", ref_of(adapter))[0].error
+            assert error == f"tensor {name} is not this model's table: the adapter changes its base"
+            save_file(tensors | {name: tensors[name][:-1].clone()}, adapter / WEIGHT_FILE)
+            assert "[202, 64], the model's table [203, 64]" in (moves.move("fetch", ref_of(adapter))[0].error or "")
     finally:
         executor.close()
