@@ -12,7 +12,7 @@ import torch
 from configs.environment import cache_folder
 from configs.errors import SettingsError
 from configs.schema import LoraSettings
-from workers.channel import MoverKind
+from workers.channel import REMOTES, MoverKind
 from workers.kernels.lora import select_lora_ops
 from workers.lora.layout import ShardShape, in_pieces
 from workers.lora.movers import HostCopies, PlaceMover, ShardReader, SourceMover
@@ -50,9 +50,11 @@ class RankAdapters:
         copies: HostCopies = {}
         pin = self.device.type == "cuda"
         read = ShardReader(self.spec, self.model_folder, self.slab, cache_folder() / "adapters", self.dtype, pin=pin)
+        place = PlaceMover(self.slab, copies, self.device)
+        sources: list[MoverKind] = ["folder", *REMOTES]
         return [
-            MoverThread(rank, SourceMover(read, copies), inbox("source")),
-            MoverThread(rank, PlaceMover(self.slab, copies, self.device), inbox("adapter")),
+            MoverThread(rank, place, inbox("adapter")),
+            *(MoverThread(rank, SourceMover(read, copies), inbox(kind)) for kind in sources),
         ]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from workers.adapter_source import is_remote, local_folder
+from workers.adapter_source import local_folder
 from workers.base_tables import check_base_tables
 from workers.errors import AdapterRefused
 from workers.lora.host_copy import HostCopy, cut_shard
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 WIDEST_ELEMENT_BYTES = 4
 MOST_OTHER_BYTES = 2**23
 HostCopies = dict[str, HostCopy]
-"""By digest. A fetch adds, a drop takes away; both happen between two bytecodes of one interpreter."""
+"""By digest. Fetches add, a drop takes away, each on its own thread: single operations of a dict, which are whole."""
 ReadShard = Callable[[AdapterRef], HostCopy]
 
 
@@ -60,7 +60,7 @@ class ShardReader:
         folder = local_folder(ref, self._cache_folder, most_bytes=self._most_bytes)
         adapter = read_adapter(folder, self._spec, self._slab.shape.max_rank)
         if adapter.facts.digest != ref.digest:
-            if is_remote(ref.source):  # the cache lies: what is there is of no use to anyone
+            if ref.is_remote:  # the cache lies: what is there is of no use to anyone
                 shutil.rmtree(folder, ignore_errors=True)
             raise AdapterRefused(
                 f"{ref.source} has changed: its digest is {adapter.facts.digest[:12]}, not {ref.digest[:12]}"
@@ -71,7 +71,7 @@ class ShardReader:
 
 
 class SourceMover:
-    """fetch: source -> host memory."""
+    """fetch: source -> host memory. A rank has several, for what is near and what is far."""
 
     def __init__(self, read: ReadShard, copies: HostCopies) -> None:
         self._read = read

@@ -42,6 +42,7 @@ class AdapterSlab:
         self.slots_of: list[set[int]] = [set() for _ in shape.parts]
         self._device = device
         self._num_slots = 0
+        self._outgrown: list[list[SectionTables]] = []
         self._make_tables(num_slots)
 
     @property
@@ -81,6 +82,7 @@ class AdapterSlab:
         ranks_SL = torch.zeros(sections, num_slots, dtype=torch.int32, device=self._device)
         scales_SL = torch.zeros(sections, num_slots, dtype=torch.float32, device=self._device)
         if held:
+            self._outgrown.append(self.tables)  # a step on the device may still read them
             rows_2SLR[:, :, :held] = self._rows_2SLR
             ranks_SL[:, :held], scales_SL[:, :held] = self._ranks_SL, self._scales_SL
         self._rows_2SLR, self._ranks_SL, self._scales_SL = rows_2SLR, ranks_SL, scales_SL
