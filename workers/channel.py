@@ -14,7 +14,7 @@ from zmq.utils import z85
 
 from workers.messages import AdapterMove, Transfer
 
-MoverKind = Literal["memory", "disk", "adapter"]
+MoverKind = Literal["memory", "disk", "adapter", "source"]
 
 
 def new_secret() -> str:
@@ -29,14 +29,14 @@ def _key_pair(secret: str, part: str) -> tuple[bytes, bytes]:
 
 
 def mover_name(rank: int, kind: MoverKind) -> bytes:
-    """What a rank's mover of KV is called at the coordinator's router; the rank itself is its number."""
+    """What a rank's mover is called at the coordinator's router; the rank itself is its number."""
     return f"{rank}-{kind}".encode()
 
 
 def mover_of(move: Transfer | AdapterMove) -> MoverKind:
     """Which of a rank's movers carries it out."""
     if isinstance(move, AdapterMove):
-        return "adapter"
+        return "source" if move.kind == "fetch" else "adapter"
     return "memory" if move.kind in ("store", "load") else "disk"
 
 

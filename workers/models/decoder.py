@@ -6,6 +6,7 @@ request, no scheduler, no sampling. T tokens of a step, S rows that sample, H hi
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -14,6 +15,7 @@ from offload.weight_stream import Copier, WeightStream
 from parallel.checkpoint import DummySource, LoadFormat, SafetensorsSource, Source, load
 from parallel.context import ParallelContext
 from parallel.embedding import VocabParallelEmbedding, VocabParallelHead
+from parallel.linear import AdaptableLinear
 from parallel.matmul import Place
 from parallel.mesh import layer_range
 from parallel.shard import WeightSlot
@@ -62,11 +64,21 @@ class DecoderLayer:
         x_TH = self._attention(self._attention_norm(branch_TH, residual_TH), angles, step, kv)
         return self._mlp(self._mlp_norm(x_TH, residual_TH))
 
+    def linears(self) -> Iterator[AdaptableLinear]:
+        yield from self._attention.linears()
+        yield from self._mlp.linears()
+
     def slots(self) -> Iterator[WeightSlot]:
         yield from self._attention_norm.slots()
         yield from self._attention.slots()
         yield from self._mlp_norm.slots()
         yield from self._mlp.slots()
+
+
+class Adapters(Protocol):
+    """What adds to the layers' products: told of each step before its first layer (workers/lora/sites.py)."""
+
+    def begin(self, batch: ForwardBatch) -> None: ...
 
 
 class Decoder:
@@ -89,6 +101,7 @@ class Decoder:
         self.head_dim = spec.head_dim
         self.weight_bytes = 0
         self._attention = attention
+        self._adapters: Adapters | None = None
         self.stream = stream
         self._positions = RotaryPositions(spec.rope, spec.head_dim, device)
         self._layers = [
@@ -116,6 +129,8 @@ class Decoder:
         Returns the residual stream [T, H] in the weights' dtype for the next stage, or on the last stage logits [S, V]
         in float32, whole on every tp rank, for the batch's `logits_rows_S`.
         """
+        if self._adapters is not None:
+            self._adapters.begin(batch)
         residual_TH = self._embedding(batch.input_ids_T) if self._embedding is not None else hidden_TH
         assert residual_TH is not None, "a later stage needs the hidden states of the one before"
         angles = self._positions.angles(batch.positions_T, residual_TH.dtype)
@@ -128,6 +143,15 @@ class Decoder:
             return residual_TH.add_(branch_TH)
         rows_S = batch.logits_rows_S
         return self._head(self._final_norm(branch_TH[rows_S], residual_TH[rows_S]))
+
+    def linears(self) -> Iterator[AdaptableLinear]:
+        """Those of this rank's layers, in the order of the model's."""
+        for layer in self._layers:
+            yield from layer.linears()
+
+    def adapt(self, adapters: Adapters) -> None:
+        """Steps are told to `adapters` from now on."""
+        self._adapters = adapters
 
     def slots(self) -> Iterator[WeightSlot]:
         """Every parameter of this rank. A tied table that serves both ends here is read once and shared."""

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from workers.kernels.lora import AdapterRows
 from workers.messages import StepPlan
 from workers.models.forward_batch import ForwardBatch
 from workers.rank.row_table import RowTable
@@ -48,7 +49,8 @@ def build_batch(plan: StepPlan, table: RowTable, device: torch.device) -> StepBa
     width = int(-(-end_R.max() // table.block_size))
     table_RN = _own_blocks(table, rows_R, width)
     long = [table.token_ids[row_T, positions_T].astype(np.int64), positions_T, slots_T, starts[1:][samples_R] - 1]
-    forward = _to_device(long, starts, end_R, table_RN, lens_R, table.block_size, device)
+    slots_R = table.adapter_slots[rows_R] if table.num_adapted else None
+    forward = _to_device(long, starts, end_R, table_RN, lens_R, slots_R, table.block_size, device)
     return StepBatch(forward, rows_R[samples_R], end_R[samples_R])
 
 
@@ -82,16 +84,20 @@ def _to_device(
     end_R: Ints,
     block_table_RN: npt.NDArray[np.int32],
     lens_R: Ints,
+    slots_R: Ints | None,
     block_size: int,
     device: torch.device,
 ) -> ForwardBatch:
     """ForwardBatch from numpy; on an accelerator all tensors travel in one buffer, one copy per step."""
     ints = [starts.astype(np.int32), end_R.astype(np.int32), block_table_RN]
+    segments = [] if slots_R is None else adapter_segments(slots_R, starts)
+    if slots_R is not None and segments:
+        ints.append(np.repeat(slots_R, lens_R).astype(np.int32))
     if device.type == "cpu":
         tensors = [torch.from_numpy(array) for array in (*long, *ints)]
     else:
         tensors = _one_copy([*long, *ints], device)
-    input_ids_T, positions_T, slots_T, logits_rows_S, query_starts, seq_lens, table_RN = tensors
+    input_ids_T, positions_T, slots_T, logits_rows_S, query_starts, seq_lens, table_RN, *slots = tensors
     return ForwardBatch(
         input_ids_T=input_ids_T,
         positions_T=positions_T,
@@ -103,7 +109,16 @@ def _to_device(
         query_lens_list=lens_R.tolist(),
         seq_lens_list=end_R.tolist(),
         block_size=block_size,
+        adapters=AdapterRows(slots[0], segments) if slots else None,
     )
+
+
+def adapter_segments(slots_R: Ints, starts: Ints) -> list[tuple[int, int, int]]:
+    """(first token, last + 1, slot) of each maximal run of rows with one adapter; starts: rows' first tokens, and T."""
+    changes = np.flatnonzero(np.diff(slots_R)) + 1
+    rows = np.concatenate(([0], changes, [len(slots_R)]))
+    bounds = zip(starts[rows[:-1]].tolist(), starts[rows[1:]].tolist(), slots_R[rows[:-1]].tolist(), strict=True)
+    return [(first, last, slot) for first, last, slot in bounds if slot >= 0]
 
 
 def _one_copy(arrays: list[npt.NDArray[np.generic]], device: torch.device) -> list[torch.Tensor]:

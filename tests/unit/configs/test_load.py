@@ -267,7 +267,7 @@ def test_serve_args_in_the_shape_of_ray_serve_llm() -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ({"lora_config": {}}, "adapters are not supported"),
+        ({"lora_config": {"odd": 1}}, "odd is not a setting"),
         ({"engine_kwarg": {}}, "engine_kwarg is not a setting"),
         ({"zzz": {}}, "known are model_loading_config, engine_kwargs,"),
         ({"model_loading_config": {"model_id": "m", "mirror": 1}}, "mirror is not a setting"),

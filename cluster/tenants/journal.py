@@ -1,0 +1,153 @@
+"""The journal of one gateway's life: an append-only file of JSON lines, written and synced in batches off the loop.
+
+    accepted(id ...)      the gateway owes a row for this request
+    ended(UsageRow)       the row
+
+The file is locked while its gateway lives. An unlocked file is of a gateway that is gone, cleanly or not: what it
+accepted and never ended ends there as client_lost (read_rows). A torn last line was never promised to anybody.
+"""
+
+import asyncio
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from cluster.tenants.usage import CLIENT_LOST, UsageRow
+
+log = logging.getLogger("tandem.ledger")
+PREFIX, SUFFIX = "usage-", ".jsonl"
+
+
+class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag="accepted"):
+    """A request that got past every refusal. time_s: wall clock."""
+
+    id: str
+    time_s: float
+    tenant: str
+    model: str
+    adapter: str | None
+
+
+Line = Accepted | UsageRow
+
+
+class Journal:
+    """Used on one event loop; one thread writes. A disk that takes no more costs the journal, not the requests."""
+
+    def __init__(self, folder: Path, gateway: str) -> None:
+        self.path = folder / f"{PREFIX}{gateway}{SUFFIX}"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tandem-journal")
+        self._lines: list[Line] = []
+        self._next: asyncio.Event = asyncio.Event()
+        self._writing: asyncio.Task[None] | None = None
+        self.is_failing = False
+
+    def note(self, line: Line) -> None:
+        """Puts a line into the next batch; never waits."""
+        self._lines.append(line)
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.get_running_loop().create_task(self._write_all(), name="journal")
+
+    async def sync(self) -> None:
+        """Returns when what was noted last is on disk, or the disk has refused it (logged)."""
+        if self._lines:
+            await self._next.wait()
+
+    async def close(self) -> None:
+        """Writes what is left and unlocks the file."""
+        while self._writing is not None and not self._writing.done():
+            await asyncio.wait({self._writing})
+        self._thread.shutdown(wait=True)
+        os.close(self._descriptor)
+
+    async def _write_all(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._lines:
+            batch, self._lines = self._lines, []
+            written, self._next = self._next, asyncio.Event()
+            try:
+                await loop.run_in_executor(self._thread, self._write, batch)
+                self.is_failing = False
+            except OSError as error:
+                if not self.is_failing:
+                    log.error("usage cannot be journaled in %s, and goes to Redis only: %s", self.path, error)
+                self.is_failing = True
+            finally:
+                written.set()
+
+    def _write(self, batch: list[Line]) -> None:
+        """On the thread. A batch without an end needs no sync: it only says what is owed."""
+        data = b"".join(msgspec.json.encode(line) + b"\n" for line in batch)
+        if self.is_failing:
+            data = b"\n" + data  # after a torn line
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+        if any(isinstance(line, UsageRow) for line in batch):
+            os.fdatasync(self._descriptor)
+
+
+def read_rows(path: Path, *, is_over: bool) -> Iterator[UsageRow]:
+    """The rows of a journal. is_over: its gateway is gone, so what it owes ends as client_lost."""
+    owed: dict[str, Accepted] = {}
+    for line in _read_lines(path):
+        if isinstance(line, Accepted):
+            owed[line.id] = line
+        else:
+            owed.pop(line.id, None)
+            yield line
+    if is_over:
+        yield from map(_lost, owed.values())
+
+
+def left_behind(folder: Path, own: Path, max_age_s: float) -> Iterator[Path]:
+    """Journals in the folder whose gateways are gone; those that nothing would take any more are removed."""
+    for path in sorted(folder.glob(f"{PREFIX}*{SUFFIX}")):
+        if path == own:
+            continue
+        with suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                if time.time() - os.fstat(descriptor).st_mtime > max_age_s:
+                    path.unlink()
+                    continue
+            finally:
+                os.close(descriptor)
+            yield path
+
+
+def _read_lines(path: Path) -> Iterable[Line]:
+    decoder = msgspec.json.Decoder(Line)
+    with path.open("rb") as file:
+        for number, data in enumerate(file, 1):
+            if not data.strip():
+                continue
+            try:
+                yield decoder.decode(data)
+            except msgspec.DecodeError:
+                level = logging.ERROR if data.endswith(b"\n") else logging.INFO
+                log.log(level, "%s:%d is torn and left out", path, number)
+
+
+def _lost(line: Accepted) -> UsageRow:
+    return UsageRow(
+        id=line.id,
+        time_s=line.time_s,
+        tenant=line.tenant,
+        model=line.model,
+        adapter=line.adapter,
+        terminal=CLIENT_LOST,
+        prompt_tokens=0,
+        cached_tokens=0,
+        completion_tokens=0,
+    )
