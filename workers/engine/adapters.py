@@ -36,8 +36,8 @@ LOOK_AGAIN_S = 0.05
 
 
 class AdapterPool:
-    """Adapters over num_pages device pages. turn: of the sequences that are first for their adapters, who of them goes
-    before the others (the smaller, the earlier). on_swap: told for whom an adapter was placed."""
+    """Adapters over num_pages device pages. turn: how early in line a sequence stands, the smaller the earlier; of two
+    with equal ones the adapter that is wanted longer. on_swap: told for whom an adapter was placed."""
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class AdapterPool:
         self._is_lacking = any(a.waiters for a in self._known.values()) or bool(pinned)
 
     def _place_in_line(self, adapter: Adapter) -> tuple[float, float]:
-        return self._turn(next(iter(adapter.waiters))), adapter.since_s
+        return min(map(self._turn, adapter.waiters)), adapter.since_s
 
     def _fetch(self, adapter: Adapter, now_s: float) -> bool:
         """Starts its way to the host if it is not on it; False: nothing can be fetched now."""
@@ -336,7 +336,7 @@ class AdapterPool:
             self._loads.observe(adapter.load_s)
             adapter.load_s = 0.0
             if adapter.waiters:
-                self._on_swap(next(iter(adapter.waiters)))
+                self._on_swap(min(adapter.waiters, key=self._turn))
             self._open(adapter, now_s, turnover)
 
     def _end_fetch(self, adapter: Adapter, move: Move, turnover: Turnover) -> None:
