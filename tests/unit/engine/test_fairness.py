@@ -198,6 +198,23 @@ def test_a_tenant_with_many_adapters_does_not_stand_before_one_with_few():
     assert list(h.sink.ends).index("quiet") < 10
 
 
+@pytest.mark.parametrize("mode", MODES[:2])
+def test_who_has_had_most_loses_its_blocks_first(mode):
+    """Two thirds of the blocks that rows could want: in a flood the other tenant's answers still come through."""
+    h = serving(**mode, num_blocks=100, max_num_seqs=16, max_num_batched_tokens=64)
+    began, took = {}, {}
+    for i in range(1000):
+        if i % 6 == 0:
+            h.add(*(request(f"loud{i}-{j}", 8, 60, tenant="loud") for j in range(3)))
+        if i % 40 == 0:
+            h.add(request(f"quiet{i}", 8, 60, tenant="quiet"))
+            began[f"quiet{i}"] = i
+        h.step()
+        took.update({name: i - began[name] for name in began if name in h.sink.ends and name not in took})
+    assert h.engine.stats().preemptions > 100 and len(took) > 20
+    assert sorted(took.values())[len(took) // 2] < 100, "60 steps alone"
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_outputs_do_not_depend_on_whose_turn_it_is(mode):
     h = serving(**mode, num_blocks=24, caching=True)
