@@ -47,7 +47,7 @@ class AdapterMemory:
         free = self._free_pages
         if num_pages > len(free):
             return None
-        return Place(heapq.heappop(self._free_slots), [free.pop() for _ in range(num_pages)])
+        return Place(heapq.heappop(self._free_slots), sorted(free.pop() for _ in range(num_pages)))
 
     def give_back(self, place: Place, last_step: int) -> None:
         """Its adapter goes; last_step is the newest plan that names the slot."""

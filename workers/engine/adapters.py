@@ -7,9 +7,10 @@ Each content (digest) is in one state on the device, and beside that has a host 
 
 A sequence whose adapter is not resident waits outside the queue. Adapters that are waited for stand in a line (least
 served tenant, then longest wait); those on the host get room in that order. Room comes from residents that nobody uses,
-least recently used first; when the first in line has waited longer than a bound, from residents in use: they are
-closed, what only queued for them waits in line behind, and what has run keeps them until it ends. An adapter serves
-those that waited for it before it is closed. Tiers of adapters and their eviction: S-LoRA (Sheng et al. 2023).
+least recently used first; when the line has stood still longer than a bound, from residents in use: they are closed,
+what only queued for them waits in line behind, and what has run keeps them until it ends. So the line moves at least
+once in a bound and the longest answer. An adapter serves those that waited for it before it is closed. Tiers of
+adapters and their eviction: S-LoRA (Sheng et al. 2023).
 Owned by the engine, on its thread; moves no bytes, knows no transport (send).
 """
 
@@ -26,7 +27,8 @@ from workers.errors import RequestRefused
 from workers.messages import AdapterMove, AdapterRef, TransferDone
 
 WAIT_BOUND_S = 1.0
-"""How long the first in line waits before residents in use are closed for it."""
+"""How long the line stands still before residents in use are closed for the first in it. As long as it moves, closing
+would only take adapters from those who come for them next: under load that costs more than it gives."""
 MAX_FETCHES = 4
 """Ranks may read one source after the other: what is wanted more must not stand behind a long row of others."""
 LATE_FETCH_S = 600.0
@@ -34,8 +36,8 @@ LOOK_AGAIN_S = 0.05
 
 
 class AdapterPool:
-    """Adapters over num_pages device pages. turn: of the sequences that are first for their adapters, who of them goes
-    before the others (the smaller, the earlier). on_swap: told for whom an adapter was placed."""
+    """Adapters over num_pages device pages. turn: how early in line a sequence stands, the smaller the earlier; of two
+    with equal ones the adapter that is wanted longer. on_swap: told for whom an adapter was placed."""
 
     def __init__(
         self,
@@ -61,6 +63,7 @@ class AdapterPool:
         self._uses = 0
         self._has_changed = False
         self._is_lacking = False
+        self._still_since_s: float | None = None
         self._look_again_s = math.inf
         self._loads = Histogram(LOAD_BOUNDS_S)
         self._num_evictions = 0
@@ -195,7 +198,7 @@ class AdapterPool:
         self._is_lacking = any(a.waiters for a in self._known.values()) or bool(pinned)
 
     def _place_in_line(self, adapter: Adapter) -> tuple[float, float]:
-        return self._turn(next(iter(adapter.waiters))), adapter.since_s
+        return min(map(self._turn, adapter.waiters)), adapter.since_s
 
     def _fetch(self, adapter: Adapter, now_s: float) -> bool:
         """Starts its way to the host if it is not on it; False: nothing can be fetched now."""
@@ -238,10 +241,14 @@ class AdapterPool:
             if adapter.is_resident:  # closed, and its turn has come before it had to go
                 self._open(adapter, now_s, turnover)
             elif adapter.on_host and adapter.move is None:
+                if self._still_since_s is None:
+                    self._still_since_s = now_s
                 if not self._make_room(adapter, now_s, turnover):
                     self._look_again_s = min(self._look_again_s, now_s + LOOK_AGAIN_S)
                     return
+                self._still_since_s = None
                 self._start_place(adapter)
+        self._still_since_s = None
         for adapter in self._known.values():
             adapter.is_closed = False  # nobody lacks room
         for adapter in pinned:
@@ -263,7 +270,7 @@ class AdapterPool:
         coming = memory.num_free + memory.num_pending + sum(a.num_pages for a in residents if a.is_closed)
         if coming + sum(a.num_pages for a in idle) >= need:
             victims = idle
-        elif adapter.waiters and now_s - adapter.since_s >= self._wait_bound_s:
+        elif self._still_since_s is not None and now_s - self._still_since_s >= self._wait_bound_s:
             victims = sorted((a for a in open_ones if not self._is_guarded(a, now_s)), key=self._staying_power)
         else:
             victims = []
@@ -329,7 +336,7 @@ class AdapterPool:
             self._loads.observe(adapter.load_s)
             adapter.load_s = 0.0
             if adapter.waiters:
-                self._on_swap(next(iter(adapter.waiters)))
+                self._on_swap(min(adapter.waiters, key=self._turn))
             self._open(adapter, now_s, turnover)
 
     def _end_fetch(self, adapter: Adapter, move: Move, turnover: Turnover) -> None:

@@ -56,6 +56,10 @@ class WaitingQueue(Protocol):
         """Tokens that were computed for it."""
         ...
 
+    def counter(self, seq: Sequence) -> float:
+        """What its tenant has been served, over its weight."""
+        ...
+
 
 class ArrivalQueue:
     """Priority (the smaller the earlier), then those that have run before, then arrival."""

@@ -14,6 +14,7 @@ from configs.schema import EngineSettings, SchedulerSettings
 from workers.engine.adapter_turns import AdapterTurns
 from workers.engine.adapters import AdapterPool
 from workers.engine.admission import Deadlines, ModelFacts, QueueLimits, check_request
+from workers.engine.arrivals import Arrivals, closing_delta, end_of
 from workers.engine.block_manager import BlockManager
 from workers.engine.copy_costs import CopyCosts
 from workers.engine.executor import Executor, ExecutorReady
@@ -84,7 +85,6 @@ class Engine:
             kv_dtype=facts.kv_dtype,
             enable_prefix_caching=settings.cache.enable_prefix_caching,
         )
-        self._max_len = min(facts.max_model_len, self._manager.num_slots + 1)
         self._pacer = _pacer(settings.scheduler, settings.cache.block_size)
         self._waiting = FairQueue()
         self._costs = CopyCosts(ready.block_bytes / ready.num_ranks)
@@ -105,8 +105,9 @@ class Engine:
             turns=AdapterTurns(self._adapters, settings.lora.max_loras, self._waiting),
         )
         self._collector = Collector()
-        self._eos = frozenset(facts.eos_token_ids)
-        self._results = ResultApplier(self._scheduler, self._manager, self._collector, self._eos)
+        eos = frozenset(facts.eos_token_ids)
+        self._arrivals = Arrivals(self._manager, eos, min(facts.max_model_len, self._manager.num_slots + 1))
+        self._results = ResultApplier(self._scheduler, self._manager, self._collector, eos)
         self._limits = QueueLimits(settings.scheduler)
         self._deadlines = Deadlines()
         self._log = StepLog(settings.step_log) if settings.step_log else None
@@ -114,7 +115,6 @@ class Engine:
         self._born_ended: list[tuple[RequestState, list[TokenDelta]]] = []
         self._flights: deque[Flight] = deque()
         self._arrived: deque[StepResult] = deque()
-        self._arrivals = 0
 
     # ---- requests ----
 
@@ -139,9 +139,8 @@ class Engine:
             raise
         if older is not None:
             self._supersede(older)
-        state = RequestState(request, arrival_s=self._clock())
+        state = self._arrivals.state_of(request, self._clock())
         self._requests[request.request_id] = state
-        self._build_sequences(state)
         self._deadlines.add(state)
         self._start(state)
 
@@ -355,41 +354,17 @@ class Engine:
         if older.request.request_id in self._requests:
             self._close(older)
 
-    def _build_sequences(self, state: RequestState) -> None:
-        request, params, arrival = state.request, state.request.sampling, self._arrivals
-        self._arrivals += 1
-        prompt = request.prompt_token_ids
-        eos = frozenset() if params.ignore_eos else self._eos
-        for choice in range(params.n):
-            resumed = request.resume_token_ids[choice] if request.resume_token_ids else []
-            seq = Sequence(
-                state=state,
-                choice=choice,
-                tokens=[*prompt, *resumed],
-                prompt_len=len(prompt),
-                max_len=min(len(prompt) + params.max_tokens, self._max_len),
-                min_len=len(prompt) + params.min_tokens,
-                stop_ids=eos.union(params.stop_token_ids),
-                order=(request.priority, arrival, choice),
-                table=self._manager.new_table(digest_of(request), request.cache_salt),
-                adapter=digest_of(request),
-                status=Status.HELD,
-            )
-            state.sequences.append(seq)
-        state.num_live = params.n
-        state.held = list(state.sequences)
-
     def _start(self, state: RequestState) -> None:
         """Ends the choices that another group had already brought to their end; queues the first of the others."""
         deltas: list[TokenDelta] = []
         for seq in state.sequences:
-            reason = _end_of(seq)
+            reason = end_of(seq)
             if reason is not None:
                 state.held.remove(seq)
                 seq.status, seq.finish_reason = Status.FINISHED, reason
                 self._collector.finished[reason] += 1
                 state.num_live -= 1
-                deltas.append(_closing_delta(seq, reason))
+                deltas.append(closing_delta(seq, reason))
         if state.held:
             self._scheduler.add(state.held.pop(0))
         if deltas:
@@ -467,28 +442,3 @@ def _cause(refusal: RequestRefused) -> str:
     if isinstance(refusal, QueueFull):
         return "queue_full"
     return "context_length" if isinstance(refusal, ContextLengthExceeded) else "invalid"
-
-
-def digest_of(request: GenerationRequest) -> str | None:
-    """What names the KV of its adapter; None without one."""
-    return None if request.adapter is None else request.adapter.digest
-
-
-def _end_of(seq: Sequence) -> FinishReason | None:
-    """Why a resumed choice needs no further token; None when it does."""
-    if seq.num_output and seq.tokens[-1] in seq.stop_ids and len(seq.tokens) >= seq.min_len:
-        return "stop"
-    return "length" if len(seq.tokens) >= seq.max_len else None
-
-
-def _closing_delta(seq: Sequence, reason: FinishReason) -> TokenDelta:
-    state = seq.state
-    return TokenDelta(
-        request_id=state.request.request_id,
-        epoch=state.request.epoch,
-        choice=seq.choice,
-        first_position=seq.num_output,
-        token_ids=[],
-        finish_reason=reason,
-        usage=state.usage() if state.num_live == 0 else None,
-    )

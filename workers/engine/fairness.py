@@ -101,6 +101,9 @@ class FairQueue:
         tenant.own += cost
         tenant.counter += cost / tenant.weight
 
+    def counter(self, seq: Sequence) -> float:
+        return self._tenant(seq.tenant).counter
+
     # ---- the engine's side ----
 
     def charge_swap(self, seq: Sequence) -> None:
@@ -108,10 +111,6 @@ class FairQueue:
         tenant = self._tenant(seq.tenant)
         tenant.own += self._costs.adapter_swap
         tenant.counter += self._costs.adapter_swap / tenant.weight
-
-    def counter(self, seq: Sequence) -> float:
-        """What its tenant has been served, over its weight: the smaller, the earlier."""
-        return self._tenant(seq.tenant).counter
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Weights from now on, above 0; tenants that are not named have 1. What was charged stays as it is."""

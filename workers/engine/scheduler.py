@@ -284,7 +284,7 @@ class Scheduler:
         )
 
     def _extend_or_preempt(self, seq: Sequence, num_tokens: int) -> list[int] | None:
-        """Blocks for seq, taken from the latest of the running if need be (perhaps from seq itself: None).
+        """Blocks for seq, taken from another that runs if need be (perhaps from seq itself: None).
 
         None as well while blocks of preempted or ended sequences are still named by plans in flight: seq sits out.
         """
@@ -293,11 +293,20 @@ class Scheduler:
             missing = manager.blocks_for(num_tokens) - len(seq.table.block_ids)
             if pool.num_allocatable + pool.num_pending >= missing:
                 return None
-            victim = self._running.pop()
+            victim = self._victim(seq)
+            self._running.remove(victim)
             self._preempt(victim)
             if victim is seq:
                 return None
         return added
+
+    def _victim(self, seq: Sequence) -> Sequence:
+        """Of those that this step has not served yet, seq included: one of the lowest priority, of the tenant that has
+        been served most, the latest. (If it is seq itself, the one after it sits this step out.)"""
+        if self.waiting.is_contested:
+            self.charge_running()
+        unserved = self._running[self._running.index(seq) :]
+        return max(unserved, key=lambda other: (other.order[0], self.waiting.counter(other), other.order))
 
     def _preempt(self, seq: Sequence) -> None:
         """Back to the queue without blocks; its samples in flight still count, its KV is loaded or computed again."""

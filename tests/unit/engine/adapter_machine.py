@@ -9,6 +9,7 @@ from typing import Any
 
 from builders import Harness, assert_as_expected, harness, request
 from fake_adapters import AdapterPlan
+from fake_tiers import TierPlan
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -39,8 +40,11 @@ def machine(adapter_pool: type[AdapterPool] = AdapterPool) -> type[RuleBasedStat
             num_ranks=st.integers(1, 2),
             num_blocks=st.integers(8, 30),
             rows=st.integers(1, 5),
+            host_slots=st.sampled_from([0, 0, 6, 40]),
         )
-        def build(self, mode: dict[str, Any], num_pages: int, num_blocks: int, rows: int, **plan: int) -> None:
+        def build(
+            self, mode: dict[str, Any], num_pages: int, num_blocks: int, rows: int, host_slots: int, **plan: int
+        ) -> None:
             self.slow: dict[tuple[int, int], int] = {}
             self.held: set[str] = set()
             self.broken: set[str] = set()
@@ -52,6 +56,7 @@ def machine(adapter_pool: type[AdapterPool] = AdapterPool) -> type[RuleBasedStat
                 max_num_seqs=rows,
                 patience=LONG_ENOUGH,
                 adapter_pool=adapter_pool,
+                tiers=TierPlan(host_slots=host_slots, num_ranks=plan["num_ranks"]) if host_slots else None,
                 adapters=AdapterPlan(
                     num_pages=num_pages,
                     pages=lambda digest, rank: pages[digest],

@@ -1,8 +1,9 @@
 """The ranks' side of AdapterMoves without bytes: host copies, device pages and slots of each rank; strict about what
 may be written while a plan in flight, or about to run, names it.
 
-Each rank has one mover, which takes moves in the order in which they were sent and answers for itself. A page holds the
-digest whose bytes were copied there last; a slot is good as long as all its pages hold its digest.
+Each rank has two movers, one for sources and one for memory; each takes its moves in the order in which they were sent
+and answers for itself. A page holds the digest whose bytes were copied there last; a slot is good as long as all its
+pages hold its digest.
 """
 
 from collections import deque
@@ -53,8 +54,9 @@ class FakeAdapters:
         self.sent: list[AdapterMove] = []
         self.under_way: dict[int, AdapterMove] = {}
         self._awaiting: dict[int, set[int]] = {}
-        self._queues: list[deque[AdapterMove]] = [deque() for _ in ranks]
-        self._looked = [0 for _ in ranks]
+        self._movers = [(rank, kinds) for rank in ranks for kinds in (("fetch",), ("place", "drop"))]
+        self._queues: list[deque[AdapterMove]] = [deque() for _ in self._movers]
+        self._looked = [0 for _ in self._movers]
         self._done: list[TransferDone] = []
 
     # ---- the executor's side ----
@@ -71,8 +73,9 @@ class FakeAdapters:
         self.sent.append(move)
         self.under_way[move.ticket] = move
         self._awaiting[move.ticket] = set(range(self.plan.num_ranks))
-        for waiting in self._queues:
-            waiting.append(move)
+        for (_, kinds), waiting in zip(self._movers, self._queues, strict=True):
+            if move.kind in kinds:
+                waiting.append(move)
 
     def check_plan(self, slots: set[int]) -> None:
         """A plan names only slots that are whole, and none that is being written."""
@@ -95,13 +98,14 @@ class FakeAdapters:
 
     def pump(self) -> None:
         """Every rank is looked at once."""
-        for rank, waiting in enumerate(self._queues):
+        for mover, waiting in enumerate(self._queues):
+            rank = self._movers[mover][0]
             while waiting:
                 delay = self.plan.delay(waiting[0], rank)
-                if delay is None or self._looked[rank] < delay:
-                    self._looked[rank] += 1
+                if delay is None or self._looked[mover] < delay:
+                    self._looked[mover] += 1
                     break
-                self._looked[rank] = 0
+                self._looked[mover] = 0
                 self._done.append(self._carry_out(waiting.popleft(), rank))
 
     def take(self) -> list[TransferDone]:

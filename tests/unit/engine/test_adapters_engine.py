@@ -14,6 +14,7 @@ from workers.messages import Abort, AdapterMove, AdapterRef, GenerationRequest
 
 PATIENCE = 250
 """Steps without progress that may pass while one waits for room (the bound is 100 steps of the fake clock)."""
+ZIPF = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "max_num_queued_reqs": 1000, "asynchronous": True}
 
 
 def with_adapters(**options: object) -> Harness:
@@ -66,6 +67,37 @@ def test_tn_03_more_adapters_than_room_beside_the_base_model(mode, num_ranks):
     stats = h.engine.stats().adapters
     assert stats is not None and stats.evictions > 0 and stats.loads == h.adapters.kinds()["place"]
     assert h.adapters.kinds()["drop"] > 0
+
+
+def zipf_waits(num_adapters: int, requests_per_s: float) -> list[float]:
+    """Seconds to the first token of 500 requests, Poisson arrivals, Zipf over adapters, with room for 8 of them and
+    steps of 20 ms; an answer takes 0.5 s in the mean."""
+    rng = random.Random(5)
+    h = with_adapters(num_pages=16, max_loras=8, max_cpu_loras=64, delay=lambda move, rank: 1, **ZIPF)
+    h.step_s = 0.02
+    due_s, began_s, waits, requests = h.clock.now_s, {}, {}, []
+    weights = [1 / (i + 1) for i in range(num_adapters)]
+    while len(waits) < 500:
+        while due_s <= h.clock.now_s and len(requests) < 500:
+            adapter = f"a{rng.choices(range(num_adapters), weights)[0]}"
+            req = request(f"r{len(requests)}", 16, 1 + int(rng.expovariate(1 / 24)), adapter=adapter)
+            h.add(req)
+            requests.append(req)
+            began_s[req.request_id] = due_s
+            due_s += rng.expovariate(requests_per_s)
+        h.step()
+        for delta in (delta for batch in h.sink.batches for delta in batch if delta.first_position == 0):
+            waits[delta.request_id] = h.clock.now_s - began_s[delta.request_id]
+        h.sink.batches.clear()
+    h.run()
+    assert_as_expected(h, *requests)
+    return sorted(waits.values())
+
+
+def test_tn_03_waits_do_not_collapse_when_adapters_outnumber_the_room():
+    """At rates that take 80 % of what 8 places can serve: whoever waits gets the next place that is free."""
+    few, many = zipf_waits(8, 13.0), zipf_waits(512, 13.0)
+    assert few[-5] < 0.2 and many[250] < 0.2 and many[-5] < 1.2, (few[-5], many[250], many[-5])
 
 
 @pytest.mark.parametrize("mode", MODES)

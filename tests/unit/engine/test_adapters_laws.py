@@ -87,7 +87,7 @@ def test_a_plan_before_every_rank_has_its_part_is_caught():
                 move.awaiting = {message.rank}
             return move is not None
 
-    assert_caught(Defect, "is being placed|knows no slot|pages are being written|its pages hold")
+    assert_caught(Defect, "is being placed|knows no slot|pages are being written|its pages hold|beside a place")
 
 
 def test_more_host_copies_than_allowed_are_caught():
