@@ -126,6 +126,17 @@ def left_behind(folder: Path, own: Path, max_age_s: float) -> Iterator[Path]:
             yield path
 
 
+def is_in_use(folder: Path) -> bool:
+    """A gateway that lives journals in this folder."""
+    for path in folder.glob(f"{PREFIX}*{SUFFIX}"):
+        with path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+    return False
+
+
 def _read_lines(path: Path) -> Iterable[Line]:
     decoder = msgspec.json.Decoder(Line)
     with path.open("rb") as file:

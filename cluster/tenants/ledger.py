@@ -129,13 +129,16 @@ class UsageLedger:
                 for _ in batch:
                     self._waiting.popleft()
 
-    async def close(self) -> None:
-        """What is left goes to the journal, and to Redis if it is there."""
+    async def close(self) -> bool:
+        """What is left goes to the journal, and to Redis if it is there. True when Redis has everything."""
+        is_told = True
         try:
             await self.send()
         except RedisAway as error:
-            log.warning("%d usage rows are in the journal only: %s", len(self._waiting), error)
+            is_told = False
+            log.warning("%d usage rows are in %s only: %s", len(self._waiting), self._journal.path, error)
         await self._journal.close()
+        return is_told
 
     async def _look_for_loss(self) -> None:
         """Redis that has lost its rows gets them again."""
