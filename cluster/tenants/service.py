@@ -90,8 +90,7 @@ class TenantService:
 
 
 async def _end(tasks: list[asyncio.Task[None]]) -> None:
-    """Cancels until they have ended: a call that Redis answers at that moment loses its cancellation (wait_for of Python
-    3.11)."""
+    """Cancels until they have ended: Python 3.11's wait_for loses a cancellation that comes with its result."""
     left = set(tasks)
     for _ in range(CANCEL_TRIES):
         if not left:
