@@ -216,8 +216,9 @@ def _check_together(settings: ServiceSettings) -> None:
     _check_adapters(settings)
     if settings.gateway.host == "":
         raise SettingsError("must name an address", "--host")
-    if any(len(key) < 1 or not key.isprintable() for key in (*settings.gateway.api_keys, *settings.gateway.admin_keys)):
-        raise SettingsError("a key must be printable and not empty", "--api-key")
+    for flag, given in (("--api-key", settings.gateway.api_keys), ("--admin-api-key", settings.gateway.admin_keys)):
+        if any(len(key) < 1 or not key.isprintable() for key in given):
+            raise SettingsError("a key must be printable and not empty", flag)
     if any(not name.strip() for name in engine.model.served_model_name):
         raise SettingsError("a name must not be empty", "--served-model-name")
 
