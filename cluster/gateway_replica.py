@@ -153,6 +153,7 @@ def open_tenants(
             # one for all gateways of a service on a node, so that each takes up what another leaves behind
             folder=Path(given) if given is not None else short_temp_folder() / f"tl-{facts.service_id}",
             is_private=given is None,
+            usage_days=settings.gateway.usage_days,
             redis_timeout_s=settings.redis.timeout_ms / 1000,
             gateways=settings.gateway.num_gateways,
             kv_tokens=kv_tokens,

@@ -103,7 +103,7 @@ def settings_from_serve_args(args: Mapping[str, Any]) -> ServiceSettings:
     deployment = _section(args, "deployment_config", ("autoscaling_config", "num_replicas"))
     values = {**_section(args, "engine_kwargs", None)}
     for section, names in (
-        ("gateway_config", ("api_key", "admin_api_key", "state_dir", "metrics_prefix")),
+        ("gateway_config", ("api_key", "admin_api_key", "state_dir", "usage_days", "metrics_prefix")),
         ("redis_config", ("redis_url", "redis_timeout_ms")),
     ):
         values |= _section(args, section, names)

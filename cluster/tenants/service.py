@@ -20,6 +20,7 @@ from cluster.tenants.journal import is_in_use
 from cluster.tenants.ledger import UsageLedger
 from cluster.tenants.quota import Quota
 from cluster.tenants.store import TenantStore
+from cluster.tenants.usage import DAY_S
 
 log = logging.getLogger("tandem.tenants")
 TENANTS_FILE = "tenants.json"
@@ -37,6 +38,7 @@ class TenantService:
         *,
         folder: Path,
         is_private: bool,
+        usage_days: int,
         redis_timeout_s: float,
         gateways: int,
         kv_tokens: Callable[[], int],
@@ -50,7 +52,7 @@ class TenantService:
         self.directory = TenantDirectory(store, folder / TENANTS_FILE)
         self.quota = Quota(self._requests, self.directory, gateway, gateways=gateways, kv_tokens=kv_tokens)
         self.admin = StoreAdmin(store, self.directory)
-        self.ledger = UsageLedger(redis, folder, gateway)
+        self.ledger = UsageLedger(redis, folder, gateway, usage_days * DAY_S)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:

@@ -73,6 +73,7 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "api_key": (["k"], ("k",)),
     "admin_api_key": (["a", "b"], ("a", "b")),
     "state_dir": ("state", "state"),
+    "usage_days": (7, 7),
     "shutdown_timeout": (5, 5.0),
     "metrics_prefix": ("vllm", "vllm"),
     "redis_url": ("redis://h:1", "redis://h:1"),

@@ -22,6 +22,7 @@ def service(server: RedisServer, folder: Path, is_private: bool = False, gateway
         moving,
         folder=folder,
         is_private=is_private,
+        usage_days=7,
         redis_timeout_s=2.0,
         gateways=gateways,
         kv_tokens=lambda: 0,
