@@ -58,6 +58,14 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "kv_disk_path": ("kv", "kv"),
     "kv_disk_size": (1.5, 1.5),
     "kv_eviction": ("cost", "cost"),
+    "enable_lora": (True, True),
+    "lora_modules": (["a=x", "b=y=z"], ("a=x", "b=y=z")),
+    "max_loras": (3, 3),
+    "max_lora_rank": (64, 64),
+    "max_cpu_loras": (200, 200),
+    "lora_memory_bytes": ("512M", 512 * 2**20),
+    "lora_root": (["/a", "s3://b"], ("/a", "s3://b")),
+    "lora_watch_dir": ("/w", "/w"),
     "device": ("cuda", "cuda"),
     "cpu_threads": (2, 2),
     "host": ("0.0.0.0", "0.0.0.0"),
@@ -84,6 +92,9 @@ def test_a_value_lands_in_its_place(option: Any, spelled: str) -> None:
 
 
 NEEDED: dict[str, dict[str, Any]] = {
+    "lora_modules": {"enable_lora": True},
+    "lora_root": {"enable_lora": True},
+    "lora_watch_dir": {"enable_lora": True},
     "kv_disk_path": {"kv_offloading_size": 1, "kv_disk_size": 1},
     "kv_disk_size": {"kv_offloading_size": 1, "kv_disk_path": "kv"},
 }
@@ -110,6 +121,13 @@ BAD = [
     ("kv_offloading_size", "much"),
     ("kv_disk_size", -1),
     ("kv_eviction", "fifo"),
+    ("lora_modules", ["no-path="]),
+    ("lora_modules", ["=no-name"]),
+    ("lora_modules", ["neither"]),
+    ("max_loras", 0),
+    ("max_lora_rank", 513),
+    ("max_cpu_loras", 0),
+    ("lora_memory_bytes", 0),
     ("cpu_offload_gb", -1),
     ("cpu_offload_gb", float("nan")),
     ("cpu_offload_gb", float("inf")),
