@@ -205,26 +205,23 @@ def test_the_command_line_changes_a_running_service(lora_service: Service, tmp_p
 
 
 def test_an_emptied_redis_and_none_at_all_cost_no_adapter(lora_service: Service, offline: LLM) -> None:
-    def redis() -> psutil.Process:
-        return wait_for(lambda: lora_service.titled("tandem redis"), 15, "Redis runs")[0]
-
     def is_here() -> bool:
         return bool(lora_service.get("/load").json()["redis"] == "here")
 
     answer = wanted(offline, "pirate", QUESTIONS[:1])[0]
     before = names(lora_service)
-    socket = Path(redis().cmdline()[1]).parent / "redis.sock"
+    (redis,) = lora_service.titled("tandem redis")
+    socket = Path(redis.cmdline()[1]).parent / "redis.sock"
     done = tandem(lora_service, "adapters", "ls", "--redis-url", f"unix://{socket}", "--model", "demo")
     assert done.returncode == 0 and "pirate@" in done.stdout, done.stderr
-    frozen = redis()
-    frozen.suspend()
+    redis.suspend()
     try:
         wait_for(lambda: not is_here(), 15, "the gateway notices")
         assert text_of(chat(lora_service, "pirate", QUESTIONS[0])) == answer
         refused = unload(lora_service, "pirate")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "service_unavailable")
     finally:
-        frozen.resume()
+        redis.resume()
     wait_for(is_here, 15, "the gateway is back")
     flush(socket)
     wait_for(lambda: listed(socket) >= {"pirate", "shout"}, 15, "the list is written again")
