@@ -101,9 +101,6 @@ NEEDED: dict[str, dict[str, Any]] = {
     "lora_watch_dir": {"enable_lora": True},
     "kv_disk_path": {"kv_offloading_size": 1, "kv_disk_size": 1},
     "kv_disk_size": {"kv_offloading_size": 1, "kv_disk_path": "kv"},
-    "lora_modules": {"enable_lora": True},
-    "lora_root": {"enable_lora": True},
-    "lora_watch_dir": {"enable_lora": True},
 }
 """What a setting does not go without."""
 
