@@ -158,6 +158,13 @@ OPTIONS: tuple[Option, ...] = (
     Option("host", "gateway.host", str, HTTP, "Address to listen on."),
     Option("port", "gateway.port", int, HTTP, "Port to listen on.", _port, "from 1 to 65535"),
     Option("api_key", "gateway.api_keys", tuple[str, ...], HTTP, "Key(s) clients must send. Default: open."),
+    Option("admin_api_key", "gateway.admin_keys", tuple[str, ...], HTTP,
+           "Key(s) for /admin. Default: without any key at all, open on loopback only."),
+    Option("state_dir", "gateway.state_dir", str, HTTP,
+           "Folder for the usage journal and a copy of the tenants, taken up by the next start. "
+           "Default: a private one, gone with the service."),
+    Option("usage_days", "gateway.usage_days", int, HTTP,
+           "Days that usage rows are kept, in Redis and in --state-dir.", lambda v: 1 <= v <= 366, "from 1 to 366"),
     Option("shutdown_timeout", "shutdown_timeout_s", float, HTTP,
            "Seconds that requests in flight get to finish on shutdown.", at_least(0), "at least 0"),
     Option("metrics_prefix", "gateway.metrics_prefix", str, HTTP,
@@ -165,6 +172,9 @@ OPTIONS: tuple[Option, ...] = (
            _metric_name, "letters, digits, _ and :, and no digit first"),
     Option("redis_url", "redis.url", str, COORDINATION,
            "redis://, rediss:// or unix:// URL. Default: a private server is started."),
+    Option("redis_timeout_ms", "redis.timeout_ms", float, COORDINATION,
+           "Milliseconds that a request waits for Redis before it goes on without.", lambda v: 0 < v <= 10_000,
+           "above 0, up to 10000"),
 )  # fmt: skip
 
 

@@ -106,11 +106,15 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The HTTP side. Caps are the contract's; a cap that is exceeded is a 400 (413 for the body)."""
+    """The HTTP side. Caps are the contract's; a cap that is exceeded is a 400 (413 for the body). state_dir: for the
+    usage journal and a copy of the tenants; None: they end with the service, or with Redis if that is later."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
+    admin_keys: tuple[str, ...] = ()
+    state_dir: str | None = None
+    usage_days: int = 30
     num_gateways: int = 1
     max_body_bytes: int = 8 * 2**20
     max_json_depth: int = 64
@@ -134,9 +138,11 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class RedisSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """None as url: the launcher starts a private server on a unix socket and fills it in."""
+    """None as url: the launcher starts a private server on a unix socket and fills it in. timeout_ms: of what requests
+    wait for."""
 
     url: str | None = None
+    timeout_ms: float = 50.0
 
 
 class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -5,6 +5,7 @@ commands: it retries. Both raise RedisAway and nothing else. Callers name comman
 """
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
@@ -45,6 +46,10 @@ class RequestClient:
     async def pipeline(self, commands: Sequence[Sequence[Part]]) -> list[Any]:
         """Several commands in one round trip, in one transaction."""
         return await self._bounded(lambda: _transaction(self._redis, commands))
+
+    async def script(self, text: str, keys: Sequence[str], arguments: Sequence[Part]) -> Any:
+        """One Lua script, atomically; its text travels only when the server does not know it."""
+        return await self._bounded(lambda: _run_script(self._redis, text, keys, arguments))
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -121,7 +126,8 @@ def _open(url: str, *, timeout_s: float, connect_timeout_s: float, retries: int)
         "timeout": timeout_s,
         "protocol": 3,
         "socket_timeout": timeout_s,
-        "health_check_interval": 0 if not retries else 15,
+        # a check that is due while a frozen server is connected to connects and checks within itself, for ever
+        "health_check_interval": 0,
         "retry": AsyncRetry(backoff, retries),
     }
     if retries:
@@ -141,3 +147,13 @@ async def _transaction(client: "redis_asyncio.Redis", commands: Sequence[Sequenc
         for parts in commands:
             pipe.execute_command(*parts)
         return list(await pipe.execute())
+
+
+async def _run_script(client: "redis_asyncio.Redis", text: str, keys: Sequence[str], arguments: Sequence[Part]) -> Any:
+    rest = (len(keys), *keys, *arguments)
+    try:
+        return await _execute(
+            client, ("EVALSHA", hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest(), *rest)
+        )
+    except redis.exceptions.NoScriptError:
+        return await _execute(client, ("EVAL", text, *rest))

@@ -40,7 +40,7 @@ class CpuChunkAttention:
         """out_TND. The chunk's tokens are the last T of the J positions."""
         num_tokens, num_heads, head_dim = q_TND.shape
         before, num_kv_heads = k_JKD.shape[0] - num_tokens, k_JKD.shape[1]
-        k_KDJ = k_JKD.permute(1, 2, 0).contiguous()
+        k_KJD = k_JKD.transpose(0, 1).contiguous()  # oneDNN reads it transposed as fast; D by J is a slow copy
         v_KJD = v_JKD.transpose(0, 1).contiguous()
         out_TND = torch.empty(q_TND.shape, dtype=q_TND.dtype)
         for start in range(0, num_tokens, QUERY_BLOCK):
@@ -49,7 +49,7 @@ class CpuChunkAttention:
             first = 0 if window is None else max(0, before + start + 1 - window)
             q_BKGD = q_TND[start:stop].unflatten(1, (num_kv_heads, -1))
             q_KXD = q_BKGD.permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
-            scores_KXJ = torch.bmm(q_KXD, k_KDJ[:, :, first:last])
+            scores_KXJ = torch.bmm(q_KXD, k_KJD[:, first:last].transpose(1, 2))
             self._softmax(
                 scores_KXJ.data_ptr(), num_heads * count, last - first, count, before + start + 1 - first,
                 window or 0, scale, torch.get_num_threads(),
