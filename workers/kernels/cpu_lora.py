@@ -15,8 +15,8 @@ import torch
 from workers.kernels.lora_ops import AdapterRows, SectionTables, TorchLora
 
 LANES = 16
-KNOWN_LAYERS = 4096
-"""Layers remembered at most; beyond, all are forgotten: a caller that never gives the same sections twice."""
+KNOWN_LAYERS = 512
+"""Layers, with the sections that a step wants of each, remembered at most; beyond, all are forgotten."""
 TILES = (4, 2, 1)
 """Tokens of one adapter that cpu_lora.c takes at a time."""
 GEMM_TOKENS = 256
@@ -57,12 +57,12 @@ def cut_work(segments: Sequence[tuple[int, int, int]], gemm_tokens: int) -> Work
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer's sections as cpu_lora.c wants them. Holds the sections, whose identity names it, and their tensors.
+    """A layer's sections as cpu_lora.c wants them. Holds the sections, whose identities name it, and so their tensors.
 
     inputs: None where a width is not a whole number of vectors. room: floats of scratch that a token takes.
     """
 
-    sections: Sequence[SectionTables]
+    sections: tuple[SectionTables, ...]
     packed: "ctypes.Array[ctypes.c_int64]"
     inputs: int | None
     room: int
@@ -77,13 +77,15 @@ def pack_layer(sections: Sequence[SectionTables]) -> Layer:
         facts += (*pointers, s.a_rows.shape[1], s.outputs, s.start)
     whole = not any(s.inputs % LANES or s.outputs % LANES for s in sections)
     inputs = sections[0].inputs if whole else None
-    return Layer(sections, (ctypes.c_int64 * len(facts))(*facts), inputs, sum(s.a_rows.shape[1] for s in sections))
+    return Layer(
+        tuple(sections), (ctypes.c_int64 * len(facts))(*facts), inputs, sum(s.a_rows.shape[1] for s in sections)
+    )
 
 
 class CpuLora:
     """The compiled kernel for one element type. Keeps scratch memory, layers and the last step's work between calls.
 
-    So a sequence of sections and an AdapterRows, once given, must not be changed; what their tensors hold may.
+    So an AdapterRows, once given, must not be changed; what tables hold may.
     """
 
     def __init__(self, library: ctypes.CDLL, gemm_tokens: int = GEMM_TOKENS) -> None:
@@ -92,7 +94,7 @@ class CpuLora:
         self._scratch = torch.empty(0)
         self._rows = AdapterRows(torch.empty(0, dtype=torch.int32), [])
         self._work = cut_work([], gemm_tokens)
-        self._layers: dict[int, Layer] = {}
+        self._layers: dict[tuple[int, ...], Layer] = {}
         pointer, number = ctypes.c_void_p, ctypes.c_long
         self._add = library.lora_add
         self._add.restype = None
@@ -124,11 +126,12 @@ class CpuLora:
             self._add_run(y_TO[first:last], x_TI[first:last], slab, sections, slot)
 
     def _layer_of(self, sections: Sequence[SectionTables]) -> Layer:
-        layer = self._layers.get(id(sections))
+        names = tuple(map(id, sections))
+        layer = self._layers.get(names)
         if layer is None:
             if len(self._layers) == KNOWN_LAYERS:
                 self._layers.clear()
-            layer = self._layers[id(sections)] = pack_layer(sections)
+            layer = self._layers[names] = pack_layer(sections)
         return layer
 
     def _add_tiles(self, y_TO: torch.Tensor, x_TI: torch.Tensor, slab: torch.Tensor, layer: Layer, work: Work) -> None:

@@ -1,6 +1,7 @@
 """Grouped LoRA on CPUs, compiled and twin, against dense products in float64; and what both must leave alone."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -134,6 +135,20 @@ def test_a_slot_that_changed_is_seen_at_the_next_call(ops: LoraOps, dtype: torch
     expected = layer.expected(y, x, [0, 1])
     ops.add(y, x, layer.slab, layer.sections, rows)
     check_close(y, expected)
+
+
+def test_any_choice_of_sections_adds_only_its_own(ops: LoraOps, dtype: torch.dtype) -> None:
+    """Callers leave out what no adapter of the step changes, in a new list each time."""
+    layer = merged(dtype)
+    x = noise(len(MIXED), 112, dtype=dtype)
+    for chosen in ([0, 1, 2], [2], [0, 2], [1], [2]):
+        part = replace(
+            layer, sections=[layer.sections[i] for i in chosen], adapters=[layer.adapters[i] for i in chosen]
+        )
+        y = noise(len(MIXED), layer.width, dtype=dtype, seed=2)
+        expected = part.expected(y, x, MIXED)
+        ops.add(y, x, part.slab, part.sections, rows_of(MIXED))
+        check_close(y, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
