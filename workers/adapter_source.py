@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -24,6 +24,8 @@ from workers.peft_folder import WEIGHT_FILE, adapter_digest
 FETCH_S: Final = 120.0
 """How long a source may take for one adapter before it is given up."""
 CHUNK_BYTES: Final = 2**20
+KEPT_S: Final = 7 * 24 * 3600.0
+"""How long fetched files stay after their last use."""
 LOCK_RETRY_S: Final = 0.1
 T = TypeVar("T")
 
@@ -46,8 +48,11 @@ def local_folder(
     try:
         cache_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _locked(cache_folder / f"{ref.digest}.lock", deadline_s):
-            if not target.is_dir():
+            if target.is_dir():
+                os.utime(target)
+            else:
                 _within(timeout_s, lambda: _fetch(ref, target, most_bytes))
+                _forget_old(cache_folder)
     except OSError as error:
         raise AdapterRefused(f"{cache_folder} cannot be written: {error.strerror or error}") from error
     return target
@@ -90,6 +95,18 @@ def _publish(folder: Path, target: Path) -> None:
             raise
     finally:
         shutil.rmtree(whole, ignore_errors=True)
+
+
+def _forget_old(cache_folder: Path) -> None:
+    """Removes what nobody has asked for in a long time, and what fetches that were killed have left."""
+    oldest_s = time.time() - KEPT_S
+    for entry in cache_folder.iterdir():
+        with suppress(OSError):  # another process removes it too
+            if entry.stat().st_mtime < oldest_s:
+                if entry.is_dir():
+                    shutil.rmtree(entry)
+                else:
+                    entry.unlink()
 
 
 def _copy_files(source: str, folder: Path, most_bytes: int | None) -> None:

@@ -48,7 +48,7 @@ class ReplyTo(msgspec.Struct, frozen=True, array_like=True):
 class AdapterRef(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A LoRA adapter as a request carries it, so that a group needs no registry to serve it.
 
-    digest: hex SHA-256 of its content (workers/lora/peft_folder.py); it names KV and memory, never `name`, which
+    digest: hex SHA-256 of its content (workers/peft_folder.py); it names KV and memory, never `name`, which
     is what clients say. source: a folder or an fsspec URL; what lies there must still have that digest when it is read.
     """
 

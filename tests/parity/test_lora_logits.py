@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from parallel.context import ParallelContext
-from tests.support.adapters import load_adapted_peer, save_merged, save_random_adapter
+from tests.support.adapters import ALL_LINEARS, load_adapted_peer, save_merged, save_random_adapter
 from tests.support.decoder_ranks import RankProcesses
 from tests.support.lora_ranks import AdaptedCase, run_adapted
 from tests.support.paged_rows import prompt_ids
@@ -73,6 +73,23 @@ def test_every_linear_of_every_family_equals_peft(name: str, tiny_folder: TinyFo
 def test_what_a_config_says_is_done(config: dict[str, Any], tiny_folder: TinyFolder, tmp_path: Path) -> None:
     base = tiny_folder("llama-gqa")
     check_against_peft(base, save_random_adapter(base, tmp_path / "a", **config))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["llama-mqa-biased", "qwen3"])
+def test_half_precision_is_as_near_as_peft(
+    name: str, dtype: torch.dtype, tiny_folder: TinyFolder, tmp_path: Path
+) -> None:
+    """A prompt in two chunks (long and short runs of tokens), the model and the adapter in that dtype."""
+    base = tiny_folder(name)
+    adapter = save_random_adapter(base, tmp_path / "a", rank=8, modules=(*ALL_LINEARS, "embed_tokens", "lm_head"))
+    ids = prompt_ids(60, 200)
+    steps = [[(0, ids[:40])], [(0, ids[40:])]]
+    found = ours(AdaptedCase(base, [adapter], [0], steps, 60, all_logits=True, dtype=dtype))
+    peer = load_adapted_peer(base, adapter)
+    with torch.inference_mode():
+        truth, theirs = (peer.to(kind)(torch.tensor([ids])).logits[0].float() for kind in (torch.float32, dtype))
+    assert (found - truth).square().mean().sqrt() <= 2 * (theirs - truth).square().mean().sqrt()
 
 
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}], ids=str)

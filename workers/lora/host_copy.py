@@ -2,10 +2,10 @@
 
 Made by the source mover from a checked PEFT folder, copied to the device page by page. Column-parallel layers cut B's
 rows as they cut the weight's outputs, row-parallel ones A's columns as the weight's inputs; the other matrix is whole.
-Works row by row: operations so small run on the calling thread alone and leave the cores to the steps.
+Copies a few rows at a time: operations so small run on the calling thread alone and leave the cores to the steps.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,9 +14,11 @@ import torch
 
 from parallel.linear import Cut
 from workers.errors import AdapterRefused
-from workers.lora.layout import Ints, Packing, ShardShape, pack
+from workers.lora.layout import Ints, Packing, ShardShape, pack, row_strides
 from workers.peft_folder import LoraModule, PeftAdapter, TensorAt
 
+SERIAL_ELEMENTS: Final = 2**15
+"""torch spreads elementwise operations on more elements than that over its threads."""
 DTYPES: Final[Mapping[str, torch.dtype]] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -44,11 +46,12 @@ def cut_shard(adapter: PeftAdapter, shape: ShardShape, dtype: torch.dtype, *, pi
     packing = pack(shape, ranks_S)
     pages_NE = torch.zeros(packing.num_pages, shape.page_elements, dtype=dtype, pin_memory=pin)
     starts_2SR = packing.starts(range(packing.num_pages), shape.page_elements)
+    strides_2S = row_strides(shape.lengths_2S)
     for section, (part, module) in enumerate(zip(shape.parts, found, strict=True)):
         if module is not None:
             a_RI, b_RO = _rows(adapter, module, part.inputs, part.outputs)
-            _lay(a_RI, starts_2SR[0, section], pages_NE, module.a)
-            _lay(b_RO, starts_2SR[1, section], pages_NE, module.b)
+            _lay(a_RI, starts_2SR[0, section], strides_2S[0, section], pages_NE, module.a)
+            _lay(b_RO, starts_2SR[1, section], strides_2S[1, section], pages_NE, module.b)
     return HostCopy(pages_NE, packing, ranks_S, scales_S)
 
 
@@ -64,10 +67,21 @@ def _matrix(adapter: PeftAdapter, tensor: TensorAt) -> torch.Tensor:
     return torch.from_numpy(aligned).view(dtype).view(tensor.shape)
 
 
-def _lay(rows_RN: torch.Tensor, starts_R: Ints, pages_NE: torch.Tensor, tensor: TensorAt) -> None:
+def _lay(rows_RN: torch.Tensor, starts_R: Ints, stride: int, pages_NE: torch.Tensor, tensor: TensorAt) -> None:
+    """`stride`: elements between rows that are neighbours in a page."""
     flat, narrows = pages_NE.view(-1), rows_RN.dtype != pages_NE.dtype
-    for row_N, start in zip(rows_RN, starts_R.tolist(), strict=False):
-        target_N = flat[start : start + len(row_N)]
-        target_N.copy_(row_N)
-        if narrows and not target_N.isfinite().all():
+    rank, length = rows_RN.shape
+    for first, last in _neighbours(starts_R[:rank], stride, max(1, SERIAL_ELEMENTS // stride)):
+        target = flat.as_strided((last - first, length), (int(stride), 1), int(starts_R[first]))
+        target.copy_(rows_RN[first:last])
+        if narrows and not target.isfinite().all():
             raise AdapterRefused(f"tensor {tensor.name} holds a number beyond {pages_NE.dtype}")
+
+
+def _neighbours(starts_R: Ints, stride: int, most: int) -> Iterator[tuple[int, int]]:
+    """[first, last) of runs of rows that lie one behind the other, `most` at once."""
+    first = 0
+    for row in range(1, len(starts_R) + 1):
+        if row == len(starts_R) or starts_R[row] != starts_R[row - 1] + stride or row - first == most:
+            yield first, row
+            first = row

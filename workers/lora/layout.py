@@ -37,7 +37,7 @@ class ShardShape:
     def of(cls, parts: Sequence[LinearPart], max_rank: int, page_elements: int | None = None) -> "ShardShape":
         """page_elements None: a page fits ROWS_PER_PAGE of the longest rows."""
         lengths = np.array([[part.inputs.length for part in parts], [part.outputs.length for part in parts]], np.int64)
-        longest = int(_strides(lengths).max())
+        longest = int(row_strides(lengths).max())
         assert page_elements is None or longest <= page_elements, (longest, page_elements)
         return cls(tuple(parts), max_rank, lengths, page_elements or ROWS_PER_PAGE * longest)
 
@@ -83,7 +83,7 @@ def pack(shape: ShardShape, ranks_S: Ints) -> Packing:
     held_2SR = np.broadcast_to(
         np.arange(shape.max_rank) < ranks_S[:, None], (2, len(shape.parts), shape.max_rank)
     ).reshape(-1)
-    strides = np.repeat(_strides(shape.lengths_2S).reshape(-1), shape.max_rank)
+    strides = np.repeat(row_strides(shape.lengths_2S).reshape(-1), shape.max_rank)
     lengths, counts = np.unique(strides[held_2SR], return_counts=True)
     left = dict(zip(lengths[::-1].tolist(), counts[::-1].tolist(), strict=True))
     places: dict[int, list[tuple[int, int]]] = {stride: [] for stride in left}
@@ -103,6 +103,6 @@ def pack(shape: ShardShape, ranks_S: Ints) -> Packing:
     return Packing(num_pages, pages, offsets)
 
 
-def _strides(lengths: Ints) -> Ints:
+def row_strides(lengths: Ints) -> Ints:
     """Elements from the beginning of one row to that of the next."""
     return -(-lengths // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS

@@ -1,5 +1,6 @@
 """Where adapters come from: folders as they are, URLs through a cache that is addressed by content."""
 
+import os
 import shutil
 import threading
 import time
@@ -12,13 +13,14 @@ import fsspec
 import pytest
 
 from workers import adapter_source
-from workers.adapter_source import local_folder, remote_digest
+from workers.adapter_source import KEPT_S, local_folder, remote_digest
 from workers.errors import AdapterRefused
 from workers.messages import AdapterRef
 from workers.peft_folder import CONFIG_FILE, WEIGHT_FILE, adapter_digest
 
 PIRATE = Path(__file__).resolve().parents[3] / "configs" / "demo" / "adapters" / "pirate"
 DIGEST = adapter_digest(PIRATE)
+OTHER_DIGEST = adapter_digest(PIRATE.parent / "shout")
 
 
 @pytest.fixture
@@ -51,6 +53,22 @@ def test_a_url_is_fetched_once_and_found_by_its_content(tmp_path: Path, memory_u
     assert folder.name == DIGEST and names(folder) == {CONFIG_FILE, WEIGHT_FILE} and adapter_digest(folder) == DIGEST
     assert local_folder(ref("memory://bucket/gone"), tmp_path / "cache") == folder, "the content decides, not the place"
     assert names(tmp_path / "cache") == {DIGEST, f"{DIGEST}.lock"}
+
+
+def test_what_was_not_used_for_long_makes_room(tmp_path: Path, memory_url: str) -> None:
+    local_folder(ref(memory_url), tmp_path)
+    for name, age_s in (("f" * 64, 2 * KEPT_S), ("fetching-x-whole", 2 * KEPT_S), ("e" * 64, KEPT_S / 2)):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (time.time() - age_s,) * 2)
+    os.utime(tmp_path / DIGEST, (0, 0))
+    local_folder(ref(memory_url), tmp_path)  # used again: it stays
+    fetch_another(tmp_path)
+    assert names(tmp_path) == {DIGEST, f"{DIGEST}.lock", OTHER_DIGEST, f"{OTHER_DIGEST}.lock", "e" * 64}
+
+
+def fetch_another(cache: Path) -> None:
+    source = f"file://{PIRATE.parent / 'shout'}"
+    local_folder(AdapterRef(name="shout", digest=OTHER_DIGEST, source=source), cache)
 
 
 def test_the_digest_of_a_url_leaves_the_files_to_be_served(tmp_path: Path, memory_url: str) -> None:
