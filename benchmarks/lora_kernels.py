@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.machine import OtherCpu, measure_machine
+from benchmarks.machine import QUIET, OtherCpu, measure_machine, wait_until_quiet
 from benchmarks.models import SHAPES
 from workers.kernels.cpu_build import cpu_lora_library
 from workers.kernels.cpu_lora import CpuLora
@@ -25,7 +25,9 @@ from workers.kernels.lora import AdapterRows, LoraOps, SectionTables, TorchLora,
 
 CPU = torch.device("cpu")
 PAGE_BYTES = 65536
+MAX_RANK = 64
 FLUSH_BYTES = 128 * 2**20
+STEPS_A_TURN = 3
 RUNS = (8, 16, 24, 32, 48, 64, 128, 512)
 
 
@@ -93,42 +95,38 @@ class Pages:
         return self._at - length
 
 
+def tables_of(site: Site, case: Case) -> list[SectionTables]:
+    """One layer's sections, their rows not placed yet."""
+    sections = []
+    for at, (width, has) in enumerate(zip(site.outputs, site.targets, strict=True)):
+        a_rows, b_rows = (torch.full((case.active, MAX_RANK), -1) for _ in range(2))
+        ranks = torch.full((case.active,), case.rank if has else 0, dtype=torch.int32)
+        start = sum(site.outputs[:at])
+        sections.append(SectionTables(a_rows, b_rows, ranks, torch.ones(case.active), site.inputs, width, start))
+    return sections
+
+
 def make_layers(shape: str, case: Case, dtype: torch.dtype) -> tuple[torch.Tensor, list[Layer], int]:
-    """The slab, every site of every layer, and the bytes of all adapters in use."""
-    sites = sites_of(shape, case.everywhere)
+    """The slab, every site of every layer, and the bytes of all adapters in use.
+
+    Layers share x and y, as the activations of a real step share memory, which is warm.
+    """
     num_layers = int(str(SHAPES[shape]["num_hidden_layers"]))
-    cells = [
-        site.inputs + width for site in sites for width, has in zip(site.outputs, site.targets, strict=True) if has
-    ]
-    elements = num_layers * case.active * case.rank * sum(cells)
-    pages = Pages(elements, dtype)
-    tables = {
-        (layer, at, section): (torch.full((case.active, 64), -1), torch.full((case.active, 64), -1))
-        for layer in range(num_layers)
-        for at, site in enumerate(sites)
-        for section in range(len(site.outputs))
-    }
-    for slot in range(case.active):
-        for (_, at, section), (a_rows, b_rows) in tables.items():
-            if sites[at].targets[section]:
-                for k in range(case.rank):
-                    a_rows[slot, k] = pages.place(sites[at].inputs)
-                for k in range(case.rank):
-                    b_rows[slot, k] = pages.place(sites[at].outputs[section])
     layers = []
-    for layer in range(num_layers):
-        for at, site in enumerate(sites):
-            sections = []
-            for section, (width, has) in enumerate(zip(site.outputs, site.targets, strict=True)):
-                a_rows, b_rows = tables[layer, at, section]
-                ranks = torch.full((case.active,), case.rank if has else 0, dtype=torch.int32)
-                start = sum(site.outputs[:section])
-                sections.append(
-                    SectionTables(a_rows, b_rows, ranks, torch.ones(case.active), site.inputs, width, start)
-                )
-            x = torch.randn(case.rows, site.inputs).to(dtype)
-            layers.append(Layer(sections, x, torch.zeros(case.rows, sum(site.outputs), dtype=dtype)))
-    return pages.slab, layers, elements * dtype.itemsize
+    for site in sites_of(shape, case.everywhere):
+        x_TI = torch.randn(case.rows, site.inputs).to(dtype)
+        y_TO = torch.zeros(case.rows, sum(site.outputs), dtype=dtype)
+        layers.append([Layer(tables_of(site, case), x_TI, y_TO) for _ in range(num_layers)])
+    in_order = [layer for of_one in zip(*layers, strict=True) for layer in of_one]
+    sections = [section for layer in in_order for section in layer.sections]
+    elements = sum((s.inputs + s.outputs) * int(s.ranks.sum()) for s in sections)
+    pages = Pages(elements, dtype)
+    for slot in range(case.active):
+        for section in sections:
+            for rows, length in ((section.a_rows, section.inputs), (section.b_rows, section.outputs)):
+                for k in range(int(section.ranks[slot])):
+                    rows[slot, k] = pages.place(length)
+    return pages.slab, in_order, elements * dtype.itemsize
 
 
 def spread(rows: int, active: int) -> AdapterRows:
@@ -152,20 +150,33 @@ def stepper(ops: LoraOps, slab: torch.Tensor, layers: Sequence[Layer], slots: Ad
     return step
 
 
-def times_of(steps: Sequence[Callable[[], None]], seconds: float) -> list[float]:
-    """Median seconds of each, called in turn with cold caches for `seconds` in all, after two calls to warm up."""
+def times_of(steps: Sequence[Callable[[], None]], options: argparse.Namespace) -> tuple[list[float], float]:
+    """Median seconds of each, called in turn with cold caches, and the share that other processes took meanwhile.
+
+    Turns in which others took over a tenth of the machine are dropped until --patience is over; then all count.
+    """
     flush = torch.ones(FLUSH_BYTES // 4)
     times: list[list[float]] = [[] for _ in steps]
+    shares = []
     for step in [*steps, *steps]:
         step()
-    until = time.perf_counter() + seconds
-    while time.perf_counter() < until or len(times[0]) < 5:
-        for step, own in zip(steps, times, strict=True):
-            flush.sum()
-            start = time.perf_counter()
-            step()
-            own.append(time.perf_counter() - start)
-    return [statistics.median(own) for own in times]
+    until = time.perf_counter() + options.patience
+    while len(shares) < options.turns:
+        wait_until_quiet(until - time.perf_counter(), window_s=0.1)
+        with OtherCpu() as other:
+            turn = [timed(step, flush) for _ in range(STEPS_A_TURN) for step in steps]
+        if other.share < QUIET or time.perf_counter() > until:
+            shares.append(other.share)
+            for at, own in enumerate(times):
+                own += turn[at :: len(steps)]
+    return [statistics.median(own) for own in times], statistics.mean(shares)
+
+
+def timed(step: Callable[[], None], flush: torch.Tensor) -> float:
+    flush.sum()
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
 
 
 def report(case: Case, options: argparse.Namespace, read_bytes_per_s: float) -> None:
@@ -174,13 +185,12 @@ def report(case: Case, options: argparse.Namespace, read_bytes_per_s: float) -> 
     ops: list[LoraOps] = [select_lora_ops(CPU, torch.bfloat16)]
     if options.twin:
         ops.append(TorchLora())
-    with OtherCpu() as other:
-        times_s = times_of([stepper(each, slab, layers, slots) for each in ops], options.seconds)
+    times_s, share = times_of([stepper(each, slab, layers, slots) for each in ops], options)
     floor_ms = adapter_bytes / read_bytes_per_s * 1e3
     parts = [f"{case}: floor {floor_ms:6.2f} ms ({adapter_bytes / 2**20:5.1f} MiB)"]
     for each, time_s in zip(ops, times_s, strict=True):
         parts.append(f"{type(each).__name__} {time_s * 1e3:6.2f} ms = {floor_ms / time_s / 1e3:.2f} of floor")
-    print("  ".join([*parts, f"other_cpu {other.share:.2f}"]), flush=True)
+    print("  ".join([*parts, f"other_cpu {share:.2f}"]), flush=True)
 
 
 def report_runs(options: argparse.Namespace) -> None:
@@ -191,19 +201,19 @@ def report_runs(options: argparse.Namespace) -> None:
         for tokens in RUNS:
             slab, layers, _ = make_layers(options.model, Case(tokens, 1, rank, True), torch.bfloat16)
             both = [CpuLora(library, gemm_tokens=tokens + 1), CpuLora(library, gemm_tokens=1)]
-            with OtherCpu() as other:
-                tiles_s, gemm_s = times_of(
-                    [stepper(ops, slab, layers, spread(tokens, 1)) for ops in both], options.seconds
-                )
+            (tiles_s, gemm_s), share = times_of(
+                [stepper(ops, slab, layers, spread(tokens, 1)) for ops in both], options
+            )
             times = f"tiles {tiles_s * 1e3:7.2f} ms  matmuls {gemm_s * 1e3:7.2f} ms"
-            print(f"rank {rank:2d}, run of {tokens:3d}: {times}  other_cpu {other.share:.2f}", flush=True)
+            print(f"rank {rank:2d}, run of {tokens:3d}: {times}  other_cpu {share:.2f}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-0.6b", choices=sorted(SHAPES))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--seconds", type=float, default=3.0, help="measured per line")
+    parser.add_argument("--turns", type=int, default=12, help=f"of {STEPS_A_TURN} steps, per line")
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds per line to wait for a quiet machine")
     parser.add_argument("--twin", action="store_true", help="time the torch twin too")
     parser.add_argument("--runs", action="store_true", help="tiles against matmuls by the length of a run, instead")
     options = parser.parse_args()
@@ -211,6 +221,7 @@ def main() -> None:
     if options.runs:
         report_runs(options)
         return
+    wait_until_quiet(options.patience)
     speed = measure_machine(options.threads)
     print(f"{options.model} bf16, {options.threads} threads, read {speed.read_bytes_per_s / 1e9:.1f} GB/s", flush=True)
     for case in CASES:

@@ -66,28 +66,30 @@ def _global_options(
     """Options before the verb; typer runs their callbacks."""
 
 
-def main() -> None:
-    """Entry point. What a user can mend is one line and exit status 2."""
+def main() -> NoReturn:
+    """Entry point. Where Ray was loaded, its C++ threads may run still and crash an interpreter that ends in order;
+    by now there is nothing left to take down."""
+    try:
+        run_verb()
+    except SystemExit as end:
+        if "ray" in sys.modules and isinstance(end.code, int | None):
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError, ValueError):
+                    stream.flush()
+            os._exit(end.code or 0)
+        raise
+
+
+def run_verb() -> NoReturn:
+    """Raises SystemExit. What a user can mend is one line and exit status 2."""
     try:
         build_app()()
+        sys.exit(0)
     except TandemError as error:
         flag = getattr(error, "flag", None)
         named = f"{flag}: " if flag and flag not in str(error) else ""
         print(f"tandem: error: {named}{error}", file=sys.stderr)
-        _leave(2)
-    except SystemExit as end:
-        _leave(end.code)
-
-
-def _leave(status: str | int | None) -> NoReturn:
-    """Ends the process. Where Ray was loaded, its C++ threads may run still, and crash an interpreter that takes itself
-    down; by now there is nothing left to take down."""
-    if "ray" in sys.modules and isinstance(status, int | None):
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(status or 0)
-    sys.exit(status)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import logging
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -31,6 +32,7 @@ from cluster.redis_replica import open_redis
 from cluster.serve_caller import ServeCaller
 from cluster.service import ServiceFacts, check_install
 from cluster.tenants.service import TenantService
+from configs.environment import short_temp_folder
 from configs.errors import SettingsError
 from configs.schema import ServiceSettings
 
@@ -53,7 +55,7 @@ class Gateway:
         # no request waits for the fleet, so a loop that is busy with tokens may take its time to read it
         self._redis = await open_redis(facts, redis, lambda url: BackgroundClient(url, timeout_s=1.0, retries=1))
         try:
-            self._tenants = open_tenants(settings, self._redis, self._kv_tokens)
+            self._tenants = open_tenants(settings, facts, self._redis, self._kv_tokens)
         except SettingsError as error:
             await self._report_failure(error)
             raise
@@ -159,15 +161,21 @@ def listen(host: str, port: int, *, shared: bool) -> socket.socket:
     return listener
 
 
-def open_tenants(settings: ServiceSettings, redis: MovingRedis, kv_tokens: Callable[[], int]) -> TenantService:
+def open_tenants(
+    settings: ServiceSettings, facts: ServiceFacts, redis: MovingRedis, kv_tokens: Callable[[], int]
+) -> TenantService:
     """The tenants of a gateway of these settings. SettingsError when their folder cannot be used."""
+    given = settings.gateway.state_dir
     try:
         return TenantService(
             redis,
-            folder=settings.gateway.state_dir,
+            # one for all gateways of a service on a node, so that each takes up what another leaves behind
+            folder=Path(given) if given is not None else short_temp_folder() / f"tl-{facts.service_id}",
+            is_private=given is None,
+            usage_days=settings.gateway.usage_days,
             redis_timeout_s=settings.redis.timeout_ms / 1000,
             gateways=settings.gateway.num_gateways,
             kv_tokens=kv_tokens,
         )
     except OSError as error:
-        raise SettingsError(f"{settings.gateway.state_dir} cannot be used: {error.strerror}", "--state-dir") from error
+        raise SettingsError(f"{given} cannot be used: {error.strerror}", "--state-dir") from error

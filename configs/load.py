@@ -110,7 +110,7 @@ def settings_from_serve_args(args: Mapping[str, Any]) -> ServiceSettings:
     deployment = _section(args, "deployment_config", ("autoscaling_config", "num_replicas"))
     values = {**_section(args, "engine_kwargs", None)}
     for section, names in (
-        ("gateway_config", ("api_key", "admin_api_key", "state_dir", "metrics_prefix")),
+        ("gateway_config", ("api_key", "admin_api_key", "state_dir", "usage_days", "metrics_prefix")),
         ("redis_config", ("redis_url", "redis_timeout_ms")),
     ):
         values |= _section(args, section, names)
@@ -232,8 +232,9 @@ def _check_together(settings: ServiceSettings) -> None:
     _check_adapters(settings)
     if settings.gateway.host == "":
         raise SettingsError("must name an address", "--host")
-    if any(len(key) < 1 or not key.isprintable() for key in (*settings.gateway.api_keys, *settings.gateway.admin_keys)):
-        raise SettingsError("a key must be printable and not empty", "--api-key")
+    for flag, given in (("--api-key", settings.gateway.api_keys), ("--admin-api-key", settings.gateway.admin_keys)):
+        if any(len(key) < 1 or not key.isprintable() for key in given):
+            raise SettingsError("a key must be printable and not empty", flag)
     if any(not name.strip() for name in engine.model.served_model_name):
         raise SettingsError("a name must not be empty", "--served-model-name")
 

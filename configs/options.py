@@ -163,6 +163,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("state_dir", "gateway.state_dir", str, HTTP,
            "Folder for the usage journal and a copy of the tenants, taken up by the next start. "
            "Default: a private one, gone with the service."),
+    Option("usage_days", "gateway.usage_days", int, HTTP,
+           "Days that usage rows are kept, in Redis and in --state-dir.", lambda v: 1 <= v <= 366, "from 1 to 366"),
     Option("shutdown_timeout", "shutdown_timeout_s", float, HTTP,
            "Seconds that requests in flight get to finish on shutdown.", at_least(0), "at least 0"),
     Option("metrics_prefix", "gateway.metrics_prefix", str, HTTP,

@@ -114,6 +114,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     api_keys: tuple[str, ...] = ()
     admin_keys: tuple[str, ...] = ()
     state_dir: str | None = None
+    usage_days: int = 30
     num_gateways: int = 1
     max_body_bytes: int = 8 * 2**20
     max_json_depth: int = 64

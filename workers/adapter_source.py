@@ -28,11 +28,6 @@ LOCK_RETRY_S: Final = 0.1
 T = TypeVar("T")
 
 
-def is_remote(source: str) -> bool:
-    """Whether it is a URL (s3://, hf://, memory://, file://) rather than a folder."""
-    return "://" in source
-
-
 def local_folder(
     ref: AdapterRef, cache_folder: Path, *, most_bytes: int | None = None, timeout_s: float = FETCH_S
 ) -> Path:
@@ -41,7 +36,7 @@ def local_folder(
 
     AdapterRefused: no such folder, a source that cannot be reached or read in time, another digest.
     """
-    if not is_remote(ref.source):
+    if not ref.is_remote:
         folder = Path(ref.source)
         if not folder.is_dir():
             raise AdapterRefused(f"{folder} is not a folder")

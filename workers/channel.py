@@ -7,14 +7,17 @@ know the server's public key and cannot finish the handshake. Never pickles.
 
 import hashlib
 import secrets
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import zmq
 from zmq.utils import z85
 
 from workers.messages import AdapterMove, Transfer
 
-MoverKind = Literal["memory", "disk", "adapter", "source"]
+MoverKind = Literal["memory", "disk", "adapter", "folder", "remote0", "remote1", "remote2"]
+REMOTES: Final[tuple[MoverKind, ...]] = ("remote0", "remote1", "remote2")
+ADAPTER_MOVERS: Final[tuple[MoverKind, ...]] = ("adapter", "folder", *REMOTES)
+"""Apart, so that what is at hand never waits for a source that is far away, nor those all for the slowest."""
 
 
 def new_secret() -> str:
@@ -36,7 +39,9 @@ def mover_name(rank: int, kind: MoverKind) -> bytes:
 def mover_of(move: Transfer | AdapterMove) -> MoverKind:
     """Which of a rank's movers carries it out."""
     if isinstance(move, AdapterMove):
-        return "source" if move.kind == "fetch" else "adapter"
+        if move.kind != "fetch":
+            return "adapter"
+        return REMOTES[move.ticket % len(REMOTES)] if move.adapter.is_remote else "folder"
     return "memory" if move.kind in ("store", "load") else "disk"
 
 

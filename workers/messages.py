@@ -56,6 +56,11 @@ class AdapterRef(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     digest: str
     source: str
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether the source is a URL (s3://, hf://, file://) rather than a folder."""
+        return "://" in self.source
+
 
 class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One prompt, `sampling.n` choices. `resume_token_ids[i]`: tokens of choice i delivered by another group."""

@@ -34,10 +34,12 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Shape(NamedTuple):
-    """Of a linear layer of the base model, whole."""
+    """Of a layer of the base model that adapters may change, whole. The embedding is one of vocabulary -> hidden."""
 
     outputs: int
     inputs: int
+    is_embedding: bool = False
+    is_table: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +55,17 @@ class TensorAt:
 
 @dataclass(frozen=True, slots=True)
 class LoraModule:
-    """What the adapter adds to the linear `name`: scale * (x @ A.T) @ B.T, A [rank, inputs], B [outputs, rank]."""
+    """What the adapter adds to the layer `name`: scale * (x @ A.T) @ B.T, A [rank, inputs], B [outputs, rank].
+
+    base: the base model's own table, which PEFT saves beside an adapter of it; [vocabulary, hidden].
+    """
 
     name: str
     rank: int
     scale: float
     a: TensorAt
     b: TensorAt
+    base: TensorAt | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +96,18 @@ class PeftAdapter:
 
 
 def adapted_linears(spec: ArchSpec) -> dict[str, Shape]:
-    """The linears of the model that an adapter may change, by name."""
+    """The layers of the model that an adapter may change, by name: the linears, the embedding and the head."""
     names = family_of(spec.architecture).names
+    vocab, hidden = spec.vocab_size, spec.hidden_size
     stems = (names.q, names.k, names.v, names.o, names.gate, names.up, names.down)
     shapes = [Shape(linear.outputs, linear.inputs) for linear in layer_linears(spec, tp_size=1)]
-    return {
+    of_layers = {
         names.of_layer(layer, stem): shape
         for layer in range(spec.num_layers)
         for stem, shape in zip(stems, shapes, strict=True)
     }
+    embedding = Shape(hidden, vocab, is_embedding=True, is_table=True)
+    return {names.embedding: embedding, **of_layers, names.head: Shape(vocab, hidden, is_table=True)}
 
 
 def read_adapter(folder: Path, spec: ArchSpec, max_rank: int) -> PeftAdapter:
@@ -258,9 +267,12 @@ def _pair(
     tensors: list[TensorAt], linears: Mapping[str, Shape], config: LoraConfig, max_rank: int
 ) -> tuple[LoraModule, ...]:
     """A and B of every module, in the order of the model's layers; every tensor is one of these."""
+    places = dict(_places(linears))
     halves: dict[str, dict[str, TensorAt]] = {}
     for tensor in tensors:
-        module, half = _place(tensor.name, linears)
+        if tensor.name not in places:
+            raise AdapterRefused(f"tensor {tensor.name} is not the A or B of a layer of this model")
+        module, half = places[tensor.name]
         halves.setdefault(module, {})[half] = tensor
     modules = []
     for name, shape in linears.items():
@@ -275,34 +287,35 @@ def _pair(
     return tuple(modules)
 
 
-def _place(tensor: str, linears: Mapping[str, Shape]) -> tuple[str, str]:
-    """(module, "A" or "B") of a tensor's name."""
-    for half in ("A", "B"):
-        suffix = f".lora_{half}.weight"
-        if tensor.startswith(PREFIX) and tensor.endswith(suffix):
-            module = tensor.removeprefix(PREFIX).removesuffix(suffix)
-            if module in linears:
-                return module, half
-            raise AdapterRefused(f"tensor {tensor}: {module} is no linear layer of this model that adapters may change")
-    raise AdapterRefused(f"tensor {tensor} is not the A or B of a LoRA module")
+def _places(linears: Mapping[str, Shape]) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Every tensor that an adapter of this model may hold: its name, and (module, "A", "B" or "base")."""
+    for module, shape in linears.items():
+        for half in ("A", "B"):
+            suffix = f"lora_embedding_{half}" if shape.is_embedding else f"lora_{half}.weight"
+            yield f"{PREFIX}{module}.{suffix}", (module, half)
+        if shape.is_table:
+            yield f"{PREFIX}{module}.base_layer.weight", (module, "base")
 
 
 def _module(name: str, shape: Shape, halves: Mapping[str, TensorAt], config: LoraConfig, max_rank: int) -> LoraModule:
-    if len(halves) < 2:
-        (half,) = halves
+    if "A" not in halves or "B" not in halves:
+        half = min(halves)
         raise AdapterRefused(f"tensor {halves[half].name} has no {'B' if half == 'A' else 'A'} beside it")
-    a, b = halves["A"], halves["B"]
+    a, b, base = halves["A"], halves["B"], halves.get("base")
     rank = a.shape[0]
     if a.shape[1] != shape.inputs or b.shape != (shape.outputs, rank):
         raise AdapterRefused(
             f"tensors {a.name} {list(a.shape)} and {b.name} {list(b.shape)} do not fit the model's layer of "
             f"{shape.inputs} inputs and {shape.outputs} outputs"
         )
+    table = (shape.inputs, shape.outputs) if shape.is_embedding else (shape.outputs, shape.inputs)
+    if base is not None and base.shape != table:
+        raise AdapterRefused(f"tensor {base.name} has shape {list(base.shape)}, the model's table {list(table)}")
     if rank != config.rank_of(name):
         raise AdapterRefused(f"tensor {a.name} is of rank {rank}, {CONFIG_FILE} says {config.rank_of(name)}")
     if rank > max_rank:
         raise AdapterRefused(f"tensor {a.name} is of rank {rank}, --max-lora-rank is {max_rank}")
-    return LoraModule(name, rank, config.scale_of(name), a, b)
+    return LoraModule(name, rank, config.scale_of(name), a, b, base)
 
 
 def _is_finite(data: Bytes, dtype: str) -> bool:

@@ -17,7 +17,7 @@ import msgspec
 import zmq
 
 from configs.schema import EngineSettings
-from workers.channel import MoverKind, bind_router, mover_name, mover_of
+from workers.channel import ADAPTER_MOVERS, MoverKind, bind_router, mover_name, mover_of
 from workers.engine.executor import ExecutorReady
 from workers.errors import GroupLost, SettingsError
 from workers.messages import (
@@ -209,7 +209,7 @@ class RankGroup:
             self._send(rank, self._encoder.encode(AllocateKV(num_blocks, own)))
         ready = self._gather(RankReady, LOAD_TIMEOUT_S, "became ready")
         if self._settings.lora.enable_lora:
-            self._await_movers("source", "adapter")
+            self._await_movers(*ADAPTER_MOVERS)
         if isinstance(tiers, NoTiersBecause):
             return tiers.notes
         errors = [f"rank {message.rank}: {message.tiers_error}" for message in ready if message.tiers_error is not None]

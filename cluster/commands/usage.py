@@ -37,7 +37,7 @@ def usage(
 ) -> None:
     """Show what tenants have used.
 
-    Rows are kept for 90 days. They come a second or so after their requests have ended.
+    Rows are kept for --usage-days of the service. They come a second or so after their requests have ended.
     """
     from cluster.tenants.usage import parse_since, read_usage
 

@@ -126,7 +126,8 @@ def _open(url: str, *, timeout_s: float, connect_timeout_s: float, retries: int)
         "timeout": timeout_s,
         "protocol": 3,
         "socket_timeout": timeout_s,
-        "health_check_interval": 0 if not retries else 15,
+        # a check that is due while a frozen server is connected to connects and checks within itself, for ever
+        "health_check_interval": 0,
         "retry": AsyncRetry(backoff, retries),
     }
     if retries:

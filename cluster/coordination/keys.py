@@ -36,10 +36,9 @@ TENANTS_ORIGIN = "tandem:tenants:origin"
 """Random name of this set of tenants, written with its first change. Missing or another than before = it was lost, and
 those who knew it write it again. No TTL. Owner: the store."""
 QUOTA_TTL_S = 400 * 86400
-USAGE_TTL_S = 90 * 86400
 USAGE_ORIGIN = "tandem:usage:origin"
-"""Random name of this collection of usage rows; missing = the rows were lost and journals are replayed. TTL 90 days,
-renewed by every batch of rows. Owner: cluster/tenants/ledger.py."""
+"""Random name of this collection of usage rows; missing = the rows were lost and journals are replayed. TTL
+--usage-days, renewed by every batch of rows. Owner: cluster/tenants/ledger.py."""
 
 
 def quota(tenant: str) -> str:
@@ -54,12 +53,13 @@ def quota_gateways(tenant: str) -> str:
 
 
 def usage(tenant: str, day: str) -> str:
-    """Hash of request id to its UsageRow (JSON), of a tenant and a UTC day (20260131). TTL 90 days. Owner: gateways."""
+    """Hash of request id to its row (msgpack, cluster/tenants/usage.py), of a tenant and a UTC day (20260131). TTL
+    --usage-days. Owner: gateways."""
     return f"tandem:usage:{day}:{tenant}"
 
 
 def usage_tenants(day: str) -> str:
-    """Set of the tenants that have rows on a UTC day. TTL 90 days. Owner: gateways."""
+    """Set of the tenants that have rows on a UTC day. TTL --usage-days. Owner: gateways."""
     return f"tandem:usage:{day}"
 
 

@@ -1,10 +1,11 @@
-"""The journal of one gateway's life: an append-only file of JSON lines, written and synced in batches off the loop.
+"""The journal of one gateway's life: append-only files of JSON lines, written and synced in batches off the loop.
 
     accepted(id ...)      the gateway owes a row for this request
     ended(UsageRow)       the row
+    carried_on            the file is full: what it owes is in the next one
 
-The file is locked while its gateway lives. An unlocked file is of a gateway that is gone, cleanly or not: what it
-accepted and never ended ends there as client_lost (read_rows). A torn last line was never promised to anybody.
+A file is locked while its gateway writes it. What an unlocked one still owes ends as client_lost (read_rows), for its
+gateway is gone. A torn last line was never promised to anybody.
 """
 
 import asyncio
@@ -23,6 +24,8 @@ from cluster.tenants.usage import CLIENT_LOST, UsageRow
 
 log = logging.getLogger("tandem.ledger")
 PREFIX, SUFFIX = "usage-", ".jsonl"
+ROTATE_BYTES = 64 * 2**20
+ROTATE_S = 86400.0
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag="accepted"):
@@ -35,19 +38,29 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag="accepted"):
     adapter: str | None
 
 
-Line = Accepted | UsageRow
+class CarriedOn(msgspec.Struct, frozen=True, tag="carried_on"):
+    """The last line of a full file: what it owes is in the next one."""
+
+
+Line = Accepted | UsageRow | CarriedOn
 
 
 class Journal:
-    """Used on one event loop; one thread writes. A disk that takes no more costs the journal, not the requests."""
+    """Used on one event loop; one thread writes. A disk that takes no more costs the journal, not the requests.
 
-    def __init__(self, folder: Path, gateway: str) -> None:
-        self.path = folder / f"{PREFIX}{gateway}{SUFFIX}"
+    A file that has grown or aged is closed and another begun: `paths` are all of this life, the last one is locked.
+    """
+
+    def __init__(self, folder: Path, gateway: str, rotate_bytes: int = ROTATE_BYTES) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._stem = folder / f"{PREFIX}{gateway}"
+        self._rotate_bytes = rotate_bytes
+        self.paths: list[Path] = []
+        self._descriptor = self._open()
+        self._opened_s = time.monotonic()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tandem-journal")
         self._lines: list[Line] = []
+        self._owed: dict[str, Accepted] = {}
         self._next: asyncio.Event = asyncio.Event()
         self._writing: asyncio.Task[None] | None = None
         self.is_failing = False
@@ -55,6 +68,10 @@ class Journal:
     def note(self, line: Line) -> None:
         """Puts a line into the next batch; never waits."""
         self._lines.append(line)
+        if isinstance(line, Accepted):
+            self._owed[line.id] = line
+        elif isinstance(line, UsageRow):
+            self._owed.pop(line.id, None)
         if self._writing is None or self._writing.done():
             self._writing = asyncio.get_running_loop().create_task(self._write_all(), name="journal")
 
@@ -74,26 +91,45 @@ class Journal:
         loop = asyncio.get_running_loop()
         while self._lines:
             batch, self._lines = self._lines, []
+            owed = list(self._owed.values())
             written, self._next = self._next, asyncio.Event()
             try:
-                await loop.run_in_executor(self._thread, self._write, batch)
+                await loop.run_in_executor(self._thread, self._write, batch, owed)
                 self.is_failing = False
             except OSError as error:
                 if not self.is_failing:
-                    log.error("usage cannot be journaled in %s, and goes to Redis only: %s", self.path, error)
+                    log.error("usage cannot be journaled in %s, and goes to Redis only: %s", self._stem, error)
                 self.is_failing = True
             finally:
                 written.set()
 
-    def _write(self, batch: list[Line]) -> None:
+    def _write(self, batch: list[Line], owed: list[Accepted]) -> None:
         """On the thread. A batch without an end needs no sync: it only says what is owed."""
-        data = b"".join(msgspec.json.encode(line) + b"\n" for line in batch)
+        data = _encoded(batch)
         if self.is_failing:
             data = b"\n" + data  # after a torn line
-        while data:
-            data = data[os.write(self._descriptor, data) :]
+        _write_whole(self._descriptor, data)
         if any(isinstance(line, UsageRow) for line in batch):
             os.fdatasync(self._descriptor)
+        aged = time.monotonic() - self._opened_s > ROTATE_S
+        if aged or os.fstat(self._descriptor).st_size > self._rotate_bytes:
+            self._rotate(owed)
+
+    def _rotate(self, owed: list[Accepted]) -> None:
+        """The next file begins with what is owed, then the last one says that it owes nothing any more."""
+        before, self._descriptor = self._descriptor, self._open()
+        self._opened_s = time.monotonic()
+        _write_whole(self._descriptor, _encoded(owed))
+        os.fdatasync(self._descriptor)
+        _write_whole(before, _encoded([CarriedOn()]))
+        os.close(before)
+
+    def _open(self) -> int:
+        path = self._stem.with_name(f"{self._stem.name}-{len(self.paths)}{SUFFIX}")
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.paths.append(path)
+        return descriptor
 
 
 def read_rows(path: Path, *, is_over: bool) -> Iterator[UsageRow]:
@@ -102,6 +138,8 @@ def read_rows(path: Path, *, is_over: bool) -> Iterator[UsageRow]:
     for line in _read_lines(path):
         if isinstance(line, Accepted):
             owed[line.id] = line
+        elif isinstance(line, CarriedOn):
+            owed.clear()
         else:
             owed.pop(line.id, None)
             yield line
@@ -109,11 +147,9 @@ def read_rows(path: Path, *, is_over: bool) -> Iterator[UsageRow]:
         yield from map(_lost, owed.values())
 
 
-def left_behind(folder: Path, own: Path, max_age_s: float) -> Iterator[Path]:
-    """Journals in the folder whose gateways are gone; those that nothing would take any more are removed."""
+def left_behind(folder: Path, max_age_s: float) -> Iterator[Path]:
+    """Journals in the folder that nobody writes any more; those that nothing would take are removed."""
     for path in sorted(folder.glob(f"{PREFIX}*{SUFFIX}")):
-        if path == own:
-            continue
         with suppress(OSError):
             descriptor = os.open(path, os.O_RDONLY)
             try:
@@ -124,6 +160,17 @@ def left_behind(folder: Path, own: Path, max_age_s: float) -> Iterator[Path]:
             finally:
                 os.close(descriptor)
             yield path
+
+
+def is_in_use(folder: Path) -> bool:
+    """A gateway that lives journals in this folder."""
+    for path in folder.glob(f"{PREFIX}*{SUFFIX}"):
+        with path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+    return False
 
 
 def _read_lines(path: Path) -> Iterable[Line]:
@@ -137,6 +184,15 @@ def _read_lines(path: Path) -> Iterable[Line]:
             except msgspec.DecodeError:
                 level = logging.ERROR if data.endswith(b"\n") else logging.INFO
                 log.log(level, "%s:%d is torn and left out", path, number)
+
+
+def _encoded(lines: Iterable[Line]) -> bytes:
+    return b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+
+
+def _write_whole(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
 def _lost(line: Accepted) -> UsageRow:

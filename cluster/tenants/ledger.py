@@ -17,14 +17,12 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 
-import msgspec
-
 from cluster.coordination import keys
 from cluster.coordination.client import Part, RedisAway
 from cluster.coordination.registry import Commands
 from cluster.gateway.state import Opening, Outcome
 from cluster.tenants.journal import Accepted, Journal, left_behind, read_rows
-from cluster.tenants.usage import UsageRow, day_of
+from cluster.tenants.usage import UsageRow, day_of, pack
 
 log = logging.getLogger("tandem.ledger")
 BATCH = 256
@@ -35,18 +33,20 @@ LOOK_PERIOD_S = 30.0
 
 
 class UsageLedger:
-    """Implements Ledger. Used on one event loop."""
+    """Implements Ledger. Used on one event loop. kept_s: how long Redis and the folder keep rows."""
 
     def __init__(
         self,
         redis: Commands,
         folder: Path,
         gateway: str,
+        kept_s: int,
         wall_clock: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._redis = redis
         self._folder = folder
+        self._kept_s = kept_s
         self._journal = Journal(folder, gateway)
         self._wall_clock = wall_clock
         self._clock = clock
@@ -120,7 +120,8 @@ class UsageLedger:
             self._hurried.clear()
             await self._look_for_loss()
             if self._must_replay:
-                await self._replay(self._journal.path, is_over=False)
+                for path in list(self._journal.paths):
+                    await self._replay(path, is_over=False)
                 self._must_replay = False
             await self._replay_left_behind()
             while self._waiting:
@@ -129,18 +130,21 @@ class UsageLedger:
                 for _ in batch:
                     self._waiting.popleft()
 
-    async def close(self) -> None:
-        """What is left goes to the journal, and to Redis if it is there."""
+    async def close(self) -> bool:
+        """What is left goes to the journal, and to Redis if it is there. True when Redis has everything."""
+        is_told = True
         try:
             await self.send()
         except RedisAway as error:
-            log.warning("%d usage rows are in the journal only: %s", len(self._waiting), error)
+            is_told = False
+            log.warning("%d usage rows are in %s only: %s", len(self._waiting), self._folder, error)
         await self._journal.close()
+        return is_told
 
     async def _look_for_loss(self) -> None:
         """Redis that has lost its rows gets them again."""
         fresh = secrets.token_hex(8)
-        await self._redis.command("SET", keys.USAGE_ORIGIN, fresh, "NX", "EX", keys.USAGE_TTL_S)
+        await self._redis.command("SET", keys.USAGE_ORIGIN, fresh, "NX", "EX", self._kept_s)
         answer = await self._redis.command("GET", keys.USAGE_ORIGIN)
         if not isinstance(answer, bytes):
             raise RedisAway("it lost what was just written")
@@ -157,7 +161,7 @@ class UsageLedger:
         now_s = self._clock()
         if now_s < self._look_at_s:
             return
-        found = await asyncio.to_thread(lambda: list(left_behind(self._folder, self._journal.path, keys.USAGE_TTL_S)))
+        found = await asyncio.to_thread(lambda: list(left_behind(self._folder, self._kept_s)))
         for path in found:
             if path not in self._replayed:
                 await self._replay(path, is_over=True)
@@ -165,19 +169,21 @@ class UsageLedger:
         self._look_at_s = now_s + LOOK_PERIOD_S
 
     async def _replay(self, path: Path, *, is_over: bool) -> None:
+        if not path.exists():  # removed for its age
+            return
         rows = read_rows(path, is_over=is_over)
         while batch := await asyncio.to_thread(lambda: list(islice(rows, BATCH))):
             await self._write(batch)
 
     async def _write(self, rows: Sequence[UsageRow]) -> None:
         """Rows that are there already stay as they are."""
-        commands: list[list[Part]] = [["EXPIRE", keys.USAGE_ORIGIN, keys.USAGE_TTL_S]]
+        commands: list[list[Part]] = [["EXPIRE", keys.USAGE_ORIGIN, self._kept_s]]
         places = {(row.tenant, day_of(row.time_s)) for row in rows}
         for row in rows:
             place = keys.usage(row.tenant, day_of(row.time_s))
-            commands.append(["HSETNX", place, row.id, msgspec.json.encode(row)])
+            commands.append(["HSETNX", place, row.id, pack(row)])
         for tenant, day in sorted(places):
-            commands.append(["EXPIRE", keys.usage(tenant, day), keys.USAGE_TTL_S])
+            commands.append(["EXPIRE", keys.usage(tenant, day), self._kept_s])
             commands.append(["SADD", keys.usage_tenants(day), tenant])
-            commands.append(["EXPIRE", keys.usage_tenants(day), keys.USAGE_TTL_S])
+            commands.append(["EXPIRE", keys.usage_tenants(day), self._kept_s])
         await self._redis.pipeline(commands)

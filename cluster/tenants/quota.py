@@ -197,8 +197,10 @@ class Quota:
         report = account.report(self._clock(), kv_tokens, need=grant.tokens, charge=grant.charge, admit=True)
         try:
             verdict = await self._ask(account, report)
-        except RedisAway:
+        except RedisAway as error:
             now_s = self._clock()
+            if not account.is_away:
+                log.warning("quota of %s: Redis is away (%s); going on with a share of it", account.name, error)
             reason, wait_s = account.admit_from_share(grant.tokens, grant.charge, kv_tokens, now_s)
             if reason is not None:
                 raise self._refusal(account.limits, reason, wait_s, grant.tokens) from None
@@ -213,10 +215,8 @@ class Quota:
         names = (keys.quota(account.name), keys.quota_gateways(account.name))
         try:
             answer = await self._redis.script(QUOTA_SCRIPT, names, [msgspec.json.encode(report)])
-        except BaseException as error:
+        except BaseException:
             account.unsaid(report, self._clock())
-            if isinstance(error, RedisAway):
-                log.debug("quota of %s: %s", account.name, error)
             raise
         verdict = msgspec.json.decode(answer, type=Verdict)
         account.learn(verdict, self._clock())

@@ -4,9 +4,9 @@ Made by the gateway deployment; the rest of the gateway sees Tenancy, TenantAdmi
 """
 
 import asyncio
+import logging
 import secrets
 import shutil
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -16,37 +16,43 @@ from cluster.coordination.moving_redis import MovingRedis
 from cluster.coordination.request_redis import RequestRedis
 from cluster.tenants.admin import StoreAdmin
 from cluster.tenants.directory import TenantDirectory
+from cluster.tenants.journal import is_in_use
 from cluster.tenants.ledger import UsageLedger
 from cluster.tenants.quota import Quota
 from cluster.tenants.store import TenantStore
-from configs.environment import short_temp_folder
+from cluster.tenants.usage import DAY_S
 
+log = logging.getLogger("tandem.tenants")
 TENANTS_FILE = "tenants.json"
 SAVE_PERIOD_S = 5.0
+CANCEL_TRIES = 5
 
 
 class TenantService:
-    """One per gateway. `folder`: where tenants and the journal outlive the gateway; None: a private one, removed."""
+    """One per gateway. `folder`: where tenants and the journal outlive the gateway. is_private: nobody wants it when
+    the last gateway of the service has left in order, having told Redis everything."""
 
     def __init__(
         self,
         redis: MovingRedis,
         *,
-        folder: str | None,
+        folder: Path,
+        is_private: bool,
+        usage_days: int,
         redis_timeout_s: float,
         gateways: int,
         kv_tokens: Callable[[], int],
     ) -> None:
-        self._private = Path(tempfile.mkdtemp(prefix="tl-", dir=short_temp_folder())) if folder is None else None
-        place = self._private or Path(folder or ".")
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder = folder
+        self._is_private = is_private
         gateway = secrets.token_hex(6)
         store = TenantStore(redis)
         self._requests = RequestRedis(lambda: redis.url, redis_timeout_s)
-        self.directory = TenantDirectory(store, place / TENANTS_FILE)
+        self.directory = TenantDirectory(store, folder / TENANTS_FILE)
         self.quota = Quota(self._requests, self.directory, gateway, gateways=gateways, kv_tokens=kv_tokens)
         self.admin = StoreAdmin(store, self.directory)
-        self.ledger = UsageLedger(redis, place, gateway)
+        self.ledger = UsageLedger(redis, folder, gateway, usage_days * DAY_S)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -70,18 +76,33 @@ class TenantService:
 
     async def close(self) -> None:
         """After the last request was settled."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await _end(self._tasks)
         with suppress(RedisAway):
             await self.quota.beat()
         await self.directory.save(self.quota.spent())
-        await self.ledger.close()
+        is_told = await self.ledger.close()
         await self._requests.close()
-        if self._private is not None:
-            await asyncio.to_thread(shutil.rmtree, self._private, True)
+        if self._is_private and is_told:
+            await asyncio.to_thread(_remove_if_unused, self._folder)
 
     async def _save(self) -> None:
         while True:
             await self.directory.save(self.quota.spent())
             await asyncio.sleep(SAVE_PERIOD_S)
+
+
+async def _end(tasks: list[asyncio.Task[None]]) -> None:
+    """Cancels until they have ended: Python 3.11's wait_for loses a cancellation that comes with its result."""
+    left = set(tasks)
+    for _ in range(CANCEL_TRIES):
+        if not left:
+            return
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=1.0)
+    log.error("tasks did not end: %s", ", ".join(task.get_name() for task in left))
+
+
+def _remove_if_unused(folder: Path) -> None:
+    if not is_in_use(folder):
+        shutil.rmtree(folder, ignore_errors=True)

@@ -12,6 +12,7 @@ from cluster.coordination.registry import Commands
 from configs.errors import SettingsError
 
 DAY_S = 86400
+LONGEST_S = 400 * DAY_S
 PAGE = 1000
 CLIENT_LOST = "client_lost"
 """Terminal state of a request whose gateway died: nothing that was delivered can be shown, so nothing is billed."""
@@ -35,6 +36,19 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
     completion_tokens: int
 
 
+class _Packed(msgspec.Struct, frozen=True, array_like=True):
+    """A row as Redis has it, under its id."""
+
+    time_s: float
+    tenant: str
+    model: str
+    adapter: str | None
+    terminal: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
 class UsageSum(NamedTuple):
     """Rows of one tenant, model and adapter together."""
 
@@ -45,6 +59,18 @@ class UsageSum(NamedTuple):
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+
+
+def pack(row: UsageRow) -> bytes:
+    """Without the id, which is its field."""
+    values = msgspec.structs.asdict(row)
+    del values["id"]
+    return msgspec.msgpack.encode(_Packed(**values))
+
+
+def unpack(row_id: bytes, data: bytes) -> UsageRow:
+    """What pack() made."""
+    return UsageRow(id=row_id.decode(), **msgspec.structs.asdict(msgspec.msgpack.decode(data, type=_Packed)))
 
 
 def day_of(time_s: float) -> str:
@@ -66,7 +92,7 @@ def parse_since(text: str, now_s: float) -> float:
 
 async def read_usage(redis: Commands, tenant: str | None, since_s: float, until_s: float) -> list[UsageRow]:
     """The rows that ended in [since_s, until_s], oldest first; of one tenant, or of all. RedisAway."""
-    since_s = max(since_s, until_s - keys.USAGE_TTL_S)
+    since_s = max(since_s, until_s - LONGEST_S)
     days = sorted({day_of(moment) for moment in _moments(since_s, until_s)})
     rows = [row for day in days async for row in _read_day(redis, tenant, day) if since_s <= row.time_s <= until_s]
     return sorted(rows, key=lambda row: (row.time_s, row.id))
@@ -99,7 +125,7 @@ async def _read_day(redis: Commands, tenant: str | None, day: str) -> AsyncItera
             for field, value in page.items():
                 if field not in seen:
                     seen.add(field)
-                    yield msgspec.json.decode(value, type=UsageRow)
+                    yield unpack(field, value)
             if int(str(cursor)) == 0:
                 break
 

@@ -1,4 +1,4 @@
-"""Adapters over real rank processes: TP2, PP2 and both write what one rank writes; what is refused harms nobody."""
+"""Adapters over real rank processes: TP2 and PP3 write what one rank writes; what is refused harms nobody."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]
     folder = tmp_path_factory.mktemp("adapters")
     last_layer = {"modules": ("o_proj", "up_proj"), "layers_to_transform": [3]}
     return [
-        save_random_adapter(base, folder / "all", rank=16, seed=1),
+        save_random_adapter(base, folder / "all", rank=64, seed=1),
         save_random_adapter(base, folder / "some", rank=4, seed=2, modules=("q_proj", "v_proj")),
         save_random_adapter(base, folder / "last", rank=64, seed=3, **last_layer),
     ]
@@ -84,7 +84,7 @@ def broken(base: Path, tmp_path: Path) -> Path:
     return save_random_adapter(base, tmp_path / "broken", rank=2, seed=9)
 
 
-@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 3)])
 def test_ranks_write_what_one_rank_writes(
     base: Path, adapters: list[Path], alone: Run, broken: Path, tp_size: int, pp_size: int
 ) -> None:
@@ -92,5 +92,5 @@ def test_ranks_write_what_one_rank_writes(
     assert run.texts == alone.texts
     assert len({tuple(text) for text in run.texts}) == len(run.texts)
     assert len(run.refusals) == tp_size * pp_size and all("has changed" in (words or "") for words in run.refusals)
-    assert 0 < run.ready.adapter_pages <= alone.ready.adapter_pages
+    assert run.ready.adapter_pages == 3 * run.pages[0], "room for --max-loras of the highest rank, on every stage"
     assert any(note.startswith("adapters: ") for note in run.ready.tier_notes)

@@ -17,6 +17,7 @@ from tests.support.adapters import load_adapted_peer, save_merged, save_random_a
 from tests.support.decoder_ranks import RankProcesses
 from tests.support.lora_ranks import AdaptedCase, run_adapted
 from tests.support.paged_rows import prompt_ids
+from tests.support.tiny_models import TinyModel, save_tiny_model
 
 TinyFolder = Callable[[str], Path]
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo"
@@ -31,9 +32,9 @@ def ours(case: AdaptedCase) -> torch.Tensor:
     return logits
 
 
-def check_against_peft(base: Path, adapter: Path) -> None:
+def check_against_peft(base: Path, adapter: Path, vocab_size: int = 200) -> None:
     """A whole prompt's logits; the adapter must matter for the test to."""
-    ids = prompt_ids(PROMPT_LEN, 200)
+    ids = prompt_ids(PROMPT_LEN, vocab_size)
     steps = [[(0, ids[:20])], [(0, ids[20:])]]
     found, plain = (ours(AdaptedCase(base, [adapter], [slot], steps, PROMPT_LEN, all_logits=True)) for slot in (0, -1))
     peer = load_adapted_peer(base, adapter)
@@ -61,6 +62,9 @@ def test_every_linear_of_every_family_equals_peft(name: str, tiny_folder: TinyFo
         {"modules": ("q_proj", "v_proj")},
         {"modules": ("down_proj",), "layers_to_transform": [1, 3], "size": 1.0},
         {"modules": ("model.layers.0.self_attn.k_proj", "up_proj"), "rank": 1, "size": 2.0},
+        {"modules": ("embed_tokens",), "size": 1.0},
+        {"modules": ("lm_head",), "size": 1.0},
+        {"modules": ("embed_tokens", "lm_head", "q_proj", "down_proj"), "rank_pattern": {"lm_head": 3}},
         {"dtype": torch.bfloat16},
         {"dtype": torch.float16},
     ],
@@ -69,6 +73,13 @@ def test_every_linear_of_every_family_equals_peft(name: str, tiny_folder: TinyFo
 def test_what_a_config_says_is_done(config: dict[str, Any], tiny_folder: TinyFolder, tmp_path: Path) -> None:
     base = tiny_folder("llama-gqa")
     check_against_peft(base, save_random_adapter(base, tmp_path / "a", **config))
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}], ids=str)
+def test_tables_of_more_words_than_a_page_holds_equal_peft(changes: dict[str, Any], tmp_path: Path) -> None:
+    base = save_tiny_model(TinyModel("many-words", "llama", {"vocab_size": 1001} | changes), tmp_path)
+    adapter = save_random_adapter(base, tmp_path / "a", modules=("embed_tokens", "lm_head"), rank=5)
+    check_against_peft(base, adapter, vocab_size=1001)
 
 
 @pytest.mark.parametrize("name", ["pirate", "shout"])
@@ -156,8 +167,9 @@ def test_ranks_equal_one_rank(
         save_random_adapter(base, tmp_path / "all", rank=16, seed=1),
         save_random_adapter(base, tmp_path / "some", rank=5, seed=2, modules=("k_proj", "down_proj")),
         save_random_adapter(base, tmp_path / "one", rank=64, seed=3, modules=("o_proj",), layers_to_transform=[3]),
+        save_random_adapter(base, tmp_path / "tables", rank=9, seed=4, modules=("embed_tokens", "lm_head")),
     ]
-    slots = [2, 0, -1, 1, 1]
+    slots = [2, 0, -1, 3, 1, 1, 3]
     steps = mixed_steps(len(slots))
     alone = ours(AdaptedCase(base, adapters, slots, steps, 80))
     case = AdaptedCase(base, adapters, slots, steps, 80, tp_size=tp_size, pp_size=pp_size)

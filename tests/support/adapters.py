@@ -40,8 +40,8 @@ def save_random_adapter(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
-                inputs = parameter.shape[1]
-                parameter.normal_(0, (2 if "lora_A" in name else 2 * size) * inputs**-0.5)
+                is_a, inputs = name.split("lora_")[1].startswith(("A", "embedding_A")), parameter.shape[1]
+                parameter.normal_(0, 2 * (1 if is_a else size) * (1 if "embedding_A" in name else inputs**-0.5))
     model.to(dtype).save_pretrained(folder)
     (folder / "README.md").unlink(missing_ok=True)
     return folder
@@ -63,13 +63,16 @@ def ref_of(folder: Path, name: str | None = None) -> AdapterRef:
 
 
 class AdapterDriver:
-    """Moves adapters on a started executor, which has no step under way: every adapter gets fresh pages and a slot."""
+    """Moves adapters on a started executor, which has no step under way: every adapter gets fresh pages and a slot.
+
+    `others`: answers to tickets that are not its own."""
 
     def __init__(self, executor: Executor, num_ranks: int = 1) -> None:
         self._executor = executor
         self._num_ranks = num_ranks
         self._ticket = 0
         self._next_page = 0
+        self.others: list[TransferDone] = []
 
     def move(
         self, kind: AdapterMoveKind, ref: AdapterRef, *, slot: int = -1, pages: Sequence[int] = ()
@@ -83,7 +86,9 @@ class AdapterDriver:
         while len(answers) < self._num_ranks:
             assert time.monotonic() < deadline_s, f"{len(answers)} answers to {kind} in {MOVE_S} s"
             assert self._executor.wait(0.5) is None
-            answers += [done for done in self._executor.transfers_done() if done.ticket == ticket]
+            done = self._executor.transfers_done()
+            answers += [answer for answer in done if answer.ticket == ticket]
+            self.others += [answer for answer in done if answer.ticket != ticket]
         return sorted(answers, key=lambda done: done.rank)
 
     def load(self, ref: AdapterRef, slot: int) -> int:

@@ -51,7 +51,9 @@ def run_adapted(case: AdaptedCase, context: ParallelContext) -> torch.Tensor | N
     attention = select_attention(CPU, case.dtype, spec.head_dim)
     decoder = build_decoder(spec, context, folder=case.folder, dtype=case.dtype, device=CPU, attention=attention)
     settings = LoraSettings(enable_lora=True, max_loras=max(1, len(case.adapters)), max_lora_rank=MAX_RANK)
-    adapters = open_adapters(settings, spec, decoder, CPU, case.dtype, None)
+    adapters = open_adapters(
+        settings, spec, case.folder, decoder, CPU, case.dtype, available_bytes=None, pp_size=case.pp_size
+    )
     put_all(adapters, case.adapters)
     rows = PagedRows(decoder, len(case.slots), case.max_len, case.dtype)
     link = StageLink(context, spec.hidden_size, case.dtype, CPU)
@@ -88,4 +90,8 @@ def with_adapters(batch: ForwardBatch, slots: list[int]) -> ForwardBatch:
     if not segments:
         return batch
     slots_T = torch.from_numpy(np.repeat(slots_R, lens).astype(np.int32))
-    return replace(batch, adapters=AdapterRows(slots_T, segments))
+    slots_S = slots_T[batch.logits_rows_S]
+    sample_segments = adapter_segments(slots_S.long().numpy(), np.arange(len(slots_S) + 1))
+    return replace(
+        batch, adapters=AdapterRows(slots_T, segments), sample_adapters=AdapterRows(slots_S, sample_segments)
+    )

@@ -12,15 +12,16 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.kernels.lora_ops import AdapterRows, SectionTables, TorchLora, gathered
+from workers.kernels.lora_ops import AdapterRows, SectionTables, TorchLora
 
 LANES = 16
 KNOWN_LAYERS = 4096
 """Layers remembered at most; beyond, all are forgotten: a caller that never gives the same sections twice."""
 TILES = (4, 2, 1)
 """Tokens of one adapter that cpu_lora.c takes at a time."""
-GEMM_TOKENS = 32
-"""A run of at least so many tokens of one adapter goes through matmuls. Measured by benchmarks/lora_kernels.py."""
+GEMM_TOKENS = 256
+"""A run of at least so many tokens of one adapter goes through matmuls. As benchmarks/lora_kernels.py --runs found on a
+Zen 5 core: the two meet near 128 tokens at rank 64, 256 at rank 16, above 512 at rank 8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,9 @@ class CpuLora:
             pointer, number, pointer, number, pointer, number, pointer, number, pointer, number, pointer, number,
             pointer, ctypes.c_int,
         ]  # fmt: skip
+        self._gather = library.lora_gather
+        self._gather.restype = None
+        self._gather.argtypes = [pointer, pointer, number, number, pointer]
 
     def add(
         self,
@@ -117,8 +121,7 @@ class CpuLora:
         if self._work.tokens.shape[0]:
             self._add_tiles(y_TO, x_TI, slab, layer, self._work)
         for first, last, slot in self._work.runs:
-            for section in sections:
-                _add_run(y_TO[first:last], x_TI[first:last], slab, section, slot)
+            self._add_run(y_TO[first:last], x_TI[first:last], slab, sections, slot)
 
     def _layer_of(self, sections: Sequence[SectionTables]) -> Layer:
         layer = self._layers.get(id(sections))
@@ -140,13 +143,23 @@ class CpuLora:
             self._scratch.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
 
+    def _add_run(
+        self, y_TO: torch.Tensor, x_TI: torch.Tensor, slab: torch.Tensor, sections: Sequence[SectionTables], slot: int
+    ) -> None:
+        """Tokens of one adapter: a matmul with the rows of A of all sections, then one per section with its B."""
+        ranks = [int(section.ranks[slot]) for section in sections]
+        if not any(ranks):
+            return
+        a_RI = torch.empty(sum(ranks), x_TI.shape[1], dtype=slab.dtype)
+        for part, section in zip(a_RI.split(ranks), sections, strict=True):
+            self._copy_rows(slab, section.a_rows[slot], part)
+        for part, rank, section in zip((x_TI @ a_RI.T).split(ranks, dim=1), ranks, sections, strict=True):
+            if rank:
+                b_RO = torch.empty(rank, section.outputs, dtype=slab.dtype)
+                self._copy_rows(slab, section.b_rows[slot], b_RO)
+                columns = y_TO[:, section.start : section.start + section.outputs]
+                columns.addmm_(part, b_RO, alpha=float(section.scales[slot]))
 
-def _add_run(y_TO: torch.Tensor, x_TI: torch.Tensor, slab: torch.Tensor, section: SectionTables, slot: int) -> None:
-    """Tokens of one adapter, as two matmuls in their own dtype."""
-    rank = int(section.ranks[slot])
-    if rank == 0:
-        return
-    a_RI = gathered(slab, section.a_rows[slot, :rank], section.inputs)
-    b_RO = gathered(slab, section.b_rows[slot, :rank], section.outputs)
-    columns = y_TO[:, section.start : section.start + section.outputs]
-    columns.addmm_(x_TI @ a_RI.T, b_RO, alpha=float(section.scales[slot]))
+    def _copy_rows(self, slab: torch.Tensor, starts: torch.Tensor, out: torch.Tensor) -> None:
+        """The rows that begin at `starts`, as many as `out` has."""
+        self._gather(slab.data_ptr(), starts.data_ptr(), out.shape[0], out.shape[1], out.data_ptr())

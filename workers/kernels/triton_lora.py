@@ -8,6 +8,9 @@ adapter's rank read nothing. bf16, fp16 and fp32, summed in float32; a GPU's ten
 two rounded to the model's dtype, fp32 as it is. Imported only where Triton is there.
 """
 
+# Triton's own types are no annotations.
+# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs, allow-untyped-calls
+
 from collections.abc import Sequence
 from typing import Final
 
@@ -23,7 +26,7 @@ TOKEN_STEP: Final = 256
 SPLITS: Final = 8
 RANK_BLOCK: Final = 16
 TILE: Final = 32
-INPUT_BLOCK: Final = 256
+INPUT_BLOCK: Final = 128
 TILE_INPUT_BLOCK: Final = 64
 OUTPUT_BLOCK: Final = 256
 TILE_OUTPUT_BLOCK: Final = 128
@@ -31,8 +34,8 @@ TILE_OUTPUT_BLOCK: Final = 128
 
 @triton.jit
 def _shrink_token(
-    x, slab, a_rows, ranks, scales, out, slot, part, split_inputs, inputs, room,
-    RANKS: tl.constexpr, BLOCK: tl.constexpr,
+    x, slab, a_rows, ranks, scales, out, slot, part, room,
+    INPUTS: tl.constexpr, PART: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out[k] = scale * sum over this part of the inputs of x * A[k], for one token's block of ranks."""
     rank = tl.load(ranks + slot)
@@ -41,11 +44,10 @@ def _shrink_token(
         used = k < rank
         starts = tl.load(a_rows + slot * room + k, mask=used, other=0)
         total = tl.zeros((RANKS,), tl.float32)
-        last = tl.minimum((part + 1) * split_inputs, inputs)
-        for first in range(part * split_inputs, last, BLOCK):
-            i = first + tl.arange(0, BLOCK)
-            token = tl.load(x + i, mask=i < last, other=0.0).to(tl.float32)
-            seen = used[:, None] & (i < last)[None, :]
+        for first in range(0, PART, BLOCK):
+            i = part * PART + first + tl.arange(0, BLOCK)
+            token = tl.load(x + i, mask=i < INPUTS, other=0.0).to(tl.float32)
+            seen = used[:, None] & (i < INPUTS)[None, :]
             a = tl.load(slab + starts[:, None] + i[None, :], mask=seen, other=0.0).to(tl.float32)
             total += tl.sum(a * token[None, :], axis=1)
         tl.store(out + k, total * tl.load(scales + slot), mask=used)
@@ -53,9 +55,9 @@ def _shrink_token(
 
 @triton.jit
 def shrink_tokens(
-    x, x_stride, slab, slots, shrunk, inputs, split_inputs, room,
+    x, x_stride, slab, slots, shrunk, room,
     a_rows_0, ranks_0, scales_0, a_rows_1, ranks_1, scales_1, a_rows_2, ranks_2, scales_2,
-    PARTS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+    INPUTS: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """shrunk: float32 [T, sections, PARTS, room]. Programs: tokens, blocks of ranks, sections x PARTS."""
     token = tl.program_id(0).to(tl.int64)
@@ -66,17 +68,11 @@ def shrink_tokens(
     out = shrunk + (token * tl.num_programs(2) + tl.program_id(2)) * room
     if slot >= 0:
         if section == 0:
-            _shrink_token(
-                x, slab, a_rows_0, ranks_0, scales_0, out, slot, part, split_inputs, inputs, room, RANKS, BLOCK
-            )
+            _shrink_token(x, slab, a_rows_0, ranks_0, scales_0, out, slot, part, room, INPUTS, PART, RANKS, BLOCK)
         if section == 1:
-            _shrink_token(
-                x, slab, a_rows_1, ranks_1, scales_1, out, slot, part, split_inputs, inputs, room, RANKS, BLOCK
-            )
+            _shrink_token(x, slab, a_rows_1, ranks_1, scales_1, out, slot, part, room, INPUTS, PART, RANKS, BLOCK)
         if section == 2:
-            _shrink_token(
-                x, slab, a_rows_2, ranks_2, scales_2, out, slot, part, split_inputs, inputs, room, RANKS, BLOCK
-            )
+            _shrink_token(x, slab, a_rows_2, ranks_2, scales_2, out, slot, part, room, INPUTS, PART, RANKS, BLOCK)
 
 
 @triton.jit
@@ -89,7 +85,8 @@ def _expand_token(
     o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if (rank > 0) & (tl.program_id(1) * BLOCK < outputs):
         total = tl.zeros((BLOCK,), tl.float32)
-        for first in range(0, rank, RANKS):
+        first = 0
+        while first < rank:
             k = first + tl.arange(0, RANKS)
             used = k < rank
             parts = tl.arange(0, PARTS)[:, None] * room + k[None, :]
@@ -98,6 +95,7 @@ def _expand_token(
             seen = used[:, None] & (o < outputs)[None, :]
             b = tl.load(slab + starts[:, None] + o[None, :], mask=seen, other=0.0).to(tl.float32)
             total += tl.sum(factor[:, None] * b, axis=0)
+            first += RANKS
         at = y + start + o
         before = tl.load(at, mask=o < outputs, other=0.0).to(tl.float32)
         tl.store(at, (before + total).to(y.dtype.element_ty), mask=o < outputs)
@@ -126,8 +124,8 @@ def expand_tokens(
 
 @triton.jit
 def _shrink_tile(
-    x, x_stride, slab, a_rows, ranks, scales, shrunk, t, slots, inputs, room, out_stride,
-    RANKS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    x, x_stride, slab, a_rows, ranks, scales, shrunk, t, slots, room, out_stride,
+    INPUTS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """shrunk[t, k] of a tile's tokens `t` and one block of ranks, one adapter of the tile after another."""
     k = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
@@ -140,9 +138,9 @@ def _shrink_tile(
             used = k < rank
             starts = tl.load(a_rows + slot * room + k, mask=used, other=0)
             total = tl.zeros((TILE, RANKS), tl.float32)
-            for first in range(0, inputs, BLOCK):
+            for first in range(0, INPUTS, BLOCK):
                 i = first + tl.arange(0, BLOCK)
-                there = i < inputs
+                there = i < INPUTS
                 token = tl.load(x + t[:, None] * x_stride + i[None, :], mask=mine[:, None] & there[None, :], other=0.0)
                 a = tl.load(slab + starts[None, :] + i[:, None], mask=used[None, :] & there[:, None], other=0.0)
                 total += tl.dot(token, a, input_precision="ieee")
@@ -154,9 +152,9 @@ def _shrink_tile(
 
 @triton.jit(do_not_specialize=["tokens"])
 def shrink_tiles(
-    x, x_stride, slab, slots, tokens, shrunk, inputs, room, sections,
+    x, x_stride, slab, slots, tokens, shrunk, room, sections,
     a_rows_0, ranks_0, scales_0, a_rows_1, ranks_1, scales_1, a_rows_2, ranks_2, scales_2,
-    RANKS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    INPUTS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """shrunk: float32 [T, sections, room]. Programs: tiles of tokens, blocks of ranks, sections."""
     t = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -166,15 +164,15 @@ def shrink_tiles(
     out = shrunk + section * room
     if section == 0:
         _shrink_tile(
-            x, x_stride, slab, a_rows_0, ranks_0, scales_0, out, t, own, inputs, room, stride, RANKS, BLOCK, TILE
+            x, x_stride, slab, a_rows_0, ranks_0, scales_0, out, t, own, room, stride, INPUTS, RANKS, BLOCK, TILE
         )
     if section == 1:
         _shrink_tile(
-            x, x_stride, slab, a_rows_1, ranks_1, scales_1, out, t, own, inputs, room, stride, RANKS, BLOCK, TILE
+            x, x_stride, slab, a_rows_1, ranks_1, scales_1, out, t, own, room, stride, INPUTS, RANKS, BLOCK, TILE
         )
     if section == 2:
         _shrink_tile(
-            x, x_stride, slab, a_rows_2, ranks_2, scales_2, out, t, own, inputs, room, stride, RANKS, BLOCK, TILE
+            x, x_stride, slab, a_rows_2, ranks_2, scales_2, out, t, own, room, stride, INPUTS, RANKS, BLOCK, TILE
         )
 
 
@@ -192,7 +190,8 @@ def _expand_tile(
         rank = tl.load(ranks + slot)
         if rank > 0:
             total = tl.zeros((TILE, BLOCK), tl.float32)
-            for first in range(0, rank, RANKS):
+            first = 0
+            while first < rank:
                 k = first + tl.arange(0, RANKS)
                 used = k < rank
                 parts = shrunk + t[:, None] * in_stride + k[None, :]
@@ -200,6 +199,7 @@ def _expand_tile(
                 starts = tl.load(b_rows + slot * room + k, mask=used, other=0)
                 b = tl.load(slab + starts[:, None] + o[None, :], mask=used[:, None] & (o < outputs)[None, :], other=0.0)
                 total += tl.dot(factor.to(b.dtype), b, input_precision="ieee")
+                first += RANKS
             seen = mine[:, None] & (o < outputs)[None, :]
             at = y + t[:, None] * y_stride + start + o[None, :]
             before = tl.load(at, mask=seen, other=0.0).to(tl.float32)
@@ -254,12 +254,12 @@ class TritonLora:
 
 def _shrink_tables(sections: Sequence[SectionTables]) -> list[torch.Tensor]:
     """Of three sections; where there are fewer, the first's in place of those that no program asks for."""
-    filled = (*sections, *sections[:1] * (SECTIONS - len(sections)))
+    filled = (*sections, *[sections[0]] * (SECTIONS - len(sections)))
     return [table for section in filled for table in (section.a_rows, section.ranks, section.scales)]
 
 
 def _expand_tables(sections: Sequence[SectionTables]) -> list[torch.Tensor | int]:
-    filled = (*sections, *sections[:1] * (SECTIONS - len(sections)))
+    filled = (*sections, *[sections[0]] * (SECTIONS - len(sections)))
     return [fact for s in filled for fact in (s.b_rows, s.ranks, s.start, s.outputs)]
 
 
@@ -272,11 +272,11 @@ def _add_tokens(
 ) -> None:
     """A program per token."""
     (num_tokens, inputs), count, room = x_TI.shape, len(sections), sections[0].a_rows.shape[1]
-    split_inputs = triton.cdiv(triton.cdiv(inputs, SPLITS), INPUT_BLOCK) * INPUT_BLOCK
+    part_inputs = triton.cdiv(triton.cdiv(inputs, SPLITS), INPUT_BLOCK) * INPUT_BLOCK
     shrunk = torch.empty((num_tokens, count, SPLITS, room), dtype=torch.float32, device=x_TI.device)
     shrink_tokens[(num_tokens, triton.cdiv(room, RANK_BLOCK), count * SPLITS)](
-        x_TI, x_TI.stride(0), slab, slots_T, shrunk, inputs, split_inputs, room, *_shrink_tables(sections),
-        PARTS=SPLITS, RANKS=RANK_BLOCK, BLOCK=INPUT_BLOCK,
+        x_TI, x_TI.stride(0), slab, slots_T, shrunk, room, *_shrink_tables(sections),
+        INPUTS=inputs, PARTS=SPLITS, PART=part_inputs, RANKS=RANK_BLOCK, BLOCK=INPUT_BLOCK,
     )  # fmt: skip
     widest = max(section.outputs for section in sections)
     expand_tokens[(num_tokens, triton.cdiv(widest, OUTPUT_BLOCK), count)](
@@ -297,8 +297,8 @@ def _add_tiles(
     tiles = triton.cdiv(num_tokens, TILE)
     shrunk = torch.empty((num_tokens, count, room), dtype=torch.float32, device=x_TI.device)
     shrink_tiles[(tiles, triton.cdiv(room, RANK_BLOCK), count)](
-        x_TI, x_TI.stride(0), slab, slots_T, num_tokens, shrunk, inputs, room, count, *_shrink_tables(sections),
-        RANKS=RANK_BLOCK, BLOCK=TILE_INPUT_BLOCK, TILE=TILE,
+        x_TI, x_TI.stride(0), slab, slots_T, num_tokens, shrunk, room, count, *_shrink_tables(sections),
+        INPUTS=inputs, RANKS=RANK_BLOCK, BLOCK=TILE_INPUT_BLOCK, TILE=TILE,
     )  # fmt: skip
     widest = max(section.outputs for section in sections)
     expand_tiles[(tiles, triton.cdiv(widest, TILE_OUTPUT_BLOCK), count)](

@@ -7,12 +7,12 @@ axis of 2 is A, then B transposed.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from parallel.linear import LinearPart
+from parallel.linear import Cut, LinearPart
 
 ALIGNED_ELEMENTS = 16
 """A row begins at a multiple, so that vectors of it are loaded whole."""
@@ -34,9 +34,12 @@ class ShardShape:
     page_elements: int
 
     @classmethod
-    def of(cls, parts: Sequence[LinearPart], max_rank: int) -> "ShardShape":
+    def of(cls, parts: Sequence[LinearPart], max_rank: int, page_elements: int | None = None) -> "ShardShape":
+        """page_elements None: a page fits ROWS_PER_PAGE of the longest rows."""
         lengths = np.array([[part.inputs.length for part in parts], [part.outputs.length for part in parts]], np.int64)
-        return cls(tuple(parts), max_rank, lengths, ROWS_PER_PAGE * int(_strides(lengths).max()))
+        longest = int(_strides(lengths).max())
+        assert page_elements is None or longest <= page_elements, (longest, page_elements)
+        return cls(tuple(parts), max_rank, lengths, page_elements or ROWS_PER_PAGE * longest)
 
     @property
     def most_pages(self) -> int:
@@ -59,6 +62,20 @@ class Packing:
             return np.full_like(self.pages_2SR, -1)
         first_of_page = np.asarray(pages[: self.num_pages], np.int64) * page_elements
         return np.where(self.pages_2SR < 0, -1, first_of_page[self.pages_2SR] + self.offsets_2SR)
+
+
+def in_pieces(part: LinearPart, page_elements: int) -> list[LinearPart]:
+    """A vocabulary table as sections whose rows fit a page: its longer side is cut, the other is in every piece."""
+    by_inputs = part.inputs.length > part.outputs.length
+    whole = part.inputs if by_inputs else part.outputs
+    pieces = []
+    for first in range(0, whole.length, page_elements):
+        cut = Cut(whole.total, whole.start + first, min(page_elements, whole.length - first))
+        if by_inputs:
+            pieces.append(replace(part, inputs=cut))
+        else:
+            pieces.append(replace(part, outputs=cut, column=first))
+    return pieces
 
 
 def pack(shape: ShardShape, ranks_S: Ints) -> Packing:

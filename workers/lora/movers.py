@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from workers.adapter_source import is_remote, local_folder
+from workers.adapter_source import local_folder
+from workers.base_tables import check_base_tables
 from workers.errors import AdapterRefused
 from workers.lora.host_copy import HostCopy, cut_shard
 from workers.lora.slab import AdapterSlab
@@ -26,36 +27,51 @@ log = logging.getLogger(__name__)
 WIDEST_ELEMENT_BYTES = 4
 MOST_OTHER_BYTES = 2**23
 HostCopies = dict[str, HostCopy]
-"""By digest. A fetch adds, a drop takes away; both happen between two bytecodes of one interpreter."""
+"""By digest. Fetches add, a drop takes away, each on its own thread: single operations of a dict, which are whole."""
 ReadShard = Callable[[AdapterRef], HostCopy]
 
 
 class ShardReader:
     """An adapter's source to this rank's shard of it, checked whole. AdapterRefused when it may not be used."""
 
-    def __init__(self, spec: ArchSpec, slab: AdapterSlab, cache_folder: Path, dtype: torch.dtype, *, pin: bool) -> None:
+    def __init__(
+        self,
+        spec: ArchSpec,
+        model_folder: Path | None,
+        slab: AdapterSlab,
+        cache_folder: Path,
+        dtype: torch.dtype,
+        *,
+        pin: bool,
+    ) -> None:
+        """model_folder: the checkpoint, None where the weights are random."""
         self._spec = spec
+        self._model_folder = model_folder
         self._slab = slab
         self._cache_folder = cache_folder
         self._dtype = dtype
         self._pin = pin
-        elements = sum(sum(shape) for shape in adapted_linears(spec).values()) * slab.shape.max_rank
+        shapes = adapted_linears(spec).values()
+        elements = sum(shape.inputs + shape.outputs for shape in shapes) * slab.shape.max_rank
+        elements += sum(shape.inputs * shape.outputs for shape in shapes if shape.is_table)
         self._most_bytes = elements * WIDEST_ELEMENT_BYTES + MOST_OTHER_BYTES
 
     def __call__(self, ref: AdapterRef) -> HostCopy:
         folder = local_folder(ref, self._cache_folder, most_bytes=self._most_bytes)
         adapter = read_adapter(folder, self._spec, self._slab.shape.max_rank)
         if adapter.facts.digest != ref.digest:
-            if is_remote(ref.source):  # the cache lies: what is there is of no use to anyone
+            if ref.is_remote:  # the cache lies: what is there is of no use to anyone
                 shutil.rmtree(folder, ignore_errors=True)
             raise AdapterRefused(
                 f"{ref.source} has changed: its digest is {adapter.facts.digest[:12]}, not {ref.digest[:12]}"
             )
+        if self._model_folder is not None:
+            check_base_tables(adapter, self._model_folder, self._spec)
         return cut_shard(adapter, self._slab.shape, self._dtype, pin=self._pin)
 
 
 class SourceMover:
-    """fetch: source -> host memory."""
+    """fetch: source -> host memory. A rank has several, for what is near and what is far."""
 
     def __init__(self, read: ReadShard, copies: HostCopies) -> None:
         self._read = read

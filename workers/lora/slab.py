@@ -17,16 +17,32 @@ from workers.rank.kv_tensors import zeros
 
 
 class AdapterSlab:
-    """`slab_PE` in the model's dtype; `tables[s]` and `slots_of[s]` (the slots whose adapter changes it) by section."""
+    """`slab_PE` in the model's dtype; `tables[s]` and `slots_of[s]` (the slots whose adapter changes it) by section.
+
+    `memory_PE`: the slab, and where `with_identity` the identity of [R, R] behind it, from element `identity_start` on.
+    """
 
     def __init__(
-        self, shape: ShardShape, num_pages: int, num_slots: int, dtype: torch.dtype, device: torch.device
+        self,
+        shape: ShardShape,
+        num_pages: int,
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        with_identity: bool = False,
     ) -> None:
         self.shape = shape
-        self.slab_PE = zeros((num_pages, shape.page_elements), dtype, device)
+        self.identity_start = num_pages * shape.page_elements
+        size = shape.max_rank**2 if with_identity else 0
+        all_pages = num_pages + -(-size // shape.page_elements)
+        self.memory_PE = zeros((all_pages, shape.page_elements), dtype, device)
+        self.slab_PE = self.memory_PE[:num_pages]
+        self.memory_PE.view(-1)[self.identity_start :][: size : shape.max_rank + 1] = 1
         self.slots_of: list[set[int]] = [set() for _ in shape.parts]
         self._device = device
         self._num_slots = 0
+        self._outgrown: list[list[SectionTables]] = []
         self._make_tables(num_slots)
 
     @property
@@ -66,6 +82,7 @@ class AdapterSlab:
         ranks_SL = torch.zeros(sections, num_slots, dtype=torch.int32, device=self._device)
         scales_SL = torch.zeros(sections, num_slots, dtype=torch.float32, device=self._device)
         if held:
+            self._outgrown.append(self.tables)  # a step on the device may still read them
             rows_2SLR[:, :, :held] = self._rows_2SLR
             ranks_SL[:, :held], scales_SL[:, :held] = self._ranks_SL, self._scales_SL
         self._rows_2SLR, self._ranks_SL, self._scales_SL = rows_2SLR, ranks_SL, scales_SL

@@ -6,7 +6,7 @@ request, no scheduler, no sampling. T tokens of a step, S rows that sample, H hi
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -15,7 +15,7 @@ from offload.weight_stream import Copier, WeightStream
 from parallel.checkpoint import DummySource, LoadFormat, SafetensorsSource, Source, load
 from parallel.context import ParallelContext
 from parallel.embedding import VocabParallelEmbedding, VocabParallelHead
-from parallel.linear import AdaptableLinear
+from parallel.linear import AdaptableLinear, LinearPart
 from parallel.matmul import Place
 from parallel.mesh import layer_range
 from parallel.shard import WeightSlot
@@ -81,6 +81,13 @@ class Adapters(Protocol):
     def begin(self, batch: ForwardBatch) -> None: ...
 
 
+class Table(NamedTuple):
+    """A vocabulary table as adapters see it: a layer that is cut over tp, and the place of its Delta."""
+
+    part: LinearPart
+    place: VocabParallelEmbedding | VocabParallelHead
+
+
 class Decoder:
     """This rank's shard: the embedding on the first stage, its layers, the final norm and the head on the last."""
 
@@ -95,6 +102,7 @@ class Decoder:
     ) -> None:
         spec.check_parallel(context.tp_size, context.pp_size)
         names = family_of(spec.architecture).names
+        self._names = names
         size = (spec.vocab_size, spec.hidden_size)
         self.layer_ids = layer_range(spec.num_layers, context.pp_rank, context.pp_size)
         self.num_local_kv_heads = spec.local_kv_heads(context.tp_size)
@@ -148,6 +156,14 @@ class Decoder:
         """Those of this rank's layers, in the order of the model's."""
         for layer in self._layers:
             yield from layer.linears()
+
+    @property
+    def tables(self) -> tuple[Table | None, Table | None]:
+        """The embedding and the head, where this rank has them."""
+        names = self._names
+        embedding = None if self._embedding is None else Table(self._embedding.part(names.embedding), self._embedding)
+        head = None if self._head is None else Table(self._head.part(names.head), self._head)
+        return embedding, head
 
     def adapt(self, adapters: Adapters) -> None:
         """Steps are told to `adapters` from now on."""

@@ -20,7 +20,8 @@ class ForwardBatch:
     query_starts: int32 [R + 1], row r's tokens are query_starts[r]:query_starts[r + 1]. seq_lens: int32 [R], known
     tokens whose KV exists after this step (so a row's context is seq_lens[r], its queries are the last ones).
     block_table_RN: int32, a short row padded with its own first block. logits_rows_S: int64, indices into T whose
-    logits are wanted, in plan order. adapters: whose tokens use which adapter, None when none does.
+    logits are wanted, in plan order. adapters: whose tokens use which adapter, None when none does;
+    sample_adapters: the same of the rows S.
     """
 
     input_ids_T: torch.Tensor
@@ -34,6 +35,7 @@ class ForwardBatch:
     seq_lens_list: list[int]
     block_size: int
     adapters: AdapterRows | None = None
+    sample_adapters: AdapterRows | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -55,7 +55,7 @@ class Mover(Protocol[M_contra]):
 
 class MoverThread(threading.Thread):
     """Carries out one inbox's transfers in order until it ends. A rank has one for memory and one for its disk, so that
-    a load never waits for a file; and two more for adapters, so that none waits for another's source."""
+    a load never waits for a file; and more for adapters (workers/channel.py)."""
 
     def __init__(self, rank: int, mover: Mover[Any], inbox: Inbox) -> None:
         super().__init__(name=type(mover).__name__, daemon=True)

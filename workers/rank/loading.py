@@ -221,7 +221,11 @@ def _open_adapters(
     if not settings.lora.enable_lora:
         return None
     available = available_bytes() // ranks_on_node if device.type == "cpu" else None
-    return open_adapters(settings.lora, spec, decoder, device, dtype, available)
+    pp_size = settings.parallel.pipeline_parallel_size
+    folder = None if settings.model.load_format == "dummy" else Path(settings.model.model)
+    return open_adapters(
+        settings.lora, spec, folder, decoder, device, dtype, available_bytes=available, pp_size=pp_size
+    )
 
 
 def _count_blocks(

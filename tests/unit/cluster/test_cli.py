@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import typer.testing
 
-from cluster.cli import build_app, main
+from cluster.cli import build_app, run_verb
 from configs.load import default_of
 from configs.options import OPTIONS
 
@@ -65,7 +65,7 @@ def test_a_model_that_is_not_there_is_named(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("sys.argv", ["tandem", *arguments])
     with pytest.raises(SystemExit) as ended:
-        main()
+        run_verb()
     shown = capsys.readouterr().err
     assert ended.value.code == 2
     assert "no-such" in shown and ("no such folder" in shown or "no folder here" in shown)

@@ -6,12 +6,15 @@ import pytest
 import torch
 
 from tests.support.lora_layers import LoraLayer, check_close, make_layer, noise, rows_of
-from workers.kernels.cpu_lora import GEMM_TOKENS, CpuLora, cut_work
+from workers.kernels.cpu_build import cpu_lora_library
+from workers.kernels.cpu_lora import CpuLora, cut_work
 from workers.kernels.lora import LoraOps, TorchLora, select_lora_ops
 
 CPU = torch.device("cpu")
 RANKS = [4, 8, 16, 64, 3, 1, 0, 21]
-PROMPT = GEMM_TOKENS + 9
+RUN = 32
+"""Tokens from which the compiled one goes through matmuls here, as the twin does."""
+PROMPT = RUN + 9
 MIXED = [0, -1, 1, 2, 3, 3, 3, -1, *[4] * 6, 5, 6, 0, 7, *[3] * PROMPT, -1, *[1] * PROMPT, 0, *[6] * PROMPT]
 
 
@@ -32,20 +35,17 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 def ops(request: pytest.FixtureRequest, dtype: torch.dtype) -> LoraOps:
     if request.param == "twin":
         return TorchLora()
-    selected = select_lora_ops(CPU, dtype)
-    if not isinstance(selected, CpuLora):
-        pytest.skip("no C compiler, or not compiled for this type")
-    return selected
+    return compiled(dtype)
 
 
 def compiled(dtype: torch.dtype) -> CpuLora:
-    selected = select_lora_ops(CPU, dtype)
-    if not isinstance(selected, CpuLora):
-        pytest.skip("no C compiler")
-    return selected
+    library = cpu_lora_library(dtype)
+    if library is None:
+        pytest.skip("no C compiler, or not compiled for this type")
+    return CpuLora(library, RUN)
 
 
-def merged(dtype: torch.dtype, inputs: int = 96, outputs: tuple[int, ...] = (272, 64, 48), gap: int = 16) -> LoraLayer:
+def merged(dtype: torch.dtype, inputs: int = 112, outputs: tuple[int, ...] = (272, 64, 48), gap: int = 16) -> LoraLayer:
     """q, k and v; each section in other slots with other ranks."""
     ranks = [RANKS[shift:] + RANKS[:shift] for shift in range(len(outputs))]
     return make_layer(inputs, outputs, ranks, dtype, gap=gap)
@@ -59,17 +59,17 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 def test_mixed_ranks_and_runs_add_their_products(ops: LoraOps, dtype: torch.dtype) -> None:
     """Single tokens, short runs, prompts, tokens of one adapter apart, and none, in one step."""
     layer = merged(dtype)
-    x = noise(len(MIXED), 96, dtype=dtype)
+    x = noise(len(MIXED), 112, dtype=dtype)
     y = noise(len(MIXED), layer.width, dtype=dtype, seed=2)
     expected = layer.expected(y, x, MIXED)
     ops.add(y, x, layer.slab, layer.sections, rows_of(MIXED))
     check_close(y, expected)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 8, GEMM_TOKENS - 1, GEMM_TOKENS, 3 * GEMM_TOKENS])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 8, RUN - 1, RUN, 3 * RUN])
 def test_any_number_of_tokens_of_one_adapter(ops: LoraOps, dtype: torch.dtype, tokens: int) -> None:
     layer = merged(dtype)
-    x, y = noise(tokens, 96, dtype=dtype), torch.zeros(tokens, layer.width, dtype=dtype)
+    x, y = noise(tokens, 112, dtype=dtype), torch.zeros(tokens, layer.width, dtype=dtype)
     expected = layer.expected(y, x, [3] * tokens)
     ops.add(y, x, layer.slab, layer.sections, rows_of([3] * tokens))
     check_close(y, expected)
@@ -78,7 +78,7 @@ def test_any_number_of_tokens_of_one_adapter(ops: LoraOps, dtype: torch.dtype, t
 def test_whatever_has_no_adapter_keeps_its_bits(ops: LoraOps, dtype: torch.dtype) -> None:
     """Tokens of none, columns between sections, sections that the adapter leaves alone; -0.0 and NaN among them."""
     layer = merged(dtype)
-    x, y = noise(len(MIXED), 96, dtype=dtype), noise(len(MIXED), layer.width, dtype=dtype, seed=2)
+    x, y = noise(len(MIXED), 112, dtype=dtype), noise(len(MIXED), layer.width, dtype=dtype, seed=2)
     y[:, ::3] = -0.0
     untouched = torch.ones(y.shape, dtype=torch.bool)
     for section, adapters in zip(layer.sections, layer.adapters, strict=True):
@@ -94,7 +94,7 @@ def test_whatever_has_no_adapter_keeps_its_bits(ops: LoraOps, dtype: torch.dtype
 @pytest.mark.parametrize("slots", [[], [-1], [-1] * PROMPT], ids=len)
 def test_a_step_without_adapters_changes_nothing(ops: LoraOps, dtype: torch.dtype, slots: list[int]) -> None:
     layer = merged(dtype)
-    x, y = noise(len(slots), 96, dtype=dtype), noise(len(slots), layer.width, dtype=dtype)
+    x, y = noise(len(slots), 112, dtype=dtype), noise(len(slots), layer.width, dtype=dtype)
     before = y.clone()
     ops.add(y, x, layer.slab, layer.sections, rows_of(slots))
     assert same_bits(y, before)
@@ -102,7 +102,7 @@ def test_a_step_without_adapters_changes_nothing(ops: LoraOps, dtype: torch.dtyp
 
 def test_rows_of_x_and_y_may_lie_apart(ops: LoraOps, dtype: torch.dtype) -> None:
     layer = merged(dtype)
-    wide_x, wide_y = (noise(len(MIXED), width + 7, dtype=dtype) for width in (96, layer.width))
+    wide_x, wide_y = (noise(len(MIXED), width + 7, dtype=dtype) for width in (112, layer.width))
     x, y = wide_x[:, 3:-4], wide_y[:, 5:-2]
     before, expected = wide_y.clone(), layer.expected(y, x, MIXED)
     ops.add(y, x, layer.slab, layer.sections, rows_of(MIXED))
@@ -124,7 +124,7 @@ def test_widths_that_are_no_whole_vectors(
 def test_a_slot_that_changed_is_seen_at_the_next_call(ops: LoraOps, dtype: torch.dtype) -> None:
     """Tables and slab are written in place when another adapter takes the slot."""
     layer = merged(dtype)
-    rows, x = rows_of([0, 1]), noise(2, 96, dtype=dtype)
+    rows, x = rows_of([0, 1]), noise(2, 112, dtype=dtype)
     ops.add(torch.zeros(2, layer.width, dtype=dtype), x, layer.slab, layer.sections, rows)
     for section, adapters in zip(layer.sections, layer.adapters, strict=True):
         for table in (section.a_rows, section.b_rows, section.ranks, section.scales):
@@ -140,7 +140,7 @@ def test_a_slot_that_changed_is_seen_at_the_next_call(ops: LoraOps, dtype: torch
 def test_a_token_gets_the_same_bits_with_any_mates(dtype: torch.dtype) -> None:
     """Tiles, threads and mates change neither order nor number of a token's additions."""
     layer, ops = merged(dtype, 512, (1024, 512, 256)), compiled(dtype)
-    slots = [3, 0, 3, 3, 1, 3, 2, -1, 3, 7, 3, 3, *[1] * (GEMM_TOKENS - 1)]
+    slots = [3, 0, 3, 3, 1, 3, 2, -1, 3, 7, 3, 3, *[1] * (RUN - 1)]
     x, y = noise(len(slots), 512, dtype=dtype), noise(len(slots), layer.width, dtype=dtype)
     together = {}
     for threads in (1, 2, 3):
@@ -154,7 +154,13 @@ def test_a_token_gets_the_same_bits_with_any_mates(dtype: torch.dtype) -> None:
 
 
 def test_tokens_of_one_adapter_share_tiles() -> None:
-    work = cut_work([(0, 1, 5), (2, 3, 7), (3, 9, 5), (9, 9 + GEMM_TOKENS, 6), (60, 61, 7)], GEMM_TOKENS)
+    work = cut_work([(0, 1, 5), (2, 3, 7), (3, 9, 5), (9, 9 + RUN, 6), (60, 61, 7)], RUN)
     assert work.tokens.tolist() == [0, 3, 4, 5, 6, 7, 8, 2, 60]
     assert work.tiles.tolist() == [[0, 4, 5], [4, 2, 5], [6, 1, 5], [7, 2, 7]]
-    assert work.runs == [(9, 9 + GEMM_TOKENS, 6)]
+    assert work.runs == [(9, 9 + RUN, 6)]
+
+
+def test_a_cpu_gets_what_can_be_compiled_for_it() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        assert isinstance(select_lora_ops(CPU, dtype), TorchLora if cpu_lora_library(dtype) is None else CpuLora)
+    assert isinstance(select_lora_ops(CPU, torch.float16), TorchLora)

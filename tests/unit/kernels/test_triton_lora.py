@@ -29,7 +29,7 @@ computes = pytest.mark.skipif(
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
 def test_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", str(Path(__file__)), "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-x", str(Path(__file__))]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -2,21 +2,28 @@
 
 import json
 import shutil
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from configs.errors import SettingsError
 from configs.schema import CacheSettings, DeviceSettings, EngineSettings, LoraSettings, ModelSettings, SchedulerSettings
+from parallel.mesh import Mesh
 from tests.support.adapters import AdapterDriver, ref_of, save_merged, save_random_adapter
 from tests.support.executor_driver import ExecutorDriver, Job
 from tests.support.paged_rows import prompt_ids
-from tests.support.tiny_models import BY_NAME, save_tiny_model
+from tests.support.tiny_models import BY_NAME, TinyModel, save_tiny_model
+from workers import adapter_source
 from workers.inprocess_executor import InProcessExecutor
-from workers.messages import AdapterRef
+from workers.messages import AdapterMove, AdapterRef
+from workers.models.registry import load_spec
+from workers.models.sizes import adapter_pool_bytes
 from workers.peft_folder import CONFIG_FILE, WEIGHT_FILE, adapter_digest
 
 RANKS = (4, 8, 16, 64)
@@ -53,7 +60,10 @@ def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]
 
 
 @pytest.fixture
-def started(base: Path) -> Iterator[tuple[InProcessExecutor, ExecutorDriver, AdapterDriver]]:
+def started(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[InProcessExecutor, ExecutorDriver, AdapterDriver]]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     executor = InProcessExecutor(settings_for(base))
     ready = executor.start()
     assert ready.adapter_pages > 0 and any("adapters: " in note for note in ready.tier_notes)
@@ -124,6 +134,69 @@ def test_what_was_dropped_must_be_fetched_again(started: Any, adapters: list[Pat
     moves.load(ref, 0)
 
 
+def test_steps_go_on_unchanged_while_other_adapters_come_and_go(started: Any, adapters: list[Path]) -> None:
+    """Moves into other slots and pages run beside the steps, and tables grow under them."""
+    executor, steps, moves = started
+    pages = moves.load(ref_of(adapters[8]), 0) + moves.load(ref_of(adapters[9]), 1)
+    jobs = [(row, (0, 1, None)[row % 3]) for row in range(6)]
+    before = steps.generate([job(row, slot, 40) for row, slot in jobs])
+    others = [ref_of(folder) for folder in adapters[10:16]]
+    needs = [moves.move("fetch", ref)[0].pages for ref in others]
+    tickets = 1000
+    for place in range(60):
+        number = place % len(others)
+        move = AdapterMove(
+            ticket=tickets + place,
+            kind="place",
+            adapter=others[number],
+            slot=2 + place,
+            pages=list(range(pages, pages + needs[number])),
+        )
+        executor.transfer(move)
+    during = steps.generate([job(row, slot, 40) for row, slot in jobs])
+    assert during == before
+    done = []
+    deadline_s = time.monotonic() + 60
+    while len(done) < 60 and time.monotonic() < deadline_s:
+        executor.wait(0.5)
+        done += executor.transfers_done()
+    assert [(answer.ticket, answer.error) for answer in done] == [(tickets + place, None) for place in range(60)]
+    assert steps.generate([job(row, slot, 40) for row, slot in jobs]) == before
+
+
+def test_what_is_at_hand_does_not_wait_for_what_is_far(
+    started: Any, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sources that hang hold up neither a folder nor a third source."""
+    executor, _, moves = started
+    go_on = threading.Event()
+    whole = adapter_source._copy_files
+
+    def slow(source: str, *rest: Any) -> None:
+        assert "slow" not in source or go_on.wait(60)
+        whole(source.removesuffix("?slow"), *rest)
+
+    monkeypatch.setattr(adapter_source, "_copy_files", slow)
+    far = [
+        AdapterRef(name=str(n), digest=adapter_digest(adapters[n]), source=f"file://{adapters[n]}{'?slow' * (n < 2)}")
+        for n in range(3)
+    ]
+    for n in range(3):
+        executor.transfer(AdapterMove(ticket=3000 + n, kind="fetch", adapter=far[n]))
+    moves.load(ref_of(adapters[3]), 0)
+    done = {answer.ticket: answer.error for answer in moves.others}
+    deadline_s = time.monotonic() + 60
+    while 3002 not in done and time.monotonic() < deadline_s:
+        executor.wait(0.5)
+        done |= {answer.ticket: answer.error for answer in executor.transfers_done()}
+    assert done == {3002: None}
+    go_on.set()
+    while len(done) < 3 and time.monotonic() < deadline_s:
+        executor.wait(0.5)
+        done |= {answer.ticket: answer.error for answer in executor.transfers_done()}
+    assert done == {3000: None, 3001: None, 3002: None}
+
+
 def broken(adapter: Path, folder: Path, what: str) -> AdapterRef:
     """A copy with one fault; its reference was taken before."""
     shutil.copytree(adapter, folder)
@@ -185,22 +258,16 @@ def test_a_higher_rank_than_was_said_is_refused(base: Path, adapters: list[Path]
 
 
 def test_a_remote_adapter_whose_cache_was_changed_is_fetched_anew(
-    started: Any, adapters: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    started: Any, adapters: list[Path], tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    executor = InProcessExecutor(started[0]._settings)
-    executor.start()
-    moves = AdapterDriver(executor)
+    _, _, moves = started
     ref = AdapterRef(name="far", digest=adapter_digest(adapters[0]), source=f"file://{adapters[0]}")
-    try:
-        moves.load(ref, 0)
-        moves.move("drop", ref)
-        cached = tmp_path / "tandem" / "adapters" / ref.digest / WEIGHT_FILE
-        cached.write_bytes(cached.read_bytes()[:-4] + b"\0\0\0\0")
-        assert "has changed" in (moves.move("fetch", ref)[0].error or "")
-        moves.load(ref, 0)
-    finally:
-        executor.close()
+    moves.load(ref, 0)
+    moves.move("drop", ref)
+    cached = tmp_path / "cache" / "tandem" / "adapters" / ref.digest / WEIGHT_FILE
+    cached.write_bytes(cached.read_bytes()[:-4] + b"\0\0\0\0")
+    assert "has changed" in (moves.move("fetch", ref)[0].error or "")
+    moves.load(ref, 0)
 
 
 def test_memory_is_as_asked_and_kv_gets_the_rest(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,6 +315,10 @@ def test_the_default_slab_holds_what_max_loras_says(base: Path, adapters: list[P
     try:
         moves = AdapterDriver(executor)
         assert 2 * moves.load(ref_of(adapters[11]), 0) == ready.adapter_pages, "rank 64 on every linear"
+        settings = executor._settings.lora
+        planned = adapter_pool_bytes(settings, load_spec(base), Mesh(), 4)
+        page_bytes = 4 * 96 * 4
+        assert planned <= ready.adapter_pages * page_bytes <= planned + 2 * page_bytes, "as tandem plan says"
     finally:
         executor.close()
 
@@ -268,5 +339,32 @@ def test_half_precision_models_take_float32_adapters_and_refuse_what_they_cannot
         moves.load(ref_of(adapters[0]), 0)
         large = save_random_adapter(base, tmp_path / "large", rank=4, size=1e6, dtype=torch.float32)
         assert "holds a number beyond torch.float16" in (moves.move("fetch", ref_of(large))[0].error or "")
+    finally:
+        executor.close()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_table_beside_its_adapter_must_be_the_models_own(tied: bool, tmp_path: Path) -> None:
+    """PEFT saves the base's tables along; one that was trained would be used in their place."""
+    base = save_tiny_model(TinyModel("tables", "llama", {"tie_word_embeddings": tied}), tmp_path)
+    adapter = save_random_adapter(base, tmp_path / "a", rank=4, modules=("embed_tokens", "lm_head"))
+    rounded = tmp_path / "rounded"
+    shutil.copytree(adapter, rounded)
+    tensors = load_file(adapter / WEIGHT_FILE)
+    save_file({name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}, rounded / WEIGHT_FILE)
+    executor = InProcessExecutor(settings_for(base))
+    executor.start()
+    try:
+        moves = AdapterDriver(executor)
+        moves.load(ref_of(adapter), 0)
+        moves.load(ref_of(rounded), 1)
+        for module in ("model.embed_tokens", "lm_head"):
+            name = f"base_model.model.{module}.base_layer.weight"
+            trained = tensors | {name: tensors[name] * 1.05}
+            save_file(trained, adapter / WEIGHT_FILE)
+            error = moves.move("fetch", ref_of(adapter))[0].error
+            assert error == f"tensor {name} is not this model's table: the adapter changes its base"
+            save_file(tensors | {name: tensors[name][:-1].clone()}, adapter / WEIGHT_FILE)
+            assert "[202, 64], the model's table [203, 64]" in (moves.move("fetch", ref_of(adapter))[0].error or "")
     finally:
         executor.close()

@@ -21,6 +21,7 @@ from tests.unit.tenants.tenant_rig import patient, until
 from workers.messages import Usage
 
 NOW_S = 1_800_000_000.0
+KEPT_S = 7 * 86400
 
 
 def outcome(number: int, tenant: str = "acme", terminal: str = "stop") -> Outcome:
@@ -52,7 +53,7 @@ class Clock:
 
 def ledger(redis: BackgroundClient, folder: Path, gateway: str = "g", clock: Clock | None = None) -> UsageLedger:
     clock = clock or Clock()
-    return UsageLedger(redis, folder, gateway, wall_clock=clock, clock=clock)
+    return UsageLedger(redis, folder, gateway, KEPT_S, wall_clock=clock, clock=clock)
 
 
 async def settle(books: UsageLedger, *numbers: int) -> None:
@@ -82,7 +83,7 @@ async def test_rows_come_to_redis_whole_and_once(redis: BackgroundClient, tmp_pa
         cached_tokens=1,
         completion_tokens=6,
     )
-    assert 0 < await redis.command("TTL", keys.usage("acme", day_of(NOW_S))) <= keys.USAGE_TTL_S
+    assert 0 < await redis.command("TTL", keys.usage("acme", day_of(NOW_S))) <= KEPT_S
     await books.close()
 
 
@@ -176,7 +177,7 @@ async def test_a_lost_answer_makes_no_second_row(redis: BackgroundClient, tmp_pa
             return answers
 
     clock = Clock()
-    books = UsageLedger(Breaking(), tmp_path, "g", wall_clock=clock, clock=clock)
+    books = UsageLedger(Breaking(), tmp_path, "g", KEPT_S, wall_clock=clock, clock=clock)
     await settle(books, 1, 2)
     with pytest.raises(RedisAway):
         await books.send()
@@ -242,11 +243,36 @@ async def test_the_journal_of_a_living_gateway_is_its_own(redis: BackgroundClien
     await other.close()
 
 
+async def test_full_files_are_closed_and_owe_nothing(redis: BackgroundClient, tmp_path: Path) -> None:
+    """A request that began in one file and ended in another has one row, whoever reads them."""
+    journal = Journal(tmp_path, "g", rotate_bytes=400)
+    books = ledger(redis, tmp_path, "other")
+    books._journal, before = journal, books._journal
+    await before.close()
+    books.accepted(opening(0))
+    books.accepted(opening(999))
+    for number in range(1, 12):
+        await settle(books, number)
+    await books.settle(outcome(0))
+    assert len(journal.paths) > 3
+    for over in journal.paths[:-1]:
+        assert [row.terminal for row in read_rows(over, is_over=True)] == ["stop"] * len(
+            list(read_rows(over, is_over=False))
+        )
+    lost = [row.id for row in read_rows(journal.paths[-1], is_over=True) if row.terminal == "client_lost"]
+    assert lost == ["r999"]
+    await redis.command("FLUSHALL")
+    books._waiting.clear()
+    await books.send()
+    assert sorted(await ids(redis)) == sorted(f"r{i}" for i in range(12))
+    await books.close()
+
+
 async def test_a_torn_line_costs_no_other_line(redis: BackgroundClient, tmp_path: Path) -> None:
     books = ledger(redis, tmp_path, "g")
     await settle(books, 1, 2)
     await books.close()
-    path = tmp_path / "usage-g.jsonl"
+    path = tmp_path / "usage-g-0.jsonl"
     path.write_bytes(path.read_bytes()[:-7])
     assert [(row.id, row.terminal) for row in read_rows(path, is_over=True)] == [("r1", "stop"), ("r2", "client_lost")]
 
@@ -255,11 +281,11 @@ async def test_old_journals_are_removed_and_locked_ones_left_alone(tmp_path: Pat
     living = Journal(tmp_path, "living")
     for name in ("old", "young"):
         await Journal(tmp_path, name).close()
-    os.utime(tmp_path / "usage-old.jsonl", (0, 0))
-    os.utime(tmp_path / "usage-living.jsonl", (0, 0))
-    found = [path.name for path in left_behind(tmp_path, tmp_path / "usage-own.jsonl", max_age_s=3600)]
-    assert found == ["usage-young.jsonl"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["usage-living.jsonl", "usage-young.jsonl"]
+    os.utime(tmp_path / "usage-old-0.jsonl", (0, 0))
+    os.utime(tmp_path / "usage-living-0.jsonl", (0, 0))
+    found = [path.name for path in left_behind(tmp_path, max_age_s=3600)]
+    assert found == ["usage-young-0.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["usage-living-0.jsonl", "usage-young-0.jsonl"]
     await living.close()
 
 
