@@ -1,6 +1,7 @@
 """The laws of adapters hold over random histories; each seeded defect breaks one of them, by name."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 from adapter_machine import machine
@@ -10,6 +11,7 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from workers.engine.adapter_memory import AdapterMemory, Place
+from workers.engine.adapter_turns import AdapterTurns
 from workers.engine.adapters import AdapterPool
 from workers.engine.sequence import RequestState, Sequence
 from workers.messages import TransferDone
@@ -122,3 +124,35 @@ def test_a_starved_adapter_is_caught():
 
     assert 1.0 < wait_of_another(AdapterPool) < 1.5, "the bound, then what ran, then the copy"
     assert wait_of_another(Defect) == float("inf")
+
+
+def steps_until_its_turn(turns: type[AdapterTurns]) -> float:
+    """Steps that a request for a third adapter waits while those for two others, which fill the step, never pause."""
+    with mock.patch("workers.engine.engine.AdapterTurns", turns):
+        h = harness(adapters=AdapterPlan(num_pages=20, max_loras=2), num_blocks=200)
+    for adapter in "abc":
+        h.add(request(f"bring-{adapter}", 4, 2, adapter=adapter))
+    h.run()
+    for i in range(400):
+        if i % 4 == 0:
+            h.add(request(f"flow{i}", 4, 12, adapter="ab"[i // 4 % 2]))
+        if i == 100:
+            h.add(request("c", 4, 4, adapter="c"))
+        if ("c", 0) in h.sink.tokens:
+            return i - 100
+        h.step()
+    return float("inf")
+
+
+def test_an_adapter_that_never_gets_its_turn_is_caught():
+    class NobodyDrains(AdapterTurns):
+        def may_run(self, seq: Sequence) -> bool:
+            may = super().may_run(seq)
+            self._draining = None
+            return may
+
+        def check_laws(self, running: list[Sequence]) -> None:
+            pass
+
+    assert steps_until_its_turn(AdapterTurns) < 20, "as long as what ran with one of them"
+    assert steps_until_its_turn(NobodyDrains) == float("inf")
