@@ -32,7 +32,11 @@ local function num(field) return tonumber(h[field] or '0') or 0 end
 local function level(field, cap, known, delta)
   if not cap then return nil end
   local v = tonumber(h[field] or '')
-  if v then v = v + math.max(0, now - num('at_ms')) * cap / 60000 else v = known or cap end
+  if v then
+    v = v + math.max(0, now - num('at_ms')) * cap / 60000
+  else
+    v, delta = known or cap, 0 -- what the gateway knows has its own charges in it
+  end
   return math.max(-cap, math.min(cap, math.min(cap, v) + delta))
 end
 local requests = level('requests', a.requests_per_minute, a.known_requests, a.delta_requests)

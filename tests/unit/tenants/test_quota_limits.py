@@ -64,6 +64,14 @@ async def test_concurrency_counts_all_gateways_and_frees_at_once(fleet: Fleet) -
     assert len(await admitted(two, 5)) == 1, "what one has freed the other may take"
 
 
+async def test_a_refused_request_holds_no_place_not_even_until_the_next_beat(fleet: Fleet) -> None:
+    fleet.set(concurrency=2, tokens_per_minute=100, token_budget=10_000)
+    one, two = fleet.gateway("a"), fleet.gateway("b")
+    assert len(await admitted(one, 1, 1, 0)) == 1
+    assert (await refusal(one, 1, 99)).reason == "tokens"
+    assert len(await admitted(two, 1, 1, 0)) == 1
+
+
 async def test_the_concurrency_of_a_dead_gateway_is_freed_by_its_lease(fleet: Fleet) -> None:
     fleet.set(concurrency=2)
     dying, living = fleet.gateway("a"), fleet.gateway("b")

@@ -176,6 +176,25 @@ async def test_a_redis_that_comes_back_empty_learns_what_gateways_know(fleet: Fl
         one.settle(grant, 1)
 
 
+async def test_a_minute_goes_on_where_it_was_when_redis_has_lost_it(fleet: Fleet, redis: BackgroundClient) -> None:
+    fleet.set(requests_per_minute=60, tokens_per_minute=600)
+    quota = fleet.gateway("a")
+    for grant in await admitted(quota, 50, 10, 0):
+        quota.settle(grant, 10)
+    last = await quota.admit("acme", 10, 10)
+    quota.settle(last, 30)
+    await redis.command("FLUSHALL")
+    assert shown(quota)["remaining-tokens"] == "70"
+    assert len(await admitted(quota, 60, 10, 0)) == 7
+    fleet.server.stop()
+    fleet.time.now_s += 30
+    await admitted(quota, 20, 10, 0)
+    fleet.server.start()
+    await until(lambda: told(quota), "Redis is back")
+    await redis.command("FLUSHALL")
+    assert len(await admitted(quota, 60, 10, 0)) == 10
+
+
 async def test_a_frozen_redis_costs_requests_no_more_than_the_timeout(fleet: Fleet) -> None:
     fleet.set(requests_per_minute=1000)
     client = hasty(fleet.server, timeout_s=0.05)

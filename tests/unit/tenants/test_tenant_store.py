@@ -231,6 +231,17 @@ async def test_an_emptied_redis_gets_the_tenants_back_once(store: TenantStore, r
     assert two.tenant_of(digest_of(newer.key)) == "beta" and two.tenant_of(digest_of(made.key)) is None
 
 
+async def test_two_who_seed_at_the_same_time_bring_nobody_back(store: TenantStore, redis: BackgroundClient) -> None:
+    acme, beta = (await store.add("acme", {})).tenant, (await store.add("beta", {})).tenant
+    origin = (await store.mark()).origin
+    assert origin is not None
+    await redis.command("FLUSHALL")
+    assert await store.seed(origin, [acme, beta])
+    await store.remove("acme")
+    assert not await store.seed(origin, [acme, beta])
+    assert set((await store.read()).tenants) == {"beta"}
+
+
 async def test_a_file_keeps_the_tenants_for_a_new_and_empty_redis(
     store: TenantStore, redis: BackgroundClient, tmp_path: Path
 ) -> None:
