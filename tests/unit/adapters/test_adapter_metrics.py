@@ -23,18 +23,8 @@ def record(group: str, adapters: AdapterReport | None) -> GroupRecord:
 
 def test_what_a_groups_engine_counts() -> None:
     load_s = HistogramStats(bounds=(0.1, 1.0), counts=(2, 1, 0), total=0.7)
-    adapters = AdapterStats(
-        num_pages=64,
-        free_pages=16,
-        resident=3,
-        on_host=5,
-        in_use=1,
-        waiting=2,
-        loads=3,
-        load_s=load_s,
-        evictions=7,
-        refused=1,
-    )
+    counts = {"num_pages": 64, "free_pages": 16, "resident": 3, "on_host": 5, "in_use": 1, "waiting": 2, "loads": 3}
+    adapters = AdapterStats(**counts, load_s=load_s, evictions=7, refused=1)
     tenants = {"acme": TenantStats(queue_s=1.5, queued_requests=3, waiting=2)}
     stats = dataclasses.replace(FakeEngine(None).stats(), adapters=adapters, tenants=tenants)
     found = msgspec.structs.replace(record("g1", AdapterReport()), stats=msgspec.msgpack.encode(stats))
