@@ -191,7 +191,8 @@ def test_the_command_line_changes_a_running_service(lora_service: Service, tmp_p
     assert (done.returncode, done.stdout) == (0, "typed listed\n"), done.stderr
     wait_for(lambda: "typed" in names(lora_service), 10, "the gateway has read it")
     wait_for(lambda: residency(lora_service, "typed") == [("device", "true")] * 2, 15, "both groups hold it")
-    assert "typed@" in tandem(lora_service, "adapters", "ls").stdout
+    (line,) = [x for x in tandem(lora_service, "adapters", "ls").stdout.splitlines() if x.startswith("typed@")]
+    assert line.endswith(f"  public  pinned  device 2  {copy}")
     done = tandem(lora_service, "adapters", "add", "typed", str(ADAPTERS / "pirate"))
     assert done.returncode == 2 and "taken by other content" in done.stderr
     done = tandem(lora_service, "adapters", "add", "odd", str(tmp_path))
@@ -244,6 +245,38 @@ def test_a_group_that_is_replaced_serves_an_adapter_on_first_request(lora_servic
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda i: text_of(chat(lora_service, "pirate", QUESTIONS[i])), range(4)))
     assert answers == wanted(offline, "pirate")
+
+
+def test_a_tenants_adapter_is_there_for_that_tenant_only(lora_service: Service, offline: LLM) -> None:
+    """TN-01; the last test of this service: from here on it asks for keys."""
+
+    def key_of(tenant: str) -> dict[str, str]:
+        done = tandem(lora_service, "tenants", "add", tenant)
+        (key,) = [word for word in done.stdout.split() if word.startswith("sk-tandem-")]
+        return {"authorization": f"Bearer {key}"}
+
+    keys_of = {tenant: key_of(tenant) for tenant in ("acme", "beta")}
+    done = tandem(lora_service, "adapters", "add", "mine", str(ADAPTERS / "shout"), "--tenant", "acme")
+    assert done.returncode == 0, done.stderr
+
+    def seen(tenant: str) -> set[str] | None:
+        answer = lora_service.get("/v1/models", headers=keys_of[tenant])
+        return {model["id"] for model in answer.json()["data"]} if answer.status_code == 200 else None
+
+    wait_for(lambda: seen("acme") == {"demo", "pirate", "shout", "mine"}, 15, "the gateway knows tenant and adapter")
+    wait_for(lambda: seen("beta") == {"demo", "pirate", "shout"}, 15, "the gateway knows the other tenant")
+    body = {"model": "mine", "messages": [{"role": "user", "content": QUESTIONS[0]}]}
+    body |= {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    own = lora_service.post("/v1/chat/completions", body, headers=keys_of["acme"])
+    assert text_of(own) == wanted(offline, "shout", QUESTIONS[:1])[0]
+    others = lora_service.post("/v1/chat/completions", body, headers=keys_of["beta"])
+    unknown = lora_service.post("/v1/chat/completions", {**body, "model": "none"}, headers=keys_of["beta"])
+    assert (others.status_code, unknown.status_code) == (404, 404)
+    assert others.text.replace("mine", "none") == unknown.text
+    for headers, status in (({}, 401), (keys_of["acme"], 403)):
+        for route in ("load", "unload"):
+            asked = {"lora_name": "mine", "lora_path": "/x"}
+            assert lora_service.post(f"/v1/{route}_lora_adapter", asked, headers=headers).status_code == status
 
 
 def flush(socket: Path) -> None:

@@ -53,7 +53,11 @@ def test_only_listed_adapters_are_labels() -> None:
     desk = AdapterDesk(registry, lambda source: "", ("demo",))
     desk.counts["refused"] += 3
     report = AdapterReport(
-        on_device=[A, GONE], on_host=[B], running=["gone", "pirate", "twin"], waiting=["shout"], max_loras=4
+        on_device=[A[:16], GONE[:16]],
+        on_host=[B[:16]],
+        running=["gone", "pirate", "twin"],
+        waiting=["shout"],
+        max_loras=4,
     )
     text = render_adapters([record("g1", report), record("g2", None)], "tandem", desk, lambda: 1234.5)
     families = {family.name: family for family in text_string_to_metric_families(text)}
