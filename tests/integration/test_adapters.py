@@ -177,6 +177,33 @@ def test_a_reload_under_running_streams(lora_service: Service, folders: tuple[Pa
     assert unload(lora_service, "changing").status_code == 404
 
 
+def test_more_adapters_than_the_devices_have_room_for(
+    lora_service: Service, folders: tuple[Path, Path], offline: LLM
+) -> None:
+    """TN-03: two distinct ones in a step, four or so on a device; everybody gets the right one."""
+    scaled = []
+    for i in range(12):
+        folder = shutil.copytree(ADAPTERS / ("pirate", "shout")[i % 2], folders[0] / f"scaled-{i}")
+        config = json.loads((folder / "adapter_config.json").read_text())
+        (folder / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 6 + 2 * i}))
+        assert load(lora_service, folder.name, folder).status_code == 200
+        scaled.append(folder)
+    order = [scaled[i] for i in (0, 3, 11, 7, 1, 0, 5, 2, 8, 6, 0, 4, 10, 9, 3, 1)]
+    conversation = [{"role": "user", "content": QUESTIONS[0]}]
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    refs = [offline.load_adapter(folder) for folder in order]
+    right = [o.text for o in offline.chat([conversation] * 16, params, use_tqdm=False, lora_request=refs)]
+    assert len(set(right)) > 3
+    swaps = lora_service.metric("adapter_swaps_total")
+    for _ in range(3):
+        with ThreadPoolExecutor(16) as pool:
+            answers = list(pool.map(lambda folder: text_of(chat(lora_service, folder.name, QUESTIONS[0])), order))
+        assert answers == right
+    wait_for(lambda: lora_service.metric("adapter_swaps_total") > swaps, 10, "there was no room for all")
+    for folder in scaled:
+        assert unload(lora_service, folder.name).status_code == 200
+
+
 def test_a_watched_folder_is_followed(lora_service: Service, folders: tuple[Path, Path], offline: LLM) -> None:
     folder = shutil.copytree(ADAPTERS / "shout", folders[1] / "watched")
     wait_for(lambda: "watched" in names(lora_service), 15, "it is listed")

@@ -52,13 +52,8 @@ def test_only_listed_adapters_are_labels() -> None:
     registry.keep(AdapterEntry(name="shout", digest=B, source="/b"))
     desk = AdapterDesk(registry, lambda source: "", ("demo",))
     desk.counts["refused"] += 3
-    report = AdapterReport(
-        on_device=[A[:16], GONE[:16]],
-        on_host=[B[:16]],
-        running=["gone", "pirate", "twin"],
-        waiting=["shout"],
-        max_loras=4,
-    )
+    used = {"running": ["gone", "pirate", "twin"], "waiting": ["shout"]}
+    report = AdapterReport(on_device=[A[:16], GONE[:16]], on_host=[B[:16]], max_loras=4, **used)
     text = render_adapters([record("g1", report), record("g2", None)], "tandem", desk, lambda: 1234.5)
     families = {family.name: family for family in text_string_to_metric_families(text)}
     held = [sample.labels for sample in families["tandem:adapter_residency"].samples]
@@ -69,8 +64,8 @@ def test_only_listed_adapters_are_labels() -> None:
         {**engine, "adapter": "shout", "tier": "host", "pinned": "false"},
     ]
     (info,) = families["tandem:lora_requests_info"].samples
-    used = {"running_lora_adapters": "pirate,twin", "waiting_lora_adapters": "shout", "max_lora": "4"}
-    assert (info.labels, info.value) == ({**engine, **used}, 1234.5)
+    names = {"running_lora_adapters": "pirate,twin", "waiting_lora_adapters": "shout", "max_lora": "4"}
+    assert (info.labels, info.value) == ({**engine, **names}, 1234.5)
     counted = {s.labels["outcome"]: s.value for s in families["tandem:adapter_listings"].samples}
     assert counted == {"listed": 0, "switched": 0, "unchanged": 0, "refused": 3, "unlisted": 0}
     assert families["tandem:adapters_listed"].samples[0].value == 3
