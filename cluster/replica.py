@@ -32,7 +32,6 @@ from cluster.engine_thread import EngineThread, SteppedEngine
 from cluster.group_engine import GroupEngine
 from cluster.group_sharing import GroupSharing
 from cluster.redis_replica import open_redis
-from cluster.routing.residency import adapter_key
 from cluster.service import ServiceFacts, check_install
 from cluster.tenant_weights import TenantWeights
 from configs.errors import SettingsError
@@ -141,7 +140,7 @@ class Coordinator:
             raise RuntimeError(f"the engine's thread has not moved for {stuck_s:.0f} s")
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """For the routers of all gateways, every few seconds. on_device, on_host: short digests of adapters."""
+        """For the routers of all gateways, every few seconds. on_device, on_host: keys of adapters."""
         self._stats_number += 1
         stats, adapters = self.engine_stats, self._sharing.adapters
         on_device, on_host = adapters.tiers() if adapters is not None else ([], [])
@@ -150,8 +149,8 @@ class Coordinator:
             "outstanding_tokens": sum(self._outstanding.values()),
             "kv_used": stats.kv_usage if stats is not None else 0.0,
             "stalled_s": self._stalled_s(),
-            "on_device": list(map(adapter_key, on_device)),
-            "on_host": list(map(adapter_key, on_host)),
+            "on_device": on_device,
+            "on_host": on_host,
         }
 
     def record_autoscaling_stats(self) -> dict[str, float]:

@@ -26,13 +26,15 @@ from workers.errors import RequestRefused
 
 log = logging.getLogger("tandem.adapters")
 ROUNDS = 5
+CHECKS_AT_ONCE = 2
+"""A URL may take its time; a folder need not wait for it."""
 OUTCOMES = ("listed", "switched", "unchanged", "refused", "unlisted")
 Outcome = Literal["listed", "switched", "unchanged"]
 
 
 class AdapterDesk:
     """All adapters of one base model, for one gateway or one command. `check`: a source's digest, or TandemError; runs
-    on a thread, one source at a time. limit: how many adapters a tenant may have, None for any number."""
+    on a thread. limit: how many adapters a tenant may have, None for any number."""
 
     def __init__(
         self,
@@ -50,7 +52,7 @@ class AdapterDesk:
         self._bases = tuple(bases)
         self._wall_clock = wall_clock
         self._limit = limit
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tandem-adapters")
+        self._thread = ThreadPoolExecutor(CHECKS_AT_ONCE, thread_name_prefix="tandem-adapters")
 
     # ---- what is listed ------------------------------------------------------------------------------------------
 

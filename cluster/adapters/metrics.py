@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from cluster.adapters.desk import AdapterDesk
 from cluster.coordination.registry import GroupRecord
 from cluster.metrics import decode_stats, family, histogram, labels_of
+from cluster.routing.residency import adapter_key
 
 Sample = tuple[Mapping[str, str], float]
 OF_A_GROUP: tuple[tuple[str, str, str, str], ...] = (
@@ -54,12 +55,12 @@ def _in_use(records: Iterable[GroupRecord], desk: AdapterDesk, now_s: float) -> 
 
 
 def _residency(records: Iterable[GroupRecord], desk: AdapterDesk) -> Iterator[Sample]:
-    by_digest: dict[str, list[tuple[str, bool]]] = {}
+    by_key: dict[str, list[tuple[str, bool]]] = {}
     for entry in desk.registry.entries.values():
-        by_digest.setdefault(entry.digest, []).append((entry.name, entry.pinned))
+        by_key.setdefault(adapter_key(entry.digest), []).append((entry.name, entry.pinned))
     for record in records:
         assert record.adapters is not None
-        for tier, digests in (("device", record.adapters.on_device), ("host", record.adapters.on_host)):
-            for name, pinned in (found for digest in digests for found in by_digest.get(digest, ())):
+        for tier, keys in (("device", record.adapters.on_device), ("host", record.adapters.on_host)):
+            for name, pinned in (found for key in keys for found in by_key.get(key, ())):
                 tags = {"adapter": name, "tier": tier, "pinned": "true" if pinned else "false"}
                 yield labels_of(record) | tags, 1

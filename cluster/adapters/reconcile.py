@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 from cluster.adapters.registry import AdapterRegistry
 from cluster.coordination.registry import AdapterReport, Commands
+from cluster.routing.residency import adapter_key
 from workers.messages import AdapterRef
 
 PERIOD_S = 1.0
@@ -56,10 +57,10 @@ class GroupAdapters:
                 del self._in_hand[adapter]
 
     def tiers(self) -> tuple[list[str], list[str]]:
-        """Digests on the device, and in host memory only."""
+        """Keys of those on the device, and of those in host memory only."""
         residency = self.residency
-        on_device = [digest for digest, tier in residency.items() if tier == "device"]
-        return on_device, [digest for digest, tier in residency.items() if tier != "device"]
+        on_device = [adapter_key(digest) for digest, tier in residency.items() if tier == "device"]
+        return on_device, [adapter_key(digest) for digest, tier in residency.items() if tier != "device"]
 
     def report(self) -> AdapterReport:
         """For the group's record."""
@@ -68,7 +69,7 @@ class GroupAdapters:
         return AdapterReport(
             on_device=on_device,
             on_host=on_host,
-            running=sorted({ref.name for ref in self._in_hand if ref.digest in there}),
-            waiting=sorted({ref.name for ref in self._in_hand if ref.digest not in there}),
+            running=sorted({ref.name for ref in self._in_hand if adapter_key(ref.digest) in there}),
+            waiting=sorted({ref.name for ref in self._in_hand if adapter_key(ref.digest) not in there}),
             max_loras=self._max_loras,
         )

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from cluster.coordination.client import BackgroundClient
 
 T = TypeVar("T")
+Holders = Callable[[str], dict[str, int]]
+"""Of a digest: how many groups hold it, by tier."""
 Name = Annotated[str, typer.Argument(metavar="NAME", help="What clients send as `model`.")]
 Model = Annotated[
     str | None, typer.Option("--model", help="The base model's name. Default: that of the service that runs here.")
@@ -33,16 +35,18 @@ def adapters_app() -> typer.Typer:
 
 
 def show(model: Model = None, redis_url: RedisUrl = None) -> None:
-    """List the adapters: version, tenant, pin, source."""
+    """List the adapters: version, tenant, pin, source, and how many groups hold it where."""
 
-    async def read(registry: "AdapterRegistry", _: "BackgroundClient") -> "list[AdapterEntry]":
+    async def read(registry: "AdapterRegistry", redis: "BackgroundClient") -> "tuple[list[AdapterEntry], Holders]":
         await registry.refresh()
-        return list(registry.entries.values())
+        return list(registry.entries.values()), await _holders(redis, registry.model)
 
-    for entry in _run(model, redis_url, read):
+    entries, holders = _run(model, redis_url, read)
+    for entry in entries:
         owner = entry.tenant if entry.tenant is not None else "public"
-        pinned = "  pinned" if entry.pinned else ""
-        typer.echo(f"{entry.name}@{entry.digest[:12]}  {owner}{pinned}  {entry.source}")
+        held = [f"{tier} {count}" for tier, count in holders(entry.digest).items() if count]
+        parts = (f"{entry.name}@{entry.digest[:12]}", owner, *(["pinned"] if entry.pinned else []), *held, entry.source)
+        typer.echo("  ".join(parts))
 
 
 def add(
@@ -83,6 +87,29 @@ def pin(name: Name, model: Model = None, redis_url: RedisUrl = None) -> None:
 def unpin(name: Name, model: Model = None, redis_url: RedisUrl = None) -> None:
     """Let an adapter leave the devices when others need the room."""
     _set_pinned(name, False, model, redis_url)
+
+
+async def _holders(redis: "BackgroundClient", base: str) -> Holders:
+    """Groups by tier, of the services that run here; nothing is known of others'."""
+    from cluster.coordination.registry import FleetView
+    from cluster.routing.residency import adapter_key
+    from cluster.run_files import read_run_files
+
+    reports = []
+    for run in read_run_files():
+        fleet = FleetView(redis, run.service_id)
+        if run.model == base:
+            await fleet.refresh()
+        reports += [record.adapters for record in fleet.records.values() if record.adapters is not None]
+
+    def holders(digest: str) -> dict[str, int]:
+        key = adapter_key(digest)
+        return {
+            "device": sum(key in report.on_device for report in reports),
+            "host": sum(key in report.on_host for report in reports),
+        }
+
+    return holders
 
 
 def _set_pinned(name: str, pinned: bool, model: str | None, redis_url: str | None) -> None:

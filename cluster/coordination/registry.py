@@ -35,8 +35,8 @@ class Commands(Protocol):
 
 
 class AdapterReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A group's adapters. on_device, on_host: digests, each in one of them; running, waiting: names of those that
-    requests use, as they lie on the device or not."""
+    """A group's adapters. on_device, on_host: their keys (routing/residency.py), each in one of them; running, waiting:
+    names of those that requests use, as they lie on the device or not."""
 
     on_device: list[str] = []
     on_host: list[str] = []

@@ -145,6 +145,7 @@ def run_blocked(blocked: tuple[str, ...], body: str) -> subprocess.CompletedProc
     "module",
     [
         "cluster.gateway.routes",
+        "cluster.adapters.checks",
         "cluster.routing.serve_router",
         "cluster.replica",
         "cluster.app",

@@ -177,6 +177,33 @@ def test_a_reload_under_running_streams(lora_service: Service, folders: tuple[Pa
     assert unload(lora_service, "changing").status_code == 404
 
 
+def test_more_adapters_than_the_devices_have_room_for(
+    lora_service: Service, folders: tuple[Path, Path], offline: LLM
+) -> None:
+    """TN-03: two distinct ones in a step, four or so on a device; everybody gets the right one."""
+    scaled = []
+    for i in range(12):
+        folder = shutil.copytree(ADAPTERS / ("pirate", "shout")[i % 2], folders[0] / f"scaled-{i}")
+        config = json.loads((folder / "adapter_config.json").read_text())
+        (folder / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 6 + 2 * i}))
+        assert load(lora_service, folder.name, folder).status_code == 200
+        scaled.append(folder)
+    order = [scaled[i] for i in (0, 3, 11, 7, 1, 0, 5, 2, 8, 6, 0, 4, 10, 9, 3, 1)]
+    conversation = [{"role": "user", "content": QUESTIONS[0]}]
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    refs = [offline.load_adapter(folder) for folder in order]
+    right = [o.text for o in offline.chat([conversation] * 16, params, use_tqdm=False, lora_request=refs)]
+    assert len(set(right)) > 3
+    swaps = lora_service.metric("adapter_swaps_total")
+    for _ in range(3):
+        with ThreadPoolExecutor(16) as pool:
+            answers = list(pool.map(lambda folder: text_of(chat(lora_service, folder.name, QUESTIONS[0])), order))
+        assert answers == right
+    wait_for(lambda: lora_service.metric("adapter_swaps_total") > swaps, 10, "there was no room for all")
+    for folder in scaled:
+        assert unload(lora_service, folder.name).status_code == 200
+
+
 def test_a_watched_folder_is_followed(lora_service: Service, folders: tuple[Path, Path], offline: LLM) -> None:
     folder = shutil.copytree(ADAPTERS / "shout", folders[1] / "watched")
     wait_for(lambda: "watched" in names(lora_service), 15, "it is listed")
@@ -191,7 +218,8 @@ def test_the_command_line_changes_a_running_service(lora_service: Service, tmp_p
     assert (done.returncode, done.stdout) == (0, "typed listed\n"), done.stderr
     wait_for(lambda: "typed" in names(lora_service), 10, "the gateway has read it")
     wait_for(lambda: residency(lora_service, "typed") == [("device", "true")] * 2, 15, "both groups hold it")
-    assert "typed@" in tandem(lora_service, "adapters", "ls").stdout
+    (line,) = [x for x in tandem(lora_service, "adapters", "ls").stdout.splitlines() if x.startswith("typed@")]
+    assert line.endswith(f"  public  pinned  device 2  {copy}")
     done = tandem(lora_service, "adapters", "add", "typed", str(ADAPTERS / "pirate"))
     assert done.returncode == 2 and "taken by other content" in done.stderr
     done = tandem(lora_service, "adapters", "add", "odd", str(tmp_path))
@@ -244,6 +272,38 @@ def test_a_group_that_is_replaced_serves_an_adapter_on_first_request(lora_servic
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda i: text_of(chat(lora_service, "pirate", QUESTIONS[i])), range(4)))
     assert answers == wanted(offline, "pirate")
+
+
+def test_a_tenants_adapter_is_there_for_that_tenant_only(lora_service: Service, offline: LLM) -> None:
+    """TN-01; the last test of this service: from here on it asks for keys."""
+
+    def key_of(tenant: str) -> dict[str, str]:
+        done = tandem(lora_service, "tenants", "add", tenant)
+        (key,) = [word for word in done.stdout.split() if word.startswith("sk-tandem-")]
+        return {"authorization": f"Bearer {key}"}
+
+    keys_of = {tenant: key_of(tenant) for tenant in ("acme", "beta")}
+    done = tandem(lora_service, "adapters", "add", "mine", str(ADAPTERS / "shout"), "--tenant", "acme")
+    assert done.returncode == 0, done.stderr
+
+    def seen(tenant: str) -> set[str] | None:
+        answer = lora_service.get("/v1/models", headers=keys_of[tenant])
+        return {model["id"] for model in answer.json()["data"]} if answer.status_code == 200 else None
+
+    wait_for(lambda: seen("acme") == {"demo", "pirate", "shout", "mine"}, 15, "the gateway knows tenant and adapter")
+    wait_for(lambda: seen("beta") == {"demo", "pirate", "shout"}, 15, "the gateway knows the other tenant")
+    body = {"model": "mine", "messages": [{"role": "user", "content": QUESTIONS[0]}]}
+    body |= {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    own = lora_service.post("/v1/chat/completions", body, headers=keys_of["acme"])
+    assert text_of(own) == wanted(offline, "shout", QUESTIONS[:1])[0]
+    others = lora_service.post("/v1/chat/completions", body, headers=keys_of["beta"])
+    unknown = lora_service.post("/v1/chat/completions", {**body, "model": "none"}, headers=keys_of["beta"])
+    assert (others.status_code, unknown.status_code) == (404, 404)
+    assert others.text.replace("mine", "none") == unknown.text
+    for headers, status in (({}, 401), (keys_of["acme"], 403)):
+        for route in ("load", "unload"):
+            asked = {"lora_name": "mine", "lora_path": "/x"}
+            assert lora_service.post(f"/v1/{route}_lora_adapter", asked, headers=headers).status_code == status
 
 
 def flush(socket: Path) -> None:

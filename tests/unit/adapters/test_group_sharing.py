@@ -151,7 +151,7 @@ def test_a_report_says_what_is_held_and_what_requests_use() -> None:
     for adapter in (PIRATE.ref, PIRATE.ref, late, None):
         adapters.enter(adapter)
     assert adapters.report() == AdapterReport(
-        on_device=[PIRATE.digest], on_host=[SHOUT.digest], running=["pirate"], waiting=["late"], max_loras=4
+        on_device=[PIRATE.digest[:16]], on_host=[SHOUT.digest[:16]], running=["pirate"], waiting=["late"], max_loras=4
     )
     for adapter in (PIRATE.ref, late, None):
         adapters.leave(adapter)
