@@ -13,7 +13,7 @@ from configs.environment import cache_folder
 from configs.errors import SettingsError
 from configs.schema import LoraSettings
 from workers.channel import REMOTES, MoverKind
-from workers.kernels.lora import select_lora_ops
+from workers.kernels.lora import LoraOps, select_lora_ops
 from workers.lora.layout import ShardShape, in_pieces
 from workers.lora.movers import HostCopies, PlaceMover, ShardReader, SourceMover
 from workers.lora.sites import AdapterSites
@@ -75,33 +75,46 @@ def open_adapters(
     Ranks of every stage get as many pages as the stage with the most layers needs: the group has the least of them.
     SettingsError (--lora-memory-bytes) when there is too little memory, or too little was asked for.
     """
-    linears = list(decoder.linears())
-    parts = [part for linear in linears for part in linear.parts]
-    most_layers = -(-spec.num_layers // pp_size)
-    of_a_layer = parts[: len(parts) // decoder.num_local_layers]
-    fullest = ShardShape.of(of_a_layer * most_layers, settings.max_lora_rank)
-    num_pages = _count_pages(settings, fullest, dtype)
-    embedding, head = (
-        [] if table is None else in_pieces(table.part, fullest.page_elements) for table in decoder.tables
-    )
-    shape = ShardShape.of([*parts, *embedding, *head], settings.max_lora_rank, fullest.page_elements)
+    shape, num_pages = _cut(settings, spec, decoder, dtype, pp_size)
     size = num_pages * shape.page_elements * dtype.itemsize
     if available_bytes is not None and size > available_bytes:
         raise _too_large(size, f"{available_bytes / MIB:.1f} MiB are available to a rank")
+    has_embedding = decoder.tables[0] is not None
     try:
-        slab = AdapterSlab(shape, num_pages, settings.max_loras, dtype, device, with_identity=bool(embedding))
+        slab = AdapterSlab(shape, num_pages, settings.max_loras, dtype, device, with_identity=has_embedding)
     except torch.OutOfMemoryError as error:
         raise _too_large(size, str(error)) from error
-    sites = AdapterSites(slab, select_lora_ops(device, dtype))
-    sites.attach(linears)
-    ends = len(parts), len(parts) + len(embedding), len(shape.parts)
-    if decoder.tables[0] is not None:
-        decoder.tables[0].place.delta = sites.embedding(ends[0], ends[1])
-    if decoder.tables[1] is not None:
-        decoder.tables[1].place.delta = sites.head(ends[1], ends[2])
+    _attach(slab, select_lora_ops(device, dtype), decoder)
+    return RankAdapters(slab, spec, model_folder, device, dtype)
+
+
+def _cut(
+    settings: LoraSettings, spec: ArchSpec, decoder: Decoder, dtype: torch.dtype, pp_size: int
+) -> tuple[ShardShape, int]:
+    """This rank's sections, those of its layers, then the pieces of its tables; and how many pages it gets."""
+    parts = [part for linear in decoder.linears() for part in linear.parts]
+    of_a_layer = parts[: len(parts) // decoder.num_local_layers]
+    most_layers = -(-spec.num_layers // pp_size)
+    fullest = ShardShape.of(of_a_layer * most_layers, settings.max_lora_rank)
+    for table in decoder.tables:
+        if table is not None:
+            parts += in_pieces(table.part, fullest.page_elements)
+    shape = ShardShape.of(parts, settings.max_lora_rank, fullest.page_elements)
+    return shape, _count_pages(settings, fullest, dtype)
+
+
+def _attach(slab: AdapterSlab, ops: LoraOps, decoder: Decoder) -> None:
+    """Deltas for all places of the decoder, in the order of the slab's sections; ready to be used."""
+    sites = AdapterSites(slab, ops)
+    first = sites.attach(decoder.linears())
+    for table, make in zip(decoder.tables, (sites.embedding, sites.head), strict=True):
+        if table is not None:
+            last = first + len(in_pieces(table.part, slab.shape.page_elements))
+            table.place.delta = make(first, last)
+            first = last
+    assert first == len(slab.shape.parts), "sections without a place"
     sites.warm_up()
     decoder.adapt(sites)
-    return RankAdapters(slab, spec, model_folder, device, dtype)
 
 
 def _count_pages(settings: LoraSettings, shape: ShardShape, dtype: torch.dtype) -> int:

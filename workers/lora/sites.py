@@ -34,8 +34,8 @@ class AdapterSites:
         self.sample_rows = batch.sample_adapters
         self.slots = frozenset() if rows is None else frozenset(slot for _, _, slot in rows.segments)
 
-    def attach(self, linears: Iterable[AdaptableLinear]) -> None:
-        """The slab's first sections are the parts of `linears`, in its order."""
+    def attach(self, linears: Iterable[AdaptableLinear]) -> int:
+        """The slab's first sections are the parts of `linears`, in its order; how many those are."""
         first = 0
         for linear in linears:
             last = first + len(linear.parts)
@@ -43,6 +43,7 @@ class AdapterSites:
             linear.delta = LinearDelta(self, first, last)
             self._bounds.append((first, last))
             first = last
+        return first
 
     def head(self, first: int, last: int) -> "HeadDelta":
         """The Delta of the head, whose pieces are the slab's sections [first, last)."""

@@ -4,13 +4,17 @@ import json
 import os
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from workers import peft_folder
 from workers.errors import AdapterRefused
 from workers.models.registry import load_spec
 from workers.models.spec import ArchSpec
@@ -297,3 +301,50 @@ def test_targets_that_need_a_regular_expression_are_not_run() -> None:
 def test_a_config_without_a_peft_type_is_refused() -> None:
     with pytest.raises(AdapterRefused, match="peft_type"):
         parse_config(b'{"r": 4}')
+
+
+@pytest.mark.parametrize("how", ["another file in its place", "other bytes in it", "cut short"])
+def test_content_that_is_swapped_while_it_is_read_is_never_taken_for_the_old(
+    folder: Path, spec: ArchSpec, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Between the header and the numbers: what was opened is read on, or what is read is what the digest says."""
+    before, path = adapter_digest(folder), folder / WEIGHT_FILE
+    numbers = read_adapter(folder, spec, MAX_RANK).data.copy()
+    whole = peft_folder._File.fill
+
+    def swap(file: Any, target: memoryview) -> None:
+        data = bytearray(path.read_bytes())
+        data[-3] ^= 1
+        if how == "another file in its place":
+            path.with_suffix(".new").write_bytes(data)
+            path.with_suffix(".new").rename(path)
+        elif how == "other bytes in it":
+            with path.open("r+b") as same:
+                same.write(data)
+        else:
+            os.truncate(path, len(data) - 100)
+        whole(file, target)
+
+    monkeypatch.setattr(peft_folder._File, "fill", swap)
+    if how == "cut short":
+        assert "ends 100 bytes too early" in refusal(folder, spec)
+        return
+    adapter = read_adapter(folder, spec, MAX_RANK)
+    assert (adapter.facts.digest == before) == np.array_equal(adapter.data, numbers) == (how.startswith("another"))
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_changed_byte_is_refused_or_another_adapter(folder: Path, spec: ArchSpec, data: st.DataObject) -> None:
+    """Half of the changes are in the header or the configuration. The digest covers every byte of the weight file."""
+    write(folder, tensors_for(spec))
+    before = adapter_digest(folder)
+    name = data.draw(st.sampled_from([CONFIG_FILE, WEIGHT_FILE]))
+    content = bytearray((folder / name).read_bytes())
+    last = data.draw(st.sampled_from([min(len(content), 2000), len(content)]))
+    place = data.draw(st.integers(0, last - 1))
+    content[place] ^= data.draw(st.integers(1, 255))
+    (folder / name).write_bytes(bytes(content))
+    with suppress(AdapterRefused):
+        facts = adapter_facts(folder, spec, MAX_RANK)
+        assert name == CONFIG_FILE or facts.digest != before
