@@ -23,7 +23,7 @@ from cluster.tenants.tenant import NO_LIMITS, Limits, Tenant
 log = logging.getLogger("tandem.tenants")
 POLL_S = 0.5
 CERTAIN_S = 2.0
-"""For so long a reading says that a key which is not in it is nobody's: a Redis that is frozen may take long to fail."""
+"""For so long a reading says that a key not in it is nobody's: a Redis that is frozen may take long to fail."""
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True):
