@@ -3,11 +3,12 @@
 Read again when the version in Redis changes. While Redis is away the copy goes on serving; when Redis comes back
 without the tenants, the copy is written to it again. A file keeps the copy for the gateway's next life.
 
-    unknown --first reading--> certain --Redis away--> uncertain (known keys go on) --reading--> certain
+    unknown --first reading--> certain --Redis away, or 2 s--> uncertain (known keys go on) --reading--> certain
 """
 
 import asyncio
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +22,8 @@ from cluster.tenants.tenant import NO_LIMITS, Limits, Tenant
 
 log = logging.getLogger("tandem.tenants")
 POLL_S = 0.5
+CERTAIN_S = 2.0
+"""For so long a reading says that a key not in it is nobody's: a Redis that is frozen may take long to fail."""
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,10 +43,13 @@ class TenantDirectory:
         store: TenantStore,
         file: Path | None = None,
         wall_clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._file = file
         self._wall_clock = wall_clock
+        self._clock = clock
+        self._read_s = -math.inf
         self._mark: Mark | None = None
         self._origin: str | None = None
         self._by_digest: dict[str, tuple[str, float | None]] = {}
@@ -52,9 +58,12 @@ class TenantDirectory:
         self.tenants: Mapping[str, Tenant] = {}
         self.saved_spent: Mapping[str, tuple[int, int]] = {}
         self.is_known = False
-        self.is_certain = False
 
     # ---- asked by requests: never waits --------------------------------------------------------------------------
+
+    @property
+    def is_certain(self) -> bool:
+        return self._clock() - self._read_s < CERTAIN_S
 
     @property
     def has_tenants(self) -> bool:
@@ -85,12 +94,13 @@ class TenantDirectory:
     async def refresh(self) -> None:
         """Reads what has changed. RedisAway: the copy stays, and keys that it does not hold are uncertain."""
         async with self._refreshing:
+            began_s = self._clock()
             try:
                 await self._refresh()
             except RedisAway:
-                self.is_certain = False
+                self._read_s = -math.inf
                 raise
-            self.is_certain = True
+            self._read_s = began_s
 
     async def run(self, period_s: float = POLL_S) -> None:
         """Refreshes until it is cancelled."""

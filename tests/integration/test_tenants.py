@@ -43,6 +43,15 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key.strip()}"}
 
 
+def wait_until_known(service: Service, headers: dict[str, str]) -> None:
+    """The key is a tenant's; while there is none, every key is as good as no key."""
+
+    def answers() -> list[int]:
+        return [service.get("/v1/models", headers=sent).status_code for sent in ({}, headers)]
+
+    wait_for(lambda: answers() == [401, 200], 5, "the key is known")
+
+
 def post(service: Service, headers: dict[str, str], **body: object) -> httpx.Response:
     return service.post("/v1/completions", {**ASKED, **body}, headers=headers)
 
@@ -58,8 +67,7 @@ def test_two_tenants_with_limits_and_a_bill(closed: Service) -> None:
     small = bearer(tenants(closed, "add", "small", "--requests-per-minute", "3", "--tokens-per-minute", "5000"))
     made = closed.post("/admin/tenants", {"name": "large", "weight": 2}, headers=ADMIN)
     large = bearer(made.json()["key"])
-    wait_for(lambda: post(closed, {}).status_code == 401, 5, "the service is closed")
-    wait_for(lambda: closed.get("/v1/models", headers=small).status_code == 200, 5, "the key is known")
+    wait_until_known(closed, small)
 
     first = post(closed, small)
     assert first.status_code == 200, first.text
@@ -97,7 +105,7 @@ def test_two_tenants_with_limits_and_a_bill(closed: Service) -> None:
 def test_tenants_have_caches_of_their_own(closed: Service) -> None:
     prompt = "A prompt that is long enough to fill several blocks of the cache, said by one tenant first. " * 2
     headers = [bearer(tenants(closed, "add", name)) for name in ("one", "two")]
-    wait_for(lambda: closed.get("/v1/models", headers=headers[1]).status_code == 200, 5, "the keys are known")
+    wait_until_known(closed, headers[1])
 
     def cached(sent: dict[str, str]) -> int:
         usage = post(closed, sent, prompt=prompt, max_tokens=1).json()["usage"]
@@ -111,7 +119,7 @@ def test_tenants_have_caches_of_their_own(closed: Service) -> None:
 def test_redis_killed_and_emptied_costs_no_tenant_and_no_row(closed: Service) -> None:
     key = tenants(closed, "add", "steady", "--concurrency", "4", "--tokens-per-minute", "1000000")
     steady = bearer(key)
-    wait_for(lambda: closed.get("/v1/models", headers=steady).status_code == 200, 5, "the key is known")
+    wait_until_known(closed, steady)
     (before,) = closed.titled("tandem redis")
     answers = [post(closed, steady).status_code for _ in range(3)]
     before.suspend()
@@ -147,7 +155,7 @@ def flush(service: Service) -> None:
 
 def test_places_are_held_by_streams_and_freed_by_those_who_leave(closed: Service) -> None:
     busy = bearer(tenants(closed, "add", "busy", "--concurrency", "2"))
-    wait_for(lambda: closed.get("/v1/models", headers=busy).status_code == 200, 5, "the key is known")
+    wait_until_known(closed, busy)
     asked = {**ASKED, "max_tokens": 1500, "stream": True}
     with (
         httpx.stream("POST", closed.url + "/v1/completions", json=asked, headers=busy) as one,
@@ -161,6 +169,28 @@ def test_places_are_held_by_streams_and_freed_by_those_who_leave(closed: Service
     assert all(0 < int(row["completion_tokens"]) < 1500 for row in bill)
     last = json.loads(run_json(closed, "busy").splitlines()[-1])
     assert last["tenant"] == "busy"
+
+
+def test_a_gateway_that_dies_leaves_a_row_and_no_place_taken(closed: Service) -> None:
+    frail = bearer(tenants(closed, "add", "frail", "--concurrency", "1"))
+    wait_until_known(closed, frail)
+    asked = {**ASKED, "max_tokens": 1500, "stream": True}
+    (gateway,) = closed.titled("ray::ServeReplica:tandem:tandem-gateway")
+    with httpx.stream("POST", closed.url + "/v1/completions", json=asked, headers=frail) as stream:
+        assert stream.status_code == 200
+        gateway.kill()
+        with pytest.raises(httpx.HTTPError):
+            stream.read()
+
+    def is_served_again() -> bool:
+        try:
+            return post(closed, frail, max_tokens=1).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    wait_for(is_served_again, 60, "another gateway, and the place is free")
+    bill = wait_for(lambda: [r for r in rows(closed, "frail") if r["terminal"] == "client_lost"], 45, "the row")
+    assert [row["completion_tokens"] for row in bill] == ["0"], "what was delivered is not known"
 
 
 def run_json(service: Service, tenant: str) -> str:

@@ -56,7 +56,7 @@ async def open_door(**backend: Any) -> AsyncIterator[Door]:
     with redis_server() as server:
         redis, requests = patient(server), RequestClient(server.url, timeout_s=2.0)
         store = TenantStore(redis)
-        directory = TenantDirectory(store)
+        directory = TenantDirectory(store, clock=lambda: 0.0)
         await directory.refresh()
         quota = Quota(requests, directory, "g")
         async with gateway(

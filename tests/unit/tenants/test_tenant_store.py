@@ -167,11 +167,17 @@ async def test_the_gateway_that_took_the_change_has_it_at_once(store: TenantStor
 
 async def test_known_keys_go_on_without_redis_and_unknown_ones_are_503(server: RedisServer, store: TenantStore) -> None:
     made = await store.add("acme", {})
-    directory = TenantDirectory(store)
+    now_s = 100.0
+    directory = TenantDirectory(store, clock=lambda: now_s)
     auth = TenantKeys(StaticKeys(["sk-static"]), directory, open_admin=True)
     await directory.refresh()
     for away in (False, True):
         if away:
+            now_s += 2.1
+            assert auth.authenticate(f"Bearer {made.key}").tenant == "acme"
+            with Refused(503, "service_unavailable"):
+                auth.authenticate("Bearer sk-unknown")  # a reading that does not come fails nobody, and says nothing
+            now_s -= 2.1
             assert server.pid is not None
             os.kill(server.pid, signal.SIGKILL)
             with pytest.raises(RedisAway):
@@ -187,7 +193,7 @@ async def test_known_keys_go_on_without_redis_and_unknown_ones_are_503(server: R
 
 
 async def test_an_open_service_closes_with_its_first_tenant(store: TenantStore) -> None:
-    directory = TenantDirectory(store)
+    directory = TenantDirectory(store, clock=lambda: 0.0)
     here, elsewhere = (TenantKeys(StaticKeys(), directory, open_admin=is_local) for is_local in (True, False))
     with Refused(503, "service_unavailable"):
         here.authenticate(None)  # whether there are tenants is not known yet
@@ -203,7 +209,7 @@ async def test_an_open_service_closes_with_its_first_tenant(store: TenantStore) 
 
 
 async def test_an_admin_key_guards_admin_routes_and_leaves_the_api_open(store: TenantStore) -> None:
-    directory = TenantDirectory(store)
+    directory = TenantDirectory(store, clock=lambda: 0.0)
     await directory.refresh()
     auth = TenantKeys(StaticKeys((), ["root"]), directory, open_admin=True)
     assert check_level(AuthLevel.API_KEY, auth, None) == Principal("default", is_admin=False)
