@@ -2,7 +2,7 @@
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -10,14 +10,11 @@ import pytest
 
 from cluster.adapters.desk import AdapterDesk
 from cluster.adapters.opening import open_desk, tend
-from cluster.coordination import keys
 from cluster.coordination.client import BackgroundClient
-from cluster.coordination.redis_server import RedisServer
 from cluster.coordination.registry import Commands
 from configs.errors import SettingsError
 from configs.load import build_settings
 from configs.schema import ServiceSettings
-from tests.unit.adapters.redis_rig import private_redis
 from tests.unit.adapters.test_adapter_desk import Away
 
 DEMO = Path(__file__).resolve().parents[3] / "configs" / "demo"
@@ -27,21 +24,6 @@ PIRATE, SHOUT = (DEMO / "adapters" / name for name in ("pirate", "shout"))
 def settings(**more: object) -> ServiceSettings:
     values = {"served_model_name": ["demo"], "enable_lora": True, "lora_modules": [f"pirate={PIRATE}"], **more}
     return build_settings(str(DEMO / "model"), values)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer]:
-    with private_redis() as server:
-        yield server
-
-
-@pytest.fixture
-async def redis(server: RedisServer) -> AsyncIterator[BackgroundClient]:
-    client = BackgroundClient(server.url)
-    await client.command("FLUSHALL")
-    await client.command("SET", keys.SENTINEL, "1")
-    yield client
-    await client.close()
 
 
 @asynccontextmanager

@@ -1,7 +1,6 @@
 """The list of adapters in a real Redis: changes are compared and set, copies follow, no loss of data loses it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
@@ -10,22 +9,6 @@ from cluster.adapters.registry import AdapterRegistry
 from cluster.coordination import keys
 from cluster.coordination.client import BackgroundClient, RedisAway
 from cluster.coordination.redis_server import RedisServer
-from tests.unit.adapters.redis_rig import private_redis
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer]:
-    with private_redis() as server:
-        yield server
-
-
-@pytest.fixture
-async def redis(server: RedisServer) -> AsyncIterator[BackgroundClient]:
-    client = BackgroundClient(server.url)
-    await client.command("FLUSHALL")
-    await client.command("SET", keys.SENTINEL, "1")
-    yield client
-    await client.close()
 
 
 def entry(name: str = "pirate", digest: str = "a" * 64, **more: object) -> AdapterEntry:

@@ -1,7 +1,6 @@
 """`tandem adapters` against a real Redis and no service: everything but the reading of it by gateways."""
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,16 +13,9 @@ from cluster.coordination import keys
 from cluster.coordination.client import BackgroundClient
 from cluster.coordination.redis_server import RedisServer
 from cluster.tenants.store import TenantStore
-from tests.unit.adapters.redis_rig import private_redis
 
 DEMO = Path(__file__).resolve().parents[3] / "configs" / "demo"
 PIRATE, SHOUT = (str(DEMO / "adapters" / name) for name in ("pirate", "shout"))
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer]:
-    with private_redis() as server:
-        yield server
 
 
 @pytest.fixture

@@ -1,28 +1,10 @@
 """Charges told from group to group through a real Redis: each counts once in each group, whatever happens to Redis."""
 
-from collections.abc import AsyncIterator, Iterator
-
 import pytest
 
 from cluster.coordination import keys
 from cluster.coordination.charges import ChargeExchange, Charges
 from cluster.coordination.client import BackgroundClient, RedisAway
-from cluster.coordination.redis_server import RedisServer
-from tests.unit.adapters.redis_rig import private_redis
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer]:
-    with private_redis() as server:
-        yield server
-
-
-@pytest.fixture
-async def redis(server: RedisServer) -> AsyncIterator[BackgroundClient]:
-    client = BackgroundClient(server.url)
-    await client.command("FLUSHALL")
-    yield client
-    await client.close()
 
 
 class Group:

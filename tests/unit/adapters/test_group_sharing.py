@@ -1,7 +1,7 @@
 """What a coordinator shares reaches its engine on the engine's own thread; the engine is a fake, the thread is real."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 
 import msgspec
 import pytest
@@ -11,32 +11,15 @@ from cluster.adapters.reconcile import GroupAdapters
 from cluster.adapters.registry import AdapterRegistry
 from cluster.coordination import keys
 from cluster.coordination.client import BackgroundClient, RedisAway
-from cluster.coordination.redis_server import RedisServer
 from cluster.coordination.registry import AdapterReport, Commands
 from cluster.group_sharing import GroupSharing
 from configs.schema import LoraSettings
 from tests.support.fake_group import FakeGroup
-from tests.unit.adapters.redis_rig import private_redis
 from workers.channel import new_secret
 from workers.messages import AdapterRef, GenerationRequest, SamplingParams
 
 PIRATE = AdapterEntry(name="pirate", digest="a" * 64, source="/a", pinned=True)
 SHOUT = AdapterEntry(name="shout", digest="b" * 64, source="/b")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer]:
-    with private_redis() as server:
-        yield server
-
-
-@pytest.fixture
-async def redis(server: RedisServer) -> AsyncIterator[BackgroundClient]:
-    client = BackgroundClient(server.url)
-    await client.command("FLUSHALL")
-    await client.command("SET", keys.SENTINEL, "1")
-    yield client
-    await client.close()
 
 
 @pytest.fixture
