@@ -239,8 +239,10 @@ class Quota:
         return OverLimit(message, reason=reason, retry_after_s=retry_s, code="rate_limit_exceeded")
 
     def _kv_limit(self, account: Account) -> int | None:
-        share, total = account.limits.kv_share, self._kv_tokens()
-        return None if share is None or total <= 0 else int(share * total)
+        share = account.limits.kv_share
+        if share is None or (total := self._kv_tokens()) <= 0:
+            return None
+        return int(share * total)
 
 
 def _grant(limits: Limits, tenant: str, prompt_tokens: int, output_tokens: int) -> Grant:
