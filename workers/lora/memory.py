@@ -12,6 +12,7 @@ import torch
 from configs.environment import cache_folder
 from configs.errors import SettingsError
 from configs.schema import LoraSettings
+from parallel.linear import Delta
 from workers.channel import REMOTES, MoverKind
 from workers.kernels.lora import LoraOps, select_lora_ops
 from workers.lora.layout import ShardShape, in_pieces
@@ -107,7 +108,8 @@ def _attach(slab: AdapterSlab, ops: LoraOps, decoder: Decoder) -> None:
     """Deltas for all places of the decoder, in the order of the slab's sections; ready to be used."""
     sites = AdapterSites(slab, ops)
     first = sites.attach(decoder.linears())
-    for table, make in zip(decoder.tables, (sites.embedding, sites.head), strict=True):
+    makers: tuple[Callable[[int, int], Delta], ...] = (sites.embedding, sites.head)
+    for table, make in zip(decoder.tables, makers, strict=True):
         if table is not None:
             last = first + len(in_pieces(table.part, slab.shape.page_elements))
             table.place.delta = make(first, last)

@@ -42,6 +42,10 @@ class AdapterSlab:
         self.slots_of: list[set[int]] = [set() for _ in shape.parts]
         self._device = device
         self._num_slots = 0
+        self.tables: list[SectionTables] = []
+        self._rows_2SLR: torch.Tensor
+        self._ranks_SL: torch.Tensor
+        self._scales_SL: torch.Tensor
         self._outgrown: list[list[SectionTables]] = []
         self._make_tables(num_slots)
 
