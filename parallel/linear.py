@@ -48,7 +48,7 @@ class LinearPart:
 class Delta(Protocol):
     """What is added to a linear layer's product, in place, before any sum over ranks: adapters (workers/lora)."""
 
-    def __call__(self, y_TO: torch.Tensor, x_TI: torch.Tensor) -> None:
+    def __call__(self, y_TO: torch.Tensor, x_TI: torch.Tensor, /) -> None:
         """y: this rank's outputs, x: its inputs; of the embedding token ids [T]."""
         ...
 
