@@ -251,7 +251,6 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A frozen copy of all counts; O(live sequences)."""
-        self._scheduler.charge_running()
         return engine_stats(
             self._requests.values(),
             self._manager,

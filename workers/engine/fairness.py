@@ -53,6 +53,7 @@ class FairQueue:
         self._num_queued = 0
         self._floor = 0.0
         self._last: _Tenant | None = None
+        self._elsewhere: list[_Tenant] = []
 
     # ---- WaitingQueue ----
 
@@ -127,10 +128,11 @@ class FairQueue:
         return charges
 
     def charge_elsewhere(self, charges: Mapping[str, float]) -> None:
-        """Adds what tenants cost in other groups (their take_charges), so that it counts here too."""
-        for name, cost in charges.items():
-            tenant = self._tenant(name)
-            tenant.counter += max(0.0, cost) / tenant.weight
+        """Adds what tenants cost in other groups (their take_charges) since the last call, so that it counts here too.
+        Whoever is named here works elsewhere now: who begins to wait is lifted to the least of them as well."""
+        self._elsewhere = [self._tenant(name) for name, cost in charges.items() if cost > 0]
+        for tenant in self._elsewhere:
+            tenant.counter += charges[tenant.name] / tenant.weight
 
     def output_tokens(self) -> dict[str, int]:
         """Output tokens charged from the start, by tenant."""
@@ -164,10 +166,13 @@ class FairQueue:
         return tenant
 
     def _level(self) -> float:
-        """The least counter of those in the queue; of an empty queue, that of the tenant that left it last."""
-        first = self._first() or self._last
-        if first is not None:
-            self._floor = max(self._floor, first.counter)
+        """The least counter of those in the queue, here or elsewhere; without any, that of who left it last."""
+        first = self._first()
+        active = self._elsewhere if first is None else [first, *self._elsewhere]
+        if not active and self._last is not None:
+            active = [self._last]
+        if active:
+            self._floor = max(self._floor, min(tenant.counter for tenant in active))
         return self._floor
 
     def _first(self) -> _Tenant | None:

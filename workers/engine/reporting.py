@@ -18,7 +18,7 @@ def engine_stats(
     offload: OffloadStats | None,
     adapters: AdapterStats | None,
 ) -> EngineStats:
-    """A frozen copy of all counts; O(live sequences). output_tokens: by tenant, from the start."""
+    """A frozen copy of all counts; O(live sequences). output_tokens: charged by tenant, from the start."""
     pool = manager.pool
     live = [seq for state in requests for seq in state.sequences if seq.status is not Status.FINISHED]
     queued = [seq for seq in live if seq.status is not Status.RUNNING]
@@ -51,16 +51,19 @@ def engine_stats(
         iteration_tokens=collector.iteration_tokens.snapshot(),
         offload=offload,
         adapters=adapters,
-        tenants=_tenants(queued, collector.tenants, output_tokens),
+        tenants=_tenants(live, collector.tenants, dict(output_tokens)),
     )
 
 
 def _tenants(
-    queued: list[Sequence], counts: dict[str, TenantCounts], output_tokens: dict[str, int]
+    live: list[Sequence], counts: dict[str, TenantCounts], output_tokens: dict[str, int]
 ) -> dict[str, TenantStats]:
     waiting: dict[str, int] = {}
-    for seq in queued:
-        waiting[seq.tenant] = waiting.get(seq.tenant, 0) + 1
+    for seq in live:
+        if seq.status is not Status.RUNNING:
+            waiting[seq.tenant] = waiting.get(seq.tenant, 0) + 1
+        if seq.status is not Status.HELD:
+            output_tokens[seq.tenant] = output_tokens.get(seq.tenant, 0) + len(seq.tokens) - seq.num_charged
     none = TenantCounts()
     stats = {}
     for name in {**counts, **output_tokens, **waiting}:

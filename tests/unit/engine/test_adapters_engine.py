@@ -2,6 +2,7 @@
 
 import random
 
+import msgspec
 import pytest
 from builders import Harness, assert_as_expected, expected, harness, request
 from fake_adapters import AdapterPlan
@@ -121,6 +122,28 @@ def test_a_prefix_is_shared_under_one_digest_only(mode):
         h.run()
         assert_as_expected(h, req)
         assert h.sink.ends[name].usage.cached_tokens == cached
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tn_02_other_content_under_the_same_name_while_fifty_streams_run(mode):
+    def version(name: str, digest: str, max_tokens: int) -> GenerationRequest:
+        ref = AdapterRef(name="same", digest=digest, source=f"folder-{digest}")
+        return msgspec.structs.replace(request(name, prompt, max_tokens), adapter=ref)
+
+    prompt = [3 + i for i in range(13)]
+    h = with_adapters(**mode, num_blocks=900, max_num_seqs=50, max_num_batched_tokens=700, num_pages=4)
+    old = [version(f"old{i}", "one", 30 + i) for i in range(50)]
+    h.add(*old)
+    step_until(h, "old49", Status.RUNNING, most=20)
+    assert h.engine.stats().running == 50
+    new = [version(f"new{i}", "two", 12) for i in range(4)]
+    h.add(*new)
+    h.run()
+    assert_as_expected(h, *old, *new)
+    assert h.sink.ends["new0"].usage.cached_tokens == 0, "none of fifty equal prompts under the other content"
+    h.add(version("again", "one", 3))
+    h.run()
+    assert h.sink.ends["again"].usage.cached_tokens == 12
 
 
 @pytest.mark.parametrize("mode", MODES)

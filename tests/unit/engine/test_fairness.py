@@ -164,6 +164,17 @@ def test_a_tenant_of_two_groups_is_charged_once():
     assert work[1]["both"] > 0.9 * here, "and nothing idles there"
 
 
+def test_who_worked_elsewhere_alone_owes_nothing_to_who_idled():
+    here, there, numbers = serving(), serving(), iter(range(10**6))
+    for i in range(400):
+        keep_waiting(there, "busy", 20, numbers)
+        there.step()
+        if i % 20 == 0:
+            here.engine.charge_elsewhere(there.engine.take_charges())
+    share = compete(here, "new", "busy", steps=400, numbers=numbers)
+    assert share["new"] / share["busy"] == pytest.approx(1.0, rel=0.15)
+
+
 def test_charges_are_uncached_prompt_and_output_tokens():
     h = serving(caching=True)
     h.add(request("a", [3 + i for i in range(16)], 5, tenant="t"))
@@ -232,6 +243,8 @@ def test_numbers_by_tenant():
     h.add(request("a", 9, 5, tenant="t"), request("b", 6, 3, tenant="u"), request("c", 6, 3, tenant="u"))
     h.step()
     assert h.engine.stats().tenants["u"].waiting == 2 and h.engine.stats().tenants["t"].waiting == 0
+    h.step()
+    assert h.engine.stats().tenants["t"].generation_tokens == len(h.sink.tokens["a", 0]) == 2, "while it runs, too"
     h.run()
     stats = h.engine.stats().tenants
     assert (stats["t"].prompt_tokens, stats["t"].generation_tokens, stats["t"].queued_requests) == (9, 5, 1)
