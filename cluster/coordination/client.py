@@ -108,7 +108,7 @@ class BackgroundClient:
             async with asyncio.timeout(limit_s):
                 return await call()
         except (redis.RedisError, OSError, TimeoutError) as error:
-            raise RedisAway(str(error)) from error
+            raise RedisAway(str(error) or "no answer in time") from error
 
 
 def check_reachable(url: str, timeout_s: float = 2.0) -> str | None:
