@@ -77,18 +77,23 @@ class RequestClient:
 
 
 class BackgroundClient:
-    """Calls that may take their time: six retries with jittered backoff. One per event loop."""
+    """Calls that may take their time: six retries with jittered backoff. One per event loop.
+
+    A call ends after all tries have had their time, whatever it waits for: closing a connection to a server that is
+    stopped has no deadline in the library, and the others of its pool wait for it.
+    """
 
     def __init__(self, url: str, timeout_s: float = 2.0, retries: int = 6) -> None:
+        self._limit_s = 2 * timeout_s * (retries + 2)
         self._redis = _open(url, timeout_s=timeout_s, connect_timeout_s=1.0, retries=retries)
 
     async def command(self, *parts: Part) -> Any:
         """One command; may run twice when a reply was lost, so it must be safe to repeat."""
-        return await self._translated(lambda: _execute(self._redis, parts))
+        return await self._translated(lambda: _execute(self._redis, parts), self._limit_s)
 
     async def pipeline(self, commands: Sequence[Sequence[Part]]) -> list[Any]:
         """Several commands in one transaction; may run twice."""
-        return await self._translated(lambda: _transaction(self._redis, commands))
+        return await self._translated(lambda: _transaction(self._redis, commands), self._limit_s)
 
     async def is_initialized(self) -> bool:
         """Whether durable state was seeded into this Redis."""
@@ -98,11 +103,12 @@ class BackgroundClient:
         await self._redis.aclose()
 
     @staticmethod
-    async def _translated(call: Callable[[], Awaitable[T]]) -> T:
+    async def _translated(call: Callable[[], Awaitable[T]], limit_s: float) -> T:
         try:
-            return await call()
+            async with asyncio.timeout(limit_s):
+                return await call()
         except (redis.RedisError, OSError, TimeoutError) as error:
-            raise RedisAway(str(error)) from error
+            raise RedisAway(str(error) or "no answer in time") from error
 
 
 def check_reachable(url: str, timeout_s: float = 2.0) -> str | None:

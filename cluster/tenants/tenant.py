@@ -91,7 +91,8 @@ def changed_limits(limits: Limits, changes: Mapping[str, Any]) -> Limits:
     except msgspec.ValidationError as error:
         words = str(error)
         param = next((name for name in merged if f"`$.{name}`" in words or f"`{name}`" in words), None)
-        raise RequestRefused(f"Limits: {words}.", code="invalid_value", param=param) from None
+        wanted = words.partition(" - at ")[0]
+        raise RequestRefused(f"{param or 'limits'}: {wanted}.", code="invalid_value", param=param) from None
 
 
 def new_key() -> str:
