@@ -12,7 +12,7 @@ DEV     := $(VENV)/.dev-installed
 TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t0 )) s"
 
 .PHONY: install dev serve check format test chaos bench bench-engine bench-serve bench-startup bench-multiturn \
-  bench-weight-stream clean help
+  bench-weight-stream bench-lora clean help
 
 help: ## show these goals
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -47,8 +47,10 @@ format: $(DEV)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# What computes runs on two workers; what starts clusters, and waits for them more than it computes, by itself.
 test: $(DEV) ## all tests; under 15 minutes on 2 cores
-	$(BIN)/python -m pytest tests
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests/architecture tests/unit tests/parity -n 2
+	$(BIN)/python -m pytest tests/distributed tests/integration
 
 chaos: $(DEV) ## long histories of faults and thrash, not part of test
 	$(BIN)/python -m pytest tests -m chaos
@@ -69,6 +71,9 @@ bench-multiturn: $(DEV) ## KV tiers: a conversation trace per set of tiers, one 
 
 bench-weight-stream: $(DEV) ## decode with 100, 75, 50 and 25 % of the layers on the device, against the copy floor
 	$(BIN)/python -m benchmarks.weight_stream $(ARGS)
+
+bench-lora: $(DEV) ## LoRA adapters: decode speed, memory, TTFT when they outnumber the room, peft beside it
+	$(BIN)/python -m benchmarks.lora $(ARGS)
 
 clean: ## remove what was built here (not the virtual environment)
 	rm -rf out build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

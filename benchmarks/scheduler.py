@@ -2,6 +2,7 @@
 
     python benchmarks/scheduler.py                     # 16, 64, 256 and 1024 running sequences
     python benchmarks/scheduler.py --rows 1024 --profile
+    python benchmarks/scheduler.py --adapters 16 --tenants 4   # rows spread over adapters and tenants
 
 Steady decoding: every row is a stream that gets one token a step (prompt 128, blocks of 16 tokens), no model, no
 transport; --wire adds msgpack: encoding of plans and deltas, decoding of results. Whole servers of peers reach 25k
@@ -18,10 +19,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from configs.schema import EngineSettings, ModelSettings, SchedulerSettings
+from configs.schema import EngineSettings, LoraSettings, ModelSettings, SchedulerSettings
 from workers.engine.engine import Engine, ModelFacts
 from workers.engine.executor import ExecutorReady
 from workers.messages import (
+    AdapterMove,
+    AdapterRef,
     DeltaBatch,
     Ended,
     GenerationRequest,
@@ -30,22 +33,25 @@ from workers.messages import (
     StepPlan,
     StepResult,
     TokenDelta,
+    TransferDone,
 )
 
 PROMPT_LEN = 128
 
 
 class NoRanks:
-    """Answers each plan at once: token 7 for every sampling row. The answers per row are made once."""
+    """Answers each plan at once: token 7 for every sampling row. The answers per row are made once. An adapter takes a
+    page, and no time."""
 
-    def __init__(self, num_rows: int, num_blocks: int, stages: int, wire: bool) -> None:
+    def __init__(self, num_rows: int, num_blocks: int, stages: int, adapters: int, wire: bool) -> None:
         self._wire = wire
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(StepResult).decode
         self._encoded: dict[int, bytes] = {}
         self._answers = [RowResult(row=row, token_ids=[7]) for row in range(num_rows)]
         self._results: deque[StepResult] = deque()
-        self._num_blocks, self._stages = num_blocks, stages
+        self._num_blocks, self._stages, self._adapters = num_blocks, stages, adapters
+        self._moved: list[TransferDone] = []
 
     def start(self) -> ExecutorReady:
         return ExecutorReady(
@@ -57,6 +63,7 @@ class NoRanks:
             weight_bytes=0,
             block_bytes=0,
             load_s=0.0,
+            adapter_pages=self._adapters,
         )
 
     def submit(self, plan: StepPlan) -> None:
@@ -77,6 +84,13 @@ class NoRanks:
                 self._encoded[count] = self._encode(result)
             self._decode(self._encoded[count])
         return result
+
+    def transfer(self, transfer: AdapterMove) -> None:
+        self._moved.append(TransferDone(rank=0, ticket=transfer.ticket, pages=1))
+
+    def transfers_done(self) -> list[TransferDone]:
+        moved, self._moved = self._moved, []
+        return moved
 
     def close(self) -> None:
         self._results.clear()
@@ -101,6 +115,39 @@ class CountingSink:
 
 
 @dataclass(frozen=True)
+class Load:
+    """What runs: rows, spread evenly over tenants and adapters (0: the base model alone)."""
+
+    rows: int
+    stages: int = 1
+    asynchronous: bool = True
+    wire: bool = False
+    adapters: int = 0
+    tenants: int = 1
+
+    def settings(self) -> EngineSettings:
+        scheduler = SchedulerSettings(
+            max_num_seqs=self.rows,
+            max_num_batched_tokens=max(8192, self.rows),
+            max_num_queued_reqs=self.rows,
+            async_scheduling=self.asynchronous,
+        )
+        most = max(1, self.adapters)
+        lora = LoraSettings(enable_lora=self.adapters > 0, max_loras=most, max_cpu_loras=most)
+        return EngineSettings(model=ModelSettings(model="none"), scheduler=scheduler, lora=lora)
+
+    def request(self, i: int) -> GenerationRequest:
+        name = f"adapter-{i % max(1, self.adapters)}"
+        return GenerationRequest(
+            request_id=f"chatcmpl-{i:032d}",
+            prompt_token_ids=[(i * 31 + j * 17) % 997 + 2 for j in range(PROMPT_LEN)],
+            sampling=SamplingParams(max_tokens=10**6),
+            adapter=AdapterRef(name=name, digest=name, source=name) if self.adapters else None,
+            tenant=f"tenant-{i % self.tenants}",
+        )
+
+
+@dataclass(frozen=True)
 class Figure:
     """One measurement: steps with all rows decoding."""
 
@@ -118,28 +165,14 @@ class Figure:
         return self.tokens / self.seconds
 
 
-def build(rows: int, steps: int, stages: int, asynchronous: bool, wire: bool) -> tuple[Engine, CountingSink]:
+def build(load: Load, steps: int) -> tuple[Engine, CountingSink]:
     """An engine whose rows are all past their prompt and have `steps` tokens and more to go."""
-    blocks = rows * (-(-(PROMPT_LEN + 2 * steps) // 16) + 2)
-    scheduler = SchedulerSettings(
-        max_num_seqs=rows,
-        max_num_batched_tokens=max(8192, rows),
-        max_num_queued_reqs=rows,
-        async_scheduling=asynchronous,
-    )
-    settings = EngineSettings(model=ModelSettings(model="none"), scheduler=scheduler)
+    blocks = load.rows * (-(-(PROMPT_LEN + 2 * steps) // 16) + 2)
     facts = ModelFacts(10**6, 1000, (1,), "none", "none")
-    executor, sink = NoRanks(rows, blocks, stages, wire), CountingSink(wire)
-    engine = Engine(settings, facts, executor, executor.start(), sink)
-    for i in range(rows):
-        prompt = [(i * 31 + j * 17) % 997 + 2 for j in range(PROMPT_LEN)]
-        engine.add_request(
-            GenerationRequest(
-                request_id=f"chatcmpl-{i:032d}",
-                prompt_token_ids=prompt,
-                sampling=SamplingParams(max_tokens=10**6),
-            )
-        )
+    executor, sink = NoRanks(load.rows, blocks, load.stages, load.adapters, load.wire), CountingSink(load.wire)
+    engine = Engine(load.settings(), facts, executor, executor.start(), sink)
+    for i in range(load.rows):
+        engine.add_request(load.request(i))
     while engine.stats().waiting:
         engine.step()
     for _ in range(8):
@@ -147,8 +180,8 @@ def build(rows: int, steps: int, stages: int, asynchronous: bool, wire: bool) ->
     return engine, sink
 
 
-def measure(rows: int, steps: int, stages: int, asynchronous: bool, wire: bool, profile: bool) -> Figure:
-    engine, sink = build(rows, steps, stages, asynchronous, wire)
+def measure(load: Load, steps: int, profile: bool) -> Figure:
+    engine, sink = build(load, steps)
     before = sink.num_tokens
     profiler = cProfile.Profile() if profile else None
     if profiler:
@@ -160,7 +193,7 @@ def measure(rows: int, steps: int, stages: int, asynchronous: bool, wire: bool, 
     if profiler:
         profiler.disable()
         pstats.Stats(profiler).sort_stats("tottime").print_stats(18)
-    return Figure(rows, steps, seconds, sink.num_tokens - before)
+    return Figure(load.rows, steps, seconds, sink.num_tokens - before)
 
 
 def main() -> None:
@@ -171,14 +204,14 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=1, help="pipeline stages; more than 1: tokens go back in plans")
     parser.add_argument("--no-async-scheduling", action="store_true")
     parser.add_argument("--wire", action="store_true", help="encode plans and deltas, decode results, as msgpack")
+    parser.add_argument("--adapters", type=int, default=0, help="LoRA adapters that the rows are spread over")
+    parser.add_argument("--tenants", type=int, default=1, help="tenants that the rows are spread over")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     print(f"{'rows':>6} {'us/step':>10} {'us/token':>10} {'tokens/s':>12}")
     for rows in args.rows:
-        runs = [
-            measure(rows, args.steps, args.stages, not args.no_async_scheduling, args.wire, args.profile)
-            for _ in range(1 if args.profile else args.repeats)
-        ]
+        load = Load(rows, args.stages, not args.no_async_scheduling, args.wire, args.adapters, args.tenants)
+        runs = [measure(load, args.steps, args.profile) for _ in range(1 if args.profile else args.repeats)]
         best = min(runs, key=lambda figure: figure.seconds)
         per_token_us = best.seconds / best.tokens * 1e6
         print(f"{rows:>6} {best.us_per_step:>10.1f} {per_token_us:>10.3f} {best.tokens_per_s:>12,.0f}")

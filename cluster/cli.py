@@ -8,6 +8,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from cluster.commands.adapters import adapters_app
 from cluster.commands.chat import chat
 from cluster.commands.check_config import check_config
 from cluster.commands.complete import complete
@@ -16,6 +17,8 @@ from cluster.commands.plan import plan
 from cluster.commands.run_batch import run_batch
 from cluster.commands.serve import serve
 from cluster.commands.status import status
+from cluster.commands.tenants import tenants_app
+from cluster.commands.usage import usage
 from configs.errors import TandemError
 
 VERBS = (
@@ -25,6 +28,7 @@ VERBS = (
     ("complete", complete),
     ("plan", plan),
     ("status", status),
+    ("usage", usage),
     ("check-config", check_config),
 )
 
@@ -41,8 +45,10 @@ def build_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_global_options)
+    app.add_typer(adapters_app(), name="adapters")
     for name, verb in VERBS:
         app.command(name, cls=GroupedHelp)(verb)
+    app.add_typer(tenants_app(), name="tenants")
     return app
 
 

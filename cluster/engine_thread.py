@@ -11,7 +11,9 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from typing import Protocol
 
 import zmq
@@ -19,7 +21,7 @@ import zmq
 from cluster.token_channel import TokenSender, by_gateway
 from workers.engine.stats import EngineStats
 from workers.errors import GroupLost, RequestRefused
-from workers.messages import Abort, Ended, GenerationRequest, ReplyTo, TokenDelta, Usage
+from workers.messages import Abort, AdapterRef, Ended, GenerationRequest, ReplyTo, TokenDelta, Usage
 
 log = logging.getLogger("tandem.engine")
 GATEWAY_LOST_AFTER_S = 5.0
@@ -56,6 +58,18 @@ class SteppedEngine(Protocol):
 
     def stats(self) -> EngineStats: ...
 
+    def adapter_residency(self) -> Mapping[str, str]:
+        """ "device" or "host" by digest."""
+        ...
+
+    def set_pinned_adapters(self, adapters: AbstractSet[AdapterRef]) -> None: ...
+
+    def set_weights(self, weights: Mapping[str, float]) -> None: ...
+
+    def take_charges(self) -> Mapping[str, float]: ...
+
+    def charge_elsewhere(self, charges: Mapping[str, float]) -> None: ...
+
 
 class Sink:
     """The engine's OutputSink: hands each step's deltas and each request's end back to the thread."""
@@ -71,12 +85,19 @@ class Sink:
         self._on_ended(ended)
 
 
+@dataclass(frozen=True, slots=True)
+class EngineCall:
+    """Something to do to the engine between two steps; it must be short and raise nothing."""
+
+    run: Callable[[SteppedEngine], None]
+
+
 class Report(Protocol):
     """How the thread tells the replica what happened. Called on the engine's thread."""
 
     def opened(self) -> None: ...
 
-    def stats(self, stats: EngineStats) -> None: ...
+    def stats(self, stats: EngineStats, residency: Mapping[str, str]) -> None: ...
 
     def failed(self, error: Exception, opened: bool) -> None: ...
 
@@ -100,7 +121,7 @@ class EngineThread(threading.Thread):
         self._secret = secret
         self._identity = identity
         self._clock = clock
-        self._inbox: deque[tuple[GenerationRequest, OnEnded] | Abort] = deque()
+        self._inbox: deque[tuple[GenerationRequest, OnEnded] | Abort | EngineCall] = deque()
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
@@ -112,6 +133,7 @@ class EngineThread(threading.Thread):
         self._last_progress_s = clock()
         self._turned_s = clock()
         self._busy = False
+        self._worked = False
 
     # ---- called from other threads -------------------------------------------------------------------------------
 
@@ -126,6 +148,11 @@ class EngineThread(threading.Thread):
         self._inbox.append(abort)
         self._wake()
 
+    def call(self, run: Callable[[SteppedEngine], None]) -> None:
+        """Has `run` called with the engine, on its thread; never, when that ends before."""
+        self._inbox.append(EngineCall(run))
+        self._wake()
+
     def lose(self, message: str) -> None:
         """A rank has died or is frozen: the thread ends with GroupLost, also without work, when it asks no rank for
         anything."""
@@ -135,6 +162,11 @@ class EngineThread(threading.Thread):
     def stalled_s(self) -> float:
         """How long no step has finished although there is work; 0 without work."""
         return self._clock() - self._last_progress_s if self._busy else 0.0
+
+    def has_worked(self) -> bool:
+        """Has any step been made since this was asked last?"""
+        worked, self._worked = self._worked, False
+        return worked
 
     def stuck_s(self) -> float:
         """How long the thread itself has not come round although there is work: ranks that are slow do not hold it."""
@@ -185,6 +217,7 @@ class EngineThread(threading.Thread):
             self._busy = self._engine.has_work()
             if self._busy:
                 if self._engine.step():
+                    self._worked = True
                     self._last_progress_s = self._clock()
                 else:
                     self._poller.poll(1)  # work that waits on something: do not spin
@@ -216,6 +249,8 @@ class EngineThread(threading.Thread):
             item = self._inbox.popleft()
             if isinstance(item, Abort):
                 self._engine.abort(item)
+            elif isinstance(item, EngineCall):
+                item.run(self._engine)
             else:
                 self._add(*item)
 
@@ -269,12 +304,12 @@ class EngineThread(threading.Thread):
                 item = self._inbox.popleft()
             except IndexError:
                 return  # the other thread was faster
-            if not isinstance(item, Abort):
+            if isinstance(item, tuple):
                 item[1](refusal(item[0], 503, GROUP_ENDED, None, message))
 
     def _publish(self, now_s: float) -> None:
         self._reported_at_s = now_s
-        self._report.stats(self._engine.stats())
+        self._report.stats(self._engine.stats(), self._engine.adapter_residency())
 
 
 def refusal(request: GenerationRequest, status: int, code: str, param: str | None, message: str) -> Ended:

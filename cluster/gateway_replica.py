@@ -7,23 +7,33 @@ Under `serve run` requests arrive through Serve's proxy. Under `tandem serve` th
 import asyncio
 import logging
 import socket
+from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import ray
 from fastapi import FastAPI
 from ray import serve
 
+from cluster.adapters.desk import AdapterDesk
+from cluster.adapters.limits import adapter_limit
+from cluster.adapters.opening import open_desk, tend
 from cluster.coordination.client import BackgroundClient, RedisAway
+from cluster.coordination.moving_redis import MovingRedis
 from cluster.coordination.registry import FleetView, StartFailure, report_start_failure
 from cluster.frozen_groups import FrozenGroups, RayRemote
 from cluster.gateway.app import build_gateway_app, build_gateway_state
 from cluster.gateway.draining import shutting_down
 from cluster.group_client import GroupClient
 from cluster.http_server import QuietServer, make_server
+from cluster.metrics import decode_stats
 from cluster.redis_replica import open_redis
 from cluster.serve_caller import ServeCaller
 from cluster.service import ServiceFacts, check_install
+from cluster.tenants.service import TenantService
+from configs.environment import short_temp_folder
+from configs.errors import SettingsError
 from configs.schema import ServiceSettings
 
 log = logging.getLogger("ray.serve.tandem")
@@ -44,19 +54,30 @@ class Gateway:
         self._facts = facts
         # no request waits for the fleet, so a loop that is busy with tokens may take its time to read it
         self._redis = await open_redis(facts, redis, lambda url: BackgroundClient(url, timeout_s=1.0, retries=1))
-        self._fleet = FleetView(self._redis, facts.service_id, reseed=_nothing_to_seed)
+        try:
+            self._tenants = open_tenants(settings, facts, self._redis, self._kv_tokens)
+        except SettingsError as error:
+            await self._report_failure(error)
+            raise
+        self._adapters: AdapterDesk | None = None
+        self._fleet = FleetView(self._redis, facts.service_id, reseed=self._reseed)
+        await self._tenants.start()
         await self._fleet.refresh()
         loop = asyncio.get_running_loop()
         self._refreshing = loop.create_task(self._fleet.run(), name="fleet")
         host = "127.0.0.1" if facts.single_node else ray.util.get_node_ip_address()
         prefix = settings.gateway.metrics_prefix
-        self._client = GroupClient(ServeCaller(groups), self._fleet, facts.secret, host, prefix)
+        self._client = GroupClient(ServeCaller(groups), self._fleet, facts.secret, host, prefix, lambda: self._adapters)
         frozen = FrozenGroups(self._fleet, RayRemote(), self._client.lose_silent)
         self._looking_after = loop.create_task(frozen.run(), name="frozen groups")
         self._server: QuietServer | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._tending: list[asyncio.Task[None]] = []
         try:
-            self._state = build_gateway_state(settings, self._client)
+            self._adapters = await open_desk(settings, self._redis, facts.service_id, self._most_adapters)
+            if self._adapters is not None:
+                self._tending = tend(self._adapters, settings)
+            self._state = build_gateway_state(settings, self._client, self._tenants, self._adapters)
         except Exception as error:
             await self._report_failure(error)
             raise
@@ -86,10 +107,24 @@ class Gateway:
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
             await asyncio.wait({self._serving}, timeout=LAST_WORDS_S)
-        self._looking_after.cancel()
+        for task in (self._looking_after, *self._tending):
+            task.cancel()
         self._refreshing.cancel()
         await self._client.close()
+        await self._state.tasks.wait_idle(LAST_WORDS_S)  # owners settle what has ended
+        await self._tenants.close()
         await self._redis.close()
+
+    def _kv_tokens(self) -> int:
+        """KV tokens of all groups together, 0 before they have said so."""
+        stats = [found for r in self._fleet.records.values() if (found := decode_stats(r)) is not None]
+        return sum(found.num_blocks * found.block_size for found in stats)
+
+    async def _reseed(self) -> None:
+        """Durable state goes back into a Redis that lost its data."""
+        await self._tenants.seed()
+        if self._adapters is not None:
+            await self._adapters.registry.reseed()
 
     async def _open_port(self, app: FastAPI) -> None:
         gateway = self._settings.gateway
@@ -98,6 +133,10 @@ class Gateway:
         self._serving = asyncio.get_running_loop().create_task(
             self._server.serve(sockets=[listener]), name="http server"
         )
+
+    def _most_adapters(self, tenant: str) -> int | None:
+        """How many adapters a tenant may have; RequestRefused when there is no such tenant."""
+        return adapter_limit(self._tenants.directory.tenants, tenant)
 
     async def _report_failure(self, error: Exception) -> None:
         failure = StartFailure(part="the gateway", message=str(error), flag=getattr(error, "flag", None))
@@ -122,5 +161,21 @@ def listen(host: str, port: int, *, shared: bool) -> socket.socket:
     return listener
 
 
-async def _nothing_to_seed() -> None:
-    """There is no durable state yet."""
+def open_tenants(
+    settings: ServiceSettings, facts: ServiceFacts, redis: MovingRedis, kv_tokens: Callable[[], int]
+) -> TenantService:
+    """The tenants of a gateway of these settings. SettingsError when their folder cannot be used."""
+    given = settings.gateway.state_dir
+    try:
+        return TenantService(
+            redis,
+            # one for all gateways of a service on a node, so that each takes up what another leaves behind
+            folder=Path(given) if given is not None else short_temp_folder() / f"tl-{facts.service_id}",
+            is_private=given is None,
+            usage_days=settings.gateway.usage_days,
+            redis_timeout_s=settings.redis.timeout_ms / 1000,
+            gateways=settings.gateway.num_gateways,
+            kv_tokens=kv_tokens,
+        )
+    except OSError as error:
+        raise SettingsError(f"{given} cannot be used: {error.strerror}", "--state-dir") from error

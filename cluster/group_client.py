@@ -7,11 +7,13 @@ and the reader sees neither gap nor duplicate; a request that loses two groups i
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
 
+from cluster.adapters.desk import AdapterDesk
+from cluster.adapters.metrics import render_adapters
 from cluster.coordination.registry import FleetView, channel_name
 from cluster.engine_thread import GROUP_ENDED, GROUP_LOST
 from cluster.metrics import render
@@ -73,10 +75,19 @@ class _Attempt:
 class GroupClient:
     """All groups of the service, for one gateway. Create and use on one event loop; close() at the end."""
 
-    def __init__(self, caller: Caller, fleet: FleetView, secret: str, host: str, metrics_prefix: str) -> None:
+    def __init__(
+        self,
+        caller: Caller,
+        fleet: FleetView,
+        secret: str,
+        host: str,
+        metrics_prefix: str,
+        adapters: Callable[[], AdapterDesk | None] = lambda: None,
+    ) -> None:
         self._caller = caller
         self._fleet = fleet
         self._metrics_prefix = metrics_prefix
+        self._adapters = adapters
         self._receiver = TokenReceiver(secret, host, self._on_deltas, self._on_gap)
         self._attempts: dict[str, _Attempt] = {}
         self._owners: set[asyncio.Task[None]] = set()
@@ -130,7 +141,9 @@ class GroupClient:
         }
 
     async def metrics(self) -> str:
-        return render(self._fleet.records.values(), self._metrics_prefix, self._fleet.redis_away)
+        records, desk = self._fleet.records.values(), self._adapters()
+        text = render(records, self._metrics_prefix, self._fleet.redis_away)
+        return text if desk is None else text + render_adapters(records, self._metrics_prefix, desk)
 
     def refuse_all(self, refusal: RequestRefused) -> None:
         """Ends every stream with `refusal`, after what was delivered, and refuses what comes later."""

@@ -14,12 +14,21 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
+from msgspec.structs import replace
 
 from cluster import machine, ray_node
 from cluster.coordination.redis_server import RedisServer
 from cluster.helper import Helper, Startable
 from cluster.placement import declared_cpus, max_groups, min_groups
-from cluster.preflight import check_memory, check_model, check_port, check_redis, choose_device, fit_host_tier
+from cluster.preflight import (
+    check_adapters,
+    check_memory,
+    check_model,
+    check_port,
+    check_redis,
+    choose_device,
+    fit_host_tier,
+)
 from cluster.reaper import Reaper, orphans
 from cluster.run_files import PrivateFolder, RunFile, remove_run_file, write_run_file
 from cluster.service import ServiceFacts, groups_per_node, install_root, new_facts
@@ -93,6 +102,9 @@ class Launcher:
             self._stack.callback(os.chdir, "/")
         with self._phase("redis", None if self._settings.redis.url is not None else "starting Redis ..."):
             url = self._start_redis(folder.redis)
+        if self._settings.gateway.state_dir is None:
+            gateway = replace(self._settings.gateway, state_dir=str(folder.state))
+            self._settings = replace(self._settings, gateway=gateway)
         self._start_host_tier(folder.host_tier)
         with self._phase("ray", "starting Ray ..." if self._address is None else f"joining Ray at {self._address} ..."):
             self._start_ray(folder)
@@ -117,6 +129,8 @@ class Launcher:
         settings = self._settings = choose_device(self._settings)
         check_port(settings.gateway.host, settings.gateway.port)
         check_model(settings)
+        for line in check_adapters(settings):
+            self._say.line(line)
         check_memory(settings)
         self._settings, note = fit_host_tier(settings)
         if note is not None:

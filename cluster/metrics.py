@@ -1,7 +1,7 @@
 """/metrics: the groups' statistics as Prometheus text, under vLLM's family names with our prefix.
 
 Rendered by whichever gateway is asked, from the records that groups leave in Redis each second, so that one group that
-does not answer costs nothing. Labels come from settings and group ids, never from a client.
+does not answer costs nothing. Labels come from settings, group ids and the list of tenants, never from a client.
 """
 
 from collections.abc import Iterable, Mapping
@@ -41,6 +41,11 @@ OFFLOAD_BYTES: tuple[tuple[str, str, str], ...] = (
     ("spill", "KV bytes written to disk.", "spill"),
     ("fetch", "KV bytes read from disk.", "fetch"),
 )
+TENANT_FAMILIES: tuple[tuple[str, str, str, str], ...] = (
+    ("tenant_queue_time_seconds_total", "Time that tenants' requests waited for a row.", "counter", "queue_s"),
+    ("tenant_queued_requests_total", "Requests of tenants that got a row.", "counter", "queued_requests"),
+    ("tenant_num_requests_waiting", "Sequences of tenants that wait now.", "gauge", "waiting"),
+)
 OFFLOAD_FAMILIES: tuple[tuple[str, str, str, str], ...] = (
     ("kv_offload_failed_blocks_total", "Blocks whose copy failed.", "counter", "failed_blocks"),
     ("kv_offload_loaded_tokens_total", "Prompt tokens copied instead of computed.", "counter", "loaded_tokens"),
@@ -52,22 +57,25 @@ OFFLOAD_FAMILIES: tuple[tuple[str, str, str, str], ...] = (
 
 def render(records: Iterable[GroupRecord], prefix: str, redis_away: bool) -> str:
     """Prometheus text of all groups whose statistics can be read; one HELP and TYPE per family."""
-    engines = [(_labels(record), stats) for record in records if (stats := decode_stats(record)) is not None]
+    engines = [(labels_of(record), stats) for record in records if (stats := decode_stats(record)) is not None]
     lines: list[str] = []
     for name, text, field in GAUGES:
-        _family(lines, f"{prefix}:{name}", text, "gauge", ((tags, getattr(s, field)) for tags, s in engines))
+        family(lines, f"{prefix}:{name}", text, "gauge", ((tags, getattr(s, field)) for tags, s in engines))
     for name, text, field in COUNTERS:
-        _family(lines, f"{prefix}:{name}", text, "counter", ((tags, getattr(s, field)) for tags, s in engines))
+        family(lines, f"{prefix}:{name}", text, "counter", ((tags, getattr(s, field)) for tags, s in engines))
     finished = ((tags | {"finished_reason": r}, n) for tags, s in engines for r, n in s.finished.items())
-    _family(lines, f"{prefix}:request_success_total", "Choices that ended, by reason.", "counter", finished)
+    family(lines, f"{prefix}:request_success_total", "Choices that ended, by reason.", "counter", finished)
     rejected = ((tags | {"reason": r}, n) for tags, s in engines for r, n in s.rejected.items())
-    _family(lines, f"{prefix}:admission_rejections_total", "Requests refused, by reason.", "counter", rejected)
+    family(lines, f"{prefix}:admission_rejections_total", "Requests refused, by reason.", "counter", rejected)
     for name, text, field in HISTOGRAMS:
-        _histogram(lines, f"{prefix}:{name}", text, [(tags, getattr(s, field)) for tags, s in engines])
+        histogram(lines, f"{prefix}:{name}", text, [(tags, getattr(s, field)) for tags, s in engines])
     _offload_families(lines, prefix, engines)
+    for name, text, kind, field in TENANT_FAMILIES:
+        shares = ((tags | {"tenant": who}, share) for tags, s in engines for who, share in s.tenants.items())
+        family(lines, f"{prefix}:{name}", text, kind, ((tags, getattr(share, field)) for tags, share in shares))
     info = ((tags | {"block_size": str(s.block_size), "num_gpu_blocks": str(s.num_blocks)}, 1) for tags, s in engines)
-    _family(lines, f"{prefix}:cache_config_info", "Shape of each group's KV cache.", "gauge", info)
-    _family(lines, f"{prefix}:redis_away", "1 while Redis does not answer.", "gauge", [({}, int(redis_away))])
+    family(lines, f"{prefix}:cache_config_info", "Shape of each group's KV cache.", "gauge", info)
+    family(lines, f"{prefix}:redis_away", "1 while Redis does not answer.", "gauge", [({}, int(redis_away))])
     return "\n".join(lines) + "\n"
 
 
@@ -78,11 +86,11 @@ def _offload_families(lines: list[str], prefix: str, engines: list[tuple[dict[st
         return
     for name, text, kind in OFFLOAD_BYTES:
         samples = ((tags, t.blocks[kind] * t.block_bytes) for tags, t in tiers)
-        _family(lines, f"{prefix}:kv_offload_{name}_bytes", text, "counter", samples)
+        family(lines, f"{prefix}:kv_offload_{name}_bytes", text, "counter", samples)
     seconds = ((tags | {"kind": kind}, value) for tags, t in tiers for kind, value in t.copy_s.items())
-    _family(lines, f"{prefix}:kv_offload_seconds_total", "Seconds of copying, by kind.", "counter", seconds)
+    family(lines, f"{prefix}:kv_offload_seconds_total", "Seconds of copying, by kind.", "counter", seconds)
     for name, text, kind, field in OFFLOAD_FAMILIES:
-        _family(lines, f"{prefix}:{name}", text, kind, ((tags, getattr(t, field)) for tags, t in tiers))
+        family(lines, f"{prefix}:{name}", text, kind, ((tags, getattr(t, field)) for tags, t in tiers))
 
 
 def decode_stats(record: GroupRecord) -> EngineStats | None:
@@ -93,18 +101,18 @@ def decode_stats(record: GroupRecord) -> EngineStats | None:
         return None
 
 
-def _labels(record: GroupRecord) -> dict[str, str]:
+def labels_of(record: GroupRecord) -> dict[str, str]:
     return {"model_name": record.model, "engine": record.group}
 
 
-def _family(
+def family(
     lines: list[str], name: str, text: str, kind: str, samples: Iterable[tuple[Mapping[str, str], float]]
 ) -> None:
     lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
     lines += [f"{name}{_tags(tags)} {_number(value)}" for tags, value in samples]
 
 
-def _histogram(lines: list[str], name: str, text: str, samples: list[tuple[dict[str, str], HistogramStats]]) -> None:
+def histogram(lines: list[str], name: str, text: str, samples: list[tuple[dict[str, str], HistogramStats]]) -> None:
     lines += [f"# HELP {name} {text}", f"# TYPE {name} histogram"]
     for tags, histogram in samples:
         running = 0

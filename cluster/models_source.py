@@ -9,6 +9,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 import configs
+from cluster.adapters.sources import resolved as resolved_adapters
 from configs.errors import SettingsError
 from configs.schema import EngineSettings, ModelSettings, ServiceSettings
 
@@ -18,7 +19,8 @@ FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "LICENSE*"]
 
 
 def resolve_settings(settings: ServiceSettings) -> ServiceSettings:
-    """The same settings with every path absolute (model, tokenizer, template, log, disk) and the served name set."""
+    """The same settings with every path absolute (model, tokenizer, template, log, disk, adapters), and the served
+    name set."""
     model = settings.engine.model
     folder = find_model(model.model, model.revision, "MODEL")
     resolved: ModelSettings = replace(
@@ -34,7 +36,10 @@ def resolve_settings(settings: ServiceSettings) -> ServiceSettings:
     if cache.kv_disk_path is not None:
         cache = replace(cache, kv_disk_path=str(Path(cache.kv_disk_path).expanduser().absolute()))
     engine: EngineSettings = replace(settings.engine, model=resolved, step_log=step_log, cache=cache)
-    return replace(settings, engine=engine)
+    gateway = settings.gateway
+    if gateway.state_dir is not None:
+        gateway = replace(gateway, state_dir=str(Path(gateway.state_dir).expanduser().absolute()))
+    return replace(settings, engine=engine, gateway=gateway, adapters=resolved_adapters(settings.adapters))
 
 
 def find_model(name: str, revision: str | None, flag: str, files: list[str] = FILES) -> Path:

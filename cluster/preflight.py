@@ -50,6 +50,15 @@ def check_model(settings: ServiceSettings) -> ArchSpec:
     return spec
 
 
+def check_adapters(settings: ServiceSettings) -> list[str]:
+    """Every --lora-modules can be served beside the model; a line for each."""
+    if not settings.adapters.modules:
+        return []
+    from cluster.adapters.checks import check_modules  # numpy: only where adapters are served
+
+    return check_modules(settings)
+
+
 def cpu_weight_bytes(spec: ArchSpec, dtype: str, parallel: ParallelSettings = ParallelSettings()) -> int:
     """What one group's weights take in memory on CPU, over its ranks, in the type that they are computed in."""
     meshes = (

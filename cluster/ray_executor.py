@@ -18,7 +18,7 @@ from cluster.placement import CPU_SHARE
 from cluster.service import ServiceFacts, check_install
 from configs.schema import EngineSettings
 from workers.engine.executor import ExecutorReady
-from workers.messages import StepPlan, StepResult, Transfer, TransferDone
+from workers.messages import AdapterMove, StepPlan, StepResult, Transfer, TransferDone
 from workers.rank_group import RankGroup
 
 log = logging.getLogger("ray.serve.tandem")
@@ -94,7 +94,7 @@ class RayExecutor:
         assert self._group is not None
         return self._group.wait(timeout_s)
 
-    def transfer(self, transfer: Transfer) -> None:
+    def transfer(self, transfer: Transfer | AdapterMove) -> None:
         assert self._group is not None
         self._group.transfer(transfer)
 

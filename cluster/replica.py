@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -30,8 +30,10 @@ from cluster.coordination.registry import (
 )
 from cluster.engine_thread import EngineThread, SteppedEngine
 from cluster.group_engine import GroupEngine
+from cluster.group_sharing import GroupSharing
 from cluster.redis_replica import open_redis
 from cluster.service import ServiceFacts, check_install
+from cluster.tenant_weights import TenantWeights
 from configs.errors import SettingsError
 from configs.schema import EngineSettings
 from workers.engine.stats import EngineStats
@@ -55,8 +57,9 @@ class _LoopReport:
     def opened(self) -> None:
         self._loop.call_soon_threadsafe(self._replica.on_opened)
 
-    def stats(self, stats: EngineStats) -> None:
+    def stats(self, stats: EngineStats, residency: Mapping[str, str]) -> None:
         self._replica.engine_stats = stats
+        self._replica.take_residency(residency)
         busy = stats.running + stats.waiting + stats.used_blocks > 0
         if busy != self._busy:  # others learn of a start and an end of work at once, its last blocks freed
             self._busy = busy
@@ -93,8 +96,18 @@ class Coordinator:
         self._thread = EngineThread(
             self._open_engine, self._engine.close, _LoopReport(self, self._loop), facts.secret, self._identity()
         )
+        self._sharing = GroupSharing(
+            self._redis,
+            self._thread,
+            service=facts.service_id,
+            group=self._group,
+            base=model_name,
+            lora=settings.lora,
+            read_weights=TenantWeights().changed,
+        )
         self._thread.start()
         await self._wait_until_opened()
+        self._sharing.start()
 
     async def generate(self, payload: bytes, vanished: Sequence[str] = ()) -> bytes:
         """One request, from its dispatch to its end: GenerationRequest in, Ended out, both msgpack. `vanished` is said
@@ -103,6 +116,9 @@ class Coordinator:
         key = (request.request_id, request.epoch)
         ended: asyncio.Future[Ended] = self._loop.create_future()
         self._outstanding[key] = len(request.prompt_token_ids) + request.sampling.max_tokens * request.sampling.n
+        adapters = self._sharing.adapters
+        if adapters is not None:
+            adapters.enter(request.adapter)
         self._thread.submit(request, lambda e: self._answer(ended, e))
         try:
             return msgspec.msgpack.encode(await ended)
@@ -111,6 +127,8 @@ class Coordinator:
             raise
         finally:
             self._outstanding.pop(key, None)
+            if adapters is not None:
+                adapters.leave(request.adapter)
 
     def check_health(self) -> None:
         """Serve asks every few seconds. A group whose thread ended or hangs is replaced; the thread itself watches the
@@ -121,15 +139,18 @@ class Coordinator:
         if stuck_s > STUCK_S:
             raise RuntimeError(f"the engine's thread has not moved for {stuck_s:.0f} s")
 
-    def record_routing_stats(self) -> dict[str, float]:
-        """For the routers of all gateways, every few seconds."""
+    def record_routing_stats(self) -> dict[str, Any]:
+        """For the routers of all gateways, every few seconds. on_device, on_host: keys of adapters."""
         self._stats_number += 1
-        stats = self.engine_stats
+        stats, adapters = self.engine_stats, self._sharing.adapters
+        on_device, on_host = adapters.tiers() if adapters is not None else ([], [])
         return {
             "report_number": self._stats_number,
             "outstanding_tokens": sum(self._outstanding.values()),
             "kv_used": stats.kv_usage if stats is not None else 0.0,
             "stalled_s": self._stalled_s(),
+            "on_device": on_device,
+            "on_host": on_host,
         }
 
     def record_autoscaling_stats(self) -> dict[str, float]:
@@ -145,6 +166,7 @@ class Coordinator:
         self._stopping = True
         self._state = "draining"
         self._beating.cancel()
+        self._sharing.stop()
         await self._leave()
         self._thread.stop()
         await self._loop.run_in_executor(None, self._thread.join, 5.0)
@@ -163,6 +185,11 @@ class Coordinator:
 
     def beat_now(self) -> None:
         self._beat.hurry()
+
+    def take_residency(self, residency: Mapping[str, str]) -> None:
+        """Called on the engine's thread: one reference is replaced, nothing is changed in place."""
+        if self._sharing.adapters is not None:
+            self._sharing.adapters.residency = residency
 
     def on_failed(self, error: Exception, opened: bool) -> None:
         if not opened and not self._opened.done():
@@ -235,4 +262,5 @@ class Coordinator:
             stalled_s=self._stalled_s(),
             stats=msgspec.msgpack.encode(stats) if stats is not None else b"",
             notes=list(self._engine.notes),
+            adapters=self._sharing.adapters.report() if self._sharing.adapters is not None else None,
         )

@@ -1,6 +1,6 @@
 """Private folders and files of a running service: made at start, gone at its end, swept when a launcher was killed.
 
-<temp>/td-XXXXXXXX/   0700   launcher.pid  token (0600)  ray/  redis/  host/  empty/
+<temp>/td-XXXXXXXX/   0700   launcher.pid  token (0600)  ray/  redis/  host/  state/  empty/
 <runtime>/PID.json    0600   where the service of launcher PID answers, for `tandem status`
 """
 
@@ -39,6 +39,7 @@ class PrivateFolder:
         self.redis = self._sub("redis")
         self.empty = self._sub("empty")
         self.host_tier = self._sub("host")
+        self.state = self._sub("state")
 
     def write_token(self, token: str) -> Path:
         """A file that only this user can read."""

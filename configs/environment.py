@@ -1,5 +1,5 @@
-"""The one file that reads the environment. What is read: where private files of this user may live, and the key
-that `tandem chat` and `tandem complete` send."""
+"""The one file that reads the environment. What is read: where private and fetched files of this user may live,
+and the key that `tandem chat` and `tandem complete` send."""
 
 import os
 import tempfile
@@ -23,6 +23,13 @@ def runtime_folder() -> Path:
     if given and Path(given).is_dir():
         return Path(given) / "tandem"
     return Path(tempfile.gettempdir()) / f"tandem-{os.getuid()}"
+
+
+def cache_folder() -> Path:
+    """Folder for what this user fetched and may fetch again: XDG_CACHE_HOME/tandem, else ~/.cache/tandem. May not
+    exist."""
+    given = os.environ.get("XDG_CACHE_HOME")
+    return (Path(given) if given else Path.home() / ".cache") / "tandem"
 
 
 def short_temp_folder() -> Path:

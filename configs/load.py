@@ -20,7 +20,16 @@ from configs.schema import ServiceSettings
 
 PRESETS = Path(__file__).parent / "presets"
 FILE_ONLY_KEYS = ("model", "autoscaling_config")
-SERVE_KEYS = ("model_loading_config", "engine_kwargs", "deployment_config", "gateway_config", "redis_config")
+SERVE_KEYS = (
+    "model_loading_config",
+    "engine_kwargs",
+    "deployment_config",
+    "gateway_config",
+    "redis_config",
+    "lora_config",
+)
+LORA_KEYS = {"dynamic_lora_loading_path": "lora_watch_dir", "max_num_adapters_per_replica": "max_cpu_loras"}
+"""Ray Serve LLM's names for ours."""
 AUTOSCALING_KEYS = (
     "min_replicas",
     "max_replicas",
@@ -96,17 +105,19 @@ def merge_config(path: str | None, model: str | None, flags: Mapping[str, Any]) 
 
 def settings_from_serve_args(args: Mapping[str, Any]) -> ServiceSettings:
     """Settings from the `args` of a Ray Serve config, in the shape of Ray Serve LLM's LLMConfig."""
-    if "lora_config" in args:
-        raise SettingsError("adapters are not supported yet", "lora_config")
     _refuse_unknown(args, SERVE_KEYS, "args")
     loading = _section(args, "model_loading_config", ("model_id", "model_source"))
     deployment = _section(args, "deployment_config", ("autoscaling_config", "num_replicas"))
     values = {**_section(args, "engine_kwargs", None)}
-    for section, names in (("gateway_config", ("api_key", "metrics_prefix")), ("redis_config", ("redis_url",))):
+    for section, names in (
+        ("gateway_config", ("api_key", "admin_api_key", "state_dir", "usage_days", "metrics_prefix")),
+        ("redis_config", ("redis_url", "redis_timeout_ms")),
+    ):
         values |= _section(args, section, names)
     for name in ("host", "port", "redis_url"):
         if name in _section(args, "engine_kwargs", None):
             raise SettingsError(f"{name} does not belong to engine_kwargs", name)
+    values = {**_lora_values(args), **values}
     model = loading.get("model_source") or loading.get("model_id")
     if not isinstance(model, str):
         raise SettingsError("model_source (or model_id) must name a model", "model_loading_config")
@@ -117,9 +128,19 @@ def settings_from_serve_args(args: Mapping[str, Any]) -> ServiceSettings:
     return build_settings(model, values, deployment.get("autoscaling_config"))
 
 
+def _lora_values(args: Mapping[str, Any]) -> dict[str, Any]:
+    """lora_config enables adapters, whatever it says."""
+    if "lora_config" not in args:
+        return {}
+    section = _section(args, "lora_config", LORA_KEYS)
+    return {"enable_lora": True} | {LORA_KEYS[key]: value for key, value in section.items()}
+
+
 def resolved_yaml(settings: ServiceSettings) -> str:
     """The settings with every default filled in, as YAML; keys and passwords are not shown."""
-    gateway = msgspec.structs.replace(settings.gateway, api_keys=("(hidden)",) * len(settings.gateway.api_keys))
+    gateway = settings.gateway
+    hidden = {name: ("(hidden)",) * len(getattr(gateway, name)) for name in ("api_keys", "admin_keys")}
+    gateway = msgspec.structs.replace(gateway, **hidden)
     redis = settings.redis
     if redis.url is not None:
         redis = msgspec.structs.replace(redis, url=re.sub(r"(://[^@/]*:)[^@/]*@", r"\1(hidden)@", redis.url))
@@ -208,12 +229,26 @@ def _check_together(settings: ServiceSettings) -> None:
         raise SettingsError("the disk is below host memory: this needs --kv-offloading-size", "--kv-disk-path")
     if (cache.kv_disk_path is None) != (cache.kv_disk_gib is None):
         raise SettingsError("--kv-disk-path and --kv-disk-size go together", "--kv-disk-size")
+    _check_adapters(settings)
     if settings.gateway.host == "":
         raise SettingsError("must name an address", "--host")
-    if any(len(key) < 1 or not key.isprintable() for key in settings.gateway.api_keys):
-        raise SettingsError("a key must be printable and not empty", "--api-key")
+    for flag, given in (("--api-key", settings.gateway.api_keys), ("--admin-api-key", settings.gateway.admin_keys)):
+        if any(len(key) < 1 or not key.isprintable() for key in given):
+            raise SettingsError("a key must be printable and not empty", flag)
     if any(not name.strip() for name in engine.model.served_model_name):
         raise SettingsError("a name must not be empty", "--served-model-name")
+
+
+def _check_adapters(settings: ServiceSettings) -> None:
+    lora, adapters = settings.engine.lora, settings.adapters
+    if not lora.enable_lora and (adapters.modules or adapters.roots or adapters.watch_dir):
+        raise SettingsError("adapters are served only with it", "--enable-lora")
+    if lora.enable_lora and settings.engine.device.cpu_offload_gib:
+        raise SettingsError("adapters beside weights that stream are not supported yet", "--cpu-offload-gb")
+    names = [module.partition("=")[0] for module in adapters.modules]
+    for name in names:
+        if names.count(name) > 1:
+            raise SettingsError(f"{name} is given twice", "--lora-modules")
 
 
 def _section(args: Mapping[str, Any], name: str, known: Iterable[str] | None) -> Mapping[str, Any]:

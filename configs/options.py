@@ -63,11 +63,12 @@ def _metric_name(value: str) -> bool:
     return re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", value) is not None
 
 
-MODEL, PARALLEL, CACHE, STEP, HTTP, MACHINE, COORDINATION = (
+MODEL, PARALLEL, CACHE, STEP, LORA, HTTP, MACHINE, COORDINATION = (
     "Model",
     "Parallelism",
     "KV cache",
     "Scheduling",
+    "Adapters",
     "HTTP",
     "Machine",
     "Coordination",
@@ -131,6 +132,23 @@ OPTIONS: tuple[Option, ...] = (
            lambda v: v > 0, "above 0"),
     Option("step_log", "engine.step_log", str, STEP,
            "File that gets every step's plan, one JSON line each; of each group served: NAME-GROUP.SUFFIX beside it."),
+    Option("enable_lora", "engine.lora.enable_lora", bool, LORA, "Serve LoRA adapters beside the model."),
+    Option("lora_modules", "adapters.modules", tuple[str, ...], LORA,
+           "name=path of a PEFT folder served from the start; repeat for more.",
+           lambda v: all("=" in m.strip("=") for m in v), "name=path"),
+    Option("max_loras", "engine.lora.max_loras", int, LORA, "Distinct adapters in one step.",
+           at_least(1), "at least 1"),
+    Option("max_lora_rank", "engine.lora.max_lora_rank", int, LORA, "Highest rank that is taken.",
+           lambda v: 1 <= v <= 512, "from 1 to 512"),
+    Option("max_cpu_loras", "engine.lora.max_cpu_loras", int, LORA, "Adapters each rank keeps in host memory.",
+           at_least(1), "at least 1"),
+    Option("lora_memory_bytes", "engine.lora.memory_bytes", int, LORA,
+           "Device bytes of each rank for adapters, e.g. 512M; memory follows each one's true rank. Default: room for "
+           "--max-loras of --max-lora-rank on every linear layer.", at_least(1), "at least 1", size=True),
+    Option("lora_root", "adapters.roots", tuple[str, ...], LORA,
+           "Folder(s) that adapters may be loaded from at run time. Default: the parents of --lora-modules."),
+    Option("lora_watch_dir", "adapters.watch_dir", str, LORA,
+           "Each PEFT folder that appears in this folder is served under its name."),
     Option("device", "engine.device.device", Device, MACHINE, "cpu or cuda. Default: cuda when there is one."),
     Option("cpu_threads", "engine.device.cpu_threads", int, MACHINE,
            "Threads of each rank on CPU. Default: cores / ranks on the node.", at_least(1), "at least 1"),
@@ -140,6 +158,13 @@ OPTIONS: tuple[Option, ...] = (
     Option("host", "gateway.host", str, HTTP, "Address to listen on."),
     Option("port", "gateway.port", int, HTTP, "Port to listen on.", _port, "from 1 to 65535"),
     Option("api_key", "gateway.api_keys", tuple[str, ...], HTTP, "Key(s) clients must send. Default: open."),
+    Option("admin_api_key", "gateway.admin_keys", tuple[str, ...], HTTP,
+           "Key(s) for /admin. Default: without any key at all, open on loopback only."),
+    Option("state_dir", "gateway.state_dir", str, HTTP,
+           "Folder for the usage journal and a copy of the tenants, taken up by the next start. "
+           "Default: a private one, gone with the service."),
+    Option("usage_days", "gateway.usage_days", int, HTTP,
+           "Days that usage rows are kept, in Redis and in --state-dir.", lambda v: 1 <= v <= 366, "from 1 to 366"),
     Option("shutdown_timeout", "shutdown_timeout_s", float, HTTP,
            "Seconds that requests in flight get to finish on shutdown.", at_least(0), "at least 0"),
     Option("metrics_prefix", "gateway.metrics_prefix", str, HTTP,
@@ -147,6 +172,9 @@ OPTIONS: tuple[Option, ...] = (
            _metric_name, "letters, digits, _ and :, and no digit first"),
     Option("redis_url", "redis.url", str, COORDINATION,
            "redis://, rediss:// or unix:// URL. Default: a private server is started."),
+    Option("redis_timeout_ms", "redis.timeout_ms", float, COORDINATION,
+           "Milliseconds that a request waits for Redis before it goes on without.", lambda v: 0 < v <= 10_000,
+           "above 0, up to 10000"),
 )  # fmt: skip
 
 

@@ -72,6 +72,18 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     async_scheduling: bool = True
 
 
+class LoraSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """LoRA adapters of one group. max_loras: distinct ones in one step. memory_bytes: of each rank's device, in pages
+    that follow each adapter's true rank; None: room for max_loras of max_lora_rank on every linear layer.
+    max_cpu_loras: how many each rank keeps in host memory."""
+
+    enable_lora: bool = False
+    max_loras: int = 8
+    max_lora_rank: int = 16
+    max_cpu_loras: int = 64
+    memory_bytes: int | None = None
+
+
 class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """None as device: cuda when torch sees one, else cpu. None as threads: cores // ranks on the node.
     cpu_offload_gib: how much less of its weights each rank holds on the device; the rest is in host memory."""
@@ -89,15 +101,20 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     cache: CacheSettings = CacheSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
     device: DeviceSettings = DeviceSettings()
+    lora: LoraSettings = LoraSettings()
     step_log: str | None = None
 
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The HTTP side. Caps are the contract's; a cap that is exceeded is a 400 (413 for the body)."""
+    """The HTTP side. Caps are the contract's; a cap that is exceeded is a 400 (413 for the body). state_dir: for the
+    usage journal and a copy of the tenants; None: they end with the service, or with Redis if that is later."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
+    admin_keys: tuple[str, ...] = ()
+    state_dir: str | None = None
+    usage_days: int = 30
     num_gateways: int = 1
     max_body_bytes: int = 8 * 2**20
     max_json_depth: int = 64
@@ -111,10 +128,21 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     metrics_prefix: str = "tandem"
 
 
+class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where adapters come from. modules: name=path, listed at start. roots: folders that adapters may be loaded from at
+    run time; empty: the parents of modules. watch_dir: each folder in it is an adapter named after it."""
+
+    modules: tuple[str, ...] = ()
+    roots: tuple[str, ...] = ()
+    watch_dir: str | None = None
+
+
 class RedisSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """None as url: the launcher starts a private server on a unix socket and fills it in."""
+    """None as url: the launcher starts a private server on a unix socket and fills it in. timeout_ms: of what requests
+    wait for."""
 
     url: str | None = None
+    timeout_ms: float = 50.0
 
 
 class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -123,5 +151,6 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     engine: EngineSettings
     gateway: GatewaySettings = GatewaySettings()
     redis: RedisSettings = RedisSettings()
+    adapters: AdapterSettings = AdapterSettings()
     autoscaling_config: dict[str, Any] | None = None
     shutdown_timeout_s: float = 30.0

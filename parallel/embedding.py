@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from parallel.context import ParallelContext
+from parallel.linear import Cut, Delta, LinearPart
 from parallel.matmul import Matrix, PackedMatrix, make_matrix
 from parallel.shard import ShardSpec, Slice, WeightSlot, padded_range
 
@@ -22,18 +23,30 @@ class VocabParallelEmbedding:
 
     def __init__(self, name: str, vocab_size: int, hidden_size: int, context: ParallelContext) -> None:
         self._context = context
+        self._size = (vocab_size, hidden_size)
         self._start, self._length = padded_range(vocab_size, context.tp_rank, context.tp_size)
         self._slice = Slice(f"{name}.weight", (vocab_size, hidden_size), 0, self._start, self._length)
         self._table_VH: torch.Tensor | None = None
+        self.delta: Delta | None = None
 
     def __call__(self, ids_T: torch.Tensor) -> torch.Tensor:
         assert self._table_VH is not None, "not loaded"
         if self._context.tp_size == 1:
-            return F.embedding(ids_T, self._table_VH)
+            x_TH = F.embedding(ids_T, self._table_VH)
+            if self.delta is not None:
+                self.delta(x_TH, ids_T)
+            return x_TH
         local_T = ids_T - self._start
         elsewhere_T = (local_T < 0) | (local_T >= self._length)
-        x_TH = F.embedding(local_T.masked_fill(elsewhere_T, 0), self._table_VH)
-        return self._context.tp.all_reduce(x_TH.masked_fill(elsewhere_T[:, None], 0))
+        x_TH = F.embedding(local_T.masked_fill(elsewhere_T, 0), self._table_VH).masked_fill(elsewhere_T[:, None], 0)
+        if self.delta is not None:
+            self.delta(x_TH, ids_T)
+        return self._context.tp.all_reduce(x_TH)
+
+    def part(self, name: str) -> LinearPart:
+        """As a layer of vocabulary -> hidden, its inputs cut; an adapter calls it `name`."""
+        vocab_size, hidden_size = self._size
+        return LinearPart(name, Cut(vocab_size, self._start, self._length), Cut(hidden_size, 0, hidden_size))
 
     def slots(self) -> Iterator[WeightSlot]:
         yield WeightSlot(ShardSpec((self._slice,)), self.accept)
@@ -48,14 +61,23 @@ class VocabParallelHead:
     def __init__(self, name: str, vocab_size: int, hidden_size: int, context: ParallelContext) -> None:
         self._context = context
         self._vocab_size = vocab_size
+        self._hidden_size = hidden_size
         start, length = padded_range(vocab_size, context.tp_rank, context.tp_size)
+        self._outputs = Cut(vocab_size, start, length)
         self._slice = Slice(f"{name}.weight", (vocab_size, hidden_size), 0, start, length)
         self._matrix: Matrix | None = None
+        self.delta: Delta | None = None
 
     def __call__(self, hidden_SH: torch.Tensor) -> torch.Tensor:
         assert self._matrix is not None, "not loaded"
-        logits_SV = self._context.tp.all_gather_last_dim(self._matrix(hidden_SH))
-        return logits_SV[:, : self._vocab_size].float()
+        part_SV = self._matrix(hidden_SH)
+        if self.delta is not None:
+            self.delta(part_SV, hidden_SH)
+        return self._context.tp.all_gather_last_dim(part_SV)[:, : self._vocab_size].float()
+
+    def part(self, name: str) -> LinearPart:
+        """As a layer of hidden -> vocabulary, its outputs cut; an adapter calls it `name`."""
+        return LinearPart(name, Cut(self._hidden_size, 0, self._hidden_size), self._outputs)
 
     def slots(self) -> Iterator[WeightSlot]:
         yield WeightSlot(ShardSpec((self._slice,)), self.accept)

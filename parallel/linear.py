@@ -6,6 +6,8 @@ filled by checkpoint.py through `slots`. T tokens, I inputs, O outputs, of this 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
 
 import torch
 
@@ -24,6 +26,44 @@ class Section:
     length: int
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """[start, start + length) of `total` inputs or outputs. It may reach beyond them (a padded vocabulary)."""
+
+    total: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinearPart:
+    """One checkpoint layer as this rank holds it; `column`: its first output in the merged layer's."""
+
+    name: str
+    inputs: Cut
+    outputs: Cut
+    column: int = 0
+
+
+class Delta(Protocol):
+    """What is added to a linear layer's product, in place, before any sum over ranks: adapters (workers/lora)."""
+
+    def __call__(self, y_TO: torch.Tensor, x_TI: torch.Tensor, /) -> None:
+        """y: this rank's outputs, x: its inputs; of the embedding token ids [T]."""
+        ...
+
+
+class AdaptableLinear(Protocol):
+    """A linear layer that a Delta may be added to."""
+
+    delta: Delta | None
+
+    @property
+    def parts(self) -> tuple[LinearPart, ...]:
+        """Its checkpoint layers, in the order of their columns."""
+        ...
+
+
 class ColumnParallelLinear:
     """y_TO = x_TI @ W.T + b: this rank's columns of one or several checkpoint layers, merged into one matmul.
 
@@ -37,10 +77,23 @@ class ColumnParallelLinear:
         self._place = place
         self._bias_O: torch.Tensor | None = None
         self._matrix: Matrix | None = None
+        self.delta: Delta | None = None
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         assert self._matrix is not None, "not loaded"
-        return self._matrix(x_TI)
+        y_TO = self._matrix(x_TI)
+        if self.delta is not None:
+            self.delta(y_TO, x_TI)
+        return y_TO
+
+    @property
+    def parts(self) -> tuple[LinearPart, ...]:
+        inputs = Cut(self._inputs, 0, self._inputs)
+        columns = accumulate((s.length for s in self._sections), initial=0)
+        return tuple(
+            LinearPart(s.name, inputs, Cut(s.total, s.start, s.length), column)
+            for s, column in zip(self._sections, columns, strict=False)
+        )
 
     def slots(self) -> Iterator[WeightSlot]:
         """The bias comes first, so that the matrix is packed when its weight arrives."""
@@ -75,28 +128,35 @@ class RowParallelLinear:
         place: Place = as_given,
     ) -> None:
         self._name = name
-        self._total_inputs = total_inputs
+        self._inputs = Cut(total_inputs, *even_range(total_inputs, context.tp_rank, context.tp_size))
         self._outputs = outputs
         self._has_bias = bias
         self._place = place
         self._context = context
         self._bias_O: torch.Tensor | None = None
         self._matrix: Matrix | None = None
+        self.delta: Delta | None = None
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         assert self._matrix is not None, "not loaded"
         y_TO = self._matrix(x_TI)
+        if self.delta is not None:
+            self.delta(y_TO, x_TI)
         if self._context.tp_size == 1:
             return y_TO
         y_TO = self._context.tp.all_reduce(y_TO)
         return y_TO if self._bias_O is None else y_TO + self._bias_O
 
+    @property
+    def parts(self) -> tuple[LinearPart, ...]:
+        return (LinearPart(self._name, self._inputs, Cut(self._outputs, 0, self._outputs)),)
+
     def slots(self) -> Iterator[WeightSlot]:
         if self._has_bias:
             bias = Slice(f"{self._name}.bias", (self._outputs,))
             yield WeightSlot(ShardSpec((bias,), Fill.ZEROS), self._accept_bias)
-        start, length = even_range(self._total_inputs, self._context.tp_rank, self._context.tp_size)
-        weight = Slice(f"{self._name}.weight", (self._outputs, self._total_inputs), 1, start, length)
+        start, length = self._inputs.start, self._inputs.length
+        weight = Slice(f"{self._name}.weight", (self._outputs, self._inputs.total), 1, start, length)
         yield WeightSlot(ShardSpec((weight,)), self._accept_weight)
 
     def _accept_bias(self, bias_O: torch.Tensor) -> None:

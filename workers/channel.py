@@ -7,12 +7,17 @@ know the server's public key and cannot finish the handshake. Never pickles.
 
 import hashlib
 import secrets
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import zmq
 from zmq.utils import z85
 
-MoverKind = Literal["memory", "disk"]
+from workers.messages import AdapterMove, Transfer
+
+MoverKind = Literal["memory", "disk", "adapter", "folder", "remote0", "remote1", "remote2"]
+REMOTES: Final[tuple[MoverKind, ...]] = ("remote0", "remote1", "remote2")
+ADAPTER_MOVERS: Final[tuple[MoverKind, ...]] = ("adapter", "folder", *REMOTES)
+"""Apart, so that what is at hand never waits for a source that is far away, nor those all for the slowest."""
 
 
 def new_secret() -> str:
@@ -27,13 +32,17 @@ def _key_pair(secret: str, part: str) -> tuple[bytes, bytes]:
 
 
 def mover_name(rank: int, kind: MoverKind) -> bytes:
-    """What a rank's mover of KV is called at the coordinator's router; the rank itself is its number."""
+    """What a rank's mover is called at the coordinator's router; the rank itself is its number."""
     return f"{rank}-{kind}".encode()
 
 
-def mover_of(transfer: str) -> MoverKind:
-    """Which mover carries out that kind of Transfer."""
-    return "memory" if transfer in ("store", "load") else "disk"
+def mover_of(move: Transfer | AdapterMove) -> MoverKind:
+    """Which of a rank's movers carries it out."""
+    if isinstance(move, AdapterMove):
+        if move.kind != "fetch":
+            return "adapter"
+        return REMOTES[move.ticket % len(REMOTES)] if move.adapter.is_remote else "folder"
+    return "memory" if move.kind in ("store", "load") else "disk"
 
 
 def _common(socket: zmq.Socket[Any]) -> None:

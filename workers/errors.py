@@ -7,6 +7,7 @@ Asserts are for our own invariants; these are for what users and the world do.
 from configs.errors import SettingsError, TandemError, UnsupportedModelError
 
 __all__ = [
+    "AdapterRefused",
     "ContextLengthExceeded",
     "GroupLost",
     "QueueFull",
@@ -39,6 +40,10 @@ class QueueFull(RequestRefused):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, code="slow_down", status=429)
+
+
+class AdapterRefused(TandemError):
+    """A LoRA adapter cannot be served: what is wrong with its files, in words that name the tensor or the field."""
 
 
 class GroupLost(TandemError):

@@ -10,14 +10,14 @@ from configs.schema import EngineSettings
 from workers.channel import MoverKind, mover_of
 from workers.engine.executor import ExecutorReady
 from workers.errors import GroupLost, SettingsError
-from workers.messages import StepPlan, StepResult, Transfer, TransferDone
+from workers.messages import AdapterMove, StepPlan, StepResult, Transfer, TransferDone
 from workers.rank.kv_mover import MoverThread
 from workers.rank.loading import LoadedRank, load_single
 from workers.rank.memory import available_bytes
 from workers.rank.model_runner import ModelRunner
 from workers.rank.mover_inbox import Answers, QueueInbox
-from workers.tiers import NoTiersBecause, OpenTiers, open_tiers
-from workers.weight_notes import weight_notes
+from workers.start_notes import adapter_notes, weight_notes
+from workers.tiers import NoTiersBecause, OpenTiers, device_bytes, open_tiers
 
 MOVER_END_S = 5.0
 log = logging.getLogger(__name__)
@@ -44,6 +44,9 @@ class InProcessExecutor:
         """Loads the model, sizes and allocates the KV cache, warms up. SettingsError when that cannot work."""
         loaded = load_single(self._settings)
         self._runner = loaded.build_runner(loaded.facts.num_blocks)
+        self._movers = loaded.open_adapter_movers(self._inbox)
+        for mover in self._movers:
+            mover.start()
         notes = self._open_tiers(loaded)
         facts = loaded.facts
         ready = ExecutorReady(
@@ -56,8 +59,9 @@ class InProcessExecutor:
             block_bytes=facts.block_bytes,
             load_s=facts.load_s,
             store=None if self._tiers is None else self._tiers.store,
-            tier_notes=(*weight_notes([facts]), *notes),
+            tier_notes=(*weight_notes([facts]), *adapter_notes([facts]), *notes),
             kv_dtype=facts.kv_dtype,
+            adapter_pages=facts.adapter_pages,
         )
         log.info("one rank in process: %s", ready)
         return ready
@@ -86,10 +90,10 @@ class InProcessExecutor:
         assert result is not None
         return result
 
-    def transfer(self, transfer: Transfer) -> None:
+    def transfer(self, transfer: Transfer | AdapterMove) -> None:
         if self._broken is not None:
             raise GroupLost(self._broken)
-        self._inboxes[mover_of(transfer.kind)].submit(transfer)
+        self._inboxes[mover_of(transfer)].submit(transfer)
 
     def transfers_done(self) -> list[TransferDone]:
         return self._answers.take()
@@ -116,18 +120,19 @@ class InProcessExecutor:
         """The tiers below the device, and what there is to say of them."""
         assert self._runner is not None
         facts = loaded.facts
-        on_device = facts.num_blocks * facts.block_bytes if facts.device == "cpu" else 0
+        on_device = device_bytes(facts, facts.num_blocks) if facts.device == "cpu" else 0
         tiers = open_tiers(self._settings, [facts], available_bytes() - on_device)
         if isinstance(tiers, NoTiersBecause):
             return tiers.notes
         try:
-            self._movers = loaded.open_movers(self._runner, tiers.ranks[0], self._inbox)
+            movers = loaded.open_movers(self._runner, tiers.ranks[0], self._inbox)
         except OSError as error:
             tiers.close()
             return (f"--kv-offloading-size: {error}; serving without tiers below the device",)
         self._tiers = tiers
-        for mover in self._movers:
+        for mover in movers:
             mover.start()
+        self._movers += movers
         return tiers.notes
 
     def _inbox(self, kind: MoverKind) -> QueueInbox:

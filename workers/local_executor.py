@@ -16,7 +16,7 @@ import workers
 from configs.schema import EngineSettings
 from workers.channel import new_secret
 from workers.engine.executor import ExecutorReady
-from workers.messages import StepPlan, StepResult, Transfer, TransferDone
+from workers.messages import AdapterMove, StepPlan, StepResult, Transfer, TransferDone
 from workers.rank_group import RankGroup
 from workers.resolve import read_spec
 
@@ -62,7 +62,7 @@ class LocalExecutor:
         assert self._group is not None
         return self._group.wait(timeout_s)
 
-    def transfer(self, transfer: Transfer) -> None:
+    def transfer(self, transfer: Transfer | AdapterMove) -> None:
         assert self._group is not None
         self._group.transfer(transfer)
 

@@ -45,6 +45,23 @@ class ReplyTo(msgspec.Struct, frozen=True, array_like=True):
     nonce: str
 
 
+class AdapterRef(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A LoRA adapter as a request carries it, so that a group needs no registry to serve it.
+
+    digest: hex SHA-256 of its content (workers/peft_folder.py); it names KV and memory, never `name`, which
+    is what clients say. source: a folder or an fsspec URL; what lies there must still have that digest when it is read.
+    """
+
+    name: str
+    digest: str
+    source: str
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the source is a URL (s3://, hf://, file://) rather than a folder."""
+        return "://" in self.source
+
+
 class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One prompt, `sampling.n` choices. `resume_token_ids[i]`: tokens of choice i delivered by another group."""
 
@@ -52,7 +69,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
     epoch: int = 0
     prompt_token_ids: list[int]
     sampling: SamplingParams
-    adapter_digest: str | None = None
+    adapter: AdapterRef | None = None
     tenant: str = "default"
     priority: int = 0
     deadline_s: float | None = None
@@ -233,8 +250,26 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="
     dropped: list[bytes] = []
 
 
+AdapterMoveKind = Literal["fetch", "place", "drop"]
+
+
+class AdapterMove(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="adapter"):
+    """To every rank, beside the plans: move an adapter, each rank its own shard.
+
+    fetch: source -> host memory, checked whole; the answer says how many device pages it takes on that rank. place:
+    host memory -> these device pages, known to plans as `slot` from then on. drop: out of host memory.
+    """
+
+    ticket: int
+    kind: AdapterMoveKind
+    adapter: AdapterRef
+    slot: int = -1
+    pages: list[int] = []
+
+
 class TransferDone(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="transferred"):
-    """From a rank: its part of a ticket is over. `failed`: places in the ticket whose bytes did not arrive.
+    """From a rank: its part of a ticket is over. `failed`: places in the ticket whose bytes did not arrive; an
+    AdapterMove has failed when there is an error. pages: what a fetched adapter takes on this rank's device.
 
     Ticket 0 is the first word of a rank's mover: it listens. `error` says what went wrong, `disk_error` that the disk
     takes no more. copy_s: seconds the bytes took.
@@ -246,6 +281,7 @@ class TransferDone(msgspec.Struct, frozen=True, array_like=True, kw_only=True, t
     error: str | None = None
     disk_error: bool = False
     copy_s: float = 0.0
+    pages: int = 0
 
 
 class RankTiers(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -298,7 +334,7 @@ class RankLoaded(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     hold (--kv-cache-dtype's names), None: dtype.
 
     host_weight_bytes of weight_bytes are the matrices of streamed_layers, kept in host memory; they pass through
-    buffer_bytes of the device.
+    buffer_bytes of the device. adapter_pages: room for LoRA adapters on the device (0: --enable-lora is off).
     """
 
     rank: int
@@ -314,6 +350,8 @@ class RankLoaded(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     streamed_layers: int = 0
     host_weight_bytes: int = 0
     buffer_bytes: int = 0
+    adapter_pages: int = 0
+    adapter_page_bytes: int = 0
 
 
 class AllocateKV(msgspec.Struct, frozen=True, array_like=True, tag="allocate"):

@@ -23,7 +23,9 @@ from configs.schema import EngineSettings
 from workers.build import model_facts, offline_settings, open_executor
 from workers.engine.engine import Engine
 from workers.errors import GroupLost, RequestRefused
-from workers.messages import Abort, Ended, GenerationRequest, SamplingParams, TokenDelta, TokenLogprobs
+from workers.messages import Abort, AdapterRef, Ended, GenerationRequest, SamplingParams, TokenDelta, TokenLogprobs
+from workers.peft_folder import adapter_facts
+from workers.resolve import read_spec
 from workers.text.chat_template import ChatTemplate, find_chat_template
 from workers.text.choice_text import ChoiceText
 from workers.text.detokenizer import DetokenizerFactory
@@ -172,8 +174,10 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams],
         *,
         use_tqdm: bool = True,
+        lora_request: AdapterRef | Sequence[AdapterRef | None] | None = None,
     ) -> list[RequestOutput]:
-        """Completions of every prompt (text, or token ids), in the prompts' order.
+        """Completions of every prompt (text, or token ids), in the prompts' order. lora_request: what load_adapter()
+        returned, for all prompts or one (or None) for each.
 
         A prompt that cannot be served (too long, say) has finish_reason "error" and the reason; the others go on.
         """
@@ -181,9 +185,13 @@ class LLM:
         params = [sampling_params] * len(many) if isinstance(sampling_params, SamplingParams) else list(sampling_params)
         if len(params) != len(many):
             raise ValueError(f"{len(params)} sampling_params for {len(many)} prompts")
+        one_for_all = lora_request is None or isinstance(lora_request, AdapterRef)
+        adapters = [lora_request] * len(many) if one_for_all else list(lora_request)
+        if len(adapters) != len(many):
+            raise ValueError(f"{len(adapters)} lora_requests for {len(many)} prompts")
         with tqdm(total=len(many), disable=not use_tqdm, desc="generating", unit="prompt") as bar:
             self._run = _Run(bar)
-            names = [self._add(prompt, one) for prompt, one in zip(many, params, strict=True)]
+            names = [self._add(*each) for each in zip(many, params, adapters, strict=True)]
             try:
                 with _Interrupts() as interrupts:
                     while self._engine.has_work():
@@ -201,6 +209,7 @@ class LLM:
         sampling_params: SamplingParams,
         *,
         use_tqdm: bool = True,
+        lora_request: AdapterRef | Sequence[AdapterRef | None] | None = None,
     ) -> list[RequestOutput]:
         """The assistant's answers to one conversation or several, rendered by the model's chat template."""
         if self._template is None:
@@ -208,10 +217,20 @@ class LLM:
         many: Iterable[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
         texts = [self._template.render(list(conversation), add_generation_prompt=True) for conversation in many]
         ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        outputs = self.generate(ids, sampling_params, use_tqdm=use_tqdm)
+        outputs = self.generate(ids, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
         for output, text in zip(outputs, texts, strict=True):
             output.prompt = text
         return outputs
+
+    def load_adapter(self, folder: str | Path, name: str | None = None) -> AdapterRef:
+        """A LoRA adapter in PEFT's format, checked whole; AdapterRefused with the reason. It is read again when it is
+        first used. Needs enable_lora=True."""
+        lora = self.settings.lora
+        if not lora.enable_lora:
+            raise SettingsError("adapters need enable_lora=True", "enable_lora")
+        path = Path(folder).expanduser().resolve()
+        facts = adapter_facts(path, read_spec(self.settings), lora.max_lora_rank)
+        return AdapterRef(name=name or path.name, digest=facts.digest, source=str(path))
 
     def close(self) -> None:
         """Lets KV that is on its way to host or disk arrive, then ends the ranks. Idempotent."""
@@ -241,7 +260,7 @@ class LLM:
             return [prompts]  # type: ignore[list-item]  # one prompt
         return list(prompts)  # type: ignore[arg-type]
 
-    def _add(self, prompt: Prompt, params: SamplingParams) -> str:
+    def _add(self, prompt: Prompt, params: SamplingParams, adapter: AdapterRef | None) -> str:
         text = prompt if isinstance(prompt, str) else None
         ids = self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
         name = f"offline-{next(self._names)}"
@@ -254,7 +273,9 @@ class LLM:
         self._run.choices[name] = [_Choice(done, self._choice_text(ids, params)) for done in output.outputs]
         try:
             check_token_ids(ids, self._facts.vocab_size, "prompts")
-            self._engine.add_request(GenerationRequest(request_id=name, prompt_token_ids=ids, sampling=params))
+            self._engine.add_request(
+                GenerationRequest(request_id=name, prompt_token_ids=ids, sampling=params, adapter=adapter)
+            )
         except RequestRefused as error:
             for completion in output.outputs:
                 completion.finish_reason, completion.error = "error", str(error)

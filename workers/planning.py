@@ -16,6 +16,7 @@ from workers.models.sizes import (
     RankWeights,
     activation_bytes,
     adapter_bytes,
+    adapter_pool_bytes,
     kv_token_bytes,
     rank_weights,
 )
@@ -52,6 +53,7 @@ class StagePlan:
     kv_token_bytes: int
     kv_budget_bytes: int
     adapter_bytes: int
+    adapter_pool_bytes: int = 0
 
     @property
     def device_weight_bytes(self) -> int:
@@ -118,15 +120,16 @@ def plan_group(
 def least_bytes(
     settings: EngineSettings, spec: ArchSpec, mesh: Mesh, dtype: str, kv_dtype: str, max_model_len: int
 ) -> int:
-    """What must fit on a device beside the weights: the KV that was asked for, else one context's, and a step at its
-    fullest."""
+    """What must fit on a device beside the weights: the KV that was asked for, else one context's, room for adapters,
+    and a step at its fullest."""
     cache, scheduler = settings.cache, settings.scheduler
     block = cache.block_size * kv_token_bytes(spec, mesh, kv_dtype)
     kv = cache.kv_cache_memory_bytes or -(-max_model_len // cache.block_size) * block
     if cache.num_blocks is not None:
         kv = cache.num_blocks * block
     tokens, seqs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
-    return kv + activation_bytes(spec, mesh.tp_size, tokens, seqs, DTYPE_BYTES[dtype])
+    adapters = adapter_pool_bytes(settings.lora, spec, mesh, DTYPE_BYTES[dtype])
+    return kv + adapters + activation_bytes(spec, mesh.tp_size, tokens, seqs, DTYPE_BYTES[dtype])
 
 
 def cuts(spec: ArchSpec, num_ranks: int) -> list[tuple[int, int]]:
@@ -175,14 +178,16 @@ def _stage(
     placement = place_layers(weights.num_layers, weights.layer_bytes, save)
     tokens, seqs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     activations = activation_bytes(spec, mesh.tp_size, tokens, seqs, element)
+    pool = adapter_pool_bytes(settings.lora, spec, mesh, element)
     return StagePlan(
         stage=mesh.pp_rank,
         weights=weights,
         placement=placement,
         activation_bytes=activations,
         kv_token_bytes=kv_token_bytes(spec, mesh, kv_dtype),
-        kv_budget_bytes=budget - weights.fixed_bytes - placement.device_bytes - activations,
+        kv_budget_bytes=budget - weights.fixed_bytes - placement.device_bytes - activations - pool,
         adapter_bytes=adapter_bytes(spec, mesh, ADAPTER_RANK, element),
+        adapter_pool_bytes=pool,
     )
 
 
@@ -202,8 +207,10 @@ def _share_machine(
 
 
 def _machine_weights(stages: tuple[StagePlan, ...], tp_size: int) -> int:
-    """Of all CPU ranks, in whatever part of the one memory they are."""
-    return tp_size * sum(stage.weights.total_bytes + stage.placement.buffer_bytes for stage in stages)
+    """Of all CPU ranks, in whatever part of the one memory they are, with their room for adapters."""
+    return tp_size * sum(
+        stage.weights.total_bytes + stage.placement.buffer_bytes + stage.adapter_pool_bytes for stage in stages
+    )
 
 
 def _blocks(settings: EngineSettings, stages: tuple[StagePlan, ...]) -> int:

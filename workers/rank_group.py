@@ -17,10 +17,11 @@ import msgspec
 import zmq
 
 from configs.schema import EngineSettings
-from workers.channel import bind_router, mover_name, mover_of
+from workers.channel import ADAPTER_MOVERS, MoverKind, bind_router, mover_name, mover_of
 from workers.engine.executor import ExecutorReady
 from workers.errors import GroupLost, SettingsError
 from workers.messages import (
+    AdapterMove,
     AllocateKV,
     FromRank,
     Hello,
@@ -38,9 +39,9 @@ from workers.messages import (
 )
 from workers.rank.memory import available_bytes
 from workers.rank_pulse import OnSilent, PulseWatch
+from workers.start_notes import adapter_notes, weight_notes
 from workers.step_bound import StepBound
-from workers.tiers import NoTiersBecause, OpenTiers, open_tiers
-from workers.weight_notes import weight_notes
+from workers.tiers import NoTiersBecause, OpenTiers, device_bytes, open_tiers
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class RankGroup:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromRank)
         self._names = [str(rank).encode() for rank in range(self.world_size)]
-        self._listening = 0
+        self._listening: set[bytes] = set()
         self._done: list[TransferDone] = []
         self._tiers: OpenTiers | None = None
         self._close_tiers: Callable[[], None] = _nothing
@@ -121,8 +122,9 @@ class RankGroup:
             rank_pids=tuple(hello.pid for hello in hellos),
             num_ranks=self.world_size,
             store=None if self._tiers is None else self._tiers.store,
-            tier_notes=(*weight_notes(loaded), *notes),
+            tier_notes=(*weight_notes(loaded), *adapter_notes(loaded), *notes),
             kv_dtype=first.kv_dtype,
+            adapter_pages=min(message.adapter_pages for message in loaded),
         )
         log.info("%d rank(s) ready: %s", self.world_size, ready)
         return ready
@@ -141,18 +143,19 @@ class RankGroup:
         if message is None:
             return None
         if isinstance(message, TransferDone):
-            self._done.append(message)
+            if message.ticket:
+                self._done.append(message)
             return None
         assert isinstance(message, StepResult), f"a rank sent {type(message).__name__} while steps run"
         expected = self._steps.finished().step_id
         assert message.step_id == expected, f"result of step {message.step_id}, expected {expected}"
         return message
 
-    def transfer(self, transfer: Transfer) -> None:
+    def transfer(self, transfer: Transfer | AdapterMove) -> None:
         """To the movers of all ranks. GroupLost when a rank's connection is gone."""
         self._raise_if_broken()
         payload = self._encoder.encode(transfer)
-        kind = mover_of(transfer.kind)
+        kind = mover_of(transfer)
         for rank in range(self.world_size):
             self._send(rank, payload, mover_name(rank, kind))
 
@@ -196,7 +199,8 @@ class RankGroup:
 
     def _allocate(self, loaded: list[RankLoaded], num_blocks: int) -> tuple[str, ...]:
         """The KV of every rank and the tiers below it; what there is to say of those."""
-        on_device = sum(rank.block_bytes for rank in loaded) * num_blocks if loaded[0].device == "cpu" else 0
+        on_cpu = loaded[0].device == "cpu"
+        on_device = sum(device_bytes(rank, num_blocks) for rank in loaded) if on_cpu else 0
         tiers = open_tiers(self._settings, loaded, available_bytes() - on_device, self._host_socket)
         if isinstance(tiers, OpenTiers):
             self._close_tiers = tiers.close
@@ -204,13 +208,15 @@ class RankGroup:
             own = None if isinstance(tiers, NoTiersBecause) else tiers.ranks[rank]
             self._send(rank, self._encoder.encode(AllocateKV(num_blocks, own)))
         ready = self._gather(RankReady, LOAD_TIMEOUT_S, "became ready")
+        if self._settings.lora.enable_lora:
+            self._await_movers(*ADAPTER_MOVERS)
         if isinstance(tiers, NoTiersBecause):
             return tiers.notes
         errors = [f"rank {message.rank}: {message.tiers_error}" for message in ready if message.tiers_error is not None]
         if errors:
             self._close_tiers()
             return (f"--kv-offloading-size: {'; '.join(errors)}; serving without tiers below the device",)
-        self._await_movers(self.world_size * (1 if tiers.store.disk is None else 2))
+        self._await_movers("memory", *(() if tiers.store.disk is None else ("disk",)))
         self._tiers = tiers
         return tiers.notes
 
@@ -238,14 +244,15 @@ class RankGroup:
             for hello in hellos[1:]:
                 send(hello, listening.port)
 
-    def _await_movers(self, count: int) -> None:
+    def _await_movers(self, *kinds: MoverKind) -> None:
+        """Until those of every rank listen: what is sent to one before it does is lost."""
+        awaited = {mover_name(rank, kind) for rank in range(self.world_size) for kind in kinds}
         deadline_s = time.monotonic() + HELLO_TIMEOUT_S
-        while self._listening < count:
+        while not awaited <= self._listening:
             message = self._receive(deadline_s - time.monotonic())
             if message is None:
                 raise GroupLost(f"after {HELLO_TIMEOUT_S:.0f} s not every rank has started its movers")
             assert isinstance(message, TransferDone), f"a rank sent {type(message).__name__} before any step"
-            self._listening += 1
 
     def _gather(self, kind: type[M], timeout_s: float, did: str, ranks: Sequence[int] | None = None) -> list[M]:
         """One message of `kind` from every rank (or from `ranks`), in rank order."""
@@ -258,7 +265,6 @@ class RankGroup:
                 missing = sorted(set(awaited) - set(got))
                 raise GroupLost(f"after {timeout_s:.0f} s rank(s) {missing} have not {did}")
             if isinstance(message, TransferDone):  # a mover's first word, beside its rank's
-                self._listening += 1
                 continue
             assert isinstance(message, kind), f"a rank sent {type(message).__name__}, expected {kind.__name__}"
             got[message.rank] = message
@@ -299,8 +305,10 @@ class RankGroup:
     def _poll(self, timeout_s: float) -> FromRank | None:
         if not self._poller.poll(round(timeout_s * 1000)):
             return None
-        _, payload = self._socket.recv_multipart(zmq.NOBLOCK)
+        name, payload = self._socket.recv_multipart(zmq.NOBLOCK)
         message: FromRank = self._decoder.decode(payload)
+        if isinstance(message, TransferDone) and not message.ticket:
+            self._listening.add(name)
         return message
 
     def _last_words(self) -> RankFailed | None:

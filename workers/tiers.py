@@ -101,6 +101,11 @@ def open_tiers(
     return OpenTiers(ranks, store, tuple(notes), close)
 
 
+def device_bytes(rank: RankLoaded, num_blocks: int) -> int:
+    """What a rank's KV and adapters take of its device."""
+    return num_blocks * rank.block_bytes + rank.adapter_pages * rank.adapter_page_bytes
+
+
 def _lease(socket: Path, layout: bytes, num_slots: int, block_bytes: list[int]) -> RegionLease:
     """A region of the host-tier process. A group that this one replaces may still hold the only one for a moment."""
     sizes = [num_slots * size for size in block_bytes]

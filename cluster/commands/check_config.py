@@ -15,9 +15,10 @@ def check_config(
 ) -> None:
     """Validate a --config file and print the resolved settings."""
     from cluster.models_source import resolve_settings
-    from cluster.preflight import check_memory, check_model, choose_device
+    from cluster.preflight import check_adapters, check_memory, check_model, choose_device
 
     settings = choose_device(resolve_settings(merge_config(file, model, {})))
     check_model(settings)
+    check_adapters(settings)
     check_memory(settings)
     typer.echo(resolved_yaml(settings), nl=False)

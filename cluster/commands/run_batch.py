@@ -17,7 +17,11 @@ from configs.options import COORDINATION, HTTP, OPTIONS
 from configs.schema import ServiceSettings
 from workers.errors import GroupLost
 
-NOT_OFFLINE = frozenset(o.name for o in OPTIONS if o.group in (HTTP, COORDINATION)) | {"data_parallel_size"}
+NOT_OFFLINE = frozenset(o.name for o in OPTIONS if o.group in (HTTP, COORDINATION)) | {
+    "data_parallel_size",
+    "lora_root",
+    "lora_watch_dir",
+}
 without_service: Callable[[Callable[..., None]], Callable[..., None]] = partial(
     with_service_options, leave_out=NOT_OFFLINE
 )
@@ -53,6 +57,7 @@ async def _run(settings: ServiceSettings, input_file: Path, output_file: Path) -
     """Runs what output_file does not hold yet; the number of lines, of this run and before, not answered with 200."""
     from tqdm import tqdm
 
+    from cluster.adapters.opening import open_desk
     from cluster.batch import read_lines, run_lines, succeeded, take_up
     from cluster.gateway.app import build_gateway_app, build_gateway_state
     from cluster.local_backend import LocalBackend
@@ -63,13 +68,14 @@ async def _run(settings: ServiceSettings, input_file: Path, output_file: Path) -
     left = [line for line in lines if line.key not in earlier.keys]
     failed = sum(line.key in earlier.failed for line in lines)
     engine = offline_settings(settings.engine)
+    adapters = await open_desk(settings, None, "")
     try:
         out = output_file.open("a", encoding="utf-8")
     except OSError as error:
         raise SettingsError(f"{output_file} cannot be written: {error.strerror}", "-o") from error
     with out, tqdm(total=len(lines), initial=len(lines) - len(left), unit="request", desc="batch") as bar:
         async with LocalBackend(engine) as backend:
-            app = build_gateway_app(build_gateway_state(settings, backend))
+            app = build_gateway_app(build_gateway_state(settings, backend, adapters=adapters))
             async for row in run_lines(app, left, at_once=4 * engine.scheduler.max_num_seqs):
                 if not backend.ready():
                     raise GroupLost(f"the engine stopped; the same command continues {output_file}")

@@ -5,6 +5,7 @@ commands: it retries. Both raise RedisAway and nothing else. Callers name comman
 """
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
@@ -46,6 +47,10 @@ class RequestClient:
         """Several commands in one round trip, in one transaction."""
         return await self._bounded(lambda: _transaction(self._redis, commands))
 
+    async def script(self, text: str, keys: Sequence[str], arguments: Sequence[Part]) -> Any:
+        """One Lua script, atomically; its text travels only when the server does not know it."""
+        return await self._bounded(lambda: _run_script(self._redis, text, keys, arguments))
+
     async def close(self) -> None:
         await self._redis.aclose()
 
@@ -72,18 +77,23 @@ class RequestClient:
 
 
 class BackgroundClient:
-    """Calls that may take their time: six retries with jittered backoff. One per event loop."""
+    """Calls that may take their time: six retries with jittered backoff. One per event loop.
+
+    A call ends after all tries have had their time, whatever it waits for: closing a connection to a server that is
+    stopped has no deadline in the library, and the others of its pool wait for it.
+    """
 
     def __init__(self, url: str, timeout_s: float = 2.0, retries: int = 6) -> None:
+        self._limit_s = 2 * timeout_s * (retries + 2)
         self._redis = _open(url, timeout_s=timeout_s, connect_timeout_s=1.0, retries=retries)
 
     async def command(self, *parts: Part) -> Any:
         """One command; may run twice when a reply was lost, so it must be safe to repeat."""
-        return await self._translated(lambda: _execute(self._redis, parts))
+        return await self._translated(lambda: _execute(self._redis, parts), self._limit_s)
 
     async def pipeline(self, commands: Sequence[Sequence[Part]]) -> list[Any]:
         """Several commands in one transaction; may run twice."""
-        return await self._translated(lambda: _transaction(self._redis, commands))
+        return await self._translated(lambda: _transaction(self._redis, commands), self._limit_s)
 
     async def is_initialized(self) -> bool:
         """Whether durable state was seeded into this Redis."""
@@ -93,11 +103,12 @@ class BackgroundClient:
         await self._redis.aclose()
 
     @staticmethod
-    async def _translated(call: Callable[[], Awaitable[T]]) -> T:
+    async def _translated(call: Callable[[], Awaitable[T]], limit_s: float) -> T:
         try:
-            return await call()
+            async with asyncio.timeout(limit_s):
+                return await call()
         except (redis.RedisError, OSError, TimeoutError) as error:
-            raise RedisAway(str(error)) from error
+            raise RedisAway(str(error) or "no answer in time") from error
 
 
 def check_reachable(url: str, timeout_s: float = 2.0) -> str | None:
@@ -121,7 +132,8 @@ def _open(url: str, *, timeout_s: float, connect_timeout_s: float, retries: int)
         "timeout": timeout_s,
         "protocol": 3,
         "socket_timeout": timeout_s,
-        "health_check_interval": 0 if not retries else 15,
+        # a check that is due while a frozen server is connected to connects and checks within itself, for ever
+        "health_check_interval": 0,
         "retry": AsyncRetry(backoff, retries),
     }
     if retries:
@@ -141,3 +153,13 @@ async def _transaction(client: "redis_asyncio.Redis", commands: Sequence[Sequenc
         for parts in commands:
             pipe.execute_command(*parts)
         return list(await pipe.execute())
+
+
+async def _run_script(client: "redis_asyncio.Redis", text: str, keys: Sequence[str], arguments: Sequence[Part]) -> Any:
+    rest = (len(keys), *keys, *arguments)
+    try:
+        return await _execute(
+            client, ("EVALSHA", hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest(), *rest)
+        )
+    except redis.exceptions.NoScriptError:
+        return await _execute(client, ("EVAL", text, *rest))

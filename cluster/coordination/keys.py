@@ -26,3 +26,67 @@ def group(service: str, group_id: str) -> str:
 def start_failure(service: str) -> str:
     """Why a process of this service could not start (msgpack StartFailure). TTL 10 min. Owner: the failing process."""
     return f"tandem:{service}:start-failure"
+
+
+TENANTS = "tandem:tenants"
+"""Hash of a tenant's name to its JSON (Tenant). No TTL: desired state. Owner: cluster/tenants/store.py."""
+TENANTS_VERSION = "tandem:tenants:version"
+"""Counts changes of TENANTS, so that gateways see one with a cheap poll. No TTL. Owner: the store."""
+TENANTS_ORIGIN = "tandem:tenants:origin"
+"""Random name of this set of tenants, written with its first change. Missing or another than before = it was lost, and
+those who knew it write it again. No TTL. Owner: the store."""
+QUOTA_TTL_S = 400 * 86400
+USAGE_ORIGIN = "tandem:usage:origin"
+"""Random name of this collection of usage rows; missing = the rows were lost and journals are replayed. TTL
+--usage-days, renewed by every batch of rows. Owner: cluster/tenants/ledger.py."""
+
+
+def quota(tenant: str) -> str:
+    """Hash of a tenant's buckets and of each gateway's part (cluster/tenants/quota_script.py). TTL 400 days, because a
+    budget is counted here; renewed by every call. Owner: gateways."""
+    return f"tandem:quota:{{{tenant}}}"
+
+
+def quota_gateways(tenant: str) -> str:
+    """Sorted set of gateway id to the end of its lease (ms of the server's clock). TTL as quota(). Owner: gateways."""
+    return f"tandem:quota:{{{tenant}}}:gateways"
+
+
+def usage(tenant: str, day: str) -> str:
+    """Hash of request id to its row (msgpack, cluster/tenants/usage.py), of a tenant and a UTC day (20260131). TTL
+    --usage-days. Owner: gateways."""
+    return f"tandem:usage:{day}:{tenant}"
+
+
+def usage_tenants(day: str) -> str:
+    """Set of the tenants that have rows on a UTC day. TTL --usage-days. Owner: gateways."""
+    return f"tandem:usage:{day}"
+
+
+def adapters(model: str) -> str:
+    """Hash of the adapters listed beside a base model: name to AdapterEntry (msgpack), and two fields that are no
+    names, ADAPTERS_VERSION (a counter of changes) and ADAPTERS_BASE (BaseFacts, msgpack). No TTL: desired state. Owner:
+    gateways and `tandem adapters`."""
+    return f"tandem:adapters:{model}"
+
+
+ADAPTERS_VERSION = "@version"
+ADAPTERS_BASE = "@base"
+
+
+def modules_listed(service: str) -> str:
+    """Present once the adapters of --lora-modules were listed in this life of the service: a gateway that comes later
+    must not list again what was unloaded since. TTL 30 days. Owner: gateways."""
+    return f"tandem:{service}:modules-listed"
+
+
+MODULES_LISTED_TTL_S = 30 * 24 * 3600
+
+
+def charges(service: str, group_id: str) -> str:
+    """What a group has charged each tenant since its start (msgpack, tenant -> tokens by weight). PX 30 s, written each
+    second while it changes. Owner: that group's coordinator."""
+    return f"tandem:{service}:charges:{group_id}"
+
+
+CHARGES_TTL_MS = 30_000

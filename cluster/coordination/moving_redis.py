@@ -36,6 +36,11 @@ class MovingRedis:
         self._client = open_client(url)
         self._failures = 0
 
+    @property
+    def url(self) -> str:
+        """Where Redis is now, as far as is known."""
+        return self._url
+
     async def command(self, *parts: Part) -> Any:
         return await self._counted(lambda: self._client.command(*parts))
 

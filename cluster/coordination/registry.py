@@ -34,11 +34,22 @@ class Commands(Protocol):
     async def pipeline(self, commands: list[list[Part]]) -> list[object]: ...
 
 
+class AdapterReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A group's adapters. on_device, on_host: their keys (routing/residency.py), each in one of them; running, waiting:
+    names of those that requests use, as they lie on the device or not."""
+
+    on_device: list[str] = []
+    on_host: list[str] = []
+    running: list[str] = []
+    waiting: list[str] = []
+    max_loras: int = 0
+
+
 class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One group at one moment. `stats` is msgpack of the engine's statistics; `epoch` names the group's life.
 
     stalled_s: how long no step has finished although there is work; 0 without work. notes: what was chosen at its start
-    that its user should know.
+    that its user should know. adapters: None without --enable-lora.
     """
 
     group: str
@@ -55,6 +66,7 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     stalled_s: float = 0.0
     stats: bytes = b""
     notes: list[str] = []
+    adapters: AdapterReport | None = None
 
     @property
     def is_ready(self) -> bool:

@@ -6,22 +6,33 @@ loads no weights and no torch.
 
 from pathlib import Path
 
+from cluster.adapters.desk import AdapterDesk
+from cluster.adapters.sources import roots_of
+from cluster.gateway.auth import KnownKeys, StaticKeys, TenantKeys
 from cluster.gateway.backend import Backend
 from cluster.gateway.routes import build_gateway_app
-from cluster.gateway.state import GatewayState, Ledger, make_state
-from configs.schema import ServiceSettings
+from cluster.gateway.state import GatewayState, make_state
+from cluster.tenants.service import TenantService
+from configs.schema import GatewaySettings, ServiceSettings
 from workers.build import eos_token_ids, resolve_max_model_len
 from workers.models.registry import load_spec
 from workers.text.chat_template import find_chat_template
 from workers.text.tokenizer import load_tokenizer
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 __all__ = ["GatewayState", "build_gateway_app", "build_gateway_state"]
 
 
-def build_gateway_state(settings: ServiceSettings, backend: Backend, ledger: Ledger | None = None) -> GatewayState:
+def build_gateway_state(
+    settings: ServiceSettings,
+    backend: Backend,
+    tenants: TenantService | None = None,
+    adapters: AdapterDesk | None = None,
+) -> GatewayState:
     """The state of one gateway. SettingsError when the model folder lacks what a gateway needs.
 
-    `settings.engine.model.model` is a folder here (the launcher resolved it).
+    tenants: None when there is no Redis to hold any. `settings.engine.model.model` is a folder here (the launcher
+    resolved it).
     """
     model = settings.engine.model
     folder = Path(model.model)
@@ -37,6 +48,17 @@ def build_gateway_state(settings: ServiceSettings, backend: Backend, ledger: Led
         vocab_size=spec.vocab_size,
         backend=backend,
         engine_eos_token_ids=frozenset(eos_token_ids(folder, spec)),
-        ledger=ledger,
+        auth=None if tenants is None else tenant_keys(settings.gateway, tenants.directory),
+        tenancy=None if tenants is None else tenants.quota,
+        tenants=None if tenants is None else tenants.admin,
+        ledger=None if tenants is None else tenants.ledger,
+        adapters=adapters,
+        adapter_roots=roots_of(settings.adapters),
         fingerprint=f"tandem-{model.revision or folder.name}"[:64],
     )
+
+
+def tenant_keys(settings: GatewaySettings, tenants: KnownKeys) -> TenantKeys:
+    """Who may do what; admin routes without any key are for this machine only."""
+    static = StaticKeys(settings.api_keys, settings.admin_keys)
+    return TenantKeys(static, tenants, open_admin=settings.host in LOOPBACK)

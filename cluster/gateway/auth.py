@@ -1,15 +1,15 @@
 """Who is asking: API keys to tenants. Each route declares its level; routes.py enforces it before the body is read.
 
-Keys are kept as SHA-256 digests and all compared in constant time. With no keys at all the service is open as tenant
-`default`. A later Authenticator (tenants in Redis) replaces StaticKeys behind the same Protocol.
+Keys are kept as SHA-256 digests; those of settings are compared in constant time. With no keys at all the service is
+open as tenant `default`. StaticKeys are the settings' (all that `tandem run-batch` has), TenantKeys the tenants' too.
 """
 
 import enum
-import hashlib
 import hmac
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
+from cluster.tenants.tenant import DEFAULT_TENANT, digest_of
 from workers.errors import RequestRefused
 
 
@@ -36,38 +36,106 @@ class Authenticator(Protocol):
         ...
 
 
+class KnownKeys(Protocol):
+    """The keys of tenants as this gateway knows them (TenantDirectory). Never waits."""
+
+    @property
+    def is_known(self) -> bool:
+        """They were read at least once."""
+        ...
+
+    @property
+    def is_certain(self) -> bool:
+        """They were read a moment ago: a key that is not among them is nobody's."""
+        ...
+
+    @property
+    def has_tenants(self) -> bool: ...
+
+    def tenant_of(self, digest: bytes) -> str | None:
+        """Whose key has this SHA-256."""
+        ...
+
+
 class StaticKeys:
     """The keys of --api-key (all tenant `default`) and the admin keys."""
 
     def __init__(self, api_keys: Iterable[str] = (), admin_keys: Iterable[str] = ()) -> None:
-        self._api_digests = [_digest(key) for key in api_keys]
-        self._admin_digests = [_digest(key) for key in admin_keys]
+        self._api_digests = [digest_of(key) for key in api_keys]
+        self._admin_digests = [digest_of(key) for key in admin_keys]
+
+    @property
+    def has_api_keys(self) -> bool:
+        return bool(self._api_digests)
+
+    @property
+    def has_admin_keys(self) -> bool:
+        return bool(self._admin_digests)
 
     def authenticate(self, authorization: str | None) -> Principal:
-        if not self._api_digests and not self._admin_digests:
-            return Principal("default", is_admin=True)
-        scheme, _, key = (authorization or "").partition(" ")
-        digest = _digest(key.strip())
+        if not self.has_api_keys and not self.has_admin_keys:
+            return Principal(DEFAULT_TENANT, is_admin=True)
+        digest = _sent(authorization)
+        principal = self.find(digest) if digest is not None else None
+        if principal is None:
+            raise _unknown_key()
+        return principal
+
+    def find(self, digest: bytes) -> Principal | None:
+        """Whose the key with this SHA-256 is."""
         is_admin = _contains(self._admin_digests, digest)
         is_user = _contains(self._api_digests, digest)
-        if scheme.lower() != "bearer" or not (is_admin or is_user):
-            message = "Missing or unknown API key; send it as `Authorization: Bearer KEY`."
-            raise RequestRefused(message, code="invalid_api_key", status=401)
-        return Principal("default", is_admin=is_admin)
+        return Principal(DEFAULT_TENANT, is_admin=is_admin) if is_admin or is_user else None
+
+
+class TenantKeys:
+    """The keys of tenants, and the static ones beside them.
+
+    Open as `default` while there are neither tenants nor API keys; admin routes then need an admin key, or none if
+    there is none and `open_admin` (the gateway listens on loopback only). A key that nobody knows is refused with 401
+    when all keys are known, and with 503 while it may be one that Redis has.
+    """
+
+    def __init__(self, static: StaticKeys, tenants: KnownKeys, *, open_admin: bool) -> None:
+        self._static = static
+        self._tenants = tenants
+        self._open_admin = open_admin
+
+    def authenticate(self, authorization: str | None) -> Principal:
+        digest = _sent(authorization)
+        if digest is not None:
+            if (principal := self._static.find(digest)) is not None:
+                return principal
+            if (tenant := self._tenants.tenant_of(digest)) is not None:
+                return Principal(tenant, is_admin=False)
+        if self._tenants.is_known and not self._tenants.has_tenants and not self._static.has_api_keys:
+            return Principal(DEFAULT_TENANT, is_admin=self._open_admin and not self._static.has_admin_keys)
+        may_be_open = not self._tenants.is_known and not self._static.has_api_keys
+        if may_be_open or (digest is not None and not self._tenants.is_certain):
+            message = "The key cannot be checked now, because Redis is away; try again."
+            raise RequestRefused(message, code="service_unavailable", status=503)
+        raise _unknown_key()
 
 
 def check_level(level: AuthLevel, authenticator: Authenticator, authorization: str | None) -> Principal:
     """The principal of a request to a route of `level`. RequestRefused 401 or 403."""
     if level is AuthLevel.OPEN:
-        return Principal("default", is_admin=False)
+        return Principal(DEFAULT_TENANT, is_admin=False)
     principal = authenticator.authenticate(authorization)
     if level is AuthLevel.ADMIN and not principal.is_admin:
         raise RequestRefused("This needs an admin key.", code="permission_denied", status=403)
     return principal
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+def _sent(authorization: str | None) -> bytes | None:
+    """SHA-256 of the bearer key that was sent."""
+    scheme, _, key = (authorization or "").partition(" ")
+    return digest_of(key.strip()) if scheme.lower() == "bearer" and key.strip() else None
+
+
+def _unknown_key() -> RequestRefused:
+    message = "Missing or unknown API key; send it as `Authorization: Bearer KEY`."
+    return RequestRefused(message, code="invalid_api_key", status=401)
 
 
 def _contains(digests: list[bytes], wanted: bytes) -> bool:

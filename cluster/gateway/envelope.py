@@ -1,4 +1,4 @@
-"""The outermost ASGI layer: request id, status metrics, header limits, requests in hand, the last word on exceptions.
+"""The outermost ASGI layer: ids, status metrics, header limits, tenants' limits, requests in hand, uncaught exceptions.
 
 Pure ASGI (a wrapper per request, one frame per send), so that it costs streams nothing. Every answer carries
 `x-request-id`: the client's when it is printable, cut to 128 characters, else a fresh one.
@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cluster.gateway.draining import Draining
 from cluster.gateway.http_errors import error_response
 from cluster.gateway.metrics import GatewayMetrics
+from cluster.tenants.admission import Tenancy
 from workers.errors import RequestRefused
 
 log = logging.getLogger("tandem.gateway")
@@ -25,10 +26,11 @@ _UNSAFE = re.compile(rb"[^\w.:/+=@-]", re.ASCII)
 class Envelope:
     """Wraps the app."""
 
-    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, draining: Draining) -> None:
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, draining: Draining, tenancy: Tenancy) -> None:
         self._app = app
         self._metrics = metrics
         self._draining = draining
+        self._tenancy = tenancy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -43,6 +45,8 @@ class Envelope:
             if message["type"] == "http.response.start":
                 started = True
                 own = [(b"x-request-id", request_id), *(CLOSE if self._draining.begun else ())]
+                if (tenant := scope.get("tandem.tenant")) is not None:
+                    own += self._tenancy.headers(tenant)
                 message["headers"] = [*message.get("headers", ()), *own]
                 self._metrics.http_answered(scope.get("tandem.route", "unknown"), message["status"])
             await send(message)

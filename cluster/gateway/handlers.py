@@ -14,7 +14,6 @@ from starlette.responses import Response
 from cluster.gateway.answers import AnswerHead, AnswerStyle, ChatStyle, CompletionStyle
 from cluster.gateway.auth import Principal
 from cluster.gateway.generation import GenerationResponse
-from cluster.gateway.http_errors import model_not_found
 from cluster.gateway.openai_schemas import (
     CommonBody,
     CompletionBody,
@@ -28,8 +27,10 @@ from cluster.gateway.openai_schemas import (
 from cluster.gateway.prompts import Prompt, chat_prompt, completion_prompts, fit
 from cluster.gateway.request_run import RequestPart, RequestRun
 from cluster.gateway.sampling import sampling_params
+from cluster.gateway.served import Served, served_model
 from cluster.gateway.state import GatewayState
 from cluster.gateway.strict_json import parse_object, read_body
+from cluster.tenants.tenant import salted
 from workers.messages import GenerationRequest, SamplingParams
 from workers.text.choice_text import ChoiceText
 from workers.text.tokenizer import check_token_ids
@@ -41,13 +42,13 @@ async def chat_completions(state: GatewayState, request: Request, principal: Pri
     """One conversation, n choices."""
     began_s = state.clock()
     body = read_chat(await read_fields(state, request), state.settings)
-    model = served_model(state, body.model)
+    model = served_model(state, body.model, principal)
     wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     prompt, max_tokens = fit(state, await chat_prompt(state, body), body, wanted, "messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = _params(state, body, max_tokens, logprobs)
-    head = _head(state, "chatcmpl", model)
-    run = _run(state, request, principal, head, body, [(prompt, params)], began_s)
+    head = _head(state, "chatcmpl", model.name)
+    run = _run(state, request, principal, head, model, body, [(prompt, params)], began_s)
     style = ChatStyle(
         state,
         head,
@@ -61,7 +62,7 @@ async def completions(state: GatewayState, request: Request, principal: Principa
     """One or several prompts, n choices each."""
     began_s = state.clock()
     body = read_completion(await read_fields(state, request), state.settings)
-    model = served_model(state, body.model)
+    model = served_model(state, body.model, principal)
     wanted = body.max_tokens if body.max_tokens is not None else DEFAULT_COMPLETION_TOKENS
     work: list[tuple[Prompt, SamplingParams]] = []
     for item in await completion_prompts(state, body):
@@ -69,8 +70,8 @@ async def completions(state: GatewayState, request: Request, principal: Principa
         work.append((prompt, _params(state, body, max_tokens, body.logprobs)))
     if len(work) * (body.best_of or body.n or 1) > state.settings.max_messages:
         raise invalid("n", f"Prompts times n exceed the limit of {state.settings.max_messages} choices.")
-    head = _head(state, "cmpl", model)
-    run = _run(state, request, principal, head, body, work, began_s)
+    head = _head(state, "cmpl", model.name)
+    run = _run(state, request, principal, head, model, body, work, began_s)
     shown = body.n or 1
     prompts = [prompt for prompt, _ in work for _ in range(shown)]
     style = CompletionStyle(
@@ -83,10 +84,10 @@ async def completions(state: GatewayState, request: Request, principal: Principa
     return _answer(state, run, style, body, with_logprobs=body.logprobs is not None)
 
 
-async def tokenize(state: GatewayState, request: Request, _: Principal) -> Response:
+async def tokenize(state: GatewayState, request: Request, principal: Principal) -> Response:
     """Token ids of a text or of a rendered conversation."""
     body = read(await read_fields(state, request), TokenizeBody)
-    served_model(state, body.model)
+    served_model(state, body.model, principal)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt", "Send either prompt or messages.")
     if body.messages is not None:
@@ -101,10 +102,10 @@ async def tokenize(state: GatewayState, request: Request, _: Principal) -> Respo
     return json_response(answer)
 
 
-async def detokenize(state: GatewayState, request: Request, _: Principal) -> Response:
+async def detokenize(state: GatewayState, request: Request, principal: Principal) -> Response:
     """The text of token ids, special tokens included."""
     body = read(await read_fields(state, request), DetokenizeBody)
-    served_model(state, body.model)
+    served_model(state, body.model, principal)
     check_token_ids(body.tokens, state.vocab_size, "tokens")
     decode = state.tokenizer.decode
     return json_response(
@@ -116,15 +117,6 @@ async def read_fields(state: GatewayState, request: Request) -> dict[str, Any]:
     """The body's JSON object."""
     body = await read_body(request, state.settings.max_body_bytes)
     return await state.text.run(len(body) // 16, parse_object, body, state.settings.max_json_depth)
-
-
-def served_model(state: GatewayState, name: str | None) -> str:
-    """The model to answer as. RequestRefused 404 for a name that is not served."""
-    if name is None:
-        return state.model_names[0]
-    if name not in state.model_names:
-        raise model_not_found(name)
-    return name
 
 
 def json_response(value: Any, status: int = 200) -> Response:
@@ -159,6 +151,7 @@ def _run(
     request: Request,
     principal: Principal,
     head: AnswerHead,
+    model: Served,
     body: CommonBody,
     work: Sequence[tuple[Prompt, SamplingParams]],
     began_s: float,
@@ -170,9 +163,10 @@ def _run(
             request_id=head.id if len(work) == 1 else f"{head.id}-{number}",
             prompt_token_ids=prompt.token_ids,
             sampling=params,
+            adapter=model.adapter,
             tenant=principal.tenant,
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt or "",
+            priority=body.priority if body.priority is not None else state.tenancy.limits(principal.tenant).priority,
+            cache_salt=salted(principal.tenant, body.cache_salt),
             trace_ids={"x-request-id": request.scope.get("tandem.request_id", "")},
         )
         choices = [_choice(state, body, prompt, params) for _ in range(params.n)]

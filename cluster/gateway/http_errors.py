@@ -4,11 +4,14 @@ Used by the routes, the envelope (exceptions nobody caught) and sse.py (errors a
 traceback, a path or another tenant's words.
 """
 
+import math
+
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cluster.tenants.admission import OverLimit
 from workers.errors import GroupLost, RequestRefused, TandemError
 
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -56,13 +59,22 @@ def error_response(error: Exception, jitter: int = 0) -> Response:
     """The HTTP answer to an exception. `jitter` spreads Retry-After (any non-negative number)."""
     refusal = as_refusal(error)
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
-    if refusal.code == "insufficient_quota":
+    if isinstance(refusal, OverLimit):
+        headers |= _limit_headers(refusal)
+    elif refusal.code == "insufficient_quota":
         headers["x-should-retry"] = "false"
     elif refusal.status in (429, 503):
         headers["retry-after"] = str(1 + jitter % 5)
     if refusal.status == 401:
         headers["www-authenticate"] = "Bearer"
     return Response(error_json(refusal), refusal.status, headers, media_type="application/json")
+
+
+def _limit_headers(refusal: OverLimit) -> dict[str, str]:
+    """When to come back, which the quota has spread; OpenAI's clients heed x-should-retry."""
+    if refusal.retry_after_s is None:
+        return {"x-should-retry": "false"}
+    return {"retry-after": str(min(MAX_RETRY_AFTER_S, math.ceil(refusal.retry_after_s)))}
 
 
 async def on_tandem_error(_: Request, error: Exception) -> Response:

@@ -5,6 +5,8 @@ Route labels are route templates of ours, never a client's path.
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from workers.messages import Usage
+
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 60.0)
 E2E_BUCKETS = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0)
 
@@ -45,6 +47,16 @@ class GatewayMetrics:
             registry=registry,
         ).labels(model_name)
 
+        self._tenant_tokens = Counter(
+            f"{prefix}:tenant_tokens", "Tokens billed to tenants, by kind.", ("tenant", "kind"), registry=registry
+        )
+        self._tenant_requests = Counter(
+            f"{prefix}:tenant_requests", "Requests that tenants were billed for.", ("tenant",), registry=registry
+        )
+        self._tenant_rejections = Counter(
+            f"{prefix}:tenant_rejections", "Requests of tenants refused.", ("tenant", "reason"), registry=registry
+        )
+
     def http_answered(self, route: str, status: int) -> None:
         """One HTTP answer; `route` is a template of ours, or "unknown"."""
         self._requests.labels(route, str(status)).inc()
@@ -60,3 +72,17 @@ class GatewayMetrics:
         self._open.dec()
         self._ended.labels(self._model_name, outcome).inc()
         self._e2e.observe(after_s)
+
+    def tenant_billed(self, tenant: str, usage: Usage) -> None:
+        """One accepted request has ended. `tenant` is one that is known, never a client's word."""
+        self._tenant_requests.labels(tenant).inc()
+        for kind, tokens in (
+            ("prompt", usage.prompt_tokens),
+            ("cached", usage.cached_tokens),
+            ("completion", usage.completion_tokens),
+        ):
+            self._tenant_tokens.labels(tenant, kind).inc(tokens)
+
+    def tenant_rejected(self, tenant: str, reason: str) -> None:
+        """`reason` is the limit that was over, or the code of another refusal."""
+        self._tenant_rejections.labels(tenant, reason).inc()

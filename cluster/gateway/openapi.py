@@ -1,19 +1,28 @@
 """The OpenAPI document, built once from the same structs that parse the bodies and from the route table."""
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
+from cluster.gateway.adapters import LoadBody, UnloadBody
+from cluster.gateway.admin import RotateBody, TenantBody
 from cluster.gateway.auth import AuthLevel
 from cluster.gateway.http_errors import ErrorBody
 from cluster.gateway.openai_schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from cluster.tenants.tenant import Limits
 
 BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
+    "/admin/tenants": TenantBody,
+    "/admin/tenants/{name}": Limits,
+    "/admin/tenants/{name}/rotate-key": RotateBody,
+    "/v1/load_lora_adapter": LoadBody,
+    "/v1/unload_lora_adapter": UnloadBody,
 }
 REFUSALS = {
     "400": "Bad JSON, schema, range, unsupported field, or context too long",
@@ -21,6 +30,7 @@ REFUSALS = {
     "403": "Key valid, action not permitted",
     "404": "Unknown route or model",
     "405": "Method not allowed",
+    "409": "It exists already",
     "408": "The body did not arrive in time",
     "413": "Body too large",
     "415": "Content type or encoding not supported",
@@ -38,7 +48,7 @@ def openapi_document(routes: Iterable[tuple[str, str, AuthLevel, str]]) -> dict[
     )
     paths: dict[str, dict[str, Any]] = {}
     for path, method, level, summary in routes:
-        shown = path.replace("{model:path}", "{model}")
+        shown = path.replace(":path}", "}")
         paths.setdefault(shown, {})[method.lower()] = _operation(path, method, level, summary)
     return {
         "openapi": "3.1.0",
@@ -62,9 +72,11 @@ def _operation(path: str, method: str, level: AuthLevel, summary: str) -> dict[s
     }
     if level is not AuthLevel.OPEN:
         operation["security"] = [{"key": []}]
-    if "{model" in path:
-        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
-    body = BODIES.get(path) if method == "POST" else None
+    if names := re.findall(r"{(\w+)", path):
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
+    body = BODIES.get(path) if method in ("POST", "PATCH") else None
     if body is not None:
         schema = {"$ref": f"#/components/schemas/{body.__name__}"}
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}

@@ -1,28 +1,30 @@
 """GET routes: models, liveness, readiness, version, load, metrics. Cheap, and none of them changes anything."""
 
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 from prometheus_client import generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.gateway.auth import Principal
-from cluster.gateway.handlers import json_response, served_model
+from cluster.gateway.handlers import json_response
+from cluster.gateway.served import all_served, model_object, served_model
 from cluster.gateway.state import GatewayState
 from workers.errors import RequestRefused
 
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
-async def models(state: GatewayState, _: Request, __: Principal) -> Response:
-    """All names that `model` may take."""
-    return json_response({"object": "list", "data": [model_object(state, name) for name in state.model_names]})
+async def models(state: GatewayState, _: Request, principal: Principal) -> Response:
+    """All names that `model` may take: the base's, public adapters and the tenant's own."""
+    data = [model_object(state, served, principal) for served in all_served(state, principal)]
+    return json_response({"object": "list", "data": data})
 
 
-async def model(state: GatewayState, request: Request, _: Principal) -> Response:
+async def model(state: GatewayState, request: Request, principal: Principal) -> Response:
     """One model; 404 in the words of an unknown one."""
-    return json_response(model_object(state, served_model(state, request.path_params["model"])))
+    served = served_model(state, request.path_params["model"], principal)
+    return json_response(model_object(state, served, principal))
 
 
 async def live(_: GatewayState, __: Request, ___: Principal) -> Response:
@@ -57,16 +59,3 @@ async def metrics(state: GatewayState, _: Request, __: Principal) -> Response:
     if text and not text.endswith("\n"):
         text += "\n"
     return Response(text.encode() + generate_latest(state.registry), headers={"content-type": PROMETHEUS_TEXT})
-
-
-def model_object(state: GatewayState, name: str) -> dict[str, Any]:
-    """OpenAI's model object with vLLM's additions."""
-    return {
-        "id": name,
-        "object": "model",
-        "created": state.created_s,
-        "owned_by": "tandem",
-        "root": state.model_names[0],
-        "parent": None,
-        "max_model_len": state.max_model_len,
-    }

@@ -1,10 +1,12 @@
 """One HTTP request's generation: its backend requests, their streams, and the owner task that ends them.
 
 The HTTP side reads `steps()`; whatever happens to it (a finish, a disconnect, Serve cancelling the handler) it only
-calls `close()`, which never waits. The owner task then aborts what still runs, drains it and settles the ledger.
+calls `close()`, which never waits. The owner task then aborts what still runs, drains it, gives back what its tenant
+did not use and settles the ledger.
 
-    opening --> running --all choices finished--> finished --close--> settled
+    opening --admitted--> running --all choices finished--> finished --close--> settled
        |           +------ close (disconnect, error) --> aborted --drained--> settled
+       |-- refused by the tenant's limits --> rejected (no row is owed)
        +-- refused by the backend --> rejected --> settled
 """
 
@@ -13,7 +15,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from cluster.gateway.backend import GenerationStream
-from cluster.gateway.state import GatewayState, Outcome
+from cluster.gateway.state import GatewayState, Opening, Outcome
+from cluster.tenants.admission import Grant, OverLimit
 from workers.errors import GroupLost, RequestRefused
 from workers.messages import Abort, GenerationRequest, TokenDelta, Usage
 from workers.text.choice_text import ChoiceText
@@ -48,6 +51,7 @@ class RequestRun:
     model: str
     began_s: float
     error: Exception | None = None
+    _grant: Grant | None = None
     _closed: asyncio.Event = field(default_factory=asyncio.Event)
     _pumps: "list[asyncio.Task[None]]" = field(default_factory=list)
 
@@ -168,7 +172,12 @@ class RequestRun:
     # ---- the owner -----------------------------------------------------------------------------------------------
 
     async def _own(self, opened: "asyncio.Future[None]") -> None:
+        with self.state.running_adapters.request(self.parts[0].request.adapter):
+            await self._own_to_the_end(opened)
+
+    async def _own_to_the_end(self, opened: "asyncio.Future[None]") -> None:
         try:
+            await self._admit()
             for part in self.parts:
                 part.stream = await self.state.backend.submit(part.request)
                 if self._closed.is_set():
@@ -185,6 +194,24 @@ class RequestRun:
         await asyncio.gather(*self._pumps, return_exceptions=True)
         await asyncio.gather(*(self._release(part) for part in self.parts))
         await self._settle()
+
+    async def _admit(self) -> None:
+        """Reserves what the tenant's request may take. From here on a ledger row is owed."""
+        prompt = sum(len(part.request.prompt_token_ids) for part in self.parts)
+        output = sum(part.request.sampling.max_tokens * part.request.sampling.n for part in self.parts)
+        self._grant = await self.state.tenancy.admit(self.tenant, prompt, output)
+        self.state.ledger.accepted(
+            Opening(
+                request_id=self.parts[0].request.request_id,
+                tenant=self.tenant,
+                model=self.model,
+                adapter=self._adapter(),
+            )
+        )
+
+    def _adapter(self) -> str | None:
+        adapter = self.parts[0].request.adapter
+        return None if adapter is None else f"{adapter.name}@{adapter.digest}"
 
     async def _release(self, part: RequestPart) -> None:
         """Aborts and drains what still runs; closes the stream whatever happens."""
@@ -214,16 +241,29 @@ class RequestRun:
         now_s = self.state.clock()
         terminal = self._terminal()
         self.state.metrics.generation_ended(terminal, now_s - self.began_s)
+        if terminal == "rejected":
+            self.state.metrics.tenant_rejected(self.tenant, self._why_rejected())
+        if self._grant is None:
+            return
+        usage = self.counted() if terminal != "rejected" else Usage(0, 0)
+        self.state.tenancy.settle(self._grant, usage.prompt_tokens + usage.completion_tokens)
+        self.state.metrics.tenant_billed(self.tenant, usage)
         outcome = Outcome(
             request_id=self.parts[0].request.request_id,
             tenant=self.tenant,
             model=self.model,
+            adapter=self._adapter(),
             terminal=terminal,
-            usage=self.counted() if terminal != "rejected" else Usage(0, 0),
+            usage=usage,
             began_s=self.began_s,
             ended_s=now_s,
         )
         await self.state.ledger.settle(outcome)
+
+    def _why_rejected(self) -> str:
+        if isinstance(self.error, OverLimit):
+            return self.error.reason
+        return self.error.code if isinstance(self.error, RequestRefused) else "internal_error"
 
     def _terminal(self) -> str:
         if isinstance(self.error, RequestRefused) and self.error.status != 500:

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from cluster.gateway import handlers, probes
+from cluster.gateway import adapters, admin, handlers, probes
 from cluster.gateway.auth import AuthLevel, Principal, check_level
 from cluster.gateway.envelope import Envelope
 from cluster.gateway.http_errors import on_tandem_error
@@ -43,6 +43,14 @@ ROUTES: tuple[RouteSpec, ...] = (
     RouteSpec("GET", "/v1/models/{model:path}", AuthLevel.API_KEY, probes.model),
     RouteSpec("POST", "/tokenize", AuthLevel.API_KEY, handlers.tokenize),
     RouteSpec("POST", "/detokenize", AuthLevel.API_KEY, handlers.detokenize),
+    RouteSpec("GET", "/admin/tenants", AuthLevel.ADMIN, admin.list_tenants),
+    RouteSpec("POST", "/admin/tenants", AuthLevel.ADMIN, admin.add_tenant),
+    RouteSpec("GET", "/admin/tenants/{name}", AuthLevel.ADMIN, admin.show_tenant),
+    RouteSpec("PATCH", "/admin/tenants/{name}", AuthLevel.ADMIN, admin.change_tenant),
+    RouteSpec("DELETE", "/admin/tenants/{name}", AuthLevel.ADMIN, admin.remove_tenant),
+    RouteSpec("POST", "/admin/tenants/{name}/rotate-key", AuthLevel.ADMIN, admin.rotate_key),
+    RouteSpec("POST", "/v1/load_lora_adapter", AuthLevel.ADMIN, adapters.load_adapter),
+    RouteSpec("POST", "/v1/unload_lora_adapter", AuthLevel.ADMIN, adapters.unload_adapter),
     RouteSpec("GET", "/livez", AuthLevel.OPEN, probes.live),
     RouteSpec("GET", "/ping", AuthLevel.OPEN, probes.live),
     RouteSpec("GET", "/health", AuthLevel.OPEN, probes.ready),
@@ -61,12 +69,14 @@ def build_gateway_app(state: GatewayState) -> FastAPI:
         yield
         await state.tasks.close(SHUTDOWN_S)
         state.text.close()
+        if state.adapters is not None:
+            state.adapters.close()
 
     app = FastAPI(title="Tandem", openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.router.redirect_slashes = False
     app.add_exception_handler(TandemError, on_tandem_error)
     app.add_exception_handler(HTTPException, on_tandem_error)
-    app.add_middleware(Envelope, metrics=state.metrics, draining=state.draining)
+    app.add_middleware(Envelope, metrics=state.metrics, draining=state.draining, tenancy=state.tenancy)
     specs = [*ROUTES, RouteSpec("GET", OPENAPI_PATH, AuthLevel.OPEN, _document_handler())]
     for spec in specs:
         app.router.routes.append(Route(spec.path, _endpoint(state, spec), methods=[spec.method]))
@@ -79,6 +89,8 @@ def _endpoint(state: GatewayState, spec: RouteSpec) -> Callable[[Request], Await
     async def endpoint(request: Request) -> Response:
         request.scope["tandem.route"] = spec.path
         principal = check_level(spec.level, state.auth, request.headers.get("authorization"))
+        if spec.level is not AuthLevel.OPEN:
+            request.scope["tandem.tenant"] = principal.tenant
         if spec.method == "POST":
             state.draining.check()
         return await spec.handler(state, request, principal)

@@ -13,16 +13,29 @@ from typing import Protocol
 import msgspec
 from prometheus_client import CollectorRegistry
 
+from cluster.adapters.desk import AdapterDesk
+from cluster.adapters.running import RunningAdapters
 from cluster.gateway.auth import Authenticator, StaticKeys
 from cluster.gateway.backend import Backend
 from cluster.gateway.draining import Draining
 from cluster.gateway.metrics import GatewayMetrics
 from cluster.gateway.owners import TaskOwner, TextWorkers
+from cluster.tenants.admin import NoTenantAdmin, TenantAdmin
+from cluster.tenants.admission import OpenTenancy, Tenancy
 from configs.schema import GatewaySettings
 from workers.messages import Usage
 from workers.text.chat_template import ChatTemplate
 from workers.text.detokenizer import DetokenizerFactory
 from workers.text.tokenizer import ModelTokenizer
+
+
+class Opening(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that its tenant's limits have let in. adapter: name@digest."""
+
+    request_id: str
+    tenant: str
+    model: str
+    adapter: str | None = None
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +44,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     tenant: str
     model: str
+    adapter: str | None = None
     terminal: str
     usage: Usage
     began_s: float
@@ -40,6 +54,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 class Ledger(Protocol):
     """Takes exactly one Outcome per accepted request."""
 
+    def accepted(self, opening: Opening) -> None:
+        """A row is owed from now on. Never waits."""
+        ...
+
     async def settle(self, outcome: Outcome) -> None:
         """Writes the row. Called by the request's owner task, never by an HTTP handler."""
         ...
@@ -48,6 +66,9 @@ class Ledger(Protocol):
 class NoLedger:
     """Keeps nothing."""
 
+    def accepted(self, opening: Opening) -> None:
+        del opening
+
     async def settle(self, outcome: Outcome) -> None:
         del outcome
 
@@ -55,17 +76,19 @@ class NoLedger:
 @dataclass(frozen=True, kw_only=True)
 class GatewayTimes:
     """Seconds. keep_alive: silence before an SSE comment; stuck_send: a client that does not read; drain: an aborted
-    request's last word; usage: the bill after a stop string."""
+    request's last word; usage: the bill after a stop string; unload: the last request of an adapter."""
 
     keep_alive_s: float = 15.0
     stuck_send_s: float = 60.0
     drain_s: float = 5.0
     usage_s: float = 1.0
+    unload_s: float = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayState:
-    """Shared by all routes of one app."""
+    """Shared by all routes of one app. adapters: None when none are served; adapter_roots: where clients may load
+    from."""
 
     settings: GatewaySettings
     model_names: tuple[str, ...]
@@ -76,6 +99,8 @@ class GatewayState:
     vocab_size: int
     backend: Backend
     auth: Authenticator
+    tenancy: Tenancy
+    tenants: TenantAdmin
     ledger: Ledger
     registry: CollectorRegistry
     metrics: GatewayMetrics
@@ -89,6 +114,9 @@ class GatewayState:
     clock: Callable[[], float]
     wall_clock: Callable[[], float]
     random_seed: Callable[[], int]
+    adapters: AdapterDesk | None
+    adapter_roots: tuple[str, ...]
+    running_adapters: RunningAdapters
 
 
 def make_state(
@@ -102,6 +130,8 @@ def make_state(
     backend: Backend,
     engine_eos_token_ids: frozenset[int] | None = None,
     auth: Authenticator | None = None,
+    tenancy: Tenancy | None = None,
+    tenants: TenantAdmin | None = None,
     ledger: Ledger | None = None,
     registry: CollectorRegistry | None = None,
     times: GatewayTimes | None = None,
@@ -109,6 +139,8 @@ def make_state(
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
     random_seed: Callable[[], int] = lambda: secrets.randbits(63),
+    adapters: AdapterDesk | None = None,
+    adapter_roots: tuple[str, ...] = (),
 ) -> GatewayState:
     """A GatewayState. engine_eos_token_ids: what the engine stops at by itself; the tokenizer's other EOS ids are sent
     with each request as stop ids (None: the engine knows them all)."""
@@ -124,7 +156,9 @@ def make_state(
         max_model_len=max_model_len,
         vocab_size=vocab_size,
         backend=backend,
-        auth=auth if auth is not None else StaticKeys(settings.api_keys),
+        auth=auth if auth is not None else StaticKeys(settings.api_keys, settings.admin_keys),
+        tenancy=tenancy if tenancy is not None else OpenTenancy(),
+        tenants=tenants if tenants is not None else NoTenantAdmin(),
         ledger=ledger if ledger is not None else NoLedger(),
         registry=registry,
         metrics=GatewayMetrics(registry, settings.metrics_prefix, model_names[0]),
@@ -138,4 +172,7 @@ def make_state(
         clock=clock,
         wall_clock=wall_clock,
         random_seed=random_seed,
+        adapters=adapters,
+        adapter_roots=adapter_roots,
+        running_adapters=adapters.running if adapters is not None else RunningAdapters(),
     )

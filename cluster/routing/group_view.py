@@ -2,6 +2,8 @@
 
 import msgspec
 
+from cluster.routing.residency import Tier
+
 STALLS_AFTER_S = 2.0
 
 
@@ -10,7 +12,7 @@ class GroupView(msgspec.Struct, frozen=True, kw_only=True):
 
     outstanding_here: those this gateway sent. outstanding_elsewhere: those of other gateways, as last reported.
     stalled_s: how long nothing had moved there although something should have, as last reported. vanished: this gateway
-    hears nothing of it any more.
+    hears nothing of it any more. adapter: where it has the adapter of the request that is routed; without one: NONE.
     """
 
     group: str
@@ -19,6 +21,7 @@ class GroupView(msgspec.Struct, frozen=True, kw_only=True):
     kv_used: float = 0.0
     stalled_s: float = 0.0
     vanished: bool = False
+    adapter: Tier = Tier.NONE
 
     @property
     def stalls(self) -> bool:
@@ -31,7 +34,9 @@ class GroupView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestView(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a request matters for routing. `cost_tokens`: prompt + allowed output of all choices."""
+    """What of a request matters for routing. `cost_tokens`: prompt + allowed output of all choices. adapter: its key
+    (residency.adapter_key), None without one."""
 
     request_id: str
     cost_tokens: int
+    adapter: str | None = None

@@ -3,10 +3,20 @@
 Pure functions of the views; the Serve router calls them and falls back to no preference when one raises.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Final, Protocol
 
 from cluster.routing.group_view import GroupView, RequestView
+from cluster.routing.residency import Tier
+
+MISS_TOKENS: Final = 512
+"""What loading an adapter from its source is worth in tokens to come, besides MISS_REQUESTS of the request's own size:
+with long answers allowed, one request more is no reason to load it elsewhere."""
+MISS_REQUESTS: Final = 2
+TIER_SHARES: Final[Mapping[Tier, float]] = MappingProxyType(
+    {Tier.DEVICE: 0.0, Tier.HOST: 0.25, Tier.HOME: 0.75, Tier.NONE: 1.0}
+)
 
 
 class RoutingPolicy(Protocol):
@@ -22,6 +32,19 @@ class LeastOutstandingTokens:
 
     def scores(self, groups: Sequence[GroupView], request: RequestView) -> list[float]:
         return [-float(group.outstanding_tokens) for group in groups]
+
+
+class AdapterAffinity:
+    """Least outstanding tokens, where a group that would have to load the request's adapter counts as having more.
+
+    So among groups of similar load the request goes where its adapter lies, device before host before none; when those
+    have more to do than the others by what a load is worth, one more group gets it: the more popular an adapter, the
+    more groups hold it. Requests without an adapter are routed by tokens alone.
+    """
+
+    def scores(self, groups: Sequence[GroupView], request: RequestView) -> list[float]:
+        miss = 0.0 if request.adapter is None else MISS_TOKENS + MISS_REQUESTS * request.cost_tokens
+        return [-(group.outstanding_tokens + TIER_SHARES[group.adapter] * miss) for group in groups]
 
 
 def best_first(policy: RoutingPolicy, groups: Sequence[GroupView], request: RequestView) -> list[int]:

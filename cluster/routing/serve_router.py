@@ -14,7 +14,8 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from cluster.routing.group_view import GroupView, RequestView
 from cluster.routing.outstanding import Outstanding
-from cluster.routing.policy import LeastOutstandingTokens, best_first
+from cluster.routing.policy import AdapterAffinity, best_first
+from cluster.routing.residency import Residency, Tier, adapter_key, home_of
 from workers.messages import GenerationRequest
 
 log = logging.getLogger("ray.serve.tandem")
@@ -27,8 +28,9 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
 
     def initialize_state(self, **kwargs: Any) -> None:
         assert not kwargs, f"unknown router arguments {sorted(kwargs)}"
-        self._policy = LeastOutstandingTokens()
+        self._policy = AdapterAffinity()
         self._outstanding = Outstanding()
+        self._residency = Residency()
         self._decode = msgspec.msgpack.Decoder(GenerationRequest).decode
 
     async def choose_replicas(
@@ -40,8 +42,10 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
         try:
             self._outstanding.forget_older_than(time.monotonic() - LONGEST_CALL_S)
             vanished = pending_request.kwargs.get("vanished", ())
-            views = [self._view(replica, vanished) for replica in candidate_replicas]
             request = self._request_view(pending_request)
+            views = [self._view(replica, vanished) for replica in candidate_replicas]
+            if request.adapter is not None:
+                views = self._with_tiers(views, request.adapter)
             order = best_first(self._policy, views, request)
             self._begin(pending_request, views[order[0]].group, request)
             return [[candidate_replicas[i]] for i in order]
@@ -63,17 +67,24 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        self._outstanding.keep_only(replica.replica_id.unique_id for replica in replicas)
+        alive = [replica.replica_id.unique_id for replica in replicas]
+        self._outstanding.keep_only(alive)
+        self._residency.keep_only(alive)
 
     def _begin(self, pending_request: PendingRequest, group: str, request: RequestView) -> None:
         call_id = pending_request.metadata.internal_request_id
-        self._outstanding.begin(call_id, group, request.cost_tokens, time.monotonic())
+        now_s = time.monotonic()
+        self._outstanding.begin(call_id, group, request.cost_tokens, now_s)
+        if request.adapter is not None:
+            self._residency.sent(group, request.adapter, now_s)
 
     def _view(self, replica: RunningReplica, vanished: Sequence[str]) -> GroupView:
         group = replica.replica_id.unique_id
         stats = replica.routing_stats
         if stats:
-            self._outstanding.report(group, int(stats["outstanding_tokens"]), int(stats["report_number"]))
+            number = int(stats["report_number"])
+            self._outstanding.report(group, int(stats["outstanding_tokens"]), number)
+            self._residency.report(group, number, stats.get("on_device", ()), stats.get("on_host", ()))
         return GroupView(
             group=group,
             outstanding_here=self._outstanding.here(group),
@@ -83,9 +94,20 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
             vanished=group in vanished,
         )
 
+    def _with_tiers(self, views: list[GroupView], key: str) -> list[GroupView]:
+        """The same, knowing where each has the adapter."""
+        now_s, home = time.monotonic(), home_of(key, (view.group for view in views))
+        tiers = [self._residency.tier(view.group, key, now_s) for view in views]
+        homed = [Tier.HOME if t is Tier.NONE and v.group == home else t for v, t in zip(views, tiers, strict=True)]
+        return [msgspec.structs.replace(v, adapter=t) for v, t in zip(views, homed, strict=True)]
+
     def _request_view(self, pending_request: PendingRequest) -> RequestView:
         request = self._decode(pending_request.args[0])
-        return RequestView(request_id=request.request_id, cost_tokens=cost_tokens(request))
+        return RequestView(
+            request_id=request.request_id,
+            cost_tokens=cost_tokens(request),
+            adapter=adapter_key(request.adapter.digest) if request.adapter is not None else None,
+        )
 
 
 def cost_tokens(request: GenerationRequest) -> int:

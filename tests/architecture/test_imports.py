@@ -23,6 +23,7 @@ ONLY_IN = {
     "starlette": ("cluster/",),
     "pydantic": ("cluster/",),
     "redis": ("cluster/coordination/client.py",),
+    "fsspec": ("workers/adapter_source.py",),
     "triton": ("workers/kernels/",),
 }
 TORCH_FREE_FOLDERS = ("configs/", "offload/", "workers/engine/", "workers/text/", "cluster/")
@@ -144,6 +145,7 @@ def run_blocked(blocked: tuple[str, ...], body: str) -> subprocess.CompletedProc
     "module",
     [
         "cluster.gateway.routes",
+        "cluster.adapters.checks",
         "cluster.routing.serve_router",
         "cluster.replica",
         "cluster.app",
@@ -151,6 +153,8 @@ def run_blocked(blocked: tuple[str, ...], body: str) -> subprocess.CompletedProc
         "workers.engine.engine",
         "workers.rank_group",
         "workers.models.registry",
+        "workers.adapter_source",
+        "workers.base_tables",
         "workers.planning",
         "cluster.commands.plan",
         "workers.text.tokenizer",

@@ -26,6 +26,7 @@ class Job:
     num_sampled: int = 0
     unsent: list[int] = field(default_factory=list)
     bound: bool = False
+    adapter_slot: int | None = None
 
     @property
     def token_ids(self) -> list[int]:
@@ -105,6 +106,7 @@ class ExecutorDriver:
                 prompt_len=len(job.prompt),
                 num_computed=0,
                 sampling=job.sampling,
+                adapter_slot=job.adapter_slot,
             )
             for row, job in rows
             if not job.bound

@@ -1,8 +1,10 @@
 """An engine without a model: token i of a request is (last prompt token + i), one token a step. For transport tests."""
 
+from collections.abc import Iterable, Mapping
+
 from workers.engine.stats import Collector, EngineStats
 from workers.errors import GroupLost, QueueFull
-from workers.messages import Abort, Ended, GenerationRequest, TokenDelta, Usage
+from workers.messages import Abort, AdapterRef, Ended, GenerationRequest, TokenDelta, Usage
 
 
 class FakeEngine:
@@ -13,6 +15,11 @@ class FakeEngine:
         self.live: dict[str, tuple[GenerationRequest, int]] = {}
         self.aborts: list[Abort] = []
         self.steps = 0
+        self.residency: dict[str, str] = {}
+        self.pinned: set[AdapterRef] = set()
+        self.weights: dict[str, float] = {}
+        self.charged_here: dict[str, float] = {}
+        self.charged_elsewhere: dict[str, float] = {}
 
     def add_request(self, request: GenerationRequest) -> None:
         if request.prompt_token_ids == [429]:
@@ -47,6 +54,24 @@ class FakeEngine:
                 request, position = self.live.pop(delta.request_id)
                 self._end(request, position, "length")
         return True
+
+    def adapter_residency(self) -> dict[str, str]:
+        return self.residency
+
+    def set_pinned_adapters(self, adapters: Iterable[AdapterRef]) -> None:
+        self.pinned = set(adapters)
+        self.residency |= {adapter.digest: "device" for adapter in adapters}
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        self.weights = dict(weights)
+
+    def take_charges(self) -> dict[str, float]:
+        taken, self.charged_here = self.charged_here, {}
+        return taken
+
+    def charge_elsewhere(self, charges: Mapping[str, float]) -> None:
+        for tenant, charge in charges.items():
+            self.charged_elsewhere[tenant] = self.charged_elsewhere.get(tenant, 0.0) + charge
 
     def stats(self) -> EngineStats:
         counts = Collector()
@@ -83,6 +108,7 @@ class FakeEngine:
         if request.prompt_token_ids == [666]:
             raise GroupLost("rank 0 has died")
         self.live[request.request_id] = (request, position + 1)
+        self.charged_here[request.tenant] = self.charged_here.get(request.tenant, 0.0) + 1.0
         last = position + 1 >= request.sampling.max_tokens
         return TokenDelta(
             request_id=request.request_id,

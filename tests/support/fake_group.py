@@ -1,7 +1,7 @@
 """A whole group without Ray: the real engine thread over a fake engine, called like a Serve handle."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -20,6 +20,7 @@ class FakeGroup:
         self.engine: Any = None
         self.failures: list[tuple[Exception, bool]] = []
         self.last_stats: EngineStats | None = None
+        self.last_residency: Mapping[str, str] = {}
         self.calls: set[asyncio.Future[Any]] = set()
         self.requests: list[GenerationRequest] = []
         self._loop = asyncio.get_running_loop()
@@ -35,8 +36,9 @@ class FakeGroup:
     def opened(self) -> None:
         self._loop.call_soon_threadsafe(self._opened.set)
 
-    def stats(self, stats: EngineStats) -> None:
+    def stats(self, stats: EngineStats, residency: Mapping[str, str]) -> None:
         self.last_stats = stats
+        self.last_residency = residency
 
     def failed(self, error: Exception, opened: bool) -> None:
         self.failures.append((error, opened))

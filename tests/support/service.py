@@ -59,11 +59,12 @@ class Service:
         self.url = f"http://127.0.0.1:{port}"
         self.log = self.temp.with_suffix(".log")
         self._seen: dict[int, psutil.Process] = {}
+        self.environment = {**os.environ, "TMPDIR": str(self.temp), "XDG_RUNTIME_DIR": "", **env}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command,
                 cwd=cwd or self.temp,
-                env={**os.environ, "TMPDIR": str(self.temp), "XDG_RUNTIME_DIR": "", **env},
+                env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

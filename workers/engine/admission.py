@@ -1,7 +1,7 @@
 """Who may come in: checks of one request, limits of the queue, the order of waiting, deadlines.
 
-Called by the engine (checks, limits, deadlines) and the scheduler (order). Never touches blocks or rows. The order is
-behind WaitingQueue, so that fairness between tenants can replace it without the scheduler knowing.
+Called by the engine (checks, limits, deadlines) and the scheduler (order). Never touches blocks or rows. The order
+between tenants is fairness.py's, behind WaitingQueue; ArrivalQueue is the order within one tenant.
 """
 
 import heapq
@@ -26,27 +26,51 @@ class ModelFacts:
 
 
 class WaitingQueue(Protocol):
-    """Sequences that wait for a row and blocks. peek() is who must come next: nobody overtakes it."""
+    """Sequences that wait for a row and blocks, and those that wait for something else before they can (set aside).
+    peek() is who must come next: nobody overtakes it."""
 
-    def push(self, seq: Sequence) -> None: ...
+    def push(self, seq: Sequence) -> None:
+        """Nothing but a row and blocks is lacking, from now on."""
+        ...
+
+    def set_aside(self, seq: Sequence) -> None:
+        """It waits for something else, from the start or all at once; push() or remove() follows."""
+        ...
+
+    def remove(self, seq: Sequence) -> None:
+        """It waits no more, wherever it did."""
+        ...
 
     def peek(self) -> Sequence | None: ...
 
-    def remove(self, seq: Sequence) -> None: ...
+    def __len__(self) -> int:
+        """Without those set aside."""
+        ...
 
-    def __len__(self) -> int: ...
+    @property
+    def is_contested(self) -> bool:
+        """Whether the order depends on what running sequences have been charged."""
+        ...
+
+    def charge(self, seq: Sequence, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
+        """Tokens that were computed for it."""
+        ...
+
+    def counter(self, seq: Sequence) -> float:
+        """What its tenant has been served, over its weight."""
+        ...
 
 
 class ArrivalQueue:
-    """Priority (the smaller the earlier), then arrival. A preempted sequence came early, so it leads its priority."""
+    """Priority (the smaller the earlier), then those that have run before, then arrival."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int, int], Sequence]] = []
+        self._heap: list[tuple[tuple[int, bool, int, int], Sequence]] = []
         self._members: set[Sequence] = set()
 
     def push(self, seq: Sequence) -> None:
         self._members.add(seq)
-        heapq.heappush(self._heap, (seq.order, seq))
+        heapq.heappush(self._heap, (_place(seq), seq))
 
     def peek(self) -> Sequence | None:
         heap = self._heap
@@ -60,11 +84,19 @@ class ArrivalQueue:
         if self._heap and self._heap[0][1] is seq:
             heapq.heappop(self._heap)
         elif len(self._heap) > 2 * len(self._members) + 64:
-            self._heap = [(member.order, member) for member in self._members]
+            self._heap = [(_place(member), member) for member in self._members]
             heapq.heapify(self._heap)
+
+    def __contains__(self, seq: Sequence) -> bool:
+        return seq in self._members
 
     def __len__(self) -> int:
         return len(self._members)
+
+
+def _place(seq: Sequence) -> tuple[int, bool, int, int]:
+    priority, arrival, choice = seq.order
+    return priority, seq.bound_step == 0, arrival, choice
 
 
 class Deadlines:
@@ -114,7 +146,7 @@ class QueueLimits:
         self.num_tokens -= len(request.prompt_token_ids)
 
 
-def check_request(request: GenerationRequest, facts: ModelFacts, num_slots: int) -> None:
+def check_request(request: GenerationRequest, facts: ModelFacts, num_slots: int, has_adapters: bool) -> None:
     """Raises RequestRefused for what can never be served here. num_slots: tokens that the whole KV pool holds."""
     params, prompt = request.sampling, request.prompt_token_ids
     if not prompt:
@@ -128,7 +160,7 @@ def check_request(request: GenerationRequest, facts: ModelFacts, num_slots: int)
         raise _invalid("max_tokens must be at least 1", "max_tokens")
     if len(request.resume_token_ids) not in (0, params.n):
         raise _invalid(f"{len(request.resume_token_ids)} resumed choices, but n is {params.n}", "n")
-    if request.adapter_digest is not None:
+    if request.adapter is not None and not has_adapters:
         raise RequestRefused("this group has no adapters enabled", code="model_not_found", status=404, param="model")
     check_fit(len(prompt), facts, num_slots)
 

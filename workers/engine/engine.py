@@ -7,28 +7,44 @@ Nothing that a request contains ends the engine; GroupLost from the executor doe
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from configs.schema import EngineSettings, SchedulerSettings
-from workers.engine.admission import ArrivalQueue, Deadlines, ModelFacts, QueueLimits, WaitingQueue, check_request
+from workers.engine.adapter_turns import AdapterTurns
+from workers.engine.adapters import AdapterPool
+from workers.engine.admission import Deadlines, ModelFacts, QueueLimits, check_request
+from workers.engine.arrivals import Arrivals, closing_delta, end_of
 from workers.engine.block_manager import BlockManager
 from workers.engine.copy_costs import CopyCosts
 from workers.engine.executor import Executor, ExecutorReady
+from workers.engine.fairness import FairQueue
 from workers.engine.kv_offload import KVOffload
 from workers.engine.pacing import NoPacer, Pacer, StepPacer
+from workers.engine.reporting import engine_stats
 from workers.engine.results import ResultApplier
 from workers.engine.scheduler import Flight, Scheduler
 from workers.engine.sequence import RequestState, Sequence, Status
-from workers.engine.stats import Collector, EngineStats
+from workers.engine.stats import Collector, EngineStats, TenantCounts
 from workers.engine.step_log import StepLog
 from workers.errors import ContextLengthExceeded, QueueFull, RequestRefused
-from workers.messages import Abort, Ended, FinishReason, GenerationRequest, StepResult, TokenDelta
+from workers.messages import (
+    Abort,
+    AdapterRef,
+    Ended,
+    FinishReason,
+    GenerationRequest,
+    StepResult,
+    TokenDelta,
+    TransferDone,
+)
 
 __all__ = ["Engine", "ModelFacts", "OutputSink"]
 
 RESULT_WAIT_S = 0.05
 """How long step() waits for a result before its caller gets to take in requests and aborts again."""
+ADAPTER_WAIT_S = 0.005
+"""The same while only adapters are on their way: their sources may be far, and others should not wait for them."""
 
 
 class OutputSink(Protocol):
@@ -55,7 +71,6 @@ class Engine:
         ready: ExecutorReady,
         sink: OutputSink,
         clock: Callable[[], float] = time.monotonic,
-        waiting: WaitingQueue | None = None,
     ) -> None:
         self._facts = facts
         self._executor = executor
@@ -70,14 +85,14 @@ class Engine:
             kv_dtype=facts.kv_dtype,
             enable_prefix_caching=settings.cache.enable_prefix_caching,
         )
-        self._max_len = min(facts.max_model_len, self._manager.num_slots + 1)
         self._pacer = _pacer(settings.scheduler, settings.cache.block_size)
-        self._waiting: WaitingQueue = ArrivalQueue() if waiting is None else waiting
+        self._waiting = FairQueue()
         self._costs = CopyCosts(ready.block_bytes / ready.num_ranks)
         self._offload: KVOffload | None = None
         if ready.store is not None:
             send = executor.transfer
             self._offload = KVOffload(self._manager, ready.store, send, ready.num_ranks, self._costs, clock)
+        self._adapters = self._open_adapters(settings, ready) if settings.lora.enable_lora else None
         self._block_bytes = ready.block_bytes
         self._scheduler = Scheduler(
             settings.scheduler,
@@ -87,10 +102,12 @@ class Engine:
             relay=stages > 1,
             depth=self._depth,
             tiers=self._offload,
+            turns=AdapterTurns(self._adapters, settings.lora.max_loras, self._waiting),
         )
         self._collector = Collector()
-        self._eos = frozenset(facts.eos_token_ids)
-        self._results = ResultApplier(self._scheduler, self._manager, self._collector, self._eos)
+        eos = frozenset(facts.eos_token_ids)
+        self._arrivals = Arrivals(self._manager, eos, min(facts.max_model_len, self._manager.num_slots + 1))
+        self._results = ResultApplier(self._scheduler, self._manager, self._collector, eos)
         self._limits = QueueLimits(settings.scheduler)
         self._deadlines = Deadlines()
         self._log = StepLog(settings.step_log) if settings.step_log else None
@@ -98,7 +115,6 @@ class Engine:
         self._born_ended: list[tuple[RequestState, list[TokenDelta]]] = []
         self._flights: deque[Flight] = deque()
         self._arrived: deque[StepResult] = deque()
-        self._arrivals = 0
 
     # ---- requests ----
 
@@ -110,7 +126,9 @@ class Engine:
         """
         older = self._requests.get(request.request_id)
         try:
-            check_request(request, self._facts, self._manager.num_slots)
+            check_request(request, self._facts, self._manager.num_slots, has_adapters=self._adapters is not None)
+            if request.adapter is not None and self._adapters is not None:
+                self._adapters.check(request.adapter)
             if older is not None and older.request.epoch >= request.epoch:
                 raise RequestRefused(
                     f"request {request.request_id!r} is already running", code="invalid_value", param="request_id"
@@ -121,9 +139,8 @@ class Engine:
             raise
         if older is not None:
             self._supersede(older)
-        state = RequestState(request, arrival_s=self._clock())
+        state = self._arrivals.state_of(request, self._clock())
         self._requests[request.request_id] = state
-        self._build_sequences(state)
         self._deadlines.add(state)
         self._start(state)
 
@@ -148,8 +165,9 @@ class Engine:
 
     @property
     def is_copying(self) -> bool:
-        """Whether KV is on its way between tiers: call tend_copies() soon, also without work."""
-        return self._offload is not None and self._offload.is_busy
+        """Whether KV or adapters are on their way between tiers: call tend_copies() soon, also without work."""
+        adapters = self._adapters
+        return self._is_copying_kv or (adapters is not None and adapters.is_busy)
 
     def tend_copies(self, timeout_s: float = 0.0) -> None:
         """Without work: takes in what ranks say of their copies, waiting at most timeout_s for it."""
@@ -159,10 +177,32 @@ class Engine:
             self._take_transfers()
 
     def settle(self, timeout_s: float) -> None:
-        """Before an end without work: lets copies come to theirs, so that what can be kept is kept."""
+        """Before an end without work: lets copies of KV come to theirs, so that what can be kept is kept."""
         deadline_s = self._clock() + timeout_s
-        while self.is_copying and self._clock() < deadline_s and not self._flights:
+        while self._is_copying_kv and self._clock() < deadline_s and not self._flights:
             self.tend_copies(RESULT_WAIT_S)
+
+    # ---- tenants and adapters, from the rest of the cluster ----
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Tenants' weights from now on, above 0; those not named have 1."""
+        self._waiting.set_weights(weights)
+
+    def take_charges(self) -> dict[str, float]:
+        """What each tenant's work here cost since the last call, in prompt tokens (fairness.py)."""
+        self._scheduler.charge_running()
+        return self._waiting.take_charges()
+
+    def charge_elsewhere(self, charges: Mapping[str, float]) -> None:
+        """Adds what tenants' work cost in other groups since the last call, so that it counts once everywhere."""
+        self._waiting.charge_elsewhere(charges)
+
+    def set_pinned_adapters(self, refs: Iterable[AdapterRef]) -> None:
+        """These and no others: on the device when there is room, the last to be evicted. Without --enable-lora there
+        are none."""
+        if self._adapters is not None:
+            self._adapters.set_pinned(refs)
+            self._tend_adapters([])
 
     # ---- steps ----
 
@@ -183,7 +223,7 @@ class Engine:
             progress = True
         submitted_s = self._clock()
         self._collector.schedule_s += submitted_s - started_s
-        if not self._flights and (progress or self._offload is None or not self._offload.is_busy):
+        if not self._flights and (progress or not self.is_copying):
             return progress
         result = self._next_result()
         now_s = self._clock()
@@ -211,43 +251,28 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A frozen copy of all counts; O(live sequences)."""
-        collector, pool = self._collector, self._manager.pool
-        live = [
-            seq for state in self._requests.values() for seq in state.sequences if seq.status is not Status.FINISHED
-        ]
-        queued = [seq for seq in live if seq.status is not Status.RUNNING]
-        return EngineStats(
-            running=len(live) - len(queued),
-            waiting=len(queued),
-            waiting_tokens=sum(len(seq.tokens) for seq in queued),
+        return engine_stats(
+            self._requests.values(),
+            self._manager,
+            self._collector,
+            self._waiting.output_tokens(),
             in_flight_steps=len(self._flights),
-            num_blocks=pool.num_blocks,
-            block_size=self._manager.block_size,
-            used_blocks=pool.num_used,
-            cached_blocks=pool.num_cached,
-            kv_usage=pool.num_used / pool.num_blocks,
-            prefix_cache_queries=collector.prefix_cache_queries,
-            prefix_cache_hits=collector.prefix_cache_hits,
             preemptions=self._scheduler.num_preemptions,
-            prompt_tokens=collector.prompt_tokens,
-            generation_tokens=collector.generation_tokens,
-            wasted_tokens=collector.wasted_tokens,
-            steps=collector.steps,
-            schedule_s=collector.schedule_s,
-            wait_s=collector.wait_s,
-            device_s=collector.device_s,
-            finished=dict(collector.finished),
-            rejected=dict(collector.rejected),
-            time_to_first_token_s=collector.time_to_first_token.snapshot(),
-            inter_token_latency_s=collector.inter_token_latency.snapshot(),
-            e2e_latency_s=collector.e2e_latency.snapshot(),
-            queue_time_s=collector.queue_time.snapshot(),
-            iteration_tokens=collector.iteration_tokens.snapshot(),
             offload=None if self._offload is None else self._offload.stats(self._block_bytes),
+            adapters=None if self._adapters is None else self._adapters.stats(),
         )
 
+    def adapter_residency(self) -> dict[str, str]:
+        """The nearest tier that has an adapter, "device" or "host", by digest."""
+        return {} if self._adapters is None else self._adapters.residency()
+
     def check_laws(self) -> None:
-        """Asserts the block laws over all live sequences; for tests. O(blocks + sequences)."""
+        """Asserts the laws of blocks, queue and adapters over all live sequences; for tests. O(blocks + sequences)."""
+        self._scheduler.check_laws()
+        self._waiting.check_laws()
+        if self._adapters is not None:
+            running = (seq for state in self._requests.values() for seq in state.sequences if seq.row >= 0)
+            self._adapters.check_laws(running)
         tables = (seq.table for state in self._requests.values() for seq in state.sequences)
         if self._offload is None:
             self._manager.check_laws(tables)
@@ -257,11 +282,23 @@ class Engine:
 
     # ---- inside ----
 
+    def _open_adapters(self, settings: EngineSettings, ready: ExecutorReady) -> AdapterPool:
+        assert ready.adapter_pages > 0, "--enable-lora, and no rank has room for adapters"
+        return AdapterPool(
+            settings.lora,
+            ready.adapter_pages,
+            self._executor.transfer,
+            ready.num_ranks,
+            self._clock,
+            turn=self._waiting.counter,
+            on_swap=self._waiting.charge_swap,
+        )
+
     def _next_result(self) -> StepResult | None:
         """The oldest result, once it is known whether the loads that its plan waited for have arrived on every rank."""
         arrived, offload = self._arrived, self._offload
         if not arrived or (offload is not None and offload.is_open(self._flights[0].awaits)):
-            result = self._executor.wait(RESULT_WAIT_S)
+            result = self._executor.wait(RESULT_WAIT_S if self._flights or self._is_copying_kv else ADAPTER_WAIT_S)
             if result is not None:
                 arrived.append(result)
             if offload is not None and arrived and self._flights[0].awaits:
@@ -270,18 +307,45 @@ class Engine:
                     return None
         return arrived.popleft() if arrived else None
 
+    @property
+    def _is_copying_kv(self) -> bool:
+        return self._offload is not None and self._offload.is_busy
+
     def _take_transfers(self) -> bool:
         """Applies what ranks said of their transfers; sequences whose wait is over go on to the queue."""
-        offload = self._offload
-        if offload is None or not offload.is_busy:
+        adapters = self._adapters
+        if self._offload is None and adapters is None:
             return False
-        messages = self._executor.transfers_done()
+        messages = self._executor.transfers_done() if self.is_copying else []
+        progress = bool(messages)
+        if adapters is not None:
+            progress |= self._tend_adapters([message for message in messages if adapters.owns(message.ticket)])
+            messages = [message for message in messages if not adapters.owns(message.ticket)]
+        if self._is_copying_kv:
+            self._take_kv_transfers(messages)
+        return progress
+
+    def _take_kv_transfers(self, messages: list[TransferDone]) -> None:
+        offload = self._offload
+        assert offload is not None
         ready = [seq for message in messages for seq in offload.done(message)]
         for seq in offload.take_misled():
             self._scheduler.roll_back(seq)
         for seq in [*ready, *offload.overdue()]:
             self._scheduler.requeue(seq)
-        return bool(messages)
+
+    def _tend_adapters(self, messages: list[TransferDone]) -> bool:
+        """Moves adapters on; whether somebody's wait for one has changed."""
+        assert self._adapters is not None
+        turnover = self._adapters.tend(messages, self._scheduler.done_step)
+        for seq in turnover.withdrawn:
+            self._scheduler.withdraw(seq)
+        for seq in turnover.ready:
+            self._scheduler.requeue(seq)
+        for state, message in turnover.refused:
+            self._collector.rejected["adapter"] += 1
+            self._refuse(state, (400, "invalid_value", "model", message))
+        return any(turnover)
 
     def _supersede(self, older: RequestState) -> None:
         """Ends an older epoch of a request: whoever sent the newer one has given the older one up."""
@@ -289,40 +353,17 @@ class Engine:
         if older.request.request_id in self._requests:
             self._close(older)
 
-    def _build_sequences(self, state: RequestState) -> None:
-        request, params, arrival = state.request, state.request.sampling, self._arrivals
-        self._arrivals += 1
-        prompt = request.prompt_token_ids
-        eos = frozenset() if params.ignore_eos else self._eos
-        for choice in range(params.n):
-            resumed = request.resume_token_ids[choice] if request.resume_token_ids else []
-            seq = Sequence(
-                state=state,
-                choice=choice,
-                tokens=[*prompt, *resumed],
-                prompt_len=len(prompt),
-                max_len=min(len(prompt) + params.max_tokens, self._max_len),
-                min_len=len(prompt) + params.min_tokens,
-                stop_ids=eos.union(params.stop_token_ids),
-                order=(request.priority, arrival, choice),
-                table=self._manager.new_table(request.adapter_digest, request.cache_salt),
-                status=Status.HELD,
-            )
-            state.sequences.append(seq)
-        state.num_live = params.n
-        state.held = list(state.sequences)
-
     def _start(self, state: RequestState) -> None:
         """Ends the choices that another group had already brought to their end; queues the first of the others."""
         deltas: list[TokenDelta] = []
         for seq in state.sequences:
-            reason = _end_of(seq)
+            reason = end_of(seq)
             if reason is not None:
                 state.held.remove(seq)
                 seq.status, seq.finish_reason = Status.FINISHED, reason
                 self._collector.finished[reason] += 1
                 state.num_live -= 1
-                deltas.append(_closing_delta(seq, reason))
+                deltas.append(closing_delta(seq, reason))
         if state.held:
             self._scheduler.add(state.held.pop(0))
         if deltas:
@@ -339,11 +380,15 @@ class Engine:
                     self._close(state)
         for state in expired:
             self._collector.rejected["deadline"] += 1
-            for seq in state.sequences:
-                self._abort_sequence(seq, None)
             message = f"the request waited {state.request.deadline_s} s without being served"
-            self._close(state, refused=(503, "service_unavailable", None, message))
+            self._refuse(state, (503, "service_unavailable", None, message))
         return bool(born_ended or expired)
+
+    def _refuse(self, state: RequestState, refused: tuple[int, str, str | None, str]) -> None:
+        """Ends an accepted request that never ran."""
+        for seq in state.sequences:
+            self._abort_sequence(seq, None)
+        self._close(state, refused)
 
     def _abort_sequence(self, seq: Sequence, keep_positions: int | None) -> None:
         produced = seq.num_billed
@@ -361,6 +406,8 @@ class Engine:
         del self._requests[state.request.request_id]
         if not state.admitted:
             self._limits.leave(state.request)
+        if self._adapters is not None:
+            self._adapters.leave(state)
         self._collector.e2e_latency.observe(self._clock() - state.arrival_s)
         self._sink.ended(state.ended(refused), state.request)
 
@@ -378,6 +425,10 @@ class Engine:
                 collector.prompt_tokens += seq.prompt_len
                 collector.prefix_cache_queries += len(seq.tokens)
                 collector.prefix_cache_hits += num_cached
+                tenant = collector.tenants.setdefault(seq.tenant, TenantCounts())
+                tenant.prompt_tokens += seq.prompt_len
+                tenant.queue_s += now_s - state.arrival_s
+                tenant.queued_requests += 1
 
 
 def _pacer(settings: SchedulerSettings, block_size: int) -> Pacer:
@@ -390,23 +441,3 @@ def _cause(refusal: RequestRefused) -> str:
     if isinstance(refusal, QueueFull):
         return "queue_full"
     return "context_length" if isinstance(refusal, ContextLengthExceeded) else "invalid"
-
-
-def _end_of(seq: Sequence) -> FinishReason | None:
-    """Why a resumed choice needs no further token; None when it does."""
-    if seq.num_output and seq.tokens[-1] in seq.stop_ids and len(seq.tokens) >= seq.min_len:
-        return "stop"
-    return "length" if len(seq.tokens) >= seq.max_len else None
-
-
-def _closing_delta(seq: Sequence, reason: FinishReason) -> TokenDelta:
-    state = seq.state
-    return TokenDelta(
-        request_id=state.request.request_id,
-        epoch=state.request.epoch,
-        choice=seq.choice,
-        first_position=seq.num_output,
-        token_ids=[],
-        finish_reason=reason,
-        usage=state.usage() if state.num_live == 0 else None,
-    )

@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 
 from offload.tiered_store import TieredStore
-from workers.messages import StepPlan, StepResult, Transfer, TransferDone
+from workers.messages import AdapterMove, StepPlan, StepResult, Transfer, TransferDone
 
 
 class ExecutorReady(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,6 +18,7 @@ class ExecutorReady(msgspec.Struct, frozen=True, kw_only=True):
     store: the tiers below the device, when there are any; tier_notes: what was chosen for them, or why there are none;
     before that, what was chosen for weights that stream.
     kv_dtype: what the blocks hold, None: dtype.
+    adapter_pages: device pages for LoRA adapters, the least of all ranks; 0: none.
     """
 
     num_blocks: int
@@ -33,6 +34,7 @@ class ExecutorReady(msgspec.Struct, frozen=True, kw_only=True):
     store: TieredStore | None = None
     tier_notes: tuple[str, ...] = ()
     kv_dtype: str | None = None
+    adapter_pages: int = 0
 
 
 class Executor(Protocol):
@@ -51,8 +53,9 @@ class Executor(Protocol):
         died."""
         ...
 
-    def transfer(self, transfer: Transfer) -> None:
-        """Hands a move between tiers to every rank; it runs beside the plans. Only with `store` in the answer."""
+    def transfer(self, transfer: Transfer | AdapterMove) -> None:
+        """Hands a move between tiers to every rank; it runs beside the plans. Transfers only with `store` in the
+        answer, AdapterMoves only with adapter_pages."""
         ...
 
     def transfers_done(self) -> list[TransferDone]:

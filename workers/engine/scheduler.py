@@ -9,6 +9,9 @@ so a plan that rebinds a row or rewrites a block comes after all earlier plans t
 Rows are therefore reused at once; results are attributed by step, never by row. Blocks are held back until the last
 plan that names them has returned (BlockPool), for the index and the tiers look at blocks outside that order.
 
+Adapters: a sequence whose adapter is not on the device waits outside the queue; at most max_loras of them share a step
+(adapter_turns.py). Between tenants the queue decides, by what the scheduler tells it of tokens computed (fairness.py).
+
 Called by the engine: add, schedule, returned, finish. Knows no clock, no output, no transport.
 """
 
@@ -17,10 +20,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from configs.schema import SchedulerSettings
+from workers.engine.adapter_turns import AdapterTurns
 from workers.engine.admission import WaitingQueue
 from workers.engine.block_manager import BlockManager, BlockTable
 from workers.engine.pacing import Pacer
-from workers.engine.sequence import QUEUED, Sequence, Status
+from workers.engine.sequence import WAITS, Sequence, Status
 from workers.messages import RowInit, RowWork, StepPlan
 
 
@@ -123,12 +127,14 @@ class Scheduler:
         relay: bool,
         depth: int,
         tiers: LowerTiers | None = None,
+        turns: AdapterTurns | None = None,
     ) -> None:
         self.waiting = waiting
         self.num_preemptions = 0
         self.done_step = 0
         self._manager = manager
         self._tiers: LowerTiers = NoTiers() if tiers is None else tiers
+        self._turns = AdapterTurns(None, 1, waiting) if turns is None else turns
         self._pacer = pacer
         self._relay = relay
         self._depth = depth
@@ -148,21 +154,40 @@ class Scheduler:
     def num_running(self) -> int:
         return sum(seq.status is Status.RUNNING for seq in self._running)
 
+    def check_laws(self) -> None:
+        """Asserts the laws of waiting and of adapters in a step; for tests."""
+        self._turns.check_laws([seq for seq in self._running if seq.status is Status.RUNNING])
+
     # ---- commands ----
 
     def add(self, seq: Sequence) -> None:
         """A sequence may come in as soon as there is room."""
-        seq.num_known = len(seq.tokens)
+        seq.num_known = seq.num_charged = len(seq.tokens)
         self.requeue(seq)
 
     def requeue(self, seq: Sequence) -> None:
-        """Into the queue, or first to wait for what a lower tier has of its prefix. With nobody else there it runs
-        while that comes up (_find_prefix)."""
+        """Into the queue, or first to wait for its adapter, then for what a lower tier has of its prefix. With nobody
+        else there it runs while that comes up (_find_prefix)."""
+        if seq.adapter is not None and not self._turns.admit(seq):
+            self._set_aside(seq, Status.UNPLACED)
+            return
         if (self.num_running or len(self.waiting)) and self._tiers.load(seq, self._reserve):
-            seq.status = Status.LOADING
+            self._set_aside(seq, Status.LOADING)
             return
         seq.status = Status.PREEMPTED if seq.bound_step else Status.WAITING
         self.waiting.push(seq)
+
+    def withdraw(self, seq: Sequence) -> None:
+        """A sequence that waits, perhaps in the queue, waits for its adapter again; requeue() follows."""
+        assert seq.status in WAITS and not seq.bound_step, "only newcomers wait for their adapter again"
+        self._tiers.drop(seq)
+        self._turns.pass_over(seq)
+        self._set_aside(seq, Status.UNPLACED)
+
+    def charge_running(self) -> None:
+        """Tells the queue what running sequences have cost since it was told last."""
+        for seq in self._running:
+            self._charge(seq)
 
     def schedule(self) -> tuple[Flight, StepPlan] | None:
         """The next plan, or None when nobody can compute anything now."""
@@ -198,11 +223,12 @@ class Scheduler:
 
     def finish(self, seq: Sequence) -> None:
         """Takes a sequence out, wherever it is, and lets go of all it holds. Its results in flight are discarded."""
-        if seq.status in QUEUED:
+        if seq.status in WAITS:
+            self._charge(seq)
             self.waiting.remove(seq)
             self._tiers.drop(seq)
-        elif seq.status is Status.LOADING:
-            self._tiers.drop(seq)
+            if seq.adapter is not None:
+                self._turns.drop(seq)
         elif seq.status is Status.RUNNING:
             self._any_finished = True
             self._tiers.store(seq.table)
@@ -258,7 +284,7 @@ class Scheduler:
         )
 
     def _extend_or_preempt(self, seq: Sequence, num_tokens: int) -> list[int] | None:
-        """Blocks for seq, taken from the latest of the running if need be (perhaps from seq itself: None).
+        """Blocks for seq, taken from another that runs if need be (perhaps from seq itself: None).
 
         None as well while blocks of preempted or ended sequences are still named by plans in flight: seq sits out.
         """
@@ -267,11 +293,20 @@ class Scheduler:
             missing = manager.blocks_for(num_tokens) - len(seq.table.block_ids)
             if pool.num_allocatable + pool.num_pending >= missing:
                 return None
-            victim = self._running.pop()
+            victim = self._victim(seq)
+            self._running.remove(victim)
             self._preempt(victim)
             if victim is seq:
                 return None
         return added
+
+    def _victim(self, seq: Sequence) -> Sequence:
+        """Of those that this step has not served yet, seq included: one of the lowest priority, of the tenant that has
+        been served most, the latest. (If it is seq itself, the one after it sits this step out.)"""
+        if self.waiting.is_contested:
+            self.charge_running()
+        unserved = self._running[self._running.index(seq) :]
+        return max(unserved, key=lambda other: (other.order[0], self.waiting.counter(other), other.order))
 
     def _preempt(self, seq: Sequence) -> None:
         """Back to the queue without blocks; its samples in flight still count, its KV is loaded or computed again."""
@@ -295,10 +330,19 @@ class Scheduler:
             seq.void_until = self._next_step - 1
 
     def _unbind(self, seq: Sequence) -> None:
+        self._charge(seq)
+        if seq.adapter is not None:
+            self._turns.unbind(seq)
         self._manager.release(seq.table, seq.last_step)
         self._free_rows.append(seq.row)
         self._unsent_freed.add(seq.row)
         seq.row = -1
+
+    def _charge(self, seq: Sequence) -> None:
+        num_tokens = len(seq.tokens)
+        if num_tokens > seq.num_charged:
+            self.waiting.charge(seq, output_tokens=num_tokens - seq.num_charged)
+            seq.num_charged = num_tokens
 
     def _schedule_chunks(self, flight: Flight, chunks: list[Sequence], budget: int) -> int:
         """The next part of running prompts, earliest first. Their blocks were allocated when they were admitted."""
@@ -323,15 +367,21 @@ class Scheduler:
     # ---- waiting ----
 
     def _admit_waiting(self, flight: Flight, budget: int) -> None:
-        """Lets in the head of the queue while rows, blocks and tokens last; nobody overtakes a head that must wait."""
+        """Lets in the head of the queue while rows, blocks and tokens last; nobody overtakes a head that must wait for
+        those (for its adapter's turn: adapter_turns.py)."""
+        if self._turns.is_due:
+            self._turns.bring_back()
+        if self.waiting.is_contested:
+            self.charge_running()
         while budget > 0 and self._free_rows and (seq := self.waiting.peek()) is not None:
             if seq.last_step > self.done_step:
                 return  # preempted, with samples still in flight
+            if seq.adapter is not None and not self._turns.may_run(seq):
+                continue
             alone = not self._running and not flight.work
             joined = self._tiers.join(seq) if alone else None
             if joined is None and self._tiers.load(seq, self._reserve):
-                self.waiting.remove(seq)
-                seq.status = Status.LOADING
+                self._set_aside(seq, Status.LOADING)
                 continue
             admitted = self._share_prompt(flight, seq) or self._find_prefix(flight, seq, joined)
             if not admitted:
@@ -339,8 +389,13 @@ class Scheduler:
             self.waiting.remove(seq)
             if not seq.bound_step:
                 flight.admitted.append((seq, seq.num_scheduled))
+                self.waiting.charge(seq, prompt_tokens=len(seq.tokens) - seq.num_scheduled)
             self._bind(flight, seq)
             budget -= self._give(flight, seq, budget, list(seq.table.block_ids))
+
+    def _set_aside(self, seq: Sequence, status: Status) -> None:
+        self.waiting.set_aside(seq)
+        seq.status = status
 
     @property
     def _reserve(self) -> int:
@@ -387,6 +442,7 @@ class Scheduler:
         seq.status = Status.RUNNING
         seq.num_sent = len(seq.tokens)
         seq.bound_step = flight.step_id
+        slot = None if seq.adapter is None else self._turns.bind(seq)
         flight.new_rows.append(
             RowInit(
                 row=seq.row,
@@ -394,6 +450,7 @@ class Scheduler:
                 prompt_len=seq.prompt_len,
                 num_computed=seq.num_scheduled,
                 sampling=seq.row_sampling(),
+                adapter_slot=slot,
             )
         )
         if not self._running or self._running[-1].order < seq.order:

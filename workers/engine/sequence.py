@@ -17,10 +17,12 @@ from workers.messages import Ended, FinishReason, GenerationRequest, RowSampling
 
 
 class Status(Enum):
-    """HELD: waits for the prompt that another choice computes. LOADING: waits for KV that comes up from a lower tier.
-    PREEMPTED: lost its blocks, waits to compute or load them again."""
+    """HELD: waits for the prompt that another choice computes. UNPLACED: waits for its adapter to be on the device.
+    LOADING: waits for KV that comes up from a lower tier. PREEMPTED: lost its blocks, waits to compute or load them
+    again."""
 
     HELD = "held"
+    UNPLACED = "unplaced"
     LOADING = "loading"
     WAITING = "waiting"
     RUNNING = "running"
@@ -30,6 +32,7 @@ class Status(Enum):
 
 TERMINAL = frozenset({Status.FINISHED})
 QUEUED = frozenset({Status.WAITING, Status.PREEMPTED})
+WAITS = QUEUED | {Status.UNPLACED, Status.LOADING}
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +45,7 @@ class Sequence:
     bound_step, last_step: the first plan of its present row (0: never had one), the newest plan that names it.
     void_until: results of plans up to this one are not its own (their KV did not arrive).
     num_loads: how often it waited for a lower tier since it last lost (or never had) its blocks.
+    adapter: the digest of its adapter. num_charged: leading tokens whose cost its tenant was charged or never will be.
     kept: output tokens that are billed; None means all.
     """
 
@@ -54,6 +58,7 @@ class Sequence:
     stop_ids: frozenset[int]
     order: tuple[int, int, int]
     table: BlockTable
+    adapter: str | None = None
     status: Status = Status.WAITING
     row: int = -1
     num_known: int = 0
@@ -64,9 +69,14 @@ class Sequence:
     last_step: int = 0
     num_loads: int = 0
     void_until: int = 0
+    num_charged: int = 0
     last_token_s: float | None = None
     finish_reason: FinishReason | None = None
     kept: int | None = None
+
+    @property
+    def tenant(self) -> str:
+        return self.state.request.tenant
 
     @property
     def num_output(self) -> int:

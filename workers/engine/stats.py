@@ -18,6 +18,7 @@ REQUEST_BOUNDS_S = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
     1920.0, 7680.0,
 )  # fmt: skip
+LOAD_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 ITERATION_BOUNDS_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -70,6 +71,36 @@ class OffloadStats:
 
 
 @dataclass(frozen=True)
+class AdapterStats:
+    """LoRA adapters at one moment. Pages are device memory of each rank. in_use: adapters on the device that a request
+    runs with or is queued for. waiting: sequences whose adapter is not there for them. Counted from the start: loads
+    (load_s: seconds that their moves took), evictions from the device, adapters refused."""
+
+    num_pages: int
+    free_pages: int
+    resident: int
+    on_host: int
+    in_use: int
+    waiting: int
+    loads: int
+    load_s: HistogramStats
+    evictions: int
+    refused: int
+
+
+@dataclass(frozen=True)
+class TenantStats:
+    """One tenant's share. Tokens and queue times (of requests that got a row) count from the start; waiting: its
+    sequences that wait now."""
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    queue_s: float = 0.0
+    queued_requests: int = 0
+    waiting: int = 0
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """One engine at one moment. Counters (tokens, seconds, events) count from its start.
 
@@ -106,6 +137,17 @@ class EngineStats:
     queue_time_s: HistogramStats
     iteration_tokens: HistogramStats
     offload: OffloadStats | None = None
+    adapters: AdapterStats | None = None
+    tenants: dict[str, TenantStats] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class TenantCounts:
+    """The running counts behind TenantStats, but for output tokens (fairness.py has them)."""
+
+    prompt_tokens: int = 0
+    queue_s: float = 0.0
+    queued_requests: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -123,8 +165,9 @@ class Collector:
     device_s: float = 0.0
     finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("stop", "length", "abort", "error"), 0))
     rejected: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(("queue_full", "context_length", "invalid", "deadline"), 0)
+        default_factory=lambda: dict.fromkeys(("queue_full", "context_length", "invalid", "deadline", "adapter"), 0)
     )
+    tenants: dict[str, TenantCounts] = field(default_factory=dict)
     time_to_first_token: Histogram = field(default_factory=lambda: Histogram(TTFT_BOUNDS_S))
     inter_token_latency: Histogram = field(default_factory=lambda: Histogram(ITL_BOUNDS_S))
     e2e_latency: Histogram = field(default_factory=lambda: Histogram(REQUEST_BOUNDS_S))

@@ -18,6 +18,7 @@ ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
 STORED = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.bfloat16: 3}
 CACHE_SOURCES = ("cpu_decode_attention.c", "cpu_kv_quant.c")
 SOURCES = (*CACHE_SOURCES, "cpu_chunk_attention.c", "cpu_fused_ops.c")
+LORA_SOURCES = ("cpu_lora.c",)
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 TIMEOUT_S = 60.0
 
@@ -30,9 +31,19 @@ def cpu_library(dtype: torch.dtype, storage: torch.dtype | None = None) -> ctype
     """
     if storage is dtype:
         return cpu_library(dtype)
+    return _compiled(SOURCES if storage is None else CACHE_SOURCES, dtype, storage)
+
+
+@cache
+def cpu_lora_library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """The LoRA kernels, apart so that who serves no adapters does not wait for them; None as above."""
+    return _compiled(LORA_SOURCES, dtype, None)
+
+
+def _compiled(names: tuple[str, ...], dtype: torch.dtype, storage: torch.dtype | None) -> ctypes.CDLL | None:
     compiler = shutil.which("gcc") or shutil.which("cc")
     folder = Path(__file__).parent
-    sources = [folder / name for name in (SOURCES if storage is None else CACHE_SOURCES)]
+    sources = [folder / name for name in names]
     served = dtype in ELEMENTS and (storage is None or storage in STORED)
     if compiler is None or not served or not all(source.exists() for source in sources):
         return None

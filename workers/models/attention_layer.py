@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from parallel.context import ParallelContext
-from parallel.linear import ColumnParallelLinear, RowParallelLinear, Section
+from parallel.linear import AdaptableLinear, ColumnParallelLinear, RowParallelLinear, Section
 from parallel.matmul import Place, as_given
 from parallel.shard import WeightSlot, even_range, kv_head_range
 from workers.attention.backend import AttentionStep
@@ -66,6 +66,9 @@ class AttentionLayer:
         q_TND, k_TKD = qk_TSD.split((num_heads, num_kv_heads), dim=1)
         out_TND = step.forward(q_TND, k_TKD, v_TKD, kv, self._scale, self._window)
         return self._o(out_TND.flatten(1))
+
+    def linears(self) -> Iterator[AdaptableLinear]:
+        yield from (self._qkv, self._o)
 
     def slots(self) -> Iterator[WeightSlot]:
         yield from self._qkv.slots()

@@ -6,6 +6,7 @@ request, no scheduler, no sampling. T tokens of a step, S rows that sample, H hi
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -14,6 +15,7 @@ from offload.weight_stream import Copier, WeightStream
 from parallel.checkpoint import DummySource, LoadFormat, SafetensorsSource, Source, load
 from parallel.context import ParallelContext
 from parallel.embedding import VocabParallelEmbedding, VocabParallelHead
+from parallel.linear import AdaptableLinear, LinearPart
 from parallel.matmul import Place
 from parallel.mesh import layer_range
 from parallel.shard import WeightSlot
@@ -62,11 +64,28 @@ class DecoderLayer:
         x_TH = self._attention(self._attention_norm(branch_TH, residual_TH), angles, step, kv)
         return self._mlp(self._mlp_norm(x_TH, residual_TH))
 
+    def linears(self) -> Iterator[AdaptableLinear]:
+        yield from self._attention.linears()
+        yield from self._mlp.linears()
+
     def slots(self) -> Iterator[WeightSlot]:
         yield from self._attention_norm.slots()
         yield from self._attention.slots()
         yield from self._mlp_norm.slots()
         yield from self._mlp.slots()
+
+
+class Adapters(Protocol):
+    """What adds to the layers' products: told of each step before its first layer (workers/lora/sites.py)."""
+
+    def begin(self, batch: ForwardBatch) -> None: ...
+
+
+class Table(NamedTuple):
+    """A vocabulary table as adapters see it: a layer that is cut over tp, and the place of its Delta."""
+
+    part: LinearPart
+    place: VocabParallelEmbedding | VocabParallelHead
 
 
 class Decoder:
@@ -83,12 +102,14 @@ class Decoder:
     ) -> None:
         spec.check_parallel(context.tp_size, context.pp_size)
         names = family_of(spec.architecture).names
+        self._names = names
         size = (spec.vocab_size, spec.hidden_size)
         self.layer_ids = layer_range(spec.num_layers, context.pp_rank, context.pp_size)
         self.num_local_kv_heads = spec.local_kv_heads(context.tp_size)
         self.head_dim = spec.head_dim
         self.weight_bytes = 0
         self._attention = attention
+        self._adapters: Adapters | None = None
         self.stream = stream
         self._positions = RotaryPositions(spec.rope, spec.head_dim, device)
         self._layers = [
@@ -116,6 +137,8 @@ class Decoder:
         Returns the residual stream [T, H] in the weights' dtype for the next stage, or on the last stage logits [S, V]
         in float32, whole on every tp rank, for the batch's `logits_rows_S`.
         """
+        if self._adapters is not None:
+            self._adapters.begin(batch)
         residual_TH = self._embedding(batch.input_ids_T) if self._embedding is not None else hidden_TH
         assert residual_TH is not None, "a later stage needs the hidden states of the one before"
         angles = self._positions.angles(batch.positions_T, residual_TH.dtype)
@@ -128,6 +151,23 @@ class Decoder:
             return residual_TH.add_(branch_TH)
         rows_S = batch.logits_rows_S
         return self._head(self._final_norm(branch_TH[rows_S], residual_TH[rows_S]))
+
+    def linears(self) -> Iterator[AdaptableLinear]:
+        """Those of this rank's layers, in the order of the model's."""
+        for layer in self._layers:
+            yield from layer.linears()
+
+    @property
+    def tables(self) -> tuple[Table | None, Table | None]:
+        """The embedding and the head, where this rank has them."""
+        names = self._names
+        embedding = None if self._embedding is None else Table(self._embedding.part(names.embedding), self._embedding)
+        head = None if self._head is None else Table(self._head.part(names.head), self._head)
+        return embedding, head
+
+    def adapt(self, adapters: Adapters) -> None:
+        """Steps are told to `adapters` from now on."""
+        self._adapters = adapters
 
     def slots(self) -> Iterator[WeightSlot]:
         """Every parameter of this rank. A tied table that serves both ends here is read once and shared."""

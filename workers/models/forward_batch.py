@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from workers.kernels.lora import AdapterRows
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
@@ -18,7 +20,8 @@ class ForwardBatch:
     query_starts: int32 [R + 1], row r's tokens are query_starts[r]:query_starts[r + 1]. seq_lens: int32 [R], known
     tokens whose KV exists after this step (so a row's context is seq_lens[r], its queries are the last ones).
     block_table_RN: int32, a short row padded with its own first block. logits_rows_S: int64, indices into T whose
-    logits are wanted, in plan order.
+    logits are wanted, in plan order. adapters: whose tokens use which adapter, None when none does;
+    sample_adapters: the same of the rows S.
     """
 
     input_ids_T: torch.Tensor
@@ -31,6 +34,8 @@ class ForwardBatch:
     query_lens_list: list[int]
     seq_lens_list: list[int]
     block_size: int
+    adapters: AdapterRows | None = None
+    sample_adapters: AdapterRows | None = None
 
     @property
     def num_tokens(self) -> int:

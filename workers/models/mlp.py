@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from parallel.context import ParallelContext
-from parallel.linear import ColumnParallelLinear, RowParallelLinear, Section
+from parallel.linear import AdaptableLinear, ColumnParallelLinear, RowParallelLinear, Section
 from parallel.matmul import Place, as_given
 from parallel.shard import WeightSlot, even_range
 from workers.kernels.fused_ops import FusedOps
@@ -52,6 +52,9 @@ class GatedMLP:
 
     def __call__(self, x_TH: torch.Tensor) -> torch.Tensor:
         return self._down(self._gate(self._gate_up(x_TH)))
+
+    def linears(self) -> Iterator[AdaptableLinear]:
+        yield from (self._gate_up, self._down)
 
     def slots(self) -> Iterator[WeightSlot]:
         yield from self._gate_up.slots()

@@ -10,11 +10,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from workers.kernels.lora import AdapterRows
 from workers.messages import StepPlan
 from workers.models.forward_batch import ForwardBatch
 from workers.rank.row_table import RowTable
 
 Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """AdapterRows of the step's tokens and of those that sample, on the host."""
+
+    slots_T: npt.NDArray[np.int32]
+    segments: list[tuple[int, int, int]]
+    slots_S: npt.NDArray[np.int32]
+    sample_segments: list[tuple[int, int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +59,8 @@ def build_batch(plan: StepPlan, table: RowTable, device: torch.device) -> StepBa
     width = int(-(-end_R.max() // table.block_size))
     table_RN = _own_blocks(table, rows_R, width)
     long = [table.token_ids[row_T, positions_T].astype(np.int64), positions_T, slots_T, starts[1:][samples_R] - 1]
-    forward = _to_device(long, starts, end_R, table_RN, lens_R, table.block_size, device)
+    adapters = _adapters(table.adapter_slots[rows_R], lens_R, starts, samples_R) if table.num_adapted else None
+    forward = _to_device(long, starts, end_R, table_RN, lens_R, adapters, table.block_size, device)
     return StepBatch(forward, rows_R[samples_R], end_R[samples_R])
 
 
@@ -82,16 +94,19 @@ def _to_device(
     end_R: Ints,
     block_table_RN: npt.NDArray[np.int32],
     lens_R: Ints,
+    adapters: Adapters | None,
     block_size: int,
     device: torch.device,
 ) -> ForwardBatch:
     """ForwardBatch from numpy; on an accelerator all tensors travel in one buffer, one copy per step."""
     ints = [starts.astype(np.int32), end_R.astype(np.int32), block_table_RN]
+    if adapters is not None:
+        ints += [adapters.slots_T, adapters.slots_S]
     if device.type == "cpu":
         tensors = [torch.from_numpy(array) for array in (*long, *ints)]
     else:
         tensors = _one_copy([*long, *ints], device)
-    input_ids_T, positions_T, slots_T, logits_rows_S, query_starts, seq_lens, table_RN = tensors
+    input_ids_T, positions_T, slots_T, logits_rows_S, query_starts, seq_lens, table_RN, *slots = tensors
     return ForwardBatch(
         input_ids_T=input_ids_T,
         positions_T=positions_T,
@@ -103,7 +118,29 @@ def _to_device(
         query_lens_list=lens_R.tolist(),
         seq_lens_list=end_R.tolist(),
         block_size=block_size,
+        adapters=None if adapters is None else AdapterRows(slots[0], adapters.segments),
+        sample_adapters=None if adapters is None else AdapterRows(slots[1], adapters.sample_segments),
     )
+
+
+def _adapters(slots_R: Ints, lens_R: Ints, starts: Ints, samples_R: npt.NDArray[np.bool_]) -> Adapters | None:
+    """None when no row of the step has one."""
+    segments = adapter_segments(slots_R, starts)
+    if not segments:
+        return None
+    slots_S = slots_R[samples_R]
+    sample_segments = adapter_segments(slots_S, np.arange(len(slots_S) + 1))
+    return Adapters(np.repeat(slots_R, lens_R).astype(np.int32), segments, slots_S.astype(np.int32), sample_segments)
+
+
+def adapter_segments(slots_R: Ints, starts: Ints) -> list[tuple[int, int, int]]:
+    """(first token, last + 1, slot) of each maximal run of rows with one adapter; starts: rows' first tokens, and T."""
+    if not len(slots_R):
+        return []
+    changes = np.flatnonzero(np.diff(slots_R)) + 1
+    rows = np.concatenate(([0], changes, [len(slots_R)]))
+    bounds = zip(starts[rows[:-1]].tolist(), starts[rows[1:]].tolist(), slots_R[rows[:-1]].tolist(), strict=True)
+    return [(first, last, slot) for first, last, slot in bounds if slot >= 0]
 
 
 def _one_copy(arrays: list[npt.NDArray[np.generic]], device: torch.device) -> list[torch.Tensor]:

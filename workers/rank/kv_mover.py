@@ -1,8 +1,9 @@
 """A rank's copies between tiers, on threads of their own, beside the steps.
 
-Each takes Transfer messages in order from an Inbox and answers with TransferDone; a copy that fails is an answer too,
-never the end of the rank. Made by loading.py once the KV is allocated; served ranks read channels of their own
-(ChannelInbox), the in-process executor queues. Decides nothing about what moves.
+Each takes messages in order from an Inbox and answers with TransferDone; a copy that fails is an answer too, never the
+end of the rank. Those of KV are here, those of adapters in workers/lora/movers.py. Made by loading.py once the KV is
+allocated; served ranks read channels of their own (ChannelInbox), the in-process executor queues. Decides nothing about
+what moves.
 """
 
 import logging
@@ -10,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import zmq
@@ -20,7 +21,7 @@ from offload.host_process import attach
 from offload.pinned_pool import HostSlab
 from offload.transfer import BlockCopier, bytes_per_slot, make_copier
 from workers.channel import MoverKind
-from workers.messages import RankTiers, Transfer, TransferDone
+from workers.messages import AdapterMove, RankTiers, Transfer, TransferDone
 from workers.rank.load_gate import LoadGate
 from workers.rank.mover_inbox import Inbox
 
@@ -28,21 +29,24 @@ log = logging.getLogger(__name__)
 ATTACH_S = 10.0
 
 
-class Failure(NamedTuple):
-    """Places of a ticket whose bytes did not arrive, why the last one did not, whether the disk as a whole failed."""
+class Outcome(NamedTuple):
+    """Places of a ticket whose bytes did not arrive, why the last one did not, whether the disk as a whole failed; the
+    device pages that a fetched adapter takes."""
 
     places: list[int]
     error: str | None = None
     disk_error: bool = False
+    pages: int = 0
 
 
-NOTHING_FAILED = Failure([])
+ALL_MOVED = Outcome([])
+M_contra = TypeVar("M_contra", contravariant=True)
 
 
-class Mover(Protocol):
+class Mover(Protocol[M_contra]):
     """Moves the bytes of some kinds of tickets."""
 
-    def move(self, transfer: Transfer) -> Failure:
+    def move(self, transfer: M_contra) -> Outcome:
         """May raise: then all of it has failed."""
         ...
 
@@ -51,10 +55,10 @@ class Mover(Protocol):
 
 class MoverThread(threading.Thread):
     """Carries out one inbox's transfers in order until it ends. A rank has one for memory and one for its disk, so that
-    a load never waits for a file."""
+    a load never waits for a file; and more for adapters (workers/channel.py)."""
 
-    def __init__(self, rank: int, mover: Mover, inbox: Inbox) -> None:
-        super().__init__(name="kv mover", daemon=True)
+    def __init__(self, rank: int, mover: Mover[Any], inbox: Inbox) -> None:
+        super().__init__(name=type(mover).__name__, daemon=True)
         self._rank = rank
         self._mover = mover
         self._inbox = inbox
@@ -70,21 +74,23 @@ class MoverThread(threading.Thread):
             self._inbox.close()
             self._mover.close()
 
-    def carry_out(self, transfer: Transfer) -> TransferDone:
+    def carry_out(self, transfer: Transfer | AdapterMove) -> TransferDone:
         """One ticket's answer. Never raises: what failed is in it."""
         started_s = time.perf_counter()
         try:
-            failure = self._mover.move(transfer)
+            outcome = self._mover.move(transfer)
         except Exception as problem:
             log.exception("transfer %d (%s) failed", transfer.ticket, transfer.kind)
-            failure = Failure(list(range(len(transfer.slots))), f"{type(problem).__name__}: {problem}")
+            places = list(range(len(transfer.slots))) if isinstance(transfer, Transfer) else []
+            outcome = Outcome(places, f"{type(problem).__name__}: {problem}")
         return TransferDone(
             rank=self._rank,
             ticket=transfer.ticket,
-            failed=failure.places,
-            error=failure.error,
-            disk_error=failure.disk_error,
+            failed=outcome.places,
+            error=outcome.error,
+            disk_error=outcome.disk_error,
             copy_s=time.perf_counter() - started_s,
+            pages=outcome.pages,
         )
 
 
@@ -96,7 +102,7 @@ class MemoryMover:
         self._slab = slab
         self._gate = gate
 
-    def move(self, transfer: Transfer) -> Failure:
+    def move(self, transfer: Transfer) -> Outcome:
         self._gate.begin(transfer.ticket)
         try:
             if transfer.kind == "store":
@@ -106,7 +112,7 @@ class MemoryMover:
                 self._copier.load(transfer.slots, transfer.block_ids, self._gate.arrived)
         finally:
             self._gate.end(transfer.ticket)
-        return NOTHING_FAILED
+        return ALL_MOVED
 
     def close(self) -> None:
         self._gate.close()
@@ -121,7 +127,7 @@ class DiskMover:
         self._layout = layout
         self._slab = slab
 
-    def move(self, transfer: Transfer) -> Failure:
+    def move(self, transfer: Transfer) -> Outcome:
         failed: list[int] = []
         error, disk_error = None, False
         for place, (key, slot) in enumerate(zip(transfer.keys, transfer.slots, strict=True)):
@@ -135,7 +141,7 @@ class DiskMover:
             except OSError as problem:
                 failed.append(place)
                 error, disk_error = error or str(problem), True
-        return Failure(failed, error, disk_error)
+        return Outcome(failed, error, disk_error)
 
     def close(self) -> None:
         """The slab is the memory mover's."""

@@ -42,8 +42,8 @@ class KVCache:
     ) -> "KVCache":
         """Zeroed. On CPU pages are taken from the system only when a block is first written."""
         heads = (2 * num_layers, num_blocks, block_size, num_kv_heads)
-        slab = _zeros((*heads, head_dim), dtype, device)
-        scales = _zeros(heads, SCALE_DTYPE, device) if dtype in LARGEST else None
+        slab = zeros((*heads, head_dim), dtype, device)
+        scales = zeros(heads, SCALE_DTYPE, device) if dtype in LARGEST else None
         layers = [
             LayerKV(slab[key], slab[value], *(None if scales is None else scales[side] for side in (key, value)))
             for key, value in zip(range(num_layers), range(num_layers, 2 * num_layers), strict=True)
@@ -91,7 +91,8 @@ class KVCache:
         return [slab] if self.scales is None else [slab, self.scales]
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On CPU pages of memory are taken from the system only when they are first written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = torch.Size(shape).numel() * dtype.itemsize

@@ -21,6 +21,7 @@ from parallel.context import ParallelContext
 from parallel.pipeline import StageLink
 from workers.attention.select import select_attention
 from workers.channel import MoverKind
+from workers.lora.memory import RankAdapters, open_adapters
 from workers.messages import RankLoaded, RankTiers, RowInit, RowSampling, RowWork, StepPlan
 from workers.models.decoder import Decoder, build_decoder
 from workers.models.spec import ArchSpec
@@ -52,6 +53,7 @@ class LoadedRank:
     kv_dtype: torch.dtype
     max_model_len: int
     facts: RankLoaded
+    adapters: RankAdapters | None
 
     def build_runner(self, num_blocks: int) -> ModelRunner:
         """Allocates num_blocks of KV and runs a first small forward, in step with all other ranks."""
@@ -85,6 +87,10 @@ class LoadedRank:
         runner.gate, movers = open_movers(self.facts.rank, runner.kv.planes, layers, tiers, inbox)
         return movers
 
+    def open_adapter_movers(self, inbox: Callable[[MoverKind], Inbox]) -> list[MoverThread]:
+        """What moves adapters, ready to start; nothing without --enable-lora."""
+        return [] if self.adapters is None else self.adapters.movers(self.facts.rank, inbox)
+
 
 def load_single(settings: EngineSettings) -> LoadedRank:
     """The only rank of a group, in this process."""
@@ -105,6 +111,7 @@ def load_rank(
     kv_dtype: torch.dtype = torch.float8_e4m3fn if kv_name == "fp8_e4m3" else getattr(torch, kv_name)
     placement = place_weights(settings, spec, context, device, dtype, max_model_len, ranks_on_node)
     decoder = _build(settings, spec, context, device, dtype, kv_dtype, placement)
+    adapters = _open_adapters(settings, spec, decoder, device, dtype, ranks_on_node)
     size, heads = settings.cache.block_size, decoder.num_local_kv_heads
     needs = KVNeeds(
         block_bytes=block_bytes(decoder.num_local_layers, size, heads, decoder.head_dim, kv_dtype),
@@ -114,7 +121,18 @@ def load_rank(
     )
     facts = RankLoaded(
         rank=rank,
-        num_blocks=_count_blocks(settings, spec, decoder, context, needs, device, dtype, kv_dtype, ranks_on_node),
+        num_blocks=_count_blocks(
+            settings,
+            spec,
+            decoder,
+            context,
+            needs,
+            device,
+            dtype,
+            kv_dtype,
+            ranks_on_node,
+            0 if adapters is None else adapters.nbytes,
+        ),
         weight_bytes=decoder.weight_bytes,
         block_bytes=needs.block_bytes,
         device=str(device),
@@ -126,9 +144,11 @@ def load_rank(
         streamed_layers=len(placement.streamed),
         host_weight_bytes=decoder.stream.host_bytes,
         buffer_bytes=decoder.stream.buffer_bytes,
+        adapter_pages=0 if adapters is None else adapters.num_pages,
+        adapter_page_bytes=0 if adapters is None else adapters.slab.page_bytes,
     )
     log.info("rank %d loaded %s: %s, context %d", rank, settings.model.model, facts, max_model_len)
-    return LoadedRank(settings, context, spec, decoder, device, dtype, kv_dtype, max_model_len, facts)
+    return LoadedRank(settings, context, spec, decoder, device, dtype, kv_dtype, max_model_len, facts, adapters)
 
 
 def choose_device(settings: EngineSettings, rank: int) -> torch.device:
@@ -189,6 +209,25 @@ def _build(
         raise SettingsError(f"the weights do not fit on {device}: {error}", "--tensor-parallel-size") from error
 
 
+def _open_adapters(
+    settings: EngineSettings,
+    spec: ArchSpec,
+    decoder: Decoder,
+    device: torch.device,
+    dtype: torch.dtype,
+    ranks_on_node: int,
+) -> RankAdapters | None:
+    """None without --enable-lora."""
+    if not settings.lora.enable_lora:
+        return None
+    available = available_bytes() // ranks_on_node if device.type == "cpu" else None
+    pp_size = settings.parallel.pipeline_parallel_size
+    folder = None if settings.model.load_format == "dummy" else Path(settings.model.model)
+    return open_adapters(
+        settings.lora, spec, folder, decoder, device, dtype, available_bytes=available, pp_size=pp_size
+    )
+
+
 def _count_blocks(
     settings: EngineSettings,
     spec: ArchSpec,
@@ -199,10 +238,13 @@ def _count_blocks(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     ranks_on_node: int,
+    adapter_bytes: int,
 ) -> int:
-    """On CUDA after a profiling step: what it reserved stays with torch's allocator and counts as used."""
+    """On CUDA after a profiling step: what it reserved stays with torch's allocator and counts as used. adapter_bytes:
+    of each rank's slab, which on CPU takes memory only as it fills."""
     if device.type == "cpu":
-        return cpu_blocks(settings.cache, needs, available_bytes(), ranks_on_node)
+        free_bytes = max(0, available_bytes() - ranks_on_node * adapter_bytes)
+        return cpu_blocks(settings.cache, needs, free_bytes, ranks_on_node)
     profiled_kv_bytes = run_fullest_step(
         decoder,
         context,

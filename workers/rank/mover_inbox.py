@@ -11,13 +11,13 @@ import msgspec
 import zmq
 
 from workers.channel import connect_dealer
-from workers.messages import Transfer, TransferDone
+from workers.messages import AdapterMove, Transfer, TransferDone
 
 
 class Inbox(Protocol):
     """Where transfers come from and answers go; used by the mover's thread only."""
 
-    def receive(self) -> Transfer | None:
+    def receive(self) -> Transfer | AdapterMove | None:
         """Blocks for the next one; None: no more will come."""
         ...
 
@@ -32,9 +32,9 @@ class ChannelInbox:
     def __init__(self, context: "zmq.Context[Any]", secret: str, endpoint: str, name: bytes) -> None:
         self._socket = connect_dealer(context, secret, endpoint, name)
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(Transfer).decode
+        self._decode = msgspec.msgpack.Decoder(Transfer | AdapterMove).decode
 
-    def receive(self) -> Transfer | None:
+    def receive(self) -> Transfer | AdapterMove | None:
         try:
             return self._decode(self._socket.recv())
         except zmq.ContextTerminated:  # the rank ends
@@ -51,13 +51,13 @@ class QueueInbox:
     """For a rank in this process: transfers in by a queue of its own, answers out to `answers`."""
 
     def __init__(self, answers: "Answers") -> None:
-        self._in: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
+        self._in: queue.SimpleQueue[Transfer | AdapterMove | None] = queue.SimpleQueue()
         self._answers = answers
 
-    def submit(self, transfer: Transfer | None) -> None:
+    def submit(self, transfer: Transfer | AdapterMove | None) -> None:
         self._in.put(transfer)
 
-    def receive(self) -> Transfer | None:
+    def receive(self) -> Transfer | AdapterMove | None:
         return self._in.get()
 
     def send(self, done: TransferDone) -> None:

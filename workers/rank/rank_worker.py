@@ -123,6 +123,8 @@ def _start(
     channel.send(loaded.facts)
     allocate = channel.expect(AllocateKV)
     runner = loaded.build_runner(allocate.num_blocks)
+    for mover in loaded.open_adapter_movers(inbox):
+        mover.start()
     tiers_error = None
     if allocate.tiers is not None:
         tiers_error = _start_movers(loaded, runner, allocate.tiers, inbox)

@@ -19,6 +19,7 @@ OVERRUN = 64  # tokens a row may hold beyond max_model_len: sampled ahead of the
 class RowTable:
     """Columns indexed by row. token_ids int32 [rows, tokens], block_ids int32 [rows, blocks], counts int64 [rows].
 
+    adapter_slots: int64 [rows], -1 without an adapter; num_adapted: rows with one.
     `errors[row]`: why nothing can be sampled for it (its tokens are outside the vocabulary); it runs on harmlessly.
     """
 
@@ -34,6 +35,8 @@ class RowTable:
         self.num_computed = np.zeros(capacity, np.int64)
         self.num_blocks = np.zeros(capacity, np.int64)
         self.prompt_len = np.zeros(capacity, np.int64)
+        self.adapter_slots = np.full(capacity, -1, np.int64)
+        self.num_adapted = 0
         self.errors: dict[int, str] = {}
 
     def apply(self, plan: StepPlan) -> list[int]:
@@ -65,6 +68,8 @@ class RowTable:
         if row < len(self.num_known):
             self.block_ids[row, : self.num_blocks[row]] = 0
             self.num_known[row] = self.num_computed[row] = self.num_blocks[row] = 0
+            self.num_adapted -= int(self.adapter_slots[row] >= 0)
+            self.adapter_slots[row] = -1
             self.errors.pop(row, None)
 
     def _bind(self, init: RowInit) -> None:
@@ -73,6 +78,9 @@ class RowTable:
         self._clear(row)
         self.num_computed[row] = init.num_computed
         self.prompt_len[row] = init.prompt_len
+        if init.adapter_slot is not None:
+            self.adapter_slots[row] = init.adapter_slot
+            self.num_adapted += 1
         self.sampling.bind(row, init.sampling)
         self._append_tokens(row, init.token_ids)
 
@@ -112,4 +120,5 @@ class RowTable:
             new = np.zeros((capacity, *old.shape[1:]), old.dtype)
             new[:held] = old
             setattr(self, name, new)
+        self.adapter_slots = np.append(self.adapter_slots, np.full(capacity - held, -1, np.int64))
         self.sampling.grow(capacity)

@@ -10,7 +10,7 @@ from cluster.cli import build_app, run_verb
 from configs.load import default_of
 from configs.options import OPTIONS
 
-NAMES_OF_VERBS = ("serve", "run-batch", "chat", "complete", "status", "check-config")
+NAMES_OF_VERBS = ("serve", "run-batch", "chat", "complete", "status", "usage", "tenants", "check-config")
 
 
 def printed(*arguments: str, columns: int = 80) -> str:

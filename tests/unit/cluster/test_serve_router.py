@@ -8,15 +8,24 @@ import msgspec
 import pytest
 
 from cluster.routing.serve_router import GroupRouter
-from workers.messages import GenerationRequest, SamplingParams
+from workers.messages import AdapterRef, GenerationRequest, SamplingParams
+
+ONE = "0123456789abcdef" * 4
 
 
 def replica(name: str, **stats: Any) -> Any:
     return SimpleNamespace(replica_id=SimpleNamespace(unique_id=name), routing_stats=stats)
 
 
-def pending(call: str, max_tokens: int, payload: bytes | None = None, **options: Any) -> Any:
-    request = GenerationRequest(request_id=call, prompt_token_ids=[1], sampling=SamplingParams(max_tokens=max_tokens))
+def pending(
+    call: str, max_tokens: int, payload: bytes | None = None, adapter: str | None = None, **options: Any
+) -> Any:
+    request = GenerationRequest(
+        request_id=call,
+        prompt_token_ids=[1],
+        sampling=SamplingParams(max_tokens=max_tokens),
+        adapter=AdapterRef(name="x", digest=adapter, source="/x") if adapter is not None else None,
+    )
     return SimpleNamespace(
         args=[payload if payload is not None else msgspec.msgpack.encode(request)],
         kwargs=options,
@@ -81,6 +90,27 @@ def test_what_other_gateways_sent_counts(router: GroupRouter) -> None:
     a = replica("a", outstanding_tokens=500, report_number=1, kv_used=0.5)
     b = replica("b", outstanding_tokens=20, report_number=1, kv_used=0.9)
     assert chosen(router, [a, b], pending("c", 5)) == ["b", "a"]
+
+
+def test_a_request_goes_where_its_adapter_is_reported(router: GroupRouter) -> None:
+    def report(name: str, number: int, tokens: int = 0, **adapters: list[str]) -> Any:
+        return replica(name, outstanding_tokens=tokens, report_number=number, kv_used=0.0, **adapters)
+
+    key = ONE[:16]
+    none, host = report("a", 1), report("b", 1, on_device=[], on_host=[key])
+    device = report("c", 1, tokens=50, on_device=[key], on_host=[])
+    assert chosen(router, [none, host, device], pending("c1", 100, adapter=ONE)) == ["c", "b", "a"]
+    assert chosen(router, [none, host, device], pending("c2", 100)) == ["a", "b", "c"], "without one, by tokens"
+
+
+def test_a_burst_for_a_cold_adapter_keeps_together_and_two_adapters_need_not(router: GroupRouter) -> None:
+    replicas = [replica(name) for name in "abcd"]
+    first = [chosen(router, replicas, pending(f"c{i}", 100, adapter=ONE))[0] for i in range(4)]
+    assert len(set(first)) == 1
+    many = {chosen(router, replicas, pending(f"d{i}", 1, adapter=f"{i:02}" * 32))[0] for i in range(32)}
+    assert many >= set("abcd") - {first[0]}
+    flood = {chosen(router, replicas, pending(f"e{i}", 1000, adapter=ONE))[0] for i in range(60)}
+    assert flood == set("abcd"), "what one group cannot serve alone, others get too"
 
 
 def test_a_request_that_cannot_be_read_goes_anywhere(router: GroupRouter) -> None:

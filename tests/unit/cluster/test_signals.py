@@ -15,9 +15,18 @@ signals.install()
 """
 
 
+def not_under_nohup() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def run(body: str, number: int | None, begin: str = BEGIN) -> tuple[int, str]:
     """Status and output of a process that gets the signal once it has said "ready"."""
-    process = subprocess.Popen([sys.executable, "-c", begin + textwrap.dedent(body)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", begin + textwrap.dedent(body)],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=not_under_nohup,
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     if number is not None:

@@ -20,10 +20,14 @@ told = supervisor.split()
 """
 
 
+def not_under_nohup() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def run(body: str, number: int | None, *arguments: str) -> tuple[int, str]:
     """Status and output of a supervisor that gets the signal once its child has said "ready"."""
     command = [sys.executable, "-c", BEGIN + textwrap.dedent(body), *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=not_under_nohup)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     if number is not None:

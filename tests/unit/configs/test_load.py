@@ -58,14 +58,26 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "kv_disk_path": ("kv", "kv"),
     "kv_disk_size": (1.5, 1.5),
     "kv_eviction": ("cost", "cost"),
+    "enable_lora": (True, True),
+    "lora_modules": (["a=x", "b=y=z"], ("a=x", "b=y=z")),
+    "max_loras": (3, 3),
+    "max_lora_rank": (64, 64),
+    "max_cpu_loras": (200, 200),
+    "lora_memory_bytes": ("512M", 512 * 2**20),
+    "lora_root": (["/a", "s3://b"], ("/a", "s3://b")),
+    "lora_watch_dir": ("/w", "/w"),
     "device": ("cuda", "cuda"),
     "cpu_threads": (2, 2),
     "host": ("0.0.0.0", "0.0.0.0"),
     "port": (9000, 9000),
     "api_key": (["k"], ("k",)),
+    "admin_api_key": (["a", "b"], ("a", "b")),
+    "state_dir": ("state", "state"),
+    "usage_days": (7, 7),
     "shutdown_timeout": (5, 5.0),
     "metrics_prefix": ("vllm", "vllm"),
     "redis_url": ("redis://h:1", "redis://h:1"),
+    "redis_timeout_ms": (20, 20.0),
 }
 
 
@@ -84,6 +96,9 @@ def test_a_value_lands_in_its_place(option: Any, spelled: str) -> None:
 
 
 NEEDED: dict[str, dict[str, Any]] = {
+    "lora_modules": {"enable_lora": True},
+    "lora_root": {"enable_lora": True},
+    "lora_watch_dir": {"enable_lora": True},
     "kv_disk_path": {"kv_offloading_size": 1, "kv_disk_size": 1},
     "kv_disk_size": {"kv_offloading_size": 1, "kv_disk_path": "kv"},
 }
@@ -110,6 +125,13 @@ BAD = [
     ("kv_offloading_size", "much"),
     ("kv_disk_size", -1),
     ("kv_eviction", "fifo"),
+    ("lora_modules", ["no-path="]),
+    ("lora_modules", ["=no-name"]),
+    ("lora_modules", ["neither"]),
+    ("max_loras", 0),
+    ("max_lora_rank", 513),
+    ("max_cpu_loras", 0),
+    ("lora_memory_bytes", 0),
     ("cpu_offload_gb", -1),
     ("cpu_offload_gb", float("nan")),
     ("cpu_offload_gb", float("inf")),
@@ -132,6 +154,8 @@ BAD = [
     ("hf_overrides", "{"),
     ("hf_overrides", "[1]"),
     ("api_key", [""]),
+    ("admin_api_key", ["a\n"]),
+    ("redis_timeout_ms", 0),
     ("metrics_prefix", ""),
     ("metrics_prefix", "9lives"),
     ("metrics_prefix", "a-b"),
@@ -171,10 +195,10 @@ def test_unknown_names_are_refused_with_a_suggestion() -> None:
         build_settings("m", {"tensor_paralel_size": 2})
 
 
-@pytest.mark.parametrize("spelled", ["redis_timeout_ms", "redis-timeout-ms"])
+@pytest.mark.parametrize("spelled", ["redis_sentinel_url", "redis-sentinel-url"])
 def test_a_flag_that_would_have_no_effect_is_refused(spelled: str) -> None:
-    with pytest.raises(SettingsError, match=r"redis.timeout.ms is not a setting"):
-        build_settings("m", {spelled: 50})
+    with pytest.raises(SettingsError, match=r"redis.sentinel.url is not a setting"):
+        build_settings("m", {spelled: "redis://h:1"})
 
 
 @pytest.mark.parametrize(
@@ -186,7 +210,7 @@ def test_a_flag_that_would_have_no_effect_is_refused(spelled: str) -> None:
     ],
 )
 def test_resolved_settings_show_no_secrets(url: str, shown: str) -> None:
-    text = resolved_yaml(build_settings("m", {"redis_url": url, "api_key": ["hush"]}))
+    text = resolved_yaml(build_settings("m", {"redis_url": url, "api_key": ["hush"], "admin_api_key": ["hush"]}))
     assert shown in text and "hush" not in text
 
 
@@ -267,11 +291,11 @@ def test_serve_args_in_the_shape_of_ray_serve_llm() -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ({"lora_config": {}}, "adapters are not supported"),
+        ({"lora_config": {"odd": 1}}, "odd is not a setting"),
         ({"engine_kwarg": {}}, "engine_kwarg is not a setting"),
         ({"zzz": {}}, "known are model_loading_config, engine_kwargs,"),
         ({"model_loading_config": {"model_id": "m", "mirror": 1}}, "mirror is not a setting"),
-        ({"model_loading_config": {"model_id": "m"}, "redis_config": {"redis_timeout_ms": 5}}, "not a setting"),
+        ({"model_loading_config": {"model_id": "m"}, "redis_config": {"redis_sentinel_url": 5}}, "not a setting"),
         ({"model_loading_config": {}}, "must name a model"),
         ({"model_loading_config": {"model_id": "m"}, "engine_kwargs": {"tp": 2}}, "tp is not a setting"),
         ({"model_loading_config": {"model_id": "m"}, "engine_kwargs": {"port": 2}}, "does not belong"),

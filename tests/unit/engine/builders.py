@@ -2,13 +2,16 @@
 
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
+from fake_adapters import AdapterPlan, FakeAdapters
 from fake_executor import FakeExecutor, chain_of, fake_token
 from fake_tiers import FakeTiers, TierPlan
 
-from configs.schema import CacheSettings, EngineSettings, ModelSettings, SchedulerSettings
+from configs.schema import CacheSettings, EngineSettings, LoraSettings, ModelSettings, SchedulerSettings
+from workers.engine.adapters import AdapterPool
 from workers.engine.engine import Engine, ModelFacts
-from workers.messages import Ended, GenerationRequest, RowSampling, SamplingParams, TokenDelta
+from workers.messages import AdapterRef, Ended, GenerationRequest, RowSampling, SamplingParams, TokenDelta
 
 EOS = 1
 VOCAB = 97
@@ -75,8 +78,15 @@ class Harness:
         assert self.executor.tiers is not None
         return self.executor.tiers
 
+    @property
+    def adapters(self) -> FakeAdapters:
+        """The fake ranks' adapters of a harness that has them."""
+        assert self.executor.adapters is not None
+        return self.executor.adapters
+
     def add(self, *requests: GenerationRequest) -> None:
         for request in requests:
+            self.executor.wanted[request.sampling.seed] = None if request.adapter is None else request.adapter.digest
             for choice, tokens in enumerate(request.resume_token_ids):
                 self.sink.resumed[request.request_id, choice] = len(tokens)
             self.engine.add_request(request)
@@ -114,6 +124,10 @@ class Harness:
         assert (stats.running, stats.waiting, stats.in_flight_steps, stats.used_blocks) == (0, 0, 0, 0)
         if self.executor.tiers is not None:
             assert not self.tiers.under_way, "a ticket is open"
+        if stats.adapters is not None:
+            assert not self.adapters.under_way, "a ticket of an adapter is open"
+            assert stats.adapters.waiting == 0, "somebody waits for an adapter still"
+            assert stats.adapters.in_use == 0, "an adapter has a user still"
 
 
 def harness(
@@ -130,11 +144,13 @@ def harness(
     device_s: Any = lambda plan: 0.0,
     step_log: str | None = None,
     tiers: TierPlan | None = None,
+    adapters: AdapterPlan | None = None,
+    adapter_pool: type[AdapterPool] = AdapterPool,
     patience: int = 1,
     **scheduler: Any,
 ) -> Harness:
     """An engine over a FakeExecutor; further keywords are SchedulerSettings' fields. patience: steps without progress
-    that are no sign of a standstill (late transfers)."""
+    that are no sign of a standstill (late transfers). adapter_pool: the real one, or one with a seeded defect."""
     limits = SchedulerSettings(
         **{"max_num_seqs": 8, "max_num_batched_tokens": 32, "async_scheduling": asynchronous, **scheduler}
     )
@@ -142,6 +158,9 @@ def harness(
         model=ModelSettings(model="fake"),
         cache=CacheSettings(block_size=block_size, enable_prefix_caching=caching),
         scheduler=limits,
+        lora=LoraSettings(enable_lora=False)
+        if adapters is None
+        else LoraSettings(enable_lora=True, max_loras=adapters.max_loras, max_cpu_loras=adapters.max_cpu_loras),
         step_log=step_log,
     )
     executor = FakeExecutor(
@@ -155,10 +174,12 @@ def harness(
         stalls=stalls,
         device_s=device_s,
         tiers=tiers,
+        adapters=adapters,
     )
     facts = ModelFacts(max_model_len, VOCAB, (EOS,), "revision", "float32")
     sink, clock = Sink(), FakeClock()
-    engine = Engine(settings, facts, executor, executor.start(), sink, clock)
+    with mock.patch("workers.engine.engine.AdapterPool", adapter_pool):
+        engine = Engine(settings, facts, executor, executor.start(), sink, clock)
     return Harness(engine, executor, sink, clock, facts, patience=patience)
 
 
@@ -173,6 +194,7 @@ def request(
     deadline_s: float | None = None,
     resume: list[list[int]] | None = None,
     adapter: str | None = None,
+    tenant: str = "default",
     **sampling: Any,
 ) -> GenerationRequest:
     """A request; an int as prompt means that many tokens that no other name has. The seed comes from the name."""
@@ -187,11 +209,12 @@ def request(
         epoch=epoch,
         prompt_token_ids=tokens,
         sampling=SamplingParams(max_tokens=max_tokens, **params),
+        tenant=tenant,
         priority=priority,
         cache_salt=salt,
         deadline_s=deadline_s,
         resume_token_ids=resume or [],
-        adapter_digest=adapter,
+        adapter=None if adapter is None else AdapterRef(name=adapter, digest=adapter, source=adapter),
     )
 
 
@@ -221,10 +244,11 @@ def assert_as_expected(h: Harness, *requests: GenerationRequest, root: str = "")
     """Every choice of these finished requests has the oracle's tokens, reason and bill."""
     max_len = min(h.facts.max_model_len, h.executor.num_blocks * h.executor.block_size + 1)
     for req in requests:
+        of_row = root if req.adapter is None else f"{root}{req.adapter.digest}"
         ended = h.sink.ends[req.request_id]
         positions = []
         for choice in range(req.sampling.n):
-            tokens, reason = expected(req, choice, max_len, root)
+            tokens, reason = expected(req, choice, max_len, of_row)
             assert h.sink.tokens.get((req.request_id, choice), []) == tokens, (
                 f"{req.request_id}[{choice}]: wrong tokens"
             )

@@ -4,7 +4,8 @@ It holds its own row table, built from plans alone, and a KV pool in which each 
 position, after which whole prefix, under which root (adapter, salt) was computed there. A row "attends" by comparing
 all slots of its context with what they should hold; what it samples depends on what it found. So a wrong prefix hit, a
 missing copy-on-write or a block reused too early turns up as a violation and as a wrong token. Every rank has a KV
-pool of its own, which a transfer (fake_tiers.py) can fill or spoil alone; plans write all of them.
+pool of its own, which a transfer (fake_tiers.py) can fill or spoil alone; plans write all of them. With adapters
+(fake_adapters.py) the root is what the row's slot holds on the ranks when the plan runs.
 
 A slot holds (position, chain): chain stands for the root and all tokens up to that position.
 """
@@ -13,10 +14,21 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from fake_adapters import AdapterPlan, FakeAdapters
 from fake_tiers import GARBAGE, FakeTiers, Slot, TierPlan
 
 from workers.engine.executor import ExecutorReady
-from workers.messages import RowInit, RowResult, RowSampling, RowWork, StepPlan, StepResult, Transfer, TransferDone
+from workers.messages import (
+    AdapterMove,
+    RowInit,
+    RowResult,
+    RowSampling,
+    RowWork,
+    StepPlan,
+    StepResult,
+    Transfer,
+    TransferDone,
+)
 
 
 def chain_of(root: str, tokens: list[int]) -> list[int]:
@@ -45,6 +57,7 @@ class Row:
     computed: int
     sampling: RowSampling
     blocks: list[int] = field(default_factory=list)
+    slot: int | None = None
     unsent: int | None = None
     misled_by: int | None = None
 
@@ -53,7 +66,8 @@ class FakeExecutor:
     """num_rows rows over num_blocks blocks. stages > 1: sampled tokens must come back in a later plan.
 
     roots: the root of a request's KV by its seed (plans do not carry it). fail_at: (seed, choice, output position) of
-    rows that come back with an error. stalls: how many wait() calls give nothing before each result.
+    rows that come back with an error. stalls: how many wait() calls give nothing before each result. wanted, filled by
+    tests: the adapter of a request by its seed, or None.
     """
 
     def __init__(
@@ -69,13 +83,16 @@ class FakeExecutor:
         device_s: Callable[[StepPlan], float] = lambda plan: 0.0,
         stalls: int = 0,
         tiers: TierPlan | None = None,
+        adapters: AdapterPlan | None = None,
     ) -> None:
         self.num_blocks, self.block_size, self.num_rows = num_blocks, block_size, num_rows
         self.stages, self.vocab_size = stages, vocab_size
         self.roots = roots or {}
         self.fail_at, self.device_s, self.stalls = fail_at, device_s, stalls
         self.rows: dict[int, Row] = {}
-        self.num_ranks = 1 if tiers is None else tiers.num_ranks
+        self.num_ranks = max(1 if plan is None else plan.num_ranks for plan in (tiers, adapters))
+        self.adapters = None if adapters is None else FakeAdapters(adapters)
+        self.wanted: dict[int, str | None] = {}
         self.pools: list[list[list[Slot | None]]] = [
             [[None] * block_size for _ in range(num_blocks)] for _ in range(self.num_ranks)
         ]
@@ -85,6 +102,7 @@ class FakeExecutor:
         self._results: deque[StepResult] = deque()
         self._named: deque[dict[int, set[int]]] = deque()
         self._touched: deque[tuple[set[int], set[int]]] = deque()
+        self._slots: deque[set[int]] = deque()
         self._stalled = 0
 
     # ---- Executor ----
@@ -101,6 +119,7 @@ class FakeExecutor:
             load_s=0.0,
             num_ranks=self.num_ranks,
             store=None if self.tiers is None else self.tiers.store,
+            adapter_pages=0 if self.adapters is None else self.adapters.plan.num_pages,
         )
 
     def submit(self, plan: StepPlan) -> None:
@@ -112,6 +131,7 @@ class FakeExecutor:
         if self.tiers is not None:
             self.tiers.bring(plan.awaits)
         self._bind(plan)
+        self._name_slots(plan)
         self._extend(plan)
         self._check_writes(plan)
         self._copy(plan)
@@ -122,6 +142,8 @@ class FakeExecutor:
     def wait(self, timeout_s: float) -> StepResult | None:
         if self.tiers is not None:
             self.tiers.pump()
+        if self.adapters is not None:
+            self.adapters.pump()
         if not self._results:
             return None
         if self._stalled < self.stalls:
@@ -130,17 +152,23 @@ class FakeExecutor:
         self._stalled = 0
         self._named.popleft()
         self._touched.popleft()
+        self._slots.popleft()
         return self._results.popleft()
 
-    def transfer(self, transfer: Transfer) -> None:
+    def transfer(self, transfer: Transfer | AdapterMove) -> None:
+        if isinstance(transfer, AdapterMove):
+            assert self.adapters is not None, "an adapter moves without --enable-lora"
+            self.adapters.send(transfer, set().union(*self._slots))
+            return
         assert self.tiers is not None, "a transfer without tiers"
         named = set().union(*(named for named, _ in self._touched))
         written = set().union(*(written for _, written in self._touched))
         self.tiers.send(transfer, named, written)
 
     def transfers_done(self) -> list[TransferDone]:
-        assert self.tiers is not None, "a question for transfers without tiers"
-        return self.tiers.take()
+        assert self.tiers is not None or self.adapters is not None, "a question for transfers without any"
+        done = [] if self.tiers is None else self.tiers.take()
+        return done if self.adapters is None else [*done, *self.adapters.take()]
 
     def close(self) -> None:
         self._results.clear()
@@ -159,7 +187,25 @@ class FakeExecutor:
             self.rows[init.row] = self._new_row(init)
 
     def _new_row(self, init: RowInit) -> Row:
-        return Row(list(init.token_ids), init.prompt_len, init.num_computed, init.sampling)
+        return Row(list(init.token_ids), init.prompt_len, init.num_computed, init.sampling, slot=init.adapter_slot)
+
+    def _name_slots(self, plan: StepPlan) -> None:
+        slots = {slot for work in plan.work if (slot := self.rows[work.row].slot) is not None}
+        self._slots.append(slots)
+        if self.adapters is not None:
+            assert len(slots) <= self.adapters.plan.max_loras, "more adapters in a step than --max-loras"
+            self.adapters.check_plan(slots)
+
+    def _root(self, row: Row) -> str:
+        """What keeps the row's KV apart; checks that its slot holds, on every rank, what its request wants."""
+        root, wanted = self.roots.get(row.sampling.seed, ""), self.wanted.get(row.sampling.seed)
+        if row.slot is None:
+            assert wanted is None, f"a row that wants {wanted} has no slot"
+            return root
+        assert self.adapters is not None
+        held = {self.adapters.content(rank, row.slot) for rank in range(self.num_ranks)}
+        assert held == {wanted}, f"a row that wants {wanted} computes with {held}"
+        return f"{root}{wanted}"
 
     def _extend(self, plan: StepPlan) -> None:
         for work in plan.work:
@@ -221,7 +267,7 @@ class FakeExecutor:
 
     def _compute(self, work: RowWork) -> RowResult | None:
         row, size = self.rows[work.row], self.block_size
-        chain = chain_of(self.roots.get(row.sampling.seed, ""), row.tokens)
+        chain = chain_of(self._root(row), row.tokens)
         for rank, pool in enumerate(self.pools):
             for position in range(row.computed):
                 block_id = row.blocks[position // size]

@@ -16,7 +16,7 @@ def waiting(priority: int, arrival: int) -> SimpleNamespace:
         __hash__ = object.__hash__
         __eq__ = object.__eq__
 
-    return Waiting(order=(priority, arrival, 0))
+    return Waiting(order=(priority, arrival, 0), bound_step=0)
 
 
 def test_the_queue_orders_by_priority_then_arrival_with_removals_anywhere():

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from cluster.gateway.routes import build_gateway_app
-from cluster.gateway.state import GatewayState, GatewayTimes, Outcome, make_state
+from cluster.gateway.state import GatewayState, GatewayTimes, Opening, Outcome, make_state
 from configs.schema import GatewaySettings
 from tests.support.fake_backend import FakeBackend
 from workers.text.chat_template import ChatTemplate
@@ -53,7 +53,11 @@ class ListLedger:
     """Keeps what was settled."""
 
     def __init__(self) -> None:
+        self.opened: list[Opening] = []
         self.rows: list[Outcome] = []
+
+    def accepted(self, opening: Opening) -> None:
+        self.opened.append(opening)
 
     async def settle(self, outcome: Outcome) -> None:
         self.rows.append(outcome)
@@ -81,6 +85,7 @@ class Rig:
         assert not self.backend.streams, "a stream was leaked"
         ids = [row.request_id for row in self.ledger.rows]
         assert len(ids) == len(set(ids)), "a request was settled twice"
+        assert sorted(ids) == sorted(o.request_id for o in self.ledger.opened), "every accepted request has its row"
 
 
 @contextlib.asynccontextmanager

@@ -105,7 +105,7 @@ async def test_all_fields_reach_the_engine() -> None:
         assert (params.stop_token_ids, params.ignore_eos, params.seed) == ((7,), True, 5)
         assert (params.presence_penalty, params.frequency_penalty) == (0.5, -0.5)
         assert params.logit_bias == ((5, 10.0), (6, -100.0))
-        assert (request.priority, request.cache_salt, request.tenant) == (-2, "salt", "default")
+        assert (request.priority, request.cache_salt, request.tenant) == (-2, "default/salt", "default")
 
 
 async def test_eos_ids_that_the_engine_does_not_know_are_sent_along() -> None:

@@ -1,4 +1,4 @@
-"""What a starting group says of weights that stream: one line per placement, for the launcher and the log. Torch-free.
+"""What a starting group says of weights that stream and of room for adapters, for the launcher and the log. Torch-free.
 
 Called by workers/rank_group.py and workers/inprocess_executor.py with what their ranks reported.
 """
@@ -17,6 +17,15 @@ def weight_notes(loaded: Sequence[RankLoaded]) -> tuple[str, ...]:
         if message.streamed_layers:
             ranks.setdefault(_placement(message), []).append(message.rank)
     return tuple(f"weights of rank {', '.join(map(str, who))}: {words}" for words, who in ranks.items())
+
+
+def adapter_notes(loaded: Sequence[RankLoaded]) -> tuple[str, ...]:
+    """Nothing without --enable-lora; else a line for the device memory of all ranks together."""
+    num_pages = min(message.adapter_pages for message in loaded)
+    if not num_pages:
+        return ()
+    page_bytes = sum(message.adapter_page_bytes for message in loaded)
+    return (f"adapters: {num_pages} device pages ({_mib(num_pages * page_bytes)} over {len(loaded)} rank(s))",)
 
 
 def _placement(message: RankLoaded) -> str:

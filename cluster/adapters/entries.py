@@ -1,0 +1,65 @@
+"""What is listed of an adapter, and how a client's `model` finds it. Pure; knows no Redis, no HTTP and no files.
+
+A listed version is `name@digest` and never changes: loading other content under the name lists another version in its
+place. Used by the registry, the gateway, the command line and the coordinator.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from workers.messages import AdapterRef
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./-]{0,127}")
+NAME_RULE = "letters, digits, '_', '.', '/' and '-', at most 128, the first a letter or a digit"
+LEAST_DIGEST_CHARS = 8
+
+
+class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """The version that is served under a name. tenant: whose it is, None: everyone's. pinned: groups keep it on their
+    devices. listed_at_s: wall clock."""
+
+    name: str
+    digest: str
+    source: str
+    tenant: str | None = None
+    pinned: bool = False
+    listed_at_s: float = 0.0
+
+    @property
+    def ref(self) -> AdapterRef:
+        """As requests carry it."""
+        return AdapterRef(name=self.name, digest=self.digest, source=self.source)
+
+    def is_for(self, tenant: str) -> bool:
+        """May this tenant know of it?"""
+        return self.tenant is None or self.tenant == tenant
+
+
+class BaseFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The model that a list of adapters belongs to: what checking a new one needs. overrides: --hf-overrides."""
+
+    folder: str
+    max_rank: int
+    overrides: dict[str, Any] = {}
+
+
+def is_name(name: str) -> bool:
+    """May an adapter be called so? ':' and '@' have a meaning in a request's `model`."""
+    return NAME.fullmatch(name) is not None
+
+
+def find(model: str, bases: Sequence[str], entries: Mapping[str, AdapterEntry], tenant: str) -> AdapterEntry | None:
+    """The adapter that `model` names for this tenant: its name, `name@digest` (8 hexadecimal digits at least), either
+    behind `base:`. None: there is none, or it is another tenant's."""
+    behind = [model[len(base) + 1 :] for base in bases if model.startswith(f"{base}:")]
+    for wanted in (model, *behind):
+        name, at, digest = wanted.partition("@")
+        entry = entries.get(name)
+        if entry is None or not entry.is_for(tenant):
+            continue
+        if not at or (len(digest) >= LEAST_DIGEST_CHARS and entry.digest.startswith(digest)):
+            return entry
+    return None

@@ -1,0 +1,190 @@
+"""The adapters that a service should serve: durable in Redis, a whole copy in every process that asks.
+
+Gateways and `tandem adapters` change it by compare-and-set; gateways and coordinators poll its version counter and read
+the list when that moved. Without Redis the last copy is served and nothing can be changed; a Redis that lost its data
+gets the copy back. One event loop; no request waits on this file.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+import msgspec
+
+from cluster.adapters.entries import AdapterEntry, BaseFacts
+from cluster.coordination import keys
+from cluster.coordination.client import Part, RedisAway
+from cluster.coordination.registry import Commands
+
+log = logging.getLogger("tandem.adapters")
+
+COMPARE_AND_SET: Final = """
+local now = redis.call('HGET', KEYS[1], ARGV[1]) or ''
+if now ~= ARGV[2] and now ~= ARGV[3] then return 0 end
+if now ~= ARGV[3] then
+  if ARGV[3] == '' then redis.call('HDEL', KEYS[1], ARGV[1]) else redis.call('HSET', KEYS[1], ARGV[1], ARGV[3]) end
+  redis.call('HINCRBY', KEYS[1], ARGV[4], 1)
+end
+return 1
+"""
+"""Field, value expected ('' none), value wanted ('' none), field of the counter. 1 also where it is as wanted already:
+the client may send it twice."""
+
+
+class _Held(NamedTuple):
+    entry: AdapterEntry
+    raw: bytes
+
+
+class AdapterRegistry:
+    """The list of one base model. redis None: this process has it to itself."""
+
+    def __init__(self, redis: Commands | None, base: str) -> None:
+        self.model = base
+        self._redis = redis
+        self._key = keys.adapters(base)
+        self._held: dict[str, _Held] = {}
+        self._seen: tuple[bytes, bytes] | None = None
+        self._sentinel: bytes | None = None
+        self._base: BaseFacts | None = None
+        self._base_unsaved = False
+        self._unsaved: dict[str, AdapterEntry] = {}
+        self._turn = asyncio.Lock()
+        self.entries: Mapping[str, AdapterEntry] = MappingProxyType({})
+
+    async def refresh(self) -> bool:
+        """Takes over what has changed; whether anything had. RedisAway: the copy stays as it is."""
+        if self._redis is None:
+            return False
+        async with self._turn:
+            return await self._refresh(self._redis)
+
+    async def replace(self, before: AdapterEntry | None, after: AdapterEntry | None, name: str) -> bool:
+        """Lists `after` under the name where `before` was (None: nothing). False: it was not, somebody was faster; then
+        the copy is fresh. RedisAway: nothing is known to have changed."""
+        async with self._turn:
+            held = self._held.get(name)
+            if (held.entry if held is not None else None) != before:
+                return False
+            raw = msgspec.msgpack.encode(after) if after is not None else b""
+            if self._redis is not None and not await self._compare_and_set(self._redis, name, held, raw):
+                self._seen = None
+                await self._refresh(self._redis)
+                return False
+            changed = {key: value for key, value in self._held.items() if key != name}
+            self._take(changed | ({name: _Held(after, raw)} if after is not None else {}))
+            return True
+
+    def keep(self, entry: AdapterEntry) -> None:
+        """Lists it here at once, and in Redis when that answers again: what the service's own settings ask for."""
+        self._unsaved[entry.name] = entry
+        self._take(self._held | {entry.name: _Held(entry, msgspec.msgpack.encode(entry))})
+
+    def announce(self, base: BaseFacts) -> None:
+        """Says in Redis, as soon as that answers, what the list belongs to: for those who have only Redis."""
+        self._base, self._base_unsaved = base, True
+
+    async def base(self) -> BaseFacts | None:
+        """What was announced; None when no service ever did. RedisAway."""
+        if self._redis is None:
+            return self._base
+        value = await self._redis.command("HGET", self._key, keys.ADAPTERS_BASE)
+        return msgspec.msgpack.decode(value, type=BaseFacts) if isinstance(value, bytes) else None
+
+    async def reseed(self) -> None:
+        """Writes the copy into a Redis that lost its data; what others have written since stays. RedisAway."""
+        if self._redis is None or (not self._held and self._base is None):
+            return
+        # an entry that is already there was written after the loss
+        commands: list[list[Part]] = [["HSETNX", self._key, name, held.raw] for name, held in self._held.items()]
+        if self._base is not None:
+            commands.append(["HSETNX", self._key, keys.ADAPTERS_BASE, msgspec.msgpack.encode(self._base)])
+        await self._redis.pipeline([*commands, ["HINCRBY", self._key, keys.ADAPTERS_VERSION, 1]])
+
+    async def modules_are_listed(self, service: str) -> bool:
+        """Has a gateway of this life of the service listed --lora-modules? Not known, so no, while Redis is away."""
+        if self._redis is None:
+            return False
+        try:
+            return await self._redis.command("EXISTS", keys.modules_listed(service)) == 1
+        except RedisAway:
+            return False
+
+    async def note_modules_listed(self, service: str) -> None:
+        """So that a gateway that comes later leaves them as they are by then."""
+        if self._redis is not None:
+            with suppress(RedisAway):
+                await self._redis.command("SET", keys.modules_listed(service), 1, "EX", keys.MODULES_LISTED_TTL_S)
+
+    async def run(self, on_change: Callable[[], None], period_s: float = 0.5) -> None:
+        """Refreshes until it is cancelled."""
+        away = False
+        while True:
+            try:
+                if await self.refresh():
+                    on_change()
+                away = False
+            except RedisAway as error:
+                if not away:
+                    log.warning("Redis is away (%s): going on with the adapters known", error)
+                away = True
+            except Exception:
+                log.exception("the list of adapters was not read: going on with the last one")
+            await asyncio.sleep(period_s)
+
+    # ---- inside --------------------------------------------------------------------------------------------------
+
+    async def _refresh(self, redis: Commands) -> bool:
+        sentinel, version = await redis.pipeline([["GET", keys.SENTINEL], ["HGET", self._key, keys.ADAPTERS_VERSION]])
+        if not isinstance(sentinel, bytes):
+            raise RedisAway("its data is gone")
+        if self._sentinel not in (None, sentinel):  # all was lost, and the sentinel written again by somebody else
+            await self.reseed()
+            version = None
+        if self._unsaved or self._base_unsaved:
+            await self._save(redis)
+            version = None
+        seen = (sentinel, version) if isinstance(version, bytes) else None
+        if seen is not None and seen == self._seen:
+            return False
+        found = await redis.command("HGETALL", self._key)
+        assert isinstance(found, dict), found
+        self._sentinel, self._seen = sentinel, seen
+        return self._take({_text(name): held for name, raw in found.items() if (held := _decoded(name, raw))})
+
+    async def _save(self, redis: Commands) -> None:
+        writes = [(name, msgspec.msgpack.encode(entry)) for name, entry in self._unsaved.items()]
+        if self._base is not None:
+            writes.append((keys.ADAPTERS_BASE, msgspec.msgpack.encode(self._base)))
+        commands: list[list[Part]] = [["HSET", self._key, name, value] for name, value in writes]
+        await redis.pipeline([*commands, ["HINCRBY", self._key, keys.ADAPTERS_VERSION, 1]])
+        self._unsaved, self._base_unsaved = {}, False
+
+    async def _compare_and_set(self, redis: Commands, name: str, held: _Held | None, raw: bytes) -> bool:
+        before = held.raw if held is not None else b""
+        done = await redis.command("EVAL", COMPARE_AND_SET, 1, self._key, name, before, raw, keys.ADAPTERS_VERSION)
+        return done == 1
+
+    def _take(self, held: dict[str, _Held]) -> bool:
+        changed = held != self._held
+        self._held = held
+        self.entries = MappingProxyType({name: one.entry for name, one in sorted(held.items())})
+        return changed
+
+
+def _decoded(name: object, raw: object) -> _Held | None:
+    """None for the fields that are no entry, and for one of another version."""
+    if _text(name).startswith("@") or not isinstance(raw, bytes):
+        return None
+    try:
+        return _Held(msgspec.msgpack.decode(raw, type=AdapterEntry), raw)
+    except msgspec.DecodeError as error:
+        log.warning("the entry of adapter %s cannot be read: %s", _text(name), error)
+        return None
+
+
+def _text(value: object) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

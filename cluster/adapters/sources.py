@@ -1,0 +1,104 @@
+"""Where adapters may come from: --lora-modules, --lora-root and --lora-watch-dir, and what a client may name.
+
+Called by the launcher (every path becomes absolute before it changes folder), the gateway and `tandem adapters`. Looks
+at paths only; what lies there is checked by cluster/adapters/checks.py.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from cluster.adapters.entries import NAME_RULE, is_name
+from configs.errors import SettingsError
+from configs.schema import AdapterSettings
+from workers.errors import RequestRefused
+
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+class Module(NamedTuple):
+    """One --lora-modules."""
+
+    name: str
+    source: str
+
+
+def is_url(source: str) -> bool:
+    """Something for fsspec, not a folder here."""
+    return "://" in source
+
+
+def absolute(source: str) -> str:
+    """A folder's absolute path as it was named, links kept; a URL as it is."""
+    return source if is_url(source) else str(Path(source).expanduser().absolute())
+
+
+def resolved(settings: AdapterSettings) -> AdapterSettings:
+    """The same with every path absolute. SettingsError for a --lora-watch-dir or --lora-root that is no folder."""
+    modules = tuple(f"{name}={absolute(source)}" for name, _, source in (m.partition("=") for m in settings.modules))
+    for flag, folders in (("--lora-root", settings.roots), ("--lora-watch-dir", _some(settings.watch_dir))):
+        for folder in folders:
+            if is_url(folder) and flag == "--lora-root":
+                continue
+            if is_url(folder):
+                raise SettingsError(f"{folder}: only a folder of this machine can be watched", flag)
+            if not Path(folder).expanduser().is_dir():
+                raise SettingsError(f"{folder}: no such folder", flag)
+    watch_dir = absolute(settings.watch_dir) if settings.watch_dir is not None else None
+    return replace(settings, modules=modules, roots=tuple(map(absolute, settings.roots)), watch_dir=watch_dir)
+
+
+def modules_of(settings: AdapterSettings, bases: Iterable[str]) -> list[Module]:
+    """--lora-modules. SettingsError for a name that no adapter can have."""
+    taken = set(bases)
+    found = []
+    for text in settings.modules:
+        name, _, source = text.partition("=")
+        if not is_name(name):
+            raise SettingsError(f"{name!r} is no name for an adapter: {NAME_RULE}", "--lora-modules")
+        if name in taken:
+            raise SettingsError(f"{name} is the name of the model itself", "--lora-modules")
+        found.append(Module(name, source))
+    return found
+
+
+def roots_of(settings: AdapterSettings) -> tuple[str, ...]:
+    """The folders and URLs that a client may load from: --lora-root, by default the parents of --lora-modules."""
+    if settings.roots:
+        return settings.roots
+    sources = (text.partition("=")[2] for text in settings.modules)
+    return tuple(dict.fromkeys(source.rstrip("/").rpartition("/")[0] or "/" for source in sources))
+
+
+def allowed_source(path: str, roots: Iterable[str]) -> str:
+    """What a client named, when it lies under a root: a folder, links resolved, with the files that count, or a URL.
+    RequestRefused in the same words whether it lies elsewhere or nowhere."""
+    refused = RequestRefused(
+        "lora_path must be the absolute path of a folder, or a URL, under --lora-root.",
+        code="invalid_value",
+        param="lora_path",
+    )
+    if is_url(path):
+        steps = path.partition("://")[2].split("/")
+        if not any(is_url(root) and path.startswith(root.rstrip("/") + "/") for root in roots) or {".", ".."} & {
+            *steps
+        }:
+            raise refused
+        return path.rstrip("/")
+    try:
+        real_roots = [Path(root).resolve() for root in roots if not is_url(root)]
+        if not Path(path).is_absolute():
+            raise refused
+        folder = Path(path).resolve()
+        inside = [folder, *((folder / name).resolve() for name in FILES)]
+        if not folder.is_dir() or not all(any(p.is_relative_to(root) for root in real_roots) for p in inside):
+            raise refused
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL byte, a circle of links, a name too long
+        raise refused from error
+    return str(folder)
+
+
+def _some(value: str | None) -> tuple[str, ...]:
+    return () if value is None else (value,)

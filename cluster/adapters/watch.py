@@ -1,0 +1,110 @@
+"""--lora-watch-dir: each PEFT folder in it is an adapter of that name; it is listed, switched and unlisted as folders
+come, change and go.
+
+Looks once a second; the clock is passed in. A folder that is being written is taken when it has not changed for a
+while. Runs in every gateway that sees the folder: listing the same content twice changes nothing.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from cluster.adapters.desk import AdapterDesk
+from cluster.adapters.entries import is_name
+from cluster.adapters.sources import FILES
+from workers.errors import RequestRefused
+
+log = logging.getLogger("tandem.adapters")
+SETTLED_S = 1.5
+
+Print = tuple[tuple[str, int, int], ...]
+"""Name, bytes and time of change of each file."""
+
+
+class _Sight(NamedTuple):
+    """A folder as it looks since then."""
+
+    print: Print
+    since_s: float
+
+
+class FolderWatch:
+    """One folder and the desk that it talks to."""
+
+    def __init__(self, folder: Path, desk: AdapterDesk, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder = folder
+        self._desk = desk
+        self._clock = clock
+        self._sights: dict[str, _Sight] = {}
+        self._done: dict[str, Print] = {}
+
+    async def run(self, period_s: float = 1.0) -> None:
+        """Looks until it is cancelled."""
+        while True:
+            try:
+                await self.look()
+            except Exception:
+                log.exception("%s was not looked at", self._folder)
+            await asyncio.sleep(period_s)
+
+    async def look(self) -> None:
+        """One look: takes what has settled, unlists what is gone."""
+        try:
+            found = await asyncio.to_thread(self._scan)
+        except OSError as error:  # on its way out or unmounted: what is listed stays
+            log.warning("%s cannot be read: %s", self._folder, error.strerror)
+            return
+        now_s = self._clock()
+        for name in sorted(found):
+            await self._see(name, found[name], now_s)
+        for name in [name for name in self._sights if name not in found]:
+            del self._sights[name]
+            self._done.pop(name, None)
+        for entry in list(self._desk.registry.entries.values()):
+            if entry.name not in found and Path(entry.source) == self._folder / entry.name:
+                await self._unload(entry.name)
+
+    async def _see(self, name: str, now: Print, now_s: float) -> None:
+        before = self._sights.get(name)
+        if before is None or before.print != now:
+            self._sights[name] = _Sight(now, now_s)
+            return
+        if self._done.get(name) == now or now_s - before.since_s < SETTLED_S:
+            return
+        self._done[name] = now
+        try:
+            await self._load(name)
+        except RequestRefused as error:
+            log.warning("%s is not served: %s", self._folder / name, error)
+            if error.status == 503:
+                del self._done[name]  # not the folder's fault
+
+    async def _load(self, name: str) -> None:
+        source = str(self._folder / name)
+        listed = self._desk.registry.entries.get(name)
+        if listed is not None and listed.source != source:
+            raise RequestRefused(f"{name} is listed from {listed.source}", code="invalid_value", param="lora_name")
+        await self._desk.load(name, source, inplace=True)
+
+    async def _unload(self, name: str) -> None:
+        try:
+            await self._desk.unload(name)
+        except RequestRefused as error:
+            log.warning("adapter %s is still listed, its folder is gone: %s", name, error)
+
+    def _scan(self) -> dict[str, Print]:
+        """Every folder that has an adapter_config.json and whose name an adapter can have."""
+        folders = (path for path in self._folder.iterdir() if is_name(path.name) and (path / FILES[0]).is_file())
+        return {path.name: printed for path in folders if (printed := _print_of(path)) is not None}
+
+
+def _print_of(folder: Path) -> Print | None:
+    """None: it is going away at this moment."""
+    try:
+        stats = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
+    except OSError:
+        return None
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)

@@ -1,0 +1,60 @@
+"""Which model a request means: the base by any of its names, or an adapter that its tenant may use. Pure."""
+
+from typing import Any, NamedTuple
+
+from cluster.adapters.entries import AdapterEntry
+from cluster.gateway.auth import Principal
+from cluster.gateway.http_errors import model_not_found
+from cluster.gateway.state import GatewayState
+from workers.messages import AdapterRef
+
+
+class Served(NamedTuple):
+    """The name to answer as, and the adapter if `model` names one."""
+
+    name: str
+    entry: AdapterEntry | None = None
+
+    @property
+    def adapter(self) -> AdapterRef | None:
+        """As the request carries it: what is listed later under the name does not touch it."""
+        return self.entry.ref if self.entry is not None else None
+
+
+def served_model(state: GatewayState, name: str | None, principal: Principal) -> Served:
+    """RequestRefused 404 for a name that is not served, or not to this tenant: the same words."""
+    if name is None:
+        return Served(state.model_names[0])
+    if name in state.model_names:
+        return Served(name)
+    entry = state.adapters.entry(name, principal.tenant) if state.adapters is not None else None
+    if entry is None:
+        raise model_not_found(name)
+    return Served(name, entry)
+
+
+def all_served(state: GatewayState, principal: Principal) -> list[Served]:
+    """Every name that this tenant may send as `model`, each once: the base's, then its adapters'."""
+    entries = state.adapters.visible(principal.tenant) if state.adapters is not None else []
+    return [*map(Served, state.model_names), *(Served(entry.name, entry) for entry in entries)]
+
+
+def model_object(state: GatewayState, served: Served, principal: Principal) -> dict[str, Any]:
+    """OpenAI's model object with vLLM's additions. An adapter's root is its source for those who may load adapters, and
+    its version for others: paths are not theirs to know."""
+    shown: dict[str, Any] = {
+        "id": served.name,
+        "object": "model",
+        "created": state.created_s,
+        "owned_by": "tandem",
+        "root": state.model_names[0],
+        "parent": None,
+        "max_model_len": state.max_model_len,
+    }
+    if (entry := served.entry) is not None:
+        version = f"{entry.name}@{entry.digest}"
+        shown["created"] = int(entry.listed_at_s)
+        shown["root"] = entry.source if principal.is_admin else version
+        shown["parent"] = state.model_names[0]
+        shown["version"] = version
+    return shown

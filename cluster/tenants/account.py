@@ -1,0 +1,257 @@
+"""One tenant in one gateway: what its requests hold here, what Redis last said, and the share to live on without it.
+
+Pure arithmetic over times in seconds that are passed in. Redis has the truth of the whole tenant; this file has the
+truth of this gateway, and tells it in absolute numbers. While Redis is away the gateway admits from its share: the last
+known state of the buckets over the gateways that were there, refilled at that fraction of the rate.
+"""
+
+from dataclasses import dataclass, field
+
+from cluster.coordination import keys
+from cluster.tenants.admission import Reason
+from cluster.tenants.quota_script import LEASE_MS, Report, Verdict
+from cluster.tenants.tenant import Limits, Tenant
+
+MINUTE_S = 60.0
+
+
+@dataclass
+class Bucket:
+    """A token bucket of `size` that fills at size / minute. May be overdrawn to -size. Starts full."""
+
+    size: float
+    level: float
+    at_s: float
+
+    def fill(self, now_s: float) -> float:
+        """Its level now."""
+        self.level = min(self.size, self.level + max(0.0, now_s - self.at_s) * self.size / MINUTE_S)
+        self.at_s = now_s
+        return self.level
+
+    def add(self, amount: float, now_s: float) -> None:
+        self.level = max(-self.size, min(self.size, self.fill(now_s) + amount))
+
+    def wait_s(self, wanted: float, now_s: float) -> float:
+        """Until it holds so much."""
+        return max(0.0, wanted - self.fill(now_s)) * MINUTE_S / self.size
+
+
+@dataclass
+class Debt:
+    """Bucket charges that Redis has not heard of: negative what was taken, positive what was given back.
+
+    What was taken fades at `rate` a minute: had Redis known in time, its bucket would have filled again.
+    """
+
+    rate: float = 0.0
+    amount: float = 0.0
+    at_s: float = 0.0
+
+    def add(self, amount: float, now_s: float) -> None:
+        self._fade(now_s)
+        self.amount += amount
+
+    def take(self, now_s: float) -> float:
+        """All of it, for a report."""
+        self._fade(now_s)
+        amount, self.amount = self.amount, 0.0
+        return amount
+
+    def give_back(self, amount: float, now_s: float) -> None:
+        """A report may not have arrived: what was taken is said again, what was given back a minute replaces."""
+        self.add(min(0.0, amount), now_s)
+
+    def _fade(self, now_s: float) -> None:
+        if self.amount < 0:
+            self.amount = min(0.0, self.amount + self.rate / MINUTE_S * max(0.0, now_s - self.at_s))
+        self.at_s = now_s
+
+
+@dataclass
+class Account:
+    """See the module. gateways: how many there are at least; share_of: those that the limits are shared by.
+
+    base, used_elsewhere: budget tokens of gateways that are gone, and of all but this one, as last told.
+    """
+
+    name: str
+    limits: Limits
+    budget_id: int
+    gateway: str
+    gateways: int
+    now_s: float
+    base: float = 0.0
+    used_elsewhere: float = 0.0
+    running: int = 0
+    reserved: int = 0
+    used: int = 0
+    is_away: bool = False
+    share_of: int = 1
+    _number: int = 0
+    _used_when_left: int = 0
+    _requests: Bucket | None = None
+    _tokens: Bucket | None = None
+    _debt_requests: Debt = field(default_factory=Debt)
+    _debt_tokens: Debt = field(default_factory=Debt)
+
+    def __post_init__(self) -> None:
+        self.share_of = self.gateways
+        self._set_limits(self.limits, self.now_s)
+
+    def update(self, tenant: Tenant, now_s: float) -> None:
+        """The tenant may have been changed. A new budget starts at nothing."""
+        if tenant.budget_id != self.budget_id:
+            self.budget_id = tenant.budget_id
+            self.used = self._used_when_left = 0
+            self.base = self.used_elsewhere = 0.0
+        if tenant.limits != self.limits:
+            self._set_limits(tenant.limits, now_s)
+
+    # ---- what requests hold --------------------------------------------------------------------------------------
+
+    def hold(self, tokens: int) -> None:
+        self.running += 1
+        self.reserved += tokens
+
+    def release(self, tokens: int) -> None:
+        self.running -= 1
+        self.reserved -= tokens
+
+    def bill(self, charge: int, used_tokens: int, now_s: float) -> None:
+        """Of `charge` tokens taken from the minute, so many were used."""
+        self.used += used_tokens
+        self._take(self._tokens, self._debt_tokens, used_tokens - charge, now_s)
+
+    def left(self, now_s: float) -> tuple[Bucket | None, Bucket | None]:
+        """The buckets of requests and tokens as this gateway knows them: the tenant's, or its own share."""
+        for bucket in (self._requests, self._tokens):
+            if bucket is not None:
+                bucket.fill(now_s)
+        return self._requests, self._tokens
+
+    @property
+    def spent(self) -> int:
+        """Tokens of the budget, of all gateways, as this one knows."""
+        return int(self.used_elsewhere) + self.used
+
+    # ---- with Redis ----------------------------------------------------------------------------------------------
+
+    def report(
+        self, now_s: float, kv_tokens: int | None, need: int = 0, charge: int = 0, admit: bool = False
+    ) -> Report:
+        """The next report. What the buckets in Redis do not know is in it, and counts as told."""
+        self._number += 1
+        requests, tokens = self.left(now_s)
+        limits = self.limits
+        shared = self.share_of if self.is_away else 1  # a share's level says that much about the whole
+        return Report(
+            gateway=self.gateway,
+            number=self._number,
+            running=self.running,
+            reserved=self.reserved,
+            used=self.used,
+            budget_id=self.budget_id,
+            ttl_s=keys.QUOTA_TTL_S,
+            lease_ms=LEASE_MS,
+            delta_requests=self._debt_requests.take(now_s),
+            delta_tokens=self._debt_tokens.take(now_s),
+            known_base=self.base,
+            need=need,
+            charge=charge,
+            admit=admit,
+            requests_per_minute=limits.requests_per_minute,
+            tokens_per_minute=limits.tokens_per_minute,
+            concurrency=limits.concurrency,
+            token_budget=limits.token_budget,
+            kv_tokens=kv_tokens,
+            known_requests=None if requests is None else requests.level * shared,
+            known_tokens=None if tokens is None else tokens.level * shared,
+        )
+
+    def learn(self, verdict: Verdict, now_s: float) -> None:
+        """Redis has answered."""
+        self.is_away = False
+        self.share_of = max(self.gateways, verdict.gateways)
+        self.base, self.used_elsewhere = verdict.base, verdict.used_elsewhere
+        self._used_when_left = self.used
+        self._requests = self._known(self.limits.requests_per_minute, verdict.requests, now_s)
+        self._tokens = self._known(self.limits.tokens_per_minute, verdict.tokens, now_s)
+        self._set_rates()
+
+    def unsaid(self, report: Report, now_s: float) -> None:
+        """The report may not have arrived."""
+        self._debt_requests.give_back(report.delta_requests, now_s)
+        self._debt_tokens.give_back(report.delta_tokens, now_s)
+
+    # ---- without Redis -------------------------------------------------------------------------------------------
+
+    def admit_from_share(
+        self, need: int, charge: int, kv_tokens: int | None, now_s: float
+    ) -> tuple[Reason | None, float]:
+        """Why not, and for how many seconds. The request holds its part already (hold)."""
+        self._leave(now_s)
+        reason = self._over_total(need, kv_tokens)
+        if reason is not None:
+            return reason, 0.0
+        requests, tokens = self.left(now_s)
+        if requests is not None and requests.level < 1:
+            return "requests", requests.wait_s(1, now_s)
+        if tokens is not None and tokens.level < (wanted := min(float(charge), tokens.size)):
+            return "tokens", tokens.wait_s(wanted, now_s)
+        self._take(requests, self._debt_requests, 1, now_s)
+        self._take(tokens, self._debt_tokens, charge, now_s)
+        return None, 0.0
+
+    def _over_total(self, need: int, kv_tokens: int | None) -> Reason | None:
+        """Limits that no minute refills, of which this gateway has its share of what was left."""
+        limits, shared, before = self.limits, self.share_of, self.reserved - need
+        if limits.token_budget is not None:
+            if self.spent >= limits.token_budget:
+                return "budget"
+            left = limits.token_budget - self.used_elsewhere - self._used_when_left
+            if self.used - self._used_when_left + before >= left / shared:
+                return "budget_reserved"
+        if limits.concurrency is not None and self.running > max(1, limits.concurrency // shared):
+            return "concurrency"
+        if kv_tokens is not None and before > 0 and self.reserved > kv_tokens / shared:
+            return "kv_share"
+        return None
+
+    def _leave(self, now_s: float) -> None:
+        """From the whole tenant's buckets to this gateway's share of them."""
+        if self.is_away:
+            return
+        self.is_away = True
+        for bucket in self.left(now_s):
+            if bucket is not None:
+                bucket.level /= self.share_of
+                bucket.size = max(1.0, bucket.size / self.share_of)
+
+    def _take(self, bucket: Bucket | None, debt: Debt, amount: float, now_s: float) -> None:
+        if bucket is not None:
+            bucket.add(-amount, now_s)
+            debt.add(-amount, now_s)
+
+    # ---- limits --------------------------------------------------------------------------------------------------
+
+    def _set_limits(self, limits: Limits, now_s: float) -> None:
+        self.limits = limits
+        self._requests = self._changed(self._requests, limits.requests_per_minute, now_s)
+        self._tokens = self._changed(self._tokens, limits.tokens_per_minute, now_s)
+        self._set_rates()
+
+    def _set_rates(self) -> None:
+        """All gateways' debts together fade as fast as the bucket fills."""
+        self._debt_requests.rate = (self.limits.requests_per_minute or 0) / self.share_of
+        self._debt_tokens.rate = (self.limits.tokens_per_minute or 0) / self.share_of
+
+    def _changed(self, before: Bucket | None, limit: int | None, now_s: float) -> Bucket | None:
+        """A bucket of the new limit, as full as before; what Redis says next is the truth."""
+        if limit is None:
+            return None
+        size = max(1.0, limit / self.share_of) if self.is_away else float(limit)
+        return Bucket(size, size if before is None else min(size, before.fill(now_s)), now_s)
+
+    def _known(self, limit: int | None, level: float | None, now_s: float) -> Bucket | None:
+        return None if limit is None else Bucket(float(limit), float(limit) if level is None else level, now_s)

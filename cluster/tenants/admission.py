@@ -1,0 +1,71 @@
+"""The door of tenants as the gateway sees it: admit, settle, headers. Implemented by quota.py; open in `run-batch`."""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Protocol
+
+from cluster.tenants.tenant import NO_LIMITS, Limits
+from workers.errors import RequestRefused
+
+Reason = Literal["requests", "tokens", "concurrency", "kv_share", "budget", "budget_reserved"]
+Header = tuple[bytes, bytes]
+
+
+class OverLimit(RequestRefused):
+    """A tenant is over a limit. retry_after_s: when it may be worth trying again; None: trying again is no use."""
+
+    def __init__(self, message: str, *, reason: Reason, retry_after_s: float | None, code: str) -> None:
+        super().__init__(message, code=code, status=429)
+        self.reason = reason
+        self.retry_after_s = retry_after_s
+
+
+class Grant(NamedTuple):
+    """What an admitted request holds until it is settled. tokens: prompt and allowed output; charge: of those, taken
+    from the minute's bucket. Not counted: its tenant has no limit that needs counting."""
+
+    tenant: str
+    tokens: int = 0
+    charge: int = 0
+    is_counted: bool = False
+
+
+class Tenancy(Protocol):
+    """What tenants may do, and what they have left."""
+
+    async def admit(self, tenant: str, prompt_tokens: int, output_tokens: int) -> Grant:
+        """Reserves a request of so many prompt tokens and at most so many of output. OverLimit when it is too much.
+
+        Called by the request's owner task. Every grant is settled once.
+        """
+        ...
+
+    def settle(self, grant: Grant, used_tokens: int) -> None:
+        """The request is over and is billed so many tokens. Never waits, never fails."""
+        ...
+
+    def headers(self, tenant: str) -> Sequence[Header]:
+        """x-ratelimit-* of this moment, as this gateway knows it; none for a tenant without such limits."""
+        ...
+
+    def limits(self, tenant: str) -> Limits:
+        """Its limits as last seen; NO_LIMITS for a name that is no tenant's."""
+        ...
+
+
+class OpenTenancy:
+    """No tenant has a limit: `tandem run-batch`, and tests."""
+
+    async def admit(self, tenant: str, prompt_tokens: int, output_tokens: int) -> Grant:
+        del prompt_tokens, output_tokens
+        return Grant(tenant)
+
+    def settle(self, grant: Grant, used_tokens: int) -> None:
+        del grant, used_tokens
+
+    def headers(self, tenant: str) -> Sequence[Header]:
+        del tenant
+        return ()
+
+    def limits(self, tenant: str) -> Limits:
+        del tenant
+        return NO_LIMITS

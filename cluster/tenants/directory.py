@@ -1,0 +1,172 @@
+"""Each gateway's own copy of the tenants: which key is whose, and what each may take.
+
+Read again when the version in Redis changes. While Redis is away the copy goes on serving; when Redis comes back
+without the tenants, the copy is written to it again. A file keeps the copy for the gateway's next life.
+
+    unknown --first reading--> certain --Redis away, or 2 s--> uncertain (known keys go on) --reading--> certain
+"""
+
+import asyncio
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from cluster.coordination.client import RedisAway
+from cluster.tenants.store import Mark, Reading, TenantStore
+from cluster.tenants.tenant import NO_LIMITS, Limits, Tenant
+
+log = logging.getLogger("tandem.tenants")
+POLL_S = 0.5
+CERTAIN_S = 2.0
+"""For so long a reading says that a key not in it is nobody's: a Redis that is frozen may take long to fail."""
+
+
+class Saved(msgspec.Struct, frozen=True, kw_only=True):
+    """The file. spent: tokens of each tenant's budget, with the budget's id."""
+
+    origin: str | None
+    version: int
+    tenants: list[Tenant]
+    spent: dict[str, tuple[int, int]] = {}
+
+
+class TenantDirectory:
+    """Used on one event loop. `file`: where the copy is kept, None: nowhere."""
+
+    def __init__(
+        self,
+        store: TenantStore,
+        file: Path | None = None,
+        wall_clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._file = file
+        self._wall_clock = wall_clock
+        self._clock = clock
+        self._read_s = -math.inf
+        self._mark: Mark | None = None
+        self._origin: str | None = None
+        self._by_digest: dict[str, tuple[str, float | None]] = {}
+        self._saved: bytes = b""
+        self._refreshing = asyncio.Lock()
+        self.tenants: Mapping[str, Tenant] = {}
+        self.saved_spent: Mapping[str, tuple[int, int]] = {}
+        self.is_known = False
+
+    # ---- asked by requests: never waits --------------------------------------------------------------------------
+
+    @property
+    def is_certain(self) -> bool:
+        return self._clock() - self._read_s < CERTAIN_S
+
+    @property
+    def has_tenants(self) -> bool:
+        return bool(self.tenants)
+
+    def tenant_of(self, digest: bytes) -> str | None:
+        """Whose key has this SHA-256. The digest of a random key gives nothing away by how long its lookup takes."""
+        found = self._by_digest.get(digest.hex())
+        if found is None or (found[1] is not None and found[1] <= self._wall_clock()):
+            return None
+        return found[0]
+
+    def limits(self, tenant: str) -> Limits:
+        known = self.tenants.get(tenant)
+        return known.limits if known is not None else NO_LIMITS
+
+    # ---- kept up to date -----------------------------------------------------------------------------------------
+
+    async def load(self) -> None:
+        """Takes what the file of an earlier life holds, before the first reading."""
+        if self._file is None or (saved := await asyncio.to_thread(_read, self._file)) is None:
+            return
+        self._origin = saved.origin
+        self.saved_spent = saved.spent
+        if saved.origin is not None:
+            self._take({tenant.name: tenant for tenant in saved.tenants})
+
+    async def refresh(self) -> None:
+        """Reads what has changed. RedisAway: the copy stays, and keys that it does not hold are uncertain."""
+        async with self._refreshing:
+            began_s = self._clock()
+            try:
+                await self._refresh()
+            except RedisAway:
+                self._read_s = -math.inf
+                raise
+            self._read_s = began_s
+
+    async def run(self, period_s: float = POLL_S) -> None:
+        """Refreshes until it is cancelled."""
+        while True:
+            try:
+                await self.refresh()
+            except RedisAway as error:
+                log.debug("tenants were not read: %s", error)
+            except Exception:
+                log.exception("tenants were not read: going on with the last known ones")
+            await asyncio.sleep(period_s)
+
+    async def save(self, spent: Mapping[str, tuple[int, int]]) -> None:
+        """Writes the copy to its file when it has changed. The file holds hashes of keys, and is its owner's only."""
+        if self._file is None or not self.is_known:
+            return
+        version = self._mark.version if self._mark is not None else 0
+        listed = [self.tenants[name] for name in sorted(self.tenants)]
+        data = msgspec.json.encode(Saved(origin=self._origin, version=version, tenants=listed, spent=dict(spent)))
+        if data != self._saved:
+            await asyncio.to_thread(_write, self._file, data)
+            self._saved = data
+
+    async def _refresh(self) -> None:
+        mark = await self._store.mark()
+        if self._was_lost(mark):
+            assert self._origin is not None
+            if await self._store.seed(self._origin, self.tenants.values()):
+                log.warning("Redis had lost the tenants: %d were written again", len(self.tenants))
+        elif mark == self._mark:
+            return
+        reading: Reading = await self._store.read()
+        self._mark = reading.mark
+        self._origin = reading.mark.origin
+        self._take(reading.tenants)
+
+    def _was_lost(self, mark: Mark) -> bool:
+        """A copy that only a file remembers fills an empty Redis, but says nothing about one with other tenants."""
+        if self._origin is None or mark.origin == self._origin:
+            return False
+        return mark.origin is None or self._mark is not None
+
+    def _take(self, tenants: Mapping[str, Tenant]) -> None:
+        self.tenants = tenants
+        self._by_digest = {key.digest: (t.name, key.expires_s) for t in tenants.values() for key in t.keys}
+        self.is_known = True
+
+
+def _read(file: Path) -> Saved | None:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Saved)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        log.error("%s cannot be read and is ignored: %s", file, error)
+        return None
+
+
+def _write(file: Path, data: bytes) -> None:
+    fresh = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as out:
+            out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+        fresh.replace(file)
+    except OSError as error:
+        log.error("the tenants cannot be kept in %s: %s", file, error)

@@ -1,0 +1,209 @@
+"""The journal of one gateway's life: append-only files of JSON lines, written and synced in batches off the loop.
+
+    accepted(id ...)      the gateway owes a row for this request
+    ended(UsageRow)       the row
+    carried_on            the file is full: what it owes is in the next one
+
+A file is locked while its gateway writes it. What an unlocked one still owes ends as client_lost (read_rows), for its
+gateway is gone. A torn last line was never promised to anybody.
+"""
+
+import asyncio
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from cluster.tenants.usage import CLIENT_LOST, UsageRow
+
+log = logging.getLogger("tandem.ledger")
+PREFIX, SUFFIX = "usage-", ".jsonl"
+ROTATE_BYTES = 64 * 2**20
+ROTATE_S = 86400.0
+
+
+class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag="accepted"):
+    """A request that got past every refusal. time_s: wall clock."""
+
+    id: str
+    time_s: float
+    tenant: str
+    model: str
+    adapter: str | None
+
+
+class CarriedOn(msgspec.Struct, frozen=True, tag="carried_on"):
+    """The last line of a full file: what it owes is in the next one."""
+
+
+Line = Accepted | UsageRow | CarriedOn
+
+
+class Journal:
+    """Used on one event loop; one thread writes. A disk that takes no more costs the journal, not the requests.
+
+    A file that has grown or aged is closed and another begun: `paths` are all of this life, the last one is locked.
+    """
+
+    def __init__(self, folder: Path, gateway: str, rotate_bytes: int = ROTATE_BYTES) -> None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._stem = folder / f"{PREFIX}{gateway}"
+        self._rotate_bytes = rotate_bytes
+        self.paths: list[Path] = []
+        self._descriptor = self._open()
+        self._opened_s = time.monotonic()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tandem-journal")
+        self._lines: list[Line] = []
+        self._owed: dict[str, Accepted] = {}
+        self._next: asyncio.Event = asyncio.Event()
+        self._writing: asyncio.Task[None] | None = None
+        self.is_failing = False
+
+    def note(self, line: Line) -> None:
+        """Puts a line into the next batch; never waits."""
+        self._lines.append(line)
+        if isinstance(line, Accepted):
+            self._owed[line.id] = line
+        elif isinstance(line, UsageRow):
+            self._owed.pop(line.id, None)
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.get_running_loop().create_task(self._write_all(), name="journal")
+
+    async def sync(self) -> None:
+        """Returns when what was noted last is on disk, or the disk has refused it (logged)."""
+        if self._lines:
+            await self._next.wait()
+
+    async def close(self) -> None:
+        """Writes what is left and unlocks the file."""
+        while self._writing is not None and not self._writing.done():
+            await asyncio.wait({self._writing})
+        self._thread.shutdown(wait=True)
+        os.close(self._descriptor)
+
+    async def _write_all(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._lines:
+            batch, self._lines = self._lines, []
+            owed = list(self._owed.values())
+            written, self._next = self._next, asyncio.Event()
+            try:
+                await loop.run_in_executor(self._thread, self._write, batch, owed)
+                self.is_failing = False
+            except OSError as error:
+                if not self.is_failing:
+                    log.error("usage cannot be journaled in %s, and goes to Redis only: %s", self._stem, error)
+                self.is_failing = True
+            finally:
+                written.set()
+
+    def _write(self, batch: list[Line], owed: list[Accepted]) -> None:
+        """On the thread. A batch without an end needs no sync: it only says what is owed."""
+        data = _encoded(batch)
+        if self.is_failing:
+            data = b"\n" + data  # after a torn line
+        _write_whole(self._descriptor, data)
+        if any(isinstance(line, UsageRow) for line in batch):
+            os.fdatasync(self._descriptor)
+        aged = time.monotonic() - self._opened_s > ROTATE_S
+        if aged or os.fstat(self._descriptor).st_size > self._rotate_bytes:
+            self._rotate(owed)
+
+    def _rotate(self, owed: list[Accepted]) -> None:
+        """The next file begins with what is owed, then the last one says that it owes nothing any more."""
+        before, self._descriptor = self._descriptor, self._open()
+        self._opened_s = time.monotonic()
+        _write_whole(self._descriptor, _encoded(owed))
+        os.fdatasync(self._descriptor)
+        _write_whole(before, _encoded([CarriedOn()]))
+        os.close(before)
+
+    def _open(self) -> int:
+        path = self._stem.with_name(f"{self._stem.name}-{len(self.paths)}{SUFFIX}")
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.paths.append(path)
+        return descriptor
+
+
+def read_rows(path: Path, *, is_over: bool) -> Iterator[UsageRow]:
+    """The rows of a journal. is_over: its gateway is gone, so what it owes ends as client_lost."""
+    owed: dict[str, Accepted] = {}
+    for line in _read_lines(path):
+        if isinstance(line, Accepted):
+            owed[line.id] = line
+        elif isinstance(line, CarriedOn):
+            owed.clear()
+        else:
+            owed.pop(line.id, None)
+            yield line
+    if is_over:
+        yield from map(_lost, owed.values())
+
+
+def left_behind(folder: Path, max_age_s: float) -> Iterator[Path]:
+    """Journals in the folder that nobody writes any more; those that nothing would take are removed."""
+    for path in sorted(folder.glob(f"{PREFIX}*{SUFFIX}")):
+        with suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                if time.time() - os.fstat(descriptor).st_mtime > max_age_s:
+                    path.unlink()
+                    continue
+            finally:
+                os.close(descriptor)
+            yield path
+
+
+def is_in_use(folder: Path) -> bool:
+    """A gateway that lives journals in this folder."""
+    for path in folder.glob(f"{PREFIX}*{SUFFIX}"):
+        with path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+    return False
+
+
+def _read_lines(path: Path) -> Iterable[Line]:
+    decoder = msgspec.json.Decoder(Line)
+    with path.open("rb") as file:
+        for number, data in enumerate(file, 1):
+            if not data.strip():
+                continue
+            try:
+                yield decoder.decode(data)
+            except msgspec.DecodeError:
+                level = logging.ERROR if data.endswith(b"\n") else logging.INFO
+                log.log(level, "%s:%d is torn and left out", path, number)
+
+
+def _encoded(lines: Iterable[Line]) -> bytes:
+    return b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+
+
+def _write_whole(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _lost(line: Accepted) -> UsageRow:
+    return UsageRow(
+        id=line.id,
+        time_s=line.time_s,
+        tenant=line.tenant,
+        model=line.model,
+        adapter=line.adapter,
+        terminal=CLIENT_LOST,
+        prompt_tokens=0,
+        cached_tokens=0,
+        completion_tokens=0,
+    )

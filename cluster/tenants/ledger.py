@@ -1,0 +1,189 @@
+"""The ledger: exactly one row for each accepted request, journaled here first, then in Redis, whatever fails.
+
+A row's place in Redis follows from the row (tenant, day of its end, id) and is written only if empty, so sending a row
+again changes nothing. After an outage the rows that wait are sent; when Redis has lost them, or a gateway has died,
+whole journals are sent again.
+
+    settle --> journal (synced) --> waiting --batch--> Redis
+                  '---- replay: own journal, journals left behind ----^
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+
+from cluster.coordination import keys
+from cluster.coordination.client import Part, RedisAway
+from cluster.coordination.registry import Commands
+from cluster.gateway.state import Opening, Outcome
+from cluster.tenants.journal import Accepted, Journal, left_behind, read_rows
+from cluster.tenants.usage import UsageRow, day_of, pack
+
+log = logging.getLogger("tandem.ledger")
+BATCH = 256
+MAX_WAITING = 50_000
+"""Rows kept in memory while Redis is away; the journal has them all."""
+PERIOD_S = 1.0
+LOOK_PERIOD_S = 30.0
+
+
+class UsageLedger:
+    """Implements Ledger. Used on one event loop. kept_s: how long Redis and the folder keep rows."""
+
+    def __init__(
+        self,
+        redis: Commands,
+        folder: Path,
+        gateway: str,
+        kept_s: int,
+        wall_clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._redis = redis
+        self._folder = folder
+        self._kept_s = kept_s
+        self._journal = Journal(folder, gateway)
+        self._wall_clock = wall_clock
+        self._clock = clock
+        self._waiting: deque[UsageRow] = deque()
+        self._hurried = asyncio.Event()
+        self._sending = asyncio.Lock()
+        self._origin: str | None = None
+        self._must_replay = True
+        self._replayed: set[Path] = set()
+        self._look_at_s = clock()
+
+    # ---- Ledger --------------------------------------------------------------------------------------------------
+
+    def accepted(self, opening: Opening) -> None:
+        self._journal.note(
+            Accepted(
+                id=opening.request_id,
+                time_s=self._wall_clock(),
+                tenant=opening.tenant,
+                model=opening.model,
+                adapter=opening.adapter,
+            )
+        )
+
+    async def settle(self, outcome: Outcome) -> None:
+        row = UsageRow(
+            id=outcome.request_id,
+            time_s=self._wall_clock(),
+            tenant=outcome.tenant,
+            model=outcome.model,
+            adapter=outcome.adapter,
+            terminal=outcome.terminal,
+            prompt_tokens=outcome.usage.prompt_tokens,
+            cached_tokens=outcome.usage.cached_tokens,
+            completion_tokens=outcome.usage.completion_tokens,
+        )
+        self._journal.note(row)
+        try:
+            await self._journal.sync()
+        except asyncio.CancelledError:
+            self._must_replay = True
+            raise
+        self._waiting.append(row)
+        if len(self._waiting) > MAX_WAITING and not self._journal.is_failing:
+            self._waiting.clear()
+            self._must_replay = True
+        self._hurried.set()
+
+    # ---- to Redis ------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Sends until it is cancelled."""
+        while True:
+            try:
+                await self.send()
+            except RedisAway as error:
+                log.debug("%d usage rows wait: %s", len(self._waiting), error)
+            except Exception:
+                log.exception("usage rows were not sent: they stay in the journal")
+                self._must_replay = True
+            try:
+                async with asyncio.timeout(PERIOD_S):
+                    await self._hurried.wait()
+            except TimeoutError:
+                continue
+            await asyncio.sleep(0.05)  # more will have ended by then
+
+    async def send(self) -> None:
+        """Brings everything to Redis that is not there: RedisAway leaves the rest for the next time."""
+        async with self._sending:
+            self._hurried.clear()
+            await self._look_for_loss()
+            if self._must_replay:
+                for path in list(self._journal.paths):
+                    await self._replay(path, is_over=False)
+                self._must_replay = False
+            await self._replay_left_behind()
+            while self._waiting:
+                batch = [self._waiting[i] for i in range(min(BATCH, len(self._waiting)))]
+                await self._write(batch)
+                for _ in batch:
+                    self._waiting.popleft()
+
+    async def close(self) -> bool:
+        """What is left goes to the journal, and to Redis if it is there. True when Redis has everything."""
+        is_told = True
+        try:
+            await self.send()
+        except RedisAway as error:
+            is_told = False
+            log.warning("%d usage rows are in %s only: %s", len(self._waiting), self._folder, error)
+        await self._journal.close()
+        return is_told
+
+    async def _look_for_loss(self) -> None:
+        """Redis that has lost its rows gets them again."""
+        fresh = secrets.token_hex(8)
+        await self._redis.command("SET", keys.USAGE_ORIGIN, fresh, "NX", "EX", self._kept_s)
+        answer = await self._redis.command("GET", keys.USAGE_ORIGIN)
+        if not isinstance(answer, bytes):
+            raise RedisAway("it lost what was just written")
+        origin = answer.decode()
+        if origin != self._origin:
+            if self._origin is not None:
+                log.warning("Redis had lost the usage rows: journals are sent again")
+            self._origin = origin
+            self._must_replay = True
+            self._replayed.clear()
+            self._look_at_s = self._clock()
+
+    async def _replay_left_behind(self) -> None:
+        now_s = self._clock()
+        if now_s < self._look_at_s:
+            return
+        found = await asyncio.to_thread(lambda: list(left_behind(self._folder, self._kept_s)))
+        for path in found:
+            if path not in self._replayed:
+                await self._replay(path, is_over=True)
+                self._replayed.add(path)
+        self._look_at_s = now_s + LOOK_PERIOD_S
+
+    async def _replay(self, path: Path, *, is_over: bool) -> None:
+        if not path.exists():  # removed for its age
+            return
+        rows = read_rows(path, is_over=is_over)
+        while batch := await asyncio.to_thread(lambda: list(islice(rows, BATCH))):
+            await self._write(batch)
+
+    async def _write(self, rows: Sequence[UsageRow]) -> None:
+        """Rows that are there already stay as they are."""
+        commands: list[list[Part]] = [["EXPIRE", keys.USAGE_ORIGIN, self._kept_s]]
+        places = {(row.tenant, day_of(row.time_s)) for row in rows}
+        for row in rows:
+            place = keys.usage(row.tenant, day_of(row.time_s))
+            commands.append(["HSETNX", place, row.id, pack(row)])
+        for tenant, day in sorted(places):
+            commands.append(["EXPIRE", keys.usage(tenant, day), self._kept_s])
+            commands.append(["SADD", keys.usage_tenants(day), tenant])
+            commands.append(["EXPIRE", keys.usage_tenants(day), self._kept_s])
+        await self._redis.pipeline(commands)

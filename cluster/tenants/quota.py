@@ -1,0 +1,267 @@
+"""Quotas of one gateway: each request is admitted by one script call, and settled when it ends.
+
+The owner task of a request calls admit and settle. Redis counts for all gateways (quota_script.py); while it is away
+each goes on with its share (account.py). A beat tells Redis what has changed: freed concurrency and unused tokens at
+once, everything that runs once a second, which renews this gateway's lease.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from cluster.coordination import keys
+from cluster.coordination.client import RedisAway
+from cluster.tenants.account import Account, Bucket
+from cluster.tenants.admission import Grant, Header, OverLimit, Reason
+from cluster.tenants.quota_script import QUOTA_SCRIPT, Report, Verdict
+from cluster.tenants.tenant import NO_LIMITS, Limits, Tenant
+
+log = logging.getLogger("tandem.tenants")
+BEAT_S = 1.0
+LEAST_PERIOD_S = 0.05
+AT_ONCE = 32
+"""Script calls in flight: a burst waits its turn here instead of running into the client's deadline."""
+MAX_RETRY_S = 60.0
+LEAST_RETRY_S = 1.0
+LEAST_SPREAD_S = 4.0
+WORDS: Mapping[Reason, str] = {
+    "requests": "Too many requests: {limit} a minute are allowed.",
+    "tokens": "Too many tokens: {limit} a minute are allowed, prompt and output together; this asks for {tokens}.",
+    "concurrency": "Too many requests at once: {limit} are allowed.",
+    "kv_share": "The requests in flight hold all of the cache that is this tenant's; this asks for {tokens} tokens.",
+    "budget": "The token budget of {limit} is used up.",
+    "budget_reserved": "What is left of the token budget of {limit} is held by requests in flight.",
+}
+
+
+class Scripts(Protocol):
+    """RequestRedis, or a client."""
+
+    async def script(self, text: str, keys: Sequence[str], arguments: Sequence[str | bytes | int | float]) -> Any: ...
+
+
+class Tenants(Protocol):
+    """TenantDirectory."""
+
+    @property
+    def tenants(self) -> Mapping[str, Tenant]: ...
+
+
+class Quota:
+    """Implements Tenancy. `gateway`: id of this life of the gateway. `gateways`: how many there are at least.
+
+    kv_tokens: KV tokens of all groups, 0 when not known. random: 0 to 1, spreads those who come back. server_ms: stands
+    in for the server's clock in tests.
+    """
+
+    def __init__(
+        self,
+        redis: Scripts,
+        directory: Tenants,
+        gateway: str,
+        *,
+        gateways: int = 1,
+        kv_tokens: Callable[[], int] = lambda: 0,
+        clock: Callable[[], float] = time.monotonic,
+        random: Callable[[], float] = random.random,
+        server_ms: Callable[[], int] | None = None,
+    ) -> None:
+        self._redis = redis
+        self._directory = directory
+        self._gateway = gateway
+        self._gateways = gateways
+        self._kv_tokens = kv_tokens
+        self._clock = clock
+        self._random = random
+        self._server_ms = server_ms
+        self._accounts: dict[str, Account] = {}
+        self._unsaid: set[str] = set()
+        self._hurried = asyncio.Event()
+        self._turns = asyncio.Semaphore(AT_ONCE)
+        self._saved_spent: Mapping[str, tuple[int, int]] = {}
+
+    # ---- Tenancy -------------------------------------------------------------------------------------------------
+
+    def limits(self, tenant: str) -> Limits:
+        known = self._directory.tenants.get(tenant)
+        return known.limits if known is not None else NO_LIMITS
+
+    async def admit(self, tenant: str, prompt_tokens: int, output_tokens: int) -> Grant:
+        account = self._account(tenant)
+        if account is None:
+            return Grant(tenant)
+        grant = _grant(account.limits, tenant, prompt_tokens, output_tokens)
+        async with self._turns:
+            account.hold(grant.tokens)
+            try:
+                await self._reserve(account, grant)
+            except BaseException:
+                account.release(grant.tokens)
+                self._say_soon(tenant)
+                raise
+        return grant
+
+    def settle(self, grant: Grant, used_tokens: int) -> None:
+        if not grant.is_counted:
+            return
+        account = self._accounts[grant.tenant]
+        account.release(grant.tokens)
+        account.bill(grant.charge, used_tokens, self._clock())
+        self._say_soon(grant.tenant)
+
+    def headers(self, tenant: str) -> Sequence[Header]:
+        account = self._account(tenant)
+        if account is None:
+            return ()
+        requests, tokens = account.left(self._clock())
+        limits = account.limits
+        return [
+            *_headers(b"requests", limits.requests_per_minute, requests),
+            *_headers(b"tokens", limits.tokens_per_minute, tokens),
+        ]
+
+    # ---- the beat ------------------------------------------------------------------------------------------------
+
+    def restore(self, spent: Mapping[str, tuple[int, int]]) -> None:
+        """What an earlier life knew of budgets (budget id, tokens), for a Redis that has lost it."""
+        self._saved_spent = dict(spent)
+
+    def spent(self) -> dict[str, tuple[int, int]]:
+        """The same of this life."""
+        return dict(self._saved_spent) | {a.name: (a.budget_id, a.spent) for a in self._accounts.values()}
+
+    async def run(self) -> None:
+        """Beats until it is cancelled."""
+        while True:
+            try:
+                await self.beat()
+            except Exception:
+                log.exception("quotas were not told to Redis")
+            await asyncio.sleep(LEAST_PERIOD_S)
+            try:
+                async with asyncio.timeout(BEAT_S - LEAST_PERIOD_S):
+                    await self._hurried.wait()
+            except TimeoutError:
+                self._unsaid.update(name for name, account in self._accounts.items() if account.running)
+
+    async def beat(self) -> None:
+        """Tells Redis of every account with news. What cannot be told now is told at the next beat."""
+        self._hurried.clear()
+        self._forget_removed()
+        for name in list(self._unsaid):
+            account = self._account(name)
+            self._unsaid.discard(name)
+            if account is None:
+                continue
+            try:
+                await self._ask(account, account.report(self._clock(), None))
+            except RedisAway:
+                self._unsaid.add(name)
+                return
+
+    def _say_soon(self, tenant: str) -> None:
+        self._unsaid.add(tenant)
+        self._hurried.set()
+
+    def _forget_removed(self) -> None:
+        known = self._directory.tenants
+        for name in [n for n, account in self._accounts.items() if n not in known and not account.running]:
+            del self._accounts[name]
+            self._unsaid.discard(name)
+
+    # ---- one call ------------------------------------------------------------------------------------------------
+
+    def _account(self, name: str) -> Account | None:
+        """The account of a tenant with limits that are counted; an account that is there stays while requests run."""
+        tenant = self._directory.tenants.get(name)
+        if tenant is None or not tenant.limits.are_counted:
+            return None
+        account = self._accounts.get(name)
+        if account is None:
+            now_s = self._clock()
+            account = Account(name, tenant.limits, tenant.budget_id, self._gateway, self._gateways, now_s)
+            budget_id, spent = self._saved_spent.get(name, (0, 0))
+            if budget_id == tenant.budget_id:
+                account.base = account.used_elsewhere = float(spent)
+            self._accounts[name] = account
+        account.update(tenant, self._clock())
+        return account
+
+    async def _reserve(self, account: Account, grant: Grant) -> None:
+        kv_tokens = self._kv_limit(account)
+        report = account.report(self._clock(), kv_tokens, need=grant.tokens, charge=grant.charge, admit=True)
+        try:
+            verdict = await self._ask(account, report)
+        except RedisAway as error:
+            now_s = self._clock()
+            if not account.is_away:
+                log.warning("quota of %s: Redis is away (%s); going on with a share of it", account.name, error)
+            reason, wait_s = account.admit_from_share(grant.tokens, grant.charge, kv_tokens, now_s)
+            if reason is not None:
+                raise self._refusal(account.limits, reason, wait_s, grant.tokens) from None
+            self._unsaid.add(account.name)
+            return
+        if not verdict.ok:
+            reason = msgspec.convert(verdict.reason, Reason)
+            raise self._refusal(account.limits, reason, verdict.wait_ms / 1000, grant.tokens)
+
+    async def _ask(self, account: Account, report: Report) -> Verdict:
+        report.now_ms = None if self._server_ms is None else self._server_ms()
+        names = (keys.quota(account.name), keys.quota_gateways(account.name))
+        try:
+            answer = await self._redis.script(QUOTA_SCRIPT, names, [msgspec.json.encode(report)])
+        except BaseException:
+            account.unsaid(report, self._clock())
+            raise
+        verdict = msgspec.json.decode(answer, type=Verdict)
+        account.learn(verdict, self._clock())
+        return verdict
+
+    def _refusal(self, limits: Limits, reason: Reason, wait_s: float, tokens: int) -> OverLimit:
+        limit = {
+            "requests": limits.requests_per_minute,
+            "tokens": limits.tokens_per_minute,
+            "concurrency": limits.concurrency,
+            "budget": limits.token_budget,
+            "budget_reserved": limits.token_budget,
+        }.get(reason)
+        message = WORDS[reason].format(limit=limit, tokens=tokens)
+        if reason == "budget":
+            return OverLimit(message, reason=reason, retry_after_s=None, code="insufficient_quota")
+        spread_s = max(LEAST_SPREAD_S, wait_s / 10)
+        soonest_s = min(max(wait_s, LEAST_RETRY_S), MAX_RETRY_S - spread_s)
+        retry_s = soonest_s + self._random() * spread_s
+        return OverLimit(message, reason=reason, retry_after_s=retry_s, code="rate_limit_exceeded")
+
+    def _kv_limit(self, account: Account) -> int | None:
+        share = account.limits.kv_share
+        if share is None or (total := self._kv_tokens()) <= 0:
+            return None
+        return int(share * total)
+
+
+def _grant(limits: Limits, tenant: str, prompt_tokens: int, output_tokens: int) -> Grant:
+    """What a request asks for. Its charge is at most a full minute; a prompt beyond that never fits."""
+    tokens = prompt_tokens + output_tokens
+    minute = limits.tokens_per_minute
+    if minute is not None and prompt_tokens > minute:
+        message = f"The prompt has {prompt_tokens} tokens; this tenant may use {minute} a minute."
+        raise OverLimit(message, reason="tokens", retry_after_s=None, code="rate_limit_exceeded")
+    return Grant(tenant, tokens, tokens if minute is None else min(tokens, minute), is_counted=True)
+
+
+def _headers(what: bytes, limit: int | None, bucket: Bucket | None) -> list[Header]:
+    """remaining: whole units now. reset: until the bucket is full again, as OpenAI writes it."""
+    if limit is None or bucket is None:
+        return []
+    full_s = bucket.wait_s(bucket.size, bucket.at_s)
+    return [
+        (b"x-ratelimit-limit-" + what, b"%d" % limit),
+        (b"x-ratelimit-remaining-" + what, b"%d" % max(0, int(bucket.level + 1e-6))),
+        (b"x-ratelimit-reset-" + what, f"{full_s:.3f}".rstrip("0").rstrip(".").encode() + b"s"),
+    ]

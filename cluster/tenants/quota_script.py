@@ -1,0 +1,163 @@
+"""The one Lua script that counts tenants, and the words that go in and out of it.
+
+Run once to admit a request, and by the beat to tell what has changed since. All of a tenant is in one hash and one
+sorted set of a common hash tag, so the script is atomic on a cluster too:
+
+    requests, tokens, at_ms      token buckets: how full they were when; a minute's limit is size and rate per minute
+    n:G r:G u:G s:G              of gateway G: requests running, tokens reserved, budget tokens used, its last report
+    budget, base                 which budget is counted; tokens used by gateways that are gone for a day
+    gateways zset                G to the end of its lease: after it n and r of G count as nothing, u still counts
+
+What a gateway says of itself is absolute, so a report may be lost or run twice; only bucket charges are differences,
+and those a minute heals. A gateway that dies frees its concurrency by the end of its lease.
+"""
+
+import msgspec
+
+LEASE_MS = 5000
+"""Five beats."""
+
+QUOTA_SCRIPT = """
+local a = cjson.decode(ARGV[1])
+local hash, leases, day = KEYS[1], KEYS[2], 86400000
+local now = a.now_ms
+if not now then
+  local t = redis.call('TIME')
+  now = t[1] * 1000 + math.floor(t[2] / 1000)
+end
+local h, flat = {}, redis.call('HGETALL', hash)
+for i = 1, #flat, 2 do h[flat[i]] = flat[i + 1] end
+local function num(field) return tonumber(h[field] or '0') or 0 end
+
+local function level(field, cap, known, delta)
+  if not cap then return nil end
+  local v = tonumber(h[field] or '')
+  if v then
+    v = v + math.max(0, now - num('at_ms')) * cap / 60000
+  else
+    v, delta = known or cap, 0 -- what the gateway knows has its own charges in it
+  end
+  return math.max(-cap, math.min(cap, math.min(cap, v) + delta))
+end
+local requests = level('requests', a.requests_per_minute, a.known_requests, a.delta_requests)
+local tokens = level('tokens', a.tokens_per_minute, a.known_tokens, a.delta_tokens)
+
+local old = num('budget')
+local counts_budget = a.budget_id >= old
+if a.budget_id > old and old > 0 then
+  for field in pairs(h) do
+    if string.sub(field, 1, 2) == 'u:' then redis.call('HDEL', hash, field); h[field] = nil end
+  end
+  h.base = '0'
+end
+local base = num('base')
+if not h.base then base = a.known_base end
+
+local alive, running, reserved, spent, gone = 1, 0, 0, 0, 0
+local listed = redis.call('ZRANGE', leases, 0, -1, 'WITHSCORES')
+for i = 1, #listed, 2 do
+  local g, ends = listed[i], tonumber(listed[i + 1])
+  if g ~= a.gateway then
+    if ends > now then
+      alive = alive + 1
+      running = running + num('n:' .. g)
+      reserved = reserved + num('r:' .. g)
+      spent = spent + num('u:' .. g)
+    elseif ends + day > now then
+      gone = gone + num('u:' .. g)
+    else
+      base = base + num('u:' .. g)
+      redis.call('HDEL', hash, 'n:' .. g, 'r:' .. g, 'u:' .. g, 's:' .. g)
+      redis.call('ZREM', leases, g)
+    end
+  end
+end
+
+local reason, wait_ms = '', 0
+local used = base + gone + spent + a.used
+local before = reserved + a.reserved - a.need
+if a.admit then
+  if a.token_budget and counts_budget and used >= a.token_budget then
+    reason = 'budget'
+  elseif a.token_budget and counts_budget and used + before >= a.token_budget then
+    reason = 'budget_reserved'
+  elseif a.concurrency and running + a.running > a.concurrency then
+    reason = 'concurrency'
+  elseif a.kv_tokens and before > 0 and before + a.need > a.kv_tokens then
+    reason = 'kv_share'
+  elseif requests and requests < 1 then
+    reason, wait_ms = 'requests', (1 - requests) * 60000 / a.requests_per_minute
+  elseif tokens and tokens < a.charge then
+    reason, wait_ms = 'tokens', (a.charge - tokens) * 60000 / a.tokens_per_minute
+  else
+    if requests then requests = requests - 1 end
+    if tokens then tokens = tokens - a.charge end
+  end
+end
+
+local function put(field, value) redis.call('HSET', hash, field, string.format('%.17g', value)) end
+put('at_ms', now)
+put('base', base)
+if requests then put('requests', requests) else redis.call('HDEL', hash, 'requests') end
+if tokens then put('tokens', tokens) else redis.call('HDEL', hash, 'tokens') end
+if counts_budget then put('budget', a.budget_id) end
+if a.number > num('s:' .. a.gateway) then
+  local mine, held = a.running, a.reserved
+  if reason ~= '' then mine, held = mine - 1, held - a.need end
+  put('s:' .. a.gateway, a.number)
+  put('n:' .. a.gateway, mine)
+  put('r:' .. a.gateway, held)
+  if counts_budget then put('u:' .. a.gateway, a.used) end
+end
+redis.call('ZADD', leases, now + a.lease_ms, a.gateway)
+redis.call('EXPIRE', hash, a.ttl_s)
+redis.call('EXPIRE', leases, a.ttl_s)
+return cjson.encode({ok = reason == '', reason = reason, wait_ms = wait_ms, requests = requests, tokens = tokens,
+  gateways = alive, base = base + gone, used_elsewhere = base + gone + spent})
+"""
+
+
+class Report(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What a gateway tells and asks, of one tenant. Tokens and requests; None: no such limit.
+
+    running, reserved, used: absolute, this gateway's, with the request that is asked for. number: grows with every
+    report. need: tokens that the request reserves. charge: of those, what the minute's bucket must hold. delta_*: what
+    the buckets do not know yet. known_*: what this gateway last knew, for a Redis that has lost it.
+    """
+
+    gateway: str
+    number: int
+    running: int
+    reserved: int
+    used: int
+    budget_id: int
+    ttl_s: int
+    lease_ms: int
+    delta_requests: float
+    delta_tokens: float
+    known_base: float
+    need: int
+    charge: int
+    admit: bool = False
+    now_ms: int | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrency: int | None = None
+    token_budget: int | None = None
+    kv_tokens: int | None = None
+    known_requests: float | None = None
+    known_tokens: float | None = None
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """The script's answer. requests, tokens: how full the tenant's buckets are now. gateways: with a lease, this one
+    too. base: budget tokens used by gateways that are gone; used_elsewhere: by all but this one."""
+
+    ok: bool
+    reason: str
+    wait_ms: float
+    gateways: int
+    base: float
+    used_elsewhere: float
+    requests: float | None = None
+    tokens: float | None = None

@@ -1,0 +1,327 @@
+"""Two groups that serve adapters: listed at start, loaded, switched, watched, pinned and removed while requests run."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import psutil
+import pytest
+
+from cluster.adapters.entries import AdapterEntry
+from cluster.coordination import keys
+from cluster.coordination.client import BackgroundClient
+from tests.support.service import BIN, Service, tandem_serve, wait_for
+from workers.messages import AdapterRef, SamplingParams
+from workers.offline import LLM
+
+pytestmark = pytest.mark.cluster
+
+ADAPTERS = Path(__file__).resolve().parents[2] / "configs" / "demo" / "adapters"
+WEIGHTS = "adapter_model.safetensors"
+QUESTIONS = ("Hello! How are you?", "Tell me a short story about a whale.", "What is 2 + 3?", "Who are you?")
+LONG = 300
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """--lora-root and --lora-watch-dir."""
+    return tmp_path_factory.mktemp("root"), tmp_path_factory.mktemp("watch")
+
+
+@pytest.fixture(scope="module")
+def lora_service(folders: tuple[Path, Path]) -> Iterator[Service]:
+    root, watch = folders
+    modules = ("--lora-modules", f"pirate={ADAPTERS / 'pirate'}", "--lora-modules", f"shout={ADAPTERS / 'shout'}")
+    places = ("--lora-root", str(root), "--lora-watch-dir", str(watch))
+    small = ("--device", "cpu", "--dtype", "float32", "--num-gpu-blocks-override", "512", "--max-loras", "2")
+    with tandem_serve("demo", "-dp", "2", "--enable-lora", *modules, *places, *small) as running:
+        yield running
+        assert running.stop() == 0, running.output
+        running.check_gone()
+
+
+@pytest.fixture(scope="module")
+def offline() -> Iterator[LLM]:
+    with LLM("demo", dtype="float32", device="cpu", enable_lora=True) as llm:
+        yield llm
+
+
+def wanted(offline: LLM, adapter: str | None, questions: tuple[str, ...] = QUESTIONS, tokens: int = 24) -> list[str]:
+    """The offline engine's answers."""
+    ref: AdapterRef | None = offline.load_adapter(ADAPTERS / adapter) if adapter is not None else None
+    asked = [[{"role": "user", "content": question}] for question in questions]
+    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    return [output.text for output in offline.chat(asked, params, use_tqdm=False, lora_request=ref)]
+
+
+def chat(service: Service, model: str, question: str, tokens: int = 24) -> httpx.Response:
+    asked: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": question}]}
+    asked |= {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    return service.post("/v1/chat/completions", asked)
+
+
+def text_of(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def names(service: Service) -> list[str]:
+    return [model["id"] for model in service.get("/v1/models").json()["data"]]
+
+
+def load(service: Service, name: str, folder: Path, **more: Any) -> httpx.Response:
+    return service.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder), **more})
+
+
+def unload(service: Service, name: str) -> httpx.Response:
+    return service.post("/v1/unload_lora_adapter", {"lora_name": name})
+
+
+def tandem(service: Service, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A verb of the same user as the service's, so that it finds the run file."""
+    env = {**os.environ, "TMPDIR": str(service.temp), "XDG_RUNTIME_DIR": ""}
+    return subprocess.run([BIN / "tandem", *arguments], env=env, capture_output=True, text=True, timeout=60)
+
+
+def residency(service: Service, name: str) -> list[tuple[str, str]]:
+    """(tier, pinned) of an adapter in each group that holds it."""
+    lines = service.get("/metrics").text.splitlines()
+    mine = [line for line in lines if line.startswith("tandem:adapter_residency{") and f'adapter="{name}"' in line]
+    return sorted((line.split('tier="')[1].split('"')[0], line.split('pinned="')[1].split('"')[0]) for line in mine)
+
+
+def test_modules_are_checked_before_anything_starts(tmp_path: Path) -> None:
+    broken = shutil.copytree(ADAPTERS / "pirate", tmp_path / "broken")
+    (broken / WEIGHTS).write_bytes((broken / WEIGHTS).read_bytes()[:-100])
+    asked = ("serve", "demo", "--enable-lora", "--lora-modules", f"broken={broken}", "--device", "cpu")
+    done = subprocess.run([BIN / "tandem", *asked], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "--lora-modules: broken: " in done.stderr
+    assert "starting" not in done.stdout
+
+
+def test_modules_are_listed_with_root_and_parent(lora_service: Service) -> None:
+    models = {model["id"]: model for model in lora_service.get("/v1/models").json()["data"]}
+    assert set(models) >= {"demo", "pirate", "shout"}
+    assert (models["pirate"]["root"], models["pirate"]["parent"]) == (str(ADAPTERS / "pirate"), "demo")
+
+
+def test_adapters_and_none_at_once_answer_as_each_does_alone(lora_service: Service, offline: LLM) -> None:
+    alone = {name: wanted(offline, name) for name in ("pirate", "shout", None)}
+    assert len({answers[0] for answers in alone.values()}) == 3
+    work = [(name, i) for i in range(len(QUESTIONS)) for name in alone for _ in range(2)]
+    with ThreadPoolExecutor(len(work)) as pool:
+        answers = list(pool.map(lambda w: text_of(chat(lora_service, w[0] or "demo", QUESTIONS[w[1]])), work))
+    assert answers == [alone[name][i] for name, i in work]
+    version = lora_service.get("/v1/models/pirate").json()["version"]
+    for model in ("demo:pirate", version, version[:15]):
+        assert text_of(chat(lora_service, model, QUESTIONS[0])) == alone["pirate"][0]
+
+
+def test_what_is_refused_is_not_listed(lora_service: Service, folders: tuple[Path, Path], tmp_path: Path) -> None:
+    root, _ = folders
+    before = names(lora_service)
+    flipped = shutil.copytree(ADAPTERS / "pirate", root / "flipped")
+    data = bytearray((flipped / WEIGHTS).read_bytes())
+    data[-4:] = b"\x00\x00\xc0\x7f"  # NaN
+    (flipped / WEIGHTS).write_bytes(data)
+    outside = shutil.copytree(ADAPTERS / "pirate", tmp_path / "outside")
+    for folder, words in ((flipped, "NaN"), (outside, "--lora-root"), (root / "nothing", "--lora-root")):
+        refused = load(lora_service, "odd", folder)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "lora_path")
+        assert words in refused.json()["error"]["message"]
+    assert chat(lora_service, "odd", "x").status_code == 404
+    assert names(lora_service) == before
+
+
+def test_a_reload_under_running_streams(lora_service: Service, folders: tuple[Path, Path], offline: LLM) -> None:
+    """TN-02: those that run end on the old version, those that come later have the new one."""
+    folder = shutil.copytree(ADAPTERS / "pirate", folders[0] / "changing")
+    assert load(lora_service, "changing", folder).status_code == 200
+    old, new = (wanted(offline, name, QUESTIONS[:2], LONG) for name in ("pirate", "shout"))
+    assert text_of(chat(lora_service, "changing", QUESTIONS[0], LONG)) == old[0], "it is on a device by now"
+    begun = [0, 0]
+    asked: dict[str, Any] = {"model": "changing", "max_tokens": LONG, "temperature": 0, "ignore_eos": True}
+
+    def stream(i: int) -> str:
+        body = {**asked, "stream": True, "messages": [{"role": "user", "content": QUESTIONS[i]}]}
+        pieces = []
+        with httpx.stream("POST", lora_service.url + "/v1/chat/completions", json=body, timeout=120) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    delta = json.loads(line.removeprefix("data: "))["choices"][0]["delta"]
+                    pieces.append(delta.get("content") or "")
+                    begun[i] += 1
+        return "".join(pieces)
+
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(stream, i) for i in range(2)]
+        wait_for(lambda: min(begun) > 2, 60, "both streams run")
+        shutil.copytree(ADAPTERS / "shout", folder, dirs_exist_ok=True)
+        assert load(lora_service, "changing", folder).status_code == 400, "only when asked for"
+        assert load(lora_service, "changing", folder, load_inplace=True).status_code == 200
+        later = [text_of(chat(lora_service, "changing", QUESTIONS[i], LONG)) for i in range(2)]
+        assert [one.result() for one in running] == old
+    assert later == new
+    assert unload(lora_service, "changing").status_code == 200
+    assert chat(lora_service, "changing", "x").status_code == 404
+    assert unload(lora_service, "changing").status_code == 404
+
+
+def test_more_adapters_than_the_devices_have_room_for(
+    lora_service: Service, folders: tuple[Path, Path], offline: LLM
+) -> None:
+    """TN-03: two distinct ones in a step, four or so on a device; everybody gets the right one."""
+    scaled = []
+    for i in range(12):
+        folder = shutil.copytree(ADAPTERS / ("pirate", "shout")[i % 2], folders[0] / f"scaled-{i}")
+        config = json.loads((folder / "adapter_config.json").read_text())
+        (folder / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 6 + 2 * i}))
+        assert load(lora_service, folder.name, folder).status_code == 200
+        scaled.append(folder)
+    order = [scaled[i] for i in (0, 3, 11, 7, 1, 0, 5, 2, 8, 6, 0, 4, 10, 9, 3, 1)]
+    conversation = [{"role": "user", "content": QUESTIONS[0]}]
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    refs = [offline.load_adapter(folder) for folder in order]
+    right = [o.text for o in offline.chat([conversation] * 16, params, use_tqdm=False, lora_request=refs)]
+    assert len(set(right)) > 3
+    swaps = lora_service.metric("adapter_swaps_total")
+    for _ in range(3):
+        with ThreadPoolExecutor(16) as pool:
+            answers = list(pool.map(lambda folder: text_of(chat(lora_service, folder.name, QUESTIONS[0])), order))
+        assert answers == right
+    wait_for(lambda: lora_service.metric("adapter_swaps_total") > swaps, 10, "there was no room for all")
+    for folder in scaled:
+        assert unload(lora_service, folder.name).status_code == 200
+
+
+def test_a_watched_folder_is_followed(lora_service: Service, folders: tuple[Path, Path], offline: LLM) -> None:
+    folder = shutil.copytree(ADAPTERS / "shout", folders[1] / "watched")
+    wait_for(lambda: "watched" in names(lora_service), 15, "it is listed")
+    assert text_of(chat(lora_service, "watched", QUESTIONS[0])) == wanted(offline, "shout", QUESTIONS[:1])[0]
+    shutil.rmtree(folder)
+    wait_for(lambda: "watched" not in names(lora_service), 15, "it is unlisted")
+
+
+def test_the_command_line_changes_a_running_service(lora_service: Service, tmp_path: Path) -> None:
+    copy = shutil.copytree(ADAPTERS / "shout", tmp_path / "copy")
+    done = tandem(lora_service, "adapters", "add", "typed", str(copy), "--pin")
+    assert (done.returncode, done.stdout) == (0, "typed listed\n"), done.stderr
+    wait_for(lambda: "typed" in names(lora_service), 10, "the gateway has read it")
+    wait_for(lambda: residency(lora_service, "typed") == [("device", "true")] * 2, 15, "both groups hold it")
+    (line,) = [x for x in tandem(lora_service, "adapters", "ls").stdout.splitlines() if x.startswith("typed@")]
+    assert line.endswith(f"  public  pinned  device 2  {copy}")
+    done = tandem(lora_service, "adapters", "add", "typed", str(ADAPTERS / "pirate"))
+    assert done.returncode == 2 and "taken by other content" in done.stderr
+    done = tandem(lora_service, "adapters", "add", "odd", str(tmp_path))
+    assert done.returncode == 2 and "adapter_config.json" in done.stderr
+    assert tandem(lora_service, "adapters", "unpin", "typed").returncode == 0
+    wait_for(lambda: {p for _, p in residency(lora_service, "typed")} == {"false"}, 15, "the gateway has read it")
+    assert tandem(lora_service, "adapters", "rm", "typed").returncode == 0
+    wait_for(lambda: "typed" not in names(lora_service), 10, "the gateway has read it")
+    done = tandem(lora_service, "adapters", "rm", "typed")
+    assert done.returncode == 2 and "no adapter typed" in done.stderr
+
+
+def test_an_emptied_redis_and_none_at_all_cost_no_adapter(lora_service: Service, offline: LLM) -> None:
+    def is_here() -> bool:
+        return bool(lora_service.get("/load").json()["redis"] == "here")
+
+    answer = wanted(offline, "pirate", QUESTIONS[:1])[0]
+    before = names(lora_service)
+    (redis,) = lora_service.titled("tandem redis")
+    socket = Path(redis.cmdline()[1]).parent / "redis.sock"
+    done = tandem(lora_service, "adapters", "ls", "--redis-url", f"unix://{socket}", "--model", "demo")
+    assert done.returncode == 0 and "pirate@" in done.stdout, done.stderr
+    redis.suspend()
+    try:
+        wait_for(lambda: not is_here(), 15, "the gateway notices")
+        assert text_of(chat(lora_service, "pirate", QUESTIONS[0])) == answer
+        refused = unload(lora_service, "pirate")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "service_unavailable")
+    finally:
+        redis.resume()
+    wait_for(is_here, 15, "the gateway is back")
+    flush(socket)
+    wait_for(lambda: listed(socket) >= {"pirate", "shout"}, 15, "the list is written again")
+    assert names(lora_service) == before
+    assert text_of(chat(lora_service, "pirate", QUESTIONS[0])) == answer
+
+
+def test_a_group_that_is_replaced_serves_an_adapter_on_first_request(lora_service: Service, offline: LLM) -> None:
+    ranks = lora_service.titled("tandem rank")
+    assert len(ranks) == 2
+    old = {rank.pid for rank in ranks}
+    for rank in ranks:
+        os.kill(rank.pid, signal.SIGKILL)
+
+    def are_new() -> bool:
+        now = {p.pid for p in lora_service.titled("tandem rank") if p.status() != psutil.STATUS_ZOMBIE}
+        return len(now) == 2 and not now & old and lora_service.get("/readyz").status_code == 200
+
+    wait_for(are_new, 90, "both groups are replaced")
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda i: text_of(chat(lora_service, "pirate", QUESTIONS[i])), range(4)))
+    assert answers == wanted(offline, "pirate")
+
+
+def test_a_tenants_adapter_is_there_for_that_tenant_only(lora_service: Service, offline: LLM) -> None:
+    """TN-01; the last test of this service: from here on it asks for keys."""
+
+    def key_of(tenant: str) -> dict[str, str]:
+        done = tandem(lora_service, "tenants", "add", tenant)
+        (key,) = [word for word in done.stdout.split() if word.startswith("sk-tandem-")]
+        return {"authorization": f"Bearer {key}"}
+
+    keys_of = {tenant: key_of(tenant) for tenant in ("acme", "beta")}
+    done = tandem(lora_service, "adapters", "add", "mine", str(ADAPTERS / "shout"), "--tenant", "acme")
+    assert done.returncode == 0, done.stderr
+
+    def seen(tenant: str) -> set[str] | None:
+        answer = lora_service.get("/v1/models", headers=keys_of[tenant])
+        return {model["id"] for model in answer.json()["data"]} if answer.status_code == 200 else None
+
+    wait_for(lambda: seen("acme") == {"demo", "pirate", "shout", "mine"}, 15, "the gateway knows tenant and adapter")
+    wait_for(lambda: seen("beta") == {"demo", "pirate", "shout"}, 15, "the gateway knows the other tenant")
+    body = {"model": "mine", "messages": [{"role": "user", "content": QUESTIONS[0]}]}
+    body |= {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    own = lora_service.post("/v1/chat/completions", body, headers=keys_of["acme"])
+    assert text_of(own) == wanted(offline, "shout", QUESTIONS[:1])[0]
+    others = lora_service.post("/v1/chat/completions", body, headers=keys_of["beta"])
+    unknown = lora_service.post("/v1/chat/completions", {**body, "model": "none"}, headers=keys_of["beta"])
+    assert (others.status_code, unknown.status_code) == (404, 404)
+    assert others.text.replace("mine", "none") == unknown.text
+    for headers, status in (({}, 401), (keys_of["acme"], 403)):
+        for route in ("load", "unload"):
+            asked = {"lora_name": "mine", "lora_path": "/x"}
+            assert lora_service.post(f"/v1/{route}_lora_adapter", asked, headers=headers).status_code == status
+
+
+def flush(socket: Path) -> None:
+    _command(socket, "FLUSHALL")
+
+
+def listed(socket: Path) -> set[str]:
+    """Names in Redis now."""
+    found = _command(socket, "HGETALL", keys.adapters("demo"))
+    return {msgspec.msgpack.decode(raw, type=AdapterEntry).name for name, raw in found.items() if name[:1] != b"@"}
+
+
+def _command(socket: Path, *parts: str) -> Any:
+    async def send() -> Any:
+        client = BackgroundClient(f"unix://{socket}")
+        try:
+            return await client.command(*parts)
+        finally:
+            await client.close()
+
+    return asyncio.run(send())

@@ -1,0 +1,49 @@
+"""docs/multi-tenancy.md, pasted from the top to the end into one shell: only the port is the test service's."""
+
+import re
+import subprocess
+from pathlib import Path
+
+from tests.support.service import BIN, Service, free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "multi-tenancy.md").read_text()
+
+
+def statuses(output: str) -> list[int]:
+    return [int(status) for status in re.findall(r"^HTTP/1.1 (\d+)", output, re.MULTILINE)]
+
+
+def test_the_page_as_a_newcomer_pastes_it() -> None:
+    (start,) = re.findall(r"^    \.venv/bin/(tandem serve .*)$", PAGE, re.MULTILINE)
+    port = free_port()
+    command = [str(BIN / "tandem"), *start.split()[1:], "--port", str(port), "--device", "cpu"]
+    service = Service(command, port, cwd=ROOT)
+    try:
+        service.wait_ready()
+        blocks = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
+        script = "\necho ---\n".join(blocks).replace("http://127.0.0.1:8000", service.url)
+        script = script.replace(".venv/bin/tandem", str(BIN / "tandem"))
+        done = subprocess.run(
+            ["bash", "-e", "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd=ROOT,
+            env=service.environment,
+            stdin=subprocess.DEVNULL,
+        )
+        assert done.returncode == 0, done.stderr
+        tenants, adapters, answers, refusals, limit, usage = done.stdout.split("---\n")
+    finally:
+        service.clean()
+    assert "alice" in tenants and "bob" in tenants
+    assert "pirate@" in adapters and "alice" in adapters and "public" in adapters
+    assert statuses(answers) == [200, 200, 200]
+    assert "2 + 3 = 5" in answers and "Arr!" in answers
+    assert statuses(refusals) == [404, 401]
+    assert "model_not_found" in refusals and "invalid_api_key" in refusals
+    assert statuses(limit) == [200, 200, 429]
+    assert "x-ratelimit-remaining-requests: 0" in limit.lower() and "retry-after:" in limit.lower()
+    assert re.search(r"alice +pirate +pirate@", usage) and re.search(r"bob +shout +shout@", usage)
+    assert usage.count("\nalice,") + usage.count(",alice,") == 4, "a row for each request that was accepted"

@@ -1,0 +1,197 @@
+"""Two tenants of a real service: keys, limits hit, headers, usage printed; Redis killed and emptied meanwhile."""
+
+import asyncio
+import csv
+import io
+import json
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from cluster.coordination.client import BackgroundClient
+from tests.support.service import Service, run_tandem, tandem_serve, wait_for
+
+pytestmark = pytest.mark.cluster
+ASKED = {"model": "demo", "prompt": "The sun", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+ADMIN = {"authorization": "Bearer root"}
+
+
+@pytest.fixture(scope="module")
+def closed() -> Iterator[Service]:
+    """One small group behind an admin key; Ctrl-C at the end leaves nothing."""
+    arguments = ("demo", "--device", "cpu", "--num-gpu-blocks-override", "256", "--admin-api-key", "root")
+    with tandem_serve(*arguments) as running:
+        yield running
+        assert running.stop() == 0, running.output
+        running.check_gone()
+
+
+def tenants(service: Service, *arguments: str) -> str:
+    done = run_tandem("tenants", *arguments, "--redis-url", redis_url(service))
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def redis_url(service: Service) -> str:
+    (redis,) = wait_for(lambda: service.titled("tandem redis"), 15, "Redis runs")
+    return f"unix://{redis.cmdline()[1].removesuffix('redis.conf')}redis.sock"
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key.strip()}"}
+
+
+def wait_until_known(service: Service, headers: dict[str, str]) -> None:
+    """The key is a tenant's; while there is none, every key is as good as no key."""
+
+    def answers() -> list[int]:
+        return [service.get("/v1/models", headers=sent).status_code for sent in ({}, headers)]
+
+    wait_for(lambda: answers() == [401, 200], 5, "the key is known")
+
+
+def post(service: Service, headers: dict[str, str], **body: object) -> httpx.Response:
+    return service.post("/v1/completions", {**ASKED, **body}, headers=headers)
+
+
+def rows(service: Service, tenant: str) -> list[dict[str, str]]:
+    done = run_tandem("usage", "--tenant", tenant, "--format", "csv", "--redis-url", redis_url(service))
+    assert done.returncode == 0, done.stderr
+    return list(csv.DictReader(io.StringIO(done.stdout)))
+
+
+def test_two_tenants_with_limits_and_a_bill(closed: Service) -> None:
+    assert post(closed, {}).status_code == 200, "open until there is a tenant"
+    small = bearer(tenants(closed, "add", "small", "--requests-per-minute", "3", "--tokens-per-minute", "5000"))
+    made = closed.post("/admin/tenants", {"name": "large", "weight": 2}, headers=ADMIN)
+    large = bearer(made.json()["key"])
+    wait_until_known(closed, small)
+
+    first = post(closed, small)
+    assert first.status_code == 200, first.text
+    assert first.headers["x-ratelimit-limit-requests"] == "3"
+    with httpx.stream("POST", closed.url + "/v1/completions", json={**ASKED, "stream": True}, headers=small) as stream:
+        assert int(stream.headers["x-ratelimit-remaining-requests"]) < 3
+        stream.read()
+    client = openai.OpenAI(base_url=closed.url + "/v1", api_key=small["authorization"][7:], max_retries=0)
+
+    def until_refused() -> None:
+        for _ in range(4):  # the minute gives one back every 20 s
+            client.completions.create(model="demo", prompt="The", max_tokens=1)
+
+    with pytest.raises(openai.RateLimitError) as refused:
+        until_refused()
+    assert refused.value.code == "rate_limit_exceeded"
+    assert 1 <= int(refused.value.response.headers["retry-after"]) <= 60
+    assert post(closed, large).status_code == 200, "the other tenant's limits are its own"
+
+    tenants(closed, "set", "small", "--requests-per-minute", "none", "--token-budget", "10")
+    wait_for(lambda: closed.get("/admin/tenants/small", headers=ADMIN).json()["limits"]["token_budget"], 5, "known")
+    wait_for(lambda: post(closed, small).status_code == 429, 10, "the budget is used up")
+    gone = post(closed, small)
+    assert gone.json()["error"]["code"] == "insufficient_quota"
+    assert gone.headers["x-should-retry"] == "false"
+
+    bill = wait_for(lambda: [r for r in rows(closed, "small") if len(rows(closed, "small")) >= 4], 10, "the rows")
+    assert {row["terminal"] for row in bill} == {"length"}
+    assert [int(row["completion_tokens"]) for row in bill[:3]] == [8, 8, 1]
+    table = run_tandem("usage", "--redis-url", redis_url(closed)).stdout.splitlines()
+    assert [line.split()[0] for line in table] == ["tenant", "default", "large", "small"]
+    assert "tandem:tenant_tokens_total" in closed.get("/metrics").text
+
+
+def test_tenants_have_caches_of_their_own(closed: Service) -> None:
+    prompt = "A prompt that is long enough to fill several blocks of the cache, said by one tenant first. " * 2
+    headers = [bearer(tenants(closed, "add", name)) for name in ("one", "two")]
+    wait_until_known(closed, headers[1])
+
+    def cached(sent: dict[str, str]) -> int:
+        usage = post(closed, sent, prompt=prompt, max_tokens=1).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached(headers[0]) == 0
+    assert cached(headers[0]) > 0
+    assert cached(headers[1]) == 0, "another tenant's words are not found"
+
+
+def test_redis_killed_and_emptied_costs_no_tenant_and_no_row(closed: Service) -> None:
+    key = tenants(closed, "add", "steady", "--concurrency", "4", "--tokens-per-minute", "1000000")
+    steady = bearer(key)
+    wait_until_known(closed, steady)
+    (before,) = closed.titled("tandem redis")
+    answers = [post(closed, steady).status_code for _ in range(3)]
+    before.suspend()
+    answers += [post(closed, steady).status_code for _ in range(3)]
+    assert closed.get("/v1/models", headers=bearer("sk-nobody")).status_code in (401, 503)
+    wait_for(
+        lambda: closed.get("/v1/models", headers=bearer("sk-nobody")).status_code == 503, 15, "unknown keys are 503"
+    )
+    before.resume()
+    wait_for(lambda: closed.get("/v1/models", headers=bearer("sk-nobody")).status_code == 401, 15, "it is back")
+    before.kill()
+    answers += [post(closed, steady).status_code for _ in range(3)]
+    wait_for(lambda: [p for p in closed.titled("tandem redis") if p.pid != before.pid], 15, "Redis restarts")
+    flush(closed)
+    answers += [post(closed, steady).status_code for _ in range(3)]
+    assert answers == [200] * 12
+    wait_for(lambda: "steady" in tenants(closed, "ls"), 15, "the tenants are written again")
+    wait_for(lambda: len(rows(closed, "steady")) == 12, 30, "every row is there")
+    assert len({row["id"] for row in rows(closed, "steady")}) == 12
+    assert "two" in tenants(closed, "ls") and rows(closed, "two")
+
+
+def flush(service: Service) -> None:
+    async def send() -> None:
+        client = BackgroundClient(redis_url(service))
+        try:
+            await client.command("FLUSHALL")
+        finally:
+            await client.close()
+
+    asyncio.run(send())
+
+
+def test_places_are_held_by_streams_and_freed_by_those_who_leave(closed: Service) -> None:
+    busy = bearer(tenants(closed, "add", "busy", "--concurrency", "2"))
+    wait_until_known(closed, busy)
+    asked = {**ASKED, "max_tokens": 1500, "stream": True}
+    with (
+        httpx.stream("POST", closed.url + "/v1/completions", json=asked, headers=busy) as one,
+        httpx.stream("POST", closed.url + "/v1/completions", json=asked, headers=busy) as two,
+    ):
+        assert (one.status_code, two.status_code) == (200, 200)
+        refused = post(closed, busy, max_tokens=1)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    wait_for(lambda: post(closed, busy, max_tokens=1).status_code == 200, 10, "their places are free")
+    bill = wait_for(lambda: [r for r in rows(closed, "busy") if r["terminal"] == "abort"], 10, "the rows")
+    assert all(0 < int(row["completion_tokens"]) < 1500 for row in bill)
+    last = json.loads(run_json(closed, "busy").splitlines()[-1])
+    assert last["tenant"] == "busy"
+
+
+def test_a_gateway_that_dies_leaves_a_row_and_no_place_taken(closed: Service) -> None:
+    frail = bearer(tenants(closed, "add", "frail", "--concurrency", "1"))
+    wait_until_known(closed, frail)
+    asked = {**ASKED, "max_tokens": 1500, "stream": True}
+    (gateway,) = closed.titled("ray::ServeReplica:tandem:tandem-gateway")
+    with httpx.stream("POST", closed.url + "/v1/completions", json=asked, headers=frail) as stream:
+        assert stream.status_code == 200
+        gateway.kill()
+        with pytest.raises(httpx.HTTPError):
+            stream.read()
+
+    def is_served_again() -> bool:
+        try:
+            return post(closed, frail, max_tokens=1).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    wait_for(is_served_again, 60, "another gateway, and the place is free")
+    bill = wait_for(lambda: [r for r in rows(closed, "frail") if r["terminal"] == "client_lost"], 45, "the row")
+    assert [row["completion_tokens"] for row in bill] == ["0"], "what was delivered is not known"
+
+
+def run_json(service: Service, tenant: str) -> str:
+    return run_tandem("usage", "--tenant", tenant, "--format", "json", "--redis-url", redis_url(service)).stdout

@@ -1,0 +1,103 @@
+"""LoRA adapters for tests: random ones made by peft on a checkpoint, merged checkpoints, and moves by hand.
+
+Random A and B, so that an adapter changes every layer it is on and two never agree.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from tests.support.tiny_models import load_peer
+from workers.engine.executor import Executor
+from workers.messages import AdapterMove, AdapterMoveKind, AdapterRef, TransferDone
+from workers.peft_folder import adapter_digest
+
+ALL_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MOVE_S = 60.0
+
+
+def save_random_adapter(
+    base: Path,
+    folder: Path,
+    *,
+    rank: int = 8,
+    seed: int = 0,
+    modules: Sequence[str] = ALL_LINEARS,
+    size: float = 0.3,
+    dtype: torch.dtype = torch.float32,
+    **config: Any,
+) -> Path:
+    """A PEFT folder as peft saves it. `size`: how much it moves a layer's output, about, over that output."""
+    torch.manual_seed(seed)
+    given = LoraConfig(
+        r=rank, lora_alpha=config.pop("lora_alpha", rank), target_modules=list(modules), task_type="CAUSAL_LM", **config
+    )
+    model = get_peft_model(load_peer(base), given)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                is_a, inputs = name.split("lora_")[1].startswith(("A", "embedding_A")), parameter.shape[1]
+                parameter.normal_(0, 2 * (1 if is_a else size) * (1 if "embedding_A" in name else inputs**-0.5))
+    model.to(dtype).save_pretrained(folder)
+    (folder / "README.md").unlink(missing_ok=True)
+    return folder
+
+
+def load_adapted_peer(base: Path, adapter: Path) -> torch.nn.Module:
+    """peft's own model: the base with the adapter beside it, float32."""
+    return PeftModel.from_pretrained(load_peer(base), adapter).eval()
+
+
+def save_merged(base: Path, adapter: Path, folder: Path) -> Path:
+    """The checkpoint with the adapter's product added to its weights, float32."""
+    PeftModel.from_pretrained(load_peer(base), adapter).merge_and_unload().save_pretrained(folder)
+    return folder
+
+
+def ref_of(folder: Path, name: str | None = None) -> AdapterRef:
+    return AdapterRef(name=name or folder.name, digest=adapter_digest(folder), source=str(folder))
+
+
+class AdapterDriver:
+    """Moves adapters on a started executor, which has no step under way: every adapter gets fresh pages and a slot.
+
+    `others`: answers to tickets that are not its own."""
+
+    def __init__(self, executor: Executor, num_ranks: int = 1) -> None:
+        self._executor = executor
+        self._num_ranks = num_ranks
+        self._ticket = 0
+        self._next_page = 0
+        self.others: list[TransferDone] = []
+
+    def move(
+        self, kind: AdapterMoveKind, ref: AdapterRef, *, slot: int = -1, pages: Sequence[int] = ()
+    ) -> list[TransferDone]:
+        """The answers of all ranks."""
+        self._ticket += 1
+        ticket = self._ticket
+        self._executor.transfer(AdapterMove(ticket=ticket, kind=kind, adapter=ref, slot=slot, pages=list(pages)))
+        answers: list[TransferDone] = []
+        deadline_s = time.monotonic() + MOVE_S
+        while len(answers) < self._num_ranks:
+            assert time.monotonic() < deadline_s, f"{len(answers)} answers to {kind} in {MOVE_S} s"
+            assert self._executor.wait(0.5) is None
+            done = self._executor.transfers_done()
+            answers += [answer for answer in done if answer.ticket == ticket]
+            self.others += [answer for answer in done if answer.ticket != ticket]
+        return sorted(answers, key=lambda done: done.rank)
+
+    def load(self, ref: AdapterRef, slot: int) -> int:
+        """fetch and place; the pages that were taken."""
+        fetched = self.move("fetch", ref)
+        assert [done.error for done in fetched] == [None] * self._num_ranks
+        count = max(done.pages for done in fetched)
+        pages = list(range(self._next_page, self._next_page + count))[::-1]
+        self._next_page += count
+        placed = self.move("place", ref, slot=slot, pages=pages)
+        assert [done.error for done in placed] == [None] * self._num_ranks
+        return count

@@ -1,0 +1,26 @@
+"""A private Redis for a test, in a short folder."""
+
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cluster.coordination.redis_server import RedisServer
+from configs.environment import short_temp_folder
+
+
+@contextmanager
+def private_redis() -> Iterator[RedisServer]:
+    folder = Path(tempfile.mkdtemp(prefix="tr-", dir=short_temp_folder()))
+    server = RedisServer(folder / "redis")
+    server.start()
+    try:
+        yield server
+    finally:
+        if server.pid is not None and server.is_alive():
+            os.kill(server.pid, signal.SIGCONT)
+        server.stop()
+        shutil.rmtree(folder)

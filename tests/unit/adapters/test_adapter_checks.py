@@ -1,0 +1,57 @@
+"""Sources are checked whole against the base model before they are listed: the bundled adapters, and broken copies."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cluster.adapters.checks import base_facts, check_modules, checker_of
+from cluster.preflight import check_adapters
+from configs.errors import SettingsError, TandemError
+from configs.load import build_settings
+from configs.schema import ServiceSettings
+from workers.peft_folder import adapter_digest
+
+DEMO = Path(__file__).resolve().parents[3] / "configs" / "demo"
+PIRATE = DEMO / "adapters" / "pirate"
+WEIGHTS = "adapter_model.safetensors"
+
+
+def settings(*modules: str, **more: object) -> ServiceSettings:
+    values = {"served_model_name": ["demo"], "enable_lora": True, "lora_modules": list(modules), **more}
+    return build_settings(str(DEMO / "model"), values)
+
+
+def test_a_good_folder_has_its_digest() -> None:
+    check = checker_of(base_facts(settings()))
+    assert check(str(PIRATE)) == adapter_digest(PIRATE)
+
+
+def test_a_url_is_fetched_and_checked_the_same_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    check = checker_of(base_facts(settings()))
+    assert check(f"file://{PIRATE}") == adapter_digest(PIRATE)
+    with pytest.raises(TandemError, match="cannot be read"):
+        check(f"file://{tmp_path}/nothing")
+
+
+def test_a_rank_above_the_services_is_refused() -> None:
+    check = checker_of(base_facts(settings(max_lora_rank=4)))
+    with pytest.raises(TandemError, match="--max-lora-rank is 4"):
+        check(str(PIRATE))
+
+
+def test_modules_are_said_or_refused_by_flag_and_name(tmp_path: Path) -> None:
+    (line,) = check_modules(settings(f"pirate={PIRATE}"))
+    assert line == f"adapter pirate@{adapter_digest(PIRATE)[:12]} from {PIRATE}"
+    assert check_adapters(settings()) == []
+    cut = shutil.copytree(PIRATE, tmp_path / "cut")
+    (cut / WEIGHTS).write_bytes((cut / WEIGHTS).read_bytes()[:-1])
+    for module, words in (
+        (f"cut={cut}", "cut: "),
+        (f"none={tmp_path}/none", "none: .* is not a folder"),
+        (f"demo={PIRATE}", "the model itself"),
+    ):
+        with pytest.raises(SettingsError, match=words) as caught:
+            check_adapters(settings(f"pirate={PIRATE}", module))
+        assert caught.value.flag == "--lora-modules"

@@ -1,0 +1,169 @@
+"""The list of adapters in a real Redis: changes are compared and set, copies follow, no loss of data loses it."""
+
+import asyncio
+
+import pytest
+
+from cluster.adapters.entries import AdapterEntry, BaseFacts
+from cluster.adapters.registry import AdapterRegistry
+from cluster.coordination import keys
+from cluster.coordination.client import BackgroundClient, RedisAway
+from cluster.coordination.redis_server import RedisServer
+
+
+def entry(name: str = "pirate", digest: str = "a" * 64, **more: object) -> AdapterEntry:
+    return AdapterEntry(name=name, digest=digest, source=f"/adapters/{name}", **more)  # type: ignore[arg-type]
+
+
+async def test_what_one_lists_the_other_sees(redis: BackgroundClient) -> None:
+    one, two = AdapterRegistry(redis, "demo"), AdapterRegistry(redis, "demo")
+    assert not await two.refresh()
+    assert await one.replace(None, entry(), "pirate")
+    assert dict(one.entries) == {"pirate": entry()}
+    assert await two.refresh()
+    assert dict(two.entries) == {"pirate": entry()}
+    assert not await two.refresh(), "nothing has changed since"
+    assert await two.replace(entry(), None, "pirate")
+    assert await one.refresh()
+    assert dict(one.entries) == {}
+
+
+async def test_a_list_belongs_to_one_base_model(redis: BackgroundClient) -> None:
+    await AdapterRegistry(redis, "demo").replace(None, entry(), "pirate")
+    other = AdapterRegistry(redis, "other")
+    await other.refresh()
+    assert dict(other.entries) == {}
+
+
+async def test_of_two_changes_at_once_one_wins_and_the_other_learns_it(redis: BackgroundClient) -> None:
+    one, two = AdapterRegistry(redis, "demo"), AdapterRegistry(redis, "demo")
+    assert await one.replace(None, entry(digest="a" * 64), "pirate")
+    assert not await two.replace(None, entry(digest="b" * 64), "pirate")
+    assert two.entries["pirate"].digest == "a" * 64
+    assert await two.replace(two.entries["pirate"], entry(digest="b" * 64), "pirate")
+    assert not await one.replace(one.entries["pirate"], None, "pirate")
+    assert one.entries["pirate"].digest == "b" * 64
+
+
+async def test_many_writers_lose_no_change(redis: BackgroundClient) -> None:
+    registries = [AdapterRegistry(redis, "demo") for _ in range(4)]
+
+    async def add(registry: AdapterRegistry, name: str) -> None:
+        while not await registry.replace(registry.entries.get(name), entry(name), name):
+            await asyncio.sleep(0)
+
+    await asyncio.gather(*(add(registries[i % 4], f"a{i}") for i in range(40)))
+    for registry in registries:
+        await registry.refresh()
+        assert len(registry.entries) == 40
+
+
+async def test_a_change_that_redis_cannot_take_changes_nothing_here(redis: BackgroundClient) -> None:
+    registry = AdapterRegistry(redis, "demo")
+    await registry.replace(None, entry(), "pirate")
+    await redis.command("CONFIG", "SET", "maxmemory", "1")
+    with pytest.raises(RedisAway):
+        await registry.replace(entry(), entry(digest="b" * 64), "pirate")
+    assert registry.entries["pirate"] == entry()
+    await redis.command("CONFIG", "SET", "maxmemory", "0")
+    await registry.refresh()
+    assert registry.entries["pirate"] == entry()
+
+
+async def test_what_is_known_is_served_without_redis(server: RedisServer, redis: BackgroundClient) -> None:
+    registry = AdapterRegistry(redis, "demo")
+    await registry.replace(None, entry(), "pirate")
+    impatient = BackgroundClient(server.url, timeout_s=0.2, retries=0)
+    registry._redis = impatient
+    server.stop()
+    try:
+        with pytest.raises(RedisAway):
+            await registry.refresh()
+        assert dict(registry.entries) == {"pirate": entry()}
+        with pytest.raises(RedisAway):
+            await registry.replace(entry(), None, "pirate")
+        assert dict(registry.entries) == {"pirate": entry()}
+    finally:
+        server.start()
+        await impatient.close()
+
+
+async def test_an_emptied_redis_gets_the_list_back(redis: BackgroundClient) -> None:
+    registry = AdapterRegistry(redis, "demo")
+    registry.announce(BaseFacts(folder="/m", max_rank=8))
+    await registry.refresh()
+    await registry.replace(None, entry(), "pirate")
+    await redis.command("FLUSHALL")
+    with pytest.raises(RedisAway):
+        await registry.refresh()
+    assert dict(registry.entries) == {"pirate": entry()}
+    await registry.reseed()  # what the fleet's view asks for
+    await redis.command("SET", keys.SENTINEL, "2")
+    await registry.refresh()
+    assert dict(registry.entries) == {"pirate": entry()}
+    newcomer = AdapterRegistry(redis, "demo")
+    await newcomer.refresh()
+    assert dict(newcomer.entries) == {"pirate": entry()}
+    assert await newcomer.base() == BaseFacts(folder="/m", max_rank=8)
+
+
+async def test_a_loss_that_another_has_hidden_is_noticed(redis: BackgroundClient) -> None:
+    """A new gateway with an empty copy finds Redis emptied and writes the sentinel; the others still know."""
+    old = AdapterRegistry(redis, "demo")
+    await old.replace(None, entry(), "pirate")
+    await old.refresh()
+    await redis.command("FLUSHALL")
+    new = AdapterRegistry(redis, "demo")
+    await new.reseed()
+    await redis.command("SET", keys.SENTINEL, "2")
+    await new.replace(None, entry("shout"), "shout")
+    await old.refresh()
+    assert set(old.entries) == {"pirate", "shout"}
+    await new.refresh()
+    assert set(new.entries) == {"pirate", "shout"}
+
+
+async def test_an_entry_of_another_version_hides_only_itself(redis: BackgroundClient) -> None:
+    registry = AdapterRegistry(redis, "demo")
+    await registry.replace(None, entry(), "pirate")
+    await redis.command("HSET", keys.adapters("demo"), "odd", b"\x01")
+    await redis.command("HINCRBY", keys.adapters("demo"), keys.ADAPTERS_VERSION, 1)
+    await registry.refresh()
+    assert set(registry.entries) == {"pirate"}
+
+
+async def test_what_the_settings_ask_for_is_listed_without_redis_and_saved_later(redis: BackgroundClient) -> None:
+    registry = AdapterRegistry(redis, "demo")
+    registry.keep(entry())
+    assert registry.entries["pirate"] == entry()
+    await registry.refresh()
+    assert registry.entries["pirate"] == entry()
+    other = AdapterRegistry(redis, "demo")
+    await other.refresh()
+    assert other.entries["pirate"] == entry()
+
+
+async def test_modules_are_listed_once_in_a_life_of_the_service(redis: BackgroundClient) -> None:
+    registry = AdapterRegistry(redis, "demo")
+    assert not await registry.modules_are_listed("s1")
+    await registry.note_modules_listed("s1")
+    assert await registry.modules_are_listed("s1")
+    assert not await registry.modules_are_listed("s2")
+
+
+async def test_run_reports_changes_and_outlives_whatever_is_raised(redis: BackgroundClient) -> None:
+    follower, writer = AdapterRegistry(redis, "demo"), AdapterRegistry(redis, "demo")
+    changed = asyncio.Event()
+    running = asyncio.create_task(follower.run(changed.set, period_s=0.0))
+    for digest in ("a" * 64, "b" * 64):
+        await writer.replace(writer.entries.get("pirate"), entry(digest=digest), "pirate")
+        await asyncio.wait_for(changed.wait(), 5)
+        changed.clear()
+        async with asyncio.timeout(5):
+            while follower.entries["pirate"].digest != digest:
+                await asyncio.sleep(0.001)
+        await redis.command("DEL", keys.SENTINEL)  # away
+        await asyncio.sleep(0)
+        await redis.command("SET", keys.SENTINEL, "1")
+    assert not running.done()
+    running.cancel()

@@ -1,0 +1,105 @@
+"""`tandem adapters` against a real Redis and no service: everything but the reading of it by gateways."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from cluster.adapters.entries import AdapterEntry, BaseFacts
+from cluster.adapters.registry import AdapterRegistry
+from cluster.cli import build_app
+from cluster.coordination import keys
+from cluster.coordination.client import BackgroundClient
+from cluster.coordination.redis_server import RedisServer
+from cluster.tenants.store import TenantStore
+
+DEMO = Path(__file__).resolve().parents[3] / "configs" / "demo"
+PIRATE, SHOUT = (str(DEMO / "adapters" / name) for name in ("pirate", "shout"))
+
+
+@pytest.fixture
+def url(server: RedisServer) -> str:
+    """Of a Redis from which `demo` was served, with one tenant that may have one adapter."""
+
+    async def prepare() -> None:
+        redis = BackgroundClient(server.url)
+        await redis.command("FLUSHALL")
+        await redis.command("SET", keys.SENTINEL, "1")
+        registry = AdapterRegistry(redis, "demo")
+        registry.announce(BaseFacts(folder=str(DEMO / "model"), max_rank=16))
+        await registry.refresh()
+        await TenantStore(redis).add("acme", {"max_adapters": 1})
+        await redis.close()
+
+    asyncio.run(prepare())
+    return server.url
+
+
+def listed(url: str) -> dict[str, AdapterEntry]:
+    async def read() -> dict[str, AdapterEntry]:
+        redis = BackgroundClient(url)
+        registry = AdapterRegistry(redis, "demo")
+        await registry.refresh()
+        await redis.close()
+        return dict(registry.entries)
+
+    return asyncio.run(read())
+
+
+def tandem(url: str, *arguments: str) -> Result:
+    return CliRunner().invoke(build_app(), ["adapters", *arguments, "--redis-url", url, "--model", "demo"])
+
+
+def test_an_adapter_comes_is_pinned_and_goes(url: str) -> None:
+    assert tandem(url, "add", "pirate", PIRATE, "--pin").output == "pirate listed\n"
+    entry = listed(url)["pirate"]
+    assert (entry.source, entry.pinned, entry.tenant) == (PIRATE, True, None)
+    assert tandem(url, "ls").output == f"pirate@{entry.digest[:12]}  public  pinned  {PIRATE}\n"
+    assert tandem(url, "unpin", "pirate").exit_code == 0
+    assert not listed(url)["pirate"].pinned
+    assert tandem(url, "pin", "pirate").exit_code == 0
+    assert listed(url)["pirate"].pinned
+    assert tandem(url, "add", "pirate", PIRATE).output == "pirate unchanged\n"
+    assert listed(url)["pirate"].pinned, "what was not said stays"
+    assert tandem(url, "add", "pirate", SHOUT, "--replace").output == "pirate switched\n"
+    assert tandem(url, "rm", "pirate").output == "pirate removed\n"
+    assert listed(url) == {}
+
+
+def test_relative_paths_are_of_the_folder_that_one_is_in(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(DEMO)
+    assert tandem(url, "add", "pirate", "adapters/pirate").exit_code == 0
+    assert listed(url)["pirate"].source == PIRATE
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("add", "odd", str(DEMO)), "adapter_config.json"),
+        (("add", "odd", "/no/such/folder"), "is not a folder"),
+        (("add", "demo", PIRATE), "name of the model itself"),
+        (("add", "a b", PIRATE), "An adapter's name is"),
+        (("add", "mine", PIRATE, "--tenant", "nobody"), "There is no tenant 'nobody'"),
+        (("rm", "none"), "there is no adapter none"),
+        (("pin", "none"), "there is no adapter none"),
+    ],
+)
+def test_what_cannot_be_done_is_said_and_changes_nothing(url: str, arguments: tuple[str, ...], words: str) -> None:
+    done = tandem(url, *arguments)
+    assert done.exit_code != 0
+    assert words in str(done.exception)
+    assert listed(url) == {}
+
+
+def test_a_tenant_has_no_more_than_it_may(url: str) -> None:
+    assert tandem(url, "add", "one", PIRATE, "--tenant", "acme").exit_code == 0
+    assert listed(url)["one"].tenant == "acme"
+    done = tandem(url, "add", "two", SHOUT, "--tenant", "acme")
+    assert "has 1 adapters and may have 1" in str(done.exception)
+    assert tandem(url, "add", "two", SHOUT, "--tenant", "default").exit_code == 0
+
+
+def test_a_redis_that_served_no_adapters_is_said(server: RedisServer, url: str) -> None:
+    done = CliRunner().invoke(build_app(), ["adapters", "add", "x", PIRATE, "--redis-url", url, "--model", "other"])
+    assert "no service with --enable-lora has served other" in str(done.exception)

@@ -1,0 +1,271 @@
+"""Adapters over HTTP: names, tenants, vLLM's routes, a switch under running streams."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster.adapters.desk import AdapterDesk
+from cluster.adapters.entries import AdapterEntry
+from cluster.adapters.registry import AdapterRegistry
+from cluster.adapters.sources import FILES
+from cluster.gateway.auth import Principal
+from cluster.gateway.state import GatewayTimes
+from configs.errors import TandemError
+from tests.support.fake_backend import FakeBackend
+from tests.unit.gateway.rig import EOS, MODEL, Rig, error_of, gateway
+from workers.errors import RequestRefused
+from workers.messages import AdapterRef
+
+KEYS = {"Bearer a": Principal("acme", False), "Bearer b": Principal("beta", False), "Bearer root": Principal("x", True)}
+A, B, ROOT = ({"authorization": key} for key in KEYS)
+
+
+class ThreeKeys:
+    """An Authenticator with two tenants and an admin."""
+
+    def authenticate(self, authorization: str | None) -> Principal:
+        if authorization not in KEYS:
+            raise RequestRefused("no", code="invalid_api_key", status=401)
+        return KEYS[authorization]
+
+
+def content(source: str) -> str:
+    text = (Path(source) / FILES[1]).read_text()
+    if not text.startswith("weights "):
+        raise TandemError("tensor q_proj holds NaN")
+    return text.removeprefix("weights ") * 64
+
+
+def write(folder: Path, digest: str) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / FILES[0]).write_text("{}")
+    (folder / FILES[1]).write_text(f"weights {digest}")
+    return str(folder)
+
+
+Opened = Callable[..., Any]
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Opened:
+    """gateway() with a desk whose root is tmp_path."""
+
+    @asynccontextmanager
+    async def open_rig(backend: FakeBackend | None = None, **more: Any) -> AsyncIterator[Rig]:
+        desk = AdapterDesk(AdapterRegistry(None, MODEL), content, (MODEL, "alias/echo"))
+        async with gateway(backend, adapters=desk, adapter_roots=(str(tmp_path),), **more) as rig:
+            yield rig
+        desk.close()
+
+    return open_rig
+
+
+async def load(rig: Rig, name: str, path: str, headers: dict[str, str] | None = None, **more: Any) -> httpx.Response:
+    body = {"lora_name": name, "lora_path": path, **more}
+    return await rig.client.post("/v1/load_lora_adapter", json=body, headers=headers)
+
+
+async def unload(rig: Rig, name: str) -> httpx.Response:
+    return await rig.client.post("/v1/unload_lora_adapter", json={"lora_name": name})
+
+
+async def names(rig: Rig, headers: dict[str, str] | None = None) -> list[str]:
+    answer = await rig.client.get("/v1/models", headers=headers)
+    return [model["id"] for model in answer.json()["data"]]
+
+
+async def test_an_adapter_is_loaded_named_and_unloaded(opened: Opened, tmp_path: Path) -> None:
+    async with opened() as rig:
+        path = write(tmp_path / "pirate", "a")
+        answer = await load(rig, "pirate", path)
+        assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'pirate' added.")
+        assert await names(rig) == [MODEL, "alias/echo", "pirate"]
+        ref = AdapterRef(name="pirate", digest="a" * 64, source=path)
+        for model in ("pirate", f"{MODEL}:pirate", "pirate@" + "a" * 8):
+            answer = await rig.chat(model=model, max_tokens=1)
+            assert answer.status_code == 200
+            assert answer.json()["model"] == model
+            assert rig.backend.requests[-1].adapter == ref
+            assert (await rig.complete(model=model, max_tokens=1)).status_code == 200
+            assert rig.backend.requests[-1].adapter == ref
+        for model in (MODEL, "alias/echo", None):
+            await rig.chat(**({} if model is None else {"model": model}), max_tokens=1)
+            assert rig.backend.requests[-1].adapter is None
+        tokenized = await rig.client.post("/tokenize", json={"model": "pirate", "prompt": "x"})
+        assert tokenized.status_code == 200
+        answer = await unload(rig, "pirate")
+        assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'pirate' removed.")
+        assert (await rig.chat(model="pirate")).status_code == 404
+        assert await names(rig) == [MODEL, "alias/echo"]
+        again = await unload(rig, "pirate")
+        assert (again.status_code, error_of(again)["code"]) == (404, "model_not_found")
+
+
+async def test_the_model_object_has_root_and_parent(opened: Opened, tmp_path: Path) -> None:
+    async with opened() as rig:
+        path = write(tmp_path / "pirate", "a")
+        await load(rig, "pirate", path)
+        shown = (await rig.client.get("/v1/models/pirate")).json()
+        assert (shown["id"], shown["root"], shown["parent"]) == ("pirate", path, MODEL)
+        assert shown["version"] == "pirate@" + "a" * 64
+        base = (await rig.client.get(f"/v1/models/{MODEL}")).json()
+        assert (base["root"], base["parent"]) == (MODEL, None)
+
+
+async def test_anothers_adapter_is_not_there_in_the_words_of_an_unknown_one(opened: Opened, tmp_path: Path) -> None:
+    """TN-01."""
+    async with opened(auth=ThreeKeys()) as rig:
+        path = write(tmp_path / "mine", "a")
+        assert (await load(rig, "mine", path, ROOT, tenant="acme")).status_code == 200
+        assert (await load(rig, "ours", write(tmp_path / "ours", "b"), ROOT)).status_code == 200
+        assert await names(rig, A) == [MODEL, "alias/echo", "mine", "ours"]
+        assert await names(rig, B) == [MODEL, "alias/echo", "ours"]
+        shown = (await rig.client.get("/v1/models/mine", headers=A)).json()
+        assert shown["root"] == "mine@" + "a" * 64, "where it lies is not a tenant's to know"
+        for name in ("mine", f"{MODEL}:mine", "mine@" + "a" * 64):
+            unknown = name.replace("mine", "none")
+            for method, path, body in (
+                ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+                ("POST", "/v1/completions", {"prompt": "x"}),
+                ("POST", "/tokenize", {"prompt": "x"}),
+                ("POST", "/detokenize", {"tokens": [1]}),
+                ("GET", "/v1/models/{}", None),
+            ):
+                own, others, no = [
+                    await rig.client.request(
+                        method, path.format(asked), json=None if body is None else {**body, "model": asked}, headers=key
+                    )
+                    for asked, key in ((name, A), (name, B), (unknown, B))
+                ]
+                assert own.status_code == 200
+                assert (others.status_code, no.status_code) == (404, 404)
+                assert others.text.replace("mine", "none") == no.text
+        assert all(request.tenant == "acme" for request in rig.backend.requests)
+
+
+async def test_only_an_admin_may_change_the_list(opened: Opened, tmp_path: Path) -> None:
+    async with opened(auth=ThreeKeys()) as rig:
+        path = write(tmp_path / "mine", "a")
+        for headers, status in ((A, 403), (None, 401)):
+            assert (await load(rig, "mine", path, headers)).status_code == status
+            body = {"lora_name": "mine"}
+            answer = await rig.client.post("/v1/unload_lora_adapter", json=body, headers=headers)
+            assert answer.status_code == status
+        assert await names(rig, ROOT) == [MODEL, "alias/echo"]
+
+
+async def test_what_cannot_be_served_is_refused_and_not_listed(opened: Opened, tmp_path: Path) -> None:
+    async with opened() as rig:
+        (tmp_path / "odd").mkdir()
+        for name in FILES:
+            (tmp_path / "odd" / name).write_text("nonsense")
+        refused = await load(rig, "odd", str(tmp_path / "odd"))
+        assert (refused.status_code, error_of(refused)["message"]) == (400, "tensor q_proj holds NaN")
+        outside = await load(rig, "odd", "/etc")
+        assert (outside.status_code, error_of(outside)["param"]) == (400, "lora_path")
+        for body in (
+            {"lora_name": "x"},
+            {"lora_name": "x", "lora_path": "/x", "odd": 1},
+            {"lora_name": 1, "lora_path": "/x"},
+            {"lora_name": "x", "lora_path": "/x", "base_model_name": "other"},
+        ):
+            answer = await rig.client.post("/v1/load_lora_adapter", json=body)
+            assert answer.status_code == 400
+            error_of(answer)
+        assert await names(rig) == [MODEL, "alias/echo"]
+
+
+async def test_without_the_flag_the_routes_say_so() -> None:
+    async with gateway() as rig:
+        for answer in (await load(rig, "x", "/x"), await unload(rig, "x")):
+            assert (answer.status_code, error_of(answer)["code"]) == (400, "unsupported_parameter")
+            assert "--enable-lora" in error_of(answer)["message"]
+        assert (await rig.chat(model="x")).status_code == 404
+
+
+async def test_a_reload_switches_for_later_requests_only(opened: Opened, tmp_path: Path) -> None:
+    """TN-02: 50 streams run on the old version; those that come later have the new one; all end."""
+    backend = FakeBackend(eos_token_ids=frozenset({EOS}), manual=True)
+    async with opened(backend) as rig:
+        path = write(tmp_path / "pirate", "a")
+        await load(rig, "pirate", path)
+        before = [asyncio.create_task(rig.complete(model="pirate", max_tokens=4)) for _ in range(50)]
+        await submitted(backend, 50)
+        backend.step()
+        write(tmp_path / "pirate", "b")
+        refused = await load(rig, "pirate", path)
+        assert refused.status_code == 400
+        assert "load_inplace" in error_of(refused)["message"]
+        answer = await load(rig, "pirate", path, load_inplace=True)
+        assert answer.text == "Success: LoRA adapter 'pirate' replaced."
+        after = [asyncio.create_task(rig.complete(model="pirate", max_tokens=4)) for _ in range(50)]
+        await submitted(backend, 100)
+        digests = [request.adapter.digest[0] for request in backend.requests if request.adapter is not None]
+        assert digests == ["a"] * 50 + ["b"] * 50
+        old = await rig.complete(model="pirate@" + "a" * 64)
+        assert old.status_code == 404, "a version that was replaced is not listed any more"
+        backend.step(4)
+        assert [(await task).status_code for task in before + after] == [200] * 100
+
+
+async def test_an_unload_waits_for_the_last_request_and_lets_it_end(opened: Opened, tmp_path: Path) -> None:
+    backend = FakeBackend(eos_token_ids=frozenset({EOS}), manual=True)
+    async with opened(backend) as rig:
+        await load(rig, "pirate", write(tmp_path / "pirate", "a"))
+        running = asyncio.create_task(rig.complete(model="pirate", max_tokens=2))
+        await submitted(backend, 1)
+        unloading = asyncio.create_task(unload(rig, "pirate"))
+        async with asyncio.timeout(5):
+            while "pirate" in await names(rig):
+                await asyncio.sleep(0.001)
+        assert (await rig.complete(model="pirate")).status_code == 404, "no new request"
+        backend.step()
+        assert not unloading.done()
+        backend.step()
+        assert (await running).json()["usage"]["completion_tokens"] == 2
+        assert (await unloading).text == "Success: LoRA adapter 'pirate' removed."
+
+
+async def test_an_unload_does_not_wait_for_ever(opened: Opened, tmp_path: Path) -> None:
+    backend = FakeBackend(eos_token_ids=frozenset({EOS}), manual=True)
+    async with opened(backend, times=GatewayTimes(unload_s=0.01)) as rig:
+        await load(rig, "pirate", write(tmp_path / "pirate", "a"))
+        running = asyncio.create_task(rig.complete(model="pirate", max_tokens=1))
+        await submitted(backend, 1)
+        answer = await unload(rig, "pirate")
+        assert answer.text == "Success: LoRA adapter 'pirate' removed; 1 requests still use it."
+        backend.step()
+        assert (await running).status_code == 200
+
+
+async def test_a_client_that_leaves_does_not_leave_a_load_half_done(opened: Opened, tmp_path: Path) -> None:
+    async with opened() as rig:
+        loading = asyncio.create_task(load(rig, "pirate", write(tmp_path / "pirate", "a")))
+        async with asyncio.timeout(5):
+            while not len(rig.state.tasks):
+                await asyncio.sleep(0)
+        loading.cancel()
+        assert await rig.state.tasks.wait_idle(5)
+        assert await names(rig) == [MODEL, "alias/echo", "pirate"]
+
+
+async def test_what_others_list_is_served_at_once(opened: Opened) -> None:
+    async with opened() as rig:
+        desk = rig.state.adapters
+        assert desk is not None
+        entry = AdapterEntry(name="pirate", digest="c" * 64, source="/x")
+        await desk.registry.replace(None, entry, "pirate")
+        assert (await rig.chat(model="pirate", max_tokens=1)).status_code == 200
+        assert rig.backend.requests[-1].adapter == entry.ref
+
+
+async def submitted(backend: FakeBackend, count: int) -> None:
+    async with asyncio.timeout(10):
+        while len(backend.requests) < count:
+            backend.submitted.clear()
+            await backend.submitted.wait()

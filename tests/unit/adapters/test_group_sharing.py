@@ -1,0 +1,153 @@
+"""What a coordinator shares reaches its engine on the engine's own thread; the engine is a fake, the thread is real."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+
+import msgspec
+import pytest
+
+from cluster.adapters.entries import AdapterEntry
+from cluster.adapters.reconcile import GroupAdapters
+from cluster.adapters.registry import AdapterRegistry
+from cluster.coordination import keys
+from cluster.coordination.client import BackgroundClient, RedisAway
+from cluster.coordination.registry import AdapterReport, Commands
+from cluster.group_sharing import GroupSharing
+from configs.schema import LoraSettings
+from tests.support.fake_group import FakeGroup
+from workers.channel import new_secret
+from workers.messages import AdapterRef, GenerationRequest, SamplingParams
+
+PIRATE = AdapterEntry(name="pirate", digest="a" * 64, source="/a", pinned=True)
+SHOUT = AdapterEntry(name="shout", digest="b" * 64, source="/b")
+
+
+@pytest.fixture
+async def group() -> AsyncIterator[FakeGroup]:
+    group = FakeGroup(new_secret(), "g1:1")
+    await group.wait_opened()
+    yield group
+    group.thread.stop()
+    await asyncio.to_thread(group.thread.join, 5)
+
+
+def sharing(redis: Commands, group: FakeGroup, **more: object) -> GroupSharing:
+    lora = LoraSettings(enable_lora=True, max_loras=4)
+    return GroupSharing(redis, group.thread, service="s", group="g1", base="demo", lora=lora, **more)  # type: ignore[arg-type]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def run_one(group: FakeGroup, tenant: str, tokens: int) -> None:
+    params = SamplingParams(max_tokens=tokens)
+    request = GenerationRequest(request_id=tenant, prompt_token_ids=[1], sampling=params, tenant=tenant)
+    await group.generate(msgspec.msgpack.encode(request))
+
+
+async def test_charges_go_out_and_come_in(redis: BackgroundClient, group: FakeGroup) -> None:
+    await redis.command("SADD", keys.groups("s"), "g1", "g2")
+    mine = sharing(redis, group)
+    await mine.turn()
+    await run_one(group, "acme", 3)
+    await redis.command("SET", keys.charges("s", "g2"), msgspec.msgpack.encode({"beta": 7.5}))
+    await mine.turn()
+    value = await redis.command("GET", keys.charges("s", "g1"))
+    assert msgspec.msgpack.decode(value) == {"acme": 3.0}
+    await until(lambda: group.engine.charged_elsewhere == {"beta": 7.5})
+
+
+async def test_an_engine_without_work_is_not_asked(redis: BackgroundClient, group: FakeGroup) -> None:
+    mine = sharing(redis, group)
+    group.engine.charged_here = {"acme": 1.0}
+    await mine.turn()
+    assert group.engine.charged_here == {"acme": 1.0}
+
+
+async def test_weights_are_passed_on_when_they_change(redis: BackgroundClient, group: FakeGroup) -> None:
+    answers: list[Mapping[str, float] | None] = [{"acme": 2.0}, None]
+
+    async def read(_: Commands) -> Mapping[str, float] | None:
+        return answers.pop(0)
+
+    mine = sharing(redis, group, read_weights=read)
+    await mine.turn()
+    await until(lambda: group.engine.weights == {"acme": 2.0})
+    await mine.turn()
+    assert answers == []
+
+
+async def test_pins_follow_the_list(redis: BackgroundClient, group: FakeGroup) -> None:
+    registry = AdapterRegistry(redis, "demo")
+    await registry.replace(None, PIRATE, "pirate")
+    await registry.replace(None, SHOUT, "shout")
+    mine = sharing(redis, group)
+    assert mine.adapters is not None
+    await mine.adapters.refresh()
+    await until(lambda: group.engine.pinned == {PIRATE.ref})
+    newer = msgspec.structs.replace(PIRATE, digest="c" * 64)
+    await registry.replace(PIRATE, newer, "pirate")
+    await mine.adapters.refresh()
+    await until(lambda: group.engine.pinned == {newer.ref})
+    await registry.replace(newer, None, "pirate")
+    await mine.adapters.refresh()
+    await until(lambda: group.engine.pinned == set())
+
+
+async def test_started_it_goes_on_through_an_outage_and_stops_when_told(
+    redis: BackgroundClient, group: FakeGroup
+) -> None:
+    class Shaky:
+        calls = 0
+
+        async def command(self, *parts: object) -> object:
+            return await self.pipeline([])
+
+        async def pipeline(self, commands: object) -> list[object]:
+            Shaky.calls += 1
+            raise RedisAway("away")
+
+    before = asyncio.all_tasks()
+    mine = sharing(Shaky(), group)
+    mine.start()
+    started = asyncio.all_tasks() - before
+    await until(lambda: Shaky.calls >= 2)
+    assert len(started) == 2 and not any(task.done() for task in started)
+    mine.stop()
+    await asyncio.wait(started, timeout=5)
+    assert all(task.cancelled() for task in started)
+
+
+async def test_residency_is_reported_by_the_engines_thread(group: FakeGroup) -> None:
+    group.thread.call(lambda engine: engine.set_pinned_adapters({PIRATE.ref}))
+    await until(lambda: group.last_residency == {PIRATE.digest: "device"})
+
+
+def test_a_report_says_what_is_held_and_what_requests_use() -> None:
+    adapters = GroupAdapters(Nothing(), "demo", 4, lambda pinned: None)
+    assert adapters.report() == AdapterReport(max_loras=4)
+    adapters.residency = {PIRATE.digest: "device", SHOUT.digest: "host"}
+    late = AdapterRef(name="late", digest="c" * 64, source="/c")
+    for adapter in (PIRATE.ref, PIRATE.ref, late, None):
+        adapters.enter(adapter)
+    assert adapters.report() == AdapterReport(
+        on_device=[PIRATE.digest[:16]], on_host=[SHOUT.digest[:16]], running=["pirate"], waiting=["late"], max_loras=4
+    )
+    for adapter in (PIRATE.ref, late, None):
+        adapters.leave(adapter)
+    assert (adapters.report().running, adapters.report().waiting) == (["pirate"], [])
+    adapters.leave(PIRATE.ref)
+    assert adapters.report().running == []
+
+
+class Nothing:
+    """Commands that are never asked."""
+
+    async def command(self, *parts: object) -> object:
+        raise AssertionError(parts)
+
+    async def pipeline(self, commands: object) -> list[object]:
+        raise AssertionError(commands)

@@ -1,0 +1,113 @@
+"""Triton's grouped LoRA against dense products and the twin: in its interpreter, and on a CUDA device where one is.
+
+The interpreter has to be chosen before the kernels are imported, so the tests run in a process of their own; this one
+starts it. It multiplies no bf16 matrices, so prompts in bf16 are left to the device.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.lora_layers import LoraLayer, check_close, make_layer, noise, rows_of
+from workers.kernels.lora import LoraOps, TorchLora, select_lora_ops
+
+ROOT = Path(__file__).resolve().parents[3]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+RANKS = [4, 8, 16, 64, 3, 0, 33]
+LIMIT_S = 540
+
+pytest.importorskip("triton")
+computes = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="no interpreter, no CUDA device"
+)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+def test_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-x", str(Path(__file__))]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert " passed" in ran.stdout
+
+
+def kernels() -> LoraOps:
+    from workers.kernels.triton_lora import TritonLora
+
+    return TritonLora()
+
+
+def merged(dtype: torch.dtype, inputs: int = 80, outputs: tuple[int, ...] = (272, 64, 48)) -> LoraLayer:
+    ranks = [RANKS[shift:] + RANKS[:shift] for shift in range(len(outputs))]
+    return make_layer(inputs, outputs, ranks, dtype, gap=8, device=DEVICE)
+
+
+def check(layer: LoraLayer, slots: list[int], dtype: torch.dtype) -> None:
+    """Against the dense products, and what has no adapter keeps its bits."""
+    x = noise(len(slots), layer.sections[0].inputs, dtype=dtype, device=DEVICE)
+    y = noise(len(slots), layer.width + 3, dtype=dtype, seed=2, device=DEVICE)[:, : layer.width]
+    before, twin = y.clone(), y.clone()
+    expected = layer.expected(y, x, slots)
+    kernels().add(y, x, layer.slab, layer.sections, rows_of(slots, DEVICE))
+    check_close(y, expected)
+    none = torch.tensor(slots) < 0
+    assert torch.equal(y[none], before[none])
+    TorchLora().add(twin, x, layer.slab, layer.sections, rows_of(slots, DEVICE))
+    check_close(y, twin.double())
+
+
+@computes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_single_tokens_of_mixed_ranks(dtype: torch.dtype) -> None:
+    check(merged(dtype), [0, -1, 1, 2, 3, 3, -1, 4, 5, 6, 0], dtype)
+
+
+@computes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_prompts_and_single_tokens_in_one_step(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of many tokens: tiles of one adapter, of several, of none, and one cut off at the end."""
+    if INTERPRETED and dtype is torch.bfloat16:
+        pytest.skip("the interpreter multiplies no bf16 matrices")
+    from workers.kernels import triton_lora
+
+    monkeypatch.setattr(triton_lora, "TOKEN_STEP", 16)
+    check(merged(dtype), [*[3] * 40, *[-1] * 30, 0, 1, 2, -1, 4, 5, *[6] * 27], dtype)
+
+
+@computes
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_more_sections_and_inputs_than_one_launch_or_block(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from workers.kernels import triton_lora
+
+    monkeypatch.setattr(triton_lora, "TOKEN_STEP", 16)
+    check(merged(torch.float32, inputs=600, outputs=(48, 32, 16, 20)), [3] * tokens, torch.float32)
+
+
+@computes
+def test_a_step_without_tokens_or_adapters() -> None:
+    check(merged(torch.float32), [], torch.float32)
+    check(merged(torch.float32), [-1, -1], torch.float32)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="no CUDA device")
+def test_one_graph_serves_any_mix() -> None:
+    """Captured with one mix of adapters, replayed with another."""
+    device = torch.device("cuda")
+    ops, layer, dtype = select_lora_ops(device, torch.bfloat16), merged(torch.bfloat16), torch.bfloat16
+    x, y = noise(4, 80, dtype=dtype, device="cuda"), torch.zeros(4, layer.width, dtype=dtype, device=device)
+    rows = rows_of([0, 1, 2, -1], "cuda")
+    ops.add(y, x, layer.slab, layer.sections, rows)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ops.add(y, x, layer.slab, layer.sections, rows)
+    slots = [3, -1, 6, 4]
+    rows.slots_T.copy_(torch.tensor(slots))
+    y.zero_()
+    graph.replay()
+    check_close(y, layer.expected(torch.zeros_like(y), x, slots))

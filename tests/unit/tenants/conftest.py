@@ -1,0 +1,29 @@
+"""One private Redis server per test."""
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from cluster.coordination.client import BackgroundClient
+from cluster.coordination.redis_server import RedisServer
+from tests.unit.tenants.tenant_rig import Fleet, patient, redis_server
+
+
+@pytest.fixture
+def server() -> Iterator[RedisServer]:
+    with redis_server() as running:
+        yield running
+
+
+@pytest.fixture
+async def redis(server: RedisServer) -> AsyncIterator[BackgroundClient]:
+    client = patient(server)
+    yield client
+    await client.close()
+
+
+@pytest.fixture
+async def fleet(server: RedisServer) -> AsyncIterator[Fleet]:
+    fleet = Fleet(server)
+    yield fleet
+    await fleet.close()

@@ -1,0 +1,135 @@
+"""Gateways' tenants over one real private Redis: servers that can be frozen and emptied, gateways that can die."""
+
+import asyncio
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cluster.coordination.client import BackgroundClient, RequestClient
+from cluster.coordination.redis_server import RedisServer
+from cluster.tenants.admission import Grant, OverLimit
+from cluster.tenants.quota import Quota
+from cluster.tenants.tenant import Limits, Tenant
+from configs.environment import short_temp_folder
+
+DEADLINE_S = 20.0
+START_MS = 1_800_000_000_000
+
+
+@contextmanager
+def redis_server() -> Iterator[RedisServer]:
+    folder = Path(tempfile.mkdtemp(prefix="tq-", dir=short_temp_folder()))
+    server = RedisServer(folder / "redis")
+    server.start()
+    try:
+        yield server
+    finally:
+        if server.pid is not None and server.is_alive():
+            os.kill(server.pid, signal.SIGCONT)
+        server.stop()
+        shutil.rmtree(folder)
+
+
+def patient(server: RedisServer) -> BackgroundClient:
+    return BackgroundClient(server.url, timeout_s=1.0, retries=1)
+
+
+def hasty(server: RedisServer, timeout_s: float = 2.0) -> RequestClient:
+    """A request client that a slow test machine does not frighten."""
+    return RequestClient(server.url, timeout_s=timeout_s)
+
+
+def tenant(name: str = "acme", budget_id: int = 1, **limits: Any) -> Tenant:
+    return Tenant(name=name, keys=(), limits=Limits(**limits), created_s=0.0, budget_id=budget_id)
+
+
+@dataclass
+class Named:
+    """A directory that tests fill."""
+
+    tenants: dict[str, Tenant] = field(default_factory=dict)
+
+
+@dataclass
+class FakeTime:
+    """One clock for gateways and server."""
+
+    now_s: float = 0.0
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def server_ms(self) -> int:
+        return START_MS + int(self.now_s * 1000)
+
+
+@dataclass
+class Fleet:
+    """Several gateways of one service, on one fake clock."""
+
+    server: RedisServer
+    time: FakeTime = field(default_factory=FakeTime)
+    directory: Named = field(default_factory=Named)
+    clients: list[RequestClient] = field(default_factory=list)
+    kv_tokens: int = 0
+
+    def gateway(self, name: str, gateways: int = 1) -> Quota:
+        client = hasty(self.server)
+        self.clients.append(client)
+        return Quota(
+            client,
+            self.directory,
+            name,
+            gateways=gateways,
+            kv_tokens=lambda: self.kv_tokens,
+            clock=self.time.clock,
+            random=lambda: 0.0,
+            server_ms=self.time.server_ms,
+        )
+
+    def set(self, **limits: Any) -> None:
+        budget_id = limits.pop("budget_id", 1)
+        self.directory.tenants["acme"] = tenant(budget_id=budget_id, **limits)
+
+    async def close(self) -> None:
+        for client in self.clients:
+            await client.close()
+
+
+async def admitted(quota: Quota, count: int, prompt: int = 1, output: int = 0) -> list[Grant]:
+    """The grants of so many requests, one after the other; those refused are left out."""
+    grants = []
+    for _ in range(count):
+        try:
+            grants.append(await quota.admit("acme", prompt, output))
+        except OverLimit:
+            continue
+    return grants
+
+
+async def refusal(quota: Quota, prompt: int = 1, output: int = 0) -> OverLimit:
+    """Why the next request is refused."""
+    try:
+        await quota.admit("acme", prompt, output)
+    except OverLimit as refused:
+        return refused
+    raise AssertionError("it was admitted")
+
+
+def shown(quota: Quota) -> Mapping[str, str]:
+    """The headers of now, without their common prefix."""
+    return {k.decode().removeprefix("x-ratelimit-"): v.decode() for k, v in quota.headers("acme")}
+
+
+async def until(condition: Callable[[], Awaitable[object]], what: str) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not await condition():
+        assert time.monotonic() < deadline_s, f"not within {DEADLINE_S:.0f} s: {what}"
+        await asyncio.sleep(0.01)

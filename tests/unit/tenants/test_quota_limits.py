@@ -1,0 +1,222 @@
+"""Each limit against a real Redis, on a fake clock: what is admitted, why not, and what the headers say."""
+
+import pytest
+
+from cluster.coordination import keys
+from cluster.coordination.client import BackgroundClient
+from cluster.tenants.quota_script import LEASE_MS
+from tests.unit.tenants.tenant_rig import Fleet, admitted, refusal, shown
+
+LEASE_S = LEASE_MS / 1000
+
+
+async def test_requests_of_a_minute_and_their_return(fleet: Fleet) -> None:
+    fleet.set(requests_per_minute=6)
+    quota = fleet.gateway("a")
+    assert len(await admitted(quota, 10)) == 6
+    refused = await refusal(quota)
+    assert (refused.status, refused.code, refused.reason) == (429, "rate_limit_exceeded", "requests")
+    assert refused.retry_after_s == pytest.approx(10, abs=0.1)
+    fleet.time.now_s += 9.9
+    assert not await admitted(quota, 1)
+    fleet.time.now_s += 0.2
+    assert len(await admitted(quota, 2)) == 1
+    fleet.time.now_s += 3600
+    assert len(await admitted(quota, 10)) == 6, "an idle hour saves up one minute"
+
+
+async def test_tokens_are_reserved_and_the_unused_come_back(fleet: Fleet) -> None:
+    fleet.set(tokens_per_minute=1000)
+    quota = fleet.gateway("a")
+    grant = await quota.admit("acme", 100, 700)
+    refused = await refusal(quota, 100, 200)
+    assert refused.reason == "tokens"
+    assert refused.retry_after_s == pytest.approx(6, abs=0.1)
+    quota.settle(grant, 150)
+    assert len(await admitted(quota, 1, 100, 750)) == 1, "850 of 1000 are left, and known at once"
+    assert not await admitted(quota, 1)
+
+
+async def test_what_was_used_beyond_the_reservation_is_charged(fleet: Fleet) -> None:
+    """A request whose allowed output is larger than a whole minute reserves the minute."""
+    fleet.set(tokens_per_minute=100)
+    quota = fleet.gateway("a")
+    grant = await quota.admit("acme", 10, 5000)
+    quota.settle(grant, 160)
+    assert (await refusal(quota)).retry_after_s == pytest.approx(60 * 0.61, abs=0.2)
+
+
+async def test_a_prompt_longer_than_a_minute_is_refused_for_good(fleet: Fleet) -> None:
+    fleet.set(tokens_per_minute=100)
+    refused = await refusal(fleet.gateway("a"), 101)
+    assert refused.retry_after_s is None
+    assert "101" in str(refused) and "100" in str(refused)
+
+
+async def test_concurrency_counts_all_gateways_and_frees_at_once(fleet: Fleet) -> None:
+    fleet.set(concurrency=3)
+    one, two = fleet.gateway("a"), fleet.gateway("b")
+    held = await admitted(one, 2)
+    assert len(await admitted(two, 5)) == 1
+    assert (await refusal(one)).reason == "concurrency"
+    one.settle(held[0], 1)
+    await one.beat()
+    assert len(await admitted(two, 5)) == 1, "what one has freed the other may take"
+
+
+async def test_a_refused_request_holds_no_place_not_even_until_the_next_beat(fleet: Fleet) -> None:
+    fleet.set(concurrency=2, tokens_per_minute=100, token_budget=10_000)
+    one, two = fleet.gateway("a"), fleet.gateway("b")
+    assert len(await admitted(one, 1, 1, 0)) == 1
+    assert (await refusal(one, 1, 99)).reason == "tokens"
+    assert len(await admitted(two, 1, 1, 0)) == 1
+
+
+async def test_the_concurrency_of_a_dead_gateway_is_freed_by_its_lease(fleet: Fleet) -> None:
+    fleet.set(concurrency=2)
+    dying, living = fleet.gateway("a"), fleet.gateway("b")
+    assert len(await admitted(dying, 2)) == 2
+    assert not await admitted(living, 1)
+    fleet.time.now_s += LEASE_S - 0.1
+    assert not await admitted(living, 1)
+    fleet.time.now_s += 0.2
+    assert len(await admitted(living, 3)) == 2
+
+
+async def test_a_living_gateway_keeps_its_lease_by_its_beat(fleet: Fleet) -> None:
+    fleet.set(concurrency=1)
+    busy, other = fleet.gateway("a"), fleet.gateway("b")
+    await busy.admit("acme", 1, 0)
+    for _ in range(10):
+        fleet.time.now_s += LEASE_S - 1
+        busy._say_soon("acme")
+        await busy.beat()
+        assert not await admitted(other, 1)
+
+
+async def test_a_lost_or_late_report_changes_no_count(fleet: Fleet) -> None:
+    """An older report that arrives after a newer one is not believed."""
+    fleet.set(concurrency=2)
+    quota = fleet.gateway("a")
+    account = quota._account("acme")
+    assert account is not None
+    account.hold(1)
+    account.hold(1)
+    late = account.report(fleet.time.clock(), None)
+    account.release(1)
+    account.release(1)
+    await quota._ask(account, account.report(fleet.time.clock(), None))
+    await quota._ask(account, late)
+    await quota._ask(account, late)
+    assert len(await admitted(fleet.gateway("b"), 3)) == 2
+
+
+async def test_the_budget_ends_for_good_and_starts_anew_when_it_is_set(fleet: Fleet) -> None:
+    fleet.set(token_budget=100)
+    quota, other = fleet.gateway("a"), fleet.gateway("b")
+    first = await quota.admit("acme", 10, 200)
+    held = await refusal(other)
+    assert (held.reason, held.code) == ("budget_reserved", "rate_limit_exceeded"), "it may be given back"
+    quota.settle(first, 60)
+    await quota.beat()
+    second = await other.admit("acme", 10, 100)
+    other.settle(second, 60)
+    await other.beat()
+    gone = await refusal(quota)
+    assert (gone.reason, gone.code, gone.retry_after_s) == ("budget", "insufficient_quota", None)
+    fleet.time.now_s += 1e6
+    assert (await refusal(other)).reason == "budget", "no time brings it back"
+    fleet.set(token_budget=100, budget_id=2)
+    assert await quota.admit("acme", 1, 1)
+
+
+async def test_a_gateway_that_has_not_heard_of_the_new_budget_does_not_spoil_it(fleet: Fleet) -> None:
+    fleet.set(token_budget=100)
+    slow, quick = fleet.gateway("a"), fleet.gateway("b")
+    slow.settle(await slow.admit("acme", 1, 1), 99)
+    fleet.set(token_budget=100, budget_id=2)
+    quick.settle(await quick.admit("acme", 1, 1), 10)
+    fleet.set(token_budget=100, budget_id=1)
+    await slow.beat()
+    fleet.set(token_budget=100, budget_id=2)
+    quick.settle(await quick.admit("acme", 1, 1), 10)
+    assert quick.spent() == {"acme": (2, 20)}
+
+
+async def test_what_dead_gateways_have_spent_stays_spent(fleet: Fleet, redis: BackgroundClient) -> None:
+    fleet.set(token_budget=1000)
+    for number in range(5):
+        quota = fleet.gateway(f"g{number}")
+        quota.settle(await quota.admit("acme", 1, 1), 100)
+        await quota.beat()
+        fleet.time.now_s += 86400 / 2
+    last = fleet.gateway("last")
+    await last.admit("acme", 1, 1)
+    assert last.spent() == {"acme": (1, 500)}
+    fields = await redis.command("HKEYS", keys.quota("acme"))
+    assert b"u:g0" not in fields and b"u:g4" in fields, "gone for a day: folded into one number"
+
+
+async def test_a_share_of_the_cache_bounds_what_is_in_flight_but_one_request_always_fits(fleet: Fleet) -> None:
+    fleet.kv_tokens = 1000
+    fleet.set(kv_share=0.5)
+    quota = fleet.gateway("a")
+    big = await quota.admit("acme", 600, 100)
+    assert (await refusal(quota, 1, 1)).reason == "kv_share"
+    quota.settle(big, 600)
+    assert len(await admitted(quota, 10, 100, 50)) == 3
+
+
+async def test_headers_say_what_is_left(fleet: Fleet) -> None:
+    fleet.set(requests_per_minute=10, tokens_per_minute=600)
+    quota = fleet.gateway("a")
+    assert shown(quota) == {
+        "limit-requests": "10",
+        "remaining-requests": "10",
+        "reset-requests": "0s",
+        "limit-tokens": "600",
+        "remaining-tokens": "600",
+        "reset-tokens": "0s",
+    }
+    grant = await quota.admit("acme", 100, 200)
+    assert (shown(quota)["remaining-requests"], shown(quota)["reset-requests"]) == ("9", "6s")
+    assert (shown(quota)["remaining-tokens"], shown(quota)["reset-tokens"]) == ("300", "30s")
+    quota.settle(grant, 120)
+    assert shown(quota)["remaining-tokens"] == "480"
+    fleet.time.now_s += 6
+    assert shown(quota)["remaining-requests"] == "10"
+    fleet.set(tokens_per_minute=600)
+    assert set(shown(quota)) == {"limit-tokens", "remaining-tokens", "reset-tokens"}
+
+
+async def test_limits_that_change_hold_from_the_next_request_on(fleet: Fleet) -> None:
+    fleet.set(requests_per_minute=2)
+    quota = fleet.gateway("a")
+    assert len(await admitted(quota, 5)) == 2
+    fleet.set(requests_per_minute=60)
+    fleet.time.now_s += 5
+    assert len(await admitted(quota, 20)) == 5, "what was used is used; it fills faster from now on"
+    fleet.set()
+    assert len(await admitted(quota, 50)) == 50
+    assert shown(quota) == {}
+
+
+async def test_a_tenant_without_limits_costs_no_call(fleet: Fleet, redis: BackgroundClient) -> None:
+    fleet.set(weight=2.0, max_adapters=3)
+    quota = fleet.gateway("a")
+    grant = await quota.admit("acme", 1, 1)
+    quota.settle(grant, 2)
+    await quota.beat()
+    assert await redis.command("EXISTS", keys.quota("acme")) == 0
+    assert not (await quota.admit("nobody", 1, 1)).is_counted
+
+
+async def test_a_tenant_that_is_removed_is_forgotten_when_its_requests_have_ended(fleet: Fleet) -> None:
+    fleet.set(concurrency=1)
+    quota = fleet.gateway("a")
+    grant = await quota.admit("acme", 1, 1)
+    del fleet.directory.tenants["acme"]
+    await quota.beat()
+    quota.settle(grant, 2)
+    await quota.beat()
+    assert quota.spent() == {}

@@ -1,0 +1,96 @@
+"""`tandem tenants` and `tandem usage` over a real Redis: what they print, and the words for what is wrong."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import typer.testing
+
+from cluster.cli import build_app
+from cluster.coordination.redis_server import RedisServer
+from cluster.gateway.state import Opening, Outcome
+from cluster.tenants.ledger import UsageLedger
+from configs.errors import TandemError
+from tests.unit.tenants.tenant_rig import patient
+from workers.messages import Usage
+
+
+def tandem(server: RedisServer, *arguments: str) -> str:
+    """What goes to standard output."""
+    command = (*arguments, "--redis-url", server.url)
+    done = typer.testing.CliRunner().invoke(build_app(), command, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_a_tenant_from_its_first_key_to_its_end(server: RedisServer) -> None:
+    key = tandem(server, "tenants", "add", "acme", "--concurrency", "3", "--priority", "-5", "--kv-share", "0.5")
+    assert key.startswith("sk-tandem-") and len(key.split()) == 1, "the key alone, for scripts"
+    assert tandem(server, "tenants", "set", "acme", "--concurrency", "none", "--weight", "2").split() == [
+        *("acme", "kv-share", "0.5", "weight", "2", "priority", "-5")
+    ]
+    assert tandem(server, "tenants", "rotate-key", "acme", "--grace", "60") != key
+    assert tandem(server, "tenants", "ls").startswith("acme ")
+    tandem(server, "tenants", "rm", "acme")
+    assert tandem(server, "tenants", "ls") == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("tenants", "add", "acme", "--concurrency", "three"), "neither a number nor"),
+        (("tenants", "add", "acme", "--kv-share", "2"), "kv_share: Expected"),
+        (("tenants", "add", "A"), "a-z, 0-9"),
+        (("tenants", "set", "acme"), "give a limit"),
+        (("tenants", "set", "acme", "--concurrency", "1"), "no tenant 'acme'"),
+        (("tenants", "rm", "acme"), "no tenant 'acme'"),
+        (("usage", "--since", "never"), "neither a time"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(server: RedisServer, arguments: tuple[str, ...], words: str) -> None:
+    with pytest.raises(TandemError, match=words) as caught:
+        tandem(server, *arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_redis_that_is_not_there_is_said(server: RedisServer) -> None:
+    server.stop()
+    with pytest.raises(TandemError, match="Redis does not answer"):
+        tandem(server, "tenants", "ls")
+
+
+def test_usage_in_its_three_forms(server: RedisServer, tmp_path: Path) -> None:
+    async def serve_two() -> None:
+        redis = patient(server)
+        books = UsageLedger(redis, tmp_path, "g", 86400)
+        for number, adapter in enumerate((None, "a@12")):
+            opening = Opening(request_id=f"r{number}", tenant="acme", model="m", adapter=adapter)
+            usage = Usage(prompt_tokens=5, completion_tokens=7, cached_tokens=3)
+            books.accepted(opening)
+            await books.settle(
+                Outcome(
+                    request_id=opening.request_id,
+                    tenant="acme",
+                    model="m",
+                    adapter=adapter,
+                    terminal="stop",
+                    usage=usage,
+                    began_s=0.0,
+                    ended_s=1.0,
+                )
+            )
+        await books.close()
+        await redis.close()
+
+    asyncio.run(serve_two())
+    table = [line.split() for line in tandem(server, "usage").splitlines()]
+    assert table == [
+        ["tenant", "model", "adapter", "requests", "prompt", "cached", "completion"],
+        ["acme", "m", "-", "1", "5", "3", "7"],
+        ["acme", "m", "a@12", "1", "5", "3", "7"],
+    ]
+    lines = tandem(server, "usage", "--tenant", "acme", "--format", "csv").splitlines()
+    assert lines[0] == "id,time_s,tenant,model,adapter,terminal,prompt_tokens,cached_tokens,completion_tokens"
+    assert [line.split(",")[4:] for line in lines[1:]] == [["", "stop", "5", "3", "7"], ["a@12", "stop", "5", "3", "7"]]
+    assert '"adapter":"a@12"' in tandem(server, "usage", "--format", "json", "--since", "1h").splitlines()[1]
+    assert tandem(server, "usage", "--tenant", "other", "--format", "json") == ""

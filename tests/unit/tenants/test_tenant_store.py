@@ -1,0 +1,284 @@
+"""Tenants as desired state: changes, races of writers, keys, and the gateways' copies that survive Redis."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cluster.coordination import keys
+from cluster.coordination.client import BackgroundClient, RedisAway
+from cluster.coordination.redis_server import RedisServer
+from cluster.gateway.auth import AuthLevel, Principal, StaticKeys, TenantKeys, check_level
+from cluster.tenants.admin import StoreAdmin
+from cluster.tenants.directory import TenantDirectory
+from cluster.tenants.store import TenantStore, read_weights
+from cluster.tenants.tenant import Limits, digest_of
+from tests.unit.tenants.tenant_rig import until
+from workers.errors import RequestRefused
+
+
+class Refused:
+    """`with Refused(404, "code"):`"""
+
+    def __init__(self, status: int, code: str) -> None:
+        self._raises = pytest.raises(RequestRefused)
+        self._wanted = (status, code)
+
+    def __enter__(self) -> None:
+        self._caught = self._raises.__enter__()
+
+    def __exit__(self, *error: object) -> bool:
+        done = self._raises.__exit__(*error)  # type: ignore[arg-type]
+        assert (self._caught.value.status, self._caught.value.code) == self._wanted
+        return done
+
+
+@pytest.fixture
+def store(redis: BackgroundClient) -> TenantStore:
+    return TenantStore(redis, wall_clock=lambda: 1000.0)
+
+
+async def test_a_tenant_is_made_changed_and_removed(store: TenantStore, redis: BackgroundClient) -> None:
+    made = await store.add("acme", {"requests_per_minute": 10, "weight": 2.5})
+    assert made.key.startswith("sk-tandem-") and len(made.key) >= len("sk-tandem-") + 43, "256 bits"
+    assert [k.digest for k in made.tenant.keys] == [digest_of(made.key).hex()]
+    changed = await store.change("acme", {"requests_per_minute": None, "concurrency": 3})
+    assert changed.limits == Limits(concurrency=3, weight=2.5)
+    assert (await store.read()).tenants == {"acme": changed}
+    assert await read_weights(redis) == {"acme": 2.5}
+    await redis.command("HSET", keys.quota("acme"), "at_ms", "1")
+    await store.remove("acme")
+    assert (await store.read()).tenants == {}
+    assert not await redis.command("EXISTS", keys.quota("acme"))
+
+
+async def test_no_key_is_kept_anywhere(store: TenantStore, redis: BackgroundClient, tmp_path: Path) -> None:
+    made = await store.add("acme", {})
+    directory = TenantDirectory(store, tmp_path / "tenants.json")
+    await directory.refresh()
+    await directory.save({})
+    values = await redis.command("HGETALL", keys.TENANTS)
+    secret = made.key.removeprefix("sk-tandem-").encode()
+    assert secret not in b"".join(values.values())
+    assert secret not in (tmp_path / "tenants.json").read_bytes()
+    assert (tmp_path / "tenants.json").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("name", "limits", "param"),
+    [
+        ("", {}, "name"),
+        ("Acme", {}, "name"),
+        ("a/b", {}, "name"),
+        ("-a", {}, "name"),
+        ("a" * 64, {}, "name"),
+        ("a\n", {}, "name"),
+        ("acme", {"requests_per_minute": 0}, "requests_per_minute"),
+        ("acme", {"requests_per_minute": 1.5}, "requests_per_minute"),
+        ("acme", {"tokens_per_minute": "9"}, "tokens_per_minute"),
+        ("acme", {"concurrency": True}, "concurrency"),
+        ("acme", {"kv_share": 1.01}, "kv_share"),
+        ("acme", {"weight": 0}, "weight"),
+        ("acme", {"weight": float("nan")}, "weight"),
+        ("acme", {"token_budget": -1}, "token_budget"),
+        ("acme", {"nonsense": 1}, "nonsense"),
+    ],
+)
+async def test_what_is_wrong_is_named(store: TenantStore, name: str, limits: dict[str, object], param: str) -> None:
+    with pytest.raises(RequestRefused) as refused:
+        await store.add(name, limits)
+    assert (refused.value.status, refused.value.param) == (400, param)
+    assert (await store.read()).tenants == {}
+
+
+async def test_unknown_and_existing_names_are_refused(store: TenantStore) -> None:
+    await store.add("acme", {})
+    with Refused(409, "already_exists"):
+        await store.add("acme", {})
+    for call in (store.change("b", {"concurrency": 1}), store.remove("b"), store.rotate_key("b")):
+        with Refused(404, "tenant_not_found"):
+            await call
+
+
+async def test_writers_at_the_same_time_lose_nothing(store: TenantStore, redis: BackgroundClient) -> None:
+    await store.add("acme", {})
+    changes = ({"concurrency": 4}, {"requests_per_minute": 5}, {"tokens_per_minute": 6}, {"max_adapters": 7})
+    await asyncio.gather(*(TenantStore(redis).change("acme", change) for change in changes))
+    limits = (await store.read()).tenants["acme"].limits
+    assert limits == Limits(concurrency=4, requests_per_minute=5, tokens_per_minute=6, max_adapters=7)
+    results = await asyncio.gather(*(TenantStore(redis).add("b", {}) for _ in range(8)), return_exceptions=True)
+    assert sum(not isinstance(result, RequestRefused) for result in results) == 1
+
+
+async def test_setting_the_budget_starts_it_anew_and_nothing_else_does(store: TenantStore) -> None:
+    first = (await store.add("acme", {"token_budget": 10})).tenant.budget_id
+    assert (await store.change("acme", {"concurrency": 1})).budget_id == first
+    assert (await store.change("acme", {"token_budget": 10})).budget_id > first
+
+
+async def test_a_rotated_key_ends_at_once_or_with_its_grace(redis: BackgroundClient) -> None:
+    now_s = 1000.0
+    store = TenantStore(redis, wall_clock=lambda: now_s)
+    directory = TenantDirectory(store, wall_clock=lambda: now_s)
+    first = (await store.add("acme", {})).key
+    second = (await store.rotate_key("acme", grace_s=60)).key
+    await directory.refresh()
+    assert [directory.tenant_of(digest_of(key)) for key in (first, second)] == ["acme", "acme"]
+    now_s += 61
+    assert [directory.tenant_of(digest_of(key)) for key in (first, second)] == [None, "acme"]
+    third = (await store.rotate_key("acme")).key
+    await directory.refresh()
+    assert [directory.tenant_of(digest_of(key)) for key in (first, second, third)] == [None, None, "acme"]
+    with Refused(400, "invalid_value"):
+        await store.rotate_key("acme", grace_s=-1)
+
+
+async def test_gateways_see_a_change_by_their_poll(store: TenantStore) -> None:
+    directory = TenantDirectory(store)
+    polling = asyncio.create_task(directory.run(period_s=0.01))
+    made = await store.add("acme", {})
+    await until(lambda: knows(directory, made.key), "the tenant is known")
+    await store.remove("acme")
+    await until(lambda: forgot(directory, made.key), "the tenant is gone")
+    polling.cancel()
+
+
+async def knows(directory: TenantDirectory, key: str) -> bool:
+    return directory.tenant_of(digest_of(key)) is not None
+
+
+async def forgot(directory: TenantDirectory, key: str) -> bool:
+    return directory.tenant_of(digest_of(key)) is None
+
+
+async def test_the_gateway_that_took_the_change_has_it_at_once(store: TenantStore) -> None:
+    directory = TenantDirectory(store)
+    admin = StoreAdmin(store, directory)
+    made = await admin.add("acme", {})
+    assert directory.tenant_of(digest_of(made.key)) == "acme"
+    await admin.change("acme", {"concurrency": 2})
+    assert directory.limits("acme").concurrency == 2
+    await admin.remove("acme")
+    assert await admin.all() == {}
+
+
+async def test_known_keys_go_on_without_redis_and_unknown_ones_are_503(server: RedisServer, store: TenantStore) -> None:
+    made = await store.add("acme", {})
+    now_s = 100.0
+    directory = TenantDirectory(store, clock=lambda: now_s)
+    auth = TenantKeys(StaticKeys(["sk-static"]), directory, open_admin=True)
+    await directory.refresh()
+    for away in (False, True):
+        if away:
+            now_s += 2.1
+            assert auth.authenticate(f"Bearer {made.key}").tenant == "acme"
+            with Refused(503, "service_unavailable"):
+                auth.authenticate("Bearer sk-unknown")  # a reading that does not come fails nobody, and says nothing
+            now_s -= 2.1
+            assert server.pid is not None
+            os.kill(server.pid, signal.SIGKILL)
+            with pytest.raises(RedisAway):
+                await directory.refresh()
+        assert auth.authenticate(f"Bearer {made.key}") == Principal("acme", is_admin=False)
+        assert auth.authenticate("Bearer sk-static") == Principal("default", is_admin=False)
+        with Refused(*((503, "service_unavailable") if away else (401, "invalid_api_key"))):
+            auth.authenticate("Bearer sk-unknown")
+        with Refused(401, "invalid_api_key"):
+            auth.authenticate(None)
+    with Refused(503, "service_unavailable"):
+        await StoreAdmin(store, directory).change("acme", {"concurrency": 1})
+
+
+async def test_an_open_service_closes_with_its_first_tenant(store: TenantStore) -> None:
+    directory = TenantDirectory(store, clock=lambda: 0.0)
+    here, elsewhere = (TenantKeys(StaticKeys(), directory, open_admin=is_local) for is_local in (True, False))
+    with Refused(503, "service_unavailable"):
+        here.authenticate(None)  # whether there are tenants is not known yet
+    await directory.refresh()
+    assert here.authenticate("Bearer anything") == Principal("default", is_admin=True)
+    assert elsewhere.authenticate(None) == Principal("default", is_admin=False)
+    with Refused(403, "permission_denied"):
+        check_level(AuthLevel.ADMIN, elsewhere, None)
+    await store.add("acme", {})
+    await directory.refresh()
+    with Refused(401, "invalid_api_key"):
+        here.authenticate("Bearer anything")
+
+
+async def test_an_admin_key_guards_admin_routes_and_leaves_the_api_open(store: TenantStore) -> None:
+    directory = TenantDirectory(store, clock=lambda: 0.0)
+    await directory.refresh()
+    auth = TenantKeys(StaticKeys((), ["root"]), directory, open_admin=True)
+    assert check_level(AuthLevel.API_KEY, auth, None) == Principal("default", is_admin=False)
+    assert check_level(AuthLevel.ADMIN, auth, "Bearer root").is_admin
+    with Refused(403, "permission_denied"):
+        check_level(AuthLevel.ADMIN, auth, None)
+    made = await store.add("acme", {})
+    await directory.refresh()
+    with Refused(403, "permission_denied"):
+        check_level(AuthLevel.ADMIN, auth, f"Bearer {made.key}")
+
+
+async def test_an_emptied_redis_gets_the_tenants_back_once(store: TenantStore, redis: BackgroundClient) -> None:
+    made = await store.add("acme", {"concurrency": 2})
+    one, two = TenantDirectory(store), TenantDirectory(store)
+    await one.refresh()
+    await two.refresh()
+    await redis.command("FLUSHALL")
+    newer = await store.add("beta", {})
+    await one.refresh()
+    assert set((await store.read()).tenants) == {"acme", "beta"}
+    await store.remove("acme")
+    await two.refresh()
+    assert set(two.tenants) == {"beta"}, "the second gateway sees that they are back, and brings nobody back"
+    assert two.tenant_of(digest_of(newer.key)) == "beta" and two.tenant_of(digest_of(made.key)) is None
+
+
+async def test_two_who_seed_at_the_same_time_bring_nobody_back(store: TenantStore, redis: BackgroundClient) -> None:
+    acme, beta = (await store.add("acme", {})).tenant, (await store.add("beta", {})).tenant
+    origin = (await store.mark()).origin
+    assert origin is not None
+    await redis.command("FLUSHALL")
+    assert await store.seed(origin, [acme, beta])
+    await store.remove("acme")
+    assert not await store.seed(origin, [acme, beta])
+    assert set((await store.read()).tenants) == {"beta"}
+
+
+async def test_a_file_keeps_the_tenants_for_a_new_and_empty_redis(
+    store: TenantStore, redis: BackgroundClient, tmp_path: Path
+) -> None:
+    file = tmp_path / "tenants.json"
+    made = await store.add("acme", {"token_budget": 5})
+    before = TenantDirectory(store, file)
+    await before.refresh()
+    await before.save({"acme": (made.tenant.budget_id, 3)})
+    await redis.command("FLUSHALL")
+    after = TenantDirectory(store, file)
+    await after.load()
+    assert after.tenant_of(digest_of(made.key)) == "acme" and not after.is_certain
+    assert after.saved_spent == {"acme": (made.tenant.budget_id, 3)}
+    await after.refresh()
+    assert set((await store.read()).tenants) == {"acme"}
+    await redis.command("FLUSHALL")
+    await store.add("beta", {})
+    foreign = TenantDirectory(store, file)
+    await foreign.load()
+    await foreign.refresh()
+    assert set(foreign.tenants) == {"beta"}, "a file says nothing about a Redis that has tenants of its own"
+
+
+async def test_a_broken_file_or_entry_ends_nothing(store: TenantStore, redis: BackgroundClient, tmp_path: Path) -> None:
+    (tmp_path / "tenants.json").write_text("{")
+    directory = TenantDirectory(store, tmp_path / "tenants.json")
+    await directory.load()
+    assert not directory.is_known
+    await store.add("acme", {})
+    await redis.command("HSET", keys.TENANTS, "odd", msgspec.json.encode({"name": "odd", "limits": 7}))
+    await directory.refresh()
+    assert set(directory.tenants) == {"acme"}
+    with Refused(500, "internal_error"):
+        await store.change("odd", {"concurrency": 1})

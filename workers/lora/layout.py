@@ -1,0 +1,108 @@
+"""Where the rows of an adapter lie in its device pages: arithmetic on this rank's shapes, no bytes.
+
+Asked by host_copy.py and slab.py. A row is one of A ([rank, inputs]) or of B transposed ([rank, outputs]), this rank's
+part of it; each lies whole inside one page, so memory follows an adapter's true rank, in steps of a page. Paged adapter
+memory: S-LoRA (Sheng et al. 2023). S sections (checkpoint linears) of this rank, R the highest rank that is taken; the
+axis of 2 is A, then B transposed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from parallel.linear import Cut, LinearPart
+
+ALIGNED_ELEMENTS = 16
+"""A row begins at a multiple, so that vectors of it are loaded whole."""
+ROWS_PER_PAGE = 4
+"""Of the longest row. More waste at the end of an adapter's last page, fewer leave gaps among rows of many lengths."""
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardShape:
+    """What adapters change on this rank: its sections in the order of the layers, and the page that fits their rows.
+
+    lengths_2S: elements of a section's rows.
+    """
+
+    parts: tuple[LinearPart, ...]
+    max_rank: int
+    lengths_2S: Ints
+    page_elements: int
+
+    @classmethod
+    def of(cls, parts: Sequence[LinearPart], max_rank: int, page_elements: int | None = None) -> "ShardShape":
+        """page_elements None: a page fits ROWS_PER_PAGE of the longest rows."""
+        lengths = np.array([[part.inputs.length for part in parts], [part.outputs.length for part in parts]], np.int64)
+        longest = int(row_strides(lengths).max())
+        assert page_elements is None or longest <= page_elements, (longest, page_elements)
+        return cls(tuple(parts), max_rank, lengths, page_elements or ROWS_PER_PAGE * longest)
+
+    @property
+    def most_pages(self) -> int:
+        """Of an adapter of max_rank on every section."""
+        return pack(self, np.full(len(self.parts), self.max_rank)).num_pages
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """pages_2SR, offsets_2SR: in which of the adapter's own pages row k lies, and at which element of it; -1 beyond the
+    section's rank."""
+
+    num_pages: int
+    pages_2SR: Ints
+    offsets_2SR: Ints
+
+    def starts(self, pages: Sequence[int], page_elements: int) -> Ints:
+        """[2, S, R]: where each row begins in the flat slab when `pages` are the adapter's; -1 beyond the rank."""
+        if self.num_pages == 0:
+            return np.full_like(self.pages_2SR, -1)
+        first_of_page = np.asarray(pages[: self.num_pages], np.int64) * page_elements
+        return np.where(self.pages_2SR < 0, -1, first_of_page[self.pages_2SR] + self.offsets_2SR)
+
+
+def in_pieces(part: LinearPart, page_elements: int) -> list[LinearPart]:
+    """A vocabulary table as sections whose rows fit a page: its longer side is cut, the other is in every piece."""
+    by_inputs = part.inputs.length > part.outputs.length
+    whole = part.inputs if by_inputs else part.outputs
+    pieces = []
+    for first in range(0, whole.length, page_elements):
+        cut = Cut(whole.total, whole.start + first, min(page_elements, whole.length - first))
+        if by_inputs:
+            pieces.append(replace(part, inputs=cut))
+        else:
+            pieces.append(replace(part, outputs=cut, column=first))
+    return pieces
+
+
+def pack(shape: ShardShape, ranks_S: Ints) -> Packing:
+    """Fills page after page, each with the longest rows that are left and fit (first fit decreasing)."""
+    held_2SR = np.broadcast_to(
+        np.arange(shape.max_rank) < ranks_S[:, None], (2, len(shape.parts), shape.max_rank)
+    ).reshape(-1)
+    strides = np.repeat(row_strides(shape.lengths_2S).reshape(-1), shape.max_rank)
+    lengths, counts = np.unique(strides[held_2SR], return_counts=True)
+    left = dict(zip(lengths[::-1].tolist(), counts[::-1].tolist(), strict=True))
+    places: dict[int, list[tuple[int, int]]] = {stride: [] for stride in left}
+    num_pages = 0
+    while any(left.values()):
+        offset = 0
+        for stride, count in left.items():
+            taken = min(count, (shape.page_elements - offset) // stride)
+            places[stride] += [(num_pages, offset + row * stride) for row in range(taken)]
+            left[stride] -= taken
+            offset += taken * stride
+        num_pages += 1
+    flat = np.full((len(strides), 2), -1, np.int64)
+    for stride, found in places.items():
+        flat[held_2SR & (strides == stride)] = found
+    pages, offsets = flat.T.reshape(2, 2, len(shape.parts), shape.max_rank)
+    return Packing(num_pages, pages, offsets)
+
+
+def row_strides(lengths: Ints) -> Ints:
+    """Elements from the beginning of one row to that of the next."""
+    return -(-lengths // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
