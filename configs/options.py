@@ -124,7 +124,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("max_num_batched_tokens", "engine.scheduler.max_num_batched_tokens", int, STEP, "Tokens in one step.",
            at_least(1), "at least 1", size=True),
     Option("max_num_queued_reqs", "engine.scheduler.max_num_queued_reqs", int, STEP,
-           "Requests a group lets wait; beyond, 429.", at_least(1), "at least 1"),
+           "Requests a group lets wait; beyond, 429 to tenants that have their part.", at_least(1), "at least 1"),
     Option("max_num_queued_tokens", "engine.scheduler.max_num_queued_tokens", int, STEP,
            "Prompt tokens a group lets wait. Default: no limit.", at_least(1), "at least 1", size=True),
     Option("max_itl_ms", "engine.scheduler.max_itl_ms", float, STEP,

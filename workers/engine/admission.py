@@ -122,28 +122,56 @@ class Deadlines:
         return expired
 
 
+@dataclass(slots=True)
+class _Waiting:
+    """What one tenant has in the queue."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+
+
 class QueueLimits:
-    """Counts requests (and their prompt tokens) that have never been given a row."""
+    """Counts requests (and their prompt tokens) that have never been given a row. A full queue still takes what fits a
+    tenant's part, the limit over the tenants that wait, so that a flood of one fills it for nobody else; twice the
+    limit in all is never passed."""
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self._max_requests = settings.max_num_queued_reqs
         self._max_tokens = settings.max_num_queued_tokens
+        self._tenants: dict[str, _Waiting] = {}
         self.num_requests = 0
         self.num_tokens = 0
 
     def enter(self, request: GenerationRequest) -> None:
         """Counts a request in, or raises QueueFull. An empty queue takes a request of any length."""
-        tokens = len(request.prompt_token_ids)
-        if self.num_requests >= self._max_requests:
+        tokens, own = len(request.prompt_token_ids), self._tenants.get(request.tenant, _Waiting())
+        if not self._fits(self.num_requests, own.num_requests, 1, self._max_requests, own):
             raise QueueFull(f"{self.num_requests} requests wait already, the limit is {self._max_requests}")
-        if self._max_tokens is not None and self.num_requests and self.num_tokens + tokens > self._max_tokens:
-            raise QueueFull(f"{self.num_tokens} prompt tokens wait already, the limit is {self._max_tokens}")
+        if self._max_tokens is not None and self.num_requests:
+            taken = own.num_tokens if own.num_requests else -tokens  # a tenant's first may be of any length
+            if not self._fits(self.num_tokens, taken, tokens, self._max_tokens, own):
+                raise QueueFull(f"{self.num_tokens} prompt tokens wait already, the limit is {self._max_tokens}")
+        self._tenants[request.tenant] = own
+        own.num_requests += 1
+        own.num_tokens += tokens
         self.num_requests += 1
         self.num_tokens += tokens
 
     def leave(self, request: GenerationRequest) -> None:
+        own, tokens = self._tenants[request.tenant], len(request.prompt_token_ids)
+        own.num_requests -= 1
+        own.num_tokens -= tokens
+        if not own.num_requests:
+            del self._tenants[request.tenant]
         self.num_requests -= 1
-        self.num_tokens -= len(request.prompt_token_ids)
+        self.num_tokens -= tokens
+
+    def _fits(self, total: int, taken: int, more: int, limit: int, own: _Waiting) -> bool:
+        """Within the limit together, or within the tenant's part of it."""
+        if total + more <= limit:
+            return True
+        num_tenants = len(self._tenants) + (not own.num_requests)
+        return total + more <= 2 * limit and taken + more <= -(-limit // num_tenants)
 
 
 def check_request(request: GenerationRequest, facts: ModelFacts, num_slots: int, has_adapters: bool) -> None:

@@ -1,5 +1,7 @@
 """Refusals, aborts, deadlines, resumption, errors: every accepted request has one end and leaves nothing behind."""
 
+import itertools
+
 import pytest
 from builders import EOS, Harness, assert_as_expected, expected, harness, request
 from hypothesis import given, settings
@@ -81,6 +83,37 @@ def test_the_queue_has_limits_of_requests_and_of_tokens():
     h.add(request("a", 11))
     with pytest.raises(QueueFull):
         h.add(request("b", 1))
+    h.run()
+
+
+@pytest.mark.parametrize(
+    ("limits", "taken"),
+    [({"max_num_queued_reqs": 4}, [4, 2, 0, 2, 0, 0]), ({"max_num_queued_tokens": 12}, [4, 2, 0, 1, 1, 0])],
+)
+def test_a_full_queue_still_takes_each_tenants_part(limits, taken):
+    """4 requests of 3 tokens may wait: with two tenants 2 of each, with three 2 (or 4 tokens), and never more than 8."""
+    h, numbers = harness(**limits), itertools.count()
+
+    def fill(tenant: str) -> int:
+        for count in itertools.count():
+            try:
+                h.add(request(f"{tenant}{next(numbers)}", 3, tenant=tenant))
+            except QueueFull:
+                return count
+        raise AssertionError
+
+    assert [fill(tenant) for tenant in ("loud", "quiet", "loud", "third", "fourth", "fifth")] == taken
+    h.run()
+    assert fill("loud") == 4, "nothing is left of what has gone"
+    h.run()
+
+
+def test_a_tenants_first_prompt_may_be_longer_than_its_part():
+    h = harness(max_num_queued_tokens=20)
+    h.add(*(request(f"a{i}", 5, tenant="loud") for i in range(4)))
+    h.add(request("b", 15, tenant="quiet"))
+    with pytest.raises(QueueFull):
+        h.add(request("c", 6, tenant="third"))
     h.run()
 
 

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -11,8 +12,10 @@ from builders import Harness, assert_as_expected, harness, request
 from fake_adapters import AdapterPlan
 from test_engine_outputs import MODES
 
+from configs.schema import SchedulerSettings
 from workers.engine.admission import ArrivalQueue
 from workers.engine.fairness import FairQueue, TokenCosts
+from workers.errors import QueueFull
 
 ROWS = 8
 BUDGET = 32
@@ -73,16 +76,20 @@ def compete(h: Harness, *tenants: str, steps: int, numbers: Iterator[int]) -> di
     return {tenant: after[tenant] - before.get(tenant, 0) for tenant in tenants}
 
 
-def first_token_waits(queue: type[FairQueue], mode: dict[str, Any], loud_per_quiet: int) -> list[float]:
+def first_token_waits(
+    queue: type[FairQueue], mode: dict[str, Any], loud_per_quiet: int, max_queued: int = 100_000
+) -> list[float]:
     """Seconds to the first token of a quiet tenant's long prompts, one each 0.6 s (less than half of what there is),
-    beside one that sends so many requests to each of them."""
+    beside one that sends so many requests to each of them, of which the queue takes what it may."""
     rows = 32 * mode.get("stages", 1)
-    h = serving(queue, **mode, max_num_seqs=rows, max_num_batched_tokens=160, max_model_len=1000, num_blocks=4000)
+    room = {"max_model_len": 1000, "num_blocks": 4000, "max_num_queued_reqs": max_queued}
+    h = serving(queue, **mode, max_num_seqs=rows, max_num_batched_tokens=160, **room)
     began_s: dict[str, float] = {}
     waits: dict[str, float] = {}
     for i in range(720):
         if i % 60 == 0:
-            h.add(*(request(f"loud{i}-{j}", 8, 5 + 37 * j % 50, tenant="loud") for j in range(loud_per_quiet)))
+            with suppress(QueueFull):
+                h.add(*(request(f"loud{i}-{j}", 8, 5 + 37 * j % 50, tenant="loud") for j in range(loud_per_quiet)))
             name = f"quiet{i}"
             h.add(request(name, 600, 4, tenant="quiet"))
             began_s[name] = h.clock.now_s
@@ -97,11 +104,12 @@ def p95(values: list[float]) -> float:
     return values[int(0.95 * len(values))]
 
 
+@pytest.mark.parametrize("max_queued", [100_000, SchedulerSettings().max_num_queued_reqs, 40])
 @pytest.mark.parametrize("mode", MODES)
-def test_tn_06_a_flood_leaves_the_other_tenant_its_first_tokens(mode):
+def test_tn_06_a_flood_leaves_the_other_tenant_its_first_tokens(mode, max_queued):
     """The flood: 120 requests to one, twice of what rows can take. With stages a row is free later after its end."""
     solo = first_token_waits(FairQueue, mode, 0)
-    beside = first_token_waits(FairQueue, mode, 120)
+    beside = first_token_waits(FairQueue, mode, 120, max_queued)
     assert p95(beside) <= (3 if "stages" in mode else 2) * p95(solo), (p95(solo), p95(beside))
 
 
@@ -173,6 +181,14 @@ def test_who_worked_elsewhere_alone_owes_nothing_to_who_idled():
             here.engine.charge_elsewhere(there.engine.take_charges())
     share = compete(here, "new", "busy", steps=400, numbers=numbers)
     assert share["new"] / share["busy"] == pytest.approx(1.0, rel=0.15)
+
+
+def test_who_stopped_working_elsewhere_lifts_nobody_any_more():
+    queue = FairQueue()
+    queue.charge_elsewhere({"there": 1000.0})
+    queue.charge_elsewhere({})
+    queue.push(first := seq_of("here", 0, 1))
+    assert queue.counter(first) == 0.0
 
 
 def test_charges_are_uncached_prompt_and_output_tokens():
