@@ -1,8 +1,8 @@
 """What groups have charged each tenant, told to each other, so that a tenant spread over groups is charged once.
 
 Each coordinator writes its own running totals and reads the others'; by how much those have grown is charged here too.
-Totals make it safe to lose a turn, to write twice, and to find Redis emptied. Redis away: every group is fair by
-itself.
+Totals make it safe to lose a turn, to write twice, and to find Redis emptied. Nothing grew, or Redis is away: the group
+is told so once, and is fair by itself.
 """
 
 import logging
@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 import msgspec
 
 from cluster.coordination import keys
+from cluster.coordination.client import RedisAway
 from cluster.coordination.registry import Commands
 
 log = logging.getLogger("tandem.fairness")
@@ -19,7 +20,8 @@ Charges = Mapping[str, float]
 
 
 class ChargeExchange:
-    """One group's part. take: what was charged here since it was last asked; give: charges of elsewhere to apply."""
+    """One group's part. take: what was charged here since it was last asked; give: charges of elsewhere to apply, none
+    at all when nobody works there any more."""
 
     def __init__(
         self,
@@ -36,12 +38,17 @@ class ChargeExchange:
         self._give = give
         self._own: dict[str, float] = {}
         self._heard: dict[str, Charges] | None = None
+        self._has_told = False
 
     async def turn(self) -> None:
         """Writes and reads once. RedisAway: the next turn makes up for this one."""
         for tenant, charge in (await self._take()).items():
             self._own[tenant] = self._own.get(tenant, 0.0) + charge
-        totals = await self._exchange()
+        try:
+            totals = await self._exchange()
+        except RedisAway:
+            self._tell({})
+            raise
         before, self._heard = self._heard, (self._heard or {}) | totals  # those missing may come back as they were
         if before is None:
             return  # what was charged before this group's time
@@ -51,8 +58,12 @@ class ChargeExchange:
             for tenant, total in charges.items():
                 if (more := total - known.get(tenant, 0.0)) > 0:
                     grown[tenant] = grown.get(tenant, 0.0) + more
-        if grown:
+        self._tell(grown)
+
+    def _tell(self, grown: Charges) -> None:
+        if grown or self._has_told:
             self._give(grown)
+        self._has_told = bool(grown)
 
     async def _exchange(self) -> dict[str, Charges]:
         own = keys.charges(self._service, self._group)

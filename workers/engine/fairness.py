@@ -129,7 +129,8 @@ class FairQueue:
 
     def charge_elsewhere(self, charges: Mapping[str, float]) -> None:
         """Adds what tenants cost in other groups (their take_charges) since the last call, so that it counts here too.
-        Whoever is named here works elsewhere now: who begins to wait is lifted to the least of them as well."""
+        Whoever is named here works elsewhere now, nobody if it is empty: who begins to wait is lifted to the least of
+        them as well."""
         self._elsewhere = [self._tenant(name) for name, cost in charges.items() if cost > 0]
         for tenant in self._elsewhere:
             tenant.counter += charges[tenant.name] / tenant.weight

@@ -15,6 +15,7 @@ class Group:
         self.name = name
         self.charged: dict[str, float] = {}
         self.told: dict[str, float] = {}
+        self.given: list[Charges] = []
         self.exchange = ChargeExchange(redis, "s", name, self._take, self._give)
 
     async def _take(self) -> Charges:
@@ -22,6 +23,7 @@ class Group:
         return taken
 
     def _give(self, charges: Charges) -> None:
+        self.given.append(charges)
         for tenant, charge in charges.items():
             self.told[tenant] = self.told.get(tenant, 0.0) + charge
 
@@ -71,6 +73,23 @@ async def test_a_turn_without_redis_is_made_up_for(groups: list[Group], redis: B
     await redis.command("CONFIG", "SET", "maxmemory", "0")
     await one.turn(acme=1.0)
     assert await two.turn() == {"acme": 4.0}
+
+
+async def test_who_works_elsewhere_no_more_is_told_once(groups: list[Group], redis: BackgroundClient) -> None:
+    one, two, _ = groups
+    await one.turn(acme=1.0)
+    for _ in range(3):
+        await two.turn()
+    assert two.given == [{"acme": 1.0}, {}]
+    await one.turn(acme=1.0)
+    await two.turn()
+    await redis.command("CONFIG", "SET", "maxmemory", "1")
+    for _ in range(2):
+        with pytest.raises(RedisAway):
+            await two.turn()
+    await redis.command("CONFIG", "SET", "maxmemory", "0")
+    await two.turn()
+    assert two.given == [{"acme": 1.0}, {}] * 2
 
 
 async def test_an_emptied_redis_charges_nobody_twice(groups: list[Group], redis: BackgroundClient) -> None:
