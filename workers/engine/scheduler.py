@@ -301,12 +301,11 @@ class Scheduler:
         return added
 
     def _victim(self, seq: Sequence) -> Sequence:
-        """Of those that this step has not served yet, seq included: one of the lowest priority, of the tenant that has
-        been served most, the latest. (If it is seq itself, the one after it sits this step out.)"""
-        if self.waiting.is_contested:
-            self.charge_running()
+        """Of those that this step has not served yet, seq included: one of the tenant that has been served most, of the
+        lowest priority there, the latest. (If it is seq itself, the one after it sits this step out.)"""
+        self.charge_running()
         unserved = self._running[self._running.index(seq) :]
-        return max(unserved, key=lambda other: (other.order[0], self.waiting.counter(other), other.order))
+        return max(unserved, key=lambda other: (self.waiting.counter(other), other.order))
 
     def _preempt(self, seq: Sequence) -> None:
         """Back to the queue without blocks; its samples in flight still count, its KV is loaded or computed again."""

@@ -91,7 +91,7 @@ def test_the_queue_has_limits_of_requests_and_of_tokens():
     [({"max_num_queued_reqs": 4}, [4, 2, 0, 2, 0, 0]), ({"max_num_queued_tokens": 12}, [4, 2, 0, 1, 1, 0])],
 )
 def test_a_full_queue_still_takes_each_tenants_part(limits, taken):
-    """4 requests of 3 tokens may wait: with two tenants 2 of each, with three 2 (or 4 tokens), and never more than 8."""
+    """4 requests of 3 tokens may wait: with two tenants 2 of each, with three 2 (or 4 tokens); never more than 8."""
     h, numbers = harness(**limits), itertools.count()
 
     def fill(tenant: str) -> int:

@@ -242,6 +242,20 @@ def test_who_has_had_most_loses_its_blocks_first(mode):
     assert sorted(took.values())[len(took) // 2] < 100, "60 steps alone"
 
 
+@pytest.mark.parametrize(("tenant", "victim"), [("modest", "early"), ("greedy", "late")])
+def test_a_priority_keeps_blocks_from_no_other_tenant(tenant, victim):
+    """18 blocks for two answers of 10: who has had most gives way however early its priority; within a tenant it
+    decides."""
+    h = serving(num_blocks=18, max_num_seqs=2)
+    h.engine.set_weights({"modest": 4.0})
+    h.add(request("early", 8, 32, tenant="greedy", priority=-5), request("late", 8, 32, tenant=tenant))
+    while not h.engine.stats().preemptions:
+        h.step()
+    waiting = [seq.state.request.request_id for seq in [h.engine._waiting.peek()] if seq is not None]
+    assert waiting == [victim]
+    h.run()
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_outputs_do_not_depend_on_whose_turn_it_is(mode):
     h = serving(**mode, num_blocks=24, caching=True)
