@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from workers.errors import AdapterRefused
+from workers.errors import AdapterRefused, AdapterUnreadable
 from workers.messages import AdapterRef
 from workers.peft_config import CONFIG_FILE, MOST_CONFIG_BYTES
 from workers.peft_folder import WEIGHT_FILE, adapter_digest
@@ -36,12 +36,12 @@ def local_folder(
     """A folder with the adapter's two files. One that is fetched has the wanted digest; of a plain folder, that is
     for its reader to check. most_bytes: the largest weight file worth fetching.
 
-    AdapterRefused: no such folder, a source that cannot be reached or read in time, another digest.
+    AdapterUnreadable: no such folder, a source that cannot be reached or read in time. AdapterRefused: another digest.
     """
     if not ref.is_remote:
         folder = Path(ref.source)
         if not folder.is_dir():
-            raise AdapterRefused(f"{folder} is not a folder")
+            raise AdapterUnreadable(f"{folder} is not a folder")
         return folder
     target = cache_folder / ref.digest
     deadline_s = time.monotonic() + timeout_s
@@ -54,7 +54,7 @@ def local_folder(
                 _within(timeout_s, lambda: _fetch(ref, target, most_bytes))
                 _forget_old(cache_folder)
     except OSError as error:
-        raise AdapterRefused(f"{cache_folder} cannot be written: {error.strerror or error}") from error
+        raise AdapterUnreadable(f"{cache_folder} cannot be written: {error.strerror or error}") from error
     return target
 
 
@@ -78,7 +78,7 @@ def _fetch(ref: AdapterRef, target: Path, most_bytes: int | None) -> None:
         folder = Path(name)
         _copy_files(ref.source, folder, most_bytes)
         if (found := adapter_digest(folder)) != ref.digest:
-            raise AdapterRefused(f"{ref.source} holds an adapter with digest {found[:12]}, not {ref.digest[:12]}")
+            raise AdapterRefused(f"its source holds an adapter with digest {found[:12]}, not {ref.digest[:12]}")
         _publish(folder, target)
 
 
@@ -121,7 +121,7 @@ def _copy_files(source: str, folder: Path, most_bytes: int | None) -> None:
     except AdapterRefused:
         raise
     except Exception as error:
-        raise AdapterRefused(f"{source} cannot be read: {type(error).__name__}: {error}") from error
+        raise AdapterUnreadable(f"{source} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _copy(remote: Any, local: Any, name: str, most_bytes: int | None) -> None:
@@ -150,7 +150,7 @@ def _within(timeout_s: float, work: Callable[[], T]) -> T:
     if errors:
         raise errors[0]
     if not results:
-        raise AdapterRefused(f"the source has not delivered it within {timeout_s:g} s")
+        raise AdapterUnreadable(f"the source has not delivered it within {timeout_s:g} s")
     return results[0]
 
 
@@ -165,7 +165,7 @@ def _locked(path: Path, deadline_s: float) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline_s:
-                    raise AdapterRefused("another process has not fetched it in time") from None
+                    raise AdapterUnreadable("another process has not fetched it in time") from None
                 time.sleep(LOCK_RETRY_S)
         yield
     finally:

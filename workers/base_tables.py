@@ -52,7 +52,7 @@ def read_rows(folder: Path, name: str, rows: list[int]) -> Floats:
             header = json.loads(file.read(min(length, MOST_HEADER_BYTES)))
             if name in header:
                 return _read(file, 8 + length, header[name], rows)
-    raise AdapterRefused(f"{folder} has no {name} to compare the adapter's table with")
+    raise AdapterRefused(f"the model's files have no {name} to compare the adapter's table with")
 
 
 def _read(file: BinaryIO, data_start: int, entry: dict[str, list[int]], rows: list[int]) -> Floats:

@@ -8,6 +8,7 @@ from configs.errors import SettingsError, TandemError, UnsupportedModelError
 
 __all__ = [
     "AdapterRefused",
+    "AdapterUnreadable",
     "ContextLengthExceeded",
     "GroupLost",
     "QueueFull",
@@ -44,6 +45,10 @@ class QueueFull(RequestRefused):
 
 class AdapterRefused(TandemError):
     """A LoRA adapter cannot be served: what is wrong with its files, in words that name the tensor or the field."""
+
+
+class AdapterUnreadable(AdapterRefused):
+    """Its files cannot be read now, which may pass; the words name paths and causes and are not for clients."""
 
 
 class GroupLost(TandemError):

@@ -272,7 +272,8 @@ class TransferDone(msgspec.Struct, frozen=True, array_like=True, kw_only=True, t
     AdapterMove has failed when there is an error. pages: what a fetched adapter takes on this rank's device.
 
     Ticket 0 is the first word of a rank's mover: it listens. `error` says what went wrong, `disk_error` that the disk
-    takes no more. copy_s: seconds the bytes took.
+    takes no more; of an AdapterMove, that not its content was wrong: its files could not be read now, or the rank
+    failed, and `error` is for logs, not for clients. copy_s: seconds the bytes took.
     """
 
     rank: int

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from workers.errors import AdapterRefused
+from workers.errors import AdapterRefused, AdapterUnreadable
 from workers.models.registry import family_of
 from workers.models.sizes import layer_linears
 from workers.models.spec import ArchSpec
@@ -202,10 +202,11 @@ def _open(folder: Path, name: str) -> _File:
     except FileNotFoundError as error:
         if name == WEIGHT_FILE and (folder / PICKLED_FILE).exists():
             raise AdapterRefused(f"{PICKLED_FILE} is a pickle: only {WEIGHT_FILE} is read") from error
-        what = f"it holds no {name}" if folder.is_dir() else f"{folder} is not a folder"
-        raise AdapterRefused(what) from error
+        if not folder.is_dir():
+            raise AdapterUnreadable(f"{folder} is not a folder") from error
+        raise AdapterRefused(f"it holds no {name}") from error
     except OSError as error:
-        raise AdapterRefused(f"{name} cannot be read: {error.strerror}") from error
+        raise AdapterUnreadable(f"{name} cannot be read: {error.strerror}") from error
 
 
 def _read_config(folder: Path) -> bytes:

@@ -16,7 +16,7 @@ FIRST_TICKET = 1 << 40
 @dataclass(slots=True, eq=False)
 class Move:
     """One ticket: ranks that have not answered, and what the others said. pages: the most that any rank needs.
-    any_done: some rank did its part, whatever went wrong on others."""
+    is_passing: the error is not one of content. any_done: some rank did its part, whatever went wrong on others."""
 
     ticket: int
     kind: AdapterMoveKind
@@ -25,6 +25,7 @@ class Move:
     awaiting: set[int]
     pages: int = 0
     error: str | None = None
+    is_passing: bool = False
     any_done: bool = False
 
 
@@ -62,7 +63,7 @@ class AdapterMoves:
         move.pages = max(move.pages, message.pages)
         move.any_done |= message.error is None
         if message.error is not None and move.error is None:
-            move.error = message.error
+            move.error, move.is_passing = message.error, message.disk_error
         if move.awaiting:
             return None
         return self._open.pop(message.ticket)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from workers.engine.adapter_memory import Place
 from workers.engine.adapter_moves import Move
 from workers.engine.sequence import RequestState, Sequence
+from workers.errors import RequestRefused
 from workers.messages import AdapterRef
 
 REFUSED_S = 30.0
@@ -55,15 +56,23 @@ class Turnover(NamedTuple):
 
     withdrawn: list[Sequence]
     ready: list[Sequence]
-    refused: list[tuple[RequestState, str]]
+    refused: list[tuple[RequestState, RequestRefused]]
 
 
-class _Refusal(NamedTuple):
-    """source None: whatever it is read from."""
+class Refusal(NamedTuple):
+    """source None: whatever it is read from. is_passing: not because of its content, so trying again may help."""
 
     until_s: float
     source: str | None
-    message: str
+    reason: str
+    is_passing: bool
+
+    def of(self, ref: AdapterRef) -> RequestRefused:
+        """What a request for it is told, which knows the adapter by a name of its own."""
+        message = f"adapter {ref.name!r} cannot be served: {self.reason}"
+        if self.is_passing:
+            return RequestRefused(message, code="service_unavailable", status=503)
+        return RequestRefused(message, code="invalid_value", param="model")
 
 
 class Refusals:
@@ -71,17 +80,18 @@ class Refusals:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._by_digest: dict[str, _Refusal] = {}
+        self._by_digest: dict[str, Refusal] = {}
         self.count = 0
 
-    def add(self, ref: AdapterRef, source: str | None, message: str) -> None:
+    def add(self, ref: AdapterRef, source: str | None, reason: str, *, is_passing: bool) -> Refusal:
         """source None: it is refused from wherever it is read."""
         now_s = self._clock()
         self._by_digest = {digest: old for digest, old in self._by_digest.items() if now_s < old.until_s}
-        self._by_digest[ref.digest] = _Refusal(now_s + REFUSED_S, source, message)
+        refusal = self._by_digest[ref.digest] = Refusal(now_s + REFUSED_S, source, reason, is_passing)
         self.count += 1
+        return refusal
 
-    def of(self, ref: AdapterRef) -> _Refusal | None:
+    def of(self, ref: AdapterRef) -> Refusal | None:
         """Why this adapter is refused unseen, and until when; None: it may be tried."""
         refusal = self._by_digest.get(ref.digest)
         if refusal is None or self._clock() >= refusal.until_s or refusal.source not in (None, ref.source):

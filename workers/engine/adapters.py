@@ -14,6 +14,7 @@ adapters and their eviction: S-LoRA (Sheng et al. 2023).
 Owned by the engine, on its thread; moves no bytes, knows no transport (send).
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterable
 
@@ -23,9 +24,10 @@ from workers.engine.adapter_moves import AdapterMoves, Move
 from workers.engine.adapter_state import Adapter, Refusals, Turnover
 from workers.engine.sequence import WAITS, RequestState, Sequence, Status
 from workers.engine.stats import LOAD_BOUNDS_S, AdapterStats, Histogram
-from workers.errors import RequestRefused
 from workers.messages import AdapterMove, AdapterRef, TransferDone
 
+log = logging.getLogger("tandem.engine")
+UNREADABLE = "its files cannot be read at the moment"
 WAIT_BOUND_S = 1.0
 """How long the line stands still before residents in use are closed for the first in it. As long as it moves, closing
 would only take adapters from those who come for them next: under load that costs more than it gives."""
@@ -79,10 +81,10 @@ class AdapterPool:
         return self._moves.owns(ticket)
 
     def check(self, ref: AdapterRef) -> None:
-        """Raises RequestRefused for an adapter that was refused lately."""
+        """Raises RequestRefused for an adapter that was refused lately, under the name that the request has for it."""
         refusal = self._refusals.of(ref)
         if refusal is not None:
-            raise RequestRefused(refusal.message, code="invalid_value", param="model")
+            raise refusal.of(ref)
 
     def residency(self) -> dict[str, str]:
         """The nearest tier that has it, by digest: "device" or "host"."""
@@ -331,7 +333,7 @@ class AdapterPool:
             assert adapter.place is not None
             self._memory.give_back(adapter.place, 0)
             adapter.place = None
-            self._refuse(adapter, None, move.error, turnover)
+            self._refuse_moved(adapter, None, move, turnover)
         elif move.kind == "place":
             self._loads.observe(adapter.load_s)
             adapter.load_s = 0.0
@@ -342,7 +344,7 @@ class AdapterPool:
     def _end_fetch(self, adapter: Adapter, move: Move, turnover: Turnover) -> None:
         adapter.on_host, adapter.num_pages = move.error is None, max(1, move.pages)
         if move.error is not None:
-            self._refuse(adapter, move.ref.source, move.error, turnover)
+            self._refuse_moved(adapter, move.ref.source, move, turnover)
             if move.any_done:
                 self._drop_copy(adapter)
         elif adapter.num_pages > self._memory.num_pages:
@@ -351,13 +353,21 @@ class AdapterPool:
             self._refuse(adapter, None, message, turnover)
             self._drop_copy(adapter)
 
-    def _refuse(self, adapter: Adapter, source: str | None, reason: str, turnover: Turnover) -> None:
+    def _refuse_moved(self, adapter: Adapter, source: str | None, move: Move, turnover: Turnover) -> None:
+        """A rank could not do its part. Only what is wrong with the content is told to clients."""
+        assert move.error is not None
+        log.warning("%s of adapter %s (%.12s) failed: %s", move.kind, move.ref.name, move.ref.digest, move.error)
+        reason = UNREADABLE if move.is_passing else move.error
+        self._refuse(adapter, source, reason, turnover, is_passing=move.is_passing)
+
+    def _refuse(
+        self, adapter: Adapter, source: str | None, reason: str, turnover: Turnover, *, is_passing: bool = False
+    ) -> None:
         """Who waits for it from that source (None: from any) waits no more; the engine ends their requests."""
-        message = f"adapter {adapter.ref.name!r} cannot be served: {reason}"
-        self._refusals.add(adapter.ref, source, message)
+        refusal = self._refusals.add(adapter.ref, source, reason, is_passing=is_passing)
         for seq in [seq for seq in adapter.waiters if source in (None, _ref_of(seq).source)]:
             del adapter.waiters[seq]
-            turnover.refused.append((seq.state, message))
+            turnover.refused.append((seq.state, refusal.of(_ref_of(seq))))
 
     def _is_refused_pin(self, adapter: Adapter) -> bool:
         """Whether nobody but a pin asks for it, in vain until its refusal is over."""
@@ -374,7 +384,7 @@ class AdapterPool:
             due_s = adapter.move.began_s + LATE_FETCH_S
             if now_s >= due_s:
                 reason = f"its source has not been read in {LATE_FETCH_S:.0f} s"
-                self._refuse(adapter, adapter.move.ref.source, reason, turnover)
+                self._refuse(adapter, adapter.move.ref.source, reason, turnover, is_passing=True)
             else:
                 self._look_again_s = min(self._look_again_s, due_s)
 

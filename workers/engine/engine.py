@@ -342,9 +342,9 @@ class Engine:
             self._scheduler.withdraw(seq)
         for seq in turnover.ready:
             self._scheduler.requeue(seq)
-        for state, message in turnover.refused:
+        for state, refusal in turnover.refused:
             self._collector.rejected["adapter"] += 1
-            self._refuse(state, (400, "invalid_value", "model", message))
+            self._refuse(state, (refusal.status, refusal.code, refusal.param, str(refusal)))
         return any(turnover)
 
     def _supersede(self, older: RequestState) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from workers.adapter_source import local_folder
 from workers.base_tables import check_base_tables
-from workers.errors import AdapterRefused
+from workers.errors import AdapterRefused, AdapterUnreadable
 from workers.lora.host_copy import HostCopy, cut_shard
 from workers.lora.slab import AdapterSlab
 from workers.messages import AdapterMove, AdapterRef
@@ -63,7 +63,7 @@ class ShardReader:
             if ref.is_remote:  # the cache lies: what is there is of no use to anyone
                 shutil.rmtree(folder, ignore_errors=True)
             raise AdapterRefused(
-                f"{ref.source} has changed: its digest is {adapter.facts.digest[:12]}, not {ref.digest[:12]}"
+                f"its content has changed: its digest is {adapter.facts.digest[:12]}, not {ref.digest[:12]}"
             )
         if self._model_folder is not None:
             check_base_tables(adapter, self._model_folder, self._spec)
@@ -84,6 +84,9 @@ class SourceMover:
         if copy is None:
             try:
                 copy = self._read(move.adapter)
+            except AdapterUnreadable as problem:
+                log.warning("adapter %s cannot be read: %s", move.adapter.name, problem)
+                return Outcome([], str(problem), disk_error=True)
             except AdapterRefused as refusal:
                 log.info("adapter %s is refused: %s", move.adapter.name, refusal)
                 return Outcome([], str(refusal))

@@ -30,8 +30,9 @@ ATTACH_S = 10.0
 
 
 class Outcome(NamedTuple):
-    """Places of a ticket whose bytes did not arrive, why the last one did not, whether the disk as a whole failed; the
-    device pages that a fetched adapter takes."""
+    """Places of a ticket whose bytes did not arrive, why the last one did not, whether the disk as a whole failed (of
+    an adapter: whether it was not its content, so that the words are not for clients); the device pages that a fetched
+    adapter takes."""
 
     places: list[int]
     error: str | None = None
@@ -82,7 +83,9 @@ class MoverThread(threading.Thread):
         except Exception as problem:
             log.exception("transfer %d (%s) failed", transfer.ticket, transfer.kind)
             places = list(range(len(transfer.slots))) if isinstance(transfer, Transfer) else []
-            outcome = Outcome(places, f"{type(problem).__name__}: {problem}")
+            outcome = Outcome(
+                places, f"{type(problem).__name__}: {problem}", disk_error=isinstance(transfer, AdapterMove)
+            )
         return TransferDone(
             rank=self._rank,
             ticket=transfer.ticket,

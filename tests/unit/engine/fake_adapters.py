@@ -31,7 +31,7 @@ def promptly(move: AdapterMove, rank: int) -> int | None:
 @dataclass(frozen=True)
 class AdapterPlan:
     """What the fake ranks have. pages: what a digest takes on a rank. refuses: why a rank cannot carry out a move.
-    delay: how often a rank is looked at before it does (None: never yet)."""
+    is_unreadable: not because of its content. delay: how often a rank is looked at before it does (None: never yet)."""
 
     num_pages: int = 8
     num_ranks: int = 1
@@ -40,6 +40,7 @@ class AdapterPlan:
     pages: Callable[[str, int], int] = two_pages
     refuses: Callable[[AdapterMove, int], str | None] = never
     delay: Callable[[AdapterMove, int], int | None] = promptly
+    is_unreadable: bool = False
 
 
 class FakeAdapters:
@@ -138,7 +139,8 @@ class FakeAdapters:
             self.host[rank].discard(digest)
             return TransferDone(rank=rank, ticket=move.ticket)
         if error is not None:
-            return TransferDone(rank=rank, ticket=move.ticket, error=error)
+            unread = self.plan.is_unreadable
+            return TransferDone(rank=rank, ticket=move.ticket, error=error, disk_error=unread)
         need = self.plan.pages(digest, rank)
         if move.kind == "fetch":
             self.host[rank].add(digest)

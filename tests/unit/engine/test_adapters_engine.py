@@ -19,7 +19,7 @@ ZIPF = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "max_num_queued_reqs"
 
 
 def with_adapters(**options: object) -> Harness:
-    of_plan = {"num_pages", "num_ranks", "max_loras", "max_cpu_loras", "pages", "refuses", "delay"}
+    of_plan = {"num_pages", "num_ranks", "max_loras", "max_cpu_loras", "pages", "refuses", "delay", "is_unreadable"}
     plan = AdapterPlan(**{name: value for name, value in options.items() if name in of_plan})  # type: ignore[arg-type]
     rest = {name: value for name, value in options.items() if name not in of_plan}
     return harness(**{"num_blocks": 200, "patience": PATIENCE, "adapters": plan, **rest})  # type: ignore[arg-type]
@@ -381,6 +381,35 @@ def test_an_adapter_that_a_rank_refuses_ends_its_requests_with_the_reason(num_ra
     assert h.adapters.host[0] >= {"x", "y"}
 
 
+@pytest.mark.parametrize("kind", ["fetch", "place"])
+def test_a_source_that_cannot_be_read_is_503_and_its_paths_are_not_told(kind, caplog):
+    h = with_adapters(refuses=lambda move, rank: "/srv/secret: EIO" if move.kind == kind else None, is_unreadable=True)
+    h.add(request("a", 4, adapter="x"))
+    h.run()
+    message = "adapter 'x' cannot be served: its files cannot be read at the moment"
+    assert h.sink.ends["a"].refused == (503, "service_unavailable", None, message)
+    assert "/srv/secret: EIO" in caplog.text
+    with pytest.raises(RequestRefused, match="at the moment") as refusal:
+        h.add(request("b", 4, adapter="x"))
+    assert (refusal.value.status, refusal.value.code) == (503, "service_unavailable")
+
+
+def test_a_refusal_names_the_adapter_as_each_request_does():
+    h = with_adapters(refuses=lambda move, rank: "not finite")
+
+    def named(name: str) -> GenerationRequest:
+        ref = AdapterRef(name=name, digest="d", source="s")
+        params = request(name, 2, 3).sampling
+        return GenerationRequest(request_id=name, prompt_token_ids=[3, 4], sampling=params, adapter=ref)
+
+    h.add(named("mine"), named("theirs"))
+    h.run()
+    for name in ("mine", "theirs"):
+        assert h.sink.ends[name].refused[3] == f"adapter {name!r} cannot be served: not finite"
+    with pytest.raises(RequestRefused, match="'third' cannot be served: not finite"):
+        h.add(named("third"))
+
+
 def test_another_source_of_the_same_content_is_tried_at_once():
     h = with_adapters(refuses=lambda move, rank: "no such folder" if move.adapter.source == "x" else None)
     moved = GenerationRequest(
@@ -412,7 +441,7 @@ def test_a_source_that_never_answers_ends_its_requests():
     for _ in range(3):
         h.step()
     refused = h.sink.ends["a"].refused
-    assert refused is not None and "600 s" in refused[3]
+    assert refused is not None and refused[0] == 503 and "600 s" in refused[3]
     assert not h.engine.has_work()
 
 

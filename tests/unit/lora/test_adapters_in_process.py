@@ -242,6 +242,7 @@ def test_content_that_is_not_what_was_listed_is_refused_and_others_go_on(
     ref = broken(adapters[4], tmp_path / "adapter", what)
     (fetched,) = moves.move("fetch", ref)
     assert words in (fetched.error or "") and fetched.pages == 0
+    assert fetched.disk_error == (what == "gone") and (what == "gone" or str(tmp_path) not in (fetched.error or ""))
     (placed,) = moves.move("place", ref, slot=1, pages=range(50))
     assert placed.error is not None, "a refused adapter leaves nothing to be placed"
     assert steps.generate([job(1, 0)])[0] == before
