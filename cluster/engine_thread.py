@@ -7,6 +7,7 @@ here, the engine and its executor included, is touched by this thread only.
 """
 
 import logging
+import math
 import socket
 import threading
 import time
@@ -51,6 +52,11 @@ class SteppedEngine(Protocol):
 
     @property
     def is_copying(self) -> bool: ...
+
+    @property
+    def idle_s(self) -> float:
+        """How long tend_copies() can be left out without work and copies; perhaps inf."""
+        ...
 
     def tend_copies(self) -> None: ...
 
@@ -232,11 +238,13 @@ class EngineThread(threading.Thread):
             self._engine.settle(SETTLE_S)
 
     def _sleep(self) -> None:
-        """Until a request, an abort or a change of a link arrives; while KV is being copied, not for long."""
+        """Until a request, an abort or a change of a link arrives; no longer than the engine can be left alone, and not
+        for long while KV is being copied."""
         if self._engine.is_copying:
             self._poller.poll(COPY_POLL_MS)
         else:
-            self._poller.poll(1000 if self._sender.has_doubtful_link() else None)
+            most_s = min(1.0 if self._sender.has_doubtful_link() else math.inf, self._engine.idle_s)
+            self._poller.poll(None if math.isinf(most_s) else math.ceil(most_s * 1000))
         self._last_progress_s = self._clock()
 
     def _take_inbox(self) -> None:

@@ -1,5 +1,6 @@
 """An engine without a model: token i of a request is (last prompt token + i), one token a step. For transport tests."""
 
+import math
 from collections.abc import Iterable, Mapping
 
 from workers.engine.stats import Collector, EngineStats
@@ -38,6 +39,7 @@ class FakeEngine:
         return bool(self.live)
 
     is_copying = False
+    idle_s = math.inf
 
     def tend_copies(self) -> None:
         """It copies nothing."""

@@ -77,6 +77,11 @@ class AdapterPool:
         """Whether ranks owe answers."""
         return self._moves.is_busy
 
+    @property
+    def look_again_s(self) -> float:
+        """The moment of the clock from which tend() has something to do without any answer; inf: none."""
+        return self._look_again_s
+
     def owns(self, ticket: int) -> bool:
         return self._moves.owns(ticket)
 

@@ -5,6 +5,7 @@ hangs below it. Torch-free, Ray-free, and blind to transport: ranks are behind E
 Nothing that a request contains ends the engine; GroupLost from the executor does.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -169,9 +170,17 @@ class Engine:
         adapters = self._adapters
         return self._is_copying_kv or (adapters is not None and adapters.is_busy)
 
+    @property
+    def idle_s(self) -> float:
+        """How long tend_copies() can be left out without work and copies: a refused pin is tried again. Perhaps inf."""
+        return math.inf if self._adapters is None else max(0.0, self._adapters.look_again_s - self._clock())
+
     def tend_copies(self, timeout_s: float = 0.0) -> None:
-        """Without work: takes in what ranks say of their copies, waiting at most timeout_s for it."""
+        """Without work: takes in what ranks say of their copies, waiting at most timeout_s for it; and begins copies
+        whose moment has come."""
         assert not self._flights, "step() does it"
+        if self._adapters is not None:
+            self._tend_adapters([])
         if self.is_copying:
             self._executor.wait(timeout_s)
             self._take_transfers()

@@ -1,5 +1,6 @@
 """Adapters seen from the engine: whoever waits for which, outputs equal the oracle's, and nothing is left behind."""
 
+import math
 import random
 
 import msgspec
@@ -503,6 +504,21 @@ def test_a_pin_that_is_refused_is_tried_again_later_not_all_the_time():
     h.add(request("later", 4, 9))
     h.run()
     assert h.adapters.kinds()["fetch"] == 2
+
+
+def test_a_pin_that_is_refused_is_tried_again_without_any_work():
+    h = with_adapters(refuses=lambda move, rank: "gone")
+    h.engine.set_pinned_adapters([AdapterRef(name="p", digest="p", source="p")])
+    h.settle()
+    assert 29.0 < h.engine.idle_s <= 30.0
+    h.engine.tend_copies()
+    assert h.adapters.kinds()["fetch"] == 1
+    h.clock.now_s += h.engine.idle_s
+    h.engine.tend_copies()
+    assert h.adapters.kinds()["fetch"] == 2
+    h.engine.set_pinned_adapters([])
+    h.settle()
+    assert h.engine.idle_s == math.inf
 
 
 def test_adapter_numbers():
