@@ -7,7 +7,7 @@ did not use and settles the ledger.
     opening --admitted--> running --all choices finished--> finished --close--> settled
        |           +------ close (disconnect, error) --> aborted --drained--> settled
        |-- refused by the tenant's limits --> rejected (no row is owed)
-       +-- refused by the backend --> rejected --> settled
+       +-- refused by the backend, no token yet --> rejected --> settled
 """
 
 import asyncio
@@ -266,7 +266,9 @@ class RequestRun:
         return self.error.code if isinstance(self.error, RequestRefused) else "internal_error"
 
     def _terminal(self) -> str:
-        if isinstance(self.error, RequestRefused) and self.error.status != 500:
+        """Refused is only who got nothing: a stream that was cut short is an error, with the tokens it delivered."""
+        has_tokens = any(choice.tokens for part in self.parts for choice in part.choices)
+        if isinstance(self.error, RequestRefused) and self.error.status != 500 and not has_tokens:
             return "rejected"
         if self.error is not None:
             return "error"
