@@ -11,6 +11,7 @@ did not use and settles the ledger.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -20,6 +21,8 @@ from cluster.tenants.admission import Grant, OverLimit
 from workers.errors import GroupLost, RequestRefused
 from workers.messages import Abort, GenerationRequest, TokenDelta, Usage
 from workers.text.choice_text import ChoiceText
+
+log = logging.getLogger("tandem.gateway")
 
 
 @dataclass(kw_only=True)
@@ -177,6 +180,14 @@ class RequestRun:
 
     async def _own_to_the_end(self, opened: "asyncio.Future[None]") -> None:
         try:
+            await self._submit(opened)
+            await self._closed.wait()
+            await self._release_all()
+        finally:
+            await self._settle()
+
+    async def _submit(self, opened: "asyncio.Future[None]") -> None:
+        try:
             await self._admit()
             for part in self.parts:
                 part.stream = await self.state.backend.submit(part.request)
@@ -188,12 +199,16 @@ class RequestRun:
             opened.set_exception(error)
             opened.exception()
             self._closed.set()
-        await self._closed.wait()
+
+    async def _release_all(self) -> None:
+        """Ends every part; what one of them raises keeps nothing of the others."""
         for task in self._pumps:
             task.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
-        await asyncio.gather(*(self._release(part) for part in self.parts))
-        await self._settle()
+        ends = await asyncio.gather(*(self._release(part) for part in self.parts), return_exceptions=True)
+        for part, end in zip(self.parts, ends, strict=True):
+            if end is not None:
+                log.error("request %s was not released in order", part.request.request_id, exc_info=end)
 
     async def _admit(self) -> None:
         """Reserves what the tenant's request may take. From here on a ledger row is owed."""

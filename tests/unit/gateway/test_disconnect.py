@@ -161,6 +161,23 @@ async def test_a_stream_that_is_refused_midway_is_billed_what_it_delivered(promp
         assert row.usage.completion_tokens == 2 * (1 if isinstance(prompt, str) else 2)
 
 
+async def test_a_part_that_cannot_be_released_is_settled_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(FakeBackend):
+        async def abort(self, abort: Any) -> None:
+            await super().abort(abort)
+            raise ValueError("no such thing was expected")
+
+    async with gateway(Broken(manual=True)) as rig:
+        caller = Caller(rig, {"prompt": "abc"})
+        call = caller.start()
+        await within(rig.backend.submitted.wait())
+        caller.gone.set()
+        await within(call)
+        await rig.settle()
+        assert len(rig.ledger.rows) == 1
+    assert "was not released in order" in caplog.text
+
+
 async def test_leaving_several_prompts_aborts_each() -> None:
     async with gateway(manual()) as rig:
         caller = Caller(rig, {"prompt": ["abc", "def", "ghi"], "stream": True, "max_tokens": 50})
