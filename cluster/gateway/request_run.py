@@ -40,6 +40,11 @@ class RequestPart:
     def open_choices(self) -> int:
         return sum(choice.finished is None for choice in self.choices)
 
+    @property
+    def is_computed(self) -> bool:
+        """Its prompt is known to have been processed: a token came of it, or an end of its own."""
+        return any(choice.tokens or choice.finished in ("stop", "length") for choice in self.choices)
+
 
 Step = tuple[RequestPart, list[TokenDelta]]
 
@@ -95,11 +100,12 @@ class RequestRun:
         return self.counted()
 
     def counted(self) -> Usage:
-        """The bill as far as it is known now."""
+        """The bill as far as it is known now; prompts of which no token came are not on it."""
+        computed = [part for part in self.parts if part.is_computed]
         return Usage(
-            prompt_tokens=sum(len(part.request.prompt_token_ids) for part in self.parts),
-            completion_tokens=sum(choice.tokens for part in self.parts for choice in part.choices),
-            cached_tokens=sum(part.usage.cached_tokens for part in self.parts if part.usage is not None),
+            prompt_tokens=sum(len(part.request.prompt_token_ids) for part in computed),
+            completion_tokens=sum(choice.tokens for part in computed for choice in part.choices),
+            cached_tokens=sum(part.usage.cached_tokens for part in computed if part.usage is not None),
         )
 
     def close(self) -> None:
@@ -282,8 +288,8 @@ class RequestRun:
 
     def _terminal(self) -> str:
         """Refused is only who got nothing: a stream that was cut short is an error, with the tokens it delivered."""
-        has_tokens = any(choice.tokens for part in self.parts for choice in part.choices)
-        if isinstance(self.error, RequestRefused) and self.error.status != 500 and not has_tokens:
+        is_computed = any(part.is_computed for part in self.parts)
+        if isinstance(self.error, RequestRefused) and self.error.status != 500 and not is_computed:
             return "rejected"
         if self.error is not None:
             return "error"

@@ -12,7 +12,7 @@ from cluster.gateway.state import GatewayTimes
 from tests.support.fake_backend import FakeBackend, FakeStream
 from tests.unit.gateway.rig import DEADLINE_S, EOS, Rig, gateway, served
 from workers.errors import RequestRefused
-from workers.messages import GenerationRequest
+from workers.messages import GenerationRequest, Usage
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
@@ -87,7 +87,7 @@ async def test_leaving_while_queued(stream: bool, n: int) -> None:
         await rig.settle()
         assert not caller.sent
         (row,) = rig.ledger.rows
-        assert (row.terminal, row.usage.completion_tokens) == ("abort", 0)
+        assert (row.terminal, row.usage) == ("abort", Usage(0, 0)), "its prompt was never computed"
 
 
 @pytest.mark.parametrize("stream", [False, True])
