@@ -47,10 +47,15 @@ class Mark(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """All tenants at one moment."""
+    """All tenants at one moment. unreadable: how many more there are, whose entries cannot be read."""
 
     mark: Mark
     tenants: dict[str, Tenant]
+    unreadable: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.tenants and not self.unreadable
 
 
 class KeyedTenant(NamedTuple):
@@ -72,14 +77,15 @@ class TenantStore:
         return _mark(await self._redis.command("MGET", keys.TENANTS_ORIGIN, keys.TENANTS_VERSION))
 
     async def read(self) -> Reading:
-        """All tenants. One that cannot be read (of another version of Tandem) is left out and logged."""
+        """All tenants. One that cannot be read (of another version of Tandem) is logged and only counted."""
         answers = await self._redis.pipeline(
             [["MGET", keys.TENANTS_ORIGIN, keys.TENANTS_VERSION], ["HGETALL", keys.TENANTS]]
         )
         values = answers[1]
         assert isinstance(values, dict), values
         tenants = [tenant for value in values.values() if (tenant := _decoded(value)) is not None]
-        return Reading(_mark(answers[0]), {tenant.name: tenant for tenant in tenants})
+        by_name = {tenant.name: tenant for tenant in tenants}
+        return Reading(_mark(answers[0]), by_name, len(values) - len(tenants))
 
     async def add(self, name: str, limits: Mapping[str, Any]) -> KeyedTenant:
         """A new tenant with a new key. RequestRefused 400 when there is one of that name."""

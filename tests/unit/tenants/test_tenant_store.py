@@ -208,6 +208,23 @@ async def test_an_open_service_closes_with_its_first_tenant(store: TenantStore) 
         here.authenticate("Bearer anything")
 
 
+async def test_a_tenant_that_cannot_be_read_keeps_the_service_closed(
+    store: TenantStore, redis: BackgroundClient, tmp_path: Path
+) -> None:
+    directory = TenantDirectory(store, tmp_path / "tenants.json", clock=lambda: 0.0)
+    await store.add("acme", {})
+    await redis.command("HSET", keys.TENANTS, "acme", msgspec.json.encode({"name": "acme", "limits": 7}))
+    await directory.refresh()
+    await directory.save({})
+    later = TenantDirectory(store, tmp_path / "tenants.json", clock=lambda: 0.0)
+    await later.load()
+    for known in (directory, later):
+        auth = TenantKeys(StaticKeys(), known, open_admin=True)
+        with pytest.raises(RequestRefused):
+            auth.authenticate(None)
+        assert not auth.is_open
+
+
 async def test_an_admin_key_guards_admin_routes_and_leaves_the_api_open(store: TenantStore) -> None:
     directory = TenantDirectory(store, clock=lambda: 0.0)
     await directory.refresh()
