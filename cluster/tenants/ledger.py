@@ -119,10 +119,7 @@ class UsageLedger:
         async with self._sending:
             self._hurried.clear()
             await self._look_for_loss()
-            if self._must_replay:
-                for path in list(self._journal.paths):
-                    await self._replay(path, is_over=False)
-                self._must_replay = False
+            await self._replay_own()
             await self._replay_left_behind()
             while self._waiting:
                 batch = [self._waiting[i] for i in range(min(BATCH, len(self._waiting)))]
@@ -133,6 +130,7 @@ class UsageLedger:
     async def close(self) -> bool:
         """What is left goes to the journal, and to Redis if it is there. True when Redis has everything."""
         is_told = True
+        self._look_at_s = self._clock()  # nobody may come after this one to take up what was left a moment ago
         try:
             await self.send()
         except RedisAway as error:
@@ -156,6 +154,18 @@ class UsageLedger:
             self._must_replay = True
             self._replayed.clear()
             self._look_at_s = self._clock()
+
+    async def _replay_own(self) -> None:
+        """A need that comes up meanwhile is for the next time."""
+        if not self._must_replay:
+            return
+        self._must_replay = False
+        try:
+            for path in list(self._journal.paths):
+                await self._replay(path, is_over=False)
+        except BaseException:
+            self._must_replay = True
+            raise
 
     async def _replay_left_behind(self) -> None:
         now_s = self._clock()

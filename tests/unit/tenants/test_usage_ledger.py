@@ -243,6 +243,36 @@ async def test_the_journal_of_a_living_gateway_is_its_own(redis: BackgroundClien
     await other.close()
 
 
+async def test_the_last_gateway_takes_up_what_another_left_a_moment_ago(
+    redis: BackgroundClient, tmp_path: Path
+) -> None:
+    clock = Clock()
+    dying, last = ledger(redis, tmp_path, "dying"), ledger(redis, tmp_path, "last", clock)
+    await last.send()
+    await settle(dying, 1)
+    await dying._journal.close()
+    assert await last.close()
+    assert await ids(redis) == ["r1"], "though it looked less than LOOK_PERIOD_S before"
+
+
+async def test_a_replay_that_is_asked_for_during_a_replay_is_not_forgotten(
+    redis: BackgroundClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    books = ledger(redis, tmp_path)
+    await settle(books, 1)
+    replay = books._replay
+
+    async def overtaken(path: Path, *, is_over: bool) -> None:
+        await replay(path, is_over=is_over)
+        books._must_replay = True  # as a cancelled settlement or a full memory does
+
+    with monkeypatch.context() as patch:
+        patch.setattr(books, "_replay", overtaken)
+        await books.send()
+    assert books._must_replay
+    await books.close()
+
+
 async def test_full_files_are_closed_and_owe_nothing(redis: BackgroundClient, tmp_path: Path) -> None:
     """A request that began in one file and ended in another has one row, whoever reads them."""
     journal = Journal(tmp_path, "g", rotate_bytes=400)
