@@ -48,6 +48,8 @@ class UsageLedger:
         self._folder = folder
         self._kept_s = kept_s
         self._journal = Journal(folder, gateway)
+        self._written_key = keys.usage_written(gateway)
+        self._written = 0
         self._wall_clock = wall_clock
         self._clock = clock
         self._waiting: deque[UsageRow] = deque()
@@ -140,17 +142,19 @@ class UsageLedger:
         return is_told
 
     async def _look_for_loss(self) -> None:
-        """Redis that has lost its rows gets them again."""
+        """Redis that has lost its rows, or was restored from before some of them, gets them again."""
         fresh = secrets.token_hex(8)
         await self._redis.command("SET", keys.USAGE_ORIGIN, fresh, "NX", "EX", self._kept_s)
-        answer = await self._redis.command("GET", keys.USAGE_ORIGIN)
-        if not isinstance(answer, bytes):
+        answers = await self._redis.command("MGET", keys.USAGE_ORIGIN, self._written_key)
+        assert isinstance(answers, list), answers
+        if not isinstance(answers[0], bytes):
             raise RedisAway("it lost what was just written")
-        origin = answer.decode()
-        if origin != self._origin:
+        origin = answers[0].decode()
+        if origin != self._origin or int(answers[1] or 0) < self._written:
             if self._origin is not None:
                 log.warning("Redis had lost the usage rows: journals are sent again")
             self._origin = origin
+            self._written = 0
             self._must_replay = True
             self._replayed.clear()
             self._look_at_s = self._clock()
@@ -196,4 +200,7 @@ class UsageLedger:
             commands.append(["EXPIRE", keys.usage(tenant, day), self._kept_s])
             commands.append(["SADD", keys.usage_tenants(day), tenant])
             commands.append(["EXPIRE", keys.usage_tenants(day), self._kept_s])
+        written = self._written + 1
+        commands.append(["SET", self._written_key, written, "EX", self._kept_s])
         await self._redis.pipeline(commands)
+        self._written = written

@@ -158,6 +158,23 @@ async def test_a_redis_that_has_lost_its_rows_gets_all_of_them_again(redis: Back
     await books.close()
 
 
+async def test_a_redis_of_an_older_snapshot_gets_the_rows_since_then_again(
+    redis: BackgroundClient, tmp_path: Path
+) -> None:
+    books = ledger(redis, tmp_path)
+    await settle(books, 1)
+    await books.send()
+    written = await redis.command("GET", keys.usage_written("g"))
+    assert isinstance(written, bytes)
+    await settle(books, 2)
+    await books.send()
+    await redis.command("HDEL", keys.usage("acme", day_of(NOW_S)), "r2")
+    await redis.command("SET", keys.usage_written("g"), written)
+    await books.send()
+    assert await ids(redis) == ["r1", "r2"]
+    await books.close()
+
+
 async def test_a_lost_answer_makes_no_second_row(redis: BackgroundClient, tmp_path: Path) -> None:
     """The batch is written and the connection breaks before its answer: it is sent again, an hour later too."""
 
