@@ -1,7 +1,8 @@
 """Each gateway's own copy of the tenants: which key is whose, and what each may take.
 
 Read again when the version in Redis changes. While Redis is away the copy goes on serving; when Redis comes back
-without the tenants, the copy is written to it again. A file keeps the copy for the gateway's next life.
+without the tenants, or as it was some changes ago, the copy is written to it again. A file keeps the copy for the
+gateway's next life.
 
     unknown --first reading--> certain --Redis away, or 2 s--> uncertain (known keys go on) --reading--> certain
 """
@@ -134,8 +135,12 @@ class TenantDirectory:
         mark = await self._store.mark()
         if self._was_lost(mark):
             assert self._origin is not None
-            if await self._store.seed(self._origin, self.tenants.values()):
+            version = self._mark.version if self._mark is not None else 0
+            if await self._store.seed(self._origin, self.tenants.values(), version):
                 log.warning("Redis had lost the tenants: %d were written again", len(self.tenants))
+        elif self._mark is not None and mark.origin == self._origin and mark.version < self._mark.version:
+            if await self._store.restore(mark, self._mark.version, self.tenants):
+                log.warning("Redis was an older copy of itself: %d tenants were written again", len(self.tenants))
         elif mark == self._mark:
             return
         reading: Reading = await self._store.read()

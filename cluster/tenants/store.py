@@ -31,9 +31,18 @@ return 1
 """
 _SEED = """
 if redis.call('GET', KEYS[3]) == ARGV[1] then return 0 end
-for i = 2, #ARGV, 2 do redis.call('HSETNX', KEYS[1], ARGV[i], ARGV[i + 1]) end
+for i = 3, #ARGV, 2 do redis.call('HSETNX', KEYS[1], ARGV[i], ARGV[i + 1]) end
 redis.call('SET', KEYS[3], ARGV[1])
-redis.call('INCR', KEYS[2])
+local version = tonumber(redis.call('GET', KEYS[2]) or '0')
+redis.call('SET', KEYS[2], string.format('%d', math.max(version, tonumber(ARGV[2])) + 1))
+return 1
+"""
+_RESTORE = """
+if redis.call('GET', KEYS[3]) ~= ARGV[1] or redis.call('GET', KEYS[2]) ~= ARGV[2] then return 0 end
+local state = cjson.decode(ARGV[4])
+for _, name in ipairs(state.gone) do redis.call('HDEL', KEYS[1], name) end
+for i = 5, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+redis.call('SET', KEYS[2], ARGV[3])
 return 1
 """
 _KEYS = (keys.TENANTS, keys.TENANTS_VERSION, keys.TENANTS_ORIGIN)
@@ -144,10 +153,22 @@ class TenantStore:
                 return
         raise _contended(name)
 
-    async def seed(self, origin: str, tenants: Iterable[Tenant]) -> bool:
-        """Writes what was lost, unless another has done so; what is there by now is kept. True when it was written."""
+    async def seed(self, origin: str, tenants: Iterable[Tenant], version: int = 0) -> bool:
+        """Writes what was lost, unless another has done so; what is there by now is kept. True when it was written.
+        version: the last that was known."""
         pairs = [part for tenant in tenants for part in (tenant.name, msgspec.json.encode(tenant))]
-        return bool(await self._redis.command("EVAL", _SEED, len(_KEYS), *_KEYS, origin, *pairs))
+        return bool(await self._redis.command("EVAL", _SEED, len(_KEYS), *_KEYS, origin, version, *pairs))
+
+    async def restore(self, mark: Mark, version: int, tenants: Mapping[str, Tenant]) -> bool:
+        """Writes the state of `version` over the older one that `mark` names; what cannot be read stays. False when it
+        was changed meanwhile."""
+        older = await self.read()
+        if older.mark != mark or mark.origin is None:
+            return False
+        gone = msgspec.json.encode({"gone": sorted(older.tenants.keys() - tenants.keys())})
+        pairs = [part for tenant in tenants.values() for part in (tenant.name, msgspec.json.encode(tenant))]
+        state = (mark.origin, mark.version, version + 1, gone, *pairs)
+        return bool(await self._redis.command("EVAL", _RESTORE, len(_KEYS), *_KEYS, *state))
 
     async def _update(self, name: str, change: Callable[[Tenant], Tenant]) -> Tenant:
         for _ in range(TRIES):

@@ -254,6 +254,30 @@ async def test_an_emptied_redis_gets_the_tenants_back_once(store: TenantStore, r
     assert two.tenant_of(digest_of(newer.key)) == "beta" and two.tenant_of(digest_of(made.key)) is None
 
 
+async def test_a_redis_of_an_older_snapshot_brings_no_removed_tenant_back(
+    store: TenantStore, redis: BackgroundClient
+) -> None:
+    gone, old = await store.add("gone", {}), await store.add("acme", {})
+    snapshot, version = await redis.command("HGETALL", keys.TENANTS), (await store.mark()).version
+    assert isinstance(snapshot, dict)
+    await store.remove("gone")
+    fresh = await store.rotate_key("acme")
+    await store.add("beta", {})
+    one, two = TenantDirectory(store), TenantDirectory(store)
+    await one.refresh()
+    await two.refresh()
+    await redis.command("DEL", keys.TENANTS)
+    await redis.command("HSET", keys.TENANTS, *(part for pair in snapshot.items() for part in pair), "odd", "{}")
+    await redis.command("SET", keys.TENANTS_VERSION, version)
+    for directory in (one, two):
+        await directory.refresh()
+        assert set(directory.tenants) == {"acme", "beta"}
+        assert directory.tenant_of(digest_of(fresh.key)) == "acme"
+        assert not any(directory.tenant_of(digest_of(made.key)) for made in (gone, old))
+    assert set((await store.read()).tenants) == {"acme", "beta"}
+    assert (await store.read()).unreadable == 1, "what cannot be read is left alone"
+
+
 async def test_two_who_seed_at_the_same_time_bring_nobody_back(store: TenantStore, redis: BackgroundClient) -> None:
     acme, beta = (await store.add("acme", {})).tenant, (await store.add("beta", {})).tenant
     origin = (await store.mark()).origin
