@@ -140,10 +140,12 @@ class GroupClient:
             "redis": "away" if self._fleet.redis_away else "here",
         }
 
-    async def metrics(self) -> str:
+    async def metrics(self, *, with_tenants: bool) -> str:
         records, desk = self._fleet.records.values(), self._adapters()
-        text = render(records, self._metrics_prefix, self._fleet.redis_away)
-        return text if desk is None else text + render_adapters(records, self._metrics_prefix, desk)
+        text = render(records, self._metrics_prefix, self._fleet.redis_away, with_tenants=with_tenants)
+        if desk is None:
+            return text
+        return text + render_adapters(records, self._metrics_prefix, desk, with_tenants=with_tenants)
 
     def refuse_all(self, refusal: RequestRefused) -> None:
         """Ends every stream with `refusal`, after what was delivered, and refuses what comes later."""

@@ -102,9 +102,7 @@ class Launcher:
             self._stack.callback(os.chdir, "/")
         with self._phase("redis", None if self._settings.redis.url is not None else "starting Redis ..."):
             url = self._start_redis(folder.redis)
-        if self._settings.gateway.state_dir is None:
-            gateway = replace(self._settings.gateway, state_dir=str(folder.state))
-            self._settings = replace(self._settings, gateway=gateway)
+        self._settings = with_state_folder(self._settings, folder)
         self._start_host_tier(folder.host_tier)
         with self._phase("ray", "starting Ray ..." if self._address is None else f"joining Ray at {self._address} ..."):
             self._start_ray(folder)
@@ -295,6 +293,14 @@ class Say:
     def url(self, url: str, model: str, low: int, high: int) -> None:
         groups = _groups(low) + (f", up to {high}" if high > low else "")
         self.line(f"serving {model} with {groups} on {url}/v1")
+
+
+def with_state_folder(settings: ServiceSettings, folder: PrivateFolder) -> ServiceSettings:
+    """The state of a service whose Redis ends with it may go with the private folder. With another's Redis gateways
+    keep a folder of their own, which they remove when Redis has everything that is in it."""
+    if settings.gateway.state_dir is not None or settings.redis.url is not None:
+        return settings
+    return replace(settings, gateway=replace(settings.gateway, state_dir=str(folder.state)))
 
 
 def _groups(count: int) -> str:

@@ -95,7 +95,8 @@ class LocalBackend:
     def load(self) -> Mapping[str, float | int | str]:
         return {"num_requests_running": len(self._streams), "num_requests_waiting": 0}
 
-    async def metrics(self) -> str:
+    async def metrics(self, *, with_tenants: bool) -> str:
+        del with_tenants
         return ""
 
     def _put(self, item: GenerationRequest | Abort) -> None:

@@ -55,8 +55,9 @@ OFFLOAD_FAMILIES: tuple[tuple[str, str, str, str], ...] = (
 )
 
 
-def render(records: Iterable[GroupRecord], prefix: str, redis_away: bool) -> str:
-    """Prometheus text of all groups whose statistics can be read; one HELP and TYPE per family."""
+def render(records: Iterable[GroupRecord], prefix: str, redis_away: bool, *, with_tenants: bool = True) -> str:
+    """Prometheus text of all groups whose statistics can be read; one HELP and TYPE per family. with_tenants: the
+    families labelled by tenant too."""
     engines = [(labels_of(record), stats) for record in records if (stats := decode_stats(record)) is not None]
     lines: list[str] = []
     for name, text, field in GAUGES:
@@ -70,7 +71,7 @@ def render(records: Iterable[GroupRecord], prefix: str, redis_away: bool) -> str
     for name, text, field in HISTOGRAMS:
         histogram(lines, f"{prefix}:{name}", text, [(tags, getattr(s, field)) for tags, s in engines])
     _offload_families(lines, prefix, engines)
-    for name, text, kind, field in TENANT_FAMILIES:
+    for name, text, kind, field in TENANT_FAMILIES if with_tenants else ():
         shares = ((tags | {"tenant": who}, share) for tags, s in engines for who, share in s.tenants.items())
         family(lines, f"{prefix}:{name}", text, kind, ((tags, getattr(share, field)) for tags, share in shares))
     info = ((tags | {"block_size": str(s.block_size), "num_gpu_blocks": str(s.num_blocks)}, 1) for tags, s in engines)

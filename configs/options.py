@@ -162,7 +162,7 @@ OPTIONS: tuple[Option, ...] = (
            "Key(s) for /admin. Default: without any key at all, open on loopback only."),
     Option("state_dir", "gateway.state_dir", str, HTTP,
            "Folder for the usage journal and a copy of the tenants, taken up by the next start. "
-           "Default: a private one, gone with the service."),
+           "Default: a private one, gone with the service; with --redis-url once Redis has every row."),
     Option("usage_days", "gateway.usage_days", int, HTTP,
            "Days that usage rows are kept, in Redis and in --state-dir.", lambda v: 1 <= v <= 366, "from 1 to 366"),
     Option("shutdown_timeout", "shutdown_timeout_s", float, HTTP,

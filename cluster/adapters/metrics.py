@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from cluster.adapters.desk import AdapterDesk
+from cluster.adapters.entries import AdapterEntry
 from cluster.coordination.registry import GroupRecord
 from cluster.metrics import decode_stats, family, histogram, labels_of
 from cluster.routing.residency import adapter_key
@@ -25,14 +26,21 @@ OF_A_GROUP: tuple[tuple[str, str, str, str], ...] = (
 
 
 def render_adapters(
-    records: Iterable[GroupRecord], prefix: str, desk: AdapterDesk, wall_clock: Callable[[], float] = time.time
+    records: Iterable[GroupRecord],
+    prefix: str,
+    desk: AdapterDesk,
+    wall_clock: Callable[[], float] = time.time,
+    *,
+    with_tenants: bool = True,
 ) -> str:
-    """Prometheus text of all groups that serve adapters, and of this gateway's loads."""
+    """Prometheus text of all groups that serve adapters, and of this gateway's loads. with_tenants: tenants' own
+    adapters are named too."""
+    listed = [entry for entry in desk.registry.entries.values() if with_tenants or entry.tenant is None]
     serving = [record for record in records if record.adapters is not None]
     lines: list[str] = []
-    family(lines, f"{prefix}:lora_requests_info", "Adapters in use.", "gauge", _in_use(serving, desk, wall_clock()))
+    family(lines, f"{prefix}:lora_requests_info", "Adapters in use.", "gauge", _in_use(serving, listed, wall_clock()))
     text = "1 for each listed adapter that a group holds, and where."
-    family(lines, f"{prefix}:adapter_residency", text, "gauge", _residency(serving, desk))
+    family(lines, f"{prefix}:adapter_residency", text, "gauge", _residency(serving, listed))
     stats = [(labels_of(r), s.adapters) for r in serving if (s := decode_stats(r)) is not None and s.adapters]
     for name, words, kind, field in OF_A_GROUP:
         family(lines, f"{prefix}:{name}", words, kind, ((tags, getattr(s, field)) for tags, s in stats))
@@ -40,13 +48,13 @@ def render_adapters(
     histogram(lines, f"{prefix}:adapter_load_seconds", "From the first move of an adapter to the device.", load_s)
     loads = (({"outcome": outcome}, count) for outcome, count in desk.counts.items())
     family(lines, f"{prefix}:adapter_listings_total", "Changes of the list asked of this gateway.", "counter", loads)
-    listed = len(desk.registry.entries)
-    family(lines, f"{prefix}:adapters_listed", "Adapters that are served now.", "gauge", [({}, listed)])
+    count = len(desk.registry.entries)
+    family(lines, f"{prefix}:adapters_listed", "Adapters that are served now.", "gauge", [({}, count)])
     return "\n".join(lines) + "\n"
 
 
-def _in_use(records: Iterable[GroupRecord], desk: AdapterDesk, now_s: float) -> Iterator[Sample]:
-    listed = desk.registry.entries
+def _in_use(records: Iterable[GroupRecord], entries: Iterable[AdapterEntry], now_s: float) -> Iterator[Sample]:
+    listed = {entry.name for entry in entries}
     for record in records:
         assert record.adapters is not None
         used = {"running_lora_adapters": record.adapters.running, "waiting_lora_adapters": record.adapters.waiting}
@@ -54,9 +62,9 @@ def _in_use(records: Iterable[GroupRecord], desk: AdapterDesk, now_s: float) -> 
         yield labels_of(record) | {"max_lora": str(record.adapters.max_loras)} | names, now_s
 
 
-def _residency(records: Iterable[GroupRecord], desk: AdapterDesk) -> Iterator[Sample]:
+def _residency(records: Iterable[GroupRecord], entries: Iterable[AdapterEntry]) -> Iterator[Sample]:
     by_key: dict[str, list[tuple[str, bool]]] = {}
-    for entry in desk.registry.entries.values():
+    for entry in entries:
         by_key.setdefault(adapter_key(entry.digest), []).append((entry.name, entry.pinned))
     for record in records:
         assert record.adapters is not None

@@ -10,7 +10,7 @@ from cluster.commands.redis_of import RedisUrl, with_redis
 from configs.errors import SettingsError
 
 if TYPE_CHECKING:
-    from cluster.tenants.store import KeyedTenant, TenantStore
+    from cluster.tenants.store import KeyedTenant, Reading, TenantStore
     from cluster.tenants.tenant import Tenant
 
 T = TypeVar("T")
@@ -100,8 +100,17 @@ def rotate_key(
 
 def remove(name: Name, redis_url: RedisUrl = None) -> None:
     """Remove a tenant. Its usage stays in the ledger."""
-    _run(redis_url, lambda store: store.remove(name))
+    left = _run(redis_url, lambda store: _removed(store, name))
     typer.echo(f"{name} removed")
+    if left.is_empty:
+        message = "that was the last tenant: a service without --api-key is open to everybody again"
+        typer.echo(f"tandem: {message}", err=True)
+
+
+async def _removed(store: "TenantStore", name: str) -> "Reading":
+    """What is there after the tenant was removed."""
+    await store.remove(name)
+    return await store.read()
 
 
 def show(redis_url: RedisUrl = None) -> None:

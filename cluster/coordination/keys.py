@@ -58,6 +58,12 @@ def usage(tenant: str, day: str) -> str:
     return f"tandem:usage:{day}:{tenant}"
 
 
+def usage_written(gateway: str) -> str:
+    """Batches that a gateway has written; lower than it remembers = Redis is an older copy of itself. TTL
+    --usage-days. Owner: cluster/tenants/ledger.py."""
+    return f"tandem:usage:written:{gateway}"
+
+
 def usage_tenants(day: str) -> str:
     """Set of the tenants that have rows on a UTC day. TTL --usage-days. Owner: gateways."""
     return f"tandem:usage:{day}"

@@ -31,6 +31,11 @@ class Principal(NamedTuple):
 class Authenticator(Protocol):
     """Turns an Authorization header into a Principal."""
 
+    @property
+    def is_open(self) -> bool:
+        """There is neither a key nor a tenant: nobody has anything to hide. Never waits."""
+        ...
+
     def authenticate(self, authorization: str | None) -> Principal:
         """RequestRefused 401 `invalid_api_key` for a missing or unknown key. Never waits."""
         ...
@@ -72,8 +77,12 @@ class StaticKeys:
     def has_admin_keys(self) -> bool:
         return bool(self._admin_digests)
 
+    @property
+    def is_open(self) -> bool:
+        return not self.has_api_keys and not self.has_admin_keys
+
     def authenticate(self, authorization: str | None) -> Principal:
-        if not self.has_api_keys and not self.has_admin_keys:
+        if self.is_open:
             return Principal(DEFAULT_TENANT, is_admin=True)
         digest = _sent(authorization)
         principal = self.find(digest) if digest is not None else None
@@ -101,6 +110,10 @@ class TenantKeys:
         self._tenants = tenants
         self._open_admin = open_admin
 
+    @property
+    def is_open(self) -> bool:
+        return self._static.is_open and self._tenants.is_known and not self._tenants.has_tenants
+
     def authenticate(self, authorization: str | None) -> Principal:
         digest = _sent(authorization)
         if digest is not None:
@@ -125,6 +138,14 @@ def check_level(level: AuthLevel, authenticator: Authenticator, authorization: s
     if level is AuthLevel.ADMIN and not principal.is_admin:
         raise RequestRefused("This needs an admin key.", code="permission_denied", status=403)
     return principal
+
+
+def may_see_tenants(authenticator: Authenticator, authorization: str | None) -> bool:
+    """Whether an open route may tell this caller about tenants: an admin, or anybody while the service is open."""
+    try:
+        return authenticator.is_open or authenticator.authenticate(authorization).is_admin
+    except RequestRefused:
+        return False
 
 
 def _sent(authorization: str | None) -> bytes | None:

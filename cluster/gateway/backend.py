@@ -55,6 +55,7 @@ class Backend(Protocol):
         """What `/load` shows: at least `num_requests_running` and `num_requests_waiting`, summed over groups."""
         ...
 
-    async def metrics(self) -> str:
-        """The engines' metrics in Prometheus text form; "" when there are none."""
+    async def metrics(self, *, with_tenants: bool) -> str:
+        """The engines' metrics in Prometheus text form; "" when there are none. Without tenants: nothing that names
+        one, nor an adapter of its own."""
         ...

@@ -12,7 +12,7 @@ E2E_BUCKETS = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20
 
 
 class GatewayMetrics:
-    """Counters and histograms of one gateway in the given registry."""
+    """Counters and histograms of one gateway in the given registry; `tenants` has those that name tenants."""
 
     def __init__(self, registry: CollectorRegistry, prefix: str, model_name: str) -> None:
         self.registry = registry
@@ -47,14 +47,15 @@ class GatewayMetrics:
             registry=registry,
         ).labels(model_name)
 
+        self.tenants = CollectorRegistry()
         self._tenant_tokens = Counter(
-            f"{prefix}:tenant_tokens", "Tokens billed to tenants, by kind.", ("tenant", "kind"), registry=registry
+            f"{prefix}:tenant_tokens", "Tokens billed to tenants, by kind.", ("tenant", "kind"), registry=self.tenants
         )
         self._tenant_requests = Counter(
-            f"{prefix}:tenant_requests", "Requests that tenants were billed for.", ("tenant",), registry=registry
+            f"{prefix}:tenant_requests", "Requests that tenants were billed for.", ("tenant",), registry=self.tenants
         )
         self._tenant_rejections = Counter(
-            f"{prefix}:tenant_rejections", "Requests of tenants refused.", ("tenant", "reason"), registry=registry
+            f"{prefix}:tenant_rejections", "Requests of tenants refused.", ("tenant", "reason"), registry=self.tenants
         )
 
     def http_answered(self, route: str, status: int) -> None:

@@ -6,7 +6,7 @@ from prometheus_client import generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cluster.gateway.auth import Principal
+from cluster.gateway.auth import Principal, may_see_tenants
 from cluster.gateway.handlers import json_response
 from cluster.gateway.served import all_served, model_object, served_model
 from cluster.gateway.state import GatewayState
@@ -53,9 +53,14 @@ async def load(state: GatewayState, _: Request, __: Principal) -> Response:
     return json_response(dict(state.backend.load()))
 
 
-async def metrics(state: GatewayState, _: Request, __: Principal) -> Response:
-    """The engines' metrics, then this gateway's."""
-    text = await state.backend.metrics()
+async def metrics(state: GatewayState, request: Request, _: Principal) -> Response:
+    """The engines' metrics, then this gateway's. What names tenants is for admins, unless there is neither key nor
+    tenant."""
+    with_tenants = may_see_tenants(state.auth, request.headers.get("authorization"))
+    text = await state.backend.metrics(with_tenants=with_tenants)
     if text and not text.endswith("\n"):
         text += "\n"
-    return Response(text.encode() + generate_latest(state.registry), headers={"content-type": PROMETHEUS_TEXT})
+    parts = [text.encode(), generate_latest(state.registry)]
+    if with_tenants:
+        parts.append(generate_latest(state.metrics.tenants))
+    return Response(b"".join(parts), headers={"content-type": PROMETHEUS_TEXT})

@@ -7,10 +7,11 @@ did not use and settles the ledger.
     opening --admitted--> running --all choices finished--> finished --close--> settled
        |           +------ close (disconnect, error) --> aborted --drained--> settled
        |-- refused by the tenant's limits --> rejected (no row is owed)
-       +-- refused by the backend --> rejected --> settled
+       +-- refused by the backend, no token yet --> rejected --> settled
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -20,6 +21,8 @@ from cluster.tenants.admission import Grant, OverLimit
 from workers.errors import GroupLost, RequestRefused
 from workers.messages import Abort, GenerationRequest, TokenDelta, Usage
 from workers.text.choice_text import ChoiceText
+
+log = logging.getLogger("tandem.gateway")
 
 
 @dataclass(kw_only=True)
@@ -36,6 +39,11 @@ class RequestPart:
     @property
     def open_choices(self) -> int:
         return sum(choice.finished is None for choice in self.choices)
+
+    @property
+    def is_computed(self) -> bool:
+        """Its prompt is known to have been processed: a token came of it, or an end of its own."""
+        return any(choice.tokens or choice.finished in ("stop", "length") for choice in self.choices)
 
 
 Step = tuple[RequestPart, list[TokenDelta]]
@@ -92,11 +100,12 @@ class RequestRun:
         return self.counted()
 
     def counted(self) -> Usage:
-        """The bill as far as it is known now."""
+        """The bill as far as it is known now; prompts of which no token came are not on it."""
+        computed = [part for part in self.parts if part.is_computed]
         return Usage(
-            prompt_tokens=sum(len(part.request.prompt_token_ids) for part in self.parts),
-            completion_tokens=sum(choice.tokens for part in self.parts for choice in part.choices),
-            cached_tokens=sum(part.usage.cached_tokens for part in self.parts if part.usage is not None),
+            prompt_tokens=sum(len(part.request.prompt_token_ids) for part in computed),
+            completion_tokens=sum(choice.tokens for part in computed for choice in part.choices),
+            cached_tokens=sum(part.usage.cached_tokens for part in computed if part.usage is not None),
         )
 
     def close(self) -> None:
@@ -177,6 +186,14 @@ class RequestRun:
 
     async def _own_to_the_end(self, opened: "asyncio.Future[None]") -> None:
         try:
+            await self._submit(opened)
+            await self._closed.wait()
+            await self._release_all()
+        finally:
+            await self._settle()
+
+    async def _submit(self, opened: "asyncio.Future[None]") -> None:
+        try:
             await self._admit()
             for part in self.parts:
                 part.stream = await self.state.backend.submit(part.request)
@@ -188,12 +205,16 @@ class RequestRun:
             opened.set_exception(error)
             opened.exception()
             self._closed.set()
-        await self._closed.wait()
+
+    async def _release_all(self) -> None:
+        """Ends every part; what one of them raises keeps nothing of the others."""
         for task in self._pumps:
             task.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
-        await asyncio.gather(*(self._release(part) for part in self.parts))
-        await self._settle()
+        ends = await asyncio.gather(*(self._release(part) for part in self.parts), return_exceptions=True)
+        for part, end in zip(self.parts, ends, strict=True):
+            if end is not None:
+                log.error("request %s was not released in order", part.request.request_id, exc_info=end)
 
     async def _admit(self) -> None:
         """Reserves what the tenant's request may take. From here on a ledger row is owed."""
@@ -266,7 +287,9 @@ class RequestRun:
         return self.error.code if isinstance(self.error, RequestRefused) else "internal_error"
 
     def _terminal(self) -> str:
-        if isinstance(self.error, RequestRefused) and self.error.status != 500:
+        """Refused is only who got nothing: a stream that was cut short is an error, with the tokens it delivered."""
+        is_computed = any(part.is_computed for part in self.parts)
+        if isinstance(self.error, RequestRefused) and self.error.status != 500 and not is_computed:
             return "rejected"
         if self.error is not None:
             return "error"

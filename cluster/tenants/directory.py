@@ -1,7 +1,8 @@
 """Each gateway's own copy of the tenants: which key is whose, and what each may take.
 
 Read again when the version in Redis changes. While Redis is away the copy goes on serving; when Redis comes back
-without the tenants, the copy is written to it again. A file keeps the copy for the gateway's next life.
+without the tenants, or as it was some changes ago, the copy is written to it again. A file keeps the copy for the
+gateway's next life.
 
     unknown --first reading--> certain --Redis away, or 2 s--> uncertain (known keys go on) --reading--> certain
 """
@@ -27,12 +28,13 @@ CERTAIN_S = 2.0
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True):
-    """The file. spent: tokens of each tenant's budget, with the budget's id."""
+    """The file. spent: tokens of each tenant's budget, with the budget's id. unreadable: as in Reading."""
 
     origin: str | None
     version: int
     tenants: list[Tenant]
     spent: dict[str, tuple[int, int]] = {}
+    unreadable: int = 0
 
 
 class TenantDirectory:
@@ -54,6 +56,7 @@ class TenantDirectory:
         self._origin: str | None = None
         self._by_digest: dict[str, tuple[str, float | None]] = {}
         self._saved: bytes = b""
+        self._unreadable = 0
         self._refreshing = asyncio.Lock()
         self.tenants: Mapping[str, Tenant] = {}
         self.saved_spent: Mapping[str, tuple[int, int]] = {}
@@ -67,7 +70,8 @@ class TenantDirectory:
 
     @property
     def has_tenants(self) -> bool:
-        return bool(self.tenants)
+        """Those whose entries cannot be read count: their keys are not known, but the service is theirs."""
+        return bool(self.tenants) or self._unreadable > 0
 
     def tenant_of(self, digest: bytes) -> str | None:
         """Whose key has this SHA-256. The digest of a random key gives nothing away by how long its lookup takes."""
@@ -89,7 +93,7 @@ class TenantDirectory:
         self._origin = saved.origin
         self.saved_spent = saved.spent
         if saved.origin is not None:
-            self._take({tenant.name: tenant for tenant in saved.tenants})
+            self._take({tenant.name: tenant for tenant in saved.tenants}, saved.unreadable)
 
     async def refresh(self) -> None:
         """Reads what has changed. RedisAway: the copy stays, and keys that it does not hold are uncertain."""
@@ -119,7 +123,10 @@ class TenantDirectory:
             return
         version = self._mark.version if self._mark is not None else 0
         listed = [self.tenants[name] for name in sorted(self.tenants)]
-        data = msgspec.json.encode(Saved(origin=self._origin, version=version, tenants=listed, spent=dict(spent)))
+        saved = Saved(
+            origin=self._origin, version=version, tenants=listed, spent=dict(spent), unreadable=self._unreadable
+        )
+        data = msgspec.json.encode(saved)
         if data != self._saved:
             await asyncio.to_thread(_write, self._file, data)
             self._saved = data
@@ -128,14 +135,18 @@ class TenantDirectory:
         mark = await self._store.mark()
         if self._was_lost(mark):
             assert self._origin is not None
-            if await self._store.seed(self._origin, self.tenants.values()):
+            version = self._mark.version if self._mark is not None else 0
+            if await self._store.seed(self._origin, self.tenants.values(), version):
                 log.warning("Redis had lost the tenants: %d were written again", len(self.tenants))
+        elif self._mark is not None and mark.origin == self._origin and mark.version < self._mark.version:
+            if await self._store.restore(mark, self._mark.version, self.tenants):
+                log.warning("Redis was an older copy of itself: %d tenants were written again", len(self.tenants))
         elif mark == self._mark:
             return
         reading: Reading = await self._store.read()
         self._mark = reading.mark
         self._origin = reading.mark.origin
-        self._take(reading.tenants)
+        self._take(reading.tenants, reading.unreadable)
 
     def _was_lost(self, mark: Mark) -> bool:
         """A copy that only a file remembers fills an empty Redis, but says nothing about one with other tenants."""
@@ -143,8 +154,9 @@ class TenantDirectory:
             return False
         return mark.origin is None or self._mark is not None
 
-    def _take(self, tenants: Mapping[str, Tenant]) -> None:
+    def _take(self, tenants: Mapping[str, Tenant], unreadable: int) -> None:
         self.tenants = tenants
+        self._unreadable = unreadable
         self._by_digest = {key.digest: (t.name, key.expires_s) for t in tenants.values() for key in t.keys}
         self.is_known = True
 

@@ -48,6 +48,8 @@ class UsageLedger:
         self._folder = folder
         self._kept_s = kept_s
         self._journal = Journal(folder, gateway)
+        self._written_key = keys.usage_written(gateway)
+        self._written = 0
         self._wall_clock = wall_clock
         self._clock = clock
         self._waiting: deque[UsageRow] = deque()
@@ -119,10 +121,7 @@ class UsageLedger:
         async with self._sending:
             self._hurried.clear()
             await self._look_for_loss()
-            if self._must_replay:
-                for path in list(self._journal.paths):
-                    await self._replay(path, is_over=False)
-                self._must_replay = False
+            await self._replay_own()
             await self._replay_left_behind()
             while self._waiting:
                 batch = [self._waiting[i] for i in range(min(BATCH, len(self._waiting)))]
@@ -133,6 +132,7 @@ class UsageLedger:
     async def close(self) -> bool:
         """What is left goes to the journal, and to Redis if it is there. True when Redis has everything."""
         is_told = True
+        self._look_at_s = self._clock()  # nobody may come after this one to take up what was left a moment ago
         try:
             await self.send()
         except RedisAway as error:
@@ -142,20 +142,34 @@ class UsageLedger:
         return is_told
 
     async def _look_for_loss(self) -> None:
-        """Redis that has lost its rows gets them again."""
+        """Redis that has lost its rows, or was restored from before some of them, gets them again."""
         fresh = secrets.token_hex(8)
         await self._redis.command("SET", keys.USAGE_ORIGIN, fresh, "NX", "EX", self._kept_s)
-        answer = await self._redis.command("GET", keys.USAGE_ORIGIN)
-        if not isinstance(answer, bytes):
+        answers = await self._redis.command("MGET", keys.USAGE_ORIGIN, self._written_key)
+        assert isinstance(answers, list), answers
+        if not isinstance(answers[0], bytes):
             raise RedisAway("it lost what was just written")
-        origin = answer.decode()
-        if origin != self._origin:
+        origin = answers[0].decode()
+        if origin != self._origin or int(answers[1] or 0) < self._written:
             if self._origin is not None:
                 log.warning("Redis had lost the usage rows: journals are sent again")
             self._origin = origin
+            self._written = 0
             self._must_replay = True
             self._replayed.clear()
             self._look_at_s = self._clock()
+
+    async def _replay_own(self) -> None:
+        """A need that comes up meanwhile is for the next time."""
+        if not self._must_replay:
+            return
+        self._must_replay = False
+        try:
+            for path in list(self._journal.paths):
+                await self._replay(path, is_over=False)
+        except BaseException:
+            self._must_replay = True
+            raise
 
     async def _replay_left_behind(self) -> None:
         now_s = self._clock()
@@ -186,4 +200,7 @@ class UsageLedger:
             commands.append(["EXPIRE", keys.usage(tenant, day), self._kept_s])
             commands.append(["SADD", keys.usage_tenants(day), tenant])
             commands.append(["EXPIRE", keys.usage_tenants(day), self._kept_s])
+        written = self._written + 1
+        commands.append(["SET", self._written_key, written, "EX", self._kept_s])
         await self._redis.pipeline(commands)
+        self._written = written

@@ -97,6 +97,8 @@ class Quota:
             return Grant(tenant)
         grant = _grant(account.limits, tenant, prompt_tokens, output_tokens)
         async with self._turns:
+            # while this waited the tenant may have been removed, and its account with it
+            account = self._accounts.setdefault(tenant, account)
             account.hold(grant.tokens)
             try:
                 await self._reserve(account, grant)

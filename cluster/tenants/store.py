@@ -31,9 +31,18 @@ return 1
 """
 _SEED = """
 if redis.call('GET', KEYS[3]) == ARGV[1] then return 0 end
-for i = 2, #ARGV, 2 do redis.call('HSETNX', KEYS[1], ARGV[i], ARGV[i + 1]) end
+for i = 3, #ARGV, 2 do redis.call('HSETNX', KEYS[1], ARGV[i], ARGV[i + 1]) end
 redis.call('SET', KEYS[3], ARGV[1])
-redis.call('INCR', KEYS[2])
+local version = tonumber(redis.call('GET', KEYS[2]) or '0')
+redis.call('SET', KEYS[2], string.format('%d', math.max(version, tonumber(ARGV[2])) + 1))
+return 1
+"""
+_RESTORE = """
+if redis.call('GET', KEYS[3]) ~= ARGV[1] or redis.call('GET', KEYS[2]) ~= ARGV[2] then return 0 end
+local state = cjson.decode(ARGV[4])
+for _, name in ipairs(state.gone) do redis.call('HDEL', KEYS[1], name) end
+for i = 5, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+redis.call('SET', KEYS[2], ARGV[3])
 return 1
 """
 _KEYS = (keys.TENANTS, keys.TENANTS_VERSION, keys.TENANTS_ORIGIN)
@@ -47,10 +56,15 @@ class Mark(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """All tenants at one moment."""
+    """All tenants at one moment. unreadable: how many more there are, whose entries cannot be read."""
 
     mark: Mark
     tenants: dict[str, Tenant]
+    unreadable: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.tenants and not self.unreadable
 
 
 class KeyedTenant(NamedTuple):
@@ -72,14 +86,15 @@ class TenantStore:
         return _mark(await self._redis.command("MGET", keys.TENANTS_ORIGIN, keys.TENANTS_VERSION))
 
     async def read(self) -> Reading:
-        """All tenants. One that cannot be read (of another version of Tandem) is left out and logged."""
+        """All tenants. One that cannot be read (of another version of Tandem) is logged and only counted."""
         answers = await self._redis.pipeline(
             [["MGET", keys.TENANTS_ORIGIN, keys.TENANTS_VERSION], ["HGETALL", keys.TENANTS]]
         )
         values = answers[1]
         assert isinstance(values, dict), values
         tenants = [tenant for value in values.values() if (tenant := _decoded(value)) is not None]
-        return Reading(_mark(answers[0]), {tenant.name: tenant for tenant in tenants})
+        by_name = {tenant.name: tenant for tenant in tenants}
+        return Reading(_mark(answers[0]), by_name, len(values) - len(tenants))
 
     async def add(self, name: str, limits: Mapping[str, Any]) -> KeyedTenant:
         """A new tenant with a new key. RequestRefused 400 when there is one of that name."""
@@ -138,10 +153,22 @@ class TenantStore:
                 return
         raise _contended(name)
 
-    async def seed(self, origin: str, tenants: Iterable[Tenant]) -> bool:
-        """Writes what was lost, unless another has done so; what is there by now is kept. True when it was written."""
+    async def seed(self, origin: str, tenants: Iterable[Tenant], version: int = 0) -> bool:
+        """Writes what was lost, unless another has done so; what is there by now is kept. True when it was written.
+        version: the last that was known."""
         pairs = [part for tenant in tenants for part in (tenant.name, msgspec.json.encode(tenant))]
-        return bool(await self._redis.command("EVAL", _SEED, len(_KEYS), *_KEYS, origin, *pairs))
+        return bool(await self._redis.command("EVAL", _SEED, len(_KEYS), *_KEYS, origin, version, *pairs))
+
+    async def restore(self, mark: Mark, version: int, tenants: Mapping[str, Tenant]) -> bool:
+        """Writes the state of `version` over the older one that `mark` names; what cannot be read stays. False when it
+        was changed meanwhile."""
+        older = await self.read()
+        if older.mark != mark or mark.origin is None:
+            return False
+        gone = msgspec.json.encode({"gone": sorted(older.tenants.keys() - tenants.keys())})
+        pairs = [part for tenant in tenants.values() for part in (tenant.name, msgspec.json.encode(tenant))]
+        state = (mark.origin, mark.version, version + 1, gone, *pairs)
+        return bool(await self._redis.command("EVAL", _RESTORE, len(_KEYS), *_KEYS, *state))
 
     async def _update(self, name: str, change: Callable[[Tenant], Tenant]) -> Tenant:
         for _ in range(TRIES):

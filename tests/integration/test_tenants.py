@@ -99,7 +99,8 @@ def test_two_tenants_with_limits_and_a_bill(closed: Service) -> None:
     assert [int(row["completion_tokens"]) for row in bill[:3]] == [8, 8, 1]
     table = run_tandem("usage", "--redis-url", redis_url(closed)).stdout.splitlines()
     assert [line.split()[0] for line in table] == ["tenant", "default", "large", "small"]
-    assert "tandem:tenant_tokens_total" in closed.get("/metrics").text
+    assert "tandem:tenant_tokens_total" in closed.get("/metrics", headers=ADMIN).text
+    assert "tandem:tenant_tokens_total" not in closed.get("/metrics").text
 
 
 def test_tenants_have_caches_of_their_own(closed: Service) -> None:

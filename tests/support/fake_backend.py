@@ -136,7 +136,8 @@ class FakeBackend:
     def load(self) -> Mapping[str, float | int | str]:
         return {"num_requests_running": len(self.streams), "num_requests_waiting": 0}
 
-    async def metrics(self) -> str:
+    async def metrics(self, *, with_tenants: bool) -> str:
+        del with_tenants
         return f"# TYPE tandem:num_requests_running gauge\ntandem:num_requests_running {len(self.streams)}\n"
 
     # ---- the fake engine -----------------------------------------------------------------------------------------

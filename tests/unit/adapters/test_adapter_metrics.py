@@ -63,6 +63,9 @@ def test_only_listed_adapters_are_labels() -> None:
         {**engine, "adapter": "twin", "tier": "device", "pinned": "false"},
         {**engine, "adapter": "shout", "tier": "host", "pinned": "false"},
     ]
+    registry.keep(AdapterEntry(name="pirate", digest=A, source="/a", tenant="acme"))
+    public = render_adapters([record("g1", report)], "tandem", desk, with_tenants=False)
+    assert "pirate" not in public and 'adapter="twin"' in public, "a tenant's own is not named to everybody"
     (info,) = families["tandem:lora_requests_info"].samples
     names = {"running_lora_adapters": "pirate,twin", "waiting_lora_adapters": "shout", "max_lora": "4"}
     assert (info.labels, info.value) == ({**engine, **names}, 1234.5)

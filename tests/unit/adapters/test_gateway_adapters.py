@@ -28,6 +28,8 @@ A, B, ROOT = ({"authorization": key} for key in KEYS)
 class ThreeKeys:
     """An Authenticator with two tenants and an admin."""
 
+    is_open = False
+
     def authenticate(self, authorization: str | None) -> Principal:
         if authorization not in KEYS:
             raise RequestRefused("no", code="invalid_api_key", status=401)

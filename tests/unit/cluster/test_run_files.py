@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from cluster.launcher import with_state_folder
 from cluster.reaper import Reaper, orphans
 from cluster.run_files import PrivateFolder, RunFile, read_run_files, remove_run_file, sweep, write_run_file
+from configs.schema import EngineSettings, GatewaySettings, ModelSettings, RedisSettings, ServiceSettings
 
 
 @pytest.fixture
@@ -89,3 +91,16 @@ def test_a_dismissed_reaper_touches_nothing(temp: Path) -> None:
     reaper = Reaper(folder)
     reaper.dismiss()
     assert folder.exists()
+
+
+@pytest.mark.parametrize(("state_dir", "redis_url"), [(None, None), ("kept", None), (None, "redis://there")])
+def test_only_the_state_of_a_private_redis_goes_with_the_private_folder(
+    temp: Path, state_dir: str | None, redis_url: str | None
+) -> None:
+    folder = PrivateFolder()
+    engine = EngineSettings(model=ModelSettings(model="demo"))
+    gateway, redis = GatewaySettings(state_dir=state_dir), RedisSettings(url=redis_url)
+    settings = with_state_folder(ServiceSettings(engine=engine, gateway=gateway, redis=redis), folder)
+    is_private = state_dir is None and redis_url is None
+    assert settings.gateway.state_dir == (str(folder.state) if is_private else state_dir)
+    folder.remove()

@@ -11,7 +11,8 @@ import pytest
 from cluster.gateway.state import GatewayTimes
 from tests.support.fake_backend import FakeBackend, FakeStream
 from tests.unit.gateway.rig import DEADLINE_S, EOS, Rig, gateway, served
-from workers.messages import GenerationRequest
+from workers.errors import RequestRefused
+from workers.messages import GenerationRequest, Usage
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
@@ -86,7 +87,7 @@ async def test_leaving_while_queued(stream: bool, n: int) -> None:
         await rig.settle()
         assert not caller.sent
         (row,) = rig.ledger.rows
-        assert (row.terminal, row.usage.completion_tokens) == ("abort", 0)
+        assert (row.terminal, row.usage) == ("abort", Usage(0, 0)), "its prompt was never computed"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -138,6 +139,43 @@ async def test_a_handler_cancelled_while_submitting_takes_the_request_back() -> 
         await rig.settle()
         assert len(rig.backend.requests) == 1
         assert rig.ledger.rows[0].terminal == "abort"
+
+
+@pytest.mark.parametrize("prompt", ["abc", ["abc", "defg"]])
+async def test_a_stream_that_is_refused_midway_is_billed_what_it_delivered(prompt: str | list[str]) -> None:
+    """A drain ends live streams with a 503; the tokens before it were used."""
+    async with gateway(manual()) as rig:
+        caller = Caller(rig, {"prompt": prompt, "stream": True, "max_tokens": 50, "add_special_tokens": False})
+        call = caller.start()
+        while len(rig.backend.streams) < (1 if isinstance(prompt, str) else 2):
+            await asyncio.sleep(0)
+        rig.backend.step(2)
+        await within(caller.first_body.wait())
+        for stream in list(rig.backend.streams.values())[:1]:
+            stream.put(RequestRefused("The service stops.", code="service_unavailable", status=503))
+        await within(call)
+        await rig.settle()
+        (row,) = rig.ledger.rows
+        assert row.terminal == "error"
+        assert row.usage.prompt_tokens == len("".join(prompt))
+        assert row.usage.completion_tokens == 2 * (1 if isinstance(prompt, str) else 2)
+
+
+async def test_a_part_that_cannot_be_released_is_settled_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(FakeBackend):
+        async def abort(self, abort: Any) -> None:
+            await super().abort(abort)
+            raise ValueError("no such thing was expected")
+
+    async with gateway(Broken(manual=True)) as rig:
+        caller = Caller(rig, {"prompt": "abc"})
+        call = caller.start()
+        await within(rig.backend.submitted.wait())
+        caller.gone.set()
+        await within(call)
+        await rig.settle()
+        assert len(rig.ledger.rows) == 1
+    assert "was not released in order" in caplog.text
 
 
 async def test_leaving_several_prompts_aborts_each() -> None:

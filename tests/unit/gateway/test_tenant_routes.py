@@ -48,7 +48,7 @@ class Door:
         return await self.rig.client.post("/v1/completions", json=body, headers=headers)
 
     def metric(self, name: str, **labels: str) -> float:
-        return self.rig.state.registry.get_sample_value(f"tandem:{name}_total", labels) or 0.0
+        return self.rig.state.metrics.tenants.get_sample_value(f"tandem:{name}_total", labels) or 0.0
 
 
 @contextlib.asynccontextmanager
@@ -290,3 +290,22 @@ async def test_without_tenants_the_api_is_open() -> None:
         assert {row.tenant for row in door.rig.ledger.rows} == {"default"}
         await door.add("acme")
         assert (await door.complete({})).status_code == 401
+
+
+async def test_only_admins_read_of_tenants_in_the_metrics() -> None:
+    async with open_door() as door:
+        acme = await door.add("acme")
+        await door.complete(acme)
+        await door.rig.settle()
+        for headers, is_told in (({}, False), (acme, False), (ROOT, True)):
+            answer = await door.rig.client.get("/metrics", headers=headers)
+            assert answer.status_code == 200
+            assert "tandem:http_requests_total" in answer.text
+            assert ("acme" in answer.text) == is_told
+
+
+async def test_an_open_service_hides_nothing_in_its_metrics() -> None:
+    async with gateway() as rig:
+        await rig.complete()
+        await rig.settle()
+        assert 'tenant="default"' in (await rig.client.get("/metrics")).text

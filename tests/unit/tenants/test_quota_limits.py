@@ -1,9 +1,12 @@
 """Each limit against a real Redis, on a fake clock: what is admitted, why not, and what the headers say."""
 
+import asyncio
+
 import pytest
 
 from cluster.coordination import keys
 from cluster.coordination.client import BackgroundClient
+from cluster.tenants.quota import AT_ONCE
 from cluster.tenants.quota_script import LEASE_MS
 from tests.unit.tenants.tenant_rig import Fleet, admitted, refusal, shown
 
@@ -220,3 +223,20 @@ async def test_a_tenant_that_is_removed_is_forgotten_when_its_requests_have_ende
     quota.settle(grant, 2)
     await quota.beat()
     assert quota.spent() == {}
+
+
+async def test_a_tenant_that_is_removed_while_its_request_waits_is_settled_all_the_same(fleet: Fleet) -> None:
+    fleet.set(concurrency=3)
+    quota = fleet.gateway("a")
+    for _ in range(AT_ONCE):
+        await quota._turns.acquire()
+    waiting = asyncio.create_task(quota.admit("acme", 1, 1))
+    await asyncio.sleep(0)
+    fleet.directory.tenants.clear()
+    await quota.beat()
+    for _ in range(AT_ONCE):
+        quota._turns.release()
+    grant = await waiting
+    quota.settle(grant, 2)
+    await quota.beat()
+    assert not quota._accounts

@@ -23,6 +23,12 @@ def tandem(server: RedisServer, *arguments: str) -> str:
     return done.stdout
 
 
+def removed(server: RedisServer, name: str) -> str:
+    """What `tandem tenants rm` says on standard error."""
+    command = ("tenants", "rm", name, "--redis-url", server.url)
+    return typer.testing.CliRunner().invoke(build_app(), command, catch_exceptions=False).stderr
+
+
 def test_a_tenant_from_its_first_key_to_its_end(server: RedisServer) -> None:
     key = tandem(server, "tenants", "add", "acme", "--concurrency", "3", "--priority", "-5", "--kv-share", "0.5")
     assert key.startswith("sk-tandem-") and len(key.split()) == 1, "the key alone, for scripts"
@@ -31,7 +37,9 @@ def test_a_tenant_from_its_first_key_to_its_end(server: RedisServer) -> None:
     ]
     assert tandem(server, "tenants", "rotate-key", "acme", "--grace", "60") != key
     assert tandem(server, "tenants", "ls").startswith("acme ")
-    tandem(server, "tenants", "rm", "acme")
+    tandem(server, "tenants", "add", "beta")
+    rest, last = (removed(server, name) for name in ("acme", "beta"))
+    assert "open to everybody" not in rest and "open to everybody" in last
     assert tandem(server, "tenants", "ls") == ""
 
 

@@ -208,6 +208,23 @@ async def test_an_open_service_closes_with_its_first_tenant(store: TenantStore) 
         here.authenticate("Bearer anything")
 
 
+async def test_a_tenant_that_cannot_be_read_keeps_the_service_closed(
+    store: TenantStore, redis: BackgroundClient, tmp_path: Path
+) -> None:
+    directory = TenantDirectory(store, tmp_path / "tenants.json", clock=lambda: 0.0)
+    await store.add("acme", {})
+    await redis.command("HSET", keys.TENANTS, "acme", msgspec.json.encode({"name": "acme", "limits": 7}))
+    await directory.refresh()
+    await directory.save({})
+    later = TenantDirectory(store, tmp_path / "tenants.json", clock=lambda: 0.0)
+    await later.load()
+    for known in (directory, later):
+        auth = TenantKeys(StaticKeys(), known, open_admin=True)
+        with pytest.raises(RequestRefused):
+            auth.authenticate(None)
+        assert not auth.is_open
+
+
 async def test_an_admin_key_guards_admin_routes_and_leaves_the_api_open(store: TenantStore) -> None:
     directory = TenantDirectory(store, clock=lambda: 0.0)
     await directory.refresh()
@@ -235,6 +252,30 @@ async def test_an_emptied_redis_gets_the_tenants_back_once(store: TenantStore, r
     await two.refresh()
     assert set(two.tenants) == {"beta"}, "the second gateway sees that they are back, and brings nobody back"
     assert two.tenant_of(digest_of(newer.key)) == "beta" and two.tenant_of(digest_of(made.key)) is None
+
+
+async def test_a_redis_of_an_older_snapshot_brings_no_removed_tenant_back(
+    store: TenantStore, redis: BackgroundClient
+) -> None:
+    gone, old = await store.add("gone", {}), await store.add("acme", {})
+    snapshot, version = await redis.command("HGETALL", keys.TENANTS), (await store.mark()).version
+    assert isinstance(snapshot, dict)
+    await store.remove("gone")
+    fresh = await store.rotate_key("acme")
+    await store.add("beta", {})
+    one, two = TenantDirectory(store), TenantDirectory(store)
+    await one.refresh()
+    await two.refresh()
+    await redis.command("DEL", keys.TENANTS)
+    await redis.command("HSET", keys.TENANTS, *(part for pair in snapshot.items() for part in pair), "odd", "{}")
+    await redis.command("SET", keys.TENANTS_VERSION, version)
+    for directory in (one, two):
+        await directory.refresh()
+        assert set(directory.tenants) == {"acme", "beta"}
+        assert directory.tenant_of(digest_of(fresh.key)) == "acme"
+        assert not any(directory.tenant_of(digest_of(made.key)) for made in (gone, old))
+    assert set((await store.read()).tenants) == {"acme", "beta"}
+    assert (await store.read()).unreadable == 1, "what cannot be read is left alone"
 
 
 async def test_two_who_seed_at_the_same_time_bring_nobody_back(store: TenantStore, redis: BackgroundClient) -> None:

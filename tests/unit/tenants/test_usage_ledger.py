@@ -158,6 +158,23 @@ async def test_a_redis_that_has_lost_its_rows_gets_all_of_them_again(redis: Back
     await books.close()
 
 
+async def test_a_redis_of_an_older_snapshot_gets_the_rows_since_then_again(
+    redis: BackgroundClient, tmp_path: Path
+) -> None:
+    books = ledger(redis, tmp_path)
+    await settle(books, 1)
+    await books.send()
+    written = await redis.command("GET", keys.usage_written("g"))
+    assert isinstance(written, bytes)
+    await settle(books, 2)
+    await books.send()
+    await redis.command("HDEL", keys.usage("acme", day_of(NOW_S)), "r2")
+    await redis.command("SET", keys.usage_written("g"), written)
+    await books.send()
+    assert await ids(redis) == ["r1", "r2"]
+    await books.close()
+
+
 async def test_a_lost_answer_makes_no_second_row(redis: BackgroundClient, tmp_path: Path) -> None:
     """The batch is written and the connection breaks before its answer: it is sent again, an hour later too."""
 
@@ -241,6 +258,36 @@ async def test_the_journal_of_a_living_gateway_is_its_own(redis: BackgroundClien
     await other.send()
     assert [(r.id, r.terminal) for r in await read_usage(redis, None, NOW_S - 1, NOW_S + 1)] == [("r1", "stop")]
     await other.close()
+
+
+async def test_the_last_gateway_takes_up_what_another_left_a_moment_ago(
+    redis: BackgroundClient, tmp_path: Path
+) -> None:
+    clock = Clock()
+    dying, last = ledger(redis, tmp_path, "dying"), ledger(redis, tmp_path, "last", clock)
+    await last.send()
+    await settle(dying, 1)
+    await dying._journal.close()
+    assert await last.close()
+    assert await ids(redis) == ["r1"], "though it looked less than LOOK_PERIOD_S before"
+
+
+async def test_a_replay_that_is_asked_for_during_a_replay_is_not_forgotten(
+    redis: BackgroundClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    books = ledger(redis, tmp_path)
+    await settle(books, 1)
+    replay = books._replay
+
+    async def overtaken(path: Path, *, is_over: bool) -> None:
+        await replay(path, is_over=is_over)
+        books._must_replay = True  # as a cancelled settlement or a full memory does
+
+    with monkeypatch.context() as patch:
+        patch.setattr(books, "_replay", overtaken)
+        await books.send()
+    assert books._must_replay
+    await books.close()
 
 
 async def test_full_files_are_closed_and_owe_nothing(redis: BackgroundClient, tmp_path: Path) -> None:
