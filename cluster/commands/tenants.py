@@ -99,7 +99,7 @@ def rotate_key(
 
 
 def remove(name: Name, redis_url: RedisUrl = None) -> None:
-    """Remove a tenant. Its usage stays in the ledger."""
+    """Remove a tenant that has no adapters. Its usage stays in the ledger."""
     _run(redis_url, lambda store: store.remove(name))
     typer.echo(f"{name} removed")
 

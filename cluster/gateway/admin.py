@@ -62,7 +62,7 @@ async def change_tenant(state: GatewayState, request: Request, _: Principal) -> 
 
 
 async def remove_tenant(state: GatewayState, request: Request, _: Principal) -> Response:
-    """Remove a tenant: its keys stop working, its usage stays in the ledger."""
+    """Remove a tenant that has no adapters: its keys stop working, its usage stays in the ledger."""
     name = request.path_params["name"]
     await state.tenants.remove(name)
     return json_response({"object": "tenant", "name": name, "deleted": True})

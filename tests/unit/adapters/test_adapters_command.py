@@ -1,6 +1,7 @@
 """`tandem adapters` against a real Redis and no service: everything but the reading of it by gateways."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,15 @@ def test_a_tenant_has_no_more_than_it_may(url: str) -> None:
     done = tandem(url, "add", "two", SHOUT, "--tenant", "acme")
     assert "has 1 adapters and may have 1" in str(done.exception)
     assert tandem(url, "add", "two", SHOUT, "--tenant", "default").exit_code == 0
+
+
+def test_a_tenant_goes_after_its_adapters(url: str) -> None:
+    tenants = partial(CliRunner().invoke, build_app(), ["tenants", "rm", "acme", "--redis-url", url])
+    assert tandem(url, "add", "one", PIRATE, "--tenant", "acme").exit_code == 0
+    assert tandem(url, "add", "two", SHOUT).exit_code == 0
+    assert "'acme' has adapters; remove them first: one." in str(tenants().exception)
+    assert tandem(url, "rm", "one").exit_code == 0
+    assert tenants().output == "acme removed\n"
 
 
 def test_a_redis_that_served_no_adapters_is_said(server: RedisServer, url: str) -> None:
