@@ -74,7 +74,11 @@ def fetch_another(cache: Path) -> None:
 
 
 def test_the_digest_of_a_url_leaves_the_files_to_be_served(tmp_path: Path, memory_url: str) -> None:
-    assert remote_digest(memory_url, tmp_path, most_bytes=MOST_BYTES) == DIGEST == remote_digest(memory_url, tmp_path, most_bytes=MOST_BYTES)
+    assert (
+        remote_digest(memory_url, tmp_path, most_bytes=MOST_BYTES)
+        == DIGEST
+        == remote_digest(memory_url, tmp_path, most_bytes=MOST_BYTES)
+    )
     assert names(tmp_path) == {DIGEST}
     assert local_folder(ref("memory://bucket/gone"), tmp_path) == tmp_path / DIGEST
 
