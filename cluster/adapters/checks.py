@@ -49,7 +49,10 @@ def base_facts(settings: ServiceSettings) -> BaseFacts:
     """Of settings whose model is a folder."""
     model = settings.engine.model
     return BaseFacts(
-        folder=model.model, max_rank=settings.engine.lora.max_lora_rank, overrides=dict(model.hf_overrides)
+        folder=model.model,
+        max_rank=settings.engine.lora.max_lora_rank,
+        overrides=dict(model.hf_overrides),
+        names=tuple(model.served_model_name),
     )
 
 

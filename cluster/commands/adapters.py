@@ -146,7 +146,7 @@ def _change(model: str | None, redis_url: str | None, work: "Callable[[AdapterDe
             raise TandemError(f"{base.folder}, the model's folder, is not on this machine: adapters cannot be checked")
         tenants = (await TenantStore(redis).read()).tenants
         limit = partial(adapter_limit, tenants)
-        desk = AdapterDesk(registry, checker_of(base), (registry.model,), limit=limit)
+        desk = AdapterDesk(registry, checker_of(base), (registry.model, *base.names), limit=limit)
         try:
             return await work(desk)
         finally:

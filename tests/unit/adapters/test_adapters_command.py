@@ -28,7 +28,7 @@ def url(server: RedisServer) -> str:
         await redis.command("FLUSHALL")
         await redis.command("SET", keys.SENTINEL, "1")
         registry = AdapterRegistry(redis, "demo")
-        registry.announce(BaseFacts(folder=str(DEMO / "model"), max_rank=16))
+        registry.announce(BaseFacts(folder=str(DEMO / "model"), max_rank=16, names=("demo", "demo-2")))
         await registry.refresh()
         await TenantStore(redis).add("acme", {"max_adapters": 1})
         await redis.close()
@@ -80,6 +80,7 @@ def test_relative_paths_are_of_the_folder_that_one_is_in(url: str, monkeypatch: 
         (("add", "odd", str(DEMO)), "adapter_config.json"),
         (("add", "odd", "/no/such/folder"), "is not a folder"),
         (("add", "demo", PIRATE), "name of the model itself"),
+        (("add", "demo-2", PIRATE), "name of the model itself"),
         (("add", "a b", PIRATE), "An adapter's name is"),
         (("add", "mine", PIRATE, "--tenant", "nobody"), "There is no tenant 'nobody'"),
         (("rm", "none"), "there is no adapter none"),
