@@ -31,8 +31,8 @@ if now ~= ARGV[3] then
 end
 return 1
 """
-"""Field, value expected ('' none), value wanted ('' none), field of the counter, the counter expected if that matters. 1
-also where it is as wanted already: the client may send it twice."""
+"""Field, value expected ('' none), value wanted ('' none), field of the counter, the counter expected if that matters.
+1 also where it is as wanted already: the client may send it twice."""
 
 
 class _Held(NamedTuple):

@@ -2,7 +2,8 @@
 come, change and go.
 
 Looks once a second; the clock is passed in. A folder that is being written is taken when it has not changed for a
-while, one that is missing is given up when it has been so for a while; when it comes back, its adapter is whose it was. Runs in every gateway that sees the folder: listing the same content twice changes nothing.
+while, one that is missing is given up when it has been so for a while; when it comes back, its adapter is whose it was.
+Runs in every gateway that sees the folder: listing the same content twice changes nothing.
 """
 
 import asyncio

@@ -131,7 +131,7 @@ class TenantStore:
         return KeyedTenant(await self._update(name, rotated), key)
 
     async def remove(self, name: str) -> None:
-        """Its keys stop working, its counts are forgotten; its usage rows stay. RequestRefused 404; 409 while it has adapters."""
+        """Its keys stop working, its counts are forgotten, usage rows stay. RequestRefused 404; 409: has adapters."""
         for _ in range(TRIES):
             before, _tenant = await self._get(name)
             if adapters := await adapters_of(self._redis, name):
