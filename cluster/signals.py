@@ -6,10 +6,10 @@ thread then gets a signal that nobody else uses. Python runs handlers between it
 end by itself is ended by the supervisor.
 """
 
+import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -20,7 +20,8 @@ CARRIER = signal.SIGRTMIN + 7
 """Tells the main thread that one of NUMBERS has arrived."""
 AGAIN_S = 0.05
 TOGETHER_S = 0.25
-"""Two signals within this time are one: a service manager sends it to all, and the supervisor passes its own on."""
+"""A service manager sends a signal to all: one that does not come from the supervisor is the same as one of the
+supervisor's within this time."""
 
 
 class StopRequested(BaseException):
@@ -80,14 +81,14 @@ class Signals:
         return len(self._numbers) > 1
 
     def _take(self, numbers: set[signal.Signals]) -> None:
-        last_s = -TOGETHER_S
+        supervisor = os.getppid()
         while True:
-            number = signal.sigwait(numbers)
-            if time.monotonic() - last_s >= TOGETHER_S:
-                self._numbers.append(number)
-                self._arrived.set()
-                self._carry()
-            last_s = time.monotonic()
+            arrived = signal.sigwaitinfo(numbers)
+            if arrived.si_pid != supervisor:
+                arrived = signal.sigtimedwait(numbers, TOGETHER_S) or arrived
+            self._numbers.append(arrived.si_signo)
+            self._arrived.set()
+            self._carry()
 
     def _carry(self) -> None:
         thread_id = threading.main_thread().ident

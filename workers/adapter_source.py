@@ -51,20 +51,21 @@ def local_folder(
             if target.is_dir():
                 os.utime(target)
             else:
-                _within(timeout_s, lambda: _fetch(ref, target, most_bytes))
+                _within(timeout_s, lambda stop: _fetch(ref, target, most_bytes, stop))
                 _forget_old(cache_folder)
     except OSError as error:
         raise AdapterUnreadable(f"{cache_folder} cannot be written: {error.strerror or error}") from error
     return target
 
 
-def remote_digest(source: str, cache_folder: Path, *, timeout_s: float = FETCH_S) -> str:
-    """The digest of what lies at a URL now; the files stay in the cache, so that serving them fetches nothing."""
+def remote_digest(source: str, cache_folder: Path, *, most_bytes: int, timeout_s: float = FETCH_S) -> str:
+    """The digest of what lies at a URL now; the files stay in the cache, so that serving them fetches nothing.
+    most_bytes: the largest weight file worth fetching."""
     cache_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
-    def fetch() -> str:
+    def fetch(stop: threading.Event) -> str:
         with tempfile.TemporaryDirectory(dir=cache_folder, prefix="fetching-") as name:
-            _copy_files(source, Path(name), None)
+            _copy_files(source, Path(name), most_bytes, stop)
             digest = adapter_digest(Path(name))
             _publish(Path(name), cache_folder / digest)
             return digest
@@ -72,11 +73,11 @@ def remote_digest(source: str, cache_folder: Path, *, timeout_s: float = FETCH_S
     return _within(timeout_s, fetch)
 
 
-def _fetch(ref: AdapterRef, target: Path, most_bytes: int | None) -> None:
+def _fetch(ref: AdapterRef, target: Path, most_bytes: int | None, stop: threading.Event) -> None:
     """Puts the adapter at `target`, or leaves nothing."""
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="fetching-") as name:
         folder = Path(name)
-        _copy_files(ref.source, folder, most_bytes)
+        _copy_files(ref.source, folder, most_bytes, stop)
         if (found := adapter_digest(folder)) != ref.digest:
             raise AdapterRefused(f"its source holds an adapter with digest {found[:12]}, not {ref.digest[:12]}")
         _publish(folder, target)
@@ -109,7 +110,7 @@ def _forget_old(cache_folder: Path) -> None:
                     entry.unlink()
 
 
-def _copy_files(source: str, folder: Path, most_bytes: int | None) -> None:
+def _copy_files(source: str, folder: Path, most_bytes: int | None, stop: threading.Event) -> None:
     """The adapter's two files. Whatever a file system's client raises is the source's fault, not ours."""
     try:
         import fsspec
@@ -117,36 +118,40 @@ def _copy_files(source: str, folder: Path, most_bytes: int | None) -> None:
         files, root = fsspec.core.url_to_fs(source)
         for name, most in ((CONFIG_FILE, MOST_CONFIG_BYTES), (WEIGHT_FILE, most_bytes)):
             with files.open(f"{root.rstrip('/')}/{name}", "rb") as remote, (folder / name).open("wb") as local:
-                _copy(remote, local, name, most)
+                _copy(remote, local, name, most, stop)
     except AdapterRefused:
         raise
     except Exception as error:
         raise AdapterUnreadable(f"{source} cannot be read: {type(error).__name__}: {error}") from error
 
 
-def _copy(remote: Any, local: Any, name: str, most_bytes: int | None) -> None:
+def _copy(remote: Any, local: Any, name: str, most_bytes: int | None, stop: threading.Event) -> None:
     size = 0
     while chunk := remote.read(CHUNK_BYTES):
+        if stop.is_set():
+            raise AdapterRefused("it has taken too long and was given up")
         size += len(chunk)
         if most_bytes is not None and size > most_bytes:
             raise AdapterRefused(f"{name} has more than {most_bytes} bytes")
         local.write(chunk)
 
 
-def _within(timeout_s: float, work: Callable[[], T]) -> T:
-    """What work() returns or raises, on a thread that is left behind when it hangs."""
+def _within(timeout_s: float, work: Callable[[threading.Event], T]) -> T:
+    """What work(stop) returns or raises, on a thread that is left behind when it hangs, and then told to stop."""
+    stop = threading.Event()
     results: list[T] = []
     errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            results.append(work())
+            results.append(work(stop))
         except BaseException as error:
             errors.append(error)
 
     thread = threading.Thread(target=run, name="adapter fetch", daemon=True)
     thread.start()
     thread.join(timeout_s)
+    stop.set()
     if errors:
         raise errors[0]
     if not results:

@@ -28,6 +28,7 @@ PREFIX: Final = "base_model.model."
 DIGEST_VERSION: Final = b"tandem lora 1\n"
 MOST_HEADER_BYTES: Final = 2**23
 CHUNK_BYTES: Final = 2**20
+MOST_OTHER_BYTES: Final = 2**23
 ELEMENT_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2}
 BF16_EXPONENT: Final = 0x7F80
 Bytes = npt.NDArray[np.uint8]
@@ -108,6 +109,14 @@ def adapted_linears(spec: ArchSpec) -> dict[str, Shape]:
     }
     embedding = Shape(hidden, vocab, is_embedding=True, is_table=True)
     return {names.embedding: embedding, **of_layers, names.head: Shape(vocab, hidden, is_table=True)}
+
+
+def most_file_bytes(spec: ArchSpec, max_rank: int) -> int:
+    """The largest weight file that an adapter of this model may have."""
+    shapes = adapted_linears(spec).values()
+    elements = sum(shape.inputs + shape.outputs for shape in shapes) * max_rank
+    elements += sum(shape.inputs * shape.outputs for shape in shapes if shape.is_table)
+    return elements * max(ELEMENT_BYTES.values()) + MOST_OTHER_BYTES
 
 
 def read_adapter(folder: Path, spec: ArchSpec, max_rank: int) -> PeftAdapter:

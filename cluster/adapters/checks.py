@@ -16,7 +16,7 @@ from configs.schema import ServiceSettings
 from workers.adapter_source import remote_digest
 from workers.models.registry import load_spec
 from workers.models.spec import ArchSpec
-from workers.peft_folder import adapter_facts
+from workers.peft_folder import adapter_facts, most_file_bytes
 
 CACHE = "adapters"
 """Below the cache folder; ranks of this machine find there what was checked here."""
@@ -34,7 +34,8 @@ class AdapterChecker:
         folder = Path(source)
         if is_url(source):
             cache = cache_folder() / CACHE
-            folder = cache / remote_digest(source, cache)
+            most_bytes = most_file_bytes(self._spec, self._max_rank)
+            folder = cache / remote_digest(source, cache, most_bytes=most_bytes)
         return adapter_facts(folder, self._spec, self._max_rank).digest
 
 
@@ -48,7 +49,10 @@ def base_facts(settings: ServiceSettings) -> BaseFacts:
     """Of settings whose model is a folder."""
     model = settings.engine.model
     return BaseFacts(
-        folder=model.model, max_rank=settings.engine.lora.max_lora_rank, overrides=dict(model.hf_overrides)
+        folder=model.model,
+        max_rank=settings.engine.lora.max_lora_rank,
+        overrides=dict(model.hf_overrides),
+        names=tuple(model.served_model_name),
     )
 
 

@@ -157,8 +157,7 @@ class AdapterDesk:
             after = self._entry(name, source, digest, tenant, pinned, before)
             if after == before:
                 return "unchanged"
-            self._check_limit(after, before)
-            if await self._replaced(before, after, name):
+            if await self._replaced(before, after, name, self._limit_check(after, before)):
                 if before is None:
                     return "listed"
                 return "switched" if before.digest != digest else "unchanged"
@@ -183,18 +182,33 @@ class AdapterDesk:
             listed_at_s=before.listed_at_s if same and before is not None else self._wall_clock(),
         )
 
-    def _check_limit(self, after: AdapterEntry, before: AdapterEntry | None) -> None:
+    def _limit_check(self, after: AdapterEntry, before: AdapterEntry | None) -> Callable[[], None] | None:
+        """What refuses one adapter more than its tenant may have; None where that does not matter. RequestRefused when
+        there is no such tenant."""
         tenant = after.tenant
         if tenant is None or (before is not None and before.tenant == tenant):
-            return
-        most, has = self._limit(tenant), sum(entry.tenant == tenant for entry in self.registry.entries.values())
-        if most is not None and has >= most:
-            message = f"The tenant {tenant!r} has {has} adapters and may have {most}."
-            raise RequestRefused(message, code="invalid_value", param="tenant")
+            return None
+        most = self._limit(tenant)
+        if most is None:
+            return None
 
-    async def _replaced(self, before: AdapterEntry | None, after: AdapterEntry | None, name: str) -> bool:
+        def check() -> None:
+            has = sum(entry.tenant == tenant for entry in self.registry.entries.values())
+            if has >= most:
+                message = f"The tenant {tenant!r} has {has} adapters and may have {most}."
+                raise RequestRefused(message, code="invalid_value", param="tenant")
+
+        return check
+
+    async def _replaced(
+        self,
+        before: AdapterEntry | None,
+        after: AdapterEntry | None,
+        name: str,
+        check: Callable[[], None] | None = None,
+    ) -> bool:
         try:
-            return await self.registry.replace(before, after, name)
+            return await self.registry.replace(before, after, name, check)
         except RedisAway as error:
             log.warning("adapter %s was not changed: Redis is away (%s)", name, error)
             message = "The list of adapters cannot be changed now; those listed are served."

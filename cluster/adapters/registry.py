@@ -25,13 +25,14 @@ COMPARE_AND_SET: Final = """
 local now = redis.call('HGET', KEYS[1], ARGV[1]) or ''
 if now ~= ARGV[2] and now ~= ARGV[3] then return 0 end
 if now ~= ARGV[3] then
+  if ARGV[5] and (redis.call('HGET', KEYS[1], ARGV[4]) or '') ~= ARGV[5] then return 0 end
   if ARGV[3] == '' then redis.call('HDEL', KEYS[1], ARGV[1]) else redis.call('HSET', KEYS[1], ARGV[1], ARGV[3]) end
   redis.call('HINCRBY', KEYS[1], ARGV[4], 1)
 end
 return 1
 """
-"""Field, value expected ('' none), value wanted ('' none), field of the counter. 1 also where it is as wanted already:
-the client may send it twice."""
+"""Field, value expected ('' none), value wanted ('' none), field of the counter, the counter expected if that matters.
+1 also where it is as wanted already: the client may send it twice."""
 
 
 class _Held(NamedTuple):
@@ -62,15 +63,25 @@ class AdapterRegistry:
         async with self._turn:
             return await self._refresh(self._redis)
 
-    async def replace(self, before: AdapterEntry | None, after: AdapterEntry | None, name: str) -> bool:
+    async def replace(
+        self,
+        before: AdapterEntry | None,
+        after: AdapterEntry | None,
+        name: str,
+        check: Callable[[], None] | None = None,
+    ) -> bool:
         """Lists `after` under the name where `before` was (None: nothing). False: it was not, somebody was faster; then
-        the copy is fresh. RedisAway: nothing is known to have changed."""
+        the copy is fresh. RedisAway: nothing is known to have changed. check: raises when `entries` as they are do not
+        allow it; then it happens only while the whole list is as it was checked."""
         async with self._turn:
             held = self._held.get(name)
             if (held.entry if held is not None else None) != before:
                 return False
+            if check is not None:
+                check()
             raw = msgspec.msgpack.encode(after) if after is not None else b""
-            if self._redis is not None and not await self._compare_and_set(self._redis, name, held, raw):
+            version = None if check is None else self._seen[1] if self._seen is not None else b""
+            if self._redis is not None and not await self._compare_and_set(self._redis, name, held, raw, version):
                 self._seen = None
                 await self._refresh(self._redis)
                 return False
@@ -163,10 +174,12 @@ class AdapterRegistry:
         await redis.pipeline([*commands, ["HINCRBY", self._key, keys.ADAPTERS_VERSION, 1]])
         self._unsaved, self._base_unsaved = {}, False
 
-    async def _compare_and_set(self, redis: Commands, name: str, held: _Held | None, raw: bytes) -> bool:
+    async def _compare_and_set(
+        self, redis: Commands, name: str, held: _Held | None, raw: bytes, version: bytes | None
+    ) -> bool:
         before = held.raw if held is not None else b""
-        done = await redis.command("EVAL", COMPARE_AND_SET, 1, self._key, name, before, raw, keys.ADAPTERS_VERSION)
-        return done == 1
+        parts: list[Part] = [name, before, raw, keys.ADAPTERS_VERSION, *([] if version is None else [version])]
+        return await redis.command("EVAL", COMPARE_AND_SET, 1, self._key, *parts) == 1
 
     def _take(self, held: dict[str, _Held]) -> bool:
         changed = held != self._held

@@ -81,10 +81,8 @@ def allowed_source(path: str, roots: Iterable[str]) -> str:
         param="lora_path",
     )
     if is_url(path):
-        steps = path.partition("://")[2].split("/")
-        if not any(is_url(root) and path.startswith(root.rstrip("/") + "/") for root in roots) or {".", ".."} & {
-            *steps
-        }:
+        prefixes = [root.rstrip("/") + "/" for root in roots if is_url(root)]
+        if not any(path.startswith(prefix) and _is_plain(path.removeprefix(prefix)) for prefix in prefixes):
             raise refused
         return path.rstrip("/")
     try:
@@ -98,6 +96,13 @@ def allowed_source(path: str, roots: Iterable[str]) -> str:
     except (OSError, ValueError, RuntimeError) as error:  # a NUL byte, a circle of links, a name too long
         raise refused from error
     return str(folder)
+
+
+def _is_plain(rest: str) -> bool:
+    """Does every client of a file system read it as steps down? No escapes, queries, chains or ways up."""
+    if not rest.isprintable() or "::" in rest or any(character in rest for character in "%?#\\"):
+        return False
+    return not {".", ".."} & {*rest.split("/")}
 
 
 def _some(value: str | None) -> tuple[str, ...]:

@@ -2,7 +2,8 @@
 come, change and go.
 
 Looks once a second; the clock is passed in. A folder that is being written is taken when it has not changed for a
-while. Runs in every gateway that sees the folder: listing the same content twice changes nothing.
+while, one that is missing is given up when it has been so for a while; when it comes back, its adapter is whose it was.
+Runs in every gateway that sees the folder: listing the same content twice changes nothing.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cluster.adapters.desk import AdapterDesk
-from cluster.adapters.entries import is_name
+from cluster.adapters.entries import AdapterEntry, is_name
 from cluster.adapters.sources import FILES
 from workers.errors import RequestRefused
 
@@ -40,6 +41,8 @@ class FolderWatch:
         self._clock = clock
         self._sights: dict[str, _Sight] = {}
         self._done: dict[str, Print] = {}
+        self._missing_since_s: dict[str, float] = {}
+        self._last: dict[str, AdapterEntry] = {}
 
     async def run(self, period_s: float = 1.0) -> None:
         """Looks until it is cancelled."""
@@ -51,21 +54,33 @@ class FolderWatch:
             await asyncio.sleep(period_s)
 
     async def look(self) -> None:
-        """One look: takes what has settled, unlists what is gone."""
+        """One look: takes what has settled, unlists what has been gone for as long."""
         try:
             found = await asyncio.to_thread(self._scan)
         except OSError as error:  # on its way out or unmounted: what is listed stays
             log.warning("%s cannot be read: %s", self._folder, error.strerror)
+            self._missing_since_s.clear()
             return
         now_s = self._clock()
+        self._last |= (mine := self._listed())
         for name in sorted(found):
+            self._missing_since_s.pop(name, None)
             await self._see(name, found[name], now_s)
-        for name in [name for name in self._sights if name not in found]:
-            del self._sights[name]
-            self._done.pop(name, None)
-        for entry in list(self._desk.registry.entries.values()):
-            if entry.name not in found and Path(entry.source) == self._folder / entry.name:
-                await self._unload(entry.name)
+        for name in sorted({*self._sights, *mine} - found.keys()):
+            await self._miss(name, now_s)
+
+    def _listed(self) -> dict[str, AdapterEntry]:
+        """What is listed from this folder."""
+        entries = self._desk.registry.entries
+        return {name: entry for name, entry in entries.items() if Path(entry.source) == self._folder / name}
+
+    async def _miss(self, name: str, now_s: float) -> None:
+        if now_s - self._missing_since_s.setdefault(name, now_s) < SETTLED_S:
+            return
+        self._sights.pop(name, None)
+        self._done.pop(name, None)
+        if name not in self._listed() or await self._unload(name):
+            del self._missing_since_s[name]
 
     async def _see(self, name: str, now: Print, now_s: float) -> None:
         before = self._sights.get(name)
@@ -87,13 +102,17 @@ class FolderWatch:
         listed = self._desk.registry.entries.get(name)
         if listed is not None and listed.source != source:
             raise RequestRefused(f"{name} is listed from {listed.source}", code="invalid_value", param="lora_name")
-        await self._desk.load(name, source, inplace=True)
+        last = self._last.get(name) if listed is None else None
+        tenant, pinned = (last.tenant, last.pinned) if last is not None else (None, None)
+        await self._desk.load(name, source, tenant=tenant, pinned=pinned, inplace=True)
 
-    async def _unload(self, name: str) -> None:
+    async def _unload(self, name: str) -> bool:
         try:
             await self._desk.unload(name)
         except RequestRefused as error:
             log.warning("adapter %s is still listed, its folder is gone: %s", name, error)
+            return False
+        return True
 
     def _scan(self) -> dict[str, Print]:
         """Every folder that has an adapter_config.json and whose name an adapter can have."""

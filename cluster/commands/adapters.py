@@ -1,6 +1,6 @@
 """`tandem adapters ls|add|rm|pin|unpin`: adapters as desired state; gateways and groups follow within a second."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from cluster.adapters.entries import AdapterEntry
     from cluster.adapters.registry import AdapterRegistry
     from cluster.coordination.client import BackgroundClient
+    from cluster.coordination.registry import AdapterReport
 
 T = TypeVar("T")
 Holders = Callable[[str], dict[str, int]]
@@ -92,7 +93,6 @@ def unpin(name: Name, model: Model = None, redis_url: RedisUrl = None) -> None:
 async def _holders(redis: "BackgroundClient", base: str) -> Holders:
     """Groups by tier, of the services that run here; nothing is known of others'."""
     from cluster.coordination.registry import FleetView
-    from cluster.routing.residency import adapter_key
     from cluster.run_files import read_run_files
 
     reports = []
@@ -102,14 +102,18 @@ async def _holders(redis: "BackgroundClient", base: str) -> Holders:
             await fleet.refresh()
         reports += [record.adapters for record in fleet.records.values() if record.adapters is not None]
 
-    def holders(digest: str) -> dict[str, int]:
-        key = adapter_key(digest)
-        return {
-            "device": sum(key in report.on_device for report in reports),
-            "host": sum(key in report.on_host for report in reports),
-        }
+    return partial(held_by, reports)
 
-    return holders
+
+def held_by(reports: "Sequence[AdapterReport]", digest: str) -> dict[str, int]:
+    """How many groups hold it, by tier."""
+    from cluster.routing.residency import adapter_key
+
+    key = adapter_key(digest)
+    return {
+        "device": sum(key in report.on_device for report in reports),
+        "host": sum(key in report.on_host for report in reports),
+    }
 
 
 def _set_pinned(name: str, pinned: bool, model: str | None, redis_url: str | None) -> None:
@@ -142,7 +146,7 @@ def _change(model: str | None, redis_url: str | None, work: "Callable[[AdapterDe
             raise TandemError(f"{base.folder}, the model's folder, is not on this machine: adapters cannot be checked")
         tenants = (await TenantStore(redis).read()).tenants
         limit = partial(adapter_limit, tenants)
-        desk = AdapterDesk(registry, checker_of(base), (registry.model,), limit=limit)
+        desk = AdapterDesk(registry, checker_of(base), (registry.model, *base.names), limit=limit)
         try:
             return await work(desk)
         finally:

@@ -1,36 +1,75 @@
-"""`tandem status`: the groups of this user's running service, from Redis."""
+"""`tandem status`: the groups, adapters and tenants of this user's running service, from Redis."""
 
 import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 
 from configs.errors import TandemError
 
+if TYPE_CHECKING:
+    from cluster.adapters.entries import AdapterEntry
+    from cluster.coordination.registry import GroupRecord
+    from cluster.run_files import RunFile
+
+
+class _Reading(NamedTuple):
+    """A service at one moment. running: requests of each tenant."""
+
+    groups: "Sequence[GroupRecord]"
+    redis_away: bool
+    adapters: "Sequence[AdapterEntry]"
+    running: Mapping[str, int]
+
 
 def status() -> None:
-    """Show the running service's groups: state, queues, KV use."""
-    from cluster.coordination.client import BackgroundClient
-    from cluster.coordination.registry import FleetView, GroupRecord
-    from cluster.run_files import RunFile, read_run_files
-
-    async def read(run: RunFile) -> tuple[dict[str, GroupRecord], bool]:
-        redis = BackgroundClient(run.redis_url, timeout_s=1.0, retries=1)
-        try:
-            fleet = FleetView(redis, run.service_id)
-            await fleet.refresh()
-            return fleet.records, fleet.redis_away
-        finally:
-            await redis.close()
+    """Show the running service: groups (state, queues, KV use), adapters, tenants."""
+    from cluster.run_files import read_run_files
 
     runs = read_run_files()
     if not runs:
         raise TandemError("no service of this user is running on this machine")
     for run in runs:
-        records, away = asyncio.run(read(run))
-        typer.echo(f"{run.model} on {run.url} (pid {run.pid}){', Redis is away' if away else ''}")
-        for record in records.values():
+        now = asyncio.run(_read(run))
+        typer.echo(f"{run.model} on {run.url} (pid {run.pid}){', Redis is away' if now.redis_away else ''}")
+        for record in now.groups:
             typer.echo(
                 f"  group {record.group}  {record.state}  running {record.running}  waiting {record.waiting}  "
                 f"KV {record.kv_used:.0%}  outstanding tokens {record.outstanding_tokens}  "
                 f"pid {record.pid}  ranks {' '.join(map(str, record.rank_pids)) or '-'}"
             )
+        if now.adapters:
+            typer.echo(f"  adapters {len(now.adapters)}: {', '.join(_places(entry, now) for entry in now.adapters)}")
+        if now.running:
+            shown = (f"{name} running {count}" for name, count in now.running.items())
+            typer.echo(f"  tenants {len(now.running)}: {', '.join(shown)}")
+
+
+def _places(entry: "AdapterEntry", now: _Reading) -> str:
+    """An adapter, and how many groups hold it where."""
+    from cluster.commands.adapters import held_by
+
+    reports = [record.adapters for record in now.groups if record.adapters is not None]
+    held = [f"{tier} {count}" for tier, count in held_by(reports, entry.digest).items() if count]
+    return f"{entry.name}@{entry.digest[:12]} {' '.join(held) or 'at its source'}"
+
+
+async def _read(run: "RunFile") -> _Reading:
+    from cluster.adapters.registry import AdapterRegistry
+    from cluster.coordination.client import BackgroundClient, RedisAway
+    from cluster.coordination.registry import FleetView
+    from cluster.tenants.overview import running_requests
+
+    redis = BackgroundClient(run.redis_url, timeout_s=1.0, retries=1)
+    try:
+        fleet = FleetView(redis, run.service_id)
+        await fleet.refresh()
+        registry, running = AdapterRegistry(redis, run.model), dict[str, int]()
+        with suppress(RedisAway):
+            await registry.refresh()
+            running = await running_requests(redis)
+        return _Reading(list(fleet.records.values()), fleet.redis_away, list(registry.entries.values()), running)
+    finally:
+        await redis.close()

@@ -99,7 +99,7 @@ def rotate_key(
 
 
 def remove(name: Name, redis_url: RedisUrl = None) -> None:
-    """Remove a tenant. Its usage stays in the ledger."""
+    """Remove a tenant that has no adapters. Its usage stays in the ledger."""
     left = _run(redis_url, lambda store: _removed(store, name))
     typer.echo(f"{name} removed")
     if left.is_empty:

@@ -62,7 +62,7 @@ async def change_tenant(state: GatewayState, request: Request, _: Principal) -> 
 
 
 async def remove_tenant(state: GatewayState, request: Request, _: Principal) -> Response:
-    """Remove a tenant: its keys stop working, its usage stays in the ledger."""
+    """Remove a tenant that has no adapters: its keys stop working, its usage stays in the ledger."""
     name = request.path_params["name"]
     await state.tenants.remove(name)
     return json_response({"object": "tenant", "name": name, "deleted": True})
@@ -74,7 +74,7 @@ async def rotate_key(state: GatewayState, request: Request, _: Principal) -> Res
     grace_s = fields.get("grace_s") or 0
     if isinstance(grace_s, bool) or not isinstance(grace_s, int | float):
         raise invalid("grace_s", "grace_s must be a number of seconds.")
-    return _keyed(await state.tenants.rotate_key(request.path_params["name"], float(grace_s)))
+    return _keyed(await state.tenants.rotate_key(request.path_params["name"], grace_s))
 
 
 async def _fields(state: GatewayState, request: Request, known: set[str]) -> dict[str, Any]:

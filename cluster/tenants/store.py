@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from cluster.adapters.owned import adapters_of
 from cluster.coordination import keys
 from cluster.coordination.registry import Commands
 from cluster.tenants.tenant import HashedKey, Limits, Tenant, changed_limits, check_name, digest_of, new_key
@@ -145,9 +146,12 @@ class TenantStore:
         return KeyedTenant(await self._update(name, rotated), key)
 
     async def remove(self, name: str) -> None:
-        """Its keys stop working, its counts are forgotten; its usage rows stay. RequestRefused 404."""
+        """Its keys stop working, its counts are forgotten, usage rows stay. RequestRefused 404; 409: has adapters."""
         for _ in range(TRIES):
             before, _tenant = await self._get(name)
+            if adapters := await adapters_of(self._redis, name):
+                message = f"Tenant {name!r} has adapters; remove them first: {', '.join(adapters)}."
+                raise RequestRefused(message, code="invalid_value", status=409, param="name")
             if await self._put(name, before, b""):
                 await self._redis.command("DEL", keys.quota(name), keys.quota_gateways(name))
                 return

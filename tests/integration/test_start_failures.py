@@ -113,16 +113,23 @@ def test_a_bad_config_file(tmp_path: Path) -> None:
     assert "tensor_paralel_size" in text and "tensor_parallel_size" in text
 
 
-@pytest.mark.parametrize("flag", ["--enable-lora", "--speculative-config", "--no-such-flag"])
+@pytest.mark.parametrize("flag", ["--quantization", "--speculative-config", "--no-such-flag"])
 def test_a_flag_that_does_not_exist_is_refused(flag: str) -> None:
     assert flag in refused("demo", flag, "x")
 
 
 def test_help_shows_groups_and_defaults() -> None:
     text = run_tandem("serve", "--help").stdout
-    for words in ("Parallelism", "KV cache", "--tensor-parallel-size", "--max-num-seqs", "Default: 64"):
+    for words in (
+        "Parallelism",
+        "KV cache",
+        "--tensor-parallel-size",
+        "--max-num-seqs",
+        "--enable-lora",
+        "Default: 64",
+    ):
         assert words in text
-    for absent in ("--enable-lora", "--quantization", "--speculative-config"):
+    for absent in ("--quantization", "--speculative-config"):
         assert absent not in text
 
 

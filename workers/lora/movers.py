@@ -19,13 +19,11 @@ from workers.lora.host_copy import HostCopy, cut_shard
 from workers.lora.slab import AdapterSlab
 from workers.messages import AdapterMove, AdapterRef
 from workers.models.spec import ArchSpec
-from workers.peft_folder import adapted_linears, read_adapter
+from workers.peft_folder import most_file_bytes, read_adapter
 from workers.rank.kv_mover import ALL_MOVED, Outcome
 
 log = logging.getLogger(__name__)
 
-WIDEST_ELEMENT_BYTES = 4
-MOST_OTHER_BYTES = 2**23
 HostCopies = dict[str, HostCopy]
 """By digest. Fetches add, a drop takes away, each on its own thread: single operations of a dict, which are whole."""
 ReadShard = Callable[[AdapterRef], HostCopy]
@@ -51,10 +49,7 @@ class ShardReader:
         self._cache_folder = cache_folder
         self._dtype = dtype
         self._pin = pin
-        shapes = adapted_linears(spec).values()
-        elements = sum(shape.inputs + shape.outputs for shape in shapes) * slab.shape.max_rank
-        elements += sum(shape.inputs * shape.outputs for shape in shapes if shape.is_table)
-        self._most_bytes = elements * WIDEST_ELEMENT_BYTES + MOST_OTHER_BYTES
+        self._most_bytes = most_file_bytes(spec, slab.shape.max_rank)
 
     def __call__(self, ref: AdapterRef) -> HostCopy:
         folder = local_folder(ref, self._cache_folder, most_bytes=self._most_bytes)

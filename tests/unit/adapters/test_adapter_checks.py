@@ -3,9 +3,11 @@
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from cluster.adapters.checks import base_facts, check_modules, checker_of
+from cluster.adapters.entries import BaseFacts
 from cluster.preflight import check_adapters
 from configs.errors import SettingsError, TandemError
 from configs.load import build_settings
@@ -25,6 +27,12 @@ def settings(*modules: str, **more: object) -> ServiceSettings:
 def test_a_good_folder_has_its_digest() -> None:
     check = checker_of(base_facts(settings()))
     assert check(str(PIRATE)) == adapter_digest(PIRATE)
+
+
+def test_all_names_of_the_model_are_announced() -> None:
+    assert base_facts(settings(served_model_name=["demo", "other"])).names == ("demo", "other")
+    older = msgspec.msgpack.encode({"folder": "/m", "max_rank": 8})
+    assert msgspec.msgpack.decode(older, type=BaseFacts).names == ()
 
 
 def test_a_url_is_fetched_and_checked_the_same_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from cluster.adapters.entries import AdapterEntry
 from cluster.adapters.registry import AdapterRegistry
 from cluster.adapters.running import RunningAdapters
 from cluster.adapters.sources import Module
-from cluster.coordination.client import RedisAway
+from cluster.coordination.client import BackgroundClient, RedisAway
 from configs.errors import SettingsError, TandemError
 from workers.errors import RequestRefused
 from workers.messages import AdapterRef
@@ -131,6 +131,20 @@ async def test_a_tenant_has_no_more_adapters_than_it_may() -> None:
     assert [entry.name for entry in desk.visible("acme")] == ["one", "three"]
     assert [entry.name for entry in desk.visible("nobody")] == ["three"]
     desk.close()
+
+
+async def test_of_two_loads_at_once_one_is_above_the_limit(redis: BackgroundClient) -> None:
+    desks = [AdapterDesk(AdapterRegistry(redis, "demo"), check, ("demo",), limit=lambda _: 3) for _ in range(2)]
+    await desks[0].load("old", "/a/one", tenant="acme")
+    await desks[1].load("public", "/a/one")
+    loads = [desk.load(f"{n}{place}", "/a/one", tenant="acme") for place, desk in enumerate(desks) for n in "ab"]
+    done = await asyncio.gather(*loads, return_exceptions=True)
+    assert sorted(str(one) for one in done if not isinstance(one, RequestRefused)) == ["listed"] * 2
+    assert {one.param for one in done if isinstance(one, RequestRefused)} == {"tenant"}
+    for desk in desks:
+        await desk.registry.refresh()
+        assert len(desk.visible("acme")) == 4, "three of its own, one of everybody's"
+        desk.close()
 
 
 async def test_without_redis_the_list_cannot_be_changed_and_goes_on() -> None:

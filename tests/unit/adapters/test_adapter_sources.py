@@ -81,6 +81,13 @@ def test_urls_need_a_root_that_is_one() -> None:
         "s3://bucket/adapters/../other",
         "s3://bucket/adapters/./one",
         "http://bucket/adapters/one",
+        "s3://bucket/adapters/%2e%2e/other",
+        "s3://bucket/adapters/one?versionId=1",
+        "s3://bucket/adapters/one#part",
+        "s3://bucket/adapters/one::file:///etc",
+        "s3://bucket/adapters/..\\other",
+        "s3://bucket/adapters/one\n",
+        "s3://bucket/adapters/o\0ne",
     ):
         refused(path, *roots)
 

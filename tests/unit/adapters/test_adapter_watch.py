@@ -66,6 +66,7 @@ async def test_folders_come_change_and_go(rig: Rig) -> None:
     assert await rig.look() == {"one": "a", "two": "b"}
     assert await rig.look() == {"one": "c", "two": "b"}
     (rig.folder / "two" / "adapter_config.json").unlink()
+    assert await rig.look() == {"one": "c", "two": "b"}, "it may be being moved"
     assert await rig.look() == {"one": "c"}
     assert rig.checks == 3, "each version is read once"
 
@@ -110,7 +111,35 @@ async def test_only_its_own_are_touched(rig: Rig, tmp_path_factory: pytest.TempP
     await rig.look()
     assert await rig.look() == {"one": "z"}, "the name is taken by another source"
     (rig.folder / "one" / "adapter_config.json").unlink()
+    await rig.look()
     assert await rig.look() == {"one": "z"}
+
+
+async def test_a_folder_that_is_missing_for_a_moment_stays_listed(rig: Rig) -> None:
+    write(rig.folder / "one", "a")
+    await rig.look()
+    await rig.look()
+    for _ in range(2):  # each absence counts for itself
+        away = (rig.folder / "one").rename(rig.folder / ".away")
+        assert await rig.look() == {"one": "a"}
+        assert await rig.look(SETTLED_S / 2) == {"one": "a"}
+        away.rename(rig.folder / "one")
+        assert await rig.look() == {"one": "a"}
+    assert rig.desk.counts["unlisted"] == 0
+
+
+async def test_what_comes_back_is_whose_it_was(rig: Rig) -> None:
+    write(rig.folder / "one", "a")
+    await rig.desk.load("one", str(rig.folder / "one"), tenant="acme", pinned=True)
+    await rig.look()
+    away = (rig.folder / "one").rename(rig.folder / ".away")
+    await rig.look()
+    assert await rig.look() == {}
+    away.rename(rig.folder / "one")
+    await rig.look()
+    assert await rig.look() == {"one": "a"}
+    entry = rig.desk.registry.entries["one"]
+    assert (entry.tenant, entry.pinned) == ("acme", True)
 
 
 async def test_names_that_no_adapter_can_have_and_files_are_left_alone(rig: Rig) -> None:

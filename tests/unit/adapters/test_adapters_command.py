@@ -1,6 +1,7 @@
 """`tandem adapters` against a real Redis and no service: everything but the reading of it by gateways."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def url(server: RedisServer) -> str:
         await redis.command("FLUSHALL")
         await redis.command("SET", keys.SENTINEL, "1")
         registry = AdapterRegistry(redis, "demo")
-        registry.announce(BaseFacts(folder=str(DEMO / "model"), max_rank=16))
+        registry.announce(BaseFacts(folder=str(DEMO / "model"), max_rank=16, names=("demo", "demo-2")))
         await registry.refresh()
         await TenantStore(redis).add("acme", {"max_adapters": 1})
         await redis.close()
@@ -79,6 +80,7 @@ def test_relative_paths_are_of_the_folder_that_one_is_in(url: str, monkeypatch: 
         (("add", "odd", str(DEMO)), "adapter_config.json"),
         (("add", "odd", "/no/such/folder"), "is not a folder"),
         (("add", "demo", PIRATE), "name of the model itself"),
+        (("add", "demo-2", PIRATE), "name of the model itself"),
         (("add", "a b", PIRATE), "An adapter's name is"),
         (("add", "mine", PIRATE, "--tenant", "nobody"), "There is no tenant 'nobody'"),
         (("rm", "none"), "there is no adapter none"),
@@ -98,6 +100,15 @@ def test_a_tenant_has_no_more_than_it_may(url: str) -> None:
     done = tandem(url, "add", "two", SHOUT, "--tenant", "acme")
     assert "has 1 adapters and may have 1" in str(done.exception)
     assert tandem(url, "add", "two", SHOUT, "--tenant", "default").exit_code == 0
+
+
+def test_a_tenant_goes_after_its_adapters(url: str) -> None:
+    tenants = partial(CliRunner().invoke, build_app(), ["tenants", "rm", "acme", "--redis-url", url])
+    assert tandem(url, "add", "one", PIRATE, "--tenant", "acme").exit_code == 0
+    assert tandem(url, "add", "two", SHOUT).exit_code == 0
+    assert "'acme' has adapters; remove them first: one." in str(tenants().exception)
+    assert tandem(url, "rm", "one").exit_code == 0
+    assert tenants().output == "acme removed\n"
 
 
 def test_a_redis_that_served_no_adapters_is_said(server: RedisServer, url: str) -> None:

@@ -237,6 +237,7 @@ async def test_the_admin_routes_do_what_the_command_does() -> None:
         ("DELETE", "/nobody", None, 404, "name"),
         ("POST", "/acme/rotate-key", {"grace_s": "9"}, 400, "grace_s"),
         ("POST", "/acme/rotate-key", {"grace_s": -1}, 400, "grace_s"),
+        ("POST", "/acme/rotate-key", {"grace_s": 10**400}, 400, "grace_s"),
     ],
 )
 async def test_admin_requests_that_are_wrong(

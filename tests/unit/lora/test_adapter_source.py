@@ -1,5 +1,6 @@
 """Where adapters come from: folders as they are, URLs through a cache that is addressed by content."""
 
+import io
 import os
 import shutil
 import threading
@@ -21,6 +22,7 @@ from workers.peft_folder import CONFIG_FILE, WEIGHT_FILE, adapter_digest
 PIRATE = Path(__file__).resolve().parents[3] / "configs" / "demo" / "adapters" / "pirate"
 DIGEST = adapter_digest(PIRATE)
 OTHER_DIGEST = adapter_digest(PIRATE.parent / "shout")
+MOST_BYTES = 2**30
 
 
 @pytest.fixture
@@ -72,7 +74,11 @@ def fetch_another(cache: Path) -> None:
 
 
 def test_the_digest_of_a_url_leaves_the_files_to_be_served(tmp_path: Path, memory_url: str) -> None:
-    assert remote_digest(memory_url, tmp_path) == DIGEST == remote_digest(memory_url, tmp_path)
+    assert (
+        remote_digest(memory_url, tmp_path, most_bytes=MOST_BYTES)
+        == DIGEST
+        == remote_digest(memory_url, tmp_path, most_bytes=MOST_BYTES)
+    )
     assert names(tmp_path) == {DIGEST}
     assert local_folder(ref("memory://bucket/gone"), tmp_path) == tmp_path / DIGEST
 
@@ -92,6 +98,9 @@ def test_a_source_that_cannot_be_read_is_refused(tmp_path: Path, source: str) ->
 def test_a_weight_file_that_is_too_large_is_not_fetched_whole(tmp_path: Path, memory_url: str) -> None:
     with pytest.raises(AdapterRefused, match=f"{WEIGHT_FILE} has more than 1000 bytes"):
         local_folder(ref(memory_url), tmp_path, most_bytes=1000)
+    with pytest.raises(AdapterRefused, match=f"{WEIGHT_FILE} has more than 1000 bytes"):
+        remote_digest(memory_url, tmp_path, most_bytes=1000)
+    assert names(tmp_path) == {f"{DIGEST}.lock"}
 
 
 def test_ranks_that_want_the_same_files_fetch_them_once(
@@ -118,6 +127,29 @@ def test_a_source_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.Mon
         local_folder(ref("memory://bucket/pirate"), tmp_path, timeout_s=0.2)
     assert time.monotonic() - started_s < 30
     go_on.set()
+
+
+class Slow:
+    """A source that always has one more byte, after a while."""
+
+    def read(self, _: int) -> bytes:
+        time.sleep(0.01)
+        return b"x"
+
+
+def test_a_download_that_was_given_up_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+
+    def copy(_: str, __: Path, most_bytes: int | None, stop: threading.Event) -> None:
+        try:
+            adapter_source._copy(Slow(), io.BytesIO(), WEIGHT_FILE, most_bytes, stop)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(adapter_source, "_copy_files", copy)
+    with pytest.raises(AdapterRefused, match="has not delivered it"):
+        remote_digest("memory://bucket/pirate", tmp_path, most_bytes=2000, timeout_s=0.1)
+    assert ended.wait(5)
 
 
 def test_a_cache_that_cannot_be_written_is_said_to_be_so(tmp_path: Path, memory_url: str) -> None:

@@ -1,0 +1,57 @@
+"""`tandem status`: what it says of adapters and tenants, from a real Redis."""
+
+import asyncio
+import time
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from cluster.adapters.entries import AdapterEntry
+from cluster.adapters.registry import AdapterRegistry
+from cluster.cli import build_app
+from cluster.coordination import keys
+from cluster.coordination.client import BackgroundClient
+from cluster.coordination.redis_server import RedisServer
+from cluster.coordination.registry import AdapterReport, GroupRecord
+from cluster.routing.residency import adapter_key
+from cluster.run_files import RunFile
+from cluster.tenants.store import TenantStore
+
+PIRATE, SHOUT = "a" * 64, "b" * 64
+
+
+def prepare(url: str) -> None:
+    """One group that holds one of two adapters; a tenant with two requests at a live gateway, one at a dead one."""
+
+    async def write() -> None:
+        redis = BackgroundClient(url)
+        await redis.command("FLUSHALL")
+        await redis.command("SET", keys.SENTINEL, "1")
+        registry = AdapterRegistry(redis, "demo")
+        for name, digest in (("pirate", PIRATE), ("shout", SHOUT)):
+            await registry.replace(None, AdapterEntry(name=name, digest=digest, source="/a"), name)
+        report = AdapterReport(on_device=[adapter_key(PIRATE)])
+        record = GroupRecord(group="g0", epoch=1, model="demo", state="serving", host="h", pid=1, adapters=report)
+        await redis.command("SADD", keys.groups("s"), "g0")
+        await redis.command("SET", keys.group("s", "g0"), msgspec.msgpack.encode(record))
+        await TenantStore(redis).add("acme", {})
+        await TenantStore(redis).add("idle", {})
+        await redis.command("HSET", keys.quota("acme"), "n:live", "2", "n:dead", "1")
+        now_ms = int(time.time() * 1000)
+        await redis.command("ZADD", keys.quota_gateways("acme"), now_ms + 60_000, "live", now_ms - 60_000, "dead")
+        await redis.close()
+
+    asyncio.run(write())
+
+
+def test_adapters_and_tenants_have_a_line_each(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(server.url)
+    run = RunFile(pid=1, started_at=0.0, url="http://x", model="demo", service_id="s", redis_url=server.url)
+    monkeypatch.setattr("cluster.run_files.read_run_files", lambda: [run])
+    lines = CliRunner().invoke(build_app(), ["status"], catch_exceptions=False).output.splitlines()
+    assert lines[1].startswith("  group g0")
+    assert lines[2:] == [
+        "  adapters 2: pirate@aaaaaaaaaaaa device 1, shout@bbbbbbbbbbbb at its source",
+        "  tenants 2: acme running 2, idle running 0",
+    ]
