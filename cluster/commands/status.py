@@ -25,7 +25,7 @@ class _Reading(NamedTuple):
 
 
 def status() -> None:
-    """Show the running service: groups (state, queues, KV use), adapters, tenants."""
+    """Show a running service: groups, adapters, tenants."""
     from cluster.run_files import read_run_files
 
     runs = read_run_files()

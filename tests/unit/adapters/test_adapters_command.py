@@ -108,7 +108,7 @@ def test_a_tenant_goes_after_its_adapters(url: str) -> None:
     assert tandem(url, "add", "two", SHOUT).exit_code == 0
     assert "'acme' has adapters; remove them first: one." in str(tenants().exception)
     assert tandem(url, "rm", "one").exit_code == 0
-    assert tenants().output == "acme removed\n"
+    assert tenants().output.startswith("acme removed\n")
 
 
 def test_a_redis_that_served_no_adapters_is_said(server: RedisServer, url: str) -> None:
