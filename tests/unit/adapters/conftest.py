@@ -7,7 +7,7 @@ import pytest
 from cluster.coordination import keys
 from cluster.coordination.client import BackgroundClient
 from cluster.coordination.redis_server import RedisServer
-from tests.unit.adapters.redis_rig import private_redis
+from tests.support.private_redis import private_redis
 
 
 @pytest.fixture(scope="module")

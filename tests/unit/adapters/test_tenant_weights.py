@@ -3,7 +3,7 @@
 from cluster.coordination.client import BackgroundClient
 from cluster.tenant_weights import TenantWeights
 from cluster.tenants.store import TenantStore
-from tests.unit.adapters.redis_rig import private_redis
+from tests.support.private_redis import private_redis
 
 
 async def test_weights_are_read_when_tenants_change_and_outlive_their_loss() -> None:

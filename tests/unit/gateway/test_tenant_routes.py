@@ -18,8 +18,9 @@ from cluster.tenants.directory import TenantDirectory
 from cluster.tenants.quota import Quota
 from cluster.tenants.store import TenantStore
 from tests.support.fake_backend import FakeBackend
+from tests.support.private_redis import private_redis
 from tests.unit.gateway.rig import EOS, USER, Rig, error_of, events, gateway
-from tests.unit.tenants.tenant_rig import patient, redis_server
+from tests.unit.tenants.tenant_rig import patient
 from workers.errors import QueueFull
 
 ROOT = {"authorization": "Bearer root"}
@@ -53,7 +54,7 @@ class Door:
 
 @contextlib.asynccontextmanager
 async def open_door(**backend: Any) -> AsyncIterator[Door]:
-    with redis_server() as server:
+    with private_redis() as server:
         redis, requests = patient(server), RequestClient(server.url, timeout_s=2.0)
         store = TenantStore(redis)
         directory = TenantDirectory(store, clock=lambda: 0.0)

@@ -6,12 +6,13 @@ import pytest
 
 from cluster.coordination.client import BackgroundClient
 from cluster.coordination.redis_server import RedisServer
-from tests.unit.tenants.tenant_rig import Fleet, patient, redis_server
+from tests.support.private_redis import private_redis
+from tests.unit.tenants.tenant_rig import Fleet, patient
 
 
 @pytest.fixture
 def server() -> Iterator[RedisServer]:
-    with redis_server() as running:
+    with private_redis() as running:
         yield running
 
 

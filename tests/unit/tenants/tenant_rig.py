@@ -1,15 +1,9 @@
 """Gateways' tenants over one real private Redis: servers that can be frozen and emptied, gateways that can die."""
 
 import asyncio
-import os
-import shutil
-import signal
-import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from cluster.coordination.client import BackgroundClient, RequestClient
@@ -17,24 +11,9 @@ from cluster.coordination.redis_server import RedisServer
 from cluster.tenants.admission import Grant, OverLimit
 from cluster.tenants.quota import Quota
 from cluster.tenants.tenant import Limits, Tenant
-from configs.environment import short_temp_folder
 
 DEADLINE_S = 20.0
 START_MS = 1_800_000_000_000
-
-
-@contextmanager
-def redis_server() -> Iterator[RedisServer]:
-    folder = Path(tempfile.mkdtemp(prefix="tq-", dir=short_temp_folder()))
-    server = RedisServer(folder / "redis")
-    server.start()
-    try:
-        yield server
-    finally:
-        if server.pid is not None and server.is_alive():
-            os.kill(server.pid, signal.SIGCONT)
-        server.stop()
-        shutil.rmtree(folder)
 
 
 def patient(server: RedisServer) -> BackgroundClient:

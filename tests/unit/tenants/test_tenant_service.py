@@ -12,7 +12,8 @@ from cluster.gateway.state import Opening, Outcome
 from cluster.tenants.service import TenantService
 from cluster.tenants.store import TenantStore
 from cluster.tenants.usage import read_usage
-from tests.unit.tenants.tenant_rig import patient, redis_server, until
+from tests.support.private_redis import private_redis
+from tests.unit.tenants.tenant_rig import patient, until
 from workers.messages import Usage
 
 
@@ -75,13 +76,13 @@ async def test_everything_reaches_redis_by_itself(server: RedisServer, redis: Ba
 
 async def test_a_state_folder_carries_tenants_budgets_and_rows_to_a_new_redis(tmp_path: Path) -> None:
     """The service ends with its private Redis; the next one begins with another."""
-    with redis_server() as server:
+    with private_redis() as server:
         first = service(server, tmp_path / "state")
         await first.start()
         made = await first.admin.add("acme", {"token_budget": 100})
         await serve_one(first, "acme", "r1", 60)
         await first.close()
-    with redis_server() as server:
+    with private_redis() as server:
         second = service(server, tmp_path / "state")
         await second.start()
         assert {t.name: t.keys for t in second.directory.tenants.values()} == {"acme": made.tenant.keys}
