@@ -60,8 +60,9 @@ class _Loss(NamedTuple):
 class _Attempt:
     """One dispatch of a request: its epoch, its call, the group that turned out to run it."""
 
-    def __init__(self, stream: RequestStream, request: GenerationRequest, call: Call) -> None:
+    def __init__(self, stream: RequestStream, request: GenerationRequest, call: Call, began_s: float) -> None:
         self.stream = stream
+        self.began_s = began_s
         self.request = request
         self.call = call
         self.sender: bytes | None = None
@@ -191,7 +192,8 @@ class GroupClient:
     def _dispatch(self, stream: RequestStream, request: GenerationRequest) -> _Attempt:
         request = msgspec.structs.replace(request, reply_to=self._receiver.reply_to)
         vanished = [record.group for record in self._fleet.vanished_for()]
-        attempt = _Attempt(stream, request, self._caller.call(self._encode(request), vanished))
+        call = self._caller.call(self._encode(request), vanished)
+        attempt = _Attempt(stream, request, call, self._loop.time())
         self._attempts[request.request_id] = attempt
         return attempt
 
@@ -268,11 +270,16 @@ class GroupClient:
         return _Loss("its last tokens did not arrive within 1 s")
 
     def _resumption(self, attempt: _Attempt) -> GenerationRequest:
-        """The same request for another group: what was delivered counts as generated."""
+        """The same request for another group: what was delivered counts as generated, and who has had a token is not
+        sent away for waiting again."""
+        delivered, left_s = attempt.stream.delivered, attempt.request.deadline_s
+        if left_s is not None:
+            left_s = None if any(delivered) else max(0.0, left_s - (self._loop.time() - attempt.began_s))
         return msgspec.structs.replace(
             attempt.request,
             epoch=attempt.request.epoch + 1,
-            resume_token_ids=[list(tokens) for tokens in attempt.stream.delivered],
+            resume_token_ids=[list(tokens) for tokens in delivered],
+            deadline_s=left_s,
         )
 
     # ---- deltas and aborts ---------------------------------------------------------------------------------------

@@ -107,7 +107,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The HTTP side. Caps are the contract's; a cap that is exceeded is a 400 (413 for the body). state_dir: for the
-    usage journal and a copy of the tenants; None: they end with the service, or with Redis if that is later."""
+    usage journal and a copy of the tenants; None: they end with the service, or with Redis if that is later.
+    queue_timeout_s: how long a request may wait for its first step; None: for ever."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -116,6 +117,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     state_dir: str | None = None
     usage_days: int = 30
     num_gateways: int = 1
+    queue_timeout_s: float | None = None
     max_body_bytes: int = 8 * 2**20
     max_json_depth: int = 64
     max_choices: int = 128

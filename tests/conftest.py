@@ -1,5 +1,10 @@
-"""Fixtures for the whole suite: one running service that tests marked `cluster` share."""
+"""Fixtures for the whole suite: one running service that tests marked `cluster` share; and plain signals.
 
+A runner that was started with `&` by a script, or under nohup, ignores SIGINT, SIGQUIT or SIGHUP, and every process that
+a test starts and interrupts would inherit that.
+"""
+
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -7,6 +12,16 @@ import pytest
 from tests.support.service import Service, tandem_serve
 
 SHARED = ("demo", "-tp", "2", "-dp", "2", "--device", "cpu", "--dtype", "float32", "--num-gpu-blocks-override", "512")
+
+
+def pytest_configure() -> None:
+    """In every process that runs tests, before it starts another."""
+    for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 @pytest.fixture(scope="session")

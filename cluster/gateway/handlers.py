@@ -166,6 +166,7 @@ def _run(
             adapter=model.adapter,
             tenant=principal.tenant,
             priority=body.priority if body.priority is not None else state.tenancy.limits(principal.tenant).priority,
+            deadline_s=state.settings.queue_timeout_s,
             cache_salt=salted(principal.tenant, body.cache_salt),
             trace_ids={"x-request-id": request.scope.get("tandem.request_id", "")},
         )

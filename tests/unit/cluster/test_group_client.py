@@ -462,6 +462,25 @@ async def test_a_group_that_dies_hands_over_without_gap_or_duplicate(slow_servic
     assert sum(d.finish_reason is not None for d in got) == 1
 
 
+async def test_what_is_left_of_a_deadline_moves_along_and_ends_with_the_first_token(slow_service: Service) -> None:
+    stream = await slow_service.client.submit(msgspec.structs.replace(request("r", 200), deadline_s=60.0))
+    await anext(stream)
+    slow_service.groups[0].die()
+    await read_all(stream)
+    (moved,) = slow_service.groups[1].requests
+    assert moved.deadline_s is None, "who has had a token is not sent away for waiting"
+
+    waiting = Service(SlowEngine)
+    for group in waiting.groups:
+        await group.wait_opened()
+    stream = await waiting.client.submit(msgspec.structs.replace(request("bad", prompt=[666]), deadline_s=60.0))
+    with pytest.raises(RequestRefused, match="2 groups"):
+        await read_all(stream)
+    (second,) = waiting.groups[1].requests
+    assert second.deadline_s is not None and 0 < second.deadline_s < 60.0 - group_client.REDISPATCH_S
+    await waiting.close()
+
+
 class TalkativeEngine(SlowEngine):
     """Once `given_up`, what it says is wrong."""
 

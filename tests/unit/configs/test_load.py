@@ -74,6 +74,7 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "admin_api_key": (["a", "b"], ("a", "b")),
     "state_dir": ("state", "state"),
     "usage_days": (7, 7),
+    "queue_timeout": (30, 30.0),
     "shutdown_timeout": (5, 5.0),
     "metrics_prefix": ("vllm", "vllm"),
     "redis_url": ("redis://h:1", "redis://h:1"),
