@@ -6,7 +6,7 @@ speed: decode tokens/s with 0, 1, 4, 16 and 64 different adapters active in a fu
 run (A-B-A-B); also rank 16 on all linears, over what (weights + active adapters) over measured bandwidth predicts.
 memory: adapters that fit one GiB, against slots padded to the highest rank on every linear. zipf: TTFT when requests
 draw from 8, 64 and 512 adapters (Zipf, Poisson arrivals at half the capacity measured with 8) and the device holds 8.
-peer: `transformers` with `peft`, which switches adapters between requests. JSON goes to out/benchmarks.
+peer: `transformers` with `peft`, which switches adapters between requests. JSON and a plot go to out/benchmarks.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from benchmarks.adapters import ALL_LINEARS, QV, adapter_bytes, adapter_folders
 from benchmarks.engine_run import TimelineSink, drain, opened_engine
+from benchmarks.lora_plot import plot
 from benchmarks.machine import OtherCpu, measure_machine
 from benchmarks.models import SHAPES, model_folder
 from benchmarks.workload import Timeline, percentiles
@@ -53,7 +54,8 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class SpeedLine:
-    """One batch: `active` adapters of `rank` on `modules`; medians of tokens/s in turn with base alone."""
+    """One batch: `active` adapters of `rank` on `modules`; medians of tokens/s in turn with base alone, and of the ratio
+    of each turn to the base turn beside it (the machine drifts)."""
 
     batch: int
     active: int
@@ -61,12 +63,9 @@ class SpeedLine:
     modules: str
     tokens_per_s: float
     base_tokens_per_s: float
+    ratio: float
     predicted_ratio: float
     other_cpu: float
-
-    @property
-    def ratio(self) -> float:
-        return self.tokens_per_s / self.base_tokens_per_s
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -166,7 +165,7 @@ def measure_speed(options: argparse.Namespace, console: Console) -> list[dict[st
                     f"other_cpu {line.other_cpu:.2f}"
                 )
     console.print(f"weights {weights / GIB:.2f} GiB, read at {bandwidth / 1e9:.1f} GB/s")
-    return [asdict(line) | {"ratio": line.ratio} for line in lines]
+    return [asdict(line) for line in lines]
 
 
 def _speed_line(
@@ -187,11 +186,13 @@ def _speed_line(
     base: list[float] = []
     with OtherCpu() as other:
         for repeat in tqdm(range(options.repeats), desc=f"{len(refs)} adapters", leave=False):
-            base.append(turn(f"base{repeat}", [None]))
-            ours.append(turn(f"lora{repeat}", refs))
+            turns = [(base, "base", [None]), (ours, "lora", refs)]
+            for kept, name, adapters in turns if repeat % 2 else reversed(turns):
+                kept.append(turn(f"{name}{repeat}", adapters))
     kind = "all" if tuple(modules) == ALL_LINEARS else "q, v"
     middle = statistics.median
-    return SpeedLine(batch, len(refs), rank, kind, middle(ours), middle(base), predicted, other.share)
+    ratio = middle(a / b for a, b in zip(ours, base, strict=True))
+    return SpeedLine(batch, len(refs), rank, kind, middle(ours), middle(base), ratio, predicted, other.share)
 
 
 # ---- memory ----
@@ -384,11 +385,13 @@ def main() -> None:
     console = Console(width=160)
     torch.set_num_threads(options.threads)
     parts = {"speed": measure_speed, "memory": measure_memory, "zipf": measure_zipf, "peer": measure_peer}
-    record: dict[str, object] = {"options": vars(options), "torch": torch.__version__}
-    for part in options.parts:
-        record[part] = parts[part](options, console)
     RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / "lora.json").write_text(json.dumps(record, indent=1))
+    measured: dict[str, object] = {}
+    for part in options.parts:
+        measured[part] = parts[part](options, console)
+        record = {"options": vars(options), "torch": torch.__version__, part: measured[part]}
+        (RESULTS / f"lora-{part}.json").write_text(json.dumps(record, indent=1))
+    plot(measured, RESULTS / "lora.png")
 
 
 if __name__ == "__main__":
