@@ -8,7 +8,7 @@
 #define VECTORS 16                       /* sums of an expand that stay in registers */
 #define PIECE 512                        /* columns of y that one thread takes at a time */
 #define LINE (64 / (int)sizeof(element)) /* elements of a cache line */
-#define PARALLEL_ELEMENTS 65536          /* below this a second thread costs more than it brings */
+#define PARALLEL_ELEMENTS (1L << 20)     /* below this waking a second thread costs more than it brings */
 
 /* What one instruction multiplies: pairs of bfloat16 where the CPU has that, else floats. */
 #if ELEMENT == 1 && defined(__AVX512BF16__)

@@ -28,11 +28,16 @@ class AdapterSites:
         self.sample_rows: AdapterRows | None = None
         self.slots: frozenset[int] = frozenset()
         self._bounds: list[tuple[int, int]] = []
+        self._chosen: dict[tuple[int, int], list[SectionTables]] = {}
+        self._chosen_for: tuple[frozenset[int], int] = (self.slots, 0)
 
     def begin(self, batch: ForwardBatch) -> None:
         rows = self.rows = batch.adapters
         self.sample_rows = batch.sample_adapters
         self.slots = frozenset() if rows is None else frozenset(slot for _, _, slot in rows.segments)
+        if (wanted := (self.slots, self._slab.changes)) != self._chosen_for:
+            self._chosen_for = wanted
+            self._chosen.clear()
 
     def attach(self, linears: Iterable[AdaptableLinear]) -> int:
         """The slab's first sections are the parts of `linears`, in its order; how many those are."""
@@ -55,10 +60,14 @@ class AdapterSites:
         return EmbeddingDelta(self, self._slab, first, last)
 
     def sections(self, first: int, last: int) -> list[SectionTables]:
-        """Those of [first, last) that an adapter of the step changes."""
-        slots, slab = self.slots, self._slab
-        pairs = zip(slab.tables[first:last], slab.slots_of[first:last], strict=True)
-        return [tables for tables, users in pairs if not slots.isdisjoint(users)]
+        """Those of [first, last) that an adapter of the step changes. Kept while the steps' slots and what lies in them
+        stay the same."""
+        chosen = self._chosen.get((first, last))
+        if chosen is None:
+            slots, slab = self.slots, self._slab
+            pairs = zip(slab.tables[first:last], slab.slots_of[first:last], strict=True)
+            chosen = self._chosen[first, last] = [tables for tables, users in pairs if not slots.isdisjoint(users)]
+        return chosen
 
     def add(self, y_TO: torch.Tensor, x_TI: torch.Tensor, sections: list[SectionTables], rows: AdapterRows) -> None:
         self._ops.add(y_TO, x_TI, self._slab.memory_PE, sections, rows)

@@ -18,6 +18,7 @@ from workers.rank.kv_tensors import zeros
 
 class AdapterSlab:
     """`slab_PE` in the model's dtype; `tables[s]` and `slots_of[s]` (the slots whose adapter changes it) by section.
+    `changes` counts what was put.
 
     `memory_PE`: the slab, and where `with_identity` the identity of [R, R] behind it, from element `identity_start` on.
     """
@@ -40,6 +41,7 @@ class AdapterSlab:
         self.slab_PE = self.memory_PE[:num_pages]
         self.memory_PE.view(-1)[self.identity_start :][: size : shape.max_rank + 1] = 1
         self.slots_of: list[set[int]] = [set() for _ in shape.parts]
+        self.changes = 0
         self._device = device
         self._num_slots = 0
         self.tables: list[SectionTables] = []
@@ -64,6 +66,7 @@ class AdapterSlab:
         self._rows_2SLR[:, :, slot].copy_(torch.from_numpy(starts_2SR))
         self._ranks_SL[:, slot].copy_(torch.from_numpy(copy.ranks_S))
         self._scales_SL[:, slot].copy_(torch.from_numpy(copy.scales_S))
+        self.changes += 1
         for rank, slots in zip(copy.ranks_S.tolist(), self.slots_of, strict=True):
             (slots.add if rank else slots.discard)(slot)
 

@@ -27,6 +27,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+PARALLEL_ELEMENTS = 2**20
+"""As in cpu_lora.c."""
+
+
 @pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=str)
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param  # type: ignore[no-any-return]
@@ -50,6 +54,12 @@ def merged(dtype: torch.dtype, inputs: int = 112, outputs: tuple[int, ...] = (27
     """q, k and v; each section in other slots with other ranks."""
     ranks = [RANKS[shift:] + RANKS[:shift] for shift in range(len(outputs))]
     return make_layer(inputs, outputs, ranks, dtype, gap=gap)
+
+
+def elements(layer: LoraLayer, slots: list[int]) -> int:
+    """Of A and B that a step reads, tile by tile."""
+    tiles = cut_work(rows_of(slots).segments, RUN).tiles.tolist()
+    return sum(int(s.ranks[slot]) * (s.inputs + s.outputs) for s in layer.sections for _, _, slot in tiles)
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -154,9 +164,10 @@ def test_any_choice_of_sections_adds_only_its_own(ops: LoraOps, dtype: torch.dty
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_token_gets_the_same_bits_with_any_mates(dtype: torch.dtype) -> None:
     """Tiles, threads and mates change neither order nor number of a token's additions."""
-    layer, ops = merged(dtype, 512, (1024, 512, 256)), compiled(dtype)
+    layer, ops = merged(dtype, 2048, (2048, 512, 256)), compiled(dtype)
     slots = [3, 0, 3, 3, 1, 3, 2, -1, 3, 7, 3, 3, *[1] * (RUN - 1)]
-    x, y = noise(len(slots), 512, dtype=dtype), noise(len(slots), layer.width, dtype=dtype)
+    assert elements(layer, slots) >= PARALLEL_ELEMENTS, "else one thread does it all"
+    x, y = noise(len(slots), 2048, dtype=dtype), noise(len(slots), layer.width, dtype=dtype)
     together = {}
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
