@@ -19,13 +19,14 @@ FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "LICENSE*"]
 
 
 def resolve_settings(settings: ServiceSettings) -> ServiceSettings:
-    """The same settings with every path absolute (model, tokenizer, template, log, disk, adapters), and the served
-    name set."""
+    """The same settings with every path absolute (model, tokenizer, template, log, disk, adapters), the served
+    name set and the revision found."""
     model = settings.engine.model
     folder = find_model(model.model, model.revision, "MODEL")
     resolved: ModelSettings = replace(
         model,
         model=str(folder),
+        revision=None,
         served_model_name=model.served_model_name or (model.model,),
         tokenizer=str(find_model(model.tokenizer, None, "--tokenizer")) if model.tokenizer is not None else None,
         chat_template=_template(model.chat_template),
@@ -45,10 +46,12 @@ def resolve_settings(settings: ServiceSettings) -> ServiceSettings:
 def find_model(name: str, revision: str | None, flag: str, files: list[str] = FILES) -> Path:
     """The folder of a model: the demo's, an existing folder, or a snapshot of the hub (from its cache when offline)
     with the files that match."""
-    if name == DEMO:  # whatever lies in the folder we were called from; that would be ./demo
-        return Path(configs.__file__ or ".").resolve().parent / "demo" / "model"
     folder = Path(name).expanduser()
+    if name == DEMO:  # whatever lies in the folder we were called from; that would be ./demo
+        folder = Path(configs.__file__ or ".").resolve().parent / "demo" / "model"
     if folder.is_dir():
+        if revision is not None:
+            raise SettingsError(f"{name} is a folder; only models of the hub have revisions", "--revision")
         return folder.resolve()
     looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_like_path or folder.exists() or not HUB_ID.fullmatch(name):

@@ -7,7 +7,7 @@ flag's name (SettingsError). Looks at no machine, no model and no environment.
 import difflib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -30,6 +30,8 @@ SERVE_KEYS = (
 )
 LORA_KEYS = {"dynamic_lora_loading_path": "lora_watch_dir", "max_num_adapters_per_replica": "max_cpu_loras"}
 """Ray Serve LLM's names for ours."""
+GATEWAY_KEYS = ("api_key", "admin_api_key", "state_dir", "usage_days", "metrics_prefix", "queue_timeout")
+LORA_SIZES = ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_memory_bytes")
 AUTOSCALING_KEYS = (
     "min_replicas",
     "max_replicas",
@@ -59,6 +61,7 @@ def build_settings(
         tree["autoscaling_config"] = _autoscaling(autoscaling_config, values)
     settings = msgspec.convert(tree, ServiceSettings)
     _check_together(settings)
+    _refuse_idle(settings, {name.replace("-", "_") for name, value in values.items() if value is not None})
     if settings.engine.device.device == "cpu" and "gpu_memory_utilization" in {n.replace("-", "_") for n in values}:
         raise no_gpu_share()
     return settings
@@ -110,11 +113,11 @@ def settings_from_serve_args(args: Mapping[str, Any]) -> ServiceSettings:
     deployment = _section(args, "deployment_config", ("autoscaling_config", "num_replicas"))
     values = {**_section(args, "engine_kwargs", None)}
     for section, names in (
-        ("gateway_config", ("api_key", "admin_api_key", "state_dir", "usage_days", "metrics_prefix")),
+        ("gateway_config", GATEWAY_KEYS),
         ("redis_config", ("redis_url", "redis_timeout_ms")),
     ):
         values |= _section(args, section, names)
-    for name in ("host", "port", "redis_url"):
+    for name in ("host", "port", "redis_url", "queue_timeout"):
         if name in _section(args, "engine_kwargs", None):
             raise SettingsError(f"{name} does not belong to engine_kwargs", name)
     values = {**_lora_values(args), **values}
@@ -237,6 +240,24 @@ def _check_together(settings: ServiceSettings) -> None:
             raise SettingsError("a key must be printable and not empty", flag)
     if any(not name.strip() for name in engine.model.served_model_name):
         raise SettingsError("a name must not be empty", "--served-model-name")
+
+
+def _refuse_idle(settings: ServiceSettings, given: Collection[str]) -> None:
+    """A setting that would have no effect beside the others is refused rather than ignored."""
+    engine = settings.engine
+    for names, is_idle, why in (
+        (
+            ("kv_eviction",),
+            engine.cache.kv_offloading_gib is None,
+            "host memory for KV: this needs --kv-offloading-size",
+        ),
+        (LORA_SIZES, not engine.lora.enable_lora, "sizes of adapters: this needs --enable-lora"),
+        (("seed",), engine.model.load_format != "dummy", "seeds dummy weights; requests have a `seed` of their own"),
+        (("cpu_threads",), engine.device.device == "cuda", "is for ranks on CPU"),
+    ):
+        for name in names:
+            if is_idle and name in given:
+                raise SettingsError(why, f"--{name.replace('_', '-')}")
 
 
 def _check_adapters(settings: ServiceSettings) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from cluster.models_source import DEMO, find_model, resolve_settings
+from configs.errors import SettingsError
 from configs.load import build_settings
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -32,3 +33,11 @@ def test_a_hub_id_is_found_in_the_cache(cached: Path) -> None:
 def test_settings_of_a_hub_id_name_the_id_and_hold_the_folder(cached: Path) -> None:
     model = resolve_settings(build_settings("org/name", {})).engine.model
     assert model.served_model_name == ("org/name",) and Path(model.model) == cached.resolve()
+
+
+def test_a_revision_is_of_the_hub_and_found_once(cached: Path) -> None:
+    with pytest.raises(SettingsError, match="demo is a folder") as caught:
+        resolve_settings(build_settings("demo", {"revision": "main"}))
+    assert caught.value.flag == "--revision"
+    found = resolve_settings(build_settings("org/name", {"revision": COMMIT}))
+    assert resolve_settings(found) == found and Path(found.engine.model.model) == cached.resolve()

@@ -9,6 +9,7 @@ import yaml
 
 from configs.errors import SettingsError
 from configs.load import (
+    LORA_SIZES,
     build_settings,
     default_of,
     merge_config,
@@ -100,6 +101,9 @@ NEEDED: dict[str, dict[str, Any]] = {
     "lora_modules": {"enable_lora": True},
     "lora_root": {"enable_lora": True},
     "lora_watch_dir": {"enable_lora": True},
+    **{name: {"enable_lora": True} for name in LORA_SIZES},
+    "kv_eviction": {"kv_offloading_size": 1},
+    "seed": {"load_format": "dummy"},
     "kv_disk_path": {"kv_offloading_size": 1, "kv_disk_size": 1},
     "kv_disk_size": {"kv_offloading_size": 1, "kv_disk_path": "kv"},
 }
@@ -197,9 +201,32 @@ def test_unknown_names_are_refused_with_a_suggestion() -> None:
 
 
 @pytest.mark.parametrize("spelled", ["redis_sentinel_url", "redis-sentinel-url"])
-def test_a_flag_that_would_have_no_effect_is_refused(spelled: str) -> None:
+def test_an_unknown_setting_is_refused(spelled: str) -> None:
     with pytest.raises(SettingsError, match=r"redis.sentinel.url is not a setting"):
         build_settings("m", {spelled: "redis://h:1"})
+
+
+@pytest.mark.parametrize("dashes", [True, False])
+@pytest.mark.parametrize(
+    ("values", "flag", "words"),
+    [
+        ({"kv_eviction": "cost"}, "--kv-eviction", "needs --kv-offloading-size"),
+        ({"max_loras": 8}, "--max-loras", "needs --enable-lora"),
+        ({"max_lora_rank": 16}, "--max-lora-rank", "needs --enable-lora"),
+        ({"max_cpu_loras": 4}, "--max-cpu-loras", "needs --enable-lora"),
+        ({"lora_memory_bytes": "1M"}, "--lora-memory-bytes", "needs --enable-lora"),
+        ({"seed": 0}, "--seed", "dummy weights"),
+        ({"cpu_threads": 2, "device": "cuda"}, "--cpu-threads", "on CPU"),
+    ],
+)
+def test_a_flag_that_would_have_no_effect_is_refused(
+    values: dict[str, Any], flag: str, words: str, dashes: bool
+) -> None:
+    given = {name.replace("_", "-") if dashes else name: value for name, value in values.items()}
+    with pytest.raises(SettingsError, match=words) as caught:
+        build_settings("m", given)
+    assert caught.value.flag == flag
+    build_settings("m", dict.fromkeys(values))
 
 
 @pytest.mark.parametrize(
