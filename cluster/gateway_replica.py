@@ -19,6 +19,8 @@ from ray import serve
 from cluster.adapters.desk import AdapterDesk
 from cluster.adapters.limits import adapter_limit
 from cluster.adapters.opening import open_desk, tend
+from cluster.coordination import keys
+from cluster.coordination.changes import Announcements, Changes
 from cluster.coordination.client import BackgroundClient, RedisAway
 from cluster.coordination.moving_redis import MovingRedis
 from cluster.coordination.registry import FleetView, StartFailure, report_start_failure
@@ -54,13 +56,16 @@ class Gateway:
         self._facts = facts
         # no request waits for the fleet, so a loop that is busy with tokens may take its time to read it
         self._redis = await open_redis(facts, redis, lambda url: BackgroundClient(url, timeout_s=1.0, retries=1))
+        bases = settings.engine.model.served_model_name[:1]
+        self._changes = Changes(lambda: self._redis.url, (keys.TENANTS, *map(keys.adapters, bases)))
         try:
-            self._tenants = open_tenants(settings, facts, self._redis, self._kv_tokens)
+            self._tenants = open_tenants(settings, facts, self._redis, self._kv_tokens, self._changes)
         except SettingsError as error:
             await self._report_failure(error)
             raise
         self._adapters: AdapterDesk | None = None
         self._fleet = FleetView(self._redis, facts.service_id, reseed=self._reseed)
+        self._changes.start()
         await self._tenants.start()
         await self._fleet.refresh()
         loop = asyncio.get_running_loop()
@@ -76,7 +81,7 @@ class Gateway:
         try:
             self._adapters = await open_desk(settings, self._redis, facts.service_id, self._most_adapters)
             if self._adapters is not None:
-                self._tending = tend(self._adapters, settings)
+                self._tending = tend(self._adapters, settings, self._changes)
             self._state = build_gateway_state(settings, self._client, self._tenants, self._adapters)
         except Exception as error:
             await self._report_failure(error)
@@ -110,6 +115,7 @@ class Gateway:
         for task in (self._looking_after, *self._tending):
             task.cancel()
         self._refreshing.cancel()
+        await self._changes.close()
         await self._client.close()
         await self._state.tasks.wait_idle(LAST_WORDS_S)  # owners settle what has ended
         await self._tenants.close()
@@ -162,7 +168,11 @@ def listen(host: str, port: int, *, shared: bool) -> socket.socket:
 
 
 def open_tenants(
-    settings: ServiceSettings, facts: ServiceFacts, redis: MovingRedis, kv_tokens: Callable[[], int]
+    settings: ServiceSettings,
+    facts: ServiceFacts,
+    redis: MovingRedis,
+    kv_tokens: Callable[[], int],
+    changes: Announcements,
 ) -> TenantService:
     """The tenants of a gateway of these settings. SettingsError when their folder cannot be used."""
     given = settings.gateway.state_dir
@@ -176,6 +186,7 @@ def open_tenants(
             redis_timeout_s=settings.redis.timeout_ms / 1000,
             gateways=settings.gateway.num_gateways,
             kv_tokens=kv_tokens,
+            changes=changes,
         )
     except OSError as error:
         raise SettingsError(f"{given} cannot be used: {error.strerror}", "--state-dir") from error

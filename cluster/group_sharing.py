@@ -1,7 +1,8 @@
 """What a coordinator shares with the rest of the service beside requests: fairness charges, weights, pinned adapters.
 
-All of it goes through Redis once a second and reaches the engine between two steps. Without Redis the group goes on
-with what it knows. Owned by cluster/replica.py; one event loop.
+All of it goes through Redis and reaches the engine between two steps: charges once a second, the others when a change
+is announced, and by a poll besides. Without Redis the group goes on with what it knows. Owned by cluster/replica.py;
+one event loop.
 """
 
 import asyncio
@@ -10,6 +11,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from cluster.adapters.reconcile import GroupAdapters
+from cluster.coordination import keys
+from cluster.coordination.changes import Announcements, NoAnnouncements
 from cluster.coordination.charges import ChargeExchange, Charges
 from cluster.coordination.client import RedisAway
 from cluster.coordination.registry import Commands
@@ -19,6 +22,8 @@ from workers.messages import AdapterRef
 
 log = logging.getLogger("tandem.fairness")
 PERIOD_S = 1.0
+HEARING_POLL_S = 2.0
+"""For weights, while their changes are announced."""
 T = TypeVar("T")
 ReadWeights = Callable[[Commands], Awaitable[Mapping[str, float] | None]]
 """Tenants' weights, when they have changed since the last call; None when not. RedisAway."""
@@ -37,10 +42,14 @@ class GroupSharing:
         base: str,
         lora: LoraSettings,
         read_weights: ReadWeights | None = None,
+        changes: Announcements = NoAnnouncements(),
+        period_s: float = PERIOD_S,
     ) -> None:
         self._redis = redis
         self._thread = thread
         self._read_weights = read_weights
+        self._changes = changes
+        self._period_s = period_s
         self._charges = ChargeExchange(redis, service, group, self._take, self._give)
         self._tasks: list[asyncio.Task[None]] = []
         self._away = False
@@ -52,18 +61,24 @@ class GroupSharing:
         """From now on, until stop()."""
         loop = asyncio.get_running_loop()
         self._tasks.append(loop.create_task(self._run(), name="fairness"))
+        if self._read_weights is not None:
+            self._tasks.append(loop.create_task(self._follow_weights(), name="tenants' weights"))
         if self.adapters is not None:
-            self._tasks.append(loop.create_task(self.adapters.run(), name="pinned adapters"))
+            following = self.adapters.run(self._changes, self._period_s)
+            self._tasks.append(loop.create_task(following, name="pinned adapters"))
 
     def stop(self) -> None:
         for task in self._tasks:
             task.cancel()
 
     async def turn(self) -> None:
-        """Weights, then charges. RedisAway."""
+        """Charges, once. RedisAway."""
+        await self._charges.turn()
+
+    async def refresh_weights(self) -> None:
+        """One look at the tenants. RedisAway."""
         if self._read_weights is not None and (weights := await self._read_weights(self._redis)) is not None:
             self._thread.call(lambda engine: engine.set_weights(weights))
-        await self._charges.turn()
 
     async def _run(self) -> None:
         while True:
@@ -76,7 +91,20 @@ class GroupSharing:
                 self._away = True
             except Exception:
                 log.exception("fairness was not shared in this second")
-            await asyncio.sleep(PERIOD_S)
+            await asyncio.sleep(self._period_s)
+
+    async def _follow_weights(self) -> None:
+        while True:
+            is_trusting = False
+            try:
+                await self.refresh_weights()
+                is_trusting = self._changes.is_hearing
+            except RedisAway as error:
+                log.debug("tenants' weights were not read: %s", error)
+            except Exception:
+                log.exception("tenants' weights were not read: going on with the last known ones")
+            period_s = max(self._period_s, HEARING_POLL_S) if is_trusting else self._period_s
+            await self._changes.wait(keys.TENANTS, period_s)
 
     async def _take(self) -> Charges:
         """An engine that sleeps has charged nobody, and is left asleep."""

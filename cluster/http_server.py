@@ -34,7 +34,29 @@ class HttpLimits:
 
 
 class QuietServer(uvicorn.Server):
-    """A server inside a process that has its own signal handling."""
+    """A server inside a process that has its own signal handling. It wakes once a second, for the headers' date, and
+    when `should_exit` is set; uvicorn's looks ten times a second. Made and used on one event loop."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        self._exits = asyncio.Event()
+        super().__init__(config)
+
+    @property
+    def should_exit(self) -> bool:
+        return self._exits.is_set()
+
+    @should_exit.setter
+    def should_exit(self, value: bool) -> None:
+        if value:
+            self._exits.set()
+        else:
+            self._exits.clear()
+
+    async def main_loop(self) -> None:
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._exits.wait()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -19,6 +19,8 @@ import msgspec
 import ray
 from ray import serve
 
+from cluster.coordination import keys
+from cluster.coordination.changes import Changes
 from cluster.coordination.client import BackgroundClient, RedisAway
 from cluster.coordination.registry import (
     GroupBeat,
@@ -96,6 +98,7 @@ class Coordinator:
         self._thread = EngineThread(
             self._open_engine, self._engine.close, _LoopReport(self, self._loop), facts.secret, self._identity()
         )
+        self._changes = Changes(lambda: self._redis.url, (keys.TENANTS, keys.adapters(model_name)))
         self._sharing = GroupSharing(
             self._redis,
             self._thread,
@@ -104,9 +107,11 @@ class Coordinator:
             base=model_name,
             lora=settings.lora,
             read_weights=TenantWeights().changed,
+            changes=self._changes,
         )
         self._thread.start()
         await self._wait_until_opened()
+        self._changes.start()
         self._sharing.start()
 
     async def generate(self, payload: bytes, vanished: Sequence[str] = ()) -> bytes:
@@ -167,6 +172,7 @@ class Coordinator:
         self._state = "draining"
         self._beating.cancel()
         self._sharing.stop()
+        await self._changes.close()
         await self._leave()
         self._thread.stop()
         await self._loop.run_in_executor(None, self._thread.join, 5.0)

@@ -1,6 +1,6 @@
 """Tenants' weights for the fairness of one group, read from Redis when the tenants have changed.
 
-Called by cluster/group_sharing.py each second. Names without a tenant weigh 1.
+Called by cluster/group_sharing.py when a change is announced, and each second or two. Names without a tenant weigh 1.
 """
 
 from collections.abc import Mapping

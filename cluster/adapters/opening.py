@@ -13,6 +13,7 @@ from cluster.adapters.desk import AdapterDesk
 from cluster.adapters.registry import AdapterRegistry
 from cluster.adapters.sources import modules_of
 from cluster.adapters.watch import FolderWatch
+from cluster.coordination.changes import Announcements, NoAnnouncements
 from cluster.coordination.client import RedisAway
 from cluster.coordination.registry import Commands
 from configs.schema import ServiceSettings
@@ -44,10 +45,14 @@ async def open_desk(
     return desk
 
 
-def tend(desk: AdapterDesk, settings: ServiceSettings) -> "list[asyncio.Task[None]]":
-    """What keeps the desk up to date: polls of the list, looks at --lora-watch-dir. The caller cancels them."""
+def tend(
+    desk: AdapterDesk,
+    settings: ServiceSettings,
+    changes: Announcements = NoAnnouncements(),
+) -> "list[asyncio.Task[None]]":
+    """What keeps the desk up to date: looks at the list and at --lora-watch-dir. The caller cancels them."""
     loop = asyncio.get_running_loop()
-    tasks = [loop.create_task(desk.registry.run(lambda: _say(desk)), name="adapters")]
+    tasks = [loop.create_task(desk.registry.run(lambda: _say(desk), changes=changes), name="adapters")]
     if settings.adapters.watch_dir is not None:
         watch = FolderWatch(Path(settings.adapters.watch_dir), desk)
         tasks.append(loop.create_task(watch.run(), name="adapters' folder"))

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from cluster.adapters.registry import AdapterRegistry
+from cluster.coordination.changes import Announcements, NoAnnouncements
 from cluster.coordination.registry import AdapterReport, Commands
 from cluster.routing.residency import adapter_key
 from workers.messages import AdapterRef
@@ -28,9 +29,9 @@ class GroupAdapters:
         self._in_hand: Counter[AdapterRef] = Counter()
         self.residency: Mapping[str, str] = {}
 
-    async def run(self) -> None:
+    async def run(self, changes: Announcements = NoAnnouncements(), period_s: float = PERIOD_S) -> None:
         """Follows the list until it is cancelled."""
-        await self._registry.run(self.reconcile, PERIOD_S)
+        await self._registry.run(self.reconcile, period_s, changes)
 
     async def refresh(self) -> None:
         """One look at the list. RedisAway."""

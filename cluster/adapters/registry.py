@@ -1,8 +1,9 @@
 """The adapters that a service should serve: durable in Redis, a whole copy in every process that asks.
 
-Gateways and `tandem adapters` change it by compare-and-set; gateways and coordinators poll its version counter and read
-the list when that moved. Without Redis the last copy is served and nothing can be changed; a Redis that lost its data
-gets the copy back. One event loop; no request waits on this file.
+Gateways and `tandem adapters` change it by compare-and-set; gateways and coordinators look at its version counter when
+a change is announced, and now and then besides, and read the list when that moved. Without Redis the last copy is
+served and nothing can be changed; a Redis that lost its data gets the copy back. One event loop; no request waits on
+this file.
 """
 
 import asyncio
@@ -16,12 +17,16 @@ import msgspec
 
 from cluster.adapters.entries import AdapterEntry, BaseFacts
 from cluster.coordination import keys
+from cluster.coordination.changes import ANNOUNCE, Announcements, NoAnnouncements, announcement
 from cluster.coordination.client import Part, RedisAway
 from cluster.coordination.registry import Commands
 
 log = logging.getLogger("tandem.adapters")
+POLL_S = 0.5
+HEARING_POLL_S = 2.0
+"""While changes are announced; no less than without."""
 
-COMPARE_AND_SET: Final = """
+COMPARE_AND_SET: Final = f"""
 local now = redis.call('HGET', KEYS[1], ARGV[1]) or ''
 if now ~= ARGV[2] and now ~= ARGV[3] then return 0 end
 if now ~= ARGV[3] then
@@ -29,7 +34,7 @@ if now ~= ARGV[3] then
   if ARGV[3] == '' then redis.call('HDEL', KEYS[1], ARGV[1]) else redis.call('HSET', KEYS[1], ARGV[1], ARGV[3]) end
   redis.call('HINCRBY', KEYS[1], ARGV[4], 1)
 end
-return 1
+{ANNOUNCE}
 """
 """Field, value expected ('' none), value wanted ('' none), field of the counter, the counter expected if that matters.
 1 also where it is as wanted already: the client may send it twice."""
@@ -113,7 +118,7 @@ class AdapterRegistry:
         commands: list[list[Part]] = [["HSETNX", self._key, name, held.raw] for name, held in self._held.items()]
         if self._base is not None:
             commands.append(["HSETNX", self._key, keys.ADAPTERS_BASE, msgspec.msgpack.encode(self._base)])
-        await self._redis.pipeline([*commands, ["HINCRBY", self._key, keys.ADAPTERS_VERSION, 1]])
+        await self._write(self._redis, commands)
 
     async def modules_are_listed(self, service: str) -> bool:
         """Has a gateway of this life of the service listed --lora-modules? Not known, so no, while Redis is away."""
@@ -130,21 +135,27 @@ class AdapterRegistry:
             with suppress(RedisAway):
                 await self._redis.command("SET", keys.modules_listed(service), 1, "EX", keys.MODULES_LISTED_TTL_S)
 
-    async def run(self, on_change: Callable[[], None], period_s: float = 0.5) -> None:
-        """Refreshes until it is cancelled."""
+    async def run(
+        self,
+        on_change: Callable[[], None],
+        period_s: float = POLL_S,
+        changes: Announcements = NoAnnouncements(),
+    ) -> None:
+        """Refreshes until it is cancelled: when a change is announced, and each period, which may be longer then."""
         away = False
         while True:
+            is_trusting = False
             try:
                 if await self.refresh():
                     on_change()
-                away = False
+                away, is_trusting = False, changes.is_hearing
             except RedisAway as error:
                 if not away:
                     log.warning("Redis is away (%s): going on with the adapters known", error)
                 away = True
             except Exception:
                 log.exception("the list of adapters was not read: going on with the last one")
-            await asyncio.sleep(period_s)
+            await changes.wait(self._key, max(period_s, HEARING_POLL_S) if is_trusting else period_s)
 
     # ---- inside --------------------------------------------------------------------------------------------------
 
@@ -171,8 +182,12 @@ class AdapterRegistry:
         if self._base is not None:
             writes.append((keys.ADAPTERS_BASE, msgspec.msgpack.encode(self._base)))
         commands: list[list[Part]] = [["HSET", self._key, name, value] for name, value in writes]
-        await redis.pipeline([*commands, ["HINCRBY", self._key, keys.ADAPTERS_VERSION, 1]])
+        await self._write(redis, commands)
         self._unsaved, self._base_unsaved = {}, False
+
+    async def _write(self, redis: Commands, commands: list[list[Part]]) -> None:
+        counted: list[Part] = ["HINCRBY", self._key, keys.ADAPTERS_VERSION, 1]
+        await redis.pipeline([*commands, counted, announcement(self._key)])
 
     async def _compare_and_set(
         self, redis: Commands, name: str, held: _Held | None, raw: bytes, version: bytes | None

@@ -2,21 +2,24 @@
 
 Each coordinator writes its own running totals and reads the others'; by how much those have grown is charged here too.
 Totals make it safe to lose a turn, to write twice, and to find Redis emptied. Nothing grew, or Redis is away: the group
-is told so once, and is fair by itself.
+is told so once, and is fair by itself. The only group, while it charges nobody, looks for others every few seconds.
 """
 
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 
 from cluster.coordination import keys
-from cluster.coordination.client import RedisAway
+from cluster.coordination.client import Part, RedisAway
 from cluster.coordination.registry import Commands
 
 log = logging.getLogger("tandem.fairness")
 Charges = Mapping[str, float]
 """Tokens by weight, by tenant."""
+ALONE_PERIOD_S = 5.0
+"""Well below CHARGES_TTL_MS: the totals are renewed by each look."""
 
 
 class ChargeExchange:
@@ -30,20 +33,28 @@ class ChargeExchange:
         group: str,
         take: Callable[[], Awaitable[Charges]],
         give: Callable[[Charges], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._redis = redis
         self._service = service
         self._group = group
         self._take = take
         self._give = give
+        self._clock = clock
+        self._others: list[str] = []
+        self._alone_until_s: float | None = None
         self._own: dict[str, float] = {}
         self._heard: dict[str, Charges] | None = None
         self._has_told = False
 
     async def turn(self) -> None:
         """Writes and reads once. RedisAway: the next turn makes up for this one."""
-        for tenant, charge in (await self._take()).items():
+        charged = await self._take()
+        for tenant, charge in charged.items():
             self._own[tenant] = self._own.get(tenant, 0.0) + charge
+        if not charged and self._alone_until_s is not None and self._clock() < self._alone_until_s:
+            return
+        self._alone_until_s = None
         try:
             totals = await self._exchange()
         except RedisAway:
@@ -66,20 +77,30 @@ class ChargeExchange:
         self._has_told = bool(grown)
 
     async def _exchange(self) -> dict[str, Charges]:
+        """One round trip, another when a group is new."""
         own = keys.charges(self._service, self._group)
-        _, answer = await self._redis.pipeline(
+        asked = self._others
+        _, answer, *rest = await self._redis.pipeline(
             [
                 ["SET", own, msgspec.msgpack.encode(self._own), "PX", keys.CHARGES_TTL_MS],
                 ["SMEMBERS", keys.groups(self._service)],
+                *([self._mget(asked)] if asked else []),
             ]
         )
         assert isinstance(answer, set | list), answer
-        others = sorted(found for one in answer if (found := _text(one)) != self._group)
-        if not others:
-            return {}
-        values = await self._redis.command("MGET", *(keys.charges(self._service, other) for other in others))
+        groups = {_text(one) for one in answer}
+        if groups == {self._group}:  # an emptied Redis, which lists not even this one, says nothing
+            self._alone_until_s = self._clock() + ALONE_PERIOD_S
+        self._others = sorted(groups - {self._group})
+        if not set(self._others) <= set(asked):
+            asked, rest = self._others, [await self._redis.command(*self._mget(self._others))]
+        values = rest[0] if rest else []
         assert isinstance(values, list), values
-        return {other: _decoded(value) for other, value in zip(others, values, strict=True) if value is not None}
+        totals = dict(zip(asked, values, strict=True))
+        return {other: _decoded(totals[other]) for other in self._others if totals[other] is not None}
+
+    def _mget(self, groups: list[str]) -> list[Part]:
+        return ["MGET", *(keys.charges(self._service, group) for group in groups)]
 
 
 def _decoded(value: object) -> Charges:

@@ -1,13 +1,15 @@
-"""The only file that imports redis: two clients with different patience, both torch-free and asyncio.
+"""The only file that imports redis: two clients with different patience, and a subscription; torch-free and asyncio.
 
 RequestClient serves the request path: a short deadline, no retries, a breaker. BackgroundClient serves heartbeats and
-commands: it retries. Both raise RedisAway and nothing else. Callers name commands as Redis spells them.
+commands: it retries. Subscription hears what is published. All raise RedisAway and nothing else. Callers name commands
+as Redis spells them.
 """
 
 import asyncio
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import redis
@@ -89,11 +91,11 @@ class BackgroundClient:
 
     async def command(self, *parts: Part) -> Any:
         """One command; may run twice when a reply was lost, so it must be safe to repeat."""
-        return await self._translated(lambda: _execute(self._redis, parts), self._limit_s)
+        return await _translated(lambda: _execute(self._redis, parts), self._limit_s)
 
     async def pipeline(self, commands: Sequence[Sequence[Part]]) -> list[Any]:
         """Several commands in one transaction; may run twice."""
-        return await self._translated(lambda: _transaction(self._redis, commands), self._limit_s)
+        return await _translated(lambda: _transaction(self._redis, commands), self._limit_s)
 
     async def is_initialized(self) -> bool:
         """Whether durable state was seeded into this Redis."""
@@ -102,13 +104,47 @@ class BackgroundClient:
     async def close(self) -> None:
         await self._redis.aclose()
 
-    @staticmethod
-    async def _translated(call: Callable[[], Awaitable[T]], limit_s: float) -> T:
-        try:
-            async with asyncio.timeout(limit_s):
-                return await call()
-        except (redis.RedisError, OSError, TimeoutError) as error:
-            raise RedisAway(str(error) or "no answer in time") from error
+
+class Subscription:
+    """What is published on some channels, over a connection of its own. Used by one task; an end is for ever: after
+    RedisAway there is only close()."""
+
+    def __init__(self, url: str, timeout_s: float = 2.0) -> None:
+        self._timeout_s = timeout_s
+        # not the library's PubSub, which connects again by itself, with no deadline, and does not say that it has
+        self._connection: Any = _pool(url, timeout_s=timeout_s, connect_timeout_s=1.0, retries=0).make_connection()
+        self._is_asked = False
+
+    async def open(self, channels: Sequence[str]) -> None:
+        """Returns when the server has confirmed every one of them; RedisAway also when it refuses."""
+        await _translated(lambda: self._subscribe(channels), self._timeout_s)
+
+    async def next(self, timeout_s: float) -> str | None:
+        """The channel of the next message. None: no message came in that time; a server that then gives no sign of life
+        until the end of the next call is away."""
+        return await _translated(lambda: self._next(timeout_s), timeout_s + self._timeout_s)
+
+    async def close(self) -> None:
+        """At once, whatever the server does."""
+        with suppress(redis.RedisError, OSError):
+            await self._connection.disconnect(nowait=True)
+
+    async def _subscribe(self, channels: Sequence[str]) -> None:
+        await self._connection.connect()
+        await self._connection.send_command("SUBSCRIBE", *channels)
+        for _ in channels:
+            await self._connection.read_response(push_request=True)
+
+    async def _next(self, timeout_s: float) -> str | None:
+        answer = await self._connection.read_response(timeout=timeout_s, push_request=True)
+        if answer is None:
+            if self._is_asked:
+                raise RedisAway("no sign of life")
+            self._is_asked = True
+            await self._connection.send_command("PING")
+            return None
+        self._is_asked = False
+        return answer[1].decode() if isinstance(answer, list) and answer[0] == b"message" else None
 
 
 def check_reachable(url: str, timeout_s: float = 2.0) -> str | None:
@@ -126,6 +162,11 @@ def check_reachable(url: str, timeout_s: float = 2.0) -> str | None:
 
 
 def _open(url: str, *, timeout_s: float, connect_timeout_s: float, retries: int) -> "redis_asyncio.Redis":
+    pool = _pool(url, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, retries=retries)
+    return redis_asyncio.Redis(connection_pool=pool)
+
+
+def _pool(url: str, *, timeout_s: float, connect_timeout_s: float, retries: int) -> Any:
     backoff = ExponentialWithJitterBackoff(base=0.02, cap=0.5) if retries else NoBackoff()
     options: dict[str, Any] = {
         "max_connections": 64,
@@ -140,8 +181,15 @@ def _open(url: str, *, timeout_s: float, connect_timeout_s: float, retries: int)
         options["retry_on_error"] = [redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError]
     if not url.startswith("unix://"):
         options |= {"socket_connect_timeout": connect_timeout_s, "socket_keepalive": True}
-    pool = redis_asyncio.BlockingConnectionPool.from_url(url, **options)
-    return redis_asyncio.Redis(connection_pool=pool)
+    return redis_asyncio.BlockingConnectionPool.from_url(url, **options)
+
+
+async def _translated(call: Callable[[], Awaitable[T]], limit_s: float) -> T:
+    try:
+        async with asyncio.timeout(limit_s):
+            return await call()
+    except (redis.RedisError, OSError, TimeoutError) as error:
+        raise RedisAway(str(error) or "no answer in time") from error
 
 
 async def _execute(client: "redis_asyncio.Redis", parts: Sequence[Part]) -> Any:

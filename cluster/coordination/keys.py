@@ -1,7 +1,8 @@
 """Every Redis key that Tandem uses: its name, its lifetime, its owner. No other file spells a key.
 
 Keys of one life of a service carry its service id (random per start) and expire by themselves; what is desired state
-and outlives a restart does not. Prefix `tandem:`.
+and outlives a restart does not. Prefix `tandem:`. Changes of desired state are announced on the channel that has the
+key's name (changes.py).
 """
 
 SENTINEL = "tandem:initialized"
@@ -31,7 +32,7 @@ def start_failure(service: str) -> str:
 TENANTS = "tandem:tenants"
 """Hash of a tenant's name to its JSON (Tenant). No TTL: desired state. Owner: cluster/tenants/store.py."""
 TENANTS_VERSION = "tandem:tenants:version"
-"""Counts changes of TENANTS, so that gateways see one with a cheap poll. No TTL. Owner: the store."""
+"""Counts changes of TENANTS, so that a poll for one is cheap. No TTL. Owner: the store."""
 TENANTS_ORIGIN = "tandem:tenants:origin"
 """Random name of this set of tenants, written with its first change. Missing or another than before = it was lost, and
 those who knew it write it again. No TTL. Owner: the store."""

@@ -1,4 +1,4 @@
-"""The fleet as Redis sees it: each group writes its record once a second, everyone reads them with one MGET.
+"""The fleet as Redis sees it: each group writes its record once a second, everyone reads them in one round trip.
 
 GroupBeat runs in a coordinator, FleetView in a gateway and in `tandem status`. A record that is not renewed for 3 s is
 gone. When Redis is away FleetView keeps the last fleet it saw, and for 3 s after, when what it reads may be incomplete;
@@ -156,6 +156,7 @@ class FleetView:
         self._reseed = reseed
         self._clock = clock
         self._sentinel: str | None = None
+        self._ids: list[str] = []
         self._complete_at_s = clock()
         self._vanished: dict[str, tuple[GroupRecord, float]] = {}
         self.records: dict[str, GroupRecord] = {}
@@ -200,18 +201,29 @@ class FleetView:
             await asyncio.sleep(period_s)
 
     async def _read(self) -> dict[str, GroupRecord]:
-        ids_key = keys.groups(self._service)
-        answer = await self._redis.command("SMEMBERS", ids_key)
-        assert isinstance(answer, set | list), answer
-        ids = sorted(_text(i) for i in answer)
-        values = await self._redis.command("MGET", keys.SENTINEL, *(keys.group(self._service, i) for i in ids))
-        assert isinstance(values, list), values
-        sentinel = self._sentinel = _text(values[0]) if values[0] is not None else await self._seed()
-        gone = [i for i, value in zip(ids, values[1:], strict=True) if value is None]
-        found = {i: r for i, value in zip(ids, values[1:], strict=True) if (r := _decoded(i, value)) is not None}
+        there, values = await self._look()
+        sentinel = self._sentinel = _text(there) if there is not None else await self._seed()
+        gone = [i for i, value in values.items() if value is None]
+        found = {i: r for i, value in values.items() if (r := _decoded(i, value)) is not None}
         if gone or self.records.keys() - found.keys():
             await self._remove(gone, sentinel)
         return found
+
+    async def _look(self) -> tuple[object, dict[str, object]]:
+        """The sentinel, and what each listed group's record is: one round trip, another when a group is new."""
+        asked = self._ids
+        members, values = await self._redis.pipeline([["SMEMBERS", keys.groups(self._service)], self._mget(asked)])
+        assert isinstance(members, set | list), members
+        ids = sorted(_text(i) for i in members)
+        if not set(ids) <= set(asked):
+            asked, values = ids, await self._redis.command(*self._mget(ids))
+        assert isinstance(values, list), values
+        self._ids = ids
+        records = dict(zip(asked, values[1:], strict=True))
+        return values[0], {i: records[i] for i in ids}
+
+    def _mget(self, ids: list[str]) -> list[Part]:
+        return ["MGET", keys.SENTINEL, *(keys.group(self._service, i) for i in ids)]
 
     async def _remove(self, gone: list[str], sentinel: str) -> None:
         """Takes ids without a record from the set; RedisAway when records may be missing by Redis's own fault.

@@ -1,6 +1,6 @@
 """Changing tenants from inside a gateway: the store, and at once this gateway's own copy.
 
-The CLI changes the store directly; gateways see that within a poll.
+The CLI changes the store directly; gateways see that when it is announced, or within a poll.
 """
 
 from collections.abc import Awaitable, Callable, Mapping

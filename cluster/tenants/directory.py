@@ -1,8 +1,8 @@
 """Each gateway's own copy of the tenants: which key is whose, and what each may take.
 
-Read again when the version in Redis changes. While Redis is away the copy goes on serving; when Redis comes back
-without the tenants, or as it was some changes ago, the copy is written to it again. A file keeps the copy for the
-gateway's next life.
+Read again when the version in Redis changes, which is announced and polled for. While Redis is away the copy goes on
+serving; when Redis comes back without the tenants, or as it was some changes ago, the copy is written to it again. A
+file keeps the copy for the gateway's next life.
 
     unknown --first reading--> certain --Redis away, or 2 s--> uncertain (known keys go on) --reading--> certain
 """
@@ -17,12 +17,16 @@ from pathlib import Path
 
 import msgspec
 
+from cluster.coordination import keys
+from cluster.coordination.changes import Announcements, NoAnnouncements
 from cluster.coordination.client import RedisAway
 from cluster.tenants.store import Mark, Reading, TenantStore
 from cluster.tenants.tenant import NO_LIMITS, Limits, Tenant
 
 log = logging.getLogger("tandem.tenants")
 POLL_S = 0.5
+HEARING_POLL_S = 1.0
+"""While changes are announced: well below CERTAIN_S, because a poll is also what says that nothing has changed."""
 CERTAIN_S = 2.0
 """For so long a reading says that a key not in it is nobody's: a Redis that is frozen may take long to fail."""
 
@@ -106,16 +110,18 @@ class TenantDirectory:
                 raise
             self._read_s = began_s
 
-    async def run(self, period_s: float = POLL_S) -> None:
-        """Refreshes until it is cancelled."""
+    async def run(self, period_s: float = POLL_S, changes: Announcements = NoAnnouncements()) -> None:
+        """Refreshes until it is cancelled: when a change is announced, and each period, which may be longer then."""
         while True:
+            is_trusting = False
             try:
                 await self.refresh()
+                is_trusting = changes.is_hearing
             except RedisAway as error:
                 log.debug("tenants were not read: %s", error)
             except Exception:
                 log.exception("tenants were not read: going on with the last known ones")
-            await asyncio.sleep(period_s)
+            await changes.wait(keys.TENANTS, max(period_s, HEARING_POLL_S) if is_trusting else period_s)
 
     async def save(self, spent: Mapping[str, tuple[int, int]]) -> None:
         """Writes the copy to its file when it has changed. The file holds hashes of keys, and is its owner's only."""

@@ -144,8 +144,12 @@ class UsageLedger:
     async def _look_for_loss(self) -> None:
         """Redis that has lost its rows, or was restored from before some of them, gets them again."""
         fresh = secrets.token_hex(8)
-        await self._redis.command("SET", keys.USAGE_ORIGIN, fresh, "NX", "EX", self._kept_s)
-        answers = await self._redis.command("MGET", keys.USAGE_ORIGIN, self._written_key)
+        _, answers = await self._redis.pipeline(
+            [
+                ["SET", keys.USAGE_ORIGIN, fresh, "NX", "EX", self._kept_s],
+                ["MGET", keys.USAGE_ORIGIN, self._written_key],
+            ]
+        )
         assert isinstance(answers, list), answers
         if not isinstance(answers[0], bytes):
             raise RedisAway("it lost what was just written")

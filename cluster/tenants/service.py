@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from cluster.coordination.changes import Announcements, NoAnnouncements
 from cluster.coordination.client import RedisAway
 from cluster.coordination.moving_redis import MovingRedis
 from cluster.coordination.request_redis import RequestRedis
@@ -42,10 +43,12 @@ class TenantService:
         redis_timeout_s: float,
         gateways: int,
         kv_tokens: Callable[[], int],
+        changes: Announcements = NoAnnouncements(),
     ) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder = folder
         self._is_private = is_private
+        self._changes = changes
         gateway = secrets.token_hex(6)
         store = TenantStore(redis)
         self._requests = RequestRedis(lambda: redis.url, redis_timeout_s)
@@ -63,7 +66,7 @@ class TenantService:
             await self.directory.refresh()
         loop = asyncio.get_running_loop()
         work = {
-            "tenants": self.directory.run(),
+            "tenants": self.directory.run(changes=self._changes),
             "quotas": self.quota.run(),
             "ledger": self.ledger.run(),
             "saving tenants": self._save(),

@@ -1,7 +1,7 @@
 """Tenants as durable desired state in Redis: what the CLI and the admin routes change, and gateways read.
 
-Every change is one compare-and-set that also raises a version, so writers never lose each other's changes and readers
-poll two small keys. Raises RequestRefused for what the caller can mend and RedisAway.
+Every change is one compare-and-set that also raises a version and announces it (changes.py), so writers never lose each
+other's changes, and readers look at two small keys. Raises RequestRefused for what the caller can mend and RedisAway.
 """
 
 import logging
@@ -14,6 +14,7 @@ import msgspec
 
 from cluster.adapters.owned import adapters_of
 from cluster.coordination import keys
+from cluster.coordination.changes import ANNOUNCE
 from cluster.coordination.registry import Commands
 from cluster.tenants.tenant import HashedKey, Limits, Tenant, changed_limits, check_name, digest_of, new_key
 from workers.errors import RequestRefused
@@ -22,29 +23,29 @@ log = logging.getLogger("tandem.tenants")
 MAX_GRACE_S = 30 * 86400.0
 TRIES = 20
 
-_PUT = """
+_PUT = f"""
 local before = redis.call('HGET', KEYS[1], ARGV[1]) or ''
 if before ~= ARGV[2] then return 0 end
 if ARGV[3] == '' then redis.call('HDEL', KEYS[1], ARGV[1]) else redis.call('HSET', KEYS[1], ARGV[1], ARGV[3]) end
 redis.call('SET', KEYS[3], ARGV[4], 'NX')
 redis.call('INCR', KEYS[2])
-return 1
+{ANNOUNCE}
 """
-_SEED = """
+_SEED = f"""
 if redis.call('GET', KEYS[3]) == ARGV[1] then return 0 end
 for i = 3, #ARGV, 2 do redis.call('HSETNX', KEYS[1], ARGV[i], ARGV[i + 1]) end
 redis.call('SET', KEYS[3], ARGV[1])
 local version = tonumber(redis.call('GET', KEYS[2]) or '0')
 redis.call('SET', KEYS[2], string.format('%d', math.max(version, tonumber(ARGV[2])) + 1))
-return 1
+{ANNOUNCE}
 """
-_RESTORE = """
+_RESTORE = f"""
 if redis.call('GET', KEYS[3]) ~= ARGV[1] or redis.call('GET', KEYS[2]) ~= ARGV[2] then return 0 end
 local state = cjson.decode(ARGV[4])
 for _, name in ipairs(state.gone) do redis.call('HDEL', KEYS[1], name) end
 for i = 5, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
 redis.call('SET', KEYS[2], ARGV[3])
-return 1
+{ANNOUNCE}
 """
 _KEYS = (keys.TENANTS, keys.TENANTS_VERSION, keys.TENANTS_ORIGIN)
 

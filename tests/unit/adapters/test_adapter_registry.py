@@ -1,7 +1,9 @@
 """The list of adapters in a real Redis: changes are compared and set, copies follow, no loss of data loses it."""
 
 import asyncio
+from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from cluster.adapters.entries import AdapterEntry, BaseFacts
@@ -9,6 +11,7 @@ from cluster.adapters.registry import AdapterRegistry
 from cluster.coordination import keys
 from cluster.coordination.client import BackgroundClient, RedisAway
 from cluster.coordination.redis_server import RedisServer
+from tests.support.hearing import hearing
 
 
 def entry(name: str = "pirate", digest: str = "a" * 64, **more: object) -> AdapterEntry:
@@ -167,3 +170,57 @@ async def test_run_reports_changes_and_outlives_whatever_is_raised(redis: Backgr
         await redis.command("SET", keys.SENTINEL, "1")
     assert not running.done()
     running.cancel()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def test_an_announced_change_is_seen_long_before_the_period(server: RedisServer, redis: BackgroundClient) -> None:
+    follower, writer = AdapterRegistry(redis, "demo"), AdapterRegistry(redis, "demo")
+    follower.announce(BaseFacts(folder="/m", max_rank=8))
+    async with hearing(server.url, keys.adapters("demo")) as changes:
+        running = asyncio.create_task(follower.run(lambda: None, 60.0, changes))
+        await writer.replace(None, entry(), "pirate")
+        await until(lambda: "pirate" in follower.entries)
+        await writer.replace(entry(), None, "pirate")
+        await until(lambda: not follower.entries)
+        writer.keep(entry("shout"))
+        await writer.refresh()  # saves it
+        await until(lambda: set(follower.entries) == {"shout"})
+        await redis.command("DEL", keys.adapters("demo"))
+        await writer.reseed()
+        await until(lambda: set(follower.entries) == {"shout"})
+        running.cancel()
+
+
+async def test_a_change_that_nobody_announced_is_seen_by_the_poll(
+    server: RedisServer, redis: BackgroundClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.adapters.registry.HEARING_POLL_S", 0.02)
+    follower = AdapterRegistry(redis, "demo")
+    async with hearing(server.url, keys.adapters("demo")) as changes:
+        running = asyncio.create_task(follower.run(lambda: None, 0.02, changes))
+        await redis.command("HSET", keys.adapters("demo"), "pirate", msgspec.msgpack.encode(entry()))
+        await redis.command("HINCRBY", keys.adapters("demo"), keys.ADAPTERS_VERSION, 1)
+        await until(lambda: "pirate" in follower.entries)
+        running.cancel()
+
+
+async def test_who_may_not_publish_may_still_write(server: RedisServer, redis: BackgroundClient) -> None:
+    await redis.command("ACL", "SETUSER", "quiet", "on", ">secret", "~*", "+@all", "resetchannels")
+    quiet = BackgroundClient(f"unix://quiet@{server.socket_path}?password=secret", retries=0)
+    try:
+        with pytest.raises(RedisAway, match="permission"):
+            await quiet.command("PUBLISH", "k", "")
+        registry = AdapterRegistry(quiet, "demo")
+        registry.announce(BaseFacts(folder="/m", max_rank=8))
+        assert await registry.refresh() is False
+        assert await registry.replace(None, entry(), "pirate")
+        await registry.reseed()
+        assert (await registry.base()) == BaseFacts(folder="/m", max_rank=8)
+    finally:
+        await quiet.close()
+        await redis.command("ACL", "DELUSER", "quiet")

@@ -1,22 +1,26 @@
 """Charges told from group to group through a real Redis: each counts once in each group, whatever happens to Redis."""
 
+import time
+from collections.abc import Callable
+
 import pytest
 
 from cluster.coordination import keys
 from cluster.coordination.charges import ChargeExchange, Charges
-from cluster.coordination.client import BackgroundClient, RedisAway
+from cluster.coordination.client import BackgroundClient, Part, RedisAway
+from cluster.coordination.registry import Commands
 
 
 class Group:
     """An exchange, what its engine has charged since it was asked, and what it was told."""
 
-    def __init__(self, redis: BackgroundClient, name: str) -> None:
+    def __init__(self, redis: Commands, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.redis = redis
         self.name = name
         self.charged: dict[str, float] = {}
         self.told: dict[str, float] = {}
         self.given: list[Charges] = []
-        self.exchange = ChargeExchange(redis, "s", name, self._take, self._give)
+        self.exchange = ChargeExchange(redis, "s", name, self._take, self._give, clock)
 
     async def _take(self) -> Charges:
         taken, self.charged = self.charged, {}
@@ -101,6 +105,39 @@ async def test_an_emptied_redis_charges_nobody_twice(groups: list[Group], redis:
     await redis.command("SADD", keys.groups("s"), "g1", "g2", "g3")  # their heartbeats
     await one.turn(acme=1.0)
     assert await two.turn() == {"acme": 11.0}
+
+
+async def test_the_only_group_looks_for_others_less_often_while_it_charges_nobody(redis: BackgroundClient) -> None:
+    now_s = 100.0
+    looks = 0
+
+    class Counted:
+        async def command(self, *parts: Part) -> object:
+            return await redis.command(*parts)
+
+        async def pipeline(self, commands: list[list[Part]]) -> list[object]:
+            nonlocal looks
+            looks += 1
+            return await redis.pipeline(commands)
+
+    one, two = Group(Counted(), "g1", lambda: now_s), Group(redis, "g2")
+    await one.turn()
+    await one.turn()
+    assert looks == 2, "while Redis does not list even this one it may list others soon"
+    await redis.command("SADD", keys.groups("s"), "g1")
+    for _ in range(21):
+        await one.turn()
+        now_s += 1.0
+    assert looks == 2 + 5
+    await one.turn(acme=1.0)
+    assert looks == 8, "what it charges is told at once"
+    await redis.command("SADD", keys.groups("s"), "g2")
+    await two.turn()
+    await two.turn(acme=4.0)
+    now_s += 5.0
+    assert await one.turn() == {"acme": 4.0}
+    await two.turn(acme=1.0)
+    assert await one.turn() == {"acme": 5.0}, "it is alone no more"
 
 
 async def test_what_cannot_be_read_is_nothing(groups: list[Group], redis: BackgroundClient) -> None:

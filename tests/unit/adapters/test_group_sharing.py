@@ -11,10 +11,14 @@ from cluster.adapters.reconcile import GroupAdapters
 from cluster.adapters.registry import AdapterRegistry
 from cluster.coordination import keys
 from cluster.coordination.client import BackgroundClient, RedisAway
+from cluster.coordination.redis_server import RedisServer
 from cluster.coordination.registry import AdapterReport, Commands
 from cluster.group_sharing import GroupSharing
+from cluster.tenant_weights import TenantWeights
+from cluster.tenants.store import TenantStore
 from configs.schema import LoraSettings
 from tests.support.fake_group import FakeGroup
+from tests.support.hearing import hearing
 from workers.channel import new_secret
 from workers.messages import AdapterRef, GenerationRequest, SamplingParams
 
@@ -37,7 +41,7 @@ def sharing(redis: Commands, group: FakeGroup, **more: object) -> GroupSharing:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while not condition():
             await asyncio.sleep(0.001)
 
@@ -74,9 +78,9 @@ async def test_weights_are_passed_on_when_they_change(redis: BackgroundClient, g
         return answers.pop(0)
 
     mine = sharing(redis, group, read_weights=read)
-    await mine.turn()
+    await mine.refresh_weights()
     await until(lambda: group.engine.weights == {"acme": 2.0})
-    await mine.turn()
+    await mine.refresh_weights()
     assert answers == []
 
 
@@ -111,14 +115,36 @@ async def test_started_it_goes_on_through_an_outage_and_stops_when_told(
             raise RedisAway("away")
 
     before = asyncio.all_tasks()
-    mine = sharing(Shaky(), group)
+    mine = sharing(Shaky(), group, read_weights=TenantWeights().changed, period_s=0.01)
     mine.start()
     started = asyncio.all_tasks() - before
-    await until(lambda: Shaky.calls >= 2)
-    assert len(started) == 2 and not any(task.done() for task in started)
+    await until(lambda: Shaky.calls >= 9)
+    assert len(started) == 3 and not any(task.done() for task in started)
     mine.stop()
     await asyncio.wait(started, timeout=5)
     assert all(task.cancelled() for task in started)
+
+
+@pytest.mark.parametrize("is_announced", [True, False], ids=["announced", "polled"])
+async def test_pins_and_weights_follow_changes(
+    server: RedisServer, redis: BackgroundClient, group: FakeGroup, is_announced: bool
+) -> None:
+    """By announcements with a period that nobody waits for; by the poll, when nobody announces."""
+    registry, store = AdapterRegistry(redis, "demo"), TenantStore(redis)
+    base = (keys.TENANTS, keys.adapters("demo"))
+    async with hearing(server.url, *base) as changes:
+        more = {"changes": changes, "period_s": 60.0} if is_announced else {"period_s": 0.01}
+        mine = sharing(redis, group, read_weights=TenantWeights().changed, **more)
+        mine.start()
+        await store.add("acme", {"weight": 2})
+        await until(lambda: group.engine.weights == {"acme": 2.0})
+        await registry.replace(None, PIRATE, "pirate")
+        await until(lambda: group.engine.pinned == {PIRATE.ref})
+        await store.change("acme", {"weight": 3})
+        await until(lambda: group.engine.weights == {"acme": 3.0})
+        await registry.replace(PIRATE, None, "pirate")
+        await until(lambda: group.engine.pinned == set())
+        mine.stop()
 
 
 async def test_residency_is_reported_by_the_engines_thread(group: FakeGroup) -> None:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from cluster.coordination import keys
-from cluster.coordination.client import BackgroundClient, RedisAway, RequestClient, check_reachable
+from cluster.coordination.client import BackgroundClient, Part, RedisAway, RequestClient, check_reachable
 from cluster.coordination.redis_server import RedisServer
 from cluster.coordination.registry import (
     FleetView,
@@ -338,6 +338,53 @@ async def test_a_record_that_cannot_be_read_hides_only_itself(background: Backgr
     fleet = FleetView(background, "s")
     await fleet.refresh()
     assert set(fleet.records) == {"g1"}
+
+
+class Counted:
+    """A client whose round trips are counted."""
+
+    def __init__(self, client: BackgroundClient) -> None:
+        self._client = client
+        self.calls: list[str] = []
+
+    async def command(self, *parts: Part) -> object:
+        self.calls.append(str(parts[0]))
+        return await self._client.command(*parts)
+
+    async def pipeline(self, commands: list[list[Part]]) -> list[object]:
+        self.calls.append(" ".join(str(parts[0]) for parts in commands))
+        return await self._client.pipeline(commands)
+
+
+async def test_reading_a_fleet_that_stays_is_one_round_trip(background: BackgroundClient) -> None:
+    await background.command("SET", keys.SENTINEL, "1")
+    counted = Counted(background)
+    fleet = FleetView(counted, "s")
+    look, new, remove = "SMEMBERS MGET", "MGET", "SET SREM"
+
+    async def calls() -> list[str]:
+        counted.calls.clear()
+        await fleet.refresh()
+        return counted.calls
+
+    assert await calls() == [look]
+    await GroupBeat(background, "s", record).beat()
+    assert await calls() == [look, new]
+    await GroupBeat(background, "s", lambda: record(waiting=3)).beat()
+    assert await calls() == [look]
+    assert fleet.records == {"g1": record(waiting=3)}
+    later = GroupBeat(background, "s", lambda: record("g2"))
+    await later.beat()
+    assert await calls() == [look, new]
+    assert set(fleet.records) == {"g1", "g2"}
+    await later.leave()
+    await calls()
+    assert await calls() == [look]
+    assert set(fleet.records) == {"g1"}
+    await background.command("DEL", keys.group("s", "g1"))  # what its TTL does
+    assert await calls() == [look, remove]
+    assert await calls() == [look]
+    assert fleet.records == {}
 
 
 async def test_the_first_start_failure_stays(background: BackgroundClient) -> None:

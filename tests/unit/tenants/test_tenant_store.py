@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from cluster.coordination import keys
+from cluster.coordination.changes import Changes
 from cluster.coordination.client import BackgroundClient, RedisAway
 from cluster.coordination.redis_server import RedisServer
 from cluster.gateway.auth import AuthLevel, Principal, StaticKeys, TenantKeys, check_level
@@ -16,6 +17,7 @@ from cluster.tenants.admin import StoreAdmin
 from cluster.tenants.directory import TenantDirectory
 from cluster.tenants.store import TenantStore, read_weights
 from cluster.tenants.tenant import Limits, digest_of
+from tests.support.hearing import hearing
 from tests.unit.tenants.tenant_rig import until
 from workers.errors import RequestRefused
 
@@ -144,6 +146,43 @@ async def test_gateways_see_a_change_by_their_poll(store: TenantStore) -> None:
     await store.remove("acme")
     await until(lambda: forgot(directory, made.key), "the tenant is gone")
     polling.cancel()
+
+
+async def test_an_announced_change_is_seen_long_before_the_period(server: RedisServer, store: TenantStore) -> None:
+    directory = TenantDirectory(store)
+    async with hearing(server.url, keys.TENANTS) as changes:
+        following = asyncio.create_task(directory.run(60.0, changes))
+        made = await store.add("acme", {})
+        await until(lambda: knows(directory, made.key), "the tenant is known")
+        fresh = await store.rotate_key("acme")
+        await until(lambda: knows(directory, fresh.key), "the new key is known")
+        await store.remove("acme")
+        await until(lambda: forgot(directory, fresh.key), "the tenant is gone")
+        following.cancel()
+
+
+async def test_what_is_seeded_or_restored_is_announced(
+    server: RedisServer, store: TenantStore, redis: BackgroundClient
+) -> None:
+    await store.add("acme", {})
+    directory = TenantDirectory(store)
+    await directory.refresh()
+    async with hearing(server.url, keys.TENANTS) as changes:
+        await redis.command("FLUSHALL")
+        await directory.refresh()
+        await heard(changes)
+        await redis.command("SET", keys.TENANTS_VERSION, 1)
+        await store.add("beta", {})
+        await heard(changes)
+        await directory.refresh()
+        await redis.command("SET", keys.TENANTS_VERSION, 1)
+        await directory.refresh()
+        await heard(changes)
+
+
+async def heard(changes: Changes) -> None:
+    async with asyncio.timeout(20):
+        await changes.wait(keys.TENANTS, 60.0)
 
 
 async def knows(directory: TenantDirectory, key: str) -> bool:
