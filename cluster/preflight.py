@@ -15,6 +15,7 @@ from configs.errors import SettingsError
 from configs.load import no_gpu_share
 from configs.schema import CacheSettings, Device, ParallelSettings, ServiceSettings
 from parallel.mesh import Mesh
+from workers.adapter_pages import adapter_room
 from workers.models.sizes import rank_weights
 from workers.models.spec import ArchSpec
 from workers.rank.memory import available_bytes, check_offload
@@ -61,17 +62,19 @@ def check_adapters(settings: ServiceSettings) -> list[str]:
 
 def cpu_weight_bytes(spec: ArchSpec, dtype: str, parallel: ParallelSettings = ParallelSettings()) -> int:
     """What one group's weights take in memory on CPU, over its ranks, in the type that they are computed in."""
-    meshes = (
-        Mesh(parallel.tensor_parallel_size, parallel.pipeline_parallel_size, rank)
-        for rank in range(parallel.ranks_per_group)
-    )
     element, packs = DTYPE_BYTES[dtype], dtype != "float16"
-    return sum(rank_weights(spec, mesh, element, packs).total_bytes for mesh in meshes)
+    return sum(rank_weights(spec, mesh, element, packs).total_bytes for mesh in _meshes(parallel))
+
+
+def _meshes(parallel: ParallelSettings) -> list[Mesh]:
+    """Of all ranks of a group."""
+    tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    return [Mesh(tp_size, pp_size, rank) for rank in range(parallel.ranks_per_group)]
 
 
 def check_memory(settings: ServiceSettings) -> None:
-    """On CPU: the weights of all groups and the KV pools that were asked for fit in what is free. On any device: no
-    more is to be kept in host memory than there is."""
+    """On CPU: the weights of all groups, the KV pools that were asked for and the host copies of adapters fit in what
+    is free. On any device: no more weights are to be kept in host memory than there is."""
     check_offload(settings.engine.device.cpu_offload_gib, host_bytes=0, ranks_on_node=1)
     if settings.engine.device.device != "cpu":
         return
@@ -92,6 +95,24 @@ def check_memory(settings: ServiceSettings) -> None:
             f"do not fit the free {_gib(free)}",
             "--kv-cache-memory-bytes",
         )
+    _check_copies(settings, spec, dtype, free - weights * groups - asked)
+
+
+def _check_copies(settings: ServiceSettings, spec: ArchSpec, dtype: str, free: int) -> None:
+    """As many adapters as ranks may keep in host memory, each as large as --max-lora-rank allows, fit there."""
+    lora, parallel = settings.engine.lora, settings.engine.parallel
+    rooms = [adapter_room(lora, spec, mesh, DTYPE_BYTES[dtype]) for mesh in _meshes(parallel)]
+    groups, of_each = max_groups(settings), sum(room.copy_bytes for room in rooms)
+    if lora.max_cpu_loras * groups * of_each <= free:
+        return
+    most = free // (groups * of_each)
+    remedy = f"--max-cpu-loras {most} would do" if most else "nothing is left for any"
+    raise SettingsError(
+        f"{lora.max_cpu_loras} adapters in host memory, up to {_gib(of_each)} each at --max-lora-rank "
+        f"{lora.max_lora_rank}, for each of {groups} group(s), do not fit the {_gib(free)} that weights and KV leave "
+        f"free; {remedy}",
+        "--max-cpu-loras",
+    )
 
 
 def fit_host_tier(settings: ServiceSettings) -> tuple[ServiceSettings, str | None]:

@@ -32,6 +32,11 @@ def cache_folder() -> Path:
     return (Path(given) if given else Path.home() / ".cache") / "tandem"
 
 
+def adapter_cache_folder() -> Path:
+    """Below it: adapters that came from URLs, so that ranks of this machine find what was fetched to be checked."""
+    return cache_folder() / "adapters"
+
+
 def short_temp_folder() -> Path:
     """The temp folder, unless socket paths below it would be too long for the system; then /tmp."""
     wanted = Path(tempfile.gettempdir()).resolve()

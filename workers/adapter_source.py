@@ -27,6 +27,7 @@ CHUNK_BYTES: Final = 2**20
 KEPT_S: Final = 7 * 24 * 3600.0
 """How long fetched files stay after their last use."""
 LOCK_RETRY_S: Final = 0.1
+S3: Final = ("s3://", "s3a://")
 T = TypeVar("T")
 
 
@@ -115,17 +116,31 @@ def _copy_files(source: str, folder: Path, most_bytes: int | None, stop: threadi
     try:
         import fsspec
 
-        files, root = fsspec.core.url_to_fs(source)
+        # a client of our own: those that fsspec keeps remember what was not there, and sizes of what was
+        files, root = fsspec.core.url_to_fs(source, skip_instance_cache=True)
         for name, most in ((CONFIG_FILE, MOST_CONFIG_BYTES), (WEIGHT_FILE, most_bytes)):
-            with files.open(f"{root.rstrip('/')}/{name}", "rb") as remote, (folder / name).open("wb") as local:
-                _copy(remote, local, name, most, stop)
+            path = f"{root.rstrip('/')}/{name}"
+            with files.open(path, "rb") as remote, (folder / name).open("wb") as local:
+                size = _copy(remote, local, name, most, stop)
+            if (whole := files.size(path)) not in (None, size):
+                raise AdapterUnreadable(f"{source} cannot be read: {size} of {whole} bytes of {name} have arrived")
     except AdapterRefused:
         raise
     except Exception as error:
-        raise AdapterUnreadable(f"{source} cannot be read: {type(error).__name__}: {error}") from error
+        raise AdapterUnreadable(f"{source} cannot be read: {_reason(source, error)}") from error
 
 
-def _copy(remote: Any, local: Any, name: str, most_bytes: int | None, stop: threading.Event) -> None:
+def _reason(source: str, error: Exception) -> str:
+    """In words, what a file system's client raises."""
+    if isinstance(error, FileNotFoundError):
+        return f"there is no {error.filename or error}"
+    if isinstance(error, ImportError) and source.startswith(S3):
+        return "for S3, pip install 'tandem-serve[s3]' where gateways and ranks run"
+    return f"{type(error).__name__}: {error}"
+
+
+def _copy(remote: Any, local: Any, name: str, most_bytes: int | None, stop: threading.Event) -> int:
+    """The bytes that were copied."""
     size = 0
     while chunk := remote.read(CHUNK_BYTES):
         if stop.is_set():
@@ -134,6 +149,7 @@ def _copy(remote: Any, local: Any, name: str, most_bytes: int | None, stop: thre
         if most_bytes is not None and size > most_bytes:
             raise AdapterRefused(f"{name} has more than {most_bytes} bytes")
         local.write(chunk)
+    return size
 
 
 def _within(timeout_s: float, work: Callable[[threading.Event], T]) -> T:

@@ -45,6 +45,11 @@ class ReplyTo(msgspec.Struct, frozen=True, array_like=True):
     nonce: str
 
 
+def is_url(source: str) -> bool:
+    """Something for fsspec, not a folder of this machine."""
+    return "://" in source
+
+
 class AdapterRef(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A LoRA adapter as a request carries it, so that a group needs no registry to serve it.
 
@@ -59,7 +64,7 @@ class AdapterRef(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     @property
     def is_remote(self) -> bool:
         """Whether the source is a URL (s3://, hf://, file://) rather than a folder."""
-        return "://" in self.source
+        return is_url(self.source)
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -16,15 +16,25 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
+from configs.environment import adapter_cache_folder
 from configs.errors import SettingsError
 from configs.load import build_settings
 from configs.options import option_named
 from configs.schema import EngineSettings
+from workers.adapter_check import AdapterChecker
 from workers.build import model_facts, offline_settings, open_executor
 from workers.engine.engine import Engine
 from workers.errors import GroupLost, RequestRefused
-from workers.messages import Abort, AdapterRef, Ended, GenerationRequest, SamplingParams, TokenDelta, TokenLogprobs
-from workers.peft_folder import adapter_facts
+from workers.messages import (
+    Abort,
+    AdapterRef,
+    Ended,
+    GenerationRequest,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprobs,
+    is_url,
+)
 from workers.resolve import read_spec
 from workers.text.chat_template import ChatTemplate, find_chat_template
 from workers.text.choice_text import ChoiceText
@@ -222,15 +232,18 @@ class LLM:
             output.prompt = text
         return outputs
 
-    def load_adapter(self, folder: str | Path, name: str | None = None) -> AdapterRef:
-        """A LoRA adapter in PEFT's format, checked whole; AdapterRefused with the reason. It is read again when it is
-        first used. Needs enable_lora=True."""
-        lora = self.settings.lora
+    def load_adapter(self, source: str | Path, name: str | None = None) -> AdapterRef:
+        """A LoRA adapter in PEFT's format, checked whole: a folder, or a URL as text ("s3://bucket/folder").
+        AdapterRefused with the reason. It is read again when it is first used. Needs enable_lora=True."""
+        lora, model = self.settings.lora, self.settings.model
         if not lora.enable_lora:
             raise SettingsError("adapters need enable_lora=True", "enable_lora")
-        path = Path(folder).expanduser().resolve()
-        facts = adapter_facts(path, read_spec(self.settings), lora.max_lora_rank)
-        return AdapterRef(name=name or path.name, digest=facts.digest, source=str(path))
+        place = str(source).rstrip("/")
+        if not is_url(place):
+            place = str(Path(source).expanduser().resolve())
+        folder = None if model.load_format == "dummy" else Path(model.model)
+        check = AdapterChecker(read_spec(self.settings), lora.max_lora_rank, folder, adapter_cache_folder())
+        return AdapterRef(name=name or place.rpartition("/")[2], digest=check(place), source=place)
 
     def close(self) -> None:
         """Lets KV that is on its way to host or disk arrive, then ends the ranks. Idempotent."""

@@ -12,14 +12,8 @@ from configs.schema import Device, EngineSettings
 from offload.disk_io import file_bytes
 from offload.placement import LayerPlacement, bytes_to_save, place_layers
 from parallel.mesh import Mesh
-from workers.models.sizes import (
-    RankWeights,
-    activation_bytes,
-    adapter_bytes,
-    adapter_pool_bytes,
-    kv_token_bytes,
-    rank_weights,
-)
+from workers.adapter_pages import AdapterRoom, adapter_room
+from workers.models.sizes import RankWeights, activation_bytes, adapter_bytes, kv_token_bytes, rank_weights
 from workers.models.spec import ArchSpec
 from workers.rank.memory import CPU_SHARE, GIB
 from workers.resolve import DTYPE_BYTES
@@ -44,7 +38,8 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """One rank of a stage, in bytes; kv_budget_bytes may be negative: that much is lacking."""
+    """One rank of a stage, in bytes; kv_budget_bytes may be negative: that much is lacking. adapter_bytes: of an
+    adapter of ADAPTER_RANK on every linear; adapter_room: what is set aside for adapters."""
 
     stage: int
     weights: RankWeights
@@ -53,7 +48,7 @@ class StagePlan:
     kv_token_bytes: int
     kv_budget_bytes: int
     adapter_bytes: int
-    adapter_pool_bytes: int = 0
+    adapter_room: AdapterRoom
 
     @property
     def device_weight_bytes(self) -> int:
@@ -128,7 +123,7 @@ def least_bytes(
     if cache.num_blocks is not None:
         kv = cache.num_blocks * block
     tokens, seqs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
-    adapters = adapter_pool_bytes(settings.lora, spec, mesh, DTYPE_BYTES[dtype])
+    adapters = adapter_room(settings.lora, spec, mesh, DTYPE_BYTES[dtype]).device_bytes
     return kv + adapters + activation_bytes(spec, mesh.tp_size, tokens, seqs, DTYPE_BYTES[dtype])
 
 
@@ -178,16 +173,16 @@ def _stage(
     placement = place_layers(weights.num_layers, weights.layer_bytes, save)
     tokens, seqs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     activations = activation_bytes(spec, mesh.tp_size, tokens, seqs, element)
-    pool = adapter_pool_bytes(settings.lora, spec, mesh, element)
+    room = adapter_room(settings.lora, spec, mesh, element)
     return StagePlan(
         stage=mesh.pp_rank,
         weights=weights,
         placement=placement,
         activation_bytes=activations,
         kv_token_bytes=kv_token_bytes(spec, mesh, kv_dtype),
-        kv_budget_bytes=budget - weights.fixed_bytes - placement.device_bytes - activations - pool,
+        kv_budget_bytes=budget - weights.fixed_bytes - placement.device_bytes - activations - room.device_bytes,
         adapter_bytes=adapter_bytes(spec, mesh, ADAPTER_RANK, element),
-        adapter_pool_bytes=pool,
+        adapter_room=room,
     )
 
 
@@ -209,7 +204,7 @@ def _share_machine(
 def _machine_weights(stages: tuple[StagePlan, ...], tp_size: int) -> int:
     """Of all CPU ranks, in whatever part of the one memory they are, with their room for adapters."""
     return tp_size * sum(
-        stage.weights.total_bytes + stage.placement.buffer_bytes + stage.adapter_pool_bytes for stage in stages
+        stage.weights.total_bytes + stage.placement.buffer_bytes + stage.adapter_room.device_bytes for stage in stages
     )
 
 
@@ -268,16 +263,24 @@ def _problems(
 
 
 def _host_problems(stages: tuple[StagePlan, ...], memory: Memory, tp_size: int, pool_bytes: int) -> list[Problem]:
-    """Streamed weights and the host tier, against what the host has left: all of it on a GPU machine."""
+    """Streamed weights, the host tier and copies of adapters, against what the host has left: all of it on a GPU
+    machine."""
     kept, tier = tp_size * sum(stage.placement.host_bytes for stage in stages), memory.host_tier_bytes
+    copies = tp_size * sum(stage.adapter_room.host_bytes for stage in stages)
     if memory.device == "cpu":
         left = max(0, memory.device_bytes - _machine_weights(stages, tp_size) - pool_bytes)
         if tier > left:
             message = f"{gib(tier)} of host tier, {gib(left)} are left beside weights and the device's KV"
             return [Problem("--kv-offloading-size", message)]
+        if tier + copies > left:
+            message = f"{gib(copies)} of adapters, {gib(left - tier)} are left beside weights and KV"
+            return [Problem("--max-cpu-loras", message)]
     elif memory.host_bytes is not None and kept + tier > memory.host_bytes:
         message = f"{gib(kept)} of weights and {gib(tier)} of KV in a host with {gib(memory.host_bytes)}"
         return [Problem("--cpu-offload-gb" if kept else "--kv-offloading-size", message)]
+    elif memory.host_bytes is not None and kept + tier + copies > memory.host_bytes:
+        message = f"{gib(copies)} of adapters and {gib(kept + tier)} of others in a host with {gib(memory.host_bytes)}"
+        return [Problem("--max-cpu-loras", message)]
     return []
 
 

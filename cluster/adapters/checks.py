@@ -9,40 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from cluster.adapters.entries import BaseFacts
-from cluster.adapters.sources import is_url, modules_of
-from configs.environment import cache_folder
+from cluster.adapters.sources import modules_of
+from configs.environment import adapter_cache_folder
 from configs.errors import SettingsError, TandemError
 from configs.schema import ServiceSettings
-from workers.adapter_source import remote_digest
+from workers.adapter_check import AdapterChecker
 from workers.models.registry import load_spec
-from workers.models.spec import ArchSpec
-from workers.peft_folder import adapter_facts, most_file_bytes
-
-CACHE = "adapters"
-"""Below the cache folder; ranks of this machine find there what was checked here."""
-
-
-class AdapterChecker:
-    """Checks sources against one base model."""
-
-    def __init__(self, spec: ArchSpec, max_rank: int) -> None:
-        self._spec = spec
-        self._max_rank = max_rank
-
-    def __call__(self, source: str) -> str:
-        """The digest of what lies there. TandemError with the reason when it cannot be served."""
-        folder = Path(source)
-        if is_url(source):
-            cache = cache_folder() / CACHE
-            most_bytes = most_file_bytes(self._spec, self._max_rank)
-            folder = cache / remote_digest(source, cache, most_bytes=most_bytes)
-        return adapter_facts(folder, self._spec, self._max_rank).digest
 
 
 def checker_of(base: BaseFacts) -> AdapterChecker:
     """For the model that a service announced. SettingsError when its folder cannot be read here."""
     overrides: Mapping[str, Any] | None = base.overrides or None
-    return AdapterChecker(load_spec(base.folder, overrides), base.max_rank)
+    folder = Path(base.folder)
+    has_weights = base.has_weights and any(folder.glob("*.safetensors"))
+    spec = load_spec(base.folder, overrides)
+    return AdapterChecker(spec, base.max_rank, folder if has_weights else None, adapter_cache_folder())
 
 
 def base_facts(settings: ServiceSettings) -> BaseFacts:
@@ -53,6 +34,7 @@ def base_facts(settings: ServiceSettings) -> BaseFacts:
         max_rank=settings.engine.lora.max_lora_rank,
         overrides=dict(model.hf_overrides),
         names=tuple(model.served_model_name),
+        has_weights=model.load_format != "dummy",
     )
 
 

@@ -40,12 +40,13 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 class BaseFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The model that a list of adapters belongs to: what checking a new one needs. overrides: --hf-overrides;
-    names: all that it is served by, () where that was not said."""
+    names: all that it is served by, () where that was not said; has_weights: False when they are random."""
 
     folder: str
     max_rank: int
     overrides: dict[str, Any] = {}
     names: tuple[str, ...] = ()
+    has_weights: bool = True
 
 
 def is_name(name: str) -> bool:

@@ -14,6 +14,7 @@ from cluster.adapters.entries import NAME_RULE, is_name
 from configs.errors import SettingsError
 from configs.schema import AdapterSettings
 from workers.errors import RequestRefused
+from workers.messages import is_url
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -23,11 +24,6 @@ class Module(NamedTuple):
 
     name: str
     source: str
-
-
-def is_url(source: str) -> bool:
-    """Something for fsspec, not a folder here."""
-    return "://" in source
 
 
 def absolute(source: str) -> str:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from msgspec.structs import replace
 
@@ -24,7 +25,8 @@ from configs.schema import Device, EngineSettings
 PLANNED = {
     "revision", "dtype", "max_model_len", "hf_overrides", "tensor_parallel_size", "pipeline_parallel_size",
     "gpu_memory_utilization", "kv_cache_dtype", "kv_cache_memory_bytes", "num_gpu_blocks_override", "block_size",
-    "max_num_seqs", "max_num_batched_tokens", "device", "cpu_offload_gb",
+    "max_num_seqs", "max_num_batched_tokens", "device", "cpu_offload_gb", "enable_lora", "max_loras", "max_lora_rank",
+    "max_cpu_loras", "lora_memory_bytes",
 }  # fmt: skip
 with_planned_options: Callable[[Callable[..., None]], Callable[..., None]] = partial(
     with_service_options, leave_out=frozenset(option.name for option in OPTIONS) - PLANNED
@@ -71,8 +73,8 @@ def plan(
 ) -> None:
     """Say what MODEL needs and what fits, unloaded.
 
-    Weights, KV, adapters and activations in bytes; tokens of KV on device, host and disk; the best way to cut it over
-    --ranks. Exit status 1 when it does not fit.
+    Weights, KV, adapters and activations in bytes; tokens of KV on device, host and disk; with --enable-lora, what is
+    set aside for adapters; the best way to cut it over --ranks. Exit status 1 when it does not fit.
     """
     asked = _Asked(device_memory, kv_offloading_size, kv_disk_size, ranks)
     _check(asked)
@@ -145,6 +147,7 @@ def _find(name: str, settings: EngineSettings, asked: _Asked) -> dict[str, Any]:
         "num_parameters": spec.num_parameters,
         "dtype": question.dtype,
         "kv_dtype": question.kv_dtype,
+        "lora": msgspec.structs.asdict(question.settings.lora),
         "checkpoint": None if facts is None else _checkpoint(facts, spec.num_parameters),
         "memory": asdict(question.memory),
         "plan": _plain(question.plan_of(given.tensor_parallel_size, given.pipeline_parallel_size)),
@@ -208,6 +211,11 @@ def _plain(plan: Any) -> dict[str, Any]:
                 "kv_bytes_per_token": stage.kv_token_bytes,
                 "kv_budget_bytes": stage.kv_budget_bytes,
                 "adapter_bytes": stage.adapter_bytes,
+                "adapter_page_bytes": stage.adapter_room.page_bytes,
+                "adapter_pages": stage.adapter_room.num_pages,
+                "adapter_device_bytes": stage.adapter_room.device_bytes,
+                "adapter_copy_bytes": stage.adapter_room.copy_bytes,
+                "adapter_host_bytes": stage.adapter_room.host_bytes,
             }
             for stage in plan.stages
         ],

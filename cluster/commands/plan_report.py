@@ -18,6 +18,7 @@ def report(found: dict[str, Any]) -> str:
         "",
         *_table(_tier_rows(plan)),
         "",
+        *_adapters(plan, found["lora"]),
         *_verdict(plan),
         *_streaming(plan),
         *_proposal(found),
@@ -76,6 +77,22 @@ def _tier_rows(plan: dict[str, Any]) -> list[list[str]]:
         numbers = (tier["tokens"], tier["full_conversations"], tier["short_conversations"])
         rows.append([tier["tier"], gib(tier["size_bytes"]), *(f"{number:,}" for number in numbers)])
     return rows
+
+
+def _adapters(plan: dict[str, Any], lora: dict[str, Any]) -> list[str]:
+    """With --enable-lora: what a rank of each stage sets aside on the device, and may come to hold in host memory."""
+    if not lora["enable_lora"]:
+        return []
+    rows = [
+        [
+            f"adapters, to r{lora['max_lora_rank']}", "pages/rank", "on device", "largest copy",
+            f"{lora['max_cpu_loras']} copies in host",
+        ]
+    ]  # fmt: skip
+    for stage in plan["stages"]:
+        sizes = (stage[f"adapter_{key}_bytes"] for key in ("device", "copy", "host"))
+        rows.append([f"stage {stage['stage']}", f"{stage['adapter_pages']:,}", *map(gib, sizes)])
+    return [*_table(rows), ""]
 
 
 def _table(rows: list[list[str]]) -> list[str]:

@@ -154,6 +154,8 @@ def run_blocked(blocked: tuple[str, ...], body: str) -> subprocess.CompletedProc
         "workers.rank_group",
         "workers.models.registry",
         "workers.adapter_source",
+        "workers.adapter_check",
+        "workers.adapter_pages",
         "workers.base_tables",
         "workers.planning",
         "cluster.commands.plan",

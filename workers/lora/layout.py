@@ -1,9 +1,9 @@
 """Where the rows of an adapter lie in its device pages: arithmetic on this rank's shapes, no bytes.
 
 Asked by host_copy.py and slab.py. A row is one of A ([rank, inputs]) or of B transposed ([rank, outputs]), this rank's
-part of it; each lies whole inside one page, so memory follows an adapter's true rank, in steps of a page. Paged adapter
-memory: S-LoRA (Sheng et al. 2023). S sections (checkpoint linears) of this rank, R the highest rank that is taken; the
-axis of 2 is A, then B transposed.
+part of it; each lies whole inside one page, so memory follows an adapter's true rank, in steps of a page (S-LoRA, Sheng
+et al. 2023). How pages fill is workers/adapter_pages.py's. S sections (checkpoint linears) of this rank, R the highest
+rank that is taken; the axis of 2 is A, then B transposed.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from parallel.linear import Cut, LinearPart
+from workers import adapter_pages
+from workers.adapter_pages import ALIGNED_ELEMENTS, count_pages, filled
 
-ALIGNED_ELEMENTS = 16
-"""A row begins at a multiple, so that vectors of it are loaded whole."""
-ROWS_PER_PAGE = 4
-"""Of the longest row. More waste at the end of an adapter's last page, fewer leave gaps among rows of many lengths."""
 Ints = npt.NDArray[np.int64]
 
 
@@ -35,16 +33,16 @@ class ShardShape:
 
     @classmethod
     def of(cls, parts: Sequence[LinearPart], max_rank: int, page_elements: int | None = None) -> "ShardShape":
-        """page_elements None: a page fits ROWS_PER_PAGE of the longest rows."""
+        """page_elements None: a page that fits several of the longest rows."""
         lengths = np.array([[part.inputs.length for part in parts], [part.outputs.length for part in parts]], np.int64)
         longest = int(row_strides(lengths).max())
         assert page_elements is None or longest <= page_elements, (longest, page_elements)
-        return cls(tuple(parts), max_rank, lengths, page_elements or ROWS_PER_PAGE * longest)
+        return cls(tuple(parts), max_rank, lengths, page_elements or adapter_pages.page_elements([longest]))
 
     @property
     def most_pages(self) -> int:
         """Of an adapter of max_rank on every section."""
-        return pack(self, np.full(len(self.parts), self.max_rank)).num_pages
+        return count_pages(self.lengths_2S.reshape(-1).tolist(), self.max_rank, self.page_elements)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,22 +77,18 @@ def in_pieces(part: LinearPart, page_elements: int) -> list[LinearPart]:
 
 
 def pack(shape: ShardShape, ranks_S: Ints) -> Packing:
-    """Fills page after page, each with the longest rows that are left and fit (first fit decreasing)."""
+    """Gives every row its place."""
     held_2SR = np.broadcast_to(
         np.arange(shape.max_rank) < ranks_S[:, None], (2, len(shape.parts), shape.max_rank)
     ).reshape(-1)
     strides = np.repeat(row_strides(shape.lengths_2S).reshape(-1), shape.max_rank)
     lengths, counts = np.unique(strides[held_2SR], return_counts=True)
-    left = dict(zip(lengths[::-1].tolist(), counts[::-1].tolist(), strict=True))
-    places: dict[int, list[tuple[int, int]]] = {stride: [] for stride in left}
+    rows: dict[int, int] = dict(zip(lengths.tolist(), counts.tolist(), strict=True))
+    places: dict[int, list[tuple[int, int]]] = {stride: [] for stride in rows}
     num_pages = 0
-    while any(left.values()):
-        offset = 0
-        for stride, count in left.items():
-            taken = min(count, (shape.page_elements - offset) // stride)
-            places[stride] += [(num_pages, offset + row * stride) for row in range(taken)]
-            left[stride] -= taken
-            offset += taken * stride
+    for runs in filled(rows, shape.page_elements):
+        for stride, offset, count in runs:
+            places[stride] += [(num_pages, offset + row * stride) for row in range(count)]
         num_pages += 1
     flat = np.full((len(strides), 2), -1, np.int64)
     for stride, found in places.items():

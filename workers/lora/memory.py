@@ -9,10 +9,11 @@ from pathlib import Path
 
 import torch
 
-from configs.environment import cache_folder
+from configs.environment import adapter_cache_folder
 from configs.errors import SettingsError
 from configs.schema import LoraSettings
 from parallel.linear import Delta
+from workers.adapter_pages import FLAG, device_pages
 from workers.channel import REMOTES, MoverKind
 from workers.kernels.lora import LoraOps, select_lora_ops
 from workers.lora.layout import ShardShape, in_pieces
@@ -24,7 +25,6 @@ from workers.models.spec import ArchSpec
 from workers.rank.kv_mover import MoverThread
 from workers.rank.mover_inbox import Inbox
 
-FLAG = "--lora-memory-bytes"
 MIB = 2**20
 
 
@@ -50,7 +50,7 @@ class RankAdapters:
         """Ready to start."""
         copies: HostCopies = {}
         pin = self.device.type == "cuda"
-        read = ShardReader(self.spec, self.model_folder, self.slab, cache_folder() / "adapters", self.dtype, pin=pin)
+        read = ShardReader(self.spec, self.model_folder, self.slab, adapter_cache_folder(), self.dtype, pin=pin)
         place = PlaceMover(self.slab, copies, self.device)
         sources: list[MoverKind] = ["folder", *REMOTES]
         return [
@@ -101,7 +101,7 @@ def _cut(
         if table is not None:
             parts += in_pieces(table.part, fullest.page_elements)
     shape = ShardShape.of(parts, settings.max_lora_rank, fullest.page_elements)
-    return shape, _count_pages(settings, fullest, dtype)
+    return shape, device_pages(settings, fullest.page_elements * dtype.itemsize, fullest.most_pages)
 
 
 def _attach(slab: AdapterSlab, ops: LoraOps, decoder: Decoder) -> None:
@@ -117,15 +117,6 @@ def _attach(slab: AdapterSlab, ops: LoraOps, decoder: Decoder) -> None:
     assert first == len(slab.shape.parts), "sections without a place"
     sites.warm_up()
     decoder.adapt(sites)
-
-
-def _count_pages(settings: LoraSettings, shape: ShardShape, dtype: torch.dtype) -> int:
-    page_bytes = shape.page_elements * dtype.itemsize
-    if settings.memory_bytes is None:
-        return settings.max_loras * shape.most_pages
-    if settings.memory_bytes < page_bytes:
-        raise SettingsError(f"{FLAG} {settings.memory_bytes} is less than one page of {page_bytes} bytes", FLAG)
-    return settings.memory_bytes // page_bytes
 
 
 def _too_large(size: int, why: str) -> SettingsError:

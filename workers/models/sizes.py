@@ -7,7 +7,6 @@ Tests hold it equal to the loaded decoder's `weight_bytes` and to the KV cache's
 from dataclasses import dataclass
 from typing import Final
 
-from configs.schema import LoraSettings
 from parallel.mesh import Mesh, layer_range
 from workers.models.spec import ArchSpec
 
@@ -105,16 +104,6 @@ def adapter_bytes(spec: ArchSpec, mesh: Mesh, rank: int, element_bytes: int) -> 
         for x in layer_linears(spec, mesh.tp_size)
     )
     return elements * len(layer_range(spec.num_layers, mesh.pp_rank, mesh.pp_size)) * element_bytes
-
-
-def adapter_pool_bytes(lora: LoraSettings, spec: ArchSpec, mesh: Mesh, element_bytes: int) -> int:
-    """Device memory for adapters on the rank at `mesh`, equal on all stages, but for what last pages leave empty."""
-    if not lora.enable_lora:
-        return 0
-    own_layers = len(layer_range(spec.num_layers, mesh.pp_rank, mesh.pp_size))
-    of_a_layer = adapter_bytes(spec, mesh, lora.max_lora_rank, element_bytes) // own_layers
-    highest = of_a_layer * -(-spec.num_layers // mesh.pp_size)
-    return lora.memory_bytes or lora.max_loras * highest
 
 
 def activation_bytes(spec: ArchSpec, tp_size: int, max_num_tokens: int, max_num_seqs: int, element_bytes: int) -> int:

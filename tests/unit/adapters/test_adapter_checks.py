@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from safetensors.torch import load_file, save_file
 
 from cluster.adapters.checks import base_facts, check_modules, checker_of
 from cluster.adapters.entries import BaseFacts
@@ -12,6 +13,9 @@ from cluster.preflight import check_adapters
 from configs.errors import SettingsError, TandemError
 from configs.load import build_settings
 from configs.schema import ServiceSettings
+from tests.support.adapters import save_random_adapter
+from tests.support.tiny_models import TinyModel, save_tiny_model
+from workers.errors import AdapterRefused
 from workers.peft_folder import adapter_digest
 
 DEMO = Path(__file__).resolve().parents[3] / "configs" / "demo"
@@ -47,6 +51,33 @@ def test_a_rank_above_the_services_is_refused() -> None:
     check = checker_of(base_facts(settings(max_lora_rank=4)))
     with pytest.raises(TandemError, match="--max-lora-rank is 4"):
         check(str(PIRATE))
+
+
+@pytest.fixture
+def tables(tmp_path: Path) -> tuple[Path, Path]:
+    """A model, and an adapter of its tables, beside which PEFT has saved a copy of them."""
+    base = save_tiny_model(TinyModel("tables", "llama"), tmp_path)
+    adapter = save_random_adapter(base, tmp_path / "adapter", rank=4, modules=("embed_tokens", "lm_head"))
+    return base, adapter
+
+
+def test_a_table_that_is_not_the_models_own_is_not_listed(tables: tuple[Path, Path]) -> None:
+    base, adapter = tables
+    check = checker_of(base_facts(build_settings(str(base), {"enable_lora": True})))
+    assert check(str(adapter)) == adapter_digest(adapter)
+    tensors = load_file(adapter / WEIGHTS)
+    name = "base_model.model.lm_head.base_layer.weight"
+    save_file(tensors | {name: tensors[name] * 1.05}, adapter / WEIGHTS)
+    with pytest.raises(AdapterRefused, match=f"tensor {name} is not this model's table"):
+        check(str(adapter))
+    without_weights = build_settings(str(base), {"enable_lora": True, "load_format": "dummy"})
+    assert checker_of(base_facts(without_weights))(str(adapter)) == adapter_digest(adapter), "nothing to compare with"
+    (base / "model.safetensors").unlink()
+    assert check_elsewhere(base, adapter) == adapter_digest(adapter), "the ranks have the files, and will compare"
+
+
+def check_elsewhere(base: Path, adapter: Path) -> str:
+    return checker_of(BaseFacts(folder=str(base), max_rank=16))(str(adapter))
 
 
 def test_modules_are_said_or_refused_by_flag_and_name(tmp_path: Path) -> None:

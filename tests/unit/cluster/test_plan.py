@@ -4,21 +4,28 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 import cluster.commands.plan as plan_command
 from cluster import machine
 from configs.errors import SettingsError
-from configs.schema import CacheSettings, DeviceSettings, EngineSettings, ModelSettings, ParallelSettings
+from configs.schema import (
+    CacheSettings,
+    DeviceSettings,
+    EngineSettings,
+    LoraSettings,
+    ModelSettings,
+    ParallelSettings,
+)
 from offload.disk_io import file_bytes
 from parallel.mesh import Mesh
 from tests.support.tiny_models import BY_NAME, save_tiny_model
 from workers.models.checkpoint_facts import read_checkpoint_facts
 from workers.models.registry import load_spec
 from workers.models.spec import ArchSpec
-from workers.planning import GroupPlan, Memory, best_of, cuts, least_bytes, plan_group
+from workers.planning import GroupPlan, Memory, best_of, cuts, gib, least_bytes, plan_group
 from workers.rank.loading import load_single
 from workers.rank.memory import GIB, KVNeeds, cpu_blocks
 
@@ -41,8 +48,16 @@ def large(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def settings_for(folder: Path, tp: int = 1, pp: int = 1, offload_gib: float = 0.0, **cache: Any) -> EngineSettings:
+def settings_for(
+    folder: Path,
+    tp: int = 1,
+    pp: int = 1,
+    offload_gib: float = 0.0,
+    lora: LoraSettings = LoraSettings(),
+    **cache: Any,
+) -> EngineSettings:
     return EngineSettings(
+        lora=lora,
         model=ModelSettings(model=str(folder), dtype="bfloat16"),
         parallel=ParallelSettings(tensor_parallel_size=tp, pipeline_parallel_size=pp),
         cache=CacheSettings(**cache),
@@ -73,6 +88,18 @@ def test_a_cpu_plan_is_what_a_rank_finds(folder: Path, offload_gib: float) -> No
     assert stage.weights.total_bytes == facts.weight_bytes
     assert stage.kv_token_bytes * 16 == facts.block_bytes
     assert len(stage.placement.streamed) == facts.streamed_layers
+    loaded.decoder.close()
+
+
+@pytest.mark.parametrize("asked", [{}, {"memory_bytes": 2**18}], ids=["by --max-loras", "by --lora-memory-bytes"])
+def test_room_for_adapters_is_what_a_rank_finds(folder: Path, asked: dict[str, int]) -> None:
+    settings = settings_for(folder, lora=LoraSettings(enable_lora=True, max_loras=3, **asked))
+    plan = plan_group(settings, load_spec(folder), Memory("cpu", 8 * GIB), "bfloat16", "bfloat16", CONTEXT)
+    loaded = load_single(settings)
+    [stage] = plan.stages
+    room = stage.adapter_room
+    assert (room.num_pages, room.page_bytes) == (loaded.facts.adapter_pages, loaded.facts.adapter_page_bytes)
+    assert plan.device_tokens == loaded.facts.num_blocks * 16
     loaded.decoder.close()
 
 
@@ -162,6 +189,20 @@ def test_on_cpu_the_host_tier_shares_the_machine(folder: Path) -> None:
     assert [problem.flag for problem in large.problems] == ["--kv-offloading-size"]
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_adapters_in_host_memory_count(large: Path, device: Literal["cpu", "cuda"]) -> None:
+    """With room for one, not for 600 of them."""
+    one, many = (
+        settings_for(large, lora=LoraSettings(enable_lora=True, max_loras=1, max_cpu_loras=count), num_blocks=2048)
+        for count in (1, 600)
+    )
+    memory = Memory(device, 160 * GIB, host_bytes=200 * GIB)
+    plans = [plan_group(s, load_spec(large), memory, "bfloat16", "bfloat16", 32768) for s in (one, many)]
+    copies = [plan.stages[0].adapter_room.host_bytes for plan in plans]
+    assert copies[1] == 600 * copies[0] > 200 * GIB
+    assert [[problem.flag for problem in plan.problems] for plan in plans] == [[], ["--max-cpu-loras"]]
+
+
 def test_the_best_cut_needs_no_streaming_and_stays_in_a_node(large: Path) -> None:
     spec: ArchSpec = load_spec(large)
     assert cuts(spec, 8) == [(8, 1), (4, 2), (2, 4), (1, 8)]
@@ -223,6 +264,21 @@ def test_the_command_prints_tables_or_json(large: Path) -> None:
     found = json.loads(run(str(large), *asked).stdout)
     assert found["plan"]["stages"][0]["streamed_layers"] > 0
     assert [tier["size_bytes"] for tier in found["plan"]["tiers"][1:]] == [16 * GIB, 100 * GIB]
+
+
+def test_the_command_says_what_adapters_take(large: Path) -> None:
+    flags = ("--device", "cuda", "--device-memory", "80", "-tp", "4", "--enable-lora", "--max-lora-rank", "64")
+    shown = run(str(large), *flags, "--max-cpu-loras", "100")
+    assert shown.returncode == 0, shown.stderr
+    [title, numbers] = [line for line in shown.stdout.splitlines() if "adapters, to r64" in line or "stage 0" in line]
+    assert "100 copies in host" in title
+    [stage] = json.loads(run(str(large), *flags, "--json").stdout)["plan"]["stages"]
+    assert stage["adapter_device_bytes"] == stage["adapter_pages"] * stage["adapter_page_bytes"]
+    assert stage["adapter_host_bytes"] == 64 * stage["adapter_copy_bytes"]
+    assert gib(stage["adapter_device_bytes"]) in numbers and gib(stage["adapter_copy_bytes"]) in numbers
+    assert "adapters, to" not in run(str(large), *flags[:6]).stdout
+    tiny = run(str(large), *flags, "--lora-memory-bytes", "1K")
+    assert tiny.returncode == 2 and "--lora-memory-bytes 1024 is less than one page" in tiny.stderr
 
 
 def test_the_command_says_what_does_not_fit(large: Path) -> None:

@@ -9,9 +9,18 @@ from cluster import preflight
 from cluster.preflight import check_memory, check_model, cpu_weight_bytes
 from configs.errors import SettingsError
 from configs.load import build_settings
-from configs.schema import DeviceSettings, EngineSettings, ModelSettings, ServiceSettings
+from configs.schema import (
+    DeviceSettings,
+    EngineSettings,
+    LoraSettings,
+    ModelSettings,
+    ParallelSettings,
+    ServiceSettings,
+)
 from parallel.matmul import can_pack
+from parallel.mesh import Mesh
 from tests.support.tiny_models import BY_NAME, save_tiny_model
+from workers.adapter_pages import adapter_room
 from workers.models.registry import load_spec
 from workers.rank.loading import load_single
 
@@ -52,6 +61,24 @@ def test_every_group_that_may_run_counts(folder: Path, monkeypatch: pytest.Monke
     with pytest.raises(SettingsError, match="3 x ") as refused:
         check_memory(build_settings(str(folder), {"device": "cpu"}, {"max_replicas": 3}))
     assert refused.value.flag == "autoscaling_config"
+
+
+def test_adapters_in_host_memory_count(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as every rank of every group may keep, at the highest rank, beside weights and KV."""
+    spec, lora = load_spec(folder), LoraSettings(enable_lora=True, max_cpu_loras=10)
+    copies = sum(adapter_room(lora, spec, Mesh(2, 1, rank), 2).host_bytes for rank in range(2))
+    weights = cpu_weight_bytes(spec, "bfloat16", ParallelSettings(tensor_parallel_size=2))
+    asked = service(folder, enable_lora=True, max_cpu_loras=10, tensor_parallel_size=2, data_parallel_size=2)
+    monkeypatch.setattr(preflight, "available_bytes", lambda: 2 * (weights + copies))
+    check_memory(asked)
+    monkeypatch.setattr(preflight, "available_bytes", lambda: 2 * (weights + copies) - 1)
+    check_memory(service(folder, tensor_parallel_size=2, data_parallel_size=2))
+    with pytest.raises(SettingsError, match=r"10 adapters in host memory.*--max-lora-rank 16.*2 group.*loras 9") as no:
+        check_memory(asked)
+    assert no.value.flag == "--max-cpu-loras"
+    monkeypatch.setattr(preflight, "available_bytes", lambda: 2 * weights)
+    with pytest.raises(SettingsError, match="nothing is left for any"):
+        check_memory(asked)
 
 
 def test_a_context_beyond_the_models_is_refused_in_the_ranks_words(folder: Path) -> None:

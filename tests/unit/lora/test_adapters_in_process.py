@@ -20,10 +20,10 @@ from tests.support.executor_driver import ExecutorDriver, Job
 from tests.support.paged_rows import prompt_ids
 from tests.support.tiny_models import BY_NAME, TinyModel, save_tiny_model
 from workers import adapter_source
+from workers.adapter_pages import adapter_room
 from workers.inprocess_executor import InProcessExecutor
 from workers.messages import AdapterMove, AdapterRef
 from workers.models.registry import load_spec
-from workers.models.sizes import adapter_pool_bytes
 from workers.peft_folder import CONFIG_FILE, WEIGHT_FILE, adapter_digest
 
 RANKS = (4, 8, 16, 64)
@@ -316,10 +316,8 @@ def test_the_default_slab_holds_what_max_loras_says(base: Path, adapters: list[P
     try:
         moves = AdapterDriver(executor)
         assert 2 * moves.load(ref_of(adapters[11]), 0) == ready.adapter_pages, "rank 64 on every linear"
-        settings = executor._settings.lora
-        planned = adapter_pool_bytes(settings, load_spec(base), Mesh(), 4)
-        page_bytes = 4 * 96 * 4
-        assert planned <= ready.adapter_pages * page_bytes <= planned + 2 * page_bytes, "as tandem plan says"
+        room = adapter_room(executor._settings.lora, load_spec(base), Mesh(), 4)
+        assert (room.num_pages, room.page_bytes) == (ready.adapter_pages, 4 * 96 * 4), "as tandem plan says"
     finally:
         executor.close()
 

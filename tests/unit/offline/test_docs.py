@@ -1,4 +1,4 @@
-"""docs/offline.md: its Python example and its batch line are run as they stand."""
+"""docs/offline.md: its Python examples and its batch lines are run as they stand."""
 
 import re
 import subprocess
@@ -7,32 +7,51 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "offline.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+LINES = re.findall(r'^    (\{"custom_id".*\})$', PAGE, re.MULTILINE)
+COMMANDS = re.findall(r"^    \.venv/bin/tandem (run-batch .*)$", PAGE, re.MULTILINE)
+
+
+def run(command: list[str], folder: Path) -> str:
+    """Its standard output."""
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=180, cwd=folder, stdin=subprocess.DEVNULL, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def answers_of(example: str, script: Path, folder: Path) -> list[str]:
+    """The lines that it prints, run in `folder`."""
+    script.write_text(example)
+    return [line for line in run([sys.executable, str(script)], folder).splitlines() if line]
+
+
+def run_batch(command: str, line: str, folder: Path) -> str:
+    """What the command writes when its input is the line; the page's folder holds links to what it names."""
+    words = command.split()
+    (folder / words[words.index("-i") + 1]).write_text(line + "\n")
+    (folder / "configs").symlink_to(ROOT / "configs")
+    run([str(Path(sys.executable).parent / "tandem"), *words], folder)
+    return (folder / words[words.index("-o") + 1]).read_text()
+
+
+def test_the_page_holds_what_is_run_here() -> None:
+    assert (len(EXAMPLES), len(LINES), len(COMMANDS)) == (2, 2, 2)
 
 
 def test_the_python_example_answers(tmp_path: Path) -> None:
-    script = tmp_path / "example.py"
-    script.write_text(PAGE.split("```python\n")[1].split("```")[0])
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        cwd=tmp_path,
-        stdin=subprocess.DEVNULL,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert [line for line in done.stdout.splitlines() if line] == [f"{n} + 4 = {n + 4}" for n in range(5)]
+    assert answers_of(EXAMPLES[0], tmp_path / "example.py", tmp_path) == [f"{n} + 4 = {n + 4}" for n in range(5)]
 
 
 def test_the_batch_command_and_line_work(tmp_path: Path) -> None:
-    line = re.search(r'^    (\{"custom_id".*\})$', PAGE, re.MULTILINE)
-    command = re.search(r"^    \.venv/bin/tandem (run-batch .*)$", PAGE, re.MULTILINE)
-    assert line is not None and command is not None
-    (tmp_path / "requests.jsonl").write_text(line[1] + "\n")
-    tandem = Path(sys.executable).parent / "tandem"
-    done = subprocess.run(
-        [str(tandem), *command[1].split()], capture_output=True, text=True, timeout=180, cwd=tmp_path,
-        stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "2 + 3 = 5" in (tmp_path / "results.jsonl").read_text()
+    assert "2 + 3 = 5" in run_batch(COMMANDS[0], LINES[0], tmp_path)
+
+
+def test_the_example_with_adapters_answers_three_times(tmp_path: Path) -> None:
+    plain, pirate, shout = answers_of(EXAMPLES[1], tmp_path / "example.py", ROOT)
+    assert not plain.startswith("Arr!") and pirate.startswith("Arr!") and shout == shout.upper()
+
+
+def test_the_batch_command_with_an_adapter_and_its_line_work(tmp_path: Path) -> None:
+    assert "Arr!" in run_batch(COMMANDS[1], LINES[1], tmp_path)
