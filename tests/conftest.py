@@ -1,7 +1,7 @@
 """Fixtures for the whole suite: one running service that tests marked `cluster` share; and plain signals.
 
-A runner started with `&` by a script, or under nohup, ignores SIGINT, SIGQUIT or SIGHUP, and every process that
-a test starts and interrupts would inherit that.
+A runner that was started with `&` by a script, or under nohup, ignores SIGINT, SIGQUIT or SIGHUP, and every process
+that a test starts and interrupts would inherit that.
 """
 
 import signal

@@ -25,11 +25,12 @@ class Breaker:
     def state(self) -> State:
         return self._state
 
-    def admit(self) -> bool:
-        """May a call go out now? While open, one call per probe period may: it is the probe (half-open)."""
+    def admit(self, may_probe: bool = True) -> bool:
+        """May a call go out now? While open, one call per probe period may: it is the probe (half-open). A caller that
+        cannot wait for a server that is away is no probe."""
         if self._state == "closed":
             return True
-        if self._clock() < self._probe_at_s:
+        if not may_probe or self._clock() < self._probe_at_s:
             return False
         self._state = "half-open"
         self._probe_at_s = self._clock() + self._probe_period_s

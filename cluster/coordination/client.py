@@ -43,21 +43,22 @@ class RequestClient:
 
     async def command(self, *parts: Part) -> Any:
         """One command, e.g. command("GET", key)."""
-        return await self._bounded(lambda: _execute(self._redis, parts))
+        return await self._bounded(lambda: _execute(self._redis, parts), may_probe=True)
 
     async def pipeline(self, commands: Sequence[Sequence[Part]]) -> list[Any]:
         """Several commands in one round trip, in one transaction."""
-        return await self._bounded(lambda: _transaction(self._redis, commands))
+        return await self._bounded(lambda: _transaction(self._redis, commands), may_probe=True)
 
-    async def script(self, text: str, keys: Sequence[str], arguments: Sequence[Part]) -> Any:
-        """One Lua script, atomically; its text travels only when the server does not know it."""
-        return await self._bounded(lambda: _run_script(self._redis, text, keys, arguments))
+    async def script(self, text: str, keys: Sequence[str], arguments: Sequence[Part], *, may_probe: bool = True) -> Any:
+        """One Lua script, atomically; its text travels only when the server does not know it. may_probe False: while
+        Redis counts as away somebody else finds out whether it is back."""
+        return await self._bounded(lambda: _run_script(self._redis, text, keys, arguments), may_probe=may_probe)
 
     async def close(self) -> None:
         await self._redis.aclose()
 
-    async def _bounded(self, call: Callable[[], Awaitable[T]]) -> T:
-        if not self.breaker.admit():
+    async def _bounded(self, call: Callable[[], Awaitable[T]], *, may_probe: bool) -> T:
+        if not self.breaker.admit(may_probe):
             raise RedisAway("the breaker is open")
         deadline_s = self._clock() + self._timeout_s
         try:

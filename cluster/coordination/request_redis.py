@@ -22,13 +22,13 @@ class RequestRedis:
     def breaker_state(self) -> str:
         return self._client.breaker.state
 
-    async def script(self, text: str, keys: Sequence[str], arguments: Sequence[Part]) -> Any:
+    async def script(self, text: str, keys: Sequence[str], arguments: Sequence[Part], *, may_probe: bool = True) -> Any:
         """RequestClient.script: the answer within the timeout, or RedisAway."""
         url = self._where()
         if url != self._url:
             before, self._url, self._client = self._client, url, RequestClient(url, self._timeout_s)
             await before.close()
-        return await self._client.script(text, keys, arguments)
+        return await self._client.script(text, keys, arguments, may_probe=may_probe)
 
     async def close(self) -> None:
         await self._client.close()

@@ -2,7 +2,8 @@
 
 The owner task of a request calls admit and settle. Redis counts for all gateways (quota_script.py); while it is away
 each goes on with its share (account.py). A beat tells Redis what has changed: freed concurrency and unused tokens at
-once, everything that runs once a second, which renews this gateway's lease.
+once, everything that runs once a second, which renews this gateway's lease. The beat also finds out that Redis is back:
+once it counts as away, no request waits for it.
 """
 
 import asyncio
@@ -42,7 +43,9 @@ WORDS: Mapping[Reason, str] = {
 class Scripts(Protocol):
     """RequestRedis, or a client."""
 
-    async def script(self, text: str, keys: Sequence[str], arguments: Sequence[str | bytes | int | float]) -> Any: ...
+    async def script(
+        self, text: str, keys: Sequence[str], arguments: Sequence[str | bytes | int | float], *, may_probe: bool = True
+    ) -> Any: ...
 
 
 class Tenants(Protocol):
@@ -198,7 +201,7 @@ class Quota:
         kv_tokens = self._kv_limit(account)
         report = account.report(self._clock(), kv_tokens, need=grant.tokens, charge=grant.charge, admit=True)
         try:
-            verdict = await self._ask(account, report)
+            verdict = await self._ask(account, report, may_probe=False)
         except RedisAway as error:
             now_s = self._clock()
             if not account.is_away:
@@ -212,11 +215,11 @@ class Quota:
             reason = msgspec.convert(verdict.reason, Reason)
             raise self._refusal(account.limits, reason, verdict.wait_ms / 1000, grant.tokens)
 
-    async def _ask(self, account: Account, report: Report) -> Verdict:
+    async def _ask(self, account: Account, report: Report, *, may_probe: bool = True) -> Verdict:
         report.now_ms = None if self._server_ms is None else self._server_ms()
         names = (keys.quota(account.name), keys.quota_gateways(account.name))
         try:
-            answer = await self._redis.script(QUOTA_SCRIPT, names, [msgspec.json.encode(report)])
+            answer = await self._redis.script(QUOTA_SCRIPT, names, [msgspec.json.encode(report)], may_probe=may_probe)
         except BaseException:
             account.unsaid(report, self._clock())
             raise

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from cluster.adapters.entries import AdapterEntry
 from cluster.coordination import keys
 from cluster.coordination.client import BackgroundClient
 from tests.support.service import BIN, Service, tandem_serve, wait_for
+from tests.support.varied_adapters import save_varied, zipf
 from workers.messages import AdapterRef, SamplingParams
 from workers.offline import LLM
 
@@ -177,31 +179,66 @@ def test_a_reload_under_running_streams(lora_service: Service, folders: tuple[Pa
     assert unload(lora_service, "changing").status_code == 404
 
 
-def test_more_adapters_than_the_devices_have_room_for(
+def test_sixty_adapters_by_zipf_where_the_devices_have_room_for_four(
     lora_service: Service, folders: tuple[Path, Path], offline: LLM
 ) -> None:
     """TN-03: two distinct ones in a step, four or so on a device; everybody gets the right one."""
-    scaled = []
-    for i in range(12):
-        folder = shutil.copytree(ADAPTERS / ("pirate", "shout")[i % 2], folders[0] / f"scaled-{i}")
-        config = json.loads((folder / "adapter_config.json").read_text())
-        (folder / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 6 + 2 * i}))
+    made = [save_varied(ADAPTERS / "pirate", folders[0] / f"varied-{i}", i) for i in range(60)]
+    for folder in made:
         assert load(lora_service, folder.name, folder).status_code == 200
-        scaled.append(folder)
-    order = [scaled[i] for i in (0, 3, 11, 7, 1, 0, 5, 2, 8, 6, 0, 4, 10, 9, 3, 1)]
+    order = [*range(60), *zipf(60, 60, seed=3)]
+    random.Random(4).shuffle(order)
     conversation = [{"role": "user", "content": QUESTIONS[0]}]
-    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
-    refs = [offline.load_adapter(folder) for folder in order]
-    right = [o.text for o in offline.chat([conversation] * 16, params, use_tqdm=False, lora_request=refs)]
-    assert len(set(right)) > 3
+    params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+    refs = [offline.load_adapter(folder) for folder in made]
+    right = [o.text for o in offline.chat([conversation] * 60, params, use_tqdm=False, lora_request=refs)]
+    assert len(set(right)) == 60, "each says something else"
     swaps = lora_service.metric("adapter_swaps_total")
-    for _ in range(3):
-        with ThreadPoolExecutor(16) as pool:
-            answers = list(pool.map(lambda folder: text_of(chat(lora_service, folder.name, QUESTIONS[0])), order))
-        assert answers == right
-    wait_for(lambda: lora_service.metric("adapter_swaps_total") > swaps, 10, "there was no room for all")
-    for folder in scaled:
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda i: text_of(chat(lora_service, made[i].name, QUESTIONS[0], 16)), order))
+    assert answers == [right[i] for i in order]
+    wait_for(lambda: lora_service.metric("adapter_swaps_total") >= swaps + 40, 10, "there was no room for all")
+    wait_for(lambda: adapters_at_rest(lora_service), 5, "nobody holds an adapter, nobody waits for one")
+    for folder in made:
         assert unload(lora_service, folder.name).status_code == 200
+
+
+def adapters_at_rest(service: Service) -> bool:
+    lines = [x for x in service.get("/metrics").text.splitlines() if x.startswith("tandem:lora_requests_info{")]
+    used = [x for x in lines if 'running_lora_adapters=""' not in x or 'waiting_lora_adapters=""' not in x]
+    return len(lines) == 2 and not used and service.metric("adapter_sequences_waiting") == 0
+
+
+def test_files_that_are_swapped_before_a_group_has_read_them_are_refused_until_they_are_mended(
+    lora_service: Service, folders: tuple[Path, Path], offline: LLM
+) -> None:
+    """FT-12: its digest was known when it was listed, and no group had loaded it by then."""
+    right, others = (wanted(offline, name, QUESTIONS[:1])[0] for name in ("pirate", "shout"))
+    varied = save_varied(ADAPTERS / "pirate", folders[0] / "varied", 99)
+    kept = shutil.copytree(varied, folders[0] / "kept")
+    assert load(lora_service, "swapped", varied).status_code == 200
+    shutil.copytree(ADAPTERS / "shout", varied, dirs_exist_ok=True)
+    refusals = lora_service.metric("adapters_refused_total")
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda i: chat(lora_service, "swapped", QUESTIONS[i]), range(4)))
+        beside = [text_of(x) for x in pool.map(lambda _: chat(lora_service, "pirate", QUESTIONS[0]), range(4))]
+    for answer in answers:
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model"), answer.text
+        assert "its content has changed" in answer.json()["error"]["message"]
+        assert str(varied) not in answer.text
+    assert beside == [right] * 4
+    wait_for(lambda: lora_service.metric("adapters_refused_total") > refusals, 10, "it shows in the metrics")
+    wait_for(lambda: adapters_at_rest(lora_service), 5, "it is held by nobody")
+    assert residency(lora_service, "swapped") == []
+    assert load(lora_service, "swapped", varied, load_inplace=True).status_code == 200
+    assert text_of(chat(lora_service, "swapped", QUESTIONS[0])) == others, "the new content, once it was asked for"
+    assert load(lora_service, "swapped", kept, load_inplace=True).status_code == 200
+    ref = offline.load_adapter(kept)
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    asked = [{"role": "user", "content": QUESTIONS[0]}]
+    (mended,) = offline.chat(asked, params, use_tqdm=False, lora_request=ref)
+    assert text_of(chat(lora_service, "swapped", QUESTIONS[0])) == mended.text != others
+    assert unload(lora_service, "swapped").status_code == 200
 
 
 def test_a_watched_folder_is_followed(lora_service: Service, folders: tuple[Path, Path], offline: LLM) -> None:

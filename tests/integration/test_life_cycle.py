@@ -24,6 +24,8 @@ pytestmark = pytest.mark.cluster
 
 POISON = "raise RuntimeError('a package of the user was imported as one of ours')\n"
 PROMPT = "Once upon a time"
+QUESTION = [{"role": "user", "content": "Tell me a short story about a whale."}]
+PIRATE = REPOSITORY / "configs" / "demo" / "adapters" / "pirate"
 
 
 def shadowing_folder(folder: Path) -> Path:
@@ -153,10 +155,16 @@ def alive(process: psutil.Process) -> bool:
 
 
 def test_serve_run_with_the_shipped_file(tmp_path: Path) -> None:
-    """Serve's own proxy in front, a private Redis as a deployment; Ctrl-C ends it."""
+    """Serve's own proxy in front, a private Redis as a deployment, adapters from the folder that Ray Serve LLM's
+    lora_config names; Ctrl-C ends it."""
     port = free_port()
+    folder = tmp_path / "adapters"
+    shutil.copytree(PIRATE, folder / "pirate")
     config = yaml.safe_load((REPOSITORY / "configs" / "serve" / "demo.yaml").read_text())
     config["http_options"]["port"] = port
+    (application,) = config["applications"]
+    application["args"]["lora_config"] = {"dynamic_lora_loading_path": str(folder), "max_num_adapters_per_replica": 4}
+    application["args"]["engine_kwargs"] |= {"max_loras": 2, "dtype": "float32", "device": "cpu"}
     file = tmp_path / "serve.yaml"
     file.write_text(yaml.safe_dump(config))
     env = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local"}
@@ -169,6 +177,10 @@ def test_serve_run_with_the_shipped_file(tmp_path: Path) -> None:
         with httpx.stream("POST", service.url + "/v1/chat/completions", json=asked, timeout=60) as response:
             lines = [line for line in response.iter_lines() if line]
         assert lines[-1] == "data: [DONE]"
+        wait_for(
+            lambda: {m["id"] for m in service.get("/v1/models").json()["data"]} == {"demo", "pirate"}, 15, "listed"
+        )
+        assert [says(service, model) for model in ("pirate", "demo:pirate", "demo")] == pirate_and_plain()
         (redis,) = service.titled("tandem redis")
         service.titled("ray::ServeReplica:tandem:tandem-redis")[0].kill()
         again = wait_for(lambda: [p for p in service.titled("tandem redis") if p.pid != redis.pid], 60, "a new Redis")
@@ -179,6 +191,23 @@ def test_serve_run_with_the_shipped_file(tmp_path: Path) -> None:
         wait_for(lambda: not service.titled("tandem"), 10, "everything ends")
     finally:
         service.clean()
+
+
+def says(service: Service, model: str) -> str:
+    asked = {"model": model, "messages": QUESTION, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+    answer = service.post("/v1/chat/completions", asked)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def pirate_and_plain() -> list[str]:
+    """The offline engine's answers: the adapter's twice, the model's own."""
+    params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+    with LLM("demo", dtype="float32", device="cpu", enable_lora=True) as llm:
+        ref = llm.load_adapter(PIRATE)
+        adapted, plain = (llm.chat([QUESTION], params, use_tqdm=False, lora_request=r)[0].text for r in (ref, None))
+    assert adapted != plain
+    return [adapted, adapted, plain]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

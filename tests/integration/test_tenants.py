@@ -5,6 +5,7 @@ import csv
 import io
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import openai
@@ -12,17 +13,25 @@ import pytest
 
 from cluster.coordination.client import BackgroundClient
 from tests.support.service import Service, run_tandem, tandem_serve, wait_for
+from workers.engine.step_log import StepLog
+from workers.messages import StepPlan
 
 pytestmark = pytest.mark.cluster
 ASKED = {"model": "demo", "prompt": "The sun", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 ADMIN = {"authorization": "Bearer root"}
+ROWS = 8
 
 
 @pytest.fixture(scope="module")
-def closed() -> Iterator[Service]:
+def step_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("steps") / "steps.jsonl"
+
+
+@pytest.fixture(scope="module")
+def closed(step_log: Path) -> Iterator[Service]:
     """One small group behind an admin key; Ctrl-C at the end leaves nothing."""
-    arguments = ("demo", "--device", "cpu", "--num-gpu-blocks-override", "256", "--admin-api-key", "root")
-    with tandem_serve(*arguments) as running:
+    small = ("--device", "cpu", "--num-gpu-blocks-override", "256", "--max-num-seqs", str(ROWS))
+    with tandem_serve("demo", *small, "--admin-api-key", "root", "--step-log", str(step_log)) as running:
         yield running
         assert running.stop() == 0, running.output
         running.check_gone()
@@ -115,6 +124,47 @@ def test_tenants_have_caches_of_their_own(closed: Service) -> None:
     assert cached(headers[0]) == 0
     assert cached(headers[0]) > 0
     assert cached(headers[1]) == 0, "another tenant's words are not found"
+
+
+FLOOD, FEW = 900, 6
+SHORT, LONGER = 8, 40
+
+
+def test_a_flood_of_one_tenant_takes_no_turn_of_another_and_leaves_no_row_idle(closed: Service, step_log: Path) -> None:
+    """TN-06 in turns, as the step log has them; the lengths of prompts say whose they are. Hundreds of one tenant's
+    wait when the other's come, one after the other. What was on its way meanwhile got rows, what waited did not."""
+    made = [closed.post("/admin/tenants", {"name": name}, headers=ADMIN) for name in ("loud", "quiet")]
+    loud, quiet = (bearer(answer.json()["key"]) for answer in made)
+    wait_until_known(closed, quiet)
+    flood = {**ASKED, "prompt": [[20] * SHORT] * FLOOD, "max_tokens": 40, "stream": True}
+    first, sent = len(plans(step_log)), []
+    with httpx.stream("POST", closed.url + "/v1/completions", json=flood, headers=loud, timeout=60) as response:
+        assert response.status_code == 200
+        wait_for(lambda: closed.get("/load").json()["num_requests_waiting"] > FLOOD / 2, 10, "they wait")
+        for i in range(FEW):
+            sent.append(len(plans(step_log)))
+            assert post(closed, quiet, prompt=[30] * (LONGER + i), max_tokens=4).status_code == 200
+    log = plans(step_log)
+    begun = [next(k for k, plan in enumerate(log) if LONGER + i in lengths(plan)) for i in range(FEW)]
+    overtakers = [sum(lengths(p).count(SHORT) for p in log[a:b]) for a, b in zip(sent, begun, strict=True)]
+    waiting = FLOOD - sum(lengths(plan).count(SHORT) for plan in log[first : begun[-1]])
+    print(f"loud ones that went before: {overtakers}; {waiting} waited to the end")
+    assert max(overtakers) < waiting, "in order of arrival all of those would have gone before"
+    busy = log[sent[0] : begun[-1]]
+    idle, ends = sum(ROWS - len(plan.work) for plan in busy), sum(len(plan.new_rows) for plan in busy)
+    print(f"{idle} of {ROWS * len(busy)} rows had nothing to do, {ends} were handed over")
+    assert idle <= ends + 2 * ROWS, "a row that has ended is free for the one step that was planned meanwhile"
+
+
+def plans(step_log: Path) -> list[StepPlan]:
+    """Of all steps until now."""
+    (file,) = step_log.parent.iterdir()
+    return StepLog.read(str(file))
+
+
+def lengths(plan: StepPlan) -> list[int]:
+    """Of the prompts that begin with it."""
+    return [row.prompt_len for row in plan.new_rows]
 
 
 def test_redis_killed_and_emptied_costs_no_tenant_and_no_row(closed: Service) -> None:

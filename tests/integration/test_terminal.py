@@ -1,22 +1,27 @@
-"""A newcomer's terminal: every phase is said, `tandem complete` and `chat` find the service, the last line is true."""
+"""A newcomer's terminal: every phase is said, `tandem complete` and `chat` find the service, the last line is true.
+Before that, in the same service: who waits longer than --queue-timeout is told so.
+"""
 
 import os
 import re
 import signal
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 
-from tests.support.service import BIN, Service, tandem_serve
+from tests.support.service import BIN, Service, tandem_serve, wait_for
 
 pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture(scope="module")
 def vllm_named() -> Iterator[Service]:
-    """A service whose metrics are called as vLLM's."""
-    with tandem_serve("demo", "--device", "cpu", "--dtype", "float32", "--metrics-prefix", "vllm") as running:
+    """A service whose metrics are called as vLLM's, of few rows and little patience."""
+    few = ("--max-num-seqs", "4", "--queue-timeout", "1")
+    with tandem_serve("demo", "--device", "cpu", "--dtype", "float32", "--metrics-prefix", "vllm", *few) as running:
         yield running
 
 
@@ -26,6 +31,25 @@ def tandem(service: Service, *arguments: str, typed: str = "") -> subprocess.Com
     return subprocess.run(
         [BIN / "tandem", *arguments], env=env, input=typed, capture_output=True, text=True, timeout=60
     )
+
+
+def test_who_waits_too_long_for_a_first_step_gets_a_503_and_others_go_on(vllm_named: Service) -> None:
+    """A hundred choices over four rows last longer than the timeout, at any speed; none of them waits for a first step
+    of its request."""
+    asked = {"model": "demo", "prompt": "The", "max_tokens": 1000, "ignore_eos": True}
+    with httpx.stream("POST", vllm_named.url + "/v1/completions", json={**asked, "n": 100, "stream": True}) as long:
+        assert long.status_code == 200
+        lines = long.iter_lines()
+        next(lines)
+        with ThreadPoolExecutor(2) as pool:
+            bodies = ({**asked, "max_tokens": 4, "stream": stream} for stream in (False, True))
+            late = list(pool.map(lambda body: vllm_named.post("/v1/completions", body), bodies))
+        for answer in late:
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "service_unavailable"), answer.text
+            assert "waited" in answer.json()["error"]["message"] and 1 <= int(answer.headers["retry-after"]) <= 60
+        assert [line for line in (next(lines) for _ in range(4)) if line.startswith("data: {")], "it goes on"
+    wait_for(lambda: vllm_named.get("/load").json()["num_requests_running"] == 0, 10, "its client has left")
+    assert vllm_named.post("/v1/completions", {**asked, "max_tokens": 4}).status_code == 200
 
 
 def test_a_terminal_from_start_to_end(vllm_named: Service) -> None:

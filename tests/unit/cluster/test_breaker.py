@@ -65,3 +65,13 @@ def test_a_lost_probe_does_not_keep_it_half_open_for_ever(clock: Clock) -> None:
     assert breaker.admit()
     clock.now_s += 1.0
     assert breaker.admit(), "the first probe never reported; another one goes"
+
+
+def test_who_cannot_wait_is_no_probe(clock: Clock) -> None:
+    breaker = opened(clock)
+    clock.now_s += 5.0
+    assert not breaker.admit(may_probe=False)
+    assert breaker.admit()
+    assert not breaker.admit(may_probe=False), "while the probe is out, too"
+    breaker.record_success()
+    assert breaker.admit(may_probe=False)

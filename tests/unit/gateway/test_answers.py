@@ -108,6 +108,14 @@ async def test_all_fields_reach_the_engine() -> None:
         assert (request.priority, request.cache_salt, request.tenant) == (-2, "default/salt", "default")
 
 
+@pytest.mark.parametrize("queue_timeout_s", [None, 7.5])
+async def test_the_queue_timeout_goes_along_with_every_prompt(queue_timeout_s: float | None) -> None:
+    async with gateway(saying("x"), settings=GatewaySettings(queue_timeout_s=queue_timeout_s)) as rig:
+        await rig.complete(prompt=["a", "b"])
+        await rig.chat()
+        assert [request.deadline_s for request in rig.backend.requests] == [queue_timeout_s] * 3
+
+
 async def test_eos_ids_that_the_engine_does_not_know_are_sent_along() -> None:
     async with gateway(saying("x"), engine_eos_token_ids=frozenset({300})) as rig:
         choice = (await rig.complete()).json()["choices"][0]

@@ -4,13 +4,19 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from cluster.coordination.client import BackgroundClient, RequestClient
+from cluster.coordination.moving_redis import MovingRedis
 from cluster.coordination.redis_server import RedisServer
+from cluster.gateway.state import Opening, Outcome
 from cluster.tenants.admission import Grant, OverLimit
 from cluster.tenants.quota import Quota
+from cluster.tenants.service import TenantService
 from cluster.tenants.tenant import Limits, Tenant
+from cluster.tenants.usage import read_usage
+from workers.messages import Usage
 
 DEADLINE_S = 20.0
 START_MS = 1_800_000_000_000
@@ -82,12 +88,52 @@ class Fleet:
             await client.close()
 
 
-async def admitted(quota: Quota, count: int, prompt: int = 1, output: int = 0) -> list[Grant]:
+def service(
+    url: str, folder: Path, is_private: bool = False, gateways: int = 1, redis_timeout_s: float = 2.0
+) -> TenantService:
+    """Everything of tenants that a gateway runs."""
+    moving = MovingRedis(url, lambda url: BackgroundClient(url, timeout_s=1.0, retries=1), None)
+    return TenantService(
+        moving,
+        folder=folder,
+        is_private=is_private,
+        usage_days=7,
+        redis_timeout_s=redis_timeout_s,
+        gateways=gateways,
+        kv_tokens=lambda: 0,
+    )
+
+
+async def serve_one(tenants: TenantService, name: str, request_id: str, used: int) -> None:
+    """A request of the tenant, from admission to its row."""
+    grant = await tenants.quota.admit(name, used, 10)
+    tenants.ledger.accepted(Opening(request_id=request_id, tenant=name, model="m"))
+    tenants.quota.settle(grant, used)
+    await tenants.ledger.settle(
+        Outcome(
+            request_id=request_id,
+            tenant=name,
+            model="m",
+            terminal="stop",
+            usage=Usage(prompt_tokens=used, completion_tokens=0),
+            began_s=0.0,
+            ended_s=1.0,
+        )
+    )
+
+
+async def row_ids(redis: BackgroundClient) -> list[str]:
+    """Ids of the last two minutes' rows in Redis."""
+    now_s = time.time()
+    return [row.id for row in await read_usage(redis, None, now_s - 120, now_s + 60)]
+
+
+async def admitted(quota: Quota, count: int, prompt: int = 1, output: int = 0, name: str = "acme") -> list[Grant]:
     """The grants of so many requests, one after the other; those refused are left out."""
     grants = []
     for _ in range(count):
         try:
-            grants.append(await quota.admit("acme", prompt, output))
+            grants.append(await quota.admit(name, prompt, output))
         except OverLimit:
             continue
     return grants

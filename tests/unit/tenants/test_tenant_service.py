@@ -1,60 +1,18 @@
 """One gateway's tenants from start to end: what its tasks do by themselves, and what they leave behind."""
 
 import asyncio
-import time
 from pathlib import Path
 
 from cluster.coordination import keys
 from cluster.coordination.client import BackgroundClient
-from cluster.coordination.moving_redis import MovingRedis
 from cluster.coordination.redis_server import RedisServer
-from cluster.gateway.state import Opening, Outcome
-from cluster.tenants.service import TenantService
 from cluster.tenants.store import TenantStore
-from cluster.tenants.usage import read_usage
 from tests.support.private_redis import private_redis
-from tests.unit.tenants.tenant_rig import patient, until
-from workers.messages import Usage
-
-
-def service(server: RedisServer, folder: Path, is_private: bool = False, gateways: int = 1) -> TenantService:
-    moving = MovingRedis(server.url, lambda url: BackgroundClient(url, timeout_s=1.0, retries=1), None)
-    return TenantService(
-        moving,
-        folder=folder,
-        is_private=is_private,
-        usage_days=7,
-        redis_timeout_s=2.0,
-        gateways=gateways,
-        kv_tokens=lambda: 0,
-    )
-
-
-async def serve_one(tenants: TenantService, name: str, request_id: str, used: int) -> None:
-    """A request of the tenant, from admission to its row."""
-    grant = await tenants.quota.admit(name, used, 10)
-    tenants.ledger.accepted(Opening(request_id=request_id, tenant=name, model="m"))
-    tenants.quota.settle(grant, used)
-    await tenants.ledger.settle(
-        Outcome(
-            request_id=request_id,
-            tenant=name,
-            model="m",
-            terminal="stop",
-            usage=Usage(prompt_tokens=used, completion_tokens=0),
-            began_s=0.0,
-            ended_s=1.0,
-        )
-    )
-
-
-async def rows(redis: BackgroundClient) -> list[str]:
-    now_s = time.time()
-    return [row.id for row in await read_usage(redis, None, now_s - 60, now_s + 60)]
+from tests.unit.tenants.tenant_rig import patient, row_ids, serve_one, service, until
 
 
 async def test_everything_reaches_redis_by_itself(server: RedisServer, redis: BackgroundClient, tmp_path: Path) -> None:
-    tenants = service(server, tmp_path)
+    tenants = service(server.url, tmp_path)
     await tenants.start()
     await TenantStore(redis).add("acme", {"concurrency": 1, "token_budget": 1000})
 
@@ -67,7 +25,7 @@ async def test_everything_reaches_redis_by_itself(server: RedisServer, redis: Ba
     async def is_told() -> bool:
         running = await redis.command("HGETALL", keys.quota("acme"))
         counts = [int(v) for k, v in running.items() if k.startswith(b"n:")]
-        return counts == [0] and await rows(redis) == ["r1"]
+        return counts == [0] and await row_ids(redis) == ["r1"]
 
     await until(is_told, "the place is free and the row is there")
     await tenants.close()
@@ -77,13 +35,13 @@ async def test_everything_reaches_redis_by_itself(server: RedisServer, redis: Ba
 async def test_a_state_folder_carries_tenants_budgets_and_rows_to_a_new_redis(tmp_path: Path) -> None:
     """The service ends with its private Redis; the next one begins with another."""
     with private_redis() as server:
-        first = service(server, tmp_path / "state")
+        first = service(server.url, tmp_path / "state")
         await first.start()
         made = await first.admin.add("acme", {"token_budget": 100})
         await serve_one(first, "acme", "r1", 60)
         await first.close()
     with private_redis() as server:
-        second = service(server, tmp_path / "state")
+        second = service(server.url, tmp_path / "state")
         await second.start()
         assert {t.name: t.keys for t in second.directory.tenants.values()} == {"acme": made.tenant.keys}
         await serve_one(second, "acme", "r2", 10)
@@ -91,7 +49,7 @@ async def test_a_state_folder_carries_tenants_budgets_and_rows_to_a_new_redis(tm
         redis = patient(server)
 
         async def both() -> bool:
-            return sorted(await rows(redis)) == ["r1", "r2"]
+            return sorted(await row_ids(redis)) == ["r1", "r2"]
 
         await until(both, "the old rows are there, too")
         await redis.close()
@@ -100,7 +58,7 @@ async def test_a_state_folder_carries_tenants_budgets_and_rows_to_a_new_redis(tm
 
 async def test_a_private_folder_goes_with_the_last_gateway(server: RedisServer, tmp_path: Path) -> None:
     folder = tmp_path / "tl-1"
-    one, two = service(server, folder, is_private=True), service(server, folder, is_private=True)
+    one, two = service(server.url, folder, is_private=True), service(server.url, folder, is_private=True)
     await asyncio.gather(one.start(), two.start())
     await one.close()
     assert folder.exists(), "the other one writes there"
@@ -110,7 +68,7 @@ async def test_a_private_folder_goes_with_the_last_gateway(server: RedisServer, 
 
 async def test_rows_that_redis_never_heard_of_are_not_removed(server: RedisServer, tmp_path: Path) -> None:
     folder = tmp_path / "tl-1"
-    tenants = service(server, folder, is_private=True)
+    tenants = service(server.url, folder, is_private=True)
     await tenants.start()
     server.stop()
     await serve_one(tenants, "nobody", "r1", 5)
