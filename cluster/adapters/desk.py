@@ -17,6 +17,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from cluster.adapters.entries import NAME_RULE, AdapterEntry, find, is_name
+from cluster.adapters.kept import AdapterFile
 from cluster.adapters.registry import AdapterRegistry
 from cluster.adapters.running import RunningAdapters
 from cluster.adapters.sources import Module
@@ -34,7 +35,8 @@ Outcome = Literal["listed", "switched", "unchanged"]
 
 class AdapterDesk:
     """All adapters of one base model, for one gateway or one command. `check`: a source's digest, or TandemError; runs
-    on a thread. limit: how many adapters a tenant may have, None for any number."""
+    on a thread. limit: how many adapters a tenant may have, None for any number. kept: where the list outlives the
+    service."""
 
     def __init__(
         self,
@@ -44,8 +46,10 @@ class AdapterDesk:
         running: RunningAdapters | None = None,
         wall_clock: Callable[[], float] = time.time,
         limit: Callable[[str], int | None] = lambda tenant: None,
+        kept: AdapterFile | None = None,
     ) -> None:
         self.registry = registry
+        self.kept = kept
         self.running = running if running is not None else RunningAdapters()
         self.counts: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self._check = check

@@ -45,6 +45,11 @@ class RequestPart:
         """Its prompt is known to have been processed: a token came of it, or an end of its own."""
         return any(choice.tokens or choice.finished in ("stop", "length") for choice in self.choices)
 
+    @property
+    def is_begun(self) -> bool:
+        """Its group says that it has done more than queue."""
+        return self.usage is not None and self.usage.prompt_tokens > 0
+
 
 Step = tuple[RequestPart, list[TokenDelta]]
 
@@ -100,8 +105,9 @@ class RequestRun:
         return self.counted()
 
     def counted(self) -> Usage:
-        """The bill as far as it is known now; prompts of which no token came are not on it."""
-        computed = [part for part in self.parts if part.is_computed]
+        """The bill as far as it is known now. Prompts that only queued are not on it, nor those of which nothing came
+        by a fault of ours; those that a client has left half-way are."""
+        computed = [part for part in self.parts if part.is_computed or (self.error is None and part.is_begun)]
         return Usage(
             prompt_tokens=sum(len(part.request.prompt_token_ids) for part in computed),
             completion_tokens=sum(choice.tokens for part in computed for choice in part.choices),
