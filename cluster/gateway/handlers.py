@@ -48,7 +48,8 @@ async def chat_completions(state: GatewayState, request: Request, principal: Pri
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = _params(state, body, max_tokens, logprobs)
     head = _head(state, "chatcmpl", model.name)
-    run = _run(state, request, principal, head, model, body, [(prompt, params)], began_s)
+    work = [(prompt, params)]
+    run = _run(state, request, principal, head, model, body, work, began_s, is_open_ended=wanted is None)
     style = ChatStyle(
         state,
         head,
@@ -155,6 +156,8 @@ def _run(
     body: CommonBody,
     work: Sequence[tuple[Prompt, SamplingParams]],
     began_s: float,
+    *,
+    is_open_ended: bool = False,
 ) -> RequestRun:
     """The run of all prompts of one HTTP request; request ids are unique even when x-request-id is not."""
     parts = []
@@ -171,7 +174,9 @@ def _run(
             trace_ids={"x-request-id": request.scope.get("tandem.request_id", "")},
         )
         choices = [_choice(state, body, prompt, params) for _ in range(params.n)]
-        parts.append(RequestPart(request=generation, choices=choices, first_choice=number * params.n))
+        first = number * params.n
+        part = RequestPart(request=generation, choices=choices, first_choice=first, is_open_ended=is_open_ended)
+        parts.append(part)
     return RequestRun(state=state, parts=parts, tenant=principal.tenant, model=head.model, began_s=began_s)
 
 

@@ -27,11 +27,13 @@ log = logging.getLogger("tandem.gateway")
 
 @dataclass(kw_only=True)
 class RequestPart:
-    """One backend request (one prompt) of a run, and where its choices begin in the answer."""
+    """One backend request (one prompt) of a run, and where its choices begin in the answer. is_open_ended: the client
+    named no max_tokens, the request has what the context holds."""
 
     request: GenerationRequest
     choices: list[ChoiceText]
     first_choice: int
+    is_open_ended: bool = False
     stream: GenerationStream | None = None
     usage: Usage | None = None
     ended: bool = False
@@ -226,7 +228,8 @@ class RequestRun:
         """Reserves what the tenant's request may take. From here on a ledger row is owed."""
         prompt = sum(len(part.request.prompt_token_ids) for part in self.parts)
         output = sum(part.request.sampling.max_tokens * part.request.sampling.n for part in self.parts)
-        self._grant = await self.state.tenancy.admit(self.tenant, prompt, output)
+        is_open_ended = any(part.is_open_ended for part in self.parts)
+        self._grant = await self.state.tenancy.admit(self.tenant, prompt, output, is_open_ended=is_open_ended)
         self.state.ledger.accepted(
             Opening(
                 request_id=self.parts[0].request.request_id,
