@@ -13,6 +13,7 @@ did not use and settles the ledger.
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from cluster.gateway.backend import GenerationStream
@@ -58,7 +59,8 @@ Step = tuple[RequestPart, list[TokenDelta]]
 
 @dataclass(kw_only=True)
 class RequestRun:
-    """Owns a request from submission to its ledger row. Create, `await open()`, read `steps()`, `close()`."""
+    """Owns a request from submission to its ledger row. Create, `await open()`, read `steps()`, `close()`. held: what
+    ends with it."""
 
     state: GatewayState
     parts: list[RequestPart]
@@ -66,6 +68,8 @@ class RequestRun:
     model: str
     began_s: float
     error: Exception | None = None
+    held: ExitStack = field(default_factory=ExitStack)
+    _is_open: bool = False
     _grant: Grant | None = None
     _closed: asyncio.Event = field(default_factory=asyncio.Event)
     _pumps: "list[asyncio.Task[None]]" = field(default_factory=list)
@@ -73,6 +77,7 @@ class RequestRun:
     async def open(self) -> None:
         """Submits every part. Safe to cancel: the owner finishes the submission and takes it back."""
         opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._is_open = True
         self.state.metrics.generation_began()
         self.state.tasks.start(self._own(opened), f"request {self.parts[0].request.request_id}")
         await asyncio.shield(opened)
@@ -119,6 +124,8 @@ class RequestRun:
     def close(self) -> None:
         """The HTTP side is done, for whatever reason. Never waits; idempotent."""
         self._closed.set()
+        if not self._is_open:
+            self.held.close()
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
@@ -189,7 +196,7 @@ class RequestRun:
     # ---- the owner -----------------------------------------------------------------------------------------------
 
     async def _own(self, opened: "asyncio.Future[None]") -> None:
-        with self.state.running_adapters.request(self.parts[0].request.adapter):
+        with self.held:
             await self._own_to_the_end(opened)
 
     async def _own_to_the_end(self, opened: "asyncio.Future[None]") -> None:
