@@ -82,7 +82,9 @@ class Gateway:
             self._adapters = await open_desk(settings, self._redis, facts.service_id, self._most_adapters)
             if self._adapters is not None:
                 self._tending = tend(self._adapters, settings, self._changes)
-            self._state = build_gateway_state(settings, self._client, self._tenants, self._adapters)
+            self._state = build_gateway_state(
+                settings, self._client, self._tenants, self._adapters, open_port=facts.open_port
+            )
         except Exception as error:
             await self._report_failure(error)
             raise
@@ -117,6 +119,8 @@ class Gateway:
         self._refreshing.cancel()
         await self._changes.close()
         await self._client.close()
+        if self._adapters is not None and self._adapters.kept is not None:
+            await self._adapters.kept.save()
         await self._state.tasks.wait_idle(LAST_WORDS_S)  # owners settle what has ended
         await self._tenants.close()
         await self._redis.close()

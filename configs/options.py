@@ -162,9 +162,10 @@ OPTIONS: tuple[Option, ...] = (
     Option("port", "gateway.port", int, HTTP, "Port to listen on.", _port, "from 1 to 65535"),
     Option("api_key", "gateway.api_keys", tuple[str, ...], HTTP, "Key(s) clients must send. Default: open."),
     Option("admin_api_key", "gateway.admin_keys", tuple[str, ...], HTTP,
-           "Key(s) for /admin. Default: without any key at all, open on loopback only."),
+           "Key(s) for /admin and loading adapters. Default: without any key at all, open on loopback only; "
+           "under `serve run` closed."),
     Option("state_dir", "gateway.state_dir", str, HTTP,
-           "Folder for the usage journal and a copy of the tenants, taken up by the next start. "
+           "Folder for the usage journal and a copy of tenants and adapters' list, taken up by the next start. "
            "Default: a private one, gone with the service; with --redis-url once Redis has every row."),
     Option("usage_days", "gateway.usage_days", int, HTTP,
            "Days that usage rows are kept, in Redis and in --state-dir.", lambda v: 1 <= v <= 366, "from 1 to 366"),

@@ -107,7 +107,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The HTTP side. Caps are the contract's; a cap that is exceeded is a 400 (413 for the body). state_dir: for the
-    usage journal and a copy of the tenants; None: they end with the service, or with Redis if that is later.
+    usage journal and a copy of the tenants and of the list of adapters; None: they end with the service, or with Redis
+    if that is later.
     queue_timeout_s: how long a request may wait for its first step; None: for ever."""
 
     host: str = "127.0.0.1"

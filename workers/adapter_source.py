@@ -37,7 +37,8 @@ def local_folder(
     """A folder with the adapter's two files. One that is fetched has the wanted digest; of a plain folder, that is
     for its reader to check. most_bytes: the largest weight file worth fetching.
 
-    AdapterUnreadable: no such folder, a source that cannot be reached or read in time. AdapterRefused: another digest.
+    AdapterUnreadable: no such folder, a source that cannot be reached or read in time, or that has another version by
+    now. AdapterRefused: too large.
     """
     if not ref.is_remote:
         folder = Path(ref.source)
@@ -80,7 +81,7 @@ def _fetch(ref: AdapterRef, target: Path, most_bytes: int | None, stop: threadin
         folder = Path(name)
         _copy_files(ref.source, folder, most_bytes, stop)
         if (found := adapter_digest(folder)) != ref.digest:
-            raise AdapterRefused(f"its source holds an adapter with digest {found[:12]}, not {ref.digest[:12]}")
+            raise AdapterUnreadable(f"its source holds an adapter with digest {found[:12]}, not {ref.digest[:12]}")
         _publish(folder, target)
 
 

@@ -93,7 +93,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """Billed counts of one request: prompt once, all choices' output, prompt tokens found in the cache."""
+    """Billed counts of one request: prompt once (0 while it only queued), all choices' output, prompt tokens found in
+    the cache."""
 
     prompt_tokens: int
     completion_tokens: int

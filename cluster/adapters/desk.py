@@ -12,11 +12,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
+from typing import Final, Literal
 
 from msgspec.structs import replace
 
 from cluster.adapters.entries import NAME_RULE, AdapterEntry, find, is_name
+from cluster.adapters.kept import AdapterFile
 from cluster.adapters.registry import AdapterRegistry
 from cluster.adapters.running import RunningAdapters
 from cluster.adapters.sources import Module
@@ -30,11 +31,22 @@ CHECKS_AT_ONCE = 2
 """A URL may take its time; a folder need not wait for it."""
 OUTCOMES = ("listed", "switched", "unchanged", "refused", "unlisted")
 Outcome = Literal["listed", "switched", "unchanged"]
+EVERYONE: Final = ""
+"""As `tenant` of a load: everybody's from now on. No tenant's name is empty."""
+
+
+class NameTaken(RequestRefused):
+    """The name has other content, and nobody said that it may be replaced."""
+
+    def __init__(self, name: str) -> None:
+        message = f"The name {name!r} is taken by other content; send load_inplace true to replace it."
+        super().__init__(message, code="invalid_value", param="lora_name")
 
 
 class AdapterDesk:
     """All adapters of one base model, for one gateway or one command. `check`: a source's digest, or TandemError; runs
-    on a thread. limit: how many adapters a tenant may have, None for any number."""
+    on a thread. limit: how many adapters a tenant may have, None for any number. kept: where the list outlives the
+    service."""
 
     def __init__(
         self,
@@ -44,8 +56,10 @@ class AdapterDesk:
         running: RunningAdapters | None = None,
         wall_clock: Callable[[], float] = time.time,
         limit: Callable[[str], int | None] = lambda tenant: None,
+        kept: AdapterFile | None = None,
     ) -> None:
         self.registry = registry
+        self.kept = kept
         self.running = running if running is not None else RunningAdapters()
         self.counts: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self._check = check
@@ -75,9 +89,9 @@ class AdapterDesk:
         pinned: bool | None = None,
         inplace: bool = False,
     ) -> Outcome:
-        """Lists what lies at `source`. tenant, pinned: None leaves them as they are. The same content again changes
-        nothing; other content only with `inplace`, and later requests have it. RequestRefused: 400 with the reason,
-        503 while Redis is away; then all is as before."""
+        """Lists what lies at `source`. tenant, pinned: None leaves them as they are (of a new one: everyone's, not
+        pinned). The same content again changes nothing; other content only with `inplace`, and later requests have it.
+        RequestRefused: 400 with the reason, 503 while Redis is away; then all is as before."""
         try:
             self._check_name(name)
             digest = await self._digest(source)
@@ -90,16 +104,17 @@ class AdapterDesk:
             log.info("adapter %s@%s %s from %s", name, digest[:12], outcome, source)
         return outcome
 
-    async def unload(self, name: str) -> bool:
-        """Unlists it: no later request finds it. False: there was none. RequestRefused 503 while Redis is away."""
+    async def unload(self, name: str) -> AdapterEntry | None:
+        """Unlists it: no later request finds it. What was listed, None: nothing. RequestRefused 503 while Redis is
+        away."""
         for _ in range(ROUNDS):
             before = self.registry.entries.get(name)
             if before is None:
-                return False
+                return None
             if await self._replaced(before, None, name):
                 self.counts["unlisted"] += 1
                 log.info("adapter %s@%s unlisted", name, before.digest[:12])
-                return True
+                return before
         raise _busy(name)
 
     async def pin(self, name: str, pinned: bool) -> bool:
@@ -152,8 +167,7 @@ class AdapterDesk:
         for _ in range(ROUNDS):
             before = self.registry.entries.get(name)
             if before is not None and before.digest != digest and not inplace:
-                message = f"The name {name!r} is taken by other content; send load_inplace true to replace it."
-                raise RequestRefused(message, code="invalid_value", param="lora_name")
+                raise NameTaken(name)
             after = self._entry(name, source, digest, tenant, pinned, before)
             if after == before:
                 return "unchanged"
@@ -173,11 +187,12 @@ class AdapterDesk:
         before: AdapterEntry | None,
     ) -> AdapterEntry:
         same = before is not None and before.digest == digest
+        owner = before.tenant if tenant is None and before is not None else tenant
         return AdapterEntry(
             name=name,
             digest=digest,
             source=source,
-            tenant=before.tenant if tenant is None and before is not None else tenant,
+            tenant=None if owner == EVERYONE else owner,
             pinned=bool(before is not None and before.pinned) if pinned is None else pinned,
             listed_at_s=before.listed_at_s if same and before is not None else self._wall_clock(),
         )

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from cluster.adapters.desk import AdapterDesk
+from cluster.adapters.kept import AdapterFile
 from cluster.adapters.registry import AdapterRegistry
 from cluster.adapters.sources import modules_of
 from cluster.adapters.watch import FolderWatch
@@ -36,7 +37,11 @@ async def open_desk(
     names, facts = settings.engine.model.served_model_name, base_facts(settings)
     registry = AdapterRegistry(redis, names[0])
     registry.announce(facts)
-    desk = AdapterDesk(registry, checker_of(facts), names, limit=limit)
+    state_dir = settings.gateway.state_dir if redis is not None else None
+    kept = AdapterFile(Path(state_dir), registry) if state_dir is not None else None
+    if kept is not None:
+        await kept.load()
+    desk = AdapterDesk(registry, checker_of(facts), names, limit=limit, kept=kept)
     with suppress(RedisAway):
         await registry.refresh()
     if not await registry.modules_are_listed(service):
@@ -50,12 +55,15 @@ def tend(
     settings: ServiceSettings,
     changes: Announcements = NoAnnouncements(),
 ) -> "list[asyncio.Task[None]]":
-    """What keeps the desk up to date: looks at the list and at --lora-watch-dir. The caller cancels them."""
+    """What keeps the desk up to date: looks at the list and at --lora-watch-dir, saves to --state-dir.
+    The caller cancels them."""
     loop = asyncio.get_running_loop()
     tasks = [loop.create_task(desk.registry.run(lambda: _say(desk), changes=changes), name="adapters")]
     if settings.adapters.watch_dir is not None:
         watch = FolderWatch(Path(settings.adapters.watch_dir), desk)
         tasks.append(loop.create_task(watch.run(), name="adapters' folder"))
+    if desk.kept is not None:
+        tasks.append(loop.create_task(desk.kept.run(), name="saving adapters"))
     return tasks
 
 

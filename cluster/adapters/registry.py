@@ -2,13 +2,14 @@
 
 Gateways and `tandem adapters` change it by compare-and-set; gateways and coordinators look at its version counter when
 a change is announced, and now and then besides, and read the list when that moved. Without Redis the last copy is
-served and nothing can be changed; a Redis that lost its data gets the copy back. One event loop; no request waits on
-this file.
+served and nothing can be changed; a Redis that lost its data, or is as it was some changes ago, gets the copy back. One
+event loop; no request waits on this file.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+import secrets
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -29,15 +30,37 @@ HEARING_POLL_S = 2.0
 COMPARE_AND_SET: Final = f"""
 local now = redis.call('HGET', KEYS[1], ARGV[1]) or ''
 if now ~= ARGV[2] and now ~= ARGV[3] then return 0 end
-if now ~= ARGV[3] then
-  if ARGV[5] and (redis.call('HGET', KEYS[1], ARGV[4]) or '') ~= ARGV[5] then return 0 end
-  if ARGV[3] == '' then redis.call('HDEL', KEYS[1], ARGV[1]) else redis.call('HSET', KEYS[1], ARGV[1], ARGV[3]) end
-  redis.call('HINCRBY', KEYS[1], ARGV[4], 1)
-end
+if now == ARGV[3] then return tonumber(redis.call('HGET', KEYS[1], ARGV[4]) or '1') end
+if ARGV[5] and (redis.call('HGET', KEYS[1], ARGV[4]) or '') ~= ARGV[5] then return 0 end
+if ARGV[3] == '' then redis.call('HDEL', KEYS[1], ARGV[1]) else redis.call('HSET', KEYS[1], ARGV[1], ARGV[3]) end
+local version = redis.call('HINCRBY', KEYS[1], ARGV[4], 1)
 {ANNOUNCE}
+return version
 """
 """Field, value expected ('' none), value wanted ('' none), field of the counter, the counter expected if that matters.
-1 also where it is as wanted already: the client may send it twice."""
+The counter by now, also where it is as wanted already: the client may send it twice. 0: nothing was changed."""
+
+SEED: Final = f"""
+if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 1 then return 0 end
+for i = 2, #ARGV, 2 do redis.call('HSETNX', KEYS[1], ARGV[i], ARGV[i + 1]) end
+local version = redis.call('HINCRBY', KEYS[1], ARGV[1], 1)
+{ANNOUNCE}
+return version
+"""
+"""Field of the counter, then fields and values: written where no list ever was."""
+
+RESTORE: Final = f"""
+if redis.call('GET', KEYS[2]) ~= ARGV[1] then return 0 end
+if (redis.call('HGET', KEYS[1], ARGV[2]) or '') ~= ARGV[3] then return 0 end
+for _, name in ipairs(cjson.decode(ARGV[5]).gone) do redis.call('HDEL', KEYS[1], name) end
+for i = 6, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+redis.call('HSET', KEYS[1], ARGV[2], ARGV[4])
+{ANNOUNCE}
+return 1
+"""
+"""The sentinel, field of the counter, the counter expected and its next value, names to remove, fields and values."""
+JUMP: Final = 2**20
+"""Who restores the list at the same moment as another, from another copy, must not write the same counter."""
 
 
 class _Held(NamedTuple):
@@ -54,12 +77,23 @@ class AdapterRegistry:
         self._key = keys.adapters(base)
         self._held: dict[str, _Held] = {}
         self._seen: tuple[bytes, bytes] | None = None
+        self._version = 0
+        self._earlier: Mapping[str, _Held] = {}
         self._sentinel: bytes | None = None
         self._base: BaseFacts | None = None
         self._base_unsaved = False
         self._unsaved: dict[str, AdapterEntry] = {}
         self._turn = asyncio.Lock()
         self.entries: Mapping[str, AdapterEntry] = MappingProxyType({})
+        self.is_known = False
+        """`entries` are more than nothing read yet."""
+
+    def adopt(self, entries: Iterable[AdapterEntry]) -> None:
+        """What an earlier life of the service has left: served until Redis has said more, and written to a Redis in
+        which there was never a list of this model. Before the first refresh."""
+        self._earlier = {entry.name: _Held(entry, msgspec.msgpack.encode(entry)) for entry in entries}
+        self.is_known = True
+        self._take(dict(self._earlier))
 
     async def refresh(self) -> bool:
         """Takes over what has changed; whether anything had. RedisAway: the copy stays as it is."""
@@ -86,10 +120,13 @@ class AdapterRegistry:
                 check()
             raw = msgspec.msgpack.encode(after) if after is not None else b""
             version = None if check is None else self._seen[1] if self._seen is not None else b""
-            if self._redis is not None and not await self._compare_and_set(self._redis, name, held, raw, version):
-                self._seen = None
-                await self._refresh(self._redis)
-                return False
+            if self._redis is not None:
+                written = await self._compare_and_set(self._redis, name, held, raw, version)
+                if not written:
+                    self._seen = None
+                    await self._refresh(self._redis)
+                    return False
+                self._version = max(self._version, written)
             changed = {key: value for key, value in self._held.items() if key != name}
             self._take(changed | ({name: _Held(after, raw)} if after is not None else {}))
             return True
@@ -165,6 +202,12 @@ class AdapterRegistry:
             raise RedisAway("its data is gone")
         if self._sentinel not in (None, sentinel):  # all was lost, and the sentinel written again by somebody else
             await self.reseed()
+            version, self._version = None, 0
+        elif self._base is not None and sentinel == self._sentinel and _number(version) < self._version:
+            await self._restore(redis, sentinel, version)
+            version = None
+        if self._earlier:
+            await self._seed(redis)
             version = None
         if self._unsaved or self._base_unsaved:
             await self._save(redis)
@@ -174,8 +217,31 @@ class AdapterRegistry:
             return False
         found = await redis.command("HGETALL", self._key)
         assert isinstance(found, dict), found
-        self._sentinel, self._seen = sentinel, seen
+        self._sentinel, self._seen, self.is_known = sentinel, seen, True
+        self._version = _number(version) if seen is not None else self._version
         return self._take({_text(name): held for name, raw in found.items() if (held := _decoded(name, raw))})
+
+    async def _seed(self, redis: Commands) -> None:
+        """Writes what an earlier life has left, where nothing is; whatever is there is later than that."""
+        pairs: list[Part] = [part for name, held in self._earlier.items() for part in (name, held.raw)]
+        if await redis.command("EVAL", SEED, 1, self._key, keys.ADAPTERS_VERSION, *pairs):
+            log.info("%d adapters of an earlier life are listed again", len(self._earlier))
+        self._earlier = {}
+
+    async def _restore(self, redis: Commands, sentinel: bytes, version: object) -> None:
+        """Redis is an older copy of itself: makes the list what it is here. Entries that cannot be read stay."""
+        assert self._base is not None, "only who serves the model knows its list well enough"
+        found = await redis.command("HGETALL", self._key)
+        assert isinstance(found, dict), found
+        older = {_text(name) for name, raw in found.items() if _decoded(name, raw) is not None}
+        gone = msgspec.json.encode({"gone": sorted(older - self._held.keys())})
+        fresh = self._version + 1 + secrets.randbelow(JUMP)
+        pairs: list[Part] = [part for name, held in self._held.items() for part in (name, held.raw)]
+        pairs += [keys.ADAPTERS_BASE, msgspec.msgpack.encode(self._base)]
+        expected = version if isinstance(version, bytes) else b""
+        state: list[Part] = [sentinel, keys.ADAPTERS_VERSION, expected, fresh, gone, *pairs]
+        if await redis.command("EVAL", RESTORE, 2, self._key, keys.SENTINEL, *state):
+            log.warning("Redis was an older copy of itself: %d adapters were written again", len(self._held))
 
     async def _save(self, redis: Commands) -> None:
         writes = [(name, msgspec.msgpack.encode(entry)) for name, entry in self._unsaved.items()]
@@ -191,10 +257,12 @@ class AdapterRegistry:
 
     async def _compare_and_set(
         self, redis: Commands, name: str, held: _Held | None, raw: bytes, version: bytes | None
-    ) -> bool:
+    ) -> int:
         before = held.raw if held is not None else b""
         parts: list[Part] = [name, before, raw, keys.ADAPTERS_VERSION, *([] if version is None else [version])]
-        return await redis.command("EVAL", COMPARE_AND_SET, 1, self._key, *parts) == 1
+        written = await redis.command("EVAL", COMPARE_AND_SET, 1, self._key, *parts)
+        assert isinstance(written, int), written
+        return written
 
     def _take(self, held: dict[str, _Held]) -> bool:
         changed = held != self._held
@@ -212,6 +280,11 @@ def _decoded(name: object, raw: object) -> _Held | None:
     except msgspec.DecodeError as error:
         log.warning("the entry of adapter %s cannot be read: %s", _text(name), error)
         return None
+
+
+def _number(version: object) -> int:
+    """0: there is no counter."""
+    return int(version) if isinstance(version, bytes) else 0
 
 
 def _text(value: object) -> str:

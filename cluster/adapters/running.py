@@ -1,6 +1,8 @@
-"""How many requests of this gateway use each adapter name, so that an unload can say when its last one has ended.
+"""How many requests of this gateway use each version of an adapter, so that an unload can say when its last one has
+ended.
 
-Counted by each request's owner task (cluster/gateway/request_run.py). One event loop.
+A request counts from the moment its model is resolved (cluster/gateway/handlers.py) to the end of its owner task
+(request_run.py). One event loop.
 """
 
 import asyncio
@@ -12,10 +14,10 @@ from workers.messages import AdapterRef
 
 
 class RunningAdapters:
-    """Counts by name: versions of one name count together."""
+    """Counts by name and digest: what is listed later under the name is another's business."""
 
     def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[tuple[str, str]] = Counter()
         self._changed = asyncio.Event()
 
     @contextmanager
@@ -24,24 +26,25 @@ class RunningAdapters:
         if adapter is None:
             yield
             return
-        self._counts[adapter.name] += 1
+        version = (adapter.name, adapter.digest)
+        self._counts[version] += 1
         try:
             yield
         finally:
-            self._counts[adapter.name] -= 1
-            if not self._counts[adapter.name]:
-                del self._counts[adapter.name]
+            self._counts[version] -= 1
+            if not self._counts[version]:
+                del self._counts[version]
             self._changed.set()
 
-    def of(self, name: str) -> int:
+    def of(self, adapter: AdapterRef) -> int:
         """Requests that use it now."""
-        return self._counts.get(name, 0)
+        return self._counts.get((adapter.name, adapter.digest), 0)
 
-    async def wait_idle(self, name: str, timeout_s: float) -> bool:
+    async def wait_idle(self, adapter: AdapterRef, timeout_s: float) -> bool:
         """True as soon as none uses it; False after timeout_s."""
         try:
             async with asyncio.timeout(timeout_s):
-                while self.of(name):
+                while self.of(adapter):
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:

@@ -13,7 +13,7 @@ from configs.errors import SettingsError, TandemError
 
 if TYPE_CHECKING:
     from cluster.adapters.desk import AdapterDesk
-    from cluster.adapters.entries import AdapterEntry
+    from cluster.adapters.entries import AdapterEntry, BaseFacts
     from cluster.adapters.registry import AdapterRegistry
     from cluster.coordination.client import BackgroundClient
     from cluster.coordination.registry import AdapterReport
@@ -53,28 +53,39 @@ def show(model: Model = None, redis_url: RedisUrl = None) -> None:
 def add(
     name: Name,
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="A PEFT folder that every group can read, or a URL.")],
-    tenant: Annotated[str | None, typer.Option("--tenant", help="Whose it is. Default: everyone's.")] = None,
+    tenant: Annotated[
+        str | None, typer.Option("--tenant", help="Whose it is. Default: as it was, at first everyone's.")
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="Everyone's from now on, whosever it was.")] = False,
     pinned: Annotated[bool, typer.Option("--pin", help="Keep it on the devices.")] = False,
     replace: Annotated[bool, typer.Option("--replace", help="Take the place of other content of this name.")] = False,
     model: Model = None,
     redis_url: RedisUrl = None,
 ) -> None:
     """Check an adapter whole and serve it. Requests that run keep the version they came with."""
+    from cluster.adapters.desk import EVERYONE, NameTaken
     from cluster.adapters.sources import absolute
 
-    place = absolute(source)
+    if public and tenant is not None:
+        raise SettingsError("an adapter is one tenant's or everyone's", "--public")
+    place, owner = absolute(source), EVERYONE if public else tenant
 
     async def load(desk: "AdapterDesk") -> str:
-        return await desk.load(name, place, tenant=tenant, pinned=pinned or None, inplace=replace)
+        return await desk.load(name, place, tenant=owner, pinned=pinned or None, inplace=replace)
 
-    typer.echo(f"{name} {_change(model, redis_url, load)}")
+    try:
+        typer.echo(f"{name} {_change(model, redis_url, load, checks=True)}")
+    except NameTaken as error:
+        raise SettingsError(
+            f"the name {name} is taken by other content; give it to take its place", "--replace"
+        ) from error
 
 
 def remove(name: Name, model: Model = None, redis_url: RedisUrl = None) -> None:
     """Serve an adapter no longer. Requests that run end as they began."""
 
     async def unload(desk: "AdapterDesk") -> bool:
-        return await desk.unload(name)
+        return await desk.unload(name) is not None
 
     _found(name, _change(model, redis_url, unload))
     typer.echo(f"{name} removed")
@@ -129,11 +140,12 @@ def _found(name: str, was: bool) -> None:
         raise TandemError(f"there is no adapter {name}")
 
 
-def _change(model: str | None, redis_url: str | None, work: "Callable[[AdapterDesk], Awaitable[T]]") -> T:
-    """Runs `work` with a desk that checks against the model that the service serves."""
+def _change(
+    model: str | None, redis_url: str | None, work: "Callable[[AdapterDesk], Awaitable[T]]", *, checks: bool = False
+) -> T:
+    """Runs `work` with a desk. checks: one that can check sources, against the model that the service serves."""
 
     async def run(registry: "AdapterRegistry", redis: "BackgroundClient") -> T:
-        from cluster.adapters.checks import checker_of
         from cluster.adapters.desk import AdapterDesk
         from cluster.adapters.limits import adapter_limit
         from cluster.tenants.store import TenantStore
@@ -142,17 +154,28 @@ def _change(model: str | None, redis_url: str | None, work: "Callable[[AdapterDe
         base = await registry.base()
         if base is None:
             raise TandemError(f"no service with --enable-lora has served {registry.model} from this Redis")
-        if not Path(base.folder).is_dir():
-            raise TandemError(f"{base.folder}, the model's folder, is not on this machine: adapters cannot be checked")
         tenants = (await TenantStore(redis).read()).tenants
         limit = partial(adapter_limit, tenants)
-        desk = AdapterDesk(registry, checker_of(base), (registry.model, *base.names), limit=limit)
+        check = _checker(base) if checks else _check_nothing
+        desk = AdapterDesk(registry, check, (registry.model, *base.names), limit=limit)
         try:
             return await work(desk)
         finally:
             desk.close()
 
     return _run(model, redis_url, run)
+
+
+def _checker(base: "BaseFacts") -> Callable[[str], str]:
+    from cluster.adapters.checks import checker_of
+
+    if not Path(base.folder).is_dir():
+        raise TandemError(f"{base.folder}, the model's folder, is not on this machine: adapters cannot be checked")
+    return checker_of(base)
+
+
+def _check_nothing(source: str) -> str:
+    raise AssertionError(f"nothing is loaded here, and {source} is not looked at")
 
 
 def _run(

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class _Reading(NamedTuple):
-    """A service at one moment. running: requests of each tenant."""
+    """A service at one moment. running: requests of each tenant, None where nobody counts them."""
 
     groups: "Sequence[GroupRecord]"
     redis_away: bool
     adapters: "Sequence[AdapterEntry]"
-    running: Mapping[str, int]
+    running: Mapping[str, int | None]
 
 
 def status() -> None:
@@ -43,7 +43,7 @@ def status() -> None:
         if now.adapters:
             typer.echo(f"  adapters {len(now.adapters)}: {', '.join(_places(entry, now) for entry in now.adapters)}")
         if now.running:
-            shown = (f"{name} running {count}" for name, count in now.running.items())
+            shown = (name if count is None else f"{name} running {count}" for name, count in now.running.items())
             typer.echo(f"  tenants {len(now.running)}: {', '.join(shown)}")
 
 
@@ -66,7 +66,7 @@ async def _read(run: "RunFile") -> _Reading:
     try:
         fleet = FleetView(redis, run.service_id)
         await fleet.refresh()
-        registry, running = AdapterRegistry(redis, run.model), dict[str, int]()
+        registry, running = AdapterRegistry(redis, run.model), dict[str, int | None]()
         with suppress(RedisAway):
             await registry.refresh()
             running = await running_requests(redis)

@@ -150,5 +150,10 @@ def _line(tenant: "Tenant") -> str:
     import msgspec
 
     limits = msgspec.structs.asdict(tenant.limits)
-    shown = [f"{name.replace('_', '-')} {value:g}" for name, value in limits.items() if value is not None]
+    shown = [f"{name.replace('_', '-')} {_number(value)}" for name, value in limits.items() if value is not None]
     return f"{tenant.name}  {'  '.join(shown)}"
+
+
+def _number(value: float) -> str:
+    """As one types it: whole numbers in full."""
+    return str(int(value)) if value == int(value) else repr(value)

@@ -25,8 +25,8 @@ LEAST_PAUSE_S, MOST_PAUSE_S = 0.1, 5.0
 """Between two tries to subscribe."""
 CLOSE_S = 2.0
 
-ANNOUNCE: Final = "redis.pcall('PUBLISH', KEYS[1], '') return 1"
-"""A script, or the end of one, that has changed its first key. pcall: a user who may not publish may still write."""
+ANNOUNCE: Final = "redis.pcall('PUBLISH', KEYS[1], '')"
+"""A script, or a line of one, that has changed its first key. pcall: a user who may not publish may still write."""
 
 
 def announcement(key: str) -> list[Part]:

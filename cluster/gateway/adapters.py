@@ -20,7 +20,7 @@ from workers.errors import RequestRefused
 
 
 class LoadBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's, and ours: tenant (whose it is; absent: everyone's, or as it was) and pinned."""
+    """vLLM's, and ours: tenant (whose it is; absent: as it was, at first everyone's; "": everyone's) and pinned."""
 
     lora_name: ShortText
     lora_path: ShortText
@@ -55,11 +55,11 @@ async def unload_adapter(state: GatewayState, request: Request, _: Principal) ->
     desk = _desk(state)
     body = read(await read_fields(state, request), UnloadBody)
     unload = state.tasks.start(desk.unload(body.lora_name), f"unload {body.lora_name}")
-    if not await asyncio.shield(unload):
+    if (gone := await asyncio.shield(unload)) is None:
         refused = model_not_found(body.lora_name)
         raise RequestRefused(str(refused), code=refused.code, status=refused.status, param="lora_name")
-    if not await desk.running.wait_idle(body.lora_name, state.times.unload_s):
-        left = desk.running.of(body.lora_name)
+    if not await desk.running.wait_idle(gone.ref, state.times.unload_s):
+        left = desk.running.of(gone.ref)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed; {left} requests still use it.")
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed.")
 

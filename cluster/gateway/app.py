@@ -28,10 +28,13 @@ def build_gateway_state(
     backend: Backend,
     tenants: TenantService | None = None,
     adapters: AdapterDesk | None = None,
+    *,
+    open_port: bool = False,
 ) -> GatewayState:
     """The state of one gateway. SettingsError when the model folder lacks what a gateway needs.
 
-    tenants: None when there is no Redis to hold any. `settings.engine.model.model` is a folder here (the launcher
+    tenants: None when there is no Redis to hold any. open_port: the gateway listens itself, where the settings say;
+    else Serve's proxy does, and nobody here knows where. `settings.engine.model.model` is a folder here (the launcher
     resolved it).
     """
     model = settings.engine.model
@@ -48,7 +51,7 @@ def build_gateway_state(
         vocab_size=spec.vocab_size,
         backend=backend,
         engine_eos_token_ids=frozenset(eos_token_ids(folder, spec)),
-        auth=None if tenants is None else tenant_keys(settings.gateway, tenants.directory),
+        auth=None if tenants is None else tenant_keys(settings.gateway, tenants.directory, open_port=open_port),
         tenancy=None if tenants is None else tenants.quota,
         tenants=None if tenants is None else tenants.admin,
         ledger=None if tenants is None else tenants.ledger,
@@ -58,7 +61,7 @@ def build_gateway_state(
     )
 
 
-def tenant_keys(settings: GatewaySettings, tenants: KnownKeys) -> TenantKeys:
-    """Who may do what; admin routes without any key are for this machine only."""
+def tenant_keys(settings: GatewaySettings, tenants: KnownKeys, *, open_port: bool) -> TenantKeys:
+    """Who may do what; admin routes without any key are for this machine only, which only who listens can know."""
     static = StaticKeys(settings.api_keys, settings.admin_keys)
-    return TenantKeys(static, tenants, open_admin=settings.host in LOOPBACK)
+    return TenantKeys(static, tenants, open_admin=open_port and settings.host in LOOPBACK)

@@ -101,8 +101,8 @@ class TenantKeys:
     """The keys of tenants, and the static ones beside them.
 
     Open as `default` while there are neither tenants nor API keys; admin routes then need an admin key, or none if
-    there is none and `open_admin` (the gateway listens on loopback only). A key that nobody knows is refused with 401
-    when all keys are known, and with 503 while it may be one that Redis has.
+    there is none and `open_admin` (the gateway listens itself, on loopback only). A key that nobody knows is refused
+    with 401 when all keys are known, and with 503 while it may be one that Redis has.
     """
 
     def __init__(self, static: StaticKeys, tenants: KnownKeys, *, open_admin: bool) -> None:

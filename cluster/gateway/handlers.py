@@ -5,6 +5,7 @@ Everything that can be refused is refused here, before the backend hears of the 
 
 import uuid
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
@@ -42,46 +43,49 @@ async def chat_completions(state: GatewayState, request: Request, principal: Pri
     """One conversation, n choices."""
     began_s = state.clock()
     body = read_chat(await read_fields(state, request), state.settings)
-    model = served_model(state, body.model, principal)
-    wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    prompt, max_tokens = fit(state, await chat_prompt(state, body), body, wanted, "messages")
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = _params(state, body, max_tokens, logprobs)
-    head = _head(state, "chatcmpl", model.name)
-    run = _run(state, request, principal, head, model, body, [(prompt, params)], began_s)
-    style = ChatStyle(
-        state,
-        head,
-        with_usage=_include_usage(body),
-        prompt_ids=prompt.token_ids if body.return_token_ids else None,
-    )
-    return _answer(state, run, style, body, with_logprobs=logprobs is not None)
+    with ExitStack() as held:
+        model = _held_model(state, body, principal, held)
+        wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        prompt, max_tokens = fit(state, await chat_prompt(state, body), body, wanted, "messages")
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        params = _params(state, body, max_tokens, logprobs)
+        head = _head(state, "chatcmpl", model.name)
+        work = [(prompt, params)]
+        run = _run(state, request, principal, head, model, body, work, began_s, is_open_ended=wanted is None)
+        style = ChatStyle(
+            state,
+            head,
+            with_usage=_include_usage(body),
+            prompt_ids=prompt.token_ids if body.return_token_ids else None,
+        )
+        return _answer(state, run, style, body, held, with_logprobs=logprobs is not None)
 
 
 async def completions(state: GatewayState, request: Request, principal: Principal) -> Response:
     """One or several prompts, n choices each."""
     began_s = state.clock()
     body = read_completion(await read_fields(state, request), state.settings)
-    model = served_model(state, body.model, principal)
-    wanted = body.max_tokens if body.max_tokens is not None else DEFAULT_COMPLETION_TOKENS
-    work: list[tuple[Prompt, SamplingParams]] = []
-    for item in await completion_prompts(state, body):
-        prompt, max_tokens = fit(state, item, body, wanted, "prompt")
-        work.append((prompt, _params(state, body, max_tokens, body.logprobs)))
-    if len(work) * (body.best_of or body.n or 1) > state.settings.max_messages:
-        raise invalid("n", f"Prompts times n exceed the limit of {state.settings.max_messages} choices.")
-    head = _head(state, "cmpl", model.name)
-    run = _run(state, request, principal, head, model, body, work, began_s)
-    shown = body.n or 1
-    prompts = [prompt for prompt, _ in work for _ in range(shown)]
-    style = CompletionStyle(
-        state,
-        head,
-        with_usage=_include_usage(body),
-        prompt_ids=[prompt.token_ids for prompt in prompts] if body.return_token_ids else None,
-        echo=[_echo_text(state, prompt, body) for prompt in prompts] if body.echo else None,
-    )
-    return _answer(state, run, style, body, with_logprobs=body.logprobs is not None)
+    with ExitStack() as held:
+        model = _held_model(state, body, principal, held)
+        wanted = body.max_tokens if body.max_tokens is not None else DEFAULT_COMPLETION_TOKENS
+        work: list[tuple[Prompt, SamplingParams]] = []
+        for item in await completion_prompts(state, body):
+            prompt, max_tokens = fit(state, item, body, wanted, "prompt")
+            work.append((prompt, _params(state, body, max_tokens, body.logprobs)))
+        if len(work) * (body.best_of or body.n or 1) > state.settings.max_messages:
+            raise invalid("n", f"Prompts times n exceed the limit of {state.settings.max_messages} choices.")
+        head = _head(state, "cmpl", model.name)
+        run = _run(state, request, principal, head, model, body, work, began_s)
+        shown = body.n or 1
+        prompts = [prompt for prompt, _ in work for _ in range(shown)]
+        style = CompletionStyle(
+            state,
+            head,
+            with_usage=_include_usage(body),
+            prompt_ids=[prompt.token_ids for prompt in prompts] if body.return_token_ids else None,
+            echo=[_echo_text(state, prompt, body) for prompt in prompts] if body.echo else None,
+        )
+        return _answer(state, run, style, body, held, with_logprobs=body.logprobs is not None)
 
 
 async def tokenize(state: GatewayState, request: Request, principal: Principal) -> Response:
@@ -124,6 +128,13 @@ def json_response(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
+def _held_model(state: GatewayState, body: CommonBody, principal: Principal, held: ExitStack) -> Served:
+    """The model, whose adapter is in use from now on."""
+    model = served_model(state, body.model, principal)
+    held.enter_context(state.running_adapters.request(model.adapter))
+    return model
+
+
 def _params(state: GatewayState, body: CommonBody, max_tokens: int, logprobs: int | None) -> SamplingParams:
     """Sampling parameters; best_of above n samples more and needs log probabilities to choose."""
     count = body.best_of or body.n or 1
@@ -155,6 +166,8 @@ def _run(
     body: CommonBody,
     work: Sequence[tuple[Prompt, SamplingParams]],
     began_s: float,
+    *,
+    is_open_ended: bool = False,
 ) -> RequestRun:
     """The run of all prompts of one HTTP request; request ids are unique even when x-request-id is not."""
     parts = []
@@ -171,7 +184,9 @@ def _run(
             trace_ids={"x-request-id": request.scope.get("tandem.request_id", "")},
         )
         choices = [_choice(state, body, prompt, params) for _ in range(params.n)]
-        parts.append(RequestPart(request=generation, choices=choices, first_choice=number * params.n))
+        first = number * params.n
+        part = RequestPart(request=generation, choices=choices, first_choice=first, is_open_ended=is_open_ended)
+        parts.append(part)
     return RequestRun(state=state, parts=parts, tenant=principal.tenant, model=head.model, began_s=began_s)
 
 
@@ -185,8 +200,10 @@ def _choice(state: GatewayState, body: CommonBody, prompt: Prompt, params: Sampl
 
 
 def _answer(
-    state: GatewayState, run: RequestRun, style: AnswerStyle, body: CommonBody, *, with_logprobs: bool
+    state: GatewayState, run: RequestRun, style: AnswerStyle, body: CommonBody, held: ExitStack, *, with_logprobs: bool
 ) -> GenerationResponse:
+    """The answer to be; what is held passes to the run."""
+    run.held = held.pop_all()
     return GenerationResponse(
         state,
         run,

@@ -13,6 +13,7 @@ did not use and settles the ledger.
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from cluster.gateway.backend import GenerationStream
@@ -27,11 +28,13 @@ log = logging.getLogger("tandem.gateway")
 
 @dataclass(kw_only=True)
 class RequestPart:
-    """One backend request (one prompt) of a run, and where its choices begin in the answer."""
+    """One backend request (one prompt) of a run, and where its choices begin in the answer. is_open_ended: the client
+    named no max_tokens, the request has what the context holds."""
 
     request: GenerationRequest
     choices: list[ChoiceText]
     first_choice: int
+    is_open_ended: bool = False
     stream: GenerationStream | None = None
     usage: Usage | None = None
     ended: bool = False
@@ -45,13 +48,19 @@ class RequestPart:
         """Its prompt is known to have been processed: a token came of it, or an end of its own."""
         return any(choice.tokens or choice.finished in ("stop", "length") for choice in self.choices)
 
+    @property
+    def is_begun(self) -> bool:
+        """Its group says that it has done more than queue."""
+        return self.usage is not None and self.usage.prompt_tokens > 0
+
 
 Step = tuple[RequestPart, list[TokenDelta]]
 
 
 @dataclass(kw_only=True)
 class RequestRun:
-    """Owns a request from submission to its ledger row. Create, `await open()`, read `steps()`, `close()`."""
+    """Owns a request from submission to its ledger row. Create, `await open()`, read `steps()`, `close()`. held: what
+    ends with it."""
 
     state: GatewayState
     parts: list[RequestPart]
@@ -59,6 +68,8 @@ class RequestRun:
     model: str
     began_s: float
     error: Exception | None = None
+    held: ExitStack = field(default_factory=ExitStack)
+    _is_open: bool = False
     _grant: Grant | None = None
     _closed: asyncio.Event = field(default_factory=asyncio.Event)
     _pumps: "list[asyncio.Task[None]]" = field(default_factory=list)
@@ -66,6 +77,7 @@ class RequestRun:
     async def open(self) -> None:
         """Submits every part. Safe to cancel: the owner finishes the submission and takes it back."""
         opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._is_open = True
         self.state.metrics.generation_began()
         self.state.tasks.start(self._own(opened), f"request {self.parts[0].request.request_id}")
         await asyncio.shield(opened)
@@ -100,8 +112,9 @@ class RequestRun:
         return self.counted()
 
     def counted(self) -> Usage:
-        """The bill as far as it is known now; prompts of which no token came are not on it."""
-        computed = [part for part in self.parts if part.is_computed]
+        """The bill as far as it is known now. Prompts that only queued are not on it, nor those of which nothing came
+        by a fault of ours; those that a client has left half-way are."""
+        computed = [part for part in self.parts if part.is_computed or (self.error is None and part.is_begun)]
         return Usage(
             prompt_tokens=sum(len(part.request.prompt_token_ids) for part in computed),
             completion_tokens=sum(choice.tokens for part in computed for choice in part.choices),
@@ -111,6 +124,8 @@ class RequestRun:
     def close(self) -> None:
         """The HTTP side is done, for whatever reason. Never waits; idempotent."""
         self._closed.set()
+        if not self._is_open:
+            self.held.close()
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
@@ -181,7 +196,7 @@ class RequestRun:
     # ---- the owner -----------------------------------------------------------------------------------------------
 
     async def _own(self, opened: "asyncio.Future[None]") -> None:
-        with self.state.running_adapters.request(self.parts[0].request.adapter):
+        with self.held:
             await self._own_to_the_end(opened)
 
     async def _own_to_the_end(self, opened: "asyncio.Future[None]") -> None:
@@ -220,7 +235,8 @@ class RequestRun:
         """Reserves what the tenant's request may take. From here on a ledger row is owed."""
         prompt = sum(len(part.request.prompt_token_ids) for part in self.parts)
         output = sum(part.request.sampling.max_tokens * part.request.sampling.n for part in self.parts)
-        self._grant = await self.state.tenancy.admit(self.tenant, prompt, output)
+        is_open_ended = any(part.is_open_ended for part in self.parts)
+        self._grant = await self.state.tenancy.admit(self.tenant, prompt, output, is_open_ended=is_open_ended)
         self.state.ledger.accepted(
             Opening(
                 request_id=self.parts[0].request.request_id,

@@ -8,7 +8,7 @@ known state of the buckets over the gateways that were there, refilled at that f
 from dataclasses import dataclass, field
 
 from cluster.coordination import keys
-from cluster.tenants.admission import Reason
+from cluster.tenants.admission import Grant, Reason
 from cluster.tenants.quota_script import LEASE_MS, Report, Verdict
 from cluster.tenants.tenant import Limits, Tenant
 
@@ -137,10 +137,9 @@ class Account:
 
     # ---- with Redis ----------------------------------------------------------------------------------------------
 
-    def report(
-        self, now_s: float, kv_tokens: int | None, need: int = 0, charge: int = 0, admit: bool = False
-    ) -> Report:
-        """The next report. What the buckets in Redis do not know is in it, and counts as told."""
+    def report(self, now_s: float, kv_tokens: int | None, asked: Grant | None = None) -> Report:
+        """The next report, which may ask for a request. What the buckets in Redis do not know is in it, and counts as
+        told."""
         self._number += 1
         requests, tokens = self.left(now_s)
         limits = self.limits
@@ -157,9 +156,10 @@ class Account:
             delta_requests=self._debt_requests.take(now_s),
             delta_tokens=self._debt_tokens.take(now_s),
             known_base=self.base,
-            need=need,
-            charge=charge,
-            admit=admit,
+            need=0 if asked is None else asked.tokens,
+            charge=0 if asked is None else asked.charge,
+            wanted=0 if asked is None else asked.wanted,
+            admit=asked is not None,
             requests_per_minute=limits.requests_per_minute,
             tokens_per_minute=limits.tokens_per_minute,
             concurrency=limits.concurrency,
@@ -186,22 +186,27 @@ class Account:
 
     # ---- without Redis -------------------------------------------------------------------------------------------
 
-    def admit_from_share(
-        self, need: int, charge: int, kv_tokens: int | None, now_s: float
-    ) -> tuple[Reason | None, float]:
-        """Why not, and for how many seconds. The request holds its part already (hold)."""
+    def refusal_of_share(self, asked: Grant, kv_tokens: int | None, now_s: float) -> tuple[Reason, float] | None:
+        """Why not, and for how many seconds; None: there is room. The request holds its part already (hold)."""
         self._leave(now_s)
-        reason = self._over_total(need, kv_tokens)
+        reason = self._over_total(asked.tokens, kv_tokens)
         if reason is not None:
             return reason, 0.0
         requests, tokens = self.left(now_s)
         if requests is not None and requests.level < 1:
             return "requests", requests.wait_s(1, now_s)
-        if tokens is not None and tokens.level < (wanted := min(float(charge), tokens.size)):
+        if tokens is not None and tokens.level < (wanted := min(float(asked.wanted), tokens.size)):
             return "tokens", tokens.wait_s(wanted, now_s)
+        return None
+
+    def take_from_share(self, charge: int, now_s: float) -> int:
+        """What the request takes of the minute's share: its charge, or what the share may be overdrawn by. More would
+        be given back at its end without having been taken."""
+        requests, tokens = self.left(now_s)
+        taken = charge if tokens is None else min(charge, int(tokens.level + tokens.size))
         self._take(requests, self._debt_requests, 1, now_s)
-        self._take(tokens, self._debt_tokens, charge, now_s)
-        return None, 0.0
+        self._take(tokens, self._debt_tokens, taken, now_s)
+        return taken
 
     def _over_total(self, need: int, kv_tokens: int | None) -> Reason | None:
         """Limits that no minute refills, of which this gateway has its share of what was left."""

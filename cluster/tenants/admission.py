@@ -21,20 +21,23 @@ class OverLimit(RequestRefused):
 
 class Grant(NamedTuple):
     """What an admitted request holds until it is settled. tokens: prompt and allowed output; charge: of those, taken
-    from the minute's bucket. Not counted: its tenant has no limit that needs counting."""
+    from the minute's bucket; wanted: of those, what the bucket must hold. Not counted: its tenant has no limit that
+    needs counting."""
 
     tenant: str
     tokens: int = 0
     charge: int = 0
+    wanted: int = 0
     is_counted: bool = False
 
 
 class Tenancy(Protocol):
     """What tenants may do, and what they have left."""
 
-    async def admit(self, tenant: str, prompt_tokens: int, output_tokens: int) -> Grant:
+    async def admit(self, tenant: str, prompt_tokens: int, output_tokens: int, *, is_open_ended: bool = False) -> Grant:
         """Reserves a request of so many prompt tokens and at most so many of output. OverLimit when it is too much.
 
+        is_open_ended: the client named no limit of output; output_tokens are all that the context holds.
         Called by the request's owner task. Every grant is settled once.
         """
         ...
@@ -55,8 +58,8 @@ class Tenancy(Protocol):
 class OpenTenancy:
     """No tenant has a limit: `tandem run-batch`, and tests."""
 
-    async def admit(self, tenant: str, prompt_tokens: int, output_tokens: int) -> Grant:
-        del prompt_tokens, output_tokens
+    async def admit(self, tenant: str, prompt_tokens: int, output_tokens: int, *, is_open_ended: bool = False) -> Grant:
+        del prompt_tokens, output_tokens, is_open_ended
         return Grant(tenant)
 
     def settle(self, grant: Grant, used_tokens: int) -> None:

@@ -10,7 +10,6 @@ file keeps the copy for the gateway's next life.
 import asyncio
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ import msgspec
 from cluster.coordination import keys
 from cluster.coordination.changes import Announcements, NoAnnouncements
 from cluster.coordination.client import RedisAway
+from cluster.state_file import read_state, write_state
 from cluster.tenants.store import Mark, Reading, TenantStore
 from cluster.tenants.tenant import NO_LIMITS, Limits, Tenant
 
@@ -92,7 +92,7 @@ class TenantDirectory:
 
     async def load(self) -> None:
         """Takes what the file of an earlier life holds, before the first reading."""
-        if self._file is None or (saved := await asyncio.to_thread(_read, self._file)) is None:
+        if self._file is None or (saved := await asyncio.to_thread(read_state, self._file, Saved)) is None:
             return
         self._origin = saved.origin
         self.saved_spent = saved.spent
@@ -134,7 +134,7 @@ class TenantDirectory:
         )
         data = msgspec.json.encode(saved)
         if data != self._saved:
-            await asyncio.to_thread(_write, self._file, data)
+            await asyncio.to_thread(write_state, self._file, data)
             self._saved = data
 
     async def _refresh(self) -> None:
@@ -165,26 +165,3 @@ class TenantDirectory:
         self._unreadable = unreadable
         self._by_digest = {key.digest: (t.name, key.expires_s) for t in tenants.values() for key in t.keys}
         self.is_known = True
-
-
-def _read(file: Path) -> Saved | None:
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=Saved)
-    except FileNotFoundError:
-        return None
-    except (OSError, msgspec.DecodeError) as error:
-        log.error("%s cannot be read and is ignored: %s", file, error)
-        return None
-
-
-def _write(file: Path, data: bytes) -> None:
-    fresh = file.with_name(f"{file.name}.{os.getpid()}")
-    try:
-        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "wb") as out:
-            out.write(data)
-            out.flush()
-            os.fsync(out.fileno())
-        fresh.replace(file)
-    except OSError as error:
-        log.error("the tenants cannot be kept in %s: %s", file, error)

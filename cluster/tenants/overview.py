@@ -7,13 +7,16 @@ from cluster.coordination.registry import Commands
 from cluster.tenants.store import TenantStore
 
 
-async def running_requests(redis: Commands) -> dict[str, int]:
-    """Requests that run, by tenant; as late as a beat of the gateways. RedisAway."""
-    names = sorted((await TenantStore(redis).read()).tenants)
+async def running_requests(redis: Commands) -> dict[str, int | None]:
+    """Requests that run, by tenant; as late as a beat of the gateways. None: its limits need no counting, so nobody
+    counts. RedisAway."""
+    tenants = (await TenantStore(redis).read()).tenants
     seconds, micros = _pair(await redis.command("TIME"))
     now_ms = int(seconds) * 1000 + int(micros) // 1000
-    running = {}
-    for name in names:
+    running: dict[str, int | None] = dict.fromkeys(sorted(tenants))
+    for name in running:
+        if not tenants[name].limits.are_counted:
+            continue
         alive = await redis.command("ZRANGEBYSCORE", keys.quota_gateways(name), now_ms, "+inf")
         counts = await redis.command("HGETALL", keys.quota(name))
         assert isinstance(alive, list) and isinstance(counts, dict), (alive, counts)

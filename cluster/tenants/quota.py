@@ -30,6 +30,9 @@ AT_ONCE = 32
 MAX_RETRY_S = 60.0
 LEAST_RETRY_S = 1.0
 LEAST_SPREAD_S = 4.0
+OPEN_OUTPUT_TOKENS = 64
+"""What must be left for the answer of a request without max_tokens. It is charged all that it may take, so the others
+wait until that is known; the bucket is overdrawn by one such request at most."""
 WORDS: Mapping[Reason, str] = {
     "requests": "Too many requests: {limit} a minute are allowed.",
     "tokens": "Too many tokens: {limit} a minute are allowed, prompt and output together; this asks for {tokens}.",
@@ -94,22 +97,22 @@ class Quota:
         known = self._directory.tenants.get(tenant)
         return known.limits if known is not None else NO_LIMITS
 
-    async def admit(self, tenant: str, prompt_tokens: int, output_tokens: int) -> Grant:
+    async def admit(self, tenant: str, prompt_tokens: int, output_tokens: int, *, is_open_ended: bool = False) -> Grant:
         account = self._account(tenant)
         if account is None:
             return Grant(tenant)
-        grant = _grant(account.limits, tenant, prompt_tokens, output_tokens)
+        expected = min(output_tokens, OPEN_OUTPUT_TOKENS) if is_open_ended else output_tokens
+        grant = _grant(account.limits, tenant, prompt_tokens, output_tokens, expected)
         async with self._turns:
             # while this waited the tenant may have been removed, and its account with it
             account = self._accounts.setdefault(tenant, account)
             account.hold(grant.tokens)
             try:
-                await self._reserve(account, grant)
+                return await self._reserve(account, grant)
             except BaseException:
                 account.release(grant.tokens)
                 self._say_soon(tenant)
                 raise
-        return grant
 
     def settle(self, grant: Grant, used_tokens: int) -> None:
         if not grant.is_counted:
@@ -197,23 +200,25 @@ class Quota:
         account.update(tenant, self._clock())
         return account
 
-    async def _reserve(self, account: Account, grant: Grant) -> None:
+    async def _reserve(self, account: Account, grant: Grant) -> Grant:
+        """The grant with what was charged indeed."""
         kv_tokens = self._kv_limit(account)
-        report = account.report(self._clock(), kv_tokens, need=grant.tokens, charge=grant.charge, admit=True)
+        report = account.report(self._clock(), kv_tokens, grant)
         try:
             verdict = await self._ask(account, report, may_probe=False)
         except RedisAway as error:
             now_s = self._clock()
             if not account.is_away:
                 log.warning("quota of %s: Redis is away (%s); going on with a share of it", account.name, error)
-            reason, wait_s = account.admit_from_share(grant.tokens, grant.charge, kv_tokens, now_s)
-            if reason is not None:
-                raise self._refusal(account.limits, reason, wait_s, grant.tokens) from None
+            refused = account.refusal_of_share(grant, kv_tokens, now_s)
+            if refused is not None:
+                raise self._refusal(account.limits, *refused, grant) from None
             self._unsaid.add(account.name)
-            return
+            return grant._replace(charge=account.take_from_share(grant.charge, now_s))
         if not verdict.ok:
             reason = msgspec.convert(verdict.reason, Reason)
-            raise self._refusal(account.limits, reason, verdict.wait_ms / 1000, grant.tokens)
+            raise self._refusal(account.limits, reason, verdict.wait_ms / 1000, grant)
+        return grant
 
     async def _ask(self, account: Account, report: Report, *, may_probe: bool = True) -> Verdict:
         report.now_ms = None if self._server_ms is None else self._server_ms()
@@ -227,7 +232,7 @@ class Quota:
         account.learn(verdict, self._clock())
         return verdict
 
-    def _refusal(self, limits: Limits, reason: Reason, wait_s: float, tokens: int) -> OverLimit:
+    def _refusal(self, limits: Limits, reason: Reason, wait_s: float, grant: Grant) -> OverLimit:
         limit = {
             "requests": limits.requests_per_minute,
             "tokens": limits.tokens_per_minute,
@@ -235,6 +240,8 @@ class Quota:
             "budget": limits.token_budget,
             "budget_reserved": limits.token_budget,
         }.get(reason)
+        is_open_ended = grant.wanted < grant.charge
+        tokens = grant.wanted if is_open_ended and reason == "tokens" else grant.tokens
         message = WORDS[reason].format(limit=limit, tokens=tokens)
         if reason == "budget":
             return OverLimit(message, reason=reason, retry_after_s=None, code="insufficient_quota")
@@ -250,14 +257,18 @@ class Quota:
         return int(share * total)
 
 
-def _grant(limits: Limits, tenant: str, prompt_tokens: int, output_tokens: int) -> Grant:
-    """What a request asks for. Its charge is at most a full minute; a prompt beyond that never fits."""
+def _grant(limits: Limits, tenant: str, prompt_tokens: int, output_tokens: int, expected_tokens: int) -> Grant:
+    """What a request asks for. Its charge is at most a full minute; a prompt beyond that never fits. expected_tokens:
+    of the output, what must be left now."""
     tokens = prompt_tokens + output_tokens
     minute = limits.tokens_per_minute
     if minute is not None and prompt_tokens > minute:
         message = f"The prompt has {prompt_tokens} tokens; this tenant may use {minute} a minute."
         raise OverLimit(message, reason="tokens", retry_after_s=None, code="rate_limit_exceeded")
-    return Grant(tenant, tokens, tokens if minute is None else min(tokens, minute), is_counted=True)
+    if minute is None:
+        return Grant(tenant, tokens, tokens, tokens, is_counted=True)
+    wanted = min(prompt_tokens + expected_tokens, minute)
+    return Grant(tenant, tokens, min(tokens, minute), wanted, is_counted=True)
 
 
 def _headers(what: bytes, limit: int | None, bucket: Bucket | None) -> list[Header]:

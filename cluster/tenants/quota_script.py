@@ -87,8 +87,8 @@ if a.admit then
     reason = 'kv_share'
   elseif requests and requests < 1 then
     reason, wait_ms = 'requests', (1 - requests) * 60000 / a.requests_per_minute
-  elseif tokens and tokens < a.charge then
-    reason, wait_ms = 'tokens', (a.charge - tokens) * 60000 / a.tokens_per_minute
+  elseif tokens and tokens < a.wanted then
+    reason, wait_ms = 'tokens', (a.wanted - tokens) * 60000 / a.tokens_per_minute
   else
     if requests then requests = requests - 1 end
     if tokens then tokens = tokens - a.charge end
@@ -121,8 +121,9 @@ class Report(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What a gateway tells and asks, of one tenant. Tokens and requests; None: no such limit.
 
     running, reserved, used: absolute, this gateway's, with the request that is asked for. number: grows with every
-    report. need: tokens that the request reserves. charge: of those, what the minute's bucket must hold. delta_*: what
-    the buckets do not know yet. known_*: what this gateway last knew, for a Redis that has lost it.
+    report. need: tokens that the request reserves. charge: of those, taken from the minute's bucket; wanted: of those,
+    what the bucket must hold. delta_*: what the buckets do not know yet. known_*: what this gateway last knew, for a
+    Redis that has lost it.
     """
 
     gateway: str
@@ -138,6 +139,7 @@ class Report(msgspec.Struct, kw_only=True, omit_defaults=True):
     known_base: float
     need: int
     charge: int
+    wanted: int
     admit: bool = False
     now_ms: int | None = None
     requests_per_minute: int | None = None

@@ -30,6 +30,7 @@ if ARGV[3] == '' then redis.call('HDEL', KEYS[1], ARGV[1]) else redis.call('HSET
 redis.call('SET', KEYS[3], ARGV[4], 'NX')
 redis.call('INCR', KEYS[2])
 {ANNOUNCE}
+return 1
 """
 _SEED = f"""
 if redis.call('GET', KEYS[3]) == ARGV[1] then return 0 end
@@ -38,6 +39,7 @@ redis.call('SET', KEYS[3], ARGV[1])
 local version = tonumber(redis.call('GET', KEYS[2]) or '0')
 redis.call('SET', KEYS[2], string.format('%d', math.max(version, tonumber(ARGV[2])) + 1))
 {ANNOUNCE}
+return 1
 """
 _RESTORE = f"""
 if redis.call('GET', KEYS[3]) ~= ARGV[1] or redis.call('GET', KEYS[2]) ~= ARGV[2] then return 0 end
@@ -46,6 +48,7 @@ for _, name in ipairs(state.gone) do redis.call('HDEL', KEYS[1], name) end
 for i = 5, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
 redis.call('SET', KEYS[2], ARGV[3])
 {ANNOUNCE}
+return 1
 """
 _KEYS = (keys.TENANTS, keys.TENANTS_VERSION, keys.TENANTS_ORIGIN)
 

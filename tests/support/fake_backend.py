@@ -48,6 +48,7 @@ class FakeStream:
         self.request = request
         self.choices = choices
         self.closed = False
+        self.has_row = False
         self._backend = backend
         self._items: deque[list[TokenDelta] | Exception | None] = deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -148,6 +149,11 @@ class FakeBackend:
             for stream in list(self.streams.values()):
                 self._step_stream(stream)
 
+    def begin(self) -> None:
+        """Every request gets a row; no token comes yet."""
+        for stream in self.streams.values():
+            stream.has_row = True
+
     def drop(self, request_id: str) -> None:
         self.streams.pop(request_id, None)
 
@@ -158,6 +164,7 @@ class FakeBackend:
 
     def _step_stream(self, stream: FakeStream) -> None:
         deltas = []
+        stream.has_row = True
         for index, choice in enumerate(stream.choices):
             if choice.finish_reason is not None:
                 continue
@@ -221,7 +228,7 @@ class FakeBackend:
 
     def _usage(self, stream: FakeStream) -> Usage:
         return Usage(
-            prompt_tokens=len(stream.request.prompt_token_ids),
+            prompt_tokens=len(stream.request.prompt_token_ids) if stream.has_row else 0,
             completion_tokens=sum(choice.billed for choice in stream.choices),
             cached_tokens=self.cached_tokens,
         )

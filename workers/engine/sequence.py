@@ -120,9 +120,10 @@ class RequestState:
     cached_tokens: int = 0
 
     def usage(self) -> Usage:
-        """The bill so far: the prompt once, what each choice keeps."""
+        """The bill so far: the prompt once, from its first row on (here or in the group before); what choices keep."""
+        is_begun = self.admitted or any(seq.num_output for seq in self.sequences)
         return Usage(
-            prompt_tokens=len(self.request.prompt_token_ids),
+            prompt_tokens=len(self.request.prompt_token_ids) if is_begun else 0,
             completion_tokens=sum(seq.num_billed for seq in self.sequences),
             cached_tokens=self.cached_tokens,
         )

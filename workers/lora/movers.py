@@ -19,7 +19,7 @@ from workers.lora.host_copy import HostCopy, cut_shard
 from workers.lora.slab import AdapterSlab
 from workers.messages import AdapterMove, AdapterRef
 from workers.models.spec import ArchSpec
-from workers.peft_folder import most_file_bytes, read_adapter
+from workers.peft_folder import PeftAdapter, adapter_digest, most_file_bytes, read_adapter
 from workers.rank.kv_mover import ALL_MOVED, Outcome
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,8 @@ ReadShard = Callable[[AdapterRef], HostCopy]
 
 
 class ShardReader:
-    """An adapter's source to this rank's shard of it, checked whole. AdapterRefused when it may not be used."""
+    """An adapter's source to this rank's shard of it, checked whole. AdapterRefused when it may not be used,
+    AdapterUnreadable when it is not there, or not any more in the version that is asked for."""
 
     def __init__(
         self,
@@ -53,16 +54,40 @@ class ShardReader:
 
     def __call__(self, ref: AdapterRef) -> HostCopy:
         folder = local_folder(ref, self._cache_folder, most_bytes=self._most_bytes)
-        adapter = read_adapter(folder, self._spec, self._slab.shape.max_rank)
-        if adapter.facts.digest != ref.digest:
+        try:
+            adapter = self._read(folder, ref)
+        except _ContentChanged:
             if ref.is_remote:  # the cache lies: what is there is of no use to anyone
                 shutil.rmtree(folder, ignore_errors=True)
-            raise AdapterRefused(
-                f"its content has changed: its digest is {adapter.facts.digest[:12]}, not {ref.digest[:12]}"
-            )
+            raise
         if self._model_folder is not None:
             check_base_tables(adapter, self._model_folder, self._spec)
         return cut_shard(adapter, self._slab.shape, self._dtype, pin=self._pin)
+
+    def _read(self, folder: Path, ref: AdapterRef) -> PeftAdapter:
+        """What was listed. When something else lies there by now, that is no fault of the request's."""
+        try:
+            adapter = read_adapter(folder, self._spec, self._slab.shape.max_rank)
+        except AdapterUnreadable:
+            raise
+        except AdapterRefused as refusal:
+            if _has_digest(folder, ref.digest):
+                raise
+            raise _ContentChanged(f"its content has changed: {refusal}") from refusal
+        if (found := adapter.facts.digest) != ref.digest:
+            raise _ContentChanged(f"its content has changed: its digest is {found[:12]}, not {ref.digest[:12]}")
+        return adapter
+
+
+class _ContentChanged(AdapterUnreadable):
+    """Its source has another version of it than the request is for."""
+
+
+def _has_digest(folder: Path, digest: str) -> bool:
+    try:
+        return adapter_digest(folder) == digest
+    except AdapterRefused:
+        return False
 
 
 class SourceMover:

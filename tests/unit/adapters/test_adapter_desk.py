@@ -191,17 +191,16 @@ async def test_a_change_by_others_meanwhile_is_taken_into_account() -> None:
     desk.close()
 
 
-async def test_an_idle_name_is_one_that_no_request_uses() -> None:
+async def test_an_idle_version_is_one_that_no_request_uses() -> None:
     running = RunningAdapters()
     old, new = (AdapterRef(name="pirate", digest=digest * 64, source="/a") for digest in "12")
     with running.request(None):
-        assert await running.wait_idle("pirate", 0.0)
+        assert await running.wait_idle(old, 0.0)
     with running.request(new):
-        with running.request(old):
-            waiting = asyncio.create_task(running.wait_idle("pirate", 5.0))
-            assert running.of("pirate") == 2
-            assert not await running.wait_idle("pirate", 0.001)
-        await asyncio.sleep(0)
-        assert not waiting.done(), "another version of it still runs"
-    assert await waiting
-    assert running.of("pirate") == 0
+        with running.request(old), running.request(old):
+            waiting = asyncio.create_task(running.wait_idle(old, 5.0))
+            assert (running.of(old), running.of(new)) == (2, 1)
+            assert not await running.wait_idle(old, 0.001)
+            assert not waiting.done()
+        assert await waiting, "another version of it still runs"
+    assert running.of(old) == running.of(new) == 0

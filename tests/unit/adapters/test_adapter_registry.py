@@ -224,3 +224,59 @@ async def test_who_may_not_publish_may_still_write(server: RedisServer, redis: B
     finally:
         await quiet.close()
         await redis.command("ACL", "DELUSER", "quiet")
+
+
+async def snapshot(redis: BackgroundClient) -> dict[bytes, bytes]:
+    found = await redis.command("HGETALL", keys.adapters("demo"))
+    assert isinstance(found, dict)
+    return found
+
+
+async def restore(redis: BackgroundClient, found: dict[bytes, bytes]) -> None:
+    """Redis is stopped and started with a file that is some changes old: the sentinel is the same."""
+    await redis.command("DEL", keys.adapters("demo"))
+    if found:
+        await redis.command("HSET", keys.adapters("demo"), *(part for pair in found.items() for part in pair))
+
+
+@pytest.mark.parametrize("when", ["never listed", "one listed"])
+async def test_an_older_copy_of_redis_is_made_what_is_known(redis: BackgroundClient, when: str) -> None:
+    registry, follower = AdapterRegistry(redis, "demo"), AdapterRegistry(redis, "demo")
+    older: dict[bytes, bytes] = {}
+    registry.announce(BaseFacts(folder="/m", max_rank=8))
+    await registry.refresh()
+    if when == "one listed":
+        await registry.replace(None, entry("gone"), "gone")
+        older = await snapshot(redis) | {b"odd": b"\x01"}
+        await registry.replace(entry("gone"), None, "gone")
+    await registry.replace(None, entry(tenant="acme", pinned=True), "pirate")
+    await follower.refresh()
+    await restore(redis, older)
+    await follower.refresh()
+    assert set(follower.entries) == ({"gone"} if older else set()), "a group follows, it does not decide"
+    await registry.refresh()
+    await follower.refresh()
+    for copy in (registry, follower):
+        assert dict(copy.entries) == {"pirate": entry(tenant="acme", pinned=True)}
+    assert await follower.base() == BaseFacts(folder="/m", max_rank=8)
+    assert (b"odd" in await snapshot(redis)) == bool(older), "of another version: not ours to remove"
+    assert not await registry.refresh()
+    assert await follower.replace(follower.entries["pirate"], None, "pirate")
+    assert await registry.refresh() and not registry.entries, "and changes go on"
+
+
+async def test_two_that_restore_a_list_at_once_end_with_one(redis: BackgroundClient) -> None:
+    behind, ahead = AdapterRegistry(redis, "demo"), AdapterRegistry(redis, "demo")
+    for registry in (behind, ahead):
+        registry.announce(BaseFacts(folder="/m", max_rank=8))
+        await registry.refresh()
+    await behind.refresh()
+    older = await snapshot(redis)
+    await ahead.replace(None, entry("a"), "a")
+    await behind.refresh()
+    await ahead.replace(None, entry("b"), "b")
+    await restore(redis, older)
+    await behind.refresh()
+    await ahead.refresh()
+    await behind.refresh()
+    assert dict(behind.entries) == dict(ahead.entries)

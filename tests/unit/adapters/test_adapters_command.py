@@ -14,6 +14,7 @@ from cluster.coordination import keys
 from cluster.coordination.client import BackgroundClient
 from cluster.coordination.redis_server import RedisServer
 from cluster.tenants.store import TenantStore
+from configs.errors import SettingsError
 
 DEMO = Path(__file__).resolve().parents[3] / "configs" / "demo"
 PIRATE, SHOUT = (str(DEMO / "adapters" / name) for name in ("pirate", "shout"))
@@ -63,6 +64,9 @@ def test_an_adapter_comes_is_pinned_and_goes(url: str) -> None:
     assert listed(url)["pirate"].pinned
     assert tandem(url, "add", "pirate", PIRATE).output == "pirate unchanged\n"
     assert listed(url)["pirate"].pinned, "what was not said stays"
+    taken = tandem(url, "add", "pirate", SHOUT).exception
+    assert isinstance(taken, SettingsError) and taken.flag == "--replace"
+    assert "taken by other content" in str(taken) and "load_inplace" not in str(taken)
     assert tandem(url, "add", "pirate", SHOUT, "--replace").output == "pirate switched\n"
     assert tandem(url, "rm", "pirate").output == "pirate removed\n"
     assert listed(url) == {}
@@ -100,6 +104,28 @@ def test_a_tenant_has_no_more_than_it_may(url: str) -> None:
     done = tandem(url, "add", "two", SHOUT, "--tenant", "acme")
     assert "has 1 adapters and may have 1" in str(done.exception)
     assert tandem(url, "add", "two", SHOUT, "--tenant", "default").exit_code == 0
+
+
+def test_a_tenants_adapter_is_made_everyones(url: str) -> None:
+    assert tandem(url, "add", "one", PIRATE, "--tenant", "acme").exit_code == 0
+    assert tandem(url, "add", "one", PIRATE).exit_code == 0
+    assert listed(url)["one"].tenant == "acme", "what was not said stays"
+    both = tandem(url, "add", "one", PIRATE, "--public", "--tenant", "acme").exception
+    assert isinstance(both, SettingsError) and both.flag == "--public"
+    assert tandem(url, "add", "one", PIRATE, "--public").exit_code == 0
+    assert listed(url)["one"].tenant is None
+    assert tandem(url, "add", "two", SHOUT, "--tenant", "acme").exit_code == 0, "it does not count any more"
+
+
+def test_only_who_adds_needs_the_models_folder(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tandem(url, "add", "pirate", PIRATE).exit_code == 0
+    monkeypatch.setattr(Path, "is_dir", lambda path: path != DEMO / "model")
+    refused = tandem(url, "add", "shout", SHOUT)
+    assert "the model's folder, is not on this machine" in str(refused.exception)
+    for verb in ("pin", "unpin", "rm"):
+        done = tandem(url, verb, "pirate")
+        assert done.exit_code == 0, done.exception
+    assert listed(url) == {}
 
 
 def test_a_tenant_goes_after_its_adapters(url: str) -> None:

@@ -14,7 +14,10 @@ from cluster.adapters.entries import AdapterEntry
 from cluster.adapters.registry import AdapterRegistry
 from cluster.adapters.sources import FILES
 from cluster.gateway.auth import Principal
+from cluster.gateway.owners import TextWorkers
+from cluster.gateway.request_run import RequestRun
 from cluster.gateway.state import GatewayTimes
+from cluster.gateway.strict_json import parse_object
 from configs.errors import TandemError
 from tests.support.fake_backend import FakeBackend
 from tests.unit.gateway.rig import EOS, MODEL, Rig, error_of, gateway
@@ -150,6 +153,20 @@ async def test_anothers_adapter_is_not_there_in_the_words_of_an_unknown_one(open
         assert all(request.tenant == "acme" for request in rig.backend.requests)
 
 
+async def test_an_adapter_is_made_everyones_by_an_empty_tenant(opened: Opened, tmp_path: Path) -> None:
+    async with opened(auth=ThreeKeys()) as rig:
+        path = write(tmp_path / "mine", "a")
+        for more, is_seen in (
+            ({"tenant": "acme"}, False),
+            ({}, False),
+            ({"tenant": None}, False),
+            ({"tenant": ""}, True),
+        ):
+            assert (await load(rig, "mine", path, ROOT, **more)).status_code == 200
+            assert ("mine" in await names(rig, B)) == is_seen
+            assert "mine" in await names(rig, A)
+
+
 async def test_only_an_admin_may_change_the_list(opened: Opened, tmp_path: Path) -> None:
     async with opened(auth=ThreeKeys()) as rig:
         path = write(tmp_path / "mine", "a")
@@ -231,6 +248,80 @@ async def test_an_unload_waits_for_the_last_request_and_lets_it_end(opened: Open
         backend.step()
         assert (await running).json()["usage"]["completion_tokens"] == 2
         assert (await unloading).text == "Success: LoRA adapter 'pirate' removed."
+
+
+async def test_an_unload_does_not_wait_for_what_is_listed_later_under_the_name(opened: Opened, tmp_path: Path) -> None:
+    backend = FakeBackend(eos_token_ids=frozenset({EOS}), manual=True)
+    async with opened(backend) as rig:
+        path = write(tmp_path / "pirate", "a")
+        await load(rig, "pirate", path)
+        old = asyncio.create_task(rig.complete(model="pirate", max_tokens=1))
+        await submitted(backend, 1)
+        unloading = asyncio.create_task(unload(rig, "pirate"))
+        async with asyncio.timeout(5):
+            while "pirate" in await names(rig):
+                await asyncio.sleep(0.001)
+        write(tmp_path / "pirate", "b")
+        await load(rig, "pirate", path)
+        new = asyncio.create_task(rig.complete(model="pirate", max_tokens=2))
+        await submitted(backend, 2)
+        assert not unloading.done()
+        backend.step()
+        assert (await old).status_code == 200
+        async with asyncio.timeout(5):
+            assert (await unloading).text == "Success: LoRA adapter 'pirate' removed."
+        assert not new.done()
+        backend.step()
+        assert (await new).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("ends_well", [True, False])
+async def test_an_unload_waits_for_requests_that_are_being_tokenized(
+    opened: Opened, tmp_path: Path, path: str, ends_well: bool
+) -> None:
+    """They have resolved the name: the version is theirs."""
+    async with opened() as rig:
+        await load(rig, "pirate", write(tmp_path / "pirate", "a"))
+        ref = AdapterRef(name="pirate", digest="a" * 64, source="")
+        tokenizing, go_on, plain = asyncio.Event(), asyncio.Event(), TextWorkers.run
+
+        async def slow(size_chars: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if function is parse_object:
+                return await plain(rig.state.text, size_chars, function, *args, **kwargs)
+            tokenizing.set()
+            await go_on.wait()
+            if not ends_well:
+                raise RequestRefused("no", code="service_unavailable", status=503)
+            return await plain(rig.state.text, size_chars, function, *args, **kwargs)
+
+        rig.state.text.run = slow  # type: ignore[method-assign]
+        body = {"model": "pirate", "max_tokens": 1, "prompt": "x", "messages": [{"role": "user", "content": "x"}]}
+        del body["prompt" if "chat" in path else "messages"]
+        asked = asyncio.create_task(rig.client.post(path, json=body))
+        await asyncio.wait_for(tokenizing.wait(), 5)
+        assert rig.state.running_adapters.of(ref) == 1
+        unloading = asyncio.create_task(unload(rig, "pirate"))
+        async with asyncio.timeout(5):
+            while "pirate" in await names(rig):
+                await asyncio.sleep(0.001)
+        assert not unloading.done()
+        go_on.set()
+        assert (await asked).status_code == (200 if ends_well else 503)
+        assert (await asyncio.wait_for(unloading, 5)).text == "Success: LoRA adapter 'pirate' removed."
+        await rig.settle()
+        assert rig.state.running_adapters.of(ref) == 0
+
+
+async def test_a_request_whose_client_left_before_it_was_opened_holds_nothing(opened: Opened) -> None:
+    async with opened() as rig:
+        ref = AdapterRef(name="pirate", digest="a" * 64, source="")
+        run = RequestRun(state=rig.state, parts=[], tenant="acme", model="pirate", began_s=0.0)
+        run.held.enter_context(rig.state.running_adapters.request(ref))
+        assert rig.state.running_adapters.of(ref) == 1
+        run.close()
+        run.close()
+        assert rig.state.running_adapters.of(ref) == 0
 
 
 async def test_an_unload_does_not_wait_for_ever(opened: Opened, tmp_path: Path) -> None:

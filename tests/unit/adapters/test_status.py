@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable, Mapping
 
 import msgspec
 import pytest
@@ -11,18 +12,20 @@ from cluster.adapters.entries import AdapterEntry
 from cluster.adapters.registry import AdapterRegistry
 from cluster.cli import build_app
 from cluster.coordination import keys
-from cluster.coordination.client import BackgroundClient
+from cluster.coordination.client import BackgroundClient, RequestClient
 from cluster.coordination.redis_server import RedisServer
 from cluster.coordination.registry import AdapterReport, GroupRecord
 from cluster.routing.residency import adapter_key
 from cluster.run_files import RunFile
-from cluster.tenants.store import TenantStore
+from cluster.tenants.quota import Quota
+from cluster.tenants.store import Reading, TenantStore
 
 PIRATE, SHOUT = "a" * 64, "b" * 64
 
 
 def prepare(url: str) -> None:
-    """One group that holds one of two adapters; a tenant with two requests at a live gateway, one at a dead one."""
+    """One group that holds one of two adapters; a tenant with two requests at a live gateway, one at a dead one; one
+    whose requests nobody counts; one that is idle."""
 
     async def write() -> None:
         redis = BackgroundClient(url)
@@ -35,14 +38,27 @@ def prepare(url: str) -> None:
         record = GroupRecord(group="g0", epoch=1, model="demo", state="serving", host="h", pid=1, adapters=report)
         await redis.command("SADD", keys.groups("s"), "g0")
         await redis.command("SET", keys.group("s", "g0"), msgspec.msgpack.encode(record))
-        await TenantStore(redis).add("acme", {})
-        await TenantStore(redis).add("idle", {})
-        await redis.command("HSET", keys.quota("acme"), "n:live", "2", "n:dead", "1")
-        now_ms = int(time.time() * 1000)
-        await redis.command("ZADD", keys.quota_gateways("acme"), now_ms + 60_000, "live", now_ms - 60_000, "dead")
+        store = TenantStore(redis)
+        for name, limits in (("acme", {"concurrency": 5}), ("free", {"weight": 2}), ("idle", {"kv_share": 0.5})):
+            await store.add(name, limits)
+        long_ago_ms = int(time.time() * 1000) - 60_000
+        await run_requests(url, await store.read(), "dead", {"acme": 1}, lambda: long_ago_ms)
+        await run_requests(url, await store.read(), "live", {"acme": 2, "free": 3}, None)
         await redis.close()
 
     asyncio.run(write())
+
+
+async def run_requests(
+    url: str, tenants: Reading, gateway: str, counts: Mapping[str, int], server_ms: Callable[[], int] | None
+) -> None:
+    """What a gateway tells Redis of so many requests of each tenant, which never end."""
+    client = RequestClient(url, timeout_s=5.0)
+    quota = Quota(client, tenants, gateway, server_ms=server_ms)
+    for name, count in counts.items():
+        for _ in range(count):
+            await quota.admit(name, 1, 1)
+    await client.close()
 
 
 def test_adapters_and_tenants_have_a_line_each(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,5 +69,5 @@ def test_adapters_and_tenants_have_a_line_each(server: RedisServer, monkeypatch:
     assert lines[1].startswith("  group g0")
     assert lines[2:] == [
         "  adapters 2: pirate@aaaaaaaaaaaa device 1, shout@bbbbbbbbbbbb at its source",
-        "  tenants 2: acme running 2, idle running 0",
+        "  tenants 3: acme running 2, free, idle running 0",
     ]

@@ -144,6 +144,7 @@ def test_an_abort_at_any_moment_releases_everything(mode, steps):
     ended = h.sink.ends["a"]
     assert ended.finish_reasons == ["abort", "abort"]
     assert ended.positions == [len(h.sink.tokens.get(("a", i), [])) for i in range(2)]
+    assert ended.usage.prompt_tokens == (50 if steps else 0), "from its first row on"
     h.engine.abort(Abort(request_id="a", epoch=0))
     h.engine.abort(Abort(request_id="unknown", epoch=0))
     h.run()

@@ -90,6 +90,22 @@ async def test_leaving_while_queued(stream: bool, n: int) -> None:
         assert (row.terminal, row.usage) == ("abort", Usage(0, 0)), "its prompt was never computed"
 
 
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_leaving_before_the_first_token_pays_for_a_prompt_that_was_begun(stream: bool, n: int) -> None:
+    async with gateway(manual()) as rig:
+        caller = Caller(rig, {"prompt": "abc", "stream": stream, "n": n, "add_special_tokens": False})
+        call = caller.start()
+        await within(rig.backend.submitted.wait())
+        rig.backend.begin()
+        caller.gone.set()
+        await within(call)
+        await rig.settle()
+        assert not caller.sent
+        (row,) = rig.ledger.rows
+        assert (row.terminal, row.usage) == ("abort", Usage(3, 0))
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_leaving_while_decoding_bills_what_was_generated(stream: bool) -> None:
     async with gateway(manual()) as rig:

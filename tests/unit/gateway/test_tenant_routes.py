@@ -17,9 +17,9 @@ from cluster.tenants.admission import Grant
 from cluster.tenants.directory import TenantDirectory
 from cluster.tenants.quota import Quota
 from cluster.tenants.store import TenantStore
-from tests.support.fake_backend import FakeBackend
+from tests.support.fake_backend import FakeBackend, fixed_script
 from tests.support.private_redis import private_redis
-from tests.unit.gateway.rig import EOS, USER, Rig, error_of, events, gateway
+from tests.unit.gateway.rig import CONTEXT, EOS, USER, Rig, error_of, events, gateway
 from tests.unit.tenants.tenant_rig import patient
 from workers.errors import QueueFull
 
@@ -173,7 +173,8 @@ async def test_n_and_prompts_are_reserved_together(monkeypatch: pytest.MonkeyPat
         granted: list[tuple[int, int]] = []
         admit = door.quota.admit
 
-        async def noted(tenant: str, prompt_tokens: int, output_tokens: int) -> Grant:
+        async def noted(tenant: str, prompt_tokens: int, output_tokens: int, *, is_open_ended: bool = False) -> Grant:
+            assert not is_open_ended, "completions have 16 tokens where they name none"
             granted.append((prompt_tokens, output_tokens))
             return await admit(tenant, prompt_tokens, output_tokens)
 
@@ -182,6 +183,20 @@ async def test_n_and_prompts_are_reserved_together(monkeypatch: pytest.MonkeyPat
         assert answer.json()["usage"]["total_tokens"] == 2 * 6 + 2 * 3 * 10
         await door.rig.settle()
         assert granted == [(12, 60)]
+
+
+async def test_chats_without_max_tokens_use_what_is_left_of_a_minute_below_the_context() -> None:
+    async with open_door(script=fixed_script([100, 101, EOS])) as door:
+        acme = await door.add("acme", tokens_per_minute=CONTEXT // 2)
+
+        async def chat(**more: Any) -> int:
+            answer = await door.rig.client.post("/v1/chat/completions", json={"messages": USER, **more}, headers=acme)
+            await door.rig.settle()
+            return answer.status_code
+
+        assert [await chat() for _ in range(4)] == [200] * 4
+        assert await chat(max_tokens=CONTEXT // 2) == 429, "who names a length must find it"
+        assert await chat(max_tokens=5) == 200
 
 
 async def test_tenants_share_no_cache_whatever_salt_they_send() -> None:

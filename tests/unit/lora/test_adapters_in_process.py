@@ -242,7 +242,8 @@ def test_content_that_is_not_what_was_listed_is_refused_and_others_go_on(
     ref = broken(adapters[4], tmp_path / "adapter", what)
     (fetched,) = moves.move("fetch", ref)
     assert words in (fetched.error or "") and fetched.pages == 0
-    assert fetched.disk_error == (what == "gone") and (what == "gone" or str(tmp_path) not in (fetched.error or ""))
+    assert fetched.disk_error, "no fault of a request's: it asks for what was listed when it came"
+    assert what == "gone" or str(tmp_path) not in (fetched.error or "")
     (placed,) = moves.move("place", ref, slot=1, pages=range(50))
     assert placed.error is not None, "a refused adapter leaves nothing to be placed"
     assert steps.generate([job(1, 0)])[0] == before
@@ -254,6 +255,7 @@ def test_a_higher_rank_than_was_said_is_refused(base: Path, adapters: list[Path]
     try:
         (fetched,) = AdapterDriver(executor).move("fetch", ref_of(adapters[2]))
         assert "is of rank 16, --max-lora-rank is 8" in (fetched.error or "")
+        assert not fetched.disk_error, "it is what was asked for, and no later try will help"
     finally:
         executor.close()
 

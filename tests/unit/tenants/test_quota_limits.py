@@ -6,6 +6,7 @@ import pytest
 
 from cluster.coordination import keys
 from cluster.coordination.client import BackgroundClient
+from cluster.tenants.admission import OverLimit
 from cluster.tenants.quota import AT_ONCE
 from cluster.tenants.quota_script import LEASE_MS
 from tests.unit.tenants.tenant_rig import Fleet, admitted, refusal, shown
@@ -47,6 +48,33 @@ async def test_what_was_used_beyond_the_reservation_is_charged(fleet: Fleet) -> 
     grant = await quota.admit("acme", 10, 5000)
     quota.settle(grant, 160)
     assert (await refusal(quota)).retry_after_s == pytest.approx(60 * 0.61, abs=0.2)
+
+
+async def test_an_answer_of_no_stated_length_needs_no_full_minute(fleet: Fleet) -> None:
+    """A chat without max_tokens may take the rest of the context, which is more than this tenant's minute."""
+    fleet.set(tokens_per_minute=400)
+    quota, other = fleet.gateway("a"), fleet.gateway("b")
+    for used in (50, 100, 150):
+        grant = await quota.admit("acme", 30, 4000, is_open_ended=True)
+        assert shown(quota)["remaining-tokens"] == "0", "it may take all: others wait until that is known"
+        for gateway in (quota, other):
+            assert (await refusal(gateway, 1, 1)).reason == "tokens"
+        quota.settle(grant, used)
+        await quota.beat()
+    assert shown(quota)["remaining-tokens"] == "100"
+    refused = await refusal(quota, 30, 4000)
+    assert refused.retry_after_s == pytest.approx(45, abs=0.1), "who names a length is refused by it"
+    quota.settle(await quota.admit("acme", 30, 4000, is_open_ended=True), 30)
+    with pytest.raises(OverLimit, match="this asks for 94") as caught:
+        await quota.admit("acme", 30, 4000, is_open_ended=True)
+    assert caught.value.retry_after_s == pytest.approx(60 * (94 - 70) / 400, abs=0.1) or caught.value.retry_after_s == 4
+    fleet.time.now_s += 60 * (94 - 70) / 400 + 0.1
+    long = await quota.admit("acme", 30, 4000, is_open_ended=True)
+    quota.settle(long, 4030)
+    for waited_s in (60, 60):
+        assert (await refusal(quota, 1, 1)).reason == "tokens", "what was used beyond is paid by waiting"
+        fleet.time.now_s += waited_s
+    assert await quota.admit("acme", 30, 4000, is_open_ended=True)
 
 
 async def test_a_prompt_longer_than_a_minute_is_refused_for_good(fleet: Fleet) -> None:

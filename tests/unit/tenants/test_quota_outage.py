@@ -14,14 +14,16 @@ from tests.unit.tenants.tenant_rig import Fleet, admitted, hasty, refusal, shown
 RACERS = 1000
 
 
-async def race(quotas: list[Quota], prompt: int = 1, output: int = 0) -> tuple[list[tuple[Quota, Grant]], list[str]]:
+async def race(
+    quotas: list[Quota], prompt: int = 1, output: int = 0, *, is_open_ended: bool = False
+) -> tuple[list[tuple[Quota, Grant]], list[str]]:
     """1000 requests at once, spread over the gateways: the grants, and the reasons of the refusals."""
     granted: list[tuple[Quota, Grant]] = []
     refused: list[str] = []
 
     async def one(quota: Quota) -> None:
         try:
-            granted.append((quota, await quota.admit("acme", prompt, output)))
+            granted.append((quota, await quota.admit("acme", prompt, output, is_open_ended=is_open_ended)))
         except OverLimit as error:
             refused.append(error.reason)
 
@@ -56,6 +58,33 @@ async def test_1000_race_for_what_is_left_of_the_minute(fleet: Fleet, count: int
     for quota, grant in granted:
         quota.settle(grant, 0)
     assert len(await admitted(quotas[0], 50)) == 10, "requests are not given back"
+
+
+@pytest.mark.parametrize("count", [1, 3])
+async def test_1000_without_max_tokens_overdraw_a_minute_by_one_of_them(fleet: Fleet, count: int) -> None:
+    """TN-07 for the minute: what is charged is at most the limit and one reservation, however little each must find."""
+    fleet.set(tokens_per_minute=1000)
+    quotas = [fleet.gateway(f"g{i}") for i in range(count)]
+    granted, refused = await race(quotas, prompt=10, output=200, is_open_ended=True)
+    assert len(granted) == 5, "four of 210, and one more for the 160 that are left"
+    assert set(refused) == {"tokens"}
+    for quota, grant in granted:
+        quota.settle(grant, 20)
+    for quota in quotas:
+        await quota.beat()
+    assert len(await admitted(quotas[-1], 100, 10, 0)) == 90, "what was not used is there, and no more"
+
+
+async def test_without_redis_a_share_is_given_back_no_more_than_was_taken(fleet: Fleet) -> None:
+    """An answer of no stated length may take more than a gateway's share can be overdrawn by."""
+    fleet.set(tokens_per_minute=900)
+    quota = fleet.gateway("a", gateways=3)
+    fleet.server.stop()
+    for left in (200, 100):
+        grant = await quota.admit("acme", 10, 4000, is_open_ended=True)
+        assert (await refusal(quota, 1, 0)).reason == "tokens"
+        quota.settle(grant, 100)
+        assert shown(quota)["remaining-tokens"] == str(left)
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -35,6 +35,11 @@ def test_a_tenant_from_its_first_key_to_its_end(server: RedisServer) -> None:
     assert tandem(server, "tenants", "set", "acme", "--concurrency", "none", "--weight", "2").split() == [
         *("acme", "kv-share", "0.5", "weight", "2", "priority", "-5")
     ]
+    large = ("--token-budget", "25000000", "--tokens-per-minute", "1234567", "--kv-share", "0.125", "--weight", "1e3")
+    assert tandem(server, "tenants", "set", "acme", *large).split() == [
+        *("acme", "tokens-per-minute", "1234567", "kv-share", "0.125", "weight", "1000", "priority", "-5"),
+        *("token-budget", "25000000"),
+    ]
     assert tandem(server, "tenants", "rotate-key", "acme", "--grace", "60") != key
     assert tandem(server, "tenants", "ls").startswith("acme ")
     tandem(server, "tenants", "add", "beta")

@@ -12,11 +12,13 @@ from cluster.coordination import keys
 from cluster.coordination.changes import Changes
 from cluster.coordination.client import BackgroundClient, RedisAway
 from cluster.coordination.redis_server import RedisServer
+from cluster.gateway.app import tenant_keys
 from cluster.gateway.auth import AuthLevel, Principal, StaticKeys, TenantKeys, check_level
 from cluster.tenants.admin import StoreAdmin
 from cluster.tenants.directory import TenantDirectory
 from cluster.tenants.store import TenantStore, read_weights
 from cluster.tenants.tenant import Limits, digest_of
+from configs.schema import GatewaySettings
 from tests.support.hearing import hearing
 from tests.unit.tenants.tenant_rig import until
 from workers.errors import RequestRefused
@@ -245,6 +247,20 @@ async def test_an_open_service_closes_with_its_first_tenant(store: TenantStore) 
     await directory.refresh()
     with Refused(401, "invalid_api_key"):
         here.authenticate("Bearer anything")
+
+
+@pytest.mark.parametrize(("host", "is_admin"), [("127.0.0.1", True), ("0.0.0.0", False)])
+@pytest.mark.parametrize("through_proxy", [False, True])
+async def test_without_keys_admin_routes_are_for_who_listens_on_loopback(
+    store: TenantStore, host: str, is_admin: bool, through_proxy: bool
+) -> None:
+    """Under `serve run` it is Serve's proxy that listens, wherever Serve's configuration says."""
+    directory = TenantDirectory(store, clock=lambda: 0.0)
+    await directory.refresh()
+    auth = tenant_keys(GatewaySettings(host=host), directory, open_port=not through_proxy)
+    assert auth.authenticate(None) == Principal("default", is_admin=is_admin and not through_proxy)
+    with_key = GatewaySettings(host=host, admin_keys=("root",))
+    assert tenant_keys(with_key, directory, open_port=not through_proxy).authenticate("Bearer root").is_admin
 
 
 async def test_a_tenant_that_cannot_be_read_keeps_the_service_closed(

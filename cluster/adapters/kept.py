@@ -1,0 +1,62 @@
+"""The list of adapters in --state-dir, beside the tenants: for the next life of a service whose Redis ends with it.
+
+One file for each base model. The gateway loads it before the first look at Redis and saves what has changed since;
+what an unreadable file held is lost, and said.
+"""
+
+import asyncio
+import hashlib
+import threading
+from pathlib import Path
+
+import msgspec
+
+from cluster.adapters.entries import AdapterEntry
+from cluster.adapters.registry import AdapterRegistry
+from cluster.state_file import read_state, write_state
+
+PERIOD_S = 1.0
+
+
+class _Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """The file."""
+
+    model: str
+    adapters: list[AdapterEntry]
+
+
+class AdapterFile:
+    """One registry's file in `folder`. One event loop."""
+
+    def __init__(self, folder: Path, registry: AdapterRegistry) -> None:
+        self._registry = registry
+        name = hashlib.sha256(registry.model.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+        self._file = folder / f"adapters-{name}.json"
+        self._saved = b""
+        self._writing = threading.Lock()
+
+    async def load(self) -> None:
+        """Gives the registry what an earlier life has left."""
+        kept = await asyncio.to_thread(read_state, self._file, _Kept)
+        if kept is not None and kept.model == self._registry.model:
+            self._registry.adopt(kept.adapters)
+
+    async def save(self) -> None:
+        """Writes the list when it has changed, and was read at all."""
+        if not self._registry.is_known:
+            return
+        kept = _Kept(model=self._registry.model, adapters=list(self._registry.entries.values()))
+        data = msgspec.json.encode(kept)
+        if data != self._saved:
+            await asyncio.to_thread(self._write, data)
+            self._saved = data
+
+    async def run(self) -> None:
+        """Saves until it is cancelled."""
+        while True:
+            await self.save()
+            await asyncio.sleep(PERIOD_S)
+
+    def _write(self, data: bytes) -> None:
+        with self._writing:  # the thread of a save that was cancelled goes on
+            write_state(self._file, data)

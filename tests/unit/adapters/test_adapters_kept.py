@@ -1,0 +1,118 @@
+"""The list of adapters in --state-dir: a new Redis has it again, tenants and pins too; an older file undoes nothing."""
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from cluster.adapters.kept import AdapterFile
+from cluster.adapters.opening import open_desk, tend
+from cluster.adapters.registry import AdapterRegistry
+from cluster.coordination import keys
+from cluster.coordination.client import BackgroundClient
+from tests.unit.adapters.test_adapter_desk import Away
+from tests.unit.adapters.test_adapter_opening import PIRATE, SHOUT, opened, settings
+from tests.unit.adapters.test_adapter_registry import entry
+
+
+async def start_anew(redis: BackgroundClient) -> None:
+    """The service has ended, and its private Redis with it."""
+    await redis.command("FLUSHALL")
+    await redis.command("SET", keys.SENTINEL, "2")
+
+
+def file_of(folder: Path) -> Path:
+    (file,) = folder.glob("adapters-*.json")
+    return file
+
+
+async def test_the_list_outlives_a_service_and_its_redis(redis: BackgroundClient, tmp_path: Path) -> None:
+    async with opened(redis, state_dir=str(tmp_path)) as desk:
+        await desk.load("shout", str(SHOUT), tenant="acme", pinned=True)
+        await desk.load("pirate", str(SHOUT), tenant="acme", pinned=True, inplace=True)
+        assert desk.kept is not None
+        await desk.kept.save()
+    assert file_of(tmp_path).stat().st_mode & 0o777 == 0o600
+    await start_anew(redis)
+    async with opened(redis, "s2", state_dir=str(tmp_path)) as desk:
+        shown = {e.name: (e.source, e.tenant, e.pinned) for e in desk.registry.entries.values()}
+        assert shown == {"shout": (str(SHOUT), "acme", True), "pirate": (str(PIRATE), "acme", True)}, (
+            "--lora-modules name another source, and nothing else"
+        )
+    other = AdapterRegistry(redis, "demo")
+    await other.refresh()
+    assert set(other.entries) == {"shout", "pirate"}, "it is in Redis, for groups and commands"
+
+
+async def test_it_is_saved_by_itself(redis: BackgroundClient, tmp_path: Path) -> None:
+    watched = settings(state_dir=str(tmp_path))
+    desk = await open_desk(watched, redis, "s1")
+    assert desk is not None
+    tasks = tend(desk, watched)
+    try:
+        async with asyncio.timeout(10):
+            while not list(tmp_path.glob("adapters-*.json")):
+                await asyncio.sleep(0.001)
+    finally:
+        for task in tasks:
+            task.cancel()
+        desk.close()
+    assert b"pirate" in file_of(tmp_path).read_bytes()
+
+
+async def test_a_list_that_is_in_redis_is_later_than_the_file(redis: BackgroundClient, tmp_path: Path) -> None:
+    none = settings(state_dir=str(tmp_path), lora_modules=None)
+    async with opened(redis, state_dir=str(tmp_path)) as desk:
+        assert desk.kept is not None
+        await desk.kept.save()
+        await desk.unload("pirate")  # and nobody saves any more
+    for life in ("s2", "s3"):
+        later = await open_desk(none, redis, life)
+        assert later is not None
+        assert not later.registry.entries, "what was removed stays removed"
+        later.close()
+
+
+async def test_without_redis_the_kept_list_is_served_and_written_later(redis: BackgroundClient, tmp_path: Path) -> None:
+    async with opened(redis, state_dir=str(tmp_path)) as desk:
+        assert desk.kept is not None
+        await desk.kept.save()
+    await start_anew(redis)
+    async with opened(Away(), "s2", state_dir=str(tmp_path), lora_modules=None) as desk:
+        assert desk.entry("pirate", "anyone") is not None
+        desk.registry._redis = redis
+        await desk.registry.refresh()
+    async with opened(redis, "s2", lora_modules=None) as other:
+        assert other.entry("pirate", "anyone") is not None
+
+
+async def test_what_cannot_be_read_is_ignored_and_said(
+    redis: BackgroundClient, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = AdapterRegistry(redis, "demo")
+    await registry.replace(None, entry(), "pirate")
+    await registry.refresh()
+    await AdapterFile(tmp_path, registry).save()
+    file = file_of(tmp_path)
+    file.write_bytes(file.read_bytes()[:-3])
+    fresh = AdapterRegistry(None, "demo")
+    kept = AdapterFile(tmp_path, fresh)
+    await kept.load()
+    assert not fresh.entries
+    assert "cannot be read and is ignored" in caplog.text
+    await kept.save()
+    assert not file.read_bytes().endswith(b"]}"), "nothing is known: nothing is written over it"
+
+
+async def test_a_file_of_another_model_is_not_taken(redis: BackgroundClient, tmp_path: Path) -> None:
+    registry = AdapterRegistry(redis, "demo")
+    await registry.replace(None, entry(), "pirate")
+    await registry.refresh()
+    await AdapterFile(tmp_path, registry).save()
+    other = AdapterRegistry(redis, "other")
+    await AdapterFile(tmp_path, other).load()
+    assert not other.is_known
+    found = msgspec.json.decode(file_of(tmp_path).read_bytes())
+    assert found["adapters"][0] | {"listed_at_s": 0.0} == msgspec.to_builtins(replace(entry(), listed_at_s=0.0))
