@@ -329,7 +329,7 @@ def test_an_abort_while_running_on_a_load_leaves_nothing(mode, steps, fails):
     assert_as_expected(h, last)
 
 
-def test_a_full_disk_is_switched_off_and_serving_goes_on():
+def test_a_full_disk_is_switched_off_and_serving_goes_on(caplog):
     h = on_twelve_blocks(host_slots=8, disk_keys=200, disk_ends_after=2)
     first = turned_over(h)
     spilled = h.tiers.kinds()["spill"]
@@ -339,6 +339,10 @@ def test_a_full_disk_is_switched_off_and_serving_goes_on():
     assert_as_expected(h, again)
     disk = h.tiers.store.disk
     assert disk is not None and disk.disabled_reason == "a hook says so"
+    offload = h.engine.stats().offload
+    assert offload is not None and offload.disk_disabled == "a hook says so"
+    said = [line for line in caplog.messages if "--kv-disk-path" in line]
+    assert said == ["--kv-disk-path nowhere is switched off, serving without the disk tier: a hook says so"]
     assert h.tiers.kinds()["spill"] == spilled and not h.tiers.kinds()["fetch"]
 
 
