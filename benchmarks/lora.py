@@ -54,8 +54,8 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class SpeedLine:
-    """One batch: `active` adapters of `rank` on `modules`; medians of tokens/s in turn with base alone, and of the ratio
-    of each turn to the base turn beside it (the machine drifts)."""
+    """One batch: `active` adapters of `rank` on `modules`; medians of tokens/s in turn with base alone, and of the
+    ratio of each turn to the base turn beside it (the machine drifts)."""
 
     batch: int
     active: int

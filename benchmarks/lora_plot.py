@@ -1,4 +1,4 @@
-"""The plot of `make bench-lora`: decode speed over base by active adapters, TTFT by adapters that outnumber the room."""
+"""The plot of `make bench-lora`: decode speed over base by active adapters, TTFT when adapters outnumber the room."""
 
 from collections.abc import Mapping
 from pathlib import Path

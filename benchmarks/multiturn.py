@@ -265,7 +265,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
     options.out.mkdir(parents=True, exist_ok=True)
     memcpy = measure_memcpy(2**26 if options.quick else 2**28)
     record: dict[str, object] = {
-        "options": {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()},
+        "options": {name: v.name if isinstance(v, Path) else v for name, v in vars(options).items()},
         "torch": torch.__version__,
         "memcpy_bytes_per_s": memcpy,
     }

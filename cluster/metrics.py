@@ -92,6 +92,8 @@ def _offload_families(lines: list[str], prefix: str, engines: list[tuple[dict[st
     family(lines, f"{prefix}:kv_offload_seconds_total", "Seconds of copying, by kind.", "counter", seconds)
     for name, text, kind, field in OFFLOAD_FAMILIES:
         family(lines, f"{prefix}:{name}", text, kind, ((tags, getattr(t, field)) for tags, t in tiers))
+    switched_off = ((tags, int(t.disk_disabled is not None)) for tags, t in tiers)
+    family(lines, f"{prefix}:kv_disk_disabled", "1 once the disk tier was switched off.", "gauge", switched_off)
 
 
 def decode_stats(record: GroupRecord) -> EngineStats | None:

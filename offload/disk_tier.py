@@ -10,6 +10,7 @@ a later group with the same layout finds them again. Needs every rank's folder o
 """
 
 import fcntl
+import logging
 import os
 import shutil
 from collections import OrderedDict
@@ -23,6 +24,7 @@ import msgspec
 from configs.errors import SettingsError
 from offload.disk_io import list_blocks, remove_block
 
+log = logging.getLogger(__name__)
 FLAG = "--kv-disk-path"
 MAX_GROUPS = 64
 _LOCK_NAME = "LOCK"
@@ -140,18 +142,19 @@ class DiskTier:
         self._unpin(key)
 
     def disable(self, reason: str) -> None:
-        """The disk fails (full, read-only, broken): has nothing and stores nothing from now on. First reason stays.
+        """The disk fails (full, read-only, broken): has nothing and stores nothing from now on. The first reason stays
+        and is logged.
 
         Reads and writes in flight are still completed or failed. Files stay for a later start.
         """
         if self.disabled_reason is None:
-            self.disabled_reason = reason
-            self._idle.clear()
-            self._doomed.update(self._pins)
+            log.warning("%s %s is switched off, serving without the disk tier: %s", FLAG, self.place, reason)
+            self._switch_off(reason)
 
     def close(self) -> None:
         """Another group may take the folder from now on; this one finds nothing. Idempotent."""
-        self.disable("closed")
+        if self.disabled_reason is None:
+            self._switch_off("closed")
         self._owned.close()
 
     # ---- inside ----
@@ -168,6 +171,11 @@ class DiskTier:
             self._remains.add(key)
         else:
             self._idle[key] = None
+
+    def _switch_off(self, reason: str) -> None:
+        self.disabled_reason = reason
+        self._idle.clear()
+        self._doomed.update(self._pins)
 
     def _own(self, lock: "_Lock") -> None:
         self._owned.callback(os.close, lock.descriptor)

@@ -19,7 +19,9 @@ MAX_SPILLS = 64
 
 
 class SpillTier(KVTier, Protocol):
-    """A tier below the host."""
+    """A tier below the host. disabled_reason: why it was switched off, in words; None while it is used."""
+
+    disabled_reason: str | None
 
     def prepare_store(self, key: bytes) -> list[bytes] | None:
         """Room for a new block, and the keys that had to go for it; None when it cannot or need not be stored."""

@@ -17,7 +17,7 @@ from workers.rank.memory import available_bytes
 from workers.rank.model_runner import ModelRunner
 from workers.rank.mover_inbox import Answers, QueueInbox
 from workers.start_notes import adapter_notes, weight_notes
-from workers.tiers import NoTiersBecause, OpenTiers, device_bytes, open_tiers
+from workers.tiers import NoTiersBecause, OpenTiers, device_bytes, no_tiers, open_tiers
 
 MOVER_END_S = 5.0
 log = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class InProcessExecutor:
             movers = loaded.open_movers(self._runner, tiers.ranks[0], self._inbox)
         except OSError as error:
             tiers.close()
-            return (f"--kv-offloading-size: {error}; serving without tiers below the device",)
+            return no_tiers(str(error)).notes
         self._tiers = tiers
         for mover in movers:
             mover.start()

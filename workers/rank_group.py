@@ -41,7 +41,7 @@ from workers.rank.memory import available_bytes
 from workers.rank_pulse import OnSilent, PulseWatch
 from workers.start_notes import adapter_notes, weight_notes
 from workers.step_bound import StepBound
-from workers.tiers import NoTiersBecause, OpenTiers, device_bytes, open_tiers
+from workers.tiers import NoTiersBecause, OpenTiers, device_bytes, no_tiers, open_tiers
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +215,7 @@ class RankGroup:
         errors = [f"rank {message.rank}: {message.tiers_error}" for message in ready if message.tiers_error is not None]
         if errors:
             self._close_tiers()
-            return (f"--kv-offloading-size: {'; '.join(errors)}; serving without tiers below the device",)
+            return no_tiers("; ".join(errors)).notes
         self._await_movers("memory", *(() if tiers.store.disk is None else ("disk",)))
         self._tiers = tiers
         return tiers.notes

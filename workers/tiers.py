@@ -5,6 +5,7 @@ words, never the end of the group: it serves on with the tiers that are left, or
 """
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from offload.tiered_store import TieredStore
 from workers.messages import RankLoaded, RankTiers
 from workers.resolve import fingerprint
 
+log = logging.getLogger(__name__)
 GIB = 2**30
 LAYOUT_VERSION = "1"
 LEASE_S = 10.0
@@ -48,6 +50,13 @@ class NoTiersBecause:
     notes: tuple[str, ...] = ()
 
 
+def no_tiers(reason: str) -> NoTiersBecause:
+    """They were asked for and cannot be had: a note and a line in the log."""
+    note = f"--kv-offloading-size: {reason}; serving without tiers below the device"
+    log.warning("%s", note)
+    return NoTiersBecause((note,))
+
+
 def open_tiers(
     settings: EngineSettings, loaded: Sequence[RankLoaded], available_bytes: int, host_socket: str | None = None
 ) -> OpenTiers | NoTiersBecause:
@@ -62,9 +71,9 @@ def open_tiers(
     block_bytes = sum(rank.block_bytes for rank in loaded)
     num_slots = size_bytes // block_bytes
     if num_slots < 1:
-        return _none(f"{cache.kv_offloading_gib:g} GiB holds no block of {block_bytes} bytes")
+        return no_tiers(f"{cache.kv_offloading_gib:g} GiB holds no block of {block_bytes} bytes")
     if host_socket is None and size_bytes > available_bytes:
-        return _none(f"{cache.kv_offloading_gib:g} GiB is more than the {available_bytes / GIB:.1f} GiB available")
+        return no_tiers(f"{cache.kv_offloading_gib:g} GiB is more than the {available_bytes / GIB:.1f} GiB available")
     layout = layout_digest(settings, loaded)
     held: RegionLease | None = None
     index, found = None, []
@@ -72,7 +81,7 @@ def open_tiers(
         try:
             held = _lease(Path(host_socket), layout, num_slots, [rank.block_bytes for rank in loaded])
         except HostTierError as error:
-            return _none(str(error))
+            return no_tiers(str(error))
         index = SlotIndex(held.index, num_slots)
         found = index.items()
     tokens = num_slots * cache.block_size
@@ -135,6 +144,7 @@ def _open_disk(cache: CacheSettings, layout: bytes, loaded: Sequence[RankLoaded]
         disk = open_disk_tier(Path(cache.kv_disk_path), layout.hex(), folders, int(cache.kv_disk_gib * GIB), file_size)
     except SettingsError as error:
         notes.append(f"{error}; serving without the disk tier")
+        log.warning("%s", notes[-1])
         return None
     stats = disk.stats
     notes += disk.notes
@@ -154,7 +164,3 @@ def layout_digest(settings: EngineSettings, loaded: Sequence[RankLoaded]) -> byt
     changed = [file.stat().st_mtime_ns for file in sorted(folder.glob("*.safetensors"))]
     data = msgspec.msgpack.encode((LAYOUT_VERSION, fingerprint(folder, settings), changed, cut))
     return hashlib.blake2b(data, digest_size=16).digest()
-
-
-def _none(reason: str) -> NoTiersBecause:
-    return NoTiersBecause((f"--kv-offloading-size: {reason}; serving without tiers below the device",))

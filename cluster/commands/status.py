@@ -40,11 +40,21 @@ def status() -> None:
                 f"KV {record.kv_used:.0%}  outstanding tokens {record.outstanding_tokens}  "
                 f"pid {record.pid}  ranks {' '.join(map(str, record.rank_pids)) or '-'}"
             )
+            if (reason := _disk_disabled(record)) is not None:
+                typer.echo(f"    --kv-disk-path was switched off: {reason}")
         if now.adapters:
             typer.echo(f"  adapters {len(now.adapters)}: {', '.join(_places(entry, now) for entry in now.adapters)}")
         if now.running:
             shown = (name if count is None else f"{name} running {count}" for name, count in now.running.items())
             typer.echo(f"  tenants {len(now.running)}: {', '.join(shown)}")
+
+
+def _disk_disabled(record: "GroupRecord") -> str | None:
+    """Why a group serves on without its disk tier; None when it does not."""
+    from cluster.metrics import decode_stats
+
+    stats = decode_stats(record)
+    return None if stats is None or stats.offload is None else stats.offload.disk_disabled
 
 
 def _places(entry: "AdapterEntry", now: _Reading) -> str:

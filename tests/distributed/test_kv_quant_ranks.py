@@ -140,6 +140,7 @@ def test_blocks_that_went_to_host_memory_and_back_say_the_same(folder: Path, kv:
             assert served.run(mixed_requests(), wave) == undisturbed[kv]
         offload = served.engine.stats().offload
         assert offload is not None and offload.failed_blocks == 0 and offload.host_blocks > 0, offload
+        assert offload.blocks["load"] > 0, "and back"
 
 
 @pytest.mark.parametrize(("kv", "tp", "pp"), [("int8", 2, 1), ("int8", 1, 2), ("fp8", 2, 1)])

@@ -1,5 +1,5 @@
-"""KV offload with real ranks: offload on says what offload off says, swapped, loaded, failing or late; kill -9 leaves
-nothing, and what was on disk is found again."""
+"""KV offload with real ranks: offload on says what offload off says, swapped, loaded, failing or late; choices share
+their prompt in every tier; kill -9 leaves nothing, and what was on disk is found again."""
 
 import os
 import signal
@@ -13,6 +13,7 @@ import pytest
 from offload import transfer
 from tests.support.tiny_models import BY_NAME, TINY_MODELS, save_tiny_model
 from workers.engine.copy_costs import CopyCosts
+from workers.engine.stats import OffloadStats
 from workers.errors import GroupLost
 from workers.local_executor import LocalExecutor
 from workers.offline import LLM, SamplingParams
@@ -73,7 +74,7 @@ def ask(llm: LLM, at_once: int = 4) -> list[list[int]]:
     prompts = turns()
     for start in range(0, len(prompts), at_once):
         params = [
-            SamplingParams(max_tokens=6, ignore_eos=True, seed=i, temperature=0.8 * (i % 2)) for i in range(at_once)
+            SamplingParams(max_tokens=12, ignore_eos=True, seed=i, temperature=0.8 * (i % 2)) for i in range(at_once)
         ]
         outputs = llm.generate(prompts[start : start + at_once], params, use_tqdm=False)
         said += [output.outputs[0].token_ids for output in outputs]
@@ -104,10 +105,21 @@ def plain(folder: Path) -> tuple[list[list[int]], int]:
     return PLAIN[folder]
 
 
-def moved(llm: LLM) -> dict[str, int]:
+def counts(llm: LLM) -> OffloadStats:
     stats = llm._engine.stats().offload
     assert stats is not None
-    return dict(stats.blocks)
+    return stats
+
+
+def moved(llm: LLM) -> dict[str, int]:
+    return dict(counts(llm).blocks)
+
+
+def assert_thrashed(llm: LLM) -> None:
+    """Running sequences lost their blocks to others, by way of the host; and blocks came back from there."""
+    offload = counts(llm)
+    assert llm._engine.stats().preemptions > 0 and offload.swapped_out > 0, offload
+    assert offload.blocks["store"] > 0 and offload.blocks["load"] > 0, offload
 
 
 FIRST_OF_FAMILY = {model.model_type: model.name for model in reversed(TINY_MODELS)}
@@ -126,9 +138,8 @@ def test_offload_on_says_what_offload_off_says(name: str, folder_of: Any, tmp_pa
     }
     with opened(folder, **tiers) as llm:
         assert ask(llm) == wanted
-        blocks = moved(llm)
+        assert_thrashed(llm)
         llm._engine.check_laws()
-    assert blocks["store"] > 0 and blocks["load"] > 0, blocks
 
 
 @pytest.mark.parametrize("cut", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp2", "pp2"])
@@ -143,8 +154,37 @@ def test_any_cut_with_tiers_says_what_one_rank_says(cut: dict[str, int], folder_
     }
     with opened(folder, **tiers, **cut) as llm:
         assert ask(llm) == wanted
-        blocks = moved(llm)
-    assert blocks["store"] > 0 and blocks["load"] > 0, blocks
+        assert_thrashed(llm)
+
+
+def ask_with_choices(llm: LLM) -> list[list[list[int]]]:
+    """Prompt and answer of each choice: three single ones, then one of four choices, whose prompt is four blocks."""
+    prompts = [*([3 + (11 * i + 5 * k) % 190 for k in range(8 + i)] for i in range(3)), list(range(20, 37))]
+    params = [
+        SamplingParams(max_tokens=60 if i < 3 else 24, ignore_eos=True, seed=i, temperature=0.8, n=1 if i < 3 else 4)
+        for i in range(4)
+    ]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [[[*o.prompt_token_ids, *choice.token_ids] for choice in o.outputs] for o in outputs]
+
+
+def test_choices_under_pressure_share_their_prompt_in_every_tier(folder_of: Any) -> None:
+    """n = 4 on two ranks, swapped out and back: each block, the prompt's too, is stored once."""
+    folder, block_bytes = folder_of("llama-gqa"), plain(folder_of("llama-gqa"))[1]
+    with opened(folder, num_gpu_blocks_override=200, max_num_seqs=8) as llm:
+        wanted = ask_with_choices(llm)
+        assert llm._engine.stats().preemptions == 0
+    tiers = {"num_gpu_blocks_override": 38, "kv_offloading_size": gib(200, block_bytes), "max_num_seqs": 8}
+    with opened(folder, **tiers, tensor_parallel_size=2) as llm:
+        assert ask_with_choices(llm) == wanted
+        llm._engine.settle(10.0)
+        assert_thrashed(llm)
+        offload = counts(llm)
+    choices = [choice for choices in wanted for choice in choices]
+    ends = [range(BLOCK_SIZE, len(choice) + 1, BLOCK_SIZE) for choice in choices]
+    distinct = {tuple(choice[:end]) for choice, mine in zip(choices, ends, strict=True) for end in mine}
+    assert offload.blocks["store"] == offload.host_blocks <= len(distinct) == sum(map(len, ends)) - 3 * 4
+    assert offload.host_blocks > len(distinct) - 3 * 4, "nearly all of them"
 
 
 @pytest.mark.parametrize("how", ["slow", "store fails", "load fails", "load fails after some bytes"])

@@ -106,7 +106,7 @@ class KVOffload:
 
     def stats(self, block_bytes: int) -> OffloadStats:
         """A frozen copy of all counts."""
-        counts, host = self.counts, self._store.host
+        counts, host, disk = self.counts, self._store.host, self._store.disk
         return OffloadStats(
             block_bytes=block_bytes,
             host_slots=host.num_slots,
@@ -117,6 +117,7 @@ class KVOffload:
             swapped_out=counts.swapped_out,
             recomputed=counts.recomputed,
             loaded_tokens=counts.loaded_tokens,
+            disk_disabled=None if disk is None else disk.disabled_reason,
         )
 
     def check_laws(self) -> None:

@@ -293,10 +293,10 @@ class Scheduler:
             missing = manager.blocks_for(num_tokens) - len(seq.table.block_ids)
             if pool.num_allocatable + pool.num_pending >= missing:
                 return None
-            victim = self._victim(seq)
-            self._running.remove(victim)
-            self._preempt(victim)
-            if victim is seq:
+            for victim in self._giving_way(self._victim(seq), seq):
+                self._running.remove(victim)
+                self._preempt(victim)
+            if seq.status is not Status.RUNNING:
                 return None
         return added
 
@@ -306,6 +306,15 @@ class Scheduler:
         self.charge_running()
         unserved = self._running[self._running.index(seq) :]
         return max(unserved, key=lambda other: (self.waiting.counter(other), other.order))
+
+    def _giving_way(self, victim: Sequence, seq: Sequence) -> list[Sequence]:
+        """All running choices of the victim's request, which is later than seq's: what they share is free only when the
+        last of them goes, and is shared again when they come back. Choices of one request give way to each other one by
+        one: this plan may serve some already, and a request that fills the pool by itself must get on.
+        """
+        if victim.state is seq.state:
+            return [victim]
+        return [other for other in self._running if other.state is victim.state]
 
     def _preempt(self, seq: Sequence) -> None:
         """Back to the queue without blocks; its samples in flight still count, its KV is loaded or computed again."""
@@ -418,7 +427,8 @@ class Scheduler:
         return True
 
     def _share_prompt(self, flight: Flight, seq: Sequence) -> bool:
-        """n > 1: takes over the prompt's blocks of a running choice, and copies the one it will write, at once."""
+        """n > 1: takes over the prompt's blocks of a running choice, and copies the one it will write, at once. Not
+        when more is found by content: its own answer so far, which came back from a lower tier or never left."""
         if len(seq.state.sequences) == 1:
             return False
         num_tokens = min(seq.prompt_len, len(seq.tokens) - 1)
@@ -426,6 +436,8 @@ class Scheduler:
         manager, total = self._manager, len(seq.tokens)
         whole = num_tokens // manager.block_size
         if source is None or manager.blocks_for(total) - whole + self._reserve > manager.pool.num_allocatable:
+            return False
+        if seq.num_output and len(manager.match_prefix(seq.table, seq.tokens)) > whole:
             return False
         manager.fork(source.table, seq.table, num_tokens)
         copies = manager.make_writable(seq.table, num_tokens, total, flight.step_id)

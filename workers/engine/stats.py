@@ -56,7 +56,8 @@ class OffloadStats:
     """The tiers below the device. Blocks and seconds by kind of move, counted from the start.
 
     block_bytes: of all ranks. host_blocks: blocks that the host holds now. swapped_out, recomputed: preemptions by how
-    the sequence comes back. loaded_tokens: prompt tokens that were copied instead of computed.
+    the sequence comes back. loaded_tokens: prompt tokens that were copied instead of computed. disk_disabled: why the
+    disk tier was switched off at run time, None while it works or when there is none.
     """
 
     block_bytes: int
@@ -68,6 +69,7 @@ class OffloadStats:
     swapped_out: int
     recomputed: int
     loaded_tokens: int
+    disk_disabled: str | None = None
 
 
 @dataclass(frozen=True)

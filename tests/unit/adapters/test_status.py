@@ -1,6 +1,7 @@
-"""`tandem status`: what it says of adapters and tenants, from a real Redis."""
+"""`tandem status`: what it says of a disk tier that failed, of adapters and of tenants, from a real Redis."""
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Callable, Mapping
 
@@ -19,6 +20,8 @@ from cluster.routing.residency import adapter_key
 from cluster.run_files import RunFile
 from cluster.tenants.quota import Quota
 from cluster.tenants.store import Reading, TenantStore
+from tests.support.fake_engine import FakeEngine
+from workers.engine.stats import OffloadStats
 
 PIRATE, SHOUT = "a" * 64, "b" * 64
 
@@ -35,7 +38,11 @@ def prepare(url: str) -> None:
         for name, digest in (("pirate", PIRATE), ("shout", SHOUT)):
             await registry.replace(None, AdapterEntry(name=name, digest=digest, source="/a"), name)
         report = AdapterReport(on_device=[adapter_key(PIRATE)])
-        record = GroupRecord(group="g0", epoch=1, model="demo", state="serving", host="h", pid=1, adapters=report)
+        offload = OffloadStats(1, 1, 1, {}, {}, 0, 0, 0, 0, disk_disabled="No space left on device")
+        stats = msgspec.msgpack.encode(dataclasses.replace(FakeEngine(None).stats(), offload=offload))
+        record = GroupRecord(
+            group="g0", epoch=1, model="demo", state="serving", host="h", pid=1, adapters=report, stats=stats
+        )
         await redis.command("SADD", keys.groups("s"), "g0")
         await redis.command("SET", keys.group("s", "g0"), msgspec.msgpack.encode(record))
         store = TenantStore(redis)
@@ -68,6 +75,7 @@ def test_adapters_and_tenants_have_a_line_each(server: RedisServer, monkeypatch:
     lines = CliRunner().invoke(build_app(), ["status"], catch_exceptions=False).output.splitlines()
     assert lines[1].startswith("  group g0")
     assert lines[2:] == [
+        "    --kv-disk-path was switched off: No space left on device",
         "  adapters 2: pirate@aaaaaaaaaaaa device 1, shout@bbbbbbbbbbbb at its source",
         "  tenants 3: acme running 2, free, idle running 0",
     ]

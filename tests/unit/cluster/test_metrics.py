@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cluster.coordination.registry import GroupRecord
 from cluster.metrics import render
 from tests.support.fake_engine import FakeEngine
+from workers.engine.stats import OffloadStats
 
 
 def record(group: str, stats: bytes) -> GroupRecord:
@@ -27,6 +28,29 @@ def test_every_group_is_a_sample_and_each_family_appears_once() -> None:
     buckets = [s for s in ttft.samples if s.name.endswith("_bucket") and s.labels["engine"] == "g1"]
     assert buckets[-1].labels["le"] == "+Inf"
     assert families["tandem:redis_away"].samples[0].value == 0
+
+
+def test_a_disk_tier_that_was_switched_off_shows() -> None:
+    offload = OffloadStats(
+        block_bytes=8,
+        host_slots=4,
+        host_blocks=1,
+        blocks=dict.fromkeys(("load", "store", "spill", "fetch"), 2),
+        copy_s={},
+        failed_blocks=0,
+        swapped_out=0,
+        recomputed=0,
+        loaded_tokens=0,
+    )
+    records = []
+    for group, reason in (("g1", None), ("g2", "the disk is full")):
+        stats = dataclasses.replace(
+            FakeEngine(None).stats(), offload=dataclasses.replace(offload, disk_disabled=reason)
+        )
+        records.append(record(group, msgspec.msgpack.encode(stats)))
+    text = render(records, "tandem", redis_away=False)
+    (family,) = [f for f in text_string_to_metric_families(text) if f.name == "tandem:kv_disk_disabled"]
+    assert [(s.labels["engine"], s.value) for s in family.samples] == [("g1", 0), ("g2", 1)]
 
 
 def test_a_group_without_readable_statistics_costs_nothing() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cluster import preflight
-from cluster.preflight import check_memory, check_model, cpu_weight_bytes
+from cluster.preflight import HOST_TIER_SHARE, check_memory, check_model, cpu_weight_bytes, fit_host_tier
 from configs.errors import SettingsError
 from configs.load import build_settings
 from configs.schema import (
@@ -85,3 +85,26 @@ def test_a_context_beyond_the_models_is_refused_in_the_ranks_words(folder: Path)
     with pytest.raises(SettingsError, match=r"--max-model-len 9999 is outside 1\.\.256") as refused:
         check_model(service(folder, max_model_len=9999))
     assert refused.value.flag == "--max-model-len"
+
+
+def test_a_host_tier_beyond_its_share_of_memory_is_left_out_with_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over all groups; one that just fits is kept, and its disk with it."""
+    disk = {"kv_disk_path": str(tmp_path), "kv_disk_size": 1}
+    asked = build_settings("m", {"device": "cpu", "kv_offloading_size": 2, "data_parallel_size": 3, **disk})
+    monkeypatch.setattr(preflight, "available_bytes", lambda: int(6 * 2**30 / HOST_TIER_SHARE) + 1)
+    assert fit_host_tier(asked) == (asked, None)
+    monkeypatch.setattr(preflight, "available_bytes", lambda: int(6 * 2**30 / HOST_TIER_SHARE) - 2**20)
+    fitted, note = fit_host_tier(asked)
+    cache = fitted.engine.cache
+    assert (cache.kv_offloading_gib, cache.kv_disk_path, cache.kv_disk_gib) == (None, None, None)
+    assert note is not None and note.startswith("--kv-offloading-size 2: 6.0 GiB for 3 group(s) is more than 60%")
+    assert note.endswith("; serving without tiers below the device")
+    assert fitted.engine.parallel == asked.engine.parallel and fitted.gateway == asked.gateway
+
+
+def test_without_a_host_tier_there_is_nothing_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "available_bytes", lambda: 0)
+    asked = build_settings("m", {"device": "cpu"})
+    assert fit_host_tier(asked) == (asked, None)

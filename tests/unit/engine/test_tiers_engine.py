@@ -132,6 +132,44 @@ def test_kv_01_fifty_growing_requests_on_32_blocks(mode, num_ranks, disk_keys):
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_a_request_that_gives_way_goes_whole_and_its_choices_share_again(mode):
+    """The prompt's blocks go down once, and choices continue behind what they had said, not behind the prompt."""
+    early, four = [request(f"early{i}", 8 + i, 60) for i in range(3)], request("four", 17, 24, n=4)
+    went, known, lost = [], 0, 0
+    for num_blocks in range(36, 44):
+        h = harness(**mode, num_blocks=num_blocks, tiers=TierPlan(host_slots=200, num_ranks=2), patience=PATIENCE)
+        h.add(*early, four)
+        while "four" not in h.sink.ends:
+            before, running = h.engine.stats().preemptions, statuses(h, "four").count(Status.RUNNING)
+            h.step()
+            if (gave := h.engine.stats().preemptions - before) > 1 and running > 1:
+                went.append(gave)
+                assert Status.RUNNING not in statuses(h, "four")
+        h.run()
+        assert_as_expected(h, *early, four)
+        offload = h.engine.stats().offload
+        assert offload is not None and offload.swapped_out == h.engine.stats().preemptions
+        assert offload.blocks["store"] == h.tiers.kinds()["store"] == offload.host_blocks, "no block twice"
+        for row in (row for plan in h.executor.plans for row in plan.new_rows if len(row.token_ids) > row.prompt_len):
+            known += len(row.token_ids)
+            lost += (len(row.token_ids) - 1) // 4 * 4 - row.num_computed
+    assert 4 in went
+    assert lost < known / 10, "what was loaded was evicted again, or its choice took the prompt's blocks only"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_request_that_fills_the_pool_by_itself_gives_up_one_choice_at_a_time(mode):
+    h = harness(**mode, num_blocks=20, tiers=TierPlan(host_slots=200), patience=PATIENCE)
+    four = request("four", 17, 40, n=4)
+    h.add(four)
+    while not h.engine.stats().preemptions:
+        h.step()
+    assert statuses(h, "four").count(Status.RUNNING) == 3
+    h.run()
+    assert_as_expected(h, four)
+
+
+@pytest.mark.parametrize("mode", MODES)
 @given(data=st.data(), seed=st.integers(0, 2**20))
 @settings(max_examples=40, deadline=None)
 def test_random_workloads_equal_the_oracle(mode, data, seed):
@@ -329,7 +367,7 @@ def test_an_abort_while_running_on_a_load_leaves_nothing(mode, steps, fails):
     assert_as_expected(h, last)
 
 
-def test_a_full_disk_is_switched_off_and_serving_goes_on():
+def test_a_full_disk_is_switched_off_and_serving_goes_on(caplog):
     h = on_twelve_blocks(host_slots=8, disk_keys=200, disk_ends_after=2)
     first = turned_over(h)
     spilled = h.tiers.kinds()["spill"]
@@ -339,6 +377,10 @@ def test_a_full_disk_is_switched_off_and_serving_goes_on():
     assert_as_expected(h, again)
     disk = h.tiers.store.disk
     assert disk is not None and disk.disabled_reason == "a hook says so"
+    offload = h.engine.stats().offload
+    assert offload is not None and offload.disk_disabled == "a hook says so"
+    said = [line for line in caplog.messages if "--kv-disk-path" in line]
+    assert said == ["--kv-disk-path nowhere is switched off, serving without the disk tier: a hook says so"]
     assert h.tiers.kinds()["spill"] == spilled and not h.tiers.kinds()["fetch"]
 
 

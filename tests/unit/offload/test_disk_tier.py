@@ -298,6 +298,18 @@ def test_a_folder_that_cannot_be_written_is_refused_and_not_held(tmp_path, monke
     tier.close()
 
 
+def test_switched_off_is_said_once_with_flag_place_and_reason_and_an_ordinary_end_is_not(tmp_path, caplog):
+    tier = opened(tmp_path)
+    tier.disable("[Errno 28] No space left on device")
+    tier.disable("[Errno 5] Input/output error")
+    tier.close()
+    (line,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert all(part in line.getMessage() for part in ("--kv-disk-path", str(tier.place), "No space left on device"))
+    caplog.clear()
+    opened(tmp_path).close()
+    assert not caplog.records
+
+
 def test_a_quota_larger_than_the_disk_is_noted(tmp_path):
     tier = open_disk_tier(tmp_path, "abc", RANKS, 2**60, BLOCK_BYTES)
     assert len(tier.notes) == 1 and "GiB free" in tier.notes[0]

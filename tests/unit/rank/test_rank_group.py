@@ -8,8 +8,9 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 import zmq
+from msgspec.structs import replace
 
-from configs.schema import EngineSettings, ModelSettings, ParallelSettings
+from configs.schema import CacheSettings, EngineSettings, ModelSettings, ParallelSettings
 from workers.channel import connect_dealer, new_secret
 from workers.errors import GroupLost, SettingsError
 from workers.messages import (
@@ -53,6 +54,14 @@ def good_rank(rank: int, message: ToRank) -> FromRank | None:
     return None
 
 
+def rank_without_memory(rank: int, message: ToRank) -> FromRank | None:
+    """Rank 1 cannot have the host memory that it is told to take."""
+    if isinstance(message, AllocateKV) and rank == 1:
+        assert message.tiers is not None
+        return RankReady(rank, "OSError: No space left on device")
+    return good_rank(rank, message)
+
+
 class FakeRank(threading.Thread):
     """Says hello, names a port when asked to listen, then answers each message by `answer`, until Shutdown."""
 
@@ -80,14 +89,12 @@ class FakeRank(threading.Thread):
 
 
 class Fleet:
-    def __init__(
-        self, answer: Answer = good_rank, hosts: tuple[str, str] = ("h", "h"), groups_on_node: int = 1
-    ) -> None:
+    def __init__(self, answer: Answer, hosts: tuple[str, str], groups_on_node: int, settings: EngineSettings) -> None:
         self.lost: str | None = None
         self.now_s = 0.0
         secret = new_secret()
         self.group = RankGroup(
-            SETTINGS, secret, lambda: self.lost, groups_on_node=groups_on_node, clock=lambda: self.now_s
+            settings, secret, lambda: self.lost, groups_on_node=groups_on_node, clock=lambda: self.now_s
         )
         self.ranks = [FakeRank(rank, self.group, secret, answer, hosts[rank]) for rank in (1, 0)]
         for rank in self.ranks:
@@ -100,8 +107,13 @@ class Fleet:
 
 
 @contextmanager
-def fleet(answer: Answer = good_rank, hosts: tuple[str, str] = ("h", "h"), groups_on_node: int = 1) -> Iterator[Fleet]:
-    made = Fleet(answer, hosts, groups_on_node)
+def fleet(
+    answer: Answer = good_rank,
+    hosts: tuple[str, str] = ("h", "h"),
+    groups_on_node: int = 1,
+    settings: EngineSettings = SETTINGS,
+) -> Iterator[Fleet]:
+    made = Fleet(answer, hosts, groups_on_node, settings)
     try:
         yield made
     finally:
@@ -122,6 +134,19 @@ def test_start_takes_the_least_blocks_and_adds_bytes() -> None:
         assert msgspec.msgpack.decode(setup.settings, type=EngineSettings) == SETTINGS
         assert all(AllocateKV(10) in rank.heard for rank in f.ranks)
     assert all(isinstance(rank.heard[-1], Shutdown) for rank in f.ranks)
+
+
+def test_a_rank_without_host_memory_leaves_the_group_without_tiers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("workers.tiers.layout_digest", lambda *_: bytes(16))
+    settings = replace(SETTINGS, cache=CacheSettings(kv_offloading_gib=2**-20))
+    with fleet(rank_without_memory, settings=settings) as f:
+        ready = f.group.start()
+    assert ready.store is None
+    (note,) = ready.tier_notes
+    assert note.startswith("--kv-offloading-size: rank 1: OSError: No space left on device; serving without tiers")
+    assert note in caplog.messages
 
 
 def test_ranks_on_two_machines_meet_at_rank_0() -> None:

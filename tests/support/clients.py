@@ -1,0 +1,90 @@
+"""Eight clients that talk to one engine at once, each waiting for its answer before it goes on: for tests of KV tiers.
+
+A client's turn is what was said so far and a few words more, with n choices, one of which the talk goes on with; now
+and then it gives up in the middle of an answer, or begins anew. What it asks depends on its own answers alone, so two
+engines that say the same are asked the same, whatever the order.
+"""
+
+import random
+from dataclasses import dataclass, field
+
+from workers.engine.engine import Engine
+from workers.messages import Abort, Ended, GenerationRequest, SamplingParams, TokenDelta
+
+LONGEST_TALK = 48
+OPENING = 16
+GIVES_UP = 0.05
+
+
+@dataclass(eq=False)
+class Client:
+    """`said`: the answers of each turn that it waited for, choice by choice."""
+
+    number: int
+    draw: random.Random
+    talk: list[int] = field(default_factory=list)
+    said: list[list[list[int]]] = field(default_factory=list)
+    turns: int = 0
+    running: GenerationRequest | None = None
+    gives_up: bool = False
+    heard: list[list[int]] = field(default_factory=list)
+
+    def ask(self, choices: int) -> GenerationRequest:
+        if len(self.talk) > LONGEST_TALK:
+            self.talk = [] if self.draw.random() < 0.5 else self.talk[:OPENING]
+        self.turns += 1
+        self.gives_up = self.draw.random() < GIVES_UP
+        self.heard = [[] for _ in range(choices)]
+        sampling = SamplingParams(
+            max_tokens=self.draw.randint(1, 14),
+            ignore_eos=True,
+            seed=self.draw.getrandbits(31),
+            temperature=self.draw.choice([0.0, 0.8]),
+            n=choices,
+        )
+        prompt = [*self.talk, *(self.draw.randrange(3, 190) for _ in range(self.draw.randint(1, 9)))]
+        self.running = GenerationRequest(
+            request_id=f"{self.number}-{self.turns}", prompt_token_ids=prompt, sampling=sampling
+        )
+        return self.running
+
+    def end(self, ended: Ended) -> None:
+        assert self.running is not None and ended.refused is None
+        if not self.gives_up:
+            assert set(ended.finish_reasons) == {"length"}, ended
+            self.said.append(self.heard)
+            self.talk = [*self.running.prompt_token_ids, *self.draw.choice(self.heard)]
+        self.running = None
+
+
+class Clients:
+    """OutputSink of one engine; converse() is the whole test run."""
+
+    def __init__(self, count: int = 8, choices: int = 2) -> None:
+        self._choices = choices
+        self._clients = [Client(number, random.Random(number)) for number in range(count)]
+        self._given_up: list[Abort] = []
+
+    def deltas(self, deltas: list[TokenDelta]) -> None:
+        for delta in deltas:
+            client = self._of(delta.request_id)
+            client.heard[delta.choice].extend(delta.token_ids)
+            if client.gives_up:
+                self._given_up.append(Abort(request_id=delta.request_id, epoch=delta.epoch))
+
+    def ended(self, ended: Ended, request: GenerationRequest) -> None:
+        self._of(ended.request_id).end(ended)
+
+    def converse(self, engine: Engine, turns: int) -> list[list[list[list[int]]]]:
+        """What each client heard in that many turns."""
+        while any(client.turns < turns or client.running for client in self._clients):
+            for client in self._clients:
+                if client.running is None and client.turns < turns:
+                    engine.add_request(client.ask(self._choices))
+            engine.step()
+            while self._given_up:
+                engine.abort(self._given_up.pop())
+        return [client.said for client in self._clients]
+
+    def _of(self, request_id: str) -> Client:
+        return self._clients[int(request_id.partition("-")[0])]
