@@ -23,6 +23,7 @@ from offload.transfer import BlockCopier, bytes_per_slot, make_copier
 from workers.channel import MoverKind
 from workers.messages import AdapterMove, RankTiers, Transfer, TransferDone
 from workers.rank.load_gate import LoadGate
+from workers.rank.memory import available_cores
 from workers.rank.mover_inbox import Inbox
 
 log = logging.getLogger(__name__)
@@ -169,7 +170,7 @@ def open_movers(
     """The rank's movers, ready to start, and the gate of their loads. OSError or HostTierError without the memory."""
     device = planes[0].device
     slab = _open_slab(rank, tiers, bytes_per_slot(planes), device)
-    gate = LoadGate(device)
+    gate = LoadGate(device, by_layer=device.type == "cuda" or torch.get_num_threads() < available_cores())
     memory = MemoryMover(make_copier(planes, num_layers, slab.bytes_SB), slab, gate)
     movers = [MoverThread(rank, memory, inbox("memory"))]
     if tiers.disk_folder is not None:

@@ -2,7 +2,8 @@
 
 The mover's thread says what has arrived; the step's thread iterates the layers of the cache through the gate. Tickets
 are carried out in the order of their numbers, so one that is past the present one is over. Overlapping the load of a
-layer with the computation of earlier ones is Mooncake's and CachedAttention's layer-wise prefetch.
+layer with the computation of earlier ones is Mooncake's and CachedAttention's layer-wise prefetch. Where every core
+computes there is nothing to copy with beside a step: it then waits for the whole ticket and has the cores to itself.
 """
 
 import threading
@@ -15,10 +16,12 @@ L = TypeVar("L")
 
 
 class LoadGate:
-    """One mover's progress. An event per layer on CUDA, so that the device waits and the host does not."""
+    """One mover's progress. An event per layer on CUDA, so that the device waits and the host does not. by_layer False:
+    a step waits for all layers at its first."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, by_layer: bool = True) -> None:
         self._is_cuda = device.type == "cuda"
+        self._by_layer = by_layer
         self._changed = threading.Condition()
         self._over = 0
         self._ticket = 0
@@ -67,8 +70,9 @@ class LoadGate:
     def wait(self, ticket: int, layer: int) -> None:
         """Until the layer of a ticket that was sent before the step has arrived, or the ticket is over."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._closed or self._over >= ticket or (self._ticket == ticket and self._layers > layer)
-            )
+            self._changed.wait_for(lambda: self._closed or self._over >= ticket or self._has(ticket, layer))
             if self._is_cuda and self._ticket == ticket and self._over < ticket:
                 torch.cuda.current_stream().wait_event(self._events[layer])
+
+    def _has(self, ticket: int, layer: int) -> bool:
+        return self._by_layer and self._ticket == ticket and self._layers > layer

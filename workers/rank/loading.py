@@ -5,7 +5,6 @@ SettingsError that names the flag. Logs what was chosen and why.
 """
 
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from workers.models.decoder import Decoder, build_decoder
 from workers.models.spec import ArchSpec
 from workers.rank.kv_mover import MoverThread, open_movers
 from workers.rank.kv_tensors import KVCache, block_bytes
-from workers.rank.memory import KVNeeds, available_bytes, cpu_blocks, cuda_blocks
+from workers.rank.memory import KVNeeds, available_bytes, available_cores, cpu_blocks, cuda_blocks
 from workers.rank.model_runner import ModelRunner
 from workers.rank.mover_inbox import Inbox
 from workers.rank.placing import place_weights
@@ -168,8 +167,7 @@ def set_threads(settings: EngineSettings, device: torch.device, ranks_on_node: i
     with threads to spare costs little, ranks with more threads than cores are slower by an order of magnitude.
     """
     if device.type == "cpu":
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(settings.device.cpu_threads or max(1, cores // ranks_on_node))
+        torch.set_num_threads(settings.device.cpu_threads or max(1, available_cores() // ranks_on_node))
     else:
         torch.set_num_threads(1)
 

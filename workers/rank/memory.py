@@ -5,6 +5,7 @@ divided among the ranks of the node. CUDA: gpu_memory_utilization of the device 
 profiling forward. --num-gpu-blocks-override beats all. Measures, never allocates.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -141,3 +142,8 @@ def _at_least_one_context(size_bytes: int, needs: KVNeeds, source: str, flag: st
 
 def _mib(size_bytes: int) -> str:
     return f"{size_bytes / MIB:.1f} MiB"
+
+
+def available_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -129,6 +129,20 @@ def test_a_copy_that_fails_is_an_answer_and_the_next_one_works(monkeypatch):
     gate.wait(2, 0)  # a step that counted on the failed load is not held up
 
 
+def test_a_step_without_a_spare_core_waits_for_the_whole_load():
+    gate, passed = LoadGate(torch.device("cpu"), by_layer=False), threading.Event()
+    gate.begin(1)
+    gate.arrived(0)
+    step = threading.Thread(target=lambda: (gate.wait(1, 0), passed.set()))
+    step.start()
+    gate.arrived(1)
+    step.join(0.1)
+    assert not passed.is_set()
+    gate.end(1)
+    step.join(10)
+    assert passed.is_set()
+
+
 def test_a_step_waits_for_its_layer_and_not_for_the_rest(monkeypatch):
     planes = planes_of(*[torch.float32] * 6)
     slab, gate = slab_for(planes), LoadGate(torch.device("cpu"))
