@@ -19,7 +19,7 @@ from workers.offline import LLM
 pytestmark = [pytest.mark.cluster, pytest.mark.chaos]
 
 PIRATE = REPOSITORY / "configs" / "demo" / "adapters" / "pirate"
-ADAPTERS, DRAWS, CLIENTS, TOKENS = 500, 2000, 24, 12
+ADAPTERS, DRAWS, CLIENTS, TOKENS = 500, 1500, 24, 12
 QUESTION = "Tell me a short story about a whale."
 MOST_OVER_MEAN = 6.0
 """Of first tokens, the 99th of 100: an adapter's turn comes after those before it in line, CLIENTS at most."""
