@@ -19,10 +19,10 @@ from workers.offline import LLM
 pytestmark = [pytest.mark.cluster, pytest.mark.chaos]
 
 PIRATE = REPOSITORY / "configs" / "demo" / "adapters" / "pirate"
-ADAPTERS, DRAWS, CLIENTS, TOKENS = 500, 2000, 24, 12
+ADAPTERS, DRAWS, CLIENTS, TOKENS = 500, 1500, 24, 12
 QUESTION = "Tell me a short story about a whale."
-MOST_TTFT_S = 5.0
-"""Each adapter's turn comes after those before it in line: CLIENTS at most, and none stands still for over a second."""
+MOST_OVER_MEAN = 6.0
+"""Of first tokens, the 99th of 100: an adapter's turn comes after those before it in line, CLIENTS at most."""
 
 
 def first_and_all(service: Service, path: str, headers: dict[str, str], **body: Any) -> tuple[float, str]:
@@ -86,7 +86,7 @@ def test_tn_03_five_hundred_adapters_by_zipf(tmp_path: Path) -> None:
         )
         wrong = [i for i, (_, text) in zip(order, found, strict=True) if text != right[i]]
         assert wrong == []
-        assert sorted(ttft_s)[int(0.99 * len(ttft_s))] <= MOST_TTFT_S
+        assert sorted(ttft_s)[int(0.99 * len(ttft_s))] <= MOST_OVER_MEAN * sum(ttft_s) / len(ttft_s)
 
 
 @pytest.fixture(scope="module")
