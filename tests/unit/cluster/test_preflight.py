@@ -1,16 +1,20 @@
 """What the launcher refuses before Ray starts: memory in the type that is computed in, the model's limits."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
 import torch
 
 from cluster import preflight
-from cluster.preflight import check_memory, check_model, cpu_weight_bytes
+from cluster.coordination.client import BackgroundClient
+from cluster.preflight import check_memory, check_model, cpu_weight_bytes, open_to_others
+from cluster.tenants.store import TenantStore
 from configs.errors import SettingsError
 from configs.load import build_settings
 from configs.schema import DeviceSettings, EngineSettings, ModelSettings, ServiceSettings
 from parallel.matmul import can_pack
+from tests.support.private_redis import private_redis
 from tests.support.tiny_models import BY_NAME, save_tiny_model
 from workers.models.registry import load_spec
 from workers.rank.loading import load_single
@@ -58,3 +62,22 @@ def test_a_context_beyond_the_models_is_refused_in_the_ranks_words(folder: Path)
     with pytest.raises(SettingsError, match=r"--max-model-len 9999 is outside 1\.\.256") as refused:
         check_model(service(folder, max_model_len=9999))
     assert refused.value.flag == "--max-model-len"
+
+
+def test_an_api_without_keys_is_warned_of_where_others_reach_it(folder: Path) -> None:
+    public = service(folder, host="0.0.0.0")
+    with private_redis() as server:
+        warning = open_to_others(public, server.url)
+        assert warning is not None and "neither an --api-key nor a tenant" in warning
+        assert open_to_others(service(folder), server.url) is None
+        assert open_to_others(service(folder, host="0.0.0.0", api_key="sk"), server.url) is None
+        asyncio.run(add_tenant(server.url))
+        assert open_to_others(public, server.url) is None
+    warning = open_to_others(public, server.url)
+    assert warning is not None, "Redis cannot be asked"
+
+
+async def add_tenant(url: str) -> None:
+    redis = BackgroundClient(url)
+    await TenantStore(redis).add("acme", {})
+    await redis.close()
