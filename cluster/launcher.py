@@ -28,6 +28,7 @@ from cluster.preflight import (
     check_redis,
     choose_device,
     fit_host_tier,
+    open_to_others,
 )
 from cluster.reaper import Reaper, orphans
 from cluster.run_files import PrivateFolder, RunFile, remove_run_file, write_run_file
@@ -215,8 +216,8 @@ class Launcher:
         run_file = write_run_file(run)
         self._told.run_file(run_file)
         self._stack.callback(remove_run_file, run_file)
-        if gateway.host not in ("127.0.0.1", "localhost", "::1") and not gateway.api_keys:
-            self._say.line(f"warning: {gateway.host} is reachable from elsewhere and there is no --api-key")
+        if (warning := open_to_others(self._settings, facts.redis_url)) is not None:
+            self._say.line(warning)
         self._say.phases(self._phases)
         self._say.url(url, run.model, min_groups(self._settings), max_groups(self._settings))
 

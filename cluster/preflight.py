@@ -3,14 +3,16 @@
 Called by the launcher and by `tandem check-config`, on resolved settings (model is a folder).
 """
 
+import asyncio
 import socket
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from cluster import machine
-from cluster.coordination.client import check_reachable
+from cluster.coordination.client import BackgroundClient, RedisAway, check_reachable
 from cluster.placement import max_groups
+from cluster.tenants.store import TenantStore
 from configs.errors import SettingsError
 from configs.load import no_gpu_share
 from configs.schema import CacheSettings, Device, ParallelSettings, ServiceSettings
@@ -151,6 +153,24 @@ def check_redis(url: str) -> None:
     reason = check_reachable(url)
     if reason is not None:
         raise SettingsError(f"{_without_password(url)} does not answer: {reason}", "--redis-url")
+
+
+def open_to_others(settings: ServiceSettings, redis_url: str) -> str | None:
+    """A warning when others can reach an API that asks for no key: there are neither API keys nor tenants."""
+    gateway = settings.gateway
+    if gateway.is_local or gateway.api_keys or asyncio.run(_has_tenants(redis_url)):
+        return None
+    return f"warning: {gateway.host} is reachable from elsewhere, and there is neither an --api-key nor a tenant"
+
+
+async def _has_tenants(redis_url: str) -> bool:
+    redis = BackgroundClient(redis_url, timeout_s=1.0, retries=0)
+    try:
+        return not (await TenantStore(redis).read()).is_empty
+    except RedisAway:
+        return False
+    finally:
+        await redis.close()
 
 
 def _without_password(url: str) -> str:

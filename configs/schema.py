@@ -12,6 +12,7 @@ import msgspec
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 KVCacheDType = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "int8"]
 Device = Literal["cpu", "cuda"]
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -129,6 +130,11 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_tools: int = 128
     max_messages: int = 2048
     metrics_prefix: str = "tandem"
+
+    @property
+    def is_local(self) -> bool:
+        """A gateway that listens on `host` is reached from its own machine only."""
+        return self.host in LOOPBACK
 
 
 class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

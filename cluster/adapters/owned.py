@@ -6,21 +6,13 @@ from cluster.adapters.entries import AdapterEntry
 from cluster.coordination import keys
 from cluster.coordination.registry import Commands
 
-KEYS_AT_ONCE = 1000
-
 
 async def adapters_of(redis: Commands, tenant: str) -> list[str]:
     """Their names, sorted. RedisAway."""
-    names: set[str] = set()
-    cursor: object = 0
-    while True:
-        answer = await redis.command("SCAN", _text(cursor), "MATCH", keys.adapters("*"), "COUNT", KEYS_AT_ONCE)
-        assert isinstance(answer, list | tuple), answer
-        cursor, lists = answer
-        for key in lists:
-            names |= await _names(redis, _text(key), tenant)
-        if _text(cursor) == "0":
-            return sorted(names)
+    models = await redis.command("SMEMBERS", keys.ADAPTER_MODELS)
+    assert isinstance(models, set | list), models
+    found = [await _names(redis, keys.adapters(_text(model)), tenant) for model in models]
+    return sorted(set().union(*found))
 
 
 async def _names(redis: Commands, key: str, tenant: str) -> set[str]:

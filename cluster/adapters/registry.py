@@ -155,6 +155,7 @@ class AdapterRegistry:
         commands: list[list[Part]] = [["HSETNX", self._key, name, held.raw] for name, held in self._held.items()]
         if self._base is not None:
             commands.append(["HSETNX", self._key, keys.ADAPTERS_BASE, msgspec.msgpack.encode(self._base)])
+            commands.append(["SADD", keys.ADAPTER_MODELS, self.model])
         await self._write(self._redis, commands)
 
     async def modules_are_listed(self, service: str) -> bool:
@@ -239,6 +240,7 @@ class AdapterRegistry:
         pairs: list[Part] = [part for name, held in self._held.items() for part in (name, held.raw)]
         pairs += [keys.ADAPTERS_BASE, msgspec.msgpack.encode(self._base)]
         expected = version if isinstance(version, bytes) else b""
+        await redis.command("SADD", keys.ADAPTER_MODELS, self.model)
         state: list[Part] = [sentinel, keys.ADAPTERS_VERSION, expected, fresh, gone, *pairs]
         if await redis.command("EVAL", RESTORE, 2, self._key, keys.SENTINEL, *state):
             log.warning("Redis was an older copy of itself: %d adapters were written again", len(self._held))
@@ -248,6 +250,7 @@ class AdapterRegistry:
         if self._base is not None:
             writes.append((keys.ADAPTERS_BASE, msgspec.msgpack.encode(self._base)))
         commands: list[list[Part]] = [["HSET", self._key, name, value] for name, value in writes]
+        commands.append(["SADD", keys.ADAPTER_MODELS, self.model])
         await self._write(redis, commands)
         self._unsaved, self._base_unsaved = {}, False
 

@@ -57,7 +57,7 @@ def add(
         str | None, typer.Option("--tenant", help="Whose it is. Default: as it was, at first everyone's.")
     ] = None,
     public: Annotated[bool, typer.Option("--public", help="Everyone's from now on, whosever it was.")] = False,
-    pinned: Annotated[bool, typer.Option("--pin", help="Keep it on the devices.")] = False,
+    pinned: Annotated[bool, typer.Option("--pin", help="Keep it on the devices, as `pin` does.")] = False,
     replace: Annotated[bool, typer.Option("--replace", help="Take the place of other content of this name.")] = False,
     model: Model = None,
     redis_url: RedisUrl = None,
@@ -92,7 +92,7 @@ def remove(name: Name, model: Model = None, redis_url: RedisUrl = None) -> None:
 
 
 def pin(name: Name, model: Model = None, redis_url: RedisUrl = None) -> None:
-    """Keep an adapter on the devices of all groups."""
+    """Keep an adapter on the devices of all groups, as long as others find room beside it."""
     _set_pinned(name, True, model, redis_url)
 
 

@@ -79,6 +79,8 @@ def adapters(model: str) -> str:
 
 ADAPTERS_VERSION = "@version"
 ADAPTERS_BASE = "@base"
+ADAPTER_MODELS = "tandem:adapter-models"
+"""Set of the base models that have a list of adapters. No TTL: desired state. Owner: gateways."""
 
 
 def modules_listed(service: str) -> str:

@@ -19,7 +19,6 @@ from workers.models.registry import load_spec
 from workers.text.chat_template import find_chat_template
 from workers.text.tokenizer import load_tokenizer
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 __all__ = ["GatewayState", "build_gateway_app", "build_gateway_state"]
 
 
@@ -64,4 +63,4 @@ def build_gateway_state(
 def tenant_keys(settings: GatewaySettings, tenants: KnownKeys, *, open_port: bool) -> TenantKeys:
     """Who may do what; admin routes without any key are for this machine only, which only who listens can know."""
     static = StaticKeys(settings.api_keys, settings.admin_keys)
-    return TenantKeys(static, tenants, open_admin=open_port and settings.host in LOOPBACK)
+    return TenantKeys(static, tenants, open_admin=open_port and settings.is_local)

@@ -43,7 +43,9 @@ def test_the_page_as_a_newcomer_pastes_it() -> None:
     assert "2 + 3 = 5" in answers and "Arr!" in answers
     assert statuses(refusals) == [404, 401]
     assert "model_not_found" in refusals and "invalid_api_key" in refusals
-    assert statuses(limit) == [200, 200, 429]
+    codes = statuses(limit)
+    assert len(codes) == 5 and codes[0] == 200 and codes[-1] == 429 and set(codes) == {200, 429}
     assert "x-ratelimit-remaining-requests: 0" in limit.lower() and "retry-after:" in limit.lower()
     assert re.search(r"alice +pirate +pirate@", usage) and re.search(r"bob +shout +shout@", usage)
-    assert usage.count("\nalice,") + usage.count(",alice,") == 4, "a row for each request that was accepted"
+    accepted = 2 + codes.count(200)
+    assert usage.count("\nalice,") + usage.count(",alice,") == accepted, "a row for each request that was accepted"

@@ -128,12 +128,23 @@ def test_only_who_adds_needs_the_models_folder(url: str, monkeypatch: pytest.Mon
     assert listed(url) == {}
 
 
-def test_a_tenant_goes_after_its_adapters(url: str) -> None:
+def test_a_tenant_goes_after_its_adapters_beside_every_model(url: str) -> None:
+    async def list_elsewhere(*, after: AdapterEntry | None) -> None:
+        redis = BackgroundClient(url)
+        registry = AdapterRegistry(redis, "other")
+        registry.announce(BaseFacts(folder="/m", max_rank=8))
+        await registry.refresh()
+        assert await registry.replace(registry.entries.get("far"), after, "far")
+        await redis.close()
+
+    asyncio.run(list_elsewhere(after=AdapterEntry(name="far", digest="a" * 64, source="/a", tenant="acme")))
     tenants = partial(CliRunner().invoke, build_app(), ["tenants", "rm", "acme", "--redis-url", url])
     assert tandem(url, "add", "one", PIRATE, "--tenant", "acme").exit_code == 0
     assert tandem(url, "add", "two", SHOUT).exit_code == 0
-    assert "'acme' has adapters; remove them first: one." in str(tenants().exception)
+    assert "'acme' has adapters; remove them first: far, one." in str(tenants().exception)
     assert tandem(url, "rm", "one").exit_code == 0
+    assert "remove them first: far." in str(tenants().exception)
+    asyncio.run(list_elsewhere(after=None))
     assert tenants().output.startswith("acme removed\n")
 
 

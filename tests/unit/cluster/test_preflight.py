@@ -1,12 +1,22 @@
 """What the launcher refuses before Ray starts: memory in the type that is computed in, the model's limits."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
 import torch
 
 from cluster import preflight
-from cluster.preflight import HOST_TIER_SHARE, check_memory, check_model, cpu_weight_bytes, fit_host_tier
+from cluster.coordination.client import BackgroundClient
+from cluster.preflight import (
+    HOST_TIER_SHARE,
+    check_memory,
+    check_model,
+    cpu_weight_bytes,
+    fit_host_tier,
+    open_to_others,
+)
+from cluster.tenants.store import TenantStore
 from configs.errors import SettingsError
 from configs.load import build_settings
 from configs.schema import (
@@ -19,6 +29,7 @@ from configs.schema import (
 )
 from parallel.matmul import can_pack
 from parallel.mesh import Mesh
+from tests.support.private_redis import private_redis
 from tests.support.tiny_models import BY_NAME, save_tiny_model
 from workers.adapter_pages import adapter_room
 from workers.models.registry import load_spec
@@ -108,3 +119,22 @@ def test_without_a_host_tier_there_is_nothing_to_fit(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(preflight, "available_bytes", lambda: 0)
     asked = build_settings("m", {"device": "cpu"})
     assert fit_host_tier(asked) == (asked, None)
+
+
+def test_an_api_without_keys_is_warned_of_where_others_reach_it(folder: Path) -> None:
+    public = service(folder, host="0.0.0.0")
+    with private_redis() as server:
+        warning = open_to_others(public, server.url)
+        assert warning is not None and "neither an --api-key nor a tenant" in warning
+        assert open_to_others(service(folder), server.url) is None
+        assert open_to_others(service(folder, host="0.0.0.0", api_key="sk"), server.url) is None
+        asyncio.run(add_tenant(server.url))
+        assert open_to_others(public, server.url) is None
+    warning = open_to_others(public, server.url)
+    assert warning is not None, "Redis cannot be asked"
+
+
+async def add_tenant(url: str) -> None:
+    redis = BackgroundClient(url)
+    await TenantStore(redis).add("acme", {})
+    await redis.close()
