@@ -115,7 +115,9 @@ class NoTiers:
 
 class Scheduler:
     """One group's rows and running order. `relay` (PP > 1): sampled tokens travel back through plans, so a sequence
-    waits for its sample; otherwise ranks append it themselves and the next step may be planned before it is known."""
+    waits for its sample; otherwise ranks append it themselves and the next step may be planned before it is known.
+    early_loads: what a lower tier has of a prompt is asked for when it enters the queue, not only when its turn comes.
+    """
 
     def __init__(
         self,
@@ -128,6 +130,7 @@ class Scheduler:
         depth: int,
         tiers: LowerTiers | None = None,
         turns: AdapterTurns | None = None,
+        early_loads: bool = True,
     ) -> None:
         self.waiting = waiting
         self.num_preemptions = 0
@@ -137,6 +140,7 @@ class Scheduler:
         self._turns = AdapterTurns(None, 1, waiting) if turns is None else turns
         self._pacer = pacer
         self._relay = relay
+        self._early_loads = early_loads
         self._depth = depth
         self._budget = settings.max_num_batched_tokens
         num_rows = min(settings.max_num_seqs, self._budget)
@@ -171,7 +175,7 @@ class Scheduler:
         if seq.adapter is not None and not self._turns.admit(seq):
             self._set_aside(seq, Status.UNPLACED)
             return
-        if (self.num_running or len(self.waiting)) and self._tiers.load(seq, self._reserve):
+        if self._early_loads and (self.num_running or len(self.waiting)) and self._tiers.load(seq, self._reserve):
             self._set_aside(seq, Status.LOADING)
             return
         seq.status = Status.PREEMPTED if seq.bound_step else Status.WAITING

@@ -75,6 +75,25 @@ def test_a_second_turn_is_loaded_from_the_host(mode, num_ranks):
     assert h.sink.ends["again"].usage.cached_tokens == 24
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_a_load_begins_in_the_queue_or_at_its_turn(early):
+    """Two others have the rows: whether the load waits for one of them to end is what early loads are."""
+    h = on_twelve_blocks()
+    h.engine._scheduler._early_loads = early
+    first = turned_over(h)
+    beside(h)
+    h.add(request("before", 3, 10))
+    again = request("again", [*first.prompt_token_ids, 5, 6], 4)
+    h.add(again)
+    for _ in range(3):
+        h.step()
+    assert len(h.engine._requests) == 3
+    assert h.tiers.kinds()["load"] == (6 if early else 0)
+    h.run()
+    assert_as_expected(h, again)
+    assert h.tiers.kinds()["load"] == 6 and h.sink.ends["again"].usage.cached_tokens == 24
+
+
 def test_a_second_turn_is_loaded_from_disk_when_the_host_has_lost_it():
     h = on_twelve_blocks(host_slots=8, disk_keys=200)
     first = turned_over(h)
