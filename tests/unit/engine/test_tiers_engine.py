@@ -153,8 +153,9 @@ def test_kv_01_fifty_growing_requests_on_32_blocks(mode, num_ranks, disk_keys):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_request_that_gives_way_goes_whole_and_its_choices_share_again(mode):
     """The prompt's blocks go down once, and choices continue behind what they had said, not behind the prompt."""
-    early, four = [request(f"early{i}", 8 + i, 60) for i in range(3)], request("four", 17, 24, n=4)
-    went, known, lost = [], 0, 0
+    four_len = 17
+    early, four = [request(f"early{i}", 8 + i, 60) for i in range(3)], request("four", four_len, 24, n=4)
+    went, known, lost, behind_prompt = [], 0, 0, 0
     for num_blocks in range(36, 44):
         h = harness(**mode, num_blocks=num_blocks, tiers=TierPlan(host_slots=200, num_ranks=2), patience=PATIENCE)
         h.add(*early, four)
@@ -172,8 +173,10 @@ def test_a_request_that_gives_way_goes_whole_and_its_choices_share_again(mode):
         for row in (row for plan in h.executor.plans for row in plan.new_rows if len(row.token_ids) > row.prompt_len):
             known += len(row.token_ids)
             lost += (len(row.token_ids) - 1) // 4 * 4 - row.num_computed
+            behind_prompt += row.num_computed == four_len and len(row.token_ids) > four_len + 7
     assert 4 in went
-    assert lost < known / 10, "what was loaded was evicted again, or its choice took the prompt's blocks only"
+    assert lost < known / 10, "blocks that were loaded are evicted again now and then, not as a rule"
+    assert behind_prompt <= 1, "choices took over another's prompt though they had more"
 
 
 @pytest.mark.parametrize("mode", MODES)
