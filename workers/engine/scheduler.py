@@ -137,6 +137,7 @@ class Scheduler:
         self.done_step = 0
         self._manager = manager
         self._tiers: LowerTiers = NoTiers() if tiers is None else tiers
+        self._swaps = tiers is not None
         self._turns = AdapterTurns(None, 1, waiting) if turns is None else turns
         self._pacer = pacer
         self._relay = relay
@@ -314,9 +315,10 @@ class Scheduler:
     def _giving_way(self, victim: Sequence, seq: Sequence) -> list[Sequence]:
         """All running choices of the victim's request, which is later than seq's: what they share is free only when the
         last of them goes, and is shared again when they come back. Choices of one request give way to each other one by
-        one: this plan may serve some already, and a request that fills the pool by itself must get on.
+        one: this plan may serve some already, and a request that fills the pool by itself must get on. So do they all
+        where nothing is kept below the device: what each had said would have to be computed again.
         """
-        if victim.state is seq.state:
+        if victim.state is seq.state or not self._swaps:
             return [victim]
         return [other for other in self._running if other.state is victim.state]
 

@@ -179,6 +179,19 @@ def test_a_request_that_gives_way_goes_whole_and_its_choices_share_again(mode):
     assert behind_prompt <= 1, "choices took over another's prompt though they had more"
 
 
+def test_without_tiers_choices_give_way_one_by_one():
+    """Nothing is kept below: as few tokens as possible are computed again."""
+    early, four = [request(f"early{i}", 8 + i, 60) for i in range(3)], request("four", 17, 24, n=4)
+    for num_blocks in range(36, 44):
+        h = harness(num_blocks=num_blocks)
+        h.add(*early, four)
+        while not h.engine.stats().preemptions:
+            h.step()
+        assert statuses(h, "four").count(Status.RUNNING) >= 2, "a step may need room twice"
+        h.run()
+        assert_as_expected(h, *early, four)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_request_that_fills_the_pool_by_itself_gives_up_one_choice_at_a_time(mode):
     h = harness(**mode, num_blocks=20, tiers=TierPlan(host_slots=200), patience=PATIENCE)
