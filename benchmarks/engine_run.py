@@ -37,14 +37,14 @@ class TimelineSink:
 
 @contextmanager
 def opened_engine(
-    settings: EngineSettings, sink: TimelineSink, *, spawn: bool = False
+    settings: EngineSettings, sink: TimelineSink, *, spawn: bool = False, early_loads: bool = True
 ) -> Iterator[tuple[Engine, ExecutorReady]]:
     """An engine on ranks of its own, which end with the block. spawn: in processes, as served; else one rank is here,
-    where the engine can take in nothing while a step runs."""
+    where the engine can take in nothing while a step runs. early_loads: of KV, as a request enters the queue."""
     executor = LocalExecutor(settings) if spawn else open_executor(settings)
     try:
         ready = executor.start()
-        yield Engine(settings, model_facts(settings, ready), executor, ready, sink), ready
+        yield Engine(settings, model_facts(settings, ready), executor, ready, sink, early_loads=early_loads), ready
     finally:
         executor.close()
 

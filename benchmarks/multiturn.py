@@ -3,8 +3,9 @@
     python -m benchmarks.multiturn [--quick] [--parts trace return crossover] [--trace FILE] [--threads N]
 
 trace: turns of a real conversation trace (or of a generated one) whose KV is --scale times what the device holds, on
-fresh engines with the same arrivals: device only, with a host tier, with a small host and a disk. Loads begin when a
-request enters the queue, and there is no switch for that: "host" is host with prefetch.
+fresh engines with the same arrivals: device only; with a host tier whose loads begin when a request's turn comes; the
+same with loads that begin as it enters the queue, as in a service (prefetch); that with a small host and a disk. TTFT
+is also given by how much of a prompt earlier turns had.
 return: one turn over HTTP whose prefix lies on the host, against a prompt of the same length that is new.
 crossover: the same in process, by length of the prefix. JSON goes to out/benchmarks.
 """
@@ -26,6 +27,7 @@ from rich.table import Table
 from benchmarks.crossover import NEW, Crossover, measure_crossover
 from benchmarks.machine import measure_memcpy
 from benchmarks.models import SHAPES, model_folder
+from benchmarks.prefix_bins import TTFTBin, slower_bins, ttft_bins
 from benchmarks.returning_turn import Answer, ReturningTurn, measure_returning_turn, median_of, quiet
 from benchmarks.tier_arms import GIB, Arm, ArmResult, Machine, block_bytes, run_arm, tokens_per_s_uncached
 from benchmarks.turns import BLOCK, LONGEST_OUTPUT, Conversations, choose, generate_trace, read_trace
@@ -38,7 +40,8 @@ TRACE = ROOT.parent / "shared" / "data" / "traces" / "mooncake_conversation.json
 PARTS = ("trace", "return", "crossover")
 PREFIXES = (16, 32, 64, 128, 256, 512, 1024)
 GOAL = 15.0
-ARMS = ("recompute", "host", "host+disk")
+RECOMPUTE, PREFETCH = "recompute", "host+prefetch"
+ARMS = (RECOMPUTE, "host", PREFETCH, "host+prefetch+disk")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -103,10 +106,13 @@ def build_arms(talk: Conversations, scale: float) -> list[Arm]:
     answer = LONGEST_OUTPUT // BLOCK + 1
     device = max(math.ceil(talk.num_blocks / scale), 2 * (talk.longest_blocks + answer))
     everything = talk.num_blocks + (answer + 1) * len(talk.turns)
+    small = max(device // 2, talk.longest_blocks + answer)
+    recompute, host, prefetch, disk = ARMS
     return [
-        Arm("recompute", device),
-        Arm("host", device, everything),
-        Arm("host+disk", device, max(device // 2, talk.longest_blocks + answer), everything),
+        Arm(recompute, device),
+        Arm(host, device, everything, prefetch=False),
+        Arm(prefetch, device, everything),
+        Arm(disk, device, small, everything),
     ]
 
 
@@ -135,6 +141,8 @@ def run_trace(options: argparse.Namespace, console: Console, memcpy: float) -> d
     finally:
         shutil.rmtree(disk, ignore_errors=True)
     show_arms(console, results, memcpy)
+    bins = ttft_bins(talk.turns, {result.name: result.turn_ttft_ms for result in results})
+    show_bins(console, bins, [result.name for result in results])
     same = [sum(a == b for a, b in zip(r.outputs, results[0].outputs, strict=True)) for r in results]
     return {
         "model": options.model,
@@ -147,6 +155,8 @@ def run_trace(options: argparse.Namespace, console: Console, memcpy: float) -> d
         "uncached_tokens_per_s": speed,
         "span_s": span_s,
         "arms": [asdict(arm) for arm in arms],
+        "ttft_by_known_tokens": [asdict(one) for one in bins],
+        "prefetch_slower_at": slower_bins(bins, PREFETCH, RECOMPUTE),
         "results": [asdict(r) | {"outputs": None, "same_as_first": n} for r, n in zip(results, same, strict=True)],
     }
 
@@ -182,6 +192,18 @@ def show_arms(console: Console, results: list[ArmResult], memcpy: float) -> None
     row("CPU s", [f"{r.cpu_s:.1f}" for r in results])
     row("other_cpu", [f"{r.other_cpu:.2f}" for r in results])
     console.print(table)
+
+
+def show_bins(console: Console, bins: list[TTFTBin], arms: list[str]) -> None:
+    table = Table("known tokens", "turns", *arms, title="TTFT p50 (p90) by tokens that earlier turns had, ms")
+    for one in bins:
+        cells = [f"{one.p50_ms[arm]:.0f} ({one.p90_ms[arm]:.0f})" for arm in arms]
+        table.add_row(one.known, str(one.turns), *cells)
+    console.print(table)
+    if RECOMPUTE in arms and PREFETCH in arms:
+        slower = slower_bins(bins, PREFETCH, RECOMPUTE)
+        where = f"slower at {', '.join(slower)} known tokens" if slower else "never slower"
+        console.print(f"{PREFETCH} against {RECOMPUTE}, by the medians of these bins: {where}")
 
 
 # ---- one returning turn ----

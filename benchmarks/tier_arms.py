@@ -38,23 +38,26 @@ class Machine:
 
 @dataclass(frozen=True)
 class Arm:
-    """KV tiers of one arm, in blocks. None: no such tier."""
+    """KV tiers of one arm, in blocks. None: no such tier. prefetch: loads begin as a request enters the queue; else
+    when its turn comes."""
 
     name: str
     device_blocks: int
     host_blocks: int | None = None
     disk_blocks: int | None = None
+    prefetch: bool = True
 
 
 @dataclass(frozen=True)
 class ArmResult:
     """hits: prompt tokens found at admission by where they came from. computed: prompt tokens that were computed;
     recomputed: those of them that an earlier turn had computed. copied_bytes, copy_bytes_per_s: by kind of copy.
-    cpu_s: CPU seconds of this process and its rank."""
+    turn_ttft_ms: of each turn, in the trace's order. cpu_s: CPU seconds of this process and its rank."""
 
     name: str
     summary: Summary
     ttft_mean_ms: float
+    turn_ttft_ms: list[float]
     hits: dict[str, int]
     computed: int
     recomputed: int
@@ -120,7 +123,8 @@ def run_arm(
 ) -> ArmResult:
     """All turns within span_s seconds of arrivals."""
     sink = TimelineSink()
-    with opened_engine(arm_settings(machine, arm, bytes_of_block, disk), sink, spawn=machine.spawn) as (engine, ready):
+    settings = arm_settings(machine, arm, bytes_of_block, disk)
+    with opened_engine(settings, sink, spawn=machine.spawn, early_loads=arm.prefetch) as (engine, ready):
         assert ready.block_bytes == bytes_of_block, (ready.block_bytes, bytes_of_block)
         assert (arm.host_blocks is None) == (ready.store is None), ready.tier_notes
         warm(engine, sink)
@@ -180,6 +184,7 @@ def _result(
         name=arm.name,
         summary=summarize(timelines),
         ttft_mean_ms=1e3 * sum(ttft_s) / len(ttft_s),
+        turn_ttft_ms=[1e3 * seconds for seconds in ttft_s],
         hits={"device": max(0, found - loaded), "host": loaded - from_disk, "disk": from_disk},
         computed=computed,
         recomputed=computed - (talk.prompt_tokens - talk.seen_tokens),

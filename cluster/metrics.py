@@ -50,6 +50,7 @@ OFFLOAD_FAMILIES: tuple[tuple[str, str, str, str], ...] = (
     ("kv_offload_failed_blocks_total", "Blocks whose copy failed.", "counter", "failed_blocks"),
     ("kv_offload_loaded_tokens_total", "Prompt tokens copied instead of computed.", "counter", "loaded_tokens"),
     ("kv_offload_swapped_out_total", "Preemptions whose KV was kept below the device.", "counter", "swapped_out"),
+    ("kv_offload_open_tickets", "Moves of KV blocks that not every rank has answered.", "gauge", "open_tickets"),
     ("kv_host_blocks", "KV blocks held in host memory.", "gauge", "host_blocks"),
     ("kv_host_slots", "KV blocks that host memory can hold.", "gauge", "host_slots"),
 )

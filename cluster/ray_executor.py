@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.placement import CPU_SHARE
 from cluster.service import ServiceFacts, check_install
 from configs.schema import EngineSettings
+from workers.channel import life_secret
 from workers.engine.executor import ExecutorReady
 from workers.messages import AdapterMove, StepPlan, StepResult, Transfer, TransferDone
 from workers.rank_group import RankGroup
@@ -34,7 +35,7 @@ class RankActor:
         from workers.rank.rank_worker import run_rank
 
         host = "127.0.0.1" if facts.single_node else ray.util.get_node_ip_address()
-        run_rank(rank, endpoint, facts.secret, group=group, host=host)
+        run_rank(rank, endpoint, life_secret(facts.secret, group), group=group, host=host)
 
 
 def _use_rays_titles() -> None:
@@ -75,7 +76,7 @@ class RayExecutor:
         shared = self._facts.groups_on_node
         self._group = RankGroup(
             self._settings,
-            self._facts.secret,
+            life_secret(self._facts.secret, self._name),
             self._lost,
             self._host,
             shared,

@@ -25,6 +25,12 @@ def new_secret() -> str:
     return secrets.token_hex(32)
 
 
+def life_secret(secret: str, group: str) -> str:
+    """The secret of one life of a group, from the cluster's; `group` is that life's own name. A rank that outlives its
+    coordinator can so never be taken for one of the next life, whose tickets and steps have the same numbers."""
+    return hashlib.blake2b(f"{group}:{secret}".encode(), digest_size=32).hexdigest()
+
+
 def _key_pair(secret: str, part: str) -> tuple[bytes, bytes]:
     """A CURVE key pair (public, private; z85) that everyone who knows `secret` derives alike."""
     private = z85.encode(hashlib.blake2b(f"{part}:{secret}".encode(), digest_size=32).digest())

@@ -1,6 +1,12 @@
-"""A real service with tiers below the device: returning turns, a killed rank, a restart; then nothing is left."""
+"""A real service with tiers below the device: returning turns, a rank killed amid copies, a restart; then nothing is
+left."""
 
+import random
 import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +18,7 @@ pytestmark = pytest.mark.cluster
 
 FLAGS = (
     "--device", "cpu", "--dtype", "float32", "-tp", "2", "--num-gpu-blocks-override", "96",
-    "--kv-offloading-size", "0.05", "--kv-disk-size", "0.05",
+    "--kv-offloading-size", "0.25", "--kv-disk-size", "0.25",
 )  # fmt: skip
 CONVERSATION = [10 + i * 7 % 300 for i in range(400)]
 
@@ -30,6 +36,53 @@ def push_out(service: Service, salt: int) -> None:
         ask(service, [(salt + other * 13 + i * 3) % 290 + 10 for i in range(900)], 1)
 
 
+@contextmanager
+def talkers(service: Service) -> Iterator[list[int]]:
+    """Two clients with prompts that nobody has sent before: KV goes down as long as they talk. Yields the status of
+    each answer."""
+    stop, statuses = threading.Event(), list[int]()
+
+    def talk(client: int) -> None:
+        draw = random.Random(client)
+        while not stop.is_set():
+            prompt = [draw.randrange(10, 300) for _ in range(200)]
+            asked = {"model": "demo", "prompt": prompt, "max_tokens": 2}
+            statuses.append(service.post("/v1/completions", asked).status_code)
+
+    with ThreadPoolExecutor(2) as pool:
+        talking = [pool.submit(talk, client) for client in range(2)]
+        try:
+            yield statuses
+        finally:
+            stop.set()
+    for client in talking:
+        client.result()
+
+
+def wait_for_more(service: Service, name: str) -> None:
+    """Until a counter has grown."""
+    before = service.metric(name)
+    wait_for(lambda: service.metric(name) > before, 20, f"{name} grows", 0.02)
+
+
+def kill_a_rank_amid_copies(service: Service) -> None:
+    """While stores go on: what is asked then, and later, is answered; nothing stays in use or under way."""
+    with talkers(service) as statuses:
+        for _ in range(3):
+            wait_for_more(service, "kv_offload_store_bytes")
+        (rank, *_) = service.titled("tandem rank")
+        rank.kill()
+        answered = len(statuses)
+        wait_for(lambda: rank.pid not in [p.pid for p in service.titled("tandem rank")], 10, "the rank is gone")
+        wait_for(lambda: len(statuses) > answered + 4, 60, f"answers go on: {service.output}")
+    assert set(statuses) == {200}
+    wait_for(lambda: len(service.titled("tandem rank")) == 2, 60, f"the group comes back: {service.output}")
+    wait_for(lambda: service.get("/readyz").status_code == 200, 60, "ready again")
+    wait_for(lambda: "tandem:kv_offload_open_tickets{" in service.get("/metrics").text, 10, "the new group reports")
+    wait_for(lambda: service.metric("kv_cache_usage_perc") == 0, 10, "no block is used")
+    wait_for(lambda: service.metric("kv_offload_open_tickets") == 0, 10, "no ticket is open")
+
+
 def test_a_conversation_survives_eviction_a_killed_rank_and_a_restart(tmp_path: Path) -> None:
     flags = [*FLAGS, "--kv-disk-path", str(tmp_path / "kv")]
     with tandem_serve("demo", *flags) as service:
@@ -41,11 +94,7 @@ def test_a_conversation_survives_eviction_a_killed_rank_and_a_restart(tmp_path: 
         assert ask(service, CONVERSATION) == (wanted, 384), "loaded from host memory"
         wait_for(lambda: service.metric("kv_offload_load_bytes") > 0, 10, "it shows in the metrics")
         push_out(service, 2)
-        (rank, *_) = service.titled("tandem rank")
-        rank.kill()
-        wait_for(lambda: rank.pid not in [p.pid for p in service.titled("tandem rank")], 10, "the rank is gone")
-        wait_for(lambda: len(service.titled("tandem rank")) == 2, 60, f"the group comes back: {service.output}")
-        wait_for(lambda: service.get("/readyz").status_code == 200, 60, "ready again")
+        kill_a_rank_amid_copies(service)
         assert ask(service, CONVERSATION) == (wanted, 384), "the memory has outlived the group"
         assert service.stop(signal.SIGINT) == 0
         service.check_gone()

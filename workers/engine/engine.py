@@ -72,7 +72,9 @@ class Engine:
         ready: ExecutorReady,
         sink: OutputSink,
         clock: Callable[[], float] = time.monotonic,
+        early_loads: bool = True,
     ) -> None:
+        """early_loads=False is for measuring what they are worth (scheduler.py)."""
         self._facts = facts
         self._executor = executor
         self._sink = sink
@@ -104,6 +106,7 @@ class Engine:
             depth=self._depth,
             tiers=self._offload,
             turns=AdapterTurns(self._adapters, settings.lora.max_loras, self._waiting),
+            early_loads=early_loads,
         )
         self._collector = Collector()
         eos = frozenset(facts.eos_token_ids)

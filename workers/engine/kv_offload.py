@@ -118,6 +118,7 @@ class KVOffload:
             recomputed=counts.recomputed,
             loaded_tokens=counts.loaded_tokens,
             disk_disabled=None if disk is None else disk.disabled_reason,
+            open_tickets=len(self._open),
         )
 
     def check_laws(self) -> None:

@@ -115,7 +115,9 @@ class NoTiers:
 
 class Scheduler:
     """One group's rows and running order. `relay` (PP > 1): sampled tokens travel back through plans, so a sequence
-    waits for its sample; otherwise ranks append it themselves and the next step may be planned before it is known."""
+    waits for its sample; otherwise ranks append it themselves and the next step may be planned before it is known.
+    early_loads: what a lower tier has of a prompt is asked for when it enters the queue, not only when its turn comes.
+    """
 
     def __init__(
         self,
@@ -128,15 +130,18 @@ class Scheduler:
         depth: int,
         tiers: LowerTiers | None = None,
         turns: AdapterTurns | None = None,
+        early_loads: bool = True,
     ) -> None:
         self.waiting = waiting
         self.num_preemptions = 0
         self.done_step = 0
         self._manager = manager
         self._tiers: LowerTiers = NoTiers() if tiers is None else tiers
+        self._swaps = tiers is not None
         self._turns = AdapterTurns(None, 1, waiting) if turns is None else turns
         self._pacer = pacer
         self._relay = relay
+        self._early_loads = early_loads
         self._depth = depth
         self._budget = settings.max_num_batched_tokens
         num_rows = min(settings.max_num_seqs, self._budget)
@@ -171,7 +176,7 @@ class Scheduler:
         if seq.adapter is not None and not self._turns.admit(seq):
             self._set_aside(seq, Status.UNPLACED)
             return
-        if (self.num_running or len(self.waiting)) and self._tiers.load(seq, self._reserve):
+        if self._early_loads and (self.num_running or len(self.waiting)) and self._tiers.load(seq, self._reserve):
             self._set_aside(seq, Status.LOADING)
             return
         seq.status = Status.PREEMPTED if seq.bound_step else Status.WAITING
@@ -310,9 +315,10 @@ class Scheduler:
     def _giving_way(self, victim: Sequence, seq: Sequence) -> list[Sequence]:
         """All running choices of the victim's request, which is later than seq's: what they share is free only when the
         last of them goes, and is shared again when they come back. Choices of one request give way to each other one by
-        one: this plan may serve some already, and a request that fills the pool by itself must get on.
+        one: this plan may serve some already, and a request that fills the pool by itself must get on. So do they all
+        where nothing is kept below the device: what each had said would have to be computed again.
         """
-        if victim.state is seq.state:
+        if victim.state is seq.state or not self._swaps:
             return [victim]
         return [other for other in self._running if other.state is victim.state]
 

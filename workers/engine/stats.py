@@ -57,7 +57,7 @@ class OffloadStats:
 
     block_bytes: of all ranks. host_blocks: blocks that the host holds now. swapped_out, recomputed: preemptions by how
     the sequence comes back. loaded_tokens: prompt tokens that were copied instead of computed. disk_disabled: why the
-    disk tier was switched off at run time, None while it works or when there is none.
+    disk tier was switched off at run time, None while it works or when there is none. open_tickets: moves under way.
     """
 
     block_bytes: int
@@ -70,6 +70,7 @@ class OffloadStats:
     recomputed: int
     loaded_tokens: int
     disk_disabled: str | None = None
+    open_tickets: int = 0
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,9 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.multiturn import parse_arguments, run
-from benchmarks.turns import BLOCK, TRACE_BLOCK, Row, block_tokens, choose, generate_trace, read_trace
+from benchmarks.prefix_bins import slower_bins, ttft_bins
+from benchmarks.turns import BLOCK, TRACE_BLOCK, Row, Turn, block_tokens, choose, generate_trace, read_trace
+from benchmarks.workload import Job
 
 
 def test_turns_share_exactly_the_prefixes_of_the_trace() -> None:
@@ -39,6 +41,16 @@ def test_a_generated_trace_returns_to_its_prefixes() -> None:
     assert len(talk.turns) >= 30 and 0 < talk.seen_tokens < talk.prompt_tokens
 
 
+def test_times_are_told_apart_by_known_tokens() -> None:
+    turns = [Turn(0.0, Job([2], 2), known) for known in (0, 0, 0, 16, 112, 128, 900)]
+    times = {"recompute": [1.0, 2.0, 9.0, 5.0, 7.0, 8.0, 9.0], "host+prefetch": [1.0, 3.0, 4.0, 5.0, 6.0, 8.5, 1.0]}
+    bins = ttft_bins(turns, times)
+    assert [(one.known, one.turns) for one in bins] == [("0", 3), ("1 to 127", 2), ("128 to 255", 1), ("512+", 1)]
+    assert [one.p50_ms["recompute"] for one in bins] == [2.0, 6.0, 8.0, 9.0]
+    assert slower_bins(bins, "host+prefetch", "recompute") == ["0", "128 to 255"]
+    assert slower_bins(bins, "host", "recompute") == []
+
+
 def test_a_small_run_has_every_figure(tmp_path: Path) -> None:
     flags = [
         "--quick",
@@ -59,8 +71,11 @@ def test_a_small_run_has_every_figure(tmp_path: Path) -> None:
     record = run(parse_arguments(flags), Console(quiet=True))
     trace, crossover = record["trace"], record["crossover"]
     assert isinstance(trace, dict) and isinstance(crossover, dict)
-    recompute, host, disk = trace["results"]
-    assert recompute["hits"]["host"] == 0 and host["copied_bytes"]["store"] > 0 and disk["copied_bytes"]["spill"] > 0
+    recompute, host, prefetch, disk = trace["results"]
+    assert [arm["prefetch"] for arm in trace["arms"]] == [True, False, True, True]
+    assert recompute["hits"]["host"] == 0 and disk["copied_bytes"]["spill"] > 0
+    assert host["copied_bytes"]["store"] > 0 and prefetch["copied_bytes"]["store"] > 0
+    assert sum(one["turns"] for one in trace["ttft_by_known_tokens"]) == trace["turns"]
     for result in trace["results"]:
         assert sum(result["hits"].values()) + result["computed"] == trace["prompt_tokens"]
         assert result["failed_blocks"] == 0

@@ -11,7 +11,7 @@ import zmq
 from msgspec.structs import replace
 
 from configs.schema import CacheSettings, EngineSettings, ModelSettings, ParallelSettings
-from workers.channel import connect_dealer, new_secret
+from workers.channel import connect_dealer, life_secret, mover_name, new_secret
 from workers.errors import GroupLost, SettingsError
 from workers.messages import (
     AllocateKV,
@@ -26,6 +26,7 @@ from workers.messages import (
     StepPlan,
     StepResult,
     ToRank,
+    TransferDone,
 )
 from workers.rank_group import RankGroup
 
@@ -246,6 +247,30 @@ def test_a_rank_that_dies_while_loading_ends_the_start() -> None:
         threading.Timer(0.2, lambda: setattr(f, "lost", "rank 0 exited with status 1")).start()
         with pytest.raises(GroupLost, match="status 1"):
             f.group.start()
+
+
+def test_a_late_answer_of_an_earlier_life_is_ignored() -> None:
+    """A rank of g-1 answers ticket 1 at a port that is g-2's by now: nobody hears it, only what a rank of g-2 says."""
+    group = RankGroup(SETTINGS, life_secret("of the service", "g-2"), lambda: None)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    movers = []
+    for rank, life in ((1, "g-1"), (0, "g-2")):
+        secret = life_secret("of the service", life)
+        movers.append(connect_dealer(context, secret, group.endpoint, mover_name(rank, "memory")))
+        movers[-1].send(msgspec.msgpack.encode(TransferDone(rank=rank, ticket=1)))
+    heard: list[int] = []
+    for _ in range(100):
+        assert group.wait(0.1) is None
+        heard += [done.rank for done in group.transfers_done()]
+        if 0 in heard:
+            break
+    assert group.wait(0.2) is None
+    heard += [done.rank for done in group.transfers_done()]
+    assert heard == [0]
+    for mover in movers:
+        mover.close(linger=0)
+    context.term()
+    group.close()
 
 
 def test_who_does_not_know_the_secret_is_not_heard() -> None:
