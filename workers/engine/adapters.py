@@ -27,7 +27,7 @@ from workers.engine.stats import LOAD_BOUNDS_S, AdapterStats, Histogram
 from workers.messages import AdapterMove, AdapterRef, TransferDone
 
 log = logging.getLogger("tandem.engine")
-UNREADABLE = "its files cannot be read at the moment"
+UNREADABLE = "its files cannot be read at the moment, or are not those that were listed"
 WAIT_BOUND_S = 1.0
 """How long the line stands still before residents in use are closed for the first in it. As long as it moves, closing
 would only take adapters from those who come for them next: under load that costs more than it gives."""

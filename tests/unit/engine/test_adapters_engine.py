@@ -387,7 +387,7 @@ def test_a_source_that_cannot_be_read_is_503_and_its_paths_are_not_told(kind, ca
     h = with_adapters(refuses=lambda move, rank: "/srv/secret: EIO" if move.kind == kind else None, is_unreadable=True)
     h.add(request("a", 4, adapter="x"))
     h.run()
-    message = "adapter 'x' cannot be served: its files cannot be read at the moment"
+    message = "adapter 'x' cannot be served: its files cannot be read at the moment, or are not those that were listed"
     assert h.sink.ends["a"].refused == (503, "service_unavailable", None, message)
     assert "/srv/secret: EIO" in caplog.text
     with pytest.raises(RequestRefused, match="at the moment") as refusal:
