@@ -20,7 +20,7 @@ import pytest
 from cluster.adapters.entries import AdapterEntry
 from cluster.coordination import keys
 from cluster.coordination.client import BackgroundClient
-from tests.support.service import BIN, Service, tandem_serve, wait_for
+from tests.support.service import BIN, Service, free_port, tandem_serve, wait_for
 from tests.support.varied_adapters import save_varied, zipf
 from workers.messages import AdapterRef, SamplingParams
 from workers.offline import LLM
@@ -105,6 +105,7 @@ def test_modules_are_checked_before_anything_starts(tmp_path: Path) -> None:
     broken = shutil.copytree(ADAPTERS / "pirate", tmp_path / "broken")
     (broken / WEIGHTS).write_bytes((broken / WEIGHTS).read_bytes()[:-100])
     asked = ("serve", "demo", "--enable-lora", "--lora-modules", f"broken={broken}", "--device", "cpu")
+    asked = (*asked, "--port", str(free_port()))
     done = subprocess.run([BIN / "tandem", *asked], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "--lora-modules: broken: " in done.stderr

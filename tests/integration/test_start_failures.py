@@ -3,13 +3,14 @@
 import json
 import shutil
 import socket
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from configs.environment import short_temp_folder
-from tests.support.service import DEMO, run_tandem
+from tests.support.service import DEMO, free_port, run_tandem
 
 
 @pytest.fixture
@@ -33,12 +34,13 @@ def strange_model(tmp_path: Path) -> Path:
 
 def refused(*arguments: str) -> str:
     """The one line that `tandem serve ARGUMENTS` ends with."""
-    before = set(short_temp_folder().glob("td-*"))
-    done = run_tandem("serve", *arguments)
+    port = () if "--port" in arguments else ("--port", str(free_port()))
+    with tempfile.TemporaryDirectory(prefix="tt-", dir=short_temp_folder()) as temp:
+        done = run_tandem("serve", *arguments, *port, temp=Path(temp))
+        assert not list(Path(temp).iterdir())
     assert done.returncode == 2, done
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
-    assert set(short_temp_folder().glob("td-*")) <= before
     return done.stderr
 
 

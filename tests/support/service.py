@@ -157,11 +157,14 @@ def tandem_serve(*arguments: str, cwd: Path | None = None) -> Iterator[Service]:
         service.clean()
 
 
-def run_tandem(*arguments: str, timeout_s: float = 60.0, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """A verb that ends by itself."""
+def run_tandem(
+    *arguments: str, timeout_s: float = 60.0, cwd: Path | None = None, temp: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """A verb that ends by itself; temp: a temp folder of its own."""
     return subprocess.run(
         [str(BIN / "tandem"), *arguments],
         cwd=cwd,
+        env=None if temp is None else {**os.environ, "TMPDIR": str(temp)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
