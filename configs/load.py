@@ -249,9 +249,9 @@ def _refuse_idle(settings: ServiceSettings, given: Collection[str]) -> None:
         (
             ("kv_eviction",),
             engine.cache.kv_offloading_gib is None,
-            "host memory for KV: this needs --kv-offloading-size",
+            "needs --kv-offloading-size",
         ),
-        (LORA_SIZES, not engine.lora.enable_lora, "sizes of adapters: this needs --enable-lora"),
+        (LORA_SIZES, not engine.lora.enable_lora, "needs --enable-lora"),
         (("seed",), engine.model.load_format != "dummy", "seeds dummy weights; requests have a `seed` of their own"),
         (("cpu_threads",), engine.device.device == "cuda", "is for ranks on CPU"),
     ):
@@ -263,7 +263,7 @@ def _refuse_idle(settings: ServiceSettings, given: Collection[str]) -> None:
 def _check_adapters(settings: ServiceSettings) -> None:
     lora, adapters = settings.engine.lora, settings.adapters
     if not lora.enable_lora and (adapters.modules or adapters.roots or adapters.watch_dir):
-        raise SettingsError("adapters are served only with it", "--enable-lora")
+        raise SettingsError("--lora-modules, --lora-root and --lora-watch-dir need it", "--enable-lora")
     if lora.enable_lora and settings.engine.device.cpu_offload_gib:
         raise SettingsError("adapters beside weights that stream are not supported yet", "--cpu-offload-gb")
     names = [module.partition("=")[0] for module in adapters.modules]

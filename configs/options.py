@@ -129,7 +129,7 @@ OPTIONS: tuple[Option, ...] = (
            "Prompt tokens a group lets wait. Default: no limit.", at_least(1), "at least 1", size=True),
     Option("queue_timeout", "gateway.queue_timeout_s", float, STEP,
            "Seconds a request may wait for its first step; beyond, 503. Default: no bound.",
-           lambda v: v > 0, "above 0"),
+           lambda v: v > 0, "above 0; without it there is no bound"),
     Option("max_itl_ms", "engine.scheduler.max_itl_ms", float, STEP,
            "Keep a step below this many milliseconds by sizing prompt chunks. Default: no bound.",
            lambda v: v > 0, "above 0"),

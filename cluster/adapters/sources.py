@@ -4,7 +4,7 @@ Called by the launcher (every path becomes absolute before it changes folder), t
 at paths only; what lies there is checked by cluster/adapters/checks.py.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,14 +68,13 @@ def roots_of(settings: AdapterSettings) -> tuple[str, ...]:
     return tuple(dict.fromkeys(source.rstrip("/").rpartition("/")[0] or "/" for source in sources))
 
 
-def allowed_source(path: str, roots: Iterable[str]) -> str:
+def allowed_source(path: str, roots: Collection[str]) -> str:
     """What a client named, when it lies under a root: a folder, links resolved, with the files that count, or a URL.
     RequestRefused in the same words whether it lies elsewhere or nowhere."""
-    refused = RequestRefused(
-        "lora_path must be the absolute path of a folder, or a URL, under --lora-root.",
-        code="invalid_value",
-        param="lora_path",
-    )
+    words = "lora_path must be the absolute path of a folder, or a URL, under --lora-root."
+    if not roots:
+        words = "Nothing may be loaded over HTTP: the service was started without --lora-root."
+    refused = RequestRefused(words, code="invalid_value", param="lora_path")
     if is_url(path):
         prefixes = [root.rstrip("/") + "/" for root in roots if is_url(root)]
         if not any(path.startswith(prefix) and _is_plain(path.removeprefix(prefix)) for prefix in prefixes):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from cluster.commands.help import GroupedHelp
-from cluster.commands.redis_of import RedisUrl, with_redis
+from cluster.commands.redis_of import NOBODY, RedisUrl, with_redis
 from configs.errors import SettingsError, TandemError
 
 if TYPE_CHECKING:
@@ -187,6 +187,8 @@ def _run(
 
     if model is None:
         runs = [run for run in read_run_files() if redis_url in (None, run.redis_url)]
+        if not runs and redis_url is None:
+            raise TandemError(NOBODY)
         if not runs:
             raise SettingsError("no service of this user runs here on that Redis: name the base model", "--model")
         model = runs[0].model

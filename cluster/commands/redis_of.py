@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from cluster.coordination.client import BackgroundClient
 
 T = TypeVar("T")
+NOBODY = "no service of this user is running on this machine; start one with `tandem serve`, or give --redis-url"
 RedisUrl = Annotated[
     str | None, typer.Option("--redis-url", help="Default: the Redis of the service that runs here, the newest one.")
 ]
@@ -25,7 +26,7 @@ def with_redis(url: str | None, work: "Callable[[BackgroundClient], Awaitable[T]
     if url is None:
         runs = read_run_files()
         if not runs:
-            raise TandemError("no service of this user is running on this machine; give --redis-url")
+            raise TandemError(NOBODY)
         url = runs[0].redis_url
 
     async def run() -> T:

@@ -118,6 +118,8 @@ def show(redis_url: RedisUrl = None) -> None:
     reading = _run(redis_url, lambda store: store.read())
     for name in sorted(reading.tenants):
         typer.echo(_line(reading.tenants[name]))
+    if not reading.tenants:
+        typer.echo("tandem: there are no tenants", err=True)
 
 
 def _run(redis_url: str | None, work: "Callable[[TenantStore], Awaitable[T]]") -> T:
@@ -142,7 +144,7 @@ def _limits(given: dict[str, Any]) -> dict[str, Any]:
 
 def _print_key(made: "KeyedTenant") -> None:
     """The key alone on standard output, so that scripts can take it; the rest beside it."""
-    typer.echo(f"tandem: {_line(made.tenant)}; this key is shown once:", err=True)
+    typer.echo(f"tandem: {_line(made.tenant)}; its key, on standard output, is shown once", err=True)
     typer.echo(made.key)
 
 

@@ -45,6 +45,8 @@ def usage(
     since_s = parse_since(since, now_s)
     rows = with_redis(redis_url, lambda redis: read_usage(redis, tenant, since_s, now_s + 1))
     {"csv": _print_csv, "json": _print_json, "table": _print_table}[form](rows)
+    if not rows:
+        typer.echo(f"tandem: nothing was used{'' if tenant is None else f' by {tenant}'} in that time", err=True)
 
 
 def _print_csv(rows: "Sequence[UsageRow]") -> None:
@@ -68,7 +70,8 @@ def _print_table(rows: "Sequence[UsageRow]") -> None:
 
     lines: list[tuple[str, ...]] = [("tenant", "model", "adapter", "requests", "prompt", "cached", "completion")]
     for entry in summed(rows):
-        adapter = "-" if entry.adapter is None else entry.adapter[:60]
+        name, _, digest = (entry.adapter or "-").partition("@")
+        adapter = f"{name[:60]}@{digest[:12]}" if digest else name[:60]
         lines.append((entry.tenant, entry.model, adapter, *(str(count) for count in entry[3:])))
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     for line in lines:
