@@ -141,3 +141,8 @@ def test_adapters_need_the_flag_that_enables_them() -> None:
         build_settings("m", {"lora_modules": ["a=/x"]})
     assert caught.value.flag == "--enable-lora"
     assert build_settings("m", {"lora_modules": ["a=/x"], "enable_lora": True}).adapters.modules == ("a=/x",)
+
+
+def test_without_a_root_the_refusal_says_what_to_give() -> None:
+    with pytest.raises(RequestRefused, match="started without --lora-root"):
+        allowed_source("/somewhere", ())

@@ -107,3 +107,20 @@ def test_usage_in_its_three_forms(server: RedisServer, tmp_path: Path) -> None:
     assert [line.split(",")[4:] for line in lines[1:]] == [["", "stop", "5", "3", "7"], ["a@12", "stop", "5", "3", "7"]]
     assert '"adapter":"a@12"' in tandem(server, "usage", "--format", "json", "--since", "1h").splitlines()[1]
     assert tandem(server, "usage", "--tenant", "other", "--format", "json") == ""
+
+
+def test_nothing_to_show_is_said(server: RedisServer) -> None:
+    for arguments, words in (
+        (("tenants", "ls"), "there are no tenants"),
+        (("usage", "--tenant", "ghost"), "nothing was used by ghost"),
+    ):
+        command = (*arguments, "--redis-url", server.url)
+        done = typer.testing.CliRunner().invoke(build_app(), command, catch_exceptions=False)
+        assert done.exit_code == 0 and words in done.stderr and words not in done.stdout
+
+
+@pytest.mark.parametrize("verb", [("adapters", "ls"), ("tenants", "ls"), ("usage",)], ids=" ".join)
+def test_without_a_service_all_say_the_same(verb: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.run_files.read_run_files", list)
+    with pytest.raises(TandemError, match="start one with `tandem serve`, or give --redis-url"):
+        typer.testing.CliRunner().invoke(build_app(), verb, catch_exceptions=False)
