@@ -49,8 +49,8 @@ format: $(DEV)
 
 # What computes runs on two workers; what starts clusters, and waits for them more than it computes, by itself.
 test: $(DEV) ## all tests; under 15 minutes on 2 cores
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests/architecture tests/unit tests/parity -n 2
-	$(BIN)/python -m pytest tests/distributed tests/integration
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests/architecture tests/unit tests/parity tests/distributed -n 2
+	$(BIN)/python -m pytest tests/integration
 
 chaos: $(DEV) ## long histories of faults and thrash, not part of test
 	$(BIN)/python -m pytest tests -m chaos

@@ -240,6 +240,14 @@ def test_every_process_says_its_part(service: Service) -> None:
         assert any(t.startswith(part) for t in titles), titles
 
 
+def test_only_ranks_load_torch(service: Service) -> None:
+    def have_torch(title: str) -> set[bool]:
+        return {"libtorch" in Path(f"/proc/{p.pid}/maps").read_text() for p in service.titled(title)}
+
+    assert have_torch("tandem rank") == {True}
+    assert have_torch("ray::ServeReplica:tandem:") == {False}
+
+
 def test_a_rank_that_dies_while_nothing_runs_is_noticed(service: Service) -> None:
     before = {p.pid for p in service.titled("tandem rank")}
     os.kill(max(before), signal.SIGKILL)

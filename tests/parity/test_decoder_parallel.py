@@ -51,6 +51,8 @@ def check(ranks: RankProcesses, folder: Path, tp_size: int, pp_size: int, load_f
         ("qwen3", 2, 2),
         ("smollm3", 2, 2),
         ("mistral-window", 2, 1),
+        ("mistral-window", 1, 2),
+        ("llama-gqa", 2, 2),
     ],
 )
 def test_ranks_equal_one_rank(
