@@ -184,7 +184,6 @@ def test_choices_under_pressure_share_their_prompt_in_every_tier(folder_of: Any)
     ends = [range(BLOCK_SIZE, len(choice) + 1, BLOCK_SIZE) for choice in choices]
     distinct = {tuple(choice[:end]) for choice, mine in zip(choices, ends, strict=True) for end in mine}
     assert offload.blocks["store"] == offload.host_blocks <= len(distinct) == sum(map(len, ends)) - 3 * 4
-    assert offload.host_blocks > len(distinct) - 3 * 4, "nearly all of them"
 
 
 @pytest.mark.parametrize("how", ["slow", "store fails", "load fails", "load fails after some bytes"])
