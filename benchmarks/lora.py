@@ -153,6 +153,8 @@ def measure_speed(options: argparse.Namespace, console: Console) -> list[dict[st
         )
         sink = TimelineSink()
         with opened_engine(settings_of(folder, options, batch, lora), sink) as (engine, _):
+            if not lines:
+                lines.append(_idle_line(options, folder, engine, sink, batch, console))
             for count in counts:
                 active = adapter_bytes(spec, rank, modules, 2) * count
                 predicted = weights / (weights + active)
@@ -166,6 +168,29 @@ def measure_speed(options: argparse.Namespace, console: Console) -> list[dict[st
                 )
     console.print(f"weights {weights / GIB:.2f} GiB, read at {bandwidth / 1e9:.1f} GB/s")
     return [asdict(line) for line in lines]
+
+
+def _idle_line(
+    options: argparse.Namespace, folder: Path, engine: Engine, sink: TimelineSink, batch: int, console: Console
+) -> SpeedLine:
+    """No adapter active: an engine with --enable-lora over one without, turn by turn."""
+    bare_sink = TimelineSink()
+    ours: list[float] = []
+    base: list[float] = []
+    with (
+        opened_engine(settings_of(folder, options, batch, LoraSettings()), bare_sink) as (bare, _),
+        OtherCpu() as other,
+    ):
+        for repeat in range(options.repeats + 1):  # the first warms up
+            turns = [(base, bare, bare_sink), (ours, engine, sink)]
+            for kept, one, its_sink in turns if repeat % 2 else reversed(turns):
+                kept.append(decode_tokens_per_s(one, its_sink, batch, [None], options.tokens, f"idle{repeat}"))
+    ratio = statistics.median(a / b for a, b in zip(ours[1:], base[1:], strict=True))
+    line = SpeedLine(
+        batch, 0, 0, "none", statistics.median(ours[1:]), statistics.median(base[1:]), ratio, 1, other.share
+    )
+    console.print(f"batch {batch}, no adapter active: {ratio:.3f} of an engine without --enable-lora")
+    return line
 
 
 def _speed_line(

@@ -23,6 +23,7 @@ def plot(parts: Mapping[str, Any], file: Path) -> None:
 
 
 def _speed(axis: Any, lines: list[dict[str, Any]]) -> None:
+    lines = [line for line in lines if line["active"]]
     for batch, rank, modules in sorted({(line["batch"], line["rank"], line["modules"]) for line in lines}):
         own = [line for line in lines if (line["batch"], line["rank"], line["modules"]) == (batch, rank, modules)]
         label = f"batch {batch}, rank {rank} on {modules}"
