@@ -22,6 +22,7 @@ import torch
 
 from benchmarks.machine import OtherCpu
 from benchmarks.models import SHAPES
+from offload.weight_stream import Copier
 from parallel.context import ParallelContext
 from workers.attention.backend import AttentionBackend, AttentionStep
 from workers.attention.select import select_attention
@@ -50,9 +51,13 @@ class Switch:
 
 
 def build(
-    shape: str, dtype: torch.dtype, kv_dtypes: list[torch.dtype], streamed: Sequence[int] = ()
+    shape: str,
+    dtype: torch.dtype,
+    kv_dtypes: list[torch.dtype],
+    streamed: Sequence[int] = (),
+    copier: Copier | None = None,
 ) -> tuple[ArchSpec, Decoder, Switch]:
-    """A random decoder of a known shape, with some layers in host memory."""
+    """A random decoder of a known shape, with some layers in host memory, which `copier` moves."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]))
         spec = load_spec(folder)
@@ -67,6 +72,7 @@ def build(
         load_format="dummy",
         progress=True,
         streamed=streamed,
+        copier=copier,
     )
     return spec, decoder, attention
 

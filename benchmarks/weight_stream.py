@@ -2,11 +2,13 @@
 
     python -m benchmarks.weight_stream [--threads N] [--batch 1 16] [--model qwen3-0.6b]
 
-Steps of a resident decoder and of one that streams alternate in the same run (A-B). The floor of a step is the greater
-of the time that its copies take alone (their bandwidth is measured here, without compute) and the resident step. A CPU
-has no copy engine: where all cores compute, copies take their time from the same cores and the same memory, so the sum
-of the two is printed beside. A turn waits for a quiet moment and is dropped when other processes took over 10 % of the
-machine meanwhile, until --patience is over: then all count, as other_cpu says. JSON and a plot go to out/benchmarks.
+Steps of a resident decoder and of one that streams alternate in the same run (A-B). The floor of a step is what its
+bytes and operations take at measured rates: the streamed bytes at the bandwidth of bare copies, and the greater of
+weights and KV at read bandwidth and operations at the rate of a large product. A CPU has no copy engine and one memory,
+so the two add up where all cores compute; with a core to spare (--threads) the floor is the greater of them. Beside it:
+the shares of the resident step and the copies as they ran alone, of both together and of the longer of them. A turn
+waits for a quiet moment and is dropped when other processes took over 10 % of the machine meanwhile, until --patience
+is over: then all count, as other_cpu says. JSON and a plot go to out/benchmarks.
 """
 
 import argparse
@@ -20,14 +22,16 @@ from pathlib import Path
 import psutil
 import torch
 
-from benchmarks.decode_step import build, make_batch, make_kv
-from benchmarks.machine import OtherCpu
+from benchmarks.decode_step import CPU, build, floor_s, make_batch, make_kv
+from benchmarks.machine import MachineSpeed, OtherCpu, measure_copies, measure_machine
 from benchmarks.models import SHAPES
 from offload.placement import LayerPlacement, place_layers
+from offload.weight_copiers import make_copier
 from workers.attention.backend import KVTensors
 from workers.models.decoder import Decoder
 from workers.models.forward_batch import ForwardBatch
 from workers.models.spec import ArchSpec
+from workers.rank.memory import available_cores
 
 RESULTS = Path(__file__).resolve().parents[1] / "out" / "benchmarks"
 BUDGETS = (1.0, 0.75, 0.5, 0.25)
@@ -46,10 +50,11 @@ class Line:
     resident_ms: float
     streamed_ms: float
     copy_ms: float
+    floor_ms: float
     other_cpu: float
 
     @property
-    def floor_ms(self) -> float:
+    def longer_ms(self) -> float:
         return max(self.copy_ms, self.resident_ms)
 
     @property
@@ -90,12 +95,38 @@ def copy_seconds(decoder: Decoder) -> float:
     return time.perf_counter() - start
 
 
+@dataclass(frozen=True)
+class Machine:
+    """What this machine can do at best; beside: a core is free to copy while the others compute."""
+
+    speed: MachineSpeed
+    copy_bytes_per_s: float
+    beside: bool
+
+    @staticmethod
+    def measured(threads: int) -> "Machine":
+        beside = threads < available_cores()
+        speed = measure_machine(threads)
+        return Machine(speed, measure_copies(), beside)
+
+    def floor_s(self, spec: ArchSpec, batch: ForwardBatch, streamed_bytes: int) -> float:
+        """What a step takes whose bytes and operations go at these rates. A streamed byte is read and written before it
+        is read again; both memories are one."""
+        rates = argparse.Namespace(
+            bandwidth_gb_s=self.speed.read_bytes_per_s / 1e9, gflop_s=self.speed.bf16_flop_per_s / 1e9
+        )
+        compute = floor_s(spec, batch, 2, torch.bfloat16, rates)
+        copies = streamed_bytes / self.copy_bytes_per_s
+        return max(compute, copies) if self.beside else compute + copies
+
+
 def measure(
     spec: ArchSpec,
     resident: Decoder,
     decoder: Decoder,
     placement: LayerPlacement,
     rows: int,
+    machine: Machine,
     options: argparse.Namespace,
 ) -> Line:
     """Resident steps, streamed steps and bare copies in turns until `--seconds` of steps were counted."""
@@ -123,6 +154,7 @@ def measure(
         resident_ms=theirs.median_ms,
         streamed_ms=ours.median_ms,
         copy_ms=statistics.median(copies_s) * 1e3,
+        floor_ms=machine.floor_s(spec, batch, decoder.stream.host_bytes) * 1e3,
         other_cpu=statistics.mean(shares),
     )
 
@@ -136,7 +168,7 @@ def describe(line: Line) -> str:
             f"resident {line.resident_ms:7.2f} ms",
             f"copies {line.copy_ms:6.2f} ms ({rate:4.1f} GB/s)",
             f"floor {line.floor_ms:7.2f} ms = {line.floor_ms / line.streamed_ms:.2f}",
-            f"sum {line.sum_ms:7.2f} ms = {line.sum_ms / line.streamed_ms:.2f}",
+            f"of both {line.sum_ms / line.streamed_ms:.2f}, of the longer {line.longer_ms / line.streamed_ms:.2f}",
             f"other_cpu {line.other_cpu:.2f}",
         )
     )
@@ -151,8 +183,15 @@ def plot(lines: list[Line], file: Path) -> None:
         own = [line for line in lines if line.batch == rows]
         budgets = [line.budget * 100 for line in own]
         axis.plot(budgets, [line.tokens_per_s for line in own], "o-", label="reached")
-        axis.plot(budgets, [rows / line.floor_ms * 1e3 for line in own], "--", label="floor: longer of copies, compute")
-        axis.plot(budgets, [rows / line.sum_ms * 1e3 for line in own], ":", label="their sum (one set of cores)")
+        axis.plot(
+            budgets,
+            [rows / line.floor_ms * 1e3 for line in own],
+            "--",
+            label="floor: bytes and operations at measured rates",
+        )
+        axis.plot(
+            budgets, [rows / line.sum_ms * 1e3 for line in own], ":", label="resident step + copies as they run alone"
+        )
         axis.set(title=f"batch {rows}", xlabel="% of the layers' bytes on the device", ylabel="tok/s", ylim=(0, None))
         axis.invert_xaxis()
         axis.legend(fontsize=7)
@@ -171,19 +210,32 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=60.0, help="seconds per line to wait for a quiet machine")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    machine = Machine.measured(options.threads)
+    print(
+        f"reads {machine.speed.read_bytes_per_s / 1e9:.1f} GB/s, copies {machine.copy_bytes_per_s / 1e9:.1f} GB/s, "
+        f"products {machine.speed.bf16_flop_per_s / 1e9:.0f} GFLOP/s; "
+        f"{'a core is' if machine.beside else 'no core is'} free to copy while layers compute"
+    )
     spec, resident, _ = build(options.model, torch.bfloat16, [torch.bfloat16])
     lines = []
     for budget in BUDGETS:
         layer_bytes = 2 * spec.layer_parameters
         placement = place_layers(spec.num_layers, layer_bytes, int((1 - budget) * spec.num_layers * layer_bytes))
-        _, decoder, _ = build(options.model, torch.bfloat16, [torch.bfloat16], placement.streamed)
+        _, decoder, _ = build(
+            options.model, torch.bfloat16, [torch.bfloat16], placement.streamed, make_copier(CPU, machine.beside)
+        )
         for rows in options.batch:
-            lines.append(measure(spec, resident, decoder, placement, rows, options))
+            lines.append(measure(spec, resident, decoder, placement, rows, machine, options))
             print(describe(lines[-1]), flush=True)
         decoder.close()
     RESULTS.mkdir(parents=True, exist_ok=True)
     name = f"weight-stream-{options.model}-{options.threads}-threads"
-    record = {"options": vars(options), "torch": torch.__version__, "lines": [asdict(line) for line in lines]}
+    record = {
+        "options": vars(options),
+        "torch": torch.__version__,
+        "machine": asdict(machine),
+        "lines": [asdict(line) for line in lines],
+    }
     (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1))
     plot(lines, RESULTS / f"{name}.png")
 

@@ -1,4 +1,5 @@
-"""How weights get from host memory to the device: a thread on CPU, a stream from pinned memory on CUDA.
+"""How weights get from host memory to the device: a thread on CPU, or the threads that compute where it would only take
+from them; a stream from pinned memory on CUDA.
 
 Made by workers/models/decoder.py's builder for weight_stream.py. On CPU the two are one memory: bytes are moved all the
 same, as packed matrices, so that what runs on a laptop is what runs on a GPU, with a thread in the place of the copy
@@ -59,6 +60,27 @@ class ThreadCopier:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
 
+class InlineCopier:
+    """Memory to memory, by the threads that compute, when a layer is due: where each core has one of them, a thread
+    beside them would take from them what it copies, and more. Has no thread of its own."""
+
+    def hold(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight
+
+    def buffer_like(self, held: torch.Tensor) -> torch.Tensor:
+        return held.clone()
+
+    def copies(self, target: torch.Tensor, held: torch.Tensor) -> list[Copy]:
+        return [partial(_copy_together, target, held, _bytes(target), _bytes(held))]
+
+    def start(self, copies: Sequence[Copy]) -> Wait:
+        due = deque(copies)
+        return lambda: _run_all(due.popleft)
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
 class CudaCopier:
     """Pinned memory to the device on a stream of its own; steps and copies wait for each other on the device only."""
 
@@ -96,8 +118,11 @@ class CudaCopier:
         self._stream.synchronize()
 
 
-def make_copier(device: torch.device) -> Copier:
-    return CudaCopier(device) if device.type == "cuda" else ThreadCopier()
+def make_copier(device: torch.device, beside: bool = True) -> Copier:
+    """beside: on CPU there is a core to copy with while layers compute."""
+    if device.type == "cuda":
+        return CudaCopier(device)
+    return ThreadCopier() if beside else InlineCopier()
 
 
 def _run_all(take: Callable[[], Copy]) -> None:
@@ -113,6 +138,17 @@ def _run_all(take: Callable[[], Copy]) -> None:
 def _move(_target: torch.Tensor, _held: torch.Tensor, to: int, source: int, size: int) -> None:
     """Copies bytes between two tensors, which are alive for as long as this runs in whatever thread."""
     ctypes.memmove(to, source, size)
+
+
+def _copy_together(_target: torch.Tensor, _held: torch.Tensor, to: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies bytes with all of torch's threads."""
+    to.copy_(source)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a CPU tensor as bytes; does not keep it alive."""
+    address, size = _memory(tensor)
+    return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, int]:

@@ -215,7 +215,7 @@ def build_decoder(
     """This rank's decoder with its weights, from `folder` or random (load_format dummy).
 
     `streamed`: layers, counted from 0 on this rank, that are kept in host memory and pass through the device; `copier`
-    moves them, by default in the device's own way. With any, the decoder is to be closed.
+    moves them, by default beside the layers that compute. With any, the decoder is to be closed.
     Raises SettingsError for a model that cannot be cut so, and for a checkpoint that does not match its config.json.
     """
     stream = WeightStream(streamed, copier or make_copier(device))

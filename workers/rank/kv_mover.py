@@ -23,7 +23,6 @@ from offload.transfer import BlockCopier, bytes_per_slot, make_copier
 from workers.channel import MoverKind
 from workers.messages import AdapterMove, RankTiers, Transfer, TransferDone
 from workers.rank.load_gate import LoadGate
-from workers.rank.memory import available_cores
 from workers.rank.mover_inbox import Inbox
 
 log = logging.getLogger(__name__)
@@ -166,11 +165,15 @@ def open_movers(
     num_layers: int,
     tiers: RankTiers,
     inbox: Callable[[MoverKind], Inbox],
+    beside: bool,
 ) -> tuple[LoadGate, list[MoverThread]]:
-    """The rank's movers, ready to start, and the gate of their loads. OSError or HostTierError without the memory."""
+    """The rank's movers, ready to start, and the gate of their loads. OSError or HostTierError without the memory.
+
+    beside: copies take nothing from a step that runs (workers/rank/loading.py).
+    """
     device = planes[0].device
     slab = _open_slab(rank, tiers, bytes_per_slot(planes), device)
-    gate = LoadGate(device, by_layer=device.type == "cuda" or torch.get_num_threads() < available_cores())
+    gate = LoadGate(device, by_layer=beside)
     memory = MemoryMover(make_copier(planes, num_layers, slab.bytes_SB), slab, gate)
     movers = [MoverThread(rank, memory, inbox("memory"))]
     if tiers.disk_folder is not None:

@@ -16,6 +16,7 @@ import torch
 from configs.errors import SettingsError
 from configs.schema import EngineSettings
 from offload.placement import LayerPlacement
+from offload.weight_copiers import make_copier
 from parallel.context import ParallelContext
 from parallel.pipeline import StageLink
 from workers.attention.select import select_attention
@@ -53,6 +54,7 @@ class LoadedRank:
     max_model_len: int
     facts: RankLoaded
     adapters: RankAdapters | None
+    copies_beside: bool
 
     def build_runner(self, num_blocks: int) -> ModelRunner:
         """Allocates num_blocks of KV and runs a first small forward, in step with all other ranks."""
@@ -83,7 +85,7 @@ class LoadedRank:
         """The rank's copies between tiers, ready to start; the runner's steps wait for their loads from now on. OSError
         or HostTierError when there is no memory."""
         layers = self.decoder.num_local_layers
-        runner.gate, movers = open_movers(self.facts.rank, runner.kv.planes, layers, tiers, inbox)
+        runner.gate, movers = open_movers(self.facts.rank, runner.kv.planes, layers, tiers, inbox, self.copies_beside)
         return movers
 
     def open_adapter_movers(self, inbox: Callable[[MoverKind], Inbox]) -> list[MoverThread]:
@@ -109,7 +111,8 @@ def load_rank(
     kv_name = resolve_kv_dtype(settings, str(dtype).removeprefix("torch."))
     kv_dtype: torch.dtype = torch.float8_e4m3fn if kv_name == "fp8_e4m3" else getattr(torch, kv_name)
     placement = place_weights(settings, spec, context, device, dtype, max_model_len, ranks_on_node)
-    decoder = _build(settings, spec, context, device, dtype, kv_dtype, placement)
+    beside = copies_beside(device, ranks_on_node)
+    decoder = _build(settings, spec, context, device, dtype, kv_dtype, placement, beside)
     adapters = _open_adapters(settings, spec, decoder, device, dtype, ranks_on_node)
     size, heads = settings.cache.block_size, decoder.num_local_kv_heads
     needs = KVNeeds(
@@ -147,7 +150,7 @@ def load_rank(
         adapter_page_bytes=0 if adapters is None else adapters.slab.page_bytes,
     )
     log.info("rank %d loaded %s: %s, context %d", rank, settings.model.model, facts, max_model_len)
-    return LoadedRank(settings, context, spec, decoder, device, dtype, kv_dtype, max_model_len, facts, adapters)
+    return LoadedRank(settings, context, spec, decoder, device, dtype, kv_dtype, max_model_len, facts, adapters, beside)
 
 
 def choose_device(settings: EngineSettings, rank: int) -> torch.device:
@@ -172,6 +175,12 @@ def set_threads(settings: EngineSettings, device: torch.device, ranks_on_node: i
         torch.set_num_threads(1)
 
 
+def copies_beside(device: torch.device, ranks_on_node: int) -> bool:
+    """Whether bytes can move while a rank computes without taking from it: there is a copy engine, or a core that no
+    rank of the node computes on. After the threads of torch were set."""
+    return device.type != "cpu" or torch.get_num_threads() * ranks_on_node < available_cores()
+
+
 def choose_dtype(settings: EngineSettings, spec: ArchSpec, device: torch.device) -> torch.dtype:
     """The dtype of weights and activations; says so when it is not the checkpoint's."""
     name = resolve_dtype(settings, spec, device.type)
@@ -189,6 +198,7 @@ def _build(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     placement: LayerPlacement,
+    beside: bool,
 ) -> Decoder:
     try:
         return build_decoder(
@@ -202,6 +212,7 @@ def _build(
             load_format=settings.model.load_format,
             seed=settings.model.seed,
             streamed=placement.streamed,
+            copier=make_copier(device, beside),
         )
     except torch.OutOfMemoryError as error:
         raise SettingsError(f"the weights do not fit on {device}: {error}", "--tensor-parallel-size") from error

@@ -2,17 +2,18 @@
 
 import gc
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import psutil
 import pytest
 import torch
 
-from offload.weight_copiers import PIECE_BYTES, CudaCopier, ThreadCopier
+from offload.weight_copiers import PIECE_BYTES, CudaCopier, InlineCopier, ThreadCopier, make_copier
 from offload.weight_stream import Copier, Copy, WeightCopyError, WeightStream, num_bytes, same_form
 from parallel.matmul import can_pack
 
 NUM_LAYERS = 7
+either = pytest.mark.parametrize("kind", [ThreadCopier, InlineCopier])
 
 
 def weights_of(layer: int) -> list[torch.Tensor]:
@@ -40,11 +41,14 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("tandem-weights")]
 
 
+@either
 @pytest.mark.parametrize(
     "streamed", [(), (3,), (0, 6), (1, 4), (0, 1, 2), (1, 3, 5, 6), tuple(range(1, 7)), tuple(range(7))]
 )
-def test_every_layer_finds_its_own_weights_step_after_step(streamed: tuple[int, ...]) -> None:
-    stream, places = open_stream(streamed)
+def test_every_layer_finds_its_own_weights_step_after_step(
+    streamed: tuple[int, ...], kind: Callable[[], Copier]
+) -> None:
+    stream, places = open_stream(streamed, kind())
     layer_bytes = sum(weight.nbytes for weight in weights_of(0))
     assert stream.host_bytes == len(streamed) * layer_bytes
     assert stream.buffer_bytes == min(2, len(streamed)) * layer_bytes
@@ -53,8 +57,9 @@ def test_every_layer_finds_its_own_weights_step_after_step(streamed: tuple[int, 
     stream.close()
 
 
-def test_a_step_that_ends_in_the_middle_harms_no_later_one() -> None:
-    stream, places = open_stream(range(NUM_LAYERS))
+@either
+def test_a_step_that_ends_in_the_middle_harms_no_later_one(kind: Callable[[], Copier]) -> None:
+    stream, places = open_stream(range(NUM_LAYERS), kind())
     for until in (0, 3, 1, NUM_LAYERS, 6, NUM_LAYERS):
         walk(stream, places, until)
     stream.close()
@@ -175,10 +180,11 @@ def test_a_stream_that_nobody_closed_ends_with_its_last_reference() -> None:
 
 @pytest.mark.skipif(not can_pack(torch.float32), reason="this build does not pack")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_matrices_move_as_bytes(dtype: torch.dtype) -> None:
+@either
+def test_packed_matrices_move_as_bytes(dtype: torch.dtype, kind: Callable[[], Copier]) -> None:
     if not can_pack(dtype):
         pytest.skip("this CPU does not pack this dtype")
-    copier = ThreadCopier()
+    copier = kind()
     pack = torch.ops.mkldnn._reorder_linear_weight
     first, second = (pack(torch.randn(80, 48).to(dtype)) for _ in range(2))
     buffer = copier.buffer_like(first)
@@ -201,6 +207,19 @@ def test_large_matrices_move_in_pieces_that_two_threads_share() -> None:
         odd_target.zero_()
         copier.start(copies)()
         assert torch.equal(target, held) and torch.equal(odd_target, odd_held)
+    copier.close()
+
+
+def test_without_a_core_to_spare_nothing_moves_before_it_is_due() -> None:
+    copier = make_copier(torch.device("cpu"), beside=False)
+    held, target = torch.randn(64, 48), torch.zeros(64, 48)
+    wait = copier.start(copier.copies(target, held))
+    assert not threads() and not target.any()
+    wait()
+    assert torch.equal(target, held)
+    target.zero_()
+    wait()  # waiting again copies nothing
+    assert not target.any()
     copier.close()
 
 

@@ -16,7 +16,7 @@ from tests.support.executor_driver import ExecutorDriver, Job
 from tests.support.tiny_models import BASE, TinyModel, save_tiny_model
 from workers.errors import GroupLost
 from workers.inprocess_executor import InProcessExecutor
-from workers.rank.loading import LoadedRank, load_single
+from workers.rank.loading import LoadedRank, copies_beside, load_single
 from workers.rank.memory import GIB
 
 NUM_LAYERS = 8
@@ -132,3 +132,13 @@ def same_threads() -> object:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(("cores", "threads", "ranks", "beside"), [(2, 2, 1, False), (2, 1, 1, True), (2, 1, 2, False)])
+def test_copies_go_beside_steps_only_with_a_core_that_no_rank_computes_on(
+    monkeypatch: pytest.MonkeyPatch, cores: int, threads: int, ranks: int, beside: bool
+) -> None:
+    monkeypatch.setattr("workers.rank.loading.available_cores", lambda: cores)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert copies_beside(torch.device("cpu"), ranks) is beside
+    assert copies_beside(torch.device("cuda"), ranks)
