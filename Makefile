@@ -50,7 +50,7 @@ format: $(DEV)
 # What computes runs on two workers; what starts clusters, or watches clocks, by itself.
 test: $(DEV) ## all tests; under 15 minutes on 2 cores
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests/architecture tests/unit tests/parity tests/distributed/*_ranks.py -n 2
-	$(BIN)/python -m pytest tests/distributed tests/integration --ignore-glob='*_ranks.py'
+	$(BIN)/python -m pytest tests/distributed tests/integration --ignore-glob='*_ranks.py' -n 2 --dist loadfile
 
 chaos: $(DEV) ## long histories of faults and thrash, not part of test
 	$(BIN)/python -m pytest tests -m chaos
