@@ -64,7 +64,8 @@ def add(
 ) -> None:
     """Check an adapter whole and serve it. Requests that run keep the version they came with."""
     from cluster.adapters.desk import EVERYONE, NameTaken
-    from cluster.adapters.sources import absolute
+    from cluster.adapters.sources import absolute, said_of
+    from workers.errors import RequestRefused
 
     if public and tenant is not None:
         raise SettingsError("an adapter is one tenant's or everyone's", "--public")
@@ -79,6 +80,10 @@ def add(
         raise SettingsError(
             f"the name {name} is taken by other content; give it to take its place", "--replace"
         ) from error
+    except RequestRefused as error:
+        if error.param != "lora_path":
+            raise
+        raise SettingsError(said_of(place, error), "SOURCE") from error
 
 
 def remove(name: Name, model: Model = None, redis_url: RedisUrl = None) -> None:
