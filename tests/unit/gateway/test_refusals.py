@@ -396,6 +396,8 @@ async def test_what_the_backend_refuses_has_its_real_status(
             assert answer.headers["x-should-retry"] == "false"
         elif status in (429, 503):
             assert 1 <= int(answer.headers["retry-after"]) <= 60
+        says_when = f". Try again in {answer.headers.get('retry-after')} s." in body["message"]
+        assert says_when == (status == 429 and code != "insufficient_quota")
         await rig.settle()
         (row,) = rig.ledger.rows
         assert row.terminal == ("error" if status == 500 or isinstance(error, GroupLost) else "rejected")
