@@ -5,6 +5,7 @@ service would have sampled for the same seed. Not for concurrent callers: one th
 """
 
 import itertools
+import logging
 import secrets
 import signal
 import threading
@@ -37,6 +38,7 @@ from workers.messages import (
 )
 from workers.resolve import read_spec
 from workers.sampling_check import check_sampling
+from workers.start_notes import pool_notes
 from workers.text.chat_template import ChatTemplate, find_chat_template
 from workers.text.choice_text import ChoiceText
 from workers.text.detokenizer import DetokenizerFactory
@@ -44,6 +46,7 @@ from workers.text.tokenizer import check_token_ids, load_tokenizer
 
 __all__ = ["LLM", "Completion", "RequestOutput", "SamplingParams"]
 
+log = logging.getLogger("tandem.offline")
 SETTLE_S = 5.0
 DEMO = Path(__file__).resolve().parents[1] / "configs" / "demo" / "model"
 Prompt = str | Sequence[int]
@@ -174,6 +177,8 @@ class LLM:
         try:
             ready = self._executor.start()
             self._facts = model_facts(self.settings, ready)
+            for warning in pool_notes(self.settings.cache, self._facts.max_model_len):
+                log.warning("%s", warning)
             self._engine = Engine(self.settings, self._facts, self._executor, ready, self)
         except BaseException:
             self._executor.close()

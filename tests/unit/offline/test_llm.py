@@ -116,6 +116,19 @@ def test_every_parameter_has_its_range(llm: LLM) -> None:
     assert llm.generate("Once upon a time", odd, use_tqdm=False)[0].outputs[0].finish_reason == "length"
 
 
+def test_a_pool_below_one_context_is_said_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    small: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 2, "block_size": 16, "max_model_len": 100}
+    with LLM("demo", **small, num_gpu_blocks_override=7):
+        assert "blocks" not in caplog.text
+    with LLM("demo", **small, num_gpu_blocks_override=4) as short:
+        endless = SamplingParams(max_tokens=90, temperature=0, ignore_eos=True)
+        (done,) = short.generate([5] * 10, endless, use_tqdm=False)[0].outputs
+    assert (len(done.token_ids), done.finish_reason) == (65 - 10, "length")
+    [warning] = [record.getMessage() for record in caplog.records if "blocks" in record.getMessage()]
+    assert warning.startswith("--num-gpu-blocks-override 4 holds 64 tokens, less than one context of 100")
+    assert "end at 65 tokens; 7 blocks would hold it all" in warning
+
+
 def test_prefix_is_found_again(llm: LLM) -> None:
     prompt = "Once upon a time there was a very small boat that went out to sea and came back. " * 4
     llm.generate(prompt, GREEDY, use_tqdm=False)
