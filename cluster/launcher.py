@@ -67,6 +67,7 @@ class Launcher:
         self._signals.install()
         try:
             if (number := self._run_start()) is not None:
+                self._told.interrupted()
                 self._say.line(INTERRUPTED)
                 return 128 + number
             self._told.started()
