@@ -2,6 +2,7 @@
 
 import asyncio
 import http.client
+import json
 import logging
 import time
 from collections.abc import Callable
@@ -36,7 +37,7 @@ class ServeApp:
         self._facts = facts
         self._private = private
         self._deployed = False
-        self._ready = False
+        self.is_ready = False
 
     def deploy(self) -> None:
         """Hands the application to Serve; returns before anything of it runs."""
@@ -49,15 +50,20 @@ class ServeApp:
     def wait_until_ready(self, keep: Callable[[], None]) -> list[str]:
         """Until the gateway answers and all groups serve; what was chosen, a line each. SettingsError when it fails."""
         choices = asyncio.run(self._wait_until_ready(keep))
-        self._ready = True
+        self.is_ready = True
         return choices
+
+    def requests_in_hand(self) -> int | None:
+        """What the gateway is busy with; None when it does not say in time."""
+        answer = self._get("/load")
+        return None if answer is None else int(json.loads(answer)["requests_in_this_gateway"])
 
     def drain(self, is_urgent: Callable[[], bool]) -> None:
         """Ends the application: no new requests, those in flight have the shutdown timeout."""
         if not self._deployed or not ray.is_initialized():
             return
         try:
-            if self._ready:
+            if self.is_ready:
                 asyncio.run(self._drain_gateways(is_urgent))
             serve.delete(APP, _blocking=False)
             deadline_s = time.monotonic() + DELETE_S
@@ -100,17 +106,19 @@ class ServeApp:
 
     def _all_ready(self, records: list[GroupRecord]) -> bool:
         serving = sum(record.state == "serving" for record in records)
-        return serving >= min_groups(self._settings) and self._gateway_answers()
+        return serving >= min_groups(self._settings) and self._get("/readyz") is not None
 
-    def _gateway_answers(self) -> bool:
+    def _get(self, path: str) -> bytes | None:
+        """The gateway's answer; None when it is not 200, or does not come in time."""
         gateway = self._settings.gateway
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(gateway.host, gateway.host)
         connection = http.client.HTTPConnection(host, gateway.port, timeout=1.0)
         try:
-            connection.request("GET", "/readyz")
-            return connection.getresponse().status == 200
-        except OSError:
-            return False
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.read() if answer.status == 200 else None
+        except (OSError, http.client.HTTPException):
+            return None
         finally:
             connection.close()
 

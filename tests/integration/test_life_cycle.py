@@ -335,7 +335,9 @@ def test_a_drain_ends_short_streams_well_cuts_long_ones_cleanly_and_refuses_late
             assert (answer.result().status_code, "shutting down" in answer.result().text) == (503, True)
         assert service.process.wait(30) == 0
         service.check_gone()
-        assert "Traceback" not in service.output
+        stopping, stopped = service.output.partition(f"{service.port}/v1\n")[2].splitlines()
+        assert "requests in hand have up to 6 s to finish (--shutdown-timeout)" in stopping
+        assert stopped.startswith("tandem: stopped: nothing is left running")
 
 
 def test_a_rank_that_cannot_load_ends_the_start_with_one_line(tmp_path: Path) -> None:
