@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import ray
 from ray import serve
@@ -24,6 +25,8 @@ log = logging.getLogger("tandem.launcher")
 POLL_S = 0.05
 SLOW_POLL_S = 1.0
 DELETE_S = 5.0
+LAST_WORDS_S = 1.0
+"""For the last events of answers that a second signal cuts off."""
 PLACEMENT_S = 20.0
 GROUP_PREFIX = f"SERVE_REPLICA::{APP}#{COORDINATOR}#"
 """How Serve begins the names of our groups' placement groups; the rest of the cluster's are others' business."""
@@ -76,10 +79,14 @@ class ServeApp:
 
     async def _drain_gateways(self, is_urgent: Callable[[], bool]) -> None:
         """Every gateway refuses new work and answers what it has in hand, before anything is taken from under it."""
-        asking = asyncio.create_task(_ask_gateways(), name="drain")
+        asking = asyncio.create_task(_ask_gateways("drain"), name="drain")
         deadline_s = time.monotonic() + self._settings.shutdown_timeout_s + DELETE_S
         while not asking.done() and time.monotonic() < deadline_s and not is_urgent():
             await asyncio.wait({asking}, timeout=POLL_S)
+        if is_urgent() and not asking.done():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LAST_WORDS_S):
+                    await _ask_gateways("cut_off")
         asking.cancel()
         logging.getLogger("ray.serve").setLevel(logging.CRITICAL)  # Serve's client deplores that this loop ends
 
@@ -147,12 +154,12 @@ class ServeApp:
         return [first, *(f"group {record.group}: {note}" for note in record.notes)]
 
 
-async def _ask_gateways() -> None:
-    """Returns when every gateway has drained; one that is gone has nothing left to drain."""
+async def _ask_gateways(method: str) -> None:
+    """Returns when every gateway has done it; one that is gone has nothing left to drain."""
     try:
-        await serve.get_deployment_handle(GATEWAY, APP).broadcast("drain").results_async(return_exceptions=True)
+        await serve.get_deployment_handle(GATEWAY, APP).broadcast(method).results_async(return_exceptions=True)
     except Exception as error:  # whatever way Ray or Serve reports gateways that are gone
-        log.warning("the gateways could not be asked to drain: %s", error)
+        log.warning("the gateways could not be asked for %s: %s", method, error)
 
 
 def raise_unplaced() -> None:

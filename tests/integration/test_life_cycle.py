@@ -306,7 +306,9 @@ def test_a_second_signal_does_not_wait_for_requests() -> None:
         wait_for(lambda: "stopping" in service.output, 10, "the first signal is heard")
         service.interrupt()
         assert service.process.wait(10) == 0
-        assert all(stream.join() for stream in streams)
+        for stream in streams:
+            *_, error, done = stream.join()
+            assert done == "data: [DONE]" and "shutting down" in error
         service.check_gone()
 
 
