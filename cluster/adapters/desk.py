@@ -70,12 +70,13 @@ class AdapterDesk:
 
     # ---- what is listed ------------------------------------------------------------------------------------------
 
-    def entry(self, model: str, tenant: str) -> AdapterEntry | None:
-        """The adapter that a request's `model` names; None: there is none, or not for this tenant."""
+    def entry(self, model: str, tenant: str | None) -> AdapterEntry | None:
+        """The adapter that a request's `model` names; None: there is none, or not for this tenant. tenant None: an
+        admin's look."""
         return find(model, self._bases, self.registry.entries, tenant)
 
-    def visible(self, tenant: str) -> list[AdapterEntry]:
-        """What this tenant may know of, by name."""
+    def visible(self, tenant: str | None) -> list[AdapterEntry]:
+        """What this tenant may know of, by name. tenant None: an admin's look, everything."""
         return [entry for entry in self.registry.entries.values() if entry.is_for(tenant)]
 
     # ---- changes -------------------------------------------------------------------------------------------------
