@@ -105,8 +105,14 @@ class Gateway:
         draining.begin()
         if not await draining.wait_idle(self._settings.shutdown_timeout_s):
             log.warning("%d requests are cut off by --shutdown-timeout", draining.in_hand)
-            self._client.refuse_all(shutting_down())
-            await draining.wait_idle(LAST_WORDS_S)
+            await self.cut_off()
+
+    async def cut_off(self) -> None:
+        """Ends what is in hand: every answer gets its last words, an error. `tandem serve` asks for it at once when it
+        is told a second time to stop."""
+        self._state.draining.begin()
+        self._client.refuse_all(shutting_down())
+        await self._state.draining.wait_idle(LAST_WORDS_S)
 
     async def __del__(self) -> None:
         """Serve calls this on the way out: let streams finish, stop listening, leave."""

@@ -16,6 +16,7 @@ from configs.schema import EngineSettings
 from workers.build import model_facts
 from workers.engine.engine import Engine
 from workers.engine.executor import ExecutorReady
+from workers.start_notes import pool_notes
 
 log = logging.getLogger("ray.serve.tandem")
 
@@ -41,11 +42,15 @@ class GroupEngine:
         """Starts the ranks, loads the model, and puts the engine on top. SettingsError or GroupLost when that fails."""
         ready = self._executor.start()
         self.rank_pids = ready.rank_pids
-        self.notes = (loading_note(ready), *ready.tier_notes)
+        facts = model_facts(self._settings, ready)
+        warnings = pool_notes(self._settings.cache, facts.max_model_len)
+        self.notes = (loading_note(ready), *ready.tier_notes, *warnings)
         if self._settings.step_log is not None:
             self.notes += (f"every step's plan goes to {self._settings.step_log}",)
         log.info("ranks ready: %s", ready)
-        return Engine(self._settings, model_facts(self._settings, ready), self._executor, ready, sink, time.monotonic)
+        for warning in warnings:
+            log.warning("%s", warning)
+        return Engine(self._settings, facts, self._executor, ready, sink, time.monotonic)
 
     def silent_s(self) -> float:
         """How long a rank has given no sign of life, 0 while there is no doubt."""

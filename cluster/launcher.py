@@ -67,6 +67,7 @@ class Launcher:
         self._signals.install()
         try:
             if (number := self._run_start()) is not None:
+                self._told.interrupted()
                 self._say.line(INTERRUPTED)
                 return 128 + number
             self._told.started()
@@ -240,7 +241,6 @@ class Launcher:
                 helper.keep()
             if not ray_node.is_alive():
                 raise SettingsError("Ray's own processes have died; the service cannot go on")
-        self._say.line("stopping: requests in flight may finish (signal again to end at once)")
 
     def _restart_helpers(self) -> None:
         for helper in self._helpers:
@@ -250,6 +250,8 @@ class Launcher:
         drained = threading.Event()
         if self._address is None:
             threading.Thread(target=self._end_with_ray, args=(drained,), name="tandem-drain", daemon=True).start()
+        if app.is_ready and self._signals.first() is not None:
+            self._say.line(stopping_line(app.requests_in_hand(), self._settings.shutdown_timeout_s))
         app.drain(lambda: self._signals.is_urgent)
         drained.set()
 
@@ -302,6 +304,15 @@ def with_state_folder(settings: ServiceSettings, folder: PrivateFolder) -> Servi
     if settings.gateway.state_dir is not None or settings.redis.url is not None:
         return settings
     return replace(settings, gateway=replace(settings.gateway, state_dir=str(folder.state)))
+
+
+def stopping_line(in_hand: int | None, limit_s: float) -> str:
+    """What is said once, when the draining begins. in_hand: requests, None where the gateway did not say."""
+    if in_hand == 0:
+        return "stopping: no request is in hand"
+    count = "" if in_hand is None else f"{in_hand} "
+    who = "1 request in hand has" if in_hand == 1 else f"{count}requests in hand have"
+    return f"stopping: {who} up to {limit_s:g} s to finish (--shutdown-timeout); signal again to end at once"
 
 
 def _groups(count: int) -> str:

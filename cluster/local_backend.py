@@ -5,6 +5,7 @@ service, whose Backend is cluster/group_client.py.
 """
 
 import asyncio
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -15,7 +16,9 @@ from workers.build import model_facts, open_executor
 from workers.engine.engine import Engine
 from workers.errors import GroupLost, RequestRefused
 from workers.messages import Abort, Ended, GenerationRequest, TokenDelta
+from workers.start_notes import pool_notes
 
+log = logging.getLogger("tandem.offline")
 Item = list[TokenDelta] | RequestRefused | GroupLost | None
 StreamKey = tuple[str, int]
 COPY_POLL_S = 0.005
@@ -110,7 +113,10 @@ class LocalBackend:
         executor = open_executor(self._settings)
         try:
             ready = executor.start()
-            engine = Engine(self._settings, model_facts(self._settings, ready), executor, ready, self)
+            facts = model_facts(self._settings, ready)
+            for warning in pool_notes(self._settings.cache, facts.max_model_len):
+                log.warning("%s", warning)
+            engine = Engine(self._settings, facts, executor, ready, self)
         except Exception as error:
             executor.close()
             self._loop.call_soon_threadsafe(opened.set_exception, error)

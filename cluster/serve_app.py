@@ -2,9 +2,11 @@
 
 import asyncio
 import http.client
+import json
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import ray
 from ray import serve
@@ -23,6 +25,8 @@ log = logging.getLogger("tandem.launcher")
 POLL_S = 0.05
 SLOW_POLL_S = 1.0
 DELETE_S = 5.0
+LAST_WORDS_S = 1.0
+"""For the last events of answers that a second signal cuts off."""
 PLACEMENT_S = 20.0
 GROUP_PREFIX = f"SERVE_REPLICA::{APP}#{COORDINATOR}#"
 """How Serve begins the names of our groups' placement groups; the rest of the cluster's are others' business."""
@@ -36,7 +40,7 @@ class ServeApp:
         self._facts = facts
         self._private = private
         self._deployed = False
-        self._ready = False
+        self.is_ready = False
 
     def deploy(self) -> None:
         """Hands the application to Serve; returns before anything of it runs."""
@@ -49,15 +53,20 @@ class ServeApp:
     def wait_until_ready(self, keep: Callable[[], None]) -> list[str]:
         """Until the gateway answers and all groups serve; what was chosen, a line each. SettingsError when it fails."""
         choices = asyncio.run(self._wait_until_ready(keep))
-        self._ready = True
+        self.is_ready = True
         return choices
+
+    def requests_in_hand(self) -> int | None:
+        """What the gateway is busy with; None when it does not say in time."""
+        answer = self._get("/load")
+        return None if answer is None else int(json.loads(answer)["requests_in_this_gateway"])
 
     def drain(self, is_urgent: Callable[[], bool]) -> None:
         """Ends the application: no new requests, those in flight have the shutdown timeout."""
         if not self._deployed or not ray.is_initialized():
             return
         try:
-            if self._ready:
+            if self.is_ready:
                 asyncio.run(self._drain_gateways(is_urgent))
             serve.delete(APP, _blocking=False)
             deadline_s = time.monotonic() + DELETE_S
@@ -70,10 +79,14 @@ class ServeApp:
 
     async def _drain_gateways(self, is_urgent: Callable[[], bool]) -> None:
         """Every gateway refuses new work and answers what it has in hand, before anything is taken from under it."""
-        asking = asyncio.create_task(_ask_gateways(), name="drain")
+        asking = asyncio.create_task(_ask_gateways("drain"), name="drain")
         deadline_s = time.monotonic() + self._settings.shutdown_timeout_s + DELETE_S
         while not asking.done() and time.monotonic() < deadline_s and not is_urgent():
             await asyncio.wait({asking}, timeout=POLL_S)
+        if is_urgent() and not asking.done():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LAST_WORDS_S):
+                    await _ask_gateways("cut_off")
         asking.cancel()
         logging.getLogger("ray.serve").setLevel(logging.CRITICAL)  # Serve's client deplores that this loop ends
 
@@ -100,17 +113,19 @@ class ServeApp:
 
     def _all_ready(self, records: list[GroupRecord]) -> bool:
         serving = sum(record.state == "serving" for record in records)
-        return serving >= min_groups(self._settings) and self._gateway_answers()
+        return serving >= min_groups(self._settings) and self._get("/readyz") is not None
 
-    def _gateway_answers(self) -> bool:
+    def _get(self, path: str) -> bytes | None:
+        """The gateway's answer; None when it is not 200, or does not come in time."""
         gateway = self._settings.gateway
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(gateway.host, gateway.host)
         connection = http.client.HTTPConnection(host, gateway.port, timeout=1.0)
         try:
-            connection.request("GET", "/readyz")
-            return connection.getresponse().status == 200
-        except OSError:
-            return False
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.read() if answer.status == 200 else None
+        except (OSError, http.client.HTTPException):
+            return None
         finally:
             connection.close()
 
@@ -139,12 +154,12 @@ class ServeApp:
         return [first, *(f"group {record.group}: {note}" for note in record.notes)]
 
 
-async def _ask_gateways() -> None:
-    """Returns when every gateway has drained; one that is gone has nothing left to drain."""
+async def _ask_gateways(method: str) -> None:
+    """Returns when every gateway has done it; one that is gone has nothing left to drain."""
     try:
-        await serve.get_deployment_handle(GATEWAY, APP).broadcast("drain").results_async(return_exceptions=True)
+        await serve.get_deployment_handle(GATEWAY, APP).broadcast(method).results_async(return_exceptions=True)
     except Exception as error:  # whatever way Ray or Serve reports gateways that are gone
-        log.warning("the gateways could not be asked to drain: %s", error)
+        log.warning("the gateways could not be asked for %s: %s", method, error)
 
 
 def raise_unplaced() -> None:

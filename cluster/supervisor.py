@@ -52,6 +52,10 @@ class Told:
         """From here on a signal may take as long as requests in flight do."""
         self._say("started=")
 
+    def interrupted(self) -> None:
+        """Our user has been told that the start is over; what follows is taking it down."""
+        self._say("interrupted=")
+
     def end(self, why: str) -> None:
         """Asks to be ended, with everything else: the launcher's main thread hangs in what cannot end any more."""
         self._say(f"end={why}")
@@ -159,7 +163,8 @@ class Supervisor:
             shutil.rmtree(folder, ignore_errors=True)
         if run_file is not None:
             remove_run_file(Path(run_file))
-        for line in (why, strays.stopped_line(time.monotonic() - started_s)):
+        known = why == INTERRUPTED and "interrupted" in self._facts
+        for line in ([] if known else [why]) + [strays.stopped_line(time.monotonic() - started_s)]:
             with suppress(OSError):
                 print(f"tandem: {line}", flush=True)
 

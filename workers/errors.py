@@ -30,9 +30,10 @@ class RequestRefused(TandemError):
 
 
 class ContextLengthExceeded(RequestRefused):
-    """Prompt and wanted output do not fit the model's context or the KV pool."""
+    """Prompt and wanted output do not fit the model's context or the KV pool. `param` is the prompt's name: "prompt"
+    for the engine, in a client's body perhaps another."""
 
-    def __init__(self, message: str, param: str | None = "messages") -> None:
+    def __init__(self, message: str, param: str) -> None:
         super().__init__(message, code="context_length_exceeded", param=param)
 
 

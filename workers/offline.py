@@ -5,6 +5,7 @@ service would have sampled for the same seed. Not for concurrent callers: one th
 """
 
 import itertools
+import logging
 import secrets
 import signal
 import threading
@@ -36,6 +37,8 @@ from workers.messages import (
     is_url,
 )
 from workers.resolve import read_spec
+from workers.sampling_check import check_sampling
+from workers.start_notes import pool_notes
 from workers.text.chat_template import ChatTemplate, find_chat_template
 from workers.text.choice_text import ChoiceText
 from workers.text.detokenizer import DetokenizerFactory
@@ -43,6 +46,7 @@ from workers.text.tokenizer import check_token_ids, load_tokenizer
 
 __all__ = ["LLM", "Completion", "RequestOutput", "SamplingParams"]
 
+log = logging.getLogger("tandem.offline")
 SETTLE_S = 5.0
 DEMO = Path(__file__).resolve().parents[1] / "configs" / "demo" / "model"
 Prompt = str | Sequence[int]
@@ -173,6 +177,8 @@ class LLM:
         try:
             ready = self._executor.start()
             self._facts = model_facts(self.settings, ready)
+            for warning in pool_notes(self.settings.cache, self._facts.max_model_len):
+                log.warning("%s", warning)
             self._engine = Engine(self.settings, self._facts, self._executor, ready, self)
         except BaseException:
             self._executor.close()
@@ -190,11 +196,10 @@ class LLM:
         returned, for all prompts or one (or None) for each.
 
         A prompt that cannot be served (too long, say) has finish_reason "error" and the reason; the others go on.
+        ValueError, before anything runs, for sampling parameters without meaning; it names the parameter.
         """
         many = self._as_list(prompts)
-        params = [sampling_params] * len(many) if isinstance(sampling_params, SamplingParams) else list(sampling_params)
-        if len(params) != len(many):
-            raise ValueError(f"{len(params)} sampling_params for {len(many)} prompts")
+        params = self._checked(sampling_params, len(many))
         one_for_all = lora_request is None or isinstance(lora_request, AdapterRef)
         adapters = [lora_request] * len(many) if one_for_all else list(lora_request)
         if len(adapters) != len(many):
@@ -272,6 +277,17 @@ class LLM:
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             return [prompts]  # type: ignore[list-item]  # one prompt
         return list(prompts)  # type: ignore[arg-type]
+
+    def _checked(self, given: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+        """One for each of `count` prompts. ValueError when they are others in number, or one makes no sense."""
+        each = [given] if isinstance(given, SamplingParams) else list(given)
+        for params in each:
+            check_sampling(params, self._facts.vocab_size)
+        if isinstance(given, SamplingParams):
+            return each * count
+        if len(each) != count:
+            raise ValueError(f"{len(each)} sampling_params for {count} prompts")
+        return each
 
     def _add(self, prompt: Prompt, params: SamplingParams, adapter: AdapterRef | None) -> str:
         text = prompt if isinstance(prompt, str) else None

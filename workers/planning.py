@@ -18,7 +18,6 @@ from workers.models.spec import ArchSpec
 from workers.rank.memory import CPU_SHARE, GIB
 from workers.resolve import DTYPE_BYTES
 
-ADAPTER_RANK = 16
 CONVERSATION_TOKENS = 2048
 MOST_TP = 8
 """Ranks that commonly share a node: beyond, all-reduces of every layer cross the network."""
@@ -39,7 +38,7 @@ class Memory:
 @dataclass(frozen=True, slots=True)
 class StagePlan:
     """One rank of a stage, in bytes; kv_budget_bytes may be negative: that much is lacking. adapter_bytes: of an
-    adapter of ADAPTER_RANK on every linear; adapter_room: what is set aside for adapters."""
+    adapter of --max-lora-rank on every linear; adapter_room: what is set aside for adapters."""
 
     stage: int
     weights: RankWeights
@@ -181,7 +180,7 @@ def _stage(
         activation_bytes=activations,
         kv_token_bytes=kv_token_bytes(spec, mesh, kv_dtype),
         kv_budget_bytes=budget - weights.fixed_bytes - placement.device_bytes - activations - room.device_bytes,
-        adapter_bytes=adapter_bytes(spec, mesh, ADAPTER_RANK, element),
+        adapter_bytes=adapter_bytes(spec, mesh, settings.lora.max_lora_rank, element),
         adapter_room=room,
     )
 

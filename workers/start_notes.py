@@ -1,10 +1,13 @@
-"""What a starting group says of weights that stream and of room for adapters, for the launcher and the log. Torch-free.
+"""What a starting group says of weights that stream, of room for adapters and of a pool that is too small, for the
+launcher and the log. Torch-free.
 
-Called by workers/rank_group.py and workers/inprocess_executor.py with what their ranks reported.
+Called by workers/rank_group.py and workers/inprocess_executor.py with what their ranks reported, and by whoever puts an
+engine on top.
 """
 
 from collections.abc import Sequence
 
+from configs.schema import CacheSettings
 from workers.messages import RankLoaded
 
 MIB = 2**20
@@ -26,6 +29,18 @@ def adapter_notes(loaded: Sequence[RankLoaded]) -> tuple[str, ...]:
         return ()
     page_bytes = sum(message.adapter_page_bytes for message in loaded)
     return (f"adapters: {num_pages} device pages ({_mib(num_pages * page_bytes)} over {len(loaded)} rank(s))",)
+
+
+def pool_notes(cache: CacheSettings, max_model_len: int) -> tuple[str, ...]:
+    """Nothing when the KV pool holds one context of max_model_len tokens; only --num-gpu-blocks-override may ask for
+    less. The last token of a context needs no KV."""
+    if cache.num_blocks is None or (num_slots := cache.num_blocks * cache.block_size) >= max_model_len - 1:
+        return ()
+    return (
+        f"--num-gpu-blocks-override {cache.num_blocks} holds {num_slots} tokens, less than one context of "
+        f"{max_model_len}: a prompt and its answer end at {num_slots + 1} tokens; "
+        f"{-(-max_model_len // cache.block_size)} blocks would hold it all",
+    )
 
 
 def _placement(message: RankLoaded) -> str:

@@ -20,7 +20,7 @@ from cluster.adapters.entries import NAME_RULE, AdapterEntry, find, is_name
 from cluster.adapters.kept import AdapterFile
 from cluster.adapters.registry import AdapterRegistry
 from cluster.adapters.running import RunningAdapters
-from cluster.adapters.sources import Module
+from cluster.adapters.sources import Module, said_of
 from cluster.coordination.client import RedisAway
 from configs.errors import SettingsError, TandemError
 from workers.errors import RequestRefused
@@ -70,12 +70,13 @@ class AdapterDesk:
 
     # ---- what is listed ------------------------------------------------------------------------------------------
 
-    def entry(self, model: str, tenant: str) -> AdapterEntry | None:
-        """The adapter that a request's `model` names; None: there is none, or not for this tenant."""
+    def entry(self, model: str, tenant: str | None) -> AdapterEntry | None:
+        """The adapter that a request's `model` names; None: there is none, or not for this tenant. tenant None: an
+        admin's look."""
         return find(model, self._bases, self.registry.entries, tenant)
 
-    def visible(self, tenant: str) -> list[AdapterEntry]:
-        """What this tenant may know of, by name."""
+    def visible(self, tenant: str | None) -> list[AdapterEntry]:
+        """What this tenant may know of, by name. tenant None: an admin's look, everything."""
         return [entry for entry in self.registry.entries.values() if entry.is_for(tenant)]
 
     # ---- changes -------------------------------------------------------------------------------------------------
@@ -135,7 +136,7 @@ class AdapterDesk:
                 await self.load(name, source, inplace=True)
             except RequestRefused as error:
                 if error.status != 503:
-                    raise SettingsError(f"{name}: {error}", "--lora-modules") from error
+                    raise SettingsError(f"{name}: {said_of(source, error)}", "--lora-modules") from error
                 digest = await self._digest(source)
                 self.registry.keep(self._entry(name, source, digest, None, None, self.registry.entries.get(name)))
 

@@ -33,9 +33,9 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
         """As requests carry it."""
         return AdapterRef(name=self.name, digest=self.digest, source=self.source)
 
-    def is_for(self, tenant: str) -> bool:
-        """May this tenant know of it?"""
-        return self.tenant is None or self.tenant == tenant
+    def is_for(self, tenant: str | None) -> bool:
+        """May this tenant know of it? None: an admin, who may of all."""
+        return tenant is None or self.tenant is None or self.tenant == tenant
 
 
 class BaseFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,9 +54,11 @@ def is_name(name: str) -> bool:
     return NAME.fullmatch(name) is not None
 
 
-def find(model: str, bases: Sequence[str], entries: Mapping[str, AdapterEntry], tenant: str) -> AdapterEntry | None:
-    """The adapter that `model` names for this tenant: its name, `name@digest` (8 hexadecimal digits at least), either
-    behind `base:`. None: there is none, or it is another tenant's."""
+def find(
+    model: str, bases: Sequence[str], entries: Mapping[str, AdapterEntry], tenant: str | None
+) -> AdapterEntry | None:
+    """The adapter that `model` names for this tenant (None: for an admin): its name, `name@digest` (8 hexadecimal
+    digits at least), either behind `base:`. None: there is none, or it is another tenant's."""
     behind = [model[len(base) + 1 :] for base in bases if model.startswith(f"{base}:")]
     for wanted in (model, *behind):
         name, at, digest = wanted.partition("@")

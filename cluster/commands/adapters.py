@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from cluster.commands.help import GroupedHelp
-from cluster.commands.redis_of import NOBODY, RedisUrl, with_redis
+from cluster.commands.redis_of import RedisUrl, ServiceAt, Url, model_on, service_at, with_redis
 from configs.errors import SettingsError, TandemError
 
 if TYPE_CHECKING:
@@ -35,14 +35,14 @@ def adapters_app() -> typer.Typer:
     return app
 
 
-def show(model: Model = None, redis_url: RedisUrl = None) -> None:
+def show(model: Model = None, url: Url = None, redis_url: RedisUrl = None) -> None:
     """List the adapters: version, tenant, pin, source, and how many groups hold it where."""
 
     async def read(registry: "AdapterRegistry", redis: "BackgroundClient") -> "tuple[list[AdapterEntry], Holders]":
         await registry.refresh()
         return list(registry.entries.values()), await _holders(redis, registry.model)
 
-    entries, holders = _run(model, redis_url, read)
+    entries, holders = _run(model, service_at(url, redis_url), read)
     for entry in entries:
         owner = entry.tenant if entry.tenant is not None else "public"
         held = [f"{tier} {count}" for tier, count in holders(entry.digest).items() if count]
@@ -60,11 +60,13 @@ def add(
     pinned: Annotated[bool, typer.Option("--pin", help="Keep it on the devices, as `pin` does.")] = False,
     replace: Annotated[bool, typer.Option("--replace", help="Take the place of other content of this name.")] = False,
     model: Model = None,
+    url: Url = None,
     redis_url: RedisUrl = None,
 ) -> None:
     """Check an adapter whole and serve it. Requests that run keep the version they came with."""
     from cluster.adapters.desk import EVERYONE, NameTaken
-    from cluster.adapters.sources import absolute
+    from cluster.adapters.sources import absolute, said_of
+    from workers.errors import RequestRefused
 
     if public and tenant is not None:
         raise SettingsError("an adapter is one tenant's or everyone's", "--public")
@@ -74,31 +76,35 @@ def add(
         return await desk.load(name, place, tenant=owner, pinned=pinned or None, inplace=replace)
 
     try:
-        typer.echo(f"{name} {_change(model, redis_url, load, checks=True)}")
+        typer.echo(f"{name} {_change(model, service_at(url, redis_url), load, checks=True)}")
     except NameTaken as error:
         raise SettingsError(
             f"the name {name} is taken by other content; give it to take its place", "--replace"
         ) from error
+    except RequestRefused as error:
+        if error.param != "lora_path":
+            raise
+        raise SettingsError(said_of(place, error), "SOURCE") from error
 
 
-def remove(name: Name, model: Model = None, redis_url: RedisUrl = None) -> None:
+def remove(name: Name, model: Model = None, url: Url = None, redis_url: RedisUrl = None) -> None:
     """Serve an adapter no longer. Requests that run end as they began."""
 
     async def unload(desk: "AdapterDesk") -> bool:
         return await desk.unload(name) is not None
 
-    _found(name, _change(model, redis_url, unload))
+    _found(name, _change(model, service_at(url, redis_url), unload))
     typer.echo(f"{name} removed")
 
 
-def pin(name: Name, model: Model = None, redis_url: RedisUrl = None) -> None:
+def pin(name: Name, model: Model = None, url: Url = None, redis_url: RedisUrl = None) -> None:
     """Keep an adapter on the devices of all groups, as long as others find room beside it."""
-    _set_pinned(name, True, model, redis_url)
+    _set_pinned(name, True, model, service_at(url, redis_url))
 
 
-def unpin(name: Name, model: Model = None, redis_url: RedisUrl = None) -> None:
+def unpin(name: Name, model: Model = None, url: Url = None, redis_url: RedisUrl = None) -> None:
     """Let an adapter leave the devices when others need the room."""
-    _set_pinned(name, False, model, redis_url)
+    _set_pinned(name, False, model, service_at(url, redis_url))
 
 
 async def _holders(redis: "BackgroundClient", base: str) -> Holders:
@@ -127,11 +133,11 @@ def held_by(reports: "Sequence[AdapterReport]", digest: str) -> dict[str, int]:
     }
 
 
-def _set_pinned(name: str, pinned: bool, model: str | None, redis_url: str | None) -> None:
+def _set_pinned(name: str, pinned: bool, model: str | None, at: ServiceAt) -> None:
     async def change(desk: "AdapterDesk") -> bool:
         return await desk.pin(name, pinned)
 
-    _found(name, _change(model, redis_url, change))
+    _found(name, _change(model, at, change))
     typer.echo(f"{name} {'pinned' if pinned else 'no longer pinned'}")
 
 
@@ -141,7 +147,7 @@ def _found(name: str, was: bool) -> None:
 
 
 def _change(
-    model: str | None, redis_url: str | None, work: "Callable[[AdapterDesk], Awaitable[T]]", *, checks: bool = False
+    model: str | None, at: ServiceAt, work: "Callable[[AdapterDesk], Awaitable[T]]", *, checks: bool = False
 ) -> T:
     """Runs `work` with a desk. checks: one that can check sources, against the model that the service serves."""
 
@@ -163,7 +169,7 @@ def _change(
         finally:
             desk.close()
 
-    return _run(model, redis_url, run)
+    return _run(model, at, run)
 
 
 def _checker(base: "BaseFacts") -> Callable[[str], str]:
@@ -178,19 +184,9 @@ def _check_nothing(source: str) -> str:
     raise AssertionError(f"nothing is loaded here, and {source} is not looked at")
 
 
-def _run(
-    model: str | None, redis_url: str | None, work: "Callable[[AdapterRegistry, BackgroundClient], Awaitable[T]]"
-) -> T:
+def _run(model: str | None, at: ServiceAt, work: "Callable[[AdapterRegistry, BackgroundClient], Awaitable[T]]") -> T:
     """Runs `work` with the list of the base model, and the Redis that it is in."""
     from cluster.adapters.registry import AdapterRegistry
-    from cluster.run_files import read_run_files
 
-    if model is None:
-        runs = [run for run in read_run_files() if redis_url in (None, run.redis_url)]
-        if not runs and redis_url is None:
-            raise TandemError(NOBODY)
-        if not runs:
-            raise SettingsError("no service of this user runs here on that Redis: name the base model", "--model")
-        model = runs[0].model
-    base = model
-    return with_redis(redis_url, lambda redis: work(AdapterRegistry(redis, base), redis))
+    base = model or at.model or model_on(at.redis_url)
+    return with_redis(at.redis_url, lambda redis: work(AdapterRegistry(redis, base), redis))

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from workers.planning import ADAPTER_RANK, CONVERSATION_TOKENS, gib
+from workers.planning import CONVERSATION_TOKENS, gib
 
 
 def report(found: dict[str, Any]) -> str:
@@ -14,7 +14,7 @@ def report(found: dict[str, Any]) -> str:
         _checkpoint_line(found["checkpoint"]),
         _memory_line(found["memory"], plan),
         "",
-        *_table(_rank_rows(plan)),
+        *_table(_rank_rows(plan, found["lora"]["max_lora_rank"])),
         "",
         *_table(_tier_rows(plan)),
         "",
@@ -48,12 +48,12 @@ def _memory_line(memory: dict[str, Any], plan: dict[str, Any]) -> str:
     )
 
 
-def _rank_rows(plan: dict[str, Any]) -> list[list[str]]:
-    """A row per stage; all its ranks hold the same."""
+def _rank_rows(plan: dict[str, Any], lora_rank: int) -> list[list[str]]:
+    """A row per stage; all its ranks hold the same. lora_rank: of the adapter that is shown."""
     rows = [
         [
             "stage", "ranks", "layers", "weights/rank", "on device", "in host", "activations", "KV/token",
-            f"LoRA r{ADAPTER_RANK}", "KV room",
+            f"LoRA r{lora_rank}", "KV room",
         ]
     ]  # fmt: skip
     for stage in plan["stages"]:
@@ -71,10 +71,13 @@ def _rank_rows(plan: dict[str, Any]) -> list[list[str]]:
 
 
 def _tier_rows(plan: dict[str, Any]) -> list[list[str]]:
-    length = plan["max_model_len"]
-    rows = [["KV tier", "size", "tokens", f"conversations of {length:,}", f"of {min(length, CONVERSATION_TOKENS):,}"]]
+    """Short conversations only where they are shorter than the context."""
+    lengths = {f"conversations of {plan['max_model_len']:,}": "full_conversations"}
+    if plan["max_model_len"] > CONVERSATION_TOKENS:
+        lengths[f"of {CONVERSATION_TOKENS:,}"] = "short_conversations"
+    rows = [["KV tier", "size", "tokens", *lengths]]
     for tier in plan["tiers"]:
-        numbers = (tier["tokens"], tier["full_conversations"], tier["short_conversations"])
+        numbers = (tier[key] for key in ("tokens", *lengths.values()))
         rows.append([tier["tier"], gib(tier["size_bytes"]), *(f"{number:,}" for number in numbers)])
     return rows
 

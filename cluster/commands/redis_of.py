@@ -1,33 +1,81 @@
-"""The Redis that verbs change: the one given, else that of the service which runs here."""
+"""Which running service a verb means, and its Redis: --url picks one of those that run here, --redis-url one anywhere.
+
+For the verbs that read and write Redis (status, adapters, tenants, usage); those that talk HTTP find theirs in
+talking.py.
+"""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 import typer
 
-from configs.errors import TandemError
+from cluster.commands.talking import say
+from configs.errors import SettingsError, TandemError
 
 if TYPE_CHECKING:
     from cluster.coordination.client import BackgroundClient
+    from cluster.run_files import RunFile
 
 T = TypeVar("T")
 NOBODY = "no service of this user is running on this machine; start one with `tandem serve`, or give --redis-url"
+Url = Annotated[
+    str | None, typer.Option("--url", help="Service of yours that runs here, by its address. Default: the newest one.")
+]
 RedisUrl = Annotated[
-    str | None, typer.Option("--redis-url", help="Default: the Redis of the service that runs here, the newest one.")
+    str | None, typer.Option("--redis-url", help="Redis of a service, wherever it runs. Default: that of --url's.")
 ]
 
 
-def with_redis(url: str | None, work: "Callable[[BackgroundClient], Awaitable[T]]") -> T:
-    """Runs `work` over a client. TandemError when there is no Redis, or it does not answer."""
-    from cluster.coordination.client import BackgroundClient, RedisAway
+class ServiceAt(NamedTuple):
+    """A service as its Redis is reached. model: the name of its base model, None where --redis-url does not say."""
+
+    redis_url: str
+    model: str | None
+
+
+def service_at(url: str | None, redis_url: str | None) -> ServiceAt:
+    """The service that is meant; of several that run here the newest. TandemError when there is none, SettingsError
+    when the flags name none."""
     from cluster.run_files import read_run_files
 
-    if url is None:
-        runs = read_run_files()
-        if not runs:
-            raise TandemError(NOBODY)
-        url = runs[0].redis_url
+    if redis_url is not None and url is not None:
+        raise SettingsError("a service is named by --url or by --redis-url, not by both", "--url")
+    if redis_url is not None:
+        return ServiceAt(redis_url, None)
+    runs = read_run_files()
+    if not runs:
+        raise TandemError(NOBODY)
+    if url is not None:
+        runs = runs_on(url, runs)
+    elif len({run.redis_url for run in runs}) > 1:
+        say(f"{len(runs)} services run here; this is about the newest, {runs[0].url} (--url chooses another)")
+    return ServiceAt(runs[0].redis_url, runs[0].model)
+
+
+def model_on(redis_url: str) -> str:
+    """The base model of the newest service that runs here on that Redis. SettingsError when none does."""
+    from cluster.run_files import read_run_files
+
+    models = [run.model for run in read_run_files() if run.redis_url == redis_url]
+    if not models:
+        raise SettingsError("no service of this user runs here on that Redis: name the base model", "--model")
+    return models[0]
+
+
+def runs_on(url: str, runs: "Sequence[RunFile]") -> "list[RunFile]":
+    """The service on `url` (with or without /v1), by any name of this machine. SettingsError when none is."""
+    found = [run for run in runs if _place(run.url) == _place(url)]
+    if not found:
+        here = ", ".join(run.url for run in runs) or "none"
+        raise SettingsError(f"{url} is no service of yours that runs here; there is {here}", "--url")
+    return found
+
+
+def with_redis(url: str, work: "Callable[[BackgroundClient], Awaitable[T]]") -> T:
+    """Runs `work` over a client. TandemError when there is no Redis, or it does not answer."""
+    from cluster.coordination.client import BackgroundClient, RedisAway
 
     async def run() -> T:
         redis = BackgroundClient(url, timeout_s=2.0, retries=2)
@@ -42,3 +90,15 @@ def with_redis(url: str | None, work: "Callable[[BackgroundClient], Awaitable[T]
         raise TandemError(f"Redis does not answer: {error}") from error
     except ValueError as error:
         raise TandemError(f"--redis-url: {error}") from error
+
+
+def _place(url: str) -> tuple[str | None, int | None]:
+    """Host and port; the names of this machine are the same."""
+    from cluster.endpoint import NEAR
+
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise SettingsError(f"{url!r} is not a URL: {error}", "--url") from error
+    return None if host in NEAR else host, port

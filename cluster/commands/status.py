@@ -3,16 +3,20 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from cluster.commands.redis_of import runs_on
 from configs.errors import TandemError
 
 if TYPE_CHECKING:
     from cluster.adapters.entries import AdapterEntry
     from cluster.coordination.registry import GroupRecord
     from cluster.run_files import RunFile
+
+
+Url = Annotated[str | None, typer.Option("--url", help="Only the service at this address. Default: all that run here.")]
 
 
 class _Reading(NamedTuple):
@@ -24,14 +28,14 @@ class _Reading(NamedTuple):
     running: Mapping[str, int | None]
 
 
-def status() -> None:
+def status(url: Url = None) -> None:
     """Show a running service: groups, adapters, tenants."""
     from cluster.run_files import read_run_files
 
     runs = read_run_files()
     if not runs:
         raise TandemError("no service of this user is running on this machine")
-    for run in runs:
+    for run in runs if url is None else runs_on(url, runs):
         now = asyncio.run(_read(run))
         typer.echo(f"{run.model} on {run.url} (pid {run.pid}){', Redis is away' if now.redis_away else ''}")
         for record in now.groups:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from cluster.commands.help import GroupedHelp
-from cluster.commands.redis_of import RedisUrl, with_redis
+from cluster.commands.redis_of import RedisUrl, ServiceAt, Url, service_at, with_redis
 from configs.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -54,11 +54,12 @@ def add(
     weight: Weight = None,
     priority: Priority = None,
     token_budget: Budget = None,
+    url: Url = None,
     redis_url: RedisUrl = None,
 ) -> None:
     """Make a tenant and print its key, once. A limit that is not given is none."""
     limits = _limits(locals())
-    made = _run(redis_url, lambda store: store.add(name, limits))
+    made = _run(service_at(url, redis_url), lambda store: store.add(name, limits))
     _print_key(made)
 
 
@@ -72,13 +73,14 @@ def change(
     weight: Weight = None,
     priority: Priority = None,
     token_budget: Budget = None,
+    url: Url = None,
     redis_url: RedisUrl = None,
 ) -> None:
     """Change limits; what is not given stays, `none` lifts a limit."""
     limits = _limits(locals())
     if not limits:
         raise SettingsError("give a limit to change")
-    typer.echo(_line(_run(redis_url, lambda store: store.change(name, limits))))
+    typer.echo(_line(_run(service_at(url, redis_url), lambda store: store.change(name, limits))))
 
 
 def rotate_key(
@@ -92,15 +94,16 @@ def rotate_key(
             show_default=False,
         ),
     ] = 0.0,
+    url: Url = None,
     redis_url: RedisUrl = None,
 ) -> None:
     """Replace a tenant's keys by a new one and print it, once."""
-    _print_key(_run(redis_url, lambda store: store.rotate_key(name, grace)))
+    _print_key(_run(service_at(url, redis_url), lambda store: store.rotate_key(name, grace)))
 
 
-def remove(name: Name, redis_url: RedisUrl = None) -> None:
+def remove(name: Name, url: Url = None, redis_url: RedisUrl = None) -> None:
     """Remove a tenant that has no adapters. Its usage stays in the ledger."""
-    left = _run(redis_url, lambda store: _removed(store, name))
+    left = _run(service_at(url, redis_url), lambda store: _removed(store, name))
     typer.echo(f"{name} removed")
     if left.is_empty:
         message = "that was the last tenant: a service without --api-key is open to everybody again"
@@ -113,26 +116,26 @@ async def _removed(store: "TenantStore", name: str) -> "Reading":
     return await store.read()
 
 
-def show(redis_url: RedisUrl = None) -> None:
+def show(url: Url = None, redis_url: RedisUrl = None) -> None:
     """List the tenants and their limits."""
-    reading = _run(redis_url, lambda store: store.read())
+    reading = _run(service_at(url, redis_url), lambda store: store.read())
     for name in sorted(reading.tenants):
         typer.echo(_line(reading.tenants[name]))
     if not reading.tenants:
         typer.echo("tandem: there are no tenants", err=True)
 
 
-def _run(redis_url: str | None, work: "Callable[[TenantStore], Awaitable[T]]") -> T:
+def _run(at: ServiceAt, work: "Callable[[TenantStore], Awaitable[T]]") -> T:
     from cluster.tenants.store import TenantStore
 
-    return with_redis(redis_url, lambda redis: work(TenantStore(redis)))
+    return with_redis(at.redis_url, lambda redis: work(TenantStore(redis)))
 
 
 def _limits(given: dict[str, Any]) -> dict[str, Any]:
     """The limits among a verb's arguments, as numbers; `none` is None. SettingsError names what is not a number."""
     limits: dict[str, Any] = {}
     for name, text in given.items():
-        if name in ("name", "redis_url") or text is None:
+        if name in ("name", "url", "redis_url") or text is None:
             continue
         kind = float if name in ("kv_share", "weight") else int
         try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from cluster.commands.redis_of import RedisUrl, with_redis
+from cluster.commands.redis_of import RedisUrl, Url, service_at, with_redis
 
 if TYPE_CHECKING:
     from cluster.tenants.usage import UsageRow
@@ -33,6 +33,7 @@ def usage(
             "--format", help="csv and json: a row each request; table: sums. Default: table.", show_default=False
         ),
     ] = "table",
+    url: Url = None,
     redis_url: RedisUrl = None,
 ) -> None:
     """Show what tenants have used.
@@ -43,7 +44,7 @@ def usage(
 
     now_s = time.time()
     since_s = parse_since(since, now_s)
-    rows = with_redis(redis_url, lambda redis: read_usage(redis, tenant, since_s, now_s + 1))
+    rows = with_redis(service_at(url, redis_url).redis_url, lambda redis: read_usage(redis, tenant, since_s, now_s + 1))
     {"csv": _print_csv, "json": _print_json, "table": _print_table}[form](rows)
     if not rows:
         typer.echo(f"tandem: nothing was used{'' if tenant is None else f' by {tenant}'} in that time", err=True)

@@ -52,6 +52,7 @@ async def chat_completions(state: GatewayState, request: Request, principal: Pri
         head = _head(state, "chatcmpl", model.name)
         work = [(prompt, params)]
         run = _run(state, request, principal, head, model, body, work, began_s, is_open_ended=wanted is None)
+        run.prompt_field = "messages"
         style = ChatStyle(
             state,
             head,

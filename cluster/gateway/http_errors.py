@@ -45,13 +45,16 @@ def as_refusal(error: Exception) -> RequestRefused:
     return RequestRefused("The server failed to process the request.", code="internal_error", status=500)
 
 
-def error_json(refusal: RequestRefused) -> bytes:
-    """The contract's body."""
+def error_json(refusal: RequestRefused, wait_s: int | None = None) -> bytes:
+    """The contract's body. wait_s: seconds after which the client may come back, said behind the reason."""
     status = refusal.status
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     if refusal.code == "insufficient_quota":
         kind = "insufficient_quota"
-    detail = ErrorDetail(str(refusal), kind, refusal.param, refusal.code)
+    message = str(refusal)
+    if wait_s is not None:
+        message = f"{message.rstrip('.')}. Try again in {wait_s} s."
+    detail = ErrorDetail(message, kind, refusal.param, refusal.code)
     return msgspec.json.encode(ErrorBody(detail))
 
 
@@ -59,22 +62,25 @@ def error_response(error: Exception, jitter: int = 0) -> Response:
     """The HTTP answer to an exception. `jitter` spreads Retry-After (any non-negative number)."""
     refusal = as_refusal(error)
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
-    if isinstance(refusal, OverLimit):
-        headers |= _limit_headers(refusal)
-    elif refusal.code == "insufficient_quota":
-        headers["x-should-retry"] = "false"
-    elif refusal.status in (429, 503):
-        headers["retry-after"] = str(1 + jitter % 5)
+    wait_s = _retry_after_s(refusal, jitter)
+    if wait_s is not None:
+        headers["retry-after"] = str(wait_s)
+    elif refusal.status == 429:
+        headers["x-should-retry"] = "false"  # OpenAI's clients heed it
     if refusal.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Response(error_json(refusal), refusal.status, headers, media_type="application/json")
+    said_s = wait_s if refusal.status == 429 else None
+    return Response(error_json(refusal, said_s), refusal.status, headers, media_type="application/json")
 
 
-def _limit_headers(refusal: OverLimit) -> dict[str, str]:
-    """When to come back, which the quota has spread; OpenAI's clients heed x-should-retry."""
-    if refusal.retry_after_s is None:
-        return {"x-should-retry": "false"}
-    return {"retry-after": str(min(MAX_RETRY_AFTER_S, math.ceil(refusal.retry_after_s)))}
+def _retry_after_s(refusal: RequestRefused, jitter: int) -> int | None:
+    """When to come back, which quotas have spread already; None where that is no use, or not known."""
+    if isinstance(refusal, OverLimit):
+        wait_s = refusal.retry_after_s
+        return None if wait_s is None else min(MAX_RETRY_AFTER_S, math.ceil(wait_s))
+    if refusal.status not in (429, 503) or refusal.code == "insufficient_quota":
+        return None
+    return 1 + jitter % 5
 
 
 async def on_tandem_error(_: Request, error: Exception) -> Response:

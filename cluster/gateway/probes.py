@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from cluster.gateway.auth import Principal, may_see_tenants
 from cluster.gateway.handlers import json_response
-from cluster.gateway.served import all_served, model_object, served_model
+from cluster.gateway.served import all_shown, model_object, shown_model
 from cluster.gateway.state import GatewayState
 from workers.errors import RequestRefused
 
@@ -16,14 +16,14 @@ PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
 async def models(state: GatewayState, _: Request, principal: Principal) -> Response:
-    """All names that `model` may take: the base's, public adapters and the tenant's own."""
-    data = [model_object(state, served, principal) for served in all_served(state, principal)]
+    """All names that `model` may take: the base's, public adapters and the tenant's own; for an admin all adapters."""
+    data = [model_object(state, served, principal) for served in all_shown(state, principal)]
     return json_response({"object": "list", "data": data})
 
 
 async def model(state: GatewayState, request: Request, principal: Principal) -> Response:
     """One model; 404 in the words of an unknown one."""
-    served = served_model(state, request.path_params["model"], principal)
+    served = shown_model(state, request.path_params["model"], principal)
     return json_response(model_object(state, served, principal))
 
 

@@ -59,14 +59,15 @@ Step = tuple[RequestPart, list[TokenDelta]]
 
 @dataclass(kw_only=True)
 class RequestRun:
-    """Owns a request from submission to its ledger row. Create, `await open()`, read `steps()`, `close()`. held: what
-    ends with it."""
+    """Owns a request from submission to its ledger row. Create, `await open()`, read `steps()`, `close()`.
+    prompt_field: what the client's body calls the prompt. held: what ends with it."""
 
     state: GatewayState
     parts: list[RequestPart]
     tenant: str
     model: str
     began_s: float
+    prompt_field: str = "prompt"
     error: Exception | None = None
     held: ExitStack = field(default_factory=ExitStack)
     _is_open: bool = False
@@ -89,6 +90,8 @@ class RequestRun:
             async for step in steps:
                 yield step
         except Exception as error:
+            if isinstance(error, RequestRefused) and error.param == "prompt":
+                error.param = self.prompt_field  # the engine's word, as the client knows it
             self.error = error
             raise
 

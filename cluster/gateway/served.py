@@ -22,26 +22,41 @@ class Served(NamedTuple):
 
 
 def served_model(state: GatewayState, name: str | None, principal: Principal) -> Served:
-    """RequestRefused 404 for a name that is not served, or not to this tenant: the same words."""
+    """Of a request. RequestRefused 404 for a name that is not served, or not to this tenant: the same words."""
     if name is None:
         return Served(state.model_names[0])
+    return _find(state, name, principal.tenant)
+
+
+def shown_model(state: GatewayState, name: str, principal: Principal) -> Served:
+    """One that may be looked at: by an admin, others' adapters too. RequestRefused 404 as of a request."""
+    return _find(state, name, _looks_for(principal))
+
+
+def all_shown(state: GatewayState, principal: Principal) -> list[Served]:
+    """Every name that this tenant may send as `model`, each once: the base's, then its adapters'. For an admin: every
+    adapter's."""
+    entries = state.adapters.visible(_looks_for(principal)) if state.adapters is not None else []
+    return [*map(Served, state.model_names), *(Served(entry.name, entry) for entry in entries)]
+
+
+def _find(state: GatewayState, name: str, tenant: str | None) -> Served:
     if name in state.model_names:
         return Served(name)
-    entry = state.adapters.entry(name, principal.tenant) if state.adapters is not None else None
+    entry = state.adapters.entry(name, tenant) if state.adapters is not None else None
     if entry is None:
         raise model_not_found(name)
     return Served(name, entry)
 
 
-def all_served(state: GatewayState, principal: Principal) -> list[Served]:
-    """Every name that this tenant may send as `model`, each once: the base's, then its adapters'."""
-    entries = state.adapters.visible(principal.tenant) if state.adapters is not None else []
-    return [*map(Served, state.model_names), *(Served(entry.name, entry) for entry in entries)]
+def _looks_for(principal: Principal) -> str | None:
+    """Whose adapters are shown, None: all."""
+    return None if principal.is_admin else principal.tenant
 
 
 def model_object(state: GatewayState, served: Served, principal: Principal) -> dict[str, Any]:
-    """OpenAI's model object with vLLM's additions. An adapter's root is its source for those who may load adapters, and
-    its version for others: paths are not theirs to know."""
+    """OpenAI's model object with vLLM's additions. A tenant's adapter is owned by that tenant. An adapter's root is its
+    source for those who may load adapters, and its version for others: paths are not theirs to know."""
     shown: dict[str, Any] = {
         "id": served.name,
         "object": "model",
@@ -54,6 +69,7 @@ def model_object(state: GatewayState, served: Served, principal: Principal) -> d
     if (entry := served.entry) is not None:
         version = f"{entry.name}@{entry.digest}"
         shown["created"] = int(entry.listed_at_s)
+        shown["owned_by"] = entry.tenant or shown["owned_by"]
         shown["root"] = entry.source if principal.is_admin else version
         shown["parent"] = state.model_names[0]
         shown["version"] = version

@@ -108,7 +108,7 @@ def test_modules_are_checked_before_anything_starts(tmp_path: Path) -> None:
     asked = (*asked, "--port", str(free_port()))
     done = subprocess.run([BIN / "tandem", *asked], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert "--lora-modules: broken: " in done.stderr
+    assert f"--lora-modules: broken: {broken}: " in done.stderr
     assert "starting" not in done.stdout
 
 

@@ -199,7 +199,8 @@ def check_fit(prompt_len: int, facts: ModelFacts, num_slots: int) -> None:
     if prompt_len > fits:
         raise ContextLengthExceeded(
             f"this model's context is {facts.max_model_len} tokens and its KV cache holds {num_slots}; the prompt has "
-            f"{prompt_len} tokens, at most {fits} would fit"
+            f"{prompt_len} tokens, at most {fits} would fit",
+            "prompt",
         )
 
 

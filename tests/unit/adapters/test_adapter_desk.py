@@ -165,7 +165,7 @@ async def test_modules_are_listed_and_without_redis_kept_here() -> None:
     desk = AdapterDesk(AdapterRegistry(Away(), "demo"), check, ("demo",))
     await desk.list_modules([Module("pirate", "/a/one"), Module("shout", "/a/two")])
     assert set(desk.registry.entries) == {"pirate", "shout"}
-    with pytest.raises(SettingsError, match="odd: tensor q holds NaN") as caught:
+    with pytest.raises(SettingsError, match="odd: /a/broken: tensor q holds NaN") as caught:
         await desk.list_modules([Module("odd", "/a/broken")])
     assert caught.value.flag == "--lora-modules"
     desk.close()

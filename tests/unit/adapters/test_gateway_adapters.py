@@ -130,6 +130,13 @@ async def test_anothers_adapter_is_not_there_in_the_words_of_an_unknown_one(open
         assert (await load(rig, "ours", write(tmp_path / "ours", "b"), ROOT)).status_code == 200
         assert await names(rig, A) == [MODEL, "alias/echo", "mine", "ours"]
         assert await names(rig, B) == [MODEL, "alias/echo", "ours"]
+        assert await names(rig, ROOT) == [MODEL, "alias/echo", "mine", "ours"], "an admin sees all"
+        seen = [(await rig.client.get(f"/v1/models/{name}", headers=ROOT)).json() for name in (MODEL, "mine", "ours")]
+        assert [model["owned_by"] for model in seen] == ["tandem", "acme", "tandem"]
+        assert seen[1]["root"] == path
+        asked = {"model": "mine", "prompt": "x"}
+        used = await rig.client.post("/v1/completions", json=asked, headers=ROOT)
+        assert used.status_code == 404, "and uses what is its tenant's"
         shown = (await rig.client.get("/v1/models/mine", headers=A)).json()
         assert shown["root"] == "mine@" + "a" * 64, "where it lies is not a tenant's to know"
         for name in ("mine", f"{MODEL}:mine", "mine@" + "a" * 64):

@@ -276,9 +276,18 @@ def test_the_command_says_what_adapters_take(large: Path) -> None:
     assert stage["adapter_device_bytes"] == stage["adapter_pages"] * stage["adapter_page_bytes"]
     assert stage["adapter_host_bytes"] == 64 * stage["adapter_copy_bytes"]
     assert gib(stage["adapter_device_bytes"]) in numbers and gib(stage["adapter_copy_bytes"]) in numbers
-    assert "adapters, to" not in run(str(large), *flags[:6]).stdout
+    assert " LoRA r64 " in shown.stdout
+    plain = run(str(large), *flags[:6]).stdout
+    assert "adapters, to" not in plain and " LoRA r16 " in plain
     tiny = run(str(large), *flags, "--lora-memory-bytes", "1K")
     assert tiny.returncode == 2 and "--lora-memory-bytes 1024 is less than one page" in tiny.stderr
+
+
+@pytest.mark.parametrize(("context", "lengths"), [("2K", ["2,048"]), ("500", ["500"]), ("4K", ["4,096", "2,048"])])
+def test_conversations_are_counted_in_different_lengths(large: Path, context: str, lengths: list[str]) -> None:
+    shown = run(str(large), "--device", "cuda", "--device-memory", "80", "-tp", "4", "--max-model-len", context)
+    [title] = [line for line in shown.stdout.splitlines() if line.startswith("KV tier")]
+    assert title.split("conversations of ")[1].split("  of ") == lengths
 
 
 def test_the_command_says_what_does_not_fit(large: Path) -> None:

@@ -81,6 +81,16 @@ def test_a_start_that_does_not_hear_its_signal_is_ended_with_all_it_began(number
     assert not inhabitants(folder)
 
 
+def test_an_interruption_is_said_once(tmp_path: Path) -> None:
+    """By the launcher, whose way down takes longer than a start may."""
+    folder = tmp_path / "td"
+    folder.mkdir()
+    body = DEAF.replace("print", "told.interrupted(); print") + "time.sleep(60)"
+    status, output = run(body, signal.SIGINT, str(folder))
+    assert status == 128 + signal.SIGINT
+    assert output.startswith("tandem: stopped: nothing is left running")
+
+
 def test_once_started_it_has_all_the_time_it_wants() -> None:
     body = """
     signal.signal(signal.SIGINT, lambda *_: None)

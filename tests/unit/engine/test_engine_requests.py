@@ -25,8 +25,9 @@ def finish_one(h: Harness, name: str = "z") -> None:
 
 def test_a_prompt_beyond_the_context_is_refused_with_the_number_that_fits():
     h = harness(max_model_len=20)
-    with pytest.raises(ContextLengthExceeded, match="at most 19 would fit"):
+    with pytest.raises(ContextLengthExceeded, match="at most 19 would fit") as refused:
         h.add(request("a", 20))
+    assert refused.value.param == "prompt"
     h.add(request("b", 19, 5))
     h.run()
     assert h.sink.ends["b"].positions == [1] and h.sink.ends["b"].finish_reasons == ["length"]

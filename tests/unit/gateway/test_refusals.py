@@ -1,5 +1,6 @@
 """Bad requests: each with its status, code and param, in the contract's shape, and the service alive afterwards."""
 
+import asyncio
 import gzip
 import json
 from collections.abc import AsyncIterator
@@ -10,7 +11,7 @@ import pytest
 from configs.schema import GatewaySettings
 from tests.support.fake_backend import FakeBackend
 from tests.unit.gateway.rig import EOS, USER, VOCAB, Rig, error_of, events, gateway
-from workers.errors import GroupLost, QueueFull, RequestRefused
+from workers.errors import ContextLengthExceeded, GroupLost, QueueFull, RequestRefused
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 BOTH = (CHAT, COMPLETE)
@@ -396,10 +397,25 @@ async def test_what_the_backend_refuses_has_its_real_status(
             assert answer.headers["x-should-retry"] == "false"
         elif status in (429, 503):
             assert 1 <= int(answer.headers["retry-after"]) <= 60
+        says_when = f". Try again in {answer.headers.get('retry-after')} s." in body["message"]
+        assert says_when == (status == 429 and code != "insufficient_quota")
         await rig.settle()
         (row,) = rig.ledger.rows
         assert row.terminal == ("error" if status == 500 or isinstance(error, GroupLost) else "rejected")
         assert row.usage.completion_tokens == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("chat", "param"), [(True, "messages"), (False, "prompt")])
+async def test_the_engines_word_for_a_prompt_is_the_clients(chat: bool, param: str, stream: bool) -> None:
+    async with gateway(backend := FakeBackend(manual=True)) as rig:
+        asking = asyncio.create_task(rig.chat(stream=stream) if chat else rig.complete(stream=stream))
+        await backend.submitted.wait()
+        (accepted,) = backend.streams.values()
+        accepted.put(ContextLengthExceeded("its KV cache holds 4", "prompt"))
+        answer = await asking
+        assert (answer.status_code, error_of(answer)["code"]) == (400, "context_length_exceeded")
+        assert error_of(answer)["param"] == param
 
 
 @pytest.mark.parametrize("stream", [False, True])

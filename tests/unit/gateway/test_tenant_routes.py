@@ -105,6 +105,8 @@ async def test_over_a_rate_is_429_with_a_time_to_come_back() -> None:
                 "rate_limit_error",
             )
             assert 20 <= int(answer.headers["retry-after"]) <= 60
+            said = f"2 a minute are allowed. Try again in {answer.headers['retry-after']} s."
+            assert error["message"].endswith(said)
             assert answer.headers["x-ratelimit-remaining-requests"] == "0"
         assert len(door.rig.backend.requests) == 2, "no group heard of the others"
         assert len(door.rig.ledger.rows) == 2, "and none of them owes a row"

@@ -1,14 +1,17 @@
 """LLM: the offline door, on the bundled demo model. Texts are the demo's; equality between ways of asking is ours."""
 
+import math
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from configs.errors import SettingsError
 from workers.messages import TokenDelta
 from workers.offline import LLM, SamplingParams
+from workers.sampling_check import RANGES
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0)
 
@@ -74,6 +77,56 @@ def test_a_prompt_that_does_not_fit_fails_alone(llm: LLM) -> None:
     assert [o.outputs[0].finish_reason for o in outputs] == ["error", "length", "error"]
     assert "100000" in str(outputs[0].outputs[0].error)
     assert "1000000" in str(outputs[2].outputs[0].error)
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"max_tokens": 0}, r"max_tokens=0: Expected `int` >= 1"),
+        ({"max_tokens": "5"}, r"max_tokens='5': Expected `int`, got `str`"),
+        ({"n": 0}, "n=0: "),
+        ({"temperature": -0.1}, "temperature=-0.1: "),
+        ({"temperature": math.nan}, "temperature=nan: "),
+        ({"temperature": math.inf}, "temperature=inf: "),
+        ({"top_p": 1.5}, "top_p=1.5: "),
+        ({"top_k": -2}, "top_k=-2: "),
+        ({"min_tokens": 9}, "min_tokens=9 exceeds max_tokens=8"),
+        ({"stop": "end"}, "stop='end': Expected `array`, got `str`"),
+        ({"stop": ("",)}, "stop="),
+        ({"stop_token_ids": (1, 10**6)}, "stop_token_ids: token id 1000000 is outside the vocabulary, 0 to"),
+        ({"logit_bias": ((10**6, 1.0),)}, "logit_bias: token id 1000000 is outside"),
+        ({"logit_bias": ((1, math.nan),)}, "logit_bias="),
+        ({"repetition_penalty": 0}, "repetition_penalty=0: "),
+        ({"seed": 2**64}, "seed=18446744073709551616: "),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_parameters_without_meaning_are_refused_by_name(llm: LLM, params: dict[str, Any], words: str) -> None:
+    bad = SamplingParams(**{"max_tokens": 8, **params})
+    with pytest.raises(ValueError, match=f"^{words}"):
+        llm.generate("Once upon a time", bad, use_tqdm=False)
+    with pytest.raises(ValueError, match=f"^{words}"):
+        llm.generate(["Once upon a time", "Hello"], [GREEDY, bad], use_tqdm=False)
+    assert not llm._engine.has_work(), "nothing has begun"
+
+
+def test_every_parameter_has_its_range(llm: LLM) -> None:
+    assert set(RANGES) == set(SamplingParams.__struct_fields__)
+    odd = SamplingParams(max_tokens=4, temperature=0, top_k=-1, stop=["zzz"], logit_bias=((5, -math.inf),))  # type: ignore[arg-type]
+    assert llm.generate("Once upon a time", odd, use_tqdm=False)[0].outputs[0].finish_reason == "length"
+
+
+def test_a_pool_below_one_context_is_said_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    small: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 2, "block_size": 16, "max_model_len": 100}
+    with LLM("demo", **small, num_gpu_blocks_override=7):
+        assert "blocks" not in caplog.text
+    with LLM("demo", **small, num_gpu_blocks_override=4) as short:
+        endless = SamplingParams(max_tokens=90, temperature=0, ignore_eos=True)
+        (done,) = short.generate([5] * 10, endless, use_tqdm=False)[0].outputs
+    assert (len(done.token_ids), done.finish_reason) == (65 - 10, "length")
+    [warning] = [record.getMessage() for record in caplog.records if "blocks" in record.getMessage()]
+    assert warning.startswith("--num-gpu-blocks-override 4 holds 64 tokens, less than one context of 100")
+    assert "end at 65 tokens; 7 blocks would hold it all" in warning
 
 
 def test_prefix_is_found_again(llm: LLM) -> None:

@@ -7,10 +7,13 @@ import pytest
 import typer.testing
 
 from cluster.cli import build_app
+from cluster.commands.redis_of import ServiceAt, model_on, service_at
+from cluster.coordination import keys
 from cluster.coordination.redis_server import RedisServer
 from cluster.gateway.state import Opening, Outcome
+from cluster.run_files import RunFile
 from cluster.tenants.ledger import UsageLedger
-from configs.errors import TandemError
+from configs.errors import SettingsError, TandemError
 from tests.unit.tenants.tenant_rig import patient
 from workers.messages import Usage
 
@@ -124,3 +127,48 @@ def test_without_a_service_all_say_the_same(verb: tuple[str, ...], monkeypatch: 
     monkeypatch.setattr("cluster.run_files.read_run_files", list)
     with pytest.raises(TandemError, match="start one with `tandem serve`, or give --redis-url"):
         typer.testing.CliRunner().invoke(build_app(), verb, catch_exceptions=False)
+
+
+@pytest.mark.parametrize("verb", [("adapters", "ls"), ("tenants", "ls"), ("usage",), ("status",)], ids=" ".join)
+def test_all_take_the_address_of_a_service_that_runs_here(
+    server: RedisServer, verb: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the newest, whose Redis is not there."""
+
+    async def initialize() -> None:
+        redis = patient(server)
+        await redis.command("SET", keys.SENTINEL, "1")
+        await redis.close()
+
+    asyncio.run(initialize())
+    runs = [run_file(9001, "unix:///nowhere"), run_file(9000, server.url)]
+    monkeypatch.setattr("cluster.run_files.read_run_files", lambda: runs)
+    command = (*verb, "--url", "http://localhost:9000/v1")
+    done = typer.testing.CliRunner().invoke(build_app(), command, catch_exceptions=False)
+    assert done.exit_code == 0 and "9001" not in done.output
+    with pytest.raises(SettingsError, match=r"is no service of yours that runs here; there is http://127.0.0.1:9001,"):
+        typer.testing.CliRunner().invoke(build_app(), (*verb, "--url", "http://far:9000"), catch_exceptions=False)
+
+
+def test_a_service_is_the_newest_or_the_one_that_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [run_file(9001, "unix:///new"), run_file(9000, "unix:///old")]
+    monkeypatch.setattr("cluster.run_files.read_run_files", lambda: runs)
+    assert service_at(None, None) == ServiceAt("unix:///new", "demo-9001")
+    assert "2 services run here; this is about the newest, http://127.0.0.1:9001" in capsys.readouterr().err
+    assert service_at("http://[::1]:9000", None) == ServiceAt("unix:///old", "demo-9000")
+    assert service_at(None, "unix:///old") == ServiceAt("unix:///old", None)
+    assert model_on("unix:///old") == "demo-9000"
+    with pytest.raises(SettingsError, match="name the base model"):
+        model_on("redis://elsewhere")
+    for url, redis_url in (("http://127.0.0.1:9000", "unix:///old"), ("http://h:x", None), ("localhost:9000", None)):
+        with pytest.raises(SettingsError) as caught:
+            service_at(url, redis_url)
+        assert caught.value.flag == "--url"
+    assert capsys.readouterr().err == ""
+
+
+def run_file(port: int, redis_url: str) -> RunFile:
+    url = f"http://127.0.0.1:{port}"
+    return RunFile(pid=1, started_at=0.0, url=url, model=f"demo-{port}", service_id="s", redis_url=redis_url)
