@@ -29,6 +29,9 @@ pytestmark = pytest.mark.chaos
 TURNS = 60
 REQUESTS = 8 * TURNS
 """Of one model at one cut; of all models together some thousands at every cut."""
+SEED = 3
+"""Of talks in which no two tokens are nearer to each other than 4e-5, in logits or in what is drawn; the order in which
+float32 sums are made moved them by at most 5e-6."""
 BLOCK_SIZE = 4
 DEVICE_BLOCKS, HOST_SLOTS, DISK_BLOCKS = 28, 24, 80
 SETTLE_S = 20.0
@@ -136,7 +139,7 @@ def thrash(folder: Path, disk: Path, cut: dict[str, int]) -> Thrashed:
     settings = offline_settings(build_settings(str(folder), SMALL | tiny_tiers(folder, disk, cut) | cut).engine)
     executor = open_executor(settings)
     try:
-        ready, clients = executor.start(), Clients()
+        ready, clients = executor.start(), Clients(seed=SEED)
         engine = Engine(settings, model_facts(settings, ready), executor, ready, clients)
         began_s = time.monotonic()
         exchanges = clients.converse(engine, TURNS)

@@ -16,6 +16,9 @@ from workers.messages import Abort, Ended, GenerationRequest, SamplingParams, To
 LONGEST_TALK = 48
 OPENING = 16
 GIVES_UP = 0.05
+FEW = 3
+"""Tokens that a sampled one is drawn from: the more there are, the more draws fall so near to the border of two that
+the order in which float32 sums are made decides."""
 STALL_S = 60.0
 """An engine that has said nothing for so long is stuck."""
 
@@ -51,6 +54,7 @@ class Client:
             ignore_eos=True,
             seed=self.draw.getrandbits(31),
             temperature=self.draw.choice([0.0, 0.8]),
+            top_k=FEW,
             n=choices,
         )
         prompt = [*self.talk, *(self.draw.randrange(3, 190) for _ in range(self.draw.randint(1, 9)))]
@@ -69,11 +73,11 @@ class Client:
 
 
 class Clients:
-    """OutputSink of one engine; converse() is the whole test run."""
+    """OutputSink of one engine; converse() is the whole test run. Another seed: other talks."""
 
-    def __init__(self, count: int = 8, choices: int = 2) -> None:
+    def __init__(self, count: int = 8, choices: int = 2, seed: int = 0) -> None:
         self._choices = choices
-        self._clients = [Client(number, random.Random(number)) for number in range(count)]
+        self._clients = [Client(number, random.Random(seed * count + number)) for number in range(count)]
         self._given_up: list[Abort] = []
         self._heard_s = time.monotonic()
 
