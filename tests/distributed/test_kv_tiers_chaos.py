@@ -1,5 +1,6 @@
 """KV-02 with real ranks at length: eight clients, two choices a turn, a pool for two of them and tiers not much larger,
-thousands of requests at every cut; each answer is what a device large enough says without tiers. make chaos."""
+thousands of requests at every cut. Each answer is what a device large enough says without tiers, and on one rank each
+block comes back bit by bit. make chaos."""
 
 import threading
 import time
@@ -15,11 +16,14 @@ from configs.load import build_settings
 from offload.disk_io import HEADER_BYTES
 from offload.disk_tier import DiskTier
 from tests.support.clients import Clients, Exchange, Listener
+from tests.support.kv_bits import Bits
 from tests.support.tiny_models import BY_NAME, TINY_MODELS, save_tiny_model
 from workers.build import model_facts, offline_settings, open_executor
 from workers.engine.copy_costs import CopyCosts
 from workers.engine.engine import Engine
+from workers.engine.executor import Executor
 from workers.engine.stats import EngineStats
+from workers.inprocess_executor import InProcessExecutor
 from workers.local_executor import LocalExecutor
 from workers.messages import GenerationRequest
 from workers.models.registry import load_spec
@@ -107,12 +111,14 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 @dataclass(frozen=True)
 class Thrashed:
-    """What the clients of one engine said and heard, and what it cost. Seconds without starting and ending."""
+    """What the clients of one engine said and heard, and what it cost. Seconds without starting and ending. bits: None
+    where ranks are processes of their own."""
 
     exchanges: list[Exchange]
     stats: EngineStats
     disk_evictions: int
     took_s: float
+    bits: Bits | None
 
     @property
     def host_evictions(self) -> int:
@@ -141,17 +147,24 @@ def thrash(folder: Path, disk: Path, cut: dict[str, int]) -> Thrashed:
     try:
         ready, clients = executor.start(), Clients(seed=SEED)
         engine = Engine(settings, model_facts(settings, ready), executor, ready, clients)
-        began_s = time.monotonic()
+        bits, began_s = watched(engine, executor), time.monotonic()
         exchanges = clients.converse(engine, TURNS)
         took_s = time.monotonic() - began_s
         engine.settle(SETTLE_S)
         tier = assert_nothing_is_held(engine, disk, len(cut) + 1)
         pids = executor.rank_pids if isinstance(executor, LocalExecutor) else ()
-        thrashed = Thrashed(exchanges, engine.stats(), tier.stats.evictions, took_s)
+        thrashed = Thrashed(exchanges, engine.stats(), tier.stats.evictions, took_s, bits)
     finally:
         executor.close()
     assert_nothing_is_open(disk, pids)
     return thrashed
+
+
+def watched(engine: Engine, executor: Executor) -> Bits | None:
+    if not isinstance(executor, InProcessExecutor):
+        return None
+    assert engine._offload is not None and executor._runner is not None
+    return Bits(engine._offload, executor._runner.kv.planes)
 
 
 def assert_nothing_is_held(engine: Engine, disk: Path, num_ranks: int) -> DiskTier:
@@ -203,4 +216,5 @@ def test_kv_02_eight_clients_thrash_tiny_tiers(name: str, cut: str, reference: R
     assert len(run.exchanges) == REQUESTS and sum(e.is_whole for e in run.exchanges) > 0.9 * REQUESTS
     assert offload.swapped_out > 0 and offload.recomputed > 0 and offload.failed_blocks == 0, offload
     assert all(offload.blocks[kind] > 0 for kind in ("store", "load", "spill", "fetch")), offload
+    assert run.bits is None or run.bits.num_compared == offload.blocks["load"]
     assert run.host_evictions > 0 and run.disk_evictions > 0
