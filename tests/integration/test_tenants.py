@@ -19,7 +19,7 @@ from workers.messages import StepPlan
 pytestmark = pytest.mark.cluster
 ASKED = {"model": "demo", "prompt": "The sun", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 ADMIN = {"authorization": "Bearer root"}
-ROWS = 8
+ROWS, BLOCKS = 8, 2048
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def step_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def closed(step_log: Path) -> Iterator[Service]:
     """One small group behind an admin key; Ctrl-C at the end leaves nothing."""
-    small = ("--device", "cpu", "--num-gpu-blocks-override", "256", "--max-num-seqs", str(ROWS))
+    small = ("--device", "cpu", "--num-gpu-blocks-override", str(BLOCKS), "--max-num-seqs", str(ROWS))
     with tandem_serve("demo", *small, "--admin-api-key", "root", "--step-log", str(step_log)) as running:
         yield running
         assert running.stop() == 0, running.output
@@ -220,6 +220,33 @@ def test_places_are_held_by_streams_and_freed_by_those_who_leave(closed: Service
     assert all(0 < int(row["completion_tokens"]) < 1500 for row in bill)
     last = json.loads(run_json(closed, "busy").splitlines()[-1])
     assert last["tenant"] == "busy"
+
+
+def test_a_kv_share_bounds_what_is_in_flight_and_is_free_again_when_that_ends(closed: Service) -> None:
+    """Nine tenths of 2048 blocks of 16 are 29,491 tokens. A prompt of 8 and 128 answers of 228 hold 29,192 of
+    them for thousands of steps, while others come: a long prompt, 408 tokens with its answer, and a short one, which
+    goes before the answers that wait."""
+    made = [{"name": "sharing", "kv_share": 0.9}, {"name": "aside", "kv_share": 0.9}]
+    keys = [closed.post("/admin/tenants", tenant, headers=ADMIN).json()["key"] for tenant in made]
+    sharing, aside = map(bearer, keys)
+    wait_until_known(closed, aside)
+    held = {**ASKED, "prompt": [20] * 8, "n": 128, "max_tokens": 228, "stream": True}
+    long: dict[str, object] = {"prompt": [20] * 400, "max_tokens": 8}
+    with httpx.stream("POST", closed.url + "/v1/completions", json=held, headers=sharing, timeout=60) as stream:
+        assert stream.status_code == 200
+        refused = post(closed, sharing, **long)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert "cache" in refused.json()["error"]["message"] and 1 <= int(refused.headers["retry-after"]) <= 60
+        assert post(closed, sharing, priority=-1).status_code == 200, "there is room for a short one"
+        assert post(closed, aside, **long).status_code == 200, "another tenant's share is another's"
+        assert post(closed, sharing, **long).status_code == 429, "the first goes on, and has given nothing back"
+    wait_for(lambda: post(closed, sharing, **long).status_code == 200, 10, "its client left: it holds nothing")
+    changed = httpx.patch(closed.url + "/admin/tenants/sharing", json={"kv_share": 0.02}, headers=ADMIN)
+    assert changed.json()["limits"]["kv_share"] == 0.02, changed.text
+    for _ in range(2):  # 655 tokens: two do not fit beside each other
+        wait_for(lambda: post(closed, sharing, **long).status_code == 200, 10, "what ended by itself holds nothing")
+    counted = [line for line in closed.get("/metrics", headers=ADMIN).text.splitlines() if 'tenant="sharing"' in line]
+    assert any("tenant_rejections_total" in line and 'reason="kv_share"' in line for line in counted), counted
 
 
 def test_a_gateway_that_dies_leaves_a_row_and_no_place_taken(closed: Service) -> None:

@@ -6,6 +6,8 @@ engines that say the same are asked the same, whatever the order.
 """
 
 import random
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from workers.engine.engine import Engine
@@ -14,16 +16,28 @@ from workers.messages import Abort, Ended, GenerationRequest, SamplingParams, To
 LONGEST_TALK = 48
 OPENING = 16
 GIVES_UP = 0.05
+FEW = 3
+"""Tokens that a sampled one is drawn from: the more there are, the more draws fall so near to the border of two that
+the order in which float32 sums are made decides."""
+STALL_S = 60.0
+"""An engine that has said nothing for so long is stuck."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One turn: what was asked and what was heard, choice by choice; all of it, unless the client gave up."""
+
+    request: GenerationRequest
+    heard: list[list[int]]
+    is_whole: bool
 
 
 @dataclass(eq=False)
 class Client:
-    """`said`: the answers of each turn that it waited for, choice by choice."""
-
     number: int
     draw: random.Random
     talk: list[int] = field(default_factory=list)
-    said: list[list[list[int]]] = field(default_factory=list)
+    exchanges: list[Exchange] = field(default_factory=list)
     turns: int = 0
     running: GenerationRequest | None = None
     gives_up: bool = False
@@ -40,6 +54,7 @@ class Client:
             ignore_eos=True,
             seed=self.draw.getrandbits(31),
             temperature=self.draw.choice([0.0, 0.8]),
+            top_k=FEW,
             n=choices,
         )
         prompt = [*self.talk, *(self.draw.randrange(3, 190) for _ in range(self.draw.randint(1, 9)))]
@@ -52,20 +67,22 @@ class Client:
         assert self.running is not None and ended.refused is None
         if not self.gives_up:
             assert set(ended.finish_reasons) == {"length"}, ended
-            self.said.append(self.heard)
             self.talk = [*self.running.prompt_token_ids, *self.draw.choice(self.heard)]
+        self.exchanges.append(Exchange(self.running, self.heard, not self.gives_up))
         self.running = None
 
 
 class Clients:
-    """OutputSink of one engine; converse() is the whole test run."""
+    """OutputSink of one engine; converse() is the whole test run. Another seed: other talks."""
 
-    def __init__(self, count: int = 8, choices: int = 2) -> None:
+    def __init__(self, count: int = 8, choices: int = 2, seed: int = 0) -> None:
         self._choices = choices
-        self._clients = [Client(number, random.Random(number)) for number in range(count)]
+        self._clients = [Client(number, random.Random(seed * count + number)) for number in range(count)]
         self._given_up: list[Abort] = []
+        self._heard_s = time.monotonic()
 
     def deltas(self, deltas: list[TokenDelta]) -> None:
+        self._heard_s = time.monotonic()
         for delta in deltas:
             client = self._of(delta.request_id)
             client.heard[delta.choice].extend(delta.token_ids)
@@ -75,8 +92,8 @@ class Clients:
     def ended(self, ended: Ended, request: GenerationRequest) -> None:
         self._of(ended.request_id).end(ended)
 
-    def converse(self, engine: Engine, turns: int) -> list[list[list[list[int]]]]:
-        """What each client heard in that many turns."""
+    def converse(self, engine: Engine, turns: int) -> list[Exchange]:
+        """Every client's turns, that many each."""
         while any(client.turns < turns or client.running for client in self._clients):
             for client in self._clients:
                 if client.running is None and client.turns < turns:
@@ -84,7 +101,34 @@ class Clients:
             engine.step()
             while self._given_up:
                 engine.abort(self._given_up.pop())
-        return [client.said for client in self._clients]
+            assert time.monotonic() < self._heard_s + STALL_S, f"silent for {STALL_S:.0f} s: {engine.stats()}"
+        return [exchange for client in self._clients for exchange in client.exchanges]
 
     def _of(self, request_id: str) -> Client:
         return self._clients[int(request_id.partition("-")[0])]
+
+
+class Listener:
+    """OutputSink of an engine that is asked everything at once."""
+
+    def __init__(self) -> None:
+        self._heard: dict[str, list[list[int]]] = {}
+        self._open: set[str] = set()
+
+    def deltas(self, deltas: list[TokenDelta]) -> None:
+        for delta in deltas:
+            self._heard[delta.request_id][delta.choice].extend(delta.token_ids)
+
+    def ended(self, ended: Ended, request: GenerationRequest) -> None:
+        assert set(ended.finish_reasons) == {"length"}, ended
+        self._open.remove(ended.request_id)
+
+    def answers(self, engine: Engine, requests: Iterable[GenerationRequest]) -> dict[str, list[list[int]]]:
+        """Of each request, by its id: the tokens of each choice."""
+        for request in requests:
+            self._heard[request.request_id] = [[] for _ in range(request.sampling.n)]
+            self._open.add(request.request_id)
+            engine.add_request(request)
+        while self._open:
+            assert engine.step(), "it has requests and does nothing"
+        return self._heard
