@@ -66,12 +66,6 @@ def measure_memcpy(size_bytes: int = 256 * 2**20) -> float:
     return size_bytes / best_seconds(lambda: ctypes.memmove(target.data_ptr(), source.data_ptr(), size_bytes))
 
 
-def measure_copies(size_bytes: int = 256 * 2**20) -> float:
-    """The better of that and of a copy by all of torch's threads."""
-    source, target = torch.ones(size_bytes, dtype=torch.uint8), torch.zeros(size_bytes, dtype=torch.uint8)
-    return max(measure_memcpy(size_bytes), size_bytes / best_seconds(lambda: target.copy_(source)))
-
-
 class OtherCpu:
     """Share of the machine that processes outside `pids` (and their children) took while the block ran, 0..1."""
 

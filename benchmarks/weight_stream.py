@@ -3,7 +3,7 @@
     python -m benchmarks.weight_stream [--threads N] [--batch 1 16] [--model qwen3-0.6b]
 
 Steps of a resident decoder and of one that streams alternate in the same run (A-B). The floor of a step is what its
-bytes and operations take at measured rates: the streamed bytes at the bandwidth of bare copies, and the greater of
+bytes and operations take at rates measured beside it: the streamed bytes at the bandwidth of memcpy, and the greater of
 weights and KV at read bandwidth and operations at the rate of a large product. A CPU has no copy engine and one memory,
 so the two add up where all cores compute; with a core to spare (--threads) the floor is the greater of them. Beside it:
 the shares of the resident step and the copies as they ran alone, of both together and of the longer of them. A turn
@@ -12,18 +12,20 @@ is over: then all count, as other_cpu says. JSON and a plot go to out/benchmarks
 """
 
 import argparse
+import ctypes
 import json
 import os
 import statistics
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
 import torch
 
 from benchmarks.decode_step import CPU, build, floor_s, make_batch, make_kv
-from benchmarks.machine import MachineSpeed, OtherCpu, measure_copies, measure_machine
+from benchmarks.machine import OtherCpu, best_seconds, measure_machine
 from benchmarks.models import SHAPES
 from offload.placement import LayerPlacement, place_layers
 from offload.weight_copiers import make_copier
@@ -37,6 +39,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "out" / "benchmarks"
 BUDGETS = (1.0, 0.75, 0.5, 0.25)
 STEPS_A_TURN = 3
 QUIET = 0.1
+PROBE_BYTES = 2**29
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class Line:
     streamed_ms: float
     copy_ms: float
     floor_ms: float
+    read_gb_s: float
+    memcpy_gb_s: float
     other_cpu: float
 
     @property
@@ -95,28 +100,31 @@ def copy_seconds(decoder: Decoder) -> float:
     return time.perf_counter() - start
 
 
-@dataclass(frozen=True)
 class Machine:
-    """What this machine can do at best; beside: a core is free to copy while the others compute."""
+    """What this machine can do at best. Bandwidths are measured turn by turn, beside the steps that are held against
+    them: they change by a half from one minute to the next. beside: a core is free to copy while the others compute."""
 
-    speed: MachineSpeed
-    copy_bytes_per_s: float
-    beside: bool
+    def __init__(self, threads: int) -> None:
+        self.flop_per_s = measure_machine(threads).bf16_flop_per_s
+        self.beside = threads < available_cores()
+        self._source = torch.ones(PROBE_BYTES // 4)
+        self._target = torch.zeros_like(self._source)
+        self._matrix, self._vector = self._source.view(-1, 4096), torch.ones(4096)
 
-    @staticmethod
-    def measured(threads: int) -> "Machine":
-        beside = threads < available_cores()
-        speed = measure_machine(threads)
-        return Machine(speed, measure_copies(), beside)
+    def rates(self) -> tuple[float, float]:
+        """Bytes per second that are read, and copied (each counted once), now: the better of two ways each."""
+        source, target = self._source, self._target
+        reads = (best_seconds(source.sum, 2), best_seconds(lambda: torch.mv(self._matrix, self._vector), 2))
+        one_thread = partial(ctypes.memmove, target.data_ptr(), source.data_ptr(), PROBE_BYTES)
+        copies = (best_seconds(one_thread, 2), best_seconds(lambda: target.copy_(source), 2))
+        return PROBE_BYTES / min(reads), PROBE_BYTES / min(copies)
 
-    def floor_s(self, spec: ArchSpec, batch: ForwardBatch, streamed_bytes: int) -> float:
-        """What a step takes whose bytes and operations go at these rates. A streamed byte is read and written before it
-        is read again; both memories are one."""
-        rates = argparse.Namespace(
-            bandwidth_gb_s=self.speed.read_bytes_per_s / 1e9, gflop_s=self.speed.bf16_flop_per_s / 1e9
-        )
-        compute = floor_s(spec, batch, 2, torch.bfloat16, rates)
-        copies = streamed_bytes / self.copy_bytes_per_s
+    def floor_s(self, spec: ArchSpec, batch: ForwardBatch, streamed_bytes: int, rates: tuple[float, float]) -> float:
+        """What a step takes whose bytes and operations go at these rates. Where one memory and all cores serve both,
+        the streamed bytes are moved first and computed with after."""
+        read, copy = rates
+        machine = argparse.Namespace(bandwidth_gb_s=read / 1e9, gflop_s=self.flop_per_s / 1e9)
+        compute, copies = floor_s(spec, batch, 2, torch.bfloat16, machine), streamed_bytes / copy
         return max(compute, copies) if self.beside else compute + copies
 
 
@@ -134,18 +142,21 @@ def measure(
     kv = make_kv(spec, int(batch.block_table_RN.max()) + 1, torch.bfloat16).tensors
     ours, theirs = Run(decoder, batch, kv), Run(resident, batch, kv)
     theirs.turn(), ours.turn(), copy_seconds(decoder)
-    copies_s, shares = [], []
+    copies_s, shares, floors_s, seen = [], [], [], []
     until = time.perf_counter() + options.patience
     while sum(ours.times_s) + sum(theirs.times_s) < options.seconds:
         while psutil.cpu_percent(interval=0.2) > 100 * QUIET and time.perf_counter() < until:
             time.sleep(0.3)
         with OtherCpu() as other:
             turns = theirs.turn(), ours.turn(), copy_seconds(decoder)
+            rates = machine.rates()
         if other.share < QUIET or time.perf_counter() > until:
             theirs.times_s += turns[0]
             ours.times_s += turns[1]
             copies_s.append(turns[2])
             shares.append(other.share)
+            floors_s.append(machine.floor_s(spec, batch, decoder.stream.host_bytes, rates))
+            seen.append(rates)
     return Line(
         budget=placement.device_bytes / (placement.num_layers * placement.layer_bytes),
         streamed_layers=len(placement.streamed),
@@ -154,7 +165,9 @@ def measure(
         resident_ms=theirs.median_ms,
         streamed_ms=ours.median_ms,
         copy_ms=statistics.median(copies_s) * 1e3,
-        floor_ms=machine.floor_s(spec, batch, decoder.stream.host_bytes) * 1e3,
+        floor_ms=statistics.median(floors_s) * 1e3,
+        read_gb_s=statistics.median(read for read, _ in seen) / 1e9,
+        memcpy_gb_s=statistics.median(copy for _, copy in seen) / 1e9,
         other_cpu=statistics.mean(shares),
     )
 
@@ -168,6 +181,7 @@ def describe(line: Line) -> str:
             f"resident {line.resident_ms:7.2f} ms",
             f"copies {line.copy_ms:6.2f} ms ({rate:4.1f} GB/s)",
             f"floor {line.floor_ms:7.2f} ms = {line.floor_ms / line.streamed_ms:.2f}",
+            f"(reads {line.read_gb_s:4.1f}, memcpy {line.memcpy_gb_s:4.1f} GB/s)",
             f"of both {line.sum_ms / line.streamed_ms:.2f}, of the longer {line.longer_ms / line.streamed_ms:.2f}",
             f"other_cpu {line.other_cpu:.2f}",
         )
@@ -210,12 +224,9 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=60.0, help="seconds per line to wait for a quiet machine")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    machine = Machine.measured(options.threads)
-    print(
-        f"reads {machine.speed.read_bytes_per_s / 1e9:.1f} GB/s, copies {machine.copy_bytes_per_s / 1e9:.1f} GB/s, "
-        f"products {machine.speed.bf16_flop_per_s / 1e9:.0f} GFLOP/s; "
-        f"{'a core is' if machine.beside else 'no core is'} free to copy while layers compute"
-    )
+    machine = Machine(options.threads)
+    free = "a core is" if machine.beside else "no core is"
+    print(f"products {machine.flop_per_s / 1e9:.0f} GFLOP/s; {free} free to copy while layers compute")
     spec, resident, _ = build(options.model, torch.bfloat16, [torch.bfloat16])
     lines = []
     for budget in BUDGETS:
@@ -233,7 +244,7 @@ def main() -> None:
     record = {
         "options": vars(options),
         "torch": torch.__version__,
-        "machine": asdict(machine),
+        "flop_per_s": machine.flop_per_s,
         "lines": [asdict(line) for line in lines],
     }
     (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1))
