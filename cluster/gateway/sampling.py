@@ -6,7 +6,6 @@ from workers.messages import SamplingParams
 from workers.text.tokenizer import check_token_ids
 
 GREEDY_BELOW = 1e-5
-SEED_MASK = 2**63 - 1
 
 
 def sampling_params(
@@ -30,7 +29,7 @@ def sampling_params(
         top_k=max(0, body.top_k if body.top_k is not None else defaults.top_k),
         top_p=_chosen(body.top_p, defaults.top_p),
         min_p=_chosen(body.min_p, defaults.min_p),
-        seed=(body.seed if body.seed is not None else state.random_seed()) & SEED_MASK,
+        seed=body.seed if body.seed is not None else state.random_seed(),
         min_tokens=min_tokens,
         ignore_eos=ignore_eos,
         stop=stop_strings(body),
