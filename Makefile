@@ -47,7 +47,7 @@ format: $(DEV)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# What computes runs on two workers; what starts clusters, or watches clocks, by itself.
+# Both on two workers: what computes test by test, what starts clusters or watches clocks file by file.
 test: $(DEV) ## all tests; under 15 minutes on 2 cores
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests/architecture tests/unit tests/parity tests/distributed/*_ranks.py -n 2
 	$(BIN)/python -m pytest tests/distributed tests/integration --ignore-glob='*_ranks.py' -n 2 --dist loadfile
@@ -69,7 +69,7 @@ bench-startup: $(DEV) ## seconds to the first answer, idle CPU and memory of all
 bench-multiturn: $(DEV) ## KV tiers: a conversation trace per set of tiers, one returning turn, copy or recompute
 	$(BIN)/python -m benchmarks.multiturn $(ARGS)
 
-bench-weight-stream: $(DEV) ## decode with 100, 75, 50 and 25 % of the layers on the device, against the copy floor
+bench-weight-stream: $(DEV) ## decode with 100, 75, 50 and 25 % of the layers on the device, against the floor of bytes and operations
 	$(BIN)/python -m benchmarks.weight_stream $(ARGS)
 
 bench-lora: $(DEV) ## LoRA adapters: decode speed, memory, TTFT when they outnumber the room, peft beside it

@@ -32,7 +32,7 @@ SERVE_SWITCHES = {
     "RAY_SERVE_QUEUE_LENGTH_CACHE_TIMEOUT_S": "3600",
 }
 RAY_SWITCHES = {
-    # times of each handler in Ray's own loops, for its debug files: a fifth of what an idle worker computes
+    # times of each handler in Ray's own loops, for its debug files: a good part of what an idle worker computes
     "RAY_event_stats": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",

@@ -25,7 +25,7 @@ log = logging.getLogger("tandem.launcher")
 POLL_S = 0.05
 SLOW_POLL_S = 1.0
 DELETE_S = 5.0
-LAST_WORDS_S = 1.0
+CUT_OFF_S = 1.0
 """For the last events of answers that a second signal cuts off."""
 PLACEMENT_S = 20.0
 GROUP_PREFIX = f"SERVE_REPLICA::{APP}#{COORDINATOR}#"
@@ -59,7 +59,7 @@ class ServeApp:
     def requests_in_hand(self) -> int | None:
         """What the gateway is busy with; None when it does not say in time."""
         answer = self._get("/load")
-        return None if answer is None else int(json.loads(answer)["requests_in_this_gateway"])
+        return None if answer is None else int(json.loads(answer)["http_requests_in_hand"])
 
     def drain(self, is_urgent: Callable[[], bool]) -> None:
         """Ends the application: no new requests, those in flight have the shutdown timeout."""
@@ -85,7 +85,7 @@ class ServeApp:
             await asyncio.wait({asking}, timeout=POLL_S)
         if is_urgent() and not asking.done():
             with suppress(TimeoutError):
-                async with asyncio.timeout(LAST_WORDS_S):
+                async with asyncio.timeout(CUT_OFF_S):
                     await _ask_gateways("cut_off")
         asking.cancel()
         logging.getLogger("ray.serve").setLevel(logging.CRITICAL)  # Serve's client deplores that this loop ends

@@ -75,7 +75,13 @@ class InlineCopier:
 
     def start(self, copies: Sequence[Copy]) -> Wait:
         due = deque(copies)
-        return lambda: _run_all(due.popleft)
+
+        def wait() -> None:
+            while due:
+                due[0]()
+                due.popleft()
+
+        return wait
 
     def close(self) -> None:
         """There is nothing to end."""

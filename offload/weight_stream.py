@@ -2,7 +2,8 @@
 
 Made by workers/models/decoder.py's builder, which gives each streamed layer's matrices to `place_of` while it reads the
 checkpoint and then walks its layers with `in_turn`. Knows bytes and layers, no request. How bytes move is a Copier:
-a stream of its own from pinned memory on CUDA, a thread where the "device" is memory itself.
+a stream of its own from pinned memory on CUDA, a thread where the "device" is memory itself; where there is no core for
+it, copies wait for their layer.
 
     slot 0:  copy 0 | compute 0 | copy 2 ........ | compute 2 | copy 4 ...
     slot 1:  copy 1 ............ | compute 1 | copy 3 ...      | compute 3 ...
@@ -41,15 +42,19 @@ class Copier(Protocol):
         ...
 
     def start(self, copies: Sequence[Copy]) -> Wait:
-        """Begins the copies, after everything that the device was given so far. The answer is called before the first
-        use of the bytes, and may be again: when it returns they are there (or the device waits by itself); it raises
-        what a copy raised.
+        """Begins the copies, after what the device was given so far and at the latest when the answer is called.
+        It is called before the first use of the bytes, and may be again: when it returns they are there (or the device
+        waits by itself); it raises what a copy raised.
         """
         ...
 
     def close(self) -> None:
         """Ends what was started. Idempotent."""
         ...
+
+
+def _nothing() -> None:
+    """Nothing is under way."""
 
 
 class _Slot:
@@ -59,7 +64,7 @@ class _Slot:
         self.layers: list[int] = []
         self.buffers: list[torch.Tensor] = []
         self.holds: int | None = None
-        self.wait: Wait = lambda: None
+        self.wait: Wait = _nothing
 
     def after(self, layer: int) -> int:
         """The layer that needs this slot next: itself when it is alone, and then nothing has to move."""
@@ -114,6 +119,8 @@ class WeightStream:
     def close(self) -> None:
         """Ends copies and their thread, and lets the host memory go. Idempotent; no step may follow."""
         self._copier.close()
+        for slot in self._slots:
+            slot.wait = _nothing
         self._held.clear()
         self._copies.clear()
 

@@ -37,7 +37,7 @@ from workers.messages import (
     is_url,
 )
 from workers.resolve import read_spec
-from workers.sampling_check import check_sampling
+from workers.sampling_check import checked_sampling
 from workers.start_notes import pool_notes
 from workers.text.chat_template import ChatTemplate, find_chat_template
 from workers.text.choice_text import ChoiceText
@@ -281,8 +281,7 @@ class LLM:
     def _checked(self, given: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
         """One for each of `count` prompts. ValueError when they are others in number, or one makes no sense."""
         each = [given] if isinstance(given, SamplingParams) else list(given)
-        for params in each:
-            check_sampling(params, self._facts.vocab_size)
+        each = [checked_sampling(params, self._facts.vocab_size) for params in each]
         if isinstance(given, SamplingParams):
             return each * count
         if len(each) != count:

@@ -4,7 +4,8 @@ Ranges are those in which sampling means something; the gateway checks bodies of
 own and narrower caps (cluster/gateway/openai_schemas.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from numbers import Integral, Real
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -17,8 +18,8 @@ MOST: Final = 1e30
 Whole = Annotated[int, Meta(ge=0)]
 Signed = Annotated[float, Meta(ge=-MOST, le=MOST)]
 RANGES: Final[Mapping[str, Any]] = {
-    "max_tokens": Annotated[int, Meta(ge=1)],
-    "n": Annotated[int, Meta(ge=1)],
+    "max_tokens": Annotated[int, Meta(ge=1, le=2**31 - 1)],
+    "n": Annotated[int, Meta(ge=1, le=2**31 - 1)],
     "temperature": Annotated[float, Meta(ge=0, le=MOST)],
     "top_k": Annotated[int, Meta(ge=-1)],
     "top_p": Annotated[float, Meta(gt=0, le=1)],
@@ -37,16 +38,31 @@ RANGES: Final[Mapping[str, Any]] = {
 """Of every parameter. A bias of minus infinity forbids a token."""
 
 
-def check_sampling(params: SamplingParams, vocab_size: int) -> None:
-    """ValueError that names the parameter, its value and what it must be."""
+def checked_sampling(given: SamplingParams, vocab_size: int) -> SamplingParams:
+    """The same in plain numbers and tuples (numpy's, say, are taken too). ValueError that names the parameter, its
+    value and what it must be."""
+    plain = {}
     for name, kind in RANGES.items():
-        value = getattr(params, name)
+        value = getattr(given, name)
         try:
-            msgspec.convert(value, kind)
+            plain[name] = msgspec.convert(_plain(value), kind)
         except msgspec.ValidationError as error:
             raise ValueError(f"{name}={value!r:.80}: {error}") from error
+    params = msgspec.structs.replace(given, **plain)
     if params.min_tokens > params.max_tokens:
         raise ValueError(f"min_tokens={params.min_tokens} exceeds max_tokens={params.max_tokens}")
     for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", [i for i, _ in params.logit_bias])):
         if bad := [i for i in ids if i >= vocab_size]:
             raise ValueError(f"{name}: token id {bad[0]} is outside the vocabulary, 0 to {vocab_size - 1}")
+    return params
+
+
+def _plain(value: Any) -> Any:
+    """Whole and real numbers of any library as int and float; sequences as tuples."""
+    if isinstance(value, bool | str):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    return tuple(map(_plain, value)) if isinstance(value, Iterable) else value

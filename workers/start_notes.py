@@ -39,7 +39,7 @@ def pool_notes(cache: CacheSettings, max_model_len: int) -> tuple[str, ...]:
     return (
         f"--num-gpu-blocks-override {cache.num_blocks} holds {num_slots} tokens, less than one context of "
         f"{max_model_len}: a prompt and its answer end at {num_slots + 1} tokens; "
-        f"{-(-max_model_len // cache.block_size)} blocks would hold it all",
+        f"{-(-(max_model_len - 1) // cache.block_size)} blocks would hold it all",
     )
 
 

@@ -5,10 +5,13 @@ talking.py.
 """
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable, Sequence
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
+import psutil
 import typer
 
 from cluster.commands.talking import say
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from cluster.run_files import RunFile
 
 T = TypeVar("T")
+EVERYWHERE = ("0.0.0.0", "::")
 NOBODY = "no service of this user is running on this machine; start one with `tandem serve`, or give --redis-url"
 Url = Annotated[
     str | None, typer.Option("--url", help="Service of yours that runs here, by its address. Default: the newest one.")
@@ -49,7 +53,7 @@ def service_at(url: str | None, redis_url: str | None) -> ServiceAt:
         raise TandemError(NOBODY)
     if url is not None:
         runs = runs_on(url, runs)
-    elif len({run.redis_url for run in runs}) > 1:
+    elif len(runs) > 1:
         say(f"{len(runs)} services run here; this is about the newest, {runs[0].url} (--url chooses another)")
     return ServiceAt(runs[0].redis_url, runs[0].model)
 
@@ -65,8 +69,12 @@ def model_on(redis_url: str) -> str:
 
 
 def runs_on(url: str, runs: "Sequence[RunFile]") -> "list[RunFile]":
-    """The service on `url` (with or without /v1), by any name of this machine. SettingsError when none is."""
-    found = [run for run in runs if _place(run.url) == _place(url)]
+    """The service on `url` (with or without /v1). The loopback's names are one; a service that listens on all addresses
+    has any name of this machine. SettingsError when none is."""
+    host, port = _place(url)
+    found = [run for run in runs if _place(run.url) == (host, port)]
+    if not found and host is not None and _is_here(host):
+        found = [run for run in runs if urlsplit(run.url).hostname in EVERYWHERE and _place(run.url)[1] == port]
     if not found:
         here = ", ".join(run.url for run in runs) or "none"
         raise SettingsError(f"{url} is no service of yours that runs here; there is {here}", "--url")
@@ -90,6 +98,16 @@ def with_redis(url: str, work: "Callable[[BackgroundClient], Awaitable[T]]") -> 
         raise TandemError(f"Redis does not answer: {error}") from error
     except ValueError as error:
         raise TandemError(f"--redis-url: {error}") from error
+
+
+def _is_here(host: str) -> bool:
+    """Whether a name or address is this machine's."""
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    here = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
+    return any(address in here or ip_address(address.partition("%")[0]).is_loopback for address in found)
 
 
 def _place(url: str) -> tuple[str | None, int | None]:

@@ -49,8 +49,9 @@ async def show_version(_: GatewayState, __: Request, ___: Principal) -> Response
 
 
 async def load(state: GatewayState, _: Request, __: Principal) -> Response:
-    """Requests running and waiting, as the backend counts them."""
-    return json_response(dict(state.backend.load()))
+    """Requests running and waiting, as the backend counts them, and the HTTP requests that this gateway has in hand
+    beside this one."""
+    return json_response(dict(state.backend.load()) | {"http_requests_in_hand": state.draining.in_hand - 1})
 
 
 async def metrics(state: GatewayState, request: Request, _: Principal) -> Response:

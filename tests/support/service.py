@@ -30,8 +30,10 @@ T = TypeVar("T")
 
 
 def free_port() -> int:
-    """A port below Ray's worker ports that nobody listens on now."""
-    for port in range(8100 + os.getpid() % 1000, 9990):
+    """A port below Ray's worker ports that nobody listens on now. Two workers of one run have a range each: a service
+    that starts does not hold its port yet."""
+    half = 900 * (os.environ.get("PYTEST_XDIST_WORKER") == "gw1")
+    for port in range(8100 + half + os.getpid() % 400, 9000 + half):
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))

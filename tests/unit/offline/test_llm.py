@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from configs.errors import SettingsError
@@ -114,6 +115,16 @@ def test_every_parameter_has_its_range(llm: LLM) -> None:
     assert set(RANGES) == set(SamplingParams.__struct_fields__)
     odd = SamplingParams(max_tokens=4, temperature=0, top_k=-1, stop=["zzz"], logit_bias=((5, -math.inf),))  # type: ignore[arg-type]
     assert llm.generate("Once upon a time", odd, use_tqdm=False)[0].outputs[0].finish_reason == "length"
+
+
+def test_numbers_of_numpy_are_numbers(llm: LLM) -> None:
+    plain = SamplingParams(max_tokens=8, temperature=0.5, seed=7, stop_token_ids=(1, 2))
+    numpys: dict[str, Any] = {"temperature": np.float64(0.5), "seed": np.int64(7), "stop_token_ids": range(1, 3)}
+    texts = [
+        llm.generate("Once upon a time", params, use_tqdm=False)[0].text
+        for params in (plain, SamplingParams(max_tokens=8, **numpys))
+    ]
+    assert texts[0] == texts[1]
 
 
 def test_a_pool_below_one_context_is_said_at_the_start(caplog: pytest.LogCaptureFixture) -> None:

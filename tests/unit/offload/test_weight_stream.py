@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 
 import psutil
@@ -221,6 +222,26 @@ def test_without_a_core_to_spare_nothing_moves_before_it_is_due() -> None:
     wait()  # waiting again copies nothing
     assert not target.any()
     copier.close()
+
+
+def test_what_could_not_be_copied_is_said_again() -> None:
+    def broken() -> None:
+        raise OSError("the bus is gone")
+
+    wait = InlineCopier().start([broken])
+    for _ in range(2):
+        with pytest.raises(OSError, match="the bus is gone"):
+            wait()
+
+
+@either
+def test_closing_lets_the_host_memory_go(kind: Callable[[], Copier]) -> None:
+    stream, places = open_stream(range(NUM_LAYERS), kind())
+    held = [weakref.ref(weight) for weights in stream._held.values() for weight in weights]
+    walk(stream, places)
+    stream.close()
+    gc.collect()
+    assert len(held) == 2 * NUM_LAYERS and not any(weight() is not None for weight in held)
 
 
 def test_a_buffer_of_another_form_is_told() -> None:

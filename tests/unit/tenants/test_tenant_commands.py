@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 import typer.testing
 
@@ -158,6 +159,10 @@ def test_a_service_is_the_newest_or_the_one_that_is_named(
     assert service_at(None, None) == ServiceAt("unix:///new", "demo-9001")
     assert "2 services run here; this is about the newest, http://127.0.0.1:9001" in capsys.readouterr().err
     assert service_at("http://[::1]:9000", None) == ServiceAt("unix:///old", "demo-9000")
+    runs.append(msgspec.structs.replace(run_file(9002, "unix:///wide"), url="http://0.0.0.0:9002"))
+    assert service_at("http://127.0.0.2:9002", None).redis_url == "unix:///wide"
+    with pytest.raises(SettingsError, match="is no service of yours"):
+        service_at("http://192.0.2.77:9002", None)
     assert service_at(None, "unix:///old") == ServiceAt("unix:///old", None)
     assert model_on("unix:///old") == "demo-9000"
     with pytest.raises(SettingsError, match="name the base model"):
