@@ -196,14 +196,23 @@ class LLM:
         returned, for all prompts or one (or None) for each.
 
         A prompt that cannot be served (too long, say) has finish_reason "error" and the reason; the others go on.
-        ValueError, before anything runs, for sampling parameters without meaning; it names the parameter.
+        ValueError, before anything runs, for sampling parameters without meaning; it names the parameter. TypeError for
+        what is no prompt, no SamplingParams or no adapter. RuntimeError after close().
         """
-        many = self._as_list(prompts)
+        return self._generate(_as_prompts(prompts), sampling_params, use_tqdm, lora_request)
+
+    def _generate(
+        self,
+        many: Sequence[Prompt | RequestRefused],
+        sampling_params: SamplingParams | Sequence[SamplingParams],
+        use_tqdm: bool,
+        lora_request: AdapterRef | Sequence[AdapterRef | None] | None,
+    ) -> list[RequestOutput]:
+        """One output for each prompt, or for why there is none."""
+        if self._closed:
+            raise RuntimeError("this LLM is closed")
         params = self._checked(sampling_params, len(many))
-        one_for_all = lora_request is None or isinstance(lora_request, AdapterRef)
-        adapters = [lora_request] * len(many) if one_for_all else list(lora_request)
-        if len(adapters) != len(many):
-            raise ValueError(f"{len(adapters)} lora_requests for {len(many)} prompts")
+        adapters = _one_for_each(lora_request, len(many))
         with tqdm(total=len(many), disable=not use_tqdm, desc="generating", unit="prompt") as bar:
             self._run = _Run(bar)
             names = [self._add(*each) for each in zip(many, params, adapters, strict=True)]
@@ -226,16 +235,23 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: AdapterRef | Sequence[AdapterRef | None] | None = None,
     ) -> list[RequestOutput]:
-        """The assistant's answers to one conversation or several, rendered by the model's chat template."""
+        """The assistant's answers to one conversation or several, rendered by the model's chat template. One that the
+        template refuses has finish_reason "error", as in generate()."""
         if self._template is None:
             raise SettingsError("the model has no chat template", "chat_template")
-        many: Iterable[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        texts = [self._template.render(list(conversation), add_generation_prompt=True) for conversation in many]
-        ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        outputs = self.generate(ids, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+        texts = [self._rendered(self._template, conversation) for conversation in _as_conversations(messages)]
+        ids = [self.tokenizer.encode(t, add_special_tokens=False) if isinstance(t, str) else t for t in texts]
+        outputs = self._generate(ids, sampling_params, use_tqdm, lora_request)
         for output, text in zip(outputs, texts, strict=True):
-            output.prompt = text
+            output.prompt = text if isinstance(text, str) else None
         return outputs
+
+    @staticmethod
+    def _rendered(template: ChatTemplate, conversation: Sequence[Mapping[str, Any]]) -> str | RequestRefused:
+        try:
+            return template.render(list(conversation), add_generation_prompt=True)
+        except RequestRefused as error:
+            return error
 
     def load_adapter(self, source: str | Path, name: str | None = None) -> AdapterRef:
         """A LoRA adapter in PEFT's format, checked whole: a folder, or a URL as text ("s3://bucket/folder").
@@ -272,15 +288,11 @@ class LLM:
         """OutputSink, called by the engine."""
         self._run.ended(ended, request)
 
-    @staticmethod
-    def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-            return [prompts]  # type: ignore[list-item]  # one prompt
-        return list(prompts)  # type: ignore[arg-type]
-
     def _checked(self, given: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
         """One for each of `count` prompts. ValueError when they are others in number, or one makes no sense."""
         each = [given] if isinstance(given, SamplingParams) else list(given)
+        if wrong := [one for one in each if not isinstance(one, SamplingParams)]:
+            raise TypeError(f"sampling_params: {wrong[0]!r:.80} is no SamplingParams")
         each = [checked_sampling(params, self._facts.vocab_size) for params in each]
         if isinstance(given, SamplingParams):
             return each * count
@@ -288,9 +300,9 @@ class LLM:
             raise ValueError(f"{len(each)} sampling_params for {count} prompts")
         return each
 
-    def _add(self, prompt: Prompt, params: SamplingParams, adapter: AdapterRef | None) -> str:
+    def _add(self, prompt: Prompt | RequestRefused, params: SamplingParams, adapter: AdapterRef | None) -> str:
         text = prompt if isinstance(prompt, str) else None
-        ids = self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
+        ids = self._token_ids(prompt)
         name = f"offline-{next(self._names)}"
         output = RequestOutput(
             prompt=text, prompt_token_ids=ids, outputs=[Completion(index=index) for index in range(params.n)]
@@ -300,6 +312,8 @@ class LLM:
             params = msgspec.structs.replace(params, seed=secrets.randbits(63))
         self._run.choices[name] = [_Choice(done, self._choice_text(ids, params)) for done in output.outputs]
         try:
+            if isinstance(prompt, RequestRefused):
+                raise prompt
             check_token_ids(ids, self._facts.vocab_size, "prompts")
             self._engine.add_request(
                 GenerationRequest(request_id=name, prompt_token_ids=ids, sampling=params, adapter=adapter)
@@ -308,6 +322,11 @@ class LLM:
             for completion in output.outputs:
                 completion.finish_reason, completion.error = "error", str(error)
         return name
+
+    def _token_ids(self, prompt: Prompt | RequestRefused) -> list[int]:
+        if isinstance(prompt, RequestRefused):
+            return []
+        return self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
 
     def _choice_text(self, prompt: list[int], params: SamplingParams) -> ChoiceText:
         eos = frozenset(self._facts.eos_token_ids)
@@ -322,6 +341,45 @@ class LLM:
         """The engine is usable again afterwards."""
         for name in names:
             self._engine.abort(Abort(request_id=name, epoch=0))
+
+
+def _as_prompts(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, each text or token ids. TypeError for anything else."""
+    if isinstance(given, str) or (isinstance(given, Sequence) and given and isinstance(given[0], int)):
+        return [given]  # type: ignore[list-item]  # one prompt
+    many = list(given) if isinstance(given, Iterable) and not isinstance(given, Mapping) else [given]
+    for prompt in many:
+        if not isinstance(prompt, str) and not (isinstance(prompt, Sequence) and all(map(_is_id, prompt))):
+            raise TypeError(f"a prompt is text or a list of token ids, not {prompt!r:.80}")
+    return many  # type: ignore[return-value]
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _as_conversations(given: Any) -> list[Sequence[Mapping[str, Any]]]:
+    """One conversation or several, each a list of messages. TypeError for anything else."""
+    many = [given] if isinstance(given, Sequence) and given and isinstance(given[0], Mapping) else given
+    if isinstance(many, str | Mapping) or not isinstance(many, Iterable):
+        raise TypeError(f"a conversation is a list of messages, not {given!r:.80}")
+    conversations = list(many)
+    for conversation in conversations:
+        if not isinstance(conversation, Sequence) or not all(isinstance(m, Mapping) for m in conversation):
+            raise TypeError(f"a conversation is a list of messages, not {conversation!r:.80}")
+    return conversations
+
+
+def _one_for_each(given: AdapterRef | Sequence[AdapterRef | None] | None, count: int) -> list[AdapterRef | None]:
+    """An adapter, or None, for each of `count` prompts."""
+    if given is None or isinstance(given, AdapterRef):
+        return [given] * count
+    adapters = list(given)
+    if wrong := [one for one in adapters if one is not None and not isinstance(one, AdapterRef)]:
+        raise TypeError(f"lora_request: {wrong[0]!r:.80} is not what load_adapter() returned")
+    if len(adapters) != count:
+        raise ValueError(f"{len(adapters)} lora_requests for {count} prompts")
+    return adapters
 
 
 def _model_folder(model: str | Path) -> Path:

@@ -48,6 +48,8 @@ def show(model: Model = None, url: Url = None, redis_url: RedisUrl = None) -> No
         held = [f"{tier} {count}" for tier, count in holders(entry.digest).items() if count]
         parts = (f"{entry.name}@{entry.digest[:12]}", owner, *(["pinned"] if entry.pinned else []), *held, entry.source)
         typer.echo("  ".join(parts))
+    if not entries:
+        typer.echo("tandem: there are no adapters", err=True)
 
 
 def add(

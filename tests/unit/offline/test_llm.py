@@ -117,6 +117,40 @@ def test_every_parameter_has_its_range(llm: LLM) -> None:
     assert llm.generate("Once upon a time", odd, use_tqdm=False)[0].outputs[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("prompts", [[None], [{"prompt": "a"}], [["a"]], [[True]], {"prompt": "a"}, 5])
+def test_what_is_no_prompt_is_a_type_error(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(TypeError, match="a prompt is text or a list of token ids, not"):
+        llm.generate(prompts, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize("messages", ["hi", [["hi"]], [5], {"role": "user"}])
+def test_what_is_no_conversation_is_a_type_error(llm: LLM, messages: Any) -> None:
+    with pytest.raises(TypeError, match="a conversation is a list of messages, not"):
+        llm.chat(messages, GREEDY, use_tqdm=False)
+
+
+def test_other_arguments_of_a_wrong_kind_are_named(llm: LLM) -> None:
+    wrong: Any = "nope"
+    with pytest.raises(TypeError, match="lora_request: 'n' is not what load_adapter"):
+        llm.generate(["a", "b"], GREEDY, use_tqdm=False, lora_request=wrong)
+    with pytest.raises(TypeError, match="is no SamplingParams"):
+        llm.generate(["a", "b"], [GREEDY, wrong], use_tqdm=False)
+
+
+def test_a_conversation_that_the_template_refuses_fails_alone(llm: LLM) -> None:
+    good = [{"role": "user", "content": "What is 2 + 3?"}]
+    outputs = llm.chat([good, [{"role": "foo", "content": "hi"}], good], GREEDY, use_tqdm=False)
+    assert [bool(o.text) for o in outputs] == [True, False, True]
+    assert outputs[1].outputs[0].finish_reason == "error" and "foo" in str(outputs[1].outputs[0].error)
+
+
+def test_a_closed_one_says_so() -> None:
+    llm = LLM("demo", dtype="float32", max_model_len=128)
+    llm.close()
+    with pytest.raises(RuntimeError, match="this LLM is closed"):
+        llm.generate("a", GREEDY, use_tqdm=False)
+
+
 def test_numbers_of_numpy_are_numbers(llm: LLM) -> None:
     plain = SamplingParams(max_tokens=8, temperature=0.5, seed=7, stop_token_ids=(1, 2))
     numpys: dict[str, Any] = {"temperature": np.float64(0.5), "seed": np.int64(7), "stop_token_ids": range(1, 3)}
