@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -110,12 +111,26 @@ def empty_serve(idle_s: float) -> list[dict[str, object]]:
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
     assert process.stdout is not None and process.stdin is not None
-    while "ready" not in process.stdout.readline():
-        assert process.poll() is None, "the empty Serve application did not start"
-    rows = measure_idle(process.pid, idle_s)
+    try:
+        while "ready" not in (line := process.stdout.readline()):
+            assert line or process.poll() is None, "the empty Serve application did not start"
+        return measure_idle(process.pid, idle_s)
+    finally:
+        end(process)
+
+
+def end(process: "subprocess.Popen[str]") -> None:
+    """Lets it end by itself; after 30 s it and what it started is killed."""
+    members = family(process.pid) if process.poll() is None else []
+    assert process.stdin is not None
     process.stdin.close()
-    process.wait(60)
-    return rows
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        for member in members:
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
+        process.wait()
 
 
 def main() -> None:
