@@ -140,7 +140,7 @@ def test_a_flood_of_one_tenant_takes_no_turn_of_another_and_leaves_no_row_idle(c
     first, sent = len(plans(step_log)), []
     with httpx.stream("POST", closed.url + "/v1/completions", json=flood, headers=loud, timeout=60) as response:
         assert response.status_code == 200
-        wait_for(lambda: closed.get("/load").json()["num_requests_waiting"] > FLOOD / 2, 10, "they wait")
+        wait_for(lambda: closed.get("/load").json()["num_requests_waiting"] > FLOOD / 2, 30, "they wait")
         for i in range(FEW):
             sent.append(len(plans(step_log)))
             assert post(closed, quiet, prompt=[30] * (LONGER + i), max_tokens=4).status_code == 200
