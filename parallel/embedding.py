@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from parallel.context import ParallelContext
 from parallel.linear import Cut, Delta, LinearPart
-from parallel.matmul import Matrix, PackedMatrix, make_matrix
+from parallel.matmul import MakeMatrix, Matrix, PackedMatrix, make_matrix
 from parallel.shard import ShardSpec, Slice, WeightSlot, padded_range
 
 
@@ -58,8 +58,16 @@ class VocabParallelEmbedding:
 class VocabParallelHead:
     """logits_SV = hidden_SH @ table_VH.T, whole and in float32 on every rank of the stage."""
 
-    def __init__(self, name: str, vocab_size: int, hidden_size: int, context: ParallelContext) -> None:
+    def __init__(
+        self,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        context: ParallelContext,
+        make: MakeMatrix = make_matrix,
+    ) -> None:
         self._context = context
+        self._make = make
         self._vocab_size = vocab_size
         self._hidden_size = hidden_size
         start, length = padded_range(vocab_size, context.tp_rank, context.tp_size)
@@ -83,7 +91,7 @@ class VocabParallelHead:
         yield WeightSlot(ShardSpec((self._slice,)), self.accept)
 
     def accept(self, table_VH: torch.Tensor) -> None:
-        self._matrix = make_matrix(table_VH, None)
+        self._matrix = self._make(table_VH, None)
 
     @property
     def copied_bytes(self) -> int:

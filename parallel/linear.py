@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from parallel.context import ParallelContext
-from parallel.matmul import Matrix, Place, as_given, make_matrix
+from parallel.matmul import MakeMatrix, Matrix, make_matrix
 from parallel.shard import Fill, ShardSpec, Slice, WeightSlot, even_range
 
 
@@ -70,11 +70,11 @@ class ColumnParallelLinear:
     The input is whole on every rank; the output is [section 0's columns | section 1's columns | ...].
     """
 
-    def __init__(self, inputs: int, sections: Sequence[Section], bias: bool, place: Place = as_given) -> None:
+    def __init__(self, inputs: int, sections: Sequence[Section], bias: bool, make: MakeMatrix = make_matrix) -> None:
         self._inputs = inputs
         self._sections = tuple(sections)
         self._has_bias = bias
-        self._place = place
+        self._make = make
         self._bias_O: torch.Tensor | None = None
         self._matrix: Matrix | None = None
         self.delta: Delta | None = None
@@ -109,7 +109,7 @@ class ColumnParallelLinear:
         self._bias_O = bias_O
 
     def _accept_weight(self, weight_OI: torch.Tensor) -> None:
-        self._matrix = make_matrix(weight_OI, self._bias_O, self._place)
+        self._matrix = self._make(weight_OI, self._bias_O)
 
 
 class RowParallelLinear:
@@ -125,13 +125,13 @@ class RowParallelLinear:
         outputs: int,
         bias: bool,
         context: ParallelContext,
-        place: Place = as_given,
+        make: MakeMatrix = make_matrix,
     ) -> None:
         self._name = name
         self._inputs = Cut(total_inputs, *even_range(total_inputs, context.tp_rank, context.tp_size))
         self._outputs = outputs
         self._has_bias = bias
-        self._place = place
+        self._make = make
         self._context = context
         self._bias_O: torch.Tensor | None = None
         self._matrix: Matrix | None = None
@@ -163,4 +163,4 @@ class RowParallelLinear:
         self._bias_O = bias_O
 
     def _accept_weight(self, weight_OI: torch.Tensor) -> None:
-        self._matrix = make_matrix(weight_OI, self._bias_O if self._context.tp_size == 1 else None, self._place)
+        self._matrix = self._make(weight_OI, self._bias_O if self._context.tp_size == 1 else None)

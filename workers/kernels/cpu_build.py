@@ -17,7 +17,7 @@ import torch
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
 STORED = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.bfloat16: 3}
 CACHE_SOURCES = ("cpu_decode_attention.c", "cpu_kv_quant.c")
-SOURCES = (*CACHE_SOURCES, "cpu_chunk_attention.c", "cpu_fused_ops.c")
+SOURCES = (*CACHE_SOURCES, "cpu_chunk_attention.c", "cpu_fused_ops.c", "cpu_few_rows.c")
 LORA_SOURCES = ("cpu_lora.c",)
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 TIMEOUT_S = 60.0

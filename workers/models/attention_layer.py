@@ -9,7 +9,7 @@ import torch
 
 from parallel.context import ParallelContext
 from parallel.linear import AdaptableLinear, ColumnParallelLinear, RowParallelLinear, Section
-from parallel.matmul import Place, as_given
+from parallel.matmul import MakeMatrix, make_matrix
 from parallel.shard import WeightSlot, even_range, kv_head_range
 from workers.attention.backend import AttentionStep
 from workers.kernels.fused_ops import FusedOps
@@ -30,7 +30,7 @@ class AttentionLayer:
         layer: int,
         context: ParallelContext,
         ops: FusedOps,
-        place: Place = as_given,
+        make: MakeMatrix = make_matrix,
     ) -> None:
         def full(stem: str) -> str:
             return names.of_layer(layer, stem)
@@ -49,11 +49,11 @@ class AttentionLayer:
         self._ops = ops
         self._window = spec.windows[layer]
         self._rotates = spec.rotary_layers[layer]
-        self._qkv = ColumnParallelLinear(spec.hidden_size, sections, spec.qkv_bias, place)
+        self._qkv = ColumnParallelLinear(spec.hidden_size, sections, spec.qkv_bias, make)
         self._norm = (
             QKNorm(full(names.q_norm), full(names.k_norm), num_heads, num_kv_heads, dim) if spec.qk_norm else None
         )
-        self._o = RowParallelLinear(full(names.o), spec.num_heads * dim, spec.hidden_size, spec.o_bias, context, place)
+        self._o = RowParallelLinear(full(names.o), spec.num_heads * dim, spec.hidden_size, spec.o_bias, context, make)
 
     def __call__(self, x_TH: torch.Tensor, angles: Angles, step: AttentionStep, kv: LayerKV) -> torch.Tensor:
         """[T, H], before the residual. `kv`: this layer's cache, which gains the step's tokens."""

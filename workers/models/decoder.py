@@ -5,6 +5,7 @@ request, no scheduler, no sampling. T tokens of a step, S rows that sample, H hi
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -16,10 +17,11 @@ from parallel.checkpoint import DummySource, LoadFormat, SafetensorsSource, Sour
 from parallel.context import ParallelContext
 from parallel.embedding import VocabParallelEmbedding, VocabParallelHead
 from parallel.linear import AdaptableLinear, LinearPart
-from parallel.matmul import Place
+from parallel.matmul import FewRows, MakeMatrix, make_matrix
 from parallel.mesh import layer_range
 from parallel.shard import WeightSlot
 from workers.attention.backend import AttentionBackend, AttentionStep, KVTensors
+from workers.kernels.cpu_few_rows import select_few_rows
 from workers.kernels.cpu_fused_ops import select_fused_ops
 from workers.kernels.fused_ops import FusedOps
 from workers.kernels.kv_quant import LayerKV
@@ -43,13 +45,13 @@ class DecoderLayer:
         layer: int,
         context: ParallelContext,
         ops: FusedOps,
-        place: Place,
+        make: MakeMatrix,
     ) -> None:
         size, eps = spec.hidden_size, spec.norm_eps
         self._attention_norm = RMSNorm(names.of_layer(layer, names.attention_norm), size, eps, ops)
-        self._attention = AttentionLayer(spec, names, layer, context, ops, place)
+        self._attention = AttentionLayer(spec, names, layer, context, ops, make)
         self._mlp_norm = RMSNorm(names.of_layer(layer, names.mlp_norm), size, eps, ops)
-        self._mlp = GatedMLP(spec, names, layer, context, ops, place)
+        self._mlp = GatedMLP(spec, names, layer, context, ops, make)
 
     def __call__(
         self,
@@ -97,6 +99,7 @@ class Decoder:
         context: ParallelContext,
         attention: AttentionBackend,
         ops: FusedOps,
+        few_rows: FewRows | None,
         device: torch.device,
         stream: WeightStream,
     ) -> None:
@@ -113,7 +116,9 @@ class Decoder:
         self.stream = stream
         self._positions = RotaryPositions(spec.rope, spec.head_dim, device)
         self._layers = [
-            DecoderLayer(spec, names, layer, context, ops, stream.place_of(index))
+            DecoderLayer(
+                spec, names, layer, context, ops, partial(make_matrix, place=stream.place_of(index), few_rows=few_rows)
+            )
             for index, layer in enumerate(self.layer_ids)
         ]
         self._embedding: VocabParallelEmbedding | None = None
@@ -124,7 +129,7 @@ class Decoder:
         if context.is_last_stage:
             head_name = names.embedding if spec.tie_word_embeddings else names.head
             self._final_norm = RMSNorm(names.final_norm, spec.hidden_size, spec.norm_eps, ops)
-            self._head = VocabParallelHead(head_name, *size, context)
+            self._head = VocabParallelHead(head_name, *size, context, partial(make_matrix, few_rows=few_rows))
         self._ties_here = spec.tie_word_embeddings and self._embedding is not None and self._head is not None
 
     @property
@@ -219,7 +224,8 @@ def build_decoder(
     Raises SettingsError for a model that cannot be cut so, and for a checkpoint that does not match its config.json.
     """
     stream = WeightStream(streamed, copier or make_copier(device))
-    decoder = Decoder(spec, context, attention, select_fused_ops(device, dtype), device, stream)
+    ops, few_rows = select_fused_ops(device, dtype), select_few_rows(device, dtype)
+    decoder = Decoder(spec, context, attention, ops, few_rows, device, stream)
     source: Source
     if load_format == "dummy":
         source = DummySource(seed, dtype)

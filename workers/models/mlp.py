@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from parallel.context import ParallelContext
 from parallel.linear import AdaptableLinear, ColumnParallelLinear, RowParallelLinear, Section
-from parallel.matmul import Place, as_given
+from parallel.matmul import MakeMatrix, make_matrix
 from parallel.shard import WeightSlot, even_range
 from workers.kernels.fused_ops import FusedOps
 from workers.models.spec import Activation, ArchSpec
@@ -40,15 +40,15 @@ class GatedMLP:
         layer: int,
         context: ParallelContext,
         ops: FusedOps,
-        place: Place = as_given,
+        make: MakeMatrix = make_matrix,
     ) -> None:
         width = spec.intermediate_size
         start, length = even_range(width, context.tp_rank, context.tp_size)
         sections = [Section(names.of_layer(layer, stem), width, start, length) for stem in (names.gate, names.up)]
         down = names.of_layer(layer, names.down)
         self._gate = gating(spec.activation, ops)
-        self._gate_up = ColumnParallelLinear(spec.hidden_size, sections, spec.mlp_bias, place)
-        self._down = RowParallelLinear(down, width, spec.hidden_size, spec.mlp_bias, context, place)
+        self._gate_up = ColumnParallelLinear(spec.hidden_size, sections, spec.mlp_bias, make)
+        self._down = RowParallelLinear(down, width, spec.hidden_size, spec.mlp_bias, context, make)
 
     def __call__(self, x_TH: torch.Tensor) -> torch.Tensor:
         return self._down(self._gate(self._gate_up(x_TH)))
