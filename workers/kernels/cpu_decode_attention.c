@@ -5,43 +5,120 @@
 
 #define MAX_DIM 256
 #define MAX_TILE 4
+#define SPAN 4 /* tokens that all heads pass over before the next: what they read lies together, so it streams */
 #define LINE (64 / (int)sizeof(stored)) /* elements of a cache line */
+
+/* A product of q and k: pairs of bf16 where the CPU multiplies them, floats elsewhere. `left`: elements to the end. */
+#if ELEMENT == 1 && STORED == 0 && defined(__AVX512BF16__)
+#define WIDE 32
+typedef __m512i operand;
+INLINE operand load_query(const element *at, int left) {
+  return left < WIDE ? _mm512_maskz_loadu_epi16(0xffff, at) : _mm512_loadu_si512(at);
+}
+INLINE operand load_key(const stored *at, int left) { return load_query(at, left); }
+INLINE floats multiply_add(floats sum, operand a, operand b) {
+  return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+#else
+#define WIDE LANES
+typedef floats operand;
+INLINE operand load_query(const element *at, int left) { return (void)left, load(at); }
+INLINE operand load_key(const stored *at, int left) { return (void)left, load_stored(at); }
+INLINE floats multiply_add(floats sum, operand a, operand b) { return sum + a * b; }
+#endif
+
+/* Two vectors of values. Of bf16 the even ones and the odd ones, which a shift and a mask part; `in_order` mends that
+   in the sums. */
+#if STORED == 3 || (STORED == 0 && ELEMENT == 1)
+INLINE void load_two(floats *value, const stored *at, int vectors) {
+  if (vectors == 1) {
+    value[0] = load_bf16(at);
+    return;
+  }
+  words pairs;
+  memcpy(&pairs, at, sizeof pairs);
+  value[0] = (floats)(pairs << 16);
+  value[1] = (floats)(pairs & 0xffff0000u);
+}
+INLINE void in_order(floats *sum, int vectors) {
+  for (int i = 0; i + 1 < vectors; i += 2) {
+    const floats even = sum[i], odd = sum[i + 1];
+    sum[i] = __builtin_shuffle(even, odd, (ints){0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
+    sum[i + 1] = __builtin_shuffle(even, odd, (ints){8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
+  }
+}
+#else
+INLINE void load_two(floats *value, const stored *at, int vectors) {
+  value[0] = load_stored(at);
+  if (vectors > 1) value[1] = load_stored(at + LANES);
+}
+INLINE void in_order(floats *sum, int vectors) { (void)sum, (void)vectors; }
+#endif
+
+/* The sum of each of four vectors' lanes. */
+INLINE void sum_four(const floats *x, float *sums) {
+  const ints low = {0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29};
+  const ints first = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
+  const floats a = __builtin_shuffle(x[0], x[1], low) + __builtin_shuffle(x[0], x[1], low + 2);
+  const floats b = __builtin_shuffle(x[2], x[3], low) + __builtin_shuffle(x[2], x[3], low + 2);
+  floats c = __builtin_shuffle(a, b, first) + __builtin_shuffle(a, b, first + 2); /* four sums in each quarter */
+  c += __builtin_shuffle(c, (ints){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
+  c += __builtin_shuffle(c, (ints){4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
+  memcpy(sums, &c, 4 * sizeof *sums);
+}
 
 typedef struct {
   const stored *keys, *values;
   const float *key_scales, *value_scales; /* of each token and KV head, where SCALED */
 } cache;
 
+INLINE long slot_of(const int32_t *blocks, long block_size, long position) {
+  return blocks[position / block_size] * block_size + position % block_size;
+}
+/* The end of the span that starts here: within one block. */
+INLINE long span_end(long position, long last, long block_size) {
+  const long block_end = position - position % block_size + block_size;
+  const long stop = position + SPAN < block_end ? position + SPAN : block_end;
+  return stop < last ? stop : last;
+}
+
 /* One partition of one row's context, all heads, G query heads of one KV head at a time.
    partial: per query head D sums, then the maximum, then the weight. */
 INLINE void attend_partition(const element *q, const cache *kv, float *partial, float *scores, const int32_t *blocks,
                              long first, long last, long heads, long kv_heads, const int D, const int G,
                              long block_size, float scale) {
-  const int V = D / LANES;
+  const int V = D / LANES, O = (D + WIDE - 1) / WIDE, J = MAX_TILE / G; /* J tokens make four scores or nearly */
   const long tiles = heads / kv_heads / G;
-  const long token = kv_heads * D, block = block_size * token;
+  const long token = kv_heads * D;
   const long length = (last - first + LANES - 1) / LANES * LANES; /* of a head's scores, padded */
   for (long position = first; position < last;) {
-    const long in_block = position % block_size;
-    const long stop = position - in_block + block_size < last ? position - in_block + block_size : last;
-    const long slot = blocks[position / block_size] * block_size + in_block;
+    const long stop = span_end(position, last, block_size), slot = slot_of(blocks, block_size, position);
     const stored *from = kv->keys + slot * token;
-    const stored *next = stop < last ? kv->keys + blocks[stop / block_size] * block : kv->values + blocks[first / block_size] * block;
+    const stored *next = stop < last ? kv->keys + slot_of(blocks, block_size, stop) * token
+                                     : kv->values + slot_of(blocks, block_size, first) * token;
     for (long h = 0; h < kv_heads * tiles; h++) {
-      floats query[MAX_TILE * MAX_DIM / LANES];
-      UNROLLED for (int i = 0; i < G * V; i++) query[i] = load(q + h * G * D + i * LANES);
+      operand query[MAX_TILE * MAX_DIM / LANES];
+      UNROLLED for (int g = 0; g < G; g++)
+        UNROLLED for (int i = 0; i < O; i++) query[g * O + i] = load_query(q + (h * G + g) * D + i * WIDE, D - i * WIDE);
       float *score = scores + h * G * length + position - first;
-      for (long j = 0; j < stop - position; j++) {
-        const long offset = j * token + h / tiles * D;
-        for (int i = 0; i < D; i += LINE) __builtin_prefetch(next + offset + i, 0, 2);
-        floats dot[MAX_TILE];
-        UNROLLED for (int g = 0; g < G; g++) dot[g] = (floats){};
-        UNROLLED for (int i = 0; i < V; i++) {
-          const floats key = load_stored(from + offset + i * LANES);
-          UNROLLED for (int g = 0; g < G; g++) dot[g] += query[g * V + i] * key;
+      const long count = stop - position;
+      for (long j = 0; j < count; j += J) {
+        floats dot[4] = {};
+        UNROLLED for (int k = 0; k < J; k++) {
+          const long offset = (j + k < count ? j + k : count - 1) * token + h / tiles * D;
+          for (int i = 0; i < D; i += LINE) __builtin_prefetch(next + offset + i, 0, 3);
+          UNROLLED for (int i = 0; i < O; i++) {
+            const operand key = load_key(from + offset + i * WIDE, D - i * WIDE);
+            UNROLLED for (int g = 0; g < G; g++) dot[k * G + g] = multiply_add(dot[k * G + g], query[g * O + i], key);
+          }
         }
-        const float factor = SCALED ? scale * UNIT * kv->key_scales[(slot + j) * kv_heads + h / tiles] : scale;
-        UNROLLED for (int g = 0; g < G; g++) score[g * length + j] = sum_lanes(dot[g]) * factor;
+        float sums[4];
+        sum_four(dot, sums);
+        UNROLLED for (int k = 0; k < J; k++) {
+          const long at = j + k < count ? j + k : count - 1;
+          const float factor = SCALED ? scale * UNIT * kv->key_scales[(slot + at) * kv_heads + h / tiles] : scale;
+          UNROLLED for (int g = 0; g < G; g++) score[g * length + at] = sums[k * G + g] * factor;
+        }
       }
     }
     position = stop;
@@ -67,11 +144,9 @@ INLINE void attend_partition(const element *q, const cache *kv, float *partial, 
     mine[D + 1] = sum_lanes(weight);
   }
   for (long position = first; position < last;) {
-    const long in_block = position % block_size;
-    const long stop = position - in_block + block_size < last ? position - in_block + block_size : last;
-    const long slot = blocks[position / block_size] * block_size + in_block;
+    const long stop = span_end(position, last, block_size), slot = slot_of(blocks, block_size, position);
     const stored *from = kv->values + slot * token;
-    const stored *next = stop < last ? kv->values + blocks[stop / block_size] * block : from;
+    const stored *next = stop < last ? kv->values + slot_of(blocks, block_size, stop) * token : from;
     for (long h = 0; h < kv_heads * tiles; h++) {
       const float *score = scores + h * G * length + position - first;
       float *mine = partial + h * G * (D + 2);
@@ -80,11 +155,15 @@ INLINE void attend_partition(const element *q, const cache *kv, float *partial, 
         UNROLLED for (int i = 0; i < V; i++) memcpy(sum + g * V + i, mine + g * (D + 2) + i * LANES, sizeof *sum);
       for (long j = 0; j < stop - position; j++) {
         const long offset = j * token + h / tiles * D;
-        for (int i = 0; i < D; i += LINE) __builtin_prefetch(next + offset + i, 0, 2);
+        for (int i = 0; i < D; i += LINE) __builtin_prefetch(next + offset + i, 0, 3);
         const float factor = SCALED ? UNIT * kv->value_scales[(slot + j) * kv_heads + h / tiles] : 1.0f;
-        UNROLLED for (int i = 0; i < V; i++) {
-          const floats value = load_stored(from + offset + i * LANES);
-          UNROLLED for (int g = 0; g < G; g++) sum[g * V + i] += score[g * length + j] * factor * value;
+        UNROLLED for (int i = 0; i < V; i += 2) {
+          floats value[2] = {};
+          load_two(value, from + offset + i * LANES, V - i);
+          UNROLLED for (int g = 0; g < G; g++) {
+            sum[g * V + i] += score[g * length + j] * factor * value[0];
+            if (i + 1 < V) sum[g * V + i + 1] += score[g * length + j] * factor * value[1];
+          }
         }
       }
       UNROLLED for (int g = 0; g < G; g++)
@@ -151,6 +230,7 @@ void decode_attention(const element *q, long q_stride, const stored *keys, const
             sum[i] += x * factor;
           }
         }
+        in_order(sum, dim / LANES);
         for (long i = 0; i < dim / LANES; i++) store(out + (row[0] * heads + n) * dim + i * LANES, sum[i] / weight);
       }
   }

@@ -20,7 +20,7 @@ from workers.kernels.cpu_kv_quant import address
 from workers.kernels.kv_quant import LayerKV
 
 MAX_HEAD_DIM = 256
-PARTITION_TOKENS = 256
+PARTITION_TOKENS = 128
 LANES = 16
 
 
