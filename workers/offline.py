@@ -39,7 +39,7 @@ from workers.messages import (
 from workers.offline_inputs import Prompt, as_conversations, as_prompts, one_for_each
 from workers.resolve import read_spec
 from workers.sampling_check import checked_sampling
-from workers.start_notes import pool_notes
+from workers.start_notes import warn_of_pool
 from workers.text.chat_template import ChatTemplate, find_chat_template
 from workers.text.choice_text import ChoiceText
 from workers.text.detokenizer import DetokenizerFactory
@@ -177,8 +177,7 @@ class LLM:
         try:
             ready = self._executor.start()
             self._facts = model_facts(self.settings, ready)
-            for warning in pool_notes(self.settings.cache, self._facts.max_model_len):
-                log.warning("%s", warning)
+            warn_of_pool(self.settings.cache, self._facts.max_model_len, log)
             self._engine = Engine(self.settings, self._facts, self._executor, ready, self)
         except BaseException:
             self._executor.close()
