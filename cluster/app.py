@@ -48,12 +48,10 @@ def build(args: dict[str, Any]) -> Application:
 
     What depends on nodes that are not there yet is the user's to say: `device` in engine_kwargs, `single_node` in args.
     """
-    asked = args.get("single_node")
-    settings = settings_from_serve_args({key: value for key, value in args.items() if key != "single_node"})
-    settings = resolve_settings(settings)
+    settings = resolve_settings(settings_from_serve_args(args))
     device = choose_device(settings.engine.device.device, _cluster_gpus())
     settings = with_device(settings, device)
-    home_node = choose_home(asked, device, _alive_nodes())
+    home_node = choose_home(args.get("single_node"), device, _alive_nodes())
     facts = new_facts(
         single_node=home_node is not None,
         redis_url=settings.redis.url,
@@ -79,14 +77,12 @@ def choose_device(asked: Device | None, node_gpus: list[float]) -> Device:
     return "cpu"
 
 
-def choose_home(asked: object, device: Device, nodes: list[dict[str, Any]]) -> str | None:
+def choose_home(asked: bool | None, device: Device, nodes: list[dict[str, Any]]) -> str | None:
     """The node whose loopback the service talks over, None when it must be reachable from other nodes.
 
     `asked` is args' single_node. Not given: one node is taken for all there will be, unless its GPUs are missing; a
     process that Ray then puts elsewhere refuses to start (service.check_install).
     """
-    if asked is not None and not isinstance(asked, bool):
-        raise SettingsError(f"{asked!r} must be true or false", "single_node")
     if asked and len(nodes) != 1:
         raise SettingsError(f"the cluster has {len(nodes)} nodes", "single_node")
     if asked is False or len(nodes) != 1:
