@@ -13,6 +13,7 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from cluster import machine
+from cluster.gateway.draining import LEAVING_S
 from cluster.gateway_replica import Gateway
 from cluster.models_source import resolve_settings
 from cluster.placement import CPU_SHARE, group_options, max_groups
@@ -112,7 +113,7 @@ def build_app(settings: ServiceSettings, facts: ServiceFacts) -> Application:
         health_check_period_s=2.0,
         health_check_timeout_s=10.0,
         graceful_shutdown_wait_loop_s=0.1,
-        graceful_shutdown_timeout_s=settings.shutdown_timeout_s + 1.0,
+        graceful_shutdown_timeout_s=settings.shutdown_timeout_s + LEAVING_S,
         max_constructor_retry_count=3,
         logging_config=QUIET,
     )(Gateway)
