@@ -25,7 +25,7 @@ from configs.schema import EngineSettings
 from workers.adapter_check import AdapterChecker
 from workers.build import model_facts, offline_settings, open_executor
 from workers.engine.engine import Engine
-from workers.errors import GroupLost, RequestRefused
+from workers.errors import AdapterRefused, GroupLost, RequestRefused
 from workers.messages import (
     Abort,
     AdapterRef,
@@ -257,7 +257,7 @@ class LLM:
 
     def load_adapter(self, source: str | Path, name: str | None = None) -> AdapterRef:
         """A LoRA adapter in PEFT's format, checked whole: a folder, or a URL as text ("s3://bucket/folder").
-        AdapterRefused with the reason. It is read again when it is first used. Needs enable_lora=True."""
+        AdapterRefused with the place and the reason. It is read again when it is first used. Needs enable_lora=True."""
         lora, model = self.settings.lora, self.settings.model
         if not lora.enable_lora:
             raise SettingsError("adapters need enable_lora=True", "enable_lora")
@@ -266,7 +266,11 @@ class LLM:
             place = str(Path(source).expanduser().resolve())
         folder = None if model.load_format == "dummy" else Path(model.model)
         check = AdapterChecker(read_spec(self.settings), lora.max_lora_rank, folder, adapter_cache_folder())
-        return AdapterRef(name=name or place.rpartition("/")[2], digest=check(place), source=place)
+        try:
+            digest = check(place)
+        except AdapterRefused as error:
+            raise type(error)(f"{place}: {error}") from error
+        return AdapterRef(name=name or place.rpartition("/")[2], digest=digest, source=place)
 
     def close(self) -> None:
         """Lets KV that is on its way to host or disk arrive, then ends the ranks. Idempotent."""

@@ -20,7 +20,7 @@ from cluster.adapters.entries import NAME_RULE, AdapterEntry, changed, find, is_
 from cluster.adapters.kept import AdapterFile
 from cluster.adapters.registry import AdapterRegistry
 from cluster.adapters.running import RunningAdapters
-from cluster.adapters.sources import Module, said_of
+from cluster.adapters.sources import Module
 from cluster.coordination.client import RedisAway
 from configs.errors import SettingsError, TandemError
 from workers.errors import RequestRefused
@@ -137,7 +137,7 @@ class AdapterDesk:
                 await self.load(name, source, inplace=True)
             except RequestRefused as error:
                 if error.status != 503:
-                    raise SettingsError(f"{name}: {said_of(source, error)}", "--lora-modules") from error
+                    raise SettingsError(f"{name}: {source}: {error}", "--lora-modules") from error
                 digest = await self._digest(source)
                 self.registry.keep(self._entry(name, source, digest, None, None, self.registry.entries.get(name)))
 

@@ -68,7 +68,7 @@ def add(
     """Check an adapter whole and serve it. Requests that run keep the version they came with."""
     from cluster.adapters.desk import EVERYONE, NameTaken
     from cluster.adapters.entries import changed
-    from cluster.adapters.sources import absolute, said_of
+    from cluster.adapters.sources import absolute
     from workers.errors import RequestRefused
 
     if public and tenant is not None:
@@ -90,7 +90,7 @@ def add(
     except RequestRefused as error:
         if error.param != "lora_path":
             raise
-        raise SettingsError(said_of(place, error), "SOURCE") from error
+        raise SettingsError(f"{place}: {error}", "SOURCE") from error
 
 
 def remove(name: Name, model: Model = None, url: Url = None, redis_url: RedisUrl = None) -> None:

@@ -95,7 +95,8 @@ def test_relative_paths_are_of_the_folder_that_one_is_in(url: str, monkeypatch: 
     ("arguments", "words"),
     [
         (("add", "odd", str(DEMO)), f"{DEMO}: it holds no adapter_config.json"),
-        (("add", "odd", "/no/such/folder"), "/no/such/folder is not a folder"),
+        (("add", "odd", "/no/such/folder"), "/no/such/folder: it is not a folder"),
+        (("add", "odd", "/"), "SOURCE: /: it holds no adapter_config.json"),
         (("add", "demo", PIRATE), "name of the model itself"),
         (("add", "demo-2", PIRATE), "name of the model itself"),
         (("add", "a b", PIRATE), "An adapter's name is"),
