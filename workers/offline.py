@@ -49,6 +49,10 @@ __all__ = ["LLM", "Completion", "RequestOutput", "SamplingParams"]
 
 log = logging.getLogger("tandem.offline")
 SETTLE_S = 5.0
+SERVICE_ONLY = frozenset(
+    ("served_model_name", "revision", "data_parallel_size", "max_num_queued_reqs", "max_num_queued_tokens")
+)
+"""Flags of the engine's that one engine in a process, with a model that is a folder, has no use for."""
 DEMO = Path(__file__).resolve().parents[1] / "configs" / "demo" / "model"
 
 
@@ -167,8 +171,9 @@ class LLM:
     ) -> None:
         self.settings = _engine_settings(str(_model_folder(model)), flags)
         folder = Path(self.settings.model.model)
-        self.tokenizer = load_tokenizer(folder)
-        self._template: ChatTemplate | None = find_chat_template(folder, chat_template, self.tokenizer)
+        text_folder = Path(self.settings.model.tokenizer or folder).expanduser()
+        self.tokenizer = load_tokenizer(text_folder)
+        self._template: ChatTemplate | None = find_chat_template(text_folder, chat_template, self.tokenizer)
         self._factory = DetokenizerFactory(self.tokenizer)
         self._executor = open_executor(self.settings)
         self._closed = False
@@ -365,6 +370,6 @@ def _engine_settings(model: str, flags: Mapping[str, Any]) -> EngineSettings:
     """Checked settings for offline use: nothing is ever refused for a full queue. SettingsError names the value."""
     for name in flags:
         option = option_named(name)
-        if option is not None and not option.path.startswith("engine."):
+        if option is not None and (not option.path.startswith("engine.") or name.replace("-", "_") in SERVICE_ONLY):
             raise SettingsError(f"{name} is the service's; an LLM has no use for it", name)
     return offline_settings(build_settings(model, flags).engine)

@@ -1,6 +1,7 @@
 """LLM: the offline door, on the bundled demo model. Texts are the demo's; equality between ways of asking is ours."""
 
 import math
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from configs.errors import SettingsError
 from workers.messages import TokenDelta
-from workers.offline import LLM, SamplingParams
+from workers.offline import DEMO, LLM, SamplingParams
 from workers.sampling_check import RANGES
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0)
@@ -261,12 +262,27 @@ def test_ctrl_c_leaves_the_engine_usable(llm: LLM) -> None:
         ({"model": "demo", "kv_offloading_size": "x"}, "^--kv-offloading-size: 'x': expected `float`"),
         ({"model": "demo", "kv_disk_path": "/x"}, "^--kv-disk-path: the disk is below host memory"),
         ({"model": "demo", "max_tokens": 5}, "^max_tokens is not a setting"),
+        ({"model": "demo", "port": 80}, "^port is the service's; an LLM has no use for it"),
+        ({"model": "demo", "data_parallel_size": 2}, "^data_parallel_size is the service's"),
+        ({"model": "demo", "revision": "main"}, "^revision is the service's"),
+        ({"model": "demo", "tokenizer": "no-such"}, "^--tokenizer: no-such holds no tokenizer.json"),
         ({"model": "demo", "kv_cache_memory_bytes": 1000}, "kv-cache-memory-bytes"),
     ],
 )
 def test_settings_that_cannot_be_honoured_name_setting_and_value(arguments: dict[str, object], names: str) -> None:
     with pytest.raises(SettingsError, match=names):
         LLM(**arguments)  # type: ignore[arg-type]
+
+
+def test_another_tokenizer_is_used(llm: LLM, tmp_path: Path) -> None:
+    folder = shutil.copytree(DEMO, tmp_path / "text")
+    (folder / "model.safetensors").unlink()
+    for template in folder.glob("*.jinja"):
+        template.write_text("{{ messages[0].content }}, said plainly")
+    with LLM("demo", dtype="float32", max_num_seqs=2, tokenizer=str(folder)) as other:
+        (output,) = other.chat([{"role": "user", "content": "Once"}], GREEDY, use_tqdm=False)
+    assert output.prompt == "Once, said plainly"
+    assert output.text == llm.generate(output.prompt_token_ids, GREEDY, use_tqdm=False)[0].text
 
 
 def test_the_readme_example_runs() -> None:
