@@ -13,6 +13,7 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from cluster import machine
+from cluster.gateway.draining import LEAVING_S
 from cluster.gateway_replica import Gateway
 from cluster.models_source import resolve_settings
 from cluster.placement import CPU_SHARE, group_options, max_groups
@@ -48,12 +49,10 @@ def build(args: dict[str, Any]) -> Application:
 
     What depends on nodes that are not there yet is the user's to say: `device` in engine_kwargs, `single_node` in args.
     """
-    asked = args.get("single_node")
-    settings = settings_from_serve_args({key: value for key, value in args.items() if key != "single_node"})
-    settings = resolve_settings(settings)
+    settings = resolve_settings(settings_from_serve_args(args))
     device = choose_device(settings.engine.device.device, _cluster_gpus())
     settings = with_device(settings, device)
-    home_node = choose_home(asked, device, _alive_nodes())
+    home_node = choose_home(args.get("single_node"), device, _alive_nodes())
     facts = new_facts(
         single_node=home_node is not None,
         redis_url=settings.redis.url,
@@ -79,14 +78,12 @@ def choose_device(asked: Device | None, node_gpus: list[float]) -> Device:
     return "cpu"
 
 
-def choose_home(asked: object, device: Device, nodes: list[dict[str, Any]]) -> str | None:
+def choose_home(asked: bool | None, device: Device, nodes: list[dict[str, Any]]) -> str | None:
     """The node whose loopback the service talks over, None when it must be reachable from other nodes.
 
     `asked` is args' single_node. Not given: one node is taken for all there will be, unless its GPUs are missing; a
     process that Ray then puts elsewhere refuses to start (service.check_install).
     """
-    if asked is not None and not isinstance(asked, bool):
-        raise SettingsError(f"{asked!r} must be true or false", "single_node")
     if asked and len(nodes) != 1:
         raise SettingsError(f"the cluster has {len(nodes)} nodes", "single_node")
     if asked is False or len(nodes) != 1:
@@ -116,7 +113,7 @@ def build_app(settings: ServiceSettings, facts: ServiceFacts) -> Application:
         health_check_period_s=2.0,
         health_check_timeout_s=10.0,
         graceful_shutdown_wait_loop_s=0.1,
-        graceful_shutdown_timeout_s=settings.shutdown_timeout_s + 1.0,
+        graceful_shutdown_timeout_s=settings.shutdown_timeout_s + LEAVING_S,
         max_constructor_retry_count=3,
         logging_config=QUIET,
     )(Gateway)

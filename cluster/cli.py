@@ -86,9 +86,7 @@ def run_verb() -> NoReturn:
         build_app()()
         sys.exit(0)
     except TandemError as error:
-        flag = getattr(error, "flag", None)
-        named = f"{flag}: " if flag and flag not in str(error) else ""
-        print(f"tandem: error: {named}{error}", file=sys.stderr)
+        print(f"tandem: error: {error}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -26,7 +26,7 @@ from cluster.coordination.moving_redis import MovingRedis
 from cluster.coordination.registry import FleetView, StartFailure, report_start_failure
 from cluster.frozen_groups import FrozenGroups, RayRemote
 from cluster.gateway.app import build_gateway_app, build_gateway_state
-from cluster.gateway.draining import shutting_down
+from cluster.gateway.draining import LAST_WORDS_S, shutting_down
 from cluster.group_client import GroupClient
 from cluster.http_server import QuietServer, make_server
 from cluster.metrics import decode_stats
@@ -40,8 +40,6 @@ from configs.schema import ServiceSettings
 
 log = logging.getLogger("ray.serve.tandem")
 BACKLOG = 2048
-LAST_WORDS_S = 2.0
-"""For the last events of answers that are cut off."""
 
 
 @serve.ingress()
@@ -96,23 +94,28 @@ class Gateway:
             await self._open_port(app)
         return app
 
-    async def drain(self) -> None:
-        """Refuses new work from now on, and returns when what is in hand has ended, by itself or by the timeout.
+    async def drain(self) -> int:
+        """Refuses new work from now on, and returns when what is in hand has ended, by itself or by the timeout: how
+        many requests were cut off.
 
         `tandem serve` asks for this before it deletes the application, while the groups and the way to them are whole.
         """
         draining = self._state.draining
         draining.begin()
-        if not await draining.wait_idle(self._settings.shutdown_timeout_s):
-            log.warning("%d requests are cut off by --shutdown-timeout", draining.in_hand)
-            await self.cut_off()
+        if await draining.wait_idle(self._settings.shutdown_timeout_s):
+            return 0
+        log.warning("%d requests are cut off by --shutdown-timeout", draining.in_hand)
+        return await self.cut_off()
 
-    async def cut_off(self) -> None:
-        """Ends what is in hand: every answer gets its last words, an error. `tandem serve` asks for it at once when it
-        is told a second time to stop."""
-        self._state.draining.begin()
+    async def cut_off(self) -> int:
+        """Ends what is in hand, so many requests: every answer gets its last words, an error. `tandem serve` asks for
+        it at once when it is told a second time to stop."""
+        draining = self._state.draining
+        draining.begin()
+        count = draining.in_hand
         self._client.refuse_all(shutting_down())
-        await self._state.draining.wait_idle(LAST_WORDS_S)
+        await draining.wait_idle(LAST_WORDS_S)
+        return count
 
     async def __del__(self) -> None:
         """Serve calls this on the way out: let streams finish, stop listening, leave."""

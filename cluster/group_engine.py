@@ -16,7 +16,7 @@ from configs.schema import EngineSettings
 from workers.build import model_facts
 from workers.engine.engine import Engine
 from workers.engine.executor import ExecutorReady
-from workers.start_notes import pool_notes
+from workers.start_notes import warn_of_pool
 
 log = logging.getLogger("ray.serve.tandem")
 
@@ -43,13 +43,11 @@ class GroupEngine:
         ready = self._executor.start()
         self.rank_pids = ready.rank_pids
         facts = model_facts(self._settings, ready)
-        warnings = pool_notes(self._settings.cache, facts.max_model_len)
+        warnings = warn_of_pool(self._settings.cache, facts.max_model_len, log)
         self.notes = (loading_note(ready), *ready.tier_notes, *warnings)
         if self._settings.step_log is not None:
             self.notes += (f"every step's plan goes to {self._settings.step_log}",)
         log.info("ranks ready: %s", ready)
-        for warning in warnings:
-            log.warning("%s", warning)
         return Engine(self._settings, facts, self._executor, ready, sink, time.monotonic)
 
     def silent_s(self) -> float:

@@ -59,6 +59,7 @@ class Launcher:
         self._stack = ExitStack()
         self._phases: list[tuple[str, float]] = []
         self._begun = False
+        self._run_file: RunFile | None = None
         self._strays = Strays()
 
     def run(self) -> int:
@@ -113,6 +114,7 @@ class Launcher:
             from cluster.serve_app import ServeApp  # imports ray, whose environment is prepared by now
 
         app = ServeApp(self._settings, facts, private=self._address is None)
+        announced = self._stack.enter_context(ExitStack())  # ends after the drain: till then `tandem status` shows it
         self._stack.callback(self._drain, app)
         if self._address is not None:
             self._told.started()  # others' Ray does not die with us, and must not keep our application
@@ -123,7 +125,7 @@ class Launcher:
             choices = app.wait_until_ready(self._restart_helpers)
         for choice in choices:
             self._say.line(choice)
-        self._announce(facts)
+        self._announce(facts, announced)
 
     def _check(self) -> None:
         settings = self._settings = choose_device(self._settings)
@@ -201,12 +203,12 @@ class Launcher:
 
         return cpu_nodes()
 
-    def _announce(self, facts: ServiceFacts) -> None:
+    def _announce(self, facts: ServiceFacts, announced: ExitStack) -> None:
         gateway = self._settings.gateway
         host = f"[{gateway.host}]" if ":" in gateway.host else gateway.host
         url = f"http://{host}:{gateway.port}"
         assert facts.redis_url is not None
-        run = RunFile(
+        self._run_file = RunFile(
             pid=os.getpid(),
             started_at=time.time(),
             url=url,
@@ -214,13 +216,13 @@ class Launcher:
             service_id=facts.service_id,
             redis_url=facts.redis_url,
         )
-        run_file = write_run_file(run)
-        self._told.run_file(run_file)
-        self._stack.callback(remove_run_file, run_file)
+        path = write_run_file(self._run_file)
+        self._told.run_file(path)
+        announced.callback(remove_run_file, path)
         if (warning := open_to_others(self._settings, facts.redis_url)) is not None:
             self._say.line(warning)
         self._say.phases(self._phases)
-        self._say.url(url, run.model, min_groups(self._settings), max_groups(self._settings))
+        self._say.url(url, self._run_file.model, min_groups(self._settings), max_groups(self._settings))
 
     @contextmanager
     def _phase(self, name: str, doing: str | None = None) -> Iterator[None]:
@@ -252,8 +254,14 @@ class Launcher:
             threading.Thread(target=self._end_with_ray, args=(drained,), name="tandem-drain", daemon=True).start()
         if app.is_ready and self._signals.first() is not None:
             self._say.line(stopping_line(app.requests_in_hand(), self._settings.shutdown_timeout_s))
-        app.drain(lambda: self._signals.is_urgent)
+        if self._run_file is not None:
+            with suppress(OSError):
+                write_run_file(replace(self._run_file, stopping=True))
+        app.drain(lambda: self._signals.is_urgent, self._cut_off)
         drained.set()
+
+    def _cut_off(self, count: int) -> None:
+        self._say.line(cut_off_line(count, None if self._signals.is_urgent else self._settings.shutdown_timeout_s))
 
     def _end_with_ray(self, drained: threading.Event) -> None:
         """A service manager signals all processes: without Ray's own nothing drains, and the main thread would wait for
@@ -313,6 +321,13 @@ def stopping_line(in_hand: int | None, limit_s: float) -> str:
     count = "" if in_hand is None else f"{in_hand} "
     who = "1 request in hand has" if in_hand == 1 else f"{count}requests in hand have"
     return f"stopping: {who} up to {limit_s:g} s to finish (--shutdown-timeout); signal again to end at once"
+
+
+def cut_off_line(count: int, limit_s: float | None) -> str:
+    """What is said when the draining did not end by itself. limit_s: None where another signal ended it."""
+    who = "1 request was" if count == 1 else f"{count} requests were"
+    why = "by the second signal" if limit_s is None else f"after {limit_s:g} s (--shutdown-timeout)"
+    return f"{who} cut off {why}"
 
 
 def _groups(count: int) -> str:

@@ -16,7 +16,7 @@ from workers.build import model_facts, open_executor
 from workers.engine.engine import Engine
 from workers.errors import GroupLost, RequestRefused
 from workers.messages import Abort, Ended, GenerationRequest, TokenDelta
-from workers.start_notes import pool_notes
+from workers.start_notes import warn_of_pool
 
 log = logging.getLogger("tandem.offline")
 Item = list[TokenDelta] | RequestRefused | GroupLost | None
@@ -114,8 +114,7 @@ class LocalBackend:
         try:
             ready = executor.start()
             facts = model_facts(self._settings, ready)
-            for warning in pool_notes(self._settings.cache, facts.max_model_len):
-                log.warning("%s", warning)
+            warn_of_pool(self._settings.cache, facts.max_model_len, log)
             engine = Engine(self._settings, facts, executor, ready, self)
         except Exception as error:
             executor.close()

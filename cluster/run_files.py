@@ -18,7 +18,7 @@ PREFIX = "td-"
 
 
 class RunFile(msgspec.Struct, frozen=True, kw_only=True):
-    """What `tandem status` needs to know of a running service."""
+    """What `tandem status` needs to know of a running service. stopping: it takes no new requests."""
 
     pid: int
     started_at: float
@@ -26,6 +26,7 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     service_id: str
     redis_url: str
+    stopping: bool = False
 
 
 class PrivateFolder:
@@ -71,16 +72,19 @@ def sweep() -> None:
 
 
 def write_run_file(run: RunFile) -> Path:
-    """Tells other commands of this user about the service; the caller removes the file."""
+    """Tells other commands of this user about the service, in place of what was told of it; the caller removes the
+    file."""
     folder = runtime_folder()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise PermissionError(f"{folder} belongs to another user")
     path = folder / f"{run.pid}.json"
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    new = path.with_suffix(".new")
+    new.unlink(missing_ok=True)
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(msgspec.json.encode(run))
+    os.replace(new, path)
     return path
 
 

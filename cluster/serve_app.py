@@ -15,6 +15,7 @@ from ray.serve.schema import ApplicationStatus
 from cluster.app import build_app
 from cluster.coordination.client import BackgroundClient, RedisAway
 from cluster.coordination.registry import FleetView, GroupRecord, read_start_failure
+from cluster.gateway.draining import CUT_OFF_S
 from cluster.metrics import decode_stats
 from cluster.placement import min_groups
 from cluster.service import APP, COORDINATOR, GATEWAY, ServiceFacts
@@ -25,8 +26,6 @@ log = logging.getLogger("tandem.launcher")
 POLL_S = 0.05
 SLOW_POLL_S = 1.0
 DELETE_S = 5.0
-CUT_OFF_S = 1.0
-"""For the last events of answers that a second signal cuts off."""
 PLACEMENT_S = 20.0
 GROUP_PREFIX = f"SERVE_REPLICA::{APP}#{COORDINATOR}#"
 """How Serve begins the names of our groups' placement groups; the rest of the cluster's are others' business."""
@@ -61,13 +60,14 @@ class ServeApp:
         answer = self._get("/load")
         return None if answer is None else int(json.loads(answer)["http_requests_in_hand"])
 
-    def drain(self, is_urgent: Callable[[], bool]) -> None:
-        """Ends the application: no new requests, those in flight have the shutdown timeout."""
+    def drain(self, is_urgent: Callable[[], bool], cut_off: Callable[[int], None]) -> None:
+        """Ends the application: no new requests, those in flight have the shutdown timeout. cut_off: told how many
+        that was too short for, when it was for any."""
         if not self._deployed or not ray.is_initialized():
             return
         try:
-            if self.is_ready:
-                asyncio.run(self._drain_gateways(is_urgent))
+            if self.is_ready and (count := asyncio.run(self._drain_gateways(is_urgent))):
+                cut_off(count)
             serve.delete(APP, _blocking=False)
             deadline_s = time.monotonic() + DELETE_S
             while APP in serve.status().applications and time.monotonic() < deadline_s and not is_urgent():
@@ -77,18 +77,21 @@ class ServeApp:
         except (ray.exceptions.RayError, RuntimeError):
             return  # Ray itself is gone; there is nothing left to drain
 
-    async def _drain_gateways(self, is_urgent: Callable[[], bool]) -> None:
-        """Every gateway refuses new work and answers what it has in hand, before anything is taken from under it."""
+    async def _drain_gateways(self, is_urgent: Callable[[], bool]) -> int:
+        """Every gateway refuses new work and answers what it has in hand, before anything is taken from under it. How
+        many requests were cut off, as far as the gateways say."""
         asking = asyncio.create_task(_ask_gateways("drain"), name="drain")
-        deadline_s = time.monotonic() + self._settings.shutdown_timeout_s + DELETE_S
+        deadline_s = time.monotonic() + self._settings.shutdown_timeout_s + CUT_OFF_S + DELETE_S
         while not asking.done() and time.monotonic() < deadline_s and not is_urgent():
             await asyncio.wait({asking}, timeout=POLL_S)
+        count = asking.result() if asking.done() else 0
         if is_urgent() and not asking.done():
             with suppress(TimeoutError):
                 async with asyncio.timeout(CUT_OFF_S):
-                    await _ask_gateways("cut_off")
+                    count = await _ask_gateways("cut_off")
         asking.cancel()
         logging.getLogger("ray.serve").setLevel(logging.CRITICAL)  # Serve's client deplores that this loop ends
+        return count
 
     async def _wait_until_ready(self, keep: Callable[[], None]) -> list[str]:
         assert self._facts.redis_url is not None
@@ -154,12 +157,14 @@ class ServeApp:
         return [first, *(f"group {record.group}: {note}" for note in record.notes)]
 
 
-async def _ask_gateways(method: str) -> None:
-    """Returns when every gateway has done it; one that is gone has nothing left to drain."""
+async def _ask_gateways(method: str) -> int:
+    """When every gateway has done it: the sum of their answers; one that is gone has nothing left to drain."""
     try:
-        await serve.get_deployment_handle(GATEWAY, APP).broadcast(method).results_async(return_exceptions=True)
+        asked = serve.get_deployment_handle(GATEWAY, APP).broadcast(method)
+        return sum(answer for answer in await asked.results_async(return_exceptions=True) if isinstance(answer, int))
     except Exception as error:  # whatever way Ray or Serve reports gateways that are gone
         log.warning("the gateways could not be asked for %s: %s", method, error)
+        return 0
 
 
 def raise_unplaced() -> None:

@@ -9,11 +9,16 @@ class TandemError(Exception):
 
 
 class SettingsError(TandemError):
-    """A setting cannot be honoured. `flag` is what the user should change, and the message names its value."""
+    """A setting cannot be honoured. `flag` is what the user should change, and the message names its value. As text:
+    the message, with the flag in front unless it is named there."""
 
     def __init__(self, message: str, flag: str | None = None) -> None:
         super().__init__(message)
         self.flag = flag
+
+    def __str__(self) -> str:
+        message = super().__str__()
+        return message if not self.flag or self.flag in message else f"{self.flag}: {message}"
 
 
 class UnsupportedModelError(SettingsError):

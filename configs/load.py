@@ -27,7 +27,10 @@ SERVE_KEYS = (
     "gateway_config",
     "redis_config",
     "lora_config",
+    "single_node",
 )
+SERVE_IMPORT = "cluster.app:build"
+"""The import_path of our application in a Ray Serve file."""
 LORA_KEYS = {"dynamic_lora_loading_path": "lora_watch_dir", "max_num_adapters_per_replica": "max_cpu_loras"}
 """Ray Serve LLM's names for ours."""
 GATEWAY_KEYS = ("api_key", "admin_api_key", "state_dir", "usage_days", "metrics_prefix", "queue_timeout")
@@ -74,6 +77,34 @@ def no_gpu_share() -> SettingsError:
 
 def read_config_file(path: str) -> dict[str, Any]:
     """The mapping in a --config YAML file (or preset): option names, `model`, `autoscaling_config`."""
+    loaded = _read_mapping(path)
+    if "applications" in loaded:
+        start = f"start it with `serve run {path}`, without `tandem serve`"
+        raise SettingsError(f"{path} is a Ray Serve file: {start}", "--config")
+    known = [*FILE_ONLY_KEYS, *(o.name for o in OPTIONS)]
+    for key in loaded:
+        if key.replace("-", "_") not in known:
+            raise SettingsError(f"{path}: {key} is not a setting{_did_you_mean(key, known)}", "--config")
+    return {key.replace("-", "_"): value for key, value in loaded.items()}
+
+
+def read_serve_file(path: str) -> list[ServiceSettings]:
+    """Settings of each application of ours in a Ray Serve file; [] for a file of another kind. SettingsError when a
+    Ray Serve file has none of ours."""
+    loaded = _read_mapping(path)
+    if "applications" not in loaded:
+        return []
+    given = loaded["applications"]
+    applications = [app for app in given if isinstance(app, dict)] if isinstance(given, list) else []
+    ours = [app for app in applications if app.get("import_path") == SERVE_IMPORT]
+    if not ours:
+        message = f"{path} is a Ray Serve file, and none of its applications has import_path: {SERVE_IMPORT}"
+        raise SettingsError(message, "applications")
+    return [settings_from_serve_args(_section(app, "args", None)) for app in ours]
+
+
+def _read_mapping(path: str) -> dict[str, Any]:
+    """What a YAML file, or a preset of that name, maps."""
     preset = PRESETS / f"{path}.yaml"
     file = preset if not Path(path).exists() and preset.exists() else Path(path)
     try:
@@ -85,11 +116,7 @@ def read_config_file(path: str) -> dict[str, Any]:
         raise SettingsError(f"{path} is not YAML: {error}".replace("\n", " "), "--config") from error
     if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
         raise SettingsError(f"{path} must hold a mapping of settings", "--config")
-    known = [*FILE_ONLY_KEYS, *(o.name for o in OPTIONS)]
-    for key in loaded:
-        if key.replace("-", "_") not in known:
-            raise SettingsError(f"{path}: {key} is not a setting{_did_you_mean(key, known)}", "--config")
-    return {key.replace("-", "_"): value for key, value in loaded.items()}
+    return loaded
 
 
 def merge_config(path: str | None, model: str | None, flags: Mapping[str, Any]) -> ServiceSettings:
@@ -107,8 +134,11 @@ def merge_config(path: str | None, model: str | None, flags: Mapping[str, Any]) 
 
 
 def settings_from_serve_args(args: Mapping[str, Any]) -> ServiceSettings:
-    """Settings from the `args` of a Ray Serve config, in the shape of Ray Serve LLM's LLMConfig."""
+    """Settings from the `args` of a Ray Serve config, in the shape of Ray Serve LLM's LLMConfig. `single_node` is only
+    checked: it is no setting, and cluster/app.py asks for it."""
     _refuse_unknown(args, SERVE_KEYS, "args")
+    if not isinstance(args.get("single_node"), bool | None):
+        raise SettingsError(f"{args['single_node']!r} must be true or false", "single_node")
     loading = _section(args, "model_loading_config", ("model_id", "model_source"))
     deployment = _section(args, "deployment_config", ("autoscaling_config", "num_replicas"))
     values = {**_section(args, "engine_kwargs", None)}

@@ -43,7 +43,7 @@ def local_folder(
     if not ref.is_remote:
         folder = Path(ref.source)
         if not folder.is_dir():
-            raise AdapterUnreadable(f"{folder} is not a folder")
+            raise AdapterUnreadable("it is not a folder")
         return folder
     target = cache_folder / ref.digest
     deadline_s = time.monotonic() + timeout_s
@@ -124,11 +124,11 @@ def _copy_files(source: str, folder: Path, most_bytes: int | None, stop: threadi
             with files.open(path, "rb") as remote, (folder / name).open("wb") as local:
                 size = _copy(remote, local, name, most, stop)
             if (whole := files.size(path)) not in (None, size):
-                raise AdapterUnreadable(f"{source} cannot be read: {size} of {whole} bytes of {name} have arrived")
+                raise AdapterUnreadable(f"it cannot be read: {size} of {whole} bytes of {name} have arrived")
     except AdapterRefused:
         raise
     except Exception as error:
-        raise AdapterUnreadable(f"{source} cannot be read: {_reason(source, error)}") from error
+        raise AdapterUnreadable(f"it cannot be read: {_reason(source, error)}") from error
 
 
 def _reason(source: str, error: Exception) -> str:

@@ -45,7 +45,8 @@ class QueueFull(RequestRefused):
 
 
 class AdapterRefused(TandemError):
-    """A LoRA adapter cannot be served: what is wrong with its files, in words that name the tensor or the field."""
+    """A LoRA adapter cannot be served: what is wrong with its files, in words that name the tensor or the field. The
+    source is "it": whoever was given one names it in front."""
 
 
 class AdapterUnreadable(AdapterRefused):

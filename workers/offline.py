@@ -9,7 +9,7 @@ import logging
 import secrets
 import signal
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from configs.schema import EngineSettings
 from workers.adapter_check import AdapterChecker
 from workers.build import model_facts, offline_settings, open_executor
 from workers.engine.engine import Engine
-from workers.errors import GroupLost, RequestRefused
+from workers.errors import AdapterRefused, GroupLost, RequestRefused
 from workers.messages import (
     Abort,
     AdapterRef,
@@ -36,9 +36,10 @@ from workers.messages import (
     TokenLogprobs,
     is_url,
 )
+from workers.offline_inputs import Prompt, as_conversations, as_prompts, one_for_each
 from workers.resolve import read_spec
 from workers.sampling_check import checked_sampling
-from workers.start_notes import pool_notes
+from workers.start_notes import warn_of_pool
 from workers.text.chat_template import ChatTemplate, find_chat_template
 from workers.text.choice_text import ChoiceText
 from workers.text.detokenizer import DetokenizerFactory
@@ -48,8 +49,11 @@ __all__ = ["LLM", "Completion", "RequestOutput", "SamplingParams"]
 
 log = logging.getLogger("tandem.offline")
 SETTLE_S = 5.0
+SERVICE_ONLY = frozenset(
+    ("served_model_name", "revision", "data_parallel_size", "max_num_queued_reqs", "max_num_queued_tokens")
+)
+"""Flags of the engine's that one engine in a process, with a model that is a folder, has no use for."""
 DEMO = Path(__file__).resolve().parents[1] / "configs" / "demo" / "model"
-Prompt = str | Sequence[int]
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -154,8 +158,8 @@ class LLM:
     """A model ready to generate. `model`: a folder, or "demo". Other keyword arguments are the flags of `tandem serve`
     that concern the engine, with underscores: tensor_parallel_size=2, dtype="float32", kv_offloading_size=4.
 
-    Raises SettingsError (it names the setting) when the model cannot be loaded as asked. Use as a context manager, or
-    call close().
+    Raises SettingsError, whose text names the flag and its value, when the model cannot be loaded as asked. Use as a
+    context manager, or call close().
     """
 
     def __init__(
@@ -167,8 +171,9 @@ class LLM:
     ) -> None:
         self.settings = _engine_settings(str(_model_folder(model)), flags)
         folder = Path(self.settings.model.model)
-        self.tokenizer = load_tokenizer(folder)
-        self._template: ChatTemplate | None = find_chat_template(folder, chat_template, self.tokenizer)
+        text_folder = Path(self.settings.model.tokenizer or folder).expanduser()
+        self.tokenizer = load_tokenizer(text_folder)
+        self._template: ChatTemplate | None = find_chat_template(text_folder, chat_template, self.tokenizer)
         self._factory = DetokenizerFactory(self.tokenizer)
         self._executor = open_executor(self.settings)
         self._closed = False
@@ -177,8 +182,7 @@ class LLM:
         try:
             ready = self._executor.start()
             self._facts = model_facts(self.settings, ready)
-            for warning in pool_notes(self.settings.cache, self._facts.max_model_len):
-                log.warning("%s", warning)
+            warn_of_pool(self.settings.cache, self._facts.max_model_len, log)
             self._engine = Engine(self.settings, self._facts, self._executor, ready, self)
         except BaseException:
             self._executor.close()
@@ -192,14 +196,15 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: AdapterRef | Sequence[AdapterRef | None] | None = None,
     ) -> list[RequestOutput]:
-        """Completions of every prompt (text, or token ids), in the prompts' order. lora_request: what load_adapter()
-        returned, for all prompts or one (or None) for each.
+        """Completions of every prompt (text, or token ids: a list or an array), in the prompts' order. lora_request:
+        what load_adapter() returned, for all prompts or one (or None) for each.
 
-        A prompt that cannot be served (too long, say) has finish_reason "error" and the reason; the others go on.
+        A prompt that cannot be served (too long, say) has finish_reason "error" and the reason; the others go on. As in
+        vLLM a max_tokens beyond the context is no error: the answer ends where the context does, with "length".
         ValueError, before anything runs, for sampling parameters without meaning; it names the parameter. TypeError for
         what is no prompt, no SamplingParams or no adapter. RuntimeError after close().
         """
-        return self._generate(_as_prompts(prompts), sampling_params, use_tqdm, lora_request)
+        return self._generate(as_prompts(prompts), sampling_params, use_tqdm, lora_request)
 
     def _generate(
         self,
@@ -212,7 +217,7 @@ class LLM:
         if self._closed:
             raise RuntimeError("this LLM is closed")
         params = self._checked(sampling_params, len(many))
-        adapters = _one_for_each(lora_request, len(many))
+        adapters = one_for_each(lora_request, len(many))
         with tqdm(total=len(many), disable=not use_tqdm, desc="generating", unit="prompt") as bar:
             self._run = _Run(bar)
             names = [self._add(*each) for each in zip(many, params, adapters, strict=True)]
@@ -235,11 +240,11 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: AdapterRef | Sequence[AdapterRef | None] | None = None,
     ) -> list[RequestOutput]:
-        """The assistant's answers to one conversation or several, rendered by the model's chat template. One that the
-        template refuses has finish_reason "error", as in generate()."""
+        """The assistant's answers to one conversation or several, rendered by the model's chat template. One without
+        messages, or that the template refuses, has finish_reason "error", as in generate()."""
         if self._template is None:
             raise SettingsError("the model has no chat template", "chat_template")
-        texts = [self._rendered(self._template, conversation) for conversation in _as_conversations(messages)]
+        texts = [self._rendered(self._template, conversation) for conversation in as_conversations(messages)]
         ids = [self.tokenizer.encode(t, add_special_tokens=False) if isinstance(t, str) else t for t in texts]
         outputs = self._generate(ids, sampling_params, use_tqdm, lora_request)
         for output, text in zip(outputs, texts, strict=True):
@@ -248,6 +253,8 @@ class LLM:
 
     @staticmethod
     def _rendered(template: ChatTemplate, conversation: Sequence[Mapping[str, Any]]) -> str | RequestRefused:
+        if not conversation:
+            return RequestRefused("The conversation has no messages.", code="invalid_value", param="messages")
         try:
             return template.render(list(conversation), add_generation_prompt=True)
         except RequestRefused as error:
@@ -255,7 +262,7 @@ class LLM:
 
     def load_adapter(self, source: str | Path, name: str | None = None) -> AdapterRef:
         """A LoRA adapter in PEFT's format, checked whole: a folder, or a URL as text ("s3://bucket/folder").
-        AdapterRefused with the reason. It is read again when it is first used. Needs enable_lora=True."""
+        AdapterRefused with the place and the reason. It is read again when it is first used. Needs enable_lora=True."""
         lora, model = self.settings.lora, self.settings.model
         if not lora.enable_lora:
             raise SettingsError("adapters need enable_lora=True", "enable_lora")
@@ -264,7 +271,11 @@ class LLM:
             place = str(Path(source).expanduser().resolve())
         folder = None if model.load_format == "dummy" else Path(model.model)
         check = AdapterChecker(read_spec(self.settings), lora.max_lora_rank, folder, adapter_cache_folder())
-        return AdapterRef(name=name or place.rpartition("/")[2], digest=check(place), source=place)
+        try:
+            digest = check(place)
+        except AdapterRefused as error:
+            raise type(error)(f"{place}: {error}") from error
+        return AdapterRef(name=name or place.rpartition("/")[2], digest=digest, source=place)
 
     def close(self) -> None:
         """Lets KV that is on its way to host or disk arrive, then ends the ranks. Idempotent."""
@@ -343,45 +354,6 @@ class LLM:
             self._engine.abort(Abort(request_id=name, epoch=0))
 
 
-def _as_prompts(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, each text or token ids. TypeError for anything else."""
-    if isinstance(given, str) or (isinstance(given, Sequence) and given and isinstance(given[0], int)):
-        return [given]  # type: ignore[list-item]  # one prompt
-    many = list(given) if isinstance(given, Iterable) and not isinstance(given, Mapping) else [given]
-    for prompt in many:
-        if not isinstance(prompt, str) and not (isinstance(prompt, Sequence) and all(map(_is_id, prompt))):
-            raise TypeError(f"a prompt is text or a list of token ids, not {prompt!r:.80}")
-    return many  # type: ignore[return-value]
-
-
-def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _as_conversations(given: Any) -> list[Sequence[Mapping[str, Any]]]:
-    """One conversation or several, each a list of messages. TypeError for anything else."""
-    many = [given] if isinstance(given, Sequence) and given and isinstance(given[0], Mapping) else given
-    if isinstance(many, str | Mapping) or not isinstance(many, Iterable):
-        raise TypeError(f"a conversation is a list of messages, not {given!r:.80}")
-    conversations = list(many)
-    for conversation in conversations:
-        if not isinstance(conversation, Sequence) or not all(isinstance(m, Mapping) for m in conversation):
-            raise TypeError(f"a conversation is a list of messages, not {conversation!r:.80}")
-    return conversations
-
-
-def _one_for_each(given: AdapterRef | Sequence[AdapterRef | None] | None, count: int) -> list[AdapterRef | None]:
-    """An adapter, or None, for each of `count` prompts."""
-    if given is None or isinstance(given, AdapterRef):
-        return [given] * count
-    adapters = list(given)
-    if wrong := [one for one in adapters if one is not None and not isinstance(one, AdapterRef)]:
-        raise TypeError(f"lora_request: {wrong[0]!r:.80} is not what load_adapter() returned")
-    if len(adapters) != count:
-        raise ValueError(f"{len(adapters)} lora_requests for {count} prompts")
-    return adapters
-
-
 def _model_folder(model: str | Path) -> Path:
     """The folder, absolute. SettingsError when there is none."""
     if str(model) == "demo":
@@ -398,6 +370,6 @@ def _engine_settings(model: str, flags: Mapping[str, Any]) -> EngineSettings:
     """Checked settings for offline use: nothing is ever refused for a full queue. SettingsError names the value."""
     for name in flags:
         option = option_named(name)
-        if option is not None and not option.path.startswith("engine."):
+        if option is not None and (not option.path.startswith("engine.") or name.replace("-", "_") in SERVICE_ONLY):
             raise SettingsError(f"{name} is the service's; an LLM has no use for it", name)
     return offline_settings(build_settings(model, flags).engine)

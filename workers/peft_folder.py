@@ -212,7 +212,7 @@ def _open(folder: Path, name: str) -> _File:
         if name == WEIGHT_FILE and (folder / PICKLED_FILE).exists():
             raise AdapterRefused(f"{PICKLED_FILE} is a pickle: only {WEIGHT_FILE} is read") from error
         if not folder.is_dir():
-            raise AdapterUnreadable(f"{folder} is not a folder") from error
+            raise AdapterUnreadable("it is not a folder") from error
         raise AdapterRefused(f"it holds no {name}") from error
     except OSError as error:
         raise AdapterUnreadable(f"{name} cannot be read: {error.strerror}") from error

@@ -17,6 +17,7 @@ from workers.models.sizes import RankWeights, activation_bytes, adapter_bytes, k
 from workers.models.spec import ArchSpec
 from workers.rank.memory import CPU_SHARE, GIB
 from workers.resolve import DTYPE_BYTES
+from workers.start_notes import pool_notes
 
 CONVERSATION_TOKENS = 2048
 MOST_TP = 8
@@ -75,7 +76,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """One group of tp_size x pp_size ranks."""
+    """One group of tp_size x pp_size ranks. notes: what a start would say of it, though it fits."""
 
     tp_size: int
     pp_size: int
@@ -83,6 +84,7 @@ class GroupPlan:
     stages: tuple[StagePlan, ...]
     tiers: tuple[TierPlan, ...]
     problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
 
     @property
     def fits(self) -> bool:
@@ -108,7 +110,8 @@ def plan_group(
         *_problems(settings, stages, memory, max_model_len),
         *_host_problems(stages, memory, tp_size, tiers[0].size_bytes),
     ]
-    return GroupPlan(tp_size, pp_size, max_model_len, stages, tiers, tuple(problems))
+    notes = pool_notes(settings.cache, max_model_len)
+    return GroupPlan(tp_size, pp_size, max_model_len, stages, tiers, tuple(problems), notes)
 
 
 def least_bytes(

@@ -58,11 +58,14 @@ def checked_sampling(given: SamplingParams, vocab_size: int) -> SamplingParams:
 
 
 def _plain(value: Any) -> Any:
-    """Whole and real numbers of any library as int and float; sequences as tuples."""
+    """Whole and real numbers of any library as int and float; sequences as tuples; the rest as it is."""
     if isinstance(value, bool | str):
         return value
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):
         return float(value)
-    return tuple(map(_plain, value)) if isinstance(value, Iterable) else value
+    try:
+        return tuple(map(_plain, value)) if isinstance(value, Iterable) else value
+    except TypeError:  # an array without dimensions only looks as if it had items
+        return value

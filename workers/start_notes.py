@@ -1,10 +1,11 @@
 """What a starting group says of weights that stream, of room for adapters and of a pool that is too small, for the
 launcher and the log. Torch-free.
 
-Called by workers/rank_group.py and workers/inprocess_executor.py with what their ranks reported, and by whoever puts an
-engine on top.
+Called by workers/rank_group.py and workers/inprocess_executor.py with what their ranks reported, by whoever puts an
+engine on top, and by workers/planning.py.
 """
 
+import logging
 from collections.abc import Sequence
 
 from configs.schema import CacheSettings
@@ -41,6 +42,14 @@ def pool_notes(cache: CacheSettings, max_model_len: int) -> tuple[str, ...]:
         f"{max_model_len}: a prompt and its answer end at {num_slots + 1} tokens; "
         f"{-(-(max_model_len - 1) // cache.block_size)} blocks would hold it all",
     )
+
+
+def warn_of_pool(cache: CacheSettings, max_model_len: int, log: logging.Logger) -> tuple[str, ...]:
+    """pool_notes(), as warnings in `log` too."""
+    notes = pool_notes(cache, max_model_len)
+    for note in notes:
+        log.warning("%s", note)
+    return notes
 
 
 def _placement(message: RankLoaded) -> str:

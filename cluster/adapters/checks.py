@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.adapters.entries import BaseFacts
-from cluster.adapters.sources import modules_of, said_of
+from cluster.adapters.sources import modules_of
 from configs.environment import adapter_cache_folder
 from configs.errors import SettingsError, TandemError
 from configs.schema import ServiceSettings
@@ -46,5 +46,5 @@ def check_modules(settings: ServiceSettings) -> list[str]:
         try:
             lines.append(f"adapter {name}@{check(source)[:12]} from {source}")
         except TandemError as error:
-            raise SettingsError(f"{name}: {said_of(source, error)}", "--lora-modules") from error
+            raise SettingsError(f"{name}: {source}: {error}", "--lora-modules") from error
     return lines

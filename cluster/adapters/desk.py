@@ -16,11 +16,11 @@ from typing import Final, Literal
 
 from msgspec.structs import replace
 
-from cluster.adapters.entries import NAME_RULE, AdapterEntry, find, is_name
+from cluster.adapters.entries import NAME_RULE, AdapterEntry, changed, find, is_name
 from cluster.adapters.kept import AdapterFile
 from cluster.adapters.registry import AdapterRegistry
 from cluster.adapters.running import RunningAdapters
-from cluster.adapters.sources import Module, said_of
+from cluster.adapters.sources import Module
 from cluster.coordination.client import RedisAway
 from configs.errors import SettingsError, TandemError
 from workers.errors import RequestRefused
@@ -91,7 +91,8 @@ class AdapterDesk:
         inplace: bool = False,
     ) -> Outcome:
         """Lists what lies at `source`. tenant, pinned: None leaves them as they are (of a new one: everyone's, not
-        pinned). The same content again changes nothing; other content only with `inplace`, and later requests have it.
+        pinned). The same content again is "unchanged" wherever it lies now, and is read from there from now on; other
+        content takes the name only with `inplace`, and later requests have it.
         RequestRefused: 400 with the reason, 503 while Redis is away; then all is as before."""
         try:
             self._check_name(name)
@@ -136,7 +137,7 @@ class AdapterDesk:
                 await self.load(name, source, inplace=True)
             except RequestRefused as error:
                 if error.status != 503:
-                    raise SettingsError(f"{name}: {said_of(source, error)}", "--lora-modules") from error
+                    raise SettingsError(f"{name}: {source}: {error}", "--lora-modules") from error
                 digest = await self._digest(source)
                 self.registry.keep(self._entry(name, source, digest, None, None, self.registry.entries.get(name)))
 
@@ -175,7 +176,10 @@ class AdapterDesk:
             if await self._replaced(before, after, name, self._limit_check(after, before)):
                 if before is None:
                     return "listed"
-                return "switched" if before.digest != digest else "unchanged"
+                if before.digest == digest:
+                    log.info("adapter %s@%s: %s", name, digest[:12], changed(before, after))
+                    return "unchanged"
+                return "switched"
         raise _busy(name)
 
     def _entry(

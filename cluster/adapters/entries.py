@@ -54,6 +54,20 @@ def is_name(name: str) -> bool:
     return NAME.fullmatch(name) is not None
 
 
+def changed(before: AdapterEntry | None, after: AdapterEntry | None) -> str:
+    """What is another about the same content, in words after its name; "" when nothing is."""
+    if before is None or after is None or before.digest != after.digest:
+        return ""
+    words = []
+    if before.source != after.source:
+        words.append(f"source moved from {before.source} to {after.source}")
+    if before.tenant != after.tenant:
+        words.append("now everyone's" if after.tenant is None else f"now tenant {after.tenant}'s")
+    if before.pinned != after.pinned:
+        words.append("pinned" if after.pinned else "no longer pinned")
+    return ", ".join(words)
+
+
 def find(
     model: str, bases: Sequence[str], entries: Mapping[str, AdapterEntry], tenant: str | None
 ) -> AdapterEntry | None:

@@ -31,12 +31,6 @@ def absolute(source: str) -> str:
     return source if is_url(source) else str(Path(source).expanduser().absolute())
 
 
-def said_of(source: str, error: Exception) -> str:
-    """What is wrong with a source, for whoever named it: the source once, then the reason."""
-    reason = str(error)
-    return reason if source in reason else f"{source}: {reason}"
-
-
 def resolved(settings: AdapterSettings) -> AdapterSettings:
     """The same with every path absolute. SettingsError for a --lora-watch-dir or --lora-root that is no folder."""
     modules = tuple(f"{name}={absolute(source)}" for name, _, source in (m.partition("=") for m in settings.modules))

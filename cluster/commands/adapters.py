@@ -67,7 +67,8 @@ def add(
 ) -> None:
     """Check an adapter whole and serve it. Requests that run keep the version they came with."""
     from cluster.adapters.desk import EVERYONE, NameTaken
-    from cluster.adapters.sources import absolute, said_of
+    from cluster.adapters.entries import changed
+    from cluster.adapters.sources import absolute
     from workers.errors import RequestRefused
 
     if public and tenant is not None:
@@ -75,7 +76,10 @@ def add(
     place, owner = absolute(source), EVERYONE if public else tenant
 
     async def load(desk: "AdapterDesk") -> str:
-        return await desk.load(name, place, tenant=owner, pinned=pinned or None, inplace=replace)
+        before = desk.registry.entries.get(name)
+        outcome = await desk.load(name, place, tenant=owner, pinned=pinned or None, inplace=replace)
+        also = changed(before, desk.registry.entries.get(name))
+        return f"{outcome}: {also}" if also else outcome
 
     try:
         typer.echo(f"{name} {_change(model, service_at(url, redis_url), load, checks=True)}")
@@ -86,7 +90,7 @@ def add(
     except RequestRefused as error:
         if error.param != "lora_path":
             raise
-        raise SettingsError(said_of(place, error), "SOURCE") from error
+        raise SettingsError(f"{place}: {error}", "SOURCE") from error
 
 
 def remove(name: Name, model: Model = None, url: Url = None, redis_url: RedisUrl = None) -> None:

@@ -221,4 +221,5 @@ def _plain(plan: Any) -> dict[str, Any]:
         ],
         "tiers": [asdict(tier) for tier in plan.tiers],
         "problems": [asdict(problem) for problem in plan.problems],
+        "notes": list(plan.notes),
     }

@@ -111,8 +111,9 @@ def _table(rows: list[list[str]]) -> list[str]:
 
 
 def _verdict(plan: dict[str, Any]) -> list[str]:
+    notes = [f"  {note}" for note in plan["notes"]]
     if plan["fits"]:
-        return ["It fits."]
+        return ["It fits, but:", *notes] if notes else ["It fits."]
     return ["It does not fit:", *(f"  {problem['flag']}: {problem['message']}" for problem in plan["problems"])]
 
 

@@ -37,7 +37,8 @@ def status(url: Url = None) -> None:
         raise TandemError("no service of this user is running on this machine")
     for run in runs if url is None else runs_on(url, runs):
         now = asyncio.run(_read(run))
-        typer.echo(f"{run.model} on {run.url} (pid {run.pid}){', Redis is away' if now.redis_away else ''}")
+        also = f"{', stopping' if run.stopping else ''}{', Redis is away' if now.redis_away else ''}"
+        typer.echo(f"{run.model} on {run.url} (pid {run.pid}){also}")
         for record in now.groups:
             typer.echo(
                 f"  group {record.group}  {record.state}  running {record.running}  waiting {record.waiting}  "

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from cluster.adapters.desk import AdapterDesk
+from cluster.adapters.entries import changed
 from cluster.adapters.sources import allowed_source
 from cluster.gateway.auth import Principal
 from cluster.gateway.handlers import read_fields
@@ -43,10 +44,13 @@ async def load_adapter(state: GatewayState, request: Request, _: Principal) -> R
     if body.base_model_name is not None and body.base_model_name not in state.model_names:
         raise invalid("base_model_name", "This is not the model that is served here.")
     source = allowed_source(body.lora_path, state.adapter_roots)
+    before = desk.registry.entries.get(body.lora_name)
     load = desk.load(body.lora_name, source, tenant=body.tenant, pinned=body.pinned, inplace=bool(body.load_inplace))
     # a client that leaves does not leave it half done
     outcome = await asyncio.shield(state.tasks.start(load, f"load {body.lora_name}"))
     done = {"listed": "added", "switched": "replaced", "unchanged": "there already, unchanged"}[outcome]
+    if also := changed(before, desk.registry.entries.get(body.lora_name)):
+        done += f"; {also}"
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' {done}.")
 
 

@@ -10,6 +10,14 @@ import asyncio
 
 from workers.errors import RequestRefused
 
+LAST_WORDS_S = 1.0
+"""A gateway's patience, once its own time is over, with each of: clients that do not take the last events of answers
+that are cut off, connections that do not close, owners that do not settle."""
+CUT_OFF_S = LAST_WORDS_S + 1.0
+"""The launcher's with a gateway that cuts off: its last words, and the call there and back."""
+LEAVING_S = 3 * LAST_WORDS_S
+"""Serve's with a gateway on its way out, beyond --shutdown-timeout: all three."""
+
 
 class Draining:
     """One gateway's way out."""

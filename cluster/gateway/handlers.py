@@ -25,7 +25,7 @@ from cluster.gateway.openai_schemas import (
     read_chat,
     read_completion,
 )
-from cluster.gateway.prompts import Prompt, chat_prompt, completion_prompts, fit
+from cluster.gateway.prompts import Asked, Prompt, chat_prompt, completion_prompts, fit
 from cluster.gateway.request_run import RequestPart, RequestRun
 from cluster.gateway.sampling import sampling_params
 from cluster.gateway.served import Served, served_model
@@ -45,8 +45,10 @@ async def chat_completions(state: GatewayState, request: Request, principal: Pri
     body = read_chat(await read_fields(state, request), state.settings)
     with ExitStack() as held:
         model = _held_model(state, body, principal, held)
-        wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-        prompt, max_tokens = fit(state, await chat_prompt(state, body), body, wanted, "messages")
+        wanted, names = body.max_tokens, Asked("messages", "max_tokens")
+        if body.max_completion_tokens is not None:
+            wanted, names = body.max_completion_tokens, Asked("messages", "max_completion_tokens")
+        prompt, max_tokens = fit(state, await chat_prompt(state, body), body, wanted, names)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         params = _params(state, body, max_tokens, logprobs)
         head = _head(state, "chatcmpl", model.name)
@@ -71,7 +73,7 @@ async def completions(state: GatewayState, request: Request, principal: Principa
         wanted = body.max_tokens if body.max_tokens is not None else DEFAULT_COMPLETION_TOKENS
         work: list[tuple[Prompt, SamplingParams]] = []
         for item in await completion_prompts(state, body):
-            prompt, max_tokens = fit(state, item, body, wanted, "prompt")
+            prompt, max_tokens = fit(state, item, body, wanted, Asked("prompt", "max_tokens"))
             work.append((prompt, _params(state, body, max_tokens, body.logprobs)))
         if len(work) * (body.best_of or body.n or 1) > state.settings.max_messages:
             raise invalid("n", f"Prompts times n exceed the limit of {state.settings.max_messages} choices.")

@@ -54,10 +54,17 @@ def prompt_items(prompt: str | list[str | int | list[int]]) -> Sequence[str | li
     return [item for item in prompt if not isinstance(item, int)]
 
 
-def fit(state: GatewayState, prompt: Prompt, body: CommonBody, wanted: int | None, param: str) -> tuple[Prompt, int]:
+class Asked(NamedTuple):
+    """The names of the two fields that must fit the context together, in this body."""
+
+    prompt: str
+    max_tokens: str
+
+
+def fit(state: GatewayState, prompt: Prompt, body: CommonBody, wanted: int | None, names: Asked) -> tuple[Prompt, int]:
     """The prompt, cut as asked, and its max_tokens (`wanted`, or all that fits).
 
-    ContextLengthExceeded when both do not fit.
+    ContextLengthExceeded when both do not fit; it names the prompt where that does not fit by itself.
     """
     limit = state.max_model_len
     keep = body.truncate_prompt_tokens
@@ -67,15 +74,16 @@ def fit(state: GatewayState, prompt: Prompt, body: CommonBody, wanted: int | Non
             prompt = prompt._replace(token_ids=prompt.token_ids[-most:])
     length = len(prompt.token_ids)
     if length == 0:
-        raise invalid(param, "The prompt is empty: it must hold at least one token.")
+        raise invalid(names.prompt, "The prompt is empty: it must hold at least one token.")
     room = limit - length
     if room < (wanted or 1):
-        wish = f" and {wanted} for the completion" if wanted is not None else " and at least 1 for the completion"
-        advice = f"or ask for at most {room} tokens" if room > 0 else f"to at most {limit - (wanted or 1)} tokens"
+        wish = f"{wanted} for the completion ({names.max_tokens})" if wanted is not None else "1 for the completion"
+        beside = wanted if wanted is not None and wanted < limit else 1
+        advice = f"or ask for at most {room} tokens" if room > 0 else f"to at most {limit - beside} tokens"
         raise ContextLengthExceeded(
-            f"This model's context is {limit} tokens; the request needs {length} for the prompt{wish}. "
+            f"This model's context is {limit} tokens; the request needs {length} for the prompt and {wish}. "
             f"Shorten the prompt {advice}.",
-            param,
+            names.max_tokens if room > 0 else names.prompt,
         )
     return prompt, wanted if wanted is not None else room
 

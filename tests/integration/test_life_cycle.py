@@ -309,6 +309,7 @@ def test_a_second_signal_does_not_wait_for_requests() -> None:
         for stream in streams:
             *_, error, done = stream.join()
             assert done == "data: [DONE]" and "shutting down" in error
+        assert "tandem: 12 requests were cut off by the second signal\n" in service.output
         service.check_gone()
 
 
@@ -328,6 +329,8 @@ def test_a_drain_ends_short_streams_well_cuts_long_ones_cleanly_and_refuses_late
         assert (late.status_code, late.json()["error"]["code"]) == (503, "service_unavailable")
         assert late.headers["retry-after"] and late.headers["x-request-id"] and late.headers["connection"] == "close"
         assert service.get("/livez").status_code == 200
+        head, group = run_tandem_status(service).splitlines()[:2]
+        assert service.url in head and head.endswith(", stopping") and "running" in group
         for stream in short:
             assert stream.join()[-1] == "data: [DONE]" and not any('"error"' in line for line in stream.join())
         for stream in long:
@@ -337,8 +340,9 @@ def test_a_drain_ends_short_streams_well_cuts_long_ones_cleanly_and_refuses_late
             assert (answer.result().status_code, "shutting down" in answer.result().text) == (503, True)
         assert service.process.wait(30) == 0
         service.check_gone()
-        stopping, stopped = service.output.partition(f"{service.port}/v1\n")[2].splitlines()
+        stopping, cut_off, stopped = service.output.partition(f"{service.port}/v1\n")[2].splitlines()
         assert "requests in hand have up to 6 s to finish (--shutdown-timeout)" in stopping
+        assert cut_off == "tandem: 2 requests were cut off after 6 s (--shutdown-timeout)"
         assert stopped.startswith("tandem: stopped: nothing is left running")
 
 

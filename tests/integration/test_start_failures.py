@@ -12,6 +12,8 @@ import pytest
 from configs.environment import short_temp_folder
 from tests.support.service import DEMO, free_port, run_tandem
 
+SERVE_FILES = Path(__file__).resolve().parents[2] / "configs" / "serve"
+
 
 @pytest.fixture
 def busy_port() -> Iterator[int]:
@@ -143,3 +145,18 @@ def test_check_config_prints_the_resolved_settings(tmp_path: Path) -> None:
     assert "tensor_parallel_size: 2" in done.stdout and "hush" not in done.stdout
     file.write_text("model: demo\ntensor-parallel-size: 7\n")
     assert run_tandem("check-config", str(file)).returncode == 2
+
+
+@pytest.mark.parametrize("name", ["demo", "autoscale"])
+def test_check_config_takes_ray_serve_files(name: str, tmp_path: Path) -> None:
+    file = SERVE_FILES / f"{name}.yaml"
+    done = run_tandem("check-config", str(file))
+    assert done.returncode == 0, done.stderr
+    assert "max_num_seqs: 64" in done.stdout
+    assert done.stderr == f"tandem: {file} is a Ray Serve file: start it with `serve run {file}`\n"
+    named = run_tandem("check-config", str(file), "demo")
+    assert named.returncode == 2 and "MODEL: demo: " in named.stderr
+    broken = tmp_path / "c.yaml"
+    broken.write_text(file.read_text().replace("max_num_seqs", "max_seqs"))
+    refused = run_tandem("check-config", str(broken))
+    assert refused.returncode == 2 and "max_seqs is not a setting; did you mean max_num_seqs?" in refused.stderr

@@ -1,19 +1,22 @@
 """Compiles the C kernels for this machine's CPU and loads them: about a second, once per process and element type.
 
-Called by the kernels' wrappers. Needs a C compiler (gcc or cc); without one, or where compilation fails, the answer is
-None and callers use the torch twins. The library is built in a temporary folder that is gone before this returns.
-OpenMP is the one torch has loaded (same soname), so both share one thread pool.
+Called by the kernels' wrappers. Needs Linux and a C compiler (gcc or cc); without them, or where compilation fails, the
+answer is None and callers use the torch twins. The library is built in memory: whatever ends this process, no file is
+left. OpenMP is the one torch has loaded (same soname), so both share one thread pool.
 """
 
 import ctypes
+import logging
+import os
 import shutil
 import subprocess
-import tempfile
+import sys
 from functools import cache
 from pathlib import Path
 
 import torch
 
+log = logging.getLogger(__name__)
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
 STORED = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.bfloat16: 3}
 CACHE_SOURCES = ("cpu_decode_attention.c", "cpu_kv_quant.c")
@@ -45,14 +48,19 @@ def _compiled(names: tuple[str, ...], dtype: torch.dtype, storage: torch.dtype |
     folder = Path(__file__).parent
     sources = [folder / name for name in names]
     served = dtype in ELEMENTS and (storage is None or storage in STORED)
-    if compiler is None or not served or not all(source.exists() for source in sources):
+    if compiler is None or sys.platform != "linux" or not served or not all(source.exists() for source in sources):
         return None
     types = (f"-DELEMENT={ELEMENTS[dtype]}", f"-DSTORED={0 if storage is None else STORED[storage]}")
-    with tempfile.TemporaryDirectory(prefix="tandem-kernels-") as built:
-        library = Path(built) / "kernels.so"
-        command = [compiler, *FLAGS, *types, *map(str, sources), "-o", str(library), "-lm"]
-        try:
-            subprocess.run(command, check=True, capture_output=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL)
-            return ctypes.CDLL(str(library))
-        except (OSError, subprocess.SubprocessError):
-            return None
+    built = os.memfd_create("tandem-kernels")
+    library = f"/proc/self/fd/{built}"  # the compiler's own, of the descriptor that it inherits
+    command = [compiler, *FLAGS, *types, *map(str, sources), "-o", library, "-lm"]
+    try:
+        subprocess.run(
+            command, check=True, capture_output=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL, pass_fds=(built,)
+        )
+        return ctypes.CDLL(library)  # stays open: the next one must have another name
+    except (OSError, subprocess.SubprocessError) as error:
+        said = error.stderr.decode(errors="replace") if isinstance(error, subprocess.CalledProcessError) else str(error)
+        log.warning("the CPU kernels cannot be compiled, so torch computes, slower: %s", said[-300:].strip())
+        os.close(built)
+        return None

@@ -105,10 +105,10 @@ class SourceMover:
             try:
                 copy = self._read(move.adapter)
             except AdapterUnreadable as problem:
-                log.warning("adapter %s cannot be read: %s", move.adapter.name, problem)
+                log.warning("adapter %s is not read from %s: %s", move.adapter.name, move.adapter.source, problem)
                 return Outcome([], str(problem), disk_error=True)
             except AdapterRefused as refusal:
-                log.info("adapter %s is refused: %s", move.adapter.name, refusal)
+                log.info("adapter %s from %s is refused: %s", move.adapter.name, move.adapter.source, refusal)
                 return Outcome([], str(refusal))
             self._copies[digest] = copy
         return Outcome([], pages=copy.num_pages)

@@ -105,43 +105,69 @@ def load_rank(
 ) -> LoadedRank:
     """Reads this rank's shard and finds how many KV blocks it can hold."""
     started_s = time.perf_counter()
+    chosen = _choose(settings, context, device, ranks_on_node)
+    spec, dtype, max_model_len = chosen.spec, chosen.dtype, chosen.max_model_len
+    placement = place_weights(settings, spec, context, device, dtype, max_model_len, ranks_on_node)
+    beside = copies_beside(device, ranks_on_node)
+    decoder = _build(chosen, placement, beside)
+    adapters = _open_adapters(chosen, decoder)
+    facts = _facts(chosen, rank, decoder, placement, adapters, started_s)
+    log.info("rank %d loaded %s: %s, context %d", rank, settings.model.model, facts, max_model_len)
+    return LoadedRank(
+        settings, context, spec, decoder, device, dtype, chosen.kv_dtype, max_model_len, facts, adapters, beside
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """What is known of a rank before its weights are read. kv_name: as the flag spells kv_dtype."""
+
+    settings: EngineSettings
+    spec: ArchSpec
+    context: ParallelContext
+    device: torch.device
+    dtype: torch.dtype
+    kv_name: str
+    kv_dtype: torch.dtype
+    max_model_len: int
+    ranks_on_node: int
+
+
+def _choose(settings: EngineSettings, context: ParallelContext, device: torch.device, ranks_on_node: int) -> _Chosen:
     spec = read_spec(settings)
     max_model_len = resolve_max_model_len(settings, spec)
     dtype = choose_dtype(settings, spec, device)
-    kv_name = resolve_kv_dtype(settings, str(dtype).removeprefix("torch."))
+    kv_name = resolve_kv_dtype(settings, _name(dtype))
     kv_dtype: torch.dtype = torch.float8_e4m3fn if kv_name == "fp8_e4m3" else getattr(torch, kv_name)
-    placement = place_weights(settings, spec, context, device, dtype, max_model_len, ranks_on_node)
-    beside = copies_beside(device, ranks_on_node)
-    decoder = _build(settings, spec, context, device, dtype, kv_dtype, placement, beside)
-    adapters = _open_adapters(settings, spec, decoder, device, dtype, ranks_on_node)
-    size, heads = settings.cache.block_size, decoder.num_local_kv_heads
+    return _Chosen(settings, spec, context, device, dtype, kv_name, kv_dtype, max_model_len, ranks_on_node)
+
+
+def _facts(
+    chosen: _Chosen,
+    rank: int,
+    decoder: Decoder,
+    placement: LayerPlacement,
+    adapters: RankAdapters | None,
+    started_s: float,
+) -> RankLoaded:
+    """What the coordinator hears, once everything but KV is in memory; started_s: when reading began."""
+    size, heads = chosen.settings.cache.block_size, decoder.num_local_kv_heads
     needs = KVNeeds(
-        block_bytes=block_bytes(decoder.num_local_layers, size, heads, decoder.head_dim, kv_dtype),
+        block_bytes=block_bytes(decoder.num_local_layers, size, heads, decoder.head_dim, chosen.kv_dtype),
         block_size=size,
-        max_model_len=max_model_len,
-        max_num_seqs=settings.scheduler.max_num_seqs,
+        max_model_len=chosen.max_model_len,
+        max_num_seqs=chosen.settings.scheduler.max_num_seqs,
     )
-    facts = RankLoaded(
+    return RankLoaded(
         rank=rank,
-        num_blocks=_count_blocks(
-            settings,
-            spec,
-            decoder,
-            context,
-            needs,
-            device,
-            dtype,
-            kv_dtype,
-            ranks_on_node,
-            0 if adapters is None else adapters.nbytes,
-        ),
+        num_blocks=_count_blocks(chosen, decoder, needs, 0 if adapters is None else adapters.nbytes),
         weight_bytes=decoder.weight_bytes,
         block_bytes=needs.block_bytes,
-        device=str(device),
-        dtype=str(dtype).removeprefix("torch."),
+        device=str(chosen.device),
+        dtype=_name(chosen.dtype),
         threads=torch.get_num_threads(),
         load_s=time.perf_counter() - started_s,
-        kv_dtype=kv_name,
+        kv_dtype=chosen.kv_name,
         resident_layers=placement.num_resident,
         streamed_layers=len(placement.streamed),
         host_weight_bytes=decoder.stream.host_bytes,
@@ -149,8 +175,10 @@ def load_rank(
         adapter_pages=0 if adapters is None else adapters.num_pages,
         adapter_page_bytes=0 if adapters is None else adapters.slab.page_bytes,
     )
-    log.info("rank %d loaded %s: %s, context %d", rank, settings.model.model, facts, max_model_len)
-    return LoadedRank(settings, context, spec, decoder, device, dtype, kv_dtype, max_model_len, facts, adapters, beside)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def choose_device(settings: EngineSettings, rank: int) -> torch.device:
@@ -190,27 +218,19 @@ def choose_dtype(settings: EngineSettings, spec: ArchSpec, device: torch.device)
     return dtype
 
 
-def _build(
-    settings: EngineSettings,
-    spec: ArchSpec,
-    context: ParallelContext,
-    device: torch.device,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    placement: LayerPlacement,
-    beside: bool,
-) -> Decoder:
+def _build(chosen: _Chosen, placement: LayerPlacement, beside: bool) -> Decoder:
+    model, spec, device = chosen.settings.model, chosen.spec, chosen.device
     try:
         return build_decoder(
             spec,
-            context,
-            folder=Path(settings.model.model),
+            chosen.context,
+            folder=Path(model.model),
             progress=sys.stderr.isatty(),
-            dtype=dtype,
+            dtype=chosen.dtype,
             device=device,
-            attention=select_attention(device, dtype, spec.head_dim, kv_dtype),
-            load_format=settings.model.load_format,
-            seed=settings.model.seed,
+            attention=select_attention(device, chosen.dtype, spec.head_dim, chosen.kv_dtype),
+            load_format=model.load_format,
+            seed=model.seed,
             streamed=placement.streamed,
             copier=make_copier(device, beside),
         )
@@ -218,57 +238,41 @@ def _build(
         raise SettingsError(f"the weights do not fit on {device}: {error}", "--tensor-parallel-size") from error
 
 
-def _open_adapters(
-    settings: EngineSettings,
-    spec: ArchSpec,
-    decoder: Decoder,
-    device: torch.device,
-    dtype: torch.dtype,
-    ranks_on_node: int,
-) -> RankAdapters | None:
+def _open_adapters(chosen: _Chosen, decoder: Decoder) -> RankAdapters | None:
     """None without --enable-lora."""
+    settings, device = chosen.settings, chosen.device
     if not settings.lora.enable_lora:
         return None
-    available = available_bytes() // ranks_on_node if device.type == "cpu" else None
+    available = available_bytes() // chosen.ranks_on_node if device.type == "cpu" else None
     pp_size = settings.parallel.pipeline_parallel_size
     folder = None if settings.model.load_format == "dummy" else Path(settings.model.model)
     return open_adapters(
-        settings.lora, spec, folder, decoder, device, dtype, available_bytes=available, pp_size=pp_size
+        settings.lora, chosen.spec, folder, decoder, device, chosen.dtype, available_bytes=available, pp_size=pp_size
     )
 
 
-def _count_blocks(
-    settings: EngineSettings,
-    spec: ArchSpec,
-    decoder: Decoder,
-    context: ParallelContext,
-    needs: KVNeeds,
-    device: torch.device,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    ranks_on_node: int,
-    adapter_bytes: int,
-) -> int:
+def _count_blocks(chosen: _Chosen, decoder: Decoder, needs: KVNeeds, adapter_bytes: int) -> int:
     """On CUDA after a profiling step: what it reserved stays with torch's allocator and counts as used. adapter_bytes:
     of each rank's slab, which on CPU takes memory only as it fills."""
+    cache, device = chosen.settings.cache, chosen.device
     if device.type == "cpu":
-        free_bytes = max(0, available_bytes() - ranks_on_node * adapter_bytes)
-        return cpu_blocks(settings.cache, needs, free_bytes, ranks_on_node)
+        free_bytes = max(0, available_bytes() - chosen.ranks_on_node * adapter_bytes)
+        return cpu_blocks(cache, needs, free_bytes, chosen.ranks_on_node)
     profiled_kv_bytes = run_fullest_step(
         decoder,
-        context,
-        settings,
-        hidden_size=spec.hidden_size,
-        vocab_size=spec.vocab_size,
+        chosen.context,
+        chosen.settings,
+        hidden_size=chosen.spec.hidden_size,
+        vocab_size=chosen.spec.vocab_size,
         max_model_len=needs.max_model_len,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
+        dtype=chosen.dtype,
+        kv_dtype=chosen.kv_dtype,
         device=device,
     )
     torch.cuda.synchronize(device)
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     free_bytes += profiled_kv_bytes
-    return cuda_blocks(settings.cache, needs, total_bytes, free_bytes, total_bytes - free_bytes)
+    return cuda_blocks(cache, needs, total_bytes, free_bytes, total_bytes - free_bytes)
 
 
 def _warm_up(runner: ModelRunner, max_model_len: int, block_size: int, *, relays: bool) -> None:

@@ -88,7 +88,7 @@ def test_modules_are_said_or_refused_by_flag_and_name(tmp_path: Path) -> None:
     (cut / WEIGHTS).write_bytes((cut / WEIGHTS).read_bytes()[:-1])
     for module, words in (
         (f"cut={cut}", f"cut: {cut}: adapter_model.safetensors holds"),
-        (f"none={tmp_path}/none", f"none: {tmp_path}/none is not a folder"),
+        (f"none={tmp_path}/none", f"none: {tmp_path}/none: it is not a folder"),
         (f"demo={PIRATE}", "the model itself"),
     ):
         with pytest.raises(SettingsError, match=words) as caught:

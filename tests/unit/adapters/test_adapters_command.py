@@ -1,6 +1,7 @@
 """`tandem adapters` against a real Redis and no service: everything but the reading of it by gateways."""
 
 import asyncio
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -72,6 +73,18 @@ def test_an_adapter_comes_is_pinned_and_goes(url: str) -> None:
     assert listed(url) == {}
 
 
+def test_the_same_content_from_elsewhere_is_said(url: str, tmp_path: Path) -> None:
+    copy = str(shutil.copytree(PIRATE, tmp_path / "copy"))
+    tandem(url, "add", "pirate", PIRATE)
+    moved = f"source moved from {PIRATE} to {copy}"
+    assert tandem(url, "add", "pirate", copy).output == f"pirate unchanged: {moved}\n"
+    assert listed(url)["pirate"].source == copy
+    assert tandem(url, "add", "pirate", copy, "--tenant", "acme").output == "pirate unchanged: now tenant acme's\n"
+    both = tandem(url, "add", "pirate", copy, "--public", "--pin").output
+    assert both == "pirate unchanged: now everyone's, pinned\n"
+    assert tandem(url, "add", "pirate", copy).output == "pirate unchanged\n"
+
+
 def test_relative_paths_are_of_the_folder_that_one_is_in(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(DEMO)
     assert tandem(url, "add", "pirate", "adapters/pirate").exit_code == 0
@@ -82,7 +95,8 @@ def test_relative_paths_are_of_the_folder_that_one_is_in(url: str, monkeypatch: 
     ("arguments", "words"),
     [
         (("add", "odd", str(DEMO)), f"{DEMO}: it holds no adapter_config.json"),
-        (("add", "odd", "/no/such/folder"), "/no/such/folder is not a folder"),
+        (("add", "odd", "/no/such/folder"), "/no/such/folder: it is not a folder"),
+        (("add", "odd", "/"), "SOURCE: /: it holds no adapter_config.json"),
         (("add", "demo", PIRATE), "name of the model itself"),
         (("add", "demo-2", PIRATE), "name of the model itself"),
         (("add", "a b", PIRATE), "An adapter's name is"),

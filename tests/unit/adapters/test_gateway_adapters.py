@@ -84,6 +84,16 @@ async def names(rig: Rig, headers: dict[str, str] | None = None) -> list[str]:
     return [model["id"] for model in answer.json()["data"]]
 
 
+async def test_what_is_another_about_the_same_content_is_said(opened: Opened, tmp_path: Path) -> None:
+    async with opened() as rig:
+        here, there = write(tmp_path / "pirate", "a"), write(tmp_path / "copy", "a")
+        await load(rig, "pirate", here)
+        assert (await load(rig, "pirate", here)).text == "Success: LoRA adapter 'pirate' there already, unchanged."
+        moved = (await load(rig, "pirate", there, pinned=True)).text
+        said = f"there already, unchanged; source moved from {here} to {there}, pinned."
+        assert moved == f"Success: LoRA adapter 'pirate' {said}"
+
+
 async def test_an_adapter_is_loaded_named_and_unloaded(opened: Opened, tmp_path: Path) -> None:
     async with opened() as rig:
         path = write(tmp_path / "pirate", "a")

@@ -73,9 +73,13 @@ def test_adapters_and_tenants_have_a_line_each(server: RedisServer, monkeypatch:
     run = RunFile(pid=1, started_at=0.0, url="http://x", model="demo", service_id="s", redis_url=server.url)
     monkeypatch.setattr("cluster.run_files.read_run_files", lambda: [run])
     lines = CliRunner().invoke(build_app(), ["status"], catch_exceptions=False).output.splitlines()
+    assert lines[0] == "demo on http://x (pid 1)"
     assert lines[1].startswith("  group g0")
     assert lines[2:] == [
         "    --kv-disk-path was switched off: No space left on device",
         "  adapters 2: pirate@aaaaaaaaaaaa device 1, shout@bbbbbbbbbbbb at its source",
         "  tenants 3: acme running 2, free, idle running 0",
     ]
+    monkeypatch.setattr("cluster.run_files.read_run_files", lambda: [msgspec.structs.replace(run, stopping=True)])
+    lines = CliRunner().invoke(build_app(), ["status"], catch_exceptions=False).output.splitlines()
+    assert lines[0] == "demo on http://x (pid 1), stopping" and lines[1].startswith("  group g0")

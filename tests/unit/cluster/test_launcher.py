@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.launcher import stopping_line
+from cluster.launcher import cut_off_line, stopping_line
 
 
 @pytest.mark.parametrize(
@@ -19,3 +19,15 @@ from cluster.launcher import stopping_line
 )
 def test_who_drains_says_what_is_in_hand_and_for_how_long(in_hand: int | None, words: str) -> None:
     assert stopping_line(in_hand, 30.0) == words
+
+
+@pytest.mark.parametrize(
+    ("count", "limit_s", "words"),
+    [
+        (1, 30.0, "1 request was cut off after 30 s (--shutdown-timeout)"),
+        (7, 0.5, "7 requests were cut off after 0.5 s (--shutdown-timeout)"),
+        (2, None, "2 requests were cut off by the second signal"),
+    ],
+)
+def test_who_cuts_off_says_how_many_and_why(count: int, limit_s: float | None, words: str) -> None:
+    assert cut_off_line(count, limit_s) == words

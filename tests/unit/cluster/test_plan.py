@@ -290,6 +290,18 @@ def test_conversations_are_counted_in_different_lengths(large: Path, context: st
     assert title.split("conversations of ")[1].split("  of ") == lengths
 
 
+def test_a_pool_below_one_context_is_not_simply_a_fit(folder: Path) -> None:
+    flags = ("--device-memory", "8", "--device", "cpu", "--num-gpu-blocks-override")
+    short = run(str(folder), *flags, "4")
+    assert short.returncode == 0, "it starts, and says the same then"
+    assert "It fits." not in short.stdout
+    said = f"It fits, but:\n  --num-gpu-blocks-override 4 holds 64 tokens, less than one context of {CONTEXT}: "
+    assert said in short.stdout and "16 blocks would hold it all" in short.stdout
+    [note] = json.loads(run(str(folder), *flags, "4", "--json").stdout)["plan"]["notes"]
+    assert note in short.stdout
+    assert "It fits.\n" in run(str(folder), *flags, "16").stdout
+
+
 def test_the_command_says_what_does_not_fit(large: Path) -> None:
     shown = run(str(large), "--device", "cuda", "--device-memory", "2")
     assert shown.returncode == 1

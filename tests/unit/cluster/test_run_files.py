@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from cluster.launcher import with_state_folder
@@ -57,6 +58,8 @@ def test_folders_of_dead_launchers_are_swept_and_others_stay(temp: Path) -> None
 def test_run_files_are_found_while_their_launcher_lives(temp: Path) -> None:
     path = write_run_file(run_file(os.getpid()))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert write_run_file(msgspec.structs.replace(run_file(os.getpid()), stopping=True)) == path
+    assert [run.stopping for run in read_run_files()] == [True], "what is new takes the place of the old"
     write_run_file(run_file(dead_pid()))
     assert [run.pid for run in read_run_files()] == [os.getpid()]
     remove_run_file(path)

@@ -14,6 +14,7 @@ from configs.load import (
     default_of,
     merge_config,
     read_config_file,
+    read_serve_file,
     resolved_yaml,
     settings_from_serve_args,
 )
@@ -280,6 +281,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("model: m\nautoscaling_config: {initial_replicas: 3, max_replicas: 2}", "initial_replicas 3 is not between"),
         ("model: m\nautoscaling_config: {max_replicas: 2}\ndata_parallel_size: 2", "chooses the number of groups"),
         ("port: 1", "no model"),
+        ("applications: []", "c.yaml is a Ray Serve file: start it with `serve run "),
     ],
 )
 def test_bad_files_are_refused(tmp_path: Path, text: str, words: str) -> None:
@@ -320,6 +322,7 @@ def test_serve_args_in_the_shape_of_ray_serve_llm() -> None:
     ("args", "words"),
     [
         ({"lora_config": {"odd": 1}}, "odd is not a setting"),
+        ({"model_loading_config": {"model_id": "m"}, "single_node": "yes"}, "single_node: 'yes' must be true or false"),
         ({"engine_kwarg": {}}, "engine_kwarg is not a setting"),
         ({"zzz": {}}, "known are model_loading_config, engine_kwargs,"),
         ({"model_loading_config": {"model_id": "m", "mirror": 1}}, "mirror is not a setting"),
@@ -336,6 +339,24 @@ def test_serve_args_in_the_shape_of_ray_serve_llm() -> None:
 def test_bad_serve_args_are_refused(args: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingsError, match=re.escape(words)):
         settings_from_serve_args(args)
+
+
+@pytest.mark.parametrize("applications", ["[]", "5", "[{import_path: other.app:build}]", "[odd]"])
+def test_a_serve_file_of_others_is_said_to_be_one(tmp_path: Path, applications: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(f"applications: {applications}")
+    with pytest.raises(SettingsError, match="none of its applications has import_path"):
+        read_serve_file(str(file))
+
+
+def test_a_serve_file_has_the_settings_of_each_application_of_ours(tmp_path: Path) -> None:
+    args = "args: {model_loading_config: {model_id: %s}, single_node: false}"
+    apps = [f"{{import_path: cluster.app:build, {args % name}}}" for name in ("one", "two")]
+    file = tmp_path / "c.yaml"
+    file.write_text(f"applications: [{', '.join(apps)}, {{import_path: other.app:build}}]")
+    assert [settings.engine.model.model for settings in read_serve_file(str(file))] == ["one", "two"]
+    file.write_text("port: 1")
+    assert read_serve_file(str(file)) == []
 
 
 @pytest.mark.parametrize("name", ["demo", "autoscale"])

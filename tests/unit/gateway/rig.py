@@ -31,6 +31,15 @@ TEMPLATE = (
 )
 USER = [{"role": "user", "content": "hi"}]
 DEADLINE_S = 10.0
+CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
+BOTH = (CHAT, COMPLETE)
+ALL = (*BOTH, "/tokenize", "/detokenize")
+MINIMAL: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": USER},
+    COMPLETE: {"prompt": "x"},
+    "/tokenize": {"prompt": "x"},
+    "/detokenize": {"tokens": [1]},
+}
 
 
 def make_tokenizer(defaults: GenerationDefaults | None = None) -> ModelTokenizer:

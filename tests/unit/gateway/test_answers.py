@@ -324,11 +324,12 @@ async def test_the_context_is_filled_to_the_last_token_and_not_beyond() -> None:
     async with gateway() as rig:
         answer = await rig.complete(prompt=[97] * (CONTEXT - 4), max_tokens=4)
         assert answer.json()["usage"]["completion_tokens"] == 4
-        for fields in ({"prompt": [97] * (CONTEXT - 4), "max_tokens": 5}, {"prompt": [97] * CONTEXT}):
+        too_much = {"prompt": [97] * (CONTEXT - 4), "max_tokens": 5}
+        for fields, param in ((too_much, "max_tokens"), ({"prompt": [97] * CONTEXT}, "prompt")):
             refused = await rig.complete(**fields)
             assert refused.status_code == 400
             assert refused.json()["error"]["code"] == "context_length_exceeded"
-            assert refused.json()["error"]["param"] == "prompt"
+            assert refused.json()["error"]["param"] == param
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.gateway.openai_schemas import NEUTRAL, ChatBody, CompletionBody
-from tests.unit.gateway.rig import USER, error_of, gateway
-from tests.unit.gateway.test_refusals import ALL, CHAT, COMPLETE, MINIMAL
+from tests.unit.gateway.rig import ALL, CHAT, COMPLETE, MINIMAL, USER, error_of, gateway
 
 SCALARS = st.one_of(
     st.none(),

@@ -1,6 +1,7 @@
 """LLM: the offline door, on the bundled demo model. Texts are the demo's; equality between ways of asking is ours."""
 
 import math
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from configs.errors import SettingsError
 from workers.messages import TokenDelta
-from workers.offline import LLM, SamplingParams
+from workers.offline import DEMO, LLM, SamplingParams
 from workers.sampling_check import RANGES
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0)
@@ -99,6 +100,8 @@ def test_a_prompt_that_does_not_fit_fails_alone(llm: LLM) -> None:
         ({"logit_bias": ((1, math.nan),)}, "logit_bias="),
         ({"repetition_penalty": 0}, "repetition_penalty=0: "),
         ({"seed": 2**64}, "seed=18446744073709551616: "),
+        ({"stop_token_ids": np.array(5)}, r"stop_token_ids=array\(5\): Expected `array`"),
+        ({"max_tokens": np.array([5])}, r"max_tokens=array\(\[5\]\): Expected `int`"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -117,7 +120,13 @@ def test_every_parameter_has_its_range(llm: LLM) -> None:
     assert llm.generate("Once upon a time", odd, use_tqdm=False)[0].outputs[0].finish_reason == "length"
 
 
-@pytest.mark.parametrize("prompts", [[None], [{"prompt": "a"}], [["a"]], [[True]], {"prompt": "a"}, 5])
+NO_PROMPTS: list[Any] = [
+    [None], [{"prompt": "a"}], [["a"]], [[True]], {"prompt": "a"}, 5, [5, "a"], [5, True], b"abc", [b"abc"], [{5}],
+    np.array(5), np.array([0.5]), np.array([True]), [np.array([[5, 6]])],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("prompts", NO_PROMPTS, ids=repr)
 def test_what_is_no_prompt_is_a_type_error(llm: LLM, prompts: Any) -> None:
     with pytest.raises(TypeError, match="a prompt is text or a list of token ids, not"):
         llm.generate(prompts, GREEDY, use_tqdm=False)
@@ -159,6 +168,41 @@ def test_numbers_of_numpy_are_numbers(llm: LLM) -> None:
         for params in (plain, SamplingParams(max_tokens=8, **numpys))
     ]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [[5, 6, 7], (5, 6, 7), np.array([5, 6, 7]), [np.int64(5), np.int32(6), 7], [[5, 6, 7]], np.array([[5, 6, 7]])],
+    ids=repr,
+)
+def test_token_ids_of_any_library_are_a_prompt(llm: LLM, prompts: Any) -> None:
+    (output,) = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert output.prompt_token_ids == [5, 6, 7] and all(type(i) is int for i in output.prompt_token_ids)
+    assert output.outputs[0].error is None
+
+
+def test_several_arrays_are_several_prompts(llm: LLM) -> None:
+    outputs = llm.generate(np.arange(6).reshape(2, 3), GREEDY, use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs] == [[0, 1, 2], [3, 4, 5]]
+    assert llm.generate([], GREEDY, use_tqdm=False) == []
+
+
+def test_more_tokens_than_the_context_holds_end_with_it(llm: LLM) -> None:
+    context = llm._facts.max_model_len
+    endless = SamplingParams(max_tokens=10 * context, temperature=0, ignore_eos=True)
+    (done,) = llm.generate([[5] * (context - 8)], endless, use_tqdm=False)[0].outputs
+    assert (len(done.token_ids), done.finish_reason, done.error) == (8, "length", None)
+
+
+def test_a_conversation_without_messages_fails_alone(llm: LLM) -> None:
+    good = [{"role": "user", "content": "What is 2 + 3?"}]
+    outputs = llm.chat([good, []], GREEDY, use_tqdm=False)
+    assert "5" in outputs[0].text
+    assert (outputs[1].outputs[0].finish_reason, outputs[1].outputs[0].error) == (
+        "error",
+        "The conversation has no messages.",
+    )
+    assert llm.chat([], GREEDY, use_tqdm=False) == [], "no conversations, no answers"
 
 
 def test_a_pool_below_one_context_is_said_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
@@ -212,14 +256,33 @@ def test_ctrl_c_leaves_the_engine_usable(llm: LLM) -> None:
     [
         ({"model": "no-such-folder"}, "^no-such-folder: no such folder"),
         ({"model": "org/no-such"}, "^org/no-such: no such folder.*hub id"),
-        ({"model": "demo", "dtype": "float12"}, "float12"),
-        ({"model": "demo", "max_model_len": 10**9}, "1000000000"),
+        ({"model": "demo", "dtype": "float12"}, "^--dtype: 'float12' is not one of"),
+        ({"model": "demo", "max_model_len": 10**9}, "^--max-model-len 1000000000 "),
+        ({"model": "demo", "block_size": 3}, "^--block-size: 3 must be a power of two"),
+        ({"model": "demo", "kv_offloading_size": "x"}, "^--kv-offloading-size: 'x': expected `float`"),
+        ({"model": "demo", "kv_disk_path": "/x"}, "^--kv-disk-path: the disk is below host memory"),
+        ({"model": "demo", "max_tokens": 5}, "^max_tokens is not a setting"),
+        ({"model": "demo", "port": 80}, "^port is the service's; an LLM has no use for it"),
+        ({"model": "demo", "data_parallel_size": 2}, "^data_parallel_size is the service's"),
+        ({"model": "demo", "revision": "main"}, "^revision is the service's"),
+        ({"model": "demo", "tokenizer": "no-such"}, "^--tokenizer: no-such holds no tokenizer.json"),
         ({"model": "demo", "kv_cache_memory_bytes": 1000}, "kv-cache-memory-bytes"),
     ],
 )
-def test_settings_that_cannot_be_honoured_name_the_value(arguments: dict[str, object], names: str) -> None:
+def test_settings_that_cannot_be_honoured_name_setting_and_value(arguments: dict[str, object], names: str) -> None:
     with pytest.raises(SettingsError, match=names):
         LLM(**arguments)  # type: ignore[arg-type]
+
+
+def test_another_tokenizer_is_used(llm: LLM, tmp_path: Path) -> None:
+    folder = shutil.copytree(DEMO, tmp_path / "text")
+    (folder / "model.safetensors").unlink()
+    for template in folder.glob("*.jinja"):
+        template.write_text("{{ messages[0].content }}, said plainly")
+    with LLM("demo", dtype="float32", max_num_seqs=2, tokenizer=str(folder)) as other:
+        (output,) = other.chat([{"role": "user", "content": "Once"}], GREEDY, use_tqdm=False)
+    assert output.prompt == "Once, said plainly"
+    assert output.text == llm.generate(output.prompt_token_ids, GREEDY, use_tqdm=False)[0].text
 
 
 def test_the_readme_example_runs() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from configs.errors import SettingsError
-from workers.errors import AdapterRefused
+from workers.errors import AdapterRefused, AdapterUnreadable
 from workers.offline import LLM, SamplingParams
 
 ADAPTERS = Path(__file__).resolve().parents[3] / "configs" / "demo" / "adapters"
@@ -52,8 +52,10 @@ def test_what_is_broken_is_refused_and_content_that_changed_fails_its_prompt_onl
     assert outputs[0].outputs[0].error
     assert outputs[1].outputs[0].finish_reason in ("stop", "length")
     (folder / "adapter_model.safetensors").write_bytes(b"\xff" * 64)
-    with pytest.raises(AdapterRefused):
+    with pytest.raises(AdapterRefused, match=f"^{folder}: adapter_model.safetensors "):
         llm.load_adapter(folder)
+    with pytest.raises(AdapterUnreadable, match=f"^{tmp_path}/none: it is not a folder$"):
+        llm.load_adapter(tmp_path / "none")
 
 
 def test_as_many_adapters_as_prompts(llm: LLM) -> None:

@@ -1,0 +1,74 @@
+"""What callers of LLM pass, in the plain form that it works with: prompts, conversations, adapters.
+
+Called by workers/offline.py before anything runs. Knows no model: whether a prompt can be served is the engine's.
+"""
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any
+
+from workers.messages import AdapterRef
+
+Prompt = str | Sequence[int]
+NO_PROMPT = "a prompt is text or a list of token ids, not"
+
+
+def as_prompts(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, each text or token ids. TypeError for anything else."""
+    if isinstance(given, str):
+        return [given]
+    many = _items(given)
+    if many and _is_id(many[0]):
+        return [_as_ids(many)]
+    return [prompt if isinstance(prompt, str) else _as_ids(prompt) for prompt in many]
+
+
+def as_conversations(given: Any) -> list[Sequence[Mapping[str, Any]]]:
+    """One conversation or several, each a list of messages. TypeError for anything else."""
+    many = [given] if isinstance(given, Sequence) and given and isinstance(given[0], Mapping) else given
+    if isinstance(many, str | Mapping) or not isinstance(many, Iterable):
+        raise TypeError(f"a conversation is a list of messages, not {given!r:.80}")
+    conversations = list(many)
+    for conversation in conversations:
+        if not isinstance(conversation, Sequence) or not all(isinstance(m, Mapping) for m in conversation):
+            raise TypeError(f"a conversation is a list of messages, not {conversation!r:.80}")
+    return conversations
+
+
+def one_for_each(given: AdapterRef | Sequence[AdapterRef | None] | None, count: int) -> list[AdapterRef | None]:
+    """An adapter, or None, for each of `count` prompts."""
+    if given is None or isinstance(given, AdapterRef):
+        return [given] * count
+    adapters = list(given)
+    if wrong := [one for one in adapters if one is not None and not isinstance(one, AdapterRef)]:
+        raise TypeError(f"lora_request: {wrong[0]!r:.80} is not what load_adapter() returned")
+    if len(adapters) != count:
+        raise ValueError(f"{len(adapters)} lora_requests for {count} prompts")
+    return adapters
+
+
+def _as_ids(prompt: Any) -> list[int]:
+    """Token ids as plain numbers, whatever library's they were. TypeError for anything else."""
+    items = _items(prompt)
+    if not all(map(_is_id, items)):
+        raise TypeError(f"{NO_PROMPT} {prompt!r:.80}")
+    return list(map(operator.index, items))
+
+
+def _items(given: Any) -> list[Any]:
+    """What a list, an array or an iterator holds. TypeError for what is none, or is something else as well."""
+    try:
+        if not isinstance(given, bytes | bytearray | Mapping | Set):
+            return list(given)
+    except TypeError:  # a number, an array without dimensions
+        pass
+    raise TypeError(f"{NO_PROMPT} {given!r:.80}")
+
+
+def _is_id(value: object) -> bool:
+    """A whole number of any library."""
+    try:
+        operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return not isinstance(value, bool)
