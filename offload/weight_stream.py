@@ -1,9 +1,10 @@
 """Weights larger than the device: layers kept in host memory pass through two buffers, the next while one computes.
 
 Made by workers/models/decoder.py's builder, which gives each streamed layer's matrices to `place_of` while it reads the
-checkpoint and then walks its layers with `in_turn`. Knows bytes and layers, no request. How bytes move is a Copier:
-a stream of its own from pinned memory on CUDA, a thread where the "device" is memory itself; where there is no core for
-it, copies wait for their layer.
+checkpoint and then walks its layers with `in_turn`. A matrix waits for its own bytes only, when it multiplies. Knows
+bytes and layers, no request. How bytes move is a Copier: a stream of its own from pinned memory on CUDA, a thread where
+the "device" is memory itself; where there is no core for it, copies wait for their matrix, which then finds them in the
+cache.
 
     slot 0:  copy 0 | compute 0 | copy 2 ........ | compute 2 | copy 4 ...
     slot 1:  copy 1 ............ | compute 1 | copy 3 ...      | compute 3 ...
@@ -20,6 +21,8 @@ from offload.placement import BUFFERS
 T = TypeVar("T")
 Copy = Callable[[], object]
 Wait = Callable[[], object]
+Placed = tuple[torch.Tensor, Wait | None]
+"""The tensor to multiply with, and what to call before each use of it."""
 
 
 class WeightCopyError(TandemError):
@@ -53,10 +56,6 @@ class Copier(Protocol):
         ...
 
 
-def _nothing() -> None:
-    """Nothing is under way."""
-
-
 class _Slot:
     """One buffer on the device, and the streamed layers that take turns in it."""
 
@@ -64,7 +63,7 @@ class _Slot:
         self.layers: list[int] = []
         self.buffers: list[torch.Tensor] = []
         self.holds: int | None = None
-        self.wait: Wait = _nothing
+        self.waits: list[Wait] = []
 
     def after(self, layer: int) -> int:
         """The layer that needs this slot next: itself when it is alone, and then nothing has to move."""
@@ -83,7 +82,7 @@ class WeightStream:
             slot.layers.append(layer)
             self._slot_of[layer] = slot
         self._held: dict[int, list[torch.Tensor]] = {layer: [] for layer in streamed}
-        self._copies: dict[int, list[Copy]] = {layer: [] for layer in streamed}
+        self._copies: dict[int, list[list[Copy]]] = {layer: [] for layer in streamed}
         self._failure: str | None = None
 
     @property
@@ -98,14 +97,19 @@ class WeightStream:
     def buffer_bytes(self) -> int:
         return sum(num_bytes(buffer) for slot in self._slots for buffer in slot.buffers)
 
-    def place_of(self, layer: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def place_of(self, layer: int) -> Callable[[torch.Tensor], Placed]:
         """Takes each matrix of the layer, in order, and says where it lies while the layer computes."""
         if layer not in self._slot_of:
-            return lambda weight: weight
+            return lambda weight: (weight, None)
         return lambda weight: self._keep(layer, weight)
 
+    def arrive(self, layer: int) -> None:
+        """Returns when every matrix of the layer, whose turn it is, has arrived."""
+        if (slot := self._slot_of.get(layer)) is not None:
+            self._arrive(slot)
+
     def in_turn(self, layers: Iterable[T]) -> Iterator[T]:
-        """The layers in order, each once its weights are on the device. Every walk is one step."""
+        """The layers in order, each with its weights on the way to the device or there. Every walk is one step."""
         for index, layer in enumerate(layers):
             self._enter(index)
             yield layer
@@ -120,11 +124,11 @@ class WeightStream:
         """Ends copies and their thread, and lets the host memory go. Idempotent; no step may follow."""
         self._copier.close()
         for slot in self._slots:
-            slot.wait = _nothing
+            slot.waits = []
         self._held.clear()
         self._copies.clear()
 
-    def _keep(self, layer: int, weight: torch.Tensor) -> torch.Tensor:
+    def _keep(self, layer: int, weight: torch.Tensor) -> Placed:
         slot, held = self._slot_of[layer], self._copier.hold(weight)
         place = len(self._held[layer])
         if place == len(slot.buffers):
@@ -132,16 +136,17 @@ class WeightStream:
         buffer = slot.buffers[place]
         assert same_form(buffer, held), (buffer.shape, held.shape)
         self._held[layer].append(held)
-        self._copies[layer] += self._copier.copies(buffer, held)
-        return buffer
+        self._copies[layer].append(self._copier.copies(buffer, held))
+        return buffer, lambda: self._await(slot, slot.waits[place])
 
     def _enter(self, layer: int) -> None:
         slot = self._slot_of.get(layer)
         if slot is None:
             return
+        if self._failure is not None:
+            raise WeightCopyError(self._failure)
         if slot.holds != layer:  # the step before ended in the middle
             self._start(slot, layer)
-        self._await(slot)
 
     def _leave(self, layer: int) -> None:
         slot = self._slot_of.get(layer)
@@ -150,15 +155,19 @@ class WeightStream:
 
     def _start(self, slot: _Slot, layer: int) -> None:
         """Begins to fill the slot; what was under way to it (a step that ended in the middle) arrives first."""
-        self._await(slot)
+        self._arrive(slot)
         slot.holds = layer
-        slot.wait = self._copier.start(self._copies[layer])
+        slot.waits = [self._copier.start(copies) for copies in self._copies[layer]]
 
-    def _await(self, slot: _Slot) -> None:
-        """What the slot holds is there. Once a copy has failed the stream is of no use."""
+    def _arrive(self, slot: _Slot) -> None:
+        for wait in slot.waits:
+            self._await(slot, wait)
+
+    def _await(self, slot: _Slot, wait: Wait) -> None:
+        """What the slot waits for is there. Once a copy has failed the stream is of no use."""
         if self._failure is None:
             try:
-                slot.wait()
+                wait()
                 return
             except Exception as error:
                 self._failure = f"copying the weights of layer {slot.holds} from host memory failed: {error}"

@@ -5,7 +5,8 @@ packs anew in every call) and the original is freed, so memory is not doubled. W
 that layout (workers/kernels/cpu_few_rows.py), it multiplies few rows. T tokens, I inputs, O outputs.
 
 A matrix may lie in memory that others use too, between its turns (offload/weight_stream.py): whoever makes it passes a
-Place, which takes the weight in the form that is multiplied and answers with the tensor to multiply with.
+Place, which takes the weight in the form that is multiplied and answers with the tensor to multiply with, and what to
+call before each use.
 """
 
 from collections.abc import Callable
@@ -14,13 +15,14 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-Place = Callable[[torch.Tensor], torch.Tensor]
+Arrive = Callable[[], object]
+Place = Callable[[torch.Tensor], tuple[torch.Tensor, Arrive | None]]
 Product = Callable[[torch.Tensor], torch.Tensor]
 
 
-def as_given(weight: torch.Tensor) -> torch.Tensor:
+def as_given(weight: torch.Tensor) -> tuple[torch.Tensor, None]:
     """The Place of a weight that stays where it is."""
-    return weight
+    return weight, None
 
 
 class Matrix(Protocol):
@@ -45,11 +47,13 @@ class PlainMatrix:
     """The weight as it is, through F.linear (cuBLAS on CUDA)."""
 
     def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, place: Place = as_given) -> None:
-        self._weight_OI = place(weight_OI)
+        self._weight_OI, self._arrive = place(weight_OI)
         self._bias_O = bias_O
         self.nbytes = weight_OI.nbytes
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+        if self._arrive is not None:
+            self._arrive()
         return F.linear(x_TI, self._weight_OI, self._bias_O)
 
 
@@ -64,12 +68,14 @@ class PackedMatrix:
         few_rows: FewRows | None = None,
     ) -> None:
         self.nbytes = weight_OI.nbytes
-        self._packed = place(torch.ops.mkldnn._reorder_linear_weight(weight_OI))
+        self._packed, self._arrive = place(torch.ops.mkldnn._reorder_linear_weight(weight_OI))
         self._bias_O = bias_O
         self._few = None if few_rows is None else few_rows.bind(self._packed, bias_O, weight_OI.shape[0])
         self._most = 0 if few_rows is None else few_rows.most_rows
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+        if self._arrive is not None:
+            self._arrive()
         if self._few is not None and 0 < x_TI.shape[0] <= self._most:
             return self._few(x_TI)
         return torch.ops.mkldnn._linear_pointwise(x_TI, self._packed, self._bias_O, "none", [], "")

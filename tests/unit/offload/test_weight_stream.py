@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from offload.weight_copiers import PIECE_BYTES, CudaCopier, InlineCopier, ThreadCopier, make_copier
-from offload.weight_stream import Copier, Copy, WeightCopyError, WeightStream, num_bytes, same_form
+from offload.weight_stream import Copier, Copy, Placed, WeightCopyError, WeightStream, num_bytes, same_form
 from parallel.matmul import can_pack
 
 NUM_LAYERS = 7
+Places = list[list[Placed]]
 either = pytest.mark.parametrize("kind", [ThreadCopier, InlineCopier])
 
 
@@ -22,7 +23,7 @@ def weights_of(layer: int) -> list[torch.Tensor]:
     return [torch.randn(24, 16, generator=generator), torch.randn(16, 24, generator=generator)]
 
 
-def open_stream(streamed: Sequence[int], copier: Copier | None = None) -> tuple[WeightStream, list[list[torch.Tensor]]]:
+def open_stream(streamed: Sequence[int], copier: Copier | None = None) -> tuple[WeightStream, Places]:
     """A begun stream of seven layers of two matrices, and where each layer's matrices are to be found."""
     stream = WeightStream(streamed, copier or ThreadCopier())
     places = [[stream.place_of(layer)(weight) for weight in weights_of(layer)] for layer in range(NUM_LAYERS)]
@@ -30,12 +31,15 @@ def open_stream(streamed: Sequence[int], copier: Copier | None = None) -> tuple[
     return stream, places
 
 
-def walk(stream: WeightStream, places: list[list[torch.Tensor]], until: int = NUM_LAYERS) -> None:
-    """One step, which checks what each layer reads."""
+def walk(stream: WeightStream, places: Places, until: int = NUM_LAYERS) -> None:
+    """One step, which checks what each layer reads; the last ends between its two matrices."""
     for layer, found in enumerate(stream.in_turn(places)):
-        if layer == until:
-            return
-        assert all(torch.equal(*pair) for pair in zip(found, weights_of(layer), strict=True)), layer
+        for (tensor, arrive), weight in zip(found, weights_of(layer), strict=True):
+            if arrive is not None:
+                arrive()
+            assert torch.equal(tensor, weight), layer
+            if layer == until:
+                return
 
 
 def threads() -> list[str]:
@@ -93,7 +97,9 @@ def test_the_next_layer_is_under_way_while_one_computes() -> None:
     recorder = Recorder()
     stream, places = open_stream(range(NUM_LAYERS), recorder)
     for layer, _ in enumerate(stream.in_turn(places)):
-        stream._slot_of[(layer + 1) % NUM_LAYERS].wait()
+        stream.arrive(layer)
+        for wait in stream._slot_of[(layer + 1) % NUM_LAYERS].waits:
+            wait()
         if layer < NUM_LAYERS - 1:
             assert recorder.moved[-1] == layer + 1
     stream.close()
@@ -161,7 +167,8 @@ def test_opening_and_closing_gives_the_memory_back() -> None:
         pack = torch.ops.mkldnn._reorder_linear_weight
         buffers = [stream.place_of(layer)(pack(torch.ones(1024, 1024))) for layer in range(NUM_LAYERS)]
         stream.begin()
-        assert len(list(stream.in_turn(buffers))) == NUM_LAYERS
+        for layer, _ in enumerate(stream.in_turn(buffers)):
+            stream.arrive(layer)
         stream.close()
         return int(psutil.Process().memory_info().rss)
 
@@ -234,6 +241,20 @@ def test_what_could_not_be_copied_is_said_again() -> None:
             wait()
 
 
+def test_a_matrix_waits_for_its_own_bytes_only() -> None:
+    stream, places = open_stream(range(NUM_LAYERS), InlineCopier())
+    for layer, found in enumerate(stream.in_turn(places)):
+        first, second = weights_of(layer)
+        (tensor, arrive), (other, _) = found
+        assert arrive is not None
+        tensor.zero_(), other.zero_()
+        arrive()
+        assert torch.equal(tensor, first) and not other.any()
+        stream.arrive(layer)
+        assert torch.equal(other, second)
+    stream.close()
+
+
 @either
 def test_closing_lets_the_host_memory_go(kind: Callable[[], Copier]) -> None:
     stream, places = open_stream(range(NUM_LAYERS), kind())
@@ -263,7 +284,10 @@ def test_pinned_memory_to_a_cuda_device() -> None:
     ]
     stream.begin()
     for _ in range(3):
-        seen = [[found.clone() for found in layer] for layer in stream.in_turn(places)]
-        for layer, found in enumerate(seen):
-            assert all(torch.equal(a.cpu(), b) for a, b in zip(found, weights_of(layer), strict=True)), layer
+        seen = []
+        for layer, found in enumerate(stream.in_turn(places)):
+            stream.arrive(layer)
+            seen.append([tensor.clone() for tensor, _ in found])
+        for layer, tensors in enumerate(seen):
+            assert all(torch.equal(a.cpu(), b) for a, b in zip(tensors, weights_of(layer), strict=True)), layer
     stream.close()
