@@ -135,7 +135,9 @@ class Coordinator:
             if adapters is not None:
                 adapters.leave(request.adapter)
 
-    def check_health(self) -> None:
+    # Serve calls what is not async on a thread that it starts and ends for each call.
+
+    async def check_health(self) -> None:
         """Serve asks every few seconds. A group whose thread ended or hangs is replaced; the thread itself watches the
         ranks and the time that their steps take."""
         if not self._thread.is_alive() and not self._stopping:
@@ -144,7 +146,7 @@ class Coordinator:
         if stuck_s > STUCK_S:
             raise RuntimeError(f"the engine's thread has not moved for {stuck_s:.0f} s")
 
-    def record_routing_stats(self) -> dict[str, Any]:
+    async def record_routing_stats(self) -> dict[str, Any]:
         """For the routers of all gateways, every few seconds. on_device, on_host: keys of adapters."""
         self._stats_number += 1
         stats, adapters = self.engine_stats, self._sharing.adapters
@@ -158,7 +160,7 @@ class Coordinator:
             "on_host": on_host,
         }
 
-    def record_autoscaling_stats(self) -> dict[str, float]:
+    async def record_autoscaling_stats(self) -> dict[str, float]:
         """For custom autoscaling policies; the default one counts the handle calls in flight."""
         stats = self.engine_stats
         return {
