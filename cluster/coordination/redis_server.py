@@ -105,6 +105,8 @@ class RedisServer:
             f"logfile {self._folder / 'redis.log'}",
             "maxmemory-policy noeviction",
             "set-proc-title no",
+            # its housekeeping, ten times a second otherwise: nothing of ours waits for it but SIGTERM
+            "hz 2",
             "daemonize no",
         ]
         if self._listen is None:
