@@ -1,9 +1,9 @@
 """Ends coordinators that live and do nothing: stopped (SIGSTOP, a paused container), hung, on a machine that is gone.
 
-Runs in every gateway, beside the fleet's refresh. A group is suspected when its record has expired while Redis answers.
-One on this machine that is seen stopped, without having run in between, for some seconds is killed; any other is asked
-through Ray, and ended through Ray when it does not answer, which works across machines and takes 5 s more. Serve then
-replaces the group, and calls that are in flight there fail. docs/decisions/004-step-progress.md has the bounds.
+Has a turn in every gateway after each look at the fleet. A group is suspected when its record has expired while Redis
+answers. One on this machine that is seen stopped, without having run in between, for some seconds is killed; any other
+is asked through Ray, and ended through Ray when it does not answer, which works across machines and takes 5 s more.
+Serve then replaces the group, and calls in flight there fail. docs/decisions/004-step-progress.md has the bounds.
 """
 
 import asyncio
@@ -24,7 +24,6 @@ SUSPECT_AFTER_S = 8.0
 STOPPED_S = 7.0
 """Stopped for that long after the record's end, and never running meanwhile: several short stops are left alone."""
 ANSWER_S = 5.0
-TURN_S = 0.5
 TITLE = "ray::"
 
 
@@ -39,35 +38,19 @@ class Remote(Protocol):
 
 
 class FrozenGroups:
-    """The watch of one gateway; all gateways may do the same at once. `then()` is called each turn."""
+    """The watch of one gateway; all gateways may do the same at once. turn() again and again, close() at the end."""
 
-    def __init__(
-        self,
-        fleet: FleetView,
-        remote: Remote,
-        then: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, fleet: FleetView, remote: Remote, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._stopped: dict[int, tuple[float, float]] = {}
         self._fleet = fleet
         self._remote = remote
-        self._then = then
         self._asking: dict[str, asyncio.Task[None]] = {}
 
-    async def run(self) -> None:
-        """Until it is cancelled."""
-        try:
-            while True:
-                try:
-                    self._then()
-                    self.turn()
-                except Exception:
-                    log.exception("the groups were not looked after")
-                await asyncio.sleep(TURN_S)
-        finally:
-            for task in self._asking.values():
-                task.cancel()
+    def close(self) -> None:
+        """Asks nobody any more."""
+        for task in self._asking.values():
+            task.cancel()
 
     def turn(self) -> None:
         """Looks after every suspect once. Never waits."""

@@ -66,13 +66,12 @@ class Gateway:
         self._changes.start()
         await self._tenants.start()
         await self._fleet.refresh()
-        loop = asyncio.get_running_loop()
-        self._refreshing = loop.create_task(self._fleet.run(), name="fleet")
         host = "127.0.0.1" if facts.single_node else ray.util.get_node_ip_address()
         prefix = settings.gateway.metrics_prefix
         self._client = GroupClient(ServeCaller(groups), self._fleet, facts.secret, host, prefix, lambda: self._adapters)
-        frozen = FrozenGroups(self._fleet, RayRemote(), self._client.lose_silent)
-        self._looking_after = loop.create_task(frozen.run(), name="frozen groups")
+        self._frozen = FrozenGroups(self._fleet, RayRemote())
+        following = self._fleet.run(self._look_after, self._client.has_requests)
+        self._following = asyncio.get_running_loop().create_task(following, name="fleet")
         self._server: QuietServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self._tending: list[asyncio.Task[None]] = []
@@ -123,9 +122,9 @@ class Gateway:
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
             await asyncio.wait({self._serving}, timeout=LAST_WORDS_S)
-        for task in (self._looking_after, *self._tending):
+        for task in (self._following, *self._tending):
             task.cancel()
-        self._refreshing.cancel()
+        self._frozen.close()
         await self._changes.close()
         await self._client.close()
         if self._adapters is not None and self._adapters.kept is not None:
@@ -133,6 +132,10 @@ class Gateway:
         await self._state.tasks.wait_idle(LAST_WORDS_S)  # owners settle what has ended
         await self._tenants.close()
         await self._redis.close()
+
+    def _look_after(self) -> None:
+        self._client.lose_silent()
+        self._frozen.turn()
 
     def _kv_tokens(self) -> int:
         """KV tokens of all groups together, 0 before they have said so."""

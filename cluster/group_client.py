@@ -129,6 +129,9 @@ class GroupClient:
     def ready(self) -> bool:
         return any(record.is_ready for record in self._fleet.records.values())
 
+    def has_requests(self) -> bool:
+        return bool(self._attempts)
+
     def load(self) -> Mapping[str, float | int | str]:
         records = list(self._fleet.records.values())
         return {

@@ -22,7 +22,7 @@ from workers.messages import AdapterRef
 
 log = logging.getLogger("tandem.fairness")
 PERIOD_S = 1.0
-HEARING_POLL_S = 2.0
+HEARING_POLL_S = 5.0
 """For weights, while their changes are announced."""
 T = TypeVar("T")
 ReadWeights = Callable[[Commands], Awaitable[Mapping[str, float] | None]]

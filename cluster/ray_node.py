@@ -27,13 +27,17 @@ SERVE_SWITCHES = {
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
     "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
     # Serve's own counters: each router and replica wakes up for them ten times a second otherwise
-    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "10000",
     # a group with no traffic for a while is not asked for its queue length before it gets a request
     "RAY_SERVE_QUEUE_LENGTH_CACHE_TIMEOUT_S": "3600",
 }
 RAY_SWITCHES = {
     # times of each handler in Ray's own loops, for its debug files: a good part of what an idle worker computes
     "RAY_event_stats": "0",
+    # what its state API and its metrics port would show: a private Ray has no dashboard to ask, and /metrics is ours.
+    # Each worker has threads and connections for them.
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_enable_metrics_collection": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

@@ -38,7 +38,7 @@ class PrivateRedis:
     async def url(self) -> str:
         return self._server.url
 
-    def check_health(self) -> None:
+    async def check_health(self) -> None:  # else on a thread of its own
         if self._watching.done():
             raise RuntimeError("the private Redis server cannot be kept running")
 

@@ -34,6 +34,7 @@ from cluster.engine_thread import EngineThread, SteppedEngine
 from cluster.group_engine import GroupEngine
 from cluster.group_sharing import GroupSharing
 from cluster.redis_replica import open_redis
+from cluster.routing.reports import Reports
 from cluster.service import ServiceFacts, check_install
 from cluster.tenant_weights import TenantWeights
 from configs.errors import SettingsError
@@ -86,7 +87,7 @@ class Coordinator:
         self._model_name = model_name
         self._state: GroupState = "loading"
         self._outstanding: dict[tuple[str, int], int] = {}
-        self._stats_number = 0
+        self._reports = Reports()
         self._stopping = False
         self.engine_stats: EngineStats | None = None
         self._opened: asyncio.Future[None] = self._loop.create_future()
@@ -135,7 +136,9 @@ class Coordinator:
             if adapters is not None:
                 adapters.leave(request.adapter)
 
-    def check_health(self) -> None:
+    # Serve calls what is not async on a thread that it starts and ends for each call.
+
+    async def check_health(self) -> None:
         """Serve asks every few seconds. A group whose thread ended or hangs is replaced; the thread itself watches the
         ranks and the time that their steps take."""
         if not self._thread.is_alive() and not self._stopping:
@@ -144,21 +147,20 @@ class Coordinator:
         if stuck_s > STUCK_S:
             raise RuntimeError(f"the engine's thread has not moved for {stuck_s:.0f} s")
 
-    def record_routing_stats(self) -> dict[str, Any]:
+    async def record_routing_stats(self) -> dict[str, Any]:
         """For the routers of all gateways, every few seconds. on_device, on_host: keys of adapters."""
-        self._stats_number += 1
         stats, adapters = self.engine_stats, self._sharing.adapters
         on_device, on_host = adapters.tiers() if adapters is not None else ([], [])
-        return {
-            "report_number": self._stats_number,
+        report = {
             "outstanding_tokens": sum(self._outstanding.values()),
             "kv_used": stats.kv_usage if stats is not None else 0.0,
             "stalled_s": self._stalled_s(),
             "on_device": on_device,
             "on_host": on_host,
         }
+        return self._reports.numbered(report)
 
-    def record_autoscaling_stats(self) -> dict[str, float]:
+    async def record_autoscaling_stats(self) -> dict[str, float]:
         """For custom autoscaling policies; the default one counts the handle calls in flight."""
         stats = self.engine_stats
         return {

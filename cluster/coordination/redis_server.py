@@ -105,6 +105,10 @@ class RedisServer:
             f"logfile {self._folder / 'redis.log'}",
             "maxmemory-policy noeviction",
             "set-proc-title no",
+            # its housekeeping, ten times a second otherwise. Nothing of ours waits for it but SIGTERM: what has expired
+            # is not seen, cleared up or not. As each round may be longer, large values are freed on another thread.
+            "hz 2",
+            "lazyfree-lazy-expire yes",
             "daemonize no",
         ]
         if self._listen is None:

@@ -10,6 +10,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Literal, Protocol
 
 import msgspec
@@ -19,6 +20,8 @@ from cluster.coordination.client import Part, RedisAway
 
 log = logging.getLogger("tandem.registry")
 LEAST_PERIOD_S = 0.1
+PERIOD_S, CALM_PERIOD_S = 0.5, 1.0
+"""Between two looks at the fleet."""
 STALLED_AFTER_S = 10.0
 SLOW_ANSWER_S = 1.0
 VANISHED_KEPT_S = 120.0
@@ -108,19 +111,18 @@ class GroupBeat:
     async def run(self) -> None:
         """Beats forever; a beat that fails is skipped."""
         while True:
+            self._hurried.clear()
             try:
                 await self.beat()
             except RedisAway as error:
                 log.warning("heartbeat skipped: %s", error)
             except Exception:
                 log.exception("heartbeat skipped")
-            self._hurried.clear()
-            await asyncio.sleep(LEAST_PERIOD_S)
-            try:
-                async with asyncio.timeout(self._period_s - LEAST_PERIOD_S):
+            soonest_s = time.monotonic() + LEAST_PERIOD_S
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._period_s):
                     await self._hurried.wait()
-            except TimeoutError:
-                continue
+            await asyncio.sleep(max(0.0, soonest_s - time.monotonic()))
 
     def hurry(self) -> None:
         """Something changed that others wait for: the next beat comes now (at most ten a second)."""
@@ -191,14 +193,24 @@ class FleetView:
         kept = {g: v for g, v in self._vanished.items() if g not in self.records and now_s - v[1] < VANISHED_KEPT_S}
         self._vanished = kept | {g: (record, now_s) for g, record in known.items() if g not in self.records}
 
-    async def run(self, period_s: float = 0.5) -> None:
-        """Refreshes until it is cancelled."""
+    @property
+    def is_calm(self) -> bool:
+        """Redis is here and no group works, comes, goes or stalls: what changes now can wait for a moment."""
+        resting = all(r.is_ready and not (r.running or r.waiting or r.stalled_s) for r in self.records.values())
+        return bool(self.records) and resting and not self._vanished and not self.redis_away
+
+    async def run(self, then: Callable[[], None], has_work: Callable[[], bool]) -> None:
+        """Refreshes until it is cancelled, and calls `then` each time; less often while calm and without work here."""
         while True:
             try:
                 await self.refresh()
             except Exception:
                 log.exception("the fleet was not read: going on with the last known one")
-            await asyncio.sleep(period_s)
+            try:
+                then()
+            except Exception:
+                log.exception("the fleet was not looked after")
+            await asyncio.sleep(CALM_PERIOD_S if self.is_calm and not has_work() else PERIOD_S)
 
     async def _read(self) -> dict[str, GroupRecord]:
         there, values = await self._look()

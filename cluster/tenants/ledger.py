@@ -28,7 +28,8 @@ log = logging.getLogger("tandem.ledger")
 BATCH = 256
 MAX_WAITING = 50_000
 """Rows kept in memory while Redis is away; the journal has them all."""
-PERIOD_S = 1.0
+PERIOD_S, CALM_PERIOD_S = 1.0, 5.0
+"""Between two looks, whether Redis has lost rows, while something is to be sent and while Redis has everything."""
 LOOK_PERIOD_S = 30.0
 
 
@@ -90,6 +91,7 @@ class UsageLedger:
             await self._journal.sync()
         except asyncio.CancelledError:
             self._must_replay = True
+            self._hurried.set()
             raise
         self._waiting.append(row)
         if len(self._waiting) > MAX_WAITING and not self._journal.is_failing:
@@ -102,15 +104,17 @@ class UsageLedger:
     async def run(self) -> None:
         """Sends until it is cancelled."""
         while True:
+            period_s = PERIOD_S
             try:
                 await self.send()
+                period_s = CALM_PERIOD_S
             except RedisAway as error:
                 log.debug("%d usage rows wait: %s", len(self._waiting), error)
             except Exception:
                 log.exception("usage rows were not sent: they stay in the journal")
                 self._must_replay = True
             try:
-                async with asyncio.timeout(PERIOD_S):
+                async with asyncio.timeout(period_s):
                     await self._hurried.wait()
             except TimeoutError:
                 continue

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -298,9 +298,10 @@ async def hit(service: Service, number: signal.Signals, pid: int) -> Hit:
 
         async def until_gone(hit_s: float) -> float:
             """Stopped processes end only by being killed."""
-            while victim.is_running() and victim.status() != psutil.STATUS_ZOMBIE:
-                assert time.monotonic() < hit_s + 30, "the process is ended"
-                await asyncio.sleep(0.02)
+            with suppress(psutil.NoSuchProcess):  # between the two questions
+                while victim.is_running() and victim.status() != psutil.STATUS_ZOMBIE:
+                    assert time.monotonic() < hit_s + 30, "the process is ended"
+                    await asyncio.sleep(0.02)
             return time.monotonic() - hit_s
 
         running = [asyncio.create_task(one(i)) for i in range(8)]

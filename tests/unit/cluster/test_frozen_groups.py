@@ -71,7 +71,7 @@ def watch_of(remote: FakeRemote, clock: Clock | None = None, **records: tuple[st
     fleet.vanished = [
         msgspec.structs.replace(serving(group)[group], host=host, pid=pid) for group, (host, pid) in records.items()
     ]
-    return FrozenGroups(fleet, remote, lambda: None, clock or Clock())
+    return FrozenGroups(fleet, remote, clock or Clock())
 
 
 def test_only_a_stopped_coordinator_is_killed(coordinator: "subprocess.Popen[bytes]") -> None:
@@ -142,18 +142,10 @@ async def test_others_are_asked_once_at_a_time_and_ended_when_they_are_silent(
     assert remote.asked.count("busy") == 2
 
 
-async def test_the_watch_goes_on_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frozen_groups, "TURN_S", 0.001)
-    turns: list[int] = []
-
-    def then() -> None:
-        turns.append(1)
-        raise RuntimeError("one bad turn")
-
-    watching = asyncio.create_task(FrozenGroups(FakeFleet({}), FakeRemote(set()), then).run())
-    async with asyncio.timeout(5):
-        while len(turns) < 3:
-            await asyncio.sleep(0.001)
-    watching.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await watching
+async def test_nobody_is_ended_after_the_close() -> None:
+    remote = FakeRemote({"far"})
+    watch = watch_of(remote, far=("elsewhere", os.getpid()))
+    watch.turn()
+    watch.close()
+    await asyncio.sleep(0.01)
+    assert not remote.ended

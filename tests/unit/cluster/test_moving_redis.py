@@ -144,7 +144,7 @@ async def test_the_replica_answers_while_its_server_starts_again(monkeypatch: py
         await asyncio.sleep(1.0)  # more than a period of its watch
         async with asyncio.timeout(1):
             assert await replica.url() == url
-        replica.check_health()
+        await replica.check_health()
         go_on.set()
         async with asyncio.timeout(10):
             while not replica._server.is_alive():

@@ -7,11 +7,12 @@ import stat
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from cluster.coordination import keys
+from cluster.coordination import keys, registry
 from cluster.coordination.client import BackgroundClient, Part, RedisAway, RequestClient, check_reachable
 from cluster.coordination.redis_server import RedisServer
 from cluster.coordination.registry import (
@@ -55,8 +56,9 @@ async def background(server: RedisServer) -> AsyncIterator[BackgroundClient]:
     await client.close()
 
 
-def record(group: str = "g1", waiting: int = 0) -> GroupRecord:
-    return GroupRecord(group=group, epoch=1, model="m", state="serving", host="h", pid=1, waiting=waiting)
+def record(group: str = "g1", **fields: Any) -> GroupRecord:
+    known = {"group": group, "epoch": 1, "model": "m", "state": "serving", "host": "h", "pid": 1}
+    return GroupRecord(**known | fields)
 
 
 def test_the_server_is_private_and_carries_its_title(server: RedisServer) -> None:
@@ -256,7 +258,15 @@ async def test_an_error_reply_does_not_open_the_breaker(
 
 
 @pytest.mark.parametrize("answer", [ValueError("odd"), RedisAway("away")], ids=["unforeseen", "away"])
-async def test_heartbeat_and_fleet_go_on_whatever_is_raised(answer: Exception) -> None:
+async def test_heartbeat_and_fleet_go_on_whatever_is_raised(answer: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "PERIOD_S", 0.0)
+    monkeypatch.setattr(registry, "CALM_PERIOD_S", 0.0)
+    turns: list[int] = []
+
+    def then() -> None:
+        turns.append(1)
+        raise RuntimeError("one bad turn")
+
     class Broken:
         calls = 0
 
@@ -272,7 +282,7 @@ async def test_heartbeat_and_fleet_go_on_whatever_is_raised(answer: Exception) -
     fleet.records = {"g1": record()}
     for task in (
         asyncio.create_task(GroupBeat(Broken(), "s", record, period_s=0.11).run()),
-        asyncio.create_task(fleet.run(period_s=0.0)),
+        asyncio.create_task(fleet.run(then, lambda: False)),
     ):
         before = Broken.calls
         async with asyncio.timeout(5):
@@ -280,7 +290,35 @@ async def test_heartbeat_and_fleet_go_on_whatever_is_raised(answer: Exception) -
                 await asyncio.sleep(0.01)
         assert not task.done()
         task.cancel()
-    assert set(fleet.records) == {"g1"}
+    assert set(fleet.records) == {"g1"} and len(turns) >= 2
+
+
+async def test_a_calm_fleet_is_read_less_often(background: BackgroundClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not while a group works, stalls, loads or has just left, nor while there is work here."""
+    monkeypatch.setattr(registry, "PERIOD_S", 0.0)
+    monkeypatch.setattr(registry, "CALM_PERIOD_S", 60.0)
+    await background.command("SET", keys.SENTINEL, "1")
+    fleet = FleetView(background, "s")
+    assert not fleet.is_calm, "there is nobody"
+    restless = [{"running": 1}, {"waiting": 1}, {"stalled_s": 2.5}, {"state": "loading"}, {"state": "draining"}]
+    for fields in restless:
+        await GroupBeat(background, "s", lambda fields=fields: record(**fields)).beat()
+        await fleet.refresh()
+        assert not fleet.is_calm, fields
+    await GroupBeat(background, "s", record).beat()
+    looks: list[bool] = []
+    following = asyncio.create_task(fleet.run(lambda: looks.append(fleet.is_calm), lambda: len(looks) < 3))
+    async with asyncio.timeout(5):
+        while len(looks) < 3:
+            await asyncio.sleep(0.001)
+    for _ in range(20):
+        await background.command("PING")
+    following.cancel()
+    assert looks == [True] * 3
+    await GroupBeat(background, "s", record).leave()
+    await GroupBeat(background, "s", lambda: record("g2")).beat()
+    await fleet.refresh()
+    assert not fleet.is_calm, "one has left"
 
 
 async def test_flushall_empties_no_fleet_before_its_groups_could_beat(background: BackgroundClient) -> None:

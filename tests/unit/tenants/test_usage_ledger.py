@@ -158,6 +158,20 @@ async def test_a_redis_that_has_lost_its_rows_gets_all_of_them_again(redis: Back
     await books.close()
 
 
+async def test_a_loss_is_found_without_new_rows(
+    redis: BackgroundClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.tenants.ledger.CALM_PERIOD_S", 0.02)
+    books = ledger(redis, tmp_path)
+    sending = asyncio.create_task(books.run())
+    await settle(books, 1)
+    await until(lambda: has(redis, 1), "it is there")
+    await redis.command("FLUSHALL")
+    await until(lambda: has(redis, 1), "it is there again")
+    sending.cancel()
+    await books.close()
+
+
 async def test_a_redis_of_an_older_snapshot_gets_the_rows_since_then_again(
     redis: BackgroundClient, tmp_path: Path
 ) -> None:
