@@ -11,6 +11,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import msgspec
@@ -88,6 +89,7 @@ class Quota:
         self._accounts: dict[str, Account] = {}
         self._unsaid: set[str] = set()
         self._hurried = asyncio.Event()
+        self._renew_at_s = clock()
         self._turns = asyncio.Semaphore(AT_ONCE)
         self._saved_spent: Mapping[str, tuple[int, int]] = {}
 
@@ -151,16 +153,17 @@ class Quota:
             except Exception:
                 log.exception("quotas were not told to Redis")
             await asyncio.sleep(LEAST_PERIOD_S)
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(BEAT_S - LEAST_PERIOD_S):
                     await self._hurried.wait()
-            except TimeoutError:
-                self._unsaid.update(name for name, account in self._accounts.items() if account.running)
 
     async def beat(self) -> None:
         """Tells Redis of every account with news. What cannot be told now is told at the next beat."""
         self._hurried.clear()
         self._forget_removed()
+        if self._clock() >= self._renew_at_s:  # however often others have news
+            self._renew_at_s = self._clock() + BEAT_S - LEAST_PERIOD_S
+            self._unsaid.update(name for name, account in self._accounts.items() if account.running)
         for name in list(self._unsaid):
             account = self._account(name)
             self._unsaid.discard(name)

@@ -9,7 +9,7 @@ from cluster.coordination.client import BackgroundClient
 from cluster.tenants.admission import OverLimit
 from cluster.tenants.quota import AT_ONCE
 from cluster.tenants.quota_script import LEASE_MS
-from tests.unit.tenants.tenant_rig import Fleet, admitted, refusal, shown
+from tests.unit.tenants.tenant_rig import Fleet, admitted, refusal, shown, tenant
 
 LEASE_S = LEASE_MS / 1000
 
@@ -120,7 +120,19 @@ async def test_a_living_gateway_keeps_its_lease_by_its_beat(fleet: Fleet) -> Non
     await busy.admit("acme", 1, 0)
     for _ in range(10):
         fleet.time.now_s += LEASE_S - 1
-        busy._say_soon("acme")
+        await busy.beat()
+        assert not await admitted(other, 1)
+
+
+async def test_a_long_request_keeps_its_place_beside_a_tenant_that_always_has_news(fleet: Fleet) -> None:
+    """News of one wake the beat before its second is over: the others' leases are renewed all the same."""
+    fleet.set(concurrency=1)
+    fleet.directory.tenants["chatty"] = tenant("chatty", requests_per_minute=100_000)
+    busy, other = fleet.gateway("a"), fleet.gateway("b")
+    await busy.admit("acme", 1, 0)
+    for _ in range(3 * int(LEASE_S / 0.25)):
+        fleet.time.now_s += 0.25
+        busy.settle(await busy.admit("chatty", 1, 0), 1)
         await busy.beat()
         assert not await admitted(other, 1)
 
