@@ -90,10 +90,16 @@ def write_run_file(run: RunFile) -> Path:
 
 def remove_run_file(path: Path) -> None:
     path.unlink(missing_ok=True)
+    path.with_suffix(".new").unlink(missing_ok=True)  # of one that was killed while it wrote
     try:
         path.parent.rmdir()
     except OSError:
         pass  # other services are running
+
+
+def running_services() -> list[RunFile]:
+    """Those that are not on their way out, newest first: what is new is theirs."""
+    return [run for run in read_run_files() if not run.stopping]
 
 
 def read_run_files() -> list[RunFile]:

@@ -23,8 +23,8 @@ PIECE_BYTES = 2**20
 class ThreadCopier:
     """Memory to memory, in one thread of its own; ends with `close`, or with the last reference to it.
 
-    It copies beside the threads that compute where there is a core to spare. What it has not moved when a layer is due,
-    the thread that waits moves with it.
+    It copies beside the threads that compute where there is a core to spare. What it has not moved when a matrix is
+    due, the thread that waits moves with it.
     oneDNN's packed matrices have no storage that torch would show, but an address and a size: copies between two of
     the same descriptor are copies of bytes.
     """
@@ -61,7 +61,7 @@ class ThreadCopier:
 
 
 class InlineCopier:
-    """Memory to memory, by the threads that compute, when a layer is due: where each core has one of them, a thread
+    """Memory to memory, by the threads that compute, when a matrix is due: where each core has one of them, a thread
     beside them would take from them what it copies, and more. Has no thread of its own."""
 
     def hold(self, weight: torch.Tensor) -> torch.Tensor:

@@ -368,8 +368,12 @@ def _model_folder(model: str | Path) -> Path:
 
 def _engine_settings(model: str, flags: Mapping[str, Any]) -> EngineSettings:
     """Checked settings for offline use: nothing is ever refused for a full queue. SettingsError names the value."""
-    for name in flags:
+    for name, value in flags.items():
         option = option_named(name)
-        if option is not None and (not option.path.startswith("engine.") or name.replace("-", "_") in SERVICE_ONLY):
+        if (
+            value is not None
+            and option is not None
+            and (not option.path.startswith("engine.") or name.replace("-", "_") in SERVICE_ONLY)
+        ):
             raise SettingsError(f"{name} is the service's; an LLM has no use for it", name)
     return offline_settings(build_settings(model, flags).engine)

@@ -66,9 +66,11 @@ def _items(given: Any) -> list[Any]:
 
 
 def _is_id(value: object) -> bool:
-    """A whole number of any library."""
+    """A whole number of any library; an array of one is an array, and a truth value no number."""
+    if isinstance(value, bool) or getattr(value, "ndim", 0) or "bool" in str(getattr(value, "dtype", "")):
+        return False
     try:
         operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         return False
-    return not isinstance(value, bool)
+    return True

@@ -116,10 +116,10 @@ def unpin(name: Name, model: Model = None, url: Url = None, redis_url: RedisUrl 
 async def _holders(redis: "BackgroundClient", base: str) -> Holders:
     """Groups by tier, of the services that run here; nothing is known of others'."""
     from cluster.coordination.registry import FleetView
-    from cluster.run_files import read_run_files
+    from cluster.run_files import running_services
 
     reports = []
-    for run in read_run_files():
+    for run in running_services():
         fleet = FleetView(redis, run.service_id)
         if run.model == base:
             await fleet.refresh()

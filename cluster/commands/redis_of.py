@@ -42,13 +42,13 @@ class ServiceAt(NamedTuple):
 def service_at(url: str | None, redis_url: str | None) -> ServiceAt:
     """The service that is meant; of several that run here the newest. TandemError when there is none, SettingsError
     when the flags name none."""
-    from cluster.run_files import read_run_files
+    from cluster.run_files import running_services
 
     if redis_url is not None and url is not None:
         raise SettingsError("a service is named by --url or by --redis-url, not by both", "--url")
     if redis_url is not None:
         return ServiceAt(redis_url, None)
-    runs = read_run_files()
+    runs = running_services()
     if not runs:
         raise TandemError(NOBODY)
     if url is not None:
@@ -60,9 +60,9 @@ def service_at(url: str | None, redis_url: str | None) -> ServiceAt:
 
 def model_on(redis_url: str) -> str:
     """The base model of the newest service that runs here on that Redis. SettingsError when none does."""
-    from cluster.run_files import read_run_files
+    from cluster.run_files import running_services
 
-    models = [run.model for run in read_run_files() if run.redis_url == redis_url]
+    models = [run.model for run in running_services() if run.redis_url == redis_url]
     if not models:
         raise SettingsError("no service of this user runs here on that Redis: name the base model", "--model")
     return models[0]

@@ -23,13 +23,13 @@ _CONTROLS = {code: "�" for code in (*range(32), *range(127, 160)) if chr(code)
 def open_endpoint(url: str | None, api_key: str | None) -> "Endpoint":
     """The service at `url`, else the newest one of this user on this machine."""
     from cluster.endpoint import Endpoint
-    from cluster.run_files import read_run_files
+    from cluster.run_files import running_services
     from configs import environment
 
     api_key = api_key if api_key is not None else environment.api_key()
     if url is not None:
         return Endpoint(url, api_key)
-    runs = read_run_files()
+    runs = running_services()
     if not runs:
         raise TandemError(
             "no service of this user is running on this machine; start one with `tandem serve`, or give --url"

@@ -200,16 +200,17 @@ class FleetView:
         return bool(self.records) and resting and not self._vanished and not self.redis_away
 
     async def run(self, then: Callable[[], None], has_work: Callable[[], bool]) -> None:
-        """Refreshes until it is cancelled, and calls `then` each time; less often while calm and without work here."""
+        """Refreshes until it is cancelled, and calls `then` each time, also while Redis takes long to answer; less
+        often while calm and without work here."""
         while True:
+            reading = asyncio.create_task(self.refresh())
             try:
-                await self.refresh()
-            except Exception:
-                log.exception("the fleet was not read: going on with the last known one")
-            try:
-                then()
-            except Exception:
-                log.exception("the fleet was not looked after")
+                while not reading.done():
+                    await asyncio.wait((reading,), timeout=PERIOD_S)
+                    _attempt(then, "the fleet was not looked after")
+            finally:
+                reading.cancel()
+            _attempt(reading.result, "the fleet was not read: going on with the last known one")
             await asyncio.sleep(CALM_PERIOD_S if self.is_calm and not has_work() else PERIOD_S)
 
     async def _read(self) -> dict[str, GroupRecord]:
@@ -273,6 +274,14 @@ async def read_start_failure(redis: Commands, service: str) -> StartFailure | No
 def channel_name(group: str, epoch: int) -> str:
     """What one life of a group calls itself on the token channel."""
     return f"{group}:{epoch}"
+
+
+def _attempt(call: Callable[[], object], failed: str) -> None:
+    """What goes wrong is logged: the loop goes on."""
+    try:
+        call()
+    except Exception:
+        log.exception(failed)
 
 
 def _decoded(group: str, value: object) -> GroupRecord | None:

@@ -15,8 +15,8 @@ LAST_WORDS_S = 1.0
 that are cut off, connections that do not close, owners that do not settle."""
 CUT_OFF_S = LAST_WORDS_S + 1.0
 """The launcher's with a gateway that cuts off: its last words, and the call there and back."""
-LEAVING_S = 3 * LAST_WORDS_S
-"""Serve's with a gateway on its way out, beyond --shutdown-timeout: all three."""
+LEAVING_S = 3 * LAST_WORDS_S + 1.0
+"""Serve's with a gateway on its way out, beyond --shutdown-timeout: all three, and closing what it had open."""
 
 
 class Draining:

@@ -108,6 +108,17 @@ def test_random_steps(seed: int, kv_dtype: torch.dtype | None) -> None:
         check(backend, batch, heads, head_dim, window, kv_dtype=kv_dtype)
 
 
+@pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 112, 128])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5])
+def test_bf16_of_every_width_and_group(head_dim: int, group: int) -> None:
+    """Pairs of q and k, four scores at a time, even and odd values: at every tail."""
+    rng = random.Random(head_dim + group)
+    for block_size in (1, 8, 16, 32):
+        batch = random_batch(rng, block_size, [1] * 6, [1, 3, 16, 33, 130, 257])
+        for backend in backends(torch.bfloat16, head_dim):
+            check(backend, batch, (2 * group, 2), head_dim, rng.choice((None, 7, 40)), torch.bfloat16)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("kv_dtype", [None, *QUANTIZED], ids=str)
 @pytest.mark.parametrize("window", [None, 1, 40, 200])

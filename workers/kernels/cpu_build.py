@@ -51,7 +51,11 @@ def _compiled(names: tuple[str, ...], dtype: torch.dtype, storage: torch.dtype |
     if compiler is None or sys.platform != "linux" or not served or not all(source.exists() for source in sources):
         return None
     types = (f"-DELEMENT={ELEMENTS[dtype]}", f"-DSTORED={0 if storage is None else STORED[storage]}")
-    built = os.memfd_create("tandem-kernels")
+    try:
+        built = os.memfd_create("tandem-kernels")
+    except OSError as error:  # a sandbox
+        log.warning("the CPU kernels cannot be compiled, so torch computes, slower: %s", error)
+        return None
     library = f"/proc/self/fd/{built}"  # the compiler's own, of the descriptor that it inherits
     command = [compiler, *FLAGS, *types, *map(str, sources), "-o", library, "-lm"]
     try:

@@ -3,7 +3,8 @@
     out[r, n] = softmax_j(scale * q[r, n] . k[j, n / G]) v[j, n / G],  j over the positions that row r sees
 
 A row's context is cut in partitions, so that one long row keeps all threads busy; partitions are merged by their
-maxima and weights (flash-decoding, Dao et al. 2023). bf16 and fp32, computed in fp32; head dims that are multiples of
+maxima and weights (flash-decoding, Dao et al. 2023). bf16 and fp32, computed in fp32 (q . k of bf16 by VDPBF16PS, where
+there is one); head dims that are multiples of
 16 up to 256. The cache may hold another type than q (kv_quant.py): it is converted in registers, and a token's scale
 multiplies its score and its weight, not its elements. Called by workers/attention/cpu.py; the torch twin is
 workers/attention/torch_sdpa.py. T tokens, N query heads, K KV heads, G = N / K, D head dim.

@@ -11,6 +11,7 @@
 #define SIZE (BLOCK * DEPTH) /* its elements: DEPTH / 2 pairs of inputs, each for BLOCK outputs */
 #define RUN 4                /* blocks that lie in the first cache while all rows pass over them */
 #define MAX_ROWS 64
+const int few_rows_most = MAX_ROWS;
 #define TILE_ROWS 6 /* times 4 vectors of outputs: 24 sums and what feeds them fill the registers */
 
 /* The next memory that this thread reads, fetched a part at a time by who computes on what is there. */

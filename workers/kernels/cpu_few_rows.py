@@ -4,9 +4,9 @@
 
 Reads the weight where oneDNN has packed it, so there is one copy of it and longer inputs (prompts) stay with oneDNN.
 The weight is read once, in the order in which it lies, while all rows pass over each piece in the first cache; a row's
-result does not depend on the rows beside it. bf16, summed in fp32, rounded once. Called through parallel/matmul.py,
-whose oneDNN product is the twin and serves what this does not: other types, layouts and CPUs, inputs that are not
-whole blocks. T rows, I inputs, O outputs.
+result does not depend on the rows beside it. bf16, summed in fp32 (by VDPBF16PS, to which denormals are 0), rounded
+once. Called through parallel/matmul.py, whose oneDNN product is the twin and serves what this does not: other types,
+layouts and CPUs, inputs that are not whole blocks. T rows, I inputs, O outputs.
 
 oneDNN's layout: blocks of 64 outputs x 32 inputs, each [16 pairs of inputs][64 outputs][2], in the order [O / 64]
 [I / 32], padded with zeros. That is read off its descriptor of each matrix, all of it, and tried once on a small one.
@@ -19,6 +19,7 @@ from functools import cache
 
 import torch
 
+from parallel.matmul import can_pack
 from workers.kernels.cpu_build import cpu_library
 
 MOST_ROWS = 64
@@ -33,6 +34,7 @@ class CpuFewRows:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, number = ctypes.c_void_p, ctypes.c_long
+        assert ctypes.c_int.in_dll(library, "few_rows_most").value == MOST_ROWS
         self._multiply = library.few_rows
         self._multiply.restype = None
         self._multiply.argtypes = [
@@ -76,7 +78,7 @@ class _Product:
 @cache
 def select_few_rows(device: torch.device, dtype: torch.dtype) -> CpuFewRows | None:
     """The kernel, or None where this device, type, CPU or build of torch does not have what it needs."""
-    if device.type != "cpu" or dtype is not torch.bfloat16 or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if device.type != "cpu" or dtype is not torch.bfloat16 or not can_pack(dtype):
         return None
     library = cpu_library(dtype)
     if library is None or not hasattr(library, "few_rows") or not _layout_is_known():

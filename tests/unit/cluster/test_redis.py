@@ -295,10 +295,17 @@ async def test_heartbeat_and_fleet_go_on_whatever_is_raised(answer: Exception, m
 
 async def test_a_calm_fleet_is_read_less_often(background: BackgroundClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not while a group works, stalls, loads or has just left, nor while there is work here."""
-    monkeypatch.setattr(registry, "PERIOD_S", 0.0)
+    monkeypatch.setattr(registry, "PERIOD_S", 0.001)
     monkeypatch.setattr(registry, "CALM_PERIOD_S", 60.0)
     await background.command("SET", keys.SENTINEL, "1")
-    fleet = FleetView(background, "s")
+    looks: list[bool] = []
+
+    class Counted(FleetView):
+        async def refresh(self) -> None:
+            await super().refresh()
+            looks.append(self.is_calm)
+
+    fleet = Counted(background, "s")
     assert not fleet.is_calm, "there is nobody"
     restless = [{"running": 1}, {"waiting": 1}, {"stalled_s": 2.5}, {"state": "loading"}, {"state": "draining"}]
     for fields in restless:
@@ -306,8 +313,8 @@ async def test_a_calm_fleet_is_read_less_often(background: BackgroundClient, mon
         await fleet.refresh()
         assert not fleet.is_calm, fields
     await GroupBeat(background, "s", record).beat()
-    looks: list[bool] = []
-    following = asyncio.create_task(fleet.run(lambda: looks.append(fleet.is_calm), lambda: len(looks) < 3))
+    looks.clear()
+    following = asyncio.create_task(fleet.run(lambda: None, lambda: len(looks) < 3))
     async with asyncio.timeout(5):
         while len(looks) < 3:
             await asyncio.sleep(0.001)
@@ -319,6 +326,31 @@ async def test_a_calm_fleet_is_read_less_often(background: BackgroundClient, mon
     await GroupBeat(background, "s", lambda: record("g2")).beat()
     await fleet.refresh()
     assert not fleet.is_calm, "one has left"
+
+
+async def test_the_fleet_is_looked_after_while_redis_does_not_answer(
+    background: BackgroundClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "PERIOD_S", 0.001)
+    looks = 0
+    enough = asyncio.Event()
+
+    class Hung(FleetView):
+        async def refresh(self) -> None:
+            await asyncio.Event().wait()
+
+    def look() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            enough.set()
+
+    following = asyncio.create_task(Hung(background, "s").run(look, lambda: False))
+    async with asyncio.timeout(5):
+        await enough.wait()
+    following.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await following
 
 
 async def test_flushall_empties_no_fleet_before_its_groups_could_beat(background: BackgroundClient) -> None:

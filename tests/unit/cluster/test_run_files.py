@@ -13,7 +13,15 @@ import pytest
 
 from cluster.launcher import with_state_folder
 from cluster.reaper import Reaper, orphans
-from cluster.run_files import PrivateFolder, RunFile, read_run_files, remove_run_file, sweep, write_run_file
+from cluster.run_files import (
+    PrivateFolder,
+    RunFile,
+    read_run_files,
+    remove_run_file,
+    running_services,
+    sweep,
+    write_run_file,
+)
 from configs.schema import EngineSettings, GatewaySettings, ModelSettings, RedisSettings, ServiceSettings
 
 
@@ -60,6 +68,7 @@ def test_run_files_are_found_while_their_launcher_lives(temp: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert write_run_file(msgspec.structs.replace(run_file(os.getpid()), stopping=True)) == path
     assert [run.stopping for run in read_run_files()] == [True], "what is new takes the place of the old"
+    assert running_services() == [], "nothing new is for one on its way out"
     write_run_file(run_file(dead_pid()))
     assert [run.pid for run in read_run_files()] == [os.getpid()]
     remove_run_file(path)

@@ -63,6 +63,17 @@ def test_a_compiler_that_fails_is_said(
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_system_without_memory_files_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def denied(name: str) -> int:
+        raise PermissionError("not here")
+
+    monkeypatch.setattr(os, "memfd_create", denied)
+    assert cpu_build._compiled(cpu_build.LORA_SOURCES, torch.float32, None) is None
+    assert caplog.messages == ["the CPU kernels cannot be compiled, so torch computes, slower: not here"]
+
+
 def test_libraries_of_one_process_are_different_ones() -> None:
     one, other = (cpu_build.cpu_library(dtype) for dtype in (torch.float32, torch.bfloat16))
     lora = cpu_build.cpu_lora_library(torch.float32)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from configs.errors import SettingsError
 from workers.messages import TokenDelta
@@ -185,6 +186,10 @@ def test_several_arrays_are_several_prompts(llm: LLM) -> None:
     outputs = llm.generate(np.arange(6).reshape(2, 3), GREEDY, use_tqdm=False)
     assert [output.prompt_token_ids for output in outputs] == [[0, 1, 2], [3, 4, 5]]
     assert llm.generate([], GREEDY, use_tqdm=False) == []
+    columns = llm.generate(torch.tensor([[5], [6]]), GREEDY, use_tqdm=False)
+    assert [output.prompt_token_ids for output in columns] == [[5], [6]], "an array of one id is no id"
+    with pytest.raises(TypeError, match="a prompt is text or a list of token ids"):
+        llm.generate(torch.tensor([True, False]), GREEDY, use_tqdm=False)
 
 
 def test_more_tokens_than_the_context_holds_end_with_it(llm: LLM) -> None:
