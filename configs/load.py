@@ -95,8 +95,9 @@ def read_serve_file(path: str) -> list[ServiceSettings]:
     if "applications" not in loaded:
         return []
     given = loaded["applications"]
-    applications = [app for app in given if isinstance(app, dict)] if isinstance(given, list) else []
-    ours = [app for app in applications if app.get("import_path") == SERVE_IMPORT]
+    if not isinstance(given, list) or not all(isinstance(app, dict) for app in given):
+        raise SettingsError(f"{path}: must be a list of mappings, not {given!r:.80}", "applications")
+    ours = [app for app in given if app.get("import_path") == SERVE_IMPORT]
     if not ours:
         message = f"{path} is a Ray Serve file, and none of its applications has import_path: {SERVE_IMPORT}"
         raise SettingsError(message, "applications")

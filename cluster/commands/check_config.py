@@ -23,8 +23,8 @@ def check_config(
         return
     if model is not None:
         raise SettingsError(f"{model}: {file} is a Ray Serve file, which names its models itself", "MODEL")
-    for settings in services:
-        typer.echo(resolved_yaml(_checked(settings)), nl=False)
+    for place, settings in enumerate(services):
+        typer.echo(("---\n" if place else "") + resolved_yaml(_checked(settings)), nl=False)
     typer.echo(f"tandem: {file} is a Ray Serve file: start it with `serve run {file}`", err=True)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from configs.environment import short_temp_folder
 from tests.support.service import DEMO, free_port, run_tandem
@@ -156,6 +157,10 @@ def test_check_config_takes_ray_serve_files(name: str, tmp_path: Path) -> None:
     assert done.stderr == f"tandem: {file} is a Ray Serve file: start it with `serve run {file}`\n"
     named = run_tandem("check-config", str(file), "demo")
     assert named.returncode == 2 and "MODEL: demo: " in named.stderr
+    both = tmp_path / "both.yaml"
+    both.write_text(yaml.safe_dump({"applications": 2 * yaml.safe_load(file.read_text())["applications"]}))
+    documents = list(yaml.safe_load_all(run_tandem("check-config", str(both)).stdout))
+    assert len(documents) == 2 and documents[0] == documents[1]
     broken = tmp_path / "c.yaml"
     broken.write_text(file.read_text().replace("max_num_seqs", "max_seqs"))
     refused = run_tandem("check-config", str(broken))

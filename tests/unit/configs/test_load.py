@@ -341,7 +341,15 @@ def test_bad_serve_args_are_refused(args: dict[str, Any], words: str) -> None:
         settings_from_serve_args(args)
 
 
-@pytest.mark.parametrize("applications", ["[]", "5", "[{import_path: other.app:build}]", "[odd]"])
+@pytest.mark.parametrize("applications", ["5", "[odd]", "{a: b}", "[{import_path: cluster.app:build}, odd]"])
+def test_what_is_no_application_is_refused(tmp_path: Path, applications: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(f"applications: {applications}")
+    with pytest.raises(SettingsError, match="must be a list of mappings, not"):
+        read_serve_file(str(file))
+
+
+@pytest.mark.parametrize("applications", ["[]", "[{import_path: other.app:build}]"])
 def test_a_serve_file_of_others_is_said_to_be_one(tmp_path: Path, applications: str) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(f"applications: {applications}")
