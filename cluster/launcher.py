@@ -72,6 +72,8 @@ class Launcher:
                 self._say.line(INTERRUPTED)
                 return 128 + number
             self._told.started()
+            if self._address is None:
+                ray_node.leave()
             self._watch()
         finally:
             self._signals.raising = False
@@ -257,6 +259,9 @@ class Launcher:
         if self._run_file is not None:
             with suppress(OSError):
                 write_run_file(replace(self._run_file, stopping=True))
+        if ray_node.is_alive():
+            with suppress(ConnectionError, RuntimeError):  # it dies at this moment
+                ray_node.rejoin()
         app.drain(lambda: self._signals.is_urgent, self._cut_off)
         drained.set()
 

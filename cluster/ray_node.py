@@ -2,6 +2,7 @@
 
 prepare_environment() must run before anything imports ray: its authentication mode and Serve's switches are read at
 import. No dashboard, no usage statistics, no worker logs on our terminal.
+While a service serves, nothing is asked of Ray, and a driver's connection costs 0.2 % of a core: leave() and rejoin().
 """
 
 import functools
@@ -18,6 +19,7 @@ from cluster.signals import unblock
 from configs.errors import SettingsError
 
 OBJECT_STORE_BYTES = 80 * 2**20
+DRIVER: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "tandem"}
 SERVE_SWITCHES = {
     # user code, router and Serve's own work on one loop; gRPC between replicas; buffered logs
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
@@ -42,6 +44,9 @@ RAY_SWITCHES = {
     "RAY_DEDUP_LOGS": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
+
+_left: Any = None
+"""Our private Ray's processes (ray._private.node.Node), while this process is not connected to them."""
 
 
 def prepare_environment(token_file: Path | None) -> None:
@@ -86,12 +91,34 @@ def start_private(temp_folder: Path, num_cpus: int, num_gpus: int) -> None:
             num_gpus=num_gpus,
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            namespace="tandem",
             _temp_dir=str(temp_folder),
             _node_ip_address="127.0.0.1",
+            **DRIVER,
         )
+
+
+def leave() -> None:
+    """Disconnects from a private Ray, which goes on with everything in it. The driver's job ends by that: actors are
+    to be detached ones, as Serve's are, or made by such."""
+    global _left
+    import ray
+
+    _left, ray._private.worker._global_node = ray._private.worker._global_node, None  # shutdown() would end it
+    ray.shutdown()
+
+
+def rejoin() -> None:
+    """Takes back a private Ray, if we have left it. ConnectionError or RuntimeError when it is gone; it is ours to end
+    then as well."""
+    global _left
+    import ray
+
+    if (node := _left) is None:
+        return
+    try:
+        ray.init(address=node.gcs_address, _node_ip_address="127.0.0.1", **DRIVER)
+    finally:
+        ray._private.worker._global_node, _left = node, None
 
 
 def join(address: str) -> None:
@@ -99,7 +126,7 @@ def join(address: str) -> None:
     import ray
 
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace="tandem")
+        ray.init(address=address, **DRIVER)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise SettingsError(
             f"{address}: no Ray cluster answers there: {str(error).splitlines()[0]}", "--address"
@@ -110,16 +137,18 @@ def is_alive() -> bool:
     """False once a process that our private Ray cannot do without has died; a joined Ray is not ours to watch."""
     import ray
 
-    if not ray.is_initialized():
+    if (node := _left or ray._private.worker._global_node) is None:
         return False
-    dead = {kind for kind, _ in ray._private.worker._global_node.dead_processes()}
-    return not dead & {"gcs_server", "raylet"}
+    return not {kind for kind, _ in node.dead_processes()} & {"gcs_server", "raylet"}
 
 
 def shut_down() -> None:
-    """Ends a private Ray's processes, or leaves a joined one."""
+    """Ends a private Ray's processes, also those that we have left, or leaves a joined one."""
+    global _left
     import ray
 
+    if _left is not None:
+        ray._private.worker._global_node, _left = _left, None
     ray.shutdown()
 
 

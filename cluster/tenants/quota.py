@@ -146,7 +146,7 @@ class Quota:
         return dict(self._saved_spent) | {a.name: (a.budget_id, a.spent) for a in self._accounts.values()}
 
     async def run(self) -> None:
-        """Beats until it is cancelled."""
+        """Beats until it is cancelled; not while nobody has an account."""
         while True:
             try:
                 await self.beat()
@@ -154,7 +154,7 @@ class Quota:
                 log.exception("quotas were not told to Redis")
             await asyncio.sleep(LEAST_PERIOD_S)
             with suppress(TimeoutError):
-                async with asyncio.timeout(BEAT_S - LEAST_PERIOD_S):
+                async with asyncio.timeout(BEAT_S - LEAST_PERIOD_S if self._accounts else None):
                     await self._hurried.wait()
 
     async def beat(self) -> None:
@@ -200,6 +200,7 @@ class Quota:
             if budget_id == tenant.budget_id:
                 account.base = account.used_elsewhere = float(spent)
             self._accounts[name] = account
+            self._hurried.set()  # the first one starts the beats
         account.update(tenant, self._clock())
         return account
 
