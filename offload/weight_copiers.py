@@ -29,6 +29,8 @@ class ThreadCopier:
     the same descriptor are copies of bytes.
     """
 
+    is_inline = False
+
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tandem-weights")
 
@@ -64,6 +66,8 @@ class InlineCopier:
     """Memory to memory, by the threads that compute, when a matrix is due: where each core has one of them, a thread
     beside them would take from them what it copies, and more. Has no thread of its own."""
 
+    is_inline = True
+
     def hold(self, weight: torch.Tensor) -> torch.Tensor:
         return weight
 
@@ -89,6 +93,8 @@ class InlineCopier:
 
 class CudaCopier:
     """Pinned memory to the device on a stream of its own; steps and copies wait for each other on the device only."""
+
+    is_inline = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

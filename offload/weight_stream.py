@@ -30,7 +30,10 @@ class WeightCopyError(TandemError):
 
 
 class Copier(Protocol):
-    """Moves bytes from host memory to the device."""
+    """Moves bytes from host memory to the device. `is_inline`: on the thread that computes, when they are due, by
+    torch's copies; a step that does the same again moves the same."""
+
+    is_inline: bool
 
     def hold(self, weight: torch.Tensor) -> torch.Tensor:
         """The weight in host memory, in a form that `copy` reads; the given tensor is not used afterwards."""
@@ -96,6 +99,18 @@ class WeightStream:
     @property
     def buffer_bytes(self) -> int:
         return sum(num_bytes(buffer) for slot in self._slots for buffer in slot.buffers)
+
+    @property
+    def can_repeat(self) -> bool:
+        """Whether a step may be repeated by the kernels and copies that it consisted of."""
+        return not self._slot_of or self._copier.is_inline
+
+    def forget(self) -> None:
+        """The buffers are filled without us, by a step that is repeated: the next walk finds nothing in them."""
+        if self._failure is not None:
+            raise WeightCopyError(self._failure)
+        for slot in self._slots:
+            slot.holds, slot.waits = None, []
 
     def place_of(self, layer: int) -> Callable[[torch.Tensor], Placed]:
         """Takes each matrix of the layer, in order, and says where it lies while the layer computes."""

@@ -8,7 +8,7 @@ it, those of its own step too, so what is computed does not depend on how tokens
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -38,6 +38,16 @@ class AttentionStep(Protocol):
     ) -> torch.Tensor:
         """Writes k and v to the batch's slots of this layer's cache, and attends causally to each row's context.
         `window`: a token sees that many last positions, itself included; None: all. Returns out_TND."""
+        ...
+
+
+@runtime_checkable
+class RenewableStep(AttentionStep, Protocol):
+    """A step whose calls may be recorded and repeated (workers/models/layer_loop.py)."""
+
+    def renew(self, batch: ForwardBatch) -> None:
+        """What was recorded computes another batch from now on, of as many rows with one query each. Its slots are
+        where those of the recorded one were."""
         ...
 
 

@@ -5,6 +5,7 @@ Chosen by select.py where the kernel can be compiled; torch_sdpa.py is the twin 
 backend.py.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -13,7 +14,7 @@ import torch
 from workers.attention.backend import AttentionStep
 from workers.attention.chunks import Chunk, ChunkAttention, Gatherer, SdpaChunks, chunk_of
 from workers.kernels.cpu_chunk_attention import CpuChunkAttention
-from workers.kernels.cpu_decode_attention import CpuDecodeAttention, DecodeTasks, cut_tasks
+from workers.kernels.cpu_decode_attention import CpuDecodeAttention, DecodeWork, Rows
 from workers.kernels.kv_quant import KVStore, LayerKV
 from workers.models.forward_batch import ForwardBatch
 
@@ -37,7 +38,7 @@ class CpuAttention:
 class _Layout:
     """How a step's rows are attended under one window."""
 
-    decodes: DecodeTasks | None
+    decodes: DecodeWork | None
     chunks: list[Chunk]
 
 
@@ -58,6 +59,7 @@ class _CpuStep:
         self._chunk_attention = chunk_attention
         self._gatherer = gatherer
         self._layouts: dict[int | None, _Layout] = {}
+        self._heads: Sequence[int] = ()
 
     def forward(
         self,
@@ -70,27 +72,51 @@ class _CpuStep:
     ) -> torch.Tensor:
         batch = self._batch
         self._store.write(k_TKD, v_TKD, kv, batch.slot_mapping_T)
-        if window not in self._layouts:
-            self._layouts[window] = _lay_out(batch, window, kv.keys.dtype is k_TKD.dtype)
-        layout = self._layouts[window]
+        layout = self._layouts.get(window)
+        if layout is None:
+            layout = self._layouts[window] = self._lay_out(window, kv.keys.dtype is k_TKD.dtype)
+            self._heads = q_TND.shape[1:]
+            self._reserve(layout)
         out_TND = torch.empty(q_TND.shape, dtype=q_TND.dtype)
         if layout.decodes is not None:
-            self._kernel.attend(q_TND, kv, out_TND, batch.block_table_RN, layout.decodes, scale)
+            self._kernel.attend(q_TND, kv, out_TND, layout.decodes, scale)
         for chunk in layout.chunks:
             k_JKD, v_JKD = self._gatherer.context(chunk, k_TKD, v_TKD, kv)
             own = slice(chunk.start, chunk.stop)
             out_TND[own] = self._chunk_attention.attend(q_TND[own], k_JKD, v_JKD, scale, window)
         return out_TND
 
+    def renew(self, batch: ForwardBatch) -> None:
+        assert not any(layout.chunks for layout in self._layouts.values())
+        self._batch = batch
+        for window, layout in self._layouts.items():
+            if layout.decodes is not None:
+                layout.decodes.fill(_decodes(batch, window), batch.block_table_RN, batch.block_size)
+                self._reserve(layout)
 
-def _lay_out(batch: ForwardBatch, window: int | None, is_exact: bool) -> _Layout:
-    """Sorts the rows of a step into decodes and prompt chunks."""
-    starts = list(accumulate(batch.query_lens_list, initial=0))
-    decodes: list[tuple[int, int, int, int]] = []
-    chunks: list[Chunk] = []
-    for row, (num_queries, seq_len) in enumerate(zip(batch.query_lens_list, batch.seq_lens_list, strict=True)):
-        if num_queries == 1:
-            decodes.append((row, starts[row], 0 if window is None else max(0, seq_len - window), seq_len))
-        else:
-            chunks.append(chunk_of(batch, row, starts[row], window, is_exact))
-    return _Layout(cut_tasks(decodes, batch.block_size) if decodes else None, chunks)
+    def _reserve(self, layout: _Layout) -> None:
+        if layout.decodes is not None:
+            self._kernel.reserve(layout.decodes, *self._heads)
+
+    def _lay_out(self, window: int | None, is_exact: bool) -> _Layout:
+        """Sorts the rows of a step into decodes and prompt chunks."""
+        batch = self._batch
+        starts = accumulate(batch.query_lens_list, initial=0)
+        chunks = [
+            chunk_of(batch, row, start, window, is_exact)
+            for row, (start, num_queries) in enumerate(zip(starts, batch.query_lens_list, strict=False))
+            if num_queries != 1
+        ]
+        decodes = _decodes(batch, window)
+        return _Layout(DecodeWork(decodes, batch.block_table_RN, batch.block_size) if decodes else None, chunks)
+
+
+def _decodes(batch: ForwardBatch, window: int | None) -> Rows:
+    """The rows with one query."""
+    starts = accumulate(batch.query_lens_list, initial=0)
+    rows = zip(starts, batch.query_lens_list, batch.seq_lens_list, strict=False)
+    return [
+        (row, start, 0 if window is None else max(0, seq_len - window), seq_len)
+        for row, (start, num_queries, seq_len) in enumerate(rows)
+        if num_queries == 1
+    ]

@@ -13,6 +13,7 @@ import ctypes
 import torch
 
 from workers.kernels.cpu_build import cpu_library
+from workers.kernels.cpu_calls import COUNT, NUMBER, POINTER, REAL, Kernel
 
 QUERY_BLOCK = 128
 
@@ -21,12 +22,7 @@ class CpuChunkAttention:
     """The compiled softmax and the loop around it, for bf16."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        number = ctypes.c_long
-        self._softmax = library.causal_softmax
-        self._softmax.restype = None
-        self._softmax.argtypes = [
-            ctypes.c_void_p, number, number, number, number, number, ctypes.c_float, ctypes.c_int,
-        ]  # fmt: skip
+        self._softmax = Kernel(library, "causal_softmax", POINTER, NUMBER, NUMBER, NUMBER, NUMBER, NUMBER, REAL, COUNT)
 
     @classmethod
     def make(cls, dtype: torch.dtype) -> "CpuChunkAttention | None":

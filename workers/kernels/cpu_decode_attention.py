@@ -12,34 +12,50 @@ workers/attention/torch_sdpa.py. T tokens, N query heads, K KV heads, G = N / K,
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from workers.kernels.cpu_build import cpu_library
+from workers.kernels.cpu_calls import COUNT, NUMBER, POINTER, REAL, Kernel, Scratch
 from workers.kernels.cpu_kv_quant import address
 from workers.kernels.kv_quant import LayerKV
 
 MAX_HEAD_DIM = 256
 PARTITION_TOKENS = 128
 LANES = 16
+Rows = Sequence[tuple[int, int, int, int]]
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeTasks:
-    """Which rows are attended, cut in partitions. Made once per step and window.
+class DecodeWork:
+    """Which rows of a step are attended, cut in partitions, for all layers with one window. `fill` takes the rows of
+    another step; recorded calls read them then.
 
     tasks: int32 [tasks, 4]: row of the block table, token, first position, last position + 1. rows: int32 [rows, 3]:
     token, first task, last task + 1.
     """
 
-    tasks: torch.Tensor
-    rows: torch.Tensor
-    longest: int
+    def __init__(self, rows: Rows, block_table_RN: torch.Tensor, block_size: int) -> None:
+        self.table, self.tasks, self.rows = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+        self.table_stride, self.num_tasks, self.num_rows = ctypes.c_long(), ctypes.c_long(), ctypes.c_long()
+        self.scores_size = ctypes.c_long()
+        self.fill(rows, block_table_RN, block_size)
+
+    def fill(self, rows: Rows, block_table_RN: torch.Tensor, block_size: int) -> None:
+        """Rows: (row of the int32 block table, token, first position seen, last position + 1)."""
+        assert block_table_RN.stride(1) == 1
+        tasks, spans = cut_tasks(rows, block_size)
+        self.longest = max(stop - start for _, _, start, stop in tasks)
+        arrays = (torch.from_numpy(np.array(numbers, np.int32)) for numbers in (tasks, spans))
+        self._held = held = (block_table_RN, *arrays)
+        for cell, tensor in zip((self.table, self.tasks, self.rows), held, strict=True):
+            cell.value = tensor.data_ptr()
+        self.table_stride.value, self.num_tasks.value = block_table_RN.stride(0), len(tasks)
+        self.num_rows.value = len(spans)
 
 
-def cut_tasks(rows: Sequence[tuple[int, int, int, int]], block_size: int) -> DecodeTasks:
-    """Partitions of (row of the block table, token, first position seen, last position + 1)."""
+def cut_tasks(rows: Rows, block_size: int) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, int, int]]]:
+    """The partitions of all rows, and where those of each row are, as in DecodeWork."""
     size = max(1, PARTITION_TOKENS // block_size) * block_size
     tasks: list[tuple[int, int, int, int]] = []
     spans: list[tuple[int, int, int]] = []
@@ -48,22 +64,18 @@ def cut_tasks(rows: Sequence[tuple[int, int, int, int]], block_size: int) -> Dec
         starts = [first, *range((first // size + 1) * size, last, size)]
         tasks += [(table_row, token, start, stop) for start, stop in zip(starts, [*starts[1:], last], strict=True)]
         spans.append((token, begin, len(tasks)))
-    longest = max(stop - start for _, _, start, stop in tasks)
-    return DecodeTasks(torch.tensor(tasks, dtype=torch.int32), torch.tensor(spans, dtype=torch.int32), longest)
+    return tasks, spans
 
 
 class CpuDecodeAttention:
     """The compiled kernel for one element type. Keeps scratch memory between calls, so it serves one thread."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._scratch = torch.empty(0)
-        pointer, number = ctypes.c_void_p, ctypes.c_long
-        self._attend = library.decode_attention
-        self._attend.restype = None
-        self._attend.argtypes = [
-            pointer, number, pointer, pointer, pointer, pointer, pointer, pointer, number, pointer, number, pointer,
-            number, pointer, pointer, number, number, number, number, number, ctypes.c_float, ctypes.c_int,
-        ]  # fmt: skip
+        self._partials, self._scores = Scratch(), Scratch()
+        self._attend = Kernel(
+            library, "decode_attention", POINTER, NUMBER, POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, NUMBER,
+            POINTER, NUMBER, POINTER, NUMBER, POINTER, POINTER, NUMBER, NUMBER, NUMBER, NUMBER, NUMBER, REAL, COUNT,
+        )  # fmt: skip
 
     @classmethod
     def make(cls, dtype: torch.dtype, head_dim: int, storage: torch.dtype) -> "CpuDecodeAttention | None":
@@ -73,29 +85,20 @@ class CpuDecodeAttention:
         library = cpu_library(dtype, storage)
         return None if library is None else cls(library)
 
-    def attend(
-        self,
-        q_TND: torch.Tensor,
-        kv: LayerKV,
-        out_TND: torch.Tensor,
-        block_table_RN: torch.Tensor,
-        work: DecodeTasks,
-        scale: float,
-    ) -> None:
-        """Fills the rows' tokens of out_TND (contiguous). block_table_RN int32; heads of q contiguous per token."""
+    def reserve(self, work: DecodeWork, num_heads: int, head_dim: int) -> None:
+        """Memory for this work, before each step's first call with it."""
+        work.scores_size.value = scores_size = num_heads * (work.longest + LANES)
+        self._partials.reserve(work.num_tasks.value * num_heads * (head_dim + 2))
+        self._scores.reserve(torch.get_num_threads() * scores_size)
+
+    def attend(self, q_TND: torch.Tensor, kv: LayerKV, out_TND: torch.Tensor, work: DecodeWork, scale: float) -> None:
+        """Fills the rows' tokens of out_TND (contiguous). Heads of q contiguous per token; memory is reserved."""
         _, num_heads, head_dim = q_TND.shape
-        assert out_TND.is_contiguous() and q_TND.stride()[1:] == (head_dim, 1) and block_table_RN.stride(1) == 1
+        assert out_TND.is_contiguous() and q_TND.stride()[1:] == (head_dim, 1)
         assert kv.keys.is_contiguous() and kv.values.is_contiguous()
-        threads, num_tasks = torch.get_num_threads(), work.tasks.shape[0]
-        partials_size, scores_size = num_tasks * num_heads * (head_dim + 2), num_heads * (work.longest + LANES)
-        if self._scratch.shape[0] < partials_size + threads * scores_size:
-            self._scratch = torch.empty(partials_size + threads * scores_size)
-        partials = self._scratch.data_ptr()
-        scores = partials + 4 * partials_size
         self._attend(
             q_TND.data_ptr(), q_TND.stride(0), kv.keys.data_ptr(), kv.values.data_ptr(), address(kv.key_scales),
-            address(kv.value_scales), out_TND.data_ptr(),
-            block_table_RN.data_ptr(), block_table_RN.stride(0), work.tasks.data_ptr(), num_tasks,
-            work.rows.data_ptr(), work.rows.shape[0], partials, scores, scores_size,
-            num_heads, kv.keys.shape[2], head_dim, kv.keys.shape[1], scale, threads,
+            address(kv.value_scales), out_TND.data_ptr(), work.table, work.table_stride, work.tasks, work.num_tasks,
+            work.rows, work.num_rows, self._partials.address, self._scores.address, work.scores_size,
+            num_heads, kv.keys.shape[2], head_dim, kv.keys.shape[1], scale, torch.get_num_threads(),
         )  # fmt: skip

@@ -21,6 +21,7 @@ import torch
 
 from parallel.matmul import can_pack
 from workers.kernels.cpu_build import cpu_library
+from workers.kernels.cpu_calls import COUNT, NUMBER, POINTER, Kernel
 
 MOST_ROWS = 64
 BLOCK, DEPTH = 64, 32
@@ -33,13 +34,10 @@ class CpuFewRows:
     most_rows = MOST_ROWS
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        pointer, number = ctypes.c_void_p, ctypes.c_long
         assert ctypes.c_int.in_dll(library, "few_rows_most").value == MOST_ROWS
-        self._multiply = library.few_rows
-        self._multiply.restype = None
-        self._multiply.argtypes = [
-            pointer, pointer, number, pointer, pointer, number, number, number, ctypes.c_int,
-        ]  # fmt: skip
+        self._multiply = Kernel(
+            library, "few_rows", POINTER, POINTER, NUMBER, POINTER, POINTER, NUMBER, NUMBER, NUMBER, COUNT
+        )
 
     def bind(
         self, packed: torch.Tensor, bias_O: torch.Tensor | None, outputs: int
@@ -55,9 +53,7 @@ class CpuFewRows:
 class _Product:
     """x_TI -> y_TO with one weight, which it keeps alive."""
 
-    def __init__(
-        self, multiply: Callable[..., None], packed: torch.Tensor, bias_O: torch.Tensor | None, outputs: int
-    ) -> None:
+    def __init__(self, multiply: Kernel, packed: torch.Tensor, bias_O: torch.Tensor | None, outputs: int) -> None:
         self._multiply, self._packed, self._bias_O = multiply, packed, bias_O
         self._weight = torch.ops.mkldnn.data_ptr(packed)
         self._bias = None if bias_O is None else bias_O.data_ptr()

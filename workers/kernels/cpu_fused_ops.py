@@ -9,6 +9,7 @@ import ctypes
 import torch
 
 from workers.kernels.cpu_build import cpu_library
+from workers.kernels.cpu_calls import COUNT, NUMBER, POINTER, REAL, Kernel
 from workers.kernels.fused_ops import FusedOps, TorchFusedOps
 
 LANES = 16
@@ -19,18 +20,14 @@ class CpuFusedOps:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._twin = TorchFusedOps()
-        pointer, number, real, count = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
-        self._add_rms_norm = library.add_rms_norm
-        self._add_rms_norm.restype = None
-        self._add_rms_norm.argtypes = [pointer, pointer, pointer, pointer, number, number, real, count]
-        self._norm_rotate = library.norm_rotate
-        self._norm_rotate.restype = None
-        self._norm_rotate.argtypes = [
-            pointer, number, pointer, pointer, pointer, pointer, number, number, number, real, count,
-        ]  # fmt: skip
-        self._silu_mul = library.silu_mul
-        self._silu_mul.restype = None
-        self._silu_mul.argtypes = [pointer, number, pointer, number, number, count]
+        self._add_rms_norm = Kernel(
+            library, "add_rms_norm", POINTER, POINTER, POINTER, POINTER, NUMBER, NUMBER, REAL, COUNT
+        )
+        self._norm_rotate = Kernel(
+            library, "norm_rotate", POINTER, NUMBER, POINTER, POINTER, POINTER, POINTER, NUMBER, NUMBER, NUMBER, REAL,
+            COUNT,
+        )  # fmt: skip
+        self._silu_mul = Kernel(library, "silu_mul", POINTER, NUMBER, POINTER, NUMBER, NUMBER, COUNT)
 
     def add_rms_norm(
         self, x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float

@@ -10,6 +10,7 @@ import ctypes
 import torch
 
 from workers.kernels.cpu_build import cpu_library
+from workers.kernels.cpu_calls import COUNT, NUMBER, POINTER, Kernel
 from workers.kernels.kv_quant import LayerKV
 
 LANES = 16
@@ -19,16 +20,13 @@ class CpuKVStore:
     """The compiled store for one compute and one storage type."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        pointer, number, threads = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
-        self._write = library.write_kv
-        self._write.restype = None
-        self._write.argtypes = [
-            pointer, number, pointer, number, pointer, pointer, pointer, pointer, pointer, number, number, number,
-            threads,
-        ]  # fmt: skip
-        self._gather = library.gather_blocks
-        self._gather.restype = None
-        self._gather.argtypes = [pointer, pointer, pointer, number, pointer, number, number, threads]
+        self._write = Kernel(
+            library, "write_kv", POINTER, NUMBER, POINTER, NUMBER, POINTER, POINTER, POINTER, POINTER, POINTER, NUMBER,
+            NUMBER, NUMBER, COUNT,
+        )  # fmt: skip
+        self._gather = Kernel(
+            library, "gather_blocks", POINTER, POINTER, POINTER, NUMBER, POINTER, NUMBER, NUMBER, COUNT
+        )
 
     @classmethod
     def make(cls, dtype: torch.dtype, head_dim: int, storage: torch.dtype) -> "CpuKVStore | None":

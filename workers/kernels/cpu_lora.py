@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from workers.kernels.cpu_calls import COUNT, NUMBER, POINTER, Kernel, Scratch, keep
 from workers.kernels.lora_ops import AdapterRows, SectionTables, TorchLora
 
 LANES = 16
@@ -91,20 +92,15 @@ class CpuLora:
     def __init__(self, library: ctypes.CDLL, gemm_tokens: int = GEMM_TOKENS) -> None:
         self._twin = TorchLora()
         self._gemm_tokens = gemm_tokens
-        self._scratch = torch.empty(0)
+        self._scratch = Scratch()
         self._rows = AdapterRows(torch.empty(0, dtype=torch.int32), [])
         self._work = cut_work([], gemm_tokens)
         self._layers: dict[tuple[int, ...], Layer] = {}
-        pointer, number = ctypes.c_void_p, ctypes.c_long
-        self._add = library.lora_add
-        self._add.restype = None
-        self._add.argtypes = [
-            pointer, number, pointer, number, pointer, number, pointer, number, pointer, number, pointer, number,
-            pointer, ctypes.c_int,
-        ]  # fmt: skip
-        self._gather = library.lora_gather
-        self._gather.restype = None
-        self._gather.argtypes = [pointer, pointer, number, number, pointer]
+        self._add = Kernel(
+            library, "lora_add", POINTER, NUMBER, POINTER, NUMBER, POINTER, NUMBER, POINTER, NUMBER, POINTER, NUMBER,
+            POINTER, NUMBER, POINTER, COUNT,
+        )  # fmt: skip
+        self._gather = Kernel(library, "lora_gather", POINTER, POINTER, NUMBER, NUMBER, POINTER)
 
     def add(
         self,
@@ -138,12 +134,12 @@ class CpuLora:
         (num_tokens,), (num_tiles, _) = work.tokens.shape, work.tiles.shape
         assert y_TO.stride(1) == x_TI.stride(1) == 1 and slab.is_contiguous() and x_TI.shape[1] == layer.inputs
         assert y_TO.dtype == x_TI.dtype == slab.dtype
-        if self._scratch.shape[0] < num_tokens * layer.room:
-            self._scratch = torch.empty(num_tokens * layer.room)
+        self._scratch.reserve(num_tokens * layer.room)
+        keep(work)
         self._add(
             y_TO.data_ptr(), y_TO.stride(0), x_TI.data_ptr(), x_TI.stride(0), slab.data_ptr(), layer.inputs,
             layer.packed, len(layer.sections), work.tokens.data_ptr(), num_tokens, work.tiles.data_ptr(), num_tiles,
-            self._scratch.data_ptr(), torch.get_num_threads(),
+            self._scratch.address, torch.get_num_threads(),
         )  # fmt: skip
 
     def _add_run(

@@ -4,7 +4,7 @@ Attached by memory.py when --enable-lora is on; told of each step by the decoder
 that no adapter of the step changes, cost a comparison. T tokens, S rows that sample, R the highest rank, H hidden size.
 """
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import replace
 
 import torch
@@ -27,6 +27,7 @@ class AdapterSites:
         self.rows: AdapterRows | None = None
         self.sample_rows: AdapterRows | None = None
         self.slots: frozenset[int] = frozenset()
+        self.name: Hashable = None
         self._bounds: list[tuple[int, int]] = []
         self._chosen: dict[tuple[int, int], list[SectionTables]] = {}
         self._chosen_for: tuple[frozenset[int], int] = (self.slots, 0)
@@ -35,6 +36,7 @@ class AdapterSites:
         rows = self.rows = batch.adapters
         self.sample_rows = batch.sample_adapters
         self.slots = frozenset() if rows is None else frozenset(slot for _, _, slot in rows.segments)
+        self.name = None if rows is None else (tuple(rows.segments), self._slab.changes)
         if (wanted := (self.slots, self._slab.changes)) != self._chosen_for:
             self._chosen_for = wanted
             self._chosen.clear()

@@ -4,7 +4,7 @@ Built on each rank by `build_decoder`, run by the model runner under torch.infer
 request, no scheduler, no sampling. T tokens of a step, S rows that sample, H hidden size, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -27,6 +27,7 @@ from workers.kernels.fused_ops import FusedOps
 from workers.kernels.kv_quant import LayerKV
 from workers.models.attention_layer import AttentionLayer
 from workers.models.forward_batch import ForwardBatch
+from workers.models.layer_loop import LayerLoop
 from workers.models.mlp import GatedMLP
 from workers.models.norms import RMSNorm
 from workers.models.positions import Angles, RotaryPositions
@@ -80,6 +81,9 @@ class DecoderLayer:
 class Adapters(Protocol):
     """What adds to the layers' products: told of each step before its first layer (workers/lora/sites.py)."""
 
+    name: Hashable
+    """Of what they do in the step that has begun: with equal names, they do the same to the same rows."""
+
     def begin(self, batch: ForwardBatch) -> None: ...
 
 
@@ -111,7 +115,6 @@ class Decoder:
         self.num_local_kv_heads = spec.local_kv_heads(context.tp_size)
         self.head_dim = spec.head_dim
         self.weight_bytes = 0
-        self._attention = attention
         self._adapters: Adapters | None = None
         self.stream = stream
         self._positions = RotaryPositions(spec.rope, spec.head_dim, device)
@@ -121,6 +124,7 @@ class Decoder:
             )
             for index, layer in enumerate(self.layer_ids)
         ]
+        self.loop = LayerLoop(self._layers, stream, attention, device.type == "cpu" and context.tp_size == 1)
         self._embedding: VocabParallelEmbedding | None = None
         self._final_norm: RMSNorm | None = None
         self._head: VocabParallelHead | None = None
@@ -147,13 +151,10 @@ class Decoder:
         residual_TH = self._embedding(batch.input_ids_T) if self._embedding is not None else hidden_TH
         assert residual_TH is not None, "a later stage needs the hidden states of the one before"
         angles = self._positions.angles(batch.positions_T, residual_TH.dtype)
-        step = self._attention.prepare(batch)
-        branch_TH: torch.Tensor | None = None
-        for layer, layer_kv in zip(self.stream.in_turn(self._layers), kv.layers, strict=True):
-            branch_TH = layer(branch_TH, residual_TH, angles, step, layer_kv)
-        assert branch_TH is not None, "a stage without layers"
+        adapters = None if self._adapters is None else self._adapters.name
+        branch_TH, residual_TH = self.loop.run(batch, residual_TH, angles, kv, adapters)
         if self._head is None or self._final_norm is None:
-            return residual_TH.add_(branch_TH)
+            return residual_TH + branch_TH
         rows_S = batch.logits_rows_S
         return self._head(self._final_norm(branch_TH[rows_S], residual_TH[rows_S]))
 
