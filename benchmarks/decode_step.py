@@ -3,11 +3,13 @@
     python -m benchmarks.decode_step --model qwen3-0.6b --batch 1 8 16 32 --context 300
     python -m benchmarks.decode_step --batch 16 --profile          # where the time goes, by operator
     python -m benchmarks.decode_step --batch 16 32 --context 2000 --kv-cache-dtype int8   # beside the unquantized cache
+    python -m benchmarks.decode_step --run         # beside it the same step that is run, where the first is repeated
     python -m benchmarks.decode_step --prompt 1024                 # one prompt of that length in one step instead
 
 Weights are random, made in memory. The floor is the greater of the bytes that a step must read (weights once, every
 row's KV once) over the bandwidth, and its operations over the matmul rate. With --kv-cache-dtype the same step runs
-over all caches in turn, call by call, so that what else the machine does falls on each. Say which other load it had.
+over all caches in turn, call by call, so that what else the machine does falls on each; so with --run
+(workers/models/layer_loop.py). Say which other load it had.
 """
 
 import argparse
@@ -118,8 +120,8 @@ def floor_s(spec: ArchSpec, batch: ForwardBatch, element: int, kv_dtype: torch.d
 
 
 def measure(steps: list[Callable[[], object]], seconds: float, clock: Callable[[], float]) -> list[list[float]]:
-    """Times of single calls of each, in turn, after three to warm up, until `seconds` have passed for each."""
-    for step in steps * 3:
+    """Times of single calls of each, in turn, after six to warm up, until `seconds` have passed for each."""
+    for step in steps * 6:
         step()
     times: list[list[float]] = [[] for _ in steps]
     while min(map(sum, times)) < seconds or len(times[0]) < 5:
@@ -130,10 +132,15 @@ def measure(steps: list[Callable[[], object]], seconds: float, clock: Callable[[
     return times
 
 
-def stepper(decoder: Decoder, attention: Switch, batch: ForwardBatch, kv: KVCache) -> Callable[[], object]:
+def stepper(
+    decoder: Decoder, attention: Switch, batch: ForwardBatch, kv: KVCache, repeats: bool = True
+) -> Callable[[], object]:
+    can_repeat = decoder.loop.may_repeat
+
     @torch.inference_mode()
     def step() -> object:
         attention.kv_dtype = kv.slab.dtype
+        decoder.loop.may_repeat = repeats and can_repeat
         return decoder.forward(batch, kv.tensors, None)
 
     return step
@@ -142,17 +149,19 @@ def stepper(decoder: Decoder, attention: Switch, batch: ForwardBatch, kv: KVCach
 def report(
     spec: ArchSpec, decoder: Decoder, attention: Switch, batch: ForwardBatch, options: argparse.Namespace
 ) -> None:
-    """A line per storage dtype, the unquantized cache first."""
+    """A line per storage dtype, the unquantized cache first; with --run two."""
     num_blocks = int(batch.block_table_RN.max()) + 1
     caches = [make_kv(spec, num_blocks, kv_dtype) for kv_dtype in kv_dtypes_of(options)]
-    steps = [stepper(decoder, attention, batch, kv) for kv in caches]
+    kinds = [(kv, repeats) for kv in caches for repeats in ([True, False] if options.run else [True])]
+    steps = [stepper(decoder, attention, batch, kv, repeats) for kv, repeats in kinds]
     with OtherCpu() as other:
         measured = measure(steps, options.seconds, time.process_time if options.cpu_time else time.perf_counter)
     first = statistics.median(measured[0])
-    for kv_dtype, times in zip(kv_dtypes_of(options), measured, strict=True):
-        least = floor_s(spec, batch, getattr(torch, options.dtype).itemsize, kv_dtype, options)
+    for (kv, repeats), times in zip(kinds, measured, strict=True):
+        least = floor_s(spec, batch, getattr(torch, options.dtype).itemsize, kv.slab.dtype, options)
         median = statistics.median(times)
-        kv_words = f", KV {str(kv_dtype).removeprefix('torch.')} {median / first:.2f}x" if len(caches) > 1 else ""
+        kind = f"KV {str(kv.slab.dtype).removeprefix('torch.')}{'' if repeats else ', run'}"
+        kv_words = f", {kind} {median / first:.2f}x" if len(kinds) > 1 else ""
         print(
             f"{len(batch.seq_lens_list):3d} rows x {max(batch.query_lens_list)} tokens, context {options.context}: "
             f"median {median * 1e3:8.2f} ms, best {min(times) * 1e3:8.2f} ms, {batch.num_tokens / median:8.1f} tok/s, "
@@ -185,6 +194,7 @@ def main() -> None:
     parser.add_argument("--cpu-time", action="store_true", help="CPU time of all threads: for --threads 1, when busy")
     parser.add_argument("--bandwidth-gb-s", type=float, default=78.6, help="what the machine reads at best")
     parser.add_argument("--gflop-s", type=float, default=865.0, help="what its matmul does at best")
+    parser.add_argument("--run", action="store_true", help="also the step as it is before it is repeated")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

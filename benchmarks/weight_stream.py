@@ -163,7 +163,8 @@ class Contest:
         self.rates: list[tuple[float, float]] = []
         self.shares: list[float] = []
         for run in self.runs.values():
-            run.turn()
+            for _ in range(3):  # till steps are repeated
+                run.turn()
 
     def turn(self, machine: Machine, until_s: float) -> None:
         """Counts, unless others took the machine meanwhile and it is not `until_s` yet."""

@@ -271,6 +271,17 @@ def test_a_signal_to_every_process_of_a_running_service_ends_it_soon() -> None:
         service.check_gone()
 
 
+def test_a_service_whose_ray_has_died_ends_with_one_line() -> None:
+    with tandem_serve("demo", "--device", "cpu") as service:
+        (raylet,) = [p for p in service.descendants() if Path(p.exe()).name == "raylet"]
+        raylet.kill()
+        assert service.process.wait(30) == 2, service.output
+        last = service.output.splitlines()[-1]
+        assert last == "tandem: error: Ray's own processes have died; the service cannot go on"
+        assert "Traceback" not in service.output
+        service.check_gone()
+
+
 def inhabitants(folder: Path) -> list[psutil.Process]:
     """Processes that run in a folder below, removed or not."""
     found = []

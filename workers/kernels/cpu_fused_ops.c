@@ -1,7 +1,7 @@
 /* The small operations between a decoder's matmuls, one pass each, for CPUs. See cpu_fused_ops.py for their meaning. */
 #include "cpu_vector.h"
 
-#define PARALLEL_ELEMENTS 65536 /* below this a second thread costs more than it brings */
+#define PARALLEL_ELEMENTS 16384 /* below this a second thread costs more than it brings */
 
 INLINE float inverse_rms(const element *x, long size, float eps) {
   floats squares = {};
