@@ -135,13 +135,14 @@ def measure(steps: list[Callable[[], object]], seconds: float, clock: Callable[[
 def stepper(
     decoder: Decoder, attention: Switch, batch: ForwardBatch, kv: KVCache, repeats: bool = True
 ) -> Callable[[], object]:
-    can_repeat = decoder.loop.may_repeat
-
     @torch.inference_mode()
     def step() -> object:
         attention.kv_dtype = kv.slab.dtype
+        can_repeat = decoder.loop.may_repeat
         decoder.loop.may_repeat = repeats and can_repeat
-        return decoder.forward(batch, kv.tensors, None)
+        output = decoder.forward(batch, kv.tensors, None)
+        decoder.loop.may_repeat = can_repeat and (decoder.loop.may_repeat or not repeats)
+        return output
 
     return step
 

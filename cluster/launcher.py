@@ -260,8 +260,11 @@ class Launcher:
             with suppress(OSError):
                 write_run_file(replace(self._run_file, stopping=True))
         if ray_node.is_alive():
-            with suppress(ConnectionError, RuntimeError):  # it dies at this moment
+            try:
                 ray_node.rejoin()
+            except Exception as error:  # of many kinds; it may die at this moment
+                why = f"{type(error).__name__}: {error}".splitlines()[0]
+                self._say.line(f"Ray cannot be asked to drain, requests in hand are cut off: {why}")
         app.drain(lambda: self._signals.is_urgent, self._cut_off)
         drained.set()
 

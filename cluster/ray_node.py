@@ -108,8 +108,7 @@ def leave() -> None:
 
 
 def rejoin() -> None:
-    """Takes back a private Ray, if we have left it. ConnectionError or RuntimeError when it is gone; it is ours to end
-    then as well."""
+    """Takes back a private Ray, if we have left it. It is ours to end also where that fails, in one of Ray's ways."""
     global _left
     import ray
 

@@ -106,11 +106,13 @@ class WeightStream:
         return not self._slot_of or self._copier.is_inline
 
     def forget(self) -> None:
-        """The buffers are filled without us, by a step that is repeated: the next walk finds nothing in them."""
+        """Layers that take turns are copied anew when they are due: a step that is repeated fills their buffers, and
+        one that is recorded does not rely on what is there."""
         if self._failure is not None:
             raise WeightCopyError(self._failure)
         for slot in self._slots:
-            slot.holds, slot.waits = None, []
+            if len(slot.layers) > 1:
+                slot.holds, slot.waits = None, []
 
     def place_of(self, layer: int) -> Callable[[torch.Tensor], Placed]:
         """Takes each matrix of the layer, in order, and says where it lies while the layer computes."""

@@ -25,7 +25,7 @@ from cluster.tenants.tenant import NO_LIMITS, Limits, Tenant
 
 log = logging.getLogger("tandem.tenants")
 POLL_S = 0.5
-HEARING_POLL_S = 2.0
+HEARING_POLL_S = 1.0
 """While changes are announced: well below CERTAIN_S, because a poll is also what says that nothing has changed."""
 CERTAIN_S = 2.0
 """For so long a reading says that a key not in it is nobody's: a Redis that is frozen may take long to fail."""

@@ -107,7 +107,7 @@ class Quota:
         grant = _grant(account.limits, tenant, prompt_tokens, output_tokens, expected)
         async with self._turns:
             # while this waited the tenant may have been removed, and its account with it
-            account = self._accounts.setdefault(tenant, account)
+            account = self._accounts.get(tenant) or self._put(account)
             account.hold(grant.tokens)
             try:
                 return await self._reserve(account, grant)
@@ -199,9 +199,14 @@ class Quota:
             budget_id, spent = self._saved_spent.get(name, (0, 0))
             if budget_id == tenant.budget_id:
                 account.base = account.used_elsewhere = float(spent)
-            self._accounts[name] = account
-            self._hurried.set()  # the first one starts the beats
+            self._put(account)
         account.update(tenant, self._clock())
+        return account
+
+    def _put(self, account: Account) -> Account:
+        """The first one starts the beats."""
+        self._accounts[account.name] = account
+        self._hurried.set()
         return account
 
     async def _reserve(self, account: Account, grant: Grant) -> Grant:

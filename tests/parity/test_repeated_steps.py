@@ -5,7 +5,7 @@ bf16, as the kernels that are recorded have it; heads of 32 dims. On CPUs withou
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,14 +22,16 @@ from tests.support.lora_ranks import MAX_RANK, put_all, with_adapters
 from tests.support.paged_rows import PagedRows, prompt_ids
 from tests.support.tiny_models import BY_NAME, TINY_MODELS, save_tiny_model
 from workers.attention.select import select_attention
+from workers.kernels.cpu_decode_attention import PARTITION_TOKENS
 from workers.kernels.cpu_few_rows import select_few_rows
 from workers.lora.memory import open_adapters
 from workers.models.decoder import Decoder, build_decoder
-from workers.models.layer_loop import SIGHTINGS
+from workers.models.layer_loop import MOST_RECORDS, SIGHTINGS
 from workers.models.registry import load_spec
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 NUM_ROWS, MAX_LEN = 5, 60
+LONG = 2 * PARTITION_TOKENS + 40
 pytestmark = pytest.mark.skipif(select_few_rows(CPU, BF16) is None, reason="this CPU multiplies no bf16 pairs")
 Step = list[tuple[int, list[int]]]
 
@@ -46,6 +48,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return made[name]
 
     return folder
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 def decoder_of(folder: Path, kv_dtype: torch.dtype | None = None, **more: object) -> Decoder:
@@ -89,6 +99,24 @@ def test_every_family(folders: Callable[[str], Path], name: str) -> None:
     check(lambda: decoder_of(folders(name)))
 
 
+@pytest.mark.parametrize("name", ["qwen3", "mistral-window"])
+@pytest.mark.parametrize("before", range(SIGHTINGS + 2))
+def test_contexts_that_outgrow_a_partition_at_any_step(
+    folders: Callable[[str], Path], two_threads: None, name: str, before: int
+) -> None:
+    """Attention takes more scratch memory while steps are seen, recorded and repeated; two threads."""
+    prompts = [prompt_ids(PARTITION_TOKENS - before + 1 - row % 2, 200, seed=row) for row in range(NUM_ROWS)]
+    steps = [[*enumerate(prompts)], *([(row, [row + step + 3]) for row in range(NUM_ROWS)] for step in range(12))]
+    found = []
+    for repeats in (False, True):
+        decoder = decoder_of(folders(name))
+        rows = PagedRows(decoder, NUM_ROWS, LONG, BF16)
+        decoder.loop.may_repeat &= repeats
+        found.append(torch.cat([rows.step(work) for work in steps]))
+        assert decoder.loop.num_repeats == (12 - SIGHTINGS - 1 if repeats else 0)
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn])
 def test_a_quantized_cache(folders: Callable[[str], Path], kv_dtype: torch.dtype) -> None:
     check(lambda: decoder_of(folders("qwen3"), kv_dtype), kv_dtype)
@@ -129,6 +157,44 @@ def test_a_copy_that_failed_ends_repeated_steps_too(folders: Callable[[str], Pat
         with pytest.raises(WeightCopyError, match="on fire"):
             rows.step([(0, [9])])
     decoder.close()
+
+
+@pytest.mark.parametrize("streamed", [(), (0, 1, 2)])
+def test_a_step_that_fails_while_it_is_recorded_leaves_nothing_behind(
+    folders: Callable[[str], Path], streamed: tuple[int, ...]
+) -> None:
+    def decoded(fails: bool) -> torch.Tensor:
+        decoder = decoder_of(folders("qwen3"), streamed=streamed, copier=InlineCopier())
+        rows = PagedRows(decoder, NUM_ROWS, MAX_LEN, BF16)
+        outputs = []
+        for step in range(SIGHTINGS + 5):
+            if fails and step == SIGHTINGS:
+                mlp, decoder.loop._layers[0]._mlp = decoder.loop._layers[0]._mlp, None  # type: ignore[attr-defined]
+                batch = rows.batch([(0, [step + 3])])
+                with torch.inference_mode(), pytest.raises(TypeError):
+                    decoder.forward(batch, rows.kv, None)
+                decoder.loop._layers[0]._mlp = mlp  # type: ignore[attr-defined]
+                rows.rows[0].length -= 1
+            outputs.append(rows.step([(0, [step + 3])]))
+        assert decoder.loop.num_repeats == 4
+        decoder.close()
+        return torch.cat(outputs)
+
+    assert torch.equal(decoded(fails=True), decoded(fails=False))
+
+
+def test_many_kinds_are_forgotten_and_learned_again(folders: Callable[[str], Path]) -> None:
+    decoder = decoder_of(folders("qwen3"))
+    caches = [PagedRows(decoder, 1, MAX_LEN, BF16) for _ in range(MOST_RECORDS + 1)]
+    for rows in caches:
+        for step in range(SIGHTINGS + 2):
+            rows.step([(0, [step + 3])])
+    assert decoder.loop.num_repeats == MOST_RECORDS + 1 and len(decoder.loop._records) == MOST_RECORDS
+    for step in range(SIGHTINGS + 1):
+        caches[0].step([(0, [step + 3])])
+    assert decoder.loop.num_repeats == MOST_RECORDS + 1
+    caches[0].step([(0, [9])])
+    assert decoder.loop.num_repeats == MOST_RECORDS + 2
 
 
 def test_adapters(folders: Callable[[str], Path], tmp_path: Path) -> None:

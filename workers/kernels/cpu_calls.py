@@ -7,7 +7,8 @@ the noted calls again. What changes from step to step reaches them through memor
 or through cells, arguments that are ctypes objects, whose values are read at each call.
 
 A recording is whole only if nothing but kernels, views and copies ran in it: whatever else torch is asked for spoils
-it (`is_whole`), and it must not be repeated. Used by workers/models/layer_loop.py.
+it (`is_whole`), and it must not be repeated. What is not torch's is not seen: numpy's work and Python's decisions are
+those of the recorded step for ever. Used by workers/models/layer_loop.py.
 """
 
 import ctypes
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -60,16 +62,16 @@ def keep(*things: object) -> None:
 
 class Scratch:
     """Floats that one call writes and reads; what they hold is nobody's afterwards. Recorded calls follow it when it
-    grows: `address` is a cell, a ctypes object."""
+    grows: `address` is a cell, a ctypes object. Not torch's memory: it outlives a layer, and no arena may give it."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0)
+        self._memory = np.empty(0, np.float32)
         self.address = ctypes.c_void_p()
 
     def reserve(self, count: int) -> None:
         if self._memory.shape[0] < count:
-            self._memory = torch.empty(count)
-            self.address.value = self._memory.data_ptr()
+            self._memory = np.empty(count, np.float32)
+            self.address.value = self._memory.ctypes.data
 
 
 class Arena:
@@ -132,20 +134,29 @@ class Recording(TorchDispatchMode):  # type: ignore[misc]
             self._calls.append((func, args))
         elif func in GIVEN:
             self.kept.append(out)
-        elif func._schema.is_mutable or not _storages(out) <= _storages(args):
+        elif func._schema.is_mutable or not _are_views(out, args):
             self.is_whole = False
         return out
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
+        assert like.is_contiguous()
         chunk = self._arena.take(like.nbytes)
         self.kept.append(chunk)
         return chunk[: like.nbytes].view(like.dtype).view(like.shape)
 
 
-def _storages(tensors: object) -> set[int]:
-    """Where the memory of tensors begins, to see whether some are views of others."""
-    leaves = [leaf for leaf in pytree.tree_leaves(tensors) if isinstance(leaf, torch.Tensor) and leaf.numel()]
-    return {id(leaf) if leaf.is_mkldnn else leaf.untyped_storage().data_ptr() for leaf in leaves}
+def _are_views(out: object, args: object) -> bool:
+    """Whether an operation has answered tensors, and no memory but that of its arguments."""
+    return bool(_tensors(out)) and {*map(_begin, _tensors(out))} <= {*map(_begin, _tensors(args))}
+
+
+def _tensors(tree: object) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _begin(tensor: torch.Tensor) -> int:
+    """Where its memory begins; oneDNN does not tell."""
+    return id(tensor) if tensor.is_mkldnn else tensor.untyped_storage().data_ptr()
 
 
 @contextmanager

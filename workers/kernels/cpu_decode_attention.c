@@ -195,9 +195,10 @@ static partition_function *choose(long dim, long group) {
 }
 
 void decode_attention(const element *q, long q_stride, const stored *keys, const stored *values,
-                      const float *key_scales, const float *value_scales, element *out, const int32_t *table, long table_stride, const int32_t *tasks, long num_tasks,
-                      const int32_t *rows, long num_rows, float *partials, float *scores, long scores_stride,
-                      long heads, long kv_heads, long dim, long block_size, float scale, int threads) {
+                      const float *key_scales, const float *value_scales, element *out, const int32_t *table,
+                      long table_stride, const int32_t *tasks, long num_tasks, const int32_t *rows, long num_rows,
+                      float *partials, float *scores, long scores_stride, long heads, long kv_heads, long dim,
+                      long block_size, float scale, int threads) {
   const cache kv = {keys, values, key_scales, value_scales};
   partition_function *attend = choose(dim, heads / kv_heads);
   const long partial_size = heads * (dim + 2);

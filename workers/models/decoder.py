@@ -196,6 +196,7 @@ class Decoder:
 
     def close(self) -> None:
         """Ends the weight stream, if there is one. Idempotent; no step may follow."""
+        self.loop.close()
         self.stream.close()
 
     def _accept_tied(self, table_VH: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ that stream by a thread of their own, and everything that is not kernels, views 
 CPUs without the kernels).
 """
 
+import logging
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from workers.kernels.kv_quant import LayerKV
 from workers.models.forward_batch import ForwardBatch
 from workers.models.positions import Angles
 
+log = logging.getLogger(__name__)
 MOST_ROWS = 64
 MOST_RECORDS = 64
 SIGHTINGS = 3
@@ -107,6 +109,10 @@ class LayerLoop:
             self._seen.append(key)
         return self._walk(inputs, self._attention.prepare(batch), kv), residual_TH
 
+    def close(self) -> None:
+        """No step may follow; what was recorded names memory that is let go."""
+        self._records.clear()
+
     def _is_plain(self, batch: ForwardBatch, kv: KVTensors) -> bool:
         rows = len(batch.query_lens_list)
         is_decode = batch.num_tokens == rows <= MOST_ROWS
@@ -126,14 +132,17 @@ class LayerLoop:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = inputs.clone()
         step = self._attention.prepare(replace(batch, slot_mapping_T=inputs.slots_T))
+        self._stream.forget()
         with recording(self._arena) as calls:
             branch_TH = self._walk(inputs, step, kv, self._arena)
         if not (calls.is_whole and isinstance(step, RenewableStep)):
             self.may_repeat = False
+            log.info("decode steps are not repeated: a layer does more than the kernels that can be")
             return branch_TH, inputs.residual_TH
         self._records[key] = Record(calls, inputs, step, branch_TH, kv)
         if len(self._records) > MOST_RECORDS:
-            self._records.popitem(last=False)
+            oldest, _ = self._records.popitem(last=False)
+            self._seen = deque((kind for kind in self._seen if kind != oldest), self._seen.maxlen)
         return branch_TH, inputs.residual_TH
 
     def _repeat(self, record: Record, batch: ForwardBatch, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:

@@ -61,8 +61,8 @@ def test_cells_and_scratch_are_read_at_each_repetition() -> None:
 
 @pytest.mark.parametrize(
     "more",
-    [lambda x: x + 1, lambda x: x.add_(1), lambda x: x.clone(), lambda x: x.t().contiguous()],
-    ids=["new", "in-place", "clone", "reordered"],
+    [lambda x: x + 1, lambda x: x.add_(1), lambda x: x.clone(), lambda x: x.t().contiguous(), lambda x: x[0, 0].item()],
+    ids=["new", "in-place", "clone", "reordered", "read"],
 )
 @torch.inference_mode()
 def test_what_else_torch_does_spoils_a_recording(more: object) -> None:
@@ -77,29 +77,44 @@ def test_what_else_torch_does_spoils_a_recording(more: object) -> None:
         calls.repeat()
 
 
-def test_an_arena_gives_its_memory_again_two_layers_later_and_recordings_keep_theirs() -> None:
+@torch.inference_mode()
+def test_scratch_that_grows_while_a_call_is_recorded_is_not_the_arenas() -> None:
+    scratch, arena = Scratch(), Arena()
+    with recording(arena) as calls:
+        scratch.reserve(1000)
+    assert calls.is_whole and not calls.kept and arena._halves == ([], [])
+
+
+def test_an_arena_gives_its_memory_again_two_layers_later() -> None:
     arena, layers = Arena(), []
     for _ in range(4):
         arena.turn()
         layers.append([arena.take(100).data_ptr(), arena.take(100).data_ptr()])
     assert layers[0] == layers[2] and layers[1] == layers[3] and len({*layers[0], *layers[1]}) == 4
-    with torch.inference_mode(), recording(arena) as calls:
-        first = torch.empty(WIDTH)
-        address = first.data_ptr()
-        del first
+
+
+@torch.inference_mode()
+def test_a_recording_keeps_its_memory_when_the_arena_needs_more_in_its_place() -> None:
+    kernel, arena, x_TM = silu_mul(), Arena(), torch.randn(2, 2 * WIDTH)
+    with recording(arena) as calls:
+        out = gate(kernel, x_TM)
     arena.turn()
     arena.turn()
-    assert arena.take(2**20).data_ptr() != address
-    assert any(isinstance(chunk, torch.Tensor) and chunk.data_ptr() == address for chunk in calls.kept)
+    others = [arena.take(2**20).fill_(7)]
+    x_TM.copy_(torch.randn(2, 2 * WIDTH))
+    calls.repeat()
+    torch.testing.assert_close(out, expected(x_TM))
+    assert torch.equal(others[0], torch.full_like(others[0], 7))
+    assert [chunk.data_ptr() for chunk in calls.kept if isinstance(chunk, torch.Tensor)] == [out.data_ptr()]
 
 
-def test_a_thread_that_does_not_record_is_not_recorded() -> None:
-
-    kernel, x_TM = silu_mul(), torch.randn(1, 2 * WIDTH)
-    with torch.inference_mode(), recording(Arena()) as calls:
-        beside = threading.Thread(target=gate, args=(kernel, x_TM))
+@torch.inference_mode()
+def test_what_another_thread_calls_is_not_recorded() -> None:
+    kernel, x_TM, answers = silu_mul(), torch.randn(1, 2 * WIDTH), []
+    with recording(Arena()) as calls:
+        beside = threading.Thread(target=lambda: answers.append(gate(kernel, x_TM)))
         beside.start()
         beside.join()
-    given = x_TM.clone()
+    answers[0].fill_(7)
     calls.repeat()
-    assert torch.equal(given, x_TM) and not calls.kept
+    assert torch.equal(answers[0], torch.full_like(answers[0], 7)) and not calls.kept
