@@ -9,7 +9,7 @@ from cluster.coordination.client import BackgroundClient
 from cluster.tenants.admission import OverLimit
 from cluster.tenants.quota import AT_ONCE
 from cluster.tenants.quota_script import LEASE_MS
-from tests.unit.tenants.tenant_rig import Fleet, admitted, refusal, shown, tenant
+from tests.unit.tenants.tenant_rig import Fleet, admitted, refusal, shown, tenant, until
 
 LEASE_S = LEASE_MS / 1000
 
@@ -122,6 +122,28 @@ async def test_a_living_gateway_keeps_its_lease_by_its_beat(fleet: Fleet) -> Non
         fleet.time.now_s += LEASE_S - 1
         await busy.beat()
         assert not await admitted(other, 1)
+
+
+async def test_beats_begin_with_the_first_account(fleet: Fleet) -> None:
+    """While nobody has one there is nothing to tell; the first is told of, and keeps its place, by run() alone."""
+    busy, other = fleet.gateway("a"), fleet.gateway("b")
+    beating = asyncio.create_task(busy.run())
+
+    async def is_waiting() -> bool:
+        return bool(busy._hurried._waiters)  # type: ignore[attr-defined]
+
+    async def is_renewed() -> bool:
+        return busy._renew_at_s > fleet.time.now_s
+
+    await until(is_waiting, "the first beat is over")
+    fleet.set(concurrency=1)
+    await busy.admit("acme", 1, 0)
+    for _ in range(3):
+        fleet.time.now_s += LEASE_S - 1
+        await until(is_renewed, "a beat comes")
+        async with busy._turns:
+            assert not await admitted(other, 1)
+    beating.cancel()
 
 
 async def test_a_long_request_keeps_its_place_beside_a_tenant_that_always_has_news(fleet: Fleet) -> None:
