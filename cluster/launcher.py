@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 from msgspec.structs import replace
@@ -61,6 +62,7 @@ class Launcher:
         self._begun = False
         self._run_file: RunFile | None = None
         self._strays = Strays()
+        self._left: Any = None  # our Ray, while we are not connected to it
 
     def run(self) -> int:
         """The exit status. SettingsError for what the user can mend, with everything taken down again."""
@@ -73,7 +75,7 @@ class Launcher:
                 return 128 + number
             self._told.started()
             if self._address is None:
-                ray_node.leave()
+                self._left = ray_node.leave()
             self._watch()
         finally:
             self._signals.raising = False
@@ -177,7 +179,7 @@ class Launcher:
         ray_node.prepare_environment(folder.write_token(ray_node.new_token()) if private else None)
         with self._signals.held():
             ray_node.load()
-            self._stack.callback(ray_node.shut_down)
+            self._stack.callback(lambda: ray_node.shut_down(self._left))
         if self._address is not None:
             ray_node.join(self._address)
         else:
@@ -243,7 +245,7 @@ class Launcher:
         while not self._signals.wait(WATCH_PERIOD_S):
             for helper in self._helpers:
                 helper.keep()
-            if not ray_node.is_alive():
+            if not ray_node.is_alive(self._left):
                 raise SettingsError("Ray's own processes have died; the service cannot go on")
 
     def _restart_helpers(self) -> None:
@@ -259,9 +261,9 @@ class Launcher:
         if self._run_file is not None:
             with suppress(OSError):
                 write_run_file(replace(self._run_file, stopping=True))
-        if ray_node.is_alive():
+        if self._left is not None and ray_node.is_alive(self._left):
             try:
-                ray_node.rejoin()
+                ray_node.rejoin(self._left)
             except Exception as error:  # of many kinds; it may die at this moment
                 why = f"{type(error).__name__}: {error}".splitlines()[0]
                 self._say.line(f"Ray cannot be asked to drain, requests in hand are cut off: {why}")
@@ -275,7 +277,7 @@ class Launcher:
         """A service manager signals all processes: without Ray's own nothing drains, and the main thread would wait for
         them for a minute."""
         while not drained.wait(RAY_POLL_S):
-            if self._signals.first() is not None and not ray_node.is_alive():
+            if self._signals.first() is not None and not ray_node.is_alive(self._left):
                 self._told.end("Ray got the signal too: requests in flight are cut off")
                 return
 

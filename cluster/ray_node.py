@@ -45,9 +45,6 @@ RAY_SWITCHES = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 
-_left: Any = None
-"""Our private Ray's processes (ray._private.node.Node), while this process is not connected to them."""
-
 
 def prepare_environment(token_file: Path | None) -> None:
     """Sets what Ray reads from the environment and its processes inherit. `token_file` None: the user's own token."""
@@ -97,27 +94,24 @@ def start_private(temp_folder: Path, num_cpus: int, num_gpus: int) -> None:
         )
 
 
-def leave() -> None:
-    """Disconnects from a private Ray, which goes on with everything in it. The driver's job ends by that: actors are
-    to be detached ones, as Serve's are, or made by such."""
-    global _left
+def leave() -> Any:
+    """Disconnects from a private Ray, which goes on with everything in it; its processes (ray's Node) are the answer.
+    The driver's job ends by that: actors are to be detached ones, as Serve's are, or made by such."""
     import ray
 
-    _left, ray._private.worker._global_node = ray._private.worker._global_node, None  # shutdown() would end it
+    node, ray._private.worker._global_node = ray._private.worker._global_node, None  # shutdown() would end it
     ray.shutdown()
+    return node
 
 
-def rejoin() -> None:
-    """Takes back a private Ray, if we have left it. It is ours to end also where that fails, in one of Ray's ways."""
-    global _left
+def rejoin(left: Any) -> None:
+    """Takes back the private Ray that leave() has left. Where that fails, in one of Ray's ways, it is still ours to end."""
     import ray
 
-    if (node := _left) is None:
-        return
     try:
-        ray.init(address=node.gcs_address, _node_ip_address="127.0.0.1", **DRIVER)
+        ray.init(address=left.gcs_address, _node_ip_address="127.0.0.1", **DRIVER)
     finally:
-        ray._private.worker._global_node, _left = node, None
+        ray._private.worker._global_node = left
 
 
 def join(address: str) -> None:
@@ -132,22 +126,22 @@ def join(address: str) -> None:
         ) from error
 
 
-def is_alive() -> bool:
-    """False once a process that our private Ray cannot do without has died; a joined Ray is not ours to watch."""
+def is_alive(left: Any = None) -> bool:
+    """False once a process that our private Ray cannot do without has died; a joined Ray is not ours to watch.
+    left: what leave() has left, while we are not connected."""
     import ray
 
-    if (node := _left or ray._private.worker._global_node) is None:
+    if (node := left or ray._private.worker._global_node) is None:
         return False
     return not {kind for kind, _ in node.dead_processes()} & {"gcs_server", "raylet"}
 
 
-def shut_down() -> None:
+def shut_down(left: Any = None) -> None:
     """Ends a private Ray's processes, also those that we have left, or leaves a joined one."""
-    global _left
     import ray
 
-    if _left is not None:
-        ray._private.worker._global_node, _left = _left, None
+    if left is not None:
+        ray._private.worker._global_node = left
     ray.shutdown()
 
 

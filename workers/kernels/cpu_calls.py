@@ -119,6 +119,12 @@ class Recording(TorchDispatchMode):  # type: ignore[misc]
             return arg
         return self._constants.setdefault((kind, arg), kind(arg))
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch asks it of a mode's class. True imports its compiler at the first call: a second, 900 modules and a
+        folder in the temporary one, to say that it has no part in this."""
+        return False
+
     def repeat(self) -> None:
         """All of it again, in order. Under torch.inference_mode, as it was recorded."""
         assert self.is_whole

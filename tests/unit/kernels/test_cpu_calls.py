@@ -1,7 +1,11 @@
 """Recording: what a repetition does, what it reads anew, and what makes a recording useless."""
 
 import ctypes
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,6 +87,18 @@ def test_scratch_that_grows_while_a_call_is_recorded_is_not_the_arenas() -> None
     with recording(arena) as calls:
         scratch.reserve(1000)
     assert calls.is_whole and not calls.kept and arena._halves == ([], [])
+
+
+def test_recording_does_not_bring_in_torchs_compiler(tmp_path: Path) -> None:
+    """It takes a second to import, and makes a folder."""
+    code = (
+        "import sys, torch; from workers.kernels.cpu_calls import Arena, recording\n"
+        "with torch.inference_mode(), recording(Arena()): torch.empty(3).view(3).copy_(torch.ones(3))\n"
+        "print([name for name in ('torch._dynamo', 'torch._inductor') if name in sys.modules])"
+    )
+    environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "[]" and not [*tmp_path.iterdir()]
 
 
 def test_an_arena_gives_its_memory_again_two_layers_later() -> None:
