@@ -2,6 +2,7 @@
 
 import json
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from tests.unit.text.data import SHARED, needs_data, tokenizer_folder
 from workers.errors import RequestRefused, SettingsError
 from workers.text.chat_template import ChatTemplate, find_chat_template
-from workers.text.tokenizer import load_tokenizer
+from workers.text.tokenizer import ModelTokenizer, load_tokenizer
 
 TEMPLATES = sorted((SHARED / "chat_templates").glob("*.jinja")) if SHARED.is_dir() else []
 CONVERSATIONS: tuple[list[dict[str, Any]], ...] = (
@@ -25,17 +26,24 @@ CONVERSATIONS: tuple[list[dict[str, Any]], ...] = (
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds <a> & b", "parameters": {"ü": 1}}}
 
 
+@cache
+def llama2() -> tuple[ModelTokenizer, Any]:
+    """Ours and transformers'; neither is changed by what is rendered."""
+    from transformers import AutoTokenizer
+
+    folder = tokenizer_folder("llama2")
+    return load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+
+
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda p: p.stem)
 @pytest.mark.parametrize("conversation", CONVERSATIONS, ids=["user", "system", "turns"])
 @pytest.mark.parametrize("prompt", [True, False])
 def test_renders_as_transformers_does(path: Path, conversation: list[dict[str, Any]], prompt: bool) -> None:
     import jinja2
-    from transformers import AutoTokenizer
 
-    folder = tokenizer_folder("llama2")
+    tokenizer, theirs = llama2()
     source = path.read_text()
-    ours = ChatTemplate(source, load_tokenizer(folder).special_tokens)
-    theirs = AutoTokenizer.from_pretrained(folder)
+    ours = ChatTemplate(source, tokenizer.special_tokens)
     try:
         expected = theirs.apply_chat_template(
             conversation, chat_template=source, tokenize=False, add_generation_prompt=prompt
