@@ -27,11 +27,11 @@ TOOL = {"type": "function", "function": {"name": "add", "description": "Adds <a>
 
 
 @cache
-def llama2() -> tuple[ModelTokenizer, Any]:
-    """Ours and transformers'; neither is changed by what is rendered."""
+def tokenizers(name: str) -> tuple[ModelTokenizer, Any]:
+    """Ours and transformers'; rendering changes neither."""
     from transformers import AutoTokenizer
 
-    folder = tokenizer_folder("llama2")
+    folder = tokenizer_folder(name)
     return load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
 
 
@@ -41,7 +41,7 @@ def llama2() -> tuple[ModelTokenizer, Any]:
 def test_renders_as_transformers_does(path: Path, conversation: list[dict[str, Any]], prompt: bool) -> None:
     import jinja2
 
-    tokenizer, theirs = llama2()
+    tokenizer, theirs = tokenizers("llama2")
     source = path.read_text()
     ours = ChatTemplate(source, tokenizer.special_tokens)
     try:
@@ -60,12 +60,8 @@ def test_renders_as_transformers_does(path: Path, conversation: list[dict[str, A
 @pytest.mark.parametrize("name", ["qwen2.5", "minimind"])
 @pytest.mark.parametrize("tools", [None, [TOOL]])
 def test_the_models_own_templates_and_tokens(name: str, tools: list[dict[str, Any]] | None) -> None:
-    from transformers import AutoTokenizer
-
-    folder = tokenizer_folder(name)
-    tokenizer = load_tokenizer(folder)
-    template = find_chat_template(folder, None, tokenizer)
-    theirs = AutoTokenizer.from_pretrained(folder)
+    tokenizer, theirs = tokenizers(name)
+    template = find_chat_template(tokenizer_folder(name), None, tokenizer)
     assert template is not None
     for conversation in CONVERSATIONS:
         text = template.render(conversation, tools=tools)
@@ -76,15 +72,11 @@ def test_the_models_own_templates_and_tokens(name: str, tools: list[dict[str, An
 
 @needs_data
 def test_a_final_message_can_be_continued() -> None:
-    from transformers import AutoTokenizer
-
-    folder = tokenizer_folder("qwen2.5")
-    template = find_chat_template(folder, None, load_tokenizer(folder))
+    tokenizer, theirs = tokenizers("qwen2.5")
+    template = find_chat_template(tokenizer_folder("qwen2.5"), None, tokenizer)
     assert template is not None
     conversation = [{"role": "user", "content": "Tell"}, {"role": "assistant", "content": "Once upon"}]
-    expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(
-        conversation, tokenize=False, continue_final_message=True
-    )
+    expected = theirs.apply_chat_template(conversation, tokenize=False, continue_final_message=True)
     got = template.render(conversation, add_generation_prompt=False, continue_final_message=True)
     assert got == expected
     assert conversation[-1]["content"] == "Once upon"
