@@ -47,10 +47,11 @@ format: $(DEV)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# Both on two workers: what computes test by test, what starts clusters or watches clocks file by file.
+# Both on two workers: what computes test by test, what starts clusters or watches clocks file by file. Threads that wait
+# for each other sleep: on cores that others want too, those that spin take their time from them.
 test: $(DEV) ## all tests; under 15 minutes on 2 cores
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests/architecture tests/unit tests/parity tests/distributed/*_ranks.py -n 2
-	$(BIN)/python -m pytest tests/distributed tests/integration --ignore-glob='*_ranks.py' -n 2 --dist loadfile
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests/distributed tests/integration --ignore-glob='*_ranks.py' -n 2 --dist loadfile
 
 chaos: $(DEV) ## long histories of faults and thrash, not part of test
 	$(BIN)/python -m pytest tests -m chaos

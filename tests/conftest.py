@@ -1,20 +1,27 @@
-"""Fixtures for the whole suite: one running service that tests marked `cluster` share; and plain signals.
+"""Fixtures for the whole suite: one running service that tests marked `cluster` share, rank processes; plain signals.
 
 A runner that was started with `&` by a script, or under nohup, ignores SIGINT, SIGQUIT or SIGHUP, and every process
 that a test starts and interrupts would inherit that.
 """
 
+import os
+import shutil
 import signal
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.kept_builds import kept_builds
 from tests.support.service import Service, tandem_serve
+
+if TYPE_CHECKING:
+    from tests.support.decoder_ranks import RankProcesses
 
 SHARED = ("demo", "-tp", "2", "-dp", "2", "--device", "cpu", "--dtype", "float32", "--num-gpu-blocks-override", "512")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """In every process that runs tests, before it starts another."""
     for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
         if signal.getsignal(number) == signal.SIG_IGN:
@@ -22,6 +29,21 @@ def pytest_configure() -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    compiler = shutil.which("gcc")
+    if compiler is not None and "KEPT_BUILDS" not in os.environ:  # workers have the first process's
+        builds = kept_builds(compiler)
+        builds.__enter__()
+        config.add_cleanup(lambda: builds.__exit__(None, None, None))
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator["RankProcesses"]:
+    """Processes for cases of up to four ranks, which start within seconds once each."""
+    from tests.support.decoder_ranks import RankProcesses  # loads torch
+
+    processes = RankProcesses(4)
+    yield processes
+    processes.close()
 
 
 @pytest.fixture(scope="session")

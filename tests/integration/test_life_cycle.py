@@ -100,6 +100,7 @@ AUTOSCALING = {
         "max_replicas": 2,
         "target_ongoing_requests": 2,
         "look_back_period_s": 2,
+        "metrics_interval_s": 0.5,
         "upscale_delay_s": 0.5,
         "downscale_delay_s": 1,
     },

@@ -283,6 +283,10 @@ async def hit(service: Service, number: signal.Signals, pid: int) -> Hit:
     gaps: list[float] = []
     async with openai.AsyncOpenAI(base_url=service.url + "/v1", api_key="none", max_retries=0, timeout=120) as client:
 
+        async def warm_up(i: int) -> None:
+            """A new group's first steps may take longer than the other one's whole streams, which must still run."""
+            await client.completions.create(model="demo", prompt=PROMPTS[i], max_tokens=8, temperature=0)
+
         async def one(i: int) -> str:
             asked = {"model": "demo", "prompt": PROMPTS[i], "max_tokens": LONG, "temperature": 0, "stream": True}
             pieces: list[str] = []
@@ -304,6 +308,7 @@ async def hit(service: Service, number: signal.Signals, pid: int) -> Hit:
                     await asyncio.sleep(0.02)
             return time.monotonic() - hit_s
 
+        await asyncio.gather(*map(warm_up, range(8)))
         running = [asyncio.create_task(one(i)) for i in range(8)]
         await asyncio.wait_for(all_begun.wait(), 60)
         os.kill(pid, number)

@@ -1,19 +1,23 @@
 """A newcomer's terminal: every phase is said, `tandem complete` and `chat` find the service, the last line is true.
-Before that, in the same service: who waits longer than --queue-timeout is told so.
+Before that, in the same service: what README.md and docs/serving.md tell to paste, pasted (only the port is another);
+and who waits longer than --queue-timeout is told so.
 """
 
 import os
 import re
+import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
-from tests.support.service import BIN, Service, tandem_serve, wait_for
+from tests.support.service import BIN, REPOSITORY, Service, tandem_serve, wait_for
 
+DEFAULT_URL = "http://127.0.0.1:8000"
 pytestmark = pytest.mark.cluster
 
 
@@ -31,6 +35,31 @@ def tandem(service: Service, *arguments: str, typed: str = "") -> subprocess.Com
     return subprocess.run(
         [BIN / "tandem", *arguments], env=env, input=typed, capture_output=True, text=True, timeout=60
     )
+
+
+def pasted(page: str, service: Service) -> str:
+    """The page with the service's address instead of the default one."""
+    return (REPOSITORY / page).read_text().replace(DEFAULT_URL, service.url)
+
+
+def run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
+@pytest.mark.parametrize(("page", "answer"), [("README.md", "2 + 3 = 5"), ("docs/serving.md", "data: [DONE]")])
+def test_the_curl_commands(vllm_named: Service, page: str, answer: str) -> None:
+    commands = re.findall(r"^    (curl .*\\\n.*)$", pasted(page, vllm_named), re.MULTILINE)
+    assert commands
+    assert answer in run(["bash", "-c", 'curl() { command curl --silent --no-buffer "$@"; }\n' + commands[0]])
+
+
+def test_the_openai_example(vllm_named: Service) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", pasted("README.md", vllm_named), re.DOTALL)
+    example = next(block for block in blocks if "from openai" in block)
+    assert run([sys.executable, "-c", example]) == "1, 2, 3, 4, 5, 6, 7, 8, 9"
 
 
 def test_who_waits_too_long_for_a_first_step_gets_a_503_and_others_go_on(vllm_named: Service) -> None:

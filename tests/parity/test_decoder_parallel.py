@@ -1,6 +1,6 @@
 """TP x PP ranks against one rank: the same logits, for every way of cutting heads, vocabulary, tables and layers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,13 +17,6 @@ STEPS = [
     [(2, PROMPTS[2][-1:]), (0, PROMPTS[0][20:]), (1, PROMPTS[1])],
     *[[(row, [5 + row + step]) for row in range(3)] for step in range(6)],
 ]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankProcesses]:
-    processes = RankProcesses(4)
-    yield processes
-    processes.close()
 
 
 def check(ranks: RankProcesses, folder: Path, tp_size: int, pp_size: int, load_format: str = "safetensors") -> None:

@@ -5,7 +5,7 @@ The random checkpoints are a hard case: their attention scores are wide, and bf1
 stories260K int8 0.9 %, fp8 2.0 %.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,13 +29,6 @@ STORAGES = [torch.int8, torch.float8_e4m3fn]
 RANDOM_BOUND = {torch.int8: 0.08, torch.float8_e4m3fn: 0.3}
 TRAINED_BOUND = {torch.int8: 0.015, torch.float8_e4m3fn: 0.03}
 AGAIN_BOUND = 0.003
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankProcesses]:
-    processes = RankProcesses(2)
-    yield processes
-    processes.close()
 
 
 def distance(ours: torch.Tensor, exact: torch.Tensor) -> float:

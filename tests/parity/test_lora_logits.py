@@ -5,7 +5,7 @@ float32. Against peft in float64: no further off than 2e-5 of the largest logit 
 Against merged weights: 5e-5 of the largest logit, the same greedy choice everywhere.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -156,13 +156,6 @@ def test_rows_without_an_adapter_keep_their_bits(many: list[Path], tiny_folder: 
     )
     assert torch.equal(mixed[1::3], plain[1::3])
     assert not torch.equal(mixed[0::3], plain[0::3])
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankProcesses]:
-    processes = RankProcesses(4)
-    yield processes
-    processes.close()
 
 
 @pytest.mark.parametrize(

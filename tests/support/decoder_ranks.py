@@ -1,6 +1,7 @@
 """A few gloo rank processes that stay alive and run decoder cases of any TP x PP degree, one after another.
 
-Used by tests/parity. Each process runs one thread; a case starts a fresh process group on a free port and closes it.
+The fixture `ranks` has them for a whole run. Each process runs one thread; a case starts a fresh process group on a
+free port and closes it.
 """
 
 import multiprocessing
@@ -80,24 +81,31 @@ def _run_step(decoder: Decoder, rows: PagedRows, link: StageLink, context: Paral
 
 
 class RankProcesses:
-    """`count` processes; `call` runs a function on the first world_size of them, each with a ParallelContext."""
+    """Up to `count` processes, each started when it is first needed; `call` runs a function on the first world_size of
+    them, each with a ParallelContext."""
 
     def __init__(self, count: int) -> None:
-        spawn = multiprocessing.get_context("spawn")
+        self._count = count
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
-        for rank in range(count):
-            ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=_serve, args=(rank, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self._connections.append(ours)
-            self._processes.append(process)
+
+    def _start_one(self) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        ours, theirs = spawn.Pipe()
+        process = spawn.Process(target=_serve, args=(len(self._processes), theirs), daemon=True)
+        process.start()
+        theirs.close()
+        self._connections.append(ours)
+        self._processes.append(process)
 
     def call(self, function: Callable[..., Any], tp_size: int, pp_size: int, *arguments: Any) -> list[Any]:
         """function(*arguments, context) on every rank; the results in rank order. Asserts that none raised."""
         port = _free_port()
-        connections = self._connections[: tp_size * pp_size]
+        world_size = tp_size * pp_size
+        assert world_size <= self._count
+        while len(self._processes) < world_size:
+            self._start_one()
+        connections = self._connections[:world_size]
         for connection in connections:
             connection.send((function, tp_size, pp_size, port, arguments))
         answers = []

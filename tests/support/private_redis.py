@@ -21,6 +21,6 @@ def private_redis() -> Iterator[RedisServer]:
         yield server
     finally:
         if server.pid is not None and server.is_alive():
-            os.kill(server.pid, signal.SIGCONT)
+            os.kill(server.pid, signal.SIGKILL)  # asked to end, it may take half a second, until its housekeeping
         server.stop()
         shutil.rmtree(folder)

@@ -6,7 +6,6 @@ import signal
 import stat
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -23,22 +22,13 @@ from cluster.coordination.registry import (
     read_start_failure,
     report_start_failure,
 )
-from configs.environment import short_temp_folder
+from tests.support.private_redis import private_redis
 
 
 @pytest.fixture
 def server() -> Iterator[RedisServer]:
-    import shutil
-    import tempfile
-
-    folder = Path(tempfile.mkdtemp(prefix="tr-", dir=short_temp_folder()))
-    server = RedisServer(folder / "redis")
-    server.start()
-    yield server
-    if server.pid is not None and server.is_alive():
-        os.kill(server.pid, signal.SIGCONT)
-    server.stop()
-    shutil.rmtree(folder)
+    with private_redis() as running:
+        yield running
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Shared-memory collectives between real processes against sums and gathers made here; gloo's too, by the same test."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -32,13 +30,6 @@ def hammer(rounds: int, context: ParallelContext) -> float:
         total = context.tp.all_reduce(parts[context.tp_rank].clone())
         worst = max(worst, float((total - torch.stack(parts).sum(0)).abs().max()))
     return worst
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankProcesses]:
-    processes = RankProcesses(3)
-    yield processes
-    processes.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64], ids=str)

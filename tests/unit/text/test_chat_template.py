@@ -2,6 +2,7 @@
 
 import json
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from tests.unit.text.data import SHARED, needs_data, tokenizer_folder
 from workers.errors import RequestRefused, SettingsError
 from workers.text.chat_template import ChatTemplate, find_chat_template
-from workers.text.tokenizer import load_tokenizer
+from workers.text.tokenizer import ModelTokenizer, load_tokenizer
 
 TEMPLATES = sorted((SHARED / "chat_templates").glob("*.jinja")) if SHARED.is_dir() else []
 CONVERSATIONS: tuple[list[dict[str, Any]], ...] = (
@@ -25,17 +26,24 @@ CONVERSATIONS: tuple[list[dict[str, Any]], ...] = (
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds <a> & b", "parameters": {"ü": 1}}}
 
 
+@cache
+def tokenizers(name: str) -> tuple[ModelTokenizer, Any]:
+    """Ours and transformers'; rendering changes neither."""
+    from transformers import AutoTokenizer
+
+    folder = tokenizer_folder(name)
+    return load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+
+
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda p: p.stem)
 @pytest.mark.parametrize("conversation", CONVERSATIONS, ids=["user", "system", "turns"])
 @pytest.mark.parametrize("prompt", [True, False])
 def test_renders_as_transformers_does(path: Path, conversation: list[dict[str, Any]], prompt: bool) -> None:
     import jinja2
-    from transformers import AutoTokenizer
 
-    folder = tokenizer_folder("llama2")
+    tokenizer, theirs = tokenizers("llama2")
     source = path.read_text()
-    ours = ChatTemplate(source, load_tokenizer(folder).special_tokens)
-    theirs = AutoTokenizer.from_pretrained(folder)
+    ours = ChatTemplate(source, tokenizer.special_tokens)
     try:
         expected = theirs.apply_chat_template(
             conversation, chat_template=source, tokenize=False, add_generation_prompt=prompt
@@ -52,12 +60,8 @@ def test_renders_as_transformers_does(path: Path, conversation: list[dict[str, A
 @pytest.mark.parametrize("name", ["qwen2.5", "minimind"])
 @pytest.mark.parametrize("tools", [None, [TOOL]])
 def test_the_models_own_templates_and_tokens(name: str, tools: list[dict[str, Any]] | None) -> None:
-    from transformers import AutoTokenizer
-
-    folder = tokenizer_folder(name)
-    tokenizer = load_tokenizer(folder)
-    template = find_chat_template(folder, None, tokenizer)
-    theirs = AutoTokenizer.from_pretrained(folder)
+    tokenizer, theirs = tokenizers(name)
+    template = find_chat_template(tokenizer_folder(name), None, tokenizer)
     assert template is not None
     for conversation in CONVERSATIONS:
         text = template.render(conversation, tools=tools)
@@ -68,15 +72,11 @@ def test_the_models_own_templates_and_tokens(name: str, tools: list[dict[str, An
 
 @needs_data
 def test_a_final_message_can_be_continued() -> None:
-    from transformers import AutoTokenizer
-
-    folder = tokenizer_folder("qwen2.5")
-    template = find_chat_template(folder, None, load_tokenizer(folder))
+    tokenizer, theirs = tokenizers("qwen2.5")
+    template = find_chat_template(tokenizer_folder("qwen2.5"), None, tokenizer)
     assert template is not None
     conversation = [{"role": "user", "content": "Tell"}, {"role": "assistant", "content": "Once upon"}]
-    expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(
-        conversation, tokenize=False, continue_final_message=True
-    )
+    expected = theirs.apply_chat_template(conversation, tokenize=False, continue_final_message=True)
     got = template.render(conversation, add_generation_prompt=False, continue_final_message=True)
     assert got == expected
     assert conversation[-1]["content"] == "Once upon"
