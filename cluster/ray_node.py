@@ -105,7 +105,7 @@ def leave() -> Any:
 
 
 def rejoin(left: Any) -> None:
-    """Takes back the private Ray that leave() has left. Where that fails, in one of Ray's ways, it is still ours to end."""
+    """Takes back the private Ray that leave() has left. It is ours to end also where that fails, in Ray's many ways."""
     import ray
 
     try:

@@ -3,7 +3,6 @@
 Models of eight layers, so that with two stages each still has layers that take turns in a buffer.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,13 +36,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("deep-models")
     deep = {tiny.name: replace(tiny, changes={**tiny.changes, "num_hidden_layers": NUM_LAYERS}) for tiny in TINY_MODELS}
     return {name: save_tiny_model(tiny, root) for name, tiny in deep.items()}
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankProcesses]:
-    processes = RankProcesses(4)
-    yield processes
-    processes.close()
 
 
 def case_of(folder: Path, streamed: tuple[int, ...], tp: int = 1, pp: int = 1, **more: torch.dtype) -> DecoderCase:
