@@ -146,7 +146,7 @@ def test_requests_at_the_same_time_are_shared_by_the_groups(service: Service) ->
 
     wait_for(lambda: len(generated()) == 2, 10, "both groups have reported")
     before = generated()
-    asked = {"model": "demo", "prompt": "The", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+    asked = {"model": "demo", "prompt": "The", "max_tokens": 600, "temperature": 0, "ignore_eos": True}
     with ThreadPoolExecutor(6) as pool:
         posts = [pool.submit(service.post, "/v1/completions", asked) for _ in range(6)]
         assert [post.result().status_code for post in posts] == [200] * 6
