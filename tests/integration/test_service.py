@@ -33,7 +33,7 @@ PREFIX = "Once upon a time there was a little girl who lived near a forest. "
 ENDS = ("She had a dog", "Her name was", "One day", "The sun", "A bird", "Every morning", "In the river", "Her mother")
 PROMPTS = [(PREFIX * (1 + i % 4) if i % 3 else "") + ENDS[i % len(ENDS)] + " and" * (i // len(ENDS)) for i in range(32)]
 LENGTHS = [8 + (7 * i) % 40 for i in range(32)]
-LONG = 400
+LONG = 900
 CHAT = [{"role": "user", "content": "Tell me a short story about a whale."}]
 
 
