@@ -398,7 +398,9 @@ def test_a_frozen_process_costs_a_caller_its_deadline_only(start):
         lease(host.socket_path, "layout", PAGE, [PAGE], 0.2)
     assert time.monotonic() - began_s < 2
     process.resume()
-    assert status(host.socket_path, TIMEOUT_S).leases == 0, "what came too late is not held"
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while status(host.socket_path, TIMEOUT_S).leases:  # it may take the late request before it sees who has hung up
+        assert time.monotonic() < deadline_s, "what came too late is not held"
 
 
 STRANGER = """
