@@ -300,6 +300,15 @@ async def hit(service: Service, number: signal.Signals, pid: int) -> Hit:
                     all_begun.set()
             return "".join(pieces)
 
+        async def both_run(streams: list[asyncio.Task[str]]) -> bool:
+            """While all streams run, as the groups' records say."""
+            while not any(stream.done() for stream in streams):
+                records = await asyncio.to_thread(group_records, service)
+                if len(records) == 2 and all(record.running for record in records):
+                    return True
+                await asyncio.sleep(0.1)
+            return False
+
         async def until_gone(hit_s: float) -> float:
             """Stopped processes end only by being killed."""
             with suppress(psutil.NoSuchProcess):  # between the two questions
@@ -309,8 +318,15 @@ async def hit(service: Service, number: signal.Signals, pid: int) -> Hit:
             return time.monotonic() - hit_s
 
         await asyncio.gather(*map(warm_up, range(8)))
-        running = [asyncio.create_task(one(i)) for i in range(8)]
-        await asyncio.wait_for(all_begun.wait(), 60)
+        for _ in range(5):  # a router may send all of them to one group, by what the other said when it was busy
+            begun.clear()
+            all_begun.clear()
+            running = [asyncio.create_task(one(i)) for i in range(8)]
+            await asyncio.wait_for(all_begun.wait(), 60)
+            if await both_run(running):
+                break
+            await asyncio.gather(*running)
+        gaps.clear()
         os.kill(pid, number)
         hit_s = time.monotonic()
         gone_s = await until_gone(hit_s)
