@@ -17,65 +17,21 @@ from parallel.checkpoint import DummySource, LoadFormat, SafetensorsSource, Sour
 from parallel.context import ParallelContext
 from parallel.embedding import VocabParallelEmbedding, VocabParallelHead
 from parallel.linear import AdaptableLinear, LinearPart
-from parallel.matmul import FewRows, MakeMatrix, make_matrix
+from parallel.matmul import FewRows, make_matrix
 from parallel.mesh import layer_range
 from parallel.shard import WeightSlot
-from workers.attention.backend import AttentionBackend, AttentionStep, KVTensors
+from workers.attention.backend import AttentionBackend, KVTensors
 from workers.kernels.cpu_few_rows import select_few_rows
 from workers.kernels.cpu_fused_ops import select_fused_ops
 from workers.kernels.fused_ops import FusedOps
-from workers.kernels.kv_quant import LayerKV
-from workers.models.attention_layer import AttentionLayer
+from workers.models.decoder_layer import DecoderLayer
 from workers.models.forward_batch import ForwardBatch
 from workers.models.layer_loop import LayerLoop
-from workers.models.mlp import GatedMLP
 from workers.models.norms import RMSNorm
-from workers.models.positions import Angles, RotaryPositions
+from workers.models.positions import RotaryPositions
 from workers.models.registry import family_of
 from workers.models.spec import ArchSpec
-from workers.models.weight_names import WeightNames, all_tensor_names
-
-
-class DecoderLayer:
-    """Pre-norm attention and MLP, each added to the residual stream."""
-
-    def __init__(
-        self,
-        spec: ArchSpec,
-        names: WeightNames,
-        layer: int,
-        context: ParallelContext,
-        ops: FusedOps,
-        make: MakeMatrix,
-    ) -> None:
-        size, eps = spec.hidden_size, spec.norm_eps
-        self._attention_norm = RMSNorm(names.of_layer(layer, names.attention_norm), size, eps, ops)
-        self._attention = AttentionLayer(spec, names, layer, context, ops, make)
-        self._mlp_norm = RMSNorm(names.of_layer(layer, names.mlp_norm), size, eps, ops)
-        self._mlp = GatedMLP(spec, names, layer, context, ops, make)
-
-    def __call__(
-        self,
-        branch_TH: torch.Tensor | None,
-        residual_TH: torch.Tensor,
-        angles: Angles,
-        step: AttentionStep,
-        kv: LayerKV,
-    ) -> torch.Tensor:
-        """Adds the previous layer's MLP output (`branch`, None at a stage's start) and its own attention to the
-        residual, in place; returns its own MLP output for the next layer to add, fused with that layer's norm."""
-        x_TH = self._attention(self._attention_norm(branch_TH, residual_TH), angles, step, kv)
-        return self._mlp(self._mlp_norm(x_TH, residual_TH))
-
-    def linears(self) -> Iterator[AdaptableLinear]:
-        yield from self._attention.linears()
-        yield from self._mlp.linears()
-
-    def slots(self) -> Iterator[WeightSlot]:
-        yield from self._attention_norm.slots()
-        yield from self._attention.slots()
-        yield from self._mlp_norm.slots()
-        yield from self._mlp.slots()
+from workers.models.weight_names import all_tensor_names
 
 
 class Adapters(Protocol):

@@ -14,14 +14,13 @@ import logging
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
 from offload.weight_stream import WeightStream
 from workers.attention.backend import AttentionBackend, AttentionStep, KVTensors, RenewableStep
 from workers.kernels.cpu_calls import Arena, Recording, recording
-from workers.kernels.kv_quant import LayerKV
+from workers.models.decoder_layer import DecoderLayer
 from workers.models.forward_batch import ForwardBatch
 from workers.models.positions import Angles
 
@@ -30,19 +29,6 @@ MOST_ROWS = 64
 MOST_RECORDS = 64
 SIGHTINGS = 3
 """Steps of a kind that are run before one is recorded, which takes as long as repeating saves in about three."""
-
-
-class Layer(Protocol):
-    """Returns what the next layer adds to the residual, which it changes in place."""
-
-    def __call__(
-        self,
-        branch_TH: torch.Tensor | None,
-        residual_TH: torch.Tensor,
-        angles: Angles,
-        step: AttentionStep,
-        kv: LayerKV,
-    ) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +68,7 @@ class LayerLoop:
     they turn out to be such as cannot be repeated. `num_repeats`: steps that were."""
 
     def __init__(
-        self, layers: Sequence[Layer], stream: WeightStream, attention: AttentionBackend, may_repeat: bool
+        self, layers: Sequence[DecoderLayer], stream: WeightStream, attention: AttentionBackend, may_repeat: bool
     ) -> None:
         self._layers = layers
         self._stream = stream
