@@ -34,7 +34,7 @@ from cluster.engine_thread import EngineThread, SteppedEngine
 from cluster.group_engine import GroupEngine
 from cluster.group_sharing import GroupSharing
 from cluster.redis_replica import open_redis
-from cluster.routing.reports import Reports
+from cluster.routing.outstanding import by_gateway, cost_tokens, gateway_of
 from cluster.service import ServiceFacts, check_install
 from cluster.tenant_weights import TenantWeights
 from configs.errors import SettingsError
@@ -86,8 +86,7 @@ class Coordinator:
         self._epoch = time.time_ns() // 1_000_000
         self._model_name = model_name
         self._state: GroupState = "loading"
-        self._outstanding: dict[tuple[str, int], int] = {}
-        self._reports = Reports()
+        self._outstanding: dict[tuple[str, int], tuple[str, int]] = {}
         self._stopping = False
         self.engine_stats: EngineStats | None = None
         self._opened: asyncio.Future[None] = self._loop.create_future()
@@ -121,7 +120,7 @@ class Coordinator:
         request = msgspec.msgpack.decode(payload, type=GenerationRequest)
         key = (request.request_id, request.epoch)
         ended: asyncio.Future[Ended] = self._loop.create_future()
-        self._outstanding[key] = len(request.prompt_token_ids) + request.sampling.max_tokens * request.sampling.n
+        self._outstanding[key] = gateway_of(request), cost_tokens(request)
         adapters = self._sharing.adapters
         if adapters is not None:
             adapters.enter(request.adapter)
@@ -148,17 +147,17 @@ class Coordinator:
             raise RuntimeError(f"the engine's thread has not moved for {stuck_s:.0f} s")
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """For the routers of all gateways, every few seconds. on_device, on_host: keys of adapters."""
+        """For the routers of all gateways, every few seconds; Serve's controller passes on what differs from the last.
+        on_device, on_host: keys of adapters."""
         stats, adapters = self.engine_stats, self._sharing.adapters
         on_device, on_host = adapters.tiers() if adapters is not None else ([], [])
-        report = {
-            "outstanding_tokens": sum(self._outstanding.values()),
+        return {
+            "outstanding_tokens": by_gateway(self._outstanding.values()),
             "kv_used": stats.kv_usage if stats is not None else 0.0,
             "stalled_s": self._stalled_s(),
             "on_device": on_device,
             "on_host": on_host,
         }
-        return self._reports.numbered(report)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """For custom autoscaling policies; the default one counts the handle calls in flight."""
@@ -265,7 +264,7 @@ class Coordinator:
             rank_pids=list(self._engine.rank_pids),
             waiting=stats.waiting if stats is not None else 0,
             running=stats.running if stats is not None else 0,
-            outstanding_tokens=sum(self._outstanding.values()),
+            outstanding_tokens=sum(tokens for _, tokens in self._outstanding.values()),
             kv_used=stats.kv_usage if stats is not None else 0.0,
             stalled_s=self._stalled_s(),
             stats=msgspec.msgpack.encode(stats) if stats is not None else b"",

@@ -35,8 +35,9 @@ class GroupView(msgspec.Struct, frozen=True, kw_only=True):
 
 class RequestView(msgspec.Struct, frozen=True, kw_only=True):
     """What of a request matters for routing. `cost_tokens`: prompt + allowed output of all choices. adapter: its key
-    (residency.adapter_key), None without one."""
+    (residency.adapter_key), None without one. gateway: the one that sends it."""
 
     request_id: str
     cost_tokens: int
+    gateway: str = ""
     adapter: str | None = None

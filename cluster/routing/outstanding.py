@@ -1,10 +1,12 @@
-"""How many tokens each group still owes: counted exactly for this gateway, estimated for the others.
+"""How many tokens each group still owes this gateway, as it counts them itself.
 
-A group reports its total now and then. What was reported, less what this gateway had outstanding there when the report
-was first seen, belongs to other gateways. Kept by the Serve router; one per gateway process, one thread.
+What groups owe other gateways they report now and then, by gateway: a report is seconds old when it is read, so what it
+says of this gateway's own requests is left out. Kept by the Serve router; one per gateway process, one thread.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+from workers.messages import GenerationRequest
 
 
 class Outstanding:
@@ -13,7 +15,6 @@ class Outstanding:
     def __init__(self) -> None:
         self._calls: dict[str, tuple[str, int, float]] = {}
         self._here: dict[str, int] = {}
-        self._reports: dict[str, tuple[int, int]] = {}
 
     def begin(self, call_id: str, group: str, tokens: int, now_s: float) -> None:
         """A call goes to a group. A call that is routed again leaves its first group."""
@@ -39,20 +40,34 @@ class Outstanding:
                 return
             self.end(call_id)
 
-    def report(self, group: str, total: int, report_number: int) -> None:
-        """A group's own count; the same report may be seen many times."""
-        if self._reports.get(group, (-1, 0))[0] != report_number:
-            self._reports[group] = (report_number, max(0, total - self.here(group)))
-
     def here(self, group: str) -> int:
         return self._here.get(group, 0)
-
-    def elsewhere(self, group: str) -> int:
-        return self._reports.get(group, (-1, 0))[1]
 
     def keep_only(self, groups: Iterable[str]) -> None:
         """Forgets groups that are gone, and the calls that went to them."""
         alive = set(groups)
         self._here = {g: n for g, n in self._here.items() if g in alive}
-        self._reports = {g: r for g, r in self._reports.items() if g in alive}
         self._calls = {c: entry for c, entry in self._calls.items() if entry[0] in alive}
+
+
+def by_gateway(owed: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """A group's report of (gateway, tokens) of all requests that have not ended."""
+    total: dict[str, int] = {}
+    for gateway, tokens in owed:
+        total[gateway] = total.get(gateway, 0) + tokens
+    return total
+
+
+def elsewhere(reported: Mapping[str, int], gateway: str) -> int:
+    """Of what a group reported, what `gateway` did not send."""
+    return sum(tokens for name, tokens in reported.items() if name != gateway)
+
+
+def gateway_of(request: GenerationRequest) -> str:
+    """Names this life of the gateway that sent it."""
+    return request.reply_to.nonce if request.reply_to is not None else ""
+
+
+def cost_tokens(request: GenerationRequest) -> int:
+    """Prompt once, and the most output that all choices may produce."""
+    return len(request.prompt_token_ids) + request.sampling.max_tokens * request.sampling.n

@@ -1,4 +1,4 @@
-"""Which group holds which adapter: as the groups report it now and then, and as this gateway's own choices imply.
+"""Where a group has an adapter: as it reports it now and then, and as this gateway's own choices imply.
 
 A group that was just sent a request loads the adapter that it names; until its report has caught up that counts as on
 its device, or a burst for one adapter would make every group load it. Kept by the Serve router; one per gateway
@@ -35,16 +35,10 @@ def home_of(key: str, groups: Iterable[str]) -> str:
 
 
 class Residency:
-    """Adapter keys by group."""
+    """What this gateway sent where, by group and adapter key."""
 
     def __init__(self) -> None:
-        self._reports: dict[str, tuple[int, frozenset[str], frozenset[str]]] = {}
         self._sent: dict[tuple[str, str], float] = {}
-
-    def report(self, group: str, report_number: int, on_device: Collection[str], on_host: Collection[str]) -> None:
-        """A group's own word; the same report may be seen many times."""
-        if self._reports.get(group, (-1,))[0] != report_number:
-            self._reports[group] = (report_number, frozenset(on_device), frozenset(on_host))
 
     def sent(self, group: str, key: str, now_s: float) -> None:
         """A request that names the adapter goes to the group."""
@@ -56,9 +50,10 @@ class Residency:
                 return
             del self._sent[oldest]
 
-    def tier(self, group: str, key: str, now_s: float) -> Tier:
-        """DEVICE, HOST or NONE: a home is only known among all groups."""
-        _, on_device, on_host = self._reports.get(group, (-1, frozenset(), frozenset()))
+    def tier(
+        self, group: str, key: str, now_s: float, on_device: Collection[str] = (), on_host: Collection[str] = ()
+    ) -> Tier:
+        """DEVICE, HOST or NONE: a home is only known among all groups. on_device, on_host: the group's last word."""
         if key in on_device or now_s - self._sent.get((group, key), float("-inf")) <= EXPECTED_S:
             return Tier.DEVICE
         return Tier.HOST if key in on_host else Tier.NONE
@@ -66,5 +61,4 @@ class Residency:
     def keep_only(self, groups: Iterable[str]) -> None:
         """Forgets groups that are gone."""
         alive = set(groups)
-        self._reports = {group: report for group, report in self._reports.items() if group in alive}
         self._sent = {key: at for key, at in self._sent.items() if key[0] in alive}

@@ -6,14 +6,14 @@ leave the caller hanging for ever, so each hook is guarded and falls back to "no
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from cluster.routing.group_view import GroupView, RequestView
-from cluster.routing.outstanding import Outstanding
+from cluster.routing.outstanding import Outstanding, cost_tokens, elsewhere, gateway_of
 from cluster.routing.policy import AdapterAffinity, best_first
 from cluster.routing.residency import Residency, Tier, adapter_key, home_of
 from workers.messages import GenerationRequest
@@ -43,9 +43,9 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
             self._outstanding.forget_older_than(time.monotonic() - LONGEST_CALL_S)
             vanished = pending_request.kwargs.get("vanished", ())
             request = self._request_view(pending_request)
-            views = [self._view(replica, vanished) for replica in candidate_replicas]
+            views = [self._view(replica, request, vanished) for replica in candidate_replicas]
             if request.adapter is not None:
-                views = self._with_tiers(views, request.adapter)
+                views = self._with_home(views, request.adapter)
             order = best_first(self._policy, views, request)
             self._begin(pending_request, views[order[0]].group, request)
             return [[candidate_replicas[i]] for i in order]
@@ -78,38 +78,39 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
         if request.adapter is not None:
             self._residency.sent(group, request.adapter, now_s)
 
-    def _view(self, replica: RunningReplica, vanished: Sequence[str]) -> GroupView:
+    def _view(self, replica: RunningReplica, request: RequestView, vanished: Sequence[str]) -> GroupView:
         group = replica.replica_id.unique_id
         stats = replica.routing_stats
-        if stats:
-            number = int(stats["report_number"])
-            self._outstanding.report(group, int(stats["outstanding_tokens"]), number)
-            self._residency.report(group, number, stats.get("on_device", ()), stats.get("on_host", ()))
         return GroupView(
             group=group,
             outstanding_here=self._outstanding.here(group),
-            outstanding_elsewhere=self._outstanding.elsewhere(group),
+            outstanding_elsewhere=elsewhere(stats["outstanding_tokens"], request.gateway) if stats else 0,
             kv_used=float(stats["kv_used"]) if stats else 0.0,
             stalled_s=float(stats.get("stalled_s", 0.0)) if stats else 0.0,
             vanished=group in vanished,
+            adapter=self._tier(group, request.adapter, stats or {}),
         )
 
-    def _with_tiers(self, views: list[GroupView], key: str) -> list[GroupView]:
-        """The same, knowing where each has the adapter."""
-        now_s, home = time.monotonic(), home_of(key, (view.group for view in views))
-        tiers = [self._residency.tier(view.group, key, now_s) for view in views]
-        homed = [Tier.HOME if t is Tier.NONE and v.group == home else t for v, t in zip(views, tiers, strict=True)]
-        return [msgspec.structs.replace(v, adapter=t) for v, t in zip(views, homed, strict=True)]
+    def _tier(self, group: str, key: str | None, stats: Mapping[str, Any]) -> Tier:
+        if key is None:
+            return Tier.NONE
+        return self._residency.tier(group, key, time.monotonic(), stats.get("on_device", ()), stats.get("on_host", ()))
+
+    def _with_home(self, views: list[GroupView], key: str) -> list[GroupView]:
+        """The same, knowing which would be the one to load the adapter."""
+        home = home_of(key, (view.group for view in views))
+        return [
+            msgspec.structs.replace(view, adapter=Tier.HOME)
+            if view.adapter is Tier.NONE and view.group == home
+            else view
+            for view in views
+        ]
 
     def _request_view(self, pending_request: PendingRequest) -> RequestView:
         request = self._decode(pending_request.args[0])
         return RequestView(
             request_id=request.request_id,
             cost_tokens=cost_tokens(request),
+            gateway=gateway_of(request),
             adapter=adapter_key(request.adapter.digest) if request.adapter is not None else None,
         )
-
-
-def cost_tokens(request: GenerationRequest) -> int:
-    """Prompt once, and the most output that all choices may produce."""
-    return len(request.prompt_token_ids) + request.sampling.max_tokens * request.sampling.n

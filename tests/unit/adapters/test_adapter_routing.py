@@ -66,15 +66,17 @@ def test_homes_spread_evenly_and_stay_when_a_group_goes() -> None:
 
 def test_a_report_says_where_an_adapter_is() -> None:
     residency = Residency()
-    residency.report("a", 1, ["x"], ["y"])
-    assert [residency.tier("a", key, 0.0) for key in "xyz"] == [Tier.DEVICE, Tier.HOST, Tier.NONE]
-    assert residency.tier("b", "x", 0.0) is Tier.NONE
-    residency.report("a", 1, [], [])  # the same report, seen again
-    assert residency.tier("a", "x", 0.0) is Tier.DEVICE
-    residency.report("a", 2, ["y"], [])
-    assert [residency.tier("a", key, 0.0) for key in "xyz"] == [Tier.NONE, Tier.DEVICE, Tier.NONE]
+    residency.sent("a", "z", -100.0)
+    tiers = [residency.tier("a", key, 0.0, on_device=["x"], on_host=["y", "x"]) for key in "xyz"]
+    assert tiers == [Tier.DEVICE, Tier.HOST, Tier.NONE]
+
+
+def test_what_was_sent_to_a_group_that_is_gone_is_forgotten() -> None:
+    residency = Residency()
+    for group in "ab":
+        residency.sent(group, "x", 0.0)
     residency.keep_only(["b"])
-    assert residency.tier("a", "y", 0.0) is Tier.NONE
+    assert [residency.tier(group, "x", 0.0) for group in "ab"] == [Tier.NONE, Tier.DEVICE]
 
 
 def test_what_was_sent_counts_until_a_report_could_say_so() -> None:
@@ -98,6 +100,7 @@ class _Group:
     def __init__(self, name: str) -> None:
         self.name = name
         self.held: OrderedDict[str, None] = OrderedDict()
+        self.reported: list[str] = []
         self.work = 0.0
         self.most_work = 0.0
         self.loads = 0
@@ -127,16 +130,18 @@ class Outcome:
         self.holders: Counter[str] = Counter()
         keys = [f"k{i:03}" for i in range(adapters)]
         weights = [1 / (rank + 1) ** skew for rank in range(adapters)]
-        residency, now_s, reported_s, number = Residency(), 0.0, -9.0, 0
+        residency, now_s, reported_s = Residency(), 0.0, -9.0
+        self.reports = 0
         for _ in range(requests):
             passed_s = rng.expovariate(0.6 * 4 * _Group.RATE / 200)
             now_s += passed_s
             for group in self.groups:
                 group.pass_time(passed_s)
             if now_s - reported_s >= 2.0:
-                reported_s, number = now_s, number + 1
+                reported_s = now_s
+                self.reports += 1
                 for group in self.groups:
-                    residency.report(group.name, number, group.held, ())
+                    group.reported = list(group.held)
                     self.holders.update(group.held.keys())
             (key,) = rng.choices(keys, weights)
             chosen = self._route(policy, residency, key, now_s)
@@ -144,7 +149,6 @@ class Outcome:
             chosen.take(key, 200)
         self.loads = sum(group.loads for group in self.groups)
         self.most_work = max(group.most_work for group in self.groups)
-        self.reports = number
 
     def mean_holders(self, first: int, last: int) -> float:
         """How many groups held each of these adapters, over all reports."""
@@ -154,7 +158,7 @@ class Outcome:
         home = home_of(key, (group.name for group in self.groups))
         views = []
         for group in self.groups:
-            tier = residency.tier(group.name, key, now_s)
+            tier = residency.tier(group.name, key, now_s, group.reported)
             tier = Tier.HOME if tier is Tier.NONE and group.name == home else tier
             views.append(GroupView(group=group.name, outstanding_here=int(group.work), adapter=tier))
         request = RequestView(request_id="r", cost_tokens=200, adapter=key)

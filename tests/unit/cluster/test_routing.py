@@ -1,13 +1,13 @@
 """Policies on views, and the count of outstanding tokens behind them."""
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.routing.group_view import GroupView, RequestView
-from cluster.routing.outstanding import Outstanding
+from cluster.routing.outstanding import Outstanding, by_gateway, cost_tokens, elsewhere, gateway_of
 from cluster.routing.policy import LeastOutstandingTokens, best_first
-from cluster.routing.serve_router import cost_tokens
-from workers.messages import GenerationRequest, SamplingParams
+from workers.messages import GenerationRequest, ReplyTo, SamplingParams
 
 REQUEST = RequestView(request_id="r", cost_tokens=10)
 
@@ -41,25 +41,24 @@ def test_cost_counts_the_prompt_once_and_every_choice() -> None:
     assert cost_tokens(request) == 3 + 28
 
 
-def test_reports_of_others_exclude_what_is_ours() -> None:
-    outstanding = Outstanding()
-    outstanding.begin("c1", "g", 100, 0.0)
-    outstanding.report("g", 130, 1)
-    assert (outstanding.here("g"), outstanding.elsewhere("g")) == (100, 30)
-    outstanding.end("c1")
-    outstanding.report("g", 130, 1)  # the same report, seen again
-    assert (outstanding.here("g"), outstanding.elsewhere("g")) == (0, 30)
-    outstanding.report("g", 20, 2)
-    assert outstanding.elsewhere("g") == 20
+def test_a_report_counts_for_the_gateways_that_did_not_send_it() -> None:
+    reported = by_gateway([("g1", 100), ("g2", 30), ("g1", 5)])
+    assert [elsewhere(reported, gateway) for gateway in ("g1", "g2", "g3")] == [30, 105, 135]
+    assert elsewhere({}, "g1") == 0
+
+
+def test_a_gateway_is_known_by_its_life() -> None:
+    request = GenerationRequest(request_id="r", prompt_token_ids=[1], sampling=SamplingParams(max_tokens=1))
+    assert gateway_of(request) == ""
+    assert gateway_of(msgspec.structs.replace(request, reply_to=ReplyTo("tcp://x", "life2"))) == "life2"
 
 
 def test_groups_that_are_gone_are_forgotten() -> None:
     outstanding = Outstanding()
     outstanding.begin("c1", "g", 5, 0.0)
     outstanding.begin("c2", "h", 7, 0.0)
-    outstanding.report("g", 9, 1)
     outstanding.keep_only(["h"])
-    assert (outstanding.here("g"), outstanding.elsewhere("g"), outstanding.here("h")) == (0, 0, 7)
+    assert (outstanding.here("g"), outstanding.here("h")) == (0, 7)
     outstanding.end("c1")
     assert outstanding.here("g") == 0
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from cluster.routing.serve_router import GroupRouter
-from workers.messages import AdapterRef, GenerationRequest, SamplingParams
+from workers.messages import AdapterRef, GenerationRequest, ReplyTo, SamplingParams
 
 ONE = "0123456789abcdef" * 4
 
@@ -18,13 +18,19 @@ def replica(name: str, **stats: Any) -> Any:
 
 
 def pending(
-    call: str, max_tokens: int, payload: bytes | None = None, adapter: str | None = None, **options: Any
+    call: str,
+    max_tokens: int,
+    payload: bytes | None = None,
+    adapter: str | None = None,
+    gateway: str = "me",
+    **options: Any,
 ) -> Any:
     request = GenerationRequest(
         request_id=call,
         prompt_token_ids=[1],
         sampling=SamplingParams(max_tokens=max_tokens),
         adapter=AdapterRef(name="x", digest=adapter, source="/x") if adapter is not None else None,
+        reply_to=ReplyTo("tcp://127.0.0.1:1", gateway),
     )
     return SimpleNamespace(
         args=[payload if payload is not None else msgspec.msgpack.encode(request)],
@@ -60,11 +66,11 @@ def test_long_answers_keep_others_away_until_they_end(router: GroupRouter) -> No
 
 
 def test_a_group_that_reports_a_stall_is_avoided_until_it_moves(router: GroupRouter) -> None:
-    def report(number: int, stalled_s: float) -> Any:
-        return replica("a", outstanding_tokens=0, report_number=number, kv_used=0.0, stalled_s=stalled_s)
+    def report(stalled_s: float) -> Any:
+        return replica("a", outstanding_tokens={}, kv_used=0.0, stalled_s=stalled_s)
 
-    assert chosen(router, [report(1, 3.0), replica("b")], pending("c1", 100)) == ["b", "a"]
-    assert chosen(router, [report(2, 0.0), replica("b")], pending("c2", 100)) == ["a", "b"]
+    assert chosen(router, [report(3.0), replica("b")], pending("c1", 100)) == ["b", "a"]
+    assert chosen(router, [report(0.0), replica("b")], pending("c2", 100)) == ["a", "b"]
 
 
 def test_a_group_that_has_vanished_is_the_last_choice(router: GroupRouter) -> None:
@@ -87,18 +93,28 @@ def test_a_request_that_another_group_took_counts_there(router: GroupRouter) -> 
 
 
 def test_what_other_gateways_sent_counts(router: GroupRouter) -> None:
-    a = replica("a", outstanding_tokens=500, report_number=1, kv_used=0.5)
-    b = replica("b", outstanding_tokens=20, report_number=1, kv_used=0.9)
+    a = replica("a", outstanding_tokens={"you": 300, "them": 200}, kv_used=0.5)
+    b = replica("b", outstanding_tokens={"you": 20}, kv_used=0.9)
     assert chosen(router, [a, b], pending("c", 5)) == ["b", "a"]
 
 
+def test_a_report_that_is_first_seen_after_its_requests_ended_keeps_nobody_away(router: GroupRouter) -> None:
+    """Serve's controller brings reports seconds late, and this gateway looks at them when it has a request to route."""
+    replicas = [replica("a"), replica("b")]
+    assert [chosen(router, replicas, pending(f"c{i}", 100))[0] for i in range(2)] == ["a", "b"]
+    for name, call in (("a", "c0"), ("b", "c1")):
+        router.on_request_completed(replica(name).replica_id, call)
+    late = [replica("a", outstanding_tokens={"me": 101}, kv_used=0.5), replica("b", outstanding_tokens={}, kv_used=0.0)]
+    assert [chosen(router, late, pending(f"d{i}", 10))[0] for i in range(4)] == ["a", "b", "a", "b"]
+
+
 def test_a_request_goes_where_its_adapter_is_reported(router: GroupRouter) -> None:
-    def report(name: str, number: int, tokens: int = 0, **adapters: list[str]) -> Any:
-        return replica(name, outstanding_tokens=tokens, report_number=number, kv_used=0.0, **adapters)
+    def report(name: str, tokens: int = 0, **adapters: list[str]) -> Any:
+        return replica(name, outstanding_tokens={"you": tokens}, kv_used=0.0, **adapters)
 
     key = ONE[:16]
-    none, host = report("a", 1), report("b", 1, on_device=[], on_host=[key])
-    device = report("c", 1, tokens=50, on_device=[key], on_host=[])
+    none, host = report("a"), report("b", on_device=[], on_host=[key])
+    device = report("c", tokens=50, on_device=[key], on_host=[])
     assert chosen(router, [none, host, device], pending("c1", 100, adapter=ONE)) == ["c", "b", "a"]
     assert chosen(router, [none, host, device], pending("c2", 100)) == ["a", "b", "c"], "without one, by tokens"
 
