@@ -6,6 +6,7 @@ Under `serve run` requests arrive through Serve's proxy. Under `tandem serve` th
 
 import asyncio
 import logging
+import os
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,19 +15,23 @@ from typing import Any
 
 import ray
 from fastapi import FastAPI
+from prometheus_client import generate_latest
 from ray import serve
 
 from cluster.adapters.desk import AdapterDesk
 from cluster.adapters.limits import adapter_limit
 from cluster.adapters.opening import open_desk, tend
 from cluster.coordination import keys
+from cluster.coordination.beat import Beat
 from cluster.coordination.changes import Announcements, Changes
 from cluster.coordination.client import BackgroundClient, RedisAway
+from cluster.coordination.gateways import GatewayRecord, gateway_beat
 from cluster.coordination.moving_redis import MovingRedis
 from cluster.coordination.registry import FleetView, StartFailure, report_start_failure
 from cluster.frozen_groups import FrozenGroups, RayRemote
 from cluster.gateway.app import build_gateway_app, build_gateway_state
 from cluster.gateway.draining import LAST_WORDS_S, shutting_down
+from cluster.gateway.peers import Together
 from cluster.group_client import GroupClient
 from cluster.http_server import QuietServer, make_server
 from cluster.metrics import decode_stats
@@ -52,6 +57,7 @@ class Gateway:
         check_install(facts)
         self._settings = settings
         self._facts = facts
+        self._id = serve.get_replica_context().replica_id.unique_id
         # no request waits for the fleet, so a loop that is busy with tokens may take its time to read it
         self._redis = await open_redis(facts, redis, lambda url: BackgroundClient(url, timeout_s=1.0, retries=1))
         bases = settings.engine.model.served_model_name[:1]
@@ -75,12 +81,20 @@ class Gateway:
         self._server: QuietServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self._tending: list[asyncio.Task[None]] = []
+        self._beat: Beat[GatewayRecord] | None = None
+        self._was_ready = False
         try:
             self._adapters = await open_desk(settings, self._redis, facts.service_id, self._most_adapters)
             if self._adapters is not None:
                 self._tending = tend(self._adapters, settings, self._changes)
+            several = settings.gateway.num_gateways > 1
             self._state = build_gateway_state(
-                settings, self._client, self._tenants, self._adapters, open_port=facts.open_port
+                settings,
+                self._client,
+                self._tenants,
+                self._adapters,
+                open_port=facts.open_port,
+                peers=Together(self._redis, facts.service_id, self._id) if several else None,
             )
         except Exception as error:
             await self._report_failure(error)
@@ -91,6 +105,9 @@ class Gateway:
         app = build_gateway_app(self._state)
         if self._facts.open_port:
             await self._open_port(app)
+        if self._settings.gateway.num_gateways > 1:  # from now on its requests count
+            self._beat = gateway_beat(self._redis, self._facts.service_id, self._record)
+            self._tending.append(asyncio.get_running_loop().create_task(self._beat.run(), name="gateway beat"))
         return app
 
     async def drain(self) -> int:
@@ -131,9 +148,15 @@ class Gateway:
             await self._adapters.kept.save()
         await self._state.tasks.wait_idle(LAST_WORDS_S)  # owners settle what has ended
         await self._tenants.close()
+        if self._beat is not None:
+            with suppress(RedisAway):
+                await self._beat.leave()
         await self._redis.close()
 
     def _look_after(self) -> None:
+        if self._beat is not None and self._was_ready != self._client.ready():
+            self._was_ready = not self._was_ready
+            self._beat.hurry()
         self._client.lose_silent()
         self._frozen.turn()
 
@@ -147,6 +170,18 @@ class Gateway:
         await self._tenants.seed()
         if self._adapters is not None:
             await self._adapters.registry.reseed()
+
+    def _record(self) -> GatewayRecord:
+        metrics = self._state.metrics
+        return GatewayRecord(
+            gateway=self._id,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            ready=self._client.ready(),
+            in_hand=self._state.draining.in_hand,
+            metrics=generate_latest(metrics.registry),
+            tenant_metrics=generate_latest(metrics.tenants),
+        )
 
     async def _open_port(self, app: FastAPI) -> None:
         gateway = self._settings.gateway

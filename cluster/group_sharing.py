@@ -14,8 +14,7 @@ from cluster.adapters.reconcile import GroupAdapters
 from cluster.coordination import keys
 from cluster.coordination.changes import Announcements, NoAnnouncements
 from cluster.coordination.charges import ChargeExchange, Charges
-from cluster.coordination.client import RedisAway
-from cluster.coordination.registry import Commands
+from cluster.coordination.client import Commands, RedisAway
 from cluster.engine_thread import EngineThread, SteppedEngine
 from configs.schema import LoraSettings
 from workers.messages import AdapterRef

@@ -124,8 +124,9 @@ class Launcher:
             self._told.started()  # others' Ray does not die with us, and must not keep our application
         with self._phase("serve", "starting Ray Serve ..."):
             app.deploy()
-        groups = _groups(min_groups(self._settings))
-        with self._phase("groups", f"starting the gateway and {groups}, loading weights ..."):
+        groups, count = _groups(min_groups(self._settings)), self._settings.gateway.num_gateways
+        gateways = "the gateway" if count == 1 else f"{count} gateways"
+        with self._phase("groups", f"starting {gateways} and {groups}, loading weights ..."):
             choices = app.wait_until_ready(self._restart_helpers)
         for choice in choices:
             self._say.line(choice)

@@ -23,11 +23,11 @@ from cluster.coordination import keys
 from cluster.coordination.changes import Changes
 from cluster.coordination.client import BackgroundClient, RedisAway
 from cluster.coordination.registry import (
-    GroupBeat,
     GroupRecord,
     GroupState,
     StartFailure,
     channel_name,
+    group_beat,
     report_start_failure,
 )
 from cluster.engine_thread import EngineThread, SteppedEngine
@@ -91,7 +91,7 @@ class Coordinator:
         self.engine_stats: EngineStats | None = None
         self._opened: asyncio.Future[None] = self._loop.create_future()
         self._redis = await open_redis(facts, redis, BackgroundClient)
-        self._beat = GroupBeat(self._redis, facts.service_id, self._record)
+        self._beat = group_beat(self._redis, facts.service_id, self._record)
         self._beating = self._loop.create_task(self._beat.run(), name="group beat")
         placement_group = ray.util.get_current_placement_group()
         self._engine = GroupEngine(settings, facts, self._group, placement_group, lambda m: self._thread.lose(m))

@@ -14,6 +14,7 @@ from ray.serve.schema import ApplicationStatus
 
 from cluster.app import build_app
 from cluster.coordination.client import BackgroundClient, RedisAway
+from cluster.coordination.gateways import read_gateways
 from cluster.coordination.registry import FleetView, GroupRecord, read_start_failure
 from cluster.gateway.draining import CUT_OFF_S
 from cluster.metrics import decode_stats
@@ -56,7 +57,7 @@ class ServeApp:
         return choices
 
     def requests_in_hand(self) -> int | None:
-        """What the gateway is busy with; None when it does not say in time."""
+        """What the gateways are busy with; None when none says in time."""
         answer = self._get("/load")
         return None if answer is None else int(json.loads(answer)["http_requests_in_hand"])
 
@@ -101,7 +102,7 @@ class ServeApp:
         try:
             while True:
                 await fleet.refresh()
-                if self._all_ready(list(fleet.records.values())):
+                if self._groups_serve(list(fleet.records.values())) and await self._gateways_answer(redis):
                     return [line for record in fleet.records.values() for line in self._choices(record)]
                 await self._raise_failure(redis)
                 if time.monotonic() - checked_s >= SLOW_POLL_S:
@@ -114,9 +115,16 @@ class ServeApp:
         finally:
             await redis.close()
 
-    def _all_ready(self, records: list[GroupRecord]) -> bool:
-        serving = sum(record.state == "serving" for record in records)
-        return serving >= min_groups(self._settings) and self._get("/readyz") is not None
+    def _groups_serve(self, records: list[GroupRecord]) -> bool:
+        return sum(record.state == "serving" for record in records) >= min_groups(self._settings)
+
+    async def _gateways_answer(self, redis: BackgroundClient) -> bool:
+        """One answers here; of several each has written that it is ready."""
+        count = self._settings.gateway.num_gateways
+        with suppress(RedisAway):
+            ready = [] if count == 1 else [r for r in await read_gateways(redis, self._facts.service_id) if r.ready]
+            return (count == 1 or len(ready) >= count) and self._get("/readyz") is not None
+        return False
 
     def _get(self, path: str) -> bytes | None:
         """The gateway's answer; None when it is not 200, or does not come in time."""

@@ -5,7 +5,7 @@ Called by cluster/group_sharing.py when a change is announced, and each second o
 
 from collections.abc import Mapping
 
-from cluster.coordination.registry import Commands
+from cluster.coordination.client import Commands
 from cluster.tenants.store import Mark, TenantStore, read_weights
 
 

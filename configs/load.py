@@ -33,7 +33,15 @@ SERVE_IMPORT = "cluster.app:build"
 """The import_path of our application in a Ray Serve file."""
 LORA_KEYS = {"dynamic_lora_loading_path": "lora_watch_dir", "max_num_adapters_per_replica": "max_cpu_loras"}
 """Ray Serve LLM's names for ours."""
-GATEWAY_KEYS = ("api_key", "admin_api_key", "state_dir", "usage_days", "metrics_prefix", "queue_timeout")
+GATEWAY_KEYS = (
+    "api_server_count",
+    "api_key",
+    "admin_api_key",
+    "state_dir",
+    "usage_days",
+    "metrics_prefix",
+    "queue_timeout",
+)
 LORA_SIZES = ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_memory_bytes")
 AUTOSCALING_KEYS = (
     "min_replicas",

@@ -161,6 +161,9 @@ OPTIONS: tuple[Option, ...] = (
            lambda v: 0 <= v < 2**20, "at least 0"),
     Option("host", "gateway.host", str, HTTP, "Address to listen on."),
     Option("port", "gateway.port", int, HTTP, "Port to listen on.", _port, "from 1 to 65535"),
+    Option("api_server_count", "gateway.num_gateways", int, HTTP,
+           "Gateways: HTTP processes that share the port and the work of tokenizing and streaming.",
+           lambda v: 1 <= v <= 64, "from 1 to 64"),
     Option("api_key", "gateway.api_keys", tuple[str, ...], HTTP, "Key(s) clients must send. Default: open."),
     Option("admin_api_key", "gateway.admin_keys", tuple[str, ...], HTTP,
            "Key(s) for /admin and loading adapters. Default: without any key at all, open on loopback only; "

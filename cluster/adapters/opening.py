@@ -15,8 +15,7 @@ from cluster.adapters.registry import AdapterRegistry
 from cluster.adapters.sources import modules_of
 from cluster.adapters.watch import FolderWatch
 from cluster.coordination.changes import Announcements, NoAnnouncements
-from cluster.coordination.client import RedisAway
-from cluster.coordination.registry import Commands
+from cluster.coordination.client import Commands, RedisAway
 from configs.schema import ServiceSettings
 
 log = logging.getLogger("tandem.adapters")

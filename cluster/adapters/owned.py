@@ -4,7 +4,7 @@ import msgspec
 
 from cluster.adapters.entries import AdapterEntry
 from cluster.coordination import keys
-from cluster.coordination.registry import Commands
+from cluster.coordination.client import Commands
 
 
 async def adapters_of(redis: Commands, tenant: str) -> list[str]:

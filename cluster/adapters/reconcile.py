@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 
 from cluster.adapters.registry import AdapterRegistry
 from cluster.coordination.changes import Announcements, NoAnnouncements
-from cluster.coordination.registry import AdapterReport, Commands
+from cluster.coordination.client import Commands
+from cluster.coordination.registry import AdapterReport
 from cluster.routing.residency import adapter_key
 from workers.messages import AdapterRef
 

@@ -19,8 +19,7 @@ import msgspec
 from cluster.adapters.entries import AdapterEntry, BaseFacts
 from cluster.coordination import keys
 from cluster.coordination.changes import ANNOUNCE, Announcements, NoAnnouncements, announcement
-from cluster.coordination.client import Part, RedisAway
-from cluster.coordination.registry import Commands
+from cluster.coordination.client import Commands, Part, RedisAway
 
 log = logging.getLogger("tandem.adapters")
 POLL_S = 0.5

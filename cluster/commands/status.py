@@ -12,6 +12,7 @@ from configs.errors import TandemError
 
 if TYPE_CHECKING:
     from cluster.adapters.entries import AdapterEntry
+    from cluster.coordination.gateways import GatewayRecord
     from cluster.coordination.registry import GroupRecord
     from cluster.run_files import RunFile
 
@@ -20,9 +21,10 @@ Url = Annotated[str | None, typer.Option("--url", help="Only the service at this
 
 
 class _Reading(NamedTuple):
-    """A service at one moment. running: requests of each tenant, None where nobody counts them."""
+    """A service at one moment. gateways: none where there is one only. running: requests of each tenant, None where nobody counts them."""
 
     groups: "Sequence[GroupRecord]"
+    gateways: "Sequence[GatewayRecord]"
     redis_away: bool
     adapters: "Sequence[AdapterEntry]"
     running: Mapping[str, int | None]
@@ -39,6 +41,8 @@ def status(url: Url = None) -> None:
         now = asyncio.run(_read(run))
         also = f"{', stopping' if run.stopping else ''}{', Redis is away' if now.redis_away else ''}"
         typer.echo(f"{run.model} on {run.url} (pid {run.pid}){also}")
+        for gateway in now.gateways:
+            typer.echo(f"  gateway {gateway.gateway}  requests in hand {gateway.in_hand}  pid {gateway.pid}")
         for record in now.groups:
             typer.echo(
                 f"  group {record.group}  {record.state}  running {record.running}  waiting {record.waiting}  "
@@ -74,6 +78,7 @@ def _places(entry: "AdapterEntry", now: _Reading) -> str:
 async def _read(run: "RunFile") -> _Reading:
     from cluster.adapters.registry import AdapterRegistry
     from cluster.coordination.client import BackgroundClient, RedisAway
+    from cluster.coordination.gateways import GatewayRecord, read_gateways
     from cluster.coordination.registry import FleetView
     from cluster.tenants.overview import running_requests
 
@@ -82,9 +87,12 @@ async def _read(run: "RunFile") -> _Reading:
         fleet = FleetView(redis, run.service_id)
         await fleet.refresh()
         registry, running = AdapterRegistry(redis, run.model), dict[str, int | None]()
+        gateways: list[GatewayRecord] = []
         with suppress(RedisAway):
+            gateways = await read_gateways(redis, run.service_id)
             await registry.refresh()
             running = await running_requests(redis)
-        return _Reading(list(fleet.records.values()), fleet.redis_away, list(registry.entries.values()), running)
+        groups, adapters = list(fleet.records.values()), list(registry.entries.values())
+        return _Reading(groups, gateways, fleet.redis_away, adapters, running)
     finally:
         await redis.close()

@@ -12,8 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 import msgspec
 
 from cluster.coordination import keys
-from cluster.coordination.client import Part, RedisAway
-from cluster.coordination.registry import Commands
+from cluster.coordination.client import Commands, Part, RedisAway
 
 log = logging.getLogger("tandem.fairness")
 Charges = Mapping[str, float]

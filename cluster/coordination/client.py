@@ -10,7 +10,7 @@ import hashlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import redis
 import redis.asyncio as redis_asyncio
@@ -30,6 +30,14 @@ _CONNECTION_ERRORS = (redis.ConnectionError, redis.TimeoutError, redis.BusyLoadi
 class RedisAway(Exception):
     """Redis did not answer in time, cannot be reached, refused the command (memory or disk full, no permission), or has
     lost its data. The service goes on without it."""
+
+
+class Commands(Protocol):
+    """What most of those who keep something in Redis need of a client."""
+
+    async def command(self, *parts: Part) -> object: ...
+
+    async def pipeline(self, commands: list[list[Part]]) -> list[object]: ...
 
 
 class RequestClient:

@@ -10,7 +10,7 @@ SENTINEL = "tandem:initialized"
 between. No TTL. Owner: whoever seeds."""
 
 GROUP_RECORD_TTL_MS = 3000
-GROUP_SET_TTL_S = 3600
+GATEWAY_RECORD_TTL_MS = 10_000
 START_FAILURE_TTL_S = 600
 
 
@@ -22,6 +22,16 @@ def groups(service: str) -> str:
 def group(service: str, group_id: str) -> str:
     """GroupRecord (msgpack) of one group. PX 3000, written each second. Owner: that group's coordinator."""
     return f"tandem:{service}:group:{group_id}"
+
+
+def gateways(service: str) -> str:
+    """Set of gateway ids, where a service has several. TTL 1 h, renewed by every beat. Owner: gateways."""
+    return f"tandem:{service}:gateways"
+
+
+def gateway(service: str, gateway_id: str) -> str:
+    """GatewayRecord (msgpack) of one of several gateways. PX 10 s, written every 2 s. Owner: that gateway."""
+    return f"tandem:{service}:gateway:{gateway_id}"
 
 
 def start_failure(service: str) -> str:

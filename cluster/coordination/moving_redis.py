@@ -9,8 +9,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
-from cluster.coordination.client import Part, RedisAway
-from cluster.coordination.registry import Commands
+from cluster.coordination.client import Commands, Part, RedisAway
 
 log = logging.getLogger("tandem.redis")
 T = TypeVar("T")

@@ -1,6 +1,6 @@
 """The fleet as Redis sees it: each group writes its record once a second, everyone reads them in one round trip.
 
-GroupBeat runs in a coordinator, FleetView in a gateway and in `tandem status`. A record that is not renewed for 3 s is
+group_beat runs in a coordinator, FleetView in a gateway and in `tandem status`. A record that is not renewed for 3 s is
 gone. When Redis is away FleetView keeps the last fleet it saw, and for 3 s after, when what it reads may be incomplete;
 no request waits on this file.
 """
@@ -10,16 +10,15 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
 from cluster.coordination import keys
-from cluster.coordination.client import Part, RedisAway
+from cluster.coordination.beat import Beat, Place
+from cluster.coordination.client import Commands, Part, RedisAway
 
 log = logging.getLogger("tandem.registry")
-LEAST_PERIOD_S = 0.1
 PERIOD_S, CALM_PERIOD_S = 0.5, 1.0
 """Between two looks at the fleet."""
 STALLED_AFTER_S = 10.0
@@ -27,14 +26,6 @@ SLOW_ANSWER_S = 1.0
 VANISHED_KEPT_S = 120.0
 RECORD_TTL_S = keys.GROUP_RECORD_TTL_MS / 1000
 GroupState = Literal["loading", "serving", "draining"]
-
-
-class Commands(Protocol):
-    """What this file needs of a Redis client."""
-
-    async def command(self, *parts: Part) -> object: ...
-
-    async def pipeline(self, commands: list[list[Part]]) -> list[object]: ...
 
 
 class AdapterReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,58 +76,16 @@ class StartFailure(msgspec.Struct, frozen=True, kw_only=True):
     flag: str | None = None
 
 
-class GroupBeat:
-    """Writes one group's record each second until it is cancelled."""
+def group_beat(
+    redis: Commands, service: str, read: Callable[[], GroupRecord], period_s: float = 1.0
+) -> Beat[GroupRecord]:
+    """Writes one group's record each second."""
 
-    def __init__(self, redis: Commands, service: str, read: Callable[[], GroupRecord], period_s: float = 1.0) -> None:
-        self._redis = redis
-        self._service = service
-        self._read = read
-        self._period_s = period_s
-        self._hurried = asyncio.Event()
+    def place(record: GroupRecord) -> Place:
+        key = keys.group(service, record.group)
+        return Place(key, keys.groups(service), record.group, keys.GROUP_RECORD_TTL_MS)
 
-    async def beat(self) -> None:
-        """Writes the record now."""
-        record = self._read()
-        key = keys.group(self._service, record.group)
-        ids = keys.groups(self._service)
-        await self._redis.pipeline(
-            [
-                ["SET", key, msgspec.msgpack.encode(record), "PX", keys.GROUP_RECORD_TTL_MS],
-                ["SADD", ids, record.group],
-                ["EXPIRE", ids, keys.GROUP_SET_TTL_S],
-            ]
-        )
-
-    async def run(self) -> None:
-        """Beats forever; a beat that fails is skipped."""
-        while True:
-            self._hurried.clear()
-            try:
-                await self.beat()
-            except RedisAway as error:
-                log.warning("heartbeat skipped: %s", error)
-            except Exception:
-                log.exception("heartbeat skipped")
-            soonest_s = time.monotonic() + LEAST_PERIOD_S
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._period_s):
-                    await self._hurried.wait()
-            await asyncio.sleep(max(0.0, soonest_s - time.monotonic()))
-
-    def hurry(self) -> None:
-        """Something changed that others wait for: the next beat comes now (at most ten a second)."""
-        self._hurried.set()
-
-    async def leave(self) -> None:
-        """Removes the record: the group is gone on purpose."""
-        record = self._read()
-        await self._redis.pipeline(
-            [
-                ["DEL", keys.group(self._service, record.group)],
-                ["SREM", keys.groups(self._service), record.group],
-            ]
-        )
+    return Beat(redis, place, read, period_s)
 
 
 class FleetView:

@@ -10,6 +10,7 @@ from cluster.adapters.desk import AdapterDesk
 from cluster.adapters.sources import roots_of
 from cluster.gateway.auth import KnownKeys, StaticKeys, TenantKeys
 from cluster.gateway.backend import Backend
+from cluster.gateway.peers import Peers
 from cluster.gateway.routes import build_gateway_app
 from cluster.gateway.state import GatewayState, make_state
 from cluster.tenants.service import TenantService
@@ -29,11 +30,13 @@ def build_gateway_state(
     adapters: AdapterDesk | None = None,
     *,
     open_port: bool = False,
+    peers: Peers | None = None,
 ) -> GatewayState:
     """The state of one gateway. SettingsError when the model folder lacks what a gateway needs.
 
     tenants: None when there is no Redis to hold any. open_port: the gateway listens itself, where the settings say;
-    else Serve's proxy does, and nobody here knows where. `settings.engine.model.model` is a folder here (the launcher
+    else Serve's proxy does, and nobody here knows where. peers: None for a
+    service with one gateway. `settings.engine.model.model` is a folder here (the launcher
     resolved it).
     """
     model = settings.engine.model
@@ -56,6 +59,7 @@ def build_gateway_state(
         ledger=None if tenants is None else tenants.ledger,
         adapters=adapters,
         adapter_roots=roots_of(settings.adapters),
+        peers=peers,
         fingerprint=f"tandem-{model.revision or folder.name}"[:64],
     )
 

@@ -49,19 +49,19 @@ async def show_version(_: GatewayState, __: Request, ___: Principal) -> Response
 
 
 async def load(state: GatewayState, _: Request, __: Principal) -> Response:
-    """Requests running and waiting, as the backend counts them, and the HTTP requests that this gateway has in hand
-    beside this one."""
-    return json_response(dict(state.backend.load()) | {"http_requests_in_hand": state.draining.in_hand - 1})
+    """Requests running and waiting, as the backend counts them, and the HTTP requests that gateways have in hand beside
+    this one."""
+    in_hand = state.draining.in_hand - 1 + await state.peers.in_hand()
+    return json_response(dict(state.backend.load()) | {"http_requests_in_hand": in_hand})
 
 
 async def metrics(state: GatewayState, request: Request, _: Principal) -> Response:
-    """The engines' metrics, then this gateway's. What names tenants is for admins, unless there is neither key nor
+    """The engines' metrics, then the gateways'. What names tenants is for admins, unless there is neither key nor
     tenant."""
     with_tenants = may_see_tenants(state.auth, request.headers.get("authorization"))
     text = await state.backend.metrics(with_tenants=with_tenants)
     if text and not text.endswith("\n"):
         text += "\n"
-    parts = [text.encode(), generate_latest(state.registry)]
-    if with_tenants:
-        parts.append(generate_latest(state.metrics.tenants))
-    return Response(b"".join(parts), headers={"content-type": PROMETHEUS_TEXT})
+    of_tenants = generate_latest(state.metrics.tenants) if with_tenants else b""
+    of_gateways = await state.peers.merge(generate_latest(state.registry), of_tenants)
+    return Response(text.encode() + of_gateways, headers={"content-type": PROMETHEUS_TEXT})

@@ -20,6 +20,7 @@ from cluster.gateway.backend import Backend
 from cluster.gateway.draining import Draining
 from cluster.gateway.metrics import GatewayMetrics
 from cluster.gateway.owners import TaskOwner, TextWorkers
+from cluster.gateway.peers import Alone, Peers
 from cluster.tenants.admin import NoTenantAdmin, TenantAdmin
 from cluster.tenants.admission import OpenTenancy, Tenancy
 from configs.schema import GatewaySettings
@@ -117,6 +118,7 @@ class GatewayState:
     adapters: AdapterDesk | None
     adapter_roots: tuple[str, ...]
     running_adapters: RunningAdapters
+    peers: Peers
 
 
 def make_state(
@@ -141,6 +143,7 @@ def make_state(
     random_seed: Callable[[], int] = lambda: secrets.randbits(63),
     adapters: AdapterDesk | None = None,
     adapter_roots: tuple[str, ...] = (),
+    peers: Peers | None = None,
 ) -> GatewayState:
     """A GatewayState. engine_eos_token_ids: what the engine stops at by itself; the tokenizer's other EOS ids are sent
     with each request as stop ids (None: the engine knows them all)."""
@@ -175,4 +178,5 @@ def make_state(
         adapters=adapters,
         adapter_roots=adapter_roots,
         running_adapters=adapters.running if adapters is not None else RunningAdapters(),
+        peers=peers if peers is not None else Alone(),
     )

@@ -18,8 +18,7 @@ from itertools import islice
 from pathlib import Path
 
 from cluster.coordination import keys
-from cluster.coordination.client import Part, RedisAway
-from cluster.coordination.registry import Commands
+from cluster.coordination.client import Commands, Part, RedisAway
 from cluster.gateway.state import Opening, Outcome
 from cluster.tenants.journal import Accepted, Journal, left_behind, read_rows
 from cluster.tenants.usage import UsageRow, day_of, pack

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from cluster.coordination import keys
-from cluster.coordination.registry import Commands
+from cluster.coordination.client import Commands
 from cluster.tenants.store import TenantStore
 
 

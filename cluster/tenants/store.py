@@ -15,7 +15,7 @@ import msgspec
 from cluster.adapters.owned import adapters_of
 from cluster.coordination import keys
 from cluster.coordination.changes import ANNOUNCE
-from cluster.coordination.registry import Commands
+from cluster.coordination.client import Commands
 from cluster.tenants.tenant import HashedKey, Limits, Tenant, changed_limits, check_name, digest_of, new_key
 from workers.errors import RequestRefused
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from cluster.coordination import keys
-from cluster.coordination.registry import Commands
+from cluster.coordination.client import Commands
 from configs.errors import SettingsError
 
 DAY_S = 86400

@@ -10,8 +10,7 @@ import pytest
 
 from cluster.adapters.desk import AdapterDesk
 from cluster.adapters.opening import open_desk, tend
-from cluster.coordination.client import BackgroundClient
-from cluster.coordination.registry import Commands
+from cluster.coordination.client import BackgroundClient, Commands
 from configs.errors import SettingsError
 from configs.load import build_settings
 from configs.schema import ServiceSettings

@@ -7,8 +7,7 @@ import pytest
 
 from cluster.coordination import keys
 from cluster.coordination.charges import ChargeExchange, Charges
-from cluster.coordination.client import BackgroundClient, Part, RedisAway
-from cluster.coordination.registry import Commands
+from cluster.coordination.client import BackgroundClient, Commands, Part, RedisAway
 
 
 class Group:

@@ -10,9 +10,9 @@ from cluster.adapters.entries import AdapterEntry
 from cluster.adapters.reconcile import GroupAdapters
 from cluster.adapters.registry import AdapterRegistry
 from cluster.coordination import keys
-from cluster.coordination.client import BackgroundClient, RedisAway
+from cluster.coordination.client import BackgroundClient, Commands, RedisAway
 from cluster.coordination.redis_server import RedisServer
-from cluster.coordination.registry import AdapterReport, Commands
+from cluster.coordination.registry import AdapterReport
 from cluster.group_sharing import GroupSharing
 from cluster.tenant_weights import TenantWeights
 from cluster.tenants.store import TenantStore

@@ -23,7 +23,7 @@ from ray.serve.request_router import ReplicaID
 from cluster import group_client, ray_executor, serve_app
 from cluster.coordination import keys
 from cluster.coordination.client import RedisAway
-from cluster.coordination.registry import FleetView, GroupBeat, channel_name
+from cluster.coordination.registry import FleetView, channel_name, group_beat
 from cluster.engine_thread import EngineThread
 from cluster.group_client import GroupClient
 from cluster.service import APP, COORDINATOR
@@ -205,7 +205,7 @@ async def test_no_request_is_refused_through_a_flush_and_an_outage(service: Serv
     now_s = 1000.0
     redis = MemoryRedis(lambda: now_s)
     fleet = FleetView(redis, "s", lambda: asyncio.sleep(0), clock=lambda: now_s)
-    beats = [GroupBeat(redis, "s", lambda r=serving(g)[g]: r) for g in ("g0", "g1")]
+    beats = [group_beat(redis, "s", lambda r=serving(g)[g]: r) for g in ("g0", "g1")]
     client = GroupClient(service.caller, fleet, SECRET, "127.0.0.1", "tandem")
     for beat in beats:
         await beat.beat()
@@ -583,7 +583,7 @@ async def test_the_fleet_tells_who_vanished_while_redis_answers() -> None:
     now_s = 1000.0
     redis = MemoryRedis(lambda: now_s)
     fleet = FleetView(redis, "s", lambda: asyncio.sleep(0), clock=lambda: now_s)
-    beats = {g: GroupBeat(redis, "s", lambda r=serving(g)[g]: r) for g in ("g0", "g1")}
+    beats = {g: group_beat(redis, "s", lambda r=serving(g)[g]: r) for g in ("g0", "g1")}
 
     async def pass_time(seconds: float, *beating: str) -> list[str]:
         nonlocal now_s

@@ -12,7 +12,7 @@ import pytest
 from cluster.coordination.client import BackgroundClient, RedisAway
 from cluster.coordination.moving_redis import ASK_AFTER_FAILURES, MovingRedis
 from cluster.coordination.redis_server import RedisServer
-from cluster.coordination.registry import FleetView, GroupBeat
+from cluster.coordination.registry import FleetView, group_beat
 from cluster.redis_replica import PrivateRedis
 from cluster.service import ServiceFacts, install_root, new_facts
 from configs.environment import short_temp_folder
@@ -94,7 +94,7 @@ async def test_fleet_and_heartbeat_go_on_with_the_redis_that_takes_its_place(fol
         return BackgroundClient(url, timeout_s=1.0, retries=0)
 
     clients = [MovingRedis(living.url, open_client, ask) for _ in range(2)]
-    beat = GroupBeat(clients[0], "s", lambda: serving()["g"])
+    beat = group_beat(clients[0], "s", lambda: serving()["g"])
     view = FleetView(clients[1], "s", reseed=lambda: asyncio.sleep(0))
     try:
         await beat.beat()

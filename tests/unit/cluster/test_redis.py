@@ -16,9 +16,9 @@ from cluster.coordination.client import BackgroundClient, Part, RedisAway, Reque
 from cluster.coordination.redis_server import RedisServer
 from cluster.coordination.registry import (
     FleetView,
-    GroupBeat,
     GroupRecord,
     StartFailure,
+    group_beat,
     read_start_failure,
     report_start_failure,
 )
@@ -145,7 +145,7 @@ async def test_a_group_registers_renews_and_leaves(
 ) -> None:
     await background.command("SET", keys.SENTINEL, "1")
     waiting = 0
-    beat = GroupBeat(background, "s", lambda: record(waiting=waiting))
+    beat = group_beat(background, "s", lambda: record(waiting=waiting))
     fleet = FleetView(request_client, "s")
     await beat.beat()
     waiting = 5
@@ -160,7 +160,7 @@ async def test_a_group_registers_renews_and_leaves(
 
 async def test_a_group_that_stops_beating_disappears(background: BackgroundClient) -> None:
     await background.command("SET", keys.SENTINEL, "1")
-    await GroupBeat(background, "s", record).beat()
+    await group_beat(background, "s", record).beat()
     await background.command("DEL", keys.group("s", "g1"))  # what its TTL does
     fleet = FleetView(background, "s")
     await fleet.refresh()
@@ -170,14 +170,14 @@ async def test_a_group_that_stops_beating_disappears(background: BackgroundClien
 
 async def test_services_on_one_redis_do_not_see_each_other(background: BackgroundClient) -> None:
     await background.command("SET", keys.SENTINEL, "1")
-    await GroupBeat(background, "one", record).beat()
+    await group_beat(background, "one", record).beat()
     fleet = FleetView(background, "two")
     await fleet.refresh()
     assert fleet.records == {}
 
 
 async def test_a_redis_without_the_sentinel_is_away_until_it_is_seeded(background: BackgroundClient) -> None:
-    await GroupBeat(background, "s", record).beat()
+    await group_beat(background, "s", record).beat()
     fleet = FleetView(background, "s")
     fleet.records = {"old": record("old")}
     await fleet.refresh()
@@ -198,7 +198,7 @@ async def test_a_redis_without_the_sentinel_is_away_until_it_is_seeded(backgroun
 
 async def test_the_fleet_survives_the_server(server: RedisServer, request_client: RequestClient) -> None:
     fleet = FleetView(request_client, "s", reseed=lambda: asyncio.sleep(0))
-    await GroupBeat(request_client, "s", record).beat()
+    await group_beat(request_client, "s", record).beat()
     await fleet.refresh()
     server.stop()
     await fleet.refresh()
@@ -216,7 +216,7 @@ async def test_an_error_reply_ends_neither_the_heartbeat_nor_the_fleet(backgroun
     """A full memory refuses heartbeats and still answers reads: the records expire and the groups live on."""
     await background.command("SET", keys.SENTINEL, "1")
     fleet = FleetView(background, "s")
-    beat = GroupBeat(background, "s", record, period_s=0.15)
+    beat = group_beat(background, "s", record, period_s=0.15)
     beating = asyncio.create_task(beat.run())
     key = keys.group("s", "g1")
     await until(lambda: background.command("EXISTS", key))
@@ -271,7 +271,7 @@ async def test_heartbeat_and_fleet_go_on_whatever_is_raised(answer: Exception, m
     fleet = FleetView(Broken(), "s")
     fleet.records = {"g1": record()}
     for task in (
-        asyncio.create_task(GroupBeat(Broken(), "s", record, period_s=0.11).run()),
+        asyncio.create_task(group_beat(Broken(), "s", record, period_s=0.11).run()),
         asyncio.create_task(fleet.run(then, lambda: False)),
     ):
         before = Broken.calls
@@ -299,10 +299,10 @@ async def test_a_calm_fleet_is_read_less_often(background: BackgroundClient, mon
     assert not fleet.is_calm, "there is nobody"
     restless = [{"running": 1}, {"waiting": 1}, {"stalled_s": 2.5}, {"state": "loading"}, {"state": "draining"}]
     for fields in restless:
-        await GroupBeat(background, "s", lambda fields=fields: record(**fields)).beat()
+        await group_beat(background, "s", lambda fields=fields: record(**fields)).beat()
         await fleet.refresh()
         assert not fleet.is_calm, fields
-    await GroupBeat(background, "s", record).beat()
+    await group_beat(background, "s", record).beat()
     looks.clear()
     following = asyncio.create_task(fleet.run(lambda: None, lambda: len(looks) < 3))
     async with asyncio.timeout(5):
@@ -312,8 +312,8 @@ async def test_a_calm_fleet_is_read_less_often(background: BackgroundClient, mon
         await background.command("PING")
     following.cancel()
     assert looks == [True] * 3
-    await GroupBeat(background, "s", record).leave()
-    await GroupBeat(background, "s", lambda: record("g2")).beat()
+    await group_beat(background, "s", record).leave()
+    await group_beat(background, "s", lambda: record("g2")).beat()
     await fleet.refresh()
     assert not fleet.is_calm, "one has left"
 
@@ -347,7 +347,7 @@ async def test_flushall_empties_no_fleet_before_its_groups_could_beat(background
     """Also not the one of a gateway that finds the sentinel written again by another."""
     now_s = 100.0
     fleets = [FleetView(background, "s", lambda: asyncio.sleep(0), clock=lambda: now_s) for _ in range(2)]
-    beat = GroupBeat(background, "s", record)
+    beat = group_beat(background, "s", record)
     await beat.beat()
     for fleet in fleets:
         await fleet.refresh()
@@ -371,7 +371,7 @@ async def test_an_emptied_redis_that_takes_no_writes_empties_no_fleet(background
     """The sentinel was seeded again before the memory was full, the groups' set was not: nobody is listed as gone."""
     now_s = 100.0
     fleet = FleetView(background, "s", lambda: asyncio.sleep(0), clock=lambda: now_s)
-    beat = GroupBeat(background, "s", record)
+    beat = group_beat(background, "s", record)
     await beat.beat()
     await fleet.refresh()
     await background.command("FLUSHALL")
@@ -392,7 +392,7 @@ async def test_an_emptied_redis_that_takes_no_writes_empties_no_fleet(background
 
 async def test_a_record_that_cannot_be_read_hides_only_itself(background: BackgroundClient) -> None:
     await background.command("SET", keys.SENTINEL, "1")
-    await GroupBeat(background, "s", record).beat()
+    await group_beat(background, "s", record).beat()
     await background.command("SADD", keys.groups("s"), "odd")
     await background.command("SET", keys.group("s", "odd"), b"\x01")
     fleet = FleetView(background, "s")
@@ -428,12 +428,12 @@ async def test_reading_a_fleet_that_stays_is_one_round_trip(background: Backgrou
         return counted.calls
 
     assert await calls() == [look]
-    await GroupBeat(background, "s", record).beat()
+    await group_beat(background, "s", record).beat()
     assert await calls() == [look, new]
-    await GroupBeat(background, "s", lambda: record(waiting=3)).beat()
+    await group_beat(background, "s", lambda: record(waiting=3)).beat()
     assert await calls() == [look]
     assert fleet.records == {"g1": record(waiting=3)}
-    later = GroupBeat(background, "s", lambda: record("g2"))
+    later = group_beat(background, "s", lambda: record("g2"))
     await later.beat()
     assert await calls() == [look, new]
     assert set(fleet.records) == {"g1", "g2"}

@@ -72,6 +72,7 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "cpu_threads": (2, 2),
     "host": ("0.0.0.0", "0.0.0.0"),
     "port": (9000, 9000),
+    "api_server_count": (2, 2),
     "api_key": (["k"], ("k",)),
     "admin_api_key": (["a", "b"], ("a", "b")),
     "state_dir": ("state", "state"),

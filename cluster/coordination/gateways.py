@@ -1,0 +1,53 @@
+"""The gateways of a service that has several: what each counts, so that whoever is asked speaks for all.
+
+One port leads to any of them (SO_REUSEPORT, or Serve's proxy), so a scrape of /metrics meets one at random. Each writes
+its metrics to Redis; the one that is asked adds the others'. A service with one gateway has no such records.
+"""
+
+from collections.abc import Callable
+
+import msgspec
+
+from cluster.coordination import keys
+from cluster.coordination.beat import Beat, Place
+from cluster.coordination.client import Commands
+
+PERIOD_S = 2.0
+
+
+class GatewayRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One gateway at one moment. ready: it would take a request. in_hand: HTTP requests whose answers are not complete. metrics, tenant_metrics: its
+    own families as Prometheus text, the latter those that name tenants."""
+
+    gateway: str
+    host: str
+    pid: int
+    ready: bool
+    in_hand: int
+    metrics: bytes
+    tenant_metrics: bytes
+
+
+def gateway_beat(redis: Commands, service: str, read: Callable[[], GatewayRecord]) -> Beat[GatewayRecord]:
+    """Writes one gateway's record every two seconds."""
+
+    def place(record: GatewayRecord) -> Place:
+        key = keys.gateway(service, record.gateway)
+        return Place(key, keys.gateways(service), record.gateway, keys.GATEWAY_RECORD_TTL_MS)
+
+    return Beat(redis, place, read, PERIOD_S)
+
+
+async def read_gateways(redis: Commands, service: str) -> list[GatewayRecord]:
+    """Those that are alive, by id. RedisAway."""
+    members = await redis.command("SMEMBERS", keys.gateways(service))
+    assert isinstance(members, set | list), members
+    ids = sorted(member.decode() for member in members)
+    if not ids:
+        return []
+    values = await redis.command("MGET", *(keys.gateway(service, i) for i in ids))
+    assert isinstance(values, list), values
+    dead = [i for i, value in zip(ids, values, strict=True) if value is None]
+    if dead:  # whoever lives writes its id with its next record
+        await redis.command("SREM", keys.gateways(service), *dead)
+    return [msgspec.msgpack.decode(value, type=GatewayRecord) for value in values if isinstance(value, bytes)]

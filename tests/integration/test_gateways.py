@@ -1,0 +1,139 @@
+"""Two gateways on one port: work, counts and limits are shared, one that dies takes only its own clients with it."""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import httpx
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.service import Service, run_tandem, tandem_serve, wait_for
+
+pytestmark = pytest.mark.cluster
+ADMIN = {"authorization": "Bearer root"}
+ASKED = {"model": "demo", "prompt": "The sun", "temperature": 0, "ignore_eos": True}
+TITLE = "ray::ServeReplica:tandem:tandem-gateway"
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    arguments = ("--device", "cpu", "--api-server-count", "2", "--admin-api-key", "root", "--shutdown-timeout", "60")
+    with tandem_serve("demo", *arguments) as running:
+        wait_for(lambda: "serving demo" in running.output, 20, "both are ready")
+        yield running
+
+
+def gateway_of(service: Service, response: httpx.Response) -> int:
+    """The pid of the gateway at the other end."""
+    _, port = response.extensions["network_stream"].get_extra_info("client_addr")[:2]
+    for gateway in service.titled(TITLE):
+        if any(c.raddr and c.raddr.port == port for c in gateway.net_connections("tcp")):
+            return int(gateway.pid)
+    raise AssertionError("no gateway has this connection")
+
+
+@contextmanager
+def stream_on_each(service: Service, headers: dict[str, str], max_tokens: int) -> Iterator[dict[int, httpx.Response]]:
+    """A stream on each of two gateways, by their pids; the kernel deals connections out at random."""
+    found: dict[int, httpx.Response] = {}
+    asked = {**ASKED, "max_tokens": max_tokens, "stream": True, "stream_options": {"include_usage": True}}
+    with ExitStack() as kept:
+        for _ in range(64):
+            with ExitStack() as stack:
+                opening = httpx.stream("POST", service.url + "/v1/completions", json=asked, headers=headers, timeout=60)
+                response = stack.enter_context(opening)
+                assert response.status_code == 200
+                if found.setdefault(gateway_of(service, response), response) is response:
+                    kept.push(stack.pop_all())
+            if len(found) == 2:
+                yield found
+                return
+    raise AssertionError(f"64 connections went to {len(found)} gateway(s)")
+
+
+def usage_of(stream: httpx.Response) -> int:
+    *_, last, done = [line for line in stream.iter_lines() if line]
+    assert done == "data: [DONE]"
+    return int(json.loads(last.removeprefix("data: "))["usage"]["completion_tokens"])
+
+
+def answered(service: Service) -> dict[str, float]:
+    """Whole answers by gateway, as whichever gateway is asked tells."""
+    families = list(text_string_to_metric_families(service.get("/metrics", headers=ADMIN).text))
+    names = [family.name for family in families]
+    assert len(names) == len(set(names)), "each family stands once"
+    (requests,) = [family for family in families if family.name == "tandem:http_requests"]
+    return {
+        sample.labels["gateway"]: sample.value
+        for sample in requests.samples
+        if sample.name.endswith("_total") and sample.labels["route"] == "/v1/completions"
+    }
+
+
+def test_any_gateway_speaks_for_all(service: Service) -> None:
+    for _ in range(24):
+        assert service.post("/v1/completions", {**ASKED, "max_tokens": 1}).status_code == 200
+    for _ in range(4):
+        wait_for(lambda: sum(answered(service).values()) == 24, 10, "the other's record")
+    assert len(answered(service)) == 2, "both had some"
+    with stream_on_each(service, {}, 1500):
+        wait_for(lambda: service.get("/load").json()["http_requests_in_hand"] >= 2, 10, "the other's record")
+        shown = run_tandem("status", "--url", service.url, temp=service.temp).stdout
+        assert {line.split()[-1] for line in shown.splitlines() if line.startswith("  gateway ")} == {
+            str(gateway.pid) for gateway in service.titled(TITLE)
+        }
+
+
+def test_a_limit_is_one_limit(service: Service) -> None:
+    tenant = {"name": "small", "requests_per_minute": 5}
+    key = service.post("/admin/tenants", tenant, headers=ADMIN).json()["key"]
+    headers = {"authorization": f"Bearer {key}"}
+
+    def known() -> bool:
+        return all(
+            [service.get("/v1/models", headers=sent).status_code for sent in ({}, headers)] == [401, 200]
+            for _ in range(12)  # to both of them, most likely
+        )
+
+    wait_for(known, 10, "the key is known")
+    statuses = [
+        service.post("/v1/completions", {**ASKED, "max_tokens": 1}, headers=headers).status_code for _ in range(16)
+    ]
+    assert statuses.count(200) in (5, 6), "the minute gives one back every 12 s"
+    assert statuses.count(429) == 16 - statuses.count(200)
+
+
+def test_one_that_dies_takes_only_its_own_clients_with_it(service: Service) -> None:
+    key = service.post("/admin/tenants", {"name": "frail"}, headers=ADMIN).json()["key"]
+    headers = {"authorization": f"Bearer {key}"}
+    wait_for(lambda: service.get("/v1/models", headers=headers).status_code == 200, 10, "the key is known")
+    with stream_on_each(service, headers, 1500) as streams:
+        (dying, cut), (_, whole) = streams.items()
+        psutil.Process(dying).kill()
+        with pytest.raises(httpx.HTTPError):
+            cut.read()
+        assert usage_of(whole) == 1500
+    for _ in range(8):
+        answer = service.post("/v1/completions", {**ASKED, "max_tokens": 1}, headers=ADMIN)
+        assert answer.status_code == 200, "nobody is sent to the dead one"
+
+    def bill() -> set[str]:
+        rows = run_tandem(
+            "usage", "--url", service.url, "--tenant", "frail", "--format", "json", temp=service.temp
+        ).stdout
+        return {row["terminal"] for row in map(json.loads, rows.splitlines())}
+
+    wait_for(lambda: bill() - {"abort"} == {"client_lost", "length"}, 45, "a row for each")
+    wait_for(lambda: len(service.titled(TITLE)) == 2, 30, "another one")
+
+
+def test_the_end_waits_for_both(service: Service) -> None:
+    wait_for(lambda: len(service.titled(TITLE)) == 2, 30, "both are here")
+    with stream_on_each(service, ADMIN, 400) as streams:
+        wait_for(lambda: service.get("/load").json()["http_requests_in_hand"] >= 2, 10, "the other's record")
+        service.interrupt()
+        assert [usage_of(stream) for stream in streams.values()] == [400, 400]
+    assert service.process.wait(30) == 0, service.output
+    service.check_gone()
