@@ -21,7 +21,8 @@ Url = Annotated[str | None, typer.Option("--url", help="Only the service at this
 
 
 class _Reading(NamedTuple):
-    """A service at one moment. gateways: none where there is one only. running: requests of each tenant, None where nobody counts them."""
+    """A service at one moment. gateways: none where there is one only. running: requests of each tenant, None where
+    nobody counts them."""
 
     groups: "Sequence[GroupRecord]"
     gateways: "Sequence[GatewayRecord]"

@@ -16,8 +16,8 @@ PERIOD_S = 2.0
 
 
 class GatewayRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One gateway at one moment. ready: it would take a request. in_hand: HTTP requests whose answers are not complete. metrics, tenant_metrics: its
-    own families as Prometheus text, the latter those that name tenants."""
+    """One gateway at one moment. ready: it would take a request. in_hand: HTTP requests whose answers are not complete.
+    metrics, tenant_metrics: its own families as Prometheus text, the latter those that name tenants."""
 
     gateway: str
     host: str

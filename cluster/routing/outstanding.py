@@ -1,44 +1,62 @@
 """How many tokens each group still owes this gateway, as it counts them itself.
 
-What groups owe other gateways they report now and then, by gateway: a report is seconds old when it is read, so what it
-says of this gateway's own requests is left out. Kept by the Serve router; one per gateway process, one thread.
+What groups owe other gateways they report now and then, by gateway. A report is seconds old when it is read: what it
+says of this gateway only settles old calls, whose ends may never have been heard. Kept by the Serve router; one per
+gateway process, one thread.
 """
 
 from collections.abc import Iterable, Mapping
 
+import msgspec
+
 from workers.messages import GenerationRequest
+
+OLD_S = 60.0
+"""A call that was routed so long ago is in every report, if it was dispatched at all."""
+
+
+class _Call(msgspec.Struct):
+    """tried: groups that did not take it."""
+
+    group: str
+    tokens: int
+    began_s: float
+    tried: set[str] = set()
 
 
 class Outstanding:
     """Tokens by group. Unknown groups and unknown calls count as nothing."""
 
     def __init__(self) -> None:
-        self._calls: dict[str, tuple[str, int, float]] = {}
+        self._calls: dict[str, _Call] = {}
         self._here: dict[str, int] = {}
 
     def begin(self, call_id: str, group: str, tokens: int, now_s: float) -> None:
         """A call goes to a group. A call that is routed again leaves its first group."""
-        self.end(call_id)
-        self._calls[call_id] = (group, tokens, now_s)
+        before = self._remove(call_id)
+        tried = (before.tried | {before.group}) - {group} if before is not None else set()
+        self._calls[call_id] = _Call(group, tokens, now_s, tried)
         self._here[group] = self._here.get(group, 0) + tokens
 
-    def end(self, call_id: str) -> None:
-        """A call ended, however it did."""
-        group, tokens, _ = self._calls.pop(call_id, ("", 0, 0.0))
-        if group in self._here:
-            self._here[group] -= tokens
+    def end(self, call_id: str, group: str) -> None:
+        """A call ended at a group, however it did. The end of an earlier try may be heard after the next has begun."""
+        call = self._calls.get(call_id)
+        if call is not None and group not in call.tried:
+            self._remove(call_id)
 
     def holds(self, call_id: str) -> bool:
         """Is this call counted?"""
         return call_id in self._calls
 
-    def forget_older_than(self, began_s: float) -> None:
-        """Ends calls that began before that time. Calls are kept in the order of their beginning."""
-        while self._calls:
-            call_id, (_, _, began) = next(iter(self._calls.items()))
-            if began >= began_s:
-                return
-            self.end(call_id)
+    def settle(self, group: str, reported: int, now_s: float) -> None:
+        """A new report of what the group owes this gateway. Serve says nothing of a call that was cancelled between
+        choice and dispatch: old calls beyond the report are forgotten, the oldest first."""
+        old = [(i, c.tokens) for i, c in self._calls.items() if c.group == group and c.began_s <= now_s - OLD_S]
+        beyond = sum(tokens for _, tokens in old) - reported
+        for call_id, tokens in old:
+            if tokens <= beyond:
+                self._remove(call_id)
+                beyond -= tokens
 
     def here(self, group: str) -> int:
         return self._here.get(group, 0)
@@ -47,7 +65,13 @@ class Outstanding:
         """Forgets groups that are gone, and the calls that went to them."""
         alive = set(groups)
         self._here = {g: n for g, n in self._here.items() if g in alive}
-        self._calls = {c: entry for c, entry in self._calls.items() if entry[0] in alive}
+        self._calls = {i: call for i, call in self._calls.items() if call.group in alive}
+
+    def _remove(self, call_id: str) -> _Call | None:
+        call = self._calls.pop(call_id, None)
+        if call is not None:
+            self._here[call.group] -= call.tokens
+        return call
 
 
 def by_gateway(owed: Iterable[tuple[str, int]]) -> dict[str, int]:

@@ -19,8 +19,6 @@ from cluster.routing.residency import Residency, Tier, adapter_key, home_of
 from workers.messages import GenerationRequest
 
 log = logging.getLogger("ray.serve.tandem")
-LONGEST_CALL_S = 600.0
-"""A call that was cancelled between choice and dispatch is never reported as done; it counts no longer than this."""
 
 
 class GroupRouter(RequestRouter):  # type: ignore[misc]
@@ -31,6 +29,7 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
         self._policy = AdapterAffinity()
         self._outstanding = Outstanding()
         self._residency = Residency()
+        self._settled: dict[str, Mapping[str, Any]] = {}
         self._decode = msgspec.msgpack.Decoder(GenerationRequest).decode
 
     async def choose_replicas(
@@ -40,7 +39,6 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True  # otherwise a full fleet is a hot loop
         try:
-            self._outstanding.forget_older_than(time.monotonic() - LONGEST_CALL_S)
             vanished = pending_request.kwargs.get("vanished", ())
             request = self._request_view(pending_request)
             views = [self._view(replica, request, vanished) for replica in candidate_replicas]
@@ -63,13 +61,14 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
             log.exception("a routed request was not counted")
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        self._outstanding.end(internal_request_id)
+        self._outstanding.end(internal_request_id, replica_id.unique_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
         alive = [replica.replica_id.unique_id for replica in replicas]
         self._outstanding.keep_only(alive)
         self._residency.keep_only(alive)
+        self._settled = {group: stats for group, stats in self._settled.items() if group in alive}
 
     def _begin(self, pending_request: PendingRequest, group: str, request: RequestView) -> None:
         call_id = pending_request.metadata.internal_request_id
@@ -81,6 +80,10 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
     def _view(self, replica: RunningReplica, request: RequestView, vanished: Sequence[str]) -> GroupView:
         group = replica.replica_id.unique_id
         stats = replica.routing_stats
+        if stats and stats is not self._settled.get(group):
+            self._settled[group] = stats
+            own = stats["outstanding_tokens"].get(request.gateway, 0)
+            self._outstanding.settle(group, own, time.monotonic())
         return GroupView(
             group=group,
             outstanding_here=self._outstanding.here(group),

@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -151,6 +152,34 @@ def test_requests_at_the_same_time_are_shared_by_the_groups(service: Service) ->
         posts = [pool.submit(service.post, "/v1/completions", asked) for _ in range(6)]
         assert [post.result().status_code for post in posts] == [200] * 6
     wait_for(lambda: all(float(n) > float(before[group]) for group, n in generated().items()), 10, "both have worked")
+
+
+def test_what_has_ended_keeps_nobody_away_from_a_group(service: Service) -> None:
+    """Two streams at a time, for longer than the groups' reports are apart: one to each group, every time, although
+    reports tell of streams that are over when they come."""
+
+    def aborted() -> Counter[str]:
+        lines = [line for line in service.get("/metrics").text.splitlines() if 'finished_reason="abort"' in line]
+        mine = [line.rpartition(" ") for line in lines if line.startswith("tandem:request_success_total{")]
+        return Counter({group: int(float(count)) for group, _, count in mine})
+
+    @contextmanager
+    def stream() -> Iterator[None]:
+        asked = {"model": "demo", "prompt": "The", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", service.url + "/v1/completions", json=asked, timeout=60) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            yield
+
+    wait_for(lambda: service.get("/load").json()["num_requests_running"] == 0, 10, "all is quiet")
+    before = aborted()
+    pairs, begun_s = 0, time.monotonic()
+    while time.monotonic() < begun_s + 6:
+        with stream(), stream():
+            pairs += 1
+        wait_for(lambda: service.get("/load").json()["requests_in_this_gateway"] == 0, 10, "both are over")
+    wait_for(lambda: (aborted() - before).total() == 2 * pairs, 10, "all are counted")
+    assert list((aborted() - before).values()) == [pairs, pairs]
 
 
 def test_a_client_that_leaves_frees_its_blocks(service: Service) -> None:
@@ -318,7 +347,7 @@ async def hit(service: Service, number: signal.Signals, pid: int) -> Hit:
             return time.monotonic() - hit_s
 
         await asyncio.gather(*map(warm_up, range(8)))
-        for _ in range(5):  # a router may send all of them to one group, by what the other said when it was busy
+        for _ in range(5):  # until both run some: a group that was slow for a moment is avoided for another
             begun.clear()
             all_begun.clear()
             running = [asyncio.create_task(one(i)) for i in range(8)]

@@ -59,7 +59,7 @@ def test_groups_that_are_gone_are_forgotten() -> None:
     outstanding.begin("c2", "h", 7, 0.0)
     outstanding.keep_only(["h"])
     assert (outstanding.here("g"), outstanding.here("h")) == (0, 7)
-    outstanding.end("c1")
+    outstanding.end("c1", "g")
     assert outstanding.here("g") == 0
 
 
@@ -67,17 +67,42 @@ def test_groups_that_are_gone_are_forgotten() -> None:
 def test_counts_return_to_nothing(calls: list[tuple[int, str, int, bool]]) -> None:
     outstanding = Outstanding()
     for call, group, tokens, ends in calls:
-        outstanding.end(str(call)) if ends else outstanding.begin(str(call), group, tokens, 0.0)
+        outstanding.end(str(call), group) if ends else outstanding.begin(str(call), group, tokens, 0.0)
         assert all(outstanding.here(g) >= 0 for g in "abc")
     for call in range(6):
-        outstanding.end(str(call))
+        outstanding.begin(str(call), "a", 1, 0.0)
+        outstanding.end(str(call), "a")
     assert [outstanding.here(g) for g in "abc"] == [0, 0, 0]
 
 
-def test_a_call_that_is_never_reported_as_done_counts_no_longer_than_the_limit() -> None:
+def test_the_late_end_of_a_try_that_failed_does_not_end_the_next() -> None:
+    outstanding = Outstanding()
+    outstanding.begin("c", "a", 100, 0.0)
+    outstanding.begin("c", "b", 100, 0.1)
+    outstanding.end("c", "a")
+    assert (outstanding.here("a"), outstanding.here("b")) == (0, 100)
+    outstanding.end("c", "b")
+    assert outstanding.here("b") == 0 and not outstanding.holds("c")
+
+
+def test_an_end_at_a_group_that_was_not_the_first_choice_counts() -> None:
+    """Serve tries the ranks of an answer in order, and may tell of the end before it tells who took the call."""
+    outstanding = Outstanding()
+    outstanding.begin("c", "a", 100, 0.0)
+    outstanding.end("c", "b")
+    assert outstanding.here("a") == 0 and not outstanding.holds("c")
+
+
+def test_a_call_whose_end_is_never_heard_counts_until_the_group_says_it_does_not_owe_it() -> None:
     outstanding = Outstanding()
     outstanding.begin("lost", "g", 100, 0.0)
-    outstanding.begin("young", "g", 5, 9.0)
-    outstanding.forget_older_than(5.0)
-    assert outstanding.here("g") == 5
-    assert not outstanding.holds("lost") and outstanding.holds("young")
+    outstanding.begin("long", "g", 40, 1.0)
+    outstanding.begin("young", "g", 5, 50.0)
+    outstanding.settle("g", 40, 59.0)
+    assert outstanding.here("g") == 145, "a report may be older than a call"
+    outstanding.settle("g", 40, 61.0)
+    assert outstanding.here("g") == 45 and not outstanding.holds("lost")
+    outstanding.settle("g", 45, 3600.0)
+    assert outstanding.here("g") == 45, "however long an answer takes"
+    outstanding.settle("g", 0, 3601.0)
+    assert outstanding.here("g") == 0

@@ -1,6 +1,7 @@
 """GroupRouter in Serve's hooks, with replicas and requests made of plain objects; it never raises into Serve."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,6 +107,19 @@ def test_a_report_that_is_first_seen_after_its_requests_ended_keeps_nobody_away(
         router.on_request_completed(replica(name).replica_id, call)
     late = [replica("a", outstanding_tokens={"me": 101}, kv_used=0.5), replica("b", outstanding_tokens={}, kv_used=0.0)]
     assert [chosen(router, late, pending(f"d{i}", 10))[0] for i in range(4)] == ["a", "b", "a", "b"]
+
+
+def test_a_report_that_does_not_know_an_old_call_settles_it(
+    router: GroupRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def owes(tokens: int) -> list[Any]:
+        return [replica("a", outstanding_tokens={"me": tokens}, kv_used=0.0), replica("b")]
+
+    assert chosen(router, owes(0), pending("lost", 1000))[0] == "a"
+    now_s = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s + 3600)
+    assert chosen(router, owes(1001), pending("c1", 1))[0] == "b", "it runs for an hour"
+    assert chosen(router, owes(0), pending("c2", 1))[0] == "a", "its end was not heard"
 
 
 def test_a_request_goes_where_its_adapter_is_reported(router: GroupRouter) -> None:
