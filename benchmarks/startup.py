@@ -1,9 +1,9 @@
 """Seconds from `tandem serve` to the first answer, then idle CPU and memory of every process it runs.
 
-    python -m benchmarks.startup [--model demo] [--idle-s 20] [--empty-serve]
+    python -m benchmarks.startup [--model demo] [--idle-s 20] [--no-empty-serve]
 
-Idle CPU is split into our own processes (gateway, coordinator, ranks, Redis) and Ray's; --empty-serve starts a Serve
-application that does nothing and prints its idle CPU and memory too, as the denominator.
+Idle CPU is split into our own processes (gateway, coordinator, ranks, Redis) and Ray's. A Serve application that does
+nothing is started afterwards, and its idle CPU and memory are printed too, as the denominator.
 """
 
 import argparse
@@ -137,7 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--idle-s", type=float, default=20.0)
-    parser.add_argument("--empty-serve", action="store_true")
+    parser.add_argument("--empty-serve", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args()
     console = Console()
     record: dict[str, object] = {"options": vars(options)}
