@@ -37,6 +37,11 @@ def adapter_cache_folder() -> Path:
     return cache_folder() / "adapters"
 
 
+def kernel_cache_folder() -> Path:
+    """Below it: kernels compiled for this machine (workers/kernels/kept_libraries.py)."""
+    return cache_folder() / "kernels"
+
+
 def short_temp_folder() -> Path:
     """The temp folder, unless socket paths below it would be too long for the system; then /tmp."""
     wanted = Path(tempfile.gettempdir()).resolve()

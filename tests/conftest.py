@@ -5,14 +5,13 @@ that a test starts and interrupts would inherit that.
 """
 
 import os
-import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.kept_builds import kept_builds
 from tests.support.service import Service, tandem_serve
 
 if TYPE_CHECKING:
@@ -29,11 +28,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    compiler = shutil.which("gcc")
-    if compiler is not None and "KEPT_BUILDS" not in os.environ:  # workers have the first process's
-        builds = kept_builds(compiler)
-        builds.__enter__()
-        config.add_cleanup(lambda: builds.__exit__(None, None, None))
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # workers have the first process's
+        cache = tempfile.TemporaryDirectory(prefix="tandem-cache-")
+        os.environ["XDG_CACHE_HOME"] = cache.name  # kernels are compiled once per run
+        config.add_cleanup(cache.cleanup)
 
 
 @pytest.fixture(scope="session")

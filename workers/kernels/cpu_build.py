@@ -1,8 +1,8 @@
-"""Compiles the C kernels for this machine's CPU and loads them: about a second, once per process and element type.
+"""Compiles the C kernels for this machine's CPU and loads them: a few seconds, once per user (kept_libraries.py).
 
 Called by the kernels' wrappers. Needs Linux and a C compiler (gcc or cc); without them, or where compilation fails, the
-answer is None and callers use the torch twins. The library is built in memory: whatever ends this process, no file is
-left. OpenMP is the one torch has loaded (same soname), so both share one thread pool.
+answer is None and callers use the torch twins. The library is built in memory: whatever ends this process, no piece of
+a file is left. OpenMP is the one torch has loaded (same soname), so both share one thread pool.
 """
 
 import ctypes
@@ -15,6 +15,8 @@ from functools import cache
 from pathlib import Path
 
 import torch
+
+from workers.kernels.kept_libraries import keep, library_name, load_kept
 
 log = logging.getLogger(__name__)
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
@@ -51,6 +53,11 @@ def _compiled(names: tuple[str, ...], dtype: torch.dtype, storage: torch.dtype |
     if compiler is None or sys.platform != "linux" or not served or not all(source.exists() for source in sources):
         return None
     types = (f"-DELEMENT={ELEMENTS[dtype]}", f"-DSTORED={0 if storage is None else STORED[storage]}")
+    arguments = [*FLAGS, *types, *names]
+    name = library_name(compiler, arguments, [*sources, *sorted(folder.glob("*.h"))])
+    kept = load_kept(name)
+    if kept is not None:
+        return kept
     try:
         built = os.memfd_create("tandem-kernels")
     except OSError as error:  # a sandbox
@@ -62,7 +69,9 @@ def _compiled(names: tuple[str, ...], dtype: torch.dtype, storage: torch.dtype |
         subprocess.run(
             command, check=True, capture_output=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL, pass_fds=(built,)
         )
-        return ctypes.CDLL(library)  # stays open: the next one must have another name
+        loaded = ctypes.CDLL(library)  # the descriptor stays open: the next one must have another name
+        keep(name, Path(library).read_bytes())
+        return loaded
     except (OSError, subprocess.SubprocessError) as error:
         said = error.stderr.decode(errors="replace") if isinstance(error, subprocess.CalledProcessError) else str(error)
         log.warning("the CPU kernels cannot be compiled, so torch computes, slower: %s", said[-300:].strip())

@@ -1,4 +1,4 @@
-"""Compiling the C kernels leaves no file, however it ends, and says when it did not work."""
+"""Compiled C kernels are kept whole for the next process or not at all; what did not work is said."""
 
 import logging
 import os
@@ -11,16 +11,29 @@ import pytest
 import torch
 
 from tests.support.service import wait_for
-from workers.kernels import cpu_build
+from workers.kernels import cpu_build, kept_libraries
 
 BUILD = "import torch; from workers.kernels.cpu_build import cpu_library; print(cpu_library(torch.float32) is not None)"
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no gcc")
 
 
-def build(folder: Path, path: str) -> "subprocess.Popen[str]":
-    """A process that compiles, with its temporary files in `folder`."""
-    env = {**os.environ, "TMPDIR": str(folder), "PATH": path}
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """The temporary files of processes, and where libraries are kept."""
+    (temp := tmp_path / "temp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(temp))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return temp, tmp_path / "cache" / "tandem" / "kernels"
+
+
+def build(path: str | None = None) -> "subprocess.Popen[str]":
+    """A process that needs a library."""
+    env = os.environ | ({} if path is None else {"PATH": path})
     return subprocess.Popen([sys.executable, "-c", BUILD], env=env, stdout=subprocess.PIPE, text=True)
+
+
+def built(path: str | None = None) -> str:
+    return build(path).communicate(timeout=120)[0]
 
 
 def compiler(folder: Path, script: str) -> str:
@@ -31,29 +44,92 @@ def compiler(folder: Path, script: str) -> str:
     return f"{folder}{os.pathsep}{os.environ['PATH']}"
 
 
-def test_a_library_is_built_and_no_file_is_left(tmp_path: Path) -> None:
-    (temp := tmp_path / "temp").mkdir()
-    process = build(temp, os.environ["PATH"])
-    assert process.communicate(timeout=120)[0] == "True\n"
+def counting(folder: Path, log: Path) -> str:
+    """PATH with a gcc that writes a line each time."""
+    return compiler(folder, f'echo asked >> {log}; exec {shutil.which("gcc")} "$@"')
+
+
+def test_what_one_process_has_built_the_next_one_takes(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    temp, kept = folders
+    path, log = counting(tmp_path / "bin", tmp_path / "log"), tmp_path / "log"
+    assert [built(path), built(path)] == ["True\n"] * 2
+    assert log.read_text() == "asked\n"
+    (library,) = kept.iterdir()
+    assert library.stat().st_mode & 0o777 == 0o600 and kept.stat().st_mode & 0o777 == 0o700
     assert list(temp.iterdir()) == []
 
 
-def test_no_file_is_left_by_a_process_that_is_killed_while_it_compiles(tmp_path: Path) -> None:
-    (temp := tmp_path / "temp").mkdir()
+@pytest.mark.parametrize("harm", ["cut", "of others", "folder of others"])
+def test_a_library_that_cannot_be_trusted_is_made_again(
+    folders: tuple[Path, Path], tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, kept = folders
+    path, log = counting(tmp_path / "bin", tmp_path / "log"), tmp_path / "log"
+    assert built(path) == "True\n"
+    (library,) = kept.iterdir()
+    if harm == "cut":
+        library.write_bytes(library.read_bytes()[:100])
+    else:
+        (library if harm == "of others" else kept).chmod(0o777)
+    assert built(path) == "True\n"
+    assert log.read_text() == "asked\n" * 2
+    assert len(list(kept.iterdir())) == 1
+
+
+def test_another_compiler_source_or_cpu_has_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (gcc := tmp_path / "gcc").write_text("one")
+    (source := tmp_path / "a.c").write_text("int a;")
+
+    def name(*arguments: str) -> str:
+        return kept_libraries.library_name(str(gcc), arguments, [source])
+
+    names = [name("-O3"), name("-O2")]
+    source.write_text("int b;")
+    names.append(name("-O3"))
+    gcc.write_text("another")
+    names.append(name("-O3"))
+    monkeypatch.setattr(kept_libraries, "_cpu", lambda: iter(["flags : avx512f"]))
+    names.append(name("-O3"))
+    assert len(set(names)) == len(names)
+    assert name("-O3") == names[-1]
+
+
+def test_where_nothing_can_be_kept_it_is_built_each_time(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    _, kept = folders
+    kept.parent.mkdir(parents=True)
+    kept.write_text("a file where the folder should be")
+    assert built() == "True\n"
+    assert kept.read_text() == "a file where the folder should be"
+
+
+def test_what_nobody_has_loaded_for_long_is_removed(folders: tuple[Path, Path]) -> None:
+    _, kept = folders
+    kept_libraries.keep("old.so", b"old")
+    kept_libraries.keep("used.so", b"used")
+    os.utime(kept / "old.so", (0, 0))
+    kept_libraries.keep("new.so", b"new")
+    kept_libraries.keep("new.so", b"another's, later")
+    assert {path.name: path.read_bytes() for path in kept.iterdir()} == {"used.so": b"used", "new.so": b"new"}
+
+
+def test_no_file_is_left_by_a_process_that_is_killed_while_it_compiles(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    temp, kept = folders
     begun, over = tmp_path / "begun", tmp_path / "over"
     script = f"touch {begun}; while [ ! -e {over} ]; do sleep 0.01; done"
-    process = build(temp, compiler(tmp_path / "bin", script))
+    process = build(compiler(tmp_path / "bin", script))
     try:
         wait_for(begun.exists, 60, "the compiler runs")
         process.kill()
         process.communicate(timeout=30)
-        assert list(temp.iterdir()) == []
+        assert list(temp.iterdir()) == [] and not kept.exists()
     finally:
         over.touch()
 
 
 def test_a_compiler_that_fails_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PATH", compiler(tmp_path / "bin", "echo no room >&2; exit 1"))
     before = len(os.listdir("/proc/self/fd"))
@@ -64,7 +140,7 @@ def test_a_compiler_that_fails_is_said(
 
 
 def test_a_system_without_memory_files_is_said(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def denied(name: str) -> int:
         raise PermissionError("not here")
