@@ -19,34 +19,43 @@ MOST_COLUMNS = 100
 
 
 class LoadingLine:
-    """show() draws when there is something new to see, clear() leaves the line empty. `screen`: standard error."""
+    """show() draws when there is something new to see, and each second; clear() leaves the line empty. `screen`:
+    standard error."""
 
     def __init__(self, screen: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._screen = sys.stderr if screen is None else screen
         self._clock = clock
         self._begun: tuple[float, int] | None = None
+        self._news: tuple[int, int, int] | None = None
         self._shown = ""
 
     def show(self, loaded_bytes: int, total_bytes: int) -> None:
         """Nothing is left to see once all is loaded, and before the total is known."""
         if loaded_bytes >= total_bytes:
             self.clear()
-        elif self._screen.isatty() and (text := self._text(loaded_bytes, total_bytes)) != self._shown:
-            _write(self._screen, text.ljust(len(self._shown)))
-            self._shown = text
+        elif self._screen.isatty():
+            begun_s, initial = self._begun = self._begun or (self._clock(), loaded_bytes)
+            elapsed_s = self._clock() - begun_s
+            news = loaded_bytes, total_bytes, int(elapsed_s)
+            if news != self._news:
+                self._news = news
+                self._draw(self._text(loaded_bytes, total_bytes, initial, elapsed_s))
 
     def clear(self) -> None:
         if self._shown:
-            _write(self._screen, " " * len(self._shown))
-            self._shown = ""
+            self._draw("")
+            self._news = None
 
-    def _text(self, loaded_bytes: int, total_bytes: int) -> str:
-        """With time and rate since the first call; whole seconds, so that it changes once in each."""
-        begun_s, initial = self._begun = self._begun or (self._clock(), loaded_bytes)
+    def _draw(self, text: str) -> None:
+        _write(self._screen, text.ljust(len(self._shown)))
+        self._shown = text
+
+    def _text(self, loaded_bytes: int, total_bytes: int, initial: int, elapsed_s: float) -> str:
+        """initial: bytes that were loaded before the time began."""
         return tqdm.format_meter(
             loaded_bytes,
             total_bytes,
-            int(self._clock() - begun_s),
+            elapsed_s,
             ncols=_columns(),
             prefix="tandem: loading weights",
             ascii=not (self._screen.encoding or "").lower().startswith("utf"),

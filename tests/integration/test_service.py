@@ -228,6 +228,7 @@ def aborted(service: Service) -> int:
 
 
 def test_every_process_says_its_part(service: Service) -> None:
+    assert all(0 < r.total_bytes == r.loaded_bytes for r in group_records(service)), "what was loaded, of its ranks"
     titles = [" ".join(p.cmdline()) for p in service.descendants()]
     ranks = [t for t in titles if t.startswith("tandem rank ")]
     assert sorted(t.split()[-2:] for t in ranks) == [["tp0", "pp0"]] * 2 + [["tp1", "pp0"]] * 2
