@@ -22,7 +22,7 @@ log = logging.getLogger("ray.serve.tandem")
 
 
 class GroupEngine:
-    """Opens one engine and closes its ranks. rank_pids, notes and silent_s() may be read from any thread."""
+    """Opens one engine and closes its ranks. rank_pids, notes, loading() and silent_s() may be read from any thread."""
 
     def __init__(
         self,
@@ -49,6 +49,10 @@ class GroupEngine:
             self.notes += (f"every step's plan goes to {self._settings.step_log}",)
         log.info("ranks ready: %s", ready)
         return Engine(self._settings, facts, self._executor, ready, sink, time.monotonic)
+
+    def loading(self) -> tuple[int, int]:
+        """Bytes of weights that are loaded, and of how many; (0, 0) before that is known."""
+        return self._executor.loading()
 
     def silent_s(self) -> float:
         """How long a rank has given no sign of life, 0 while there is no doubt."""

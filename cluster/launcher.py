@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from cluster import machine, ray_node
 from cluster.coordination.redis_server import RedisServer
 from cluster.helper import Helper, Startable
+from cluster.loading_line import LoadingLine
 from cluster.placement import declared_cpus, max_groups, min_groups
 from cluster.preflight import (
     check_adapters,
@@ -127,7 +128,10 @@ class Launcher:
         groups, count = _groups(min_groups(self._settings)), self._settings.gateway.num_gateways
         gateways = "the gateway" if count == 1 else f"{count} gateways"
         with self._phase("groups", f"starting {gateways} and {groups}, loading weights ..."):
-            choices = app.wait_until_ready(self._restart_helpers)
+            try:
+                choices = app.wait_until_ready(self._restart_helpers, self._say.loading.show)
+            finally:
+                self._say.loading.clear()
         for choice in choices:
             self._say.line(choice)
         self._announce(facts, announced)
@@ -303,7 +307,11 @@ class Launcher:
 class Say:
     """How the launcher talks; replaced in tests."""
 
+    def __init__(self) -> None:
+        self.loading = LoadingLine()
+
     def line(self, text: str) -> None:
+        self.loading.clear()
         with suppress(OSError):  # the terminal may be gone; what is running is not
             print(f"tandem: {text}", flush=True)
 

@@ -103,6 +103,10 @@ class RayExecutor:
         assert self._group is not None
         return self._group.transfers_done()
 
+    def loading(self) -> tuple[int, int]:
+        """Bytes of weights that are loaded, and of how many; (0, 0) before that is known. From any thread."""
+        return self._group.loading() if self._group is not None else (0, 0)
+
     def silent_s(self) -> float:
         """How long a rank has given no sign of life, 0 while there is no doubt. From any thread."""
         return self._group.silent_s() if self._group is not None else 0.0

@@ -254,6 +254,7 @@ class Coordinator:
 
     def _record(self) -> GroupRecord:
         stats = self.engine_stats
+        loaded_bytes, total_bytes = self._engine.loading()
         return GroupRecord(
             group=self._group,
             epoch=self._epoch,
@@ -270,4 +271,6 @@ class Coordinator:
             stats=msgspec.msgpack.encode(stats) if stats is not None else b"",
             notes=list(self._engine.notes),
             adapters=self._sharing.adapters.report() if self._sharing.adapters is not None else None,
+            loaded_bytes=loaded_bytes,
+            total_bytes=total_bytes,
         )

@@ -17,6 +17,7 @@ from cluster.coordination.client import BackgroundClient, RedisAway
 from cluster.coordination.gateways import read_gateways
 from cluster.coordination.registry import FleetView, GroupRecord, read_start_failure
 from cluster.gateway.draining import CUT_OFF_S
+from cluster.loading_line import bytes_of
 from cluster.metrics import decode_stats
 from cluster.placement import min_groups
 from cluster.service import APP, COORDINATOR, GATEWAY, ServiceFacts
@@ -50,9 +51,11 @@ class ServeApp:
         target = serve.RunTarget(target=build_app(self._settings, self._facts), name=APP, route_prefix="/")
         serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
-    def wait_until_ready(self, keep: Callable[[], None]) -> list[str]:
-        """Until the gateway answers and all groups serve; what was chosen, a line each. SettingsError when it fails."""
-        choices = asyncio.run(self._wait_until_ready(keep))
+    def wait_until_ready(self, keep: Callable[[], None], loading: Callable[[int, int], None]) -> list[str]:
+        """Until the gateway answers and all groups serve; what was chosen, a line each. SettingsError when it fails.
+        keep() is called each second; loading(): how many bytes of weights are loaded, of how many, several times in
+        each."""
+        choices = asyncio.run(self._wait_until_ready(keep, loading))
         self.is_ready = True
         return choices
 
@@ -94,7 +97,7 @@ class ServeApp:
         logging.getLogger("ray.serve").setLevel(logging.CRITICAL)  # Serve's client deplores that this loop ends
         return count
 
-    async def _wait_until_ready(self, keep: Callable[[], None]) -> list[str]:
+    async def _wait_until_ready(self, keep: Callable[[], None], loading: Callable[[int, int], None]) -> list[str]:
         assert self._facts.redis_url is not None
         redis = BackgroundClient(self._facts.redis_url, timeout_s=1.0, retries=2)
         fleet = FleetView(redis, self._facts.service_id, reseed=_nothing)
@@ -102,6 +105,7 @@ class ServeApp:
         try:
             while True:
                 await fleet.refresh()
+                loading(*bytes_of(fleet.records.values(), min_groups(self._settings)))
                 if self._groups_serve(list(fleet.records.values())) and await self._gateways_answer(redis):
                     return [line for record in fleet.records.values() for line in self._choices(record)]
                 await self._raise_failure(redis)

@@ -19,6 +19,7 @@ from typing import NoReturn
 
 import psutil
 
+from cluster.loading_line import wipe
 from cluster.reaper import orphans
 from cluster.run_files import remove_run_file
 from cluster.signals import NUMBERS, is_ignored
@@ -163,6 +164,7 @@ class Supervisor:
             shutil.rmtree(folder, ignore_errors=True)
         if run_file is not None:
             remove_run_file(Path(run_file))
+        wipe()
         known = why == INTERRUPTED and "interrupted" in self._facts
         for line in ([] if known else [why]) + [strays.stopped_line(time.monotonic() - started_s)]:
             with suppress(OSError):

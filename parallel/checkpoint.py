@@ -6,7 +6,7 @@ the file; pages that no slice touches are never loaded), one parameter at a time
 
 import json
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -20,6 +20,8 @@ from parallel.shard import Fill, ShardSpec, Slice, WeightSlot
 LoadFormat = Literal["safetensors", "dummy"]
 INDEX = "model.safetensors.index.json"
 DUMMY_DEVIATION = 0.02
+OnBytes = Callable[[int, int], None]
+"""Told how many bytes are loaded, of how many."""
 
 
 class Source(Protocol):
@@ -37,14 +39,22 @@ def load(
     dtype: torch.dtype,
     device: torch.device,
     progress: bool,
+    on_bytes: OnBytes | None = None,
 ) -> int:
-    """Fills every slot in order; returns the bytes handed out. `progress` shows a bar on stderr (rank 0 only)."""
+    """Fills every slot in order; returns the bytes handed out. `progress` shows a bar on stderr (rank 0 only);
+    on_bytes is called before the first slot and after each."""
     total = sum(torch.Size(slot.shard.shape).numel() for slot in slots) * dtype.itemsize
     with tqdm(total=total, unit="B", unit_scale=True, desc="loading weights", disable=not progress) as bar:
+        loaded = 0
         for slot in slots:
+            if on_bytes is not None:
+                on_bytes(loaded, total)
             tensor = assemble(slot.shard, source, dtype, device)
+            loaded += tensor.nbytes
             bar.update(tensor.nbytes)
             slot.accept(tensor)
+    if on_bytes is not None:
+        on_bytes(total, total)
     return total
 
 

@@ -336,6 +336,14 @@ class RankListening(msgspec.Struct, frozen=True, array_like=True, tag="listening
     port: int
 
 
+class RankLoading(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="loading"):
+    """From a rank, while it reads its weights: how many bytes of its own shard it has, of how many."""
+
+    rank: int
+    loaded_bytes: int
+    total_bytes: int
+
+
 class RankLoaded(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="loaded"):
     """From a rank: weights are in memory. num_blocks is the most KV blocks this rank can hold; kv_dtype is what they
     hold (--kv-cache-dtype's names), None: dtype.
@@ -388,6 +396,6 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
 
 
 ToRank = RankSetup | AllocateKV | StepPlan | Shutdown
-FromRank = Hello | RankListening | RankLoaded | RankReady | RankFailed | StepResult | TransferDone
+FromRank = Hello | RankListening | RankLoading | RankLoaded | RankReady | RankFailed | StepResult | TransferDone
 ToGateway = DeltaBatch
 FromGateway = Abort

@@ -2,9 +2,10 @@
 
 Used by workers/local_executor.py and cluster/ray_executor.py, which only differ in how they start and end processes.
 Binds the ROUTER; each rank (workers/rank/rank_worker.py) connects as the DEALER named by its number. Start: Hello of
-all -> RankSetup to rank 0 -> RankListening from it -> RankSetup to the others -> RankLoaded of all -> AllocateKV (the
-least that all can hold) -> RankReady of all. Never starts, kills or waits for a process; learns from `lost` that one is
-gone, from its pulse that one is frozen (rank_pulse.py), from StepBound that they are stuck (step_bound.py).
+all -> RankSetup to rank 0 -> RankListening from it -> RankSetup to the others -> RankLoading, several -> RankLoaded of
+all -> AllocateKV (the least that all can hold) -> RankReady of all. Never starts, kills or waits for a process; learns
+from `lost` that one is gone, from its pulse that one is frozen (rank_pulse.py), from StepBound that they are stuck
+(step_bound.py).
 """
 
 import logging
@@ -28,6 +29,7 @@ from workers.messages import (
     RankFailed,
     RankListening,
     RankLoaded,
+    RankLoading,
     RankReady,
     RankSetup,
     Shutdown,
@@ -47,6 +49,7 @@ log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 120.0
 LOAD_TIMEOUT_S = 3600.0
+"""Since a rank last said that it has more of its weights."""
 POLL_SLICE_S = 0.03
 LAST_WORDS_S = 0.2
 LOOPBACK = "127.0.0.1"
@@ -92,7 +95,9 @@ class RankGroup:
         self._done: list[TransferDone] = []
         self._tiers: OpenTiers | None = None
         self._close_tiers: Callable[[], None] = _nothing
+        self._loading: dict[int, RankLoading] = {}
         self._pulse = PulseWatch(self._context, secret, host, on_silent or _note)
+        self._clock = clock
         self._steps = StepBound(clock)
         self.hellos: tuple[Hello, ...] = ()
         self._broken: str | None = None
@@ -167,6 +172,14 @@ class RankGroup:
     def is_broken(self) -> bool:
         """GroupLost or SettingsError was raised: no plan runs any more."""
         return self._broken is not None
+
+    def loading(self) -> tuple[int, int]:
+        """Bytes of weights that are loaded, and of how many, over all ranks; (0, 0) until each has said its own. From
+        any thread."""
+        known = self._loading
+        if len(known) < self.world_size:
+            return 0, 0
+        return sum(said.loaded_bytes for said in known.values()), sum(said.total_bytes for said in known.values())
 
     def silent_s(self) -> float:
         """How long a rank has given no sign of life, 0 while there is no doubt. From any thread."""
@@ -255,16 +268,21 @@ class RankGroup:
             assert isinstance(message, TransferDone), f"a rank sent {type(message).__name__} before any step"
 
     def _gather(self, kind: type[M], timeout_s: float, did: str, ranks: Sequence[int] | None = None) -> list[M]:
-        """One message of `kind` from every rank (or from `ranks`), in rank order."""
+        """One message of `kind` from every rank (or from `ranks`), in rank order. The timeout begins anew whenever a
+        rank has loaded more of its weights."""
         awaited = range(self.world_size) if ranks is None else ranks
-        deadline_s = time.monotonic() + timeout_s
+        since_s = self._clock()
         got: dict[int, M] = {}
         while len(got) < len(awaited):
-            message = self._receive(deadline_s - time.monotonic())
+            message = self._receive(since_s + timeout_s - self._clock())
             if message is None:
                 missing = sorted(set(awaited) - set(got))
-                raise GroupLost(f"after {timeout_s:.0f} s rank(s) {missing} have not {did}")
+                raise GroupLost(f"rank(s) {missing} have not {did}, and have said nothing for {timeout_s:.0f} s")
             if isinstance(message, TransferDone):  # a mover's first word, beside its rank's
+                continue
+            if isinstance(message, RankLoading):
+                self._loading = {**self._loading, message.rank: message}
+                since_s = self._clock()
                 continue
             assert isinstance(message, kind), f"a rank sent {type(message).__name__}, expected {kind.__name__}"
             got[message.rank] = message

@@ -43,7 +43,8 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One group at one moment. `stats` is msgpack of the engine's statistics; `epoch` names the group's life.
 
     stalled_s: how long no step has finished although there is work; 0 without work. notes: what was chosen at its start
-    that its user should know. adapters: None without --enable-lora.
+    that its user should know. adapters: None without --enable-lora. loaded_bytes of total_bytes of its weights are in
+    memory, over all its ranks; both are 0 until those have said.
     """
 
     group: str
@@ -61,6 +62,8 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     stats: bytes = b""
     notes: list[str] = []
     adapters: AdapterReport | None = None
+    loaded_bytes: int = 0
+    total_bytes: int = 0
 
     @property
     def is_ready(self) -> bool:

@@ -257,6 +257,8 @@ def aborted(service: Service) -> int:
 
 
 def test_every_process_says_its_part(service: Service) -> None:
+    loaded = [0 < record.total_bytes == record.loaded_bytes for record in group_records(service)]
+    assert any(loaded), "the groups that serve say so"
     titles = [" ".join(p.cmdline()) for p in service.descendants()]
     ranks = [t for t in titles if t.startswith("tandem rank ")]
     assert sorted(t.split()[-2:] for t in ranks) == [["tp0", "pp0"]] * 2 + [["tp1", "pp0"]] * 2

@@ -109,5 +109,6 @@ def test_a_terminal_from_start_to_end(vllm_named: Service) -> None:
     assert [line for line in lines if re.fullmatch(r"group \w+: \d+\.\d MiB of weights loaded in \d+\.\d s", line)], (
         lines
     )
+    assert "loading weights:" not in service.output, "its output is no terminal"
     assert lines.index(begun[-1]) < next(i for i, line in enumerate(lines) if line.startswith("serving demo"))
     assert re.fullmatch(r"stopped: nothing is left running \(took \d+\.\d s\)", lines[-1]), service.output

@@ -13,7 +13,7 @@ import torch
 
 from offload.weight_copiers import make_copier
 from offload.weight_stream import Copier, WeightStream
-from parallel.checkpoint import DummySource, LoadFormat, SafetensorsSource, Source, load
+from parallel.checkpoint import DummySource, LoadFormat, OnBytes, SafetensorsSource, Source, load
 from parallel.context import ParallelContext
 from parallel.embedding import VocabParallelEmbedding, VocabParallelHead
 from parallel.linear import AdaptableLinear, LinearPart
@@ -143,9 +143,18 @@ class Decoder:
             if not self._ties_here:
                 yield from self._head.slots()
 
-    def load(self, source: Source, *, dtype: torch.dtype, device: torch.device, progress: bool) -> None:
+    def load(
+        self,
+        source: Source,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: bool,
+        on_bytes: OnBytes | None = None,
+    ) -> None:
         """Fills every parameter and counts `weight_bytes`."""
-        self.weight_bytes = load(list(self.slots()), source, dtype=dtype, device=device, progress=progress)
+        slots = list(self.slots())
+        self.weight_bytes = load(slots, source, dtype=dtype, device=device, progress=progress, on_bytes=on_bytes)
         if self._ties_here and self._head is not None:
             self.weight_bytes += self._head.copied_bytes
         self.stream.begin()
@@ -172,13 +181,15 @@ def build_decoder(
     load_format: LoadFormat = "safetensors",
     seed: int = 0,
     progress: bool = False,
+    on_bytes: OnBytes | None = None,
     streamed: Sequence[int] = (),
     copier: Copier | None = None,
 ) -> Decoder:
     """This rank's decoder with its weights, from `folder` or random (load_format dummy).
 
     `streamed`: layers, counted from 0 on this rank, that are kept in host memory and pass through the device; `copier`
-    moves them, by default beside the layers that compute. With any, the decoder is to be closed.
+    moves them, by default beside the layers that compute. With any, the decoder is to be closed. on_bytes: told how far
+    the loading is, on every rank; `progress`: a bar, on rank 0.
     Raises SettingsError for a model that cannot be cut so, and for a checkpoint that does not match its config.json.
     """
     stream = WeightStream(streamed, copier or make_copier(device))
@@ -191,5 +202,5 @@ def build_decoder(
         names = family_of(spec.architecture).names
         ignored = names.ignored_suffixes + ((f"{names.head}.weight",) if spec.tie_word_embeddings else ())
         source = SafetensorsSource(folder, all_tensor_names(spec, names), ignored)
-    decoder.load(source, dtype=dtype, device=device, progress=progress and context.rank == 0)
+    decoder.load(source, dtype=dtype, device=device, progress=progress and context.rank == 0, on_bytes=on_bytes)
     return decoder

@@ -17,6 +17,7 @@ from configs.errors import SettingsError
 from configs.schema import EngineSettings
 from offload.placement import LayerPlacement
 from offload.weight_copiers import make_copier
+from parallel.checkpoint import OnBytes
 from parallel.context import ParallelContext
 from parallel.pipeline import StageLink
 from workers.attention.select import select_attention
@@ -101,15 +102,21 @@ def load_single(settings: EngineSettings) -> LoadedRank:
 
 
 def load_rank(
-    settings: EngineSettings, context: ParallelContext, device: torch.device, *, rank: int, ranks_on_node: int
+    settings: EngineSettings,
+    context: ParallelContext,
+    device: torch.device,
+    *,
+    rank: int,
+    ranks_on_node: int,
+    on_bytes: OnBytes | None = None,
 ) -> LoadedRank:
-    """Reads this rank's shard and finds how many KV blocks it can hold."""
+    """Reads this rank's shard and finds how many KV blocks it can hold. on_bytes: told of each parameter read."""
     started_s = time.perf_counter()
     chosen = _choose(settings, context, device, ranks_on_node)
     spec, dtype, max_model_len = chosen.spec, chosen.dtype, chosen.max_model_len
     placement = place_weights(settings, spec, context, device, dtype, max_model_len, ranks_on_node)
     beside = copies_beside(device, ranks_on_node)
-    decoder = _build(chosen, placement, beside)
+    decoder = _build(chosen, placement, beside, on_bytes)
     adapters = _open_adapters(chosen, decoder)
     facts = _facts(chosen, rank, decoder, placement, adapters, started_s)
     log.info("rank %d loaded %s: %s, context %d", rank, settings.model.model, facts, max_model_len)
@@ -218,7 +225,7 @@ def choose_dtype(settings: EngineSettings, spec: ArchSpec, device: torch.device)
     return dtype
 
 
-def _build(chosen: _Chosen, placement: LayerPlacement, beside: bool) -> Decoder:
+def _build(chosen: _Chosen, placement: LayerPlacement, beside: bool, on_bytes: OnBytes | None) -> Decoder:
     model, spec, device = chosen.settings.model, chosen.spec, chosen.device
     try:
         return build_decoder(
@@ -226,6 +233,7 @@ def _build(chosen: _Chosen, placement: LayerPlacement, beside: bool) -> Decoder:
             chosen.context,
             folder=Path(model.model),
             progress=sys.stderr.isatty(),
+            on_bytes=on_bytes,
             dtype=chosen.dtype,
             device=device,
             attention=select_attention(device, chosen.dtype, spec.head_dim, chosen.kv_dtype),

@@ -40,6 +40,7 @@ from workers.messages import (
     ToRank,
 )
 from workers.rank.lifeline import Lifeline, watch_stdin
+from workers.rank.load_reports import LoadReports
 from workers.rank.loading import LoadedRank, choose_device, load_rank, set_threads
 from workers.rank.model_runner import ModelRunner
 from workers.rank.mover_inbox import ChannelInbox, Inbox
@@ -118,7 +119,8 @@ def run_rank(rank: int, endpoint: str, secret: str, *, group: str = "local", hos
 def _start(
     rank: int, group: str, setup: RankSetup, host: str, channel: _Channel, inbox: Callable[[MoverKind], Inbox]
 ) -> ModelRunner:
-    """The rank's half of the handshake: RankSetup (-> RankListening) -> RankLoaded -> AllocateKV -> RankReady."""
+    """The rank's half of the handshake: RankSetup (-> RankListening) -> RankLoading, several -> RankLoaded ->
+    AllocateKV -> RankReady."""
     loaded = _load(rank, group, setup, host, channel)
     channel.send(loaded.facts)
     allocate = channel.expect(AllocateKV)
@@ -157,7 +159,8 @@ def _load(rank: int, group: str, setup: RankSetup, host: str, channel: _Channel)
     if setup.world_size > 1:
         context = _meet(rank, setup, settings, host, device, channel)
     setproctitle.setproctitle(f"tandem rank {group} tp{context.tp_rank} pp{context.pp_rank}")
-    return load_rank(settings, context, device, rank=rank, ranks_on_node=setup.ranks_on_node)
+    on_bytes = LoadReports(rank, channel.send).take
+    return load_rank(settings, context, device, rank=rank, ranks_on_node=setup.ranks_on_node, on_bytes=on_bytes)
 
 
 def _meet(

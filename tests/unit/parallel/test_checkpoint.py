@@ -49,6 +49,14 @@ def test_load_hands_out_tensors_of_their_own(folder: Path) -> None:
     assert torch.equal(taken[0], B)
 
 
+def test_load_tells_how_far_it_is(folder: Path) -> None:
+    told: list[tuple[int, int]] = []
+    slots = [WeightSlot(whole("b", 2, 4), lambda _: None), WeightSlot(whole("a", 6, 4), lambda _: None)]
+    source = SafetensorsSource(folder, ["a", "b"])
+    load(slots, source, dtype=torch.bfloat16, device=CPU, progress=False, on_bytes=lambda *said: told.append(said))
+    assert told == [(0, 64), (16, 64), (64, 64)]
+
+
 def test_missing_unexpected_and_misshapen_tensors_are_named(folder: Path) -> None:
     with pytest.raises(SettingsError, match="tensor c is in none"):
         SafetensorsSource(folder, ["a", "b", "c"])

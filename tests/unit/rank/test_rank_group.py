@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import msgspec
@@ -20,6 +20,7 @@ from workers.messages import (
     RankFailed,
     RankListening,
     RankLoaded,
+    RankLoading,
     RankReady,
     RankSetup,
     Shutdown,
@@ -32,7 +33,7 @@ from workers.rank_group import RankGroup
 
 SETTINGS = EngineSettings(model=ModelSettings(model="m"), parallel=ParallelSettings(tensor_parallel_size=2))
 PORT = 4242
-Answer = Callable[[int, ToRank], FromRank | None]
+Answer = Callable[[int, ToRank], FromRank | Iterable[FromRank] | None]
 
 
 def good_rank(rank: int, message: ToRank) -> FromRank | None:
@@ -83,8 +84,8 @@ class FakeRank(threading.Thread):
             if isinstance(self.heard[-1], RankSetup) and self.heard[-1].master_port is None:
                 self.socket.send(msgspec.msgpack.encode(RankListening(self.rank, PORT)))
             answer = self.answer(self.rank, self.heard[-1])
-            if answer is not None:
-                self.socket.send(msgspec.msgpack.encode(answer))
+            for said in answer if isinstance(answer, Iterable) else () if answer is None else (answer,):
+                self.socket.send(msgspec.msgpack.encode(said))
         self.socket.close(linger=500)
         self.context.term()
 
@@ -246,6 +247,59 @@ def test_a_rank_that_dies_while_loading_ends_the_start() -> None:
     with fleet(lambda rank, m: None) as f:
         threading.Timer(0.2, lambda: setattr(f, "lost", "rank 0 exited with status 1")).start()
         with pytest.raises(GroupLost, match="status 1"):
+            f.group.start()
+
+
+def loads_in_parts(rank: int, message: ToRank) -> Iterator[FromRank]:
+    """Rank 0 has 10 bytes to load, rank 1 has 30."""
+    if isinstance(message, RankSetup):
+        total = 10 + 20 * rank
+        yield from (RankLoading(rank, loaded, total) for loaded in (0, total // 2, total))
+    if (answer := good_rank(rank, message)) is not None:
+        yield answer
+
+
+def test_what_the_ranks_have_loaded_adds_up() -> None:
+    with fleet(loads_in_parts) as f:
+        assert f.group.loading() == (0, 0)
+        f.group.start()
+        assert f.group.loading() == (40, 40)
+
+
+def test_nothing_is_said_of_loading_before_each_rank_has_said_its_own() -> None:
+    def half(rank: int, message: ToRank) -> FromRank | None:
+        return RankLoading(rank, 5, 10) if isinstance(message, RankSetup) and rank == 0 else None
+
+    with fleet(half) as f:
+        threading.Timer(0.3, lambda: setattr(f, "lost", "rank 1 is gone")).start()
+        with pytest.raises(GroupLost, match="rank 1 is gone"):
+            f.group.start()
+        assert f.group.loading() == (0, 0)
+
+
+def test_the_time_for_loading_begins_anew_with_every_part_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each message is read 50 minutes after the one before it."""
+    with fleet(loads_in_parts) as f:
+        receive = f.group._receive
+
+        def slow(timeout_s: float) -> FromRank | None:
+            message = receive(timeout_s)
+            f.now_s += 3000.0 * isinstance(message, RankLoading)
+            return message
+
+        monkeypatch.setattr(f.group, "_receive", slow)
+        f.group.start()
+        assert f.now_s == 6 * 3000.0
+
+
+def test_a_rank_that_stops_loading_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stops(rank: int, message: ToRank) -> FromRank | None:
+        return RankLoading(1, 5, 10) if rank == 1 else good_rank(rank, message)
+
+    with fleet(stops) as f:
+        f.group._clock = time.monotonic
+        monkeypatch.setattr("workers.rank_group.LOAD_TIMEOUT_S", 0.2)
+        with pytest.raises(GroupLost, match=r"rank\(s\) \[1\] have not loaded the model, and have said nothing for"):
             f.group.start()
 
 
