@@ -8,7 +8,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from cluster.coordination import keys
 from cluster.coordination.beat import Beat
 from cluster.coordination.changes import Announcements, Changes
 from cluster.coordination.client import BackgroundClient, RedisAway
+from cluster.coordination.events import Event, write_event
 from cluster.coordination.gateways import GatewayRecord, gateway_beat
 from cluster.coordination.moving_redis import MovingRedis
 from cluster.coordination.registry import FleetView, StartFailure, report_start_failure
@@ -83,6 +84,7 @@ class Gateway:
         self._tending: list[asyncio.Task[None]] = []
         self._beat: Beat[GatewayRecord] | None = None
         self._was_ready = False
+        self._vanished: set[str] = set()
         try:
             self._adapters = await open_desk(settings, self._redis, facts.service_id, self._most_adapters)
             if self._adapters is not None:
@@ -99,6 +101,7 @@ class Gateway:
         except Exception as error:
             await self._report_failure(error)
             raise
+        self._client.on_moved = self._state.metrics.moved
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve asks for the app once, after the constructor."""
@@ -159,6 +162,15 @@ class Gateway:
             self._beat.hurry()
         self._client.lose_silent()
         self._frozen.turn()
+        gone = {record.group for record in self._fleet.vanished_for(1.0)} - self._vanished
+        if gone:
+            self._vanished |= gone
+            self._telling = asyncio.get_running_loop().create_task(self._tell(gone), name="group events")
+
+    async def _tell(self, gone: Iterable[str]) -> None:
+        with suppress(RedisAway):
+            for group in gone:
+                await write_event(self._redis, self._facts.service_id, Event("vanished", group))
 
     def _kv_tokens(self) -> int:
         """KV tokens of all groups together, 0 before they have said so."""

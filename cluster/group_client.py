@@ -98,6 +98,8 @@ class GroupClient:
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Ended).decode
         self._loop = asyncio.get_running_loop()
+        self.on_moved: Callable[[], None] = lambda: None
+        """Called for each request that goes on with another group."""
 
     async def submit(self, request: GenerationRequest) -> RequestStream:
         """See cluster/gateway/backend.py."""
@@ -222,6 +224,7 @@ class GroupClient:
                     return
                 attempt.call.cancel()  # a group that lives after all stops
                 attempt = self._dispatch(stream, self._resumption(attempt))
+                self.on_moved()
         finally:
             attempt.call.cancel()
             self._attempts.pop(attempt.request.request_id, None)

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from cluster import machine, ray_node
 from cluster.coordination.redis_server import RedisServer
+from cluster.fleet_news import FleetNews
 from cluster.helper import Helper, Startable
 from cluster.loading_line import LoadingLine
 from cluster.placement import declared_cpus, max_groups, min_groups
@@ -27,10 +28,12 @@ from cluster.preflight import (
     check_memory,
     check_model,
     check_port,
+    check_processes,
     check_redis,
     choose_device,
     fit_host_tier,
     open_to_others,
+    without_compiler,
 )
 from cluster.reaper import Reaper, orphans
 from cluster.run_files import PrivateFolder, RunFile, remove_run_file, write_run_file
@@ -63,6 +66,7 @@ class Launcher:
         self._begun = False
         self._run_file: RunFile | None = None
         self._strays = Strays()
+        self._news: FleetNews | None = None
         self._left: Any = None  # our Ray, while we are not connected to it
 
     def run(self) -> int:
@@ -139,6 +143,7 @@ class Launcher:
     def _check(self) -> None:
         settings = self._settings = choose_device(self._settings)
         check_port(settings.gateway.host, settings.gateway.port)
+        check_processes(settings)
         check_model(settings)
         for line in check_adapters(settings):
             self._say.line(line)
@@ -146,6 +151,8 @@ class Launcher:
         self._settings, note = fit_host_tier(settings)
         if note is not None:
             self._say.line(note)
+        if (slower := without_compiler(settings)) is not None:
+            self._say.line(slower)
         if settings.redis.url is not None:
             check_redis(settings.redis.url)
         if self._address is not None and settings.redis.url is None:
@@ -232,6 +239,8 @@ class Launcher:
             self._say.line(warning)
         self._say.phases(self._phases)
         self._say.url(url, self._run_file.model, min_groups(self._settings), max_groups(self._settings))
+        self._news = FleetNews(facts.redis_url, facts.service_id, self._say.line)
+        self._news.start()
 
     @contextmanager
     def _phase(self, name: str, doing: str | None = None) -> Iterator[None]:
@@ -259,6 +268,8 @@ class Launcher:
 
     def _drain(self, app: "ServeApp") -> None:  # type: ignore[name-defined]  # noqa: F821
         drained = threading.Event()
+        if self._news is not None:
+            self._news.stop()
         if self._address is None:
             threading.Thread(target=self._end_with_ray, args=(drained,), name="tandem-drain", daemon=True).start()
         if app.is_ready and self._signals.first() is not None:

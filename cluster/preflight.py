@@ -4,6 +4,7 @@ Called by the launcher and by `tandem check-config`, on resolved settings (model
 """
 
 import asyncio
+import shutil
 import socket
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from workers.models.spec import ArchSpec
 from workers.rank.memory import available_bytes, check_offload
 from workers.resolve import DTYPE_BYTES, read_spec, resolve_dtype, resolve_max_model_len
 
+RANK_BYTES, COORDINATOR_BYTES = 250 * 2**20, 100 * 2**20
+"""What an idle process of each has for itself (torch, Ray), as `make bench-startup` shows."""
 HOST_TIER_SHARE = 0.6
 
 
@@ -85,10 +88,9 @@ def check_memory(settings: ServiceSettings) -> None:
     dtype = resolve_dtype(settings.engine, spec, "cpu")
     weights, free = cpu_weight_bytes(spec, dtype, settings.engine.parallel), available_bytes()
     if weights * groups > free:
-        several = "--data-parallel-size" if settings.autoscaling_config is None else "autoscaling_config"
         raise SettingsError(
             f"{groups} x {_gib(weights)} of weights in {dtype} do not fit the free {_gib(free)}",
-            several if groups > 1 else "MODEL",
+            _more_groups(settings) if groups > 1 else "MODEL",
         )
     asked = (settings.engine.cache.kv_cache_memory_bytes or 0) * ranks * groups
     if weights * groups + asked > free:
@@ -98,6 +100,29 @@ def check_memory(settings: ServiceSettings) -> None:
             "--kv-cache-memory-bytes",
         )
     _check_copies(settings, spec, dtype, free - weights * groups - asked)
+
+
+def check_processes(settings: ServiceSettings) -> None:
+    """On CPU: the processes of all groups fit in what is free, with nothing in them."""
+    groups, ranks = max_groups(settings), settings.engine.parallel.ranks_per_group
+    needed, free = groups * (COORDINATOR_BYTES + ranks * RANK_BYTES), available_bytes()
+    if settings.engine.device.device == "cpu" and needed > free:
+        raise SettingsError(
+            f"the processes of {groups} group(s) of {ranks} rank(s) need about {_gib(needed)} before any weights, "
+            f"of which {_gib(free)} are free",
+            _more_groups(settings) if groups > 1 else "--tensor-parallel-size",
+        )
+
+
+def _more_groups(settings: ServiceSettings) -> str:
+    return "--data-parallel-size" if settings.autoscaling_config is None else "autoscaling_config"
+
+
+def without_compiler(settings: ServiceSettings) -> str | None:
+    """What to say where ranks on this machine's CPU cannot compile their kernels."""
+    if settings.engine.device.device != "cpu" or shutil.which("gcc") or shutil.which("cc"):
+        return None
+    return "there is no C compiler (gcc): torch computes instead of kernels made for this CPU, slower"
 
 
 def _check_copies(settings: ServiceSettings, spec: ArchSpec, dtype: str, free: int) -> None:

@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from ray import serve
 from cluster.coordination import keys
 from cluster.coordination.changes import Changes
 from cluster.coordination.client import BackgroundClient, RedisAway
+from cluster.coordination.events import Event, write_event
 from cluster.coordination.registry import (
     GroupRecord,
     GroupState,
@@ -174,6 +176,7 @@ class Coordinator:
         self._beating.cancel()
         self._sharing.stop()
         await self._changes.close()
+        await self._tell(Event("left", self._group))
         await self._leave()
         self._thread.stop()
         await self._loop.run_in_executor(None, self._thread.join, 5.0)
@@ -187,6 +190,7 @@ class Coordinator:
         gc.freeze()
         self._state = "serving"
         self.beat_now()
+        self._tell(Event("serving", self._group))
         if not self._opened.done():
             self._opened.set_result(None)
 
@@ -204,11 +208,23 @@ class Coordinator:
         elif opened and not self._stopping:
             log.error("group %s is lost: %s", self._group, error)
             self._beating.cancel()
+            self._tell(Event("lost", self._group, str(error)))
             self._leaving = self._loop.create_task(self._leave(), name="group leaves")
             # The streams have been told; leaving at once makes Serve replace the group without three failed checks.
             self._loop.call_later(EXIT_DELAY_S, os._exit, 1)
 
     # ---- inside --------------------------------------------------------------------------------------------------
+
+    def _tell(self, event: Event) -> "asyncio.Task[None]":
+        """Those who run the service, as far as Redis answers at once."""
+
+        async def write() -> None:
+            with suppress(RedisAway, TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await write_event(self._redis, self._facts.service_id, event)
+
+        self._telling = self._loop.create_task(write(), name="group event")
+        return self._telling
 
     async def _leave(self) -> None:
         """Takes the group's record away: nobody waits until it expires."""

@@ -34,6 +34,15 @@ def gateway(service: str, gateway_id: str) -> str:
     return f"tandem:{service}:gateway:{gateway_id}"
 
 
+def events(service: str) -> str:
+    """List of what became of groups (msgpack Event), for the launcher to print, announced. At most 200, TTL 1 h. Owner:
+    coordinators and gateways; the launcher takes them."""
+    return f"tandem:{service}:events"
+
+
+EVENTS_TTL_S = 3600
+
+
 def start_failure(service: str) -> str:
     """Why a process of this service could not start (msgpack StartFailure). TTL 10 min. Owner: the failing process."""
     return f"tandem:{service}:start-failure"

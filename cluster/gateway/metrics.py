@@ -32,6 +32,12 @@ class GatewayMetrics:
             ("model_name",),
             registry=registry,
         ).labels(model_name)
+        self._moved = Counter(
+            f"{prefix}:request_migrations",
+            "Requests that went on with another group because theirs was lost.",
+            ("model_name",),
+            registry=registry,
+        ).labels(model_name)
         self._ttft = Histogram(
             f"{prefix}:gateway_time_to_first_token_seconds",
             "From the request's arrival to its first token, at the gateway.",
@@ -64,6 +70,10 @@ class GatewayMetrics:
 
     def generation_began(self) -> None:
         self._open.inc()
+
+    def moved(self) -> None:
+        """A request goes on with another group."""
+        self._moved.inc()
 
     def first_token(self, after_s: float) -> None:
         self._ttft.observe(after_s)

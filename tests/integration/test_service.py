@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -394,10 +395,15 @@ def group_readiness(service: Service) -> list[bool]:
 async def test_a_killed_rank_costs_no_request_and_its_group_comes_back(
     service: Service, long_answers: list[str]
 ) -> None:
-    """Streams of the lost group go on with the other one: same text, no gap, no duplicate."""
+    """Streams of the lost group go on with the other one: same text, no gap, no duplicate. Who runs it can see."""
+    migrations, lines = service.metric("request_migrations_total"), service.output.count("\n")
     hit = await hit_a_rank(service, signal.SIGKILL)
     assert hit.answers == long_answers
     await asyncio.to_thread(wait_until_healed, service, hit.before)
+    assert 1 <= service.metric("request_migrations_total") - migrations <= 8
+    lost, serves = service.output.splitlines()[lines:]
+    assert re.fullmatch(r"tandem: group \w+ is lost: rank \d of group \w+ has died; its requests go on .*", lost), lost
+    assert re.fullmatch(r"tandem: group \w+ serves", serves), serves
 
 
 @pytest.mark.parametrize("choose", [min, max], ids=["the first rank", "the last rank"])

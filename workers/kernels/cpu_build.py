@@ -45,12 +45,20 @@ def cpu_lora_library(dtype: torch.dtype) -> ctypes.CDLL | None:
     return _compiled(LORA_SOURCES, dtype, None)
 
 
+@cache
+def _say_once(text: str) -> None:
+    log.warning(text)
+
+
 def _compiled(names: tuple[str, ...], dtype: torch.dtype, storage: torch.dtype | None) -> ctypes.CDLL | None:
     compiler = shutil.which("gcc") or shutil.which("cc")
     folder = Path(__file__).parent
     sources = [folder / name for name in names]
     served = dtype in ELEMENTS and (storage is None or storage in STORED)
-    if compiler is None or sys.platform != "linux" or not served or not all(source.exists() for source in sources):
+    if sys.platform != "linux" or not served or not all(source.exists() for source in sources):
+        return None
+    if compiler is None:
+        _say_once("there is no C compiler (gcc or cc): torch computes instead of kernels for this CPU, slower")
         return None
     types = (f"-DELEMENT={ELEMENTS[dtype]}", f"-DSTORED={0 if storage is None else STORED[storage]}")
     arguments = [*FLAGS, *types, *names]

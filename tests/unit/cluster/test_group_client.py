@@ -449,6 +449,8 @@ async def test_an_abort_of_an_unknown_request_is_ignored(service: Service) -> No
 
 
 async def test_a_group_that_dies_hands_over_without_gap_or_duplicate(slow_service: Service) -> None:
+    moves: list[str] = []
+    slow_service.client.on_moved = lambda: moves.append("moved")
     stream = await slow_service.client.submit(request("r", 200))
     got = await anext(stream)
     while len(got) < 20:
@@ -456,6 +458,7 @@ async def test_a_group_that_dies_hands_over_without_gap_or_duplicate(slow_servic
     slow_service.groups[0].die()
     got += await read_all(stream)
     assert tokens_of(got) == list(range(100, 300))
+    assert moves == ["moved"]
     (moved,) = slow_service.groups[1].requests
     assert moved.epoch == 1
     assert 20 <= len(moved.resume_token_ids[0]) < 200

@@ -12,9 +12,11 @@ from cluster.preflight import (
     HOST_TIER_SHARE,
     check_memory,
     check_model,
+    check_processes,
     cpu_weight_bytes,
     fit_host_tier,
     open_to_others,
+    without_compiler,
 )
 from cluster.tenants.store import TenantStore
 from configs.errors import SettingsError
@@ -72,6 +74,26 @@ def test_every_group_that_may_run_counts(folder: Path, monkeypatch: pytest.Monke
     with pytest.raises(SettingsError, match="3 x ") as refused:
         check_memory(build_settings(str(folder), {"device": "cpu"}, {"max_replicas": 3}))
     assert refused.value.flag == "autoscaling_config"
+
+
+def test_more_processes_than_memory_holds_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "available_bytes", lambda: 8 * 2**30)
+    check_processes(service(folder, data_parallel_size=4))
+    with pytest.raises(SettingsError, match=r"500 group\(s\) of 2 rank\(s\) need about") as refused:
+        check_processes(service(folder, data_parallel_size=500, tensor_parallel_size=2))
+    assert refused.value.flag == "--data-parallel-size"
+    with pytest.raises(SettingsError) as refused:
+        check_processes(build_settings(str(folder), {"device": "cpu"}, {"max_replicas": 500}))
+    assert refused.value.flag == "autoscaling_config"
+    check_processes(service(folder, data_parallel_size=500, device="cuda"))
+
+
+def test_a_machine_without_a_compiler_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert without_compiler(service(folder, device="cuda")) is None
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "no C compiler" in str(without_compiler(service(folder)))
+    (tmp_path / "cc").touch(mode=0o755)
+    assert without_compiler(service(folder)) is None
 
 
 def test_adapters_in_host_memory_count(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

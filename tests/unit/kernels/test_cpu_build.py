@@ -139,6 +139,17 @@ def test_a_compiler_that_fails_is_said(
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_machine_without_a_compiler_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    cpu_build._say_once.cache_clear()
+    for _ in range(2):
+        assert cpu_build._compiled(cpu_build.LORA_SOURCES, torch.float32, None) is None
+    (said,) = caplog.messages
+    assert "no C compiler" in said
+
+
 def test_a_system_without_memory_files_is_said(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,74 @@
+"""What becomes of groups reaches whoever runs the service: written to a real Redis, heard by the launcher's thread."""
+
+import queue
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from cluster.coordination import keys
+from cluster.coordination.client import BackgroundClient
+from cluster.coordination.events import MOST_EVENTS, Event, take_events, write_event
+from cluster.coordination.redis_server import RedisServer
+from cluster.fleet_news import FleetNews, Lines
+from tests.support.private_redis import private_redis
+
+DEADLINE_S = 20.0
+
+
+@pytest.fixture
+def server() -> Iterator[RedisServer]:
+    with private_redis() as running:
+        yield running
+
+
+@pytest.fixture
+async def redis(server: RedisServer) -> AsyncIterator[BackgroundClient]:
+    client = BackgroundClient(server.url)
+    yield client
+    await client.close()
+
+
+def test_a_groups_end_is_said_once_whoever_tells_of_it() -> None:
+    lines = Lines()
+    lost = lines.of(Event("lost", "a", "rank 0 of group a has died"))
+    assert lost == (
+        "group a is lost: rank 0 of group a has died; its requests go on with another, Serve starts one in its place"
+    )
+    assert [lines.of(Event(kind, "a")) for kind in ("vanished", "left", "vanished")] == [None] * 3
+    assert "has vanished" in str(lines.of(Event("vanished", "b")))
+    assert lines.of(Event("left", "c")) == "group c has ended"
+    assert lines.of(Event("serving", "d")) == "group d serves"
+
+
+async def test_events_are_taken_once_in_order_and_are_few(redis: BackgroundClient) -> None:
+    assert await take_events(redis, "s") == []
+    for i in range(MOST_EVENTS + 5):
+        await write_event(redis, "s", Event("serving", str(i)))
+    assert 0 < int(await redis.command("TTL", keys.events("s"))) <= keys.EVENTS_TTL_S
+    taken = await take_events(redis, "s")
+    assert [event.group for event in taken] == [str(i) for i in range(5, MOST_EVENTS + 5)]
+    assert await take_events(redis, "s") == []
+
+
+async def test_the_launcher_says_what_comes_after_the_start(server: RedisServer, redis: BackgroundClient) -> None:
+    await write_event(redis, "s", Event("serving", "of the start"))
+    said: queue.Queue[str] = queue.Queue()
+    news = FleetNews(server.url, "s", said.put)
+    news.start()
+    while await redis.command("EXISTS", keys.events("s")):  # until those of the start are taken
+        pass
+    await write_event(redis, "another", Event("serving", "no group of ours"))
+    await write_event(redis, "s", Event("vanished", "a"))
+    await write_event(redis, "s", Event("serving", "b"))
+    assert [said.get(timeout=DEADLINE_S)[:20] for _ in range(2)] == ["group a has vanished", "group b serves"]
+    news.stop()
+    assert not news._thread.is_alive()
+    assert said.empty()
+
+
+async def test_without_redis_the_launcher_goes_on_and_stops(server: RedisServer) -> None:
+    server.stop()
+    news = FleetNews(server.url, "s", lambda line: None)
+    news.start()
+    news.stop()
+    assert not news._thread.is_alive()
