@@ -189,7 +189,7 @@ def growing_tokens(
     engine = Engine(settings, model_facts(settings, ready), executor, ready, sink)
     for i in range(50):
         sampling = SamplingParams(
-            max_tokens=24 + i % 20, ignore_eos=True, seed=i, temperature=0.8 * (i % 2), top_k=3 * (i % 2)
+            max_tokens=14 + i % 20, ignore_eos=True, seed=i, temperature=0.8 * (i % 2), top_k=3 * (i % 2)
         )
         prompt = [3 + (7 * i + 5 * k) % 190 for k in range(3 + i % 9)]
         engine.add_request(GenerationRequest(request_id=str(i), prompt_token_ids=prompt, sampling=sampling))
@@ -209,7 +209,7 @@ def grown(model_folder: Path) -> dict[tuple[str, int], list[int]]:
     )
     with contextlib.closing(InProcessExecutor(settings)) as alone:
         sink, stats = growing_tokens(alone, alone.start(), settings)
-    assert stats.preemptions == 0 and [len(sink.of[str(i), 0]) for i in range(50)] == [24 + i % 20 for i in range(50)]
+    assert stats.preemptions == 0 and [len(sink.of[str(i), 0]) for i in range(50)] == [14 + i % 20 for i in range(50)]
     return sink.of
 
 
