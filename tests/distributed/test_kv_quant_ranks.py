@@ -1,5 +1,5 @@
-"""The real engine over a quantized cache: preemption, shared and copied blocks, and every cut of the ranks leave the
-tokens as they are (float32; a code that rounds the other way could only matter at a near-tie)."""
+"""The real engine over a quantized cache: preemption, shared and copied blocks, tiers below the device, and every cut
+of the ranks leave the tokens as they are (float32; codes that round the other way could only matter at a near-tie)."""
 
 import contextlib
 from collections.abc import Iterator
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from configs.schema import (
     CacheSettings,
@@ -16,15 +17,24 @@ from configs.schema import (
     ParallelSettings,
     SchedulerSettings,
 )
+from tests.support.kv_bits import Bits
 from tests.support.tiny_models import BY_NAME, save_tiny_model
 from workers.build import model_facts, open_executor
+from workers.engine.copy_costs import CopyCosts
 from workers.engine.engine import Engine
-from workers.engine.executor import ExecutorReady
+from workers.engine.executor import Executor, ExecutorReady
+from workers.engine.stats import OffloadStats
+from workers.inprocess_executor import InProcessExecutor
 from workers.messages import Ended, GenerationRequest, SamplingParams, TokenDelta
 from workers.rank.loading import load_single
 from workers.tiers import layout_digest
 
 NUM_TOKENS = 14
+HOST_SLOTS = 24
+"""Where there is a disk below."""
+BLOCK_BYTES = 2 * 4 * 4 * 2 * (32 + 4)
+"""Keys and values of 4 layers, 4 tokens and 2 heads: 32 codes and a scale, over all ranks."""
+KINDS = ("store", "load", "spill", "fetch")
 Undisturbed = dict[str, dict[tuple[str, int], list[int]]]
 
 
@@ -58,6 +68,7 @@ def settings_for(
     num_blocks: int = 160,
     chunk: int = 64,
     host_gib: float | None = None,
+    disk: Path | None = None,
 ) -> EngineSettings:
     return EngineSettings(
         model=ModelSettings(model=str(folder), dtype="float32"),
@@ -66,7 +77,9 @@ def settings_for(
             block_size=4,
             num_blocks=num_blocks,
             kv_cache_dtype=kv,  # type: ignore[arg-type]
-            kv_offloading_gib=host_gib,
+            kv_offloading_gib=host_gib if disk is None else (HOST_SLOTS + 0.5) * BLOCK_BYTES / 2**30,
+            kv_disk_path=None if disk is None else str(disk),
+            kv_disk_gib=None if disk is None else 0.01,
         ),
         scheduler=SchedulerSettings(max_num_seqs=8, max_num_batched_tokens=chunk),
         device=DeviceSettings(device="cpu", cpu_threads=1),
@@ -79,10 +92,11 @@ def prompt(request: int) -> list[int]:
 
 @dataclass
 class Served:
-    """One engine and its output; `tokens` of all requests so far."""
+    """One engine and its output."""
 
     engine: Engine
     sink: Tokens
+    executor: Executor
 
     def run(self, requests: list[tuple[int, SamplingParams]], wave: str = "") -> dict[tuple[str, int], list[int]]:
         """All requests at once; the tokens of each choice."""
@@ -98,13 +112,16 @@ class Served:
         return mine
 
 
+def served_by(settings: EngineSettings, executor: Executor, ready: ExecutorReady) -> Served:
+    assert ready.kv_dtype == {"fp8": "fp8_e4m3"}.get(settings.cache.kv_cache_dtype, settings.cache.kv_cache_dtype)
+    sink = Tokens()
+    return Served(Engine(settings, model_facts(settings, ready), executor, ready, sink), sink, executor)
+
+
 @contextlib.contextmanager
 def serving(settings: EngineSettings) -> Iterator[Served]:
     with contextlib.closing(open_executor(settings)) as executor:
-        ready = executor.start()
-        assert ready.kv_dtype == {"fp8": "fp8_e4m3"}.get(settings.cache.kv_cache_dtype, settings.cache.kv_cache_dtype)
-        sink = Tokens()
-        yield Served(Engine(settings, model_facts(settings, ready), executor, ready, sink), sink)
+        yield served_by(settings, executor, executor.start())
 
 
 def mixed_requests() -> list[tuple[int, SamplingParams]]:
@@ -143,10 +160,52 @@ def test_blocks_that_went_to_host_memory_and_back_say_the_same(folder: Path, kv:
         assert offload.blocks["load"] > 0, "and back"
 
 
+@pytest.fixture
+def copying_always_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By measured times it would depend on what else runs."""
+    monkeypatch.setattr(CopyCosts, "recompute_s", lambda self, tokens: float("inf"))
+
+
+def check_through_all_tiers(served: Served, wanted: dict[tuple[str, int], list[int]]) -> OffloadStats:
+    """The same requests three times or more: what does not fit the device goes to the host, what does not fit there to
+    disk. How much comes back depends on which copies are done in time, so they are asked until some has."""
+    for wave in "abcdefghij":
+        assert served.run(mixed_requests(), wave) == wanted
+        offload = served.engine.stats().offload
+        if wave >= "c" and offload is not None and all(offload.blocks[kind] > 0 for kind in KINDS):
+            break
+    served.engine.settle(10.0)
+    served.engine.check_laws()
+    offload = served.engine.stats().offload
+    assert offload is not None and (offload.failed_blocks, offload.disk_disabled) == (0, None), offload
+    assert offload.host_slots == HOST_SLOTS and all(offload.blocks[kind] > 0 for kind in KINDS), offload
+    return offload
+
+
+@pytest.mark.parametrize("kv", ["int8", "fp8"])
+@pytest.mark.usefixtures("copying_always_wins")
+def test_blocks_that_went_to_disk_come_back_bit_by_bit(
+    folder: Path, kv: str, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    with serving(settings_for(folder, kv, num_blocks=48, disk=tmp_path)) as served:
+        engine, executor = served.engine, served.executor
+        assert isinstance(executor, InProcessExecutor) and executor._runner is not None and engine._offload is not None
+        bits = Bits(engine._offload, executor._runner.kv.planes)
+        assert check_through_all_tiers(served, undisturbed[kv]).blocks["load"] == bits.num_compared
+
+
 @pytest.mark.parametrize(("kv", "tp", "pp"), [("int8", 2, 1), ("int8", 1, 2), ("fp8", 2, 1)])
-def test_any_cut_says_what_one_rank_says(folder: Path, undisturbed: Undisturbed, kv: str, tp: int, pp: int) -> None:
-    with serving(settings_for(folder, kv, tp=tp, pp=pp)) as served:
-        assert served.run(mixed_requests()) == undisturbed[kv]
+@pytest.mark.usefixtures("copying_always_wins")
+def test_any_cut_says_what_one_rank_says(
+    folder: Path, undisturbed: Undisturbed, kv: str, tp: int, pp: int, tmp_path: Path
+) -> None:
+    """The same ranks twice: for an engine with room for all on the device, and for one with little room in any tier but
+    the disk, where each rank moves its own shard."""
+    settings = settings_for(folder, kv, tp=tp, pp=pp, disk=tmp_path)
+    with contextlib.closing(open_executor(settings)) as executor:
+        ready = executor.start()
+        assert served_by(settings, executor, replace(ready, store=None)).run(mixed_requests()) == undisturbed[kv]
+        check_through_all_tiers(served_by(settings, executor, replace(ready, num_blocks=48)), undisturbed[kv])
 
 
 @pytest.mark.parametrize("kv", ["int8", "fp8"])

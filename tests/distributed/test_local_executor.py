@@ -32,6 +32,7 @@ from workers.build import model_facts
 from workers.channel import new_secret
 from workers.engine.engine import Engine
 from workers.engine.executor import Executor, ExecutorReady
+from workers.engine.stats import EngineStats
 from workers.errors import GroupLost
 from workers.inprocess_executor import InProcessExecutor
 from workers.local_executor import LocalExecutor
@@ -63,7 +64,7 @@ def settings_for(folder: Path, tp: int = 1, pp: int = 1, **cache: int) -> Engine
         model=ModelSettings(model=str(folder), dtype="float32"),
         parallel=ParallelSettings(tensor_parallel_size=tp, pipeline_parallel_size=pp),
         cache=CacheSettings(**({"block_size": BLOCK_SIZE, "num_blocks": 96} | cache)),
-        scheduler=SchedulerSettings(max_num_seqs=4, max_num_batched_tokens=64),
+        scheduler=SchedulerSettings(max_num_seqs=8, max_num_batched_tokens=64),
         device=DeviceSettings(device="cpu"),
     )
 
@@ -162,6 +163,67 @@ def test_the_engine_serves_the_same_tokens_over_any_cut(
     executor, ready = group
     assert engine_tokens(executor, ready, settings_for(model_folder)) == wanted
     assert len(wanted) == 9 and all(len(tokens) == 14 for tokens in wanted.values())
+
+
+class TimedTokens(Tokens):
+    """Also the longest time, from its making on, without a token of anyone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.longest_gap_s = 0.0
+        self._last_s = time.monotonic()
+
+    def deltas(self, deltas: list[TokenDelta]) -> None:
+        super().deltas(deltas)
+        if any(delta.token_ids for delta in deltas):
+            now_s = time.monotonic()
+            self.longest_gap_s = max(self.longest_gap_s, now_s - self._last_s)
+            self._last_s = now_s
+
+
+def growing_tokens(
+    executor: Executor, ready: ExecutorReady, settings: EngineSettings
+) -> tuple[TimedTokens, EngineStats]:
+    """Fifty requests at once, short prompts and long answers, greedy ones and sampled ones."""
+    sink = TimedTokens()
+    engine = Engine(settings, model_facts(settings, ready), executor, ready, sink)
+    for i in range(50):
+        sampling = SamplingParams(
+            max_tokens=14 + i % 20, ignore_eos=True, seed=i, temperature=0.8 * (i % 2), top_k=3 * (i % 2)
+        )
+        prompt = [3 + (7 * i + 5 * k) % 190 for k in range(3 + i % 9)]
+        engine.add_request(GenerationRequest(request_id=str(i), prompt_token_ids=prompt, sampling=sampling))
+    while engine.has_work():
+        engine.step()
+        assert time.monotonic() < sink._last_s + 30, "it is stuck"
+    engine.check_laws()
+    return sink, engine.stats()
+
+
+@pytest.fixture(scope="module")
+def grown(model_folder: Path) -> dict[tuple[str, int], list[int]]:
+    """What one rank says that has room for all fifty."""
+    settings = msgspec.structs.replace(
+        settings_for(model_folder, num_blocks=1000),
+        scheduler=SchedulerSettings(max_num_seqs=50, max_num_batched_tokens=1024),
+    )
+    with contextlib.closing(InProcessExecutor(settings)) as alone:
+        sink, stats = growing_tokens(alone, alone.start(), settings)
+    assert stats.preemptions == 0 and [len(sink.of[str(i), 0]) for i in range(50)] == [14 + i % 20 for i in range(50)]
+    return sink.of
+
+
+def test_kv_01_fifty_growing_requests_on_32_blocks(
+    group: tuple[LocalExecutor, ExecutorReady], model_folder: Path, grown: dict[tuple[str, int], list[int]]
+) -> None:
+    """All finish although they push each other out, none has other tokens for it, and never is it silent for 2 s."""
+    executor, ready = group
+    few = msgspec.structs.replace(ready, num_blocks=32)
+    sink, stats = growing_tokens(executor, few, settings_for(model_folder))
+    print(f"{stats.preemptions} preemptions, longest gap {sink.longest_gap_s:.3f} s")
+    assert sink.of == grown
+    assert stats.preemptions > 0 and stats.used_blocks == 0
+    assert sink.longest_gap_s < 2.0
 
 
 def test_ranks_say_who_they_are_and_idle_without_cpu(group: tuple[LocalExecutor, ExecutorReady]) -> None:

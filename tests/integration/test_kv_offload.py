@@ -1,6 +1,7 @@
-"""A real service with tiers below the device: returning turns, a rank killed amid copies, a restart; then nothing is
-left."""
+"""A real service with tiers below the device: returning turns, a rank killed amid copies, a restart with weights that
+stream; then nothing is left."""
 
+import asyncio
 import random
 import signal
 import threading
@@ -12,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.mixed_requests import answers, greedy
 from tests.support.service import Service, tandem_serve, wait_for
+from workers.offline import LLM
 
 pytestmark = pytest.mark.cluster
 
@@ -84,6 +87,8 @@ def kill_a_rank_amid_copies(service: Service) -> None:
 
 
 def test_a_conversation_survives_eviction_a_killed_rank_and_a_restart(tmp_path: Path) -> None:
+    """After the restart the weights stream from host memory: what KV is on disk is of use to that service too, and it
+    says what the offline engine says."""
     flags = [*FLAGS, "--kv-disk-path", str(tmp_path / "kv")]
     with tandem_serve("demo", *flags) as service:
         wait_for(lambda: "serving demo" in service.output, 10, "the launcher says what it chose")
@@ -98,8 +103,14 @@ def test_a_conversation_survives_eviction_a_killed_rank_and_a_restart(tmp_path: 
         assert ask(service, CONVERSATION) == (wanted, 384), "the memory has outlived the group"
         assert service.stop(signal.SIGINT) == 0
         service.check_gone()
-    with tandem_serve("demo", *flags) as service:
+    with tandem_serve("demo", *flags, "--cpu-offload-gb", "1") as service:
+        wait_for(lambda: "serving demo" in service.output, 10, "the launcher says what it chose")
+        assert "0 layers and the tables resident" in service.output, "less than 1 GiB in all: every layer streams"
         assert ask(service, CONVERSATION) == (wanted, 384), "read from disk"
         wait_for(lambda: service.metric("kv_offload_fetch_bytes") > 0, 10, "it shows in the metrics")
+        with LLM("demo", dtype="float32", device="cpu") as llm:
+            assert asyncio.run(answers(service.url)) == greedy(llm), (
+                "of the model on one rank, no layer of it streaming"
+            )
         assert service.stop(signal.SIGINT) == 0
         service.check_gone()

@@ -1,5 +1,6 @@
 """Starts of their own: pipeline stages from a hostile folder, autoscaling, a killed launcher, `serve run`."""
 
+import asyncio
 import os
 import shutil
 import signal
@@ -14,8 +15,8 @@ import httpx
 import psutil
 import pytest
 import yaml
-from openai import OpenAI
 
+from tests.support.mixed_requests import answers, greedy
 from tests.support.service import BIN, REPOSITORY, Service, free_port, tandem_serve, wait_for
 from workers.messages import SamplingParams
 from workers.offline import LLM
@@ -37,24 +38,18 @@ def shadowing_folder(folder: Path) -> Path:
 
 
 def test_tp2_x_pp2_from_a_folder_that_shadows_our_packages_and_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
-    asked = {"model": "demo", "prompt": PROMPT, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
     folder = shadowing_folder(tmp_path / "mine")
     arguments = ["demo", "-tp", "2", "-pp", "2", "--device", "cpu", "--dtype", "float32", "--shutdown-timeout", "5"]
+    with LLM("demo", dtype="float32", device="cpu") as llm:
+        wanted = greedy(llm)
     with tandem_serve(*arguments, cwd=folder) as service:
-        answer = service.post("/v1/completions", asked)
-        with LLM("demo", dtype="float32", device="cpu") as llm:
-            params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
-            (wanted,) = llm.generate(PROMPT, params, use_tqdm=False)
-        assert answer.json()["choices"][0]["text"] == wanted.text
-        with OpenAI(base_url=service.url + "/v1", api_key="none", max_retries=0) as client:
-            options = {"model": "demo", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
-            chunks = client.completions.create(**options, stream=True, extra_body={"ignore_eos": True})
-            assert "".join(chunk.choices[0].text for chunk in chunks) == wanted.text
+        assert asyncio.run(answers(service.url)) == wanted
         titles = sorted(" ".join(p.cmdline()).strip().split(maxsplit=3)[3] for p in service.titled("tandem rank"))
         assert titles == ["tp0 pp0", "tp0 pp1", "tp1 pp0", "tp1 pp1"]
         status = run_tandem_status(service)
         assert "serving" in status and service.url in status
-        stream = Stream(service, {**asked, "max_tokens": 300})
+        asked = {"model": "demo", "prompt": PROMPT, "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+        stream = Stream(service, asked)
         assert service.stop(signal.SIGINT) == 0
         assert stream.join()[-1] == "data: [DONE]", "a request in flight may finish"
         service.check_gone()

@@ -25,16 +25,12 @@ import pytest
 from cluster.coordination.client import BackgroundClient
 from cluster.coordination.registry import RECORD_TTL_S, GroupRecord
 from cluster.metrics import decode_stats
+from tests.support.mixed_requests import PREFIX, PROMPTS, answers, greedy
 from tests.support.service import Service, wait_for
-from workers.messages import SamplingParams
 from workers.offline import LLM
 
 pytestmark = pytest.mark.cluster
 
-PREFIX = "Once upon a time there was a little girl who lived near a forest. "
-ENDS = ("She had a dog", "Her name was", "One day", "The sun", "A bird", "Every morning", "In the river", "Her mother")
-PROMPTS = [(PREFIX * (1 + i % 4) if i % 3 else "") + ENDS[i % len(ENDS)] + " and" * (i // len(ENDS)) for i in range(32)]
-LENGTHS = [8 + (7 * i) % 40 for i in range(32)]
 LONG = 900
 CHAT = [{"role": "user", "content": "Tell me a short story about a whale."}]
 
@@ -48,11 +44,6 @@ def offline() -> Iterator[LLM]:
 @pytest.fixture(scope="module")
 def client(service: Service) -> openai.OpenAI:
     return openai.OpenAI(base_url=service.url + "/v1", api_key="none", max_retries=0, timeout=60)
-
-
-def greedy(offline: LLM, prompts: list[str], lengths: list[int]) -> list[str]:
-    params = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in lengths]
-    return [output.text for output in offline.generate(prompts, params, use_tqdm=False)]
 
 
 @pytest.fixture(scope="module")
@@ -99,19 +90,7 @@ def test_a_seed_gives_the_same_words_whichever_group_runs_it(client: openai.Open
 
 
 async def test_32_at_once_equal_the_offline_engine(service: Service, offline: LLM) -> None:
-    wanted = greedy(offline, PROMPTS, LENGTHS)
-    async with openai.AsyncOpenAI(base_url=service.url + "/v1", api_key="none", max_retries=0, timeout=120) as client:
-
-        async def one(i: int) -> str:
-            asked = {"model": "demo", "prompt": PROMPTS[i], "max_tokens": LENGTHS[i], "temperature": 0}
-            if i % 2:
-                answer = await client.completions.create(**asked, extra_body={"ignore_eos": True})
-                return answer.choices[0].text
-            stream = await client.completions.create(**asked, stream=True, extra_body={"ignore_eos": True})
-            return "".join([chunk.choices[0].text async for chunk in stream if chunk.choices])
-
-        answers = await asyncio.gather(*(one(i) for i in range(32)))
-    assert answers == wanted
+    assert await answers(service.url) == greedy(offline)
     both = [
         line for line in service.get("/metrics").text.splitlines() if line.startswith("tandem:prompt_tokens_total{")
     ]

@@ -25,7 +25,7 @@ class Bits:
         """Before the end of a ticket is applied: until then nobody else has its blocks."""
         ticket = opened.ticket
         for place, (key, block_id) in enumerate(zip(ticket.keys, ticket.block_ids, strict=False)):
-            bits = b"".join(plane[block_id].numpy().tobytes() for plane in self._planes)
+            bits = b"".join(plane[block_id].view(torch.uint8).numpy().tobytes() for plane in self._planes)
             if ticket.kind == "store":
                 self._went_down[key].add(bits)
             elif ticket.kind == "load" and place not in opened.failed:

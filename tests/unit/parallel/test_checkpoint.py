@@ -1,6 +1,7 @@
 """Slices of a checkpoint: what each rank reads, padding, and errors that name tensor and file."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -93,3 +94,15 @@ def test_dummy_slices_belong_to_one_tensor() -> None:
     assert not torch.equal(full, source.read(Slice("v", (8, 6)), Fill.NORMAL))
     assert not torch.equal(full, DummySource(4, torch.float32).read(Slice("w", (8, 6)), Fill.NORMAL))
     assert torch.equal(source.read(Slice("n", (5,)), Fill.ONES), torch.ones(5))
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_progress_is_a_bar_of_bytes_and_nothing_where_it_is_not_wanted(
+    folder: Path, progress: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All bytes of this rank's slots, in the dtype that they get."""
+    slots = [WeightSlot(whole(name, *tensor.shape), lambda _: None) for name, tensor in (("a", A), ("b", B))] * 50
+    load(slots, SafetensorsSource(folder, ["a", "b"]), dtype=torch.bfloat16, device=CPU, progress=progress)
+    drawn = capsys.readouterr().err.rstrip().rsplit("\r", 1)[-1]
+    assert bool(re.fullmatch(r"loading weights: 100%\|\S+\| 3\.20k/3\.20k \[.*B/s\]", drawn)) == progress, drawn
+    assert progress or not drawn
