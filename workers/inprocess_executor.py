@@ -47,8 +47,8 @@ class InProcessExecutor:
         self._movers = loaded.open_adapter_movers(self._inbox)
         for mover in self._movers:
             mover.start()
-        notes = self._open_tiers(loaded)
-        facts = loaded.facts
+        facts, offload_gib = loaded.facts, self._settings.device.cpu_offload_gib
+        notes = (*weight_notes([facts], offload_gib), *adapter_notes([facts]), *self._open_tiers(loaded))
         ready = ExecutorReady(
             num_blocks=facts.num_blocks,
             pipeline_parallel_size=1,
@@ -59,7 +59,7 @@ class InProcessExecutor:
             block_bytes=facts.block_bytes,
             load_s=facts.load_s,
             store=None if self._tiers is None else self._tiers.store,
-            tier_notes=(*weight_notes([facts]), *adapter_notes([facts]), *notes),
+            tier_notes=notes,
             kv_dtype=facts.kv_dtype,
             adapter_pages=facts.adapter_pages,
         )

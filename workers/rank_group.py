@@ -127,7 +127,7 @@ class RankGroup:
             rank_pids=tuple(hello.pid for hello in hellos),
             num_ranks=self.world_size,
             store=None if self._tiers is None else self._tiers.store,
-            tier_notes=(*weight_notes(loaded), *adapter_notes(loaded), *notes),
+            tier_notes=(*weight_notes(loaded, self._settings.device.cpu_offload_gib), *adapter_notes(loaded), *notes),
             kv_dtype=first.kv_dtype,
             adapter_pages=min(message.adapter_pages for message in loaded),
         )

@@ -11,15 +11,16 @@ from collections.abc import Sequence
 from configs.schema import CacheSettings
 from workers.messages import RankLoaded
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 
 
-def weight_notes(loaded: Sequence[RankLoaded]) -> tuple[str, ...]:
-    """Nothing when no layer streams; else a line for each different placement and the ranks that have it."""
+def weight_notes(loaded: Sequence[RankLoaded], asked_gib: float) -> tuple[str, ...]:
+    """Nothing when no layer streams; else a line for each different placement and the ranks that have it. asked_gib:
+    --cpu-offload-gb."""
     ranks: dict[str, list[int]] = {}
     for message in loaded:
         if message.streamed_layers:
-            ranks.setdefault(_placement(message), []).append(message.rank)
+            ranks.setdefault(_placement(message, asked_gib), []).append(message.rank)
     return tuple(f"weights of rank {', '.join(map(str, who))}: {words}" for words, who in ranks.items())
 
 
@@ -52,12 +53,15 @@ def warn_of_pool(cache: CacheSettings, max_model_len: int, log: logging.Logger) 
     return notes
 
 
-def _placement(message: RankLoaded) -> str:
+def _placement(message: RankLoaded, asked_gib: float) -> str:
+    saved_bytes = message.host_weight_bytes - message.buffer_bytes
+    short = saved_bytes < int(asked_gib * GIB) and not message.resident_layers
+    less = f"; that saves {_mib(saved_bytes)}, less than --cpu-offload-gb {asked_gib:g}" if short else ""
     resident_bytes = message.weight_bytes - message.host_weight_bytes
     return (
         f"{message.resident_layers} layers and the tables resident ({_mib(resident_bytes)}), "
         f"{message.streamed_layers} layers stream from host memory ({_mib(message.host_weight_bytes)}) "
-        f"through {_mib(message.buffer_bytes)} of buffers"
+        f"through {_mib(message.buffer_bytes)} of buffers{less}"
     )
 
 

@@ -1,0 +1,43 @@
+"""What a starting group says of weights that stream."""
+
+import msgspec
+
+from workers.messages import RankLoaded
+from workers.start_notes import weight_notes
+
+MIB = 2**20
+LOADED = RankLoaded(
+    rank=0,
+    num_blocks=1,
+    weight_bytes=10 * MIB,
+    block_bytes=1,
+    device="cpu",
+    dtype="bfloat16",
+    threads=1,
+    load_s=1.0,
+    resident_layers=1,
+    streamed_layers=3,
+    host_weight_bytes=6 * MIB,
+    buffer_bytes=4 * MIB,
+)
+
+
+def test_nothing_is_said_where_nothing_streams() -> None:
+    resident = msgspec.structs.replace(LOADED, streamed_layers=0, host_weight_bytes=0, buffer_bytes=0)
+    assert weight_notes([resident], 0.0) == ()
+
+
+def test_ranks_that_are_placed_alike_share_a_line() -> None:
+    both = [LOADED, msgspec.structs.replace(LOADED, rank=1)]
+    assert weight_notes(both, 1 / 1024) == (
+        "weights of rank 0, 1: 1 layers and the tables resident (4.0 MiB), 3 layers stream from host memory (6.0 MiB) "
+        "through 4.0 MiB of buffers",
+    )
+
+
+def test_who_asks_for_more_than_all_layers_save_is_told() -> None:
+    all_stream = msgspec.structs.replace(LOADED, resident_layers=0)
+    (note,) = weight_notes([all_stream], 1.0)
+    assert note.endswith("; that saves 2.0 MiB, less than --cpu-offload-gb 1")
+    (enough,) = weight_notes([all_stream], 2 / 1024)
+    assert "less than" not in enough
