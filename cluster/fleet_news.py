@@ -8,6 +8,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 from cluster.coordination import keys
 from cluster.coordination.changes import Changes
@@ -30,6 +31,8 @@ class Lines:
     def of(self, event: Event) -> str | None:
         if event.kind == "serving":
             return f"group {event.group} serves"
+        if event.kind == "returned":
+            return f"group {event.group} is back" if self._ended.pop(event.group, True) is None else None
         if event.group in self._ended:
             return None
         self._ended[event.group] = None
@@ -37,6 +40,8 @@ class Lines:
             del self._ended[next(iter(self._ended))]
         if event.kind == "left":
             return f"group {event.group} has ended"
+        if event.kind == "failed":
+            return f"group {event.group} did not start: {event.reason}; Serve tries another"
         what = f"is lost: {event.reason}" if event.kind == "lost" else "has vanished: it was killed or is frozen"
         return f"group {event.group} {what}; its requests go on with another, Serve starts one in its place"
 
@@ -56,9 +61,11 @@ class FleetNews:
         self._thread.start()
 
     def stop(self) -> None:
-        """From now on groups end because they are told to."""
-        self._loop.call_soon_threadsafe(self._cancel)
-        self._thread.join(STOP_S)
+        """From now on groups end because they are told to. Whatever became of the thread."""
+        with suppress(RuntimeError):  # it has ended already
+            self._loop.call_soon_threadsafe(self._cancel)
+        if self._thread.is_alive():
+            self._thread.join(STOP_S)
 
     def _cancel(self) -> None:
         for task in asyncio.all_tasks(self._loop):

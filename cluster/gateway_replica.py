@@ -22,11 +22,10 @@ from cluster.adapters.desk import AdapterDesk
 from cluster.adapters.limits import adapter_limit
 from cluster.adapters.opening import open_desk, tend
 from cluster.coordination import keys
-from cluster.coordination.beat import Beat
 from cluster.coordination.changes import Announcements, Changes
 from cluster.coordination.client import BackgroundClient, RedisAway
 from cluster.coordination.events import Event, write_event
-from cluster.coordination.gateways import GatewayRecord, gateway_beat
+from cluster.coordination.gateways import GatewayBeat, GatewayRecord
 from cluster.coordination.moving_redis import MovingRedis
 from cluster.coordination.registry import FleetView, StartFailure, report_start_failure
 from cluster.frozen_groups import FrozenGroups, RayRemote
@@ -82,21 +81,21 @@ class Gateway:
         self._server: QuietServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self._tending: list[asyncio.Task[None]] = []
-        self._beat: Beat[GatewayRecord] | None = None
+        several = settings.gateway.num_gateways > 1
+        self._beat = GatewayBeat(self._redis, facts.service_id, self._record) if several else None
         self._was_ready = False
         self._vanished: set[str] = set()
         try:
             self._adapters = await open_desk(settings, self._redis, facts.service_id, self._most_adapters)
             if self._adapters is not None:
                 self._tending = tend(self._adapters, settings, self._changes)
-            several = settings.gateway.num_gateways > 1
             self._state = build_gateway_state(
                 settings,
                 self._client,
                 self._tenants,
                 self._adapters,
                 open_port=facts.open_port,
-                peers=Together(self._redis, facts.service_id, self._id) if several else None,
+                peers=None if self._beat is None else Together(self._id, self._others),
             )
         except Exception as error:
             await self._report_failure(error)
@@ -108,8 +107,7 @@ class Gateway:
         app = build_gateway_app(self._state)
         if self._facts.open_port:
             await self._open_port(app)
-        if self._settings.gateway.num_gateways > 1:  # from now on its requests count
-            self._beat = gateway_beat(self._redis, self._facts.service_id, self._record)
+        if self._beat is not None:  # from now on its requests count
             self._tending.append(asyncio.get_running_loop().create_task(self._beat.run(), name="gateway beat"))
         return app
 
@@ -163,14 +161,16 @@ class Gateway:
         self._client.lose_silent()
         self._frozen.turn()
         gone = {record.group for record in self._fleet.vanished_for(1.0)} - self._vanished
-        if gone:
-            self._vanished |= gone
-            self._telling = asyncio.get_running_loop().create_task(self._tell(gone), name="group events")
+        back = self._vanished & self._fleet.records.keys()
+        self._vanished = (self._vanished | gone) - back
+        if gone or back:
+            events = [*(Event("vanished", g) for g in gone), *(Event("returned", g) for g in back)]
+            self._telling = asyncio.get_running_loop().create_task(self._tell(events), name="group events")
 
-    async def _tell(self, gone: Iterable[str]) -> None:
+    async def _tell(self, events: Iterable[Event]) -> None:
         with suppress(RedisAway):
-            for group in gone:
-                await write_event(self._redis, self._facts.service_id, Event("vanished", group))
+            for event in events:
+                await write_event(self._redis, self._facts.service_id, event)
 
     def _kv_tokens(self) -> int:
         """KV tokens of all groups together, 0 before they have said so."""
@@ -183,7 +183,11 @@ class Gateway:
         if self._adapters is not None:
             await self._adapters.registry.reseed()
 
+    def _others(self) -> list[GatewayRecord]:
+        return [] if self._beat is None else self._beat.others
+
     def _record(self) -> GatewayRecord:
+        """Called on a thread."""
         metrics = self._state.metrics
         return GatewayRecord(
             gateway=self._id,

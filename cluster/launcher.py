@@ -143,8 +143,9 @@ class Launcher:
     def _check(self) -> None:
         settings = self._settings = choose_device(self._settings)
         check_port(settings.gateway.host, settings.gateway.port)
-        check_processes(settings)
         check_model(settings)
+        if self._address is None:
+            check_processes(settings)
         for line in check_adapters(settings):
             self._say.line(line)
         check_memory(settings)
@@ -239,8 +240,9 @@ class Launcher:
             self._say.line(warning)
         self._say.phases(self._phases)
         self._say.url(url, self._run_file.model, min_groups(self._settings), max_groups(self._settings))
-        self._news = FleetNews(facts.redis_url, facts.service_id, self._say.line)
-        self._news.start()
+        news = FleetNews(facts.redis_url, facts.service_id, self._say.line)
+        news.start()
+        self._news = news
 
     @contextmanager
     def _phase(self, name: str, doing: str | None = None) -> Iterator[None]:
@@ -323,7 +325,7 @@ class Say:
 
     def line(self, text: str) -> None:
         self.loading.clear()
-        with suppress(OSError):  # the terminal may be gone; what is running is not
+        with suppress(OSError, UnicodeError):  # the terminal may be gone; what is running is not
             print(f"tandem: {text}", flush=True)
 
     def phases(self, phases: list[tuple[str, float]]) -> None:

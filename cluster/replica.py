@@ -47,7 +47,7 @@ from workers.messages import Abort, Ended, GenerationRequest
 
 log = logging.getLogger("ray.serve.tandem")
 STUCK_S = 60.0
-EXIT_DELAY_S = 0.1
+EXIT_DELAY_S, LAST_WORDS_S = 0.1, 1.0
 SWITCH_INTERVAL_S = 0.001
 
 
@@ -171,12 +171,13 @@ class Coordinator:
 
     async def __del__(self) -> None:
         """Serve calls this when it has drained the replica, before it ends the process."""
-        self._stopping = True
+        self._stopping, served = True, self._state == "serving"
         self._state = "draining"
         self._beating.cancel()
         self._sharing.stop()
         await self._changes.close()
-        await self._tell(Event("left", self._group))
+        if served:
+            await self._tell(Event("left", self._group))
         await self._leave()
         self._thread.stop()
         await self._loop.run_in_executor(None, self._thread.join, 5.0)
@@ -190,7 +191,7 @@ class Coordinator:
         gc.freeze()
         self._state = "serving"
         self.beat_now()
-        self._tell(Event("serving", self._group))
+        self._telling = self._loop.create_task(self._tell(Event("serving", self._group)), name="group serves")
         if not self._opened.done():
             self._opened.set_result(None)
 
@@ -208,28 +209,26 @@ class Coordinator:
         elif opened and not self._stopping:
             log.error("group %s is lost: %s", self._group, error)
             self._beating.cancel()
-            self._tell(Event("lost", self._group, str(error)))
-            self._leaving = self._loop.create_task(self._leave(), name="group leaves")
-            # The streams have been told; leaving at once makes Serve replace the group without three failed checks.
-            self._loop.call_later(EXIT_DELAY_S, os._exit, 1)
+            self._exiting = self._loop.create_task(self._exit(error), name="group exits")
 
     # ---- inside --------------------------------------------------------------------------------------------------
 
-    def _tell(self, event: Event) -> "asyncio.Task[None]":
-        """Those who run the service, as far as Redis answers at once."""
+    async def _exit(self, error: Exception) -> None:
+        """The streams have been told; an end soon makes Serve replace the group without three failed checks."""
+        soonest = self._loop.create_task(asyncio.sleep(EXIT_DELAY_S))
+        await asyncio.gather(self._tell(Event("lost", self._group, str(error))), self._leave(), soonest)
+        os._exit(1)
 
-        async def write() -> None:
-            with suppress(RedisAway, TimeoutError):
-                async with asyncio.timeout(1.0):
-                    await write_event(self._redis, self._facts.service_id, event)
-
-        self._telling = self._loop.create_task(write(), name="group event")
-        return self._telling
+    async def _tell(self, event: Event) -> None:
+        """Those who run the service, as far as Redis answers soon."""
+        with suppress(RedisAway, TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S):
+                await write_event(self._redis, self._facts.service_id, event)
 
     async def _leave(self) -> None:
         """Takes the group's record away: nobody waits until it expires."""
         try:
-            async with asyncio.timeout(1.0):
+            async with asyncio.timeout(LAST_WORDS_S):
                 await self._beat.leave()
         except (RedisAway, TimeoutError):
             return  # it expires by itself
@@ -250,6 +249,7 @@ class Coordinator:
         except Exception as error:
             self._beating.cancel()
             await self._report_failure(error)
+            await self._tell(Event("failed", self._group, str(error)))
             raise RuntimeError(f"group {self._group} did not start: {error}") from None
 
     async def _report_failure(self, error: Exception) -> None:

@@ -13,11 +13,11 @@ from cluster.coordination.changes import announcement
 from cluster.coordination.client import Commands
 
 MOST_EVENTS = 200
-Kind = Literal["serving", "lost", "vanished", "left"]
+Kind = Literal["serving", "failed", "lost", "vanished", "returned", "left"]
 
 
 class Event(msgspec.Struct, frozen=True):
-    """reason: of a loss, for people."""
+    """failed: it did not start. returned: it had vanished. reason: of a failure or a loss, for people."""
 
     kind: Kind
     group: str

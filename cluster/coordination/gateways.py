@@ -4,6 +4,7 @@ One port leads to any of them (SO_REUSEPORT, or Serve's proxy), so a scrape of /
 its metrics to Redis; the one that is asked adds the others'. A service with one gateway has no such records.
 """
 
+import asyncio
 from collections.abc import Callable
 
 import msgspec
@@ -28,14 +29,31 @@ class GatewayRecord(msgspec.Struct, frozen=True, kw_only=True):
     tenant_metrics: bytes
 
 
-def gateway_beat(redis: Commands, service: str, read: Callable[[], GatewayRecord]) -> Beat[GatewayRecord]:
-    """Writes one gateway's record every two seconds."""
+class GatewayBeat(Beat[GatewayRecord]):
+    """Writes one gateway's record every two seconds, and reads those of the others. `make` is called on a thread: with
+    a thousand tenants it takes a while, and streams must not wait."""
 
-    def place(record: GatewayRecord) -> Place:
-        key = keys.gateway(service, record.gateway)
-        return Place(key, keys.gateways(service), record.gateway, keys.GATEWAY_RECORD_TTL_MS)
+    def __init__(self, redis: Commands, service: str, make: Callable[[], GatewayRecord]) -> None:
+        self._service = service
+        self._make = make
+        self._made: list[GatewayRecord] = []
+        self.others: list[GatewayRecord] = []
+        """As last read; while Redis is away they stay."""
+        super().__init__(redis, self._place_of, lambda: self._made[-1], PERIOD_S)
 
-    return Beat(redis, place, read, PERIOD_S)
+    async def beat(self) -> None:
+        self._made = [await asyncio.to_thread(self._make)]
+        await super().beat()
+        everyone = await read_gateways(self._redis, self._service)
+        self.others = [record for record in everyone if record.gateway != self._made[-1].gateway]
+
+    async def leave(self) -> None:
+        if self._made:
+            await super().leave()
+
+    def _place_of(self, record: GatewayRecord) -> Place:
+        key = keys.gateway(self._service, record.gateway)
+        return Place(key, keys.gateways(self._service), record.gateway, keys.GATEWAY_RECORD_TTL_MS)
 
 
 async def read_gateways(redis: Commands, service: str) -> list[GatewayRecord]:

@@ -1,16 +1,14 @@
 """What a gateway says for the others of its service too: metrics, and requests in hand."""
 
-import logging
-from collections.abc import Iterable, Iterator
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.coordination.client import Commands, RedisAway
-from cluster.coordination.gateways import GatewayRecord, read_gateways
+from cluster.coordination.gateways import GatewayRecord
 
-log = logging.getLogger("tandem.gateway")
 LABEL = "gateway"
 """Added to every sample where a service has several gateways, as `engine` names a group."""
 
@@ -23,7 +21,7 @@ class Peers(Protocol):
         nobody's are to be shown."""
         ...
 
-    async def in_hand(self) -> int:
+    def in_hand(self) -> int:
         """HTTP requests that the others have in hand."""
         ...
 
@@ -34,34 +32,26 @@ class Alone:
     async def merge(self, own: bytes, own_of_tenants: bytes) -> bytes:
         return own + own_of_tenants
 
-    async def in_hand(self) -> int:
+    def in_hand(self) -> int:
         return 0
 
 
 class Together:
-    """Their last records in Redis, up to two seconds old; none while Redis is away."""
+    """Their last records, up to a few seconds old. `others` is asked each time."""
 
-    def __init__(self, redis: Commands, service: str, gateway_id: str) -> None:
-        self._redis = redis
-        self._service = service
+    def __init__(self, gateway_id: str, others: Callable[[], Sequence[GatewayRecord]]) -> None:
         self._id = gateway_id
+        self._others = others
 
     async def merge(self, own: bytes, own_of_tenants: bytes) -> bytes:
         texts = [(self._id, own), (self._id, own_of_tenants)]
-        for record in await self._others():
+        for record in self._others():
             texts += [(record.gateway, record.metrics)]
             texts += [(record.gateway, record.tenant_metrics)] if own_of_tenants else []
-        return merged((name, text.decode()) for name, text in texts)
+        return await asyncio.to_thread(merged, [(name, text.decode()) for name, text in texts])
 
-    async def in_hand(self) -> int:
-        return sum(record.in_hand for record in await self._others())
-
-    async def _others(self) -> list[GatewayRecord]:
-        try:
-            return [r for r in await read_gateways(self._redis, self._service) if r.gateway != self._id]
-        except RedisAway as error:
-            log.warning("what the other gateways count is not known: %s", error)
-            return []
+    def in_hand(self) -> int:
+        return sum(record.in_hand for record in self._others())
 
 
 class _Families:

@@ -51,7 +51,7 @@ async def show_version(_: GatewayState, __: Request, ___: Principal) -> Response
 async def load(state: GatewayState, _: Request, __: Principal) -> Response:
     """Requests running and waiting, as the backend counts them, and the HTTP requests that gateways have in hand beside
     this one."""
-    in_hand = state.draining.in_hand - 1 + await state.peers.in_hand()
+    in_hand = state.draining.in_hand - 1 + state.peers.in_hand()
     return json_response(dict(state.backend.load()) | {"http_requests_in_hand": in_hand})
 
 

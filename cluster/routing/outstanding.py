@@ -12,7 +12,7 @@ import msgspec
 from workers.messages import GenerationRequest
 
 OLD_S = 60.0
-"""A call that was routed so long ago is in every report, if it was dispatched at all."""
+"""A call that was routed so long ago is in every report, if it was dispatched at all. (A young one may not be.)"""
 
 
 class _Call(msgspec.Struct):
@@ -30,6 +30,8 @@ class Outstanding:
     def __init__(self) -> None:
         self._calls: dict[str, _Call] = {}
         self._here: dict[str, int] = {}
+        self._beyond: dict[str, tuple[int, float]] = {}
+        """By group: the least by which the count was above its reports, and since when."""
 
     def begin(self, call_id: str, group: str, tokens: int, now_s: float) -> None:
         """A call goes to a group. A call that is routed again leaves its first group."""
@@ -49,14 +51,26 @@ class Outstanding:
         return call_id in self._calls
 
     def settle(self, group: str, reported: int, now_s: float) -> None:
-        """A new report of what the group owes this gateway. Serve says nothing of a call that was cancelled between
-        choice and dispatch: old calls beyond the report are forgotten, the oldest first."""
-        old = [(i, c.tokens) for i, c in self._calls.items() if c.group == group and c.began_s <= now_s - OLD_S]
-        beyond = sum(tokens for _, tokens in old) - reported
-        for call_id, tokens in old:
-            if tokens <= beyond:
+        """What the group owes this gateway by its last report, new or not. Serve says nothing of a call that was
+        cancelled between choice and dispatch: by as much as the count was above every report for a while, old calls are
+        forgotten."""
+        beyond, since_s = self._beyond.get(group, (self.here(group), now_s))
+        beyond = min(beyond, self.here(group) - reported)
+        if beyond <= 0:
+            self._beyond.pop(group, None)
+        elif now_s - since_s < OLD_S:
+            self._beyond[group] = (beyond, since_s)
+        else:
+            self._forget(group, beyond, now_s - OLD_S)
+            self._beyond.pop(group)
+
+    def _forget(self, group: str, tokens: int, began_s: float) -> None:
+        """Calls that began before that time, the oldest first, of so many tokens at most."""
+        old = [(i, c.tokens) for i, c in self._calls.items() if c.group == group and c.began_s <= began_s]
+        for call_id, of_call in old:
+            if of_call <= tokens:
                 self._remove(call_id)
-                beyond -= tokens
+                tokens -= of_call
 
     def here(self, group: str) -> int:
         return self._here.get(group, 0)
@@ -65,6 +79,7 @@ class Outstanding:
         """Forgets groups that are gone, and the calls that went to them."""
         alive = set(groups)
         self._here = {g: n for g, n in self._here.items() if g in alive}
+        self._beyond = {g: b for g, b in self._beyond.items() if g in alive}
         self._calls = {i: call for i, call in self._calls.items() if call.group in alive}
 
     def _remove(self, call_id: str) -> _Call | None:

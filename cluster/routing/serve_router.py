@@ -29,7 +29,6 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
         self._policy = AdapterAffinity()
         self._outstanding = Outstanding()
         self._residency = Residency()
-        self._settled: dict[str, Mapping[str, Any]] = {}
         self._decode = msgspec.msgpack.Decoder(GenerationRequest).decode
 
     async def choose_replicas(
@@ -68,7 +67,6 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
         alive = [replica.replica_id.unique_id for replica in replicas]
         self._outstanding.keep_only(alive)
         self._residency.keep_only(alive)
-        self._settled = {group: stats for group, stats in self._settled.items() if group in alive}
 
     def _begin(self, pending_request: PendingRequest, group: str, request: RequestView) -> None:
         call_id = pending_request.metadata.internal_request_id
@@ -80,10 +78,8 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
     def _view(self, replica: RunningReplica, request: RequestView, vanished: Sequence[str]) -> GroupView:
         group = replica.replica_id.unique_id
         stats = replica.routing_stats
-        if stats and stats is not self._settled.get(group):
-            self._settled[group] = stats
-            own = stats["outstanding_tokens"].get(request.gateway, 0)
-            self._outstanding.settle(group, own, time.monotonic())
+        if stats:
+            self._outstanding.settle(group, stats["outstanding_tokens"].get(request.gateway, 0), time.monotonic())
         return GroupView(
             group=group,
             outstanding_here=self._outstanding.here(group),

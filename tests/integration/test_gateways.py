@@ -35,10 +35,10 @@ def gateway_of(service: Service, response: httpx.Response) -> int:
 
 
 @contextmanager
-def stream_on_each(service: Service, headers: dict[str, str], max_tokens: int) -> Iterator[dict[int, httpx.Response]]:
+def stream_on_each(service: Service, headers: dict[str, str], **body: int) -> Iterator[dict[int, httpx.Response]]:
     """A stream on each of two gateways, by their pids; the kernel deals connections out at random."""
     found: dict[int, httpx.Response] = {}
-    asked = {**ASKED, "max_tokens": max_tokens, "stream": True, "stream_options": {"include_usage": True}}
+    asked = {**ASKED, **body, "stream": True, "stream_options": {"include_usage": True}}
     with ExitStack() as kept:
         for _ in range(64):
             with ExitStack() as stack:
@@ -78,7 +78,7 @@ def test_any_gateway_speaks_for_all(service: Service) -> None:
     for _ in range(4):
         wait_for(lambda: sum(answered(service).values()) == 24, 10, "the other's record")
     assert len(answered(service)) == 2, "both had some"
-    with stream_on_each(service, {}, 1500):
+    with stream_on_each(service, {}, max_tokens=1500, n=64):
         wait_for(lambda: service.get("/load").json()["http_requests_in_hand"] >= 2, 10, "the other's record")
         shown = run_tandem("status", "--url", service.url, temp=service.temp).stdout
         assert {line.split()[-1] for line in shown.splitlines() if line.startswith("  gateway ")} == {
@@ -109,12 +109,12 @@ def test_one_that_dies_takes_only_its_own_clients_with_it(service: Service) -> N
     key = service.post("/admin/tenants", {"name": "frail"}, headers=ADMIN).json()["key"]
     headers = {"authorization": f"Bearer {key}"}
     wait_for(lambda: service.get("/v1/models", headers=headers).status_code == 200, 10, "the key is known")
-    with stream_on_each(service, headers, 1500) as streams:
+    with stream_on_each(service, headers, max_tokens=500, n=16) as streams:
         (dying, cut), (_, whole) = streams.items()
         psutil.Process(dying).kill()
         with pytest.raises(httpx.HTTPError):
             cut.read()
-        assert usage_of(whole) == 1500
+        assert usage_of(whole) == 8000
     for _ in range(8):
         answer = service.post("/v1/completions", {**ASKED, "max_tokens": 1}, headers=ADMIN)
         assert answer.status_code == 200, "nobody is sent to the dead one"
@@ -131,9 +131,8 @@ def test_one_that_dies_takes_only_its_own_clients_with_it(service: Service) -> N
 
 def test_the_end_waits_for_both(service: Service) -> None:
     wait_for(lambda: len(service.titled(TITLE)) == 2, 30, "both are here")
-    with stream_on_each(service, ADMIN, 400) as streams:
-        wait_for(lambda: service.get("/load").json()["http_requests_in_hand"] >= 2, 10, "the other's record")
+    with stream_on_each(service, ADMIN, max_tokens=500, n=16) as streams:
         service.interrupt()
-        assert [usage_of(stream) for stream in streams.values()] == [400, 400]
+        assert [usage_of(stream) for stream in streams.values()] == [8000, 8000]
     assert service.process.wait(30) == 0, service.output
     service.check_gone()

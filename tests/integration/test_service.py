@@ -380,6 +380,7 @@ async def test_a_killed_rank_costs_no_request_and_its_group_comes_back(
     assert hit.answers == long_answers
     await asyncio.to_thread(wait_until_healed, service, hit.before)
     assert 1 <= service.metric("request_migrations_total") - migrations <= 8
+    wait_for(lambda: service.output.count("\n") >= lines + 2, 10, "both lines")
     lost, serves = service.output.splitlines()[lines:]
     assert re.fullmatch(r"tandem: group \w+ is lost: rank \d of group \w+ has died; its requests go on .*", lost), lost
     assert re.fullmatch(r"tandem: group \w+ serves", serves), serves

@@ -1,7 +1,8 @@
 """Compiled kernels that this user's next processes load instead of compiling them again, in the user's cache folder.
 
 A library is named after everything that it was made from: sources, flags, compiler and CPU. It appears whole or not at
-all, and is loaded only if nobody but its user could have written it. Where it cannot be kept it is compiled each time.
+all, and is loaded only if it is whole and nobody but its user could have written it. Where it cannot be kept it is
+compiled each time.
 """
 
 import ctypes
@@ -18,6 +19,7 @@ from configs.environment import kernel_cache_folder
 
 log = logging.getLogger(__name__)
 UNUSED_S = 60 * 86400
+DIGEST = hashlib.sha256().digest_size
 CPU_FACTS = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features", "CPU part")
 """Lines of /proc/cpuinfo that decide what -march=native means."""
 
@@ -33,33 +35,35 @@ def library_name(compiler: str, arguments: Sequence[str], sources: Iterable[Path
 
 
 def load_kept(name: str) -> ctypes.CDLL | None:
-    """The library of that name; None when there is none. One that cannot be loaded is removed."""
+    """The library of that name; None when there is none, or none that may be loaded."""
     try:
-        path = kernel_cache_folder() / name
-        if not (_is_own(path.parent) and _is_own(path)):
-            return None
-        os.utime(path)
+        descriptor = os.open(kernel_cache_folder() / name, os.O_RDONLY | os.O_CLOEXEC)
     except (OSError, RuntimeError):  # there is none; a user without a home
         return None
     try:
-        return ctypes.CDLL(str(path))
+        if not (_is_own(os.fstat(descriptor)) and _is_whole(descriptor)):
+            raise OSError("it is not what was kept")
+        with suppress(OSError):  # a cache that can only be read
+            os.utime(descriptor)
+        return ctypes.CDLL(f"/proc/self/fd/{descriptor}")  # it stays open: the next one must have another name
     except OSError as error:
-        log.warning("%s cannot be loaded and is made again: %s", path, error)
-        with suppress(OSError):
-            path.unlink()
+        log.warning("%s cannot be loaded and is made again: %s", kernel_cache_folder() / name, error)
+        os.close(descriptor)
         return None
 
 
 def keep(name: str, library: bytes) -> None:
-    """For the next process, if it can be: a full disk or a file system without nameless files only costs time."""
+    """For the next process, if it can be, instead of one that could not be loaded: a full disk or a file system without
+    nameless files only costs time."""
     try:
         folder = kernel_cache_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         nameless = os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o600)  # gone with this process until it has a name
         try:
             with open(nameless, "wb", closefd=False) as file:
-                file.write(library)
+                file.write(library + hashlib.sha256(library).digest())
             os.fsync(nameless)
+            (folder / name).unlink(missing_ok=True)
             # a folder given, if only to be ignored, is what makes Python follow the link
             os.link(f"/proc/self/fd/{nameless}", folder / name, src_dir_fd=nameless, follow_symlinks=True)
         finally:
@@ -78,9 +82,15 @@ def _forget_old(folder: Path) -> None:
             library.unlink()
 
 
-def _is_own(path: Path) -> bool:
-    found = os.stat(path)
+def _is_own(found: os.stat_result) -> bool:
+    """Nobody else could have written it."""
     return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _is_whole(descriptor: int) -> bool:
+    """The digest at its end, which no loader minds, is of what is before it. Loading damage would end the process."""
+    content = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+    return hashlib.sha256(content[:-DIGEST]).digest() == content[-DIGEST:]
 
 
 def _cpu() -> Iterator[str]:

@@ -1,5 +1,6 @@
 """What becomes of groups reaches whoever runs the service: written to a real Redis, heard by the launcher's thread."""
 
+import asyncio
 import queue
 from collections.abc import AsyncIterator, Iterator
 
@@ -38,6 +39,15 @@ def test_a_groups_end_is_said_once_whoever_tells_of_it() -> None:
     assert "has vanished" in str(lines.of(Event("vanished", "b")))
     assert lines.of(Event("left", "c")) == "group c has ended"
     assert lines.of(Event("serving", "d")) == "group d serves"
+    assert lines.of(Event("failed", "e", "no memory")) == "group e did not start: no memory; Serve tries another"
+
+
+def test_a_group_that_comes_back_may_vanish_again() -> None:
+    lines = Lines()
+    assert lines.of(Event("returned", "a")) is None, "nobody said that it had gone"
+    assert "has vanished" in str(lines.of(Event("vanished", "a")))
+    assert [lines.of(Event("returned", "a")) for _ in range(2)] == ["group a is back", None], "two gateways say so"
+    assert "is lost" in str(lines.of(Event("lost", "a", "rank 0 of group a has died")))
 
 
 async def test_events_are_taken_once_in_order_and_are_few(redis: BackgroundClient) -> None:
@@ -55,8 +65,9 @@ async def test_the_launcher_says_what_comes_after_the_start(server: RedisServer,
     said: queue.Queue[str] = queue.Queue()
     news = FleetNews(server.url, "s", said.put)
     news.start()
-    while await redis.command("EXISTS", keys.events("s")):  # until those of the start are taken
-        pass
+    async with asyncio.timeout(DEADLINE_S):
+        while await redis.command("EXISTS", keys.events("s")):  # until those of the start are taken
+            await asyncio.sleep(0.01)
     await write_event(redis, "another", Event("serving", "no group of ours"))
     await write_event(redis, "s", Event("vanished", "a"))
     await write_event(redis, "s", Event("serving", "b"))
@@ -66,9 +77,35 @@ async def test_the_launcher_says_what_comes_after_the_start(server: RedisServer,
     assert said.empty()
 
 
-async def test_without_redis_the_launcher_goes_on_and_stops(server: RedisServer) -> None:
+async def test_without_redis_the_launcher_hears_again_when_it_is_back(server: RedisServer) -> None:
     server.stop()
-    news = FleetNews(server.url, "s", lambda line: None)
+    said: queue.Queue[str] = queue.Queue()
+    news = FleetNews(server.url, "s", said.put)
     news.start()
+    await asyncio.sleep(0.3)  # it may find nobody several times
+    assert news._thread.is_alive()
+    server.start()
+    client = BackgroundClient(server.url)
+    async with asyncio.timeout(DEADLINE_S):
+        while said.empty():
+            await write_event(client, "s", Event("serving", "b"))
+            await asyncio.sleep(0.1)
+    assert said.get() == "group b serves"
+    await client.close()
     news.stop()
     assert not news._thread.is_alive()
+
+
+def test_a_thread_that_never_began_or_has_died_can_be_stopped(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FleetNews(server.url, "s", lambda line: None).stop()
+
+    async def broken(self: FleetNews) -> None:
+        raise ValueError("broken")
+
+    monkeypatch.setattr(FleetNews, "_follow", broken)
+    news = FleetNews(server.url, "s", lambda line: None)
+    news.start()
+    news._thread.join(DEADLINE_S)
+    news.stop()

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.coordination import keys
 from cluster.coordination.client import BackgroundClient, Part, RedisAway
-from cluster.coordination.gateways import GatewayRecord, gateway_beat, read_gateways
+from cluster.coordination.gateways import GatewayBeat, GatewayRecord, read_gateways
 from cluster.coordination.redis_server import RedisServer
 from cluster.gateway.peers import Alone, Together, merged
 from tests.support.private_redis import private_redis
@@ -49,6 +49,22 @@ def record(gateway: str, answers: int = 1, in_hand: int = 0, ready: bool = True)
     )
 
 
+class Fickle:
+    def __init__(self, redis: BackgroundClient) -> None:
+        self._redis = redis
+        self.is_away = False
+
+    async def command(self, *parts: Part) -> object:
+        if self.is_away:
+            raise RedisAway("gone")
+        return await self._redis.command(*parts)
+
+    async def pipeline(self, commands: list[list[Part]]) -> list[object]:
+        if self.is_away:
+            raise RedisAway("gone")
+        return await self._redis.pipeline(commands)
+
+
 def samples(text: bytes, name: str) -> dict[str, float]:
     """Of a sample's name, by gateway."""
     families = list(text_string_to_metric_families(text.decode()))
@@ -59,7 +75,7 @@ def samples(text: bytes, name: str) -> dict[str, float]:
 async def test_records_are_written_read_and_removed(redis: BackgroundClient) -> None:
     assert await read_gateways(redis, "s") == []
     records = [record("g0"), record("g1")]
-    beats = [gateway_beat(redis, "s", lambda r=r: r) for r in records]
+    beats = [GatewayBeat(redis, "s", lambda r=r: r) for r in records]
     for beat in beats:
         await beat.beat()
     assert await read_gateways(redis, "s") == records
@@ -70,7 +86,7 @@ async def test_records_are_written_read_and_removed(redis: BackgroundClient) -> 
 
 
 async def test_one_that_died_is_forgotten_with_its_record(redis: BackgroundClient) -> None:
-    beat = gateway_beat(redis, "s", lambda: record("g"))
+    beat = GatewayBeat(redis, "s", lambda: record("g"))
     await beat.beat()
     await redis.command("DEL", keys.gateway("s", "g"))  # what its TTL does
     assert await read_gateways(redis, "s") == []
@@ -81,34 +97,37 @@ async def test_one_that_died_is_forgotten_with_its_record(redis: BackgroundClien
 
 async def test_any_gateway_tells_what_all_have_counted(redis: BackgroundClient) -> None:
     for other in (record("me", answers=99, in_hand=99), record("b", answers=2, in_hand=4), record("c", answers=3)):
-        await gateway_beat(redis, "s", lambda other=other: other).beat()
-    peers = Together(redis, "s", "me")
+        await GatewayBeat(redis, "s", lambda other=other: other).beat()
+    mine = GatewayBeat(redis, "s", lambda: record("me"))
+    peers = Together("me", lambda: mine.others)
+    assert peers.in_hand() == 0, "nothing is known yet"
+    await mine.beat()
     text = await peers.merge(*counted(5, 50))
     assert samples(text, "t:answers_total") == {"me": 5, "b": 2, "c": 3}, "of its own it knows the latest"
     assert samples(text, "t:seconds_count") == {"me": 1, "b": 1, "c": 1}
     assert samples(text, "t:tenant_tokens_total") == {"me": 50, "b": 20, "c": 30}
     without = await peers.merge(counted(5)[0], b"")
     assert samples(without, "t:tenant_tokens_total") == {}, "nobody's are shown"
-    assert await peers.in_hand() == 4
+    assert peers.in_hand() == 4
 
 
-async def test_while_redis_is_away_a_gateway_speaks_for_itself() -> None:
-    class Away:
-        async def command(self, *parts: Part) -> object:
-            raise RedisAway("gone")
-
-        async def pipeline(self, commands: list[list[Part]]) -> list[object]:
-            raise RedisAway("gone")
-
-    peers = Together(Away(), "s", "me")
-    assert samples(await peers.merge(*counted(5)), "t:answers_total") == {"me": 5}
-    assert await peers.in_hand() == 0
+async def test_while_redis_is_away_the_others_last_words_stand(redis: BackgroundClient) -> None:
+    await GatewayBeat(redis, "s", lambda: record("b", in_hand=4)).beat()
+    client = Fickle(redis)
+    mine = GatewayBeat(client, "s", lambda: record("me"))
+    await mine.beat()
+    client.is_away = True
+    with pytest.raises(RedisAway):
+        await mine.beat()
+    peers = Together("me", lambda: mine.others)
+    assert samples(await peers.merge(*counted(5)), "t:answers_total") == {"me": 5, "b": 1}
+    assert peers.in_hand() == 4
 
 
 async def test_one_gateway_alone_needs_no_label() -> None:
     own, of_tenants = counted(5, 50)
     assert await Alone().merge(own, of_tenants) == own + of_tenants
-    assert await Alone().in_hand() == 0
+    assert Alone().in_hand() == 0
 
 
 def test_merging_keeps_values_labels_and_kinds() -> None:

@@ -97,12 +97,31 @@ def test_a_call_whose_end_is_never_heard_counts_until_the_group_says_it_does_not
     outstanding = Outstanding()
     outstanding.begin("lost", "g", 100, 0.0)
     outstanding.begin("long", "g", 40, 1.0)
-    outstanding.begin("young", "g", 5, 50.0)
-    outstanding.settle("g", 40, 59.0)
-    assert outstanding.here("g") == 145, "a report may be older than a call"
-    outstanding.settle("g", 40, 61.0)
-    assert outstanding.here("g") == 45 and not outstanding.holds("lost")
-    outstanding.settle("g", 45, 3600.0)
-    assert outstanding.here("g") == 45, "however long an answer takes"
-    outstanding.settle("g", 0, 3601.0)
-    assert outstanding.here("g") == 0
+    for now_s in range(2, 61, 2):
+        outstanding.settle("g", 40, float(now_s))
+    assert outstanding.here("g") == 140, "a report may be older than a call"
+    outstanding.settle("g", 40, 62.0)
+    assert outstanding.here("g") == 40 and not outstanding.holds("lost")
+    for now_s in range(64, 3600, 2):
+        outstanding.settle("g", 40, float(now_s))
+    assert outstanding.here("g") == 40, "however long an answer takes"
+
+
+def test_lost_calls_are_settled_under_steady_load_and_no_others() -> None:
+    """Reports are 4 s old, calls take 20 s and come each second; some are cancelled between choice and dispatch."""
+    outstanding = Outstanding()
+    true: list[int] = []
+
+    def is_lost(call: int) -> bool:
+        return call < 300 and call % 10 == 0
+
+    for second in range(600):
+        outstanding.begin(str(second), "g", 100, float(second))
+        if second >= 20 and not is_lost(second - 20):
+            outstanding.end(str(second - 20), "g")
+        running = [call for call in range(max(0, second - 19), second + 1) if not is_lost(call)]
+        true.append(100 * len(running))
+        if second % 2 == 0 and second >= 4:
+            outstanding.settle("g", true[second - 4], float(second))
+        assert outstanding.here("g") >= true[second], "what runs is counted"
+    assert outstanding.here("g") == true[-1] == 2000

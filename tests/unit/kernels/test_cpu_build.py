@@ -14,6 +14,12 @@ from tests.support.service import wait_for
 from workers.kernels import cpu_build, kept_libraries
 
 BUILD = "import torch; from workers.kernels.cpu_build import cpu_library; print(cpu_library(torch.float32) is not None)"
+BUILD_ALL = """
+import torch
+from workers.kernels.cpu_build import cpu_library, cpu_lora_library
+libraries = [cpu_library(torch.float32), cpu_library(torch.bfloat16), cpu_lora_library(torch.float32)]
+print(len({library._handle for library in libraries}))
+"""
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no gcc")
 
 
@@ -26,14 +32,14 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
     return temp, tmp_path / "cache" / "tandem" / "kernels"
 
 
-def build(path: str | None = None) -> "subprocess.Popen[str]":
+def build(path: str | None = None, script: str = BUILD) -> "subprocess.Popen[str]":
     """A process that needs a library."""
     env = os.environ | ({} if path is None else {"PATH": path})
-    return subprocess.Popen([sys.executable, "-c", BUILD], env=env, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen([sys.executable, "-c", script], env=env, stdout=subprocess.PIPE, text=True)
 
 
-def built(path: str | None = None) -> str:
-    return build(path).communicate(timeout=120)[0]
+def built(path: str | None = None, script: str = BUILD) -> str:
+    return build(path, script).communicate(timeout=120)[0]
 
 
 def compiler(folder: Path, script: str) -> str:
@@ -59,7 +65,13 @@ def test_what_one_process_has_built_the_next_one_takes(folders: tuple[Path, Path
     assert list(temp.iterdir()) == []
 
 
-@pytest.mark.parametrize("harm", ["cut", "of others", "folder of others"])
+def test_all_kept_libraries_of_one_process_are_different_ones(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    path, log = counting(tmp_path / "bin", tmp_path / "log"), tmp_path / "log"
+    assert [built(path, BUILD_ALL) for _ in range(2)] == ["3\n"] * 2
+    assert log.read_text() == "asked\n" * 3, "the second process has compiled nothing"
+
+
+@pytest.mark.parametrize("harm", ["cut", "zeroed", "of others"])
 def test_a_library_that_cannot_be_trusted_is_made_again(
     folders: tuple[Path, Path], tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -67,13 +79,17 @@ def test_a_library_that_cannot_be_trusted_is_made_again(
     path, log = counting(tmp_path / "bin", tmp_path / "log"), tmp_path / "log"
     assert built(path) == "True\n"
     (library,) = kept.iterdir()
+    content = library.read_bytes()
     if harm == "cut":
-        library.write_bytes(library.read_bytes()[:100])
+        library.write_bytes(content[: len(content) // 2])
+    elif harm == "zeroed":
+        library.write_bytes(content[:4096] + bytes(len(content) - 4096))
     else:
-        (library if harm == "of others" else kept).chmod(0o777)
-    assert built(path) == "True\n"
-    assert log.read_text() == "asked\n" * 2
-    assert len(list(kept.iterdir())) == 1
+        library.chmod(0o777)
+    assert [built(path) for _ in range(2)] == ["True\n"] * 2
+    assert log.read_text() == "asked\n" * 2, "once more, and that one is kept"
+    (again,) = kept.iterdir()
+    assert again.stat().st_mode & 0o777 == 0o600
 
 
 def test_another_compiler_source_or_cpu_has_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +125,8 @@ def test_what_nobody_has_loaded_for_long_is_removed(folders: tuple[Path, Path]) 
     os.utime(kept / "old.so", (0, 0))
     kept_libraries.keep("new.so", b"new")
     kept_libraries.keep("new.so", b"another's, later")
-    assert {path.name: path.read_bytes() for path in kept.iterdir()} == {"used.so": b"used", "new.so": b"new"}
+    found = {path.name: path.read_bytes()[: -kept_libraries.DIGEST] for path in kept.iterdir()}
+    assert found == {"used.so": b"used", "new.so": b"another's, later"}
 
 
 def test_no_file_is_left_by_a_process_that_is_killed_while_it_compiles(
