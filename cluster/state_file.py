@@ -4,8 +4,12 @@ Called by cluster/tenants/directory.py and cluster/adapters/kept.py, on threads.
 whole, and is ignored with an error line when it cannot be read: it must never keep a service from starting.
 """
 
+import fcntl
 import logging
 import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,6 +17,8 @@ import msgspec
 
 log = logging.getLogger("tandem.state")
 T = TypeVar("T")
+LOCK_WAIT_S = 2.0
+LOCK_PERIOD_S = 0.01
 
 
 def read_state(file: Path, kind: type[T]) -> T | None:
@@ -38,3 +44,40 @@ def write_state(file: Path, data: bytes) -> None:
         fresh.replace(file)
     except OSError as error:
         log.error("%s cannot be written: %s", file, error)
+
+
+def merge_state(file: Path, kind: type[T], merged: Callable[[T | None], T]) -> None:
+    """Replaces what the file holds by what `merged` makes of it, when that is something else. Of several processes one
+    at a time does so: none undoes what another has just written."""
+    try:
+        with _locked(file.with_name(f"{file.name}.lock")):
+            before = read_state(file, kind)
+            after = merged(before)
+            if after != before:
+                write_state(file, msgspec.json.encode(after))
+    except OSError as error:
+        log.error("%s cannot be locked: %s", file, error)
+
+
+@contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """While this holds the lock; after some time without it, since a process that is stopped may keep it for ever."""
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        deadline_s = time.monotonic() + LOCK_WAIT_S
+        while not _takes(descriptor):
+            if time.monotonic() >= deadline_s:
+                log.warning("%s is held by another process: going on without it", file)
+                break
+            time.sleep(LOCK_PERIOD_S)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _takes(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

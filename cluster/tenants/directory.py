@@ -19,7 +19,7 @@ import msgspec
 from cluster.coordination import keys
 from cluster.coordination.changes import Announcements, NoAnnouncements
 from cluster.coordination.client import RedisAway
-from cluster.state_file import read_state, write_state
+from cluster.state_file import merge_state, read_state
 from cluster.tenants.store import Mark, Reading, TenantStore
 from cluster.tenants.tenant import NO_LIMITS, Limits, Tenant
 
@@ -59,7 +59,6 @@ class TenantDirectory:
         self._mark: Mark | None = None
         self._origin: str | None = None
         self._by_digest: dict[str, tuple[str, float | None]] = {}
-        self._saved: bytes = b""
         self._unreadable = 0
         self._refreshing = asyncio.Lock()
         self.tenants: Mapping[str, Tenant] = {}
@@ -124,18 +123,27 @@ class TenantDirectory:
             await changes.wait(keys.TENANTS, max(period_s, HEARING_POLL_S) if is_trusting else period_s)
 
     async def save(self, spent: Mapping[str, tuple[int, int]]) -> None:
-        """Writes the copy to its file when it has changed. The file holds hashes of keys, and is its owner's only."""
-        if self._file is None or not self.is_known:
-            return
-        version = self._mark.version if self._mark is not None else 0
-        listed = [self.tenants[name] for name in sorted(self.tenants)]
-        saved = Saved(
-            origin=self._origin, version=version, tenants=listed, spent=dict(spent), unreadable=self._unreadable
+        """Writes the copy to the file when that says something else. It holds hashes of keys, and is its owner's only.
+
+        All gateways of a service write there, each with what it knows: of a budget the most that was spent stays.
+        """
+        if self._file is not None and self.is_known:
+            known = dict(spent)
+            await asyncio.to_thread(merge_state, self._file, Saved, lambda there: self._saved(there, known))
+
+    def _saved(self, there: Saved | None, spent: Mapping[str, tuple[int, int]]) -> Saved:
+        """The copy as it is when this gateway's turn to write has come (on a thread), and what the file said of budgets
+        that are counted now. When that is not known, a later budget replaces an earlier one."""
+        tenants = self.tenants
+        is_whole = self.is_certain and not self._unreadable
+        budgets = {name: tenant.budget_id for name, tenant in tenants.items()} if is_whole else None
+        return Saved(
+            origin=self._origin,
+            version=self._mark.version if self._mark is not None else 0,
+            tenants=[tenants[name] for name in sorted(tenants)],
+            spent=_most(spent, there.spent if there is not None else {}, budgets),
+            unreadable=self._unreadable,
         )
-        data = msgspec.json.encode(saved)
-        if data != self._saved:
-            await asyncio.to_thread(write_state, self._file, data)
-            self._saved = data
 
     async def _refresh(self) -> None:
         mark = await self._store.mark()
@@ -165,3 +173,14 @@ class TenantDirectory:
         self._unreadable = unreadable
         self._by_digest = {key.digest: (t.name, key.expires_s) for t in tenants.values() for key in t.keys}
         self.is_known = True
+
+
+def _most(
+    one: Mapping[str, tuple[int, int]], other: Mapping[str, tuple[int, int]], budgets: Mapping[str, int] | None
+) -> dict[str, tuple[int, int]]:
+    """Of each budget the most that either says. budgets: ids of those that count; None: the latest that are told."""
+    most: dict[str, tuple[int, int]] = {}
+    for name, known in [*one.items(), *other.items()]:
+        if budgets is None or budgets.get(name) == known[0]:
+            most[name] = max(known, most.get(name, known))
+    return most

@@ -29,7 +29,8 @@ async def test_everything_reaches_redis_by_itself(server: RedisServer, redis: Ba
 
     await until(is_told, "the place is free and the row is there")
     await tenants.close()
-    assert sorted(path.name.split("-")[0] for path in tmp_path.iterdir()) == ["tenants.json", "usage"]
+    names = sorted(path.name.split("-")[0] for path in tmp_path.iterdir())
+    assert names == ["tenants.json", "tenants.json.lock", "usage"]
 
 
 async def test_a_state_folder_carries_tenants_budgets_and_rows_to_a_new_redis(tmp_path: Path) -> None:
