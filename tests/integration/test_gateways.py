@@ -75,9 +75,13 @@ def answered(service: Service) -> dict[str, float]:
 def test_any_gateway_speaks_for_all(service: Service) -> None:
     for _ in range(24):
         assert service.post("/v1/completions", {**ASKED, "max_tokens": 1}).status_code == 200
-    for _ in range(4):
-        wait_for(lambda: sum(answered(service).values()) == 24, 10, "the other's record")
-    assert len(answered(service)) == 2, "both had some"
+
+    def all_are_told() -> bool:
+        """By whichever is asked: eight connections go to both, most likely."""
+        told = [answered(service) for _ in range(8)]
+        return all(len(counts) == 2 and sum(counts.values()) == 24 for counts in told)
+
+    wait_for(all_are_told, 10, "both have read the other's record")
     with stream_on_each(service, {}, max_tokens=1500, n=64):
         wait_for(lambda: service.get("/load").json()["http_requests_in_hand"] >= 2, 10, "the other's record")
         shown = run_tandem("status", "--url", service.url, temp=service.temp).stdout
