@@ -214,10 +214,13 @@ class Coordinator:
     # ---- inside --------------------------------------------------------------------------------------------------
 
     async def _exit(self, error: Exception) -> None:
-        """The streams have been told; an end soon makes Serve replace the group without three failed checks."""
-        soonest = self._loop.create_task(asyncio.sleep(EXIT_DELAY_S))
-        await asyncio.gather(self._tell(Event("lost", self._group, str(error))), self._leave(), soonest)
-        os._exit(1)
+        """The streams have been told; an end soon, whatever goes wrong here, makes Serve replace the group without
+        three failed checks."""
+        try:
+            lost = Event("lost", self._group, str(error))
+            await asyncio.gather(self._tell(lost), self._leave(), asyncio.sleep(EXIT_DELAY_S), return_exceptions=True)
+        finally:
+            os._exit(1)
 
     async def _tell(self, event: Event) -> None:
         """Those who run the service, as far as Redis answers soon."""

@@ -12,7 +12,7 @@ import msgspec
 from workers.messages import GenerationRequest
 
 OLD_S = 60.0
-"""A call that was routed so long ago is in every report, if it was dispatched at all. (A young one may not be.)"""
+"""A call that was routed so long ago is in every report, if it was dispatched at all."""
 
 
 class _Call(msgspec.Struct):

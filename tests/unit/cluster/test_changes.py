@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -13,23 +13,9 @@ from cluster.coordination.changes import Changes, NoAnnouncements, announcement
 from cluster.coordination.client import BackgroundClient, RedisAway, Subscription
 from cluster.coordination.redis_server import RedisServer
 from tests.support.hearing import hearing
-from tests.support.private_redis import private_redis
 
 DEADLINE_S = 20.0
 LONG_S = 60.0
-
-
-@pytest.fixture
-def server() -> Iterator[RedisServer]:
-    with private_redis() as server:
-        yield server
-
-
-@pytest.fixture
-async def redis(server: RedisServer) -> AsyncIterator[BackgroundClient]:
-    client = BackgroundClient(server.url, timeout_s=1.0, retries=1)
-    yield client
-    await client.close()
 
 
 @pytest.fixture(autouse=True)

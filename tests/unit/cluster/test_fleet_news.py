@@ -2,7 +2,6 @@
 
 import asyncio
 import queue
-from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
@@ -11,22 +10,8 @@ from cluster.coordination.client import BackgroundClient
 from cluster.coordination.events import MOST_EVENTS, Event, take_events, write_event
 from cluster.coordination.redis_server import RedisServer
 from cluster.fleet_news import FleetNews, Lines
-from tests.support.private_redis import private_redis
 
 DEADLINE_S = 20.0
-
-
-@pytest.fixture
-def server() -> Iterator[RedisServer]:
-    with private_redis() as running:
-        yield running
-
-
-@pytest.fixture
-async def redis(server: RedisServer) -> AsyncIterator[BackgroundClient]:
-    client = BackgroundClient(server.url)
-    yield client
-    await client.close()
 
 
 def test_a_groups_end_is_said_once_whoever_tells_of_it() -> None:

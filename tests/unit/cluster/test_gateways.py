@@ -1,7 +1,5 @@
 """Several gateways: their records in a real Redis, and what one says for all."""
 
-from collections.abc import AsyncIterator, Iterator
-
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -9,23 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cluster.coordination import keys
 from cluster.coordination.client import BackgroundClient, Part, RedisAway
 from cluster.coordination.gateways import GatewayBeat, GatewayRecord, read_gateways
-from cluster.coordination.redis_server import RedisServer
 from cluster.gateway.peers import Alone, Together, merged
-from tests.support.private_redis import private_redis
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer]:
-    with private_redis() as running:
-        yield running
-
-
-@pytest.fixture
-async def redis(server: RedisServer) -> AsyncIterator[BackgroundClient]:
-    client = BackgroundClient(server.url)
-    await client.command("FLUSHALL")
-    yield client
-    await client.close()
 
 
 def counted(answers: int, tenant_tokens: int = 0) -> tuple[bytes, bytes]:
