@@ -30,10 +30,11 @@ def check_config(
 
 def _checked_here(settings: ServiceSettings) -> ServiceSettings:
     """As `tandem serve` on this machine would take them."""
-    from cluster.preflight import check_memory, choose_device
+    from cluster.preflight import check_memory, check_processes, choose_device
 
     settings = choose_device(settings)
     settings = _checked(settings)
+    check_processes(settings)
     check_memory(settings)
     return settings
 
