@@ -279,6 +279,19 @@ class Hit:
     ended_s: float
 
 
+@contextmanager
+def stopped(pids: set[int]) -> Iterator[None]:
+    """Holds the processes."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
 async def hit_a_rank(service: Service, number: signal.Signals, choose: Callable[[set[int]], int] = min) -> Hit:
     """hit() of one of four ranks."""
     return await hit(service, number, choose({p.pid for p in service.titled("tandem rank")}))
@@ -312,12 +325,13 @@ async def hit(service: Service, number: signal.Signals, pid: int) -> Hit:
             return "".join(pieces)
 
         async def both_run(streams: list[asyncio.Task[str]]) -> bool:
-            """While all streams run, as the groups' records say."""
-            while not any(stream.done() for stream in streams):
-                records = await asyncio.to_thread(group_records, service)
-                if len(records) == 2 and all(record.running for record in records):
-                    return True
-                await asyncio.sleep(0.1)
+            """Some of the streams each, which are held and do not end, as the groups' records say by and by."""
+            until_s = time.monotonic() + 3
+            while time.monotonic() < until_s and not any(stream.done() for stream in streams):
+                running = [record.running for record in await asyncio.to_thread(group_records, service)]
+                if sum(running) == 8:
+                    return len(running) == 2 and all(running)
+                await asyncio.sleep(0.05)
             return False
 
         async def until_gone(hit_s: float) -> float:
@@ -330,16 +344,21 @@ async def hit(service: Service, number: signal.Signals, pid: int) -> Hit:
 
         await asyncio.gather(*map(warm_up, range(8)))
         for _ in range(5):  # until both run some: a group that was slow for a moment is avoided for another
+            await asyncio.to_thread(wait_until_idle, service)
             begun.clear()
             all_begun.clear()
             running = [asyncio.create_task(one(i)) for i in range(8)]
             await asyncio.wait_for(all_begun.wait(), 60)
-            if await both_run(running):
+            with stopped(before - {pid}):
+                if hits := await both_run(running):
+                    gaps.clear()
+                    os.kill(pid, number)
+                    hit_s = time.monotonic()
+            if hits:
                 break
             await asyncio.gather(*running)
-        gaps.clear()
-        os.kill(pid, number)
-        hit_s = time.monotonic()
+        else:
+            raise AssertionError("no stream ran with one of the groups, five times")
         gone_s = await until_gone(hit_s)
         answers = await asyncio.gather(*running)
     return Hit(before, answers, pid, gone_s, max(gaps), time.monotonic() - hit_s)
@@ -364,6 +383,11 @@ def group_records(service: Service) -> list[GroupRecord]:
     names = command(redis, "KEYS", "tandem:*:group:*")
     values = command(redis, "MGET", *names) if names else []
     return [msgspec.msgpack.decode(value, type=GroupRecord) for value in values if value is not None]
+
+
+def wait_until_idle(service: Service) -> None:
+    """As the groups' records say: what they say later is of requests that began later."""
+    wait_for(lambda: not any(r.running + r.waiting for r in group_records(service)), 30, "the groups are idle")
 
 
 def group_readiness(service: Service) -> list[bool]:
