@@ -68,7 +68,7 @@ class Gateway:
             await self._report_failure(error)
             raise
         self._adapters: AdapterDesk | None = None
-        self._fleet = FleetView(self._redis, facts.service_id, reseed=self._reseed)
+        self._fleet = FleetView(self._redis, facts.service_id, reseed=self._reseed, on_emptied=self._tenants.tell_again)
         self._changes.start()
         await self._tenants.start()
         await self._fleet.refresh()

@@ -96,6 +96,9 @@ class FleetView:
 
     A Redis that comes back may have lost every record, by its data or by their TTL, while all groups live: for one TTL
     the groups known before stay, and by then each has written its record again.
+
+    reseed: writes durable state into a Redis without data; the first that finds it so calls it. on_emptied: called
+    then too, and when another has been first.
     """
 
     def __init__(
@@ -103,11 +106,13 @@ class FleetView:
         redis: Commands,
         service: str,
         reseed: Callable[[], Awaitable[None]] | None = None,
+        on_emptied: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._redis = redis
         self._service = service
         self._reseed = reseed
+        self._on_emptied = on_emptied
         self._clock = clock
         self._sentinel: str | None = None
         self._ids: list[str] = []
@@ -128,6 +133,8 @@ class FleetView:
             return
         now_s = self._clock()
         lost_its_data = before not in (None, self._sentinel)
+        if lost_its_data:
+            self._on_emptied()
         if self.redis_away or lost_its_data or now_s - started_s >= SLOW_ANSWER_S:
             self._complete_at_s = now_s + RECORD_TTL_S
         known = self.records

@@ -175,6 +175,11 @@ class Quota:
                 self._unsaid.add(name)
                 return
 
+    def tell_again(self) -> None:
+        """Every account, at the next beat, which is soon."""
+        self._unsaid.update(self._accounts)
+        self._hurried.set()
+
     def _say_soon(self, tenant: str) -> None:
         self._unsaid.add(tenant)
         self._hurried.set()

@@ -77,6 +77,11 @@ class TenantService:
         """For a Redis that is new or has lost its data; RedisAway."""
         await self.directory.refresh()
 
+    def tell_again(self) -> None:
+        """Redis has lost its data, which is more than the tenants: what they have spent here, without waiting for their
+        next requests."""
+        self.quota.tell_again()
+
     async def close(self) -> None:
         """After the last request was settled."""
         await _end(self._tasks)

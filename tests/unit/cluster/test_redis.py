@@ -346,17 +346,24 @@ async def test_the_fleet_is_looked_after_while_redis_does_not_answer(
 async def test_flushall_empties_no_fleet_before_its_groups_could_beat(background: BackgroundClient) -> None:
     """Also not the one of a gateway that finds the sentinel written again by another."""
     now_s = 100.0
-    fleets = [FleetView(background, "s", lambda: asyncio.sleep(0), clock=lambda: now_s) for _ in range(2)]
+    emptied: list[int] = []
+
+    def fleet_view(i: int) -> FleetView:
+        return FleetView(background, "s", lambda: asyncio.sleep(0), lambda: emptied.append(i), clock=lambda: now_s)
+
+    fleets = [fleet_view(i) for i in range(2)]
     beat = group_beat(background, "s", record)
     await beat.beat()
     for fleet in fleets:
         await fleet.refresh()
+    assert emptied == [], "a first start"
     await background.command("FLUSHALL")
     for moment_s in (100.5, 102.0, 103.4):
         now_s = moment_s
         for fleet in fleets:
             await fleet.refresh()
             assert set(fleet.records) == {"g1"}
+    assert emptied == [0, 1], "each is told once, whoever was first"
     now_s = 103.6
     for fleet in fleets:
         await fleet.refresh()

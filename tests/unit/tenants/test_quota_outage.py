@@ -165,7 +165,7 @@ async def test_what_was_taken_meanwhile_is_told_when_redis_is_back(fleet: Fleet)
 
 
 async def told(quota: Quota) -> bool:
-    quota._unsaid.add("acme")
+    quota.tell_again()
     await quota.beat()
     return not quota._unsaid
 
@@ -203,6 +203,20 @@ async def test_a_redis_that_comes_back_empty_learns_what_gateways_know(fleet: Fl
     assert len(await admitted(one, 60)) < 60, "the minute does not start full"
     for grant in held:
         one.settle(grant, 1)
+
+
+async def test_what_was_spent_at_an_idle_gateway_counts_in_an_emptied_redis(
+    fleet: Fleet, redis: BackgroundClient
+) -> None:
+    fleet.set(token_budget=1000)
+    busy, idle = fleet.gateway("a"), fleet.gateway("b")
+    idle.settle(await idle.admit("acme", 1, 0), 995)
+    await idle.beat()
+    await redis.command("FLUSHALL")
+    assert len(await admitted(busy, 1, 10, 0)) == 1, "nobody has told Redis yet"
+    idle.tell_again()
+    await idle.beat()
+    assert (await refusal(busy)).reason == "budget_reserved"
 
 
 async def test_a_minute_goes_on_where_it_was_when_redis_has_lost_it(fleet: Fleet, redis: BackgroundClient) -> None:
