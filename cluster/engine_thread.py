@@ -213,14 +213,13 @@ class EngineThread(threading.Thread):
             self._close_engine()
 
     def _serve(self) -> None:
-        self._last_progress_s = self._clock()
         while not self._stopping:
             if self._lost is not None:
                 raise GroupLost(self._lost)
             self._take_inbox()
             self._take_channel()
             self._turned_s = self._clock()
-            self._busy = self._engine.has_work()
+            self._note_work(self._engine.has_work())
             if self._busy:
                 if self._engine.step():
                     self._worked = True
@@ -245,7 +244,12 @@ class EngineThread(threading.Thread):
         else:
             most_s = min(1.0 if self._sender.has_doubtful_link() else math.inf, self._engine.idle_s)
             self._poller.poll(None if math.isinf(most_s) else math.ceil(most_s * 1000))
-        self._last_progress_s = self._clock()
+
+    def _note_work(self, busy: bool) -> None:
+        """Progress is owed from the moment at which there is work."""
+        if busy and not self._busy:
+            self._last_progress_s = self._clock()
+        self._busy = busy
 
     def _take_inbox(self) -> None:
         try:

@@ -16,7 +16,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from workers.channel import bind_router, connect_dealer
+from workers.channel import ChannelContext, bind_router, connect_dealer
 from workers.messages import Abort, DeltaBatch, ReplyTo, TokenDelta
 
 log = logging.getLogger("tandem.tokens")
@@ -34,7 +34,7 @@ class TokenReceiver:
         on_deltas: Callable[[bytes, list[TokenDelta]], None],
         on_gap: Callable[[bytes], None],
     ) -> None:
-        self._context: zmq.Context[Any] = zmq.Context()
+        self._context = ChannelContext()
         self._socket, endpoint = bind_router(self._context, secret, host)
         self._on_deltas = on_deltas
         self._on_gap = on_gap
@@ -111,7 +111,7 @@ class TokenSender:
     """A coordinator's end. Used by one thread; `poller` is the one that thread sleeps in."""
 
     def __init__(self, secret: str, identity: str, poller: zmq.Poller, clock: Callable[[], float]) -> None:
-        self._context: zmq.Context[Any] = zmq.Context()
+        self._context = ChannelContext()
         self._secret = secret
         self._identity = identity.encode()
         self._poller = poller

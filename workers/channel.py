@@ -20,6 +20,14 @@ ADAPTER_MOVERS: Final[tuple[MoverKind, ...]] = ("adapter", "folder", *REMOTES)
 """Apart, so that what is at hand never waits for a source that is far away, nor those all for the slowest."""
 
 
+class ChannelContext(zmq.Context[zmq.Socket[Any]]):
+    """A context that nobody has closed, because of an error in between, ends with the process. pyzmq's own, when it is
+    collected in one cycle with its sockets, waits for ever for them to be closed: the whole process hangs."""
+
+    def __del__(self) -> None:
+        pass
+
+
 def new_secret() -> str:
     """A fresh secret for one cluster, 256 bits, as hex."""
     return secrets.token_hex(32)

@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from configs.schema import EngineSettings
-from workers.channel import ADAPTER_MOVERS, MoverKind, bind_router, mover_name, mover_of
+from workers.channel import ADAPTER_MOVERS, ChannelContext, MoverKind, bind_router, mover_name, mover_of
 from workers.engine.executor import ExecutorReady
 from workers.errors import GroupLost, SettingsError
 from workers.messages import (
@@ -84,7 +84,7 @@ class RankGroup:
         self._groups_on_node = groups_on_node
         self._lost = lost
         self._host_socket = host_socket
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = ChannelContext()
         self._socket, self.endpoint = bind_router(self._context, secret, host)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)

@@ -25,7 +25,7 @@ from configs.schema import EngineSettings
 from offload.host_process import HostTierError
 from parallel.context import ParallelContext
 from parallel.groups import init_parallel, listen
-from workers.channel import MoverKind, connect_dealer, mover_name
+from workers.channel import ChannelContext, MoverKind, connect_dealer, mover_name
 from workers.messages import (
     AllocateKV,
     FromRank,
@@ -88,7 +88,7 @@ def run_rank(rank: int, endpoint: str, secret: str, *, group: str = "local", hos
     itself when the coordinator is gone.
     """
     setproctitle.setproctitle(f"tandem rank {group} {rank} starting")
-    context: zmq.Context[Any] = zmq.Context()
+    context = ChannelContext()
     socket = connect_dealer(context, secret, endpoint, str(rank).encode())
     lifeline = Lifeline(socket)
     channel = _Channel(socket, msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToRank))

@@ -245,8 +245,8 @@ class StuckEngine(FakeEngine):
 class StuckGroup(FakeGroup):
     """A group whose thread lives on the test's clock."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        super().__init__(SECRET, "stuck", StuckEngine)
+    def __init__(self, clock: Callable[[], float], engine: Callable[[Any], Any] = StuckEngine) -> None:
+        super().__init__(SECRET, "stuck", engine)
         self.close()
         self.thread = EngineThread(self._open, lambda: None, self, SECRET, "stuck", clock)
         self.thread.start()
@@ -282,6 +282,28 @@ async def test_a_busy_group_without_progress_is_not_ready() -> None:
     await read_all(moved)
     await until(ready)
     await client.close()
+    group.close()
+
+
+async def test_progress_is_owed_from_the_moment_at_which_there_is_work() -> None:
+    """However long the thread was kept from noticing it."""
+    now_s = 50.0
+
+    class NoticingEngine(StuckEngine):
+        def has_work(self) -> bool:
+            nonlocal now_s
+            found = super().has_work()
+            now_s += 0 if not found or group.thread._busy else 3600
+            return found
+
+    group = StuckGroup(lambda: now_s, NoticingEngine)
+    await group.wait_opened()
+    group.thread.submit(request("r"), lambda ended: None)
+    await until(lambda: group.thread._busy)
+    assert now_s == 3650.0
+    assert group.thread.stalled_s() == 0.0
+    now_s += 11
+    assert group.thread.stalled_s() == 11.0
     group.close()
 
 

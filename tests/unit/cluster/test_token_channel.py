@@ -1,6 +1,8 @@
 """Sender and receiver over real sockets: order, numbering, nonces, secrets, aborts, a gateway that goes away."""
 
 import asyncio
+import gc
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -8,6 +10,7 @@ import pytest
 import zmq
 
 from cluster.token_channel import TokenReceiver, TokenSender, by_gateway
+from workers.channel import ChannelContext, bind_router
 from workers.messages import Abort, ReplyTo, TokenDelta
 
 SECRET = "ab" * 32
@@ -151,3 +154,22 @@ def test_one_message_per_gateway() -> None:
     deltas = [delta(name) for name in ("x", "y", "lost", "z", "x")]
     gathered = {r.endpoint: [d.request_id for d in ds] for r, ds in by_gateway(deltas, lambda d: homes[d.request_id])}
     assert gathered == {"tcp://a": ["x", "z", "x"], "tcp://b": ["y"]}
+
+
+def test_what_nobody_has_closed_does_not_hang_the_garbage_collector() -> None:
+    """As after an error in the middle: a context and its open socket in one cycle."""
+
+    class Left:
+        def __init__(self) -> None:
+            self.context, self.itself = ChannelContext(), self
+            self.socket, _ = bind_router(self.context, SECRET)
+
+    def leave() -> None:
+        Left()
+        with pytest.warns(ResourceWarning, match="Unclosed socket"):
+            gc.collect()
+
+    leaving = threading.Thread(target=leave, daemon=True)
+    leaving.start()
+    leaving.join(10)
+    assert not leaving.is_alive()

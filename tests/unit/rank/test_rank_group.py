@@ -7,11 +7,10 @@ from contextlib import contextmanager
 
 import msgspec
 import pytest
-import zmq
 from msgspec.structs import replace
 
 from configs.schema import CacheSettings, EngineSettings, ModelSettings, ParallelSettings
-from workers.channel import connect_dealer, life_secret, mover_name, new_secret
+from workers.channel import ChannelContext, connect_dealer, life_secret, mover_name, new_secret
 from workers.errors import GroupLost, SettingsError
 from workers.messages import (
     AllocateKV,
@@ -71,7 +70,7 @@ class FakeRank(threading.Thread):
         super().__init__(daemon=True)
         self.rank, self.answer, self.host = rank, answer, host
         self.heard: list[ToRank] = []
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.context = ChannelContext()
         self.socket = connect_dealer(self.context, secret, group.endpoint, str(rank).encode())
 
     def run(self) -> None:
@@ -307,7 +306,7 @@ def answers_heard(secret_of: Callable[[str, str], str], until: set[int]) -> list
     """Rank 1 of g-1 answers ticket 1 at a port that is g-2's by now, then rank 0 of g-2: the ranks that g-2 hears,
     all of `until` and what comes within 0.2 s more."""
     group = RankGroup(SETTINGS, secret_of("of the service", "g-2"), lambda: None)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context = ChannelContext()
     movers = []
     for rank, life in ((1, "g-1"), (0, "g-2")):
         secret = secret_of("of the service", life)

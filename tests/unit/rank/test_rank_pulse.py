@@ -9,11 +9,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import zmq
-
-from workers.channel import new_secret
+from workers.channel import ChannelContext, new_secret
 from workers.rank.pulse_echo import start_echo
 from workers.rank_pulse import DOUBTFUL_AFTER_S, FROZEN_AFTER_S, PERIOD_S, PulseWatch, Silence
 
@@ -70,7 +67,7 @@ class Watched:
     """A watch with one echo, in this process or in one that can be stopped."""
 
     def __init__(self, after_s: float) -> None:
-        self.context: zmq.Context[Any] = zmq.Context()
+        self.context = ChannelContext()
         self.secret = new_secret()
         self.said: list[tuple[str, float]] = []
         self.heard = threading.Event()
@@ -99,7 +96,7 @@ def watched(after_s: float = AFTER_S) -> Iterator[Watched]:
 
 def test_an_echo_answers_while_the_interpreter_lock_is_held() -> None:
     with watched() as w:
-        context: zmq.Context[Any] = zmq.Context()
+        context = ChannelContext()
         start_echo(context, w.secret, w.watch.endpoint, 0)
         w.until_heard()
         # Naps without letting go of the lock: no Python thread of this process runs meanwhile, the watch included.
