@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.service import Service, tandem_serve
+from tests.support.service import Service, tandem_serve, wait_for
 
 if TYPE_CHECKING:
     from tests.support.decoder_ranks import RankProcesses
@@ -48,6 +48,7 @@ def ranks() -> Iterator["RankProcesses"]:
 def service() -> Iterator[Service]:
     """The demo model, 2 groups x TP 2 on CPU, started once by the real launcher; Ctrl-C at the end leaves nothing."""
     with tandem_serve(*SHARED) as running:
+        wait_for(lambda: "serving demo" in running.output, 60, "both groups are ready")
         yield running
         status = running.stop()
         assert status == 0, running.output

@@ -149,21 +149,25 @@ def test_preempted_and_recomputed_rows_say_the_same(folder: Path, kv: str, undis
         assert served.engine.stats().preemptions > 0
 
 
-@pytest.mark.parametrize("kv", ["int8", "fp8"])
-def test_blocks_that_went_to_host_memory_and_back_say_the_same(folder: Path, kv: str, undisturbed: Undisturbed) -> None:
-    """A small device, the same requests three times: blocks go down with their scales and come back for the next."""
-    with serving(settings_for(folder, kv, num_blocks=48, host_gib=0.01)) as served:
-        for wave in ("a", "b", "c"):
-            assert served.run(mixed_requests(), wave) == undisturbed[kv]
-        offload = served.engine.stats().offload
-        assert offload is not None and offload.failed_blocks == 0 and offload.host_blocks > 0, offload
-        assert offload.blocks["load"] > 0, "and back"
-
-
 @pytest.fixture
 def copying_always_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     """By measured times it would depend on what else runs."""
     monkeypatch.setattr(CopyCosts, "recompute_s", lambda self, tokens: float("inf"))
+
+
+@pytest.mark.parametrize("kv", ["int8", "fp8"])
+@pytest.mark.usefixtures("copying_always_wins")
+def test_blocks_that_went_to_host_memory_and_back_say_the_same(folder: Path, kv: str, undisturbed: Undisturbed) -> None:
+    """A small device, the same requests three times or more: blocks go down with their scales and come back for the
+    next, which of them depends on which copies are done in time."""
+    with serving(settings_for(folder, kv, num_blocks=48, host_gib=0.01)) as served:
+        for wave in "abcdefghij":
+            assert served.run(mixed_requests(), wave) == undisturbed[kv]
+            offload = served.engine.stats().offload
+            if wave >= "c" and offload is not None and offload.blocks["load"] > 0:
+                break
+        assert offload is not None and offload.failed_blocks == 0 and offload.host_blocks > 0, offload
+        assert offload.blocks["load"] > 0, "and back"
 
 
 def check_through_all_tiers(served: Served, wanted: dict[tuple[str, int], list[int]]) -> OffloadStats:

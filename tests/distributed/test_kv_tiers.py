@@ -4,6 +4,7 @@ their prompt in every tier; kill -9 leaves nothing, and what was on disk is foun
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -115,11 +116,20 @@ def moved(llm: LLM) -> dict[str, int]:
     return dict(counts(llm).blocks)
 
 
-def assert_thrashed(llm: LLM) -> None:
+def has_thrashed(llm: LLM) -> bool:
     """Running sequences lost their blocks to others, by way of the host; and blocks came back from there."""
     offload = counts(llm)
-    assert llm._engine.stats().preemptions > 0 and offload.swapped_out > 0, offload
-    assert offload.blocks["store"] > 0 and offload.blocks["load"] > 0, offload
+    moved_both_ways = offload.blocks["store"] > 0 and offload.blocks["load"] > 0
+    return llm._engine.stats().preemptions > 0 and offload.swapped_out > 0 and moved_both_ways
+
+
+def assert_thrashed(llm: LLM, says_the_same: Callable[[], bool]) -> None:
+    """What comes back depends on which copies are done in time, so it is asked until some has."""
+    for _ in range(10):
+        assert says_the_same()
+        if has_thrashed(llm):
+            return
+    raise AssertionError(counts(llm))
 
 
 FIRST_OF_FAMILY = {model.model_type: model.name for model in reversed(TINY_MODELS)}
@@ -137,8 +147,7 @@ def test_offload_on_says_what_offload_off_says(name: str, folder_of: Any, tmp_pa
         "kv_disk_size": gib(400, 2 * block_bytes),
     }
     with opened(folder, **tiers) as llm:
-        assert ask(llm) == wanted
-        assert_thrashed(llm)
+        assert_thrashed(llm, lambda: ask(llm) == wanted)
         llm._engine.check_laws()
 
 
@@ -153,8 +162,7 @@ def test_any_cut_with_tiers_says_what_one_rank_says(cut: dict[str, int], folder_
         "kv_disk_size": gib(400, 2 * block_bytes),
     }
     with opened(folder, **tiers, **cut) as llm:
-        assert ask(llm) == wanted
-        assert_thrashed(llm)
+        assert_thrashed(llm, lambda: ask(llm) == wanted)
 
 
 def ask_with_choices(llm: LLM) -> list[list[list[int]]]:
@@ -176,9 +184,8 @@ def test_choices_under_pressure_share_their_prompt_in_every_tier(folder_of: Any)
         assert llm._engine.stats().preemptions == 0
     tiers = {"num_gpu_blocks_override": 38, "kv_offloading_size": gib(200, block_bytes), "max_num_seqs": 8}
     with opened(folder, **tiers, tensor_parallel_size=2) as llm:
-        assert ask_with_choices(llm) == wanted
+        assert_thrashed(llm, lambda: ask_with_choices(llm) == wanted)
         llm._engine.settle(10.0)
-        assert_thrashed(llm)
         offload = counts(llm)
     choices = [choice for choices in wanted for choice in choices]
     ends = [range(BLOCK_SIZE, len(choice) + 1, BLOCK_SIZE) for choice in choices]
@@ -218,7 +225,10 @@ def test_copies_that_are_slow_or_fail_change_no_token(
     monkeypatch.setattr(copier, "load", load)
     tiers = {"num_gpu_blocks_override": TINY_POOL, "kv_offloading_size": gib(60, block_bytes)}
     with opened(folder, **tiers) as llm:
-        assert ask(llm) == wanted
+        for _ in range(10):
+            assert ask(llm) == wanted
+            if calls["load"] > 0:
+                break
         llm._engine.check_laws()
     assert calls["load"] > 0
 

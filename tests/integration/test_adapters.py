@@ -14,13 +14,12 @@ from typing import Any
 
 import httpx
 import msgspec
-import psutil
 import pytest
 
 from cluster.adapters.entries import AdapterEntry
 from cluster.coordination import keys
 from cluster.coordination.client import BackgroundClient
-from tests.support.service import BIN, Service, free_port, tandem_serve, wait_for
+from tests.support.service import BIN, Service, free_port, is_alive, tandem_serve, wait_for
 from tests.support.varied_adapters import save_varied, zipf
 from workers.messages import AdapterRef, SamplingParams
 from workers.offline import LLM
@@ -199,7 +198,7 @@ def test_sixty_adapters_by_zipf_where_the_devices_have_room_for_four(
         answers = list(pool.map(lambda i: text_of(chat(lora_service, made[i].name, QUESTIONS[0], 16)), order))
     assert answers == [right[i] for i in order]
     wait_for(lambda: lora_service.metric("adapter_swaps_total") >= swaps + 40, 10, "there was no room for all")
-    wait_for(lambda: adapters_at_rest(lora_service), 5, "nobody holds an adapter, nobody waits for one")
+    wait_for(lambda: adapters_at_rest(lora_service), 15, "nobody holds an adapter, nobody waits for one")
     for folder in made:
         assert unload(lora_service, folder.name).status_code == 200
 
@@ -230,7 +229,7 @@ def test_files_that_are_swapped_before_a_group_has_read_them_are_refused_until_t
         assert str(varied) not in answer.text
     assert beside == [right] * 4
     wait_for(lambda: lora_service.metric("adapters_refused_total") > refusals, 10, "it shows in the metrics")
-    wait_for(lambda: adapters_at_rest(lora_service), 5, "it is held by nobody")
+    wait_for(lambda: adapters_at_rest(lora_service), 15, "it is held by nobody")
     assert residency(lora_service, "swapped") == []
     assert load(lora_service, "swapped", varied, load_inplace=True).status_code == 200
     assert text_of(chat(lora_service, "swapped", QUESTIONS[0])) == others, "the new content, once it was asked for"
@@ -304,7 +303,7 @@ def test_a_group_that_is_replaced_serves_an_adapter_on_first_request(lora_servic
         os.kill(rank.pid, signal.SIGKILL)
 
     def are_new() -> bool:
-        now = {p.pid for p in lora_service.titled("tandem rank") if p.status() != psutil.STATUS_ZOMBIE}
+        now = {p.pid for p in lora_service.titled("tandem rank") if is_alive(p)}
         return len(now) == 2 and not now & old and lora_service.get("/readyz").status_code == 200
 
     wait_for(are_new, 90, "both groups are replaced")

@@ -17,7 +17,17 @@ import pytest
 import yaml
 
 from tests.support.mixed_requests import answers, greedy
-from tests.support.service import BIN, REPOSITORY, Service, free_port, tandem_serve, wait_for
+from tests.support.service import (
+    BIN,
+    REPOSITORY,
+    START_S,
+    Service,
+    free_port,
+    is_alive,
+    tandem_serve,
+    title_of,
+    wait_for,
+)
 from workers.messages import SamplingParams
 from workers.offline import LLM
 
@@ -39,12 +49,12 @@ def shadowing_folder(folder: Path) -> Path:
 
 def test_tp2_x_pp2_from_a_folder_that_shadows_our_packages_and_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     folder = shadowing_folder(tmp_path / "mine")
-    arguments = ["demo", "-tp", "2", "-pp", "2", "--device", "cpu", "--dtype", "float32", "--shutdown-timeout", "5"]
+    arguments = ["demo", "-tp", "2", "-pp", "2", "--device", "cpu", "--dtype", "float32"]
     with LLM("demo", dtype="float32", device="cpu") as llm:
         wanted = greedy(llm)
     with tandem_serve(*arguments, cwd=folder) as service:
         assert asyncio.run(answers(service.url)) == wanted
-        titles = sorted(" ".join(p.cmdline()).strip().split(maxsplit=3)[3] for p in service.titled("tandem rank"))
+        titles = sorted(title_of(p).strip().split(maxsplit=3)[3] for p in service.titled("tandem rank"))
         assert titles == ["tp0 pp0", "tp0 pp1", "tp1 pp0", "tp1 pp1"]
         status = run_tandem_status(service)
         assert "serving" in status and service.url in status
@@ -129,7 +139,7 @@ def test_groups_follow_the_load_and_a_killed_launcher_takes_all_with_it(tmp_path
         everyone = service.descendants()
         service.process.kill()
         service.process.wait(10)
-        wait_for(lambda: not [p for p in everyone if alive(p)], 20, f"all die: {[p for p in everyone if alive(p)]}")
+        wait_for(lambda: not [p for p in everyone if is_alive(p)], 20, "all die")
         wait_for(lambda: not folder.exists(), 10, "the reaper removes the folder")
 
 
@@ -141,13 +151,6 @@ def load(service: Service) -> tuple[str, int]:
     """As the gateway sees them: whether Redis is away, how many groups there are."""
     answer = service.get("/load").json()
     return answer["redis"], int(answer["groups"])
-
-
-def alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_serve_run_with_the_shipped_file(tmp_path: Path) -> None:
@@ -179,9 +182,9 @@ def test_serve_run_with_the_shipped_file(tmp_path: Path) -> None:
         assert [says(service, model) for model in ("pirate", "demo:pirate", "demo")] == pirate_and_plain()
         (redis,) = service.titled("tandem redis")
         service.titled("ray::ServeReplica:tandem:tandem-redis")[0].kill()
+        wait_for(lambda: load(service) == ("away", 1), 30, "the gateway notices, and keeps the group")
         again = wait_for(lambda: [p for p in service.titled("tandem redis") if p.pid != redis.pid], 60, "a new Redis")
         assert again, "with a new URL"
-        wait_for(lambda: load(service) == ("away", 1), 30, "the gateway notices, and keeps the group")
         wait_for(lambda: load(service) == ("here", 1), 60, "the gateway finds it, and the group's record in it")
         service.stop(signal.SIGINT)
         wait_for(lambda: not service.titled("tandem"), 10, "everything ends")
@@ -211,7 +214,7 @@ def test_a_signal_during_the_start_leaves_nothing(number: int) -> None:
     port = free_port()
     service = Service([str(BIN / "tandem"), "serve", "demo", "--port", str(port)], port)
     try:
-        wait_for(lambda: [p for p in service.descendants() if "raylet" in " ".join(p.cmdline())], 60, "Ray is starting")
+        wait_for(lambda: [p for p in service.descendants() if "raylet" in title_of(p)], 60, "Ray is starting")
         assert service.stop(number) == 128 + number
         service.check_gone()
     finally:
@@ -269,7 +272,7 @@ def test_a_signal_to_every_process_of_a_running_service_ends_it_soon() -> None:
 
 def test_a_service_whose_ray_has_died_ends_with_one_line() -> None:
     with tandem_serve("demo", "--device", "cpu") as service:
-        (raylet,) = [p for p in service.descendants() if Path(p.exe()).name == "raylet"]
+        (raylet,) = [p for p in service.descendants() if Path(title_of(p).partition(" ")[0]).name == "raylet"]
         raylet.kill()
         assert service.process.wait(30) == 2, service.output
         last = service.output.splitlines()[-1]
@@ -306,13 +309,14 @@ def test_make_serve_serves_and_ctrl_c_ends_it() -> None:
 
 
 def test_a_second_signal_does_not_wait_for_requests() -> None:
-    with tandem_serve("demo", "--device", "cpu", "--shutdown-timeout", "60") as service:
-        asked = {"model": "demo", "prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True}
+    """A hundred and twenty rows make steps so slow that none of the requests is over by then."""
+    with tandem_serve("demo", "--device", "cpu", "--shutdown-timeout", "60", "--max-num-seqs", "256") as service:
+        asked = {"model": "demo", "prompt": PROMPT, "max_tokens": 2000, "n": 10, "ignore_eos": True}
         streams = [Stream(service, asked) for _ in range(12)]
         service.interrupt()
         wait_for(lambda: "stopping" in service.output, 10, "the first signal is heard")
         service.interrupt()
-        assert service.process.wait(10) == 0
+        assert service.process.wait(30) == 0
         for stream in streams:
             *_, error, done = stream.join()
             assert done == "data: [DONE]" and "shutting down" in error
@@ -323,7 +327,7 @@ def test_a_second_signal_does_not_wait_for_requests() -> None:
 def test_a_drain_ends_short_streams_well_cuts_long_ones_cleanly_and_refuses_late_requests() -> None:
     """A hundred choices over three rows last far longer than the timeout, at any speed; a few tokens far less."""
     asked = {"model": "demo", "prompt": PROMPT, "ignore_eos": True}
-    arguments = ["demo", "--device", "cpu", "--shutdown-timeout", "6", "--max-num-seqs", "3"]
+    arguments = ["demo", "--device", "cpu", "--shutdown-timeout", "12", "--max-num-seqs", "3"]
     with tandem_serve(*arguments) as service, ThreadPoolExecutor(1) as pool:
         many = {**asked, "max_tokens": 1000, "n": 100}
         long = [Stream(service, many)]
@@ -348,8 +352,8 @@ def test_a_drain_ends_short_streams_well_cuts_long_ones_cleanly_and_refuses_late
         assert service.process.wait(30) == 0
         service.check_gone()
         stopping, cut_off, stopped = service.output.partition(f"{service.port}/v1\n")[2].splitlines()
-        assert "requests in hand have up to 6 s to finish (--shutdown-timeout)" in stopping
-        assert cut_off == "tandem: 2 requests were cut off after 6 s (--shutdown-timeout)"
+        assert "requests in hand have up to 12 s to finish (--shutdown-timeout)" in stopping
+        assert cut_off == "tandem: 2 requests were cut off after 12 s (--shutdown-timeout)"
         assert stopped.startswith("tandem: stopped: nothing is left running")
 
 
@@ -361,7 +365,7 @@ def test_a_rank_that_cannot_load_ends_the_start_with_one_line(tmp_path: Path) ->
     port = free_port()
     service = Service([str(BIN / "tandem"), "serve", str(folder), "--port", str(port)], port)
     try:
-        assert service.process.wait(60) == 2, service.output
+        assert service.process.wait(START_S) == 2, service.output
         assert "tandem: error: " in service.output and "Traceback" not in service.output
         service.check_gone()
     finally:

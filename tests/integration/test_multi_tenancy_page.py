@@ -4,7 +4,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from tests.support.service import BIN, Service, free_port
+from tests.support.service import BIN, Service, free_port, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "multi-tenancy.md").read_text()
@@ -14,6 +14,27 @@ def statuses(output: str) -> list[int]:
     return [int(status) for status in re.findall(r"^HTTP/1.1 (\d+)", output, re.MULTILINE)]
 
 
+def rows(usage: str) -> int:
+    """Of alice's requests."""
+    return usage.count("\nalice,") + usage.count(",alice,")
+
+
+def paste(service: Service, commands: str) -> str:
+    """What a shell says to them, with the service's address in place of the page's."""
+    script = commands.replace("http://127.0.0.1:8000", service.url).replace(".venv/bin/tandem", str(BIN / "tandem"))
+    done = subprocess.run(
+        ["bash", "-e", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env=service.environment,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_the_page_as_a_newcomer_pastes_it() -> None:
     (start,) = re.findall(r"^    \.venv/bin/(tandem serve .*)$", PAGE, re.MULTILINE)
     port = free_port()
@@ -21,20 +42,11 @@ def test_the_page_as_a_newcomer_pastes_it() -> None:
     service = Service(command, port, cwd=ROOT)
     try:
         service.wait_ready()
-        blocks = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
-        script = "\necho ---\n".join(blocks).replace("http://127.0.0.1:8000", service.url)
-        script = script.replace(".venv/bin/tandem", str(BIN / "tandem"))
-        done = subprocess.run(
-            ["bash", "-e", "-c", script],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            cwd=ROOT,
-            env=service.environment,
-            stdin=subprocess.DEVNULL,
-        )
-        assert done.returncode == 0, done.stderr
-        tenants, adapters, answers, refusals, limit, usage = done.stdout.split("---\n")
+        *blocks, bill = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
+        tenants, adapters, answers, refusals, limit = paste(service, "\necho ---\n".join(blocks)).split("---\n")
+        accepted = 2 + statuses(limit).count(200)
+        wait_for(lambda: rows(paste(service, bill)) >= accepted, 15, "rows come a second or so after their requests")
+        usage = paste(service, bill)
     finally:
         service.clean()
     assert "alice" in tenants and "bob" in tenants
@@ -44,8 +56,7 @@ def test_the_page_as_a_newcomer_pastes_it() -> None:
     assert statuses(refusals) == [404, 401]
     assert "model_not_found" in refusals and "invalid_api_key" in refusals
     codes = statuses(limit)
-    assert len(codes) == 5 and codes[0] == 200 and codes[-1] == 429 and set(codes) == {200, 429}
+    assert len(codes) == 5 and codes[0] == 200 and set(codes) == {200, 429}
     assert "x-ratelimit-remaining-requests: 0" in limit.lower() and "retry-after:" in limit.lower()
     assert re.search(r"alice +pirate +pirate@", usage) and re.search(r"bob +shout +shout@", usage)
-    accepted = 2 + codes.count(200)
-    assert usage.count("\nalice,") + usage.count(",alice,") == accepted, "a row for each request that was accepted"
+    assert rows(usage) == accepted, "a row for each request that was accepted"

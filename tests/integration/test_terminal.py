@@ -24,7 +24,7 @@ pytestmark = pytest.mark.cluster
 @pytest.fixture(scope="module")
 def vllm_named() -> Iterator[Service]:
     """A service whose metrics are called as vLLM's, of few rows and little patience."""
-    few = ("--max-num-seqs", "4", "--queue-timeout", "1")
+    few = ("--max-num-seqs", "4", "--queue-timeout", "4")
     with tandem_serve("demo", "--device", "cpu", "--dtype", "float32", "--metrics-prefix", "vllm", *few) as running:
         yield running
 
@@ -66,7 +66,8 @@ def test_who_waits_too_long_for_a_first_step_gets_a_503_and_others_go_on(vllm_na
     """A hundred choices over four rows last longer than the timeout, at any speed; none of them waits for a first step
     of its request."""
     asked = {"model": "demo", "prompt": "The", "max_tokens": 1000, "ignore_eos": True}
-    with httpx.stream("POST", vllm_named.url + "/v1/completions", json={**asked, "n": 100, "stream": True}) as long:
+    many = {**asked, "n": 100, "stream": True}
+    with httpx.stream("POST", vllm_named.url + "/v1/completions", json=many, timeout=60) as long:
         assert long.status_code == 200
         lines = long.iter_lines()
         next(lines)

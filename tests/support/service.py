@@ -11,8 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -95,7 +95,7 @@ class Service:
 
     def titled(self, title: str) -> list[psutil.Process]:
         """Descendants whose command line begins with `title`."""
-        return [p for p in self.descendants() if _title(p).startswith(title)]
+        return [p for p in self.descendants() if title_of(p).startswith(title)]
 
     def get(self, path: str, **options: Any) -> httpx.Response:
         return httpx.get(self.url + path, timeout=30, **options)
@@ -121,15 +121,16 @@ class Service:
 
     def check_gone(self, timeout_s: float = 5.0) -> None:
         """No process of the service runs, no file of it is left."""
-        wait_for(lambda: not self._alive(), timeout_s, f"processes end: {[_title(p) for p in self._alive()]}")
+        wait_for(lambda: not self._alive(), timeout_s, f"processes end: {[title_of(p) for p in self._alive()]}")
         left = sorted(str(p.relative_to(self.temp)) for p in self.temp.rglob("*"))
         assert left == [], left
 
     def clean(self) -> None:
         """Whatever happened: ends what this service started and removes its folder."""
         self.descendants()
-        for process in [*self._alive()]:
-            process.kill()
+        for process in self._alive():
+            with suppress(psutil.NoSuchProcess):  # some end with those that were killed before them
+                process.kill()
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait(STOP_S)
@@ -137,7 +138,7 @@ class Service:
         self.log.unlink(missing_ok=True)
 
     def _alive(self) -> list[psutil.Process]:
-        return [p for p in self._seen.values() if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        return [p for p in self._seen.values() if is_alive(p)]
 
     def _is_ready_or_dead(self) -> bool:
         if self.process.poll() is not None:
@@ -174,7 +175,30 @@ def run_tandem(
     )
 
 
-def _title(process: psutil.Process) -> str:
+@contextmanager
+def stopped(pids: Iterable[int]) -> Iterator[None]:
+    """Holds the processes."""
+    held = set(pids)
+    for pid in held:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in held:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """It may end between the questions."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def title_of(process: psutil.Process) -> str:
+    """Its command line; empty when it has ended."""
     try:
         return " ".join(process.cmdline())
     except psutil.NoSuchProcess:

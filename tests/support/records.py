@@ -1,0 +1,37 @@
+"""What the private Redis of a running service holds: fresher than what its gateways say of it."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from cluster.coordination.client import BackgroundClient
+from cluster.coordination.registry import GroupRecord
+from tests.support.service import Service, wait_for
+
+
+def redis_process(service: Service) -> psutil.Process:
+    return wait_for(lambda: service.titled("tandem redis"), 15, "Redis runs")[0]
+
+
+def command(redis: psutil.Process, *parts: str | bytes) -> Any:
+    """To the private server, over the socket beside its configuration file."""
+
+    async def send() -> Any:
+        client = BackgroundClient(f"unix://{Path(redis.cmdline()[1]).parent / 'redis.sock'}")
+        try:
+            return await client.command(*parts)
+        finally:
+            await client.close()
+
+    return asyncio.run(send())
+
+
+def group_records(service: Service) -> list[GroupRecord]:
+    """As the groups have written them last."""
+    redis = redis_process(service)
+    names = command(redis, "KEYS", "tandem:*:group:*")
+    values = command(redis, "MGET", *names) if names else []
+    return [msgspec.msgpack.decode(value, type=GroupRecord) for value in values if value is not None]
