@@ -177,7 +177,7 @@ async def test_a_change_by_others_meanwhile_is_taken_into_account() -> None:
 
     def slow(source: str) -> str:
         begun.set()
-        assert go_on.wait(5)
+        assert go_on.wait(30)
         return check(source)
 
     registry = AdapterRegistry(None, "demo")

@@ -182,7 +182,7 @@ def test_a_stream_that_nobody_closed_ends_with_its_last_reference() -> None:
     thread = next(t for t in threading.enumerate() if t.name.startswith("tandem-weights"))
     del stream, places
     gc.collect()
-    thread.join(5)
+    thread.join(30)
     assert not thread.is_alive()
 
 
