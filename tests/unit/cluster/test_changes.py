@@ -158,7 +158,7 @@ async def test_close_leaves_nothing_behind(server: RedisServer, redis: Backgroun
         await until(lambda: not changes.is_hearing)
     async with asyncio.timeout(module.CLOSE_S):
         await changes.close()
-    assert asyncio.all_tasks() == before
+    assert asyncio.all_tasks() <= before
     assert not changes.is_hearing
     await changes.wait("k", 0.0)
     if state == "hearing":

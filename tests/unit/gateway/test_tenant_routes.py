@@ -288,11 +288,11 @@ async def test_the_openapi_document_has_the_bodies_of_the_admin_routes() -> None
 
 async def test_requests_go_on_when_redis_goes_away() -> None:
     async with open_door() as door:
-        acme = await door.add("acme", requests_per_minute=10)
+        acme = await door.add("acme", requests_per_minute=4)  # the next one is there after 15 s
         assert (await door.complete(acme)).status_code == 200
         door.server.stop()
-        answers = [(await door.complete(acme)).status_code for _ in range(12)]
-        assert answers == [200] * 9 + [429] * 3, "bounded by what was left"
+        answers = [(await door.complete(acme)).status_code for _ in range(6)]
+        assert answers == [200] * 3 + [429] * 3, "bounded by what was left"
         refused = await door.complete({"authorization": "Bearer sk-unknown"})
         assert refused.status_code in (401, 503)
         changed = await door.admin("PATCH", "/acme", json={"concurrency": 1})
