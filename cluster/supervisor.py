@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -69,14 +70,17 @@ class Told:
 def split() -> Told:
     """Forks. Returns in the child, which is to be the launcher; the parent ends with the child's exit status.
 
-    Before there are threads. The child has a session of its own: a terminal's Ctrl-C reaches it through us, once.
+    Before there are threads. The child has a session of its own: a terminal's Ctrl-C reaches it through us, once. A
+    signal that comes now waits until we are there to pass it on.
     """
     reading, writing = os.pipe()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
     child = os.fork()
     if child:
         os.close(writing)
-        Supervisor(child, reading).run()
+        Supervisor(child, reading).run(mask)
     os.close(reading)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     os.setsid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -96,13 +100,15 @@ class Supervisor:
         self._overdue_s: float | None = None
         self._cleared = False
 
-    def run(self) -> NoReturn:
+    def run(self, mask: Iterable[int]) -> NoReturn:
+        """mask: the signals that are blocked from here on."""
         woken, waking = os.pipe()
         os.set_blocking(waking, False)
         signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
         for number in NUMBERS:
             if not is_ignored(number):
                 signal.signal(number, _only_wake)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         while True:
             ready, _, _ = select.select([self._told, woken], [], [], self._patience())
             if woken in ready:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.support.service import Service, tandem_serve, wait_for
 
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from tests.support.decoder_ranks import RankProcesses
 
 SHARED = ("demo", "-tp", "2", "-dp", "2", "--device", "cpu", "--dtype", "float32", "--num-gpu-blocks-override", "512")
+
+# Every run draws the same examples and none is too slow on a busy machine; --hypothesis-profile=default draws others.
+settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("same")
 
 
 def pytest_configure(config: pytest.Config) -> None:

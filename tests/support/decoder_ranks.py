@@ -1,11 +1,10 @@
 """A few gloo rank processes that stay alive and run decoder cases of any TP x PP degree, one after another.
 
 The fixture `ranks` has them for a whole run. Each process runs one thread; a case starts a fresh process group on a
-free port and closes it.
+port that no other test is given, and closes it.
 """
 
 import multiprocessing
-import socket
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from parallel.groups import init_parallel
 from parallel.mesh import layer_range
 from parallel.pipeline import StageLink
 from tests.support.paged_rows import PagedRows
+from tests.support.service import free_port
 from workers.attention.select import select_attention
 from workers.models.decoder import Decoder, build_decoder
 from workers.models.registry import load_spec
@@ -100,7 +100,7 @@ class RankProcesses:
 
     def call(self, function: Callable[..., Any], tp_size: int, pp_size: int, *arguments: Any) -> list[Any]:
         """function(*arguments, context) on every rank; the results in rank order. Asserts that none raised."""
-        port = _free_port()
+        port = free_port()
         world_size = tp_size * pp_size
         assert world_size <= self._count
         while len(self._processes) < world_size:
@@ -142,9 +142,3 @@ def _serve(rank: int, connection: Connection) -> None:
                 context.close()
         except Exception:
             connection.send((traceback.format_exc(), None))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

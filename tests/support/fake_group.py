@@ -30,7 +30,7 @@ class FakeGroup:
         self.thread.start()
 
     async def wait_opened(self) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await self._opened.wait()
 
     def opened(self) -> None:
@@ -68,7 +68,7 @@ class FakeGroup:
 
     def close(self) -> None:
         self.thread.stop()
-        self.thread.join(5)
+        self.thread.join(30)
         assert not self.thread.is_alive()
 
     def _open(self, sink: Any) -> Any:

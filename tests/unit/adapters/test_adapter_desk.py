@@ -177,13 +177,13 @@ async def test_a_change_by_others_meanwhile_is_taken_into_account() -> None:
 
     def slow(source: str) -> str:
         begun.set()
-        assert go_on.wait(5)
+        assert go_on.wait(30)
         return check(source)
 
     registry = AdapterRegistry(None, "demo")
     desk = AdapterDesk(registry, slow, ("demo",))
     loading = asyncio.create_task(desk.load("pirate", "/a/one"))
-    assert await asyncio.to_thread(begun.wait, 5)
+    assert await asyncio.to_thread(begun.wait, 30)
     await registry.replace(None, AdapterEntry(name="pirate", digest="9" * 64, source="/x"), "pirate")
     go_on.set()
     with pytest.raises(RequestRefused, match="taken by other content"):

@@ -52,7 +52,7 @@ async def test_it_is_saved_by_itself(redis: BackgroundClient, tmp_path: Path) ->
     assert desk is not None
     tasks = tend(desk, watched)
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not list(tmp_path.glob("adapters-*.json")):
                 await asyncio.sleep(0.001)
     finally:

@@ -50,17 +50,18 @@ def prepare(url: str) -> None:
             await store.add(name, limits)
         long_ago_ms = int(time.time() * 1000) - 60_000
         await run_requests(url, await store.read(), "dead", {"acme": 1}, lambda: long_ago_ms)
-        await run_requests(url, await store.read(), "live", {"acme": 2, "free": 3}, None)
+        soon_ms = long_ago_ms + 120_000  # its lease lasts as long as the test may take
+        await run_requests(url, await store.read(), "live", {"acme": 2, "free": 3}, lambda: soon_ms)
         await redis.close()
 
     asyncio.run(write())
 
 
 async def run_requests(
-    url: str, tenants: Reading, gateway: str, counts: Mapping[str, int], server_ms: Callable[[], int] | None
+    url: str, tenants: Reading, gateway: str, counts: Mapping[str, int], server_ms: Callable[[], int]
 ) -> None:
     """What a gateway tells Redis of so many requests of each tenant, which never end."""
-    client = RequestClient(url, timeout_s=5.0)
+    client = RequestClient(url, timeout_s=20.0)
     quota = Quota(client, tenants, gateway, server_ms=server_ms)
     for name, count in counts.items():
         for _ in range(count):

@@ -17,6 +17,6 @@ def server() -> Iterator[RedisServer]:
 
 @pytest.fixture
 async def redis(server: RedisServer) -> AsyncIterator[BackgroundClient]:
-    client = BackgroundClient(server.url, timeout_s=1.0, retries=1)
+    client = BackgroundClient(server.url, timeout_s=5.0, retries=1)
     yield client
     await client.close()

@@ -58,6 +58,7 @@ async def test_the_launcher_says_what_comes_after_the_start(server: RedisServer,
     await write_event(redis, "s", Event("serving", "b"))
     assert [said.get(timeout=DEADLINE_S)[:20] for _ in range(2)] == ["group a has vanished", "group b serves"]
     news.stop()
+    news._thread.join(DEADLINE_S)
     assert not news._thread.is_alive()
     assert said.empty()
 
@@ -78,6 +79,7 @@ async def test_without_redis_the_launcher_hears_again_when_it_is_back(server: Re
     assert said.get() == "group b serves"
     await client.close()
     news.stop()
+    news._thread.join(DEADLINE_S)
     assert not news._thread.is_alive()
 
 

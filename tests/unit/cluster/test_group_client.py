@@ -4,6 +4,7 @@ Also what else tells of groups: heartbeats through a Redis in memory, the watch 
 """
 
 import asyncio
+import math
 import os
 import signal
 import subprocess
@@ -37,11 +38,14 @@ SECRET = "ab" * 32
 
 
 class SlowEngine(FakeEngine):
-    """One token per millisecond or so, so that a test can act in between."""
+    """One token per millisecond or so, so that a test can act in between; no more steps than `most`, however long the
+    test takes to act."""
+
+    most = math.inf
 
     def step(self) -> bool:
         time.sleep(0.002)
-        return super().step()
+        return self.steps < self.most and super().step()
 
 
 class Service:
@@ -84,7 +88,7 @@ def request(request_id: str, max_tokens: int = 5, prompt: list[int] | None = Non
 
 
 async def read_all(stream: AsyncIterator[list[TokenDelta]]) -> list[TokenDelta]:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         return [delta async for deltas in stream for delta in deltas]
 
 
@@ -93,7 +97,7 @@ def tokens_of(deltas: list[TokenDelta]) -> list[int]:
     return [token for delta in deltas for token in delta.token_ids]
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.002)
@@ -313,7 +317,7 @@ async def test_a_thread_that_does_not_come_round_shows_it() -> None:
 
     class HangingEngine(FakeEngine):
         def step(self) -> bool:
-            assert go_on.wait(10)
+            assert go_on.wait(60)
             return super().step()
 
     group = FakeGroup(SECRET, "hanging", HangingEngine)
@@ -412,7 +416,7 @@ def test_only_a_rank_of_the_group_is_killed() -> None:
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.2)
         ray_executor.kill_rank(process.pid, "g1")
-        assert process.wait(5) == -signal.SIGKILL
+        assert process.wait(30) == -signal.SIGKILL
         ray_executor.kill_rank(process.pid, "g1")
     finally:
         process.kill()
@@ -457,7 +461,7 @@ async def test_closing_before_the_first_token_cancels_the_call(slow_service: Ser
 async def test_an_abort_with_kept_positions_ends_with_the_bill(slow_service: Service) -> None:
     stream = await slow_service.client.submit(request("r", 10_000))
     got: list[TokenDelta] = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         async for deltas in stream:
             got += deltas
             if sum(len(d.token_ids) for d in got) == 3:
@@ -473,6 +477,7 @@ async def test_an_abort_of_an_unknown_request_is_ignored(service: Service) -> No
 async def test_a_group_that_dies_hands_over_without_gap_or_duplicate(slow_service: Service) -> None:
     moves: list[str] = []
     slow_service.client.on_moved = lambda: moves.append("moved")
+    slow_service.groups[0].engine.most = 100
     stream = await slow_service.client.submit(request("r", 200))
     got = await anext(stream)
     while len(got) < 20:
@@ -488,6 +493,7 @@ async def test_a_group_that_dies_hands_over_without_gap_or_duplicate(slow_servic
 
 
 async def test_what_is_left_of_a_deadline_moves_along_and_ends_with_the_first_token(slow_service: Service) -> None:
+    slow_service.groups[0].engine.most = 100
     stream = await slow_service.client.submit(msgspec.structs.replace(request("r", 200), deadline_s=60.0))
     await anext(stream)
     slow_service.groups[0].die()
@@ -507,13 +513,15 @@ async def test_what_is_left_of_a_deadline_moves_along_and_ends_with_the_first_to
 
 
 class TalkativeEngine(SlowEngine):
-    """Once `given_up`, what it says is wrong."""
+    """Once `given_up`, what it says is wrong, and it says that for ever."""
 
     given_up = False
 
     def _next(self, request: GenerationRequest, position: int) -> TokenDelta:
         delta = super()._next(request, position)
-        return msgspec.structs.replace(delta, token_ids=[9999]) if self.given_up else delta
+        if not self.given_up:
+            return delta
+        return msgspec.structs.replace(delta, token_ids=[9999], finish_reason=None, usage=None)
 
 
 async def test_a_group_that_was_given_up_and_talks_on_is_not_heard() -> None:
@@ -522,9 +530,11 @@ async def test_a_group_that_was_given_up_and_talks_on_is_not_heard() -> None:
     first = service.groups[0]
     for group in service.groups:
         await group.wait_opened()
+    first.engine.most = 100
     stream = await service.client.submit(request("r", 200))
     got = await anext(stream)
     first.engine.given_up = True  # what is on its way may be wrong already: only the new group's words are looked at
+    first.engine.most = math.inf
     for call in list(first.calls):
         call.set_exception(ConnectionResetError("no sign of life"))
     await until(lambda: service.groups[1].requests)
@@ -532,7 +542,7 @@ async def test_a_group_that_was_given_up_and_talks_on_is_not_heard() -> None:
     delivered = moved.resume_token_ids[0]
     said = first.engine.steps
     got += await read_all(stream)
-    assert first.engine.steps > said, "it has talked on"
+    await until(lambda: first.engine.steps > said)  # it has talked on
     assert tokens_of(got) == delivered + list(range(100 + len(delivered), 300))
     await service.close()
 
@@ -563,12 +573,17 @@ async def freezing(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Service]:
 
 async def test_streams_of_a_group_that_vanished_and_is_silent_move(freezing: Service) -> None:
     first, second = freezing.groups
+    first.engine.most = 100
     stream = await freezing.client.submit(request("r", 200))
     got = await anext(stream)
     first.engine.frozen = True
     freezing.fleet.vanished = [freezing.fleet.records.pop("g0")]
-    await asyncio.sleep(0.15)
-    freezing.client.lose_silent()
+
+    def has_moved() -> list[GenerationRequest]:
+        freezing.client.lose_silent()
+        return second.requests
+
+    await until(has_moved)
     got += await read_all(stream)
     assert tokens_of(got) == list(range(100, 300))
     assert second.requests[0].epoch == 1 and second.requests[0].resume_token_ids[0]
@@ -577,14 +592,35 @@ async def test_streams_of_a_group_that_vanished_and_is_silent_move(freezing: Ser
     first.engine.frozen = False
 
 
+class LoopAt:
+    """The loop, whose clock is the test's."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.now_s = 100.0
+        self._loop = loop
+
+    def time(self) -> float:
+        return self.now_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
+
+
 async def test_a_group_whose_record_vanished_but_whose_tokens_come_keeps_its_streams(freezing: Service) -> None:
+    loop = freezing.client._loop = LoopAt(freezing.client._loop)  # type: ignore[assignment]
+    engine = freezing.groups[0].engine
+    engine.most = 20
     stream = await freezing.client.submit(request("r", 300))
     got = await anext(stream)
     freezing.fleet.vanished = [freezing.fleet.records.pop("g0")]
     reading = asyncio.create_task(read_all(stream))
-    while not reading.done():
+    (sender,) = freezing.client._heard_s
+    for _ in range(5):
+        loop.now_s += 0.9 * group_client.SILENT_S
         freezing.client.lose_silent()
-        await asyncio.sleep(0.01)
+        engine.most += 20
+        await until(lambda: freezing.client._heard_s[sender] == loop.now_s)  # it says more
+    engine.most = math.inf
     assert tokens_of(got + await reading) == list(range(100, 400))
     assert not freezing.groups[1].requests
 
@@ -632,11 +668,12 @@ async def test_the_fleet_tells_who_vanished_while_redis_answers() -> None:
 
 
 async def test_a_group_that_is_given_up_for_a_gap_stops_working_on_the_request(slow_service: Service) -> None:
+    slow_service.groups[0].engine.most = 100
     stream = await slow_service.client.submit(request("r", 2000))
     await anext(stream)
     slow_service.client._attempts["r"].lost.set()  # as a second after a gap
     await until(lambda: slow_service.groups[1].requests)
-    await until(lambda: not slow_service.groups[0].engine.live, 1.0)
+    await until(lambda: not slow_service.groups[0].engine.live)  # it would never end by itself
     await stream.aclose()
 
 

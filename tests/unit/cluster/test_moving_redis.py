@@ -91,7 +91,7 @@ async def test_fleet_and_heartbeat_go_on_with_the_redis_that_takes_its_place(fol
         return living.url
 
     def open_client(url: str) -> BackgroundClient:
-        return BackgroundClient(url, timeout_s=1.0, retries=0)
+        return BackgroundClient(url, timeout_s=20.0, retries=0)
 
     clients = [MovingRedis(living.url, open_client, ask) for _ in range(2)]
     beat = group_beat(clients[0], "s", lambda: serving()["g"])
@@ -125,13 +125,14 @@ def facts() -> ServiceFacts:
 
 
 async def test_the_replica_answers_while_its_server_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on = threading.Event()
+    begun, go_on = threading.Event(), threading.Event()
     slow = False
     plain_start = RedisServer.start
 
     def start(server: RedisServer) -> None:
         if slow:
-            assert go_on.wait(10)
+            begun.set()
+            assert go_on.wait(60)
         plain_start(server)
 
     monkeypatch.setattr(RedisServer, "start", start)
@@ -141,12 +142,13 @@ async def test_the_replica_answers_while_its_server_starts_again(monkeypatch: py
         url = await replica.url()
         slow = True
         replica._server.stop()
-        await asyncio.sleep(1.0)  # more than a period of its watch
-        async with asyncio.timeout(1):
+        assert await asyncio.to_thread(begun.wait, 30), "its watch has seen it"
+        async with asyncio.timeout(20):
             assert await replica.url() == url
+        assert not go_on.is_set()
         await replica.check_health()
         go_on.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not replica._server.is_alive():
                 await asyncio.sleep(0.02)
     finally:

@@ -33,8 +33,7 @@ def server() -> Iterator[RedisServer]:
 
 @pytest.fixture
 async def request_client(server: RedisServer) -> AsyncIterator[RequestClient]:
-    client = RequestClient(server.url, timeout_s=0.05)
-    await client.command("PING")
+    client = RequestClient(server.url, timeout_s=20.0)
     yield client
     await client.close()
 
@@ -84,34 +83,30 @@ def test_an_unreachable_url_is_explained(url: str) -> None:
     assert check_reachable(url, timeout_s=0.5)
 
 
-async def test_a_frozen_server_opens_the_breaker_and_calls_fail_fast(
-    server: RedisServer, request_client: RequestClient
-) -> None:
+async def test_a_frozen_server_opens_the_breaker_and_calls_fail_fast(server: RedisServer) -> None:
+    """The breaker's clock is the test's: no timeout is seen late, and no probe is due before it is said to be."""
+    now_s = 100.0
+    request_client = RequestClient(server.url, timeout_s=0.05, clock=lambda: now_s)
     assert server.pid is not None
     os.kill(server.pid, signal.SIGSTOP)
     for _ in range(3):
         started_s = time.monotonic()
         with pytest.raises(RedisAway):
             await request_client.command("GET", "k")
-        assert time.monotonic() - started_s < 0.5
-    # a loop that lags does not count a timeout, so a busy machine may need a few more
-    for _ in range(20):
-        if request_client.breaker.state == "open":
-            break
-        with pytest.raises(RedisAway):
-            await request_client.command("GET", "k")
+        assert time.monotonic() - started_s < 10
     assert request_client.breaker.state == "open"
-    started_s = time.monotonic()
-    with pytest.raises(RedisAway, match="breaker"):
-        await request_client.command("GET", "k")
-    assert time.monotonic() - started_s < 0.01, "an open breaker asks nobody"
+    for _ in range(100):
+        with pytest.raises(RedisAway, match="breaker is open"):  # it asks nobody: no answer would have other words
+            await request_client.command("GET", "k")
     os.kill(server.pid, signal.SIGCONT)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while request_client.breaker.state != "closed":
+            now_s += 1.0
             try:
                 await request_client.command("GET", "k")
             except RedisAway:
                 await asyncio.sleep(0.05)
+    await request_client.close()
 
 
 async def test_a_timeout_seen_late_is_the_loops_fault_not_redis(server: RedisServer) -> None:
@@ -206,7 +201,7 @@ async def test_the_fleet_survives_the_server(server: RedisServer, request_client
     assert set(fleet.records) == {"g1"}
 
 
-async def until(condition: Callable[[], Awaitable[object]], timeout_s: float = 10.0) -> None:
+async def until(condition: Callable[[], Awaitable[object]], timeout_s: float = 30.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not await condition():
             await asyncio.sleep(0.01)
@@ -275,7 +270,7 @@ async def test_heartbeat_and_fleet_go_on_whatever_is_raised(answer: Exception, m
         asyncio.create_task(fleet.run(then, lambda: False)),
     ):
         before = Broken.calls
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while Broken.calls < before + 3:
                 await asyncio.sleep(0.01)
         assert not task.done()
@@ -305,7 +300,7 @@ async def test_a_calm_fleet_is_read_less_often(background: BackgroundClient, mon
     await group_beat(background, "s", record).beat()
     looks.clear()
     following = asyncio.create_task(fleet.run(lambda: None, lambda: len(looks) < 3))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while len(looks) < 3:
             await asyncio.sleep(0.001)
     for _ in range(20):
@@ -336,7 +331,7 @@ async def test_the_fleet_is_looked_after_while_redis_does_not_answer(
             enough.set()
 
     following = asyncio.create_task(Hung(background, "s").run(look, lambda: False))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await enough.wait()
     following.cancel()
     with pytest.raises(asyncio.CancelledError):

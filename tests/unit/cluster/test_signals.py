@@ -9,7 +9,7 @@ import pytest
 
 BEGIN = """
 import signal, sys, time
-from cluster.signals import TOGETHER_S, Signals, StopRequested
+from cluster.signals import Signals, StopRequested
 signals = Signals()
 signals.install()
 """
@@ -31,7 +31,7 @@ def run(body: str, number: int | None, begin: str = BEGIN) -> tuple[int, str]:
     assert process.stdout.readline() == "ready\n"
     if number is not None:
         process.send_signal(number)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=60)
     return process.returncode, output
 
 
@@ -40,7 +40,7 @@ def test_a_signal_is_raised_in_the_main_thread(number: int) -> None:
     body = """
     try:
         print("ready", flush=True)
-        time.sleep(15)
+        time.sleep(45)
     except StopRequested as stop:
         print(stop.number, signals.first(), signals.is_urgent)
     """
@@ -52,7 +52,7 @@ def test_held_it_is_raised_at_the_end() -> None:
     try:
         with signals.held():
             print("ready", flush=True)
-            assert signals.wait(10)
+            assert signals.wait(30)
             print("whole")
     except StopRequested as stop:
         print(stop.number)
@@ -69,10 +69,10 @@ def test_no_handler_of_another_runs_and_no_child_is_deaf() -> None:
     child = subprocess.Popen(["sleep", "60"], preexec_fn=unblock)
     try:
         print("ready", flush=True)
-        time.sleep(15)
+        time.sleep(45)
     except StopRequested as stop:
         child.terminate()
-        print(stop.number, child.wait(10), flush=True)
+        print(stop.number, child.wait(30), flush=True)
     """
     assert run(body, signal.SIGTERM) == (0, "15 -15\n")
 
@@ -82,11 +82,11 @@ def test_raised_where_python_cannot_pass_it_on_it_is_raised_again() -> None:
     class Finalized:
         def __del__(self):
             print("ready", flush=True)
-            time.sleep(5)
+            time.sleep(45)
     try:
         thing = Finalized()
         del thing
-        time.sleep(5)
+        time.sleep(45)
         print("never raised")
     except StopRequested as stop:
         print("raised", stop.number, signals.first())
@@ -106,16 +106,18 @@ def test_under_nohup_a_closed_terminal_ends_nothing() -> None:
 def test_one_that_comes_twice_at_once_is_one_and_a_later_one_is_urgent() -> None:
     body = """
     import os
+    from cluster import signals as module
+    module.TOGETHER_S = 3.0  # so that a busy machine does not come between the two
     signals.raising = False
-    def send(number):
-        os.kill(os.getpid(), number)
-        assert signals.wait(10)
     print("ready", flush=True)
-    send(signal.SIGTERM)
-    send(signal.SIGINT)
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+        while signal.SIGTERM in signal.sigpending():
+            time.sleep(0.001)
+    assert signals.wait(30)
     print(signals.is_urgent)
-    time.sleep(2 * TOGETHER_S)
-    send(signal.SIGINT)
+    module.TOGETHER_S = 0.01
+    os.kill(os.getpid(), signal.SIGINT)
     while not signals.is_urgent:
         time.sleep(0.01)
     print(signals.first())

@@ -15,24 +15,36 @@ BEGIN = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
 from cluster import supervisor
-supervisor.Supervisor.__init__.__defaults__ = (0.2,)
+supervisor.Supervisor.__init__.__defaults__ = (PATIENCE_S,)
+# what comes before it listens
+listen = supervisor.Supervisor.run
+supervisor.Supervisor.run = lambda *told: (time.sleep(LISTENS_AFTER_S), listen(*told))
 told = supervisor.split()
 """
+SOON_S, LATE_S = 0.2, 60.0
+"""What a start may take after a signal: too little for one that is deaf, enough for any other."""
 
 
 def not_under_nohup() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-def run(body: str, number: int | None, *arguments: str) -> tuple[int, str]:
+def begun(patience_s: float, listens_after_s: float = 0.0) -> str:
+    return BEGIN.replace("PATIENCE_S", str(patience_s)).replace("LISTENS_AFTER_S", str(listens_after_s))
+
+
+def run(
+    body: str, number: int | None, *arguments: str, patience_s: float = SOON_S, listens_after_s: float = 0.0
+) -> tuple[int, str]:
     """Status and output of a supervisor that gets the signal once its child has said "ready"."""
-    command = [sys.executable, "-c", BEGIN + textwrap.dedent(body), *arguments]
+    begin = begun(patience_s, listens_after_s)
+    command = [sys.executable, "-c", begin + textwrap.dedent(body), *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=not_under_nohup)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     if number is not None:
         process.send_signal(number)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=60)
     return process.returncode, output
 
 
@@ -44,9 +56,18 @@ def test_a_signal_is_passed_on_and_a_start_that_ends_in_time_is_left_alone() -> 
     body = """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
     print("ready", flush=True)
-    time.sleep(15)
+    time.sleep(45)
     """
-    assert run(body, signal.SIGTERM) == (9, "")
+    assert run(body, signal.SIGTERM, patience_s=LATE_S) == (9, "")
+
+
+def test_a_signal_is_passed_on_that_comes_before_anybody_listens() -> None:
+    body = """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
+    print("ready", flush=True)
+    time.sleep(45)
+    """
+    assert run(body, signal.SIGTERM, patience_s=LATE_S, listens_after_s=0.5) == (9, "")
 
 
 def inhabitants(folder: Path) -> list[psutil.Process]:
@@ -115,7 +136,7 @@ def test_a_crash_after_a_signal_has_the_status_of_the_signal(tmp_path: Path) -> 
     body = """
     signal.signal(signal.SIGTERM, lambda *_: os.abort())
     print("ready", flush=True)
-    time.sleep(15)
+    time.sleep(45)
     """
     status, output = run(body, signal.SIGTERM)
     assert (status, output.splitlines()[0]) == (143, "tandem: interrupted before the service was up")
@@ -131,7 +152,7 @@ def test_a_launcher_that_hangs_may_ask_to_be_ended(tmp_path: Path) -> None:
 
 def test_a_killed_supervisor_takes_the_launcher_along() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", BEGIN + "print(os.getpid(), flush=True); time.sleep(60)"],
+        [sys.executable, "-c", begun(1.0) + "print(os.getpid(), flush=True); time.sleep(60)"],
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -139,5 +160,5 @@ def test_a_killed_supervisor_takes_the_launcher_along() -> None:
     child = psutil.Process(int(process.stdout.readline()))
     process.kill()
     process.wait()
-    child.wait(10)
+    child.wait(30)
     assert os.getpid() != child.pid

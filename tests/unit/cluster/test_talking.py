@@ -271,20 +271,20 @@ async def test_ctrl_c_stops_the_answer_and_the_chat_goes_on() -> None:
         try:
             child.stdin.write(b"first\n")
             child.stdin.flush()
-            await asyncio.wait_for(rig.backend.submitted.wait(), 20)
+            await asyncio.wait_for(rig.backend.submitted.wait(), 60)
             rig.backend.step(3)
             said = await asyncio.to_thread(child.stdout.read, 2)
             child.send_signal(signal.SIGINT)
-            await asyncio.wait_for(rig.backend.aborted.wait(), 20)
+            await asyncio.wait_for(rig.backend.aborted.wait(), 60)
             rig.backend.submitted.clear()
             child.stdin.write(b"second\n")
             child.stdin.flush()
-            await asyncio.wait_for(rig.backend.submitted.wait(), 20)
+            await asyncio.wait_for(rig.backend.submitted.wait(), 60)
             assert "|assistant:" in prompts(rig)[1] and prompts(rig)[1].endswith("|user:second|")
             while rig.backend.streams:
                 rig.backend.step(8)
                 await asyncio.sleep(0)
-            rest, errors = await asyncio.to_thread(child.communicate, timeout=20)
+            rest, errors = await asyncio.to_thread(child.communicate, timeout=60)
             assert said and child.returncode == 0
             assert b"the answer was stopped" in errors and b"Traceback" not in errors
             assert rest
@@ -293,7 +293,7 @@ async def test_ctrl_c_stops_the_answer_and_the_chat_goes_on() -> None:
             await asyncio.to_thread(child.wait)
 
 
-def read_until(terminal: int, wanted: str, timeout_s: float = 20.0) -> str:
+def read_until(terminal: int, wanted: str, timeout_s: float = 60.0) -> str:
     """What the terminal shows until `wanted` is there."""
     shown, deadline_s = "", time.monotonic() + timeout_s
     while wanted not in shown:
@@ -317,7 +317,7 @@ async def test_on_a_terminal_there_is_a_prompt_and_only_ctrl_d_ends_it() -> None
             assert child.poll() is None
             assert prompts(rig) == ["|user:hi|"]
             os.write(outer, b"\x04")
-            assert await asyncio.to_thread(child.wait, 20) == 0
+            assert await asyncio.to_thread(child.wait, 60) == 0
         finally:
             child.kill()
             child.wait()

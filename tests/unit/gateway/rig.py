@@ -30,7 +30,7 @@ TEMPLATE = (
     "<turn>{{ m.role }}:{{ m.content }}{% endfor %}{% if add_generation_prompt %}<turn>{% endif %}"
 )
 USER = [{"role": "user", "content": "hi"}]
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 BOTH = (CHAT, COMPLETE)
 ALL = (*BOTH, "/tokenize", "/detokenize")

@@ -14,8 +14,11 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.http_server import HttpLimits, make_server
 
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 SHORT_S = 0.15
+"""A limit that is to be reached."""
+PATIENT_S = 2.5
+"""One that is to be kept, on a machine that is slow or stands still for a moment, and outlasted by what has another."""
 LIMIT = HttpLimits().head_bytes
 
 
@@ -176,8 +179,8 @@ async def test_a_refused_client_that_stays_is_cut_off() -> None:
 
 @pytest.mark.parametrize("sent", [b"", b"GET /x HTTP/1.1\r\n", GET + b"a: b", b"\r\n"])
 async def test_a_head_that_does_not_end_closes_the_connection(sent: bytes) -> None:
+    began_s = time.monotonic()
     async with serving(head_s=SHORT_S) as (app, port), connected(port) as client:
-        began_s = time.monotonic()
         await client.send(sent)
         assert await client.until_closed() == b""
         assert time.monotonic() - began_s >= SHORT_S * 0.9
@@ -197,7 +200,7 @@ async def test_single_bytes_do_not_buy_time() -> None:
 
 
 async def test_the_second_head_of_a_connection_has_the_same_limits() -> None:
-    async with serving(head_s=SHORT_S) as (app, port), connected(port) as client:
+    async with serving(head_s=PATIENT_S) as (app, port), connected(port) as client:
         await client.send(GET + b"\r\n")
         assert (await client.answer())[0] == 200
         await client.send(GET + b"a: " + b"v" * LIMIT)
@@ -211,10 +214,10 @@ async def test_the_second_head_of_a_connection_has_the_same_limits() -> None:
 
 
 async def test_a_running_answer_is_not_cut_by_the_start_of_a_next_request() -> None:
-    async with serving(head_s=SHORT_S) as (app, port), connected(port) as client:
+    async with serving(head_s=PATIENT_S) as (app, port), connected(port) as client:
         await client.send(b"GET /slow HTTP/1.1\r\nhost: h\r\n\r\n\r\n")
         await asyncio.wait_for(client.reader.readuntil(b"first,"), DEADLINE_S)
-        await asyncio.sleep(SHORT_S * 2)
+        await asyncio.sleep(PATIENT_S * 1.2)
         app.go_on.set()
         await asyncio.wait_for(client.reader.readuntil(b"last\r\n0\r\n\r\n"), DEADLINE_S)
 
@@ -275,11 +278,11 @@ async def test_a_body_that_stops_closes_the_connection(limits: dict[str, float])
 
 async def test_a_slow_body_is_served_while_it_moves_and_not_for_ever() -> None:
     head = b"POST /x HTTP/1.1\r\nhost: h\r\ncontent-length: 20\r\n\r\n"
-    async with serving(body_s=SHORT_S * 2) as (_, port), connected(port) as client:
+    async with serving(body_s=PATIENT_S) as (_, port), connected(port) as client:
         await client.send(head)
         for _ in range(20):
             await client.send(b"x")
-            await asyncio.sleep(SHORT_S / 5)
+            await asyncio.sleep(PATIENT_S / 16)
         assert (await client.answer())[2][3] == 20
     async with serving(body_total_s=SHORT_S) as (app, port), connected(port) as client:
         await client.send(head)
@@ -290,18 +293,18 @@ async def test_a_slow_body_is_served_while_it_moves_and_not_for_ever() -> None:
                 await asyncio.sleep(SHORT_S / 5)
                 if closed.done():
                     break
+        await asyncio.wait({closed}, timeout=DEADLINE_S)
         assert closed.done() and app.left == 1
         await asyncio.gather(closed, return_exceptions=True)
 
 
 async def test_ordinary_clients_notice_nothing() -> None:
     """Pauses between requests are longer than the limits of each."""
-    limit_s = 6 * SHORT_S  # what a machine under load may take for 20 heads at once
-    async with serving(head_s=limit_s, body_s=limit_s) as (app, port):
+    async with serving(head_s=PATIENT_S, body_s=PATIENT_S) as (app, port):
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
             for _ in range(2):
                 assert (await client.post("/x", content=b"abc")).json()[3] == 3
-                await asyncio.sleep(limit_s * 1.5)
+                await asyncio.sleep(PATIENT_S * 1.2)
             answers = await asyncio.gather(*(client.get(f"/{i}") for i in range(20)))
         assert [answer.json()[1] for answer in answers] == [f"/{i}" for i in range(20)]
         assert app.calls == 22

@@ -109,7 +109,7 @@ async def test_leaving_a_stream_aborts_it(rig: Rig, client: openai.AsyncOpenAI) 
     stream = await client.completions.create(model=MODEL, prompt="a", max_tokens=400, stream=True)
     await anext(aiter(stream))
     await stream.close()
-    await asyncio.wait_for(rig.backend.aborted.wait(), 10)
+    await asyncio.wait_for(rig.backend.aborted.wait(), 30)
 
 
 async def test_the_sync_client(rig: Rig) -> None:

@@ -55,7 +55,7 @@ class Door:
 @contextlib.asynccontextmanager
 async def open_door(**backend: Any) -> AsyncIterator[Door]:
     with private_redis() as server:
-        redis, requests = patient(server), RequestClient(server.url, timeout_s=2.0)
+        redis, requests = patient(server), RequestClient(server.url, timeout_s=20.0)
         store = TenantStore(redis)
         directory = TenantDirectory(store, clock=lambda: 0.0)
         await directory.refresh()
@@ -136,7 +136,7 @@ async def test_a_client_that_leaves_gives_its_place_back_and_pays_what_it_got() 
     async with open_door(manual=True) as door:
         acme = await door.add("acme", concurrency=1, tokens_per_minute=1000)
         leaving = asyncio.create_task(door.complete(acme, max_tokens=100, stream=True))
-        await asyncio.wait_for(door.rig.backend.submitted.wait(), 10)
+        await asyncio.wait_for(door.rig.backend.submitted.wait(), 30)
         assert (await door.complete(acme)).status_code == 429
         for _ in range(3):
             door.rig.backend.step()
@@ -147,7 +147,7 @@ async def test_a_client_that_leaves_gives_its_place_back_and_pays_what_it_got() 
         (row,) = door.rig.ledger.rows
         assert (row.tenant, row.terminal, row.usage.completion_tokens) == ("acme", "abort", 3)
         again = asyncio.create_task(door.complete(acme, max_tokens=1))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not again.done():
                 door.rig.backend.step()
                 await asyncio.sleep(0)
@@ -288,11 +288,11 @@ async def test_the_openapi_document_has_the_bodies_of_the_admin_routes() -> None
 
 async def test_requests_go_on_when_redis_goes_away() -> None:
     async with open_door() as door:
-        acme = await door.add("acme", requests_per_minute=10)
+        acme = await door.add("acme", requests_per_minute=4)  # the next one is there after 15 s
         assert (await door.complete(acme)).status_code == 200
         door.server.stop()
-        answers = [(await door.complete(acme)).status_code for _ in range(12)]
-        assert answers == [200] * 9 + [429] * 3, "bounded by what was left"
+        answers = [(await door.complete(acme)).status_code for _ in range(6)]
+        assert answers == [200] * 3 + [429] * 3, "bounded by what was left"
         refused = await door.complete({"authorization": "Bearer sk-unknown"})
         assert refused.status_code in (401, 503)
         changed = await door.admin("PATCH", "/acme", json={"concurrency": 1})

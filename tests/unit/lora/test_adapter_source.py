@@ -149,7 +149,7 @@ def test_a_download_that_was_given_up_ends(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(adapter_source, "_copy_files", copy)
     with pytest.raises(AdapterRefused, match="has not delivered it"):
         remote_digest("memory://bucket/pirate", tmp_path, most_bytes=2000, timeout_s=0.1)
-    assert ended.wait(5)
+    assert ended.wait(30)
 
 
 def test_a_cache_that_cannot_be_written_is_said_to_be_so(tmp_path: Path, memory_url: str) -> None:

@@ -113,7 +113,7 @@ try:
 except AdapterUnreadable as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=180)
     assert done.stdout.strip() == (
         "it cannot be read: for S3, pip install 'tandem-serve[s3]' where gateways and ranks run"
     ), done.stderr

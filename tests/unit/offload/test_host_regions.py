@@ -1,6 +1,7 @@
 """Regions of host memory: a free one is given again, a held one never, and the budget holds."""
 
 import errno
+import gc
 import mmap
 import os
 
@@ -136,6 +137,7 @@ def test_memory_that_is_short_takes_free_regions_and_then_refuses(regions, monke
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.ENOMEM])
 def test_a_failed_reservation_evicts_and_at_last_refuses(regions, monkeypatch, code):
     left_free(regions, "free")
+    gc.collect()  # what earlier tests have left is not closed meanwhile
     reserve, failures, before = os.posix_fallocate, [2], len(os.listdir("/proc/self/fd"))
 
     def fallocate(descriptor: int, offset: int, length: int) -> None:

@@ -42,7 +42,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
         def allocate(ask: Lease) -> Any:
             if ask.layout == "slow":
                 made.asked.set()
-                assert made.go_on.wait(20)
+                assert made.go_on.wait(60)
             return plain(ask)
 
         monkeypatch.setattr(host_regions, "_allocate", allocate)
@@ -55,25 +55,25 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
             yield made
             made.go_on.set()
             os.close(writer)
-            running.join(10)
+            running.join(30)
             assert not running.is_alive()
             server.close()
 
 
 def test_a_rank_attaches_while_another_groups_memory_is_reserved(host: Host) -> None:
-    first = lease(host.socket, "quick", PAGE, [PAGE], 5)
+    first = lease(host.socket, "quick", PAGE, [PAGE], 30)
     with ThreadPoolExecutor(2) as pool:
-        second = pool.submit(lease, host.socket, "slow", PAGE, [PAGE, PAGE], 20)
-        assert host.asked.wait(5)
-        slab = attach(host.socket, first.token, 0, 2)
-        assert status(host.socket, 2).leases == 1
-        third = pool.submit(lease, host.socket, "quick", PAGE, [PAGE], 20)  # leases are made one after the other
+        second = pool.submit(lease, host.socket, "slow", PAGE, [PAGE, PAGE], 60)
+        assert host.asked.wait(30)
+        slab = attach(host.socket, first.token, 0, 30)
+        assert status(host.socket, 30).leases == 1
+        third = pool.submit(lease, host.socket, "quick", PAGE, [PAGE], 60)  # leases are made one after the other
         time.sleep(0.05)
         assert not third.done() and not second.done()
         host.go_on.set()
-        held = [first, second.result(), third.result(), slab, attach(host.socket, second.result().token, 1, 2)]
+        held = [first, second.result(), third.result(), slab, attach(host.socket, second.result().token, 1, 30)]
     assert [lease.reused for lease in (second.result(), third.result())] == [False, False]
-    now = status(host.socket, 2)
+    now = status(host.socket, 30)
     assert (now.regions, now.leases, now.holders) == (3, 3, 5)
     for one in held:
         one.close()
@@ -82,20 +82,20 @@ def test_a_rank_attaches_while_another_groups_memory_is_reserved(host: Host) -> 
 def test_what_a_coordinator_that_left_meanwhile_has_asked_for_is_free(host: Host) -> None:
     with pytest.raises(HostTierError, match="did not answer"):
         lease(host.socket, "slow", PAGE, [6 * PAGE], 0.3)
-    assert status(host.socket, 2).regions == 0
+    assert status(host.socket, 30).regions == 0
     host.go_on.set()
-    wait_for(lambda: status(host.socket, 2).regions == 1, 5, "the memory is there")
-    again = lease(host.socket, "slow", PAGE, [6 * PAGE], 5)
+    wait_for(lambda: status(host.socket, 30).regions == 1, 30, "the memory is there")
+    again = lease(host.socket, "slow", PAGE, [6 * PAGE], 30)
     assert again.reused, "it is not reserved a second time"
-    assert status(host.socket, 2).regions == 1
+    assert status(host.socket, 30).regions == 1
     again.close()
 
 
 def test_memory_that_is_being_reserved_counts(host: Host) -> None:
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(lease, host.socket, "slow", PAGE, [6 * PAGE], 20)
-        assert host.asked.wait(5)
-        second = pool.submit(lease, host.socket, "quick", PAGE, [6 * PAGE], 20)
+        first = pool.submit(lease, host.socket, "slow", PAGE, [6 * PAGE], 60)
+        assert host.asked.wait(30)
+        second = pool.submit(lease, host.socket, "quick", PAGE, [6 * PAGE], 60)
         host.go_on.set()
         held = first.result()
         with pytest.raises(HostTierError, match="do not fit"):

@@ -155,7 +155,7 @@ def test_opening_and_closing_leaves_no_thread_and_no_tensor() -> None:
         stream.close()
         stream.close()
     del stream, places
-    assert (threads(), tensors()) == ([], before)
+    assert threads() == [] and tensors() <= before
 
 
 @pytest.mark.skipif(not can_pack(torch.float32), reason="this build does not pack")
@@ -177,12 +177,13 @@ def test_opening_and_closing_gives_the_memory_back() -> None:
 
 
 def test_a_stream_that_nobody_closed_ends_with_its_last_reference() -> None:
+    before = set(threading.enumerate())
     stream, places = open_stream(range(NUM_LAYERS))
     walk(stream, places)
-    thread = next(t for t in threading.enumerate() if t.name.startswith("tandem-weights"))
+    thread = next(t for t in set(threading.enumerate()) - before if t.name.startswith("tandem-weights"))
     del stream, places
     gc.collect()
-    thread.join(5)
+    thread.join(30)
     assert not thread.is_alive()
 
 

@@ -57,7 +57,7 @@ def carried_out(mover: Any, *transfers: Transfer) -> list[TransferDone]:
     inbox = Answers(*transfers)
     thread = MoverThread(3, mover, inbox)
     thread.start()
-    thread.join(10)
+    thread.join(60)
     assert inbox.done[0] == TransferDone(rank=3, ticket=0) and all(done.rank == 3 for done in inbox.done)
     return inbox.done[1:]
 
@@ -139,7 +139,7 @@ def test_a_step_without_a_spare_core_waits_for_the_whole_load():
     step.join(0.1)
     assert not passed.is_set()
     gate.end(1)
-    step.join(10)
+    step.join(60)
     assert passed.is_set()
 
 
@@ -153,7 +153,7 @@ def test_a_step_waits_for_its_layer_and_not_for_the_rest(monkeypatch):
         def told(layer: int) -> None:
             on_layer(layer)
             if layer == 1:
-                assert go_on.wait(10)
+                assert go_on.wait(60)
 
         whole(slots, block_ids, told)
 
@@ -166,7 +166,7 @@ def test_a_step_waits_for_its_layer_and_not_for_the_rest(monkeypatch):
     assert seen == ["a", "b"] and len(inbox.done) == 1, "the load is still under way"
     go_on.set()
     assert next(turn) == "c"
-    thread.join(10)
+    thread.join(60)
     assert inbox.done[1].failed == []
 
 

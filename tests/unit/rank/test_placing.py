@@ -123,7 +123,7 @@ def test_opening_and_closing_leaves_no_thread(folder: Path) -> None:
     before = set(threading.enumerate())
     for _ in range(5):
         generate(settings_for(folder, 6 * LAYER_BYTES / GIB))
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,7 +14,7 @@ from workers.channel import ChannelContext, new_secret
 from workers.rank.pulse_echo import start_echo
 from workers.rank_pulse import DOUBTFUL_AFTER_S, FROZEN_AFTER_S, PERIOD_S, PulseWatch, Silence
 
-AFTER_S = 1.0
+AFTER_S = 2.0
 
 
 class Clock:
@@ -106,7 +106,7 @@ def test_an_echo_answers_while_the_interpreter_lock_is_held() -> None:
         assert not w.heard.is_set()
         assert w.watch.silent_s() == 0.0
         context.term()
-        assert w.heard.wait(AFTER_S + 5)
+        assert w.heard.wait(AFTER_S + 30)
         assert "rank 0 has given no sign of life" in w.said[0][0]
 
 
@@ -132,14 +132,14 @@ def echo_process(w: Watched, body: str) -> Iterator[subprocess.Popen[bytes]]:
 
 def test_a_process_that_is_stopped_is_frozen_and_one_that_computes_is_not() -> None:
     with watched() as w, echo_process(w, "pow(7, 10**6)  # never leaves C for long, never sleeps") as process:
-        assert not w.heard.wait(3 * AFTER_S)
-        os.kill(process.pid, signal.SIGSTOP)
+        assert not w.heard.wait(2 * AFTER_S)
         stopped_s = time.monotonic()
-        assert w.heard.wait(AFTER_S + 5)
+        os.kill(process.pid, signal.SIGSTOP)
+        assert w.heard.wait(AFTER_S + 30)
         message, at_s = w.said[0]
         assert at_s - stopped_s >= AFTER_S - PERIOD_S
         assert message.startswith("rank 3 ")
-        deadline_s = time.monotonic() + 5
+        deadline_s = time.monotonic() + 30
         while w.watch.verdict is None:
             assert time.monotonic() < deadline_s
         assert w.watch.verdict == message
@@ -148,7 +148,7 @@ def test_a_process_that_is_stopped_is_frozen_and_one_that_computes_is_not() -> N
 def test_a_short_stop_is_forgiven_and_shows_meanwhile() -> None:
     with watched(FROZEN_AFTER_S) as w, echo_process(w, "import time; time.sleep(1)") as process:
         os.kill(process.pid, signal.SIGSTOP)
-        deadline_s = time.monotonic() + 2 * DOUBTFUL_AFTER_S + 5
+        deadline_s = time.monotonic() + 2 * DOUBTFUL_AFTER_S + 30
         while w.watch.silent_s() < DOUBTFUL_AFTER_S:
             assert time.monotonic() < deadline_s
             time.sleep(0.02)

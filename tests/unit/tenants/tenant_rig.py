@@ -23,12 +23,12 @@ START_MS = 1_800_000_000_000
 
 
 def patient(server: RedisServer) -> BackgroundClient:
-    return BackgroundClient(server.url, timeout_s=1.0, retries=1)
+    return BackgroundClient(server.url, timeout_s=5.0, retries=1)
 
 
-def hasty(server: RedisServer, timeout_s: float = 2.0) -> RequestClient:
+def unhurried(server: RedisServer) -> RequestClient:
     """A request client that a slow test machine does not frighten."""
-    return RequestClient(server.url, timeout_s=timeout_s)
+    return RequestClient(server.url, timeout_s=20.0)
 
 
 def tenant(name: str = "acme", budget_id: int = 1, **limits: Any) -> Tenant:
@@ -66,7 +66,7 @@ class Fleet:
     kv_tokens: int = 0
 
     def gateway(self, name: str, gateways: int = 1) -> Quota:
-        client = hasty(self.server)
+        client = unhurried(self.server)
         self.clients.append(client)
         return Quota(
             client,
@@ -89,7 +89,7 @@ class Fleet:
 
 
 def service(
-    url: str, folder: Path, is_private: bool = False, gateways: int = 1, redis_timeout_s: float = 2.0
+    url: str, folder: Path, is_private: bool = False, gateways: int = 1, redis_timeout_s: float = 20.0
 ) -> TenantService:
     """Everything of tenants that a gateway runs."""
     moving = MovingRedis(url, lambda url: BackgroundClient(url, timeout_s=1.0, retries=1), None)

@@ -246,7 +246,7 @@ async def test_a_gateway_killed_between_journal_and_redis_leaves_each_row_once(
 ) -> None:
     root = str(Path(__file__).resolve().parents[3])
     command = [sys.executable, "-c", CRASHING, server.url, str(tmp_path), root]
-    done = await asyncio.to_thread(subprocess.run, command, cwd=root, capture_output=True, timeout=60)
+    done = await asyncio.to_thread(subprocess.run, command, cwd=root, capture_output=True, timeout=180)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     assert sorted(await ids(redis)) == ["r1", "r2", "r3"]
     books = ledger(redis, tmp_path, "next")
