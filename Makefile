@@ -54,7 +54,7 @@ test: $(DEV) ## all tests; under 15 minutes on 2 cores
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests/distributed tests/integration --ignore-glob='*_ranks.py' -n 2 --dist loadfile
 
 chaos: $(DEV) ## long histories of faults and thrash, not part of test
-	$(BIN)/python -m pytest tests -m chaos
+	$(BIN)/python -m pytest tests -m chaos --timeout 3600
 
 bench: bench-engine bench-serve ## every benchmark that compares; results under out/benchmarks
 
