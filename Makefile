@@ -5,13 +5,14 @@ PYTHON ?= python3
 VENV   ?= .venv
 MODEL  ?= demo
 ARGS   ?=
+ROUNDS ?= 10
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip --disable-pip-version-check -qq
 RUNTIME := $(VENV)/.runtime-installed
 DEV     := $(VENV)/.dev-installed
 TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t0 )) s"
 
-.PHONY: install dev serve check format test chaos bench bench-engine bench-serve bench-startup bench-multiturn \
+.PHONY: install dev serve check format test chaos fuzz bench bench-engine bench-serve bench-startup bench-multiturn \
   bench-weight-stream bench-lora clean help
 
 help: ## show these goals
@@ -55,6 +56,9 @@ test: $(DEV) ## all tests; under 15 minutes on 2 cores
 
 chaos: $(DEV) ## long histories of faults and thrash, not part of test
 	$(BIN)/python -m pytest tests -m chaos --timeout 3600
+
+fuzz: $(DEV) ## property and stateful tests with new random examples, ROUNDS (10) times
+	for i in $$(seq $(ROUNDS)); do $(BIN)/python -m pytest tests/unit -m "hypothesis and not chaos" --hypothesis-profile=fuzz -n 2 || exit; done
 
 bench: bench-engine bench-serve ## every benchmark that compares; results under out/benchmarks
 

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 SHARED = ("demo", "-tp", "2", "-dp", "2", "--device", "cpu", "--dtype", "float32", "--num-gpu-blocks-override", "512")
 
-# Every run draws the same examples and none is too slow on a busy machine; --hypothesis-profile=default draws others.
-settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Every run draws the same examples and none is too slow on a busy machine; `make fuzz` draws others.
+settings.register_profile("fuzz", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.register_profile("same", settings.get_profile("fuzz"), derandomize=True)
 settings.load_profile("same")
 
 
