@@ -1,5 +1,8 @@
 """The console script: help at any width, the version, and errors that name what was typed."""
 
+import signal
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -70,3 +73,24 @@ def test_a_model_that_is_not_there_is_named(
     assert ended.value.code == 2
     assert "no-such" in shown and ("no such folder" in shown or "no folder here" in shown)
     assert "json" not in shown and shown.count("\n") == 1
+
+
+def test_an_interrupt_while_python_imports_has_no_traceback() -> None:
+    slow = """
+import sys, time
+
+class Slow:
+    def find_spec(self, name, *more):
+        if name == "cluster.cli":
+            print("ready", flush=True)
+            time.sleep(45)
+
+sys.meta_path.insert(0, Slow())
+from cluster.console import main
+main()
+"""
+    with subprocess.Popen([sys.executable, "-c", slow], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60) == (b"", b"")
+    assert process.returncode == -signal.SIGINT
