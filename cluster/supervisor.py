@@ -58,6 +58,11 @@ class Told:
         """Our user has been told that the start is over; what follows is taking it down."""
         self._say("interrupted=")
 
+    def over(self) -> None:
+        """Everything is taken down, or nothing was begun: the exit status that follows is meant so. Ray ends a process
+        whose raylet dies under its hands with status 1, without asking it."""
+        self._say("over=")
+
     def end(self, why: str) -> None:
         """Asks to be ended, with everything else: the launcher's main thread hangs in what cannot end any more."""
         self._say(f"end={why}")
@@ -149,10 +154,10 @@ class Supervisor:
 
     def _status(self, status: int) -> int:
         """Ours, when the launcher ended with `status` (negative: a signal, or a crash that is one)."""
-        if status >= 0:
+        if status >= 0 and "over" in self._facts:
             return status
         if not self._cleared:
-            died = f"the launcher died ({signal.Signals(-status).name})"
+            died = f"the launcher died ({signal.Signals(-status).name if status < 0 else f'exit status {status}'})"
             self._end_all(INTERRUPTED if self._patience() is not None else died)
         return 1 if self._first is None else 128 + self._first
 

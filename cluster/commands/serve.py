@@ -27,4 +27,9 @@ def serve(
     from cluster.supervisor import split
 
     settings = resolve_settings(merge_config(config, model, flags))
-    sys.exit(Launcher(settings, address, Say(), split()).run())
+    told = split()
+    try:
+        status = Launcher(settings, address, Say(), told).run()
+    finally:
+        told.over()
+    sys.exit(status)

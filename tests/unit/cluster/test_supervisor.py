@@ -49,12 +49,12 @@ def run(
 
 
 def test_the_status_is_that_of_the_child() -> None:
-    assert run("print('ready', flush=True); sys.exit(7)", None) == (7, "")
+    assert run("print('ready', flush=True); told.over(); sys.exit(7)", None) == (7, "")
 
 
 def test_a_signal_is_passed_on_and_a_start_that_ends_in_time_is_left_alone() -> None:
     body = """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
+    signal.signal(signal.SIGTERM, lambda *_: told.over() or sys.exit(9))
     print("ready", flush=True)
     time.sleep(45)
     """
@@ -63,7 +63,7 @@ def test_a_signal_is_passed_on_and_a_start_that_ends_in_time_is_left_alone() -> 
 
 def test_a_signal_is_passed_on_that_comes_before_anybody_listens() -> None:
     body = """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
+    signal.signal(signal.SIGTERM, lambda *_: told.over() or sys.exit(9))
     print("ready", flush=True)
     time.sleep(45)
     """
@@ -119,7 +119,8 @@ def test_once_started_it_has_all_the_time_it_wants() -> None:
     print("ready", flush=True)
     for _ in range(10):
         time.sleep(0.1)
-    print("drained")
+    print("drained", flush=True)
+    told.over()
     """
     assert run(body, signal.SIGINT) == (0, "drained\n")
 
@@ -140,6 +141,19 @@ def test_a_crash_after_a_signal_has_the_status_of_the_signal(tmp_path: Path) -> 
     """
     status, output = run(body, signal.SIGTERM)
     assert (status, output.splitlines()[0]) == (143, "tandem: interrupted before the service was up")
+
+
+@pytest.mark.parametrize(("number", "status"), [(None, 1), (signal.SIGTERM, 143)])
+def test_a_launcher_that_is_ended_by_ray_is_cleared_up_after(number: int | None, status: int, tmp_path: Path) -> None:
+    """With status 1 and without a word, while it serves or while it stops."""
+    folder = tmp_path / "td"
+    folder.mkdir()
+    waits = "signal.signal(signal.SIGTERM, lambda *_: os._exit(1)); told.started(); print('ready', flush=True)\n"
+    body = DEAF.replace('print("ready", flush=True)\n', waits + ("os._exit(1)" if number is None else "time.sleep(45)"))
+    ended, output = run(body, number, str(folder))
+    assert (ended, output.splitlines()[0]) == (status, "tandem: the launcher died (exit status 1)")
+    assert not folder.exists()
+    assert not inhabitants(folder)
 
 
 def test_a_launcher_that_hangs_may_ask_to_be_ended(tmp_path: Path) -> None:
