@@ -48,6 +48,11 @@ class WaitingQueue(Protocol):
         ...
 
     @property
+    def num_tokens(self) -> int:
+        """Theirs, as they were pushed."""
+        ...
+
+    @property
     def is_contested(self) -> bool:
         """Whether the order depends on what running sequences have been charged."""
         ...

@@ -50,7 +50,8 @@ class FairQueue:
         self._weights: dict[str, float] = {}
         self._heap: list[tuple[float, int, _Tenant]] = []
         self._aside: set[Sequence] = set()
-        self._num_queued = 0
+        self._queued: dict[Sequence, int] = {}
+        self._num_tokens = 0
         self._floor = 0.0
         self._last: _Tenant | None = None
         self._elsewhere: list[_Tenant] = []
@@ -61,7 +62,8 @@ class FairQueue:
         tenant = self._begin(seq)
         self._aside.discard(seq)
         tenant.queue.push(seq)
-        self._num_queued += 1
+        self._queued[seq] = len(seq.tokens)
+        self._num_tokens += len(seq.tokens)
         if not tenant.listed:
             tenant.listed = True
             heapq.heappush(self._heap, (tenant.counter, tenant.number, tenant))
@@ -69,8 +71,7 @@ class FairQueue:
     def set_aside(self, seq: Sequence) -> None:
         tenant = self._begin(seq)
         if seq in tenant.queue:
-            tenant.queue.remove(seq)
-            self._num_queued -= 1
+            self._unqueue(tenant, seq)
         self._aside.add(seq)
 
     def remove(self, seq: Sequence) -> None:
@@ -78,8 +79,7 @@ class FairQueue:
         if seq in self._aside:
             self._aside.remove(seq)
         else:
-            tenant.queue.remove(seq)
-            self._num_queued -= 1
+            self._unqueue(tenant, seq)
         tenant.waiting -= 1
         if not tenant.waiting:
             self._last = tenant
@@ -89,7 +89,11 @@ class FairQueue:
         return None if tenant is None else tenant.queue.peek()
 
     def __len__(self) -> int:
-        return self._num_queued
+        return len(self._queued)
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_tokens
 
     @property
     def is_contested(self) -> bool:
@@ -145,7 +149,8 @@ class FairQueue:
             aside = sum(seq.tenant == tenant.name for seq in self._aside)
             assert tenant.waiting == len(tenant.queue) + aside, f"{tenant.name}: waiting is miscounted"
             assert tenant.listed or not len(tenant.queue), f"{tenant.name} has a queue that nobody looks at"
-        assert self._num_queued == sum(len(tenant.queue) for tenant in self._tenants.values())
+        assert len(self._queued) == sum(len(tenant.queue) for tenant in self._tenants.values())
+        assert self._num_tokens == sum(self._queued.values())
         assert len(self._heap) == sum(tenant.listed for tenant in self._tenants.values())
 
     # ---- inside ----
@@ -165,6 +170,10 @@ class FairQueue:
                 tenant.counter = max(tenant.counter, self._level())
             tenant.waiting += 1
         return tenant
+
+    def _unqueue(self, tenant: _Tenant, seq: Sequence) -> None:
+        tenant.queue.remove(seq)
+        self._num_tokens -= self._queued.pop(seq)
 
     def _level(self) -> float:
         """The least counter of those in the queue, here or elsewhere; without any, that of who left it last."""

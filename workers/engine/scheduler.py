@@ -116,7 +116,8 @@ class NoTiers:
 class Scheduler:
     """One group's rows and running order. `relay` (PP > 1): sampled tokens travel back through plans, so a sequence
     waits for its sample; otherwise ranks append it themselves and the next step may be planned before it is known.
-    early_loads: what a lower tier has of a prompt is asked for when it enters the queue, not only when its turn comes.
+    early_loads: what a lower tier has of a prompt is asked for when it enters the queue and its turn comes soon, not
+    only at its turn.
     """
 
     def __init__(
@@ -176,11 +177,19 @@ class Scheduler:
         if seq.adapter is not None and not self._turns.admit(seq):
             self._set_aside(seq, Status.UNPLACED)
             return
-        if self._early_loads and (self.num_running or len(self.waiting)) and self._tiers.load(seq, self._reserve):
+        if self._early_loads and self._is_next(seq) and self._tiers.load(seq, self._reserve):
             self._set_aside(seq, Status.LOADING)
             return
         seq.status = Status.PREEMPTED if seq.bound_step else Status.WAITING
         self.waiting.push(seq)
+
+    def _is_next(self, seq: Sequence) -> bool:
+        """Others run or wait, and one step may compute what those ahead are behind and begin with seq (who has run
+        before leads the queue). What comes up for a later turn is often evicted before it, and has sent away what turns
+        before it would have found."""
+        behind = [other.num_known - other.num_scheduled for other in self._running if other.status is Status.RUNNING]
+        queued = 0 if seq.bound_step else self.waiting.num_tokens
+        return bool(behind or len(self.waiting)) and sum(behind) + queued < self._budget
 
     def withdraw(self, seq: Sequence) -> None:
         """A sequence that waits, perhaps in the queue, waits for its adapter again; requeue() follows."""

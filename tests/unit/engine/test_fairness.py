@@ -290,7 +290,7 @@ def seq_of(tenant: str, priority: int, arrival: int, bound_step: int = 0) -> Any
         __hash__ = object.__hash__
         __eq__ = object.__eq__
 
-    return Waiting(tenant=tenant, order=(priority, arrival, 0), bound_step=bound_step)
+    return Waiting(tenant=tenant, order=(priority, arrival, 0), bound_step=bound_step, tokens=[1] * arrival)
 
 
 def place(seq: Any) -> tuple[int, bool, int]:
@@ -344,6 +344,7 @@ def test_the_queue_against_a_plain_model(tenants: str, seed: int):
             move(draw.choice(aside), aside, None, queue.remove)
         queue.check_laws()
         assert len(queue) == len(queued)
+        assert queue.num_tokens == sum(len(seq.tokens) for seq in queued)
         if not queued:
             assert queue.peek() is None
             continue

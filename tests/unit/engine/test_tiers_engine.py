@@ -75,20 +75,21 @@ def test_a_second_turn_is_loaded_from_the_host(mode, num_ranks):
     assert h.sink.ends["again"].usage.cached_tokens == 24
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_a_load_begins_in_the_queue_or_at_its_turn(early):
-    """Two others have the rows: whether the load waits for one of them to end is what early loads are."""
+@pytest.mark.parametrize(("early", "before", "loaded"), [(True, 3, 6), (True, 31, 0), (False, 3, 0)])
+def test_a_load_begins_in_the_queue_or_at_its_turn(early, before, loaded):
+    """Two others have the rows: whether the load waits for one of them to end is what early loads are. There are none
+    for whom the next step has no tokens left."""
     h = on_twelve_blocks()
     h.engine._scheduler._early_loads = early
     first = turned_over(h)
     beside(h)
-    h.add(request("before", 3, 10))
+    h.add(request("before", before, 10))
     again = request("again", [*first.prompt_token_ids, 5, 6], 4)
     h.add(again)
     for _ in range(3):
         h.step()
     assert len(h.engine._requests) == 3
-    assert h.tiers.kinds()["load"] == (6 if early else 0)
+    assert h.tiers.kinds()["load"] == loaded
     h.run()
     assert_as_expected(h, again)
     assert h.tiers.kinds()["load"] == 6 and h.sink.ends["again"].usage.cached_tokens == 24
