@@ -6,10 +6,11 @@ from typing import NoReturn
 
 def main() -> NoReturn:
     """Runs the command line."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # and not ignored, as under nohup
+    is_heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not so under nohup
+    if is_heard:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from cluster.cli import main as run
 
-    signal.signal(signal.SIGINT, before)
+    if is_heard:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     run()

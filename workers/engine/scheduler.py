@@ -142,7 +142,7 @@ class Scheduler:
         self._turns = AdapterTurns(None, 1, waiting) if turns is None else turns
         self._pacer = pacer
         self._relay = relay
-        self._early_loads = early_loads
+        self._early_loads = early_loads and tiers is not None
         self._depth = depth
         self._budget = settings.max_num_batched_tokens
         num_rows = min(settings.max_num_seqs, self._budget)
