@@ -85,6 +85,8 @@ def run_verb() -> NoReturn:
     try:
         build_app()()
         sys.exit(0)
+    except KeyboardInterrupt:  # before typer, which has words of its own for it, is at work
+        sys.exit(130)
     except TandemError as error:
         print(f"tandem: error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -133,8 +133,6 @@ class FleetView:
             return
         now_s = self._clock()
         lost_its_data = before not in (None, self._sentinel)
-        if lost_its_data:
-            self._on_emptied()
         if self.redis_away or lost_its_data or now_s - started_s >= SLOW_ANSWER_S:
             self._complete_at_s = now_s + RECORD_TTL_S
         known = self.records
@@ -174,7 +172,10 @@ class FleetView:
 
     async def _read(self) -> dict[str, GroupRecord]:
         there, values = await self._look()
-        sentinel = self._sentinel = _text(there) if there is not None else await self._seed()
+        before, sentinel = self._sentinel, _text(there) if there is not None else await self._seed()
+        self._sentinel = sentinel
+        if before not in (None, sentinel):
+            self._on_emptied()  # now: what follows may fail, and the next look finds the same sentinel
         gone = [i for i, value in values.items() if value is None]
         found = {i: r for i, value in values.items() if (r := _decoded(i, value)) is not None}
         if gone or self.records.keys() - found.keys():

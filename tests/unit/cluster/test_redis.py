@@ -369,6 +369,21 @@ async def test_flushall_empties_no_fleet_before_its_groups_could_beat(background
         assert set(fleet.records) == {"g1"}
 
 
+async def test_an_emptied_redis_is_told_of_though_the_look_ends_badly(background: BackgroundClient) -> None:
+    emptied: list[bool] = []
+    fleet = FleetView(background, "s", lambda: asyncio.sleep(0), lambda: emptied.append(True))
+    await group_beat(background, "s", record).beat()
+    await fleet.refresh()
+    await background.command("FLUSHALL")
+    await background.command("SET", keys.SENTINEL, "another gateway's")
+    await background.command("CONFIG", "SET", "maxmemory", "1")
+    await fleet.refresh()
+    assert fleet.redis_away
+    await background.command("CONFIG", "SET", "maxmemory", "0")
+    await fleet.refresh()
+    assert emptied == [True] and not fleet.redis_away
+
+
 async def test_an_emptied_redis_that_takes_no_writes_empties_no_fleet(background: BackgroundClient) -> None:
     """The sentinel was seeded again before the memory was full, the groups' set was not: nobody is listed as gone."""
     now_s = 100.0
