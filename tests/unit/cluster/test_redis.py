@@ -5,7 +5,7 @@ import os
 import signal
 import stat
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import psutil
@@ -22,13 +22,6 @@ from cluster.coordination.registry import (
     read_start_failure,
     report_start_failure,
 )
-from tests.support.private_redis import private_redis
-
-
-@pytest.fixture
-def server() -> Iterator[RedisServer]:
-    with private_redis() as running:
-        yield running
 
 
 @pytest.fixture
