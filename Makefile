@@ -10,10 +10,11 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip --disable-pip-version-check -qq
 RUNTIME := $(VENV)/.runtime-installed
 DEV     := $(VENV)/.dev-installed
+DOCS    := $(VENV)/.docs-installed
 TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t0 )) s"
 
-.PHONY: install dev serve check format test chaos fuzz bench bench-engine bench-serve bench-startup bench-multiturn \
-  bench-weight-stream bench-lora clean help
+.PHONY: install dev serve check check-kernels format test chaos fuzz mutate bench bench-engine bench-serve bench-startup \
+  bench-multiturn bench-weight-stream bench-lora performance docs clean help
 
 help: ## show these goals
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -26,7 +27,7 @@ $(BIN)/python:
 	@echo "tandem: creating $(VENV)"; $(PYTHON) -m venv $(VENV)
 
 # torch goes first and alone: an unpinned torch in a later step would pull another build.
-$(RUNTIME): pyproject.toml constraints.txt | $(BIN)/python
+$(RUNTIME): pyproject.toml setup.py constraints.txt | $(BIN)/python
 	@echo "tandem: installing pinned dependencies into $(VENV) (once; about a minute with a warm package cache)"
 	@$(call TIMED,$(PIP) install -c constraints.txt torch && $(PIP) install -c constraints.txt -e .,installation)
 	@touch $@
@@ -35,24 +36,32 @@ $(DEV): $(RUNTIME)
 	@$(call TIMED,$(PIP) install -c constraints.txt -e '.[dev]',installation of the development tools)
 	@touch $@
 
+$(DOCS): $(RUNTIME)
+	@$(call TIMED,$(PIP) install -c constraints.txt -e '.[docs]',installation of the documentation tools)
+	@touch $@
+
 serve: $(RUNTIME) ## serve MODEL (default: the bundled demo) on http://127.0.0.1:8000; ARGS="-tp 2 ..." are passed on
 	@exec $(BIN)/tandem serve "$(MODEL)" $(ARGS)
 
-check: $(DEV) ## format, lint, types on the torch-free half, import rules
+check: $(DEV) check-kernels ## format, lint, types on the torch-free half, import rules, documents, check-kernels
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/architecture
 
+check-kernels: $(DEV) ## compile every Triton kernel for sm_80, sm_90 and sm_100; no GPU is needed
+	$(BIN)/python -m tools.check_kernels
+
 format: $(DEV)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# Both on two workers: what computes test by test, what starts clusters or watches clocks file by file. Threads that wait
-# for each other sleep: on cores that others want too, those that spin take their time from them.
-test: $(DEV) ## all tests; under 15 minutes on 2 cores
+# What computes: test by test, on two workers. What starts clusters or watches clocks, and often waits: file by file, in
+# this order, on three. Threads that wait for each other sleep: on cores that others want too, those that spin take their
+# time from them.
+test: $(DEV) ## all tests; some 12 minutes on 2 cores
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests/architecture tests/unit tests/parity tests/distributed/*_ranks.py -n 2
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests/distributed tests/integration --ignore-glob='*_ranks.py' -n 2 --dist loadfile
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests/integration tests/distributed --ignore-glob='*_ranks.py' -n 3 --dist loadfile --no-loadscope-reorder
 
 chaos: $(DEV) ## long histories of faults and thrash, not part of test
 	$(BIN)/python -m pytest tests -m chaos --timeout 3600
@@ -60,25 +69,34 @@ chaos: $(DEV) ## long histories of faults and thrash, not part of test
 fuzz: $(DEV) ## property and stateful tests with new random examples, ROUNDS (10) times
 	for i in $$(seq $(ROUNDS)); do $(BIN)/python -m pytest tests/unit -m "hypothesis and not chaos" --hypothesis-profile=fuzz -n 2 || exit; done
 
+mutate: $(DEV) ## do the unit tests notice small defects? ARGS="block_pool auth" picks modules of tools/mutants.toml
+	@$(BIN)/python -m tools.mutate $(ARGS)
+
 bench: bench-engine bench-serve ## every benchmark that compares; results under out/benchmarks
 
-bench-engine: $(DEV) ## offline throughput against the memory floor and transformers
-	$(BIN)/python -m benchmarks.throughput $(ARGS)
+bench-engine: $(DEV) ## offline throughput beside the roofline and transformers
+	$(BIN)/python -m benchmarks.engine.throughput $(ARGS)
 
-bench-serve: $(DEV) ## the same workload over HTTP against offline, A-B-A-B
-	$(BIN)/python -m benchmarks.serve $(ARGS)
+bench-serve: $(DEV) ## the same workload over HTTP and offline, A-B-A-B
+	$(BIN)/python -m benchmarks.service.serve $(ARGS)
 
 bench-startup: $(DEV) ## seconds to the first answer, idle CPU and memory of all processes
-	$(BIN)/python -m benchmarks.startup $(ARGS)
+	$(BIN)/python -m benchmarks.service.startup $(ARGS)
 
-bench-multiturn: $(DEV) ## KV tiers: a conversation trace per set of tiers, one returning turn, copy or recompute
-	$(BIN)/python -m benchmarks.multiturn $(ARGS)
+bench-multiturn: $(DEV) ## KV tiers: replay of a conversation trace, one returning turn, copy or recompute
+	$(BIN)/python -m benchmarks.service.trace_replay kv $(ARGS)
 
-bench-weight-stream: $(DEV) ## decode with 100, 75, 50 and 25 % of the layers on the device, against the floor of bytes and operations
-	$(BIN)/python -m benchmarks.weight_stream $(ARGS)
+bench-weight-stream: $(DEV) ## decode with 100, 75, 50 and 25 % of the layers on the device, beside the roofline
+	$(BIN)/python -m benchmarks.engine.weight_stream $(ARGS)
 
-bench-lora: $(DEV) ## LoRA adapters: decode speed, memory, TTFT when they outnumber the room, peft beside it
-	$(BIN)/python -m benchmarks.lora $(ARGS)
+bench-lora: $(DEV) ## LoRA adapters: decode speed, memory, replay of requests for more than there is room, peft
+	$(BIN)/python -m benchmarks.service.trace_replay lora $(ARGS)
+
+performance: ## docs/performance.md from benchmarks/results/latest
+	$(PYTHON) -m tools.performance
+
+docs: $(DOCS) ## the documentation as a site in out/site; broken links and anchors are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean: ## remove what was built here (not the virtual environment)
 	rm -rf out build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,4 +1,7 @@
-"""What this machine can do at best, measured now: the denominators of every benchmark's "share of the floor"."""
+"""Best rates of this machine, measured now, and the load of other processes.
+
+Benchmarks make their rooflines from the rates and print the load as other_cpu.
+"""
 
 import ctypes
 import os
@@ -10,7 +13,7 @@ import psutil
 import torch
 
 QUIET = 0.1
-"""Share of the machine below which other processes are not held against a measurement."""
+"""Share of the machine that other processes may take in a measurement that counts as quiet."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class MachineSpeed:
 
 
 def best_seconds(work: Callable[[], object], repeats: int = 7) -> float:
-    """The least time of `repeats` calls after one to warm up, in seconds."""
+    """The least time of `repeats` calls after one that warms up, in seconds."""
     work()
     times = []
     for _ in range(repeats):
@@ -35,7 +38,7 @@ def best_seconds(work: Callable[[], object], repeats: int = 7) -> float:
 
 
 def measure_machine(threads: int) -> MachineSpeed:
-    """Read bandwidth: the better of two products that stream a matrix once (256 MiB, over any cache)."""
+    """Measures rates with `threads` threads; read bandwidth is the best of four passes over 128 or 256 MiB."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     rows, columns = 16384, 4096
@@ -61,13 +64,13 @@ def measure_machine(threads: int) -> MachineSpeed:
 
 
 def measure_memcpy(size_bytes: int = 256 * 2**20) -> float:
-    """Bytes per second that one thread copies between two buffers beyond any cache (each byte counted once)."""
+    """Bytes per second that one thread copies between two buffers larger than any cache; each byte counts once."""
     source, target = torch.ones(size_bytes, dtype=torch.uint8), torch.zeros(size_bytes, dtype=torch.uint8)
     return size_bytes / best_seconds(lambda: ctypes.memmove(target.data_ptr(), source.data_ptr(), size_bytes))
 
 
 class OtherCpu:
-    """Share of the machine that processes outside `pids` (and their children) took while the block ran, 0..1."""
+    """Measures the share of the machine, 0 to 1, that processes outside this one's family took during the block."""
 
     def __init__(self) -> None:
         self.share = 0.0
@@ -83,7 +86,7 @@ class OtherCpu:
 
 
 def wait_until_quiet(patience_s: float, window_s: float = 0.25) -> None:
-    """Returns once other processes took less than QUIET of the machine for window_s; after patience_s at the latest."""
+    """Waits until other processes take less than QUIET of the machine for window_s, but at most patience_s."""
     deadline_s = time.perf_counter() + patience_s
     while time.perf_counter() < deadline_s:
         with OtherCpu() as other:
@@ -93,6 +96,7 @@ def wait_until_quiet(patience_s: float, window_s: float = 0.25) -> None:
 
 
 def _busy_s() -> float:
+    """CPU seconds of all processes since the machine started."""
     times = psutil.cpu_times()
     return float(times.user + times.system + times.nice)
 

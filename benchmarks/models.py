@@ -1,8 +1,8 @@
-"""Random checkpoints of well-known shapes, for speed only (quality means nothing): made on first use, kept in out/.
+"""Random checkpoints of well-known shapes, for measurements of speed; made on first use, kept in out/models.
 
     python -m benchmarks.models qwen3-0.6b        # prints the folder
 
-Weights are bf16 (or --dtype), seeded; the tokenizer is made up so that every id decodes to text.
+Weights are bf16 (or --dtype) and seeded. The tokenizer is made up so that every id decodes to text.
 """
 
 import argparse
@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-OUT = Path(__file__).resolve().parents[1] / "out" / "models"
+ROOT = Path(__file__).resolve().parents[1]
+OUT = ROOT / "out" / "models"
+DEMO = ROOT / "configs" / "demo" / "model"
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 COMMON = {
@@ -37,12 +39,23 @@ SHAPES: dict[str, dict[str, object]] = {
 }  # fmt: skip
 
 
+MODELS = f"demo, a folder, or one of {', '.join(sorted(SHAPES))}"
+
+
+def find_model(name: str, dtype: str = "bfloat16") -> Path:
+    """The folder of a model named as in MODELS; a shape's checkpoint is made if it is missing."""
+    if name == "demo":
+        return DEMO
+    return model_folder(name, getattr(torch, dtype)) if name in SHAPES else Path(name)
+
+
 def model_folder(shape: str, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """The folder of the checkpoint of that shape, made now if it is not there yet."""
-    folder = OUT / f"{shape}-{str(dtype).removeprefix('torch.')}"
+    """The folder of the checkpoint of that shape, made now if it is missing."""
+    kind = str(dtype).removeprefix("torch.")
+    folder = OUT / f"{shape}-{kind}"
     if not (folder / "model.safetensors").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        config = {**SHAPES[shape], "torch_dtype": str(dtype).removeprefix("torch.")}
+        config = {**SHAPES[shape], "torch_dtype": kind}
         (folder / "config.json").write_text(json.dumps(config, indent=1))
         _write_tokenizer(folder, int(str(config["vocab_size"])))
         save_file(_weights(config, dtype), folder / "model.safetensors", metadata={"format": "pt"})
@@ -50,7 +63,7 @@ def model_folder(shape: str, dtype: torch.dtype = torch.bfloat16) -> Path:
 
 
 def _weights(config: dict[str, object], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Normal(0, 0.02) matrices and ones for norms, under transformers' names."""
+    """Matrices from Normal(0, 0.02), and ones for norms, by the names of transformers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -68,7 +81,7 @@ def _weights(config: dict[str, object], dtype: torch.dtype) -> dict[str, torch.T
 
 
 def _write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """A byte-level vocabulary without merges: 256 bytes, two specials, then made-up words, so that any id is text."""
+    """Writes a byte-level vocabulary without merges: two specials, 256 bytes, then made-up words."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     names = ["<s>", "</s>", *alphabet]
     names += [f"Ġw{index}" for index in range(len(names), vocab_size)]

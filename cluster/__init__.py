@@ -1,0 +1,6 @@
+"""Many groups as one service: gateway, router, groups, Redis, deployment, command line. Alone imports Ray."""
+
+if not __name__.startswith("tandem."):
+    raise ImportError(
+        "import tandem.cluster instead of cluster: under a second name each of its classes would exist twice"
+    )

@@ -1,7 +1,7 @@
 """The Serve application `tandem`: gateway -> groups (-> private Redis), for `tandem serve` and for `serve run`.
 
-build_app() is what the launcher calls; build() is what a Serve config names as import_path, with `args` in the shape of
-Ray Serve LLM (configs/load.py) and one key more, `single_node`.
+The launcher calls build_app(). A Serve config names build() as its import_path, with `args` in the shape of Ray Serve
+LLM (configs/load.py) and one more key, `single_node`.
 """
 
 import logging
@@ -12,16 +12,17 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from cluster import machine
-from cluster.gateway.draining import LEAVING_S
-from cluster.gateway_replica import Gateway
-from cluster.models_source import resolve_settings
-from cluster.placement import CPU_SHARE, group_options, max_groups
-from cluster.preflight import with_device
-from cluster.redis_replica import PrivateRedis
-from cluster.replica import Coordinator
-from cluster.service import (
+from tandem.cluster.deploy import devices
+from tandem.cluster.deploy.model_source import resolve_settings
+from tandem.cluster.deploy.placement import group_options, max_groups
+from tandem.cluster.deploy.preflight import with_device
+from tandem.cluster.gateway.gateway_replica import Gateway
+from tandem.cluster.gateway.http.draining import LEAVING_S
+from tandem.cluster.group.coordinator import Coordinator
+from tandem.cluster.wire.redis_deployment import PrivateRedis
+from tandem.cluster.wire.service_facts import (
     COORDINATOR,
+    CPU_SHARE,
     GATEWAY,
     MAX_ONGOING_REQUESTS,
     REDIS,
@@ -29,14 +30,14 @@ from cluster.service import (
     groups_per_node,
     new_facts,
 )
-from configs.errors import SettingsError
-from configs.load import settings_from_serve_args
-from configs.schema import Device, ServiceSettings
+from tandem.configs.errors import SettingsError
+from tandem.configs.load import settings_from_serve_args
+from tandem.configs.schema import GPU, HOST, Device, ServiceSettings
 
 log = logging.getLogger("ray.serve.tandem")
 
 ROUTER = RequestRouterConfig(
-    request_router_class="cluster.routing.serve_router.GroupRouter",
+    request_router_class="tandem.cluster.routing.serve_router.GroupRouter",
     request_routing_stats_period_s=2.0,
     initial_backoff_s=0.02,
     max_backoff_s=0.5,
@@ -45,9 +46,10 @@ QUIET = {"enable_access_log": False, "log_level": "WARNING"}
 
 
 def build(args: dict[str, Any]) -> Application:
-    """For `import_path: cluster.app:build`. Settings errors are raised as they are: Serve prints them.
+    """Builds the application for `import_path: tandem.cluster.app:build`.
 
-    What depends on nodes that are not there yet is the user's to say: `device` in engine_kwargs, `single_node` in args.
+    Two keys of args describe nodes that have not joined yet: `device` in engine_kwargs, and `single_node`. Raises
+    SettingsError, which Serve prints.
     """
     settings = resolve_settings(settings_from_serve_args(args))
     device = choose_device(settings.engine.device.device, _cluster_gpus())
@@ -64,25 +66,26 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def choose_device(asked: Device | None, node_gpus: list[float]) -> Device:
-    """As asked, also when the nodes that have it are yet to join; else cuda when a node has a GPU now."""
+    """The device `asked`, even before nodes that have it join; without one, cuda if a node has a GPU now, else cpu."""
     if asked is not None:
         log.info("device %s, as asked", asked)
         return asked
     if node_gpus:
         log.info("device cuda: %d node(s) have GPUs", len(node_gpus))
-        return "cuda"
+        return GPU
     log.warning(
         "device cpu: no node has a GPU now, and GPUs that join later are left alone; "
         "`device: cuda` in engine_kwargs waits for them, `device: cpu` says that this is meant"
     )
-    return "cpu"
+    return HOST
 
 
 def choose_home(asked: bool | None, device: Device, nodes: list[dict[str, Any]]) -> str | None:
-    """The node whose loopback the service talks over, None when it must be reachable from other nodes.
+    """The id of the node whose loopback connects the service's processes; None when they use the nodes' addresses.
 
-    `asked` is args' single_node. Not given: one node is taken for all there will be, unless its GPUs are missing; a
-    process that Ray then puts elsewhere refuses to start (service.check_install).
+    asked: `single_node` of args. With None, a cluster of one node counts as complete, unless the device is cuda and the
+    node has no GPU; a process that Ray places elsewhere later refuses to start (service_facts.check_node). Raises
+    SettingsError when `single_node` is asked of several nodes.
     """
     if asked and len(nodes) != 1:
         raise SettingsError(f"the cluster has {len(nodes)} nodes", "single_node")
@@ -90,7 +93,7 @@ def choose_home(asked: bool | None, device: Device, nodes: list[dict[str, Any]])
         log.info("%d node(s): talking over the nodes' own addresses", len(nodes))
         return None
     (node,) = nodes
-    if not asked and device == "cuda" and not node["Resources"].get("GPU"):
+    if not asked and device == GPU and not node["Resources"].get("GPU"):
         log.info("no GPU here yet: talking over the nodes' own addresses, groups will be on others")
         return None
     log.info("one node: talking over loopback; `single_node: false` in args is for a cluster that will have more")
@@ -98,7 +101,7 @@ def choose_home(asked: bool | None, device: Device, nodes: list[dict[str, Any]])
 
 
 def build_app(settings: ServiceSettings, facts: ServiceFacts) -> Application:
-    """The application for settings whose model is a folder. Needs a connection to Ray."""
+    """Builds the application for resolved settings (the model is a folder). Needs a connection to Ray."""
     redis = _private_redis(facts) if facts.redis_url is None else None
     options = group_options(settings, facts.device, _cluster_gpus(), MAX_ONGOING_REQUESTS)
     coordinator = serve.deployment(name=COORDINATOR, request_router_config=ROUTER, logging_config=QUIET, **options)(
@@ -127,7 +130,7 @@ def public_name(settings: ServiceSettings) -> str:
 
 
 def _gateway_resources(facts: ServiceFacts) -> dict[str, Any]:
-    """A small share of a CPU, on the node whose port was promised if there is one."""
+    """Actor options of a gateway: a share of a CPU, on the node of the service's port if one is named."""
     pinned = {} if facts.gateway_node is None else {"resources": {f"node:{facts.gateway_node}": 0.001}}
     return {"num_cpus": CPU_SHARE} | pinned
 
@@ -145,7 +148,7 @@ def _private_redis(facts: ServiceFacts) -> Application:
 
 
 def cpu_nodes() -> int:
-    """Nodes that groups may be placed on: a head without CPUs is not one."""
+    """The number of nodes that have CPUs, so that groups can be placed there."""
     return sum(float(node["Resources"].get("CPU", 0)) > 0 for node in _alive_nodes())
 
 
@@ -154,7 +157,7 @@ def _alive_nodes() -> list[dict[str, Any]]:
 
 
 def _cluster_gpus() -> list[float]:
-    """GPUs of each node; without a Ray connection, of this machine."""
+    """The number of GPUs of each node that has any; of this machine without a connection to Ray."""
     if not ray.is_initialized():
-        return [float(count)] if (count := machine.cuda_device_count()) else []
+        return [float(count)] if (count := devices.cuda_device_count()) else []
     return [gpus for node in _alive_nodes() if (gpus := float(node["Resources"].get("GPU", 0))) > 0]

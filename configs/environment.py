@@ -1,24 +1,21 @@
-"""The one file that reads the environment. What is read: where private and fetched files of this user may live,
-and the key that `tandem chat` and `tandem complete` send."""
+"""Environment variables: the folders for this user's private and cached files, and the name of the API key's variable.
+
+No other file names a variable of the environment.
+"""
 
 import os
 import tempfile
 from pathlib import Path
 
 SOCKET_PATH_ROOM = 84
-"""What Ray adds to its temp folder for its longest socket, and ours adds to reach that folder; the limit is 107."""
-
-
+"""Characters that the longest socket of Ray adds to the temp folder, ours included; a path may have 107."""
 API_KEY = "TANDEM_API_KEY"
-
-
-def api_key() -> str | None:
-    """The key to send to a service when no flag gives one; unlike a flag's, other users cannot read it in `ps`."""
-    return os.environ.get(API_KEY) or None
+"""The key that `tandem chat` and `tandem complete` send where no flag gives one. `ps` shows flags to other users."""
 
 
 def runtime_folder() -> Path:
-    """Folder for this user's run files: XDG_RUNTIME_DIR/tandem, else tandem-UID in the temp folder. May not exist."""
+    """The folder of this user's run files: XDG_RUNTIME_DIR/tandem, else tandem-UID in the temp folder. It may not exist
+    yet."""
     given = os.environ.get("XDG_RUNTIME_DIR")
     if given and Path(given).is_dir():
         return Path(given) / "tandem"
@@ -26,23 +23,23 @@ def runtime_folder() -> Path:
 
 
 def cache_folder() -> Path:
-    """Folder for what this user fetched and may fetch again: XDG_CACHE_HOME/tandem, else ~/.cache/tandem. May not
-    exist."""
+    """The folder of files that can be fetched or built again: XDG_CACHE_HOME/tandem, else ~/.cache/tandem. It may not
+    exist yet."""
     given = os.environ.get("XDG_CACHE_HOME")
     return (Path(given) if given else Path.home() / ".cache") / "tandem"
 
 
 def adapter_cache_folder() -> Path:
-    """Below it: adapters that came from URLs, so that ranks of this machine find what was fetched to be checked."""
+    """The cache of adapters from URLs: the check downloads them, and this machine's ranks read them."""
     return cache_folder() / "adapters"
 
 
 def kernel_cache_folder() -> Path:
-    """Below it: kernels compiled for this machine (workers/kernels/kept_libraries.py)."""
+    """The cache of kernels compiled for this machine (workers/kernels/cpu/kernel_cache.py)."""
     return cache_folder() / "kernels"
 
 
 def short_temp_folder() -> Path:
-    """The temp folder, unless socket paths below it would be too long for the system; then /tmp."""
+    """The temp folder, or /tmp where socket paths in the temp folder would be too long for the system."""
     wanted = Path(tempfile.gettempdir()).resolve()
     return wanted if len(str(wanted)) + SOCKET_PATH_ROOM <= 107 else Path("/tmp")

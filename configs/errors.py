@@ -1,6 +1,6 @@
-"""Errors about settings and checkpoints: what a user can mend by changing a flag, a file or a model.
+"""Errors about settings and checkpoints, which a user corrects by changing a flag, a file or a model.
 
-Lives in configs/ because every folder may raise them; workers/errors.py adds those that belong to one request.
+They are in configs/ because every folder may raise them. Errors of one request are in workers/messages/errors.py.
 """
 
 
@@ -9,8 +9,8 @@ class TandemError(Exception):
 
 
 class SettingsError(TandemError):
-    """A setting cannot be honoured. `flag` is what the user should change, and the message names its value. As text:
-    the message, with the flag in front unless it is named there."""
+    """A setting that cannot be honoured. `flag` is the one to change, and the message names its value. As text: the
+    message, with the flag in front of it unless the message contains the flag."""
 
     def __init__(self, message: str, flag: str | None = None) -> None:
         super().__init__(message)
@@ -22,4 +22,4 @@ class SettingsError(TandemError):
 
 
 class UnsupportedModelError(SettingsError):
-    """The checkpoint is of an architecture or a form that the registry has no row for."""
+    """A checkpoint of an architecture or a format that is not supported (workers/models/spec/families.py)."""

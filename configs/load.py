@@ -1,7 +1,7 @@
-"""Builds ServiceSettings from flags, a YAML file or a Ray Serve `args` mapping; the only place where that happens.
+"""Builds ServiceSettings from flags, a YAML file or a Ray Serve `args` mapping.
 
-Called by the command line and by cluster/app.py. Every unknown key and every value out of range is refused by the
-flag's name (SettingsError). Looks at no machine, no model and no environment.
+Called by the command line, by `LLM` and by cluster/app.py. Unknown keys and values out of range raise SettingsError
+with the flag's name. It does not read the machine, the model or the environment.
 """
 
 import difflib
@@ -14,9 +14,9 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 import yaml
 
-from configs.errors import SettingsError
-from configs.options import OPTIONS, NotSizeError, Option, option_named, parse_size
-from configs.schema import ServiceSettings
+from tandem.configs.errors import SettingsError
+from tandem.configs.options import OPTIONS, NotSizeError, Option, option_named, parse_size
+from tandem.configs.schema import ServiceSettings
 
 PRESETS = Path(__file__).parent / "presets"
 FILE_ONLY_KEYS = ("model", "autoscaling_config")
@@ -29,10 +29,12 @@ SERVE_KEYS = (
     "lora_config",
     "single_node",
 )
-SERVE_IMPORT = "cluster.app:build"
-"""The import_path of our application in a Ray Serve file."""
+SERVE_IMPORT = "tandem.cluster.app:build"
+"""The import_path of Tandem's application in a Ray Serve file."""
+OLD_SERVE_IMPORT = SERVE_IMPORT.removeprefix("tandem.")
+"""The same before the package was named tandem; refused with the new one named."""
 LORA_KEYS = {"dynamic_lora_loading_path": "lora_watch_dir", "max_num_adapters_per_replica": "max_cpu_loras"}
-"""Ray Serve LLM's names for ours."""
+"""Ray Serve LLM's names of lora_config, and the options that they set."""
 GATEWAY_KEYS = (
     "api_server_count",
     "api_key",
@@ -60,7 +62,8 @@ AUTOSCALING_KEYS = (
 def build_settings(
     model: str, values: Mapping[str, Any], autoscaling_config: Mapping[str, Any] | None = None
 ) -> ServiceSettings:
-    """Settings of a service for `model`, with `values` keyed by option name (dashes or underscores)."""
+    """Builds the settings of a service for `model`. values: by option name, with dashes or underscores; None is as if
+    not given. SettingsError for an unknown name, a value out of range, or settings that exclude each other."""
     tree: dict[str, Any] = {"engine": {"model": {"model": model}}}
     for name, value in values.items():
         option = option_named(name)
@@ -72,19 +75,21 @@ def build_settings(
         tree["autoscaling_config"] = _autoscaling(autoscaling_config, values)
     settings = msgspec.convert(tree, ServiceSettings)
     _check_together(settings)
-    _refuse_idle(settings, {name.replace("-", "_") for name, value in values.items() if value is not None})
-    if settings.engine.device.device == "cpu" and "gpu_memory_utilization" in {n.replace("-", "_") for n in values}:
+    given = {name.replace("-", "_") for name, value in values.items() if value is not None}
+    _refuse_unused(settings, given)
+    if settings.engine.device.device == "cpu" and "gpu_memory_utilization" in given:
         raise no_gpu_share()
     return settings
 
 
 def no_gpu_share() -> SettingsError:
-    """What --gpu-memory-utilization gets on CPU."""
+    """The error for --gpu-memory-utilization on CPU."""
     return SettingsError("has no meaning on CPU; use --kv-cache-memory-bytes", "--gpu-memory-utilization")
 
 
 def read_config_file(path: str) -> dict[str, Any]:
-    """The mapping in a --config YAML file (or preset): option names, `model`, `autoscaling_config`."""
+    """Reads a --config YAML file or a preset: values by option name, `model`, `autoscaling_config`. SettingsError when
+    it cannot be read or has an unknown key."""
     loaded = _read_mapping(path)
     if "applications" in loaded:
         start = f"start it with `serve run {path}`, without `tandem serve`"
@@ -97,14 +102,17 @@ def read_config_file(path: str) -> dict[str, Any]:
 
 
 def read_serve_file(path: str) -> list[ServiceSettings]:
-    """Settings of each application of ours in a Ray Serve file; [] for a file of another kind. SettingsError when a
-    Ray Serve file has none of ours."""
+    """Reads the settings of each Tandem application in a Ray Serve file. [] for a file without `applications`.
+    SettingsError when none is Tandem's, or one has the import_path of before."""
     loaded = _read_mapping(path)
     if "applications" not in loaded:
         return []
     given = loaded["applications"]
     if not isinstance(given, list) or not all(isinstance(app, dict) for app in given):
         raise SettingsError(f"{path}: must be a list of mappings, not {given!r:.80}", "applications")
+    paths = [app.get("import_path") for app in given]
+    if OLD_SERVE_IMPORT in paths:
+        raise SettingsError(f"{path}: import_path {OLD_SERVE_IMPORT} is now {SERVE_IMPORT}", "import_path")
     ours = [app for app in given if app.get("import_path") == SERVE_IMPORT]
     if not ours:
         message = f"{path} is a Ray Serve file, and none of its applications has import_path: {SERVE_IMPORT}"
@@ -113,7 +121,7 @@ def read_serve_file(path: str) -> list[ServiceSettings]:
 
 
 def _read_mapping(path: str) -> dict[str, Any]:
-    """What a YAML file, or a preset of that name, maps."""
+    """Reads the mapping in a YAML file, or in the preset of that name. SettingsError when there is none."""
     preset = PRESETS / f"{path}.yaml"
     file = preset if not Path(path).exists() and preset.exists() else Path(path)
     try:
@@ -129,7 +137,8 @@ def _read_mapping(path: str) -> dict[str, Any]:
 
 
 def merge_config(path: str | None, model: str | None, flags: Mapping[str, Any]) -> ServiceSettings:
-    """Flags over the file. `flags` holds only what was given on the command line."""
+    """Builds settings from a --config file (or preset) and flags, which win. flags: only those that were given.
+    SettingsError also when neither names a model."""
     values = read_config_file(path) if path is not None else {}
     autoscaling = values.pop("autoscaling_config", None)
     named = values.pop("model", None)
@@ -143,8 +152,8 @@ def merge_config(path: str | None, model: str | None, flags: Mapping[str, Any]) 
 
 
 def settings_from_serve_args(args: Mapping[str, Any]) -> ServiceSettings:
-    """Settings from the `args` of a Ray Serve config, in the shape of Ray Serve LLM's LLMConfig. `single_node` is only
-    checked: it is no setting, and cluster/app.py asks for it."""
+    """Builds settings from the `args` of a Ray Serve application, in the shape of Ray Serve LLM's LLMConfig.
+    `single_node` is only checked here; cluster/app.py reads it. SettingsError for an unknown key or a bad value."""
     _refuse_unknown(args, SERVE_KEYS, "args")
     if not isinstance(args.get("single_node"), bool | None):
         raise SettingsError(f"{args['single_node']!r} must be true or false", "single_node")
@@ -171,7 +180,7 @@ def settings_from_serve_args(args: Mapping[str, Any]) -> ServiceSettings:
 
 
 def _lora_values(args: Mapping[str, Any]) -> dict[str, Any]:
-    """lora_config enables adapters, whatever it says."""
+    """Values from `lora_config`, by option name. Its presence enables adapters."""
     if "lora_config" not in args:
         return {}
     section = _section(args, "lora_config", LORA_KEYS)
@@ -179,7 +188,7 @@ def _lora_values(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resolved_yaml(settings: ServiceSettings) -> str:
-    """The settings with every default filled in, as YAML; keys and passwords are not shown."""
+    """Writes the settings with all defaults as YAML, with keys and passwords replaced by "(hidden)"."""
     gateway = settings.gateway
     hidden = {name: ("(hidden)",) * len(getattr(gateway, name)) for name in ("api_keys", "admin_keys")}
     gateway = msgspec.structs.replace(gateway, **hidden)
@@ -191,7 +200,7 @@ def resolved_yaml(settings: ServiceSettings) -> str:
 
 
 def default_of(option: Option) -> Any:
-    """What ServiceSettings has at the option's place when it is not given."""
+    """The value in ServiceSettings of an option that was not given."""
     value: Any = build_settings("model", {})
     for part in option.path.split("."):
         value = getattr(value, part)
@@ -199,6 +208,7 @@ def default_of(option: Option) -> Any:
 
 
 def _checked(option: Option, value: Any) -> Any:
+    """Converts a value to the option's kind and checks its range. SettingsError names the flag."""
     if option.size and isinstance(value, str):
         try:
             value = parse_size(value)
@@ -257,7 +267,7 @@ def _autoscaling(config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_together(settings: ServiceSettings) -> None:
-    """Rules between settings."""
+    """Checks rules between settings. SettingsError names the flag to change."""
     scheduler, engine = settings.engine.scheduler, settings.engine
     if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
         raise SettingsError(
@@ -281,10 +291,10 @@ def _check_together(settings: ServiceSettings) -> None:
         raise SettingsError("a name must not be empty", "--served-model-name")
 
 
-def _refuse_idle(settings: ServiceSettings, given: Collection[str]) -> None:
-    """A setting that would have no effect beside the others is refused rather than ignored."""
+def _refuse_unused(settings: ServiceSettings, given: Collection[str]) -> None:
+    """Refuses settings that would have no effect beside the others. given: option names with underscores."""
     engine = settings.engine
-    for names, is_idle, why in (
+    for names, is_unused, why in (
         (
             ("kv_eviction",),
             engine.cache.kv_offloading_gib is None,
@@ -295,7 +305,7 @@ def _refuse_idle(settings: ServiceSettings, given: Collection[str]) -> None:
         (("cpu_threads",), engine.device.device == "cuda", "is for ranks on CPU"),
     ):
         for name in names:
-            if is_idle and name in given:
+            if is_unused and name in given:
                 raise SettingsError(why, f"--{name.replace('_', '-')}")
 
 

@@ -1,20 +1,21 @@
-"""The one table of what can be set: each row is a command-line flag, a `--config` key and an `engine_kwargs` key.
+"""The table of all settings: each row is a command-line flag, a `--config` key and an `engine_kwargs` key.
 
-Names are vLLM's where vLLM has the thing. A row says where its value lives in ServiceSettings, its type and its range,
-so the command line, files and Ray Serve arguments are checked by the same lines. What is not here does not exist.
+Names are vLLM's where vLLM has the setting. A row holds the place of its value in ServiceSettings, its type and its
+range, so the command line, files and Ray Serve arguments share one check (configs/load.py).
 """
 
 import re
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from configs.schema import Device, DType, KVCacheDType
+from tandem.configs.schema import Device, DType, KVCacheDType
 
 Check = Callable[[Any], bool]
 
 
 class Option(NamedTuple):
-    """One setting. `path` is the dotted place in ServiceSettings; `rule` is the words of `check`; `kind` its type."""
+    """One setting. path: its dotted place in ServiceSettings. kind: the type of its value. rule: `check` in words, for
+    the error message. size: a string such as 32k is taken too (parse_size)."""
 
     name: str
     path: str
@@ -32,11 +33,12 @@ class Option(NamedTuple):
 
 
 class NotSizeError(ValueError):
-    """A string that does not name a whole number with an optional k/m/g (decimal) or K/M/G (binary) suffix."""
+    """A string that parse_size cannot read as a whole number."""
 
 
 def parse_size(text: str) -> int:
-    """'4096', '32k' = 32000, '32K' or '32KiB' = 32768; likewise m, g, t and M, G, T."""
+    """Reads a whole number with an optional suffix: k, m, g, t are decimal, K, M, G, T binary. '32k' is 32000; '32K'
+    and '32KiB' are 32768. NotSizeError for other strings."""
     number = text.strip().removesuffix("iB").removesuffix("B").removesuffix("b")
     factors = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
     factor = factors.get(number[-1:], 1)
@@ -52,6 +54,7 @@ def parse_size(text: str) -> int:
 
 
 def at_least(low: float) -> Check:
+    """Makes a check for values of `low` and above."""
     return lambda value: bool(value >= low)
 
 
@@ -76,117 +79,130 @@ MODEL, PARALLEL, CACHE, STEP, LORA, HTTP, MACHINE, COORDINATION = (
 
 OPTIONS: tuple[Option, ...] = (
     Option("served_model_name", "engine.model.served_model_name", tuple[str, ...], MODEL,
-           "Name(s) clients use for the model; repeat for more. Default: MODEL as given."),
-    Option("tokenizer", "engine.model.tokenizer", str, MODEL, "Folder or hub id. Default: the model's."),
+           "Name(s) of the model in requests and answers; repeat for several. Default: MODEL as given."),
+    Option("tokenizer", "engine.model.tokenizer", str, MODEL,
+           "Folder or hub id of the tokenizer. Default: the model's."),
     Option("revision", "engine.model.revision", str, MODEL, "Branch, tag or commit of a hub model."),
-    Option("dtype", "engine.model.dtype", DType, MODEL, "Type of weights and activations."),
+    Option("dtype", "engine.model.dtype", DType, MODEL,
+           "Data type of weights and activations. auto: the checkpoint's; on CPU, bfloat16 for a float16 checkpoint."),
     Option("max_model_len", "engine.model.max_model_len", int, MODEL,
-           "Longest prompt + output in tokens. Default: the model's.", at_least(1), "at least 1", size=True),
+           "Context length: prompt and output in tokens. Default: the model's.", at_least(1), "at least 1", size=True),
     Option("load_format", "engine.model.load_format", Literal["safetensors", "dummy"], MODEL,
-           "dummy: random weights, for measuring without a checkpoint."),
-    Option("seed", "engine.model.seed", int, MODEL, "Seed of dummy weights.", at_least(0), "at least 0"),
+           "safetensors: weights from the checkpoint. dummy: random weights, for benchmarks without a checkpoint."),
+    Option("seed", "engine.model.seed", int, MODEL, "Seed of the random weights of --load-format dummy.",
+           at_least(0), "at least 0"),
     Option("chat_template", "engine.model.chat_template", str, MODEL,
-           "A Jinja file. Default: the tokenizer's."),
+           "Jinja file with the chat template. Default: the tokenizer's."),
     Option("trust_remote_code", "engine.model.trust_remote_code", bool, MODEL,
-           "Accept a model folder that ships Python files (they are never run)."),
+           "Accept a model folder that contains Python files. They are never run."),
     Option("hf_overrides", "engine.model.hf_overrides", dict[str, Any], MODEL,
-           "JSON object laid over the model's config.json."),
+           "JSON object whose keys replace those of the model's config.json."),
     Option("tensor_parallel_size", "engine.parallel.tensor_parallel_size", int, PARALLEL,
-           "Ranks that share each layer.", at_least(1), "at least 1", ("-tp",)),
+           "Tensor parallelism: ranks that share each layer.", at_least(1), "at least 1", ("-tp",)),
     Option("pipeline_parallel_size", "engine.parallel.pipeline_parallel_size", int, PARALLEL,
-           "Stages that share the layers.", at_least(1), "at least 1", ("-pp",)),
+           "Pipeline parallelism: stages that the layers are divided into.", at_least(1), "at least 1", ("-pp",)),
     Option("data_parallel_size", "engine.parallel.data_parallel_size", int, PARALLEL,
-           "Number of groups: whole copies of the model.", at_least(1), "at least 1", ("-dp",)),
+           "Data parallelism: number of groups. Each is a copy of the model.", at_least(1), "at least 1", ("-dp",)),
     Option("kv_cache_dtype", "engine.cache.kv_cache_dtype", KVCacheDType, CACHE,
-           "Type that KV is stored in. int8 and fp8_e4m3 (or fp8), with a scale per token and head, take about half "
-           "the bytes of bfloat16. auto: the model's dtype."),
+           "Data type of the KV cache. auto: the model's. int8 and fp8_e4m3 (or fp8) have a scale per token and head, "
+           "and take about half the bytes of bfloat16."),
     Option("gpu_memory_utilization", "engine.cache.gpu_memory_utilization", float, CACHE,
-           "Share of each GPU for weights and KV (GPU only).", lambda v: 0 < v <= 1, "above 0 and at most 1"),
+           "Fraction of each GPU's memory for weights, activations and KV cache (GPU only).",
+           lambda v: 0 < v <= 1, "above 0 and at most 1"),
     Option("kv_cache_memory_bytes", "engine.cache.kv_cache_memory_bytes", int, CACHE,
-           "KV bytes of each rank, e.g. 2G. Default: sized from free memory.", at_least(1), "at least 1", size=True),
+           "Bytes of KV cache on each rank, e.g. 2G. Default: sized from free memory.",
+           at_least(1), "at least 1", size=True),
     Option("num_gpu_blocks_override", "engine.cache.num_blocks", int, CACHE,
-           "Number of KV blocks, whatever the memory. Fewer than one context takes shorten answers: the start says so.",
-           at_least(1), "at least 1"),
+           "Number of KV blocks, instead of as many as fit. With fewer than one context needs, long answers end early, "
+           "and the start prints a warning.", at_least(1), "at least 1"),
     Option("block_size", "engine.cache.block_size", int, CACHE, "Tokens in a KV block.",
            lambda v: 1 <= v <= 256 and v & (v - 1) == 0, "a power of two up to 256"),
     Option("enable_prefix_caching", "engine.cache.enable_prefix_caching", bool, CACHE,
-           "Reuse the KV of prompts that begin alike."),
+           "Reuse the KV of prompts that begin with the same tokens."),
     Option("kv_offloading_size", "engine.cache.kv_offloading_gib", float, CACHE,
-           "GiB of host memory of each group for KV that leaves the device. Default: none.",
+           "GiB of host memory per group for KV that leaves the device. Default: none.",
            lambda v: v > 0, "above 0"),
     Option("kv_disk_path", "engine.cache.kv_disk_path", str, CACHE,
-           "Folder for KV below host memory; survives restarts. Needs --kv-offloading-size."),
+           "Folder on disk for KV that leaves host memory. It survives restarts. Needs --kv-offloading-size."),
     Option("kv_disk_size", "engine.cache.kv_disk_gib", float, CACHE,
-           "GiB of disk of each group under --kv-disk-path.", lambda v: v > 0, "above 0"),
+           "GiB of disk per group in --kv-disk-path.", lambda v: v > 0, "above 0"),
     Option("kv_eviction", "engine.cache.kv_eviction", Literal["lru", "cost"], CACHE,
-           "What leaves host memory first: least recently used, or cheapest to compute again."),
-    Option("max_num_seqs", "engine.scheduler.max_num_seqs", int, STEP, "Sequences in one step.",
+           "Blocks that leave host memory first. lru: the least recently used. cost: those that are seldom used and "
+           "cheap to recompute."),
+    Option("max_num_seqs", "engine.scheduler.max_num_seqs", int, STEP, "Maximum number of sequences in one step.",
            at_least(1), "at least 1"),
-    Option("max_num_batched_tokens", "engine.scheduler.max_num_batched_tokens", int, STEP, "Tokens in one step.",
-           at_least(1), "at least 1", size=True),
+    Option("max_num_batched_tokens", "engine.scheduler.max_num_batched_tokens", int, STEP,
+           "Maximum number of tokens in one step.", at_least(1), "at least 1", size=True),
     Option("max_num_queued_reqs", "engine.scheduler.max_num_queued_reqs", int, STEP,
-           "Requests a group lets wait; beyond, 429 to tenants that have their part.", at_least(1), "at least 1"),
+           "Requests that may wait in a group. Beyond it, tenants that have their share of the queue get 429.",
+           at_least(1), "at least 1"),
     Option("max_num_queued_tokens", "engine.scheduler.max_num_queued_tokens", int, STEP,
-           "Prompt tokens a group lets wait. Default: no limit.", at_least(1), "at least 1", size=True),
+           "Prompt tokens that may wait in a group. Default: no limit.", at_least(1), "at least 1", size=True),
     Option("queue_timeout", "gateway.queue_timeout_s", float, STEP,
-           "Seconds a request may wait for its first step; beyond, 503. Default: no bound.",
+           "Seconds that a request may wait for its first step before it gets 503. Default: no limit.",
            lambda v: v > 0, "above 0; without it there is no bound"),
     Option("max_itl_ms", "engine.scheduler.max_itl_ms", float, STEP,
-           "Keep a step below this many milliseconds by sizing prompt chunks. Default: no bound.",
-           lambda v: v > 0, "above 0"),
+           "Milliseconds that a step, and so the time between two tokens, should stay below. Prefill chunks are sized "
+           "for it. Default: no limit.", lambda v: v > 0, "above 0"),
     Option("step_log", "engine.step_log", str, STEP,
-           "File that gets every step's plan, one JSON line each; of each group served: NAME-GROUP.SUFFIX beside it."),
-    Option("enable_lora", "engine.lora.enable_lora", bool, LORA, "Serve LoRA adapters beside the model."),
+           "File for the plan of every step, one JSON line each. In a service, each group writes its own: "
+           "NAME-GROUP.SUFFIX."),
+    Option("enable_lora", "engine.lora.enable_lora", bool, LORA, "Serve LoRA adapters of the model."),
     Option("lora_modules", "adapters.modules", tuple[str, ...], LORA,
-           "name=path of a PEFT folder served from the start; repeat for more.",
+           "name=path of a PEFT folder to serve from the start; repeat for several.",
            lambda v: all("=" in m.strip("=") for m in v), "name=path"),
-    Option("max_loras", "engine.lora.max_loras", int, LORA, "Distinct adapters in one step.",
+    Option("max_loras", "engine.lora.max_loras", int, LORA, "Maximum number of distinct adapters in one step.",
            at_least(1), "at least 1"),
-    Option("max_lora_rank", "engine.lora.max_lora_rank", int, LORA, "Highest rank that is taken.",
+    Option("max_lora_rank", "engine.lora.max_lora_rank", int, LORA, "Highest LoRA rank that an adapter may have.",
            lambda v: 1 <= v <= 512, "from 1 to 512"),
-    Option("max_cpu_loras", "engine.lora.max_cpu_loras", int, LORA, "Adapters each rank keeps in host memory.",
-           at_least(1), "at least 1"),
+    Option("max_cpu_loras", "engine.lora.max_cpu_loras", int, LORA,
+           "Maximum number of adapters that each rank keeps in host memory.", at_least(1), "at least 1"),
     Option("lora_memory_bytes", "engine.lora.memory_bytes", int, LORA,
-           "Device bytes of each rank for adapters, e.g. 512M; memory follows each one's true rank. Default: room for "
-           "--max-loras of --max-lora-rank on every linear layer.", at_least(1), "at least 1", size=True),
+           "Device memory of each rank for adapters, e.g. 512M. An adapter takes as much as its own rank needs. "
+           "Default: enough for --max-loras adapters of --max-lora-rank on every linear layer.",
+           at_least(1), "at least 1", size=True),
     Option("lora_root", "adapters.roots", tuple[str, ...], LORA,
-           "Folder(s) that adapters may be loaded from at run time. Default: the parents of --lora-modules."),
+           "Folder(s) that adapters may be loaded from at run time; repeat for several. Default: the parent folders of "
+           "--lora-modules."),
     Option("lora_watch_dir", "adapters.watch_dir", str, LORA,
-           "Each PEFT folder that appears in this folder is served under its name."),
-    Option("device", "engine.device.device", Device, MACHINE, "cpu or cuda. Default: cuda when there is one."),
+           "Folder to watch: each PEFT folder that appears in it is served under its name."),
+    Option("device", "engine.device.device", Device, MACHINE,
+           "Device of the ranks. Default: cuda if there is a GPU, else cpu."),
     Option("cpu_threads", "engine.device.cpu_threads", int, MACHINE,
-           "Threads of each rank on CPU. Default: cores / ranks on the node.", at_least(1), "at least 1"),
+           "Threads of each rank on CPU. Default: the cores divided by the ranks on the node.",
+           at_least(1), "at least 1"),
     Option("cpu_offload_gb", "engine.device.cpu_offload_gib", float, MACHINE,
-           "GiB of each rank's weights that live in host memory and stream through the device, layer by layer.",
+           "GiB of each rank's weights to keep in host memory. Every step copies them to the device, layer by layer.",
            lambda v: 0 <= v < 2**20, "at least 0"),
     Option("host", "gateway.host", str, HTTP, "Address to listen on."),
     Option("port", "gateway.port", int, HTTP, "Port to listen on.", _port, "from 1 to 65535"),
     Option("api_server_count", "gateway.num_gateways", int, HTTP,
-           "Gateways: HTTP processes that share the port and the work of tokenizing and streaming.",
+           "Number of gateways: HTTP processes that share the port and the work of tokenization and streaming.",
            lambda v: 1 <= v <= 64, "from 1 to 64"),
-    Option("api_key", "gateway.api_keys", tuple[str, ...], HTTP, "Key(s) clients must send. Default: open."),
+    Option("api_key", "gateway.api_keys", tuple[str, ...], HTTP,
+           "Key(s) that clients must send; repeat for several. Default: no key is needed."),
     Option("admin_api_key", "gateway.admin_keys", tuple[str, ...], HTTP,
-           "Key(s) for /admin and loading adapters. Default: without any key at all, open on loopback only; "
-           "under `serve run` closed."),
+           "Key(s) for /admin and for loading adapters; repeat for several. Default: while there is no key at all, "
+           "both are open on loopback only; under `serve run` they are closed."),
     Option("state_dir", "gateway.state_dir", str, HTTP,
-           "Folder for the usage journal and a copy of tenants and adapters' list, taken up by the next start. "
-           "Default: a private one, gone with the service; with --redis-url once Redis has every row."),
+           "Folder for the usage journal and a copy of the tenants and the adapter list; the next start reads it. "
+           "Default: a private folder, removed when the service ends, or, with --redis-url, when Redis has all of it."),
     Option("usage_days", "gateway.usage_days", int, HTTP,
-           "Days that usage rows are kept, in Redis and in --state-dir.", lambda v: 1 <= v <= 366, "from 1 to 366"),
+           "Days that usage records are kept, in Redis and in --state-dir.", lambda v: 1 <= v <= 366, "from 1 to 366"),
     Option("shutdown_timeout", "shutdown_timeout_s", float, HTTP,
-           "Seconds that requests in flight get to finish on shutdown.", at_least(0), "at least 0"),
+           "Seconds that requests in flight have to finish at shutdown.", at_least(0), "at least 0"),
     Option("metrics_prefix", "gateway.metrics_prefix", str, HTTP,
-           "What metric names begin with, before a colon; vllm: as vLLM's dashboards expect.",
+           "Prefix of metric names, before a colon. vllm: the names that vLLM's dashboards expect.",
            _metric_name, "letters, digits, _ and :, and no digit first"),
     Option("redis_url", "redis.url", str, COORDINATION,
-           "redis://, rediss:// or unix:// URL. Default: a private server is started."),
+           "redis://, rediss:// or unix:// URL of the Redis to use. Default: a private one is started."),
     Option("redis_timeout_ms", "redis.timeout_ms", float, COORDINATION,
-           "Milliseconds that a request waits for Redis before it goes on without.", lambda v: 0 < v <= 10_000,
+           "Milliseconds that a request waits for Redis before it goes on without it.", lambda v: 0 < v <= 10_000,
            "above 0, up to 10000"),
 )  # fmt: skip
 
 
 def option_named(name: str) -> Option | None:
-    """The row with this name, spelled with dashes or underscores."""
+    """Finds the row with this name, spelled with dashes or underscores. None when there is none."""
     wanted = name.replace("-", "_")
     return next((option for option in OPTIONS if option.name == wanted), None)

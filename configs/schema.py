@@ -1,22 +1,24 @@
-"""The frozen settings of everything Tandem starts: one engine, one service.
+"""The settings of a service and of its engines, as frozen structs.
 
-Built once by configs/load.py (from flags, a YAML file or a Ray Serve `args` mapping), then passed down; nothing here
-is computed from the machine or the model, and nothing is changed afterwards. None means "not given: decide from the
-model or the machine", never -1 or "". Values are checked where they are built; each error names the flag.
+configs/load.py builds them from flags, a YAML file or a Ray Serve `args` mapping, and checks every value. They are as
+the user gave them: None stands for a setting that is decided later, from the model or the machine.
 """
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 KVCacheDType = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "int8"]
 Device = Literal["cpu", "cuda"]
+HOST: Final[Device] = "cpu"
+"""The device whose memory is the machine's, shared by all ranks on it."""
+GPU: Final[Device] = "cuda"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which checkpoint, and how it is read. `model` is a folder or a hub id; the launcher resolves it to a folder."""
+    """The checkpoint and how it is read. `model` is a folder or a hub id; the launcher resolves it to a folder."""
 
     model: str
     served_model_name: tuple[str, ...] = ()
@@ -44,11 +46,8 @@ class ParallelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The paged KV cache. Device sizes are bytes per rank, `num_blocks` overrides them; host and disk sizes are GiB per
-    group, summed over its ranks, None: no such tier.
-
-    kv_cache_dtype auto: the model's dtype; fp8: fp8_e4m3.
-    """
+    """The paged KV cache. Device sizes are bytes per rank, and `num_blocks` overrides them. Host and disk sizes are GiB
+    per group, over all its ranks; None: the tier is off. kv_cache_dtype auto: the model's dtype; fp8: fp8_e4m3."""
 
     kv_cache_dtype: KVCacheDType = "auto"
     block_size: int = 16
@@ -63,7 +62,7 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one step may hold and what may wait. `max_itl_ms` bounds a step by its measured speed."""
+    """Limits of one step and of a group's queue. max_itl_ms: milliseconds of a step, held by sizing prefill chunks."""
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
@@ -74,9 +73,9 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class LoraSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """LoRA adapters of one group. max_loras: distinct ones in one step. memory_bytes: of each rank's device, in pages
-    that follow each adapter's true rank; None: room for max_loras of max_lora_rank on every linear layer.
-    max_cpu_loras: how many each rank keeps in host memory."""
+    """LoRA adapters of one group. max_loras: distinct ones in one step. memory_bytes: device memory of each rank, in
+    pages; None: enough for max_loras adapters of max_lora_rank on every linear layer. max_cpu_loras: adapters that each
+    rank keeps in host memory."""
 
     enable_lora: bool = False
     max_loras: int = 8
@@ -86,8 +85,8 @@ class LoraSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """None as device: cuda when torch sees one, else cpu. None as threads: cores // ranks on the node.
-    cpu_offload_gib: how much less of its weights each rank holds on the device; the rest is in host memory."""
+    """The device of the ranks. device None: cuda when torch sees one, else cpu. cpu_threads None: cores // ranks on the
+    node. cpu_offload_gib: GiB of weights that each rank keeps in host memory instead of on the device."""
 
     device: Device | None = None
     cpu_threads: int | None = None
@@ -95,7 +94,7 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that one group (coordinator and ranks) is built from."""
+    """The settings of one group: its coordinator and its ranks. step_log: path of the file for every step's plan."""
 
     model: ModelSettings
     parallel: ParallelSettings = ParallelSettings()
@@ -107,10 +106,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The HTTP side. Caps are the contract's; a cap that is exceeded is a 400 (413 for the body). state_dir: for the
-    usage journal and a copy of the tenants and of the list of adapters; None: they end with the service, or with Redis
-    if that is later.
-    queue_timeout_s: how long a request may wait for its first step; None: for ever."""
+    """The HTTP side. A request above one of the max_ limits gets a 400 (413 for the body). state_dir: the folder for
+    the usage journal and a copy of the tenants and the adapter list; None: they end with the service, or with Redis if
+    that is later. queue_timeout_s: seconds that a request may wait for its first step; None: no limit."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -133,13 +131,14 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def is_local(self) -> bool:
-        """A gateway that listens on `host` is reached from its own machine only."""
+        """True when `host` is a loopback address, which only this machine can reach."""
         return self.host in LOOPBACK
 
 
 class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where adapters come from. modules: name=path, listed at start. roots: folders that adapters may be loaded from at
-    run time; empty: the parents of modules. watch_dir: each folder in it is an adapter named after it."""
+    """Sources of adapters. modules: name=path of those served from the start. roots: folders that adapters may be
+    loaded from at run time; empty: the parents of modules. watch_dir: a folder whose folders are adapters, named alike.
+    """
 
     modules: tuple[str, ...] = ()
     roots: tuple[str, ...] = ()
@@ -147,15 +146,15 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class RedisSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """None as url: the launcher starts a private server on a unix socket and fills it in. timeout_ms: of what requests
-    wait for."""
+    """The Redis of a service. url None: the launcher starts a private server on a unix socket and sets its URL.
+    timeout_ms: the longest that a request waits for Redis."""
 
     url: str | None = None
     timeout_ms: float = 50.0
 
 
 class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A whole service: engine settings shared by all groups, the gateway, Redis, and Serve's own deployment options."""
+    """A whole service: the engine settings of all groups, the gateways, Redis, adapters and Serve's autoscaling."""
 
     engine: EngineSettings
     gateway: GatewaySettings = GatewaySettings()

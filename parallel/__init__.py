@@ -1,1 +1,9 @@
-"""How one model becomes many shards: mesh, groups, collectives, layers, checkpoint. Knows no request and no KV."""
+"""Tensor and pipeline parallelism: mesh, groups, collectives, linear layers, checkpoint reading.
+
+This package handles tensors and ranks; it has no notion of requests or KV.
+"""
+
+if not __name__.startswith("tandem."):
+    raise ImportError(
+        "import tandem.parallel instead of parallel: under a second name each of its classes would exist twice"
+    )

@@ -1,7 +1,7 @@
-"""Reads a rank's slices out of a checkpoint folder: safetensors, one file or an index, or seeded random values.
+"""Reads a rank's slices of a checkpoint folder: safetensors, one file or an index, or seeded random values.
 
-Called by the decoder's builder with the slots of its layers. Only the slices of this rank are read (safetensors maps
-the file; pages that no slice touches are never loaded), one parameter at a time: the peak is the shard and one more.
+Called by the decoder's builder with the slots of its layers. Only this rank's slices are read, one parameter at a time
+(safetensors maps the file, and untouched pages are never loaded), so the peak is the shard and one more parameter.
 """
 
 import json
@@ -14,26 +14,27 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from configs.errors import SettingsError
-from parallel.shard import Fill, ShardSpec, Slice, WeightSlot
+from tandem.configs.errors import SettingsError
+from tandem.parallel.params import Init, ParameterSlot, ShardSpec, Slice
 
 LoadFormat = Literal["safetensors", "dummy"]
 INDEX = "model.safetensors.index.json"
 DUMMY_DEVIATION = 0.02
 OnBytes = Callable[[int, int], None]
-"""Told how many bytes are loaded, of how many."""
+"""A callback for progress: bytes loaded, bytes in all."""
 
 
 class Source(Protocol):
-    """Where slices come from."""
+    """A reader of checkpoint slices."""
 
-    def read(self, part: Slice, fill: Fill) -> torch.Tensor:
-        """The slice without its padding, in the checkpoint's dtype, on the CPU."""
+    def read(self, part: Slice, init: Init) -> torch.Tensor:
+        """Returns the slice without its padding, in the checkpoint's dtype, on the CPU. `init`: the values of a random
+        checkpoint."""
         ...
 
 
 def load(
-    slots: Sequence[WeightSlot],
+    slots: Sequence[ParameterSlot],
     source: Source,
     *,
     dtype: torch.dtype,
@@ -41,8 +42,10 @@ def load(
     progress: bool,
     on_bytes: OnBytes | None = None,
 ) -> int:
-    """Fills every slot in order; returns the bytes handed out. `progress` shows a bar on stderr (rank 0 only);
-    on_bytes is called before the first slot and after each."""
+    """Fills every slot in order and returns the total bytes.
+
+    `progress` shows a bar on stderr (rank 0 only). on_bytes is called before the first slot and after each.
+    """
     total = sum(torch.Size(slot.shard.shape).numel() for slot in slots) * dtype.itemsize
     with tqdm(total=total, unit="B", unit_scale=True, desc="loading weights", disable=not progress) as bar:
         loaded = 0
@@ -59,7 +62,7 @@ def load(
 
 
 def assemble(shard: ShardSpec, source: Source, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """One parameter: its slices copied into a tensor of its own, padding zeroed."""
+    """Returns one parameter: a new tensor with its slices copied in and its padding zeroed."""
     tensor = torch.empty(shard.shape, dtype=dtype, device=device)
     offset = 0
     for part in shard.slices:
@@ -70,13 +73,18 @@ def assemble(shard: ShardSpec, source: Source, dtype: torch.dtype, device: torch
             target.zero_()
             target = target.narrow(part.dim, 0, present)
         if present:
-            target.copy_(source.read(part, shard.fill))
+            target.copy_(source.read(part, shard.init))
         offset += rows
     return tensor
 
 
 class SafetensorsSource:
-    """A checkpoint folder. `expected`: all names that the model has, on whatever rank; ignored ones may be there."""
+    """Reads a checkpoint folder. SettingsError for missing, foreign or unreadable tensors and for shapes unlike
+    config.json's.
+
+    `expected`: all tensor names of the model, on whatever rank; tensors with one of ignored_suffixes may be present
+    too.
+    """
 
     def __init__(self, folder: Path, expected: Iterable[str], ignored_suffixes: tuple[str, ...] = ()) -> None:
         self._folder = folder
@@ -90,7 +98,7 @@ class SafetensorsSource:
             if name not in self._file_of:
                 raise SettingsError(f"{folder}: tensor {name} is in none of its safetensors files", "MODEL")
 
-    def read(self, part: Slice, fill: Fill) -> torch.Tensor:
+    def read(self, part: Slice, init: Init) -> torch.Tensor:
         file = self._file_of[part.name]
         try:
             view = self._open(file).get_slice(part.name)
@@ -109,7 +117,7 @@ class SafetensorsSource:
         return view[tuple(index)]
 
     def _index(self) -> dict[str, str]:
-        """Tensor name to file name, from the index file or from the headers of all files."""
+        """Returns tensor name -> file name, from the index file or from the headers of all files."""
         index = self._folder / INDEX
         if index.exists():
             try:
@@ -125,22 +133,23 @@ class SafetensorsSource:
         if file not in self._files:
             path = self._folder / file
             try:
-                self._files[file] = safe_open(path, framework="pt", device="cpu")
+                self._files[file] = safe_open(path, framework="pt")
             except (OSError, SafetensorError) as error:
                 raise SettingsError(f"cannot read {path}: {error}", "MODEL") from error
         return self._files[file]
 
 
 class DummySource:
-    """Seeded random values by tensor name, so that every TP and PP degree sees the same model. Needs no file."""
+    """Generates seeded random values by tensor name, so that every TP and PP degree has the same model. Needs no
+    file."""
 
     def __init__(self, seed: int, dtype: torch.dtype) -> None:
         self._seed = seed
         self._dtype = dtype
 
-    def read(self, part: Slice, fill: Fill) -> torch.Tensor:
-        if fill is not Fill.NORMAL:
-            whole = torch.full(part.full_shape, float(fill is Fill.ONES), dtype=self._dtype)
+    def read(self, part: Slice, init: Init) -> torch.Tensor:
+        if init is not Init.NORMAL:
+            whole = torch.full(part.full_shape, float(init is Init.ONES), dtype=self._dtype)
         else:
             generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {part.name}".encode()))
             whole = torch.empty(part.full_shape, dtype=self._dtype).normal_(0, DUMMY_DEVIATION, generator=generator)

@@ -1,7 +1,7 @@
-"""What the ranks of one group say to each other during a step: a small Protocol and its implementations.
+"""Collective operations between the ranks of one group: a Protocol and its implementations.
 
-Held by ParallelContext, called by the layers of parallel/ and by pipeline.py. Every rank of the group must make the
-same calls in the same order with the same shapes and dtypes; nothing here sends sizes.
+ParallelContext holds them; the layers of parallel/ and pipeline.py call them. Every rank of the group must make the
+same calls in the same order with the same shapes and dtypes: sizes are not sent.
 """
 
 from typing import Protocol
@@ -20,32 +20,32 @@ class Collectives(Protocol):
     """Collectives of one group; `source` and `peer` are ranks within the group."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over the group, bit-equal on every rank. May overwrite and return `tensor`."""
+        """Returns the sum over the group, bit-equal on every rank. May overwrite and return `tensor`."""
         ...
 
     def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Concatenation along the last dim, in rank order."""
+        """Returns the concatenation along the last dim, in rank order."""
         ...
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """`source`'s values in `tensor`, on every rank; overwrites and returns `tensor`."""
+        """Overwrites `tensor` with the values of rank `source`, on every rank, and returns it."""
         ...
 
     def isend(self, tensor: torch.Tensor, peer: int) -> Pending:
-        """Starts sending a contiguous tensor."""
+        """Starts to send a contiguous tensor."""
         ...
 
     def recv(self, tensor: torch.Tensor, peer: int) -> torch.Tensor:
-        """Fills `tensor` with what `peer` sends; blocks."""
+        """Fills `tensor` with the one that `peer` sends; blocks."""
         ...
 
     def close(self) -> None:
-        """Gives up what the group holds; no call may follow."""
+        """Releases the group's resources; no call may follow."""
         ...
 
 
 class SingleRank:
-    """A group of one: sums and gathers are the tensor itself, and there is nobody to send to."""
+    """A group of one rank: sums and gathers return the tensor itself, sends and receives are errors."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
@@ -64,11 +64,11 @@ class SingleRank:
         raise AssertionError("a group of one rank receives nothing")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: there are no resources."""
 
 
 class TorchCollectives:
-    """torch.distributed over one process group: gloo on CPU, NCCL on CUDA. `ranks` are the group's global ranks."""
+    """Collectives of torch.distributed over one process group: gloo on CPU, NCCL on CUDA. `ranks`: its global ranks."""
 
     def __init__(self, group: dist.ProcessGroup, ranks: list[int]) -> None:
         self._group = group
@@ -97,4 +97,4 @@ class TorchCollectives:
         return tensor
 
     def close(self) -> None:
-        """The process group is destroyed by whoever made it, see groups.py."""
+        """Does nothing: the creator of the process group destroys it (groups.py)."""

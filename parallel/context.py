@@ -1,7 +1,7 @@
-"""ParallelContext: a rank's place in its group and the means to talk to the others; passed down, never global.
+"""ParallelContext: a rank's place in its group and its collectives; passed down, never global.
 
-Made by groups.init_parallel, or ParallelContext.single() for one rank. The layers read it; the model runner asks which
-stage it is and shares sampled tokens.
+Made by groups.init_parallel, or by ParallelContext.single() for one rank. The layers read it. The model runner reads
+its stage from it and shares sampled tokens through it.
 """
 
 from collections.abc import Callable
@@ -9,17 +9,18 @@ from dataclasses import dataclass, field
 
 import torch
 
-from parallel.collectives import Collectives, SingleRank
-from parallel.mesh import Mesh
+from tandem.parallel.collectives import Collectives, SingleRank
+from tandem.parallel.mesh import Mesh
 
 
 def _nothing() -> None:
-    """What a group of one has to close."""
+    """Shuts down a group of one: does nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelContext:
-    """`tp`: the ranks of this stage. `world`: all ranks of the group, for point-to-point between stages."""
+    """A rank's mesh coordinates and collectives. `tp`: ranks of this stage; `world`: all ranks, for sends between
+    stages."""
 
     mesh: Mesh = field(default_factory=Mesh)
     tp: Collectives = field(default_factory=SingleRank)
@@ -28,7 +29,7 @@ class ParallelContext:
 
     @classmethod
     def single(cls) -> "ParallelContext":
-        """One rank, no process group."""
+        """Returns the context of one rank without a process group."""
         return cls()
 
     @property
@@ -64,11 +65,11 @@ class ParallelContext:
         return self.mesh.pp_rank == self.mesh.pp_size - 1
 
     def tp_broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """tp rank 0's values, in `tensor`, on every rank of this stage."""
+        """Overwrites `tensor` with tp rank 0's values, on every rank of this stage, and returns it."""
         return self.tp.broadcast(tensor)
 
     def close(self) -> None:
-        """Gives up the process groups. Call once, when no step is under way."""
+        """Releases the process groups. Call it once, when no step is under way."""
         self.tp.close()
         self.world.close()
         self.shut_down()

@@ -1,10 +1,9 @@
-"""The two vocabulary tables cut over the TP axis by rows: the embedding and the LM head.
+"""The two vocabulary tables, sharded over the TP axis by rows: the embedding and the LM head (Megatron-LM).
 
-The vocabulary is padded so that tp divides it; padded rows are zeros and their logits are cut off. Memory of a tied
-table: one copy where the head multiplies it as it is (CUDA, fp16); where matrices are packed (CPU, bf16 and fp32) the
-head keeps a packed copy beside the rows that the embedding looks up, V * H / tp elements more, since a packed matrix
-cannot be read by row and an unpacked head would cost 2 to 3 times the time on every step. With PP the tied table is
-read on the first and the last stage. T tokens, S rows that sample, V vocabulary, H hidden.
+The vocabulary is padded to a multiple of tp; padded rows are zeros and their logits are dropped. A tied table takes one
+copy where the head multiplies it as it is (CUDA, fp16). Where matrices are packed (CPU, bf16 and fp32) the head keeps a
+packed copy of V * H / tp elements beside the rows that the embedding looks up. With PP the tied table is read on the
+first and on the last stage. T tokens, S rows that sample, V vocabulary, H hidden size.
 """
 
 from collections.abc import Iterator
@@ -12,14 +11,14 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from parallel.context import ParallelContext
-from parallel.linear import Cut, Delta, LinearPart
-from parallel.matmul import MakeMatrix, Matrix, PackedMatrix, make_matrix
-from parallel.shard import ShardSpec, Slice, WeightSlot, padded_range
+from tandem.parallel.context import ParallelContext
+from tandem.parallel.linear import LinearPart, LoraHook, Shard
+from tandem.parallel.linear_methods import MakeMatrix, Matrix, PackedMatrix
+from tandem.parallel.params import ParameterSlot, ShardSpec, Slice, padded_range
 
 
 class VocabParallelEmbedding:
-    """x_TH = table_VH[ids_T]; each rank looks up its own rows and the rest arrive by all-reduce."""
+    """x_TH = table_VH[ids_T]: each rank looks up its own rows, and an all-reduce adds the others'."""
 
     def __init__(self, name: str, vocab_size: int, hidden_size: int, context: ParallelContext) -> None:
         self._context = context
@@ -27,29 +26,29 @@ class VocabParallelEmbedding:
         self._start, self._length = padded_range(vocab_size, context.tp_rank, context.tp_size)
         self._slice = Slice(f"{name}.weight", (vocab_size, hidden_size), 0, self._start, self._length)
         self._table_VH: torch.Tensor | None = None
-        self.delta: Delta | None = None
+        self.lora_hook: LoraHook | None = None
 
     def __call__(self, ids_T: torch.Tensor) -> torch.Tensor:
         assert self._table_VH is not None, "not loaded"
         if self._context.tp_size == 1:
             x_TH = F.embedding(ids_T, self._table_VH)
-            if self.delta is not None:
-                self.delta(x_TH, ids_T)
+            if self.lora_hook is not None:
+                self.lora_hook(x_TH, ids_T)
             return x_TH
         local_T = ids_T - self._start
         elsewhere_T = (local_T < 0) | (local_T >= self._length)
         x_TH = F.embedding(local_T.masked_fill(elsewhere_T, 0), self._table_VH).masked_fill(elsewhere_T[:, None], 0)
-        if self.delta is not None:
-            self.delta(x_TH, ids_T)
+        if self.lora_hook is not None:
+            self.lora_hook(x_TH, ids_T)
         return self._context.tp.all_reduce(x_TH)
 
     def part(self, name: str) -> LinearPart:
-        """As a layer of vocabulary -> hidden, its inputs cut; an adapter calls it `name`."""
+        """Returns the table as a layer of vocabulary -> hidden with sharded inputs; adapters refer to it by `name`."""
         vocab_size, hidden_size = self._size
-        return LinearPart(name, Cut(vocab_size, self._start, self._length), Cut(hidden_size, 0, hidden_size))
+        return LinearPart(name, Shard(vocab_size, self._start, self._length), Shard(hidden_size, 0, hidden_size))
 
-    def slots(self) -> Iterator[WeightSlot]:
-        yield WeightSlot(ShardSpec((self._slice,)), self.accept)
+    def slots(self) -> Iterator[ParameterSlot]:
+        yield ParameterSlot(ShardSpec((self._slice,)), self.accept)
 
     def accept(self, table_VH: torch.Tensor) -> None:
         self._table_VH = table_VH
@@ -64,36 +63,37 @@ class VocabParallelHead:
         vocab_size: int,
         hidden_size: int,
         context: ParallelContext,
-        make: MakeMatrix = make_matrix,
+        make: MakeMatrix,
     ) -> None:
         self._context = context
         self._make = make
         self._vocab_size = vocab_size
         self._hidden_size = hidden_size
         start, length = padded_range(vocab_size, context.tp_rank, context.tp_size)
-        self._outputs = Cut(vocab_size, start, length)
+        self._outputs = Shard(vocab_size, start, length)
         self._slice = Slice(f"{name}.weight", (vocab_size, hidden_size), 0, start, length)
         self._matrix: Matrix | None = None
-        self.delta: Delta | None = None
+        self.lora_hook: LoraHook | None = None
 
     def __call__(self, hidden_SH: torch.Tensor) -> torch.Tensor:
         assert self._matrix is not None, "not loaded"
         part_SV = self._matrix(hidden_SH)
-        if self.delta is not None:
-            self.delta(part_SV, hidden_SH)
+        if self.lora_hook is not None:
+            self.lora_hook(part_SV, hidden_SH)
         return self._context.tp.all_gather_last_dim(part_SV)[:, : self._vocab_size].float()
 
     def part(self, name: str) -> LinearPart:
-        """As a layer of hidden -> vocabulary, its outputs cut; an adapter calls it `name`."""
-        return LinearPart(name, Cut(self._hidden_size, 0, self._hidden_size), self._outputs)
+        """Returns the table as a layer of hidden -> vocabulary with sharded outputs; adapters refer to it by `name`."""
+        return LinearPart(name, Shard(self._hidden_size, 0, self._hidden_size), self._outputs)
 
-    def slots(self) -> Iterator[WeightSlot]:
-        yield WeightSlot(ShardSpec((self._slice,)), self.accept)
+    def slots(self) -> Iterator[ParameterSlot]:
+        yield ParameterSlot(ShardSpec((self._slice,)), self.accept)
 
     def accept(self, table_VH: torch.Tensor) -> None:
         self._matrix = self._make(table_VH, None)
 
+    # A packed matrix cannot be read by row, and an unpacked head would cost 2 to 3 times the time on every step.
     @property
     def copied_bytes(self) -> int:
-        """Bytes that this head holds beyond the tensor it was given, when that is shared with the embedding."""
+        """Bytes that the head holds beyond its input tensor, when that is shared with the embedding."""
         return self._matrix.nbytes if isinstance(self._matrix, PackedMatrix) else 0

@@ -1,7 +1,8 @@
-"""Linear layers cut over the TP axis: by columns (outputs) without talking, by rows (inputs) with one all-reduce.
+"""Linear layers sharded over the TP axis: by columns (outputs) without communication, by rows (inputs) with one
+all-reduce.
 
 The pair needs one collective per attention or MLP block (Shoeybi et al. 2019, Megatron-LM). Built by workers/models;
-filled by checkpoint.py through `slots`. T tokens, I inputs, O outputs, of this rank unless said.
+filled by checkpoint.py through `slots`. T tokens, I inputs, O outputs, all of this rank unless stated otherwise.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,14 +12,15 @@ from typing import Protocol
 
 import torch
 
-from parallel.context import ParallelContext
-from parallel.matmul import MakeMatrix, Matrix, make_matrix
-from parallel.shard import Fill, ShardSpec, Slice, WeightSlot, even_range
+from tandem.parallel.context import ParallelContext
+from tandem.parallel.linear_methods import MakeMatrix, Matrix
+from tandem.parallel.params import Init, ParameterSlot, ShardSpec, Slice, even_range
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
-    """One checkpoint layer inside a merged one: `name` without suffix, all its outputs, this rank's range of them."""
+class Projection:
+    """One checkpoint layer inside a merged one: its `name` without suffix, its total outputs, and this rank's range of
+    them."""
 
     name: str
     total: int
@@ -27,8 +29,9 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """[start, start + length) of `total` inputs or outputs. It may reach beyond them (a padded vocabulary)."""
+class Shard:
+    """The range [start, start + length) of `total` inputs or outputs. It may extend beyond them (a padded
+    vocabulary)."""
 
     total: int
     start: int
@@ -37,73 +40,73 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class LinearPart:
-    """One checkpoint layer as this rank holds it; `column`: its first output in the merged layer's."""
+    """One checkpoint layer's shard on this rank. `column`: its first output in the merged layer's."""
 
     name: str
-    inputs: Cut
-    outputs: Cut
+    inputs: Shard
+    outputs: Shard
     column: int = 0
 
 
-class Delta(Protocol):
-    """What is added to a linear layer's product, in place, before any sum over ranks: adapters (workers/lora)."""
+class LoraHook(Protocol):
+    """Adds the adapters' part to a linear layer's product, in place, before any sum over ranks (workers/lora)."""
 
     def __call__(self, y_TO: torch.Tensor, x_TI: torch.Tensor, /) -> None:
-        """y: this rank's outputs, x: its inputs; of the embedding token ids [T]."""
+        """Adds to y_TO, this rank's outputs. x: this rank's inputs; for the embedding, token ids [T]."""
         ...
 
 
 class AdaptableLinear(Protocol):
-    """A linear layer that a Delta may be added to."""
+    """A linear layer that accepts a LoRA hook."""
 
-    delta: Delta | None
+    lora_hook: LoraHook | None
 
     @property
     def parts(self) -> tuple[LinearPart, ...]:
-        """Its checkpoint layers, in the order of their columns."""
+        """The checkpoint layers that it merges, in the order of their columns."""
         ...
 
 
 class ColumnParallelLinear:
     """y_TO = x_TI @ W.T + b: this rank's columns of one or several checkpoint layers, merged into one matmul.
 
-    The input is whole on every rank; the output is [section 0's columns | section 1's columns | ...].
+    The input is whole on every rank; the output is [projection 0's columns | projection 1's columns | ...].
     """
 
-    def __init__(self, inputs: int, sections: Sequence[Section], bias: bool, make: MakeMatrix = make_matrix) -> None:
+    def __init__(self, inputs: int, projections: Sequence[Projection], bias: bool, make: MakeMatrix) -> None:
         self._inputs = inputs
-        self._sections = tuple(sections)
+        self._projections = tuple(projections)
         self._has_bias = bias
         self._make = make
         self._bias_O: torch.Tensor | None = None
         self._matrix: Matrix | None = None
-        self.delta: Delta | None = None
+        self.lora_hook: LoraHook | None = None
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         assert self._matrix is not None, "not loaded"
         y_TO = self._matrix(x_TI)
-        if self.delta is not None:
-            self.delta(y_TO, x_TI)
+        if self.lora_hook is not None:
+            self.lora_hook(y_TO, x_TI)
         return y_TO
 
     @property
     def parts(self) -> tuple[LinearPart, ...]:
-        inputs = Cut(self._inputs, 0, self._inputs)
-        columns = accumulate((s.length for s in self._sections), initial=0)
+        inputs = Shard(self._inputs, 0, self._inputs)
+        columns = accumulate((p.length for p in self._projections), initial=0)
         return tuple(
-            LinearPart(s.name, inputs, Cut(s.total, s.start, s.length), column)
-            for s, column in zip(self._sections, columns, strict=False)
+            LinearPart(p.name, inputs, Shard(p.total, p.start, p.length), column)
+            for p, column in zip(self._projections, columns, strict=False)
         )
 
-    def slots(self) -> Iterator[WeightSlot]:
-        """The bias comes first, so that the matrix is packed when its weight arrives."""
+    def slots(self) -> Iterator[ParameterSlot]:
+        """Yields the bias first, so that the matrix is packed when its weight arrives."""
         if self._has_bias:
-            biases = tuple(Slice(f"{s.name}.bias", (s.total,), 0, s.start, s.length) for s in self._sections)
-            yield WeightSlot(ShardSpec(biases, Fill.ZEROS), self._accept_bias)
+            biases = tuple(Slice(f"{p.name}.bias", (p.total,), 0, p.start, p.length) for p in self._projections)
+            yield ParameterSlot(ShardSpec(biases, Init.ZEROS), self._accept_bias)
         weights = tuple(
-            Slice(f"{s.name}.weight", (s.total, self._inputs), 0, s.start, s.length) for s in self._sections
+            Slice(f"{p.name}.weight", (p.total, self._inputs), 0, p.start, p.length) for p in self._projections
         )
-        yield WeightSlot(ShardSpec(weights), self._accept_weight)
+        yield ParameterSlot(ShardSpec(weights), self._accept_weight)
 
     def _accept_bias(self, bias_O: torch.Tensor) -> None:
         self._bias_O = bias_O
@@ -125,23 +128,23 @@ class RowParallelLinear:
         outputs: int,
         bias: bool,
         context: ParallelContext,
-        make: MakeMatrix = make_matrix,
+        make: MakeMatrix,
     ) -> None:
         self._name = name
-        self._inputs = Cut(total_inputs, *even_range(total_inputs, context.tp_rank, context.tp_size))
+        self._inputs = Shard(total_inputs, *even_range(total_inputs, context.tp_rank, context.tp_size))
         self._outputs = outputs
         self._has_bias = bias
         self._make = make
         self._context = context
         self._bias_O: torch.Tensor | None = None
         self._matrix: Matrix | None = None
-        self.delta: Delta | None = None
+        self.lora_hook: LoraHook | None = None
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         assert self._matrix is not None, "not loaded"
         y_TO = self._matrix(x_TI)
-        if self.delta is not None:
-            self.delta(y_TO, x_TI)
+        if self.lora_hook is not None:
+            self.lora_hook(y_TO, x_TI)
         if self._context.tp_size == 1:
             return y_TO
         y_TO = self._context.tp.all_reduce(y_TO)
@@ -149,15 +152,15 @@ class RowParallelLinear:
 
     @property
     def parts(self) -> tuple[LinearPart, ...]:
-        return (LinearPart(self._name, self._inputs, Cut(self._outputs, 0, self._outputs)),)
+        return (LinearPart(self._name, self._inputs, Shard(self._outputs, 0, self._outputs)),)
 
-    def slots(self) -> Iterator[WeightSlot]:
+    def slots(self) -> Iterator[ParameterSlot]:
         if self._has_bias:
             bias = Slice(f"{self._name}.bias", (self._outputs,))
-            yield WeightSlot(ShardSpec((bias,), Fill.ZEROS), self._accept_bias)
+            yield ParameterSlot(ShardSpec((bias,), Init.ZEROS), self._accept_bias)
         start, length = self._inputs.start, self._inputs.length
         weight = Slice(f"{self._name}.weight", (self._outputs, self._inputs.total), 1, start, length)
-        yield WeightSlot(ShardSpec((weight,)), self._accept_weight)
+        yield ParameterSlot(ShardSpec((weight,)), self._accept_weight)
 
     def _accept_bias(self, bias_O: torch.Tensor) -> None:
         self._bias_O = bias_O

@@ -1,6 +1,6 @@
-"""Where a rank stands: its coordinates on the tensor (tp) and pipeline (pp) axes.
+"""A rank's coordinates on the tensor (tp) and pipeline (pp) axes. Pure arithmetic, torch-free.
 
-Ranks of one stage are neighbours (tp is the inner axis), since they talk most. Pure arithmetic, torch-free.
+Ranks of one stage are neighbours (tp is the inner axis), since they communicate most.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """One rank of tp_size x pp_size. rank = pp_rank * tp_size + tp_rank."""
+    """The place of one rank in tp_size x pp_size ranks: rank = pp_rank * tp_size + tp_rank."""
 
     tp_size: int = 1
     pp_size: int = 1
@@ -34,14 +34,14 @@ class Mesh:
         return pp_rank * self.tp_size + tp_rank
 
     def tp_group(self, pp_rank: int) -> list[int]:
-        """The ranks of one stage, in tp order."""
+        """Returns the ranks of one stage, in tp order."""
         return [self.rank_at(tp, pp_rank) for tp in range(self.tp_size)]
 
 
 def layer_range(num_layers: int, pp_rank: int, pp_size: int) -> range:
-    """The layers of one stage: contiguous, sizes differ by at most one.
+    """Returns the layers of one stage: contiguous, with sizes that differ by at most one.
 
-    The first and the last stage also hold a table, so stages in the middle take the longer shares.
+    The first and the last stage also hold a vocabulary table, so stages in the middle take the longer shares.
     """
     base, longer = divmod(num_layers, pp_size)
     middle_first = sorted(range(pp_size), key=lambda stage: (stage in (0, pp_size - 1), stage))

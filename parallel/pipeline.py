@@ -1,7 +1,7 @@
-"""Hidden states between pipeline stages: one tensor [T, H] per step, the residual stream whole.
+"""Sends hidden states between pipeline stages: one tensor [T, H] per step, the residual stream.
 
 Called by the model runner around the decoder's forward. Both sides know the step's tokens from the plan, so no shape is
-sent; ranks of equal tp rank are linked. Sends are asynchronous, so a stage starts its next step while the last one's
+sent. Ranks of equal tp rank are linked. Sends are asynchronous, so a stage starts its next step while its previous
 output is on its way. T tokens, H hidden size.
 """
 
@@ -9,8 +9,8 @@ from collections import deque
 
 import torch
 
-from parallel.collectives import Pending
-from parallel.context import ParallelContext
+from tandem.parallel.collectives import Pending
+from tandem.parallel.context import ParallelContext
 
 
 class StageLink:
@@ -24,13 +24,13 @@ class StageLink:
         self._sending: deque[tuple[Pending, torch.Tensor]] = deque()
 
     def receive(self, num_tokens: int) -> torch.Tensor:
-        """[num_tokens, H] from the previous stage; blocks until it is here."""
+        """Returns [num_tokens, H] from the previous stage; blocks until it has arrived."""
         assert not self._context.is_first_stage
         hidden_TH = torch.empty(num_tokens, self._hidden_size, dtype=self._dtype, device=self._device)
         return self._context.world.recv(hidden_TH, self._context.rank - self._context.tp_size)
 
     def send(self, hidden_TH: torch.Tensor) -> None:
-        """To the next stage. Waits only when as many sends are under way as there are stages."""
+        """Sends to the next stage. Blocks only when as many sends are under way as there are stages."""
         assert not self._context.is_last_stage
         while len(self._sending) >= self._context.pp_size:
             self._wait_oldest()
@@ -39,7 +39,7 @@ class StageLink:
         self._sending.append((pending, hidden_TH))
 
     def flush(self) -> None:
-        """Returns when every send has been taken; call before the context is closed."""
+        """Returns when every send has been received; call it before the context is closed."""
         while self._sending:
             self._wait_oldest()
 

@@ -1,8 +1,8 @@
-"""Collectives between CPU ranks of one node through one piece of shared memory, for the small tensors of a decode step.
+"""Collectives between CPU ranks of one node through shared memory, for the small tensors of a decode step.
 
-Used by groups.py in place of gloo. The memory is anonymous (memfd): it has no name and ends with its last user. Every
+groups.py uses them in place of gloo. The memory is anonymous (memfd): it has no name and ends with its last user. Every
 rank writes its part, raises its flag, waits for the others' flags and reads all parts in rank order, so all ranks get
-the same bits. Relies on x86's store order (a flag is never seen before the data), so other CPUs keep gloo.
+the same bits. This relies on x86's store order (a flag is never visible before the data), so other CPUs keep gloo.
 """
 
 import mmap
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import torch
 
-from parallel.collectives import Collectives, Pending
+from tandem.parallel.collectives import Collectives, Pending
 
 SLOT_BYTES = 2**20
 LINE_BYTES = 64  # one cache line per flag
@@ -26,18 +26,20 @@ TIMEOUT_S = 120.0
 
 
 def segment_bytes(size: int) -> int:
-    """Token line, then one flag line per rank, then two slots per rank."""
+    """Returns the segment's size: the token's line, then one flag line per rank, then two slots per rank."""
     return LINE_BYTES * (1 + size) + 2 * size * SLOT_BYTES
 
 
 def open_segment(group: Collectives, rank: int, size: int) -> mmap.mmap | None:
-    """One segment mapped by every rank of `group`, or None on all when any cannot (another node, another kind of CPU).
+    """Returns a segment mapped by every rank of `group`, or None on all when any rank cannot map it (other node, other
+    CPU).
 
-    Rank 0 makes it and tells (pid, descriptor, random token); the others map it through /proc and compare the token.
+    Rank 0 makes it and broadcasts (pid, descriptor, random token); the others map it through /proc and compare the
+    token.
     """
     able = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
     total = segment_bytes(size)
-    told = torch.zeros(3, dtype=torch.int64)
+    announced = torch.zeros(3, dtype=torch.int64)
     mine: mmap.mmap | None = None
     descriptor = -1
     if rank == 0 and able:
@@ -46,10 +48,10 @@ def open_segment(group: Collectives, rank: int, size: int) -> mmap.mmap | None:
         mine = mmap.mmap(descriptor, total)
         token = secrets.randbits(62)
         mine[:TOKEN_BYTES] = token.to_bytes(TOKEN_BYTES, "little")
-        told = torch.tensor([os.getpid(), descriptor, token])
-    told = group.broadcast(told)
+        announced = torch.tensor([os.getpid(), descriptor, token])
+    announced = group.broadcast(announced)
     if rank > 0 and able:
-        pid, peer_descriptor, peer_token = told.tolist()
+        pid, peer_descriptor, peer_token = announced.tolist()
         mine = _map_peer(pid, peer_descriptor, peer_token, total)
     failures = group.all_reduce(torch.tensor([mine is None], dtype=torch.int64))
     if descriptor >= 0:
@@ -58,7 +60,8 @@ def open_segment(group: Collectives, rank: int, size: int) -> mmap.mmap | None:
 
 
 def _map_peer(pid: int, descriptor: int, token: int, total: int) -> mmap.mmap | None:
-    """Rank 0's segment, or None when what lies there is not it (rank 0 is on another node or in another container)."""
+    """Returns rank 0's segment, or None when the descriptor is another's (rank 0 is on another node or in another
+    container)."""
     try:
         opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -75,11 +78,11 @@ def _map_peer(pid: int, descriptor: int, token: int, total: int) -> mmap.mmap | 
 
 
 class SharedMemoryCollectives:
-    """The TP group's collectives. A tensor goes through in pieces of a slot; point to point stays with `others`.
+    """The TP group's collectives. A tensor passes in pieces of SLOT_BYTES; point-to-point calls go to `others`.
 
-    Two slots per rank take turns: a rank writes piece n + 2 only after all flags reached n + 1, and a rank raises its
-    flag to n + 1 only after it has read piece n everywhere. `spins`: wait without sleeping; only when every rank has a
-    core to itself.
+    Each rank has two slots that take turns: it writes piece n + 2 only after all flags have reached n + 1, and raises
+    its flag to n + 1 only after it has read piece n of every rank. `spins`: waits without sleeping; only for ranks with
+    a core each.
     """
 
     def __init__(self, segment: mmap.mmap, rank: int, size: int, others: Collectives, spins: bool) -> None:
@@ -96,7 +99,7 @@ class SharedMemoryCollectives:
         self._slots = [list(pair) for pair in slots.view(size, 2, SLOT_BYTES)]
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Summed in rank order, in float32 for half-precision tensors of more than two ranks: one rounding."""
+        """Sums in rank order; half-precision tensors of more than two ranks are summed in float32 and rounded once."""
         flat = tensor.view(-1)
         for piece in self._pieces(flat):
             parts = self._exchange(piece)
@@ -131,7 +134,7 @@ class SharedMemoryCollectives:
         return self._others.recv(tensor, peer)
 
     def close(self) -> None:
-        """Lets go of the memory; it ends when every rank has."""
+        """Releases the memory, which ends when every rank has released it."""
         self._flags.release()
         self._slots.clear()
         self._others.close()
@@ -154,7 +157,8 @@ class SharedMemoryCollectives:
         return parts
 
     def _wait(self, index: int, count: int) -> None:
-        """Until a rank's flag has come to `count`. Raises TimeoutError when its rank seems gone."""
+        """Waits until a rank's flag has reached `count`. TimeoutError after TIMEOUT_S, when the rank is probably
+        dead."""
         flags, tries, deadline_s = self._flags, 0, 0.0
         while flags[index] < count:
             tries += 1

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 from tests.support.service import Service, tandem_serve, wait_for
 
@@ -24,6 +25,8 @@ SHARED = ("demo", "-tp", "2", "-dp", "2", "--device", "cpu", "--dtype", "float32
 settings.register_profile("fuzz", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.register_profile("same", settings.get_profile("fuzz"), derandomize=True)
 settings.load_profile("same")
+# Hypothesis also draws constants of the modules that are imported: which ones depends on the tests that ran before.
+providers._get_local_constants = lambda: providers._local_constants
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,6 +1,7 @@
-"""From settings to a running engine: the executor that fits them and the facts of the model.
+"""Builds an executor and the facts of the model from settings.
 
-Called by workers/offline.py and the coordinator (cluster/replica.py). Torch-free until an in-process executor is made.
+Called by workers/offline.py and the coordinator (cluster/group/coordinator.py). Torch-free until an in-process executor
+is made.
 """
 
 from collections.abc import Callable
@@ -9,16 +10,17 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from configs.schema import EngineSettings
-from workers.engine.engine import ModelFacts
-from workers.engine.executor import Executor, ExecutorReady
-from workers.models.spec import ArchSpec
-from workers.resolve import fingerprint, read_spec
-from workers.resolve import resolve_max_model_len as resolve_max_model_len
+from tandem.configs.schema import EngineSettings
+from tandem.workers.engine.engine import ModelFacts
+from tandem.workers.engine.executor import ExecutorReady
+from tandem.workers.executor.rank_group import RankGroup
+from tandem.workers.models.spec.arch import ArchSpec
+from tandem.workers.planning.resolve import fingerprint, read_spec
+from tandem.workers.planning.resolve import resolve_max_model_len as resolve_max_model_len
 
 
 def eos_token_ids(folder: Path, spec: ArchSpec) -> tuple[int, ...]:
-    """generation_config.json's EOS ids when given, else config.json's."""
+    """Returns the EOS token ids of generation_config.json if it has any, else those of config.json."""
     file = folder / "generation_config.json"
     if file.exists():
         given = msgspec.json.decode(file.read_bytes()).get("eos_token_id")
@@ -28,7 +30,7 @@ def eos_token_ids(folder: Path, spec: ArchSpec) -> tuple[int, ...]:
 
 
 def model_facts(settings: EngineSettings, ready: ExecutorReady) -> ModelFacts:
-    """What the engine needs of the model."""
+    """Returns the facts of the model that the engine needs, for ranks that are ready."""
     folder = Path(settings.model.model)
     spec = read_spec(settings)
     return ModelFacts(
@@ -41,27 +43,27 @@ def model_facts(settings: EngineSettings, ready: ExecutorReady) -> ModelFacts:
 
 
 def _stored_as(ready: ExecutorReady) -> str:
-    """For the keys of blocks: equal only where the bytes of a block mean the same and were computed the same way."""
+    """Returns the KV format for the keys of blocks."""
+    # equal only where the bytes of a block mean the same and were computed in the same dtype
     if ready.kv_dtype in (None, ready.dtype):
         return ready.dtype
     return f"{ready.kv_dtype} from {ready.dtype}"
 
 
-def open_executor(settings: EngineSettings) -> Executor:
-    """Not started yet: in this process for one rank, spawned rank processes for more."""
+def open_executor(settings: EngineSettings) -> RankGroup:
+    """Returns an executor that is not started: in this process for one rank, over spawned processes for several."""
     if settings.parallel.ranks_per_group == 1:
-        from workers.inprocess_executor import InProcessExecutor
+        from tandem.workers.executor.in_process_ranks import in_process_group
 
-        make: Callable[[EngineSettings], Executor] = InProcessExecutor
+        make: Callable[[EngineSettings], RankGroup] = in_process_group
         return make(settings)
-    from workers.local_executor import LocalExecutor
+    from tandem.workers.executor.local_ranks import local_group
 
-    return LocalExecutor(settings)
+    return local_group(settings)
 
 
 def offline_settings(settings: EngineSettings) -> EngineSettings:
-    """The same engine for a caller that waits for everything: no queue limit, and one plan at a time where the only
-    rank is this process itself."""
+    """Returns the settings for offline use: no queue limit, and one plan at a time with a rank in this process."""
     scheduler = replace(
         settings.scheduler,
         max_num_queued_reqs=2**62,

@@ -1,14 +1,12 @@
-"""Offline use of the engine, without Ray: from workers.offline import LLM, SamplingParams.
+"""LLM, the offline API, without Ray: from tandem import LLM, SamplingParams.
 
-One rank runs in the calling process, more are spawned. Prompts in, finished texts out; what is sampled is what the
-service would have sampled for the same seed. Not for concurrent callers: one thread at a time.
+A single rank runs in the calling process; several are spawned. Equal seeds sample the same tokens as the service. One
+thread may use an LLM at a time.
 """
 
 import itertools
 import logging
 import secrets
-import signal
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,16 +15,18 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
-from configs.environment import adapter_cache_folder
-from configs.errors import SettingsError
-from configs.load import build_settings
-from configs.options import option_named
-from configs.schema import EngineSettings
-from workers.adapter_check import AdapterChecker
-from workers.build import model_facts, offline_settings, open_executor
-from workers.engine.engine import Engine
-from workers.errors import AdapterRefused, GroupLost, RequestRefused
-from workers.messages import (
+from tandem.configs.bundled import DEMO_MODEL
+from tandem.configs.environment import adapter_cache_folder
+from tandem.configs.errors import SettingsError
+from tandem.configs.load import build_settings
+from tandem.configs.options import option_named
+from tandem.configs.schema import EngineSettings
+from tandem.workers.build import model_facts, offline_settings, open_executor
+from tandem.workers.engine.engine import Engine
+from tandem.workers.engine.engine_loop import EngineLoop
+from tandem.workers.lora.peft.adapter_check import AdapterChecker
+from tandem.workers.messages.errors import AdapterRefused, GroupLost, RequestRefused
+from tandem.workers.messages.request import (
     Abort,
     AdapterRef,
     Ended,
@@ -36,28 +36,33 @@ from workers.messages import (
     TokenLogprobs,
     is_url,
 )
-from workers.offline_inputs import Prompt, as_conversations, as_prompts, one_for_each
-from workers.resolve import read_spec
-from workers.sampling_check import checked_sampling
-from workers.start_notes import warn_of_pool
-from workers.text.chat_template import ChatTemplate, find_chat_template
-from workers.text.choice_text import ChoiceText
-from workers.text.detokenizer import DetokenizerFactory
-from workers.text.tokenizer import check_token_ids, load_tokenizer
+from tandem.workers.messages.sampling_check import checked_sampling
+from tandem.workers.offline_inbox import OfflineInbox
+from tandem.workers.offline_inputs import Prompt, as_conversations, as_prompts, one_for_each
+from tandem.workers.planning.resolve import read_spec
+from tandem.workers.planning.start_notes import warn_of_pool
+from tandem.workers.text.chat_template import ChatTemplate, find_chat_template
+from tandem.workers.text.choice_text import ChoiceText
+from tandem.workers.text.detokenizer import DetokenizerFactory
+from tandem.workers.text.tokenizer import check_token_ids, load_tokenizer
 
 __all__ = ["LLM", "Completion", "RequestOutput", "SamplingParams"]
 
 log = logging.getLogger("tandem.offline")
-SETTLE_S = 5.0
+FLUSH_S = 5.0
 SERVICE_ONLY = frozenset(
     ("served_model_name", "revision", "data_parallel_size", "max_num_queued_reqs", "max_num_queued_tokens")
 )
-"""Flags of the engine's that one engine in a process, with a model that is a folder, has no use for."""
-DEMO = Path(__file__).resolve().parents[1] / "configs" / "demo" / "model"
+"""Engine flags that LLM refuses: they concern only a service, or a model that is downloaded."""
 
 
 class Completion(msgspec.Struct, kw_only=True):
-    """One choice: its text and tokens, why it ended ("stop", "length", "error"), log probabilities when asked for."""
+    """One choice of a prompt.
+
+    index: its number, from 0. text, token_ids: the output; text ends before a stop string. finish_reason: "stop",
+    "length" or "error". logprobs: natural log probabilities, one entry for each token, if asked for. error: the reason
+    of "error".
+    """
 
     index: int
     text: str = ""
@@ -68,7 +73,10 @@ class Completion(msgspec.Struct, kw_only=True):
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
-    """One prompt and its `n` completions, in order; `text` is the first one's."""
+    """Result of one prompt: its `n` completions in `outputs`, in order.
+
+    prompt: the text, None if token ids were given. cached_tokens: prompt tokens whose KV was found in the prefix cache.
+    """
 
     prompt: str | None
     prompt_token_ids: list[int]
@@ -77,18 +85,19 @@ class RequestOutput(msgspec.Struct, kw_only=True):
 
     @property
     def text(self) -> str:
+        """Text of the first completion."""
         return self.outputs[0].text
 
 
 class _Choice:
-    """One choice on its way: ChoiceText fills the Completion."""
+    """One unfinished choice: a Completion that ChoiceText fills."""
 
     def __init__(self, completion: Completion, text: ChoiceText) -> None:
         self.completion = completion
         self._text = text
 
     def take(self, delta: TokenDelta) -> int | None:
-        """Adds a delta; the number of tokens to keep when a stop string was completed, else None."""
+        """Adds a delta; returns the number of tokens to keep if a stop string was completed, else None."""
         added = self._text.take(delta)
         if added is None:
             return None
@@ -100,34 +109,8 @@ class _Choice:
         return added.abort_at
 
 
-class _Interrupts:
-    """Holds a Ctrl-C back until the step is over, so that the engine stays usable; a second one ends it at once."""
-
-    def __init__(self) -> None:
-        self._noted = False
-        self._before: Any = None
-
-    def __enter__(self) -> "_Interrupts":
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-
-    def check(self) -> None:
-        if self._noted:
-            raise KeyboardInterrupt
-
-    def _note(self, *_: object) -> None:
-        if self._noted:
-            raise KeyboardInterrupt
-        self._noted = True
-
-
 class _Run:
-    """OutputSink of one call of generate(): collects all requests' tokens; stop strings are noted for the caller."""
+    """OutputSink of one call of generate(): collects all requests' tokens, and aborts for completed stop strings."""
 
     def __init__(self, bar: "tqdm[Any]") -> None:
         self.choices: dict[str, list[_Choice]] = {}
@@ -141,7 +124,7 @@ class _Run:
             keep = self.choices[delta.request_id][delta.choice].take(delta)
             if keep is not None:
                 self.stops.append(
-                    Abort(request_id=delta.request_id, epoch=delta.epoch, choice=delta.choice, keep_positions=keep)
+                    Abort(request_id=delta.request_id, attempt=delta.attempt, choice=delta.choice, keep_positions=keep)
                 )
 
     def ended(self, ended: Ended, request: GenerationRequest) -> None:
@@ -155,11 +138,15 @@ class _Run:
 
 
 class LLM:
-    """A model ready to generate. `model`: a folder, or "demo". Other keyword arguments are the flags of `tandem serve`
-    that concern the engine, with underscores: tensor_parallel_size=2, dtype="float32", kv_offloading_size=4.
+    """A loaded model for offline generation, with names and semantics as in vLLM. See docs/offline.md.
 
-    Raises SettingsError, whose text names the flag and its value, when the model cannot be loaded as asked. Use as a
-    context manager, or call close().
+    model: the folder of a Hugging Face checkpoint, or "demo" for the bundled model. Hub ids are not downloaded.
+    chat_template: path of a Jinja chat template for chat(); None: the model's own, if it has one.
+    flags: the flags of `tandem serve` that concern the engine, with underscores and their defaults there, for example
+        tensor_parallel_size=2, dtype="float32", kv_offloading_size=4 (GiB).
+
+    Raises SettingsError, which names the flag and its value, if the model cannot be loaded with these arguments, and
+    GroupLost if a rank dies. Owns the ranks until close(); it is a context manager too. For one thread at a time.
     """
 
     def __init__(
@@ -196,13 +183,18 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: AdapterRef | Sequence[AdapterRef | None] | None = None,
     ) -> list[RequestOutput]:
-        """Completions of every prompt (text, or token ids: a list or an array), in the prompts' order. lora_request:
-        what load_adapter() returned, for all prompts or one (or None) for each.
+        """Generates completions of all prompts and returns one RequestOutput for each, in order.
 
-        A prompt that cannot be served (too long, say) has finish_reason "error" and the reason; the others go on. As in
-        vLLM a max_tokens beyond the context is no error: the answer ends where the context does, with "length".
-        ValueError, before anything runs, for sampling parameters without meaning; it names the parameter. TypeError for
-        what is no prompt, no SamplingParams or no adapter. RuntimeError after close().
+        prompts: a text, a list or array of token ids, or a sequence of these.
+        sampling_params: one for all prompts, or one for each. A seed of None is drawn anew for each prompt.
+        use_tqdm: shows a progress bar on standard error.
+        lora_request: an adapter from load_adapter() for all prompts, one (or None) for each, or None: the base model.
+
+        A prompt that cannot be served, for example one that is too long, gets finish_reason "error" and the reason; the
+        others run. As in vLLM, a max_tokens beyond the context is no error: the answer ends there with "length".
+        Raises, before anything runs, ValueError for a parameter outside its range (it names the parameter) and for
+        sequences of another length, TypeError for a prompt, SamplingParams or adapter of another type, and
+        RuntimeError after close().
         """
         return self._generate(as_prompts(prompts), sampling_params, use_tqdm, lora_request)
 
@@ -213,22 +205,23 @@ class LLM:
         use_tqdm: bool,
         lora_request: AdapterRef | Sequence[AdapterRef | None] | None,
     ) -> list[RequestOutput]:
-        """One output for each prompt, or for why there is none."""
+        """Returns one output for each prompt; a RequestRefused in place of a prompt becomes its error."""
         if self._closed:
             raise RuntimeError("this LLM is closed")
         params = self._checked(sampling_params, len(many))
         adapters = one_for_each(lora_request, len(many))
         with tqdm(total=len(many), disable=not use_tqdm, desc="generating", unit="prompt") as bar:
             self._run = _Run(bar)
-            names = [self._add(*each) for each in zip(many, params, adapters, strict=True)]
+            names: list[str] = []
             try:
-                with _Interrupts() as interrupts:
-                    while self._engine.has_work():
-                        self._engine.step()
-                        self._apply_stops()
-                        interrupts.check()
+                with OfflineInbox(self._run.stops) as inbox:
+                    for each in zip(many, params, adapters, strict=True):
+                        names.append(self._add(*each))
+                    EngineLoop(self._engine, inbox).run(lambda: not self._engine.has_work())
+                    inbox.check()
             except BaseException:
-                self._abort_all(names)
+                with suppress(GroupLost):  # a step that was interrupted has ended the rank
+                    self._abort_all(names)
                 raise
         return [self._run.outputs[name] for name in names]
 
@@ -240,8 +233,14 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: AdapterRef | Sequence[AdapterRef | None] | None = None,
     ) -> list[RequestOutput]:
-        """The assistant's answers to one conversation or several, rendered by the model's chat template. One without
-        messages, or that the template refuses, has finish_reason "error", as in generate()."""
+        """Generates the assistant's answers to conversations, rendered by the chat template; returns one for each.
+
+        messages: one conversation, a list of {"role": ..., "content": ...}, or a sequence of conversations.
+        sampling_params: for all conversations. use_tqdm, lora_request: as in generate().
+
+        A conversation without messages, or one that the template refuses, gets finish_reason "error" and the reason.
+        Raises SettingsError if the model has no chat template, otherwise as generate().
+        """
         if self._template is None:
             raise SettingsError("the model has no chat template", "chat_template")
         texts = [self._rendered(self._template, conversation) for conversation in as_conversations(messages)]
@@ -261,8 +260,14 @@ class LLM:
             return error
 
     def load_adapter(self, source: str | Path, name: str | None = None) -> AdapterRef:
-        """A LoRA adapter in PEFT's format, checked whole: a folder, or a URL as text ("s3://bucket/folder").
-        AdapterRefused with the place and the reason. It is read again when it is first used. Needs enable_lora=True."""
+        """Checks a LoRA adapter in PEFT's format and returns a reference to it for generate() and chat().
+
+        source: a folder, or a URL as text ("s3://bucket/folder"). name: for errors; default: the last part of source.
+        The adapter's files are read again when it is first used, and must then have the same content.
+
+        Raises AdapterRefused with the source and the reason if it cannot be served, SettingsError without
+        enable_lora=True.
+        """
         lora, model = self.settings.lora, self.settings.model
         if not lora.enable_lora:
             raise SettingsError("adapters need enable_lora=True", "enable_lora")
@@ -278,12 +283,15 @@ class LLM:
         return AdapterRef(name=name or place.rpartition("/")[2], digest=digest, source=place)
 
     def close(self) -> None:
-        """Lets KV that is on its way to host or disk arrive, then ends the ranks. Idempotent."""
+        """Waits at most 5 s for KV that is being stored to host or disk, then ends the ranks. Idempotent."""
         if not self._closed:
             self._closed = True
-            with suppress(GroupLost):
-                self._engine.settle(SETTLE_S)
-        self._executor.close()
+            try:
+                with suppress(GroupLost):
+                    self._engine.flush_transfers(FLUSH_S)
+            finally:
+                self._engine.close()
+                self._executor.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -300,7 +308,7 @@ class LLM:
         self._run.ended(ended, request)
 
     def _checked(self, given: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
-        """One for each of `count` prompts. ValueError when they are others in number, or one makes no sense."""
+        """Returns checked parameters for each of `count` prompts. ValueError for another number or a bad value."""
         each = [given] if isinstance(given, SamplingParams) else list(given)
         if wrong := [one for one in each if not isinstance(one, SamplingParams)]:
             raise TypeError(f"sampling_params: {wrong[0]!r:.80} is no SamplingParams")
@@ -343,21 +351,16 @@ class LLM:
         eos = frozenset(self._facts.eos_token_ids)
         return ChoiceText(self._factory.make(prompt), params, include_stop=False, eos_token_ids=eos)
 
-    def _apply_stops(self) -> None:
-        stops, self._run.stops = self._run.stops, []
-        for stop in stops:
-            self._engine.abort(stop)
-
     def _abort_all(self, names: Sequence[str]) -> None:
-        """The engine is usable again afterwards."""
+        """Aborts requests, after which the engine is usable again."""
         for name in names:
-            self._engine.abort(Abort(request_id=name, epoch=0))
+            self._engine.abort(Abort(request_id=name, attempt=0))
 
 
 def _model_folder(model: str | Path) -> Path:
-    """The folder, absolute. SettingsError when there is none."""
+    """Returns the model's folder, absolute. SettingsError if there is none."""
     if str(model) == "demo":
-        return DEMO
+        return DEMO_MODEL
     folder = Path(model).expanduser()
     if not folder.is_dir():
         raise SettingsError(
@@ -367,7 +370,7 @@ def _model_folder(model: str | Path) -> Path:
 
 
 def _engine_settings(model: str, flags: Mapping[str, Any]) -> EngineSettings:
-    """Checked settings for offline use: nothing is ever refused for a full queue. SettingsError names the value."""
+    """Returns checked settings for offline use, without queue limits. SettingsError names the flag."""
     for name, value in flags.items():
         option = option_named(name)
         if (

@@ -1,20 +1,20 @@
-"""What callers of LLM pass, in the plain form that it works with: prompts, conversations, adapters.
+"""Converts arguments of LLM (prompts, conversations, adapters) to lists of plain values, or raises TypeError.
 
-Called by workers/offline.py before anything runs. Knows no model: whether a prompt can be served is the engine's.
+Called by workers/offline.py before anything runs. The engine decides whether a prompt can be served.
 """
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from workers.messages import AdapterRef
+from tandem.workers.messages.request import AdapterRef
 
 Prompt = str | Sequence[int]
 NO_PROMPT = "a prompt is text or a list of token ids, not"
 
 
 def as_prompts(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, each text or token ids. TypeError for anything else."""
+    """Returns the prompts as a list, each a text or a list of token ids. TypeError for any other type."""
     if isinstance(given, str):
         return [given]
     many = _items(given)
@@ -24,7 +24,7 @@ def as_prompts(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def as_conversations(given: Any) -> list[Sequence[Mapping[str, Any]]]:
-    """One conversation or several, each a list of messages. TypeError for anything else."""
+    """Returns the conversations as a list, each a list of messages. TypeError for any other type."""
     many = [given] if isinstance(given, Sequence) and given and isinstance(given[0], Mapping) else given
     if isinstance(many, str | Mapping) or not isinstance(many, Iterable):
         raise TypeError(f"a conversation is a list of messages, not {given!r:.80}")
@@ -36,7 +36,7 @@ def as_conversations(given: Any) -> list[Sequence[Mapping[str, Any]]]:
 
 
 def one_for_each(given: AdapterRef | Sequence[AdapterRef | None] | None, count: int) -> list[AdapterRef | None]:
-    """An adapter, or None, for each of `count` prompts."""
+    """Returns an adapter or None for each of `count` prompts. TypeError or ValueError for another type or number."""
     if given is None or isinstance(given, AdapterRef):
         return [given] * count
     adapters = list(given)
@@ -48,7 +48,7 @@ def one_for_each(given: AdapterRef | Sequence[AdapterRef | None] | None, count: 
 
 
 def _as_ids(prompt: Any) -> list[int]:
-    """Token ids as plain numbers, whatever library's they were. TypeError for anything else."""
+    """Converts token ids of any library to a list of ints. TypeError for anything else."""
     items = _items(prompt)
     if not all(map(_is_id, items)):
         raise TypeError(f"{NO_PROMPT} {prompt!r:.80}")
@@ -56,7 +56,7 @@ def _as_ids(prompt: Any) -> list[int]:
 
 
 def _items(given: Any) -> list[Any]:
-    """What a list, an array or an iterator holds. TypeError for what is none, or is something else as well."""
+    """Returns the items of a list, an array or an iterator. TypeError for other types, mappings, sets and bytes."""
     try:
         if not isinstance(given, bytes | bytearray | Mapping | Set):
             return list(given)
@@ -66,8 +66,8 @@ def _items(given: Any) -> list[Any]:
 
 
 def _is_id(value: object) -> bool:
-    """A whole number of any library; an array of one is an array, and a truth value no number."""
-    if isinstance(value, bool) or getattr(value, "ndim", 0) or "bool" in str(getattr(value, "dtype", "")):
+    """Returns whether a value is a whole number of any library; arrays of one item and booleans are not."""
+    if isinstance(value, bool) or bool(getattr(value, "ndim", None)) or "bool" in str(getattr(value, "dtype", "")):
         return False
     try:
         operator.index(value)  # type: ignore[arg-type]

@@ -1,20 +1,20 @@
 """Whether a source holds an adapter of this model: read and checked whole, without torch, before anybody may list it.
 
-Called on a thread of cluster/adapters/desk.py, by the launcher and by `tandem adapters add`. Imported only where
-adapters are served.
+Called on a thread of cluster/adapters/adapter_service.py, by the launcher and by `tandem adapters add`. Imported only
+where adapters are served.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster.adapters.entries import BaseFacts
-from cluster.adapters.sources import modules_of
-from configs.environment import adapter_cache_folder
-from configs.errors import SettingsError, TandemError
-from configs.schema import ServiceSettings
-from workers.adapter_check import AdapterChecker
-from workers.models.registry import load_spec
+from tandem.cluster.adapters.entries import BaseFacts
+from tandem.cluster.adapters.sources import modules_of
+from tandem.configs.environment import adapter_cache_folder
+from tandem.configs.errors import SettingsError, TandemError
+from tandem.configs.schema import ServiceSettings
+from tandem.workers.lora.peft.adapter_check import AdapterChecker
+from tandem.workers.models.spec.families import load_spec
 
 
 def checker_of(base: BaseFacts) -> AdapterChecker:

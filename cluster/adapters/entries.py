@@ -1,4 +1,4 @@
-"""What is listed of an adapter, and how a client's `model` finds it. Pure; knows no Redis, no HTTP and no files.
+"""The entry of a listed adapter, and how a client's `model` finds it. Pure: no Redis, no HTTP, no files.
 
 A listed version is `name@digest` and never changes: loading other content under the name lists another version in its
 place. Used by the registry, the gateway, the command line and the coordinator.
@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from workers.messages import AdapterRef
+from tandem.workers.messages.request import AdapterRef
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./-]{0,127}")
 NAME_RULE = "letters, digits, '_', '.', '/' and '-', at most 128, the first a letter or a digit"
@@ -34,13 +34,13 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
         return AdapterRef(name=self.name, digest=self.digest, source=self.source)
 
     def is_for(self, tenant: str | None) -> bool:
-        """May this tenant know of it? None: an admin, who may of all."""
+        """True when this tenant may see it. None: an admin, who sees all."""
         return tenant is None or self.tenant is None or self.tenant == tenant
 
 
 class BaseFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The model that a list of adapters belongs to: what checking a new one needs. overrides: --hf-overrides;
-    names: all that it is served by, () where that was not said; has_weights: False when they are random."""
+    names: all that it is served by, () where that is unknown; has_weights: False when they are random."""
 
     folder: str
     max_rank: int

@@ -1,7 +1,7 @@
 """The list of adapters in --state-dir, beside the tenants: for the next life of a service whose Redis ends with it.
 
 One file for each base model. The gateway loads it before the first look at Redis and saves what has changed since;
-what an unreadable file held is lost, and said.
+the content of an unreadable file is lost, and logged.
 """
 
 import asyncio
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from cluster.adapters.entries import AdapterEntry
-from cluster.adapters.registry import AdapterRegistry
-from cluster.state_file import read_state, write_state
+from tandem.cluster.adapters.adapter_list import AdapterList
+from tandem.cluster.adapters.entries import AdapterEntry
+from tandem.cluster.state.snapshot_file import read_state, write_state
 
 PERIOD_S = 1.0
 
@@ -28,7 +28,7 @@ class _Kept(msgspec.Struct, frozen=True, kw_only=True):
 class AdapterFile:
     """One registry's file in `folder`. One event loop."""
 
-    def __init__(self, folder: Path, registry: AdapterRegistry) -> None:
+    def __init__(self, folder: Path, registry: AdapterList) -> None:
         self._registry = registry
         name = hashlib.sha256(registry.model.encode("utf-8", "surrogatepass")).hexdigest()[:16]
         self._file = folder / f"adapters-{name}.json"

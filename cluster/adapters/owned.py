@@ -1,14 +1,14 @@
-"""Which adapters a tenant has of its own, beside every base model of a Redis. Asked before a tenant is removed."""
+"""Which adapters a tenant has of its own, beside every base model of a Redis. Read before a tenant is removed."""
 
 import msgspec
 
-from cluster.adapters.entries import AdapterEntry
-from cluster.coordination import keys
-from cluster.coordination.client import Commands
+from tandem.cluster.adapters.entries import AdapterEntry
+from tandem.cluster.state import keys
+from tandem.cluster.state.redis_client import Commands
 
 
 async def adapters_of(redis: Commands, tenant: str) -> list[str]:
-    """Their names, sorted. RedisAway."""
+    """Their names, sorted. RedisUnavailable."""
     models = await redis.command("SMEMBERS", keys.ADAPTER_MODELS)
     assert isinstance(models, set | list), models
     found = [await _names(redis, keys.adapters(_text(model)), tenant) for model in models]

@@ -1,8 +1,8 @@
-"""How many requests of this gateway use each version of an adapter, so that an unload can say when its last one has
+"""How many requests of this gateway use each version of an adapter, so that an unload can report when its last one has
 ended.
 
-A request counts from the moment its model is resolved (cluster/gateway/handlers.py) to the end of its owner task
-(request_run.py). One event loop.
+A request counts from the moment its model is resolved (cluster/gateway/openai/handlers.py) to the end of its owner task
+(generation.py). One event loop.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from workers.messages import AdapterRef
+from tandem.workers.messages.request import AdapterRef
 
 
 class RunningAdapters:

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from cluster.adapters.entries import NAME_RULE, is_name
-from configs.errors import SettingsError
-from configs.schema import AdapterSettings
-from workers.errors import RequestRefused
-from workers.messages import is_url
+from tandem.cluster.adapters.entries import NAME_RULE, is_name
+from tandem.configs.errors import SettingsError
+from tandem.configs.schema import AdapterSettings
+from tandem.workers.messages.errors import RequestRefused
+from tandem.workers.messages.request import is_url
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 

@@ -14,13 +14,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from cluster.gateway import adapters, admin, handlers, probes
-from cluster.gateway.auth import AuthLevel, Principal, check_level
-from cluster.gateway.envelope import Envelope
-from cluster.gateway.http_errors import on_tandem_error
-from cluster.gateway.openapi import openapi_document
-from cluster.gateway.state import GatewayState
-from workers.errors import TandemError
+from tandem.cluster.gateway.http.auth import AuthLevel, Principal, check_level
+from tandem.cluster.gateway.http.error_answers import on_tandem_error
+from tandem.cluster.gateway.http.middleware import Envelope
+from tandem.cluster.gateway.openai import adapter_routes, handlers, probes, tenant_routes
+from tandem.cluster.gateway.openai.openapi import openapi_document
+from tandem.cluster.gateway.services import GatewayState
+from tandem.workers.messages.errors import TandemError
 
 Handler = Callable[[GatewayState, Request, Principal], Awaitable[Response]]
 OPENAPI_PATH = "/openapi.json"
@@ -28,7 +28,7 @@ SHUTDOWN_S = 10.0
 
 
 class RouteSpec(NamedTuple):
-    """One route: what it answers to, who may ask, and who answers."""
+    """One route: method, path, the key it requires, and its handler."""
 
     method: str
     path: str
@@ -43,14 +43,14 @@ ROUTES: tuple[RouteSpec, ...] = (
     RouteSpec("GET", "/v1/models/{model:path}", AuthLevel.API_KEY, probes.model),
     RouteSpec("POST", "/tokenize", AuthLevel.API_KEY, handlers.tokenize),
     RouteSpec("POST", "/detokenize", AuthLevel.API_KEY, handlers.detokenize),
-    RouteSpec("GET", "/admin/tenants", AuthLevel.ADMIN, admin.list_tenants),
-    RouteSpec("POST", "/admin/tenants", AuthLevel.ADMIN, admin.add_tenant),
-    RouteSpec("GET", "/admin/tenants/{name}", AuthLevel.ADMIN, admin.show_tenant),
-    RouteSpec("PATCH", "/admin/tenants/{name}", AuthLevel.ADMIN, admin.change_tenant),
-    RouteSpec("DELETE", "/admin/tenants/{name}", AuthLevel.ADMIN, admin.remove_tenant),
-    RouteSpec("POST", "/admin/tenants/{name}/rotate-key", AuthLevel.ADMIN, admin.rotate_key),
-    RouteSpec("POST", "/v1/load_lora_adapter", AuthLevel.ADMIN, adapters.load_adapter),
-    RouteSpec("POST", "/v1/unload_lora_adapter", AuthLevel.ADMIN, adapters.unload_adapter),
+    RouteSpec("GET", "/admin/tenants", AuthLevel.ADMIN, tenant_routes.list_tenants),
+    RouteSpec("POST", "/admin/tenants", AuthLevel.ADMIN, tenant_routes.add_tenant),
+    RouteSpec("GET", "/admin/tenants/{name}", AuthLevel.ADMIN, tenant_routes.show_tenant),
+    RouteSpec("PATCH", "/admin/tenants/{name}", AuthLevel.ADMIN, tenant_routes.change_tenant),
+    RouteSpec("DELETE", "/admin/tenants/{name}", AuthLevel.ADMIN, tenant_routes.remove_tenant),
+    RouteSpec("POST", "/admin/tenants/{name}/rotate-key", AuthLevel.ADMIN, tenant_routes.rotate_key),
+    RouteSpec("POST", "/v1/load_lora_adapter", AuthLevel.ADMIN, adapter_routes.load_adapter),
+    RouteSpec("POST", "/v1/unload_lora_adapter", AuthLevel.ADMIN, adapter_routes.unload_adapter),
     RouteSpec("GET", "/livez", AuthLevel.OPEN, probes.live),
     RouteSpec("GET", "/ping", AuthLevel.OPEN, probes.live),
     RouteSpec("GET", "/health", AuthLevel.OPEN, probes.ready),
@@ -84,7 +84,7 @@ def build_gateway_app(state: GatewayState) -> FastAPI:
 
 
 def _endpoint(state: GatewayState, spec: RouteSpec) -> Callable[[Request], Awaitable[Response]]:
-    """The route's ASGI endpoint: who asks is settled before the body is read."""
+    """The route's ASGI endpoint, which authenticates before the body is read."""
 
     async def endpoint(request: Request) -> Response:
         request.scope["tandem.route"] = spec.path

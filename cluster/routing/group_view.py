@@ -1,8 +1,8 @@
-"""What a routing policy sees: one immutable picture of each group, and of the request. Knows no Ray."""
+"""Immutable views of each group and of the request, for routing policies. Independent of Ray."""
 
 import msgspec
 
-from cluster.routing.residency import Tier
+from tandem.cluster.routing.residency import Tier
 
 STALLS_AFTER_S = 2.0
 
@@ -11,8 +11,9 @@ class GroupView(msgspec.Struct, frozen=True, kw_only=True):
     """One group at one moment. Tokens are prompt + allowed output of requests that have not ended.
 
     outstanding_here: those this gateway sent. outstanding_elsewhere: those of other gateways, as last reported.
-    stalled_s: how long nothing had moved there although something should have, as last reported. vanished: this gateway
-    hears nothing of it any more. adapter: where it has the adapter of the request that is routed; without one: NONE.
+    stalled_s: how long it has made no progress although it has work, as last reported. missing: its record and its
+    tokens no longer reach this gateway. adapter: where it has the adapter of the request that is routed; without one:
+    NONE.
     """
 
     group: str
@@ -20,13 +21,13 @@ class GroupView(msgspec.Struct, frozen=True, kw_only=True):
     outstanding_elsewhere: int = 0
     kv_used: float = 0.0
     stalled_s: float = 0.0
-    vanished: bool = False
+    missing: bool = False
     adapter: Tier = Tier.NONE
 
     @property
     def stalls(self) -> bool:
-        """It may be frozen or stuck; a step this long is slow at best."""
-        return self.vanished or self.stalled_s >= STALLS_AFTER_S
+        """True when it may be frozen or stuck; a step this long is slow at best."""
+        return self.missing or self.stalled_s >= STALLS_AFTER_S
 
     @property
     def outstanding_tokens(self) -> int:
@@ -34,7 +35,7 @@ class GroupView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestView(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a request matters for routing. `cost_tokens`: prompt + allowed output of all choices. adapter: its key
+    """The part of a request that routing uses. `cost_tokens`: prompt + allowed output of all choices. adapter: its key
     (residency.adapter_key), None without one. gateway: the one that sends it."""
 
     request_id: str

@@ -1,15 +1,14 @@
-"""How many tokens each group still owes this gateway, as it counts them itself.
+"""Outstanding tokens of each group for this gateway, by the gateway's own count.
 
-What groups owe other gateways they report now and then, by gateway. A report is seconds old when it is read: what it
-says of this gateway only settles old calls, whose ends may never have been heard. Kept by the Serve router; one per
-gateway process, one thread.
+Groups report those of other gateways, by gateway. A report is seconds old when it is read, so its value for this
+gateway only removes old calls whose end was never seen. Kept by the Serve router; one per gateway process, one thread.
 """
 
 from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from workers.messages import GenerationRequest
+from tandem.workers.messages.request import GenerationRequest
 
 OLD_S = 60.0
 """A call that was routed so long ago is in every report, if it was dispatched at all."""
@@ -41,19 +40,19 @@ class Outstanding:
         self._here[group] = self._here.get(group, 0) + tokens
 
     def end(self, call_id: str, group: str) -> None:
-        """A call ended at a group, however it did. The end of an earlier try may be heard after the next has begun."""
+        """Counts the end of a call at a group. The end of an earlier try may come after the next has begun."""
         call = self._calls.get(call_id)
         if call is not None and group not in call.tried:
             self._remove(call_id)
 
     def holds(self, call_id: str) -> bool:
-        """Is this call counted?"""
+        """True while this call is counted."""
         return call_id in self._calls
 
-    def settle(self, group: str, reported: int, now_s: float) -> None:
-        """What the group owes this gateway by its last report, new or not. Serve says nothing of a call that was
-        cancelled between choice and dispatch: by as much as the count was above every report for a while, old calls are
-        forgotten."""
+    def reconcile(self, group: str, reported: int, now_s: float) -> None:
+        """Compares the count with the group's last report. Serve gives no notice of a call that was cancelled between
+        choice and dispatch: old calls are forgotten by as many tokens as the count was above every report for a
+        while."""
         beyond, since_s = self._beyond.get(group, (self.here(group), now_s))
         beyond = min(beyond, self.here(group) - reported)
         if beyond <= 0:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, Protocol
 
-from cluster.routing.group_view import GroupView, RequestView
-from cluster.routing.residency import Tier
+from tandem.cluster.routing.group_view import GroupView, RequestView
+from tandem.cluster.routing.residency import Tier
 
 MISS_TOKENS: Final = 512
 """What loading an adapter from its source is worth in tokens to come, besides MISS_REQUESTS of the request's own size:

@@ -1,4 +1,4 @@
-"""Where a group has an adapter: as it reports it now and then, and as this gateway's own choices imply.
+"""Residency of adapters in groups, from their reports and from this gateway's own choices.
 
 A group that was just sent a request loads the adapter that it names; until its report has caught up that counts as on
 its device, or a burst for one adapter would make every group load it. Kept by the Serve router; one per gateway
@@ -11,7 +11,7 @@ from enum import Enum
 
 KEY_CHARS = 16
 EXPECTED_S = 6.0
-"""Three periods of reports: longer than an adapter takes from its source, unless that is far away."""
+"""Three periods of reports: longer than an adapter takes from its source, unless that is slow."""
 
 
 class Tier(Enum):
@@ -24,7 +24,7 @@ class Tier(Enum):
 
 
 def adapter_key(digest: str) -> str:
-    """What names an adapter in reports: enough of its digest."""
+    """The name of an adapter in reports: the beginning of its digest."""
     return digest[:KEY_CHARS]
 
 
@@ -35,7 +35,7 @@ def home_of(key: str, groups: Iterable[str]) -> str:
 
 
 class Residency:
-    """What this gateway sent where, by group and adapter key."""
+    """Times of this gateway's requests by group and adapter key."""
 
     def __init__(self) -> None:
         self._sent: dict[tuple[str, str], float] = {}
@@ -53,7 +53,7 @@ class Residency:
     def tier(
         self, group: str, key: str, now_s: float, on_device: Collection[str] = (), on_host: Collection[str] = ()
     ) -> Tier:
-        """DEVICE, HOST or NONE: a home is only known among all groups. on_device, on_host: the group's last word."""
+        """DEVICE, HOST or NONE: a home is only known among all groups. on_device, on_host: the group's last report."""
         if key in on_device or now_s - self._sent.get((group, key), float("-inf")) <= EXPECTED_S:
             return Tier.DEVICE
         return Tier.HOST if key in on_host else Tier.NONE

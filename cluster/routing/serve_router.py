@@ -12,17 +12,17 @@ from typing import Any
 import msgspec
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from cluster.routing.group_view import GroupView, RequestView
-from cluster.routing.outstanding import Outstanding, cost_tokens, elsewhere, gateway_of
-from cluster.routing.policy import AdapterAffinity, best_first
-from cluster.routing.residency import Residency, Tier, adapter_key, home_of
-from workers.messages import GenerationRequest
+from tandem.cluster.routing.group_view import GroupView, RequestView
+from tandem.cluster.routing.outstanding import Outstanding, cost_tokens, elsewhere, gateway_of
+from tandem.cluster.routing.policy import AdapterAffinity, best_first
+from tandem.cluster.routing.residency import Residency, Tier, adapter_key, home_of
+from tandem.workers.messages.request import GenerationRequest
 
 log = logging.getLogger("ray.serve.tandem")
 
 
 class GroupRouter(RequestRouter):  # type: ignore[misc]
-    """Sends each request to the group that the policy likes best."""
+    """Sends each request to the group with the policy's best score."""
 
     def initialize_state(self, **kwargs: Any) -> None:
         assert not kwargs, f"unknown router arguments {sorted(kwargs)}"
@@ -38,9 +38,9 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True  # otherwise a full fleet is a hot loop
         try:
-            vanished = pending_request.kwargs.get("vanished", ())
+            missing = pending_request.kwargs.get("missing", ())
             request = self._request_view(pending_request)
-            views = [self._view(replica, request, vanished) for replica in candidate_replicas]
+            views = [self._view(replica, request, missing) for replica in candidate_replicas]
             if request.adapter is not None:
                 views = self._with_home(views, request.adapter)
             order = best_first(self._policy, views, request)
@@ -75,18 +75,18 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
         if request.adapter is not None:
             self._residency.sent(group, request.adapter, now_s)
 
-    def _view(self, replica: RunningReplica, request: RequestView, vanished: Sequence[str]) -> GroupView:
+    def _view(self, replica: RunningReplica, request: RequestView, missing: Sequence[str]) -> GroupView:
         group = replica.replica_id.unique_id
         stats = replica.routing_stats
         if stats:
-            self._outstanding.settle(group, stats["outstanding_tokens"].get(request.gateway, 0), time.monotonic())
+            self._outstanding.reconcile(group, stats["outstanding_tokens"].get(request.gateway, 0), time.monotonic())
         return GroupView(
             group=group,
             outstanding_here=self._outstanding.here(group),
             outstanding_elsewhere=elsewhere(stats["outstanding_tokens"], request.gateway) if stats else 0,
             kv_used=float(stats["kv_used"]) if stats else 0.0,
             stalled_s=float(stats.get("stalled_s", 0.0)) if stats else 0.0,
-            vanished=group in vanished,
+            missing=group in missing,
             adapter=self._tier(group, request.adapter, stats or {}),
         )
 

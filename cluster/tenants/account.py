@@ -1,16 +1,18 @@
-"""One tenant in one gateway: what its requests hold here, what Redis last said, and the share to live on without it.
+"""One tenant in one gateway: what its requests hold here, the last answer of Redis, and the share to use without it.
 
 Pure arithmetic over times in seconds that are passed in. Redis has the truth of the whole tenant; this file has the
-truth of this gateway, and tells it in absolute numbers. While Redis is away the gateway admits from its share: the last
-known state of the buckets over the gateways that were there, refilled at that fraction of the rate.
+truth of this gateway, and reports it in absolute numbers. While Redis is unavailable the gateway admits from its share:
+the last known state of the buckets over the gateways that were there, refilled at that fraction of the rate.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count
 
-from cluster.coordination import keys
-from cluster.tenants.admission import Grant, Reason
-from cluster.tenants.quota_script import LEASE_MS, Report, Verdict
-from cluster.tenants.tenant import Limits, Tenant
+from tandem.cluster.state import keys
+from tandem.cluster.tenants.quota_script import LEASE_MS, Report, Verdict
+from tandem.cluster.tenants.tenant import Limits, Tenant
+from tandem.cluster.tenants.tenant_admission import Reason, Reservation
 
 MINUTE_S = 60.0
 
@@ -39,7 +41,7 @@ class Bucket:
 
 @dataclass
 class Debt:
-    """Bucket charges that Redis has not heard of: negative what was taken, positive what was given back.
+    """Bucket charges that Redis has not counted: negative what was taken, positive what was given back.
 
     What was taken fades at `rate` a minute: had Redis known in time, its bucket would have filled again.
     """
@@ -59,7 +61,7 @@ class Debt:
         return amount
 
     def give_back(self, amount: float, now_s: float) -> None:
-        """A report may not have arrived: what was taken is said again, what was given back a minute replaces."""
+        """A report may not have arrived: what was taken is reported again, what was given back a minute replaces."""
         self.add(min(0.0, amount), now_s)
 
     def _fade(self, now_s: float) -> None:
@@ -70,9 +72,12 @@ class Debt:
 
 @dataclass
 class Account:
-    """See the module. gateways: how many there are at least; share_of: those that the limits are shared by.
+    """See the module. gateways: how many there are at least; share_of: those that the limits are shared by. numbers: of
+    this gateway's reports; they go on where an earlier account of the tenant ended, which Redis may remember.
 
-    base, used_elsewhere: budget tokens of gateways that are gone, and of all but this one, as last told.
+    base, used_elsewhere: budget tokens of gateways that are gone, and of all but this one, as last read. running,
+    reserved: of requests that were granted; a request that awaits an answer holds nothing, or requests would shut each
+    other out.
     """
 
     name: str
@@ -81,14 +86,15 @@ class Account:
     gateway: str
     gateways: int
     now_s: float
+    numbers: Iterator[int] = field(default_factory=lambda: count(1))
     base: float = 0.0
     used_elsewhere: float = 0.0
     running: int = 0
     reserved: int = 0
     used: int = 0
-    is_away: bool = False
+    is_unavailable: bool = False
     share_of: int = 1
-    _number: int = 0
+    _awaited: set[int] = field(default_factory=set)
     _used_when_left: int = 0
     _requests: Bucket | None = None
     _tokens: Bucket | None = None
@@ -110,6 +116,11 @@ class Account:
 
     # ---- what requests hold --------------------------------------------------------------------------------------
 
+    @property
+    def is_idle(self) -> bool:
+        """No request of it runs or awaits an answer."""
+        return not self.running and not self._awaited
+
     def hold(self, tokens: int) -> None:
         self.running += 1
         self.reserved += tokens
@@ -124,7 +135,7 @@ class Account:
         self._take(self._tokens, self._debt_tokens, used_tokens - charge, now_s)
 
     def left(self, now_s: float) -> tuple[Bucket | None, Bucket | None]:
-        """The buckets of requests and tokens as this gateway knows them: the tenant's, or its own share."""
+        """This gateway's copy of the buckets of requests and tokens: the tenant's, or its own share."""
         for bucket in (self._requests, self._tokens):
             if bucket is not None:
                 bucket.fill(now_s)
@@ -132,21 +143,24 @@ class Account:
 
     @property
     def spent(self) -> int:
-        """Tokens of the budget, of all gateways, as this one knows."""
+        """Tokens of the budget that all gateways used, as last read by this one."""
         return int(self.used_elsewhere) + self.used
 
     # ---- with Redis ----------------------------------------------------------------------------------------------
 
-    def report(self, now_s: float, kv_tokens: int | None, asked: Grant | None = None) -> Report:
-        """The next report, which may ask for a request. What the buckets in Redis do not know is in it, and counts as
-        told."""
-        self._number += 1
+    def report(self, now_s: float, kv_tokens: int | None, asked: Reservation | None = None) -> Report:
+        """The next report, which may request a reservation. It has the charges that the buckets in Redis lack, and
+        these count as reported."""
+        number = next(self.numbers)
         requests, tokens = self.left(now_s)
         limits = self.limits
-        shared = self.share_of if self.is_away else 1  # a share's level says that much about the whole
+        shared = self.share_of if self.is_unavailable else 1  # a share's level stands for that much of the whole
+        awaited = sorted(self._awaited)
+        if asked is not None:
+            self._awaited.add(number)
         return Report(
             gateway=self.gateway,
-            number=self._number,
+            number=number,
             running=self.running,
             reserved=self.reserved,
             used=self.used,
@@ -167,11 +181,13 @@ class Account:
             kv_tokens=kv_tokens,
             known_requests=None if requests is None else requests.level * shared,
             known_tokens=None if tokens is None else tokens.level * shared,
+            awaited=awaited,
         )
 
-    def learn(self, verdict: Verdict, now_s: float) -> None:
-        """Redis has answered."""
-        self.is_away = False
+    def learn(self, report: Report, verdict: Verdict, now_s: float) -> None:
+        """Redis has answered it. A request that was granted is held before the next report is made."""
+        self._awaited.discard(report.number)
+        self.is_unavailable = False
         self.share_of = max(self.gateways, verdict.gateways)
         self.base, self.used_elsewhere = verdict.base, verdict.used_elsewhere
         self._used_when_left = self.used
@@ -179,15 +195,16 @@ class Account:
         self._tokens = self._known(self.limits.tokens_per_minute, verdict.tokens, now_s)
         self._set_rates()
 
-    def unsaid(self, report: Report, now_s: float) -> None:
-        """The report may not have arrived."""
+    def unreported(self, report: Report, now_s: float) -> None:
+        """The report may not have arrived, and nobody waits for its answer."""
+        self._awaited.discard(report.number)
         self._debt_requests.give_back(report.delta_requests, now_s)
         self._debt_tokens.give_back(report.delta_tokens, now_s)
 
     # ---- without Redis -------------------------------------------------------------------------------------------
 
-    def refusal_of_share(self, asked: Grant, kv_tokens: int | None, now_s: float) -> tuple[Reason, float] | None:
-        """Why not, and for how many seconds; None: there is room. The request holds its part already (hold)."""
+    def refusal_of_share(self, asked: Reservation, kv_tokens: int | None, now_s: float) -> tuple[Reason, float] | None:
+        """Why not, and for how many seconds; None: there is room."""
         self._leave(now_s)
         reason = self._over_total(asked.tokens, kv_tokens)
         if reason is not None:
@@ -210,24 +227,24 @@ class Account:
 
     def _over_total(self, need: int, kv_tokens: int | None) -> Reason | None:
         """Limits that no minute refills, of which this gateway has its share of what was left."""
-        limits, shared, before = self.limits, self.share_of, self.reserved - need
+        limits, shared = self.limits, self.share_of
         if limits.token_budget is not None:
             if self.spent >= limits.token_budget:
                 return "budget"
             left = limits.token_budget - self.used_elsewhere - self._used_when_left
-            if self.used - self._used_when_left + before >= left / shared:
+            if self.used - self._used_when_left + self.reserved >= left / shared:
                 return "budget_reserved"
-        if limits.concurrency is not None and self.running > max(1, limits.concurrency // shared):
+        if limits.concurrency is not None and self.running >= max(1, limits.concurrency // shared):
             return "concurrency"
-        if kv_tokens is not None and before > 0 and self.reserved > kv_tokens / shared:
+        if kv_tokens is not None and self.reserved > 0 and self.reserved + need > kv_tokens / shared:
             return "kv_share"
         return None
 
     def _leave(self, now_s: float) -> None:
         """From the whole tenant's buckets to this gateway's share of them."""
-        if self.is_away:
+        if self.is_unavailable:
             return
-        self.is_away = True
+        self.is_unavailable = True
         for bucket in self.left(now_s):
             if bucket is not None:
                 bucket.level /= self.share_of
@@ -252,10 +269,10 @@ class Account:
         self._debt_tokens.rate = (self.limits.tokens_per_minute or 0) / self.share_of
 
     def _changed(self, before: Bucket | None, limit: int | None, now_s: float) -> Bucket | None:
-        """A bucket of the new limit, as full as before; what Redis says next is the truth."""
+        """A bucket of the new limit, as full as before, until Redis answers next."""
         if limit is None:
             return None
-        size = max(1.0, limit / self.share_of) if self.is_away else float(limit)
+        size = max(1.0, limit / self.share_of) if self.is_unavailable else float(limit)
         return Bucket(size, size if before is None else min(size, before.fill(now_s)), now_s)
 
     def _known(self, limit: int | None, level: float | None, now_s: float) -> Bucket | None:

@@ -1,10 +1,10 @@
 """Each gateway's own copy of the tenants: which key is whose, and what each may take.
 
-Read again when the version in Redis changes, which is announced and polled for. While Redis is away the copy goes on
-serving; when Redis comes back without the tenants, or as it was some changes ago, the copy is written to it again. A
-file keeps the copy for the gateway's next life.
+Read again when the version in Redis changes, which is announced and polled for. While Redis is unavailable the copy
+goes on serving; when Redis comes back without the tenants, or as it was some changes ago, the copy is written to it
+again. A file keeps the copy for the gateway's next life.
 
-    unknown --first reading--> certain --Redis away, or 2 s--> uncertain (known keys go on) --reading--> certain
+    unknown --first reading--> certain --Redis unavailable, or 2 s--> uncertain (known keys go on) --reading--> certain
 """
 
 import asyncio
@@ -16,19 +16,19 @@ from pathlib import Path
 
 import msgspec
 
-from cluster.coordination import keys
-from cluster.coordination.changes import Announcements, NoAnnouncements
-from cluster.coordination.client import RedisAway
-from cluster.state_file import merge_state, read_state
-from cluster.tenants.store import Mark, Reading, TenantStore
-from cluster.tenants.tenant import NO_LIMITS, Limits, Tenant
+from tandem.cluster.state import keys
+from tandem.cluster.state.notifications import Announcements, NoAnnouncements
+from tandem.cluster.state.redis_client import RedisUnavailable
+from tandem.cluster.state.snapshot_file import merge_state, read_state
+from tandem.cluster.tenants.store import Mark, Reading, TenantStore
+from tandem.cluster.tenants.tenant import NO_LIMITS, Limits, Tenant
 
 log = logging.getLogger("tandem.tenants")
 POLL_S = 0.5
-HEARING_POLL_S = 1.0
-"""While changes are announced: well below CERTAIN_S, because a poll is also what says that nothing has changed."""
+SUBSCRIBED_POLL_S = 1.0
+"""While changes are announced: well below CERTAIN_S, because only a poll confirms that nothing has changed."""
 CERTAIN_S = 2.0
-"""For so long a reading says that a key not in it is nobody's: a Redis that is frozen may take long to fail."""
+"""For this time after a reading, a key not in it does not exist: a frozen Redis may take long to fail."""
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +65,7 @@ class TenantDirectory:
         self.saved_spent: Mapping[str, tuple[int, int]] = {}
         self.is_known = False
 
-    # ---- asked by requests: never waits --------------------------------------------------------------------------
+    # ---- called by requests: never waits --------------------------------------------------------------------------
 
     @property
     def is_certain(self) -> bool:
@@ -77,7 +77,8 @@ class TenantDirectory:
         return bool(self.tenants) or self._unreadable > 0
 
     def tenant_of(self, digest: bytes) -> str | None:
-        """Whose key has this SHA-256. The digest of a random key gives nothing away by how long its lookup takes."""
+        """The tenant whose key has this SHA-256. The digest of a random key gives nothing away by how long its lookup
+        takes."""
         found = self._by_digest.get(digest.hex())
         if found is None or (found[1] is not None and found[1] <= self._wall_clock()):
             return None
@@ -99,12 +100,12 @@ class TenantDirectory:
             self._take({tenant.name: tenant for tenant in saved.tenants}, saved.unreadable)
 
     async def refresh(self) -> None:
-        """Reads what has changed. RedisAway: the copy stays, and keys that it does not hold are uncertain."""
+        """Reads what has changed. RedisUnavailable: the copy stays, and keys that it does not hold are uncertain."""
         async with self._refreshing:
             began_s = self._clock()
             try:
                 await self._refresh()
-            except RedisAway:
+            except RedisUnavailable:
                 self._read_s = -math.inf
                 raise
             self._read_s = began_s
@@ -115,24 +116,24 @@ class TenantDirectory:
             is_trusting = False
             try:
                 await self.refresh()
-                is_trusting = changes.is_hearing
-            except RedisAway as error:
+                is_trusting = changes.is_subscribed
+            except RedisUnavailable as error:
                 log.debug("tenants were not read: %s", error)
             except Exception:
                 log.exception("tenants were not read: going on with the last known ones")
-            await changes.wait(keys.TENANTS, max(period_s, HEARING_POLL_S) if is_trusting else period_s)
+            await changes.wait(keys.TENANTS, max(period_s, SUBSCRIBED_POLL_S) if is_trusting else period_s)
 
     async def save(self, spent: Mapping[str, tuple[int, int]]) -> None:
-        """Writes the copy to the file when that says something else. It holds hashes of keys, and is its owner's only.
+        """Writes the copy to the file when that differs. It holds hashes of keys, and is its owner's only.
 
-        All gateways of a service write there, each with what it knows: of a budget the most that was spent stays.
+        All gateways of a service write there, each its own copy: of a budget the most that was spent stays.
         """
         if self._file is not None and self.is_known:
             known = dict(spent)
             await asyncio.to_thread(merge_state, self._file, Saved, lambda there: self._saved(there, known))
 
     def _saved(self, there: Saved | None, spent: Mapping[str, tuple[int, int]]) -> Saved:
-        """The copy as it is when this gateway's turn to write has come (on a thread), and what the file said of budgets
+        """The copy at the moment of writing (on a thread), and the file's counts of budgets
         that are counted now. When that is not known, a later budget replaces an earlier one."""
         tenants = self.tenants
         is_whole = self.is_certain and not self._unreadable
@@ -163,7 +164,7 @@ class TenantDirectory:
         self._take(reading.tenants, reading.unreadable)
 
     def _was_lost(self, mark: Mark) -> bool:
-        """A copy that only a file remembers fills an empty Redis, but says nothing about one with other tenants."""
+        """A copy that only a file remembers fills an empty Redis, but does not apply to one with other tenants."""
         if self._origin is None or mark.origin == self._origin:
             return False
         return mark.origin is None or self._mark is not None
@@ -178,7 +179,7 @@ class TenantDirectory:
 def _most(
     one: Mapping[str, tuple[int, int]], other: Mapping[str, tuple[int, int]], budgets: Mapping[str, int] | None
 ) -> dict[str, tuple[int, int]]:
-    """Of each budget the most that either says. budgets: ids of those that count; None: the latest that are told."""
+    """The larger count of each budget. budgets: ids of those that count; None: the latest of both."""
     most: dict[str, tuple[int, int]] = {}
     for name, known in [*one.items(), *other.items()]:
         if budgets is None or budgets.get(name) == known[0]:

@@ -5,7 +5,7 @@
     carried_on            the file is full: what it owes is in the next one
 
 A file is locked while its gateway writes it. What an unlocked one still owes ends as client_lost (read_rows), for its
-gateway is gone. A torn last line was never promised to anybody.
+gateway is gone. A torn last line was never acknowledged.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from cluster.tenants.usage import CLIENT_LOST, UsageRow
+from tandem.cluster.tenants.billing_record import CLIENT_LOST, UsageRow
 
 log = logging.getLogger("tandem.ledger")
 PREFIX, SUFFIX = "usage-", ".jsonl"
@@ -104,7 +104,7 @@ class Journal:
                 written.set()
 
     def _write(self, batch: list[Line], owed: list[Accepted]) -> None:
-        """On the thread. A batch without an end needs no sync: it only says what is owed."""
+        """On the thread. A batch without an end needs no sync: it only lists what is owed."""
         data = _encoded(batch)
         if self.is_failing:
             data = b"\n" + data  # after a torn line
@@ -116,7 +116,7 @@ class Journal:
             self._rotate(owed)
 
     def _rotate(self, owed: list[Accepted]) -> None:
-        """The next file begins with what is owed, then the last one says that it owes nothing any more."""
+        """The next file begins with what is owed, then the last one is marked as owing nothing."""
         before, self._descriptor = self._descriptor, self._open()
         self._opened_s = time.monotonic()
         _write_whole(self._descriptor, _encoded(owed))

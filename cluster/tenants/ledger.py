@@ -17,17 +17,16 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 
-from cluster.coordination import keys
-from cluster.coordination.client import Commands, Part, RedisAway
-from cluster.gateway.state import Opening, Outcome
-from cluster.tenants.journal import Accepted, Journal, left_behind, read_rows
-from cluster.tenants.usage import UsageRow, day_of, pack
+from tandem.cluster.state import keys
+from tandem.cluster.state.redis_client import Commands, Part, RedisUnavailable
+from tandem.cluster.tenants.billing_record import Opening, Outcome, UsageRow, day_of, pack
+from tandem.cluster.tenants.journal import Accepted, Journal, left_behind, read_rows
 
 log = logging.getLogger("tandem.ledger")
 BATCH = 256
 MAX_WAITING = 50_000
-"""Rows kept in memory while Redis is away; the journal has them all."""
-PERIOD_S, CALM_PERIOD_S = 1.0, 5.0
+"""Rows kept in memory while Redis is unavailable; the journal has them all."""
+PERIOD_S, IDLE_PERIOD_S = 1.0, 5.0
 """Between two looks, whether Redis has lost rows, while something is to be sent and while Redis has everything."""
 LOOK_PERIOD_S = 30.0
 
@@ -53,7 +52,7 @@ class UsageLedger:
         self._wall_clock = wall_clock
         self._clock = clock
         self._waiting: deque[UsageRow] = deque()
-        self._hurried = asyncio.Event()
+        self._triggered = asyncio.Event()
         self._sending = asyncio.Lock()
         self._origin: str | None = None
         self._must_replay = True
@@ -90,13 +89,13 @@ class UsageLedger:
             await self._journal.sync()
         except asyncio.CancelledError:
             self._must_replay = True
-            self._hurried.set()
+            self._triggered.set()
             raise
         self._waiting.append(row)
         if len(self._waiting) > MAX_WAITING and not self._journal.is_failing:
             self._waiting.clear()
             self._must_replay = True
-        self._hurried.set()
+        self._triggered.set()
 
     # ---- to Redis ------------------------------------------------------------------------------------------------
 
@@ -106,23 +105,23 @@ class UsageLedger:
             period_s = PERIOD_S
             try:
                 await self.send()
-                period_s = CALM_PERIOD_S
-            except RedisAway as error:
+                period_s = IDLE_PERIOD_S
+            except RedisUnavailable as error:
                 log.debug("%d usage rows wait: %s", len(self._waiting), error)
             except Exception:
                 log.exception("usage rows were not sent: they stay in the journal")
                 self._must_replay = True
             try:
                 async with asyncio.timeout(period_s):
-                    await self._hurried.wait()
+                    await self._triggered.wait()
             except TimeoutError:
                 continue
             await asyncio.sleep(0.05)  # more will have ended by then
 
     async def send(self) -> None:
-        """Brings everything to Redis that is not there: RedisAway leaves the rest for the next time."""
+        """Brings everything to Redis that is not there: RedisUnavailable leaves the rest for the next time."""
         async with self._sending:
-            self._hurried.clear()
+            self._triggered.clear()
             await self._look_for_loss()
             await self._replay_own()
             await self._replay_left_behind()
@@ -138,7 +137,7 @@ class UsageLedger:
         self._look_at_s = self._clock()  # nobody may come after this one to take up what was left a moment ago
         try:
             await self.send()
-        except RedisAway as error:
+        except RedisUnavailable as error:
             is_told = False
             log.warning("%d usage rows are in %s only: %s", len(self._waiting), self._folder, error)
         await self._journal.close()
@@ -155,7 +154,7 @@ class UsageLedger:
         )
         assert isinstance(answers, list), answers
         if not isinstance(answers[0], bytes):
-            raise RedisAway("it lost what was just written")
+            raise RedisUnavailable("it lost what was just written")
         origin = answers[0].decode()
         if origin != self._origin or int(answers[1] or 0) < self._written:
             if self._origin is not None:

@@ -1,9 +1,9 @@
 """Quotas of one gateway: each request is admitted by one script call, and settled when it ends.
 
-The owner task of a request calls admit and settle. Redis counts for all gateways (quota_script.py); while it is away
-each goes on with its share (account.py). A beat tells Redis what has changed: freed concurrency and unused tokens at
-once, everything that runs once a second, which renews this gateway's lease. The beat also finds out that Redis is back:
-once it counts as away, no request waits for it.
+The owner task of a request calls admit and settle. Redis counts for all gateways (quota_script.py); while it is
+unavailable each goes on with its share (account.py). A heartbeat reports changes to Redis: freed concurrency and unused
+tokens at once, everything that runs once a second, which renews this gateway's lease. The heartbeat also finds out that
+Redis is back: while it is unavailable, no request waits for it.
 """
 
 import asyncio
@@ -12,22 +12,23 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import count
 from typing import Any, Protocol
 
 import msgspec
 
-from cluster.coordination import keys
-from cluster.coordination.client import RedisAway
-from cluster.tenants.account import Account, Bucket
-from cluster.tenants.admission import Grant, Header, OverLimit, Reason
-from cluster.tenants.quota_script import QUOTA_SCRIPT, Report, Verdict
-from cluster.tenants.tenant import NO_LIMITS, Limits, Tenant
+from tandem.cluster.state import keys
+from tandem.cluster.state.redis_client import RedisUnavailable
+from tandem.cluster.tenants.account import Account, Bucket
+from tandem.cluster.tenants.quota_script import QUOTA_SCRIPT, Report, Verdict
+from tandem.cluster.tenants.tenant import NO_LIMITS, Limits, Tenant
+from tandem.cluster.tenants.tenant_admission import Header, OverLimit, Reason, Reservation
 
 log = logging.getLogger("tandem.tenants")
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 LEAST_PERIOD_S = 0.05
 AT_ONCE = 32
-"""Script calls in flight: a burst waits its turn here instead of running into the client's deadline."""
+"""Script calls in flight: a burst waits here instead of running into the client's deadline."""
 MAX_RETRY_S = 60.0
 LEAST_RETRY_S = 1.0
 LEAST_SPREAD_S = 4.0
@@ -87,8 +88,9 @@ class Quota:
         self._random = random
         self._server_ms = server_ms
         self._accounts: dict[str, Account] = {}
-        self._unsaid: set[str] = set()
-        self._hurried = asyncio.Event()
+        self._numbers = count(1)
+        self._unreported: set[str] = set()
+        self._triggered = asyncio.Event()
         self._renew_at_s = clock()
         self._turns = asyncio.Semaphore(AT_ONCE)
         self._saved_spent: Mapping[str, tuple[int, int]] = {}
@@ -99,30 +101,34 @@ class Quota:
         known = self._directory.tenants.get(tenant)
         return known.limits if known is not None else NO_LIMITS
 
-    async def admit(self, tenant: str, prompt_tokens: int, output_tokens: int, *, is_open_ended: bool = False) -> Grant:
+    async def admit(
+        self, tenant: str, prompt_tokens: int, output_tokens: int, *, is_open_ended: bool = False
+    ) -> Reservation:
         account = self._account(tenant)
         if account is None:
-            return Grant(tenant)
+            return Reservation(tenant)
         expected = min(output_tokens, OPEN_OUTPUT_TOKENS) if is_open_ended else output_tokens
-        grant = _grant(account.limits, tenant, prompt_tokens, output_tokens, expected)
+        reservation = _reservation(account.limits, tenant, prompt_tokens, output_tokens, expected)
         async with self._turns:
             # while this waited the tenant may have been removed, and its account with it
             account = self._accounts.get(tenant) or self._put(account)
-            account.hold(grant.tokens)
             try:
-                return await self._reserve(account, grant)
-            except BaseException:
-                account.release(grant.tokens)
-                self._say_soon(tenant)
+                granted = await self._reserve(account, reservation)
+            except OverLimit:
                 raise
+            except BaseException:
+                self._say_soon(tenant)  # Redis may have granted it
+                raise
+            account.hold(reservation.tokens)
+            return granted
 
-    def settle(self, grant: Grant, used_tokens: int) -> None:
-        if not grant.is_counted:
+    def settle(self, reservation: Reservation, used_tokens: int) -> None:
+        if not reservation.is_counted:
             return
-        account = self._accounts[grant.tenant]
-        account.release(grant.tokens)
-        account.bill(grant.charge, used_tokens, self._clock())
-        self._say_soon(grant.tenant)
+        account = self._accounts[reservation.tenant]
+        account.release(reservation.tokens)
+        account.bill(reservation.charge, used_tokens, self._clock())
+        self._say_soon(reservation.tenant)
 
     def headers(self, tenant: str) -> Sequence[Header]:
         account = self._account(tenant)
@@ -135,7 +141,7 @@ class Quota:
             *_headers(b"tokens", limits.tokens_per_minute, tokens),
         ]
 
-    # ---- the beat ------------------------------------------------------------------------------------------------
+    # ---- heartbeat ------------------------------------------------------------------------------------------------
 
     def restore(self, spent: Mapping[str, tuple[int, int]]) -> None:
         """What an earlier life knew of budgets (budget id, tokens), for a Redis that has lost it."""
@@ -146,49 +152,49 @@ class Quota:
         return dict(self._saved_spent) | {a.name: (a.budget_id, a.spent) for a in self._accounts.values()}
 
     async def run(self) -> None:
-        """Beats until it is cancelled; not while nobody has an account."""
+        """Sends heartbeats until it is cancelled; none while no tenant has an account."""
         while True:
             try:
-                await self.beat()
+                await self.send_heartbeat()
             except Exception:
-                log.exception("quotas were not told to Redis")
+                log.exception("quotas were not reported to Redis")
             await asyncio.sleep(LEAST_PERIOD_S)
             with suppress(TimeoutError):
-                async with asyncio.timeout(BEAT_S - LEAST_PERIOD_S if self._accounts else None):
-                    await self._hurried.wait()
+                async with asyncio.timeout(HEARTBEAT_S - LEAST_PERIOD_S if self._accounts else None):
+                    await self._triggered.wait()
 
-    async def beat(self) -> None:
-        """Tells Redis of every account with news. What cannot be told now is told at the next beat."""
-        self._hurried.clear()
+    async def send_heartbeat(self) -> None:
+        """Reports every changed account to Redis. A report that fails is sent with the next heartbeat."""
+        self._triggered.clear()
         self._forget_removed()
         if self._clock() >= self._renew_at_s:  # however often others have news
-            self._renew_at_s = self._clock() + BEAT_S - LEAST_PERIOD_S
-            self._unsaid.update(name for name, account in self._accounts.items() if account.running)
-        for name in list(self._unsaid):
+            self._renew_at_s = self._clock() + HEARTBEAT_S - LEAST_PERIOD_S
+            self._unreported.update(name for name, account in self._accounts.items() if account.running)
+        for name in list(self._unreported):
             account = self._account(name)
-            self._unsaid.discard(name)
+            self._unreported.discard(name)
             if account is None:
                 continue
             try:
                 await self._ask(account, account.report(self._clock(), None))
-            except RedisAway:
-                self._unsaid.add(name)
+            except RedisUnavailable:
+                self._unreported.add(name)
                 return
 
     def tell_again(self) -> None:
-        """Every account, at the next beat, which is soon."""
-        self._unsaid.update(self._accounts)
-        self._hurried.set()
+        """Reports every account at the next heartbeat, which is soon."""
+        self._unreported.update(self._accounts)
+        self._triggered.set()
 
     def _say_soon(self, tenant: str) -> None:
-        self._unsaid.add(tenant)
-        self._hurried.set()
+        self._unreported.add(tenant)
+        self._triggered.set()
 
     def _forget_removed(self) -> None:
         known = self._directory.tenants
-        for name in [n for n, account in self._accounts.items() if n not in known and not account.running]:
+        for name in [n for n, account in self._accounts.items() if n not in known and account.is_idle]:
             del self._accounts[name]
-            self._unsaid.discard(name)
+            self._unreported.discard(name)
 
     # ---- one call ------------------------------------------------------------------------------------------------
 
@@ -200,7 +206,9 @@ class Quota:
         account = self._accounts.get(name)
         if account is None:
             now_s = self._clock()
-            account = Account(name, tenant.limits, tenant.budget_id, self._gateway, self._gateways, now_s)
+            account = Account(
+                name, tenant.limits, tenant.budget_id, self._gateway, self._gateways, now_s, self._numbers
+            )
             budget_id, spent = self._saved_spent.get(name, (0, 0))
             if budget_id == tenant.budget_id:
                 account.base = account.used_elsewhere = float(spent)
@@ -209,44 +217,44 @@ class Quota:
         return account
 
     def _put(self, account: Account) -> Account:
-        """The first one starts the beats."""
+        """The account of a tenant; the first one starts the heartbeats."""
         self._accounts[account.name] = account
-        self._hurried.set()
+        self._triggered.set()
         return account
 
-    async def _reserve(self, account: Account, grant: Grant) -> Grant:
-        """The grant with what was charged indeed."""
+    async def _reserve(self, account: Account, reservation: Reservation) -> Reservation:
+        """The reservation with the tokens that were charged."""
         kv_tokens = self._kv_limit(account)
-        report = account.report(self._clock(), kv_tokens, grant)
+        report = account.report(self._clock(), kv_tokens, reservation)
         try:
             verdict = await self._ask(account, report, may_probe=False)
-        except RedisAway as error:
+        except RedisUnavailable as error:
             now_s = self._clock()
-            if not account.is_away:
-                log.warning("quota of %s: Redis is away (%s); going on with a share of it", account.name, error)
-            refused = account.refusal_of_share(grant, kv_tokens, now_s)
+            if not account.is_unavailable:
+                log.warning("quota of %s: Redis is unavailable (%s); going on with a share of it", account.name, error)
+            refused = account.refusal_of_share(reservation, kv_tokens, now_s)
             if refused is not None:
-                raise self._refusal(account.limits, *refused, grant) from None
-            self._unsaid.add(account.name)
-            return grant._replace(charge=account.take_from_share(grant.charge, now_s))
+                raise self._refusal(account.limits, *refused, reservation) from None
+            self._unreported.add(account.name)
+            return reservation._replace(charge=account.take_from_share(reservation.charge, now_s))
         if not verdict.ok:
             reason = msgspec.convert(verdict.reason, Reason)
-            raise self._refusal(account.limits, reason, verdict.wait_ms / 1000, grant)
-        return grant
+            raise self._refusal(account.limits, reason, verdict.wait_ms / 1000, reservation)
+        return reservation
 
     async def _ask(self, account: Account, report: Report, *, may_probe: bool = True) -> Verdict:
         report.now_ms = None if self._server_ms is None else self._server_ms()
         names = (keys.quota(account.name), keys.quota_gateways(account.name))
         try:
             answer = await self._redis.script(QUOTA_SCRIPT, names, [msgspec.json.encode(report)], may_probe=may_probe)
+            verdict = msgspec.json.decode(answer, type=Verdict)
         except BaseException:
-            account.unsaid(report, self._clock())
+            account.unreported(report, self._clock())
             raise
-        verdict = msgspec.json.decode(answer, type=Verdict)
-        account.learn(verdict, self._clock())
+        account.learn(report, verdict, self._clock())
         return verdict
 
-    def _refusal(self, limits: Limits, reason: Reason, wait_s: float, grant: Grant) -> OverLimit:
+    def _refusal(self, limits: Limits, reason: Reason, wait_s: float, reservation: Reservation) -> OverLimit:
         limit = {
             "requests": limits.requests_per_minute,
             "tokens": limits.tokens_per_minute,
@@ -254,8 +262,8 @@ class Quota:
             "budget": limits.token_budget,
             "budget_reserved": limits.token_budget,
         }.get(reason)
-        is_open_ended = grant.wanted < grant.charge
-        tokens = grant.wanted if is_open_ended and reason == "tokens" else grant.tokens
+        is_open_ended = reservation.wanted < reservation.charge
+        tokens = reservation.wanted if is_open_ended and reason == "tokens" else reservation.tokens
         message = WORDS[reason].format(limit=limit, tokens=tokens)
         if reason == "budget":
             return OverLimit(message, reason=reason, retry_after_s=None, code="insufficient_quota")
@@ -271,18 +279,20 @@ class Quota:
         return int(share * total)
 
 
-def _grant(limits: Limits, tenant: str, prompt_tokens: int, output_tokens: int, expected_tokens: int) -> Grant:
-    """What a request asks for. Its charge is at most a full minute; a prompt beyond that never fits. expected_tokens:
-    of the output, what must be left now."""
+def _reservation(
+    limits: Limits, tenant: str, prompt_tokens: int, output_tokens: int, expected_tokens: int
+) -> Reservation:
+    """The reservation that a request needs. Its charge is at most a full minute; a prompt beyond that never fits.
+    expected_tokens: of the output, what must be left now."""
     tokens = prompt_tokens + output_tokens
     minute = limits.tokens_per_minute
     if minute is not None and prompt_tokens > minute:
         message = f"The prompt has {prompt_tokens} tokens; this tenant may use {minute} a minute."
         raise OverLimit(message, reason="tokens", retry_after_s=None, code="rate_limit_exceeded")
     if minute is None:
-        return Grant(tenant, tokens, tokens, tokens, is_counted=True)
+        return Reservation(tenant, tokens, tokens, tokens, is_counted=True)
     wanted = min(prompt_tokens + expected_tokens, minute)
-    return Grant(tenant, tokens, min(tokens, minute), wanted, is_counted=True)
+    return Reservation(tenant, tokens, min(tokens, minute), wanted, is_counted=True)
 
 
 def _headers(what: bytes, limit: int | None, bucket: Bucket | None) -> list[Header]:

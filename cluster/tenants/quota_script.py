@@ -1,21 +1,25 @@
-"""The one Lua script that counts tenants, and the words that go in and out of it.
+"""The one Lua script that counts tenants, and its arguments and answers.
 
-Run once to admit a request, and by the beat to tell what has changed since. All of a tenant is in one hash and one
+Run once to admit a request, and by the heartbeat to report changes since. All of a tenant is in one hash and one
 sorted set of a common hash tag, so the script is atomic on a cluster too:
 
     requests, tokens, at_ms      token buckets: how full they were when; a minute's limit is size and rate per minute
     n:G r:G u:G s:G              of gateway G: requests running, tokens reserved, budget tokens used, its last report
+    w:G                          of its requests that awaited an answer then: what was granted to them since (JSON)
     budget, base                 which budget is counted; tokens used by gateways that are gone for a day
     gateways zset                G to the end of its lease: after it n and r of G count as nothing, u still counts
 
-What a gateway says of itself is absolute, so a report may be lost or run twice; only bucket charges are differences,
-and those a minute heals. A gateway that dies frees its concurrency by the end of its lease.
+What a gateway reports of itself is absolute, so a report may be lost, late or run twice; only bucket charges are
+differences, and those a minute heals. It has reservations that were made, never those requested: calls come here in any
+order, and requests that counted would shut each other out while places are free. A reservation counts at once, until
+its gateway reports that it has the answer, or waits for it no more. A gateway that dies frees its concurrency by
+the end of its lease.
 """
 
 import msgspec
 
 LEASE_MS = 5000
-"""Five beats."""
+"""Five heartbeats."""
 
 QUOTA_SCRIPT = """
 local a = cjson.decode(ARGV[1])
@@ -67,23 +71,42 @@ for i = 1, #listed, 2 do
       gone = gone + num('u:' .. g)
     else
       base = base + num('u:' .. g)
-      redis.call('HDEL', hash, 'n:' .. g, 'r:' .. g, 'u:' .. g, 's:' .. g)
+      redis.call('HDEL', hash, 'n:' .. g, 'r:' .. g, 'u:' .. g, 's:' .. g, 'w:' .. g)
       redis.call('ZREM', leases, g)
     end
   end
 end
 
+-- awaited: report number to tokens granted, false while there is no verdict
+local mine, held, number = a.running, a.reserved, tostring(a.number)
+local is_news = a.number > num('s:' .. a.gateway)
+local before = h['w:' .. a.gateway] and cjson.decode(h['w:' .. a.gateway]) or {}
+local awaited, used_here = before, a.used
+if is_news then
+  awaited = {}
+  if a.admit then awaited[number] = false end
+  for _, other in ipairs(a.awaited or {}) do
+    local granted = before[tostring(other)] or false
+    awaited[tostring(other)] = granted
+    if granted then mine, held = mine + 1, held + granted end
+  end
+else
+  mine, held = num('n:' .. a.gateway), num('r:' .. a.gateway)
+  used_here = math.max(used_here, num('u:' .. a.gateway))
+end
+
 local reason, wait_ms = '', 0
-local used = base + gone + spent + a.used
-local before = reserved + a.reserved - a.need
-if a.admit then
+local used = base + gone + spent + used_here
+if a.admit and awaited[number] == nil then
+  reason = 'concurrency' -- nobody hears this: its gateway goes on without an answer, or had it already
+elseif a.admit and not awaited[number] then
   if a.token_budget and counts_budget and used >= a.token_budget then
     reason = 'budget'
-  elseif a.token_budget and counts_budget and used + before >= a.token_budget then
+  elseif a.token_budget and counts_budget and used + reserved + held >= a.token_budget then
     reason = 'budget_reserved'
-  elseif a.concurrency and running + a.running > a.concurrency then
+  elseif a.concurrency and running + mine >= a.concurrency then
     reason = 'concurrency'
-  elseif a.kv_tokens and before > 0 and before + a.need > a.kv_tokens then
+  elseif a.kv_tokens and reserved + held > 0 and reserved + held + a.need > a.kv_tokens then
     reason = 'kv_share'
   elseif requests and requests < 1 then
     reason, wait_ms = 'requests', (1 - requests) * 60000 / a.requests_per_minute
@@ -92,7 +115,9 @@ if a.admit then
   else
     if requests then requests = requests - 1 end
     if tokens then tokens = tokens - a.charge end
+    mine, held, awaited[number] = mine + 1, held + a.need, a.need
   end
+  if reason ~= '' then awaited[number] = nil end
 end
 
 local function put(field, value) redis.call('HSET', hash, field, string.format('%.17g', value)) end
@@ -101,12 +126,15 @@ put('base', base)
 if requests then put('requests', requests) else redis.call('HDEL', hash, 'requests') end
 if tokens then put('tokens', tokens) else redis.call('HDEL', hash, 'tokens') end
 if counts_budget then put('budget', a.budget_id) end
-if a.number > num('s:' .. a.gateway) then
-  local mine, held = a.running, a.reserved
-  if reason ~= '' then mine, held = mine - 1, held - a.need end
+put('n:' .. a.gateway, mine)
+put('r:' .. a.gateway, held)
+if next(awaited) then
+  redis.call('HSET', hash, 'w:' .. a.gateway, cjson.encode(awaited))
+else
+  redis.call('HDEL', hash, 'w:' .. a.gateway)
+end
+if is_news then
   put('s:' .. a.gateway, a.number)
-  put('n:' .. a.gateway, mine)
-  put('r:' .. a.gateway, held)
   if counts_budget then put('u:' .. a.gateway, a.used) end
 end
 redis.call('ZADD', leases, now + a.lease_ms, a.gateway)
@@ -118,12 +146,12 @@ return cjson.encode({ok = reason == '', reason = reason, wait_ms = wait_ms, requ
 
 
 class Report(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What a gateway tells and asks, of one tenant. Tokens and requests; None: no such limit.
+    """One gateway's report and request, of one tenant. Tokens and requests; None: no such limit.
 
-    running, reserved, used: absolute, this gateway's, with the request that is asked for. number: grows with every
-    report. need: tokens that the request reserves. charge: of those, taken from the minute's bucket; wanted: of those,
-    what the bucket must hold. delta_*: what the buckets do not know yet. known_*: what this gateway last knew, for a
-    Redis that has lost it.
+    running, reserved, used: absolute, this gateway's, without requests that await an answer. number: grows with every
+    report. awaited: the reports that asked for those, but for this one. need: tokens that the request reserves. charge:
+    of those, taken from the minute's bucket; wanted: of those, what the bucket must hold. delta_*: what the buckets do
+    not know yet. known_*: what this gateway last knew, for a Redis that has lost it.
     """
 
     gateway: str
@@ -149,6 +177,7 @@ class Report(msgspec.Struct, kw_only=True, omit_defaults=True):
     kv_tokens: int | None = None
     known_requests: float | None = None
     known_tokens: float | None = None
+    awaited: list[int] = []
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):

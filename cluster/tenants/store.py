@@ -1,7 +1,8 @@
 """Tenants as durable desired state in Redis: what the CLI and the admin routes change, and gateways read.
 
-Every change is one compare-and-set that also raises a version and announces it (changes.py), so writers never lose each
-other's changes, and readers look at two small keys. Raises RequestRefused for what the caller can mend and RedisAway.
+Every change is one compare-and-set that also raises a version and announces it (notifications.py), so writers never
+lose each other's changes, and readers look at two small keys. Raises RequestRefused for what the caller can mend and
+RedisUnavailable.
 """
 
 import logging
@@ -12,12 +13,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from cluster.adapters.owned import adapters_of
-from cluster.coordination import keys
-from cluster.coordination.changes import ANNOUNCE
-from cluster.coordination.client import Commands
-from cluster.tenants.tenant import HashedKey, Limits, Tenant, changed_limits, check_name, digest_of, new_key
-from workers.errors import RequestRefused
+from tandem.cluster.adapters.owned import adapters_of
+from tandem.cluster.state import keys
+from tandem.cluster.state.notifications import ANNOUNCE
+from tandem.cluster.state.redis_client import Commands
+from tandem.cluster.tenants.tenant import HashedKey, Limits, Tenant, changed_limits, check_name, digest_of, new_key
+from tandem.workers.messages.errors import RequestRefused
 
 log = logging.getLogger("tandem.tenants")
 MAX_GRACE_S = 30 * 86400.0
@@ -54,7 +55,7 @@ _KEYS = (keys.TENANTS, keys.TENANTS_VERSION, keys.TENANTS_ORIGIN)
 
 
 class Mark(NamedTuple):
-    """Tells one state of the tenants from another. origin None: nothing was ever written to this Redis."""
+    """A mark that distinguishes states of the tenants. origin None: nothing was ever written to this Redis."""
 
     origin: str | None
     version: int

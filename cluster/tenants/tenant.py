@@ -12,10 +12,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from workers.errors import RequestRefused
+from tandem.workers.messages.errors import RequestRefused
 
 DEFAULT_TENANT = "default"
-"""Whose requests are that come without a tenant's key: all of an open API, and those with an --api-key."""
+"""The tenant of requests without a tenant's key: all of an open API, and those with an --api-key."""
 KEY_PREFIX = "sk-tandem-"
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _Count = Annotated[int, Meta(ge=1, le=10**12)]

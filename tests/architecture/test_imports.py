@@ -1,6 +1,7 @@
 """The import rules of CONTRIBUTING.md: direction between folders, libraries in their places, torch-free processes."""
 
 import ast
+import re
 import subprocess
 import sys
 import textwrap
@@ -22,13 +23,18 @@ ONLY_IN = {
     "fastapi": ("cluster/",),
     "starlette": ("cluster/",),
     "pydantic": ("cluster/",),
-    "redis": ("cluster/coordination/client.py",),
-    "fsspec": ("workers/adapter_source.py",),
+    "redis": ("cluster/state/redis_client.py",),
+    "fsspec": ("workers/lora/peft/adapter_source.py",),
     "triton": ("workers/kernels/",),
 }
 TORCH_FREE_FOLDERS = ("configs/", "offload/", "workers/engine/", "workers/text/", "cluster/")
-TRAINING_SCRIPTS = "configs/demo/"
-RANK_SIDE = ("offload/pinned_pool.py", "offload/transfer.py", "offload/weight_copiers.py", "offload/weight_stream.py")
+RANK_SIDE = (
+    "offload/copies/accelerator.py",
+    "offload/copies/host_slab.py",
+    "offload/copies/kv_copies.py",
+    "offload/weights/weight_copiers.py",
+    "offload/weights/weight_stream.py",
+)
 TORCH_LIBRARIES = {"torch", "transformers", "triton", "accelerate", "peft"}
 OURS = set(MAY_IMPORT)
 
@@ -41,7 +47,7 @@ def name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
+def all_imports(path: Path) -> Iterator[tuple[int, str]]:
     """(line, dotted module) of every import statement in a file, those inside functions too."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -49,6 +55,33 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name(path)}:{node.lineno}: relative import"
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """The same with our own modules named by their folders, without the package: `workers.text`."""
+    yield from ((line, module.removeprefix("tandem.")) for line, module in all_imports(path))
+
+
+def every_file() -> list[Path]:
+    return [
+        path
+        for top in (*sorted(OURS), "tests", "benchmarks", "tools", "tandem")
+        for path in sorted((ROOT / top).rglob("*.py"))
+    ]
+
+
+@pytest.mark.parametrize("path", every_file(), ids=name)
+def test_our_packages_are_imported_as_parts_of_tandem(path: Path) -> None:
+    """A user may have packages `configs`, `workers` and `cluster` of his own."""
+    assert not [f"line {line}: {m}" for line, m in all_imports(path) if m.split(".")[0] in OURS]
+    bare = re.compile(rf"""-m["', ]+(?:{"|".join(sorted(OURS))})\.""")
+    assert not bare.search(path.read_text())
+
+
+@pytest.mark.parametrize("top", sorted(OURS))
+def test_a_bare_import_of_our_folders_names_the_package(top: str) -> None:
+    done = subprocess.run([sys.executable, "-c", f"import {top}"], cwd=ROOT, capture_output=True, text=True)
+    assert f"ImportError: import tandem.{top} instead of {top}" in done.stderr
 
 
 def is_below(module: str, allowed: str) -> bool:
@@ -78,7 +111,7 @@ def test_libraries_stay_in_their_places(path: Path) -> None:
 
 @pytest.mark.parametrize("path", [p for p in source_files() if name(p).startswith(TORCH_FREE_FOLDERS)], ids=name)
 def test_the_torch_free_half_never_imports_torch(path: Path) -> None:
-    if name(path).startswith((TRAINING_SCRIPTS, *RANK_SIDE)):
+    if name(path).startswith(RANK_SIDE):
         return
     assert not [f"line {line}: {m}" for line, m in imports(path) if m.split(".")[0] in TORCH_LIBRARIES]
 
@@ -144,23 +177,26 @@ def run_blocked(blocked: tuple[str, ...], body: str) -> subprocess.CompletedProc
 @pytest.mark.parametrize(
     "module",
     [
-        "cluster.gateway.routes",
-        "cluster.adapters.checks",
-        "cluster.routing.serve_router",
-        "cluster.replica",
-        "cluster.app",
-        "cluster.cli",
-        "workers.engine.engine",
-        "workers.rank_group",
-        "workers.models.registry",
-        "workers.adapter_source",
-        "workers.adapter_check",
-        "workers.adapter_pages",
-        "workers.base_tables",
-        "workers.planning",
-        "cluster.commands.plan",
-        "workers.text.tokenizer",
-        "workers.text.chat_template",
+        "tandem.cluster.gateway.routes",
+        "tandem.cluster.adapters.checks",
+        "tandem.cluster.routing.serve_router",
+        "tandem.cluster.group.coordinator",
+        "tandem.cluster.app",
+        "tandem.cluster.cli.main",
+        "tandem.workers.engine.engine",
+        "tandem.workers.executor.rank_group",
+        "tandem.workers.models.spec.families",
+        "tandem.workers.lora.peft.adapter_source",
+        "tandem.workers.lora.peft.adapter_check",
+        "tandem.workers.planning.adapter_room",
+        "tandem.workers.lora.peft.base_tables",
+        "tandem.workers.planning.planner",
+        "tandem.cluster.cli.verbs.plan",
+        "tandem.cluster.cli.verbs.doctor",
+        "tandem.cluster.cli.check_process",
+        "tandem.cluster.deploy.misfits",
+        "tandem.workers.text.tokenizer",
+        "tandem.workers.text.chat_template",
     ],
 )
 def test_torch_free_processes_start_with_torch_blocked(module: str) -> None:
@@ -168,7 +204,9 @@ def test_torch_free_processes_start_with_torch_blocked(module: str) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("module", ["workers.offline", "workers.local_executor", "workers.rank.rank_worker"])
+@pytest.mark.parametrize(
+    "module", ["tandem.workers.offline", "tandem.workers.executor.local_ranks", "tandem.workers.rank.rank_server"]
+)
 def test_workers_run_with_ray_absent(module: str) -> None:
     done = run_blocked(("ray", "redis", "fastapi"), f"import {module}")
     assert done.returncode == 0, done.stderr[-2000:]

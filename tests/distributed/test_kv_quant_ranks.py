@@ -1,4 +1,4 @@
-"""The real engine over a quantized cache: preemption, shared and copied blocks, tiers below the device, and every cut
+"""The real engine over a quantized cache: preemption, shared and copied blocks, lower tiers, and every sharding
 of the ranks leave the tokens as they are (float32; codes that round the other way could only matter at a near-tie)."""
 
 import contextlib
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from configs.schema import (
+from tandem.configs.schema import (
     CacheSettings,
     DeviceSettings,
     EngineSettings,
@@ -17,17 +17,17 @@ from configs.schema import (
     ParallelSettings,
     SchedulerSettings,
 )
+from tandem.workers.build import model_facts, open_executor
+from tandem.workers.engine.base.stats import OffloadStats
+from tandem.workers.engine.engine import Engine
+from tandem.workers.engine.executor import Executor, ExecutorReady
+from tandem.workers.engine.transfers.copy_costs import CopyCosts
+from tandem.workers.executor.tiers import layout_digest
+from tandem.workers.messages.request import Ended, GenerationRequest, SamplingParams, TokenDelta
+from tests.support.in_process import is_in_process, runner_of
 from tests.support.kv_bits import Bits
+from tests.support.loading import load_single
 from tests.support.tiny_models import BY_NAME, save_tiny_model
-from workers.build import model_facts, open_executor
-from workers.engine.copy_costs import CopyCosts
-from workers.engine.engine import Engine
-from workers.engine.executor import Executor, ExecutorReady
-from workers.engine.stats import OffloadStats
-from workers.inprocess_executor import InProcessExecutor
-from workers.messages import Ended, GenerationRequest, SamplingParams, TokenDelta
-from workers.rank.loading import load_single
-from workers.tiers import layout_digest
 
 NUM_TOKENS = 14
 HOST_SLOTS = 24
@@ -106,7 +106,7 @@ class Served:
                 GenerationRequest(request_id=name, prompt_token_ids=prompt(number), sampling=sampling)
             )
         while self.engine.has_work():
-            self.engine.step()
+            self.engine.turn(0.05)
         mine = {(name.removeprefix(wave), choice): tokens for (name, choice), tokens in self.sink.of.items()}
         self.sink.of.clear()
         return mine
@@ -133,7 +133,7 @@ def mixed_requests() -> list[tuple[int, SamplingParams]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path) -> Undisturbed:
-    """Per storage dtype what one rank with enough blocks says."""
+    """Per storage dtype the tokens of one rank with enough blocks."""
     said = {}
     for kv in ("int8", "fp8"):
         with serving(settings_for(folder, kv)) as served:
@@ -143,7 +143,7 @@ def undisturbed(folder: Path) -> Undisturbed:
 
 
 @pytest.mark.parametrize("kv", ["int8", "fp8"])
-def test_preempted_and_recomputed_rows_say_the_same(folder: Path, kv: str, undisturbed: Undisturbed) -> None:
+def test_preempted_and_recomputed_rows_give_the_same_tokens(folder: Path, kv: str, undisturbed: Undisturbed) -> None:
     with serving(settings_for(folder, kv, num_blocks=48, chunk=24)) as served:
         assert served.run(mixed_requests()) == undisturbed[kv]
         assert served.engine.stats().preemptions > 0
@@ -157,7 +157,9 @@ def copying_always_wins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kv", ["int8", "fp8"])
 @pytest.mark.usefixtures("copying_always_wins")
-def test_blocks_that_went_to_host_memory_and_back_say_the_same(folder: Path, kv: str, undisturbed: Undisturbed) -> None:
+def test_blocks_that_went_to_host_memory_and_back_give_the_same_tokens(
+    folder: Path, kv: str, undisturbed: Undisturbed
+) -> None:
     """A small device, the same requests three times or more: blocks go down with their scales and come back for the
     next, which of them depends on which copies are done in time."""
     with serving(settings_for(folder, kv, num_blocks=48, host_gib=0.01)) as served:
@@ -178,8 +180,8 @@ def check_through_all_tiers(served: Served, wanted: dict[tuple[str, int], list[i
         offload = served.engine.stats().offload
         if wave >= "c" and offload is not None and all(offload.blocks[kind] > 0 for kind in KINDS):
             break
-    served.engine.settle(10.0)
-    served.engine.check_laws()
+    served.engine.flush_transfers(10.0)
+    served.engine.check_invariants()
     offload = served.engine.stats().offload
     assert offload is not None and (offload.failed_blocks, offload.disk_disabled) == (0, None), offload
     assert offload.host_slots == HOST_SLOTS and all(offload.blocks[kind] > 0 for kind in KINDS), offload
@@ -193,14 +195,14 @@ def test_blocks_that_went_to_disk_come_back_bit_by_bit(
 ) -> None:
     with serving(settings_for(folder, kv, num_blocks=48, disk=tmp_path)) as served:
         engine, executor = served.engine, served.executor
-        assert isinstance(executor, InProcessExecutor) and executor._runner is not None and engine._offload is not None
-        bits = Bits(engine._offload, executor._runner.kv.planes)
+        assert is_in_process(executor) and engine._offload is not None
+        bits = Bits(engine._offload, runner_of(executor).kv.planes)
         assert check_through_all_tiers(served, undisturbed[kv]).blocks["load"] == bits.num_compared
 
 
 @pytest.mark.parametrize(("kv", "tp", "pp"), [("int8", 2, 1), ("int8", 1, 2), ("fp8", 2, 1)])
 @pytest.mark.usefixtures("copying_always_wins")
-def test_any_cut_says_what_one_rank_says(
+def test_tp_and_pp_equal_one_rank(
     folder: Path, undisturbed: Undisturbed, kv: str, tp: int, pp: int, tmp_path: Path
 ) -> None:
     """The same ranks twice: for an engine with room for all on the device, and for one with little room in any tier but
@@ -213,7 +215,7 @@ def test_any_cut_says_what_one_rank_says(
 
 
 @pytest.mark.parametrize("kv", ["int8", "fp8"])
-def test_choices_that_share_and_copy_blocks_say_what_one_says(folder: Path, kv: str) -> None:
+def test_choices_that_share_and_copy_blocks_give_the_tokens_of_one(folder: Path, kv: str) -> None:
     """Four greedy choices of prompts that end inside a block, and the prompt once more, found in the cache."""
     alone = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=0.0)
     four = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=0.0, n=4)

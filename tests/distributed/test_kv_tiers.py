@@ -1,4 +1,4 @@
-"""KV offload with real ranks: offload on says what offload off says, swapped, loaded, failing or late; choices share
+"""KV offload with real ranks: offload on gives the tokens of offload off, swapped, loaded, failing, late; choices share
 their prompt in every tier; kill -9 leaves nothing, and what was on disk is found again."""
 
 import os
@@ -11,13 +11,13 @@ from typing import Any
 import psutil
 import pytest
 
-from offload import transfer
+from tandem import LLM, SamplingParams
+from tandem.offload.copies import kv_copies
+from tandem.workers.engine.base.stats import OffloadStats
+from tandem.workers.engine.transfers.copy_costs import CopyCosts
+from tandem.workers.messages.errors import GroupLost
+from tests.support.in_process import is_in_process
 from tests.support.tiny_models import BY_NAME, TINY_MODELS, save_tiny_model
-from workers.engine.copy_costs import CopyCosts
-from workers.engine.stats import OffloadStats
-from workers.errors import GroupLost
-from workers.local_executor import LocalExecutor
-from workers.offline import LLM, SamplingParams
 
 BLOCK_SIZE = 4
 SMALL: dict[str, Any] = {
@@ -99,7 +99,7 @@ PLAIN: dict[Path, tuple[list[list[int]], int]] = {}
 
 
 def plain(folder: Path) -> tuple[list[list[int]], int]:
-    """What is said without tiers and without need, and the bytes of a block."""
+    """The tokens without tiers and with enough blocks, and the bytes of a block."""
     if folder not in PLAIN:
         with opened(folder, num_gpu_blocks_override=200) as llm:
             PLAIN[folder] = ask(llm), llm._engine._block_bytes
@@ -137,7 +137,7 @@ FAMILIES = [*FIRST_OF_FAMILY.values(), "qwen2-window", "llama-mqa-biased"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_offload_on_says_what_offload_off_says(name: str, folder_of: Any, tmp_path: Path) -> None:
+def test_offload_on_gives_the_tokens_of_offload_off(name: str, folder_of: Any, tmp_path: Path) -> None:
     folder = folder_of(name)
     wanted, block_bytes = plain(folder)
     tiers = {
@@ -148,11 +148,11 @@ def test_offload_on_says_what_offload_off_says(name: str, folder_of: Any, tmp_pa
     }
     with opened(folder, **tiers) as llm:
         assert_thrashed(llm, lambda: ask(llm) == wanted)
-        llm._engine.check_laws()
+        llm._engine.check_invariants()
 
 
 @pytest.mark.parametrize("cut", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp2", "pp2"])
-def test_any_cut_with_tiers_says_what_one_rank_says(cut: dict[str, int], folder_of: Any, tmp_path: Path) -> None:
+def test_tp_and_pp_with_tiers_equal_one_rank(cut: dict[str, int], folder_of: Any, tmp_path: Path) -> None:
     folder = folder_of("llama-gqa")
     wanted, block_bytes = plain(folder)
     tiers = {
@@ -185,7 +185,7 @@ def test_choices_under_pressure_share_their_prompt_in_every_tier(folder_of: Any)
     tiers = {"num_gpu_blocks_override": 38, "kv_offloading_size": gib(200, block_bytes), "max_num_seqs": 8}
     with opened(folder, **tiers, tensor_parallel_size=2) as llm:
         assert_thrashed(llm, lambda: ask_with_choices(llm) == wanted)
-        llm._engine.settle(10.0)
+        llm._engine.flush_transfers(10.0)
         offload = counts(llm)
     choices = [choice for choices in wanted for choice in choices]
     ends = [range(BLOCK_SIZE, len(choice) + 1, BLOCK_SIZE) for choice in choices]
@@ -200,7 +200,7 @@ def test_copies_that_are_slow_or_fail_change_no_token(
     folder = folder_of("llama-gqa")
     wanted, block_bytes = plain(folder)
     calls = {"store": 0, "load": 0}
-    copier = transfer.CpuCopier
+    copier = kv_copies.CpuCopier
     whole_store, whole_load = copier.store, copier.load
 
     def store(self: Any, *args: Any) -> None:
@@ -229,7 +229,7 @@ def test_copies_that_are_slow_or_fail_change_no_token(
             assert ask(llm) == wanted
             if calls["load"] > 0:
                 break
-        llm._engine.check_laws()
+        llm._engine.check_invariants()
     assert calls["load"] > 0
 
 
@@ -248,18 +248,18 @@ def test_a_rank_killed_amid_copies_leaves_nothing_and_its_files_are_found_again(
     }
     llm = opened(folder, **tiers)
     executor = llm._executor
-    assert isinstance(executor, LocalExecutor)
+    assert not is_in_process(executor)
     pids = executor.rank_pids
     assert ask(llm) == wanted
-    whole_step, killed = llm._engine.step, [False]
+    whole_turn, killed = llm._engine.turn, [False]
 
-    def step() -> bool:
+    def turn(timeout_s: float) -> bool:
         if not killed[0] and llm._engine.is_copying:
             killed[0] = True
             os.kill(pids[victim], signal.SIGKILL)
-        return whole_step()
+        return whole_turn(timeout_s)
 
-    llm._engine.step = step  # type: ignore[method-assign]
+    llm._engine.turn = turn  # type: ignore[method-assign]
     with pytest.raises(GroupLost):
         ask_for_ever(llm)
     assert killed[0], "a copy was under way"

@@ -12,21 +12,20 @@ from typing import Any
 import psutil
 import pytest
 
-from configs.load import build_settings
-from offload.disk_io import HEADER_BYTES
-from offload.disk_tier import DiskTier
+from tandem.configs.load import build_settings
+from tandem.offload.kv.disk_io import HEADER_BYTES
+from tandem.offload.kv.disk_tier import DiskTier
+from tandem.workers.build import model_facts, offline_settings, open_executor
+from tandem.workers.engine.base.stats import EngineStats
+from tandem.workers.engine.engine import Engine
+from tandem.workers.engine.executor import Executor
+from tandem.workers.engine.transfers.copy_costs import CopyCosts
+from tandem.workers.messages.request import GenerationRequest
+from tandem.workers.models.spec.families import load_spec
 from tests.support.clients import Clients, Exchange, Listener
+from tests.support.in_process import is_in_process, runner_of
 from tests.support.kv_bits import Bits
 from tests.support.tiny_models import BY_NAME, TINY_MODELS, save_tiny_model
-from workers.build import model_facts, offline_settings, open_executor
-from workers.engine.copy_costs import CopyCosts
-from workers.engine.engine import Engine
-from workers.engine.executor import Executor
-from workers.engine.stats import EngineStats
-from workers.inprocess_executor import InProcessExecutor
-from workers.local_executor import LocalExecutor
-from workers.messages import GenerationRequest
-from workers.models.registry import load_spec
 
 pytestmark = pytest.mark.chaos
 
@@ -150,9 +149,9 @@ def thrash(folder: Path, disk: Path, cut: dict[str, int]) -> Thrashed:
         bits, began_s = watched(engine, executor), time.monotonic()
         exchanges = clients.converse(engine, TURNS)
         took_s = time.monotonic() - began_s
-        engine.settle(SETTLE_S)
+        engine.flush_transfers(SETTLE_S)
         tier = assert_nothing_is_held(engine, disk, len(cut) + 1)
-        pids = executor.rank_pids if isinstance(executor, LocalExecutor) else ()
+        pids = () if is_in_process(executor) else ready.rank_pids
         thrashed = Thrashed(exchanges, engine.stats(), tier.stats.evictions, took_s, bits)
     finally:
         executor.close()
@@ -161,23 +160,23 @@ def thrash(folder: Path, disk: Path, cut: dict[str, int]) -> Thrashed:
 
 
 def watched(engine: Engine, executor: Executor) -> Bits | None:
-    if not isinstance(executor, InProcessExecutor):
+    if not is_in_process(executor):
         return None
-    assert engine._offload is not None and executor._runner is not None
-    return Bits(engine._offload, executor._runner.kv.planes)
+    assert engine._offload is not None
+    return Bits(engine._offload, runner_of(executor).kv.planes)
 
 
 def assert_nothing_is_held(engine: Engine, disk: Path, num_ranks: int) -> DiskTier:
-    """No block is used, no ticket open, no slot pinned, no file but those that are listed, and every law holds."""
+    """No block is used, no ticket open, no slot pinned, no file but those that are listed, and invariants hold."""
     assert not engine.has_work() and not engine.is_copying
-    engine.check_laws()
+    engine.check_invariants()
     stats, offload = engine.stats(), engine._offload
     assert offload is not None and stats.used_blocks == 0
-    assert not offload._open and not offload._coming and not offload._loading and not offload._promised
+    assert not offload._open and not offload._arriving and not offload._loading and not offload._reserved
     host, tier = offload._store.host, offload._store.disk
     assert host.num_available == host.num_slots == HOST_SLOTS, "a slot is pinned or being written"
     assert isinstance(tier, DiskTier) and tier.disabled_reason is None
-    tier.check_laws()
+    tier.check_invariants()
     assert not tier._pins and not tier._writing and not tier._remains
     assert 0 < tier.stats.keys <= tier.stats.capacity_keys == DISK_BLOCKS
     for rank in range(num_ranks):
@@ -189,7 +188,7 @@ def assert_nothing_is_held(engine: Engine, disk: Path, num_ranks: int) -> DiskTi
 def assert_nothing_is_open(disk: Path, pids: Sequence[int]) -> None:
     """After the end: no rank, no thread that copies, no file of the disk tier, no memory of the host tier."""
     assert not any(psutil.pid_exists(pid) for pid in pids)
-    assert not [thread.name for thread in threading.enumerate() if thread.name.endswith("Mover")]
+    assert not [thread.name for thread in threading.enumerate() if thread.name.endswith("Lane")]
     assert not [file.path for file in psutil.Process().open_files() if Path(file.path).is_relative_to(disk)]
     assert "tandem-kv" not in Path("/proc/self/maps").read_text()
 

@@ -1,4 +1,5 @@
-"""Ranks as real processes: TP2, PP2 and TP2 x PP2 say what one rank says; deaths are noticed and nothing is left."""
+"""Ranks as real processes: TP2, PP2 and TP2 x PP2 give the tokens of one rank; deaths are noticed and nothing is
+left."""
 
 import contextlib
 import json
@@ -16,8 +17,8 @@ import msgspec
 import psutil
 import pytest
 
-from configs.errors import SettingsError, UnsupportedModelError
-from configs.schema import (
+from tandem.configs.errors import SettingsError, UnsupportedModelError
+from tandem.configs.schema import (
     CacheSettings,
     DeviceSettings,
     EngineSettings,
@@ -25,28 +26,19 @@ from configs.schema import (
     ParallelSettings,
     SchedulerSettings,
 )
+from tandem.workers.build import model_facts
+from tandem.workers.engine.base.stats import EngineStats
+from tandem.workers.engine.engine import Engine
+from tandem.workers.engine.executor import Executor, ExecutorReady
+from tandem.workers.executor import rank_group
+from tandem.workers.executor.in_process_ranks import in_process_group
+from tandem.workers.executor.local_ranks import LocalRanks, local_group
+from tandem.workers.executor.rank_group import RankGroup
+from tandem.workers.messages.errors import GroupLost
+from tandem.workers.messages.request import Ended, GenerationRequest, SamplingParams, TokenDelta
+from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan
 from tests.support.executor_driver import ExecutorDriver, Job
 from tests.support.tiny_models import BY_NAME, save_tiny_model
-from workers import local_executor
-from workers.build import model_facts
-from workers.channel import new_secret
-from workers.engine.engine import Engine
-from workers.engine.executor import Executor, ExecutorReady
-from workers.engine.stats import EngineStats
-from workers.errors import GroupLost
-from workers.inprocess_executor import InProcessExecutor
-from workers.local_executor import LocalExecutor
-from workers.messages import (
-    Ended,
-    GenerationRequest,
-    RowInit,
-    RowSampling,
-    RowWork,
-    SamplingParams,
-    StepPlan,
-    TokenDelta,
-)
-from workers.rank_group import RankGroup
 
 BLOCK_SIZE = 4
 GONE_S = 15.0
@@ -69,6 +61,12 @@ def settings_for(folder: Path, tp: int = 1, pp: int = 1, **cache: int) -> Engine
     )
 
 
+def processes_of(executor: RankGroup) -> list[subprocess.Popen[bytes]]:
+    """The rank processes that were started, by rank."""
+    assert isinstance(executor.launcher, LocalRanks)
+    return executor.launcher.processes
+
+
 def jobs_for(kind: str) -> list[Job]:
     """Four rows of different lengths; `mixed` has each kind of sampling in one batch."""
     greedy = RowSampling(temperature=0.0)
@@ -85,29 +83,29 @@ def jobs_for(kind: str) -> list[Job]:
 
 @pytest.fixture(scope="module")
 def one_rank(model_folder: Path) -> Iterator[ExecutorDriver]:
-    executor = InProcessExecutor(settings_for(model_folder))
+    executor = in_process_group(settings_for(model_folder))
     yield ExecutorDriver(executor, executor.start(), BLOCK_SIZE)
     executor.close()
 
 
 @pytest.fixture(scope="module", params=[(2, 1), (1, 2), (2, 2)], ids=["tp2", "pp2", "tp2pp2"])
-def group(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[tuple[LocalExecutor, ExecutorReady]]:
+def group(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[tuple[RankGroup, ExecutorReady]]:
     """One group of ranks, alive for all tests below; gone with all its processes afterwards."""
-    executor = LocalExecutor(settings_for(model_folder, *request.param), group="g7")
+    executor = local_group(settings_for(model_folder, *request.param), name="g7")
     yield executor, executor.start()
     pids = executor.rank_pids
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_executor, "SHUTDOWN_S", PATIENCE_S)
+        patch.setattr(rank_group, "SHUTDOWN_S", PATIENCE_S)
         executor.close()
     executor.close()
-    assert [process.returncode for process in executor._ranks] == [0] * len(pids), "ranks leave when asked"
+    assert [process.returncode for process in processes_of(executor)] == [0] * len(pids), "ranks leave when asked"
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
 @pytest.mark.parametrize("kind", ["greedy", "mixed"])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_any_cut_says_what_one_rank_says(
-    group: tuple[LocalExecutor, ExecutorReady], one_rank: ExecutorDriver, kind: str, depth: int
+def test_tp_and_pp_equal_one_rank(
+    group: tuple[RankGroup, ExecutorReady], one_rank: ExecutorDriver, kind: str, depth: int
 ) -> None:
     """Float32, token by token; depth 2 has two steps in flight: stages overlap, or plans run ahead of results."""
     executor, ready = group
@@ -150,15 +148,15 @@ def engine_tokens(
     deadline_s = time.monotonic() + 60
     while engine.has_work():
         assert time.monotonic() < deadline_s
-        engine.step()
+        engine.turn(0.05)
     return sink.of
 
 
-def test_the_engine_serves_the_same_tokens_over_any_cut(
-    group: tuple[LocalExecutor, ExecutorReady], model_folder: Path
+def test_the_engine_serves_the_same_tokens_over_any_tp_and_pp_size(
+    group: tuple[RankGroup, ExecutorReady], model_folder: Path
 ) -> None:
     settings = settings_for(model_folder, num_blocks=48)
-    with contextlib.closing(InProcessExecutor(settings)) as alone:
+    with contextlib.closing(in_process_group(settings)) as alone:
         wanted = engine_tokens(alone, alone.start(), settings)
     executor, ready = group
     assert engine_tokens(executor, ready, settings_for(model_folder)) == wanted
@@ -215,28 +213,28 @@ def growing_tokens(
         engine.add_request(GenerationRequest(request_id=str(i), prompt_token_ids=prompt, sampling=sampling))
     deadline_s = time.monotonic() + 120
     while engine.has_work():
-        engine.step()
+        engine.turn(0.05)
         assert time.monotonic() < deadline_s, "it is stuck"
     sink.close()
-    engine.check_laws()
+    engine.check_invariants()
     return sink, engine.stats()
 
 
 @pytest.fixture(scope="module")
 def grown(model_folder: Path) -> dict[tuple[str, int], list[int]]:
-    """What one rank says that has room for all fifty."""
+    """The tokens of one rank that has room for all fifty."""
     settings = msgspec.structs.replace(
         settings_for(model_folder, num_blocks=1000),
         scheduler=SchedulerSettings(max_num_seqs=50, max_num_batched_tokens=1024),
     )
-    with contextlib.closing(InProcessExecutor(settings)) as alone:
+    with contextlib.closing(in_process_group(settings)) as alone:
         sink, stats = growing_tokens(alone, alone.start(), settings)
     assert stats.preemptions == 0 and [len(sink.of[str(i), 0]) for i in range(50)] == [14 + i % 20 for i in range(50)]
     return sink.of
 
 
 def test_kv_01_fifty_growing_requests_on_32_blocks(
-    group: tuple[LocalExecutor, ExecutorReady], model_folder: Path, grown: dict[tuple[str, int], list[int]]
+    group: tuple[RankGroup, ExecutorReady], model_folder: Path, grown: dict[tuple[str, int], list[int]]
 ) -> None:
     """All finish although they push each other out, none has other tokens for it, and never is it silent for 2 s."""
     executor, ready = group
@@ -248,7 +246,7 @@ def test_kv_01_fifty_growing_requests_on_32_blocks(
     assert sink.longest_gap_s < 2.0
 
 
-def test_ranks_say_who_they_are_and_idle_without_cpu(group: tuple[LocalExecutor, ExecutorReady]) -> None:
+def test_ranks_report_pid_and_host_and_idle_without_cpu(group: tuple[RankGroup, ExecutorReady]) -> None:
     executor, ready = group
     processes = [psutil.Process(pid) for pid in executor.rank_pids]
     assert ready.rank_pids == executor.rank_pids
@@ -267,7 +265,7 @@ def test_ranks_say_who_they_are_and_idle_without_cpu(group: tuple[LocalExecutor,
         raise AssertionError(used_s)
 
 
-def test_ranks_listen_on_loopback_only(group: tuple[LocalExecutor, ExecutorReady]) -> None:
+def test_ranks_listen_on_loopback_only(group: tuple[RankGroup, ExecutorReady]) -> None:
     """The rendezvous and gloo's own pairs: neither asks who connects."""
     executor, _ = group
     for rank, pid in enumerate(executor.rank_pids):
@@ -288,16 +286,16 @@ def long_plan() -> StepPlan:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_is_noticed_at_once_and_nothing_is_left(model_folder: Path, victim: int) -> None:
     """kill -9 while a step waits for the victim: GroupLost at once, and close() ends the survivor."""
-    with contextlib.closing(LocalExecutor(settings_for(model_folder, tp=2))) as executor:
+    with contextlib.closing(local_group(settings_for(model_folder, tp=2))) as executor:
         executor.start()
         pids = executor.rank_pids
         os.kill(pids[victim], signal.SIGSTOP)  # so that the step is surely under way
         executor.submit(long_plan())
-        assert executor.wait(0.2) is None
+        assert executor.poll(0.2) is None
         killed_s = time.monotonic()
         os.kill(pids[victim], signal.SIGKILL)
         with pytest.raises(GroupLost):
-            executor.wait(30.0)
+            executor.poll(30.0)
         assert time.monotonic() - killed_s < 4.0, "sooner than a missing sign of life would tell"
         with pytest.raises(GroupLost):
             executor.submit(long_plan())
@@ -306,8 +304,8 @@ def test_a_killed_rank_is_noticed_at_once_and_nothing_is_left(model_folder: Path
 
 @pytest.mark.parametrize("busy", [True, False], ids=["in step", "idle"])
 def test_a_frozen_rank_is_noticed_and_killed(model_folder: Path, busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_executor, "SHUTDOWN_S", PATIENCE_S)
-    with contextlib.closing(LocalExecutor(settings_for(model_folder, tp=2))) as executor:
+    monkeypatch.setattr(rank_group, "SHUTDOWN_S", PATIENCE_S)
+    with contextlib.closing(local_group(settings_for(model_folder, tp=2))) as executor:
         executor.start()
         pids = executor.rank_pids
         os.kill(pids[1], signal.SIGSTOP)
@@ -315,7 +313,7 @@ def test_a_frozen_rank_is_noticed_and_killed(model_folder: Path, busy: bool, mon
         if busy:
             executor.submit(long_plan())
         with pytest.raises(GroupLost, match="rank 1 has given no sign of life"):
-            executor.wait(30.0)
+            executor.poll(30.0)
         assert time.monotonic() - stopped_s < 20.0
         with pytest.raises(GroupLost):
             executor.submit(long_plan())
@@ -325,26 +323,26 @@ def test_a_frozen_rank_is_noticed_and_killed(model_folder: Path, busy: bool, mon
 
 
 def test_a_step_that_cannot_be_run_ends_the_group_with_its_reason(model_folder: Path) -> None:
-    with contextlib.closing(LocalExecutor(settings_for(model_folder))) as executor:
+    with contextlib.closing(local_group(settings_for(model_folder))) as executor:
         executor.start()
         executor.submit(StepPlan(step_id=1, work=[RowWork(row=0, num_tokens=5, samples=True)]))
         with pytest.raises(GroupLost, match="rank 0: AssertionError: row 0: 5 tokens"):
-            executor.wait(60.0)
+            executor.poll(60.0)
         (pid,) = executor.rank_pids
     assert not psutil.pid_exists(pid)
 
 
 HOLDER = """
 import os, signal, sys, msgspec
-from configs.schema import EngineSettings
+from tandem.configs.schema import EngineSettings
 from tests.distributed.test_local_executor import long_plan
-from workers.local_executor import LocalExecutor
-executor = LocalExecutor(msgspec.json.decode(sys.argv[1], type=EngineSettings))
+from tandem.workers.executor.local_ranks import local_group
+executor = local_group(msgspec.json.decode(sys.argv[1], type=EngineSettings))
 executor.start()
 if sys.argv[2] == "in step":
     os.kill(executor.rank_pids[1], signal.SIGSTOP)
     executor.submit(long_plan())
-    assert executor.wait(0.3) is None
+    assert executor.poll(0.3) is None
 print(*executor.rank_pids, flush=True)
 signal.pause()
 """
@@ -373,33 +371,44 @@ def test_ranks_end_when_their_coordinator_is_killed(model_folder: Path, where: s
 
 LONELY_RANK = """
 import sys
-from workers.rank.rank_worker import run_rank
+from tandem.workers.rank.rank_server import run_rank
 sys.exit(run_rank(0, sys.argv[1], sys.argv[2]))
 """
 
 
 def test_a_rank_without_a_parent_to_watch_ends_when_its_channel_is_gone(model_folder: Path) -> None:
     """As under Ray: nothing but the connection tells the rank that its coordinator is no more."""
-    settings, secret = settings_for(model_folder), new_secret()
-    started: list[subprocess.Popen[bytes]] = []
-    group = RankGroup(settings, secret, lambda: "the rank ended" if started[0].poll() is not None else None)
-    started.append(subprocess.Popen([sys.executable, "-c", LONELY_RANK, group.endpoint, secret]))
-    (rank,) = started
+    launcher = Lonely()
+    group = RankGroup(settings_for(model_folder), launcher)
     try:
-        assert group.start().rank_pids == (rank.pid,)
-        group.close()
-        assert rank.wait(GONE_S) == 1
+        assert group.start().rank_pids == (launcher.rank.pid,)
+        assert group._channel is not None
+        group._channel.close()
+        assert launcher.rank.wait(GONE_S) == 1
     finally:
-        rank.kill()
-        rank.wait()
+        launcher.kill(0.0)
+
+
+class Lonely:
+    """RankLauncher of a rank without a standard input to watch."""
+
+    def start(self, rank: int, endpoint: str, secret: str) -> None:
+        self.rank = subprocess.Popen([sys.executable, "-c", LONELY_RANK, endpoint, secret])
+
+    def lost(self) -> str | None:
+        return "the rank ended" if self.rank.poll() is not None else None
+
+    def kill(self, grace_s: float) -> None:
+        self.rank.kill()
+        self.rank.wait()
 
 
 def start_error(settings: EngineSettings) -> SettingsError:
     """What start() refuses with; nothing may be left running."""
-    executor = LocalExecutor(settings)
+    executor = local_group(settings)
     with pytest.raises(SettingsError) as refused:
         executor.start()
-    assert not any(psutil.pid_exists(pid) for pid in executor.rank_pids)
+    assert not any(psutil.pid_exists(process.pid) for process in processes_of(executor))
     return refused.value
 
 
@@ -414,7 +423,7 @@ def test_an_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
     assert isinstance(error, UnsupportedModelError) and "NovelForCausalLM" in str(error)
 
 
-def test_a_cut_that_does_not_divide_heads_is_refused(model_folder: Path) -> None:
+def test_a_tp_size_that_does_not_divide_heads_is_refused(model_folder: Path) -> None:
     error = start_error(settings_for(model_folder, tp=3))
     assert error.flag == "--tensor-parallel-size" and "3" in str(error)
 
@@ -442,7 +451,7 @@ def test_dummy_weights_need_no_checkpoint_and_are_equal_on_every_start(model_fol
     )
     texts = []
     for _ in range(2):
-        with contextlib.closing(InProcessExecutor(settings)) as executor:
+        with contextlib.closing(in_process_group(settings)) as executor:
             ready = executor.start()
             texts.append(ExecutorDriver(executor, ready, BLOCK_SIZE).generate([Job([1, 2, 3], 6)]))
     assert texts[0] == texts[1]

@@ -1,10 +1,13 @@
 """Adapters over real rank processes: TP2 and PP3 write what one rank writes; what is refused harms nobody."""
 
+import contextlib
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from configs.schema import (
+from tandem.configs.schema import (
     CacheSettings,
     DeviceSettings,
     EngineSettings,
@@ -13,13 +16,16 @@ from configs.schema import (
     ParallelSettings,
     SchedulerSettings,
 )
-from tests.support.adapters import AdapterDriver, ref_of, save_random_adapter
+from tandem.workers.build import open_executor
+from tandem.workers.engine.executor import ExecutorReady
+from tandem.workers.lora.peft.peft_folder import WEIGHT_FILE
+from tandem.workers.messages.request import AdapterRef
+from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan, StepResult
+from tandem.workers.messages.transfer import DropAdapter, TransferResult
+from tests.support.adapters import AdapterDriver, error_of, ref_of, save_random_adapter
 from tests.support.executor_driver import ExecutorDriver, Job
 from tests.support.paged_rows import prompt_ids
 from tests.support.tiny_models import BY_NAME, save_tiny_model
-from workers.build import open_executor
-from workers.engine.executor import ExecutorReady
-from workers.peft_folder import WEIGHT_FILE
 
 BLOCK_SIZE = 8
 SLOTS = [0, None, 1, 2, 0, 2]
@@ -41,21 +47,24 @@ def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]
     ]
 
 
+def settings_for(base: Path, tp_size: int, pp_size: int) -> EngineSettings:
+    return EngineSettings(
+        model=ModelSettings(model=str(base), dtype="float32"),
+        parallel=ParallelSettings(tensor_parallel_size=tp_size, pipeline_parallel_size=pp_size),
+        cache=CacheSettings(num_blocks=100, block_size=BLOCK_SIZE),
+        scheduler=SchedulerSettings(max_num_seqs=8, max_num_batched_tokens=128),
+        device=DeviceSettings(device="cpu", cpu_threads=1),
+        lora=LoraSettings(enable_lora=True, max_loras=3, max_lora_rank=64),
+    )
+
+
 class Run:
     """What one group wrote, and the pages that each adapter took on its fullest rank."""
 
     def __init__(
         self, base: Path, adapters: list[Path], tp_size: int, pp_size: int, broken: Path | None = None
     ) -> None:
-        settings = EngineSettings(
-            model=ModelSettings(model=str(base), dtype="float32"),
-            parallel=ParallelSettings(tensor_parallel_size=tp_size, pipeline_parallel_size=pp_size),
-            cache=CacheSettings(num_blocks=100, block_size=BLOCK_SIZE),
-            scheduler=SchedulerSettings(max_num_seqs=8, max_num_batched_tokens=128),
-            device=DeviceSettings(device="cpu", cpu_threads=1),
-            lora=LoraSettings(enable_lora=True, max_loras=3, max_lora_rank=64),
-        )
-        executor = open_executor(settings)
+        executor = open_executor(settings_for(base, tp_size, pp_size))
         try:
             self.ready: ExecutorReady = executor.start()
             num_ranks = tp_size * pp_size
@@ -65,7 +74,7 @@ class Run:
                 ref = ref_of(broken)
                 data = (broken / WEIGHT_FILE).read_bytes()
                 (broken / WEIGHT_FILE).write_bytes(data[:-4] + b"\0\0\0\0")
-                self.refusals = [done.error for done in moves.move("fetch", ref)]
+                self.refusals = [error_of(done) for done in moves.fetch(ref)]
             jobs = [
                 Job(prompt_ids(3 + 4 * row, 200, seed=row), 16, adapter_slot=slot) for row, slot in enumerate(SLOTS)
             ]
@@ -94,3 +103,20 @@ def test_ranks_write_what_one_rank_writes(
     assert len(run.refusals) == tp_size * pp_size and all("has changed" in (words or "") for words in run.refusals)
     assert run.ready.adapter_pages == 3 * run.pages[0], "room for --max-loras of the highest rank, on every stage"
     assert any(note.startswith("adapters: ") for note in run.ready.tier_notes)
+
+
+def test_a_transfer_waits_for_no_step(base: Path) -> None:
+    """Rank 0 is inside a collective, whose other rank stands still."""
+    with contextlib.closing(open_executor(settings_for(base, 2, 1))) as executor:
+        executor.start()
+        init = RowInit(row=0, token_ids=[1, 2], prompt_len=2, num_computed=0, sampling=RowSampling(temperature=0.0))
+        work = RowWork(row=0, num_tokens=2, samples=True, new_block_ids=[0])
+        os.kill(executor.rank_pids[1], signal.SIGSTOP)
+        executor.submit(StepPlan(step_id=1, work=[work], new_rows=[init]))
+        assert executor.poll(0.3) is None
+        executor.transfer(DropAdapter(ticket=9, adapter=AdapterRef(name="a", digest="d", source="s")))
+        first = executor.poll(3.0)
+        assert isinstance(first, TransferResult) and (first.rank, first.ticket, first.failure) == (0, 9, None)
+        os.kill(executor.rank_pids[1], signal.SIGCONT)
+        others = [executor.poll(60.0) for _ in range(2)]
+        assert {type(message) for message in others} == {TransferResult, StepResult}

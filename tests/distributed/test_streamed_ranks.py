@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from configs.errors import SettingsError
-from configs.schema import (
+from tandem.configs.errors import SettingsError
+from tandem.configs.schema import (
     CacheSettings,
     DeviceSettings,
     EngineSettings,
@@ -14,10 +14,10 @@ from configs.schema import (
     ParallelSettings,
     SchedulerSettings,
 )
+from tandem.workers.executor.local_ranks import local_group
+from tandem.workers.planning.budget import GIB, machine_bytes
 from tests.support.executor_driver import ExecutorDriver, Job
 from tests.support.tiny_models import BY_NAME, save_tiny_model
-from workers.local_executor import LocalExecutor
-from workers.rank.memory import GIB, machine_bytes
 
 BLOCK_SIZE = 4
 ALL_LAYERS_GIB = 2**20 / GIB
@@ -41,7 +41,7 @@ def settings_for(folder: Path, tp: int, pp: int, offload_gib: float) -> EngineSe
 
 def greedy_text(settings: EngineSettings, depth: int) -> list[list[int]]:
     """What the ranks say; on the way, that they say which of their layers stream."""
-    executor = LocalExecutor(settings, group="streams")
+    executor = local_group(settings, name="streams")
     try:
         ready = executor.start()
         assert [note[:25] for note in ready.tier_notes] == ["weights of rank 0, 1: 0 l"] * (
@@ -54,7 +54,7 @@ def greedy_text(settings: EngineSettings, depth: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)], ids=["tp2", "pp2"])
-def test_ranks_whose_layers_stream_say_what_resident_ranks_say(folder: Path, tp: int, pp: int) -> None:
+def test_ranks_with_streamed_layers_give_the_text_of_resident_ranks(folder: Path, tp: int, pp: int) -> None:
     resident, streamed = (
         greedy_text(settings_for(folder, tp, pp, offload_gib), pp) for offload_gib in (0.0, ALL_LAYERS_GIB)
     )
@@ -63,7 +63,7 @@ def test_ranks_whose_layers_stream_say_what_resident_ranks_say(folder: Path, tp:
 
 def test_a_rank_refuses_more_than_the_machine_has(folder: Path) -> None:
     too_much = machine_bytes() / GIB + 1
-    executor = LocalExecutor(settings_for(folder, 1, 1, too_much), group="streams")
+    executor = local_group(settings_for(folder, 1, 1, too_much), name="streams")
     with pytest.raises(SettingsError, match=r"--cpu-offload-gb .* is more than the .* GiB of this machine"):
         executor.start()
     executor.close()

@@ -16,13 +16,13 @@ import httpx
 import msgspec
 import pytest
 
-from cluster.adapters.entries import AdapterEntry
-from cluster.coordination import keys
-from cluster.coordination.client import BackgroundClient
+from tandem import LLM
+from tandem.cluster.adapters.entries import AdapterEntry
+from tandem.cluster.state import keys
+from tandem.cluster.state.redis_client import BackgroundClient
+from tandem.workers.messages.request import AdapterRef, SamplingParams
 from tests.support.service import BIN, Service, free_port, is_alive, tandem_serve, wait_for
 from tests.support.varied_adapters import save_varied, zipf
-from workers.messages import AdapterRef, SamplingParams
-from workers.offline import LLM
 
 pytestmark = pytest.mark.cluster
 
@@ -197,8 +197,8 @@ def test_sixty_adapters_by_zipf_where_the_devices_have_room_for_four(
     with ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(lambda i: text_of(chat(lora_service, made[i].name, QUESTIONS[0], 16)), order))
     assert answers == [right[i] for i in order]
-    wait_for(lambda: lora_service.metric("adapter_swaps_total") >= swaps + 40, 10, "there was no room for all")
-    wait_for(lambda: adapters_at_rest(lora_service), 15, "nobody holds an adapter, nobody waits for one")
+    wait_for(lambda: lora_service.metric("adapter_swaps_total") >= swaps + 40, 60, "there was no room for all")
+    wait_for(lambda: adapters_at_rest(lora_service), 60, "nobody holds an adapter, nobody waits for one")
     for folder in made:
         assert unload(lora_service, folder.name).status_code == 200
 
@@ -228,8 +228,8 @@ def test_files_that_are_swapped_before_a_group_has_read_them_are_refused_until_t
         assert "not those that were listed" in error["message"]
         assert str(varied) not in answer.text
     assert beside == [right] * 4
-    wait_for(lambda: lora_service.metric("adapters_refused_total") > refusals, 10, "it shows in the metrics")
-    wait_for(lambda: adapters_at_rest(lora_service), 15, "it is held by nobody")
+    wait_for(lambda: lora_service.metric("adapters_refused_total") > refusals, 60, "it shows in the metrics")
+    wait_for(lambda: adapters_at_rest(lora_service), 60, "it is held by nobody")
     assert residency(lora_service, "swapped") == []
     assert load(lora_service, "swapped", varied, load_inplace=True).status_code == 200
     assert text_of(chat(lora_service, "swapped", QUESTIONS[0])) == others, "the new content, once it was asked for"
@@ -244,18 +244,18 @@ def test_files_that_are_swapped_before_a_group_has_read_them_are_refused_until_t
 
 def test_a_watched_folder_is_followed(lora_service: Service, folders: tuple[Path, Path], offline: LLM) -> None:
     folder = shutil.copytree(ADAPTERS / "shout", folders[1] / "watched")
-    wait_for(lambda: "watched" in names(lora_service), 15, "it is listed")
+    wait_for(lambda: "watched" in names(lora_service), 60, "it is listed")
     assert text_of(chat(lora_service, "watched", QUESTIONS[0])) == wanted(offline, "shout", QUESTIONS[:1])[0]
     shutil.rmtree(folder)
-    wait_for(lambda: "watched" not in names(lora_service), 15, "it is unlisted")
+    wait_for(lambda: "watched" not in names(lora_service), 60, "it is unlisted")
 
 
 def test_the_command_line_changes_a_running_service(lora_service: Service, tmp_path: Path) -> None:
     copy = shutil.copytree(ADAPTERS / "shout", tmp_path / "copy")
     done = tandem(lora_service, "adapters", "add", "typed", str(copy), "--pin")
     assert (done.returncode, done.stdout) == (0, "typed listed\n"), done.stderr
-    wait_for(lambda: "typed" in names(lora_service), 10, "the gateway has read it")
-    wait_for(lambda: residency(lora_service, "typed") == [("device", "true")] * 2, 15, "both groups hold it")
+    wait_for(lambda: "typed" in names(lora_service), 60, "the gateway has read it")
+    wait_for(lambda: residency(lora_service, "typed") == [("device", "true")] * 2, 60, "both groups hold it")
     (line,) = [x for x in tandem(lora_service, "adapters", "ls").stdout.splitlines() if x.startswith("typed@")]
     assert line.endswith(f"  public  pinned  device 2  {copy}")
     done = tandem(lora_service, "adapters", "add", "typed", str(ADAPTERS / "pirate"))
@@ -263,9 +263,9 @@ def test_the_command_line_changes_a_running_service(lora_service: Service, tmp_p
     done = tandem(lora_service, "adapters", "add", "odd", str(tmp_path))
     assert done.returncode == 2 and "adapter_config.json" in done.stderr
     assert tandem(lora_service, "adapters", "unpin", "typed").returncode == 0
-    wait_for(lambda: {p for _, p in residency(lora_service, "typed")} == {"false"}, 15, "the gateway has read it")
+    wait_for(lambda: {p for _, p in residency(lora_service, "typed")} == {"false"}, 60, "the gateway has read it")
     assert tandem(lora_service, "adapters", "rm", "typed").returncode == 0
-    wait_for(lambda: "typed" not in names(lora_service), 10, "the gateway has read it")
+    wait_for(lambda: "typed" not in names(lora_service), 60, "the gateway has read it")
     done = tandem(lora_service, "adapters", "rm", "typed")
     assert done.returncode == 2 and "no adapter typed" in done.stderr
 
@@ -282,15 +282,15 @@ def test_an_emptied_redis_and_none_at_all_cost_no_adapter(lora_service: Service,
     assert done.returncode == 0 and "pirate@" in done.stdout, done.stderr
     redis.suspend()
     try:
-        wait_for(lambda: not is_here(), 15, "the gateway notices")
+        wait_for(lambda: not is_here(), 60, "the gateway notices")
         assert text_of(chat(lora_service, "pirate", QUESTIONS[0])) == answer
         refused = unload(lora_service, "pirate")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "service_unavailable")
     finally:
         redis.resume()
-    wait_for(is_here, 15, "the gateway is back")
+    wait_for(is_here, 60, "the gateway is back")
     flush(socket)
-    wait_for(lambda: listed(socket) >= {"pirate", "shout"}, 15, "the list is written again")
+    wait_for(lambda: listed(socket) >= {"pirate", "shout"}, 60, "the list is written again")
     assert names(lora_service) == before
     assert text_of(chat(lora_service, "pirate", QUESTIONS[0])) == answer
 
@@ -328,8 +328,8 @@ def test_a_tenants_adapter_is_there_for_that_tenant_only(lora_service: Service, 
         answer = lora_service.get("/v1/models", headers=keys_of[tenant])
         return {model["id"] for model in answer.json()["data"]} if answer.status_code == 200 else None
 
-    wait_for(lambda: seen("acme") == {"demo", "pirate", "shout", "mine"}, 15, "the gateway knows tenant and adapter")
-    wait_for(lambda: seen("beta") == {"demo", "pirate", "shout"}, 15, "the gateway knows the other tenant")
+    wait_for(lambda: seen("acme") == {"demo", "pirate", "shout", "mine"}, 60, "the gateway knows tenant and adapter")
+    wait_for(lambda: seen("beta") == {"demo", "pirate", "shout"}, 60, "the gateway knows the other tenant")
     body = {"model": "mine", "messages": [{"role": "user", "content": QUESTIONS[0]}]}
     body |= {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
     own = lora_service.post("/v1/chat/completions", body, headers=keys_of["acme"])

@@ -1,4 +1,4 @@
-"""A service whose only group freezes: it says so, and comes back by itself."""
+"""A service whose only group freezes: readiness fails, and it recovers by itself."""
 
 import os
 import signal

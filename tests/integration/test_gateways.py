@@ -83,9 +83,9 @@ def test_any_gateway_speaks_for_all(service: Service) -> None:
         told = [answered(service) for _ in range(8)]
         return all(len(counts) == 2 and sum(counts.values()) == 24 for counts in told)
 
-    wait_for(all_are_told, 10, "both have read the other's record")
+    wait_for(all_are_told, 60, "both have read the other's record")
     with stream_on_each(service, {}, max_tokens=1500, n=64):
-        wait_for(lambda: service.get("/load").json()["http_requests_in_hand"] >= 2, 10, "the other's record")
+        wait_for(lambda: service.get("/load").json()["http_requests_in_hand"] >= 2, 60, "the other's record")
         shown = run_tandem("status", "--url", service.url, temp=service.temp).stdout
         assert {line.split()[-1] for line in shown.splitlines() if line.startswith("  gateway ")} == {
             str(gateway.pid) for gateway in service.titled(TITLE)
@@ -99,7 +99,7 @@ def wait_until_known(service: Service, headers: dict[str, str]) -> None:
             for _ in range(12)  # to both of them, most likely
         )
 
-    wait_for(known, 20, "the key is known to both")
+    wait_for(known, 60, "the key is known to both")
 
 
 def listening(service: Service) -> list[psutil.Process]:

@@ -45,7 +45,7 @@ def test_the_page_as_a_newcomer_pastes_it() -> None:
         *blocks, bill = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
         tenants, adapters, answers, refusals, limit = paste(service, "\necho ---\n".join(blocks)).split("---\n")
         accepted = 2 + statuses(limit).count(200)
-        wait_for(lambda: rows(paste(service, bill)) >= accepted, 15, "rows come a second or so after their requests")
+        wait_for(lambda: rows(paste(service, bill)) >= accepted, 60, "rows come a second or so after their requests")
         usage = paste(service, bill)
     finally:
         service.clean()

@@ -22,12 +22,12 @@ import openai
 import psutil
 import pytest
 
-from cluster.coordination.registry import RECORD_TTL_S
-from cluster.metrics import decode_stats
+from tandem import LLM
+from tandem.cluster.fleet.engine_metrics import decode_stats
+from tandem.cluster.fleet.fleet_view import RECORD_TTL_S
 from tests.support.mixed_requests import PREFIX, PROMPTS, answers, greedy
 from tests.support.records import command, group_records
 from tests.support.service import Service, is_alive, stopped, title_of, wait_for
-from workers.offline import LLM
 
 pytestmark = pytest.mark.cluster
 
@@ -130,14 +130,14 @@ def test_requests_at_the_same_time_are_shared_by_the_groups(service: Service) ->
         mine = [line.rpartition(" ") for line in lines if line.startswith("tandem:generation_tokens_total{")]
         return Counter({group: int(float(value)) for group, _, value in mine})
 
-    wait_for(lambda: len(generated()) == 2, 10, "both groups have reported")
+    wait_for(lambda: len(generated()) == 2, 60, "both groups have reported")
     asked = {"model": "demo", "prompt": "The", "max_tokens": 600, "temperature": 0, "ignore_eos": True}
     for _ in range(5):
         before = generated()
         with ThreadPoolExecutor(6) as pool:
             posts = [pool.submit(service.post, "/v1/completions", asked) for _ in range(6)]
             assert [post.result().status_code for post in posts] == [200] * 6
-        wait_for(lambda b=before: (generated() - b).total() >= 3600, 10, "all is counted")
+        wait_for(lambda b=before: (generated() - b).total() >= 3600, 60, "all is counted")
         if len(generated() - before) == 2:
             return
     raise AssertionError("five times, all requests went to one group")
@@ -171,14 +171,14 @@ def deal_pairs(service: Service, choices: int = 4) -> tuple[int, Counter[str]]:
             assert next(lines).startswith("data: ")
             yield
 
-    wait_for(lambda: service.get("/load").json()["num_requests_running"] == 0, 10, "all is quiet")
+    wait_for(lambda: service.get("/load").json()["num_requests_running"] == 0, 60, "all is quiet")
     before = aborted()
     pairs, begun_s = 0, time.monotonic()
     while time.monotonic() < begun_s + 6:
         with stream(), stream():
             pairs += 1
-        wait_for(lambda: service.get("/load").json()["requests_in_this_gateway"] == 0, 10, "both are over")
-    wait_for(lambda: (aborted() - before).total() == 2 * choices * pairs, 10, "all are counted")
+        wait_for(lambda: service.get("/load").json()["requests_in_this_gateway"] == 0, 60, "both are over")
+    wait_for(lambda: (aborted() - before).total() == 2 * choices * pairs, 60, "all are counted")
     return pairs, Counter({group: count // choices for group, count in (aborted() - before).items()})
 
 
@@ -188,14 +188,14 @@ def test_a_client_that_leaves_frees_its_blocks(service: Service) -> None:
         lines = response.iter_lines()  # kept: the stream is closed with its last reference
         line = next(lines)
         assert response.status_code == 200, line
-        wait_for(lambda: service.metric("kv_cache_usage_perc") > 0, 10, "the request holds blocks")
-    wait_for(lambda: service.metric("kv_cache_usage_perc") == 0, 10, "its blocks are free again")
+        wait_for(lambda: service.metric("kv_cache_usage_perc") > 0, 60, "the request holds blocks")
+    wait_for(lambda: service.metric("kv_cache_usage_perc") == 0, 60, "its blocks are free again")
 
     def is_idle() -> bool:
         load = service.get("/load").json()
         return (load["num_requests_running"], load["num_requests_waiting"]) == (0, 0)
 
-    wait_for(is_idle, 10, "nothing runs, nothing waits")
+    wait_for(is_idle, 60, "nothing runs, nothing waits")
 
 
 @pytest.mark.parametrize(
@@ -214,10 +214,10 @@ def test_a_client_that_leaves_before_its_whole_answer_frees_its_blocks(
     body = json.dumps({"model": "demo", "max_tokens": 1500, "ignore_eos": True, **asked}).encode()
     ranks = {p.pid for p in service.titled("tandem rank")}
     for _ in range(5):  # until it is held before its end
-        wait_for(lambda: at_rest(service), 10, "nothing else runs")
+        wait_for(lambda: at_rest(service), 60, "nothing else runs")
         before = aborted(service)
         with connected(service, path, body) as client:
-            wait_for(lambda c=client: holds_blocks(service) or is_answered(c), 10, "the request holds blocks", 0.01)
+            wait_for(lambda c=client: holds_blocks(service) or is_answered(c), 60, "the request holds blocks", 0.01)
             with stopped(ranks):
                 if not is_answered(client):
                     client.close()
@@ -239,7 +239,7 @@ def test_a_client_that_leaves_while_its_prompts_are_computed_or_wait_frees_all_a
     token."""
     prompts = [[5 + (7 * i + j * j) % 200 for j in range(1500)] for i in range(64)]
     asked = {"model": "demo", "max_tokens": 500, "ignore_eos": True, "prompt": prompts, "stream": stream}
-    wait_for(lambda: at_rest(service), 10, "nothing else runs")
+    wait_for(lambda: at_rest(service), 60, "nothing else runs")
     before = aborted(service)
     with (
         stopped({p.pid for p in service.titled("tandem rank")}),
@@ -402,14 +402,14 @@ def wait_until_healed(service: Service, before: set[int]) -> None:
         return len(ranks) == 4 and len(ranks & before) == 2 and service.get("/load").json()["groups"] == 2
 
     wait_for(healed, 60, "the group is replaced")
-    wait_for(lambda: group_readiness(service) == [True, True], 30, "and is ready")
+    wait_for(lambda: group_readiness(service) == [True, True], 60, "and is ready")
     answer = service.post("/v1/completions", {"model": "demo", "prompt": "The", "max_tokens": 4})
     assert answer.status_code == 200
 
 
 def wait_until_idle(service: Service) -> None:
     """As the groups' records say: what they say later is of requests that began later."""
-    wait_for(lambda: not any(r.running + r.waiting for r in group_records(service)), 30, "the groups are idle")
+    wait_for(lambda: not any(r.running + r.waiting for r in group_records(service)), 60, "the groups are idle")
 
 
 def groups_of(service: Service) -> set[str]:
@@ -430,16 +430,16 @@ async def test_a_killed_rank_costs_no_request_and_its_group_comes_back(
     hit = await hit_a_rank(service, signal.SIGKILL)
     assert hit.answers == long_answers
     await asyncio.to_thread(wait_until_healed, service, hit.before)
-    wait_for(lambda: 1 <= service.metric("request_migrations_total") - migrations <= 8, 10, "the lost group's went on")
+    wait_for(lambda: 1 <= service.metric("request_migrations_total") - migrations <= 8, 60, "the lost group's went on")
     now = await asyncio.to_thread(groups_of, service)
     (gone,), (new,) = groups - now, now - groups
 
     def lines_of(group: str) -> list[str]:
         return [line for line in service.output[said:].splitlines() if line.startswith(f"tandem: group {group} ")]
 
-    wait_for(lambda: lines_of(gone) and lines_of(new), 10, "both lines")
+    wait_for(lambda: lines_of(gone) and lines_of(new), 60, "both lines")
     (lost,), (serves,) = lines_of(gone), lines_of(new)
-    assert re.fullmatch(rf"tandem: group {gone} is lost: rank \d of group {gone} has died; its requests go on .*", lost)
+    assert re.fullmatch(rf"tandem: group {gone} is lost: rank \d of group {gone} has died; its requests .*", lost)
     assert serves == f"tandem: group {new} serves"
 
 
@@ -508,47 +508,47 @@ def test_the_service_lives_without_redis_for_a_while(service: Service) -> None:
     def outlive_the_records() -> None:
         """What a view that forgets its groups would forget by then, it has forgotten."""
         over_s = time.monotonic() + RECORD_TTL_S + 1
-        wait_for(lambda: time.monotonic() > over_s, 15, "time has passed")
+        wait_for(lambda: time.monotonic() > over_s, 60, "time has passed")
 
     with posting(service):
         command(redis, "FLUSHALL")
-        wait_for(lambda: len(group_records(service)) == 2, 15, "the groups have written their records again")
+        wait_for(lambda: len(group_records(service)) == 2, 60, "the groups have written their records again")
         command(redis, "CONFIG", "SET", "maxmemory", "1")
-        wait_for(lambda: not group_records(service), 15, "heartbeats are refused until their records expire")
-        wait_for(lambda: redis_is("away"), 15, "the gateway asks before it believes it")
+        wait_for(lambda: not group_records(service), 60, "heartbeats are refused until their records expire")
+        wait_for(lambda: redis_is("away"), 60, "the gateway asks before it believes it")
         command(redis, "CONFIG", "SET", "maxmemory", "0")
-        wait_for(lambda: redis_is("here"), 15, "the gateway is back")
+        wait_for(lambda: redis_is("here"), 60, "the gateway is back")
         command(redis, "FLUSHALL")
         command(
             redis, "CONFIG", "SET", "maxmemory", "1"
         )  # before the groups, or after one or both could list themselves
-        wait_for(lambda: redis_is("away"), 15, "the gateway notices")
+        wait_for(lambda: redis_is("away"), 60, "the gateway notices")
         outlive_the_records()
         command(redis, "CONFIG", "SET", "maxmemory", "0")
-        wait_for(lambda: redis_is("here"), 15, "the gateway is back")
+        wait_for(lambda: redis_is("here"), 60, "the gateway is back")
         redis.suspend()
-        wait_for(lambda: redis_is("away"), 15, "the gateway notices")
+        wait_for(lambda: redis_is("away"), 60, "the gateway notices")
         assert service.get("/metrics").status_code == 200
         outlive_the_records()
         redis.resume()
-        wait_for(lambda: redis_is("here"), 15, "the gateway is back")
+        wait_for(lambda: redis_is("here"), 60, "the gateway is back")
         redis.kill()
         again = wait_for(
-            lambda: [p for p in service.titled("tandem redis") if p.pid != redis.pid], 15, "Redis restarts"
+            lambda: [p for p in service.titled("tandem redis") if p.pid != redis.pid], 60, "Redis restarts"
         )
         assert again
-        wait_for(lambda: redis_is("here"), 15, "it listens")
-        wait_for(lambda: len(group_records(service)) == 2, 15, "the groups have written their records again")
-        wait_for(lambda: redis_is("here") and service.get("/load").json()["groups"] == 2, 15, "the gateway is back")
+        wait_for(lambda: redis_is("here"), 60, "it listens")
+        wait_for(lambda: len(group_records(service)) == 2, 60, "the groups have written their records again")
+        wait_for(lambda: redis_is("here") and service.get("/load").json()["groups"] == 2, 60, "the gateway is back")
 
 
 def test_a_rank_that_freezes_while_nothing_runs_is_noticed(service: Service) -> None:
     """Nobody waits for it, yet the next request must not go there."""
-    wait_for(lambda: group_readiness(service) == [True, True], 15, "both groups are ready")
+    wait_for(lambda: group_readiness(service) == [True, True], 60, "both groups are ready")
     before = {p.pid for p in service.titled("tandem rank")}
     frozen = psutil.Process(max(before))
     frozen.suspend()
-    wait_for(lambda: group_readiness(service).count(True) < 2 or not is_alive(frozen), 10, "the group is given up")
+    wait_for(lambda: group_readiness(service).count(True) < 2 or not is_alive(frozen), 60, "the group is given up")
     assert service.get("/readyz").status_code == 200, "the other one serves"
     wait_until_healed(service, before)
 
@@ -557,7 +557,7 @@ def test_all_ranks_slowed_down_by_stops_shorter_than_the_bound_are_left_alone(se
     """A machine that hangs for a moment, the coordinators included, costs nothing but the moment."""
     asked = {"model": "demo", "prompt": "The", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
     wanted = service.post("/v1/completions", asked).json()["choices"][0]["text"]
-    ranks, coordinators = wait_for(lambda: both_groups(service), 15, "nothing is left of groups that are gone")
+    ranks, coordinators = wait_for(lambda: both_groups(service), 60, "nothing is left of groups that are gone")
     with ThreadPoolExecutor(1) as pool:
         for pids, seconds in ((ranks, 2.5), (coordinators, 6.0), (ranks | coordinators, 6.0)):
             with stopped(pids):
@@ -565,7 +565,7 @@ def test_all_ranks_slowed_down_by_stops_shorter_than_the_bound_are_left_alone(se
                 time.sleep(seconds)  # the length of the stop is what is tested; bounds are 5 s and 9 s at least
             assert post.result().json()["choices"][0]["text"] == wanted
     assert {p.pid for p in service.titled("tandem rank")} == ranks
-    wait_for(lambda: group_readiness(service) == [True, True], 15, "both groups are ready")
+    wait_for(lambda: group_readiness(service) == [True, True], 60, "both groups are ready")
 
 
 def both_groups(service: Service) -> tuple[set[int], set[int]] | None:

@@ -1,4 +1,4 @@
-"""What cannot work is said in one line, with the flag to change, before Ray is started; nothing is left behind."""
+"""Settings that cannot work end with one line that names the flag, before Ray is started; nothing is left behind."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from configs.environment import short_temp_folder
+from tandem.configs.environment import short_temp_folder
 from tests.support.service import DEMO, free_port, run_tandem
 
 SERVE_FILES = Path(__file__).resolve().parents[2] / "configs" / "serve"

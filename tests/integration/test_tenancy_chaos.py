@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
+from tandem import LLM
+from tandem.workers.messages.request import AdapterRef, SamplingParams
 from tests.support.service import REPOSITORY, Service, tandem_serve, wait_for
 from tests.support.varied_adapters import save_varied, zipf
-from workers.messages import AdapterRef, SamplingParams
-from workers.offline import LLM
 
 pytestmark = [pytest.mark.cluster, pytest.mark.chaos]
 
@@ -101,7 +101,7 @@ LONG, FEW, FLOOD = 1500, 40, 20
 
 
 def test_tn_06_a_flood_of_twenty_times_as_many(shared: Service) -> None:
-    """The one tenant asks one at a time, the other has twenty times as many in hand, all the time."""
+    """The one tenant asks one at a time, the other has twenty times as many in flight, all the time."""
     loud, quiet = (key_of(shared, name) for name in ("loud", "quiet"))
     wait_for(lambda: shared.get("/v1/models", headers=quiet).status_code == 200, 10, "the tenants are known")
     wait_for(lambda: shared.get("/v1/models").status_code == 401, 10, "and asked for")

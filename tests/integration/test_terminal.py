@@ -1,4 +1,4 @@
-"""A newcomer's terminal: every phase is said, `tandem complete` and `chat` find the service, the last line is true.
+"""A newcomer's terminal: every phase is printed, `tandem complete` and `chat` find the service, the last line is true.
 Before that, in the same service: what README.md and docs/serving.md tell to paste, pasted (only the port is another);
 and who waits longer than --queue-timeout is told so.
 """

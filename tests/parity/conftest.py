@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel.context import ParallelContext
+from tandem.parallel.context import ParallelContext
+from tandem.workers.attention.backend import AttentionBackend
+from tandem.workers.models.decoder import Decoder, build_decoder
+from tandem.workers.models.spec.families import load_spec
+from tandem.workers.platforms.cpu import cpu_platform
 from tests.support.tiny_models import BY_NAME, save_tiny_model
-from workers.attention.backend import AttentionBackend
-from workers.attention.select import select_attention
-from workers.models.decoder import Decoder, build_decoder
-from workers.models.registry import load_spec
 
 CPU = torch.device("cpu")
 MakeDecoder = Callable[..., Decoder]
@@ -51,8 +51,8 @@ def make_decoder() -> MakeDecoder:
             ParallelContext.single(),
             folder=folder,
             dtype=dtype,
-            device=CPU,
-            attention=attention or select_attention(CPU, dtype, spec.head_dim),
+            platform=cpu_platform(),
+            attention=attention or cpu_platform().attention(dtype, spec.head_dim),
         )
 
     return make

@@ -1,21 +1,25 @@
-"""The attention backends against the oracle on random steps: rows, head layouts, windows, block sizes, dtypes."""
+"""The attention backends against the reference on random steps: rows, head layouts, windows, block sizes, dtypes."""
 
 import dataclasses
 import random
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from workers.attention.backend import AttentionBackend
-from workers.attention.cpu import CpuAttention
-from workers.attention.reference import ReferenceAttention
-from workers.attention.select import select_attention
-from workers.attention.torch_sdpa import TorchAttention
-from workers.kernels.cpu_chunk_attention import CpuChunkAttention
-from workers.kernels.cpu_decode_attention import CpuDecodeAttention
-from workers.kernels.cpu_kv_quant import CpuKVStore
-from workers.kernels.kv_quant import LayerKV, encode, movable
-from workers.models.forward_batch import ForwardBatch
+from tandem.workers.attention import pieces
+from tandem.workers.attention.backend import AttentionBackend
+from tandem.workers.attention.cpu_paged import CpuAttention
+from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.attention.reference import ReferenceAttention
+from tandem.workers.attention.torch_sdpa import TorchAttention
+from tandem.workers.kernels.cpu.cpu_chunk_attention import CpuChunkAttention
+from tandem.workers.kernels.cpu.cpu_decode_attention import CpuDecodeAttention
+from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
+from tandem.workers.kernels.kv_store import LayerKV, as_indexable, encode
+from tandem.workers.platforms.cpu import cpu_platform
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 QUANTIZED = [torch.int8, torch.float8_e4m3fn]
@@ -77,7 +81,7 @@ def check(
         keys, key_scales, values, value_scales = (None if plane is None else plane.clone() for plane in planes)
         kv = LayerKV(keys, values, key_scales, value_scales)
         outputs.append(each.prepare(batch).forward(q, k, v, kv, head_dim**-0.5, window))
-        caches.append([movable(plane) for plane in (keys, values, key_scales, value_scales) if plane is not None])
+        caches.append([as_indexable(plane) for plane in (keys, values, key_scales, value_scales) if plane is not None])
     assert all(torch.equal(ours, exact) for ours, exact in zip(*caches, strict=True))
     torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=TOLERANCE[dtype])
 
@@ -128,6 +132,55 @@ def test_half_precision(dtype: torch.dtype, window: int | None, kv_dtype: torch.
         check(backend, batch, (16, 8), 128, window, dtype, kv_dtype)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [(torch.float32, None), (torch.float32, torch.int8), (torch.bfloat16, None)], ids=str
+)
+@pytest.mark.parametrize("seed", range(12))
+def test_contexts_that_pass_by_in_pieces(
+    seed: int, dtype: torch.dtype, kv_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of a few blocks, tiles of a few rows: chunks and decodes, with and without windows, long and short."""
+    rng = random.Random(seed)
+    monkeypatch.setattr(pieces, "GATHER_BYTES", rng.choice((1, 4096, 20_000)))
+    monkeypatch.setattr(pieces, "SCORE_BYTES", rng.choice((1, 2000, 30_000)))
+    seq_lens = [rng.choice((1, 2, 17, 40, 130, 300)) for _ in range(rng.randint(1, 6))]
+    query_lens = [rng.choice((1, 1, min(3, length), length)) for length in seq_lens]
+    window = rng.choice((None, None, 1, 7, 33, 500))
+    batch = random_batch(rng, rng.choice((4, 16)), query_lens, seq_lens)
+    check(TorchAttention(is_bounded=True), batch, (4, 2), 16, window, dtype, kv_dtype)
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that an operation made."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        self.num_bytes = max([self.num_bytes, *(tensor.numel() * tensor.element_size() for tensor in made)])
+        return output
+
+
+@pytest.mark.parametrize("num_queries", [1, 24])
+def test_bounded_memory_does_not_grow_with_the_context(num_queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "GATHER_BYTES", 64 * 1024)
+    monkeypatch.setattr(pieces, "SCORE_BYTES", 64 * 1024)
+    largest = []
+    for seq_len in (2000, 8000):
+        batch = random_batch(random.Random(0), 16, [num_queries], [seq_len])
+        blocks = int(batch.block_table_RN.max()) + 1
+        q, k, v = (torch.randn(num_queries, heads, 16) for heads in (4, 2, 2))
+        kv = LayerKV(torch.randn(blocks, 16, 2, 16), torch.randn(blocks, 16, 2, 16))
+        step = TorchAttention(is_bounded=True).prepare(batch)
+        with Largest() as seen:
+            step.forward(q, k, v, kv, 0.25, None)
+        own = [kv.keys.nbytes, 64 * 1024, batch.block_table_RN.nbytes * 2]
+        assert seen.num_bytes <= max(own), "views of the cache, pieces, and the row's block ids"
+        largest.append(seen.num_bytes if seen.num_bytes != kv.keys.nbytes else 0)
+    assert largest[0] == largest[1]
+
+
 def test_many_groups_and_one_backend_for_many_steps() -> None:
     """Lengths far apart fall into several groups; scratch memory of one step does not leak into the next."""
     rng = random.Random(0)
@@ -140,21 +193,22 @@ def test_many_groups_and_one_backend_for_many_steps() -> None:
 
 def test_selection() -> None:
     """The compiled kernel for what it serves, SDPA for the rest; both have names for the log."""
-    cpu = torch.device("cpu")
-    assert select_attention(cpu, torch.float16, 64).name == "torch-sdpa"
-    assert select_attention(cpu, torch.float32, 24).name == "torch-sdpa"
-    assert select_attention(cpu, torch.bfloat16, 64).name == backends(torch.bfloat16, 64)[-1].name
+    assert cpu_platform().attention(torch.float16, 64).name == "torch-sdpa"
+    assert cpu_platform().attention(torch.float32, 24).name == "torch-sdpa"
+    assert cpu_platform().attention(torch.bfloat16, 64).name == backends(torch.bfloat16, 64)[-1].name
     for kv_dtype in QUANTIZED:
-        assert select_attention(cpu, torch.bfloat16, 64, kv_dtype).name == backends(torch.bfloat16, 64)[-1].name
-        assert select_attention(cpu, torch.float16, 64, kv_dtype).name == "torch-sdpa"
+        assert cpu_platform().attention(torch.bfloat16, 64, kv_dtype).name == backends(torch.bfloat16, 64)[-1].name
+        assert cpu_platform().attention(torch.float16, 64, kv_dtype).name == "torch-sdpa"
 
 
 @pytest.mark.parametrize("what", [float("nan"), float("inf")])
 @pytest.mark.parametrize("side", ["keys", "values"])
 @pytest.mark.parametrize("kv_dtype", [None, *QUANTIZED], ids=str)
 def test_a_value_that_is_not_finite_shows(kv_dtype: torch.dtype | None, side: str, what: float) -> None:
-    """What one row wrote makes that row not finite, now and in later steps, and no other row. Infinite unquantized keys
-    are left out: a score of -inf is a legal one."""
+    """A non-finite value that a row writes makes that row non-finite, now and in later steps, and no other row.
+
+    Infinite unquantized keys are left out: a score of -inf is legal.
+    """
     if kv_dtype is None and side == "keys" and what == float("inf"):
         pytest.skip("legal")
     for backend in backends(torch.float32, 64, kv_dtype):

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tandem.workers.attention.reference import ReferenceAttention
+from tandem.workers.models.decoder import Decoder
+from tandem.workers.models.spec.families import load_spec, supported_architectures
 from tests.support.paged_rows import PagedRows, prompt_ids
 from tests.support.tiny_models import TINY_MODELS, load_peer
-from workers.attention.reference import ReferenceAttention
-from workers.models.decoder import Decoder
-from workers.models.registry import load_spec, supported_architectures
 
 NAMES = [tiny.name for tiny in TINY_MODELS]
 STORIES = Path(__file__).resolve().parents[3] / "shared" / "data" / "models" / "stories260K"

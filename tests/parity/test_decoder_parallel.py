@@ -1,4 +1,4 @@
-"""TP x PP ranks against one rank: the same logits, for every way of cutting heads, vocabulary, tables and layers."""
+"""TP x PP ranks against one rank: the same logits, for every way of sharding heads, vocabulary, tables and layers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel.context import ParallelContext
+from tandem.parallel.context import ParallelContext
 from tests.support.decoder_ranks import DecoderCase, RankProcesses, run_case
 from tests.support.paged_rows import prompt_ids
 

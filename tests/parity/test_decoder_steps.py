@@ -1,4 +1,4 @@
-"""How tokens are cut into steps, rows and blocks never changes what is computed (float32)."""
+"""Results do not depend on how tokens are split into steps, rows and blocks (float32)."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tandem.workers.models.decoder import Decoder
 from tests.support.paged_rows import PagedRows, prompt_ids
-from workers.models.decoder import Decoder
 
 TinyFolder = Callable[[str], Path]
 MakeDecoder = Callable[..., Decoder]

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from workers.kernels.cpu_fused_ops import CpuFusedOps, select_fused_ops
-from workers.kernels.fused_ops import TorchFusedOps
+from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
+from tandem.workers.kernels.fused_ops import TorchFusedOps
+from tandem.workers.platforms.cpu import cpu_platform
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOKENS = [1, 3, 130]
@@ -21,7 +22,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 @pytest.fixture
 def ops(dtype: torch.dtype) -> CpuFusedOps:
-    selected = select_fused_ops(torch.device("cpu"), dtype)
+    selected = cpu_platform().fused_ops(dtype)
     if not isinstance(selected, CpuFusedOps):
         pytest.skip("no C compiler")
     return selected

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from tandem.workers.models.decoder import Decoder
+from tandem.workers.models.spec.families import load_spec
 from tests.parity.test_decoder_logits import STORIES
 from tests.support.paged_rows import PagedRows, prompt_ids
 from tests.support.tiny_models import TINY_MODELS, load_peer
-from workers.models.decoder import Decoder
-from workers.models.registry import load_spec
 
 PROMPTS, PROMPT_LEN, OUTPUT_LEN = 6, 45, 40
 TINY_ROUND_OFFS = 48
@@ -77,7 +77,7 @@ def check(folder: Path, make_decoder: MakeDecoder, dtype: torch.dtype, round_off
 
 @DTYPES
 @pytest.mark.parametrize("name", [tiny.name for tiny in TINY_MODELS])
-def test_tiny_checkpoints_say_what_transformers_says(
+def test_tiny_checkpoints_write_what_transformers_writes(
     name: str, dtype: torch.dtype, tiny_folder: TinyFolder, make_decoder: MakeDecoder
 ) -> None:
     share = check(tiny_folder(name), make_decoder, dtype, TINY_ROUND_OFFS)
@@ -87,7 +87,7 @@ def test_tiny_checkpoints_say_what_transformers_says(
 
 @DTYPES
 @pytest.mark.skipif(not STORIES.is_dir(), reason="the stories260K checkpoint is not beside the repository")
-def test_a_trained_checkpoint_says_what_transformers_says(dtype: torch.dtype, make_decoder: MakeDecoder) -> None:
+def test_a_trained_checkpoint_writes_what_transformers_writes(dtype: torch.dtype, make_decoder: MakeDecoder) -> None:
     share = check(STORIES, make_decoder, dtype, TRAINED_ROUND_OFFS)
     print(f"compared: {share:.0%} of {PROMPTS * OUTPUT_LEN} positions")
     assert share > (0.5 if dtype is torch.bfloat16 else 0.8), "enough was compared"

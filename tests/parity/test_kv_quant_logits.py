@@ -1,4 +1,4 @@
-"""What quantized KV costs in accuracy: logits against full-precision KV, in float32, so that nothing else differs.
+"""The accuracy of quantized KV: logits against full-precision KV, in float32, so that nothing else differs.
 
 The random checkpoints are a hard case: their attention scores are wide, and bf16 KV alone moves their logits by 1 to
 2 %. Measured (root of the mean square, over that of the logits): int8 1.6 to 5.8 %, fp8 8 to 21 %; on the trained
@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel.context import ParallelContext
+from tandem import LLM, SamplingParams
+from tandem.parallel.context import ParallelContext
+from tandem.workers.attention.reference import ReferenceAttention
+from tandem.workers.models.decoder import Decoder
+from tandem.workers.models.spec.families import load_spec
+from tandem.workers.platforms.cpu import cpu_platform
 from tests.parity.test_decoder_logits import NAMES, PROMPT_LEN, STORIES
 from tests.parity.test_decoder_parallel import PROMPTS, STEPS
 from tests.support.decoder_ranks import DecoderCase, RankProcesses, run_case
 from tests.support.paged_rows import PagedRows, prompt_ids
-from workers.attention.reference import ReferenceAttention
-from workers.attention.select import select_attention
-from workers.models.decoder import Decoder
-from workers.models.registry import load_spec
-from workers.offline import LLM, SamplingParams
 
 TinyFolder = Callable[[str], Path]
 MakeDecoder = Callable[..., Decoder]
@@ -43,7 +43,7 @@ class Rows:
         self._folder, self._make = folder, make
 
     def of(self, kv_dtype: torch.dtype | None, num_rows: int = 1, max_len: int = PROMPT_LEN) -> PagedRows:
-        attention = select_attention(CPU, torch.float32, self.spec.head_dim, kv_dtype)
+        attention = cpu_platform().attention(torch.float32, self.spec.head_dim, kv_dtype)
         return PagedRows(self._make(self._folder, attention=attention), num_rows, max_len, kv_dtype=kv_dtype)
 
     def error(self, kv_dtype: torch.dtype) -> float:
@@ -83,10 +83,10 @@ def test_most_texts_of_the_demo_model_stay_the_same() -> None:
 
 @pytest.mark.parametrize("kv_dtype", STORAGES, ids=str)
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "qwen3-untied"])
-def test_how_tokens_are_cut_into_steps_hardly_matters(
+def test_how_tokens_are_split_into_steps_hardly_matters(
     name: str, kv_dtype: torch.dtype, tiny_folder: TinyFolder, make_decoder: MakeDecoder
 ) -> None:
-    """Whole, in chunks, token by token: a query always sees what the cache holds. Rounding noise of float32 may turn a
+    """Whole, in chunks, token by token: a query always reads the cache. Rounding noise of float32 may turn a
     code to its neighbour, which moves logits by far less than the quantization itself."""
     rows = Rows(tiny_folder(name), make_decoder)
     ids = prompt_ids(PROMPT_LEN, rows.spec.vocab_size)

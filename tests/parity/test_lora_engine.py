@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from tandem import LLM, SamplingParams
+from tandem.workers.messages.request import AdapterRef
 from tests.support.adapters import load_adapted_peer, save_merged, save_random_adapter
 from tests.support.paged_rows import prompt_ids
-from workers.messages import AdapterRef
-from workers.offline import LLM, SamplingParams
 
 BASE = Path(__file__).resolve().parents[2] / "configs" / "demo" / "model"
 KINDS: tuple[tuple[str, ...], ...] = (

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from parallel.context import ParallelContext
+from tandem.parallel.context import ParallelContext
 from tests.support.adapters import ALL_LINEARS, load_adapted_peer, save_merged, save_random_adapter
 from tests.support.decoder_ranks import RankProcesses
 from tests.support.lora_ranks import AdaptedCase, run_adapted

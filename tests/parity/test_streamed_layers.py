@@ -1,4 +1,4 @@
-"""Layers that stream from host memory compute what resident ones do, bit for bit: every family, every cut.
+"""Layers that stream from host memory compute what resident ones do, bit for bit: every family, every TP and PP degree.
 
 Models of eight layers, so that with two stages each still has layers that take turns in a buffer.
 """
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.placement import spread
-from parallel.context import ParallelContext
+from tandem.offload.weights.layer_placement import spread
+from tandem.parallel.context import ParallelContext
 from tests.support.decoder_ranks import DecoderCase, RankProcesses, run_case
 from tests.support.paged_rows import prompt_ids
 from tests.support.tiny_models import BY_NAME, TINY_MODELS, save_tiny_model
@@ -62,7 +62,7 @@ def test_in_half_precision_too(folders: dict[str, Path], dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("name", ["llama-mqa-biased", "llama-mha-tied", "mistral-window", "qwen2", "qwen3", "smollm3"])
-def test_at_every_cut(ranks: RankProcesses, folders: dict[str, Path], name: str, tp_size: int, pp_size: int) -> None:
+def test_at_every_degree(ranks: RankProcesses, folders: dict[str, Path], name: str, tp_size: int, pp_size: int) -> None:
     local = NUM_LAYERS // pp_size
     results = [
         ranks.call(run_case, tp_size, pp_size, case_of(folders[name], streamed, tp_size, pp_size))[-1]

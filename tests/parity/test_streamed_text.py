@@ -1,5 +1,5 @@
 """A model of twice the device's budget: most of its layers stream from host memory through two buffers, and the text of
-requests of mixed length, served at once, is what the model says with all weights on the device, in float32 and bf16."""
+requests of mixed length, served at once, equals the text with all weights on the device, in float32 and bf16."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -9,18 +9,19 @@ from typing import Any
 import pytest
 import torch
 
+from tandem import LLM, SamplingParams
+from tandem.configs.bundled import DEMO_MODEL
+from tandem.workers.models.decoder import Decoder
+from tandem.workers.planning.budget import GIB, available_cores
+from tests.support.in_process import runner_of
 from tests.support.tiny_models import BY_NAME, save_tiny_model
-from workers.inprocess_executor import InProcessExecutor
-from workers.models.decoder import Decoder
-from workers.offline import DEMO, LLM, SamplingParams
-from workers.rank.memory import GIB, available_cores
 
 NUM_LAYERS = 12
 PREFIX = [3 + (5 * k) % 190 for k in range(40)]
 PROMPTS = [(PREFIX if i % 2 else []) + [4 + (11 * i + 7 * k) % 190 for k in range(1 + 13 * (i // 2))] for i in range(8)]
 LENGTHS = [24 - 2 * i for i in range(len(PROMPTS))]
 SMALL: dict[str, Any] = {
-    "tokenizer": str(DEMO),
+    "tokenizer": str(DEMO_MODEL),
     "device": "cpu",
     "block_size": 4,
     "max_num_seqs": 5,
@@ -52,8 +53,7 @@ def same_threads() -> Iterator[None]:
 
 
 def decoder_of(llm: LLM) -> Decoder:
-    assert isinstance(llm._executor, InProcessExecutor) and llm._executor._runner is not None
-    model = llm._executor._runner._model
+    model = runner_of(llm._executor)._model
     assert isinstance(model, Decoder)
     return model
 
@@ -69,7 +69,7 @@ def said(llm: LLM) -> list[tuple[str, list[int]]]:
 @pytest.mark.parametrize("threads", COPIERS.values(), ids=COPIERS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["qwen3", "llama-gqa"])
-def test_a_model_of_twice_the_device_says_what_it_says_on_it(
+def test_a_model_of_twice_the_device_writes_the_same_text(
     name: str, dtype: str, threads: int, deep: Callable[[str], Path]
 ) -> None:
     flags = {**SMALL, "dtype": dtype, "cpu_threads": threads}

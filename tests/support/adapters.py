@@ -8,13 +8,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
+from tandem.workers.engine.executor import Executor
+from tandem.workers.lora.peft.peft_folder import adapter_digest
+from tandem.workers.messages.request import AdapterRef
+from tandem.workers.messages.transfer import (
+    DropAdapter,
+    FetchAdapter,
+    PlaceAdapter,
+    TransferOp,
+    TransferResult,
+)
 from tests.support.tiny_models import load_peer
-from workers.engine.executor import Executor
-from workers.messages import AdapterMove, AdapterMoveKind, AdapterRef, TransferDone
-from workers.peft_folder import adapter_digest
 
 ALL_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MOVE_S = 60.0
@@ -42,7 +50,8 @@ def save_random_adapter(
             if "lora_" in name:
                 is_a, inputs = name.split("lora_")[1].startswith(("A", "embedding_A")), parameter.shape[1]
                 parameter.normal_(0, 2 * (1 if is_a else size) * (1 if "embedding_A" in name else inputs**-0.5))
-    model.to(dtype).save_pretrained(folder)
+    has_tables = not {"embed_tokens", "lm_head"}.isdisjoint(modules)
+    model.to(dtype).save_pretrained(folder, save_embedding_layers=has_tables)
     (folder / "README.md").unlink(missing_ok=True)
     return folder
 
@@ -62,6 +71,11 @@ def ref_of(folder: Path, name: str | None = None) -> AdapterRef:
     return AdapterRef(name=name or folder.name, digest=adapter_digest(folder), source=str(folder))
 
 
+def error_of(result: TransferResult) -> str | None:
+    """The reason of its failure."""
+    return None if result.failure is None else result.failure.message
+
+
 class AdapterDriver:
     """Moves adapters on a started executor, which has no step under way: every adapter gets fresh pages and a slot.
 
@@ -72,32 +86,39 @@ class AdapterDriver:
         self._num_ranks = num_ranks
         self._ticket = 0
         self._next_page = 0
-        self.others: list[TransferDone] = []
+        self.others: list[TransferResult] = []
 
-    def move(
-        self, kind: AdapterMoveKind, ref: AdapterRef, *, slot: int = -1, pages: Sequence[int] = ()
-    ) -> list[TransferDone]:
+    def move(self, op: TransferOp) -> list[TransferResult]:
         """The answers of all ranks."""
         self._ticket += 1
         ticket = self._ticket
-        self._executor.transfer(AdapterMove(ticket=ticket, kind=kind, adapter=ref, slot=slot, pages=list(pages)))
-        answers: list[TransferDone] = []
+        self._executor.transfer(msgspec.structs.replace(op, ticket=ticket))
+        answers: list[TransferResult] = []
         deadline_s = time.monotonic() + MOVE_S
         while len(answers) < self._num_ranks:
-            assert time.monotonic() < deadline_s, f"{len(answers)} answers to {kind} in {MOVE_S} s"
-            assert self._executor.wait(0.5) is None
-            done = self._executor.transfers_done()
-            answers += [answer for answer in done if answer.ticket == ticket]
-            self.others += [answer for answer in done if answer.ticket != ticket]
+            assert time.monotonic() < deadline_s, f"{len(answers)} answers to {op} in {MOVE_S} s"
+            answer = self._executor.poll(0.5)
+            if answer is not None:
+                assert isinstance(answer, TransferResult)
+                (answers if answer.ticket == ticket else self.others).append(answer)
         return sorted(answers, key=lambda done: done.rank)
+
+    def fetch(self, ref: AdapterRef) -> list[TransferResult]:
+        return self.move(FetchAdapter(adapter=ref))
+
+    def place(self, ref: AdapterRef, slot: int, pages: Sequence[int]) -> list[TransferResult]:
+        return self.move(PlaceAdapter(adapter=ref, slot=slot, pages=list(pages)))
+
+    def drop(self, ref: AdapterRef) -> list[TransferResult]:
+        return self.move(DropAdapter(adapter=ref))
 
     def load(self, ref: AdapterRef, slot: int) -> int:
         """fetch and place; the pages that were taken."""
-        fetched = self.move("fetch", ref)
-        assert [done.error for done in fetched] == [None] * self._num_ranks
+        fetched = self.fetch(ref)
+        assert [done.failure for done in fetched] == [None] * self._num_ranks
         count = max(done.pages for done in fetched)
         pages = list(range(self._next_page, self._next_page + count))[::-1]
         self._next_page += count
-        placed = self.move("place", ref, slot=slot, pages=pages)
-        assert [done.error for done in placed] == [None] * self._num_ranks
+        placed = self.place(ref, slot, pages)
+        assert [done.failure for done in placed] == [None] * self._num_ranks
         return count

@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from workers.engine.engine import Engine
-from workers.messages import Abort, Ended, GenerationRequest, SamplingParams, TokenDelta
+from tandem.workers.engine.engine import Engine
+from tandem.workers.messages.request import Abort, Ended, GenerationRequest, SamplingParams, TokenDelta
 
 LONGEST_TALK = 48
 OPENING = 16
@@ -20,7 +20,7 @@ FEW = 3
 """Tokens that a sampled one is drawn from: the more there are, the more draws fall so near to the border of two that
 the order in which float32 sums are made decides."""
 STALL_S = 60.0
-"""An engine that has said nothing for so long is stuck."""
+"""An engine without output for so long is stuck."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Clients:
             client = self._of(delta.request_id)
             client.heard[delta.choice].extend(delta.token_ids)
             if client.gives_up:
-                self._given_up.append(Abort(request_id=delta.request_id, epoch=delta.epoch))
+                self._given_up.append(Abort(request_id=delta.request_id, attempt=delta.attempt))
 
     def ended(self, ended: Ended, request: GenerationRequest) -> None:
         self._of(ended.request_id).end(ended)
@@ -98,7 +98,7 @@ class Clients:
             for client in self._clients:
                 if client.running is None and client.turns < turns:
                     engine.add_request(client.ask(self._choices))
-            engine.step()
+            engine.turn(0.05)
             while self._given_up:
                 engine.abort(self._given_up.pop())
             assert time.monotonic() < self._heard_s + STALL_S, f"silent for {STALL_S:.0f} s: {engine.stats()}"
@@ -130,5 +130,5 @@ class Listener:
             self._open.add(request.request_id)
             engine.add_request(request)
         while self._open:
-            assert engine.step(), "it has requests and does nothing"
+            assert engine.turn(0.05), "it has requests and does nothing"
         return self._heard

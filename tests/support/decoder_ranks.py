@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 
-from parallel.context import ParallelContext
-from parallel.groups import init_parallel
-from parallel.mesh import layer_range
-from parallel.pipeline import StageLink
+from tandem.parallel.context import ParallelContext
+from tandem.parallel.groups import GLOO, init_parallel
+from tandem.parallel.mesh import layer_range
+from tandem.parallel.pipeline import StageLink
+from tandem.workers.models.decoder import Decoder, build_decoder
+from tandem.workers.models.spec.families import load_spec
+from tandem.workers.platforms.cpu import cpu_platform
 from tests.support.paged_rows import PagedRows
 from tests.support.service import free_port
-from workers.attention.select import select_attention
-from workers.models.decoder import Decoder, build_decoder
-from workers.models.registry import load_spec
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 120.0
@@ -57,8 +57,8 @@ def run_case(case: DecoderCase, context: ParallelContext) -> torch.Tensor | None
         context,
         folder=case.folder,
         dtype=case.dtype,
-        device=CPU,
-        attention=select_attention(CPU, case.dtype, spec.head_dim, case.kv_dtype),
+        platform=cpu_platform(),
+        attention=cpu_platform().attention(case.dtype, spec.head_dim, case.kv_dtype),
         load_format=case.load_format,  # type: ignore[arg-type]
         streamed=[layer for layer in case.streamed if layer in local],
     )
@@ -135,7 +135,7 @@ def _serve(rank: int, connection: Connection) -> None:
         except (EOFError, KeyboardInterrupt):
             return
         try:
-            context = init_parallel(rank, tp_size * pp_size, tp_size, pp_size, "127.0.0.1", port, CPU)
+            context = init_parallel(rank, tp_size * pp_size, tp_size, pp_size, "127.0.0.1", port, GLOO)
             try:
                 connection.send((None, function(*arguments, context)))
             finally:

@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from workers.engine.executor import Executor, ExecutorReady
-from workers.messages import RowInit, RowResult, RowSampling, RowWork, StepPlan, StepResult
+from tandem.workers.engine.executor import Executor, ExecutorReady
+from tandem.workers.messages.step import RowInit, RowResult, RowSampling, RowWork, StepPlan, StepResult
+from tandem.workers.messages.transfer import TransferResult
 
 WAIT_S = 60.0
 
@@ -61,6 +62,7 @@ class ExecutorDriver:
         self._ready = ready
         self._block_size = block_size
         self._step_id = 0
+        self.transferred: list[TransferResult] = []
 
     def generate(self, jobs: list[Job], *, chunk: int = 5, depth: int = 1, ahead: bool = False) -> list[list[int]]:
         """Token ids of all jobs. depth: plans in flight; each serves the rows that are not waiting for a sample."""
@@ -122,9 +124,11 @@ class ExecutorDriver:
         assert self._next_result().rows == []
 
     def _next_result(self) -> StepResult:
-        result = self._executor.wait(WAIT_S)
-        assert result is not None, f"no result in {WAIT_S} s"
-        return result
+        """Answers to transfers are kept in `transferred`."""
+        while isinstance(message := self._executor.poll(WAIT_S), TransferResult):
+            self.transferred.append(message)
+        assert message is not None, f"no result in {WAIT_S} s"
+        return message
 
     @staticmethod
     def _apply(result: StepResult, sampled: dict[int, Job], relay: bool) -> None:

@@ -1,4 +1,4 @@
-"""A Backend without engines: a deterministic model that says what a script tells it, by default the prompt again.
+"""A Backend without engines: a deterministic model that generates scripted outputs, by default the prompt again.
 
 For tests and benchmarks of the gateway. Steps all running requests together, as an engine does; in manual mode only
 when the test calls `step`, so that tests decide what happens when. Records every request and abort it was given.
@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from workers.errors import GroupLost
-from workers.messages import Abort, FinishReason, GenerationRequest, TokenDelta, TokenLogprobs, Usage
+from tandem.workers.messages.errors import GroupLost
+from tandem.workers.messages.request import Abort, FinishReason, GenerationRequest, TokenDelta, TokenLogprobs, Usage
 
 Script = Callable[[GenerationRequest, int], list[int]]
 
@@ -202,7 +202,7 @@ class FakeBackend:
         last = over and (reason is not None) and not any(o.finish_reason is None for o in stream.choices)
         return TokenDelta(
             request_id=request.request_id,
-            epoch=request.epoch,
+            attempt=request.attempt,
             choice=index,
             first_position=first,
             token_ids=ids,

@@ -3,13 +3,13 @@
 import math
 from collections.abc import Iterable, Mapping
 
-from workers.engine.stats import Collector, EngineStats
-from workers.errors import GroupLost, QueueFull
-from workers.messages import Abort, AdapterRef, Ended, GenerationRequest, TokenDelta, Usage
+from tandem.workers.engine.base.stats import Collector, EngineStats
+from tandem.workers.messages.errors import GroupLost, QueueFull
+from tandem.workers.messages.request import Abort, AdapterRef, Ended, GenerationRequest, TokenDelta, Usage
 
 
 class FakeEngine:
-    """SteppedEngine of cluster/engine_thread.py. A prompt of [666] breaks it, one of [429] is refused."""
+    """Engine of cluster/group/engine_thread.py. A prompt of [666] breaks it, one of [429] is refused."""
 
     def __init__(self, sink: object) -> None:
         self.sink = sink
@@ -20,7 +20,7 @@ class FakeEngine:
         self.pinned: set[AdapterRef] = set()
         self.weights: dict[str, float] = {}
         self.charged_here: dict[str, float] = {}
-        self.charged_elsewhere: dict[str, float] = {}
+        self.remote_charges: dict[str, float] = {}
 
     def add_request(self, request: GenerationRequest) -> None:
         if request.prompt_token_ids == [429]:
@@ -41,13 +41,13 @@ class FakeEngine:
     is_copying = False
     idle_s = math.inf
 
-    def tend_copies(self) -> None:
+    def close(self) -> None:
+        """It writes no log."""
+
+    def flush_transfers(self, timeout_s: float) -> None:
         """It copies nothing."""
 
-    def settle(self, timeout_s: float) -> None:
-        """It copies nothing."""
-
-    def step(self) -> bool:
+    def turn(self, timeout_s: float) -> bool:
         self.steps += 1
         deltas = [self._next(request, position) for request, position in list(self.live.values())]
         self.sink.deltas(deltas)
@@ -67,13 +67,13 @@ class FakeEngine:
     def set_weights(self, weights: Mapping[str, float]) -> None:
         self.weights = dict(weights)
 
-    def take_charges(self) -> dict[str, float]:
+    def drain_charges(self) -> dict[str, float]:
         taken, self.charged_here = self.charged_here, {}
         return taken
 
-    def charge_elsewhere(self, charges: Mapping[str, float]) -> None:
+    def merge_remote_charges(self, charges: Mapping[str, float]) -> None:
         for tenant, charge in charges.items():
-            self.charged_elsewhere[tenant] = self.charged_elsewhere.get(tenant, 0.0) + charge
+            self.remote_charges[tenant] = self.remote_charges.get(tenant, 0.0) + charge
 
     def stats(self) -> EngineStats:
         counts = Collector()
@@ -114,7 +114,7 @@ class FakeEngine:
         last = position + 1 >= request.sampling.max_tokens
         return TokenDelta(
             request_id=request.request_id,
-            epoch=request.epoch,
+            attempt=request.attempt,
             choice=0,
             first_position=position,
             token_ids=[request.prompt_token_ids[-1] + position],
@@ -125,7 +125,7 @@ class FakeEngine:
     def _end(self, request: GenerationRequest, position: int, reason: str) -> None:
         ended = Ended(
             request_id=request.request_id,
-            epoch=request.epoch,
+            attempt=request.attempt,
             positions=[position],
             finish_reasons=[reason],
             usage=self._usage(request, position),

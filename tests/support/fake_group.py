@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 
-from cluster.coordination.registry import GroupRecord
-from cluster.engine_thread import EngineThread
+from tandem.cluster.fleet.fleet_view import GroupRecord
+from tandem.cluster.group.engine_thread import EngineThread
+from tandem.workers.engine.base.stats import EngineStats
+from tandem.workers.messages.request import Abort, Ended, GenerationRequest
 from tests.support.fake_engine import FakeEngine
-from workers.engine.stats import EngineStats
-from workers.messages import Abort, Ended, GenerationRequest
 
 
 class FakeGroup:
@@ -56,7 +56,7 @@ class FakeGroup:
         try:
             return msgspec.msgpack.encode(await ended)
         except asyncio.CancelledError:
-            self.thread.abort(Abort(request_id=request.request_id, epoch=request.epoch))
+            self.thread.abort(Abort(request_id=request.request_id, attempt=request.attempt))
             raise
         finally:
             self.calls.discard(ended)
@@ -95,10 +95,10 @@ class FakeCaller:
     def __init__(self, groups: list[FakeGroup]) -> None:
         self.groups = groups
         self.made = 0
-        self.told_vanished: list[str] = []
+        self.told_missing: list[str] = []
 
-    def call(self, payload: bytes, vanished: Sequence[str] = ()) -> FakeCall:
-        self.told_vanished = list(vanished)
+    def call(self, payload: bytes, missing: Sequence[str] = ()) -> FakeCall:
+        self.told_missing = list(missing)
         group = self.groups[self.made % len(self.groups)]
         self.made += 1
         return FakeCall(asyncio.get_running_loop().create_task(group.generate(payload)))
@@ -109,12 +109,12 @@ class FakeFleet:
 
     def __init__(self, records: dict[str, GroupRecord]) -> None:
         self.records = records
-        self.vanished: list[GroupRecord] = []
-        self.redis_away = False
+        self.missing: list[GroupRecord] = []
+        self.redis_unavailable = False
 
-    def vanished_for(self, seconds: float = 0.0) -> list[GroupRecord]:
-        return self.vanished
+    def missing_for(self, seconds: float = 0.0) -> list[GroupRecord]:
+        return self.missing
 
 
 def serving(group: str = "g") -> dict[str, GroupRecord]:
-    return {group: GroupRecord(group=group, epoch=1, model="m", state="serving", host="h", pid=1)}
+    return {group: GroupRecord(group=group, life=1, model="m", state="serving", host="h", pid=1)}

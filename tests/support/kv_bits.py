@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from workers.engine.kv_offload import KVOffload
+from tandem.workers.engine.transfers.kv_offload import KVOffload
+from tandem.workers.engine.transfers.transfer_manager import TransferOutcome
 
 
 class Bits:
@@ -21,14 +22,14 @@ class Bits:
         self._close = offload._close
         offload._close = self._look  # type: ignore[method-assign]
 
-    def _look(self, opened: Any) -> None:
+    def _look(self, opened: Any, outcome: TransferOutcome) -> None:
         """Before the end of a ticket is applied: until then nobody else has its blocks."""
-        ticket = opened.ticket
-        for place, (key, block_id) in enumerate(zip(ticket.keys, ticket.block_ids, strict=False)):
+        move = opened.move
+        for place, (key, block_id) in enumerate(zip(move.keys, move.block_ids, strict=False)):
             bits = b"".join(plane[block_id].view(torch.uint8).numpy().tobytes() for plane in self._planes)
-            if ticket.kind == "store":
+            if move.kind == "store":
                 self._went_down[key].add(bits)
-            elif ticket.kind == "load" and place not in opened.failed:
+            elif move.kind == "load" and place not in opened.failed:
                 assert bits in self._went_down[key], f"block {block_id} came up with other bits"
                 self.num_compared += 1
-        self._close(opened)
+        self._close(opened, outcome)

@@ -11,29 +11,29 @@ from itertools import groupby
 
 import torch
 
-from workers.kernels.lora_ops import AdapterRows, SectionTables
+from tandem.workers.kernels.lora_ops import AdapterRows, ProjectionTables
 
 ROWS_A_PAGE = 3
 
 
 @dataclass(frozen=True, slots=True)
 class LoraLayer:
-    """adapters[section][slot]: A [rank, I] and B [O, rank], as PEFT has them; None where the section is left alone."""
+    """adapters[projection][slot]: A [rank, I] and B [O, rank], as PEFT has them; None without weights."""
 
     slab: torch.Tensor
-    sections: list[SectionTables]
+    projections: list[ProjectionTables]
     adapters: list[list[tuple[torch.Tensor, torch.Tensor] | None]]
     width: int
 
     def expected(self, y_TO: torch.Tensor, x_TI: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
         """y with each token's part added, in float64."""
         y = y_TO.double()
-        for section, adapters in zip(self.sections, self.adapters, strict=True):
+        for projection, adapters in zip(self.projections, self.adapters, strict=True):
             for token, slot in enumerate(slots):
                 if slot >= 0 and (pair := adapters[slot]) is not None:
                     a, b = (matrix.double().to(y.device) for matrix in pair)
-                    part = float(section.scales[slot]) * (b @ (a @ x_TI[token].double()))
-                    y[token, section.start : section.start + section.outputs] += part
+                    part = float(projection.scales[slot]) * (b @ (a @ x_TI[token].double()))
+                    y[token, projection.start : projection.start + projection.outputs] += part
         return y
 
 
@@ -46,20 +46,20 @@ def make_layer(
     gap: int = 0,
     device: str = "cpu",
 ) -> LoraLayer:
-    """One section per width of `outputs`, `gap` columns apart; ranks[section][slot], 0 for none."""
+    """One projection per width of `outputs`, `gap` columns apart; ranks[projection][slot], 0 for none."""
     generator = torch.Generator().manual_seed(0)
     page = ROWS_A_PAGE * max(inputs, *outputs) + 8
-    rows = sum(2 * rank for of_section in ranks for rank in of_section)
+    rows = sum(2 * rank for of_projection in ranks for rank in of_projection)
     pages = rows // ROWS_A_PAGE + 2
     places = [at * page + row * max(inputs, *outputs) + row for at in range(pages) for row in range(ROWS_A_PAGE)]
     random.Random(0).shuffle(places)
     slab = torch.full((pages, page), float("nan"), dtype=dtype)
-    sections, adapters, start = [], [], gap
-    for width, of_section in zip(outputs, ranks, strict=True):
-        a_rows = torch.full((len(of_section), room), -1, dtype=torch.int64)
+    projections, adapters, start = [], [], gap
+    for width, of_projection in zip(outputs, ranks, strict=True):
+        a_rows = torch.full((len(of_projection), room), -1, dtype=torch.int64)
         b_rows = a_rows.clone()
         pairs: list[tuple[torch.Tensor, torch.Tensor] | None] = []
-        for slot, rank in enumerate(of_section):
+        for slot, rank in enumerate(of_projection):
             a = (torch.randn(rank, inputs, generator=generator) / inputs**0.5).to(dtype)
             b = (torch.randn(width, rank, generator=generator) / max(rank, 1) ** 0.5).to(dtype)
             for matrix, table in ((a, a_rows), (b.T, b_rows)):
@@ -67,12 +67,12 @@ def make_layer(
                     table[slot, k] = places.pop()
                     slab.view(-1)[int(table[slot, k]) :][: row.shape[0]] = row
             pairs.append((a, b) if rank else None)
-        scales = torch.linspace(0.5, 2.0, len(of_section))
-        tables = (a_rows, b_rows, torch.tensor(of_section, dtype=torch.int32), scales)
-        sections.append(SectionTables(*(table.to(device) for table in tables), inputs, width, start))
+        scales = torch.linspace(0.5, 2.0, len(of_projection))
+        tables = (a_rows, b_rows, torch.tensor(of_projection, dtype=torch.int32), scales)
+        projections.append(ProjectionTables(*(table.to(device) for table in tables), inputs, width, start))
         adapters.append(pairs)
         start += width + gap
-    return LoraLayer(slab.to(device), sections, adapters, start)
+    return LoraLayer(slab.to(device), projections, adapters, start)
 
 
 def rows_of(slots: Sequence[int], device: str = "cpu") -> AdapterRows:

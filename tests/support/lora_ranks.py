@@ -10,20 +10,20 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from configs.schema import LoraSettings
-from parallel.context import ParallelContext
-from parallel.pipeline import StageLink
+from tandem.configs.schema import LoraSettings
+from tandem.parallel.context import ParallelContext
+from tandem.parallel.pipeline import StageLink
+from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.kernels.lora_ops import AdapterRows
+from tandem.workers.lora.device.host_copy import make_shard
+from tandem.workers.lora.device.rank_adapters import RankAdapters, open_adapters
+from tandem.workers.lora.peft.peft_folder import read_adapter
+from tandem.workers.models.decoder import build_decoder
+from tandem.workers.models.spec.families import load_spec
+from tandem.workers.platforms.cpu import HostAccelerator, cpu_platform
+from tandem.workers.rank.batch import adapter_segments
 from tests.support.decoder_ranks import Work
 from tests.support.paged_rows import PagedRows
-from workers.attention.select import select_attention
-from workers.kernels.lora import AdapterRows
-from workers.lora.host_copy import cut_shard
-from workers.lora.memory import RankAdapters, open_adapters
-from workers.models.decoder import build_decoder
-from workers.models.forward_batch import ForwardBatch
-from workers.models.registry import load_spec
-from workers.peft_folder import read_adapter
-from workers.rank.batch import adapter_segments
 
 CPU = torch.device("cpu")
 MAX_RANK = 64
@@ -48,11 +48,13 @@ class AdaptedCase:
 def run_adapted(case: AdaptedCase, context: ParallelContext) -> torch.Tensor | None:
     """On this rank; on the last stage all steps' logits [sum of S, V], None elsewhere."""
     spec = load_spec(case.folder)
-    attention = select_attention(CPU, case.dtype, spec.head_dim)
-    decoder = build_decoder(spec, context, folder=case.folder, dtype=case.dtype, device=CPU, attention=attention)
+    attention = cpu_platform().attention(case.dtype, spec.head_dim)
+    decoder = build_decoder(
+        spec, context, folder=case.folder, dtype=case.dtype, platform=cpu_platform(), attention=attention
+    )
     settings = LoraSettings(enable_lora=True, max_loras=max(1, len(case.adapters)), max_lora_rank=MAX_RANK)
     adapters = open_adapters(
-        settings, spec, case.folder, decoder, CPU, case.dtype, available_bytes=None, pp_size=case.pp_size
+        settings, spec, case.folder, decoder, cpu_platform(), case.dtype, available_bytes=None, pp_size=case.pp_size
     )
     put_all(adapters, case.adapters)
     rows = PagedRows(decoder, len(case.slots), case.max_len, case.dtype)
@@ -76,7 +78,7 @@ def put_all(adapters: RankAdapters, folders: list[Path]) -> None:
     random.Random(len(folders)).shuffle(pages)
     for slot, folder in enumerate(folders):
         adapter = read_adapter(folder, adapters.spec, MAX_RANK)
-        copy = cut_shard(adapter, adapters.slab.shape, adapters.dtype, pin=False)
+        copy = make_shard(adapter, adapters.slab.shape, adapters.dtype, HostAccelerator())
         own, pages = pages[: copy.num_pages], pages[copy.num_pages :]
         adapters.slab.put(copy, own, slot)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from openai import AsyncOpenAI, OpenAI
 
-from workers.messages import SamplingParams
-from workers.offline import LLM
+from tandem import LLM
+from tandem.workers.messages.request import SamplingParams
 
 PREFIX = "Once upon a time there was a little girl who lived near a forest. "
 ENDS = ("She had a dog", "Her name was", "One day", "The sun", "A bird", "Every morning", "In the river", "Her mother")

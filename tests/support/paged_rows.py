@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from workers.attention.backend import KVTensors
-from workers.kernels.kv_quant import movable
-from workers.models.decoder import Decoder
-from workers.models.forward_batch import ForwardBatch
-from workers.rank.kv_tensors import KVCache
+from tandem.workers.attention.backend import KVTensors
+from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.kernels.kv_store import as_indexable
+from tandem.workers.models.decoder import Decoder
+from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.rank.kv_cache import KVCache
 
 
 @dataclass(slots=True)
@@ -46,10 +47,10 @@ class PagedRows:
         self.rows = [PagedRow(ids[row * per_row : (row + 1) * per_row]) for row in range(self.num_rows)]
         decoder, num_blocks = self.decoder, 1 + self.num_rows * per_row
         heads, dim = decoder.num_local_kv_heads, decoder.head_dim
-        dtype, cpu = self.kv_dtype or self.dtype, torch.device("cpu")
-        cache = KVCache.allocate(decoder.num_local_layers, num_blocks, self.block_size, heads, dim, dtype, cpu)
+        dtype, platform = self.kv_dtype or self.dtype, cpu_platform()
+        cache = KVCache.allocate(decoder.num_local_layers, num_blocks, self.block_size, heads, dim, dtype, platform)
         for plane in cache.planes:
-            movable(plane).fill_(7)
+            as_indexable(plane).fill_(7)
         self.kv = cache.tensors
 
     def batch(self, work: list[tuple[int, list[int]]], all_logits: bool = False) -> ForwardBatch:

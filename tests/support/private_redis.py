@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cluster.coordination.redis_server import RedisServer
-from configs.environment import short_temp_folder
+from tandem.cluster.process.redis_server import RedisServer
+from tandem.configs.environment import short_temp_folder
 
 
 @contextmanager

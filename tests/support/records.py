@@ -1,4 +1,4 @@
-"""What the private Redis of a running service holds: fresher than what its gateways say of it."""
+"""Records in the private Redis of a running service, which are newer than those of its gateways."""
 
 import asyncio
 from pathlib import Path
@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import psutil
 
-from cluster.coordination.client import BackgroundClient
-from cluster.coordination.registry import GroupRecord
+from tandem.cluster.fleet.fleet_view import GroupRecord
+from tandem.cluster.state.redis_client import BackgroundClient
 from tests.support.service import Service, wait_for
 
 

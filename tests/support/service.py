@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import httpx
 import psutil
 
-from configs.environment import short_temp_folder
+from tandem.configs.environment import short_temp_folder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEMO = REPOSITORY / "configs" / "demo" / "model"
@@ -30,10 +30,10 @@ T = TypeVar("T")
 
 
 def free_port() -> int:
-    """A port below Ray's worker ports that nobody listens on now. Two workers of one run have a range each: a service
-    that starts does not hold its port yet."""
-    half = 900 * (os.environ.get("PYTEST_XDIST_WORKER") == "gw1")
-    for port in range(8100 + half + os.getpid() % 400, 9000 + half):
+    """A port below Ray's worker ports that nobody listens on now. Up to four workers of one run have a range each: a
+    service that starts does not hold its port yet."""
+    first = 8100 + 450 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 4)
+    for port in range(first + os.getpid() % 200, first + 450):
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
@@ -203,3 +203,9 @@ def title_of(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.NoSuchProcess:
         return ""
+
+
+def run_tandem_status(service: Service) -> str:
+    """What `tandem status` prints about it."""
+    env = {**os.environ, "TMPDIR": str(service.temp), "XDG_RUNTIME_DIR": ""}
+    return subprocess.run([BIN / "tandem", "status"], env=env, capture_output=True, text=True, timeout=30).stdout

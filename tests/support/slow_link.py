@@ -1,16 +1,16 @@
-"""A TCP door to a Redis server whose answers arrive late: a network that is far away, or a server that is busy."""
+"""A TCP proxy in front of a Redis server that delays answers, as a slow network or a busy server does."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from cluster.coordination.redis_server import RedisServer
+from tandem.cluster.process.redis_server import RedisServer
 
 CHUNK_BYTES = 2**16
 
 
 class SlowLink:
-    """delay_s may be changed at any time; it holds for what the server says from then on. requests: chunks that
+    """delay_s may be changed at any time; it holds for later answers of the server. requests: chunks that
     clients have sent."""
 
     def __init__(self, server: RedisServer) -> None:

@@ -1,1 +1,1 @@
-"""Paged attention: one Protocol, an oracle, and an implementation per device."""
+"""Paged attention: a Protocol, a reference implementation, and one implementation per device."""

@@ -1,9 +1,9 @@
-"""What an attention implementation is: a Protocol, and the KV tensors that it reads and writes.
+"""The Protocol of paged attention (PagedAttention, Kwon et al. 2023) and the KV tensors that it reads and writes.
 
 The decoder calls `prepare` once per step and `forward` once per layer. Backends keep no state between steps. T tokens,
-N query heads, K KV heads, D head dim; caches are [num_blocks, block_size, K, D], FlashAttention's paged layout, in a
-storage dtype that need not be q's (workers/kernels/kv_quant.py). A query sees every key and value as the cache holds
-it, those of its own step too, so what is computed does not depend on how tokens are cut into steps.
+N query heads, K KV heads, D head dim. Caches are [num_blocks, block_size, K, D], FlashAttention's paged layout, in a
+storage dtype that may differ from q's (workers/kernels/kv_store.py). A query reads every key and value from the cache,
+those of its own step included, so results do not depend on how tokens are split into steps.
 """
 
 from collections.abc import Iterable
@@ -12,8 +12,8 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from workers.kernels.kv_quant import LayerKV
-from workers.models.forward_batch import ForwardBatch
+from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.kernels.kv_store import LayerKV
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class KVTensors:
 
 
 class AttentionStep(Protocol):
-    """One step's attention: holds what is equal for all layers."""
+    """One step's attention: the state that all layers share."""
 
     def forward(
         self,
@@ -36,26 +36,30 @@ class AttentionStep(Protocol):
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        """Writes k and v to the batch's slots of this layer's cache, and attends causally to each row's context.
-        `window`: a token sees that many last positions, itself included; None: all. Returns out_TND."""
+        """Writes k and v to the batch's slots of this layer's cache and returns out_TND, causal attention to each row's
+        context.
+
+        `window`: the number of last positions, itself included, that a token attends to; None: all. `scale` multiplies
+        q . k.
+        """
         ...
 
 
 @runtime_checkable
-class RenewableStep(AttentionStep, Protocol):
-    """A step whose calls may be recorded and repeated (workers/models/layer_loop.py)."""
+class ReplayableStep(AttentionStep, Protocol):
+    """A step whose calls may be captured and replayed (workers/graphs/cpu_graphs.py)."""
 
-    def renew(self, batch: ForwardBatch) -> None:
-        """What was recorded computes another batch from now on, of as many rows with one query each. Its slots are
-        where those of the recorded one were."""
+    def set_batch(self, batch: ForwardBatch) -> None:
+        """Points the captured calls at another batch of as many rows, one query each, with its slots in the same
+        memory."""
         ...
 
 
 class AttentionBackend(Protocol):
-    """A way to compute attention on one device."""
+    """One way to compute attention on a device."""
 
     name: str
 
     def prepare(self, batch: ForwardBatch) -> AttentionStep:
-        """Groups the rows of a step; the batch must stay unchanged until the step is done."""
+        """Groups the rows of a step. The batch must stay unchanged until the step has finished."""
         ...

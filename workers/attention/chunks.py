@@ -1,7 +1,7 @@
-"""Prompt chunks: rows with several queries, attended one by one over their own tokens or a gathered context.
+"""Attention of prefill chunks: rows with several queries, one by one, over their own tokens or a gathered context.
 
-Shared by the torch and the CPU backends, which differ in the ChunkAttention that they pass. T tokens of the chunk,
-J context positions, N query heads, K KV heads, D head dim.
+Shared by the torch and the CPU backends, which differ in their ChunkAttention. T tokens of the chunk, J context
+positions, N query heads, K KV heads, D head dim.
 """
 
 from dataclasses import dataclass
@@ -10,17 +10,17 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from workers.kernels.kv_quant import KVStore, LayerKV
-from workers.models.forward_batch import ForwardBatch
+from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.kernels.kv_store import KVStore, LayerKV
 
 
 class ChunkAttention(Protocol):
-    """Attention of one row over its context laid out in order."""
+    """Attention of one row over its contiguous context."""
 
     def attend(
         self, q_TND: torch.Tensor, k_JKD: torch.Tensor, v_JKD: torch.Tensor, scale: float, window: int | None
     ) -> torch.Tensor:
-        """out_TND. The chunk's tokens are the last T of the J positions."""
+        """Returns out_TND. The chunk's tokens are the last T of the J positions."""
         ...
 
 
@@ -31,7 +31,7 @@ class Scratch:
         self._bytes: dict[str, torch.Tensor] = {}
 
     def take(self, use: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Uninitialized; valid until the next take of the same use."""
+        """Returns an uninitialized tensor, valid until the next take of the same use."""
         size = torch.Size(shape).numel() * dtype.itemsize
         held = self._bytes.get(use)
         if held is None or held.nbytes < size or held.device != device:
@@ -41,8 +41,11 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A row with several queries, tokens start:stop of the step. `block_ids` hold the positions that it can see, the
-    first context_len of their slots; None: it has no context but its own tokens."""
+    """A row with several queries, tokens start:stop of the step.
+
+    `block_ids`: the blocks that it attends to, the first context_len of their slots; None when its context is only its
+    own tokens.
+    """
 
     start: int
     stop: int
@@ -51,7 +54,7 @@ class Chunk:
 
 
 class SdpaChunks:
-    """torch's SDPA; one per step, since rows of all layers share their masks."""
+    """ChunkAttention by torch's SDPA; one per step, since all layers share the masks."""
 
     def __init__(self) -> None:
         self._masks: dict[tuple[int, int, int | None], torch.Tensor] = {}
@@ -73,7 +76,7 @@ class SdpaChunks:
         return out_1NTD[0].transpose(0, 1)
 
     def _mask(self, num_tokens: int, context_len: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
-        """[T, J]: what SDPA adds to the scores."""
+        """Returns [T, J], the mask that SDPA adds to the scores."""
         key = (num_tokens, context_len, window)
         if key not in self._masks:
             position_T1 = torch.arange(context_len - num_tokens, context_len, device=like.device)[:, None]
@@ -86,14 +89,14 @@ class SdpaChunks:
 
 
 class Gatherer:
-    """Copies of cached blocks, in q's dtype and in memory that is used again."""
+    """Gathers cached blocks into reused memory, in q's dtype."""
 
     def __init__(self, store: KVStore) -> None:
         self._store = store
         self._scratch = Scratch()
 
     def blocks(self, kv: LayerKV, block_ids: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [blocks, block_size, K, D], valid until the next call."""
+        """Returns keys and values [blocks, block_size, K, D], valid until the next call."""
         shape, device = (block_ids.shape[0], *kv.keys.shape[1:]), kv.keys.device
         k_out, v_out = (self._scratch.take(use, shape, dtype, device) for use in ("keys", "values"))
         self._store.gather(kv.keys, kv.key_scales, block_ids, k_out)
@@ -103,7 +106,7 @@ class Gatherer:
     def context(
         self, chunk: Chunk, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv: LayerKV
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(k_JKD, v_JKD) of a chunk: the step's own, which need no gather, or copies from the cache."""
+        """Returns (k_JKD, v_JKD) of a chunk: the step's own, which need no gather, or copies from the cache."""
         if chunk.block_ids is None:
             own = slice(chunk.start, chunk.stop)
             return k_TKD[own], v_TKD[own]
@@ -112,14 +115,17 @@ class Gatherer:
 
 
 def visible_span(batch: ForwardBatch, row: int, window: int | None) -> range:
-    """Indices into the row's block table that its first query, and all later ones, can see."""
+    """Returns the indices into the row's block table that its first query, and all later ones, may attend to."""
     seq_len, num_queries = batch.seq_lens_list[row], batch.query_lens_list[row]
     first_seen = 0 if window is None else max(0, seq_len - num_queries - window + 1)
     return range(first_seen // batch.block_size, -(-seq_len // batch.block_size))
 
 
 def chunk_of(batch: ForwardBatch, row: int, start: int, window: int | None, is_exact: bool) -> Chunk:
-    """A prompt chunk that starts at token `start` of the step. is_exact: the cache holds the step's very K and V."""
+    """Returns the prefill chunk of a row that starts at token `start` of the step.
+
+    is_exact: the cache stores K and V in the step's own dtype, unchanged.
+    """
     seq_len, num_queries = batch.seq_lens_list[row], batch.query_lens_list[row]
     if is_exact and seq_len == num_queries:
         return Chunk(start, start + num_queries, None, seq_len)
@@ -129,5 +135,5 @@ def chunk_of(batch: ForwardBatch, row: int, start: int, window: int | None, is_e
 
 
 def additive_mask(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What SDPA adds to the scores: 0 where a position is seen, -inf where not."""
+    """Returns the mask that SDPA adds to the scores: 0 for visible positions, -inf for others."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))

@@ -1,4 +1,4 @@
-"""Paged attention written as its definition, slow and exact: the oracle that the other backends are tested against.
+"""Paged attention written as its definition, slow and exact: the reference that the other backends are tested against.
 
 out[t] = softmax(scale * q[t] . k[j] for j in the row's context, j <= position of t, within the window) @ v, in float32
 (float64 for float64 inputs). Works on any device. Shapes as in backend.py.
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.attention.backend import AttentionStep
-from workers.kernels.kv_quant import LayerKV, TorchKVStore, decode
-from workers.models.forward_batch import ForwardBatch
+from tandem.workers.attention.backend import AttentionStep
+from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.kernels.kv_store import LayerKV, TorchKVStore, decode
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceAttention:
-    """The oracle backend."""
+    """The reference backend."""
 
     name: str = "reference"
 
@@ -55,7 +55,7 @@ class _ReferenceStep:
 
 
 def row_context(cache: torch.Tensor, scales: torch.Tensor | None, batch: ForwardBatch, row: int) -> torch.Tensor:
-    """[J, K, D]: one row's keys or values, in order of position; quantized ones in float32."""
+    """Returns [J, K, D]: one row's keys or values, in order of position; quantized ones in float32."""
     seq_len = batch.seq_lens_list[row]
     blocks = batch.block_table_RN[row, : -(-seq_len // batch.block_size)].long()
     if scales is None:
@@ -66,7 +66,7 @@ def row_context(cache: torch.Tensor, scales: torch.Tensor | None, batch: Forward
 def attend(
     q_TND: torch.Tensor, k_JKD: torch.Tensor, v_JKD: torch.Tensor, seen_TJ: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Softmax attention of T queries over J positions; consecutive query heads share a KV head."""
+    """Returns softmax attention of T queries over J positions; consecutive query heads share a KV head."""
     wide = torch.promote_types(q_TND.dtype, torch.float32)
     group = q_TND.shape[1] // k_JKD.shape[1]
     k_JND, v_JND = (x.to(wide).repeat_interleave(group, dim=1) for x in (k_JKD, v_JKD))

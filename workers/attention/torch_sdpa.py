@@ -1,48 +1,61 @@
-"""Paged attention from torch's own kernels, on any device that torch has SDPA for.
+"""Paged attention by torch's own SDPA, on any device that has it.
 
 Rows with one query (decodes) are attended in groups of similar length: their blocks are gathered (whole blocks,
-contiguous copies, converted where the cache holds another dtype) and SDPA runs once per group, with the query heads
-that share a KV head folded into the query dim, so K and V are never repeated and each is read once. Rows with more
-queries (prompt chunks) run one by one.
-Shapes: T tokens, R rows of a group, N query heads, K KV heads, G = N / K, D head dim, J padded context positions.
+contiguous copies, converted where the cache has another dtype) and SDPA runs once per group. Query heads that share a
+KV head are folded into the query dim, so K and V are never repeated and each is read once. Prefill chunks run one by
+one. T tokens, R rows of a group, N query heads, K KV heads, G = N / K, D head dim, J padded context positions.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 
-from workers.attention.backend import AttentionStep
-from workers.attention.chunks import Chunk, Gatherer, SdpaChunks, additive_mask, chunk_of, visible_span
-from workers.kernels.kv_quant import KVStore, LayerKV, TorchKVStore
-from workers.models.forward_batch import ForwardBatch
+from tandem.workers.attention.backend import AttentionStep
+from tandem.workers.attention.chunks import Chunk, Gatherer, SdpaChunks, additive_mask, chunk_of, visible_span
+from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.attention.pieces import attend_in_pieces, context_pieces, piece_blocks, scores_fit
+from tandem.workers.kernels.kv_store import KVStore, LayerKV, TorchKVStore
 
-# What the calls of one more group cost, as tokens of padding; and how much K and V a group gathers at once, so that
-# SDPA finds them in the shared cache (32 rows of 300 tokens in one group of 40 MB took twice the time of four groups).
+# The cost of one more group's calls, as tokens of padding; and the bytes of K and V that a group gathers at once, so
+# that SDPA finds them in the shared cache (32 rows of 300 tokens in one group of 40 MB took twice the time of four).
 GROUP_COST_TOKENS = 512
 GROUP_BYTES = 10 * 2**20
 
 
+ToDevice = Callable[[torch.Tensor], torch.Tensor]
+
+
+def in_place(host: torch.Tensor) -> torch.Tensor:
+    """The ToDevice of host memory."""
+    return host
+
+
 class TorchAttention:
-    """The backend. Between steps it keeps scratch memory only, so one serves one decoder on one thread."""
+    """The backend. to_device copies a host tensor to the cache's device; is_bounded: its memory does not grow with the
+    context (pieces.py). It keeps scratch memory between steps, so one
+    instance serves one decoder on one thread."""
 
     name = "torch-sdpa"
 
-    def __init__(self) -> None:
+    def __init__(self, to_device: ToDevice = in_place, *, is_bounded: bool = False) -> None:
+        self._to_device = to_device
+        self._is_bounded = is_bounded
         self._store = TorchKVStore()
         self._gatherer = Gatherer(self._store)
 
     def prepare(self, batch: ForwardBatch) -> AttentionStep:
-        return _TorchStep(batch, self._store, self._gatherer)
+        return _TorchStep(batch, self._store, self._gatherer, self._to_device, self._is_bounded)
 
 
 @dataclass(frozen=True, slots=True)
 class _DecodeGroup:
-    """Rows with one query each. tokens_R: their places in the step, None when they are all tokens in order.
+    """Rows with one query each. tokens_R: their indices in the step, None when they are all tokens in order.
 
-    block_ids: the blocks of all rows, one row after another, J / block_size each. bias_R11J: 0 where a position is
-    seen, -inf where it is padding or outside the window; None when everything is seen.
+    block_ids: the blocks of all rows, one row after another, J / block_size each. bias_R11J: 0 for visible positions,
+    -inf for padding and positions outside the window; None when all are visible.
     """
 
     num_rows: int
@@ -53,7 +66,7 @@ class _DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How a step's rows are attended under one window."""
+    """The grouping of a step's rows under one window."""
 
     groups: list[_DecodeGroup]
     chunks: list[Chunk]
@@ -62,8 +75,12 @@ class _Layout:
 class _TorchStep:
     """One step; layouts are made once per distinct window and shared by all layers."""
 
-    def __init__(self, batch: ForwardBatch, store: KVStore, gatherer: Gatherer) -> None:
+    def __init__(
+        self, batch: ForwardBatch, store: KVStore, gatherer: Gatherer, to_device: ToDevice, is_bounded: bool
+    ) -> None:
         self._batch = batch
+        self._to_device = to_device
+        self._is_bounded = is_bounded
         self._store = store
         self._gatherer = gatherer
         self._sdpa = SdpaChunks()
@@ -82,7 +99,10 @@ class _TorchStep:
         if window not in self._layouts:
             max_blocks = max(1, GROUP_BYTES // (2 * kv.keys[0].numel() * q_TND.dtype.itemsize))
             is_exact = kv.keys.dtype is k_TKD.dtype
-            self._layouts[window] = _lay_out(self._batch, window, q_TND.dtype, max_blocks, is_exact)
+            longest = piece_blocks(kv, q_TND.dtype) if self._is_bounded else None
+            self._layouts[window] = _lay_out(
+                self._batch, window, q_TND.dtype, max_blocks, is_exact, longest, self._to_device
+            )
         layout = self._layouts[window]
         if len(layout.groups) == 1 and layout.groups[0].tokens_R is None:
             return self._attend_group(layout.groups[0], q_TND, kv, scale)
@@ -91,13 +111,26 @@ class _TorchStep:
             assert group.tokens_R is not None
             out_TND[group.tokens_R] = self._attend_group(group, q_TND[group.tokens_R], kv, scale)
         for chunk in layout.chunks:
-            k_JKD, v_JKD = self._gatherer.context(chunk, k_TKD, v_TKD, kv)
             own = slice(chunk.start, chunk.stop)
-            out_TND[own] = self._sdpa.attend(q_TND[own], k_JKD, v_JKD, scale, window)
+            if self._is_bounded and not self._fits(chunk, q_TND, kv, window):
+                pieces = context_pieces(self._gatherer, chunk, k_TKD, v_TKD, kv)
+                out_TND[own] = attend_in_pieces(q_TND[own], pieces, chunk.context_len, scale, window)
+            else:
+                k_JKD, v_JKD = self._gatherer.context(chunk, k_TKD, v_TKD, kv)
+                out_TND[own] = self._sdpa.attend(q_TND[own], k_JKD, v_JKD, scale, window)
         return out_TND
 
+    def _fits(self, chunk: Chunk, q_TND: torch.Tensor, kv: LayerKV, window: int | None) -> bool:
+        """Whether SDPA needs no mask, or both its scores, should it keep them, and the gather stay within bounds."""
+        tokens = chunk.stop - chunk.start
+        if chunk.block_ids is None and (window is None or window >= chunk.context_len):
+            return True
+        blocks = 0 if chunk.block_ids is None else len(chunk.block_ids)
+        return blocks <= piece_blocks(kv, q_TND.dtype) and scores_fit(tokens, chunk.context_len, q_TND.shape[1])
+
     def _attend_group(self, group: _DecodeGroup, q_RND: torch.Tensor, kv: LayerKV, scale: float) -> torch.Tensor:
-        """out_RND: one SDPA over all rows; the G query heads of a KV head are its "queries", since all see the same."""
+        """Returns out_RND from one SDPA over all rows: the G query heads of a KV head act as its queries, with equal
+        masks."""
         rows, (_, num_kv_heads, head_dim) = group.num_rows, kv.keys.shape[1:]
         k_RKJD, v_RKJD = (
             blocks.view(rows, -1, num_kv_heads, head_dim).transpose(1, 2)
@@ -108,31 +141,42 @@ class _TorchStep:
         return out_RKGD.reshape(q_RND.shape)
 
 
-def _lay_out(batch: ForwardBatch, window: int | None, dtype: torch.dtype, max_blocks: int, is_exact: bool) -> _Layout:
-    """Sorts the rows of a step into decode groups and prompt chunks."""
+def _lay_out(
+    batch: ForwardBatch,
+    window: int | None,
+    dtype: torch.dtype,
+    max_blocks: int,
+    is_exact: bool,
+    longest: int | None,
+    to_device: ToDevice,
+) -> _Layout:
+    """Sorts the rows of a step into decode groups and prefill chunks. Decodes of more than `longest` blocks are
+    chunks."""
     starts = list(accumulate(batch.query_lens_list, initial=0))
     decodes = [row for row, num_queries in enumerate(batch.query_lens_list) if num_queries == 1]
+    spans = {row: visible_span(batch, row, window) for row in decodes}
+    if longest is not None:
+        spans = {row: span for row, span in spans.items() if len(span) <= longest}
     chunks = [
         chunk_of(batch, row, starts[row], window, is_exact)
-        for row, num_queries in enumerate(batch.query_lens_list)
-        if num_queries > 1
+        for row in range(len(batch.query_lens_list))
+        if row not in spans
     ]
-    spans = {row: visible_span(batch, row, window) for row in decodes}
     cost = GROUP_COST_TOKENS // batch.block_size
     row_groups = _similar_rows({row: len(span) for row, span in spans.items()}, cost, max_blocks)
     in_order = len(row_groups) == 1 and not chunks
     groups = [
-        _group(batch, rows, [spans[row] for row in rows], None if in_order else starts, window, dtype)
+        _group(batch, rows, [spans[row] for row in rows], None if in_order else starts, window, dtype, to_device)
         for rows in row_groups
     ]
     return _Layout(groups, chunks)
 
 
 def _similar_rows(num_blocks: dict[int, int], group_cost: int, max_blocks: int) -> list[list[int]]:
-    """Rows cut in groups by length, so that the padding of a group costs no more than another group's calls would.
+    """Groups rows by length, so that a group's padding costs no more than the calls of one more group would.
 
-    Greedy from the longest down; a group holds at most max_blocks, padding included, or one row. Within a group rows
-    keep their order in the step.
+    Greedy from the longest row down; a group has at most max_blocks blocks, padding included, or one row. Within a
+    group rows keep their order in the step.
     """
     groups: list[list[int]] = []
     longest = padding = 0
@@ -152,16 +196,17 @@ def _group(
     starts: list[int] | None,
     window: int | None,
     dtype: torch.dtype,
+    to_device: ToDevice,
 ) -> _DecodeGroup:
-    """A group's gather list and mask; `starts` None when the group is the whole step in order."""
+    """Returns a group's gather list and mask; `starts` is None when the group is the whole step in order."""
     device, block_size = batch.block_table_RN.device, batch.block_size
     width = max(len(span) for span in spans)
-    rows_R = torch.tensor(rows, device=device)
-    first_R = torch.tensor([span.start for span in spans], device=device)
+    rows_R = to_device(torch.tensor(rows))
+    first_R = to_device(torch.tensor([span.start for span in spans]))
     column_RB = first_R[:, None] + torch.arange(width, device=device)
     table_RN = batch.block_table_RN[rows_R].long()
     block_ids = table_RN.gather(1, column_RB.clamp(max=table_RN.shape[1] - 1)).flatten()
-    tokens_R = None if starts is None else torch.tensor([starts[row] for row in rows], device=device)
+    tokens_R = None if starts is None else to_device(torch.tensor([starts[row] for row in rows]))
     seq_len_R1 = batch.seq_lens[rows_R, None].long()
     position_RJ = first_R[:, None] * block_size + torch.arange(width * block_size, device=device)
     seen_RJ = position_RJ < seq_len_R1

@@ -1,22 +1,20 @@
-"""Who may come in: checks of one request, limits of the queue, the order of waiting, deadlines.
+"""Admission of requests: checks of one request, limits of the queue, deadlines.
 
-Called by the engine (checks, limits, deadlines) and the scheduler (order). Never touches blocks or rows. The order
-between tenants is fairness.py's, behind WaitingQueue; ArrivalQueue is the order within one tenant.
+Called by the engine. Never touches blocks or rows. The order of waiting is in waiting/.
 """
 
 import heapq
 from dataclasses import dataclass
-from typing import Protocol
 
-from configs.schema import SchedulerSettings
-from workers.engine.sequence import RequestState, Sequence
-from workers.errors import ContextLengthExceeded, QueueFull, RequestRefused
-from workers.messages import GenerationRequest
+from tandem.configs.schema import SchedulerSettings
+from tandem.workers.engine.base.sequence import RequestState
+from tandem.workers.messages.errors import ContextLengthExceeded, QueueFull, RequestRefused
+from tandem.workers.messages.request import GenerationRequest
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the engine must know of the model: its limits, its end tokens, and what names its KV."""
+    """Facts of the model for the engine: limits, end tokens, and the names in the keys of its KV blocks."""
 
     max_model_len: int
     vocab_size: int
@@ -25,87 +23,8 @@ class ModelFacts:
     kv_dtype: str
 
 
-class WaitingQueue(Protocol):
-    """Sequences that wait for a row and blocks, and those that wait for something else before they can (set aside).
-    peek() is who must come next: nobody overtakes it."""
-
-    def push(self, seq: Sequence) -> None:
-        """Nothing but a row and blocks is lacking, from now on."""
-        ...
-
-    def set_aside(self, seq: Sequence) -> None:
-        """It waits for something else, from the start or all at once; push() or remove() follows."""
-        ...
-
-    def remove(self, seq: Sequence) -> None:
-        """It waits no more, wherever it did."""
-        ...
-
-    def peek(self) -> Sequence | None: ...
-
-    def __len__(self) -> int:
-        """Without those set aside."""
-        ...
-
-    @property
-    def num_tokens(self) -> int:
-        """Theirs, as they were pushed."""
-        ...
-
-    @property
-    def is_contested(self) -> bool:
-        """Whether the order depends on what running sequences have been charged."""
-        ...
-
-    def charge(self, seq: Sequence, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
-        """Tokens that were computed for it."""
-        ...
-
-    def counter(self, seq: Sequence) -> float:
-        """What its tenant has been served, over its weight."""
-        ...
-
-
-class ArrivalQueue:
-    """Priority (the smaller the earlier), then those that have run before, then arrival."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, bool, int, int], Sequence]] = []
-        self._members: set[Sequence] = set()
-
-    def push(self, seq: Sequence) -> None:
-        self._members.add(seq)
-        heapq.heappush(self._heap, (_place(seq), seq))
-
-    def peek(self) -> Sequence | None:
-        heap = self._heap
-        while heap and heap[0][1] not in self._members:
-            heapq.heappop(heap)
-        return heap[0][1] if heap else None
-
-    def remove(self, seq: Sequence) -> None:
-        """Forgets a member; its heap entry goes when it surfaces, or when such entries outnumber members."""
-        self._members.remove(seq)
-        if self._heap and self._heap[0][1] is seq:
-            heapq.heappop(self._heap)
-        elif len(self._heap) > 2 * len(self._members) + 64:
-            self._heap = [(_place(member), member) for member in self._members]
-            heapq.heapify(self._heap)
-
-    def __contains__(self, seq: Sequence) -> bool:
-        return seq in self._members
-
-    def __len__(self) -> int:
-        return len(self._members)
-
-
-def _place(seq: Sequence) -> tuple[int, bool, int, int]:
-    priority, arrival, choice = seq.order
-    return priority, seq.bound_step == 0, arrival, choice
-
-
 class Deadlines:
-    """Requests that may not wait past a moment. deadline_s of a request is seconds from its acceptance by this engine:
+    """Deadlines of waiting requests. deadline_s of a request is seconds from its acceptance by this engine:
     no clock is shared between machines, so each hop passes on what is left."""
 
     def __init__(self) -> None:
@@ -129,7 +48,7 @@ class Deadlines:
 
 @dataclass(slots=True)
 class _Waiting:
-    """What one tenant has in the queue."""
+    """One tenant's requests in the queue."""
 
     num_requests: int = 0
     num_tokens: int = 0
@@ -137,8 +56,8 @@ class _Waiting:
 
 class QueueLimits:
     """Counts requests (and their prompt tokens) that have never been given a row. A full queue still takes what fits a
-    tenant's part, the limit over the tenants that wait, so that a flood of one fills it for nobody else; twice the
-    limit in all is never passed."""
+    tenant's part, the limit over the tenants that wait, so that a flood of one does not fill it for the others; twice
+    the limit in all is never passed."""
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self._max_requests = settings.max_num_queued_reqs

@@ -1,55 +1,48 @@
 """The engine of one group: requests in, plans to the ranks, results back, deltas and ends out.
 
-Owned by one thread of the coordinator (or of an offline run), which calls add_request, abort and step; everything else
-hangs below it. Torch-free, Ray-free, and blind to transport: ranks are behind Executor, gateways behind OutputSink.
-Nothing that a request contains ends the engine; GroupLost from the executor does.
+Owned by one thread (engine_loop.py), which calls add_request, abort and turn; everything else hangs below it.
+Torch-free, Ray-free, and without transport: ranks are behind Executor, gateways behind OutputSink.
+No content of a request ends the engine; GroupLost from the executor does.
 """
 
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Protocol
 
-from configs.schema import EngineSettings, SchedulerSettings
-from workers.engine.adapter_turns import AdapterTurns
-from workers.engine.adapters import AdapterPool
-from workers.engine.admission import Deadlines, ModelFacts, QueueLimits, check_request
-from workers.engine.arrivals import Arrivals, closing_delta, end_of
-from workers.engine.block_manager import BlockManager
-from workers.engine.copy_costs import CopyCosts
-from workers.engine.executor import Executor, ExecutorReady
-from workers.engine.fairness import FairQueue
-from workers.engine.kv_offload import KVOffload
-from workers.engine.pacing import NoPacer, Pacer, StepPacer
-from workers.engine.reporting import engine_stats
-from workers.engine.results import ResultApplier
-from workers.engine.scheduler import Flight, Scheduler
-from workers.engine.sequence import RequestState, Sequence, Status
-from workers.engine.stats import Collector, EngineStats, TenantCounts
-from workers.engine.step_log import StepLog
-from workers.errors import ContextLengthExceeded, QueueFull, RequestRefused
-from workers.messages import (
-    Abort,
-    AdapterRef,
-    Ended,
-    FinishReason,
-    GenerationRequest,
-    StepResult,
-    TokenDelta,
-    TransferDone,
-)
+from tandem.configs.schema import EngineSettings, SchedulerSettings
+from tandem.workers.engine.admission import Deadlines, ModelFacts, QueueLimits, check_request
+from tandem.workers.engine.base.arrivals import Arrivals, closing_delta, end_of
+from tandem.workers.engine.base.blockers import Blocker
+from tandem.workers.engine.base.sequence import RequestState, Sequence, Status
+from tandem.workers.engine.base.stats import Collector, EngineStats, TenantCounts, engine_stats
+from tandem.workers.engine.blocks.block_manager import BlockManager
+from tandem.workers.engine.chunk_limiter import ChunkLimiter, NoChunkLimiter, StepChunkLimiter
+from tandem.workers.engine.executor import Executor, ExecutorReady
+from tandem.workers.engine.results import ResultApplier
+from tandem.workers.engine.scheduler import InFlightStep, Scheduler
+from tandem.workers.engine.step_log import StepLog
+from tandem.workers.engine.transfers.copy_costs import CopyCosts
+from tandem.workers.engine.transfers.kv_offload import KVOffload
+from tandem.workers.engine.transfers.transfer_manager import TransferManager
+from tandem.workers.engine.waiting.adapter_cache import AdapterCache
+from tandem.workers.engine.waiting.max_loras import MaxLorasGate
+from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
+from tandem.workers.messages.errors import ContextLengthExceeded, QueueFull, RequestRefused
+from tandem.workers.messages.request import Abort, AdapterRef, Ended, FinishReason, GenerationRequest, TokenDelta
+from tandem.workers.messages.step import StepResult
+from tandem.workers.messages.transfer import TransferResult
 
 __all__ = ["Engine", "ModelFacts", "OutputSink"]
 
-RESULT_WAIT_S = 0.05
-"""How long step() waits for a result before its caller gets to take in requests and aborts again."""
+FLUSH_POLL_S = 0.05
 ADAPTER_WAIT_S = 0.005
-"""The same while only adapters are on their way: their sources may be far, and others should not wait for them."""
+"""The longest wait while only adapters move: their sources may be slow, and requests should not wait for them."""
 
 
 class OutputSink(Protocol):
-    """Where tokens and ends go; called from the engine's thread."""
+    """Receiver of tokens and ends; called from the engine's thread."""
 
     def deltas(self, deltas: list[TokenDelta]) -> None:
         """Once per applied step: all deltas of that step."""
@@ -72,9 +65,7 @@ class Engine:
         ready: ExecutorReady,
         sink: OutputSink,
         clock: Callable[[], float] = time.monotonic,
-        early_loads: bool = True,
     ) -> None:
-        """early_loads=False is for measuring what they are worth (scheduler.py)."""
         self._facts = facts
         self._executor = executor
         self._sink = sink
@@ -88,25 +79,24 @@ class Engine:
             kv_dtype=facts.kv_dtype,
             enable_prefix_caching=settings.cache.enable_prefix_caching,
         )
-        self._pacer = _pacer(settings.scheduler, settings.cache.block_size)
-        self._waiting = FairQueue()
+        self._chunk_limiter = _chunk_limiter(settings.scheduler, settings.cache.block_size)
+        self._waiting = WaitingQueue()
         self._costs = CopyCosts(ready.block_bytes / ready.num_ranks)
+        self._transfers = TransferManager(executor.transfer, ready.num_ranks, clock)
         self._offload: KVOffload | None = None
         if ready.store is not None:
-            send = executor.transfer
-            self._offload = KVOffload(self._manager, ready.store, send, ready.num_ranks, self._costs, clock)
+            self._offload = KVOffload(self._manager, ready.store, self._transfers, self._costs, clock)
         self._adapters = self._open_adapters(settings, ready) if settings.lora.enable_lora else None
         self._block_bytes = ready.block_bytes
         self._scheduler = Scheduler(
             settings.scheduler,
             self._manager,
             self._waiting,
-            self._pacer,
+            self._chunk_limiter,
             relay=stages > 1,
             depth=self._depth,
             tiers=self._offload,
-            turns=AdapterTurns(self._adapters, settings.lora.max_loras, self._waiting),
-            early_loads=early_loads,
+            gate=MaxLorasGate(self._adapters, settings.lora.max_loras, self._waiting),
         )
         self._collector = Collector()
         eos = frozenset(facts.eos_token_ids)
@@ -116,24 +106,25 @@ class Engine:
         self._deadlines = Deadlines()
         self._log = StepLog(settings.step_log) if settings.step_log else None
         self._requests: dict[str, RequestState] = {}
-        self._born_ended: list[tuple[RequestState, list[TokenDelta]]] = []
-        self._flights: deque[Flight] = deque()
+        self._complete_at_start: list[tuple[RequestState, list[TokenDelta]]] = []
+        self._in_flight_steps: deque[InFlightStep] = deque()
         self._arrived: deque[StepResult] = deque()
+        self._answers: list[TransferResult] = []
 
     # ---- requests ----
 
     def add_request(self, request: GenerationRequest) -> None:
-        """Accepts a request; its tokens and its end come through the sink, from step().
+        """Accepts a request; its tokens and its end come through the sink, from turn().
 
         Raises RequestRefused, ContextLengthExceeded (naming the number that would fit) or QueueFull, and then nothing
-        has changed and no end will come. A newer epoch of a live request takes the older one's place.
+        has changed and no end will come. A newer attempt of a live request replaces the older one.
         """
         older = self._requests.get(request.request_id)
         try:
             check_request(request, self._facts, self._manager.num_slots, has_adapters=self._adapters is not None)
             if request.adapter is not None and self._adapters is not None:
                 self._adapters.check(request.adapter)
-            if older is not None and older.request.epoch >= request.epoch:
+            if older is not None and older.request.attempt >= request.attempt:
                 raise RequestRefused(
                     f"request {request.request_id!r} is already running", code="invalid_value", param="request_id"
                 )
@@ -149,12 +140,12 @@ class Engine:
         self._start(state)
 
     def abort(self, abort: Abort) -> None:
-        """Ends a request or one choice; unknown ids, other epochs and repetitions change nothing.
+        """Ends a request or one choice; unknown ids, other attempts and repetitions change nothing.
 
         keep_positions: the gateway found a stop string; tokens from there on are not billed, the reason is "stop".
         """
         state = self._requests.get(abort.request_id)
-        if state is None or state.request.epoch != abort.epoch:
+        if state is None or state.request.attempt != abort.attempt:
             return
         was_live = state.num_live > 0
         for seq in state.sequences:
@@ -164,89 +155,83 @@ class Engine:
             self._close(state)
 
     def has_work(self) -> bool:
-        """Whether step() has something to do: unfinished requests, or plans whose results are due."""
-        return bool(self._requests or self._flights)
+        """Whether turn() has something to do: unfinished requests, or plans whose results are due."""
+        return bool(self._requests or self._in_flight_steps)
 
     @property
     def is_copying(self) -> bool:
-        """Whether KV or adapters are on their way between tiers: call tend_copies() soon, also without work."""
-        adapters = self._adapters
-        return self._is_copying_kv or (adapters is not None and adapters.is_busy)
+        """Whether transfers of KV or adapters are in flight: call turn() soon, also without work."""
+        return self._transfers.is_busy
 
     @property
     def idle_s(self) -> float:
-        """How long tend_copies() can be left out without work and copies: a refused pin is tried again. Perhaps inf."""
+        """Seconds until turn() is needed without work and transfers; inf: never."""
         return math.inf if self._adapters is None else max(0.0, self._adapters.look_again_s - self._clock())
 
-    def tend_copies(self, timeout_s: float = 0.0) -> None:
-        """Without work: takes in what ranks say of their copies, waiting at most timeout_s for it; and begins copies
-        whose moment has come."""
-        assert not self._flights, "step() does it"
-        if self._adapters is not None:
-            self._tend_adapters([])
-        if self.is_copying:
-            self._executor.wait(timeout_s)
-            self._take_transfers()
-
-    def settle(self, timeout_s: float) -> None:
-        """Before an end without work: lets copies of KV come to theirs, so that what can be kept is kept."""
+    def flush_transfers(self, timeout_s: float) -> None:
+        """Waits at most timeout_s for transfers of KV to end, so that lower tiers keep their blocks. Called without
+        work, before close()."""
         deadline_s = self._clock() + timeout_s
-        while self._is_copying_kv and self._clock() < deadline_s and not self._flights:
-            self.tend_copies(RESULT_WAIT_S)
+        while self._is_copying_kv and self._clock() < deadline_s and not self._in_flight_steps:
+            self.turn(FLUSH_POLL_S)
 
     # ---- tenants and adapters, from the rest of the cluster ----
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Tenants' weights from now on, above 0; those not named have 1."""
-        self._waiting.set_weights(weights)
+        self._waiting.tenants.set_weights(weights)
 
-    def take_charges(self) -> dict[str, float]:
+    def drain_charges(self) -> dict[str, float]:
         """What each tenant's work here cost since the last call, in prompt tokens (fairness.py)."""
         self._scheduler.charge_running()
-        return self._waiting.take_charges()
+        return self._waiting.tenants.drain_charges()
 
-    def charge_elsewhere(self, charges: Mapping[str, float]) -> None:
+    def merge_remote_charges(self, charges: Mapping[str, float]) -> None:
         """Adds what tenants' work cost in other groups since the last call, so that it counts once everywhere."""
-        self._waiting.charge_elsewhere(charges)
+        self._waiting.tenants.merge_remote_charges(charges)
 
     def set_pinned_adapters(self, refs: Iterable[AdapterRef]) -> None:
-        """These and no others: on the device when there is room, the last to be evicted. Without --enable-lora there
-        are none."""
+        """Replaces the pinned adapters, which are loaded when there is room and evicted last. Without --enable-lora it
+        does nothing."""
         if self._adapters is not None:
             self._adapters.set_pinned(refs)
-            self._tend_adapters([])
+            self._poll_adapter_moves(())
 
     # ---- steps ----
 
-    def step(self) -> bool:
-        """Submits plans while fewer than `depth` are in flight, waits (bounded) for one result, applies it.
+    def turn(self, timeout_s: float) -> bool:
+        """Submits plans while fewer than `depth` are in flight, waits at most timeout_s for one answer of the ranks,
+        applies it. Also called without work, for transfers.
 
         Returns whether anything was submitted, applied or ended; False means: nothing to do, or the ranks are busy.
         """
         progress = self._end_early() | self._take_transfers()
         started_s = self._clock()
-        while len(self._flights) < self._depth and (scheduled := self._scheduler.schedule()) is not None:
-            flight, plan = scheduled
-            self._flights.append(flight)
+        while len(self._in_flight_steps) < self._depth and (scheduled := self._scheduler.schedule()) is not None:
+            step, plan = scheduled
+            self._in_flight_steps.append(step)
             self._executor.submit(plan)
-            self._count_plan(flight, started_s)
+            self._count_plan(step, started_s)
             if self._log is not None:
                 self._log.write(plan)
             progress = True
         submitted_s = self._clock()
         self._collector.schedule_s += submitted_s - started_s
-        if not self._flights and (progress or not self.is_copying):
+        if not self._in_flight_steps and (progress or not self.is_copying):
             return progress
-        result = self._next_result()
+        result = self._next_result(timeout_s)
         now_s = self._clock()
         self._collector.wait_s += now_s - submitted_s
         if result is None:
             return self._take_transfers() or progress
-        flight = self._flights.popleft()
-        deltas, ended = self._results.apply(flight, result, now_s)
+        step = self._in_flight_steps.popleft()
+        if result.failure is None:
+            deltas, ended = self._results.apply(step, result, now_s)
+            self._chunk_limiter.observe(step.num_prefill_tokens, result.device_s)
+            self._costs.observe_step(step.num_prefill_tokens, step.num_decode, result.device_s)
+        else:
+            deltas, ended = self._results.undo(step, result.failure)
         self._collector.device_s += result.device_s
-        self._pacer.observe(flight.num_prompt_tokens, result.device_s)
-        self._costs.observe_step(flight.num_prompt_tokens, flight.num_decode, result.device_s)
         if deltas:
             self._sink.deltas(deltas)
         for state in ended:
@@ -255,11 +240,11 @@ class Engine:
         return True
 
     def close(self) -> None:
-        """Closes the step log. The executor belongs to whoever started it."""
+        """Closes the step log. The executor belongs to its creator."""
         if self._log is not None:
             self._log.close()
 
-    # ---- what it knows ----
+    # ---- queries ----
 
     def stats(self) -> EngineStats:
         """A frozen copy of all counts; O(live sequences)."""
@@ -267,8 +252,8 @@ class Engine:
             self._requests.values(),
             self._manager,
             self._collector,
-            self._waiting.output_tokens(),
-            in_flight_steps=len(self._flights),
+            self._waiting.tenants.output_tokens(),
+            in_flight_steps=len(self._in_flight_steps),
             preemptions=self._scheduler.num_preemptions,
             offload=None if self._offload is None else self._offload.stats(self._block_bytes),
             adapters=None if self._adapters is None else self._adapters.stats(),
@@ -278,114 +263,121 @@ class Engine:
         """The nearest tier that has an adapter, "device" or "host", by digest."""
         return {} if self._adapters is None else self._adapters.residency()
 
-    def check_laws(self) -> None:
-        """Asserts the laws of blocks, queue and adapters over all live sequences; for tests. O(blocks + sequences)."""
-        self._scheduler.check_laws()
-        self._waiting.check_laws()
+    def check_invariants(self) -> None:
+        """Asserts the invariants of blocks, queue and adapters over all live sequences; for tests. O(all of them)."""
+        self._scheduler.check_invariants()
+        self._waiting.check_invariants()
         if self._adapters is not None:
             running = (seq for state in self._requests.values() for seq in state.sequences if seq.row >= 0)
-            self._adapters.check_laws(running)
+            self._adapters.check_invariants(running)
         tables = (seq.table for state in self._requests.values() for seq in state.sequences)
         if self._offload is None:
-            self._manager.check_laws(tables)
+            self._manager.check_invariants(tables)
             return
-        self._manager.check_laws(tables, self._offload.table_uses(), self._offload.held())
-        self._offload.check_laws()
+        self._manager.check_invariants(tables, self._offload.table_uses(), self._offload.held())
+        self._offload.check_invariants(self._waiting.keys_of(Blocker.KV))
 
     # ---- inside ----
 
-    def _open_adapters(self, settings: EngineSettings, ready: ExecutorReady) -> AdapterPool:
+    def _open_adapters(self, settings: EngineSettings, ready: ExecutorReady) -> AdapterCache:
         assert ready.adapter_pages > 0, "--enable-lora, and no rank has room for adapters"
-        return AdapterPool(
+        return AdapterCache(
             settings.lora,
             ready.adapter_pages,
-            self._executor.transfer,
-            ready.num_ranks,
+            self._transfers,
+            self._waiting,
+            lambda seq: self._scheduler.withdraw(seq),
             self._clock,
-            turn=self._waiting.counter,
-            on_swap=self._waiting.charge_swap,
         )
 
-    def _next_result(self) -> StepResult | None:
-        """The oldest result, once it is known whether the loads that its plan waited for have arrived on every rank."""
-        arrived, offload = self._arrived, self._offload
-        if not arrived or (offload is not None and offload.is_open(self._flights[0].awaits)):
-            result = self._executor.wait(RESULT_WAIT_S if self._flights or self._is_copying_kv else ADAPTER_WAIT_S)
-            if result is not None:
-                arrived.append(result)
-            if offload is not None and arrived and self._flights[0].awaits:
+    def _next_result(self, timeout_s: float) -> StepResult | None:
+        """Returns the oldest result, once every rank has answered the loads that its plan awaits; None if not yet."""
+        arrived, transfers = self._arrived, self._transfers
+        if not arrived or transfers.is_open(self._in_flight_steps[0].awaits):
+            is_soon = self._in_flight_steps or self._is_copying_kv
+            self._poll(timeout_s if is_soon else min(timeout_s, ADAPTER_WAIT_S))
+            if arrived and self._in_flight_steps[0].awaits:
                 self._take_transfers()
-                if offload.is_open(self._flights[0].awaits):
+                if transfers.is_open(self._in_flight_steps[0].awaits):
                     return None
         return arrived.popleft() if arrived else None
+
+    def _poll(self, timeout_s: float) -> None:
+        """Waits for a message of the ranks; takes it and what else is there, up to the next result."""
+        message = self._executor.poll(timeout_s)
+        while isinstance(message, TransferResult):
+            self._answers.append(message)
+            message = self._executor.poll(0.0)
+        if message is not None:
+            self._arrived.append(message)
 
     @property
     def _is_copying_kv(self) -> bool:
         return self._offload is not None and self._offload.is_busy
 
     def _take_transfers(self) -> bool:
-        """Applies what ranks said of their transfers; sequences whose wait is over go on to the queue."""
-        adapters = self._adapters
-        if self._offload is None and adapters is None:
-            return False
-        messages = self._executor.transfers_done() if self.is_copying else []
-        progress = bool(messages)
-        if adapters is not None:
-            progress |= self._tend_adapters([message for message in messages if adapters.owns(message.ticket)])
-            messages = [message for message in messages if not adapters.owns(message.ticket)]
-        if self._is_copying_kv:
-            self._take_kv_transfers(messages)
+        """Applies answers of ranks to transfers, and enqueues the sequences that waited for them."""
+        answers, self._answers = self._answers, []
+        is_copying_kv = self._is_copying_kv
+        for answer in answers:
+            self._transfers.take(answer)
+        late = self._transfers.overdue() if self.is_copying else []
+        progress = bool(answers)
+        if self._adapters is not None:
+            progress |= self._poll_adapter_moves(late)
+        if is_copying_kv:
+            self._take_kv_transfers(late)
         return progress
 
-    def _take_kv_transfers(self, messages: list[TransferDone]) -> None:
+    def _take_kv_transfers(self, late: list[int]) -> None:
         offload = self._offload
         assert offload is not None
-        ready = [seq for message in messages for seq in offload.done(message)]
-        for seq in offload.take_misled():
+        events = offload.take_events(late)
+        for seq in offload.take_failed_loads():
             self._scheduler.roll_back(seq)
-        for seq in [*ready, *offload.overdue()]:
-            self._scheduler.requeue(seq)
+        for event in events:
+            self._scheduler.unblock(event)
 
-    def _tend_adapters(self, messages: list[TransferDone]) -> bool:
-        """Moves adapters on; whether somebody's wait for one has changed."""
+    def _poll_adapter_moves(self, late: Collection[int]) -> bool:
+        """Applies the ends of adapter moves and starts new ones; returns whether that concerned any sequence."""
         assert self._adapters is not None
-        turnover = self._adapters.tend(messages, self._scheduler.done_step)
-        for seq in turnover.withdrawn:
-            self._scheduler.withdraw(seq)
-        for seq in turnover.ready:
-            self._scheduler.requeue(seq)
-        for state, refusal in turnover.refused:
+        events = self._adapters.advance(self._scheduler.done_step, late)
+        for seq in events.ready:
+            self._scheduler.enqueue(seq)
+        for state, refusal in events.refused:
             self._collector.rejected["adapter"] += 1
             self._refuse(state, (refusal.status, refusal.code, refusal.param, str(refusal)))
-        return any(turnover)
+        return any(events)
 
     def _supersede(self, older: RequestState) -> None:
-        """Ends an older epoch of a request: whoever sent the newer one has given the older one up."""
-        self.abort(Abort(request_id=older.request.request_id, epoch=older.request.epoch))
+        """Ends an older attempt of a request, which the sender of the newer one has given up."""
+        self.abort(Abort(request_id=older.request.request_id, attempt=older.request.attempt))
         if older.request.request_id in self._requests:
             self._close(older)
 
     def _start(self, state: RequestState) -> None:
-        """Ends the choices that another group had already brought to their end; queues the first of the others."""
+        """Ends choices that were complete when they were resumed; queues the first of the others."""
         deltas: list[TokenDelta] = []
         for seq in state.sequences:
             reason = end_of(seq)
             if reason is not None:
-                state.held.remove(seq)
                 seq.status, seq.finish_reason = Status.FINISHED, reason
                 self._collector.finished[reason] += 1
                 state.num_live -= 1
                 deltas.append(closing_delta(seq, reason))
-        if state.held:
-            self._scheduler.add(state.held.pop(0))
+        live = [seq for seq in state.sequences if seq.status is not Status.FINISHED]
+        for seq in live[1:]:
+            self._waiting.block(seq, Blocker.FORK, state)
+        for seq in live[:1]:
+            self._scheduler.enqueue(seq)
         if deltas:
-            self._born_ended.append((state, deltas))
+            self._complete_at_start.append((state, deltas))
 
     def _end_early(self) -> bool:
-        """Ends that need no step: choices that were complete when they came, and deadlines that passed in the queue."""
+        """Ends requests without a step: choices that were complete when they were resumed, and passed deadlines."""
         expired = self._deadlines.pop_expired(self._clock())
-        born_ended, self._born_ended = self._born_ended, []
-        for state, deltas in born_ended:
+        complete, self._complete_at_start = self._complete_at_start, []
+        for state, deltas in complete:
             if self._requests.get(state.request.request_id) is state:
                 self._sink.deltas(deltas)
                 if state.num_live == 0:
@@ -394,7 +386,7 @@ class Engine:
             self._collector.rejected["deadline"] += 1
             message = f"the request waited {state.request.deadline_s} s without being served"
             self._refuse(state, (503, "service_unavailable", None, message))
-        return bool(born_ended or expired)
+        return bool(complete or expired)
 
     def _refuse(self, state: RequestState, refused: tuple[int, str, str | None, str]) -> None:
         """Ends an accepted request that never ran."""
@@ -423,11 +415,11 @@ class Engine:
         self._collector.e2e_latency.observe(self._clock() - state.arrival_s)
         self._sink.ended(state.ended(refused), state.request)
 
-    def _count_plan(self, flight: Flight, now_s: float) -> None:
+    def _count_plan(self, step: InFlightStep, now_s: float) -> None:
         collector = self._collector
         collector.steps += 1
-        collector.iteration_tokens.observe(flight.num_decode + flight.num_prompt_tokens)
-        for seq, num_cached in flight.admitted:
+        collector.iteration_tokens.observe(step.num_decode + step.num_prefill_tokens)
+        for seq, num_cached in step.admitted:
             state = seq.state
             if not state.admitted:
                 state.admitted = True
@@ -443,10 +435,10 @@ class Engine:
                 tenant.queued_requests += 1
 
 
-def _pacer(settings: SchedulerSettings, block_size: int) -> Pacer:
+def _chunk_limiter(settings: SchedulerSettings, block_size: int) -> ChunkLimiter:
     if settings.max_itl_ms is None:
-        return NoPacer(settings.max_num_batched_tokens)
-    return StepPacer(settings.max_itl_ms / 1000, block_size, settings.max_num_batched_tokens)
+        return NoChunkLimiter(settings.max_num_batched_tokens)
+    return StepChunkLimiter(settings.max_itl_ms / 1000, block_size, settings.max_num_batched_tokens)
 
 
 def _cause(refusal: RequestRefused) -> str:

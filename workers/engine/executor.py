@@ -1,23 +1,23 @@
 """The Protocol between an Engine and the ranks that run its plans. Torch-free; knows no transport.
 
-Three implementations: workers/inprocess_executor.py (one rank, same process), workers/local_executor.py (spawned
-processes), cluster/ray_executor.py (Ray actors). The last two share workers/rank/rank_worker.py and the handshake.
+Implemented by workers/executor/rank_group.py, whose launchers start the ranks: in this process (in_process_ranks.py),
+as child processes (local_ranks.py), as Ray actors (cluster/group/ray_ranks.py).
 """
 
 from typing import Protocol
 
 import msgspec
 
-from offload.tiered_store import TieredStore
-from workers.messages import AdapterMove, StepPlan, StepResult, Transfer, TransferDone
+from tandem.offload.kv.tiered_store import TieredStore
+from tandem.workers.messages.step import StepPlan, StepResult
+from tandem.workers.messages.transfer import TransferOp, TransferResult
 
 
 class ExecutorReady(msgspec.Struct, frozen=True, kw_only=True):
-    """What the ranks turned out to be. num_blocks: KV blocks that every rank holds (the least of all ranks).
+    """Facts of ranks that are ready. num_blocks: KV blocks that every rank holds (the least of all ranks).
 
-    store: the tiers below the device, when there are any; tier_notes: what was chosen for them, or why there are none;
-    before that, what was chosen for weights that stream.
-    kv_dtype: what the blocks hold, None: dtype.
+    store: the tiers below the device; None: none. tier_notes: startup messages about streamed weights, adapters and the
+    tiers, or why there are no tiers. kv_dtype: element type of the blocks; None: dtype.
     adapter_pages: device pages for LoRA adapters, the least of all ranks; 0: none.
     """
 
@@ -38,7 +38,7 @@ class ExecutorReady(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Executor(Protocol):
-    """Runs plans in order. Not thread-safe: start, submit, wait and close are called from the engine's one thread."""
+    """Runs plans in order. Not thread-safe: all calls come from the engine's one thread."""
 
     def start(self) -> ExecutorReady:
         """Builds the ranks, loads weights, allocates KV. SettingsError if it cannot work, GroupLost if a rank dies."""
@@ -48,18 +48,16 @@ class Executor(Protocol):
         """Hands a plan to every rank; returns at once. Plans run in the order of submission."""
         ...
 
-    def wait(self, timeout_s: float) -> StepResult | None:
-        """The next result in plan order, or None after timeout_s or when a transfer is done. GroupLost when a rank has
-        died."""
+    def transfer(self, op: TransferOp) -> None:
+        """Hands an op to every rank; it runs beside the plans. CopyKV needs `store` in ExecutorReady, ops of adapters
+        need adapter_pages."""
         ...
 
-    def transfer(self, transfer: Transfer | AdapterMove) -> None:
-        """Hands a move between tiers to every rank; it runs beside the plans. Transfers only with `store` in the
-        answer, AdapterMoves only with adapter_pages."""
-        ...
+    def poll(self, timeout_s: float) -> StepResult | TransferResult | None:
+        """Returns the next message of the ranks, None after timeout_s. Results of steps come in plan order.
 
-    def transfers_done(self) -> list[TransferDone]:
-        """What ranks have answered since the last call."""
+        GroupLost when a rank has died, is frozen or makes no progress.
+        """
         ...
 
     def close(self) -> None:

@@ -1,14 +1,16 @@
 """Applies a step's result: tokens to sequences, computed blocks to the index, ends, deltas, latency counts.
 
-Called by the engine once per returned step; decides nothing about the next one. A result whose sequence has ended in
+Called by the engine once per returned step. A result whose sequence has ended in
 the meantime is discarded (its row overran); one whose sequence was preempted still counts, only its KV is gone.
 """
 
-from workers.engine.block_manager import BlockManager
-from workers.engine.scheduler import Flight, Scheduler
-from workers.engine.sequence import RequestState, Sequence, Status
-from workers.engine.stats import Collector, Histogram
-from workers.messages import FinishReason, RowResult, StepResult, TokenDelta
+from tandem.workers.engine.base.blockers import Blocker, Event
+from tandem.workers.engine.base.sequence import RequestState, Sequence, Status
+from tandem.workers.engine.base.stats import Collector, Histogram
+from tandem.workers.engine.blocks.block_manager import BlockManager
+from tandem.workers.engine.scheduler import InFlightStep, Scheduler
+from tandem.workers.messages.request import FinishReason, TokenDelta
+from tandem.workers.messages.step import RowResult, StepResult
 
 
 class TokenGaps:
@@ -33,7 +35,7 @@ class TokenGaps:
 
 
 class ResultApplier:
-    """Turns (Flight, StepResult) into deltas and ended requests."""
+    """Turns (InFlightStep, StepResult) into deltas and ended requests."""
 
     def __init__(
         self, scheduler: Scheduler, manager: BlockManager, collector: Collector, eos_token_ids: frozenset[int]
@@ -43,18 +45,20 @@ class ResultApplier:
         self._collector = collector
         self._eos = eos_token_ids
 
-    def apply(self, flight: Flight, result: StepResult, now_s: float) -> tuple[list[TokenDelta], list[RequestState]]:
+    def apply(
+        self, step: InFlightStep, result: StepResult, now_s: float
+    ) -> tuple[list[TokenDelta], list[RequestState]]:
         """All deltas of the step in plan order, and the requests that it ended (each has its last delta among them)."""
-        assert result.step_id == flight.step_id, "results come in the order of their plans"
-        self._scheduler.returned(flight.step_id)
+        assert result.step_id == step.step_id, "results come in the order of their plans"
+        self._scheduler.returned(step.step_id)
         deltas: list[TokenDelta] = []
         ended: list[RequestState] = []
         gaps = TokenGaps(self._collector.inter_token_latency, now_s)
         rows = iter(result.rows)
         running = Status.RUNNING
-        for seq, work in zip(flight.sequences, flight.work, strict=True):
+        for seq, work in zip(step.sequences, step.work, strict=True):
             row = next(rows) if work.samples else None
-            if flight.step_id <= seq.void_until:
+            if step.step_id <= seq.void_until:
                 self._collector.wasted_tokens += len(row.token_ids) if row is not None else 0
                 continue
             if seq.status is running:
@@ -73,17 +77,27 @@ class ResultApplier:
         gaps.flush()
         return deltas, ended
 
+    def undo(self, step: InFlightStep, failure: str) -> tuple[list[TokenDelta], list[RequestState]]:
+        """As apply(), for a step that the ranks have not computed. What is alone in it and still too large ends."""
+        deltas: list[TokenDelta] = []
+        ended: list[RequestState] = []
+        alone = self._scheduler.undo(step)
+        if alone is not None and alone.status is not Status.FINISHED:
+            self._fail(alone.state, failure, deltas, ended)
+        return deltas, ended
+
     def finish(self, seq: Sequence, reason: FinishReason) -> bool:
         """Ends one choice and releases what it holds; True when it was the request's last."""
         state = seq.state
-        if seq.status is Status.HELD:
-            state.held.remove(seq)
         self._scheduler.finish(seq)
         seq.finish_reason = reason
         self._collector.finished[reason] += 1
         state.num_live -= 1
-        if state.held and all(other.status in (Status.FINISHED, Status.HELD) for other in state.sequences):
-            self._scheduler.add(state.held.pop(0))
+        forks = self._scheduler.waiting.blocked_by(Blocker.FORK, state)
+        if forks and len(forks) == state.num_live:  # nobody computes the prompt for them
+            first = next(iter(forks))
+            self._scheduler.waiting.remove(first)
+            self._scheduler.enqueue(first)
         return state.num_live == 0
 
     # ---- inside ----
@@ -110,8 +124,8 @@ class ResultApplier:
         seq.last_token_s = now_s
         if seq.num_computed >= seq.table.next_commit:
             self._manager.commit(seq.table, tokens, seq.num_computed)
-        if seq.state.held:
-            self._release_held(seq)
+        if len(seq.state.sequences) > 1:
+            self._release_forks(seq)
         if len(tokens) >= seq.max_len or token in seq.stop_ids:
             reason: FinishReason | None = None
             if token in seq.stop_ids and len(tokens) >= seq.min_len:
@@ -124,7 +138,7 @@ class ResultApplier:
         deltas.append(
             TokenDelta(
                 request_id=request.request_id,
-                epoch=request.epoch,
+                attempt=request.attempt,
                 choice=seq.choice,
                 first_position=position,
                 token_ids=row.token_ids,
@@ -141,7 +155,7 @@ class ResultApplier:
             ended.append(state)
         return TokenDelta(
             request_id=state.request.request_id,
-            epoch=state.request.epoch,
+            attempt=state.request.attempt,
             choice=seq.choice,
             first_position=position,
             token_ids=row.token_ids,
@@ -156,24 +170,22 @@ class ResultApplier:
 
     def _after_chunk(self, seq: Sequence) -> None:
         """A part of a prompt is computed; nothing was sampled."""
-        if seq.status is Status.RUNNING and seq.num_computed >= seq.table.next_commit:
+        if seq.num_computed >= seq.table.next_commit:  # a preempted one has no blocks: NEVER
             self._manager.commit(seq.table, seq.tokens, seq.num_computed)
-        if seq.state.held:
-            self._release_held(seq)
+        if len(seq.state.sequences) > 1:
+            self._release_forks(seq)
 
-    def _release_held(self, seq: Sequence) -> None:
-        """The other choices may come in once the whole prompt of one is computed: they share its blocks."""
+    def _release_forks(self, seq: Sequence) -> None:
+        """Enqueues the other choices once the whole prompt of one is computed: they share its blocks."""
         if seq.num_computed >= seq.prompt_len:
-            held, seq.state.held = seq.state.held, []
-            for other in held:
-                self._scheduler.add(other)
+            self._scheduler.unblock(Event(Blocker.FORK, seq.state))
 
     def _first_token(self, seq: Sequence, now_s: float) -> None:
         if seq.choice == 0:
             self._collector.time_to_first_token.observe(now_s - seq.state.arrival_s)
 
     def _fail(self, state: RequestState, error: str, deltas: list[TokenDelta], ended: list[RequestState]) -> None:
-        """A row went wrong on the ranks: its whole request ends, nobody else's; its blocks are found no more."""
+        """Ends the request of a row that failed on the ranks, and removes its blocks from the index."""
         for seq in state.sequences:
             if seq.status is Status.FINISHED:
                 continue
@@ -183,7 +195,7 @@ class ResultApplier:
             deltas.append(
                 TokenDelta(
                     request_id=state.request.request_id,
-                    epoch=state.request.epoch,
+                    attempt=state.request.attempt,
                     choice=seq.choice,
                     first_position=position,
                     token_ids=[],

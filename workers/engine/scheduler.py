@@ -1,36 +1,40 @@
-"""Who computes how many tokens in the next step: continuous batching without phases, over one block manager.
+"""Scheduler: assigns tokens of the next step to sequences; continuous batching without phases over one block manager.
 
 Every step gives tokens to sequences until their scheduled tokens catch up with the known ones (iteration-level
-scheduling: Orca; paged blocks and preemption by recompute: vLLM; prompt chunks beside streams: Sarathi-Serve).
-Running rows come first: those one token behind (streams), then the chunks of running prompts, then the waiting.
+scheduling: Orca; paged blocks and preemption by recompute: vLLM; prefill chunks beside decodes: Sarathi-Serve).
+Running rows come first: decodes (one token behind), then prefill chunks, then waiting sequences.
 
-Why a row number and, physically, a block could be reused at once: every rank runs plans strictly in submission order,
-so a plan that rebinds a row or rewrites a block comes after all earlier plans that name it, on each stage by itself.
-Rows are therefore reused at once; results are attributed by step, never by row. Blocks are held back until the last
-plan that names them has returned (BlockPool), for the index and the tiers look at blocks outside that order.
+Row numbers are reused at once: every rank runs plans in submission order, so a plan that rebinds a row comes after all
+earlier plans that name it, on each stage. Results are therefore attributed by step, never by row. Blocks become free
+only when the last plan that names them has returned (BlockPool): the index and the tiers read them out of that order.
 
-Adapters: a sequence whose adapter is not on the device waits outside the queue; at most max_loras of them share a step
-(adapter_turns.py). Between tenants the queue decides, by what the scheduler tells it of tokens computed (fairness.py).
+Adapters: a sequence whose adapter is not on the device is blocked; at most max_loras of them share a step
+(max_loras.py). Between tenants the queue decides, by the tokens charged to each (fairness.py).
 
-Called by the engine: add, schedule, returned, finish. Knows no clock, no output, no transport.
+Called by the engine: enqueue, schedule, returned, finish. It has no clock, output or transport.
 """
 
+import heapq
 from bisect import insort
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
 
-from configs.schema import SchedulerSettings
-from workers.engine.adapter_turns import AdapterTurns
-from workers.engine.admission import WaitingQueue
-from workers.engine.block_manager import BlockManager, BlockTable
-from workers.engine.pacing import Pacer
-from workers.engine.sequence import WAITS, Sequence, Status
-from workers.messages import RowInit, RowWork, StepPlan
+from tandem.configs.schema import SchedulerSettings
+from tandem.workers.engine.base.blockers import Blocker, Event
+from tandem.workers.engine.base.sequence import Sequence, Status
+from tandem.workers.engine.blocks.block_manager import BlockManager
+from tandem.workers.engine.chunk_limiter import ChunkLimiter
+from tandem.workers.engine.step_limit import StepLimit
+from tandem.workers.engine.transfers.lower_tiers import LowerTiers, NoTiers, OverlappedLoad
+from tandem.workers.engine.waiting.max_loras import MaxLorasGate
+from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
+from tandem.workers.messages.step import RowInit, RowWork, StepPlan
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
-    """One plan and whom it serves: sequences[i] is the owner of work[i]; `admitted` were first given a row here."""
+class InFlightStep:
+    """One plan and its sequences: sequences[i] owns work[i]. admitted: sequences that got their first row, and how many
+    of their tokens were found in the prefix cache."""
 
     step_id: int
     sequences: list[Sequence] = field(default_factory=list)
@@ -40,9 +44,13 @@ class Flight:
     admitted: list[tuple[Sequence, int]] = field(default_factory=list)
     awaits: list[int] = field(default_factory=list)
     num_decode: int = 0
-    num_prompt_tokens: int = 0
+    num_prefill_tokens: int = 0
 
-    def plan(self, freed_rows: list[int]) -> StepPlan:
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decode + self.num_prefill_tokens
+
+    def plan(self, freed_rows: list[int], known_failure: int) -> StepPlan:
         return StepPlan(
             step_id=self.step_id,
             work=self.work,
@@ -50,74 +58,16 @@ class Flight:
             freed_rows=freed_rows,
             block_copies=self.block_copies,
             awaits=self.awaits,
+            known_failure=known_failure,
         )
 
 
-class Joined(NamedTuple):
-    """A load that a plan waits for layer by layer: its ticket, and the device blocks of the prefix with it."""
-
-    ticket: int
-    block_ids: list[int]
-
-
-class LowerTiers(Protocol):
-    """What the scheduler asks of the tiers below the device (kv_offload.py)."""
-
-    def load(self, seq: Sequence, reserve: int) -> bool:
-        """Starts bringing up what is found of its prefix; True: it waits for that and is given back to requeue()."""
-        ...
-
-    def join(self, seq: Sequence) -> Joined | None:
-        """The same for a sequence that runs at once, in a plan that waits for the load; room for all of it is there.
-        None: nothing to load, or not worth it."""
-        ...
-
-    def drop(self, seq: Sequence) -> None:
-        """A sequence that waits, for a load or in the queue, waits no more."""
-        ...
-
-    def store(self, table: BlockTable) -> None:
-        """The blocks of a sequence that has ended, which still holds them, begin their way down."""
-        ...
-
-    def swap_out(self, table: BlockTable) -> None:
-        """The same for a preempted one, if coming back that way is cheaper than computing again."""
-        ...
-
-    def forget(self, table: BlockTable) -> None:
-        """A step over these blocks went wrong: what the tiers have of them is found no more."""
-        ...
-
-
-class NoTiers:
-    """Only the device."""
-
-    def load(self, seq: Sequence, reserve: int) -> bool:
-        del seq, reserve
-        return False
-
-    def join(self, seq: Sequence) -> Joined | None:
-        del seq
-        return None
-
-    def drop(self, seq: Sequence) -> None:
-        del seq
-
-    def store(self, table: BlockTable) -> None:
-        del table
-
-    def swap_out(self, table: BlockTable) -> None:
-        del table
-
-    def forget(self, table: BlockTable) -> None:
-        del table
-
-
 class Scheduler:
-    """One group's rows and running order. `relay` (PP > 1): sampled tokens travel back through plans, so a sequence
-    waits for its sample; otherwise ranks append it themselves and the next step may be planned before it is known.
-    early_loads: what a lower tier has of a prompt is asked for when it enters the queue and its turn comes soon, not
-    only at its turn.
+    """One group's rows and running order.
+
+    relay (PP > 1): sampled tokens return to the ranks in plans, so a sequence waits for its sample; otherwise ranks
+    append it themselves, and the next step may be planned before it is known. depth: plans that may be in flight.
+    tiers: the tiers below the device; None: none. gate: None: no request has an adapter.
     """
 
     def __init__(
@@ -125,124 +75,147 @@ class Scheduler:
         settings: SchedulerSettings,
         manager: BlockManager,
         waiting: WaitingQueue,
-        pacer: Pacer,
+        chunk_limiter: ChunkLimiter,
         *,
         relay: bool,
         depth: int,
         tiers: LowerTiers | None = None,
-        turns: AdapterTurns | None = None,
-        early_loads: bool = True,
+        gate: MaxLorasGate | None = None,
     ) -> None:
         self.waiting = waiting
         self.num_preemptions = 0
         self.done_step = 0
         self._manager = manager
         self._tiers: LowerTiers = NoTiers() if tiers is None else tiers
-        self._swaps = tiers is not None
-        self._turns = AdapterTurns(None, 1, waiting) if turns is None else turns
-        self._pacer = pacer
+        self._has_tiers = tiers is not None
+        self._gate = MaxLorasGate(None, 1, waiting) if gate is None else gate
+        self._chunk_limiter = chunk_limiter
         self._relay = relay
-        self._early_loads = early_loads and tiers is not None
         self._depth = depth
         self._budget = settings.max_num_batched_tokens
         num_rows = min(settings.max_num_seqs, self._budget)
-        self._paced = settings.max_itl_ms is not None
+        self._limits_prefill = settings.max_itl_ms is not None
         self._running: list[Sequence] = []
         self._any_finished = False
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._unsent_freed: set[int] = set()
         self._one_token = [RowWork(row=row, num_tokens=1, samples=True) for row in range(num_rows)]
         self._next_step = 1
+        self._limit = StepLimit(self._budget)
+        self._known_failure = 0
 
     # ---- queries ----
 
-    @property
-    def num_running(self) -> int:
-        return sum(seq.status is Status.RUNNING for seq in self._running)
-
-    def check_laws(self) -> None:
-        """Asserts the laws of waiting and of adapters in a step; for tests."""
-        self._turns.check_laws([seq for seq in self._running if seq.status is Status.RUNNING])
+    def check_invariants(self) -> None:
+        """Asserts the invariants of blocked sequences and of adapters in a step; for tests."""
+        self._gate.check_invariants([seq for seq in self._running if seq.status is Status.RUNNING])
 
     # ---- commands ----
 
-    def add(self, seq: Sequence) -> None:
-        """A sequence may come in as soon as there is room."""
-        seq.num_known = seq.num_charged = len(seq.tokens)
-        self.requeue(seq)
+    def enqueue(self, seq: Sequence) -> None:
+        """Queues a new sequence, or one that unblock() has returned; or blocks it while its adapter or KV of its prefix
+        is loaded. With no other sequence it runs at once, and the load overlaps with its first step (_find_prefix)."""
+        if seq.adapter is not None and not self._gate.admit(seq):
+            self.waiting.block(seq, Blocker.ADAPTER, seq.adapter)
+        elif self._has_tiers and self._is_next(seq) and (ticket := self._tiers.load(seq, self._reserve)) is not None:
+            self.waiting.block(seq, Blocker.KV, ticket)
+        else:
+            self.waiting.push(seq)
 
-    def requeue(self, seq: Sequence) -> None:
-        """Into the queue, or first to wait for its adapter, then for what a lower tier has of its prefix. With nobody
-        else there it runs while that comes up (_find_prefix)."""
-        if seq.adapter is not None and not self._turns.admit(seq):
-            self._set_aside(seq, Status.UNPLACED)
-            return
-        if self._early_loads and self._is_next(seq) and self._tiers.load(seq, self._reserve):
-            self._set_aside(seq, Status.LOADING)
-            return
-        seq.status = Status.PREEMPTED if seq.bound_step else Status.WAITING
-        self.waiting.push(seq)
+    def unblock(self, event: Event) -> None:
+        """Enqueues the sequences that wait for this. failure: those that waited for KV compute it."""
+        for seq in self.waiting.unblock(event):
+            if event.failure is not None and event.blocker is Blocker.KV:
+                self._tiers.forbid_loads(seq)
+            self.enqueue(seq)
 
     def _is_next(self, seq: Sequence) -> bool:
-        """Others run or wait, and one step may compute what those ahead are behind and begin with seq (who has run
-        before leads the queue). What comes up for a later turn is often evicted before it, and has sent away what turns
-        before it would have found."""
+        """Returns whether others run or wait, and one step may compute all tokens ahead of seq and begin with seq."""
+        # KV loaded earlier is often evicted before it is used, and has evicted KV that requests ahead would have found.
+        # A sequence that has run before leads the queue.
         behind = [other.num_known - other.num_scheduled for other in self._running if other.status is Status.RUNNING]
-        queued = 0 if seq.bound_step else self.waiting.num_tokens
+        queued = 0 if seq.bound_step else self.waiting.tenants.num_tokens
         return bool(behind or len(self.waiting)) and sum(behind) + queued < self._budget
 
     def withdraw(self, seq: Sequence) -> None:
-        """A sequence that waits, perhaps in the queue, waits for its adapter again; requeue() follows."""
-        assert seq.status in WAITS and not seq.bound_step, "only newcomers wait for their adapter again"
+        """Blocks a waiting sequence until its adapter is on the device again."""
+        assert seq.status is Status.WAITING and seq.adapter is not None and not seq.bound_step, (
+            "only a sequence that has not run waits for its adapter again"
+        )
         self._tiers.drop(seq)
-        self._turns.pass_over(seq)
-        self._set_aside(seq, Status.UNPLACED)
+        self._gate.withdraw(seq)
+        self.waiting.block(seq, Blocker.ADAPTER, seq.adapter)
 
     def charge_running(self) -> None:
-        """Tells the queue what running sequences have cost since it was told last."""
+        """Charges tenants for the tokens of running sequences since the last charge."""
         for seq in self._running:
             self._charge(seq)
 
-    def schedule(self) -> tuple[Flight, StepPlan] | None:
-        """The next plan, or None when nobody can compute anything now."""
+    def schedule(self) -> tuple[InFlightStep, StepPlan] | None:
+        """Returns the next plan, or None if no sequence can compute now; none while plans are in flight that were made
+        before a failure was known."""
+        if self.done_step < self._known_failure:
+            return None
         if self._any_finished:
             self._running = [seq for seq in self._running if seq.status is Status.RUNNING]
             self._any_finished = False
-        flight = Flight(self._next_step)
+        step = InFlightStep(self._next_step)
         preemptions = self.num_preemptions
-        chunks = self._schedule_streams(flight)
-        budget = self._budget - flight.num_decode
-        if self._paced and flight.num_decode and (chunks or len(self.waiting)):
-            budget = min(budget, self._pacer.limit())
-        if chunks:
-            budget = self._schedule_chunks(flight, chunks, budget)
+        prefills = self._schedule_decodes(step)
+        budget = self._limit.tokens - step.num_decode
+        if self._limits_prefill and step.num_decode and (prefills or len(self.waiting)):
+            budget = min(budget, self._chunk_limiter.limit())
+        if prefills:
+            budget = self._schedule_prefills(step, prefills, budget)
         if budget > 0 and self._free_rows and preemptions == self.num_preemptions:
-            self._admit_waiting(flight, budget)
-        if not flight.work:
+            self._admit_waiting(step, budget)
+        if not step.work:
             return None
         self._next_step += 1
         freed_rows = sorted(self._unsent_freed) if self._unsent_freed else []
         self._unsent_freed.clear()
-        return flight, flight.plan(freed_rows)
+        return step, step.plan(freed_rows, self._known_failure)
 
     def returned(self, step_id: int) -> None:
-        """The result of step_id is here; results come in order, so no earlier plan is in flight either."""
+        """Notes that the result of step_id has come; results come in order, so earlier plans have returned too."""
         self.done_step = step_id
+        self._limit.succeeded()
         self._manager.pool.retire(step_id)
 
+    def undo(self, step: InFlightStep) -> Sequence | None:
+        """Takes back a plan of which the ranks computed nothing: its rows stay bound, their tokens are planned again,
+        fewer at once. Later plans in flight fail too; each is taken back when its result comes.
+
+        Returns the sequence that cannot be computed: the only one of a step with one token.
+        """
+        self.done_step = step.step_id
+        self._manager.pool.retire(step.step_id)
+        is_first = step.step_id > self._known_failure  # those behind it were made before this was known
+        if is_first:
+            self._known_failure = self._next_step - 1
+            self._limit.failed(step.num_tokens)
+        for seq, work in zip(step.sequences, step.work, strict=True):
+            if step.step_id <= seq.void_until or seq.status is Status.FINISHED:
+                continue
+            seq.num_known -= work.samples
+            if seq.status is Status.RUNNING:
+                seq.num_scheduled -= work.num_tokens
+        return step.sequences[0] if is_first and step.num_tokens == 1 else None
+
     def forget(self, seq: Sequence) -> None:
-        """Something went wrong with a sequence: no one finds its KV again, on any tier. finish() follows."""
+        """Removes a failed sequence's KV from the index of every tier. finish() follows."""
         self._manager.forget(seq.table)
         self._tiers.forget(seq.table)
 
     def finish(self, seq: Sequence) -> None:
-        """Takes a sequence out, wherever it is, and lets go of all it holds. Its results in flight are discarded."""
-        if seq.status in WAITS:
+        """Removes a sequence in any state and releases all it holds. Its results in flight are discarded."""
+        if seq.status is Status.WAITING:
             self._charge(seq)
+            is_fork = self.waiting.blocker_of(seq) is Blocker.FORK
             self.waiting.remove(seq)
             self._tiers.drop(seq)
-            if seq.adapter is not None:
-                self._turns.drop(seq)
+            if seq.adapter is not None and not is_fork:
+                self._gate.drop(seq)
         elif seq.status is Status.RUNNING:
             self._any_finished = True
             self._tiers.store(seq.table)
@@ -251,22 +224,25 @@ class Scheduler:
 
     # ---- running ----
 
-    def _schedule_streams(self, flight: Flight) -> list[Sequence]:
-        """One token for every running row that is one token behind; returns the rows that are further behind."""
-        chunks: list[Sequence] = []
-        one_token, step_id, relay = self._one_token, flight.step_id, self._relay
-        add_seq, add_work = flight.sequences.append, flight.work.append
+    def _schedule_decodes(self, step: InFlightStep) -> list[Sequence]:
+        """Schedules a token for each running row that is one token behind; returns those further behind (prefills)."""
+        prefills: list[Sequence] = []
+        running: Iterable[Sequence] = self._running
+        if self._limit.is_reduced:
+            running = self._waited_longest(self._limit.tokens)
+        one_token, step_id, relay = self._one_token, step.step_id, self._relay
+        add_seq, add_work = step.sequences.append, step.work.append
         most = -(-len(self._running) // self._depth) if relay else len(self._running)
-        for seq in self._running:
+        for seq in running:
             known = seq.num_known
             if known - seq.num_scheduled != 1:
-                chunks.append(seq)
+                prefills.append(seq)
                 continue
-            if known >= seq.max_len or (relay and (known != len(seq.tokens) or flight.num_decode >= most)):
+            if known >= seq.max_len or (relay and (known != len(seq.tokens) or step.num_decode >= most)):
                 continue
             table = seq.table
             if relay or known > table.capacity or table.may_share:
-                work = self._grow(flight, seq)
+                work = self._grow(step, seq)
                 if work is None:
                     continue
                 add_work(work)
@@ -276,21 +252,28 @@ class Scheduler:
             seq.num_scheduled = known
             seq.num_known = known + 1
             seq.last_step = step_id
-            flight.num_decode += 1
-        return chunks
+            step.num_decode += 1
+        return prefills
 
-    def _grow(self, flight: Flight, seq: Sequence) -> RowWork | None:
-        """One token of work that needs more than its row's standing entry: blocks, or tokens that ranks lack."""
+    def _waited_longest(self, count: int) -> Iterator[Sequence]:
+        """Yields so many running sequences, those that no step has served for longest, in their order; but for those
+        that are preempted meanwhile."""
+        chosen = set(heapq.nsmallest(count, self._running, key=lambda seq: seq.last_step))
+        some = [seq for seq in self._running if seq in chosen]
+        return (seq for seq in some if seq.status is Status.RUNNING)
+
+    def _grow(self, step: InFlightStep, seq: Sequence) -> RowWork | None:
+        """Returns one token of work with new blocks, or with tokens that ranks lack; None if seq gets no blocks."""
         known = seq.num_known
         added = self._extend_or_preempt(seq, known)
         if added is None:
             return None
         replaced: list[tuple[int, int]] = []
         if seq.table.may_share:
-            copies = self._manager.make_writable(seq.table, seq.num_scheduled, known, flight.step_id)
+            copies = self._manager.make_writable(seq.table, seq.num_scheduled, known, step.step_id)
             assert copies is not None, "forks leave no shared block to a running writer (see _share_prompt)"
-            flight.block_copies.extend((copy.source, copy.destination) for copy in copies)
-            replaced = [(copy.place, copy.destination) for copy in copies]
+            step.block_copies.extend((copy.source, copy.destination) for copy in copies)
+            replaced = [(copy.table_index, copy.destination) for copy in copies]
         lacking = seq.tokens[seq.num_sent :] if self._relay else []
         seq.num_sent = known
         return RowWork(
@@ -298,9 +281,10 @@ class Scheduler:
         )
 
     def _extend_or_preempt(self, seq: Sequence, num_tokens: int) -> list[int] | None:
-        """Blocks for seq, taken from another that runs if need be (perhaps from seq itself: None).
+        """Returns new blocks for num_tokens tokens of seq; preempts running sequences if the pool has too few.
 
-        None as well while blocks of preempted or ended sequences are still named by plans in flight: seq sits out.
+        None if seq itself was preempted, or while plans in flight still name the blocks of preempted or ended
+        sequences: seq then skips this step.
         """
         manager, pool = self._manager, self._manager.pool
         while (added := manager.extend(seq.table, num_tokens)) is None:
@@ -315,37 +299,39 @@ class Scheduler:
         return added
 
     def _victim(self, seq: Sequence) -> Sequence:
-        """Of those that this step has not served yet, seq included: one of the tenant that has been served most, of the
-        lowest priority there, the latest. (If it is seq itself, the one after it sits this step out.)"""
+        """Returns the sequence to preempt, of those that this step has not served yet, seq included: of the tenant
+        served most, the one of lowest priority, then the latest."""
+        # if it is seq itself, the sequence after it skips this step
         self.charge_running()
         unserved = self._running[self._running.index(seq) :]
-        return max(unserved, key=lambda other: (self.waiting.counter(other), other.order))
+        return max(unserved, key=lambda other: (self.waiting.tenants.counter(other), other.order))
 
     def _giving_way(self, victim: Sequence, seq: Sequence) -> list[Sequence]:
-        """All running choices of the victim's request, which is later than seq's: what they share is free only when the
-        last of them goes, and is shared again when they come back. Choices of one request give way to each other one by
-        one: this plan may serve some already, and a request that fills the pool by itself must get on. So do they all
-        where nothing is kept below the device: what each had said would have to be computed again.
+        """Returns the sequences to preempt for a victim: all running choices of its request, or the victim alone.
+
+        The victim alone if it is a choice of seq's request (this plan may serve some choices already, and a request
+        that fills the pool by itself must make progress), or without lower tiers, where each answer so far would be
+        computed again. Otherwise all: shared blocks are free only when the last choice is gone.
         """
-        if victim.state is seq.state or not self._swaps:
+        if victim.state is seq.state or not self._has_tiers:
             return [victim]
         return [other for other in self._running if other.state is victim.state]
 
     def _preempt(self, seq: Sequence) -> None:
-        """Back to the queue without blocks; its samples in flight still count, its KV is loaded or computed again."""
+        """Returns a running sequence to the queue without blocks. Its samples in flight still count."""
         self._tiers.swap_out(seq.table)
         self._unbind(seq)
-        seq.status = Status.PREEMPTED
+        seq.status = Status.WAITING
         seq.num_scheduled = seq.num_computed = seq.num_loads = 0
         self.num_preemptions += 1
         self.waiting.push(seq)
 
     def roll_back(self, seq: Sequence) -> None:
-        """What it computed rests on KV that did not arrive: back to the queue, and no result in flight counts."""
+        """Returns a sequence to the queue after a failed load; its results in flight are discarded."""
         if seq.status is Status.RUNNING:
             self._any_finished = True
             self._unbind(seq)
-            seq.status = Status.PREEMPTED
+            seq.status = Status.WAITING
             seq.num_scheduled = seq.num_computed = 0
             self.waiting.push(seq)
         if seq.status is not Status.FINISHED:
@@ -355,7 +341,7 @@ class Scheduler:
     def _unbind(self, seq: Sequence) -> None:
         self._charge(seq)
         if seq.adapter is not None:
-            self._turns.unbind(seq)
+            self._gate.unbind(seq)
         self._manager.release(seq.table, seq.last_step)
         self._free_rows.append(seq.row)
         self._unsent_freed.add(seq.row)
@@ -364,86 +350,83 @@ class Scheduler:
     def _charge(self, seq: Sequence) -> None:
         num_tokens = len(seq.tokens)
         if num_tokens > seq.num_charged:
-            self.waiting.charge(seq, output_tokens=num_tokens - seq.num_charged)
+            self.waiting.tenants.charge(seq, output_tokens=num_tokens - seq.num_charged)
             seq.num_charged = num_tokens
 
-    def _schedule_chunks(self, flight: Flight, chunks: list[Sequence], budget: int) -> int:
-        """The next part of running prompts, earliest first. Their blocks were allocated when they were admitted."""
-        for seq in chunks:
+    def _schedule_prefills(self, step: InFlightStep, prefills: list[Sequence], budget: int) -> int:
+        """Schedules the next chunks of running prefills, earliest first. They have all their blocks since admission."""
+        for seq in prefills:
             if seq.status is Status.RUNNING and budget > 0:
-                budget -= self._give(flight, seq, budget, [])
+                budget -= self._give(step, seq, budget, [])
         return budget
 
-    def _give(self, flight: Flight, seq: Sequence, budget: int, new_block_ids: list[int]) -> int:
-        """Up to `budget` of the tokens that seq is behind; a sample when that reaches the last known token."""
+    def _give(self, step: InFlightStep, seq: Sequence, budget: int, new_block_ids: list[int]) -> int:
+        """Schedules up to `budget` of the tokens that seq lacks, and a sample if that reaches the last known token."""
         behind = seq.num_known - seq.num_scheduled
         num_tokens = min(behind, budget)
         samples = num_tokens == behind
-        flight.sequences.append(seq)
-        flight.work.append(RowWork(row=seq.row, num_tokens=num_tokens, samples=samples, new_block_ids=new_block_ids))
-        flight.num_prompt_tokens += num_tokens
+        step.sequences.append(seq)
+        step.work.append(RowWork(row=seq.row, num_tokens=num_tokens, samples=samples, new_block_ids=new_block_ids))
+        step.num_prefill_tokens += num_tokens
         seq.num_scheduled += num_tokens
         seq.num_known += samples
-        seq.last_step = flight.step_id
+        seq.last_step = step.step_id
         return num_tokens
 
     # ---- waiting ----
 
-    def _admit_waiting(self, flight: Flight, budget: int) -> None:
-        """Lets in the head of the queue while rows, blocks and tokens last; nobody overtakes a head that must wait for
-        those (for its adapter's turn: adapter_turns.py)."""
-        if self._turns.is_due:
-            self._turns.bring_back()
-        if self.waiting.is_contested:
+    def _admit_waiting(self, step: InFlightStep, budget: int) -> None:
+        """Admits the first in the queue while rows, blocks and tokens last. None overtakes it while it lacks those; for
+        its adapter's place in the step see max_loras.py."""
+        for event in self._gate.take_events():
+            for freed in self.waiting.unblock(event):
+                self.waiting.push(freed)
+        if self.waiting.tenants.has_competing_tenants:
             self.charge_running()
         while budget > 0 and self._free_rows and (seq := self.waiting.peek()) is not None:
             if seq.last_step > self.done_step:
                 return  # preempted, with samples still in flight
-            if seq.adapter is not None and not self._turns.may_run(seq):
+            if seq.adapter is not None and not self._gate.may_run(seq):
                 continue
-            alone = not self._running and not flight.work
-            joined = self._tiers.join(seq) if alone else None
-            if joined is None and self._tiers.load(seq, self._reserve):
-                self._set_aside(seq, Status.LOADING)
+            alone = not self._running and not step.work
+            overlapped = self._tiers.load_overlapped(seq) if alone else None
+            if overlapped is None and (ticket := self._tiers.load(seq, self._reserve)) is not None:
+                self.waiting.block(seq, Blocker.KV, ticket)
                 continue
-            admitted = self._share_prompt(flight, seq) or self._find_prefix(flight, seq, joined)
+            admitted = self._share_prompt(step, seq) or self._find_prefix(step, seq, overlapped)
             if not admitted:
                 return
             self.waiting.remove(seq)
             if not seq.bound_step:
-                flight.admitted.append((seq, seq.num_scheduled))
-                self.waiting.charge(seq, prompt_tokens=len(seq.tokens) - seq.num_scheduled)
-            self._bind(flight, seq)
-            budget -= self._give(flight, seq, budget, list(seq.table.block_ids))
-
-    def _set_aside(self, seq: Sequence, status: Status) -> None:
-        self.waiting.set_aside(seq)
-        seq.status = status
+                step.admitted.append((seq, seq.num_scheduled))
+                self.waiting.tenants.charge(seq, prompt_tokens=len(seq.tokens) - seq.num_scheduled)
+            self._bind(step, seq)
+            budget -= self._give(step, seq, budget, list(seq.table.block_ids))
 
     @property
     def _reserve(self) -> int:
-        """Blocks to leave for those who run (each takes one per block_size steps), so that a newcomer is not preempted
-        in the very next steps. None when nobody runs: what fits an empty pool never waits forever."""
+        """Blocks to leave for running sequences (each takes one per block_size steps), so that a new one is not
+        preempted in the next steps. 0 when none runs, so that a sequence that fits the empty pool is admitted."""
         return -(-len(self._running) // 4)
 
-    def _find_prefix(self, flight: Flight, seq: Sequence, joined: Joined | None) -> bool:
-        """Blocks for all known tokens, those found by content first. False when there is no room.
+    def _find_prefix(self, step: InFlightStep, seq: Sequence, overlapped: OverlappedLoad | None) -> bool:
+        """Allocates blocks for all known tokens, prefix hits first; returns False if there is no room.
 
-        A sequence that is alone need not wait for a lower tier: no stream is held up by a step that does.
+        overlapped: the load of a sequence without others, whose step may wait for it because no decode is delayed.
         """
-        hits = self._manager.match_prefix(seq.table, seq.tokens) if joined is None else joined.block_ids
+        hits = self._manager.match_prefix(seq.table, seq.tokens) if overlapped is None else overlapped.block_ids
         admitted = self._manager.admit(seq.table, len(seq.tokens), hits, self._reserve)
-        if joined is not None:
+        if overlapped is not None:
             assert admitted, "there was room for all of it"
-            flight.awaits.append(joined.ticket)
+            step.awaits.append(overlapped.ticket)
         if not admitted:
             return False
         seq.num_scheduled = seq.num_computed = len(hits) * self._manager.block_size
         return True
 
-    def _share_prompt(self, flight: Flight, seq: Sequence) -> bool:
-        """n > 1: takes over the prompt's blocks of a running choice, and copies the one it will write, at once. Not
-        when more is found by content: its own answer so far, which came back from a lower tier or never left."""
+    def _share_prompt(self, step: InFlightStep, seq: Sequence) -> bool:
+        """Forks a running choice of the same request: shares its prompt blocks and copies the one that will be written.
+        Returns False if there is none or no room, or if more is found by content (its own answer before preemption)."""
         if len(seq.state.sequences) == 1:
             return False
         num_tokens = min(seq.prompt_len, len(seq.tokens) - 1)
@@ -455,21 +438,21 @@ class Scheduler:
         if seq.num_output and len(manager.match_prefix(seq.table, seq.tokens)) > whole:
             return False
         manager.fork(source.table, seq.table, num_tokens)
-        copies = manager.make_writable(seq.table, num_tokens, total, flight.step_id)
+        copies = manager.make_writable(seq.table, num_tokens, total, step.step_id)
         added = manager.extend(seq.table, total)
         assert copies is not None and added is not None
-        flight.block_copies.extend((copy.source, copy.destination) for copy in copies)
+        step.block_copies.extend((copy.source, copy.destination) for copy in copies)
         seq.num_scheduled = seq.num_computed = num_tokens
         return True
 
-    def _bind(self, flight: Flight, seq: Sequence) -> None:
+    def _bind(self, step: InFlightStep, seq: Sequence) -> None:
         seq.row = self._free_rows.pop()
         self._unsent_freed.discard(seq.row)
         seq.status = Status.RUNNING
         seq.num_sent = len(seq.tokens)
-        seq.bound_step = flight.step_id
-        slot = None if seq.adapter is None else self._turns.bind(seq)
-        flight.new_rows.append(
+        seq.bound_step = step.step_id
+        slot = None if seq.adapter is None else self._gate.bind(seq)
+        step.new_rows.append(
             RowInit(
                 row=seq.row,
                 token_ids=seq.tokens.copy(),

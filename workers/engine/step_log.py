@@ -1,11 +1,11 @@
-"""Writes each StepPlan as one JSON line: what ranks were told, in order, so that a run can be replayed and read."""
+"""Writes each StepPlan as one JSON line, in order, so that a run can be replayed and read."""
 
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
-from workers.messages import StepPlan
+from tandem.workers.messages.step import StepPlan
 
 
 class StepLog:

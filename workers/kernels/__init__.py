@@ -1,1 +1,1 @@
-"""Hand-written device kernels, one family a file, each beside a torch twin of the same name."""
+"""Hand-written device kernels, one family per file, each beside a torch twin of the same name."""

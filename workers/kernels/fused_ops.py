@@ -1,7 +1,7 @@
-"""The small operations between a decoder's matmuls, each as one call: a Protocol, and its torch twin.
+"""The small operations between a decoder's matmuls, each as one call: a Protocol and its torch twin.
 
     add_rms_norm   residual += x; residual / rms(residual) * weight
-    norm_rotate    every head of q and k: x / rms(x) * weight, then rotary: x * cos + swap_halves(x) * sin
+    norm_rotate    every head of q and k: x / rms(x) * weight, then RoPE: x * cos + swap_halves(x) * sin
     silu_mul       silu(gate) * up
 
 Called by workers/models. T tokens, H hidden size, S heads of q and k, D head dim, M MLP width.
@@ -14,12 +14,12 @@ import torch.nn.functional as F
 
 
 class FusedOps(Protocol):
-    """One implementation of each operation, for the decoder's device and dtype."""
+    """An implementation of the operations for the decoder's device and dtype."""
 
     def add_rms_norm(
         self, x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """Adds x, where given, to the residual in place; returns the sum's norm, a new tensor."""
+        """Adds x, if given, to the residual in place; returns the norm of the sum, a new tensor."""
         ...
 
     def norm_rotate(
@@ -30,14 +30,15 @@ class FusedOps(Protocol):
         cos_T1D: torch.Tensor | None,
         sin_T1D: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Normed where there is a weight, rotated where there are angles. May return its input when there is neither.
+        """Returns q and k, normed if there is a weight and rotated if there are angles; may return its input if there
+        is neither.
 
         sin_T1D has rotate-half's sign folded in: -sin in the first half, +sin in the second.
         """
         ...
 
     def silu_mul(self, gate_up_TM: torch.Tensor) -> torch.Tensor:
-        """[T, M] of rows [gate | up], 2 M wide. May overwrite its input."""
+        """Returns [T, M] from rows [gate | up], 2 M wide. May overwrite its input."""
         ...
 
 

@@ -1,1 +1,1 @@
-"""One decoder for every registered family. spec, registry, rope_config and weight_names are torch-free, as is this."""
+"""The decoder: model families as data, its layers, and its assembly on a rank."""

@@ -1,7 +1,7 @@
-"""The decoder: one class for every registered family, cut over tp and pp from the start.
+"""The decoder: one class for every registered family, sharded over tp and pp.
 
-Built on each rank by `build_decoder`, run by the model runner under torch.inference_mode. It knows tensors only: no
-request, no scheduler, no sampling. T tokens of a step, S rows that sample, H hidden size, V vocabulary.
+Built on each rank by `build_decoder`, run by the model runner under torch.inference_mode. It handles tensors only; it
+has no notion of requests, scheduling or sampling. T tokens of a step, S rows that sample, H hidden size, V vocabulary.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -11,40 +11,37 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from offload.weight_copiers import make_copier
-from offload.weight_stream import Copier, WeightStream
-from parallel.checkpoint import DummySource, LoadFormat, OnBytes, SafetensorsSource, Source, load
-from parallel.context import ParallelContext
-from parallel.embedding import VocabParallelEmbedding, VocabParallelHead
-from parallel.linear import AdaptableLinear, LinearPart
-from parallel.matmul import FewRows, make_matrix
-from parallel.mesh import layer_range
-from parallel.shard import WeightSlot
-from workers.attention.backend import AttentionBackend, KVTensors
-from workers.kernels.cpu_few_rows import select_few_rows
-from workers.kernels.cpu_fused_ops import select_fused_ops
-from workers.kernels.fused_ops import FusedOps
-from workers.models.decoder_layer import DecoderLayer
-from workers.models.forward_batch import ForwardBatch
-from workers.models.layer_loop import LayerLoop
-from workers.models.norms import RMSNorm
-from workers.models.positions import RotaryPositions
-from workers.models.registry import family_of
-from workers.models.spec import ArchSpec
-from workers.models.weight_names import all_tensor_names
+from tandem.offload.weights.weight_stream import Copier, WeightStream
+from tandem.parallel.checkpoint import DummySource, LoadFormat, OnBytes, SafetensorsSource, Source, load
+from tandem.parallel.context import ParallelContext
+from tandem.parallel.embedding import VocabParallelEmbedding, VocabParallelHead
+from tandem.parallel.linear import AdaptableLinear, LinearPart
+from tandem.parallel.mesh import layer_range
+from tandem.parallel.params import ParameterSlot
+from tandem.workers.attention.backend import AttentionBackend, KVTensors
+from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.models.layers.decoder_layer import DecoderLayer
+from tandem.workers.models.layers.norms import RMSNorm
+from tandem.workers.models.layers.positions import RotaryPositions
+from tandem.workers.models.spec.arch import ArchSpec
+from tandem.workers.models.spec.families import family_of
+from tandem.workers.models.spec.sizes import rank_weights
+from tandem.workers.models.spec.weight_names import all_tensor_names
+from tandem.workers.platforms.base import Platform
 
 
 class Adapters(Protocol):
-    """What adds to the layers' products: told of each step before its first layer (workers/lora/sites.py)."""
+    """The LoRA adapters of the layers (workers/lora/device/lora_layers.py). `begin` runs before a step's first
+    layer."""
 
     name: Hashable
-    """Of what they do in the step that has begun: with equal names, they do the same to the same rows."""
+    """Identifies the work of the step that has begun: equal names mean the same adapters on the same rows."""
 
     def begin(self, batch: ForwardBatch) -> None: ...
 
 
 class Table(NamedTuple):
-    """A vocabulary table as adapters see it: a layer that is cut over tp, and the place of its Delta."""
+    """A vocabulary table as adapters see it: a sharded layer, and the owner of its LoRA hook."""
 
     part: LinearPart
     place: VocabParallelEmbedding | VocabParallelHead
@@ -58,12 +55,12 @@ class Decoder:
         spec: ArchSpec,
         context: ParallelContext,
         attention: AttentionBackend,
-        ops: FusedOps,
-        few_rows: FewRows | None,
-        device: torch.device,
+        platform: Platform,
+        dtype: torch.dtype,
         stream: WeightStream,
     ) -> None:
         spec.check_parallel(context.tp_size, context.pp_size)
+        ops, make = platform.fused_ops(dtype), platform.matrices(dtype)
         names = family_of(spec.architecture).names
         self._names = names
         size = (spec.vocab_size, spec.hidden_size)
@@ -73,14 +70,12 @@ class Decoder:
         self.weight_bytes = 0
         self._adapters: Adapters | None = None
         self.stream = stream
-        self._positions = RotaryPositions(spec.rope, spec.head_dim, device)
+        self._positions = RotaryPositions(spec.rope, spec.head_dim, platform.device)
         self._layers = [
-            DecoderLayer(
-                spec, names, layer, context, ops, partial(make_matrix, place=stream.place_of(index), few_rows=few_rows)
-            )
+            DecoderLayer(spec, names, layer, context, ops, partial(make, place=stream.place_of(index)))
             for index, layer in enumerate(self.layer_ids)
         ]
-        self.loop = LayerLoop(self._layers, stream, attention, device.type == "cpu" and context.tp_size == 1)
+        self.graphs = platform.graphs(self._layers, stream, attention, can_replay=context.tp_size == 1)
         self._embedding: VocabParallelEmbedding | None = None
         self._final_norm: RMSNorm | None = None
         self._head: VocabParallelHead | None = None
@@ -89,7 +84,7 @@ class Decoder:
         if context.is_last_stage:
             head_name = names.embedding if spec.tie_word_embeddings else names.head
             self._final_norm = RMSNorm(names.final_norm, spec.hidden_size, spec.norm_eps, ops)
-            self._head = VocabParallelHead(head_name, *size, context, partial(make_matrix, few_rows=few_rows))
+            self._head = VocabParallelHead(head_name, *size, context, make)
         self._ties_here = spec.tie_word_embeddings and self._embedding is not None and self._head is not None
 
     @property
@@ -97,7 +92,7 @@ class Decoder:
         return len(self._layers)
 
     def forward(self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None) -> torch.Tensor:
-        """One step. `hidden_TH`: the previous stage's output, None on the first; it may be overwritten.
+        """Runs one step. `hidden_TH`: the previous stage's output, None on the first; it may be overwritten.
 
         Returns the residual stream [T, H] in the weights' dtype for the next stage, or on the last stage logits [S, V]
         in float32, whole on every tp rank, for the batch's `logits_rows_S`.
@@ -108,14 +103,14 @@ class Decoder:
         assert residual_TH is not None, "a later stage needs the hidden states of the one before"
         angles = self._positions.angles(batch.positions_T, residual_TH.dtype)
         adapters = None if self._adapters is None else self._adapters.name
-        branch_TH, residual_TH = self.loop.run(batch, residual_TH, angles, kv, adapters)
+        branch_TH, residual_TH = self.graphs.run(batch, residual_TH, angles, kv, adapters)
         if self._head is None or self._final_norm is None:
             return residual_TH + branch_TH
         rows_S = batch.logits_rows_S
         return self._head(self._final_norm(branch_TH[rows_S], residual_TH[rows_S]))
 
     def linears(self) -> Iterator[AdaptableLinear]:
-        """Those of this rank's layers, in the order of the model's."""
+        """Yields the linear layers of this rank, in the order of the model's."""
         for layer in self._layers:
             yield from layer.linears()
 
@@ -128,14 +123,15 @@ class Decoder:
         return embedding, head
 
     def adapt(self, adapters: Adapters) -> None:
-        """Steps are told to `adapters` from now on."""
+        """Attaches `adapters`, whose `begin` is called with every later step."""
         self._adapters = adapters
 
-    def slots(self) -> Iterator[WeightSlot]:
-        """Every parameter of this rank. A tied table that serves both ends here is read once and shared."""
+    def slots(self) -> Iterator[ParameterSlot]:
+        """Yields every parameter of this rank. A tied table that is used at both ends on this rank is read once and
+        shared."""
         if self._embedding is not None:
             for slot in self._embedding.slots():
-                yield WeightSlot(slot.shard, self._accept_tied) if self._ties_here else slot
+                yield ParameterSlot(slot.shard, self._accept_tied) if self._ties_here else slot
         for layer in self._layers:
             yield from layer.slots()
         if self._final_norm is not None and self._head is not None:
@@ -161,7 +157,7 @@ class Decoder:
 
     def close(self) -> None:
         """Ends the weight stream, if there is one. Idempotent; no step may follow."""
-        self.loop.close()
+        self.graphs.close()
         self.stream.close()
 
     def _accept_tied(self, table_VH: torch.Tensor) -> None:
@@ -176,8 +172,9 @@ def build_decoder(
     *,
     folder: Path,
     dtype: torch.dtype,
-    device: torch.device,
-    attention: AttentionBackend,
+    platform: Platform,
+    kv_dtype: torch.dtype | None = None,
+    attention: AttentionBackend | None = None,
     load_format: LoadFormat = "safetensors",
     seed: int = 0,
     progress: bool = False,
@@ -185,16 +182,17 @@ def build_decoder(
     streamed: Sequence[int] = (),
     copier: Copier | None = None,
 ) -> Decoder:
-    """This rank's decoder with its weights, from `folder` or random (load_format dummy).
+    """Returns this rank's decoder with its weights, from `folder` or random (load_format dummy).
 
-    `streamed`: layers, counted from 0 on this rank, that are kept in host memory and pass through the device; `copier`
-    moves them, by default beside the layers that compute. With any, the decoder is to be closed. on_bytes: told how far
-    the loading is, on every rank; `progress`: a bar, on rank 0.
-    Raises SettingsError for a model that cannot be cut so, and for a checkpoint that does not match its config.json.
+    kv_dtype: the cache's dtype, None for `dtype`; attention and copier: in place of the platform's. `streamed`: indices
+    on this rank of layers that are kept in host memory and pass through the device. Such a decoder must be closed.
+    on_bytes: a callback for the loading's progress, on every rank; `progress`: shows a bar, on rank 0. Raises
+    SettingsError for a model that cannot be sharded this way, and for a checkpoint that does not match its config.json.
     """
-    stream = WeightStream(streamed, copier or make_copier(device))
-    ops, few_rows = select_fused_ops(device, dtype), select_few_rows(device, dtype)
-    decoder = Decoder(spec, context, attention, ops, few_rows, device, stream)
+    held = rank_weights(spec, context.mesh, dtype.itemsize, platform.packs(dtype)).layer_bytes * len(streamed)
+    stream = WeightStream(streamed, copier or platform.weight_copier(held))
+    attention = attention or platform.attention(dtype, spec.head_dim, kv_dtype)
+    decoder = Decoder(spec, context, attention, platform, dtype, stream)
     source: Source
     if load_format == "dummy":
         source = DummySource(seed, dtype)
@@ -202,5 +200,7 @@ def build_decoder(
         names = family_of(spec.architecture).names
         ignored = names.ignored_suffixes + ((f"{names.head}.weight",) if spec.tie_word_embeddings else ())
         source = SafetensorsSource(folder, all_tensor_names(spec, names), ignored)
-    decoder.load(source, dtype=dtype, device=device, progress=progress and context.rank == 0, on_bytes=on_bytes)
+    decoder.load(
+        source, dtype=dtype, device=platform.device, progress=progress and context.rank == 0, on_bytes=on_bytes
+    )
     return decoder

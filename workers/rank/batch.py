@@ -1,19 +1,19 @@
 """A StepPlan and the RowTable to a ForwardBatch, in numpy, then one copy to the device. Called by model_runner.py.
 
-Pure but for one verb: what a batch holds counts as computed from then on, so consecutive chunks of one prompt may be in
-flight in consecutive plans. T tokens, R rows, S rows that sample, N blocks of the longest row.
+Tokens of a batch count as computed from then on, so consecutive chunks of one prefill may be in flight in consecutive
+plans; nothing else changes. T tokens, R rows, S rows that sample, N blocks of the longest row.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from workers.kernels.lora import AdapterRows
-from workers.messages import StepPlan
-from workers.models.forward_batch import ForwardBatch
-from workers.rank.row_table import RowTable
+from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.kernels.lora_ops import AdapterRows
+from tandem.workers.messages.step import StepPlan
+from tandem.workers.platforms.base import Platform
+from tandem.workers.rank.row_table import RowTable
 
 Ints = npt.NDArray[np.int64]
 
@@ -30,14 +30,21 @@ class Adapters:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """The model's inputs and what sampling needs, int64 [S]: rows of the table, positions of the tokens to choose."""
+    """The model's inputs and what sampling needs, int64 [S]: rows of the table, positions of the tokens to choose.
+
+    rows_R, begin_R, starts: the rows of the step, the positions of their first tokens, and the places of these among
+    all tokens.
+    """
 
     forward: ForwardBatch
+    rows_R: Ints
+    begin_R: Ints
+    starts: Ints
     sample_rows_S: Ints
     sample_positions_S: Ints
 
 
-def build_batch(plan: StepPlan, table: RowTable, device: torch.device) -> StepBatch:
+def build_batch(plan: StepPlan, table: RowTable, platform: Platform) -> StepBatch:
     """The batch of a plan that has work; the table has applied the plan. Advances the rows' computed counts."""
     count = len(plan.work)
     rows_R = np.fromiter((w.row for w in plan.work), np.int64, count)
@@ -60,14 +67,14 @@ def build_batch(plan: StepPlan, table: RowTable, device: torch.device) -> StepBa
     table_RN = _own_blocks(table, rows_R, width)
     long = [table.token_ids[row_T, positions_T].astype(np.int64), positions_T, slots_T, starts[1:][samples_R] - 1]
     adapters = _adapters(table.adapter_slots[rows_R], lens_R, starts, samples_R) if table.num_adapted else None
-    forward = _to_device(long, starts, end_R, table_RN, lens_R, adapters, table.block_size, device)
-    return StepBatch(forward, rows_R[samples_R], end_R[samples_R])
+    forward = _to_device(long, starts, end_R, table_RN, lens_R, adapters, table.block_size, platform)
+    return StepBatch(forward, rows_R, begin_R, starts, rows_R[samples_R], end_R[samples_R])
 
 
 def _own_blocks(table: RowTable, rows_R: Ints, width: int) -> npt.NDArray[np.int32]:
-    """The rows' first `width` block ids; a shorter row repeats its own first block rather than name a stranger's.
+    """The rows' first `width` block ids; a shorter row repeats its own first block instead of another row's.
 
-    Attention may read what it then weighs with 0, and 0 x NaN is NaN: a row that failed must harm nobody else.
+    Attention may read what it then weighs with 0, and 0 x NaN is NaN: a failed row must not harm others.
     """
     block_table_RN = table.block_ids[rows_R, :width]
     own_RN = np.arange(width) < table.num_blocks[rows_R, None]
@@ -96,16 +103,13 @@ def _to_device(
     lens_R: Ints,
     adapters: Adapters | None,
     block_size: int,
-    device: torch.device,
+    platform: Platform,
 ) -> ForwardBatch:
-    """ForwardBatch from numpy; on an accelerator all tensors travel in one buffer, one copy per step."""
+    """ForwardBatch from numpy."""
     ints = [starts.astype(np.int32), end_R.astype(np.int32), block_table_RN]
     if adapters is not None:
         ints += [adapters.slots_T, adapters.slots_S]
-    if device.type == "cpu":
-        tensors = [torch.from_numpy(array) for array in (*long, *ints)]
-    else:
-        tensors = _one_copy([*long, *ints], device)
+    tensors = platform.upload([*long, *ints])
     input_ids_T, positions_T, slots_T, logits_rows_S, query_starts, seq_lens, table_RN, *slots = tensors
     return ForwardBatch(
         input_ids_T=input_ids_T,
@@ -141,14 +145,3 @@ def adapter_segments(slots_R: Ints, starts: Ints) -> list[tuple[int, int, int]]:
     rows = np.concatenate(([0], changes, [len(slots_R)]))
     bounds = zip(starts[rows[:-1]].tolist(), starts[rows[1:]].tolist(), slots_R[rows[:-1]].tolist(), strict=True)
     return [(first, last, slot) for first, last, slot in bounds if slot >= 0]
-
-
-def _one_copy(arrays: list[npt.NDArray[np.generic]], device: torch.device) -> list[torch.Tensor]:
-    """All arrays on the device as views of one buffer; the 8-byte ones come first, so every view is aligned."""
-    packed = torch.from_numpy(np.concatenate([a.reshape(-1).view(np.uint8) for a in arrays])).to(device)
-    tensors, start = [], 0
-    for array in arrays:
-        dtype = torch.int64 if array.dtype == np.int64 else torch.int32
-        tensors.append(packed[start : start + array.nbytes].view(dtype).view(array.shape))
-        start += array.nbytes
-    return tensors

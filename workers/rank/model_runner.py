@@ -1,27 +1,36 @@
-"""ModelRunner.execute: one StepPlan on one rank, start to end.
+"""ModelRunner.launch: one StepPlan on one rank, given to the device; StepHandle.result: its outcome.
 
-Called by rank_worker.py (served) and inprocess_executor.py (offline); every rank of a group runs every plan, in order.
-In a plan: free rows, bind rows, extend tables, clean new blocks, copy blocks, forward, sample, tell the TP peers. It
-plans nothing and knows neither requests nor transport. S rows that sample, T tokens, V vocabulary.
+Called by rank_server.py; every rank of a group launches every plan, in order. In a plan: free rows, bind rows, extend
+tables, clean new blocks, copy blocks, forward, sample, broadcast to TP peers. It has no plans, requests or transport of
+its own. S rows that sample, T tokens, V vocabulary.
 """
 
-import time
-from dataclasses import replace
+import logging
+from collections import deque
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from parallel.context import ParallelContext
-from parallel.pipeline import StageLink
-from workers.attention.backend import KVTensors
-from workers.messages import RowResult, StepPlan, StepResult
-from workers.models.forward_batch import ForwardBatch
-from workers.rank.batch import StepBatch, build_batch
-from workers.rank.kv_tensors import KVCache
-from workers.rank.load_gate import LoadGate
-from workers.rank.row_table import RowTable
-from workers.sampling.sampler import NOT_FINITE, Sampled, sample
+from tandem.offload.copies.accelerator import Event
+from tandem.parallel.context import ParallelContext
+from tandem.parallel.pipeline import StageLink
+from tandem.workers.attention.backend import KVTensors
+from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.messages.step import RowResult, StepPlan, StepResult
+from tandem.workers.platforms.base import Platform
+from tandem.workers.rank.batch import StepBatch, build_batch
+from tandem.workers.rank.kv_cache import KVCache
+from tandem.workers.rank.row_table import RowTable
+from tandem.workers.rank.transfers.load_gate import LoadGate
+from tandem.workers.sampling.sampler import NOT_FINITE, Drawn, Sampled, sample
+from tandem.workers.sampling.sampling_table import EDITS
+
+Ints = npt.NDArray[np.int64]
+OUT_OF_MEMORY = "device out of memory"
+log = logging.getLogger(__name__)
 
 
 class Model(Protocol):
@@ -36,6 +45,58 @@ class Model(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """The sampled tokens of a step on the way to the row table: their rows, positions and those rows' lives; the ids on
+    the device, and where they arrive on the host."""
+
+    rows_S: Ints
+    positions_S: Ints
+    lives_S: Ints
+    ids_S: torch.Tensor
+    host_ids_S: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """A step's work on the device. received: events around the wait for hidden states, where there was one; errors: of
+    its rows, by row."""
+
+    batch: StepBatch
+    drawn: Drawn | None
+    tokens: _Tokens | None
+    received: tuple[Event, Event] | None
+    errors: dict[int, str]
+
+
+class StepHandle:
+    """A step that was launched. Made by ModelRunner."""
+
+    __slots__ = ("_runner", "began", "computed", "done", "failure", "settled", "step_id", "step_result")
+
+    def __init__(
+        self, runner: "ModelRunner", step_id: int, began: Event, computed: _Computed | None, failure: str | None
+    ) -> None:
+        self._runner = runner
+        self.step_id = step_id
+        self.began = began
+        self.computed = computed
+        self.failure = failure
+        self.done = runner.record()
+        self.settled = False
+        self.step_result: StepResult | None = None
+
+    def is_done(self) -> bool:
+        """Returns whether `result` would not wait."""
+        return self.settled or self.done.is_done()
+
+    def result(self) -> StepResult | None:
+        """Waits until the device has run the step, sampled or not; None where this rank does not sample."""
+        if not self.settled:
+            self._runner.settle(self)
+        return self.step_result
+
+
 class ModelRunner:
     """One rank's shard, its KV tensors and its row table. `link` is None when the pipeline has one stage."""
 
@@ -45,7 +106,7 @@ class ModelRunner:
         context: ParallelContext,
         kv: KVCache,
         table: RowTable,
-        device: torch.device,
+        platform: Platform,
         link: StageLink | None = None,
     ) -> None:
         self._model = model
@@ -53,96 +114,191 @@ class ModelRunner:
         self.kv = kv
         self.gate: LoadGate | None = None
         self._table = table
-        self._device = device
+        self._platform = platform
         self._link = link
         self._samples = context.is_last_stage and context.tp_rank == 0
         self._appends = context.pp_size == 1
-        self._idle_since_s = time.perf_counter()
+        self._steps: deque[StepHandle] = deque()  # whose tokens the row table lacks
+        self._awaits: list[int] = []
+        self._failed_step = -1
+        self._last_done = self.record()
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult | None:
-        """Runs a plan. The result on tp0 of the last stage, None elsewhere. No fault of a single row raises."""
-        started_s = time.perf_counter()
-        wait_s = started_s - self._idle_since_s
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Does a plan's work on the host and gives the device its own, without waiting for it. No fault of a single row
+        raises.
+
+        On CPU the step is computed when it returns. A row with penalties, bias or min_tokens waits for its last token.
+        Alone in its group, a rank that runs out of device memory answers StepResult.failure: rows stay bound with their
+        blocks and known tokens and count as before, and so fails each plan that was made before the engine knew. Ranks
+        of larger groups raise torch.OutOfMemoryError. Blocks are cleaned and copied in any case: once the answer is
+        out they may be given to others.
+        """
+        self._platform.accelerator.activate()
+        began = self.record()
         self.kv.clear(self._table.apply(plan))
         self.kv.copy(plan.block_copies)
-        rows: list[RowResult] = []
-        if plan.work:
-            batch = build_batch(plan, self._table, self._device)
-            rows, received_s = self._run(batch, self._tensors(plan))
-            wait_s += received_s
-            started_s += received_s
-        self._idle_since_s = time.perf_counter()
-        if not self._samples:
-            return None
-        return StepResult(step_id=plan.step_id, rows=rows, device_s=self._idle_since_s - started_s, wait_s=wait_s)
+        self._awaits += plan.awaits
+        computed, failure = None, None
+        if plan.known_failure < self._failed_step:
+            failure = f"planned before the failure of step {self._failed_step} was known"
+        else:
+            before = self._table.num_computed.copy()
+            try:
+                computed = self._compute(plan)
+            except torch.OutOfMemoryError as error:
+                failure = f"{OUT_OF_MEMORY} in step {plan.step_id}: {error}"
+                if self._context.world_size > 1:
+                    raise torch.OutOfMemoryError(failure) from error
+                log.warning("%s", failure)
+                self._table.num_computed[:] = before
+                self._failed_step = plan.step_id
+        step = StepHandle(self, plan.step_id, began, computed, failure)
+        self._steps.append(step)
+        if step.done.is_done():
+            self.settle(step)
+        return step
+
+    def settle(self, last: StepHandle) -> None:
+        """Waits for all steps up to `last`, enters their tokens into the row table and makes their results."""
+        while not last.settled:
+            step = self._steps[0]
+            step.done.wait()
+            self._steps.popleft()
+            step.settled = True
+            self._settle_one(step)
 
     def close(self) -> None:
         """No plan may follow. Idempotent."""
+        self._steps.clear()
         self._model.close()
 
-    def _tensors(self, plan: StepPlan) -> KVTensors:
-        """The cache; where the plan uses what is still coming up, layer by layer as it arrives."""
-        tensors = self.kv.tensors
-        if not plan.awaits:
-            return tensors
-        assert self.gate is not None, "a load without a mover"
-        return replace(tensors, layers=self.gate.in_turn(tensors.layers, plan.awaits))
+    def record(self) -> Event:
+        """Returns a timed event behind the work given so far."""
+        return self._platform.accelerator.event(timed=True)
 
-    def _run(self, batch: StepBatch, kv: KVTensors) -> tuple[list[RowResult], float]:
-        """Forward and sampling; results where this rank samples, and the seconds spent waiting for hidden states."""
-        hidden_TH, received_s = None, 0.0
+    # ---- launch ----
+
+    def _compute(self, plan: StepPlan) -> _Computed | None:
+        """None for a plan without work."""
+        if not plan.work:
+            return None
+        batch = build_batch(plan, self._table, self._platform)
+        if self._steps:
+            self._take_tokens(batch)
+        computed = self._run(batch, self._tensors())
+        self._awaits.clear()
+        return computed
+
+    def _take_tokens(self, batch: StepBatch) -> None:
+        """Copies into the batch, on the device, the tokens that earlier steps sampled and the host does not know."""
+        table, to_device = self._table, self._platform.accelerator.to_device
+        lens_R = np.diff(batch.starts)
+        for step in self._steps:
+            tokens = None if step.computed is None else step.computed.tokens
+            if tokens is None:
+                continue
+            place_of = np.full(len(table.num_known), -1)
+            place_of[tokens.rows_S] = np.arange(len(tokens.rows_S))
+            place_R = place_of[batch.rows_R]
+            offset_R = tokens.positions_S[place_R] - batch.begin_R
+            own_R = (place_R >= 0) & (tokens.lives_S[place_R] == table.lives[batch.rows_R])
+            taken = np.flatnonzero(own_R & (offset_R >= 0) & (offset_R < lens_R))
+            if len(taken):
+                at = to_device(torch.from_numpy(batch.starts[taken] + offset_R[taken]))
+                ids = tokens.ids_S.index_select(0, to_device(torch.from_numpy(place_R[taken])))
+                batch.forward.input_ids_T.index_copy_(0, at, ids)
+
+    def _tensors(self) -> KVTensors:
+        """The cache; with an overlapped load, layer by layer as it arrives."""
+        tensors = self.kv.tensors
+        if not self._awaits:
+            return tensors
+        assert self.gate is not None, "an overlapped load without a memory lane"
+        return replace(tensors, layers=self.gate.in_turn(tensors.layers, tuple(self._awaits)))
+
+    def _run(self, batch: StepBatch, kv: KVTensors) -> _Computed:
+        """Forward and sampling."""
+        hidden_TH, received = None, None
         if self._link is not None and not self._context.is_first_stage:
-            before_s = time.perf_counter()
+            before = self.record()
             hidden_TH = self._link.receive(batch.forward.num_tokens)
-            received_s = time.perf_counter() - before_s
+            received = before, self.record()
         output = self._model.forward(batch.forward, kv, hidden_TH)
         if not self._context.is_last_stage:
             assert self._link is not None
             self._link.send(output)
-            return [], received_s
-        sampled = None
-        if self._samples and len(batch.sample_rows_S):
-            sampled = sample(
-                output, batch.sample_rows_S, batch.sample_positions_S, self._table.sampling, self._table.history
+            return _Computed(batch, None, None, received, {})
+        drawn, rows_S = None, batch.sample_rows_S
+        if self._samples and len(rows_S):
+            if self._steps and (self._table.sampling.flags[rows_S] & EDITS).any():
+                self.settle(self._steps[-1])
+            drawn = sample(
+                output, rows_S, batch.sample_positions_S, self._table.sampling, self._table.history, self._platform
             )
-        if self._appends:
-            self._append(batch, sampled)
-        return self._results(batch, sampled), received_s
+        tokens = self._share(rows_S, drawn) if self._appends and len(rows_S) else None
+        return _Computed(batch, drawn, tokens, received, dict(self._table.errors))
 
-    def _append(self, batch: StepBatch, sampled: Sampled | None) -> None:
+    def _share(self, rows_S: Ints, drawn: Drawn | None) -> _Tokens:
         """One stage: every TP rank appends what tp0 sampled. A failed row gets some token too, so that a plan made
         before its failure was known still finds what it counts on."""
-        rows_S = batch.sample_rows_S
-        if not len(rows_S):
-            return
+        table = self._table
         if self._context.tp_size == 1:
-            assert sampled is not None
-            self._table.append(rows_S, np.asarray(sampled.token_ids))
-            return
-        if sampled is not None:
-            tokens_S = torch.tensor(sampled.token_ids, dtype=torch.int64, device=self._device)
+            assert drawn is not None
+            ids_S, host_ids_S = drawn.ids_S, drawn.host_ids_S
         else:
-            tokens_S = torch.empty(len(rows_S), dtype=torch.int64, device=self._device)
-        self._table.append(rows_S, self._context.tp_broadcast(tokens_S).cpu().numpy())
+            device = self._platform.device
+            ids_S = torch.empty(len(rows_S), dtype=torch.int64, device=device) if drawn is None else drawn.ids_S
+            ids_S = self._context.tp_broadcast(ids_S)
+            host_ids_S = self._platform.accelerator.to_host(ids_S)
+        return _Tokens(rows_S, table.reserve(rows_S), table.lives[rows_S], ids_S, host_ids_S)
 
-    def _results(self, batch: StepBatch, sampled: Sampled | None) -> list[RowResult]:
-        if sampled is None:
-            return []
-        rows = batch.sample_rows_S.tolist()
-        if not any(sampled.failed) and not self._table.errors:
-            return [
-                RowResult(row=row, token_ids=[token], logprobs=None if entry is None else [entry])
-                for row, token, entry in zip(rows, sampled.token_ids, sampled.logprobs, strict=True)
-            ]
-        return [self._result_of(row, place, sampled) for place, row in enumerate(rows)]
+    # ---- results ----
 
-    def _result_of(self, row: int, place: int, sampled: Sampled) -> RowResult:
-        """One row's answer when some row of the step went wrong."""
-        error = self._table.errors.get(row)
-        if error is None and sampled.failed[place]:
-            error = NOT_FINITE
-        if error is not None:
-            return RowResult(row=row, token_ids=[], error=error)
-        entry = sampled.logprobs[place]
-        return RowResult(row=row, token_ids=[sampled.token_ids[place]], logprobs=None if entry is None else [entry])
+    def _settle_one(self, step: StepHandle) -> None:
+        computed, step.computed = step.computed, None
+        received_s = 0.0
+        rows: list[RowResult] = []
+        if computed is not None:
+            if computed.tokens is not None:
+                self._fill(computed.tokens)
+            if computed.drawn is not None:
+                rows = _results(computed.batch.sample_rows_S, computed.drawn.collect(), computed.errors)
+            if computed.received is not None:
+                received_s = computed.received[1].seconds_since(computed.received[0])
+        if self._samples:
+            step.step_result = StepResult(
+                step_id=step.step_id,
+                rows=rows,
+                failure=step.failure,
+                device_s=step.done.seconds_since(step.began) - received_s,
+                wait_s=max(0.0, step.began.seconds_since(self._last_done)) + received_s,
+            )
+        self._last_done = step.done
+
+    def _fill(self, tokens: _Tokens) -> None:
+        """Enters a step's tokens, but for rows that meanwhile belong to other sequences."""
+        ids = tokens.host_ids_S.numpy()
+        live = np.flatnonzero(self._table.lives[tokens.rows_S] == tokens.lives_S)
+        self._table.fill(tokens.rows_S[live], tokens.positions_S[live], ids[live])
+
+
+def _results(rows_S: Ints, sampled: Sampled, errors: dict[int, str]) -> list[RowResult]:
+    rows = rows_S.tolist()
+    if not any(sampled.failed) and not errors:
+        return [
+            RowResult(row=row, token_ids=[token], logprobs=None if entry is None else [entry])
+            for row, token, entry in zip(rows, sampled.token_ids, sampled.logprobs, strict=True)
+        ]
+    return [_result_of(row, place, sampled, errors) for place, row in enumerate(rows)]
+
+
+def _result_of(row: int, place: int, sampled: Sampled, errors: dict[int, str]) -> RowResult:
+    """One row's answer when some row of the step went wrong."""
+    error = errors.get(row)
+    if error is None and sampled.failed[place]:
+        error = NOT_FINITE
+    if error is not None:
+        return RowResult(row=row, token_ids=[], error=error)
+    entry = sampled.logprobs[place]
+    return RowResult(row=row, token_ids=[sampled.token_ids[place]], logprobs=None if entry is None else [entry])

@@ -1,31 +1,41 @@
-"""A forward pass as large as a step can get, to learn what activations cost before KV takes the rest. CUDA only.
+"""Forward passes of the largest steps, which measure activation memory before KV takes the rest. For devices with
+memory of their own.
 
-Called by loading.py once the weights are in memory; all TP ranks run it together, stages apart from each other.
+Called by loading.py once the weights are in memory; all TP ranks run them together, stages apart from each other.
 """
 
 import numpy as np
 import torch
 
-from configs.schema import EngineSettings
-from parallel.context import ParallelContext
-from workers.messages import RowInit, RowSampling, RowWork, StepPlan
-from workers.models.decoder import Decoder
-from workers.rank.batch import build_batch
-from workers.rank.kv_tensors import KVCache
-from workers.rank.row_table import RowTable
-from workers.sampling.sampler import sample
+from tandem.configs.schema import EngineSettings
+from tandem.parallel.context import ParallelContext
+from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan
+from tandem.workers.models.decoder import Decoder
+from tandem.workers.platforms.base import Platform
+from tandem.workers.rank.batch import build_batch
+from tandem.workers.rank.kv_cache import KVCache
+from tandem.workers.rank.row_table import RowTable
+from tandem.workers.sampling.sampler import sample
 
 
-def fullest_plan(max_num_seqs: int, max_num_tokens: int, max_model_len: int, block_size: int) -> StepPlan:
-    """A plan with every row in use and every token of the budget; all rows write the same few blocks."""
-    rows = min(max_num_seqs, max_num_tokens)
+def fullest_plan(rows: int, max_num_tokens: int, max_model_len: int, block_size: int) -> StepPlan:
+    """A plan that spends the budget of tokens on equal chunks of `rows` rows, each at the end of the longest context.
+    All blocks of a context are the few that its chunk would fill."""
+    rows = min(rows, max_num_tokens)
     length = min(max_num_tokens // rows, max_model_len)
-    blocks = list(range(-(-length // block_size)))
+    own, all_blocks = (-(-tokens // block_size) for tokens in (length, max_model_len))
+    blocks = [place % own for place in range(all_blocks)]
     sampling = RowSampling(temperature=1.0, top_p=0.9)
     return StepPlan(
         step_id=0,
         new_rows=[
-            RowInit(row=row, token_ids=[0] * length, prompt_len=length, num_computed=0, sampling=sampling)
+            RowInit(
+                row=row,
+                token_ids=[0] * max_model_len,
+                prompt_len=max_model_len,
+                num_computed=max_model_len - length,
+                sampling=sampling,
+            )
             for row in range(rows)
         ],
         work=[RowWork(row=row, num_tokens=length, samples=True, new_block_ids=blocks) for row in range(rows)],
@@ -33,32 +43,36 @@ def fullest_plan(max_num_seqs: int, max_num_tokens: int, max_model_len: int, blo
 
 
 @torch.inference_mode()
-def run_fullest_step(
+def run_fullest_steps(
     decoder: Decoder,
     context: ParallelContext,
     settings: EngineSettings,
+    platform: Platform,
     *,
     hidden_size: int,
     vocab_size: int,
     max_model_len: int,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
-    device: torch.device,
 ) -> int:
-    """Runs it, keeps nothing but the allocator's reserved memory. Returns the KV bytes that were used for it."""
+    """Runs a step of all rows and one of a single row, and keeps nothing but the allocator's reserved memory. Returns
+    the KV bytes that were used for it."""
     size, scheduler = settings.cache.block_size, settings.scheduler
-    plan = fullest_plan(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, max_model_len, size)
-    num_blocks = len(plan.work[0].new_block_ids)
     heads, head_dim = decoder.num_local_kv_heads, decoder.head_dim
-    kv = KVCache.allocate(decoder.num_local_layers, num_blocks, size, heads, head_dim, kv_dtype, device)
-    table = RowTable(scheduler.max_num_seqs, max_model_len, size, vocab_size)
-    table.apply(plan)
-    batch = build_batch(plan, table, device)
-    hidden_TH = None
-    if not context.is_first_stage:
-        hidden_TH = torch.zeros(batch.forward.num_tokens, hidden_size, dtype=dtype, device=device)
-    output = decoder.forward(batch.forward, kv.tensors, hidden_TH)
-    if context.is_last_stage and context.tp_rank == 0:
-        positions_S = np.zeros(len(batch.sample_rows_S), np.int64)
-        sample(output, batch.sample_rows_S, positions_S, table.sampling, table.history)
-    return kv.nbytes
+    used_bytes = 0
+    for rows in (scheduler.max_num_seqs, 1):
+        plan = fullest_plan(rows, scheduler.max_num_batched_tokens, max_model_len, size)
+        num_blocks = 1 + max(plan.work[0].new_block_ids)
+        kv = KVCache.allocate(decoder.num_local_layers, num_blocks, size, heads, head_dim, kv_dtype, platform)
+        table = RowTable(len(plan.work), max_model_len, size, vocab_size)
+        table.apply(plan)
+        batch = build_batch(plan, table, platform)
+        hidden_TH = None
+        if not context.is_first_stage:
+            hidden_TH = torch.zeros(batch.forward.num_tokens, hidden_size, dtype=dtype, device=platform.device)
+        output = decoder.forward(batch.forward, kv.tensors, hidden_TH)
+        if context.is_last_stage and context.tp_rank == 0:
+            positions_S = np.zeros(len(batch.sample_rows_S), np.int64)
+            sample(output, batch.sample_rows_S, positions_S, table.sampling, table.history, platform)
+        used_bytes = max(used_bytes, kv.nbytes)
+    return used_bytes

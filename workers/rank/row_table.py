@@ -1,4 +1,4 @@
-"""RowTable: what a rank knows of each row between steps, so that plans carry only news.
+"""RowTable: a rank's state of each row between steps, so that plans carry only changes.
 
 Called by model_runner.py. Ranks own the last token and the computed count of a row and derive positions from them. All
 columns are preallocated numpy arrays: a step of decode rows is a few gathers. Knows no tensors, no device.
@@ -9,17 +9,18 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from workers.messages import RowInit, RowWork, StepPlan
-from workers.sampling.table import SamplingTable
+from tandem.workers.messages.step import RowInit, RowWork, StepPlan
+from tandem.workers.sampling.sampling_table import SamplingTable
 
 Ints = npt.NDArray[np.int64]
-OVERRUN = 64  # tokens a row may hold beyond max_model_len: sampled ahead of the news that it ended
+OVERRUN = 64  # tokens a row may hold beyond max_model_len: sampled before its end is known
 
 
 class RowTable:
     """Columns indexed by row. token_ids int32 [rows, tokens], block_ids int32 [rows, blocks], counts int64 [rows].
 
     adapter_slots: int64 [rows], -1 without an adapter; num_adapted: rows with one.
+    lives: int64 [rows], counts the sequences that a row was bound to, so that a late token finds its own.
     `errors[row]`: why nothing can be sampled for it (its tokens are outside the vocabulary); it runs on harmlessly.
     """
 
@@ -35,6 +36,7 @@ class RowTable:
         self.num_computed = np.zeros(capacity, np.int64)
         self.num_blocks = np.zeros(capacity, np.int64)
         self.prompt_len = np.zeros(capacity, np.int64)
+        self.lives = np.zeros(capacity, np.int64)
         self.adapter_slots = np.full(capacity, -1, np.int64)
         self.num_adapted = 0
         self.errors: dict[int, str] = {}
@@ -42,7 +44,7 @@ class RowTable:
     def apply(self, plan: StepPlan) -> list[int]:
         """Frees, binds and extends rows, in the plan's order. Does not count the plan's tokens as computed.
 
-        Returns the blocks that rows got to write, without those that came with computed tokens in them.
+        Returns new blocks that rows will write, without those that have computed tokens.
         """
         fresh: list[int] = []
         for row in plan.freed_rows:
@@ -54,11 +56,16 @@ class RowTable:
                 self._extend(work, fresh)
         return fresh
 
-    def append(self, rows: Sequence[int] | Ints, token_ids: Sequence[int] | Ints) -> None:
-        """One sampled token per row; rows are distinct."""
-        rows = np.asarray(rows, np.int64)
-        self.token_ids[rows, self.num_known[rows]] = token_ids
+    def reserve(self, rows: Ints) -> Ints:
+        """Counts one more known token per row, whose value `fill` brings; returns their positions. Rows are
+        distinct."""
+        positions = self.num_known[rows]
         self.num_known[rows] += 1
+        return positions
+
+    def fill(self, rows: Ints, positions: Ints, token_ids: Sequence[int]) -> None:
+        """Sets reserved tokens."""
+        self.token_ids[rows, positions] = token_ids
 
     def history(self, row: int) -> tuple[npt.NDArray[np.int32], int]:
         """The row's known tokens (a view) and the length of its prompt."""
@@ -68,6 +75,7 @@ class RowTable:
         if row < len(self.num_known):
             self.block_ids[row, : self.num_blocks[row]] = 0
             self.num_known[row] = self.num_computed[row] = self.num_blocks[row] = 0
+            self.lives[row] += 1
             self.num_adapted -= int(self.adapter_slots[row] >= 0)
             self.adapter_slots[row] = -1
             self.errors.pop(row, None)
@@ -115,7 +123,7 @@ class RowTable:
         if row < held:
             return
         capacity = max(row + 1, 2 * held)
-        for name in ("token_ids", "block_ids", "num_known", "num_computed", "num_blocks", "prompt_len"):
+        for name in ("token_ids", "block_ids", "num_known", "num_computed", "num_blocks", "prompt_len", "lives"):
             old = getattr(self, name)
             new = np.zeros((capacity, *old.shape[1:]), old.dtype)
             new[:held] = old

@@ -3,11 +3,12 @@
 Called by sampler.py; the same choice as vLLM's `raw_logprobs`. L rows that want them, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from workers.messages import TokenLogprobs
+from tandem.workers.messages.request import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +23,31 @@ class RawLogprobs:
         """logits_LV: float32, one row per entry of `wanted`, which counts the best tokens to report (0: none)."""
         return cls(torch.log_softmax(logits_LV, dim=-1), wanted)
 
-    def of_tokens(self, chosen_L: torch.Tensor) -> list[TokenLogprobs]:
-        """One TokenLogprobs per row for the chosen ids (int64 [L]); `top` in descending order."""
+    def of_tokens(self, chosen_L: torch.Tensor, to_host: Callable[[torch.Tensor], torch.Tensor]) -> "ChosenLogprobs":
+        """Looks up the chosen ids (int64 [L]) and the best ones; to_host copies to host memory, maybe later."""
         most = min(max(self.wanted, default=0), self.logprobs_LV.shape[1])
-        chosen = self.logprobs_LV.gather(1, chosen_L[:, None])[:, 0].tolist()
+        chosen_L1 = self.logprobs_LV.gather(1, chosen_L[:, None])
         top = self.logprobs_LV.topk(most, dim=1)
-        rows = zip(chosen_L.tolist(), chosen, top.indices.tolist(), top.values.tolist(), self.wanted, strict=True)
+        return ChosenLogprobs(
+            to_host(chosen_L), to_host(chosen_L1), to_host(top.indices), to_host(top.values), self.wanted
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenLogprobs:
+    """Host tensors with the chosen ids and their log probabilities, and the best ids and theirs, in descending
+    order."""
+
+    chosen_L: torch.Tensor
+    logprobs_L1: torch.Tensor
+    top_ids_LM: torch.Tensor
+    top_LM: torch.Tensor
+    wanted: list[int]
+
+    def entries(self) -> list[TokenLogprobs]:
+        """One TokenLogprobs per row; `top` in descending order."""
+        columns = (self.chosen_L, self.logprobs_L1[:, 0], self.top_ids_LM, self.top_LM)
+        rows = zip(*(column.tolist() for column in columns), self.wanted, strict=True)
         return [
             TokenLogprobs(token_id=token, logprob=logprob, top=list(zip(ids[:count], values[:count], strict=True)))
             for token, logprob, ids, values, count in rows

@@ -1,1 +1,1 @@
-"""Text in and out of token ids: tokenizer, incremental detokenizer, stop strings, chat template. Torch-free."""
+"""Conversion between text and token ids: tokenizer, detokenizer, stop strings, chat template. Torch-free."""

@@ -1,12 +1,11 @@
-"""Chat messages to prompt text by a model's own Jinja template, rendered as transformers renders it.
+"""Renders chat messages to prompt text with a model's own Jinja template, as transformers renders it.
 
-Templates come from the operator (--chat-template) or the model folder, never from a request, and still run in
-jinja2's ImmutableSandboxedEnvironment with caps on the size of the output and on the time between its pieces.
-Knows nothing of HTTP; `render` may be called from any thread.
+Templates come from the operator (--chat-template) or the model folder, never from a request. They still run in jinja2's
+ImmutableSandboxedEnvironment, with limits on the output's size and on rendering time. Independent of HTTP; `render` may
+be called from any thread.
 """
 
 import json
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -19,14 +18,14 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from workers.errors import RequestRefused, SettingsError
-from workers.text.tokenizer import ModelTokenizer, read_json
+from tandem.workers.messages.errors import RequestRefused, SettingsError
+from tandem.workers.text.tokenizer import ModelTokenizer, read_json
 
 _CONTINUE_MARK = "\x00continue-here\x00"
 
 
 class GenerationTag(jinja2.ext.Extension):
-    """Accepts `{% generation %} ... {% endgeneration %}` (marks the assistant's words for training) as content."""
+    """Accepts `{% generation %} ... {% endgeneration %}` (marks the assistant's text for training) as plain content."""
 
     tags = {"generation"}  # noqa: RUF012 - the attribute's form is jinja2's
 
@@ -37,9 +36,9 @@ class GenerationTag(jinja2.ext.Extension):
 
 
 class ChatTemplate:
-    """A compiled template with the model's special tokens. `source_name` says where it came from, for the log.
+    """A compiled template with the model's special tokens. `source_name`: its origin, for the log.
 
-    knows_developer: it names OpenAI's role `developer`; for one that does not, such messages are rendered as `system`.
+    knows_developer: the template mentions OpenAI's role `developer`. Otherwise such messages are rendered as `system`.
     """
 
     def __init__(
@@ -53,6 +52,11 @@ class ChatTemplate:
         timeout_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Compiles `source`. SettingsError when it is not a valid template.
+
+        now: the clock of `strftime_now`. max_chars, timeout_s: limits of one rendering. clock: seconds, for the
+        timeout.
+        """
         self.source_name = source_name
         self._special_tokens = dict(special_tokens)
         self._max_chars = max_chars
@@ -73,7 +77,11 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """The prompt text. RequestRefused when the template refuses the messages or a cap is exceeded."""
+        """Returns the prompt text. RequestRefused when the template rejects the messages or a limit is exceeded.
+
+        tools: passed to the template as they are. add_generation_prompt: the text ends with the assistant's header.
+        continue_final_message: the text ends inside the last message, so that the model continues it.
+        """
         conversation = [self._in_known_role(message) for message in messages]
         if continue_final_message:
             conversation[-1]["content"] = _final_text(conversation) + _CONTINUE_MARK
@@ -114,7 +122,10 @@ class ChatTemplate:
 
 
 def find_chat_template(folder: Path, override: str | None, tokenizer: ModelTokenizer) -> ChatTemplate | None:
-    """The template to serve with: --chat-template (a file), chat_template.jinja, or tokenizer_config.json's."""
+    """Returns the model's template: --chat-template (a file), chat_template.jinja, or the one in tokenizer_config.json.
+
+    None when there is none. SettingsError when `override` is no file or the template is invalid.
+    """
     if override is not None:
         path = Path(override)
         if not path.is_file():
@@ -131,7 +142,7 @@ def find_chat_template(folder: Path, override: str | None, tokenizer: ModelToken
 
 
 def _named_default(value: Any) -> str | None:
-    """tokenizer_config.json holds one template, or a list of named ones: the one named `default`, else the first."""
+    """Returns the template of tokenizer_config.json: its only one, the one named `default`, or the first of a list."""
     if isinstance(value, str):
         return value
     if isinstance(value, list):
@@ -142,7 +153,8 @@ def _named_default(value: Any) -> str | None:
 
 
 def _names(template: jinja2.nodes.Template, role: str) -> bool:
-    """True when an expression of the template holds the role as a string; comments and plain text do not count."""
+    """Returns whether an expression of the template holds the role as a string; comments and plain text do not
+    count."""
     return any(constant.value == role for constant in template.find_all(jinja2.nodes.Const))
 
 
@@ -160,7 +172,8 @@ def _final_text(conversation: list[dict[str, Any]]) -> str:
 
 
 def _cut_at_mark(text: str) -> str:
-    """Drops what the template wrote after the last message's content; a template that trims it loses its spaces too."""
+    """Drops the text after the last message's content. A template that trims the content drops its trailing spaces
+    too."""
     at = text.rfind(_CONTINUE_MARK.strip())
     if at < 0:
         raise _refused("it does not show the last message, which continue_final_message needs")
@@ -198,10 +211,5 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as chat templates expect it: no HTML escapes, keys in their order."""
+    """Returns JSON as chat templates expect it: without HTML escapes, keys in their order."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def uses_tools(source: str) -> bool:
-    """True when a template reads `tools`."""
-    return re.search(r"\btools\b", source) is not None

@@ -1,20 +1,21 @@
-"""One choice of one answer as it grows: tokens in, text out, stop strings found, tokens counted for the bill.
+"""The text of one choice as it grows: detokenizes its tokens, finds stop strings, and counts the tokens to bill.
 
-Used by the gateway (its hot path: `take` runs once per token delta) and by offline runs. Knows no HTTP and no engine.
+Used by the gateway (its hot path: `take` runs once per token delta) and by offline runs.
 """
 
 from typing import NamedTuple
 
-from workers.messages import FinishReason, SamplingParams, TokenDelta, TokenLogprobs
-from workers.text.detokenizer import Detokenizer
-from workers.text.stop_strings import StopMatcher
+from tandem.workers.messages.request import FinishReason, SamplingParams, TokenDelta, TokenLogprobs
+from tandem.workers.text.detokenizer import Detokenizer
+from tandem.workers.text.stop_strings import StopMatcher
 
 
-class Addition(NamedTuple):
-    """What one delta added to a choice. `offsets[i]` is where token i's text begins in the choice's whole text.
+class TextDelta(NamedTuple):
+    """The text that one token delta adds to a choice. `offsets[i]`: where token i's text begins in the choice's whole
+    text.
 
     finish_reason is None while the choice goes on. stop_reason: the stop string or stop token id, None for EOS.
-    abort_at: tokens to keep, when a stop string was found and the engine must be told.
+    abort_at: the number of tokens to keep, when a stop string was found and the engine must abort the choice.
     """
 
     text: str
@@ -27,7 +28,7 @@ class Addition(NamedTuple):
 
 
 class ChoiceText:
-    """Detokenizes one choice and watches its stop strings. After a finish, `take` returns None."""
+    """Detokenizes one choice and watches its stop strings. After the finish, `take` returns None."""
 
     __slots__ = (
         "_detokenizer",
@@ -44,6 +45,7 @@ class ChoiceText:
     def __init__(
         self, detokenizer: Detokenizer, params: SamplingParams, *, include_stop: bool, eos_token_ids: frozenset[int]
     ) -> None:
+        """Starts an empty choice. include_stop: the text includes the stop string or token that ends it."""
         self._detokenizer = detokenizer
         self._params = params
         self._eos = eos_token_ids
@@ -56,8 +58,8 @@ class ChoiceText:
         self.chars = 0
         self.logprob_sum = 0.0
 
-    def take(self, delta: TokenDelta) -> Addition | None:
-        """Adds a delta; tokens already seen are skipped."""
+    def take(self, delta: TokenDelta) -> TextDelta | None:
+        """Adds a delta and returns its text; tokens that were already taken are skipped."""
         if self.finished is not None:
             return None
         token_ids, logprobs = delta.token_ids, delta.logprobs
@@ -82,27 +84,28 @@ class ChoiceText:
         if stop is not None:
             already = finish is not None
             self.finished = "stop"
-            return Addition(text, token_ids, logprobs, offsets, "stop", stop, None if already else self.tokens)
+            return TextDelta(text, token_ids, logprobs, offsets, "stop", stop, None if already else self.tokens)
         self.finished = finish
-        return Addition(text, token_ids, logprobs, offsets, finish, self._stop_reason(delta), None)
+        return TextDelta(text, token_ids, logprobs, offsets, finish, self._stop_reason(delta), None)
 
-    def _plain(self, token_ids: list[int]) -> Addition:
-        """No stop strings, no logprobs, no end: most deltas."""
+    def _plain(self, token_ids: list[int]) -> TextDelta:
+        """Adds tokens on the fast path of most deltas: no stop strings, no logprobs, no end."""
         push = self._detokenizer.push
         text = push(token_ids[0]) if len(token_ids) == 1 else "".join([push(i) for i in token_ids])
         self.tokens += len(token_ids)
         self.chars += len(text)
-        return Addition(text, token_ids, None, None, None, None, None)
+        return TextDelta(text, token_ids, None, None, None, None, None)
 
     def _silent_tokens(self, token_ids: list[int], delta: TokenDelta) -> int:
-        """Tokens at the end of the delta whose text is not shown: the one that stopped the choice."""
+        """Returns the number of tokens at the end of the delta whose text is hidden: the one that stopped the
+        choice."""
         if not (self._hide_stop and delta.finish_reason == "stop" and token_ids):
             return 0
         last = token_ids[-1]
         return int(last == delta.stop_reason or last in self._eos or last in self._params.stop_token_ids)
 
     def _read(self, token_ids: list[int], silent: int, offsets: list[int] | None) -> tuple[str, int, str | None]:
-        """(text to emit, tokens read, stop string found)."""
+        """Returns (text to emit, tokens read, stop string found)."""
         parts: list[str] = []
         for index, token_id in enumerate(token_ids):
             if offsets is not None:

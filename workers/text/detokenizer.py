@@ -1,16 +1,16 @@
-"""Token ids to text as they come: one Detokenizer per choice, O(1) amortised per token.
+"""Incremental detokenization: one Detokenizer per choice, O(1) amortised per token.
 
-Two ways. PieceTable knows the text of each token once and for all: byte-level BPE and SentencePiece with byte fallback
-(most models). PrefixDetokenizer decodes a short window twice and emits what grew, for any other decoder. Either holds
-back a character until all its bytes are there. The pieces joined are the decode of the whole; bytes that are not UTF-8
-become U+FFFD, per byte with byte fallback (a valid character beside them survives, where a whole decode drops it).
+PieceTable caches the text of each token, for byte-level BPE and SentencePiece with byte fallback (most models).
+PrefixDetokenizer decodes a short window twice and emits the difference, for any other decoder. Both hold back a
+character until all its bytes are there. The joined pieces equal the decode of the whole. Invalid UTF-8 becomes U+FFFD,
+per byte with byte fallback (a valid character beside it survives, where a whole decode drops it).
 """
 
 import json
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from workers.text.tokenizer import ModelTokenizer
+from tandem.workers.text.tokenizer import ModelTokenizer
 
 REPLACEMENT = "\ufffd"
 
@@ -19,16 +19,16 @@ class Detokenizer(Protocol):
     """Turns one choice's tokens into text."""
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes, "" while a character is still open."""
+        """Adds a token and returns the text that it completes, "" while a character is incomplete."""
         ...
 
     def flush(self) -> str:
-        """What is left at the end: an unfinished character becomes U+FFFD."""
+        """Returns the remaining text at the end: an incomplete character becomes U+FFFD."""
         ...
 
 
 class PieceTable:
-    """Bytes of every token, filled as tokens are met; shared by all choices of a model. Benign races only."""
+    """The bytes of every token, filled on first use and shared by all choices of a model. Its races are benign."""
 
     def __init__(self, tokenizer: ModelTokenizer, kind: str) -> None:
         self._tokenizer = tokenizer
@@ -41,7 +41,7 @@ class PieceTable:
         self.replaces_each_byte = kind == "byte_fallback"
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token stands for, special tokens spelled out; b"" for an unknown id."""
+        """Returns the bytes of a token, special tokens spelled out; b"" for an unknown id."""
         found = self._bytes.get(token_id)
         if found is None:
             piece = self._tokenizer.piece(token_id)
@@ -50,7 +50,7 @@ class PieceTable:
         return found
 
     def look_up(self, token_id: int, skip_special_tokens: bool) -> str | None:
-        """Fills the table for a token and returns its text; None when its bytes are no whole characters."""
+        """Fills the table for a token and returns its text; None when its bytes are not whole characters."""
         hidden = skip_special_tokens and token_id in self._tokenizer.hidden_token_ids
         raw = b"" if hidden else self.token_bytes(token_id)
         try:
@@ -75,7 +75,7 @@ class PieceTable:
 
 
 class PieceDetokenizer:
-    """Detokenizer over a PieceTable. `at_start`: no visible token came before, so one leading space is dropped."""
+    """A Detokenizer over a PieceTable. `at_start`: no visible token precedes, so one leading space is dropped."""
 
     __slots__ = ("_at_start", "_known", "_pending", "_skip", "_table")
 
@@ -124,10 +124,10 @@ class PieceDetokenizer:
 
 
 class PrefixDetokenizer:
-    """Detokenizer for any decoder: decodes a window from the last safe point with and without the new tokens.
+    """A Detokenizer for any decoder: decodes a window from the last safe point with and without the new tokens.
 
-    The window restarts after each emission, so its cost per token stays constant (the prefix-offset method of vLLM
-    and text-generation-inference). A window that stays open for MAX_OPEN tokens is taken as invalid and emitted.
+    The window restarts after each emission, so the cost per token is constant (the prefix-offset method of vLLM and
+    text-generation-inference). A window that is incomplete for MAX_OPEN tokens counts as invalid UTF-8 and is emitted.
     """
 
     MAX_OPEN = 16
@@ -156,7 +156,7 @@ class PrefixDetokenizer:
 
 
 class DetokenizerFactory:
-    """Chooses the way once per model; makes one Detokenizer per choice and spells single tokens for logprobs."""
+    """Chooses the method once per model; makes one Detokenizer per choice and spells single tokens for logprobs."""
 
     CONTEXT_TOKENS = 6
 
@@ -165,12 +165,9 @@ class DetokenizerFactory:
         kind = decoder_kind(json.loads(tokenizer.backend.to_str())["decoder"])
         self._table = PieceTable(tokenizer, kind) if kind is not None else None
 
-    @property
-    def uses_table(self) -> bool:
-        return self._table is not None
-
     def make(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> Detokenizer:
-        """A Detokenizer for what follows the prompt; its first space is dropped only if the prompt shows nothing."""
+        """Returns a Detokenizer for the text after the prompt. Its first space is dropped only if the prompt shows no
+        text."""
         if self._table is None:
             return PrefixDetokenizer(self._tokenizer, skip_special_tokens, prompt_token_ids[-self.CONTEXT_TOKENS :])
         hidden = self._tokenizer.hidden_token_ids if skip_special_tokens else frozenset[int]()
@@ -178,21 +175,22 @@ class DetokenizerFactory:
         return PieceDetokenizer(self._table, skip_special_tokens, at_start)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token, special tokens spelled out."""
+        """Returns the bytes of one token, special tokens spelled out."""
         if self._table is not None:
             return self._table.token_bytes(token_id)
         return self._tokenizer.decode([token_id], skip_special_tokens=False).encode("utf-8", "replace")
 
 
 def byte_level_alphabet() -> list[str]:
-    """GPT-2's printable stand-in for each of the 256 bytes: itself where printable, else the next from U+0100 on."""
+    """Returns GPT-2's character for each of the 256 bytes: itself where printable, else the next from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     free = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(free)) for byte in range(256)]
 
 
 def decoder_kind(decoder: dict[str, Any] | None) -> str | None:
-    """How a tokenizer.json decoder spells tokens, if a table can: byte_level, byte_fallback, or None."""
+    """Returns how a tokenizer.json decoder spells tokens: byte_level, byte_fallback, or None when a table cannot
+    represent it."""
     if decoder is None:
         return None
     if decoder["type"] == "ByteLevel":

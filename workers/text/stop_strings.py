@@ -1,8 +1,8 @@
-"""Stop strings found as text comes, across token boundaries. One StopMatcher per choice.
+"""Finds stop strings in text that arrives in pieces, across token boundaries. One StopMatcher per choice.
 
-Withholds only a tail that may be the beginning of a stop string. The first stop string to be complete wins, the
-longest when two complete on the same character, so the result does not depend on how the text was cut into tokens.
-Counts tokens: the one whose text completes the stop string is the last that is kept and billed.
+Only a tail that may begin a stop string is withheld. The first stop string to be complete wins, and the longest of
+those that complete on the same character, so the result does not depend on how text is split into tokens. The token
+whose text completes the stop string is the last one that is kept and billed.
 """
 
 from collections.abc import Sequence
@@ -10,16 +10,16 @@ from typing import NamedTuple
 
 
 class StopStep(NamedTuple):
-    """What one token's text did: text to emit now, and the stop string it completed, if any."""
+    """The result of one token: text to emit now, and the stop string that it completed, if any."""
 
     text: str
     stop: str | None
 
 
 class StopMatcher:
-    """Feed `push` each token's text in order (empty text too); after a stop, feed nothing more.
+    """Searches the text of one choice: `push` takes each token's text in order (empty text too), until a stop is found.
 
-    Text of the first `min_tokens` tokens is passed through unsearched.
+    Text of the first `min_tokens` tokens passes unsearched.
     """
 
     __slots__ = ("_held", "_include", "_min_tokens", "_stops", "tokens_kept")
@@ -33,14 +33,14 @@ class StopMatcher:
         self.tokens_kept = 0
 
     def push(self, text: str) -> StopStep:
-        """Adds one token's text. Returns what may be shown, and the stop string that ended the text."""
+        """Adds one token's text. Returns the text to show and the stop string that ended it, if any."""
         self.tokens_kept += 1
         if not text or self.tokens_kept <= self._min_tokens:
             return StopStep(text, None)
         return self._search(text)
 
     def flush(self, text: str = "") -> StopStep:
-        """The end came otherwise: a last piece of text that belongs to no new token, and everything held back."""
+        """Ends the choice: searches a last piece of text that belongs to no new token; returns all withheld text."""
         step = self._search(text) if text and self._stops else StopStep(text, None)
         if step.stop is not None:
             return step
@@ -62,7 +62,7 @@ class StopMatcher:
 
 
 def first_complete(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
-    """(start, stop string) of the match that ends first in `text`; the longest of those that end together."""
+    """Returns (start, stop string) of the match that ends first in `text`, the longest of those that end together."""
     best: tuple[int, int, str] | None = None
     for stop in stops:
         start = text.find(stop)
@@ -73,7 +73,7 @@ def first_complete(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
 
 
 def possible_beginning(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest end of `text` that is a proper beginning of a stop string."""
+    """Returns the length of the longest end of `text` that is a proper beginning of a stop string."""
     longest = 0
     for stop in stops:
         start = max(0, len(text) - len(stop) + 1)

@@ -1,8 +1,8 @@
-"""A model folder's tokenizer, read without transformers: text to token ids and back.
+"""A model folder's tokenizer, without transformers: text to token ids and back.
 
 Used by the gateway, offline runs and the CLI. Reads tokenizer.json (the `tokenizers` library), tokenizer_config.json,
-special_tokens_map.json and generation_config.json. Stateless after loading and safe to share between threads; knows
-nothing of requests. Decoding token by token is detokenizer.py's.
+special_tokens_map.json and generation_config.json. Immutable after loading, so threads may share it. detokenizer.py
+decodes token by token.
 """
 
 import json
@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 from tokenizers import AddedToken, Tokenizer, processors
 
-from workers.errors import ContextLengthExceeded, RequestRefused, SettingsError
+from tandem.workers.messages.errors import ContextLengthExceeded, RequestRefused, SettingsError
 
 NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What generation_config.json asks for when a request says nothing. do_sample is not read: it forces nothing."""
+    """Sampling defaults of generation_config.json for fields that a request omits. do_sample is ignored."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -29,7 +29,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelTokenizer:
-    """tokenizer.json with the special tokens and defaults that its neighbours in the folder define."""
+    """tokenizer.json with the special tokens and defaults of the other files in its folder."""
 
     def __init__(
         self,
@@ -61,29 +61,31 @@ class ModelTokenizer:
         return self.special_tokens.get("eos_token")
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`. With add_special_tokens the tokenizer's own post-processor adds BOS and the like."""
+        """Returns the token ids of `text`. With add_special_tokens the tokenizer's post-processor adds BOS and the
+        like."""
         ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`; ids that the tokenizer does not know are silent."""
+        """Returns the text of `token_ids`; unknown ids give no text."""
         text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def piece(self, token_id: int) -> str | None:
-        """The vocabulary's spelling of a token, None for an id that it does not hold."""
+        """Returns the vocabulary's spelling of a token, None for an unknown id."""
         piece: str | None = self.backend.id_to_token(token_id)
         return piece
 
     def token_id(self, piece: str) -> int | None:
-        """The id of a vocabulary entry."""
+        """Returns the id of a vocabulary entry, None for an unknown one."""
         found: int | None = self.backend.token_to_id(piece)
         return found
 
     def check_bytes(self, text: str, max_tokens: int, param: str) -> None:
-        """Refuses a text that cannot fit `max_tokens` whatever its tokens are, before any work is spent on it.
+        """Refuses a text that cannot fit in `max_tokens` under any tokenization, before it is tokenized.
 
-        A vocabulary entry spells at most `_max_piece_bytes` bytes of text, so that many tokens cannot spell more.
+        ContextLengthExceeded names `param`. A vocabulary entry spells at most `_max_piece_bytes` bytes, which bounds
+        the text.
         """
         limit = max_tokens * self._max_piece_bytes
         if len(text) > limit or (len(text) * 4 > limit and len(text.encode()) > limit):
@@ -95,7 +97,7 @@ class ModelTokenizer:
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Refuses ids outside the model's vocabulary by naming the first bad one."""
+    """Refuses ids outside the model's vocabulary: RequestRefused names the first one."""
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         bad = next(i for i in token_ids if not 0 <= i < vocab_size)
         raise RequestRefused(
@@ -104,7 +106,7 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
 
 
 def load_tokenizer(folder: Path | str) -> ModelTokenizer:
-    """The tokenizer of a model folder. SettingsError when tokenizer.json is missing or broken."""
+    """Loads the tokenizer of a model folder. SettingsError when tokenizer.json is missing or broken."""
     folder = Path(folder)
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -130,7 +132,7 @@ def load_tokenizer(folder: Path | str) -> ModelTokenizer:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; {} when there is no such file. SettingsError when it is not an object."""
+    """Returns a JSON object from a file; {} when there is no file. SettingsError when it is not an object."""
     if not path.is_file():
         return {}
     try:
@@ -143,14 +145,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _content(token: Any) -> str | None:
-    """A special token is written as a string or as an object with `content`."""
+    """Returns a special token's text, which is a string or an object with `content`."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
 
 
 def _special_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, str]:
-    """Named special tokens (bos_token, ...); tokenizer_config.json wins, as in transformers."""
+    """Returns the named special tokens (bos_token, ...); tokenizer_config.json wins, as in transformers."""
     found = {}
     for name in NAMED_SPECIAL_TOKENS:
         token = _content(config[name]) if name in config else _content(special_map.get(name))
@@ -160,7 +162,7 @@ def _special_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -
 
 
 def _complete_added_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> None:
-    """Adds what tokenizer_config.json declares and tokenizer.json lacks; marks the named special tokens as special."""
+    """Adds tokens that only tokenizer_config.json declares; marks the named special tokens as special."""
     known = tokenizer.get_added_tokens_decoder()
     declared: Mapping[str, Any] = config.get("added_tokens_decoder") or {}
     for token_id, spec in sorted(declared.items(), key=lambda item: int(item[0])):
@@ -179,7 +181,7 @@ def _complete_added_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], spec
 
 
 def _apply_bos_eos(tokenizer: Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> None:
-    """add_bos_token / add_eos_token, where the config states them, replace the file's post-processor."""
+    """Replaces the file's post-processor where the config sets add_bos_token or add_eos_token."""
     if "add_bos_token" not in config and "add_eos_token" not in config:
         return
     bos = special_tokens.get("bos_token") if config.get("add_bos_token") else None
@@ -198,7 +200,7 @@ def _eos_token_ids(
     generation: Mapping[str, Any],
     model_config: Mapping[str, Any],
 ) -> frozenset[int]:
-    """Ids that end a text: the tokenizer's EOS and generation_config's list (else config.json's)."""
+    """Returns the ids that end a text: the tokenizer's EOS and generation_config's list (else config.json's)."""
     listed = generation.get("eos_token_id", model_config.get("eos_token_id"))
     ids = {i for i in (listed if isinstance(listed, list) else [listed]) if isinstance(i, int)}
     eos = special_tokens.get("eos_token")
@@ -208,7 +210,7 @@ def _eos_token_ids(
 
 
 def _generation_defaults(generation: Mapping[str, Any]) -> GenerationDefaults:
-    """The fields of generation_config.json that serve as defaults; null means absent."""
+    """Returns the fields of generation_config.json that serve as defaults; null means absent."""
     names = GenerationDefaults.__struct_fields__
     given = {name: generation[name] for name in names if generation.get(name) is not None}
     try:

@@ -7,16 +7,16 @@ import msgspec
 import pytest
 from safetensors.torch import load_file, save_file
 
-from cluster.adapters.checks import base_facts, check_modules, checker_of
-from cluster.adapters.entries import BaseFacts
-from cluster.preflight import check_adapters
-from configs.errors import SettingsError, TandemError
-from configs.load import build_settings
-from configs.schema import ServiceSettings
+from tandem.cluster.adapters.checks import base_facts, check_modules, checker_of
+from tandem.cluster.adapters.entries import BaseFacts
+from tandem.cluster.deploy.preflight import check_adapters
+from tandem.configs.errors import SettingsError, TandemError
+from tandem.configs.load import build_settings
+from tandem.configs.schema import ServiceSettings
+from tandem.workers.lora.peft.peft_folder import adapter_digest
+from tandem.workers.messages.errors import AdapterRefused
 from tests.support.adapters import save_random_adapter
 from tests.support.tiny_models import TinyModel, save_tiny_model
-from workers.errors import AdapterRefused
-from workers.peft_folder import adapter_digest
 
 DEMO = Path(__file__).resolve().parents[3] / "configs" / "demo"
 PIRATE = DEMO / "adapters" / "pirate"

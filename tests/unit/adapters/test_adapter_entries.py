@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.adapters.entries import AdapterEntry, find, is_name
+from tandem.cluster.adapters.entries import AdapterEntry, find, is_name
 
 DIGEST = "0123456789abcdef" * 4
 ENTRIES = {

@@ -5,8 +5,8 @@ from collections import Counter, OrderedDict
 
 import pytest
 
-from cluster.routing.group_view import GroupView, RequestView
-from cluster.routing.policy import (
+from tandem.cluster.routing.group_view import GroupView, RequestView
+from tandem.cluster.routing.policy import (
     MISS_REQUESTS,
     MISS_TOKENS,
     AdapterAffinity,
@@ -14,7 +14,7 @@ from cluster.routing.policy import (
     RoutingPolicy,
     best_first,
 )
-from cluster.routing.residency import EXPECTED_S, Residency, Tier, adapter_key, home_of
+from tandem.cluster.routing.residency import EXPECTED_S, Residency, Tier, adapter_key, home_of
 
 REQUEST = RequestView(request_id="r", cost_tokens=100, adapter="k")
 MISS = MISS_TOKENS + MISS_REQUESTS * REQUEST.cost_tokens

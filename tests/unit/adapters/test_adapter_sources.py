@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster.adapters.sources import FILES, Module, allowed_source, modules_of, resolved, roots_of
-from configs.errors import SettingsError
-from configs.load import build_settings, settings_from_serve_args
-from configs.schema import AdapterSettings
-from workers.errors import RequestRefused
+from tandem.cluster.adapters.sources import FILES, Module, allowed_source, modules_of, resolved, roots_of
+from tandem.configs.errors import SettingsError
+from tandem.configs.load import build_settings, settings_from_serve_args
+from tandem.configs.schema import AdapterSettings
+from tandem.workers.messages.errors import RequestRefused
 
 
 def adapter(folder: Path) -> Path:

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from cluster.adapters.entries import AdapterEntry, BaseFacts
-from cluster.adapters.registry import AdapterRegistry
-from cluster.cli import build_app
-from cluster.coordination import keys
-from cluster.coordination.client import BackgroundClient
-from cluster.coordination.redis_server import RedisServer
-from cluster.tenants.store import TenantStore
-from configs.errors import SettingsError
+from tandem.cluster.adapters.adapter_list import AdapterList
+from tandem.cluster.adapters.entries import AdapterEntry, BaseFacts
+from tandem.cluster.cli.main import build_app
+from tandem.cluster.process.redis_server import RedisServer
+from tandem.cluster.state import keys
+from tandem.cluster.state.redis_client import BackgroundClient
+from tandem.cluster.tenants.store import TenantStore
+from tandem.configs.errors import SettingsError
 
 DEMO = Path(__file__).resolve().parents[3] / "configs" / "demo"
 PIRATE, SHOUT = (str(DEMO / "adapters" / name) for name in ("pirate", "shout"))
@@ -29,7 +29,7 @@ def url(server: RedisServer) -> str:
         redis = BackgroundClient(server.url)
         await redis.command("FLUSHALL")
         await redis.command("SET", keys.SENTINEL, "1")
-        registry = AdapterRegistry(redis, "demo")
+        registry = AdapterList(redis, "demo")
         registry.announce(BaseFacts(folder=str(DEMO / "model"), max_rank=16, names=("demo", "demo-2")))
         await registry.refresh()
         await TenantStore(redis).add("acme", {"max_adapters": 1})
@@ -42,7 +42,7 @@ def url(server: RedisServer) -> str:
 def listed(url: str) -> dict[str, AdapterEntry]:
     async def read() -> dict[str, AdapterEntry]:
         redis = BackgroundClient(url)
-        registry = AdapterRegistry(redis, "demo")
+        registry = AdapterList(redis, "demo")
         await registry.refresh()
         await redis.close()
         return dict(registry.entries)
@@ -145,7 +145,7 @@ def test_only_who_adds_needs_the_models_folder(url: str, monkeypatch: pytest.Mon
 def test_a_tenant_goes_after_its_adapters_beside_every_model(url: str) -> None:
     async def list_elsewhere(*, after: AdapterEntry | None) -> None:
         redis = BackgroundClient(url)
-        registry = AdapterRegistry(redis, "other")
+        registry = AdapterList(redis, "other")
         registry.announce(BaseFacts(folder="/m", max_rank=8))
         await registry.refresh()
         assert await registry.replace(registry.entries.get("far"), after, "far")

@@ -1,23 +1,23 @@
-"""Charges told from group to group through a real Redis: each counts once in each group, whatever happens to Redis."""
+"""Charges that groups exchange through a real Redis: each counts once in each group, whatever happens to Redis."""
 
 import time
 from collections.abc import Callable
 
 import pytest
 
-from cluster.coordination import keys
-from cluster.coordination.charges import ChargeExchange, Charges
-from cluster.coordination.client import BackgroundClient, Commands, Part, RedisAway
+from tandem.cluster.fleet.charges import ChargeExchange, Charges
+from tandem.cluster.state import keys
+from tandem.cluster.state.redis_client import BackgroundClient, Commands, Part, RedisUnavailable
 
 
 class Group:
-    """An exchange, what its engine has charged since it was asked, and what it was told."""
+    """An exchange, what its engine has charged since it was asked, and what it was received."""
 
     def __init__(self, redis: Commands, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.redis = redis
         self.name = name
         self.charged: dict[str, float] = {}
-        self.told: dict[str, float] = {}
+        self.received: dict[str, float] = {}
         self.given: list[Charges] = []
         self.exchange = ChargeExchange(redis, "s", name, self._take, self._give, clock)
 
@@ -28,13 +28,13 @@ class Group:
     def _give(self, charges: Charges) -> None:
         self.given.append(charges)
         for tenant, charge in charges.items():
-            self.told[tenant] = self.told.get(tenant, 0.0) + charge
+            self.received[tenant] = self.received.get(tenant, 0.0) + charge
 
-    async def turn(self, **charged: float) -> dict[str, float]:
-        """One turn after these charges; all it was ever told."""
+    async def update(self, **charged: float) -> dict[str, float]:
+        """One exchange after these charges; all it ever received."""
         self.charged = charged
-        await self.exchange.turn()
-        return self.told
+        await self.exchange.update()
+        return self.received
 
 
 @pytest.fixture
@@ -42,68 +42,70 @@ async def groups(redis: BackgroundClient) -> list[Group]:
     await redis.command("SADD", keys.groups("s"), "g1", "g2", "g3")
     groups = [Group(redis, f"g{i}") for i in (1, 2, 3)]
     for group in groups:
-        await group.turn()
+        await group.update()
     return groups
 
 
-async def test_what_one_charges_the_others_hear_once(groups: list[Group]) -> None:
+async def test_what_one_charges_the_others_get_once(groups: list[Group]) -> None:
     one, two, three = groups
-    await one.turn(acme=10.0, beta=1.0)
-    assert await two.turn(acme=5.0) == {"acme": 10.0, "beta": 1.0}
-    assert await three.turn() == {"acme": 15.0, "beta": 1.0}
-    assert await one.turn(acme=2.5) == {"acme": 5.0}
+    await one.update(acme=10.0, beta=1.0)
+    assert await two.update(acme=5.0) == {"acme": 10.0, "beta": 1.0}
+    assert await three.update() == {"acme": 15.0, "beta": 1.0}
+    assert await one.update(acme=2.5) == {"acme": 5.0}
     for _ in range(3):
-        assert await three.turn() == {"acme": 17.5, "beta": 1.0}
-        assert await one.turn() == {"acme": 5.0}
+        assert await three.update() == {"acme": 17.5, "beta": 1.0}
+        assert await one.update() == {"acme": 5.0}
 
 
-async def test_a_group_that_comes_later_does_not_hear_of_the_past(groups: list[Group], redis: BackgroundClient) -> None:
-    await groups[0].turn(acme=1000.0)
+async def test_a_group_that_comes_later_gets_no_earlier_charges(groups: list[Group], redis: BackgroundClient) -> None:
+    await groups[0].update(acme=1000.0)
     late = Group(redis, "g4")
     await redis.command("SADD", keys.groups("s"), "g4")
-    assert await late.turn() == {}
-    await groups[0].turn(acme=1.0)
-    assert await late.turn(acme=7.0) == {"acme": 1.0}
-    assert await groups[1].turn() == {"acme": 1008.0}, "all of a newcomer is of this time"
+    assert await late.update() == {}
+    await groups[0].update(acme=1.0)
+    assert await late.update(acme=7.0) == {"acme": 1.0}
+    assert await groups[1].update() == {"acme": 1008.0}, "all of a newcomer is of this time"
 
 
-async def test_a_turn_without_redis_is_made_up_for(groups: list[Group], redis: BackgroundClient) -> None:
+async def test_an_exchange_without_redis_is_made_up_for(groups: list[Group], redis: BackgroundClient) -> None:
     one, two, _ = groups
     await redis.command("CONFIG", "SET", "maxmemory", "1")
     for _ in range(3):
-        with pytest.raises(RedisAway):
-            await one.turn(acme=1.0)
+        with pytest.raises(RedisUnavailable):
+            await one.update(acme=1.0)
     await redis.command("CONFIG", "SET", "maxmemory", "0")
-    await one.turn(acme=1.0)
-    assert await two.turn() == {"acme": 4.0}
+    await one.update(acme=1.0)
+    assert await two.update() == {"acme": 4.0}
 
 
-async def test_who_works_elsewhere_no_more_is_told_once(groups: list[Group], redis: BackgroundClient) -> None:
+async def test_charges_that_stop_growing_elsewhere_are_cleared_once(
+    groups: list[Group], redis: BackgroundClient
+) -> None:
     one, two, _ = groups
-    await one.turn(acme=1.0)
+    await one.update(acme=1.0)
     for _ in range(3):
-        await two.turn()
+        await two.update()
     assert two.given == [{"acme": 1.0}, {}]
-    await one.turn(acme=1.0)
-    await two.turn()
+    await one.update(acme=1.0)
+    await two.update()
     await redis.command("CONFIG", "SET", "maxmemory", "1")
     for _ in range(2):
-        with pytest.raises(RedisAway):
-            await two.turn()
+        with pytest.raises(RedisUnavailable):
+            await two.update()
     await redis.command("CONFIG", "SET", "maxmemory", "0")
-    await two.turn()
+    await two.update()
     assert two.given == [{"acme": 1.0}, {}] * 2
 
 
 async def test_an_emptied_redis_charges_nobody_twice(groups: list[Group], redis: BackgroundClient) -> None:
     one, two, _ = groups
-    await one.turn(acme=10.0)
-    assert await two.turn() == {"acme": 10.0}
+    await one.update(acme=10.0)
+    assert await two.update() == {"acme": 10.0}
     await redis.command("FLUSHALL")
-    assert await two.turn() == {"acme": 10.0}
+    assert await two.update() == {"acme": 10.0}
     await redis.command("SADD", keys.groups("s"), "g1", "g2", "g3")  # their heartbeats
-    await one.turn(acme=1.0)
-    assert await two.turn() == {"acme": 11.0}
+    await one.update(acme=1.0)
+    assert await two.update() == {"acme": 11.0}
 
 
 async def test_the_only_group_looks_for_others_less_often_while_it_charges_nobody(redis: BackgroundClient) -> None:
@@ -120,30 +122,30 @@ async def test_the_only_group_looks_for_others_less_often_while_it_charges_nobod
             return await redis.pipeline(commands)
 
     one, two = Group(Counted(), "g1", lambda: now_s), Group(redis, "g2")
-    await one.turn()
-    await one.turn()
+    await one.update()
+    await one.update()
     assert looks == 2, "while Redis does not list even this one it may list others soon"
     await redis.command("SADD", keys.groups("s"), "g1")
     for _ in range(21):
-        await one.turn()
+        await one.update()
         now_s += 1.0
     assert looks == 2 + 5
-    await one.turn(acme=1.0)
-    assert looks == 8, "what it charges is told at once"
+    await one.update(acme=1.0)
+    assert looks == 8, "what it charges is received at once"
     await redis.command("SADD", keys.groups("s"), "g2")
-    await two.turn()
-    await two.turn(acme=4.0)
+    await two.update()
+    await two.update(acme=4.0)
     now_s += 5.0
-    assert await one.turn() == {"acme": 4.0}
-    await two.turn(acme=1.0)
-    assert await one.turn() == {"acme": 5.0}, "it is alone no more"
+    assert await one.update() == {"acme": 4.0}
+    await two.update(acme=1.0)
+    assert await one.update() == {"acme": 5.0}, "it is alone no more"
 
 
 async def test_what_cannot_be_read_is_nothing(groups: list[Group], redis: BackgroundClient) -> None:
     await redis.command("SET", keys.charges("s", "g1"), b"\x01")
-    assert await groups[1].turn() == {}
+    assert await groups[1].update() == {}
 
 
 async def test_totals_of_a_group_that_is_gone_expire(groups: list[Group], redis: BackgroundClient) -> None:
-    await groups[0].turn(acme=1.0)
+    await groups[0].update(acme=1.0)
     assert 0 < int(await redis.command("PTTL", keys.charges("s", "g1"))) <= keys.CHARGES_TTL_MS

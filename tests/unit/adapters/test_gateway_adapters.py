@@ -9,20 +9,20 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.adapters.desk import AdapterDesk
-from cluster.adapters.entries import AdapterEntry
-from cluster.adapters.registry import AdapterRegistry
-from cluster.adapters.sources import FILES
-from cluster.gateway.auth import Principal
-from cluster.gateway.owners import TextWorkers
-from cluster.gateway.request_run import RequestRun
-from cluster.gateway.state import GatewayTimes
-from cluster.gateway.strict_json import parse_object
-from configs.errors import TandemError
+from tandem.cluster.adapters.adapter_list import AdapterList
+from tandem.cluster.adapters.adapter_service import AdapterService
+from tandem.cluster.adapters.entries import AdapterEntry
+from tandem.cluster.adapters.sources import FILES
+from tandem.cluster.gateway.generation.generation import RequestRun
+from tandem.cluster.gateway.http.auth import Principal
+from tandem.cluster.gateway.http.body import parse_object
+from tandem.cluster.gateway.http.tasks import TextWorkers
+from tandem.cluster.gateway.services import GatewayTimes
+from tandem.configs.errors import TandemError
+from tandem.workers.messages.errors import RequestRefused
+from tandem.workers.messages.request import AdapterRef
 from tests.support.fake_backend import FakeBackend
 from tests.unit.gateway.rig import EOS, MODEL, Rig, error_of, gateway
-from workers.errors import RequestRefused
-from workers.messages import AdapterRef
 
 KEYS = {"Bearer a": Principal("acme", False), "Bearer b": Principal("beta", False), "Bearer root": Principal("x", True)}
 A, B, ROOT = ({"authorization": key} for key in KEYS)
@@ -58,14 +58,14 @@ Opened = Callable[..., Any]
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Opened:
-    """gateway() with a desk whose root is tmp_path."""
+    """gateway() with an AdapterService whose root is tmp_path."""
 
     @asynccontextmanager
     async def open_rig(backend: FakeBackend | None = None, **more: Any) -> AsyncIterator[Rig]:
-        desk = AdapterDesk(AdapterRegistry(None, MODEL), content, (MODEL, "alias/echo"))
-        async with gateway(backend, adapters=desk, adapter_roots=(str(tmp_path),), **more) as rig:
+        adapter_service = AdapterService(AdapterList(None, MODEL), content, (MODEL, "alias/echo"))
+        async with gateway(backend, adapters=adapter_service, adapter_roots=(str(tmp_path),), **more) as rig:
             yield rig
-        desk.close()
+        adapter_service.close()
 
     return open_rig
 
@@ -366,10 +366,10 @@ async def test_a_client_that_leaves_does_not_leave_a_load_half_done(opened: Open
 
 async def test_what_others_list_is_served_at_once(opened: Opened) -> None:
     async with opened() as rig:
-        desk = rig.state.adapters
-        assert desk is not None
+        adapter_service = rig.state.adapters
+        assert adapter_service is not None
         entry = AdapterEntry(name="pirate", digest="c" * 64, source="/x")
-        await desk.registry.replace(None, entry, "pirate")
+        await adapter_service.registry.replace(None, entry, "pirate")
         assert (await rig.chat(model="pirate", max_tokens=1)).status_code == 200
         assert rig.backend.requests[-1].adapter == entry.ref
 

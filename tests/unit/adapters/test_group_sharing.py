@@ -6,21 +6,20 @@ from collections.abc import AsyncIterator, Callable, Mapping
 import msgspec
 import pytest
 
-from cluster.adapters.entries import AdapterEntry
-from cluster.adapters.reconcile import GroupAdapters
-from cluster.adapters.registry import AdapterRegistry
-from cluster.coordination import keys
-from cluster.coordination.client import BackgroundClient, Commands, RedisAway
-from cluster.coordination.redis_server import RedisServer
-from cluster.coordination.registry import AdapterReport
-from cluster.group_sharing import GroupSharing
-from cluster.tenant_weights import TenantWeights
-from cluster.tenants.store import TenantStore
-from configs.schema import LoraSettings
+from tandem.cluster.adapters.adapter_list import AdapterList
+from tandem.cluster.adapters.entries import AdapterEntry
+from tandem.cluster.adapters.residency_report import GroupAdapters
+from tandem.cluster.fleet.fleet_view import AdapterReport
+from tandem.cluster.group.sharing import Sharing, TenantWeights
+from tandem.cluster.process.redis_server import RedisServer
+from tandem.cluster.state import keys
+from tandem.cluster.state.redis_client import BackgroundClient, Commands, RedisUnavailable
+from tandem.cluster.tenants.store import TenantStore
+from tandem.configs.schema import LoraSettings
+from tandem.workers.messages.channel import new_secret
+from tandem.workers.messages.request import AdapterRef, GenerationRequest, SamplingParams
 from tests.support.fake_group import FakeGroup
-from tests.support.hearing import hearing
-from workers.channel import new_secret
-from workers.messages import AdapterRef, GenerationRequest, SamplingParams
+from tests.support.subscribed import subscribed
 
 PIRATE = AdapterEntry(name="pirate", digest="a" * 64, source="/a", pinned=True)
 SHOUT = AdapterEntry(name="shout", digest="b" * 64, source="/b")
@@ -35,9 +34,9 @@ async def group() -> AsyncIterator[FakeGroup]:
     await asyncio.to_thread(group.thread.join, 5)
 
 
-def sharing(redis: Commands, group: FakeGroup, **more: object) -> GroupSharing:
+def sharing(redis: Commands, group: FakeGroup, **more: object) -> Sharing:
     lora = LoraSettings(enable_lora=True, max_loras=4)
-    return GroupSharing(redis, group.thread, service="s", group="g1", base="demo", lora=lora, **more)  # type: ignore[arg-type]
+    return Sharing(redis, group.thread, service="s", group="g1", base="demo", lora=lora, **more)  # type: ignore[arg-type]
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -55,19 +54,19 @@ async def run_one(group: FakeGroup, tenant: str, tokens: int) -> None:
 async def test_charges_go_out_and_come_in(redis: BackgroundClient, group: FakeGroup) -> None:
     await redis.command("SADD", keys.groups("s"), "g1", "g2")
     mine = sharing(redis, group)
-    await mine.turn()
+    await mine.update()
     await run_one(group, "acme", 3)
     await redis.command("SET", keys.charges("s", "g2"), msgspec.msgpack.encode({"beta": 7.5}))
-    await mine.turn()
+    await mine.update()
     value = await redis.command("GET", keys.charges("s", "g1"))
     assert msgspec.msgpack.decode(value) == {"acme": 3.0}
-    await until(lambda: group.engine.charged_elsewhere == {"beta": 7.5})
+    await until(lambda: group.engine.remote_charges == {"beta": 7.5})
 
 
 async def test_an_engine_without_work_is_not_asked(redis: BackgroundClient, group: FakeGroup) -> None:
     mine = sharing(redis, group)
     group.engine.charged_here = {"acme": 1.0}
-    await mine.turn()
+    await mine.update()
     assert group.engine.charged_here == {"acme": 1.0}
 
 
@@ -85,7 +84,7 @@ async def test_weights_are_passed_on_when_they_change(redis: BackgroundClient, g
 
 
 async def test_pins_follow_the_list(redis: BackgroundClient, group: FakeGroup) -> None:
-    registry = AdapterRegistry(redis, "demo")
+    registry = AdapterList(redis, "demo")
     await registry.replace(None, PIRATE, "pirate")
     await registry.replace(None, SHOUT, "shout")
     mine = sharing(redis, group)
@@ -101,9 +100,7 @@ async def test_pins_follow_the_list(redis: BackgroundClient, group: FakeGroup) -
     await until(lambda: group.engine.pinned == set())
 
 
-async def test_started_it_goes_on_through_an_outage_and_stops_when_told(
-    redis: BackgroundClient, group: FakeGroup
-) -> None:
+async def test_started_it_goes_on_through_an_outage_until_stop(redis: BackgroundClient, group: FakeGroup) -> None:
     class Shaky:
         calls = 0
 
@@ -112,7 +109,7 @@ async def test_started_it_goes_on_through_an_outage_and_stops_when_told(
 
         async def pipeline(self, commands: object) -> list[object]:
             Shaky.calls += 1
-            raise RedisAway("away")
+            raise RedisUnavailable("gone")
 
     before = asyncio.all_tasks()
     mine = sharing(Shaky(), group, read_weights=TenantWeights().changed, period_s=0.01)
@@ -130,9 +127,9 @@ async def test_pins_and_weights_follow_changes(
     server: RedisServer, redis: BackgroundClient, group: FakeGroup, is_announced: bool
 ) -> None:
     """By announcements with a period that nobody waits for; by the poll, when nobody announces."""
-    registry, store = AdapterRegistry(redis, "demo"), TenantStore(redis)
+    registry, store = AdapterList(redis, "demo"), TenantStore(redis)
     base = (keys.TENANTS, keys.adapters("demo"))
-    async with hearing(server.url, *base) as changes:
+    async with subscribed(server.url, *base) as changes:
         more = {"changes": changes, "period_s": 60.0} if is_announced else {"period_s": 0.01}
         mine = sharing(redis, group, read_weights=TenantWeights().changed, **more)
         mine.start()

@@ -9,19 +9,19 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from cluster.adapters.entries import AdapterEntry
-from cluster.adapters.registry import AdapterRegistry
-from cluster.cli import build_app
-from cluster.coordination import keys
-from cluster.coordination.client import BackgroundClient, RequestClient
-from cluster.coordination.redis_server import RedisServer
-from cluster.coordination.registry import AdapterReport, GroupRecord
-from cluster.routing.residency import adapter_key
-from cluster.run_files import RunFile
-from cluster.tenants.quota import Quota
-from cluster.tenants.store import Reading, TenantStore
+from tandem.cluster.adapters.adapter_list import AdapterList
+from tandem.cluster.adapters.entries import AdapterEntry
+from tandem.cluster.cli.main import build_app
+from tandem.cluster.fleet.fleet_view import AdapterReport, GroupRecord
+from tandem.cluster.process.redis_server import RedisServer
+from tandem.cluster.process.run_files import RunFile
+from tandem.cluster.routing.residency import adapter_key
+from tandem.cluster.state import keys
+from tandem.cluster.state.redis_client import BackgroundClient, RequestClient
+from tandem.cluster.tenants.quota import Quota
+from tandem.cluster.tenants.store import Reading, TenantStore
+from tandem.workers.engine.base.stats import OffloadStats
 from tests.support.fake_engine import FakeEngine
-from workers.engine.stats import OffloadStats
 
 PIRATE, SHOUT = "a" * 64, "b" * 64
 
@@ -34,14 +34,14 @@ def prepare(url: str) -> None:
         redis = BackgroundClient(url)
         await redis.command("FLUSHALL")
         await redis.command("SET", keys.SENTINEL, "1")
-        registry = AdapterRegistry(redis, "demo")
+        registry = AdapterList(redis, "demo")
         for name, digest in (("pirate", PIRATE), ("shout", SHOUT)):
             await registry.replace(None, AdapterEntry(name=name, digest=digest, source="/a"), name)
         report = AdapterReport(on_device=[adapter_key(PIRATE)])
         offload = OffloadStats(1, 1, 1, {}, {}, 0, 0, 0, 0, disk_disabled="No space left on device")
         stats = msgspec.msgpack.encode(dataclasses.replace(FakeEngine(None).stats(), offload=offload))
         record = GroupRecord(
-            group="g0", epoch=1, model="demo", state="serving", host="h", pid=1, adapters=report, stats=stats
+            group="g0", life=1, model="demo", state="serving", host="h", pid=1, adapters=report, stats=stats
         )
         await redis.command("SADD", keys.groups("s"), "g0")
         await redis.command("SET", keys.group("s", "g0"), msgspec.msgpack.encode(record))
@@ -72,7 +72,7 @@ async def run_requests(
 def test_adapters_and_tenants_have_a_line_each(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(server.url)
     run = RunFile(pid=1, started_at=0.0, url="http://x", model="demo", service_id="s", redis_url=server.url)
-    monkeypatch.setattr("cluster.run_files.read_run_files", lambda: [run])
+    monkeypatch.setattr("tandem.cluster.process.run_files.read_run_files", lambda: [run])
     lines = CliRunner().invoke(build_app(), ["status"], catch_exceptions=False).output.splitlines()
     assert lines[0] == "demo on http://x (pid 1)"
     assert lines[1].startswith("  group g0")
@@ -81,6 +81,8 @@ def test_adapters_and_tenants_have_a_line_each(server: RedisServer, monkeypatch:
         "  adapters 2: pirate@aaaaaaaaaaaa device 1, shout@bbbbbbbbbbbb at its source",
         "  tenants 3: acme running 2, free, idle running 0",
     ]
-    monkeypatch.setattr("cluster.run_files.read_run_files", lambda: [msgspec.structs.replace(run, stopping=True)])
+    monkeypatch.setattr(
+        "tandem.cluster.process.run_files.read_run_files", lambda: [msgspec.structs.replace(run, stopping=True)]
+    )
     lines = CliRunner().invoke(build_app(), ["status"], catch_exceptions=False).output.splitlines()
     assert lines[0] == "demo on http://x (pid 1), stopping" and lines[1].startswith("  group g0")

@@ -1,8 +1,8 @@
 """Tenants' weights for a group's fairness, read when the tenants change."""
 
-from cluster.coordination.client import BackgroundClient
-from cluster.tenant_weights import TenantWeights
-from cluster.tenants.store import TenantStore
+from tandem.cluster.group.sharing import TenantWeights
+from tandem.cluster.state.redis_client import BackgroundClient
+from tandem.cluster.tenants.store import TenantStore
 from tests.support.private_redis import private_redis
 
 

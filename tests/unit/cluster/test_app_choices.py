@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from cluster.app import choose_device, choose_home
-from cluster.group_engine import loading_note, with_own_step_log
-from cluster.service import check_home, groups_per_node
-from configs.errors import SettingsError
-from configs.load import build_settings
-from workers.engine.executor import ExecutorReady
+from tandem.cluster.app import choose_device, choose_home
+from tandem.cluster.group.group_engine import loading_note, with_own_step_log
+from tandem.cluster.wire.service_facts import check_home, groups_per_node
+from tandem.configs.errors import SettingsError
+from tandem.configs.load import build_settings
+from tandem.workers.engine.executor import ExecutorReady
 
 
 def node(name: str, **resources: float) -> dict[str, Any]:

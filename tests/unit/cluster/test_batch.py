@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from cluster.batch import parse_line, read_lines, take_up
-from configs.errors import SettingsError
+from tandem.cluster.cli.batch_files import parse_line, read_answered, read_lines
+from tandem.configs.errors import SettingsError
 
 TANDEM = str(Path(sys.executable).parent / "tandem")
 
@@ -80,7 +80,7 @@ def test_a_custom_id_that_comes_twice_is_refused(tmp_path: Path) -> None:
 
 
 def test_no_output_yet_means_nothing_is_finished(tmp_path: Path) -> None:
-    assert take_up(tmp_path / "out").keys == frozenset()
+    assert read_answered(tmp_path / "out").keys == frozenset()
 
 
 def test_rows_that_may_succeed_later_are_tried_again(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_rows_that_may_succeed_later_are_tried_again(tmp_path: Path) -> None:
     answers = {"fine": 200, "never": 400, "busy": 429, "broken": 500}
     rows = [{"custom_id": key, "response": {"status_code": answers[key]}, "error": None} for key in answers]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    earlier = take_up(path)
+    earlier = read_answered(path)
     assert earlier.keys == {"fine", "never"} and earlier.failed == {"never"}
     assert [json.loads(line)["custom_id"] for line in path.read_text().splitlines()] == ["fine", "never"]
 
@@ -97,7 +97,7 @@ def test_a_file_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("my notes\n")
     with pytest.raises(SettingsError, match=r"notes\.txt"):
-        take_up(path)
+        read_answered(path)
     assert path.read_text() == "my notes\n"
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.coordination.breaker import Breaker
+from tandem.cluster.state.breaker import Breaker
 
 
 class Clock:

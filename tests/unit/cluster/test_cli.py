@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import typer.testing
 
-from cluster.cli import build_app, run_verb
-from configs.load import default_of
-from configs.options import OPTIONS
+from tandem.cluster.cli.main import build_app, run_verb
+from tandem.configs.load import default_of
+from tandem.configs.options import OPTIONS
 
-NAMES_OF_VERBS = ("serve", "run-batch", "chat", "complete", "status", "usage", "tenants", "check-config")
+NAMES_OF_VERBS = ("serve", "run-batch", "chat", "complete", "status", "usage", "tenants", "check-config", "doctor")
 
 
 def printed(*arguments: str, columns: int = 80) -> str:
@@ -81,12 +81,12 @@ import sys, time
 
 class Slow:
     def find_spec(self, name, *more):
-        if name == "cluster.cli":
+        if name == "tandem.cluster.cli.main":
             print("ready", flush=True)
             time.sleep(45)
 
 sys.meta_path.insert(0, Slow())
-from cluster.console import main
+from tandem.cluster.cli.console import main
 main()
 """
     with subprocess.Popen([sys.executable, "-c", slow], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

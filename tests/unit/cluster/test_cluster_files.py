@@ -51,9 +51,9 @@ def test_all_that_an_installation_needs_is_mounted(path: Path) -> None:
     assert all(remote == local and (ROOT / local).exists() for remote, local in ours.items())
     assert set(mounts) - {f"~/tandem/{name}" for name in ours} == {"~/.ray/auth_token"}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    packages = [name.rstrip("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]]
-    needed = {*packages, *project["project"]["license-files"], project["project"]["readme"]}
-    assert set(ours) == {*needed, "pyproject.toml", "constraints.txt"}
+    tops = {path.name for path in (ROOT / "tandem").iterdir() if path.is_symlink()}
+    needed = {"tandem", *tops, *project["project"]["license-files"], project["project"]["readme"]}
+    assert set(ours) == {*needed, "pyproject.toml", "setup.py", "constraints.txt"}
     deployed = re.findall(r"serve deploy ~/tandem/(\S+\.yaml)", path.read_text())
     assert deployed and all((ROOT / name).is_file() and name.split("/")[0] in ours for name in deployed)
 

@@ -4,10 +4,10 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.coordination import keys
-from cluster.coordination.client import BackgroundClient, Part, RedisAway
-from cluster.coordination.gateways import GatewayBeat, GatewayRecord, read_gateways
-from cluster.gateway.peers import Alone, Together, merged
+from tandem.cluster.fleet.gateway_records import GatewayHeartbeat, GatewayRecord, read_gateways
+from tandem.cluster.gateway.http.gateway_metrics import Alone, Together, merged
+from tandem.cluster.state import keys
+from tandem.cluster.state.redis_client import BackgroundClient, Part, RedisUnavailable
 
 
 def counted(answers: int, tenant_tokens: int = 0) -> tuple[bytes, bytes]:
@@ -18,14 +18,14 @@ def counted(answers: int, tenant_tokens: int = 0) -> tuple[bytes, bytes]:
     return generate_latest(registry), generate_latest(tenants)
 
 
-def record(gateway: str, answers: int = 1, in_hand: int = 0, ready: bool = True) -> GatewayRecord:
+def record(gateway: str, answers: int = 1, in_flight: int = 0, ready: bool = True) -> GatewayRecord:
     metrics, tenant_metrics = counted(answers, 10 * answers)
     return GatewayRecord(
         gateway=gateway,
         host="h",
         pid=1,
         ready=ready,
-        in_hand=in_hand,
+        in_flight=in_flight,
         metrics=metrics,
         tenant_metrics=tenant_metrics,
     )
@@ -34,16 +34,16 @@ def record(gateway: str, answers: int = 1, in_hand: int = 0, ready: bool = True)
 class Fickle:
     def __init__(self, redis: BackgroundClient) -> None:
         self._redis = redis
-        self.is_away = False
+        self.is_unavailable = False
 
     async def command(self, *parts: Part) -> object:
-        if self.is_away:
-            raise RedisAway("gone")
+        if self.is_unavailable:
+            raise RedisUnavailable("gone")
         return await self._redis.command(*parts)
 
     async def pipeline(self, commands: list[list[Part]]) -> list[object]:
-        if self.is_away:
-            raise RedisAway("gone")
+        if self.is_unavailable:
+            raise RedisUnavailable("gone")
         return await self._redis.pipeline(commands)
 
 
@@ -57,59 +57,59 @@ def samples(text: bytes, name: str) -> dict[str, float]:
 async def test_records_are_written_read_and_removed(redis: BackgroundClient) -> None:
     assert await read_gateways(redis, "s") == []
     records = [record("g0"), record("g1")]
-    beats = [GatewayBeat(redis, "s", lambda r=r: r) for r in records]
-    for beat in beats:
-        await beat.beat()
+    heartbeats = [GatewayHeartbeat(redis, "s", lambda r=r: r) for r in records]
+    for heartbeat in heartbeats:
+        await heartbeat.send_heartbeat()
     assert await read_gateways(redis, "s") == records
     assert await read_gateways(redis, "another") == []
     assert 0 < int(await redis.command("PTTL", keys.gateway("s", "g0"))) <= keys.GATEWAY_RECORD_TTL_MS
-    await beats[0].leave()
+    await heartbeats[0].leave()
     assert [r.gateway for r in await read_gateways(redis, "s")] == ["g1"]
 
 
 async def test_one_that_died_is_forgotten_with_its_record(redis: BackgroundClient) -> None:
-    beat = GatewayBeat(redis, "s", lambda: record("g"))
-    await beat.beat()
+    heartbeat = GatewayHeartbeat(redis, "s", lambda: record("g"))
+    await heartbeat.send_heartbeat()
     await redis.command("DEL", keys.gateway("s", "g"))  # what its TTL does
     assert await read_gateways(redis, "s") == []
     assert await redis.command("SCARD", keys.gateways("s")) == 0
-    await beat.beat()
+    await heartbeat.send_heartbeat()
     assert [r.gateway for r in await read_gateways(redis, "s")] == ["g"], "it was only slow"
 
 
-async def test_any_gateway_tells_what_all_have_counted(redis: BackgroundClient) -> None:
-    for other in (record("me", answers=99, in_hand=99), record("b", answers=2, in_hand=4), record("c", answers=3)):
-        await GatewayBeat(redis, "s", lambda other=other: other).beat()
-    mine = GatewayBeat(redis, "s", lambda: record("me"))
+async def test_any_gateway_has_the_counts_of_all(redis: BackgroundClient) -> None:
+    for other in (record("me", answers=99, in_flight=99), record("b", answers=2, in_flight=4), record("c", answers=3)):
+        await GatewayHeartbeat(redis, "s", lambda other=other: other).send_heartbeat()
+    mine = GatewayHeartbeat(redis, "s", lambda: record("me"))
     peers = Together("me", lambda: mine.others)
-    assert peers.in_hand() == 0, "nothing is known yet"
-    await mine.beat()
+    assert peers.in_flight() == 0, "nothing is known yet"
+    await mine.send_heartbeat()
     text = await peers.merge(*counted(5, 50))
     assert samples(text, "t:answers_total") == {"me": 5, "b": 2, "c": 3}, "of its own it knows the latest"
     assert samples(text, "t:seconds_count") == {"me": 1, "b": 1, "c": 1}
     assert samples(text, "t:tenant_tokens_total") == {"me": 50, "b": 20, "c": 30}
     without = await peers.merge(counted(5)[0], b"")
     assert samples(without, "t:tenant_tokens_total") == {}, "nobody's are shown"
-    assert peers.in_hand() == 4
+    assert peers.in_flight() == 4
 
 
-async def test_while_redis_is_away_the_others_last_words_stand(redis: BackgroundClient) -> None:
-    await GatewayBeat(redis, "s", lambda: record("b", in_hand=4)).beat()
+async def test_while_redis_is_unavailable_the_others_last_records_stand(redis: BackgroundClient) -> None:
+    await GatewayHeartbeat(redis, "s", lambda: record("b", in_flight=4)).send_heartbeat()
     client = Fickle(redis)
-    mine = GatewayBeat(client, "s", lambda: record("me"))
-    await mine.beat()
-    client.is_away = True
-    with pytest.raises(RedisAway):
-        await mine.beat()
+    mine = GatewayHeartbeat(client, "s", lambda: record("me"))
+    await mine.send_heartbeat()
+    client.is_unavailable = True
+    with pytest.raises(RedisUnavailable):
+        await mine.send_heartbeat()
     peers = Together("me", lambda: mine.others)
     assert samples(await peers.merge(*counted(5)), "t:answers_total") == {"me": 5, "b": 1}
-    assert peers.in_hand() == 4
+    assert peers.in_flight() == 4
 
 
 async def test_one_gateway_alone_needs_no_label() -> None:
     own, of_tenants = counted(5, 50)
     assert await Alone().merge(own, of_tenants) == own + of_tenants
-    assert Alone().in_hand() == 0
+    assert Alone().in_flight() == 0
 
 
 def test_merging_keeps_values_labels_and_kinds() -> None:

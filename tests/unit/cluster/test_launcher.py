@@ -1,24 +1,27 @@
-"""What the launcher says. Its deeds are tests/integration/test_life_cycle.py's."""
+"""The launcher's lines. Its deeds are tests/integration/test_life_cycle.py's."""
 
 import pytest
 
-from cluster.launcher import cut_off_line, stopping_line
+from tandem.cluster.service.launcher import cut_off_line, stopping_line
 
 
 @pytest.mark.parametrize(
-    ("in_hand", "words"),
+    ("in_flight", "words"),
     [
-        (0, "stopping: no request is in hand"),
-        (1, "stopping: 1 request in hand has up to 30 s to finish (--shutdown-timeout); signal again to end at once"),
-        (7, "stopping: 7 requests in hand have up to 30 s to finish (--shutdown-timeout); signal again to end at once"),
+        (0, "stopping: no request is in flight"),
+        (1, "stopping: 1 request in flight has up to 9 s to finish (--shutdown-timeout); signal again to end at once"),
+        (
+            7,
+            "stopping: 7 requests in flight have up to 9 s to finish (--shutdown-timeout); signal again to end at once",
+        ),
         (
             None,
-            "stopping: requests in hand have up to 30 s to finish (--shutdown-timeout); signal again to end at once",
+            "stopping: requests in flight have up to 9 s to finish (--shutdown-timeout); signal again to end at once",
         ),
     ],
 )
-def test_who_drains_says_what_is_in_hand_and_for_how_long(in_hand: int | None, words: str) -> None:
-    assert stopping_line(in_hand, 30.0) == words
+def test_a_drain_names_the_requests_in_flight_and_their_time(in_flight: int | None, words: str) -> None:
+    assert stopping_line(in_flight, 9.0) == words
 
 
 @pytest.mark.parametrize(
@@ -29,5 +32,5 @@ def test_who_drains_says_what_is_in_hand_and_for_how_long(in_hand: int | None, w
         (2, None, "2 requests were cut off by the second signal"),
     ],
 )
-def test_who_cuts_off_says_how_many_and_why(count: int, limit_s: float | None, words: str) -> None:
+def test_a_cut_names_how_many_requests_and_why(count: int, limit_s: float | None, words: str) -> None:
     assert cut_off_line(count, limit_s) == words

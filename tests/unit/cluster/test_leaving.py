@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from cluster.gateway.routes import build_gateway_app
-from cluster.gateway.state import GatewayState, GatewayTimes, make_state
-from cluster.group_client import GroupClient
-from configs.schema import GatewaySettings
+from tandem.cluster.gateway.generation.dispatch import GroupClient
+from tandem.cluster.gateway.routes import build_gateway_app
+from tandem.cluster.gateway.services import GatewayState, GatewayTimes, make_state
+from tandem.configs.schema import GatewaySettings
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_group import FakeCaller, FakeFleet, FakeGroup, serving
 from tests.unit.gateway.rig import CONTEXT, MODEL, VOCAB, ListLedger, make_tokenizer
@@ -21,7 +21,7 @@ SECRET = "cd" * 32
 class SilentEngine(FakeEngine):
     """Its requests wait in the queue, or are long prompts: they hold blocks and say nothing."""
 
-    def step(self) -> bool:
+    def turn(self, timeout_s: float) -> bool:
         return False
 
 

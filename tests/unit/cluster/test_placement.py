@@ -3,10 +3,17 @@
 import pytest
 import ray
 
-from cluster import serve_app
-from cluster.placement import declared_cpus, group_bundles, group_options, group_strategy, max_groups, min_groups
-from configs.errors import SettingsError
-from configs.load import build_settings
+from tandem.cluster.deploy.placement import (
+    declared_cpus,
+    group_bundles,
+    group_options,
+    group_strategy,
+    max_groups,
+    min_groups,
+)
+from tandem.cluster.service import serve_app
+from tandem.configs.errors import SettingsError
+from tandem.configs.load import build_settings
 
 
 def test_a_group_is_one_bundle_for_the_coordinator_and_one_for_each_rank() -> None:

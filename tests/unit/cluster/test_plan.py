@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import pytest
 
-import cluster.commands.plan as plan_command
-from cluster import machine
-from configs.errors import SettingsError
-from configs.schema import (
+import tandem.cluster.cli.verbs.plan as plan_command
+from tandem.cluster.deploy import devices
+from tandem.configs.errors import SettingsError
+from tandem.configs.schema import (
     CacheSettings,
     DeviceSettings,
     EngineSettings,
@@ -19,15 +19,15 @@ from configs.schema import (
     ModelSettings,
     ParallelSettings,
 )
-from offload.disk_io import file_bytes
-from parallel.mesh import Mesh
+from tandem.offload.kv.disk_io import file_bytes
+from tandem.parallel.mesh import Mesh
+from tandem.workers.models.spec.arch import ArchSpec
+from tandem.workers.models.spec.families import load_spec
+from tandem.workers.models.spec.headers import read_checkpoint_facts
+from tandem.workers.planning.budget import GIB, KVNeeds, cpu_blocks
+from tandem.workers.planning.planner import GroupPlan, Memory, best_of, gib, layouts, least_bytes, plan_group
+from tests.support.loading import load_single
 from tests.support.tiny_models import BY_NAME, save_tiny_model
-from workers.models.checkpoint_facts import read_checkpoint_facts
-from workers.models.registry import load_spec
-from workers.models.spec import ArchSpec
-from workers.planning import GroupPlan, Memory, best_of, cuts, gib, least_bytes, plan_group
-from workers.rank.loading import load_single
-from workers.rank.memory import GIB, KVNeeds, cpu_blocks
 
 CONTEXT = 256
 LLAMA_70B = {
@@ -72,7 +72,10 @@ def plan_on_gpu(folder: Path, gib: float, context: int = 32768, **settings: Any)
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "cluster.cli", "plan", *arguments], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "tandem.cluster.cli.main", "plan", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
 
 
@@ -159,7 +162,7 @@ def test_a_model_larger_than_the_device_streams_what_it_must(large: Path) -> Non
     ("gib", "context", "cache", "flag", "words"),
     [
         (4, 32768, {}, "--tensor-parallel-size", "with 80 of 80 layers in host memory"),
-        (12, 131072, {}, "--max-model-len", "--max-model-len 10416 would do"),
+        (12, 131072, {}, "--max-model-len", "--max-model-len 9696 would do"),
         (80, 4096, {"kv_cache_memory_bytes": 70 * GIB}, "--kv-cache-memory-bytes", "70 GiB of KV on a rank"),
         (80, 4096, {"num_blocks": 10**6}, "--num-gpu-blocks-override", "are left for it"),
     ],
@@ -203,14 +206,14 @@ def test_adapters_in_host_memory_count(large: Path, device: Literal["cpu", "cuda
     assert [[problem.flag for problem in plan.problems] for plan in plans] == [[], ["--max-cpu-loras"]]
 
 
-def test_the_best_cut_needs_no_streaming_and_stays_in_a_node(large: Path) -> None:
+def test_the_best_layout_needs_no_streaming_and_stays_in_a_node(large: Path) -> None:
     spec: ArchSpec = load_spec(large)
-    assert cuts(spec, 8) == [(8, 1), (4, 2), (2, 4), (1, 8)]
-    assert cuts(spec, 6) == [(2, 3), (1, 6)]
-    assert cuts(spec, 7) == [(1, 7)]
+    assert layouts(spec, 8) == [(8, 1), (4, 2), (2, 4), (1, 8)]
+    assert layouts(spec, 6) == [(2, 3), (1, 6)]
+    assert layouts(spec, 7) == [(1, 7)]
 
     def best(num_ranks: int, gib: float) -> tuple[int, int] | None:
-        found = best_of([plan_on_gpu(large, gib, tp=tp, pp=pp) for tp, pp in cuts(spec, num_ranks)])
+        found = best_of([plan_on_gpu(large, gib, tp=tp, pp=pp) for tp, pp in layouts(spec, num_ranks)])
         return None if found is None else (found.tp_size, found.pp_size)
 
     assert best(8, 80) == (8, 1)
@@ -306,7 +309,7 @@ def test_the_command_says_what_does_not_fit(large: Path) -> None:
     shown = run(str(large), "--device", "cuda", "--device-memory", "2")
     assert shown.returncode == 1
     assert "It does not fit:\n  --tensor-parallel-size: a rank of stage 0 lacks" in shown.stdout
-    assert "No cut of 1 rank(s) fits: more --ranks" in shown.stdout
+    assert "No TP x PP of 1 rank(s) fits: more --ranks" in shown.stdout
 
 
 @pytest.mark.parametrize(
@@ -327,10 +330,10 @@ def test_bad_values_are_one_line_that_names_the_flag(large: Path, arguments: lis
 
 
 def test_a_machine_without_gpu_is_asked_for_its_size(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "cuda_memory_bytes", lambda: None)
+    monkeypatch.setattr(devices, "cuda_memory_bytes", lambda: None)
     settings = EngineSettings(model=ModelSettings(model=str(large)), device=DeviceSettings(device="cuda"))
     with pytest.raises(SettingsError, match="no CUDA device here") as refused:
         plan_command._memory(settings, plan_command._Asked(None, 0.0, 0.0, None))
     assert refused.value.flag == "--device-memory"
-    monkeypatch.setattr(machine, "cuda_memory_bytes", lambda: 7 * GIB)
+    monkeypatch.setattr(devices, "cuda_memory_bytes", lambda: 7 * GIB)
     assert plan_command._memory(settings, plan_command._Asked(None, 0.0, 0.0, None)).device_bytes == 7 * GIB

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster import preflight
-from cluster.coordination.client import BackgroundClient
-from cluster.preflight import (
+from tandem.cluster.deploy import preflight
+from tandem.cluster.deploy.preflight import (
     HOST_TIER_SHARE,
     check_memory,
     check_model,
@@ -18,10 +17,11 @@ from cluster.preflight import (
     open_to_others,
     without_compiler,
 )
-from cluster.tenants.store import TenantStore
-from configs.errors import SettingsError
-from configs.load import build_settings
-from configs.schema import (
+from tandem.cluster.state.redis_client import BackgroundClient
+from tandem.cluster.tenants.store import TenantStore
+from tandem.configs.errors import SettingsError
+from tandem.configs.load import build_settings
+from tandem.configs.schema import (
     DeviceSettings,
     EngineSettings,
     LoraSettings,
@@ -29,13 +29,13 @@ from configs.schema import (
     ParallelSettings,
     ServiceSettings,
 )
-from parallel.matmul import can_pack
-from parallel.mesh import Mesh
+from tandem.parallel.linear_methods import can_pack
+from tandem.parallel.mesh import Mesh
+from tandem.workers.models.spec.families import load_spec
+from tandem.workers.planning.adapter_room import adapter_room
+from tests.support.loading import load_single
 from tests.support.private_redis import private_redis
 from tests.support.tiny_models import BY_NAME, save_tiny_model
-from workers.adapter_pages import adapter_room
-from workers.models.registry import load_spec
-from workers.rank.loading import load_single
 
 
 @pytest.fixture(scope="module", params=["llama-mha-tied", "qwen3-untied", "llama-mqa-biased"])

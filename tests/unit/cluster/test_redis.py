@@ -11,17 +11,18 @@ from typing import Any
 import psutil
 import pytest
 
-from cluster.coordination import keys, registry
-from cluster.coordination.client import BackgroundClient, Part, RedisAway, RequestClient, check_reachable
-from cluster.coordination.redis_server import RedisServer
-from cluster.coordination.registry import (
+from tandem.cluster.fleet import fleet_view
+from tandem.cluster.fleet.fleet_view import (
     FleetView,
     GroupRecord,
     StartFailure,
-    group_beat,
+    group_heartbeat,
     read_start_failure,
     report_start_failure,
 )
+from tandem.cluster.process.redis_server import RedisServer
+from tandem.cluster.state import keys
+from tandem.cluster.state.redis_client import BackgroundClient, Part, RedisUnavailable, RequestClient, check_reachable
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ async def background(server: RedisServer) -> AsyncIterator[BackgroundClient]:
 
 
 def record(group: str = "g1", **fields: Any) -> GroupRecord:
-    known = {"group": group, "epoch": 1, "model": "m", "state": "serving", "host": "h", "pid": 1}
+    known = {"group": group, "life": 1, "model": "m", "state": "serving", "host": "h", "pid": 1}
     return GroupRecord(**known | fields)
 
 
@@ -84,12 +85,14 @@ async def test_a_frozen_server_opens_the_breaker_and_calls_fail_fast(server: Red
     os.kill(server.pid, signal.SIGSTOP)
     for _ in range(3):
         started_s = time.monotonic()
-        with pytest.raises(RedisAway):
+        with pytest.raises(RedisUnavailable):
             await request_client.command("GET", "k")
         assert time.monotonic() - started_s < 10
     assert request_client.breaker.state == "open"
     for _ in range(100):
-        with pytest.raises(RedisAway, match="breaker is open"):  # it asks nobody: no answer would have other words
+        with pytest.raises(
+            RedisUnavailable, match="breaker is open"
+        ):  # it asks nobody: no answer would have other words
             await request_client.command("GET", "k")
     os.kill(server.pid, signal.SIGCONT)
     async with asyncio.timeout(30):
@@ -97,7 +100,7 @@ async def test_a_frozen_server_opens_the_breaker_and_calls_fail_fast(server: Red
             now_s += 1.0
             try:
                 await request_client.command("GET", "k")
-            except RedisAway:
+            except RedisUnavailable:
                 await asyncio.sleep(0.05)
     await request_client.close()
 
@@ -109,7 +112,7 @@ async def test_a_timeout_seen_late_is_the_loops_fault_not_redis(server: RedisSer
     assert server.pid is not None
     os.kill(server.pid, signal.SIGSTOP)
     for _ in range(4):
-        with pytest.raises(RedisAway):
+        with pytest.raises(RedisUnavailable):
             await client.command("GET", "k")
     assert client.breaker.state == "closed"
     await client.close()
@@ -133,22 +136,22 @@ async def test_a_group_registers_renews_and_leaves(
 ) -> None:
     await background.command("SET", keys.SENTINEL, "1")
     waiting = 0
-    beat = group_beat(background, "s", lambda: record(waiting=waiting))
+    heartbeat = group_heartbeat(background, "s", lambda: record(waiting=waiting))
     fleet = FleetView(request_client, "s")
-    await beat.beat()
+    await heartbeat.send_heartbeat()
     waiting = 5
-    await beat.beat()
+    await heartbeat.send_heartbeat()
     await fleet.refresh()
     assert fleet.records == {"g1": record(waiting=5)}
     assert 0 < int(await background.command("PTTL", keys.group("s", "g1"))) <= keys.GROUP_RECORD_TTL_MS
-    await beat.leave()
+    await heartbeat.leave()
     await fleet.refresh()
     assert fleet.records == {}
 
 
-async def test_a_group_that_stops_beating_disappears(background: BackgroundClient) -> None:
+async def test_a_group_without_heartbeats_disappears(background: BackgroundClient) -> None:
     await background.command("SET", keys.SENTINEL, "1")
-    await group_beat(background, "s", record).beat()
+    await group_heartbeat(background, "s", record).send_heartbeat()
     await background.command("DEL", keys.group("s", "g1"))  # what its TTL does
     fleet = FleetView(background, "s")
     await fleet.refresh()
@@ -158,18 +161,18 @@ async def test_a_group_that_stops_beating_disappears(background: BackgroundClien
 
 async def test_services_on_one_redis_do_not_see_each_other(background: BackgroundClient) -> None:
     await background.command("SET", keys.SENTINEL, "1")
-    await group_beat(background, "one", record).beat()
+    await group_heartbeat(background, "one", record).send_heartbeat()
     fleet = FleetView(background, "two")
     await fleet.refresh()
     assert fleet.records == {}
 
 
-async def test_a_redis_without_the_sentinel_is_away_until_it_is_seeded(background: BackgroundClient) -> None:
-    await group_beat(background, "s", record).beat()
+async def test_a_redis_without_the_sentinel_is_unavailable_until_it_is_seeded(background: BackgroundClient) -> None:
+    await group_heartbeat(background, "s", record).send_heartbeat()
     fleet = FleetView(background, "s")
     fleet.records = {"old": record("old")}
     await fleet.refresh()
-    assert fleet.redis_away
+    assert fleet.redis_unavailable
     assert set(fleet.records) == {"old"}, "the last known fleet stays"
     seeded: list[bool] = []
 
@@ -186,11 +189,11 @@ async def test_a_redis_without_the_sentinel_is_away_until_it_is_seeded(backgroun
 
 async def test_the_fleet_survives_the_server(server: RedisServer, request_client: RequestClient) -> None:
     fleet = FleetView(request_client, "s", reseed=lambda: asyncio.sleep(0))
-    await group_beat(request_client, "s", record).beat()
+    await group_heartbeat(request_client, "s", record).send_heartbeat()
     await fleet.refresh()
     server.stop()
     await fleet.refresh()
-    assert fleet.redis_away
+    assert fleet.redis_unavailable
     assert set(fleet.records) == {"g1"}
 
 
@@ -204,25 +207,25 @@ async def test_an_error_reply_ends_neither_the_heartbeat_nor_the_fleet(backgroun
     """A full memory refuses heartbeats and still answers reads: the records expire and the groups live on."""
     await background.command("SET", keys.SENTINEL, "1")
     fleet = FleetView(background, "s")
-    beat = group_beat(background, "s", record, period_s=0.15)
-    beating = asyncio.create_task(beat.run())
+    heartbeat = group_heartbeat(background, "s", record, period_s=0.15)
+    running = asyncio.create_task(heartbeat.run())
     key = keys.group("s", "g1")
     await until(lambda: background.command("EXISTS", key))
     await fleet.refresh()
     await background.command("CONFIG", "SET", "maxmemory", "1")
-    with pytest.raises(RedisAway, match="maxmemory"):
-        await beat.beat()
+    with pytest.raises(RedisUnavailable, match="maxmemory"):
+        await heartbeat.send_heartbeat()
     await background.command("DEL", key)  # what its TTL does
     await fleet.refresh()
-    assert fleet.redis_away
+    assert fleet.redis_unavailable
     assert set(fleet.records) == {"g1"}, "nobody has left"
-    assert not beating.done()
+    assert not running.done()
     await background.command("CONFIG", "SET", "maxmemory", "0")
     await fleet.refresh()
-    assert not fleet.redis_away
+    assert not fleet.redis_unavailable
     assert set(fleet.records) == {"g1"}, "until it had the time to write its record again"
     await until(lambda: background.command("EXISTS", key))
-    beating.cancel()
+    running.cancel()
 
 
 async def test_an_error_reply_does_not_open_the_breaker(
@@ -230,20 +233,20 @@ async def test_an_error_reply_does_not_open_the_breaker(
 ) -> None:
     await background.command("CONFIG", "SET", "maxmemory", "1")
     for _ in range(5):
-        with pytest.raises(RedisAway, match="maxmemory"):
+        with pytest.raises(RedisUnavailable, match="maxmemory"):
             await request_client.command("SET", "k", "v")
     assert request_client.breaker.state == "closed"
 
 
-@pytest.mark.parametrize("answer", [ValueError("odd"), RedisAway("away")], ids=["unforeseen", "away"])
+@pytest.mark.parametrize("answer", [ValueError("odd"), RedisUnavailable("away")], ids=["unforeseen", "away"])
 async def test_heartbeat_and_fleet_go_on_whatever_is_raised(answer: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "PERIOD_S", 0.0)
-    monkeypatch.setattr(registry, "CALM_PERIOD_S", 0.0)
-    turns: list[int] = []
+    monkeypatch.setattr(fleet_view, "PERIOD_S", 0.0)
+    monkeypatch.setattr(fleet_view, "IDLE_PERIOD_S", 0.0)
+    calls: list[int] = []
 
     def then() -> None:
-        turns.append(1)
-        raise RuntimeError("one bad turn")
+        calls.append(1)
+        raise RuntimeError("one bad call")
 
     class Broken:
         calls = 0
@@ -259,7 +262,7 @@ async def test_heartbeat_and_fleet_go_on_whatever_is_raised(answer: Exception, m
     fleet = FleetView(Broken(), "s")
     fleet.records = {"g1": record()}
     for task in (
-        asyncio.create_task(group_beat(Broken(), "s", record, period_s=0.11).run()),
+        asyncio.create_task(group_heartbeat(Broken(), "s", record, period_s=0.11).run()),
         asyncio.create_task(fleet.run(then, lambda: False)),
     ):
         before = Broken.calls
@@ -268,29 +271,29 @@ async def test_heartbeat_and_fleet_go_on_whatever_is_raised(answer: Exception, m
                 await asyncio.sleep(0.01)
         assert not task.done()
         task.cancel()
-    assert set(fleet.records) == {"g1"} and len(turns) >= 2
+    assert set(fleet.records) == {"g1"} and len(calls) >= 2
 
 
-async def test_a_calm_fleet_is_read_less_often(background: BackgroundClient, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_idle_fleet_is_read_less_often(background: BackgroundClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not while a group works, stalls, loads or has just left, nor while there is work here."""
-    monkeypatch.setattr(registry, "PERIOD_S", 0.001)
-    monkeypatch.setattr(registry, "CALM_PERIOD_S", 60.0)
+    monkeypatch.setattr(fleet_view, "PERIOD_S", 0.001)
+    monkeypatch.setattr(fleet_view, "IDLE_PERIOD_S", 60.0)
     await background.command("SET", keys.SENTINEL, "1")
     looks: list[bool] = []
 
     class Counted(FleetView):
         async def refresh(self) -> None:
             await super().refresh()
-            looks.append(self.is_calm)
+            looks.append(self.is_idle)
 
     fleet = Counted(background, "s")
-    assert not fleet.is_calm, "there is nobody"
+    assert not fleet.is_idle, "there is nobody"
     restless = [{"running": 1}, {"waiting": 1}, {"stalled_s": 2.5}, {"state": "loading"}, {"state": "draining"}]
     for fields in restless:
-        await group_beat(background, "s", lambda fields=fields: record(**fields)).beat()
+        await group_heartbeat(background, "s", lambda fields=fields: record(**fields)).send_heartbeat()
         await fleet.refresh()
-        assert not fleet.is_calm, fields
-    await group_beat(background, "s", record).beat()
+        assert not fleet.is_idle, fields
+    await group_heartbeat(background, "s", record).send_heartbeat()
     looks.clear()
     following = asyncio.create_task(fleet.run(lambda: None, lambda: len(looks) < 3))
     async with asyncio.timeout(30):
@@ -300,16 +303,16 @@ async def test_a_calm_fleet_is_read_less_often(background: BackgroundClient, mon
         await background.command("PING")
     following.cancel()
     assert looks == [True] * 3
-    await group_beat(background, "s", record).leave()
-    await group_beat(background, "s", lambda: record("g2")).beat()
+    await group_heartbeat(background, "s", record).leave()
+    await group_heartbeat(background, "s", lambda: record("g2")).send_heartbeat()
     await fleet.refresh()
-    assert not fleet.is_calm, "one has left"
+    assert not fleet.is_idle, "one has left"
 
 
 async def test_the_fleet_is_looked_after_while_redis_does_not_answer(
     background: BackgroundClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "PERIOD_S", 0.001)
+    monkeypatch.setattr(fleet_view, "PERIOD_S", 0.001)
     looks = 0
     enough = asyncio.Event()
 
@@ -331,17 +334,17 @@ async def test_the_fleet_is_looked_after_while_redis_does_not_answer(
         await following
 
 
-async def test_flushall_empties_no_fleet_before_its_groups_could_beat(background: BackgroundClient) -> None:
+async def test_flushall_empties_no_fleet_before_the_next_heartbeats(background: BackgroundClient) -> None:
     """Also not the one of a gateway that finds the sentinel written again by another."""
     now_s = 100.0
     emptied: list[int] = []
 
-    def fleet_view(i: int) -> FleetView:
+    def view_of(i: int) -> FleetView:
         return FleetView(background, "s", lambda: asyncio.sleep(0), lambda: emptied.append(i), clock=lambda: now_s)
 
-    fleets = [fleet_view(i) for i in range(2)]
-    beat = group_beat(background, "s", record)
-    await beat.beat()
+    fleets = [view_of(i) for i in range(2)]
+    heartbeat = group_heartbeat(background, "s", record)
+    await heartbeat.send_heartbeat()
     for fleet in fleets:
         await fleet.refresh()
     assert emptied == [], "a first start"
@@ -356,33 +359,33 @@ async def test_flushall_empties_no_fleet_before_its_groups_could_beat(background
     for fleet in fleets:
         await fleet.refresh()
         assert fleet.records == {}, "it had its time"
-    await beat.beat()
+    await heartbeat.send_heartbeat()
     for fleet in fleets:
         await fleet.refresh()
         assert set(fleet.records) == {"g1"}
 
 
-async def test_an_emptied_redis_is_told_of_though_the_look_ends_badly(background: BackgroundClient) -> None:
+async def test_an_emptied_redis_is_reported_though_the_read_fails(background: BackgroundClient) -> None:
     emptied: list[bool] = []
     fleet = FleetView(background, "s", lambda: asyncio.sleep(0), lambda: emptied.append(True))
-    await group_beat(background, "s", record).beat()
+    await group_heartbeat(background, "s", record).send_heartbeat()
     await fleet.refresh()
     await background.command("FLUSHALL")
     await background.command("SET", keys.SENTINEL, "another gateway's")
     await background.command("CONFIG", "SET", "maxmemory", "1")
     await fleet.refresh()
-    assert fleet.redis_away
+    assert fleet.redis_unavailable
     await background.command("CONFIG", "SET", "maxmemory", "0")
     await fleet.refresh()
-    assert emptied == [True] and not fleet.redis_away
+    assert emptied == [True] and not fleet.redis_unavailable
 
 
 async def test_an_emptied_redis_that_takes_no_writes_empties_no_fleet(background: BackgroundClient) -> None:
     """The sentinel was seeded again before the memory was full, the groups' set was not: nobody is listed as gone."""
     now_s = 100.0
     fleet = FleetView(background, "s", lambda: asyncio.sleep(0), clock=lambda: now_s)
-    beat = group_beat(background, "s", record)
-    await beat.beat()
+    heartbeat = group_heartbeat(background, "s", record)
+    await heartbeat.send_heartbeat()
     await fleet.refresh()
     await background.command("FLUSHALL")
     await fleet.refresh()
@@ -391,18 +394,18 @@ async def test_an_emptied_redis_that_takes_no_writes_empties_no_fleet(background
     for moment_s in (100.5, 104.0, 200.0):
         now_s = moment_s
         await fleet.refresh()
-        assert fleet.redis_away
+        assert fleet.redis_unavailable
         assert set(fleet.records) == {"g1"}, "nobody has left"
     await background.command("CONFIG", "SET", "maxmemory", "0")
-    await beat.beat()
+    await heartbeat.send_heartbeat()
     await fleet.refresh()
-    assert not fleet.redis_away
+    assert not fleet.redis_unavailable
     assert set(fleet.records) == {"g1"}
 
 
 async def test_a_record_that_cannot_be_read_hides_only_itself(background: BackgroundClient) -> None:
     await background.command("SET", keys.SENTINEL, "1")
-    await group_beat(background, "s", record).beat()
+    await group_heartbeat(background, "s", record).send_heartbeat()
     await background.command("SADD", keys.groups("s"), "odd")
     await background.command("SET", keys.group("s", "odd"), b"\x01")
     fleet = FleetView(background, "s")
@@ -438,13 +441,13 @@ async def test_reading_a_fleet_that_stays_is_one_round_trip(background: Backgrou
         return counted.calls
 
     assert await calls() == [look]
-    await group_beat(background, "s", record).beat()
+    await group_heartbeat(background, "s", record).send_heartbeat()
     assert await calls() == [look, new]
-    await group_beat(background, "s", lambda: record(waiting=3)).beat()
+    await group_heartbeat(background, "s", lambda: record(waiting=3)).send_heartbeat()
     assert await calls() == [look]
     assert fleet.records == {"g1": record(waiting=3)}
-    later = group_beat(background, "s", lambda: record("g2"))
-    await later.beat()
+    later = group_heartbeat(background, "s", lambda: record("g2"))
+    await later.send_heartbeat()
     assert await calls() == [look, new]
     assert set(fleet.records) == {"g1", "g2"}
     await later.leave()

@@ -4,10 +4,10 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.routing.group_view import GroupView, RequestView
-from cluster.routing.outstanding import Outstanding, by_gateway, cost_tokens, elsewhere, gateway_of
-from cluster.routing.policy import LeastOutstandingTokens, best_first
-from workers.messages import GenerationRequest, ReplyTo, SamplingParams
+from tandem.cluster.routing.group_view import GroupView, RequestView
+from tandem.cluster.routing.outstanding import Outstanding, by_gateway, cost_tokens, elsewhere, gateway_of
+from tandem.cluster.routing.policy import LeastOutstandingTokens, best_first
+from tandem.workers.messages.request import GenerationRequest, ReplyTo, SamplingParams
 
 REQUEST = RequestView(request_id="r", cost_tokens=10)
 
@@ -93,21 +93,21 @@ def test_an_end_at_a_group_that_was_not_the_first_choice_counts() -> None:
     assert outstanding.here("a") == 0 and not outstanding.holds("c")
 
 
-def test_a_call_whose_end_is_never_heard_counts_until_the_group_says_it_does_not_owe_it() -> None:
+def test_a_call_whose_end_is_lost_counts_until_the_groups_report_lacks_it() -> None:
     outstanding = Outstanding()
     outstanding.begin("lost", "g", 100, 0.0)
     outstanding.begin("long", "g", 40, 1.0)
     for now_s in range(2, 61, 2):
-        outstanding.settle("g", 40, float(now_s))
+        outstanding.reconcile("g", 40, float(now_s))
     assert outstanding.here("g") == 140, "a report may be older than a call"
-    outstanding.settle("g", 40, 62.0)
+    outstanding.reconcile("g", 40, 62.0)
     assert outstanding.here("g") == 40 and not outstanding.holds("lost")
     for now_s in range(64, 3600, 2):
-        outstanding.settle("g", 40, float(now_s))
+        outstanding.reconcile("g", 40, float(now_s))
     assert outstanding.here("g") == 40, "however long an answer takes"
 
 
-def test_lost_calls_are_settled_under_steady_load_and_no_others() -> None:
+def test_lost_calls_are_removed_under_steady_load_and_no_others() -> None:
     """Reports are 4 s old, calls take 20 s and come each second; some are cancelled between choice and dispatch."""
     outstanding = Outstanding()
     true: list[int] = []
@@ -122,6 +122,6 @@ def test_lost_calls_are_settled_under_steady_load_and_no_others() -> None:
         running = [call for call in range(max(0, second - 19), second + 1) if not is_lost(call)]
         true.append(100 * len(running))
         if second % 2 == 0 and second >= 4:
-            outstanding.settle("g", true[second - 4], float(second))
+            outstanding.reconcile("g", true[second - 4], float(second))
         assert outstanding.here("g") >= true[second], "what runs is counted"
     assert outstanding.here("g") == true[-1] == 2000

@@ -1,4 +1,4 @@
-"""Private folders, run files and the reaper: modes, removal, sweeping after launchers that were killed."""
+"""Private folders and run files: modes, and sweeping once their launcher has ended."""
 
 import os
 import stat
@@ -11,9 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cluster.launcher import with_state_folder
-from cluster.reaper import Reaper, orphans
-from cluster.run_files import (
+from tandem.cluster.process.run_files import (
     PrivateFolder,
     RunFile,
     read_run_files,
@@ -22,7 +20,8 @@ from cluster.run_files import (
     sweep,
     write_run_file,
 )
-from configs.schema import EngineSettings, GatewaySettings, ModelSettings, RedisSettings, ServiceSettings
+from tandem.cluster.service.launcher import with_state_folder
+from tandem.configs.schema import EngineSettings, GatewaySettings, ModelSettings, RedisSettings, ServiceSettings
 
 
 @pytest.fixture
@@ -50,8 +49,8 @@ def test_the_folder_and_its_token_are_the_users_alone(temp: Path) -> None:
     assert folder.path.parent == temp
     assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
-    assert list(folder.empty.iterdir()) == []
-    folder.remove()
+    (folder.path / "launcher.pid").write_text(str(dead_pid()))
+    sweep()
     assert list(temp.iterdir()) == []
 
 
@@ -61,6 +60,12 @@ def test_folders_of_dead_launchers_are_swept_and_others_stay(temp: Path) -> None
     (dead.path / "launcher.pid").write_text(str(dead_pid()))
     sweep()
     assert live.path.exists() and foreign.exists() and not dead.path.exists()
+
+
+def test_run_files_of_dead_launchers_are_swept(temp: Path) -> None:
+    live, dead = (write_run_file(run_file(pid)) for pid in (os.getpid(), dead_pid()))
+    sweep()
+    assert live.exists() and not dead.exists()
 
 
 def test_run_files_are_found_while_their_launcher_lives(temp: Path) -> None:
@@ -76,35 +81,6 @@ def test_run_files_are_found_while_their_launcher_lives(temp: Path) -> None:
     assert list(temp.iterdir()) == []
 
 
-def test_the_reaper_ends_what_runs_in_the_folder(temp: Path) -> None:
-    private = PrivateFolder()
-    folder = private.path
-    sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
-    ours = subprocess.Popen(sleeper, cwd=private.empty)
-    other = subprocess.Popen(sleeper, cwd=temp)
-    try:
-        reaper = Reaper(folder)
-        assert reaper._process.stdin is not None
-        reaper._process.stdin.close()  # what the launcher's death does
-        assert reaper._process.wait(20) == 0
-        assert ours.wait(30) < 0
-        assert other.poll() is None
-        assert not folder.exists()
-        assert orphans(folder) == []
-    finally:
-        ours.kill()
-        other.kill()
-        ours.wait()
-        other.wait()
-
-
-def test_a_dismissed_reaper_touches_nothing(temp: Path) -> None:
-    folder = PrivateFolder().path
-    reaper = Reaper(folder)
-    reaper.dismiss()
-    assert folder.exists()
-
-
 @pytest.mark.parametrize(("state_dir", "redis_url"), [(None, None), ("kept", None), (None, "redis://there")])
 def test_only_the_state_of_a_private_redis_goes_with_the_private_folder(
     temp: Path, state_dir: str | None, redis_url: str | None
@@ -115,4 +91,3 @@ def test_only_the_state_of_a_private_redis_goes_with_the_private_folder(
     settings = with_state_folder(ServiceSettings(engine=engine, gateway=gateway, redis=redis), folder)
     is_private = state_dir is None and redis_url is None
     assert settings.gateway.state_dir == (str(folder.state) if is_private else state_dir)
-    folder.remove()

@@ -1,15 +1,19 @@
 """GroupRouter in Serve's hooks, with replicas and requests made of plain objects; it never raises into Serve."""
 
 import asyncio
+import inspect
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 
-from cluster.routing.serve_router import GroupRouter
-from workers.messages import AdapterRef, GenerationRequest, ReplyTo, SamplingParams
+from tandem.cluster.gateway.generation.serve_calls import ServeCaller
+from tandem.cluster.group.coordinator import Coordinator
+from tandem.cluster.routing.serve_router import GroupRouter
+from tandem.workers.messages.request import AdapterRef, GenerationRequest, ReplyTo, SamplingParams
 
 ONE = "0123456789abcdef" * 4
 
@@ -74,9 +78,9 @@ def test_a_group_that_reports_a_stall_is_avoided_until_it_moves(router: GroupRou
     assert chosen(router, [report(0.0), replica("b")], pending("c2", 100)) == ["a", "b"]
 
 
-def test_a_group_that_has_vanished_is_the_last_choice(router: GroupRouter) -> None:
+def test_a_missing_group_is_the_last_choice(router: GroupRouter) -> None:
     a, b = replica("a"), replica("b")
-    assert chosen(router, [a, b], pending("c1", 100, vanished=["a"])) == ["b", "a"]
+    assert chosen(router, [a, b], pending("c1", 100, missing=["a"])) == ["b", "a"]
     assert chosen(router, [a, b], pending("c2", 100)) == ["a", "b"]
 
 
@@ -109,9 +113,7 @@ def test_a_report_that_is_first_seen_after_its_requests_ended_keeps_nobody_away(
     assert [chosen(router, late, pending(f"d{i}", 10))[0] for i in range(4)] == ["a", "b", "a", "b"]
 
 
-def test_a_report_that_does_not_know_an_old_call_settles_it(
-    router: GroupRouter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_that_lacks_an_old_call_removes_it(router: GroupRouter, monkeypatch: pytest.MonkeyPatch) -> None:
     def owes(tokens: int) -> list[Any]:
         return [replica("a", outstanding_tokens={"me": tokens}, kv_used=0.0), replica("b")]
 
@@ -157,3 +159,12 @@ def test_statistics_of_another_form_do_not_hang_the_caller(router: GroupRouter) 
 
 def test_no_request_means_no_preference(router: GroupRouter) -> None:
     assert len(chosen(router, [replica("a"), replica("b")], None)) == 2
+
+
+def test_the_groups_to_avoid_reach_the_router_under_the_coordinators_own_argument() -> None:
+    """Serve passes a call's arguments to the router and to the coordinator alike."""
+    method = Mock()
+    ServeCaller(Mock(options=lambda **_: method)).call(b"", ["g1"])
+    (call,) = method.remote.call_args_list
+    inspect.signature(Coordinator.generate).bind(None, *call.args, **call.kwargs)
+    assert call.kwargs == {"missing": ["g1"]}

@@ -20,15 +20,15 @@ from typing import Any
 import pytest
 import typer.testing
 
-from cluster.cli import build_app
-from cluster.conversation import Conversation
-from cluster.endpoint import Endpoint, EndpointError, event_data
-from cluster.run_files import RunFile, write_run_file
-from configs.errors import SettingsError, TandemError
-from configs.schema import GatewaySettings
+from tandem.cluster.cli.client.conversation import Conversation
+from tandem.cluster.cli.client.endpoint import Endpoint, EndpointError, event_data
+from tandem.cluster.cli.main import build_app
+from tandem.cluster.process.run_files import RunFile, write_run_file
+from tandem.configs.errors import SettingsError, TandemError
+from tandem.configs.schema import GatewaySettings
+from tandem.workers.messages.errors import QueueFull
 from tests.support.fake_backend import FakeBackend, fixed_script
 from tests.unit.gateway.rig import EOS, Rig, gateway, served
-from workers.errors import QueueFull
 
 KEYS = GatewaySettings(api_keys=("sk-one",))
 
@@ -84,7 +84,7 @@ async def test_chat_keeps_the_conversation_until_reset() -> None:
             "chat", "--url", url, "--system", "Be brief.", typed="a\n\nb\n/reset\n/nonsense\nc\n/exit\nd\n"
         )
         assert (done.exit_code, done.stdout) == (0, "ok\nok\nok\n")
-        assert "begins anew" in done.stderr and "/nonsense is no command" in done.stderr
+        assert "new conversation" in done.stderr and "/nonsense is no command" in done.stderr
         assert prompts(rig) == [
             "|system:Be brief.|user:a|",
             "|system:Be brief.|user:a|assistant:ok|user:b|",
@@ -148,7 +148,7 @@ async def test_without_a_url_the_running_service_is_found(runtime: Path) -> None
             )
         done = await tandem("complete", "x")
         assert (done.exit_code, done.stdout) == (0, "found\n")
-        assert f"2 services run here; talking to the newest, {url}" in done.stderr
+        assert f"2 services run here; using the newest, {url}" in done.stderr
 
 
 async def test_where_nothing_listens_the_url_is_named() -> None:

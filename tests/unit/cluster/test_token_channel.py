@@ -9,15 +9,15 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import zmq
 
-from cluster.token_channel import TokenReceiver, TokenSender, by_gateway
-from workers.channel import ChannelContext, bind_router
-from workers.messages import Abort, ReplyTo, TokenDelta
+from tandem.cluster.wire.token_channel import TokenReceiver, TokenSender, by_gateway
+from tandem.workers.messages.channel import ChannelContext, bind_router
+from tandem.workers.messages.request import Abort, ReplyTo, TokenDelta
 
 SECRET = "ab" * 32
 
 
 def delta(request_id: str, first: int = 0, tokens: list[int] | None = None) -> TokenDelta:
-    return TokenDelta(request_id=request_id, epoch=0, choice=0, first_position=first, token_ids=tokens or [1])
+    return TokenDelta(request_id=request_id, attempt=0, choice=0, first_position=first, token_ids=tokens or [1])
 
 
 class End:
@@ -67,7 +67,7 @@ async def test_deltas_arrive_in_order_and_numbered(end: End, sender: TokenSender
     assert {s for s, _ in end.got} == {b"group:1"}
 
 
-async def test_a_missing_number_is_told(end: End, sender: TokenSender) -> None:
+async def test_a_missing_number_is_reported(end: End, sender: TokenSender) -> None:
     reply_to = end.receiver.reply_to
     sender.open(reply_to)
     sender.send([(reply_to, [delta("r", 0)])])
@@ -107,7 +107,7 @@ async def test_aborts_travel_back(end: End, sender: TokenSender, poller: zmq.Pol
     sender.open(reply_to)
     sender.send([(reply_to, [delta("r")])])
     await until(lambda: end.got)
-    abort = Abort(request_id="r", epoch=0, keep_positions=3)
+    abort = Abort(request_id="r", attempt=0, keep_positions=3)
     end.receiver.send_abort(b"group:1", abort)
     end.receiver.send_abort(b"nobody", abort)  # a group that is gone
     got: list[Abort] = []
@@ -116,6 +116,7 @@ async def test_aborts_travel_back(end: End, sender: TokenSender, poller: zmq.Pol
     assert sender.receive() == []
 
 
+@pytest.mark.realtime
 async def test_a_wrong_secret_gets_nothing_through(poller: zmq.Poller) -> None:
     end = End("cd" * 32)
     sender = TokenSender(SECRET, "group:1", poller, time.monotonic)

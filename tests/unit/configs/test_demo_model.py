@@ -122,8 +122,8 @@ def test_chat_template_renders_all_roles(tokenizer: Any) -> None:
 
 
 def test_training_text_is_what_the_template_renders(tokenizer: Any) -> None:
-    from configs.demo.corpus import chat_document, document_text
-    from configs.demo.skills import Exchange
+    from tools.demo_model.corpus import chat_document, document_text
+    from tools.demo_model.skills import Exchange
 
     text = document_text(chat_document([Exchange("Hi", "Hello!"), Exchange("Bye", "Goodbye!")], "Be brief."))
     contents = ("Be brief.", "Hi", "Hello!", "Bye", "Goodbye!")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from configs.errors import SettingsError
-from configs.load import (
+from tandem.configs.errors import SettingsError
+from tandem.configs.load import (
     LORA_SIZES,
     build_settings,
     default_of,
@@ -18,7 +18,7 @@ from configs.load import (
     resolved_yaml,
     settings_from_serve_args,
 )
-from configs.options import OPTIONS, parse_size
+from tandem.configs.options import OPTIONS, parse_size
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
@@ -342,7 +342,7 @@ def test_bad_serve_args_are_refused(args: dict[str, Any], words: str) -> None:
         settings_from_serve_args(args)
 
 
-@pytest.mark.parametrize("applications", ["5", "[odd]", "{a: b}", "[{import_path: cluster.app:build}, odd]"])
+@pytest.mark.parametrize("applications", ["5", "[odd]", "{a: b}", "[{import_path: tandem.cluster.app:build}, odd]"])
 def test_what_is_no_application_is_refused(tmp_path: Path, applications: str) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(f"applications: {applications}")
@@ -358,9 +358,17 @@ def test_a_serve_file_of_others_is_said_to_be_one(tmp_path: Path, applications: 
         read_serve_file(str(file))
 
 
+@pytest.mark.parametrize("others", ["", ", {import_path: tandem.cluster.app:build}"])
+def test_the_import_path_of_before_is_refused_with_the_new_one_named(tmp_path: Path, others: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(f"applications: [{{import_path: cluster.app:build}}{others}]")
+    with pytest.raises(SettingsError, match=r"import_path cluster\.app:build is now tandem\.cluster\.app:build$"):
+        read_serve_file(str(file))
+
+
 def test_a_serve_file_has_the_settings_of_each_application_of_ours(tmp_path: Path) -> None:
     args = "args: {model_loading_config: {model_id: %s}, single_node: false}"
-    apps = [f"{{import_path: cluster.app:build, {args % name}}}" for name in ("one", "two")]
+    apps = [f"{{import_path: tandem.cluster.app:build, {args % name}}}" for name in ("one", "two")]
     file = tmp_path / "c.yaml"
     file.write_text(f"applications: [{', '.join(apps)}, {{import_path: other.app:build}}]")
     assert [settings.engine.model.model for settings in read_serve_file(str(file))] == ["one", "two"]
@@ -372,7 +380,7 @@ def test_a_serve_file_has_the_settings_of_each_application_of_ours(tmp_path: Pat
 def test_shipped_serve_files_hold_good_args(name: str) -> None:
     loaded = yaml.safe_load((CONFIGS / "serve" / f"{name}.yaml").read_text())
     (app,) = loaded["applications"]
-    assert app["import_path"] == "cluster.app:build"
+    assert app["import_path"] == "tandem.cluster.app:build"
     assert settings_from_serve_args(app["args"]).engine.model.model == "demo"
 
 

@@ -1,6 +1,6 @@
 """A state machine over a whole engine with adapters on fake ranks: requests come, go, are given up, while ranks fetch,
 place and drop when they please and sometimes refuse. The fakes notice a wrong slot, a page rewritten under a plan, a
-row without its adapter; the engine's own laws are asserted after each step, and at the end everybody has an end.
+row without its adapter; the engine's own invariants are asserted after each step, and at the end everybody has an end.
 """
 
 from collections.abc import Iterator
@@ -8,25 +8,28 @@ from contextlib import contextmanager
 from typing import Any
 
 from builders import Harness, assert_as_expected, harness, request
-from fake_adapters import AdapterPlan
+from fake_adapters import AdapterOp, AdapterPlan
 from fake_tiers import TierPlan
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from workers.engine.adapters import AdapterPool
-from workers.errors import RequestRefused
-from workers.messages import Abort, AdapterMove, AdapterRef, GenerationRequest
+from tandem.workers.engine.transfers.transfer_manager import TransferManager
+from tandem.workers.engine.waiting.adapter_cache import AdapterCache
+from tandem.workers.messages.errors import RequestRefused
+from tandem.workers.messages.request import Abort, AdapterRef, GenerationRequest
 
 DIGESTS = ("a", "b", "c", "d", "e", "f")
 BIG = "f"
 """It takes the whole device."""
 MODES: tuple[dict[str, Any], ...] = ({"asynchronous": False}, {"asynchronous": True}, {"stages": 2}, {"stages": 4})
 LONG_ENOUGH = 700
-"""Steps of 10 ms in which whoever waits gets on, whatever is in the way."""
+"""Steps of 10 ms in which every waiting request advances, whatever is in the way."""
 
 
-def machine(adapter_pool: type[AdapterPool] = AdapterPool) -> type[RuleBasedStateMachine]:
-    """The state machine over this pool (the real one, or one with a seeded defect)."""
+def machine(
+    adapter_cache: type[AdapterCache] = AdapterCache, transfers: type[TransferManager] = TransferManager
+) -> type[RuleBasedStateMachine]:
+    """The state machine over these classes (the real ones, or one with a seeded defect)."""
 
     class AdapterMachine(RuleBasedStateMachine):
         h: Harness | None = None
@@ -55,7 +58,8 @@ def machine(adapter_pool: type[AdapterPool] = AdapterPool) -> type[RuleBasedStat
                 num_blocks=num_blocks,
                 max_num_seqs=rows,
                 patience=LONG_ENOUGH,
-                adapter_pool=adapter_pool,
+                adapter_cache=adapter_cache,
+                transfers=transfers,
                 tiers=TierPlan(host_slots=host_slots, num_ranks=plan["num_ranks"]) if host_slots else None,
                 adapters=AdapterPlan(
                     num_pages=num_pages,
@@ -67,12 +71,12 @@ def machine(adapter_pool: type[AdapterPool] = AdapterPool) -> type[RuleBasedStat
             )
             self.requests: dict[str, GenerationRequest] = {}
 
-        def delay(self, move: AdapterMove, rank: int) -> int | None:
+        def delay(self, move: AdapterOp, rank: int) -> int | None:
             if move.adapter.digest in self.held:
                 return None
             return self.slow.get((move.ticket % 8, rank), 0)
 
-        def refuses(self, move: AdapterMove, rank: int) -> str | None:
+        def refuses(self, move: AdapterOp, rank: int) -> str | None:
             return "broken" if move.adapter.digest in self.broken and rank == 0 else None
 
         @contextmanager
@@ -115,7 +119,7 @@ def machine(adapter_pool: type[AdapterPool] = AdapterPool) -> type[RuleBasedStat
             req = data.draw(st.sampled_from(self.live))
             choice = data.draw(st.sampled_from([None, None, *range(req.sampling.n)]))
             with self.noting_failure():
-                self.h.engine.abort(Abort(request_id=req.request_id, epoch=0, choice=choice))
+                self.h.engine.abort(Abort(request_id=req.request_id, attempt=0, choice=choice))
 
         @rule(pins=st.sets(st.sampled_from(DIGESTS), max_size=2))
         def pin(self, pins: set[str]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from workers.engine.block_manager import BlockManager, BlockTable
+from tandem.workers.engine.blocks.block_manager import BlockManager, BlockTable
 
 Content = tuple[str, ...]
 
@@ -202,11 +202,11 @@ def machine(manager_class: type[BlockManager]) -> type[RuleBasedStateMachine]:
             self.model.let_go(blocks, held.last_step)
 
         @invariant()
-        def laws(self) -> None:
+        def check_all(self) -> None:
             if not hasattr(self, "model"):
                 return
             model, pool = self.model, self.manager.pool
-            self.manager.check_laws(held.table for held in model.held)
+            self.manager.check_invariants(held.table for held in model.held)
             assert pool.num_allocatable == len(model.idle())
             assert pool.num_cached == sum(b in model.published for b in model.idle())
             for held in model.held:

@@ -1,4 +1,4 @@
-"""What the engine's tests share: short builders, a sink that checks the stream laws, a clock, and the oracle."""
+"""What the engine's tests share: short builders, a sink that checks the stream invariants, a clock, and the oracle."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,10 +8,14 @@ from fake_adapters import AdapterPlan, FakeAdapters
 from fake_executor import FakeExecutor, chain_of, fake_token
 from fake_tiers import FakeTiers, TierPlan
 
-from configs.schema import CacheSettings, EngineSettings, LoraSettings, ModelSettings, SchedulerSettings
-from workers.engine.adapters import AdapterPool
-from workers.engine.engine import Engine, ModelFacts
-from workers.messages import AdapterRef, Ended, GenerationRequest, RowSampling, SamplingParams, TokenDelta
+from tandem.configs.schema import CacheSettings, EngineSettings, LoraSettings, ModelSettings, SchedulerSettings
+from tandem.workers.engine.base.blockers import Blocker
+from tandem.workers.engine.base.sequence import Status
+from tandem.workers.engine.engine import Engine, ModelFacts
+from tandem.workers.engine.transfers.transfer_manager import TransferManager
+from tandem.workers.engine.waiting.adapter_cache import AdapterCache
+from tandem.workers.messages.request import AdapterRef, Ended, GenerationRequest, SamplingParams, TokenDelta
+from tandem.workers.messages.step import RowSampling
 
 EOS = 1
 VOCAB = 97
@@ -74,7 +78,7 @@ class Harness:
 
     @property
     def tiers(self) -> FakeTiers:
-        """The fake movers of a harness that has them."""
+        """The fake lanes of a harness that has them."""
         assert self.executor.tiers is not None
         return self.executor.tiers
 
@@ -93,8 +97,8 @@ class Harness:
 
     def step(self) -> bool:
         self.clock.now_s += self.step_s
-        progress = self.engine.step()
-        self.engine.check_laws()
+        progress = self.engine.turn(0.05)
+        self.engine.check_invariants()
         return progress
 
     def run(self, most_steps: int = 5_000) -> None:
@@ -106,20 +110,25 @@ class Harness:
             idle = 0 if self.step() else idle + 1
             assert idle <= self.executor.stalls + self.patience, "the engine is stuck"
         assert not self.engine.has_work(), "not finished"
-        self.settle()
+        self.drain_transfers()
         self.assert_empty()
 
-    def settle(self, most_turns: int = 2000) -> None:
+    def drain_transfers(self, most_polls: int = 2000) -> None:
         """Nobody asks for anything: the copies that are under way come to their end."""
-        for _ in range(most_turns):
+        for _ in range(most_polls):
             if not self.engine.is_copying:
                 break
             self.clock.now_s += self.step_s
-            self.engine.tend_copies()
-            self.engine.check_laws()
+            self.engine.turn(0.0)
+            self.engine.check_invariants()
+
+    def states(self, name: str) -> list[Status | Blocker]:
+        """Of each choice of a request: what it waits for; its status if that is nothing but a row and blocks."""
+        sequences = self.engine._requests[name].sequences
+        return [self.engine._waiting.blocker_of(seq) or seq.status for seq in sequences]
 
     def assert_empty(self) -> None:
-        """The KV law: nothing is used when nothing runs."""
+        """Quiescence of KV: nothing is used when nothing runs."""
         stats = self.engine.stats()
         assert (stats.running, stats.waiting, stats.in_flight_steps, stats.used_blocks) == (0, 0, 0, 0)
         if self.executor.tiers is not None:
@@ -141,16 +150,18 @@ def harness(
     roots: dict[int, str] | None = None,
     fail_at: frozenset[tuple[int, int, int]] = frozenset(),
     stalls: int = 0,
+    room: Any = lambda step_id: float("inf"),
     device_s: Any = lambda plan: 0.0,
     step_log: str | None = None,
     tiers: TierPlan | None = None,
     adapters: AdapterPlan | None = None,
-    adapter_pool: type[AdapterPool] = AdapterPool,
+    adapter_cache: type[AdapterCache] = AdapterCache,
+    transfers: type[TransferManager] = TransferManager,
     patience: int = 1,
     **scheduler: Any,
 ) -> Harness:
     """An engine over a FakeExecutor; further keywords are SchedulerSettings' fields. patience: steps without progress
-    that are no sign of a standstill (late transfers). adapter_pool: the real one, or one with a seeded defect."""
+    that are no sign of a standstill (late transfers). adapter_cache, transfers: the real ones or defective."""
     limits = SchedulerSettings(
         **{"max_num_seqs": 8, "max_num_batched_tokens": 32, "async_scheduling": asynchronous, **scheduler}
     )
@@ -172,13 +183,17 @@ def harness(
         roots=roots,
         fail_at=fail_at,
         stalls=stalls,
+        room=room,
         device_s=device_s,
         tiers=tiers,
         adapters=adapters,
     )
     facts = ModelFacts(max_model_len, VOCAB, (EOS,), "revision", "float32")
     sink, clock = Sink(), FakeClock()
-    with mock.patch("workers.engine.engine.AdapterPool", adapter_pool):
+    with (
+        mock.patch("tandem.workers.engine.engine.AdapterCache", adapter_cache),
+        mock.patch("tandem.workers.engine.engine.TransferManager", transfers),
+    ):
         engine = Engine(settings, facts, executor, executor.start(), sink, clock)
     return Harness(engine, executor, sink, clock, facts, patience=patience)
 
@@ -188,7 +203,7 @@ def request(
     prompt: list[int] | int,
     max_tokens: int = 8,
     *,
-    epoch: int = 0,
+    attempt: int = 0,
     priority: int = 0,
     salt: str = "",
     deadline_s: float | None = None,
@@ -206,7 +221,7 @@ def request(
     params = {"seed": sum(ord(c) * 257**i for i, c in enumerate(name)) % 2**31, "ignore_eos": True, **sampling}
     return GenerationRequest(
         request_id=name,
-        epoch=epoch,
+        attempt=attempt,
         prompt_token_ids=tokens,
         sampling=SamplingParams(max_tokens=max_tokens, **params),
         tenant=tenant,

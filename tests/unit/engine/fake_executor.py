@@ -10,6 +10,7 @@ pool of its own, which a transfer (fake_tiers.py) can fill or spoil alone; plans
 A slot holds (position, chain): chain stands for the root and all tokens up to that position.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,18 +18,9 @@ from dataclasses import dataclass, field
 from fake_adapters import AdapterPlan, FakeAdapters
 from fake_tiers import GARBAGE, FakeTiers, Slot, TierPlan
 
-from workers.engine.executor import ExecutorReady
-from workers.messages import (
-    AdapterMove,
-    RowInit,
-    RowResult,
-    RowSampling,
-    RowWork,
-    StepPlan,
-    StepResult,
-    Transfer,
-    TransferDone,
-)
+from tandem.workers.engine.executor import ExecutorReady
+from tandem.workers.messages.step import RowInit, RowResult, RowSampling, RowWork, StepPlan, StepResult
+from tandem.workers.messages.transfer import CopyKV, TransferOp, TransferResult
 
 
 def chain_of(root: str, tokens: list[int]) -> list[int]:
@@ -59,15 +51,16 @@ class Row:
     blocks: list[int] = field(default_factory=list)
     slot: int | None = None
     unsent: int | None = None
-    misled_by: int | None = None
+    failed_load_of: int | None = None
 
 
 class FakeExecutor:
     """num_rows rows over num_blocks blocks. stages > 1: sampled tokens must come back in a later plan.
 
     roots: the root of a request's KV by its seed (plans do not carry it). fail_at: (seed, choice, output position) of
-    rows that come back with an error. stalls: how many wait() calls give nothing before each result. wanted, filled by
-    tests: the adapter of a request by its seed, or None.
+    rows that come back with an error. room: by step, the most tokens for which the device has memory. stalls: how many
+    looks at the ranks give nothing before each result. wanted, filled by tests: the adapter of a request by its seed,
+    or None.
     """
 
     def __init__(
@@ -82,13 +75,16 @@ class FakeExecutor:
         fail_at: frozenset[tuple[int, int, int]] = frozenset(),
         device_s: Callable[[StepPlan], float] = lambda plan: 0.0,
         stalls: int = 0,
+        room: Callable[[int], float] = lambda step_id: math.inf,
         tiers: TierPlan | None = None,
         adapters: AdapterPlan | None = None,
     ) -> None:
         self.num_blocks, self.block_size, self.num_rows = num_blocks, block_size, num_rows
         self.stages, self.vocab_size = stages, vocab_size
         self.roots = roots or {}
-        self.fail_at, self.device_s, self.stalls = fail_at, device_s, stalls
+        self.fail_at, self.device_s, self.stalls, self.room = fail_at, device_s, stalls, room
+        self.failures: list[int] = []
+        self._owed: list[tuple[int, int]] = []
         self.rows: dict[int, Row] = {}
         self.num_ranks = max(1 if plan is None else plan.num_ranks for plan in (tiers, adapters))
         self.adapters = None if adapters is None else FakeAdapters(adapters)
@@ -104,6 +100,7 @@ class FakeExecutor:
         self._touched: deque[tuple[set[int], set[int]]] = deque()
         self._slots: deque[set[int]] = deque()
         self._stalled = 0
+        self._messages: deque[StepResult | TransferResult | None] = deque()
 
     # ---- Executor ----
 
@@ -123,7 +120,7 @@ class FakeExecutor:
         )
 
     def submit(self, plan: StepPlan) -> None:
-        """Runs the plan at once, as ranks would in this order, and keeps the result for wait()."""
+        """Runs the plan at once, as ranks would in this order, and keeps the result for poll()."""
         assert plan.step_id == len(self.plans) + 1, "step ids count plans"
         assert plan.work, "an empty plan"
         assert len({work.row for work in plan.work}) == len(plan.work), "a row twice in one plan"
@@ -132,18 +129,37 @@ class FakeExecutor:
             self.tiers.bring(plan.awaits)
         self._bind(plan)
         self._name_slots(plan)
-        self._extend(plan)
+        failure = self._failure_of(plan)
+        self._extend(plan, computes=failure is None)
         self._check_writes(plan)
-        self._copy(plan)
-        results = [result for work in plan.work if (result := self._compute(work)) is not None]
-        self._results.append(StepResult(step_id=plan.step_id, rows=results, device_s=self.device_s(plan)))
+        self._owed += plan.block_copies
+        results: list[RowResult] = []
+        if failure is None:
+            self._copy(self._owed)
+            self._owed = []
+            results = [result for work in plan.work if (result := self._compute(work)) is not None]
+        device_s = self.device_s(plan)
+        self._results.append(StepResult(step_id=plan.step_id, rows=results, device_s=device_s, failure=failure))
         self.most_in_flight = max(self.most_in_flight, len(self._results))
 
-    def wait(self, timeout_s: float) -> StepResult | None:
-        if self.tiers is not None:
-            self.tiers.pump()
-        if self.adapters is not None:
-            self.adapters.pump()
+    def poll(self, timeout_s: float) -> StepResult | TransferResult | None:
+        """One look at the ranks gives the answers of their lanes, then a result or nothing."""
+        if not self._messages:
+            self._look()
+        message = self._messages.popleft()
+        if isinstance(message, TransferResult):
+            for fakes in (self.tiers, self.adapters):
+                if fakes is not None and message.ticket in fakes.under_way:
+                    fakes.taken(message)
+        return message
+
+    def _look(self) -> None:
+        for fakes in (self.tiers, self.adapters):
+            if fakes is not None:
+                self._messages += fakes.pump()
+        self._messages.append(self._next_result())
+
+    def _next_result(self) -> StepResult | None:
         if not self._results:
             return None
         if self._stalled < self.stalls:
@@ -155,25 +171,29 @@ class FakeExecutor:
         self._slots.popleft()
         return self._results.popleft()
 
-    def transfer(self, transfer: Transfer | AdapterMove) -> None:
-        if isinstance(transfer, AdapterMove):
+    def transfer(self, op: TransferOp) -> None:
+        if not isinstance(op, CopyKV):
             assert self.adapters is not None, "an adapter moves without --enable-lora"
-            self.adapters.send(transfer, set().union(*self._slots))
+            self.adapters.send(op, set().union(*self._slots))
             return
         assert self.tiers is not None, "a transfer without tiers"
         named = set().union(*(named for named, _ in self._touched))
         written = set().union(*(written for _, written in self._touched))
-        self.tiers.send(transfer, named, written)
-
-    def transfers_done(self) -> list[TransferDone]:
-        assert self.tiers is not None or self.adapters is not None, "a question for transfers without any"
-        done = [] if self.tiers is None else self.tiers.take()
-        return done if self.adapters is None else [*done, *self.adapters.take()]
+        self.tiers.send(op, named, written)
 
     def close(self) -> None:
         self._results.clear()
 
     # ---- a rank's order of work ----
+
+    def _failure_of(self, plan: StepPlan) -> str | None:
+        """Why nothing of a plan is computed: there is no memory, or it was made before such a failure was known."""
+        if self.failures and plan.known_failure < self.failures[-1]:
+            return "planned in ignorance"
+        if sum(work.num_tokens for work in plan.work) <= self.room(plan.step_id):
+            return None
+        self.failures.append(plan.step_id)
+        return "out of memory"
 
     def _bind(self, plan: StepPlan) -> None:
         for number in plan.freed_rows:
@@ -207,7 +227,7 @@ class FakeExecutor:
         assert held == {wanted}, f"a row that wants {wanted} computes with {held}"
         return f"{root}{wanted}"
 
-    def _extend(self, plan: StepPlan) -> None:
+    def _extend(self, plan: StepPlan, computes: bool) -> None:
         for work in plan.work:
             assert work.row in self.rows, f"row {work.row} used before it was bound"
             row = self.rows[work.row]
@@ -222,6 +242,8 @@ class FakeExecutor:
                 row.blocks[place] = block_id
             assert len(set(row.blocks)) == len(row.blocks), "a block twice in one table"
             assert all(0 <= block_id < self.num_blocks for block_id in row.blocks)
+            if not computes:
+                continue
             end = row.computed + work.num_tokens
             assert work.num_tokens > 0 and end <= len(row.tokens), "work beyond the known tokens"
             assert work.samples == (end == len(row.tokens)), "samples exactly at the last known token"
@@ -257,11 +279,11 @@ class FakeExecutor:
         if self.tiers is not None:
             self.tiers.check_plan(named, written)
 
-    def _copy(self, plan: StepPlan) -> None:
-        destinations = [destination for _, destination in plan.block_copies]
+    def _copy(self, copies: list[tuple[int, int]]) -> None:
+        destinations = [destination for _, destination in copies]
         assert len(set(destinations)) == len(destinations), "two copies into one block"
-        assert not {source for source, _ in plan.block_copies} & set(destinations), "a copy of a copy in one plan"
-        for source, destination in plan.block_copies:
+        assert not {source for source, _ in copies} & set(destinations), "a copy of a copy in one plan"
+        for source, destination in copies:
             for pool in self.pools:
                 pool[destination][:] = pool[source]
 
@@ -273,22 +295,22 @@ class FakeExecutor:
                 block_id = row.blocks[position // size]
                 slot = pool[block_id][position % size]
                 if self.tiers is not None and (ticket := self.tiers.spoiled_by(block_id)) is not None:
-                    row.misled_by = ticket
-                if row.misled_by is not None:
+                    row.failed_load_of = ticket
+                if row.failed_load_of is not None:
                     break
                 assert slot == (position, chain[position]), (
                     f"rank {rank}, row {work.row}: wrong KV at position {position}: {slot}"
                 )
-        if row.misled_by is not None:
-            assert self.tiers is not None and row.misled_by in self.tiers.under_way, (
+        if row.failed_load_of is not None:
+            assert self.tiers is not None and row.failed_load_of in self.tiers.under_way, (
                 "a row goes on after its load failed"
             )
-            self.tiers.num_misled += 1
+            self.tiers.num_failed_loads += 1
             chain = [GARBAGE[1]] * len(chain)
         end = row.computed + work.num_tokens
         for position in range(row.computed, end):
             for pool in self.pools:
-                value = (position, chain[position]) if row.misled_by is None else GARBAGE
+                value = (position, chain[position]) if row.failed_load_of is None else GARBAGE
                 pool[row.blocks[position // size]][position % size] = value
         row.computed = end
         return self._sample(work.row, row, chain[-1]) if work.samples else None

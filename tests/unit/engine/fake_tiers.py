@@ -1,7 +1,7 @@
-"""The ranks' movers without bytes: a fake host and a fake disk per rank, late answers, failures; strict about who may
+"""The ranks' lanes without bytes: a fake host and a fake disk per rank, late answers, failures; strict about who may
 touch what while a transfer is under way.
 
-Each rank has two movers, one for memory and one for files; each takes its transfers in the order in which they were
+Each rank has two lanes, one for memory and one for files; each takes its transfers in the order in which they were
 sent and answers for itself, out of step with all others. A place that fails leaves garbage where its bytes should have
 gone, as a half-finished copy does. A ticket counts as under way from its sending until the engine has taken the last
 rank's answer. A plan that awaits a load has it carried out first; if that fails, what the plan's rows say is garbage
@@ -14,23 +14,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offload.disk_tier import DiskTier
-from offload.eviction import Policy, make_policy
-from offload.host_tier import HostTier
-from offload.tiered_store import TieredStore
-from workers.messages import Transfer, TransferDone
+from tandem.offload.kv.disk_tier import DiskTier
+from tandem.offload.kv.eviction import Policy, make_policy
+from tandem.offload.kv.host_tier import HostTier
+from tandem.offload.kv.tiered_store import TieredStore
+from tandem.workers.messages.transfer import CopyKV, Failure, TransferResult
 
 Slot = tuple[int, int]
 Block = list[Slot | None]
 GARBAGE = (-1, -1)
 
 
-def no_failure(transfer: Transfer, rank: int, place: int) -> bool:
+def no_failure(transfer: CopyKV, rank: int, place: int) -> bool:
     del transfer, rank, place
     return False
 
 
-def at_once(transfer: Transfer, rank: int) -> int | None:
+def at_once(transfer: CopyKV, rank: int) -> int | None:
     del transfer, rank
     return 0
 
@@ -45,13 +45,13 @@ class TierPlan:
     disk_keys: int = 0
     num_ranks: int = 1
     policy: Policy = "lru"
-    fails: Callable[[Transfer, int, int], bool] = no_failure
-    delay: Callable[[Transfer, int], int | None] = at_once
+    fails: Callable[[CopyKV, int, int], bool] = no_failure
+    delay: Callable[[CopyKV, int], int | None] = at_once
     disk_ends_after: int | None = None
 
 
 class FakeTiers:
-    """What all ranks' movers do, over `pools`: by rank, the slots of each device block."""
+    """What all ranks' lanes do, over `pools`: by rank, the slots of each device block."""
 
     def __init__(self, plan: TierPlan, pools: list[list[Block]]) -> None:
         self.plan, self.pools = plan, pools
@@ -60,31 +60,30 @@ class FakeTiers:
         ranks = range(plan.num_ranks)
         self.host: list[list[Block | None]] = [[None] * plan.host_slots for _ in ranks]
         self.disk: list[dict[bytes, Block]] = [{} for _ in ranks]
-        self.sent: list[Transfer] = []
-        self.under_way: dict[int, Transfer] = {}
+        self.sent: list[CopyKV] = []
+        self.under_way: dict[int, CopyKV] = {}
         self.most_under_way = 0
         self.num_failed = 0
         self._awaiting: dict[int, set[int]] = {}
-        self.joined: set[int] = set()
-        self.num_misled = 0
-        self._movers = [(rank, kinds) for rank in ranks for kinds in (("store", "load"), ("spill", "fetch"))]
-        self._queues: list[deque[Transfer]] = [deque() for _ in self._movers]
-        self._looked = [0 for _ in self._movers]
-        self._late: dict[tuple[int, int], TransferDone] = {}
+        self.overlapped: set[int] = set()
+        self.num_failed_loads = 0
+        self._lanes = [(rank, kinds) for rank in ranks for kinds in (("store", "load"), ("spill", "fetch"))]
+        self._queues: list[deque[CopyKV]] = [deque() for _ in self._lanes]
+        self._looked = [0 for _ in self._lanes]
+        self._late: dict[tuple[int, int], TransferResult] = {}
         self._spoiled: dict[int, int] = {}
         self._spilled = 0
-        self._done: list[TransferDone] = []
 
     # ---- the executor's side ----
 
-    def send(self, transfer: Transfer, named: set[int], written: set[int]) -> None:
+    def send(self, transfer: CopyKV, named: set[int], written: set[int]) -> None:
         """named, written: blocks that plans in flight use at all, and those that they write."""
         self._check(transfer, named, written)
         self.sent.append(transfer)
         self.under_way[transfer.ticket] = transfer
         self.most_under_way = max(self.most_under_way, len(self.under_way))
         self._awaiting[transfer.ticket] = set(range(self.plan.num_ranks))
-        for (_, kinds), waiting in zip(self._movers, self._queues, strict=True):
+        for (_, kinds), waiting in zip(self._lanes, self._queues, strict=True):
             if transfer.kind in kinds:
                 waiting.append(transfer)
 
@@ -92,8 +91,8 @@ class FakeTiers:
         """A plan waits for these loads: every rank carries them out before it goes on; answers may still be late."""
         for ticket in tickets:
             assert self.under_way[ticket].kind == "load", "a plan awaits what is not a load under way"
-            self.joined.add(ticket)
-            for (rank, kinds), waiting in zip(self._movers, self._queues, strict=True):
+            self.overlapped.add(ticket)
+            for (rank, kinds), waiting in zip(self._lanes, self._queues, strict=True):
                 if "load" not in kinds:
                     continue
                 for transfer in waiting:
@@ -103,31 +102,31 @@ class FakeTiers:
                     if transfer.ticket == ticket:
                         break
 
-    def pump(self) -> None:
-        """Every rank is looked at once."""
-        for mover, waiting in enumerate(self._queues):
-            rank = self._movers[mover][0]
+    def pump(self) -> list[TransferResult]:
+        """Every rank is looked at once; returns their answers."""
+        done: list[TransferResult] = []
+        for lane, waiting in enumerate(self._queues):
+            rank = self._lanes[lane][0]
             while waiting:
                 delay = self.plan.delay(waiting[0], rank)
                 if delay is None:
                     waiting.popleft()
                     continue
-                if self._looked[mover] < delay:
-                    self._looked[mover] += 1
+                if self._looked[lane] < delay:
+                    self._looked[lane] += 1
                     break
-                self._looked[mover] = 0
+                self._looked[lane] = 0
                 transfer = waiting.popleft()
                 answer = self._late.pop((transfer.ticket, rank), None)
-                self._done.append(answer or self._move(transfer, rank))
-
-    def take(self) -> list[TransferDone]:
-        done, self._done = self._done, []
-        for message in done:
-            self._awaiting[message.ticket].remove(message.rank)
-            if not self._awaiting[message.ticket]:
-                del self._awaiting[message.ticket], self.under_way[message.ticket]
-                self._spoiled = {block: ticket for block, ticket in self._spoiled.items() if ticket != message.ticket}
+                done.append(answer or self._move(transfer, rank))
         return done
+
+    def taken(self, result: TransferResult) -> None:
+        """The engine has taken an answer."""
+        self._awaiting[result.ticket].remove(result.rank)
+        if not self._awaiting[result.ticket]:
+            del self._awaiting[result.ticket], self.under_way[result.ticket]
+            self._spoiled = {block: ticket for block, ticket in self._spoiled.items() if ticket != result.ticket}
 
     def spoiled_by(self, block_id: int) -> int | None:
         """The load under way that a plan awaited and that left garbage in this block."""
@@ -137,16 +136,16 @@ class FakeTiers:
         """A plan leaves alone what a transfer reads or writes."""
         for transfer in self.under_way.values():
             blocks = set(transfer.block_ids)
-            if transfer.kind == "load" and transfer.ticket in self.joined:
+            if transfer.kind == "load" and transfer.ticket in self.overlapped:
                 assert not written & blocks, f"a plan writes block(s) {written & blocks} of a load"
             elif transfer.kind == "load":
                 assert not named & blocks, f"a plan names block(s) {named & blocks} while a load writes them"
             elif transfer.kind == "store":
                 assert not written & blocks, f"a plan writes block(s) {written & blocks} while a store reads them"
 
-    # ---- laws of a transfer ----
+    # ---- checks of a transfer ----
 
-    def _check(self, transfer: Transfer, named: set[int], written: set[int]) -> None:
+    def _check(self, transfer: CopyKV, named: set[int], written: set[int]) -> None:
         kind, slots, blocks = transfer.kind, set(transfer.slots), set(transfer.block_ids)
         assert transfer.ticket not in self.under_way and transfer.ticket > 0
         assert transfer.slots and len(slots) == len(transfer.slots), "a slot twice in one ticket"
@@ -165,9 +164,9 @@ class FakeTiers:
         elif kind == "store":
             assert not written & blocks, f"block(s) {written & blocks} of a store written by a plan in flight"
 
-    # ---- a rank's mover ----
+    # ---- a rank's lane ----
 
-    def _move(self, transfer: Transfer, rank: int) -> TransferDone:
+    def _move(self, transfer: CopyKV, rank: int) -> TransferResult:
         pool, host, disk = self.pools[rank], self.host[rank], self.disk[rank]
         if transfer.kind == "spill":
             self._spilled += rank == 0
@@ -186,7 +185,7 @@ class FakeTiers:
                 )
                 host[slot] = self._garbage() if fails else list(block)
             elif transfer.kind == "load":
-                if fails and transfer.ticket in self.joined:
+                if fails and transfer.ticket in self.overlapped:
                     self._spoiled[transfer.block_ids[place]] = transfer.ticket
                 pool[transfer.block_ids[place]][:] = self._garbage() if fails else self._whole(host[slot])
             elif transfer.kind == "fetch":
@@ -196,8 +195,8 @@ class FakeTiers:
             elif not fails:
                 disk[transfer.keys[place]] = self._whole(host[slot])
         self.num_failed += len(failed)
-        error = "a hook says so" if failed else None
-        return TransferDone(rank=rank, ticket=transfer.ticket, failed=failed, error=error, disk_error=disk_error)
+        failure = Failure("disk" if disk_error else "internal", "a hook says so") if failed else None
+        return TransferResult(rank=rank, ticket=transfer.ticket, failed=failed, failure=failure)
 
     @property
     def _disk_ended(self) -> bool:
@@ -221,12 +220,12 @@ class FakeTiers:
         return counts
 
 
-def sometimes(rng: Any, one_in: int) -> Callable[[Transfer, int, int], bool]:
+def sometimes(rng: Any, one_in: int) -> Callable[[CopyKV, int, int], bool]:
     """Places fail at random."""
     return lambda transfer, rank, place: rng.randrange(one_in) == 0
 
 
-def up_to(rng: Any, most: int) -> Callable[[Transfer, int], int | None]:
+def up_to(rng: Any, most: int) -> Callable[[CopyKV, int], int | None]:
     """Each rank takes its own time for each ticket."""
     chosen: dict[tuple[int, int], int] = {}
     return lambda transfer, rank: chosen.setdefault((transfer.ticket, rank), rng.randint(0, most))

@@ -3,7 +3,7 @@
 import pytest
 from builders import Harness, assert_as_expected, harness, request
 
-from workers.messages import Abort
+from tandem.workers.messages.request import Abort
 
 MODES = [
     pytest.param({"asynchronous": False}, 1, id="depth1"),
@@ -19,7 +19,7 @@ def used(h: Harness) -> int:
 
 def steps_until_free(h: Harness, name: str, keep: int = 0) -> int:
     """Aborts `name`; how many steps it takes until no more than `keep` blocks are used."""
-    h.engine.abort(Abort(request_id=name, epoch=0))
+    h.engine.abort(Abort(request_id=name, attempt=0))
     assert h.sink.ends[name].finish_reasons == ["abort"] * len(h.sink.ends[name].finish_reasons), "it ends at once"
     steps = 0
     while used(h) > keep:
@@ -43,7 +43,7 @@ def test_while_decoding(mode, depth, choices):
 
 @pytest.mark.parametrize(("mode", "depth"), MODES)
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_in_the_middle_of_a_chunked_prompt(mode, depth, steps):
+def test_in_the_middle_of_a_chunked_prefill(mode, depth, steps):
     h = harness(**mode, max_num_batched_tokens=8)
     h.add(request("a", 100, 5))
     for _ in range(steps):
@@ -90,7 +90,7 @@ def test_the_blocks_go_to_who_waits_for_them(mode, depth):
     for _ in range(4):
         h.step()
     assert h.engine.stats().waiting == 1 and ("a", 0) in h.sink.tokens
-    h.engine.abort(Abort(request_id="a", epoch=0))
+    h.engine.abort(Abort(request_id="a", attempt=0))
     for _ in range(2 * depth + 1):
         h.step()
     assert h.sink.tokens["b", 0], "depth steps to free the blocks, depth to come through, one to be planned"

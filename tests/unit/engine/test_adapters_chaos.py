@@ -6,11 +6,11 @@ from contextlib import suppress
 
 import pytest
 from builders import assert_as_expected, harness, request
-from fake_adapters import AdapterPlan
+from fake_adapters import AdapterOp, AdapterPlan, kind_of
 from fake_tiers import TierPlan, up_to
 
-from workers.errors import RequestRefused
-from workers.messages import Abort, AdapterMove, GenerationRequest
+from tandem.workers.messages.errors import RequestRefused
+from tandem.workers.messages.request import Abort, GenerationRequest
 
 pytestmark = pytest.mark.chaos
 
@@ -26,12 +26,12 @@ def test_tn_03_five_hundred_adapters_of_three_tenants(mode, num_ranks, seed):
     late: dict[tuple[int, int], int] = {}
     moods: dict[tuple[str, int], bool] = {}
 
-    def delay(move: AdapterMove, rank: int) -> int:
+    def delay(move: AdapterOp, rank: int) -> int:
         return late.setdefault((move.ticket, rank), rng.choice([0, 0, 1, 3]))
 
-    def refuses(move: AdapterMove, rank: int) -> str | None:
+    def refuses(move: AdapterOp, rank: int) -> str | None:
         bad = moods.setdefault((move.adapter.digest, rank), rng.randrange(40) == 0)
-        return "not today" if bad and move.kind == "fetch" else None
+        return "not today" if bad and kind_of(move) == "fetch" else None
 
     plan = AdapterPlan(
         num_pages=12,
@@ -60,7 +60,7 @@ def test_tn_03_five_hundred_adapters_of_three_tenants(mode, num_ranks, seed):
         for _ in range(rng.randrange(12)):
             h.step()
         if rng.randrange(10) == 0:
-            h.engine.abort(Abort(request_id=rng.choice(accepted).request_id, epoch=0))
+            h.engine.abort(Abort(request_id=rng.choice(accepted).request_id, attempt=0))
     h.run(100_000)
     served = [req for req in accepted if h.sink.ends[req.request_id].refused is None]
     whole = [req for req in served if "abort" not in h.sink.ends[req.request_id].finish_reasons]

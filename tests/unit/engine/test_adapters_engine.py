@@ -6,13 +6,14 @@ import random
 import msgspec
 import pytest
 from builders import Harness, assert_as_expected, expected, harness, request
-from fake_adapters import AdapterPlan
+from fake_adapters import AdapterOp, AdapterPlan, kind_of
 from fake_tiers import TierPlan
 from test_engine_outputs import MODES
 
-from workers.engine.sequence import Status
-from workers.errors import RequestRefused
-from workers.messages import Abort, AdapterMove, AdapterRef, GenerationRequest
+from tandem.workers.engine.base.blockers import Blocker
+from tandem.workers.engine.base.sequence import Status
+from tandem.workers.messages.errors import RequestRefused
+from tandem.workers.messages.request import Abort, AdapterRef, GenerationRequest
 
 PATIENCE = 250
 """Steps without progress that may pass while one waits for room (the bound is 100 steps of the fake clock)."""
@@ -26,13 +27,9 @@ def with_adapters(**options: object) -> Harness:
     return harness(**{"num_blocks": 200, "patience": PATIENCE, "adapters": plan, **rest})  # type: ignore[arg-type]
 
 
-def statuses(h: Harness, name: str) -> list[Status]:
-    return [seq.status for seq in h.engine._requests[name].sequences]
-
-
-def step_until(h: Harness, name: str, status: Status, most: int = 400) -> None:
+def step_until(h: Harness, name: str, status: Status | Blocker, most: int = 400) -> None:
     for _ in range(most):
-        if status in statuses(h, name):
+        if status in h.states(name):
             return
         h.step()
     raise AssertionError(f"{name} is not {status} after {most} steps")
@@ -44,8 +41,8 @@ class Gate:
     def __init__(self, *held: tuple[str, str]) -> None:
         self.held = set(held)
 
-    def __call__(self, move: AdapterMove, rank: int) -> int | None:
-        return None if (move.kind, move.adapter.digest) in self.held else 0
+    def __call__(self, move: AdapterOp, rank: int) -> int | None:
+        return None if (kind_of(move), move.adapter.digest) in self.held else 0
 
 
 # ---- right adapter, always ----
@@ -157,7 +154,7 @@ def test_preempted_sequences_keep_their_adapter(mode):
     assert_as_expected(h, *requests)
 
 
-def test_kv_that_comes_up_from_the_host_belongs_to_the_adapter():
+def test_kv_loaded_from_the_host_belongs_to_the_adapter():
     h = with_adapters(num_blocks=12, tiers=TierPlan(host_slots=64), max_num_seqs=2)
     first = request("first", 24, 2, adapter="a")
     h.add(first)
@@ -178,7 +175,7 @@ def test_a_resumed_request_waits_for_its_adapter_and_goes_on(mode):
     whole = request("a", 9, 12, n=2, adapter="x")
     full = [expected(whole, choice, 512, "x")[0] for choice in range(2)]
     h = with_adapters(**mode)
-    h.add(request("a", 9, 12, n=2, adapter="x", resume=[tokens[:5] for tokens in full], epoch=1))
+    h.add(request("a", 9, 12, n=2, adapter="x", resume=[tokens[:5] for tokens in full], attempt=1))
     h.run()
     assert [h.sink.tokens["a", choice] for choice in range(2)] == [tokens[5:] for tokens in full]
 
@@ -192,7 +189,7 @@ def test_nobody_waits_for_anothers_adapter():
     h.add(request("far", 4, 4, adapter="far"), request("base", 4, 4))
     while "base" not in h.sink.ends:
         h.step()
-    assert statuses(h, "far") == [Status.UNPLACED]
+    assert h.states("far") == [Blocker.ADAPTER]
     gate.held.clear()
     h.run()
     assert_as_expected(h, request("far", 4, 4, adapter="far"))
@@ -218,11 +215,11 @@ def test_who_gives_up_while_waiting_leaves_nothing(kind, how):
     h.add(request("a", 4, 4, adapter="x", n=2, deadline_s=0.1 if how == "deadline" else None))
     for _ in range(3):
         h.step()
-    assert Status.UNPLACED in statuses(h, "a")
+    assert Blocker.ADAPTER in h.states("a")
     if how == "abort":
-        h.engine.abort(Abort(request_id="a", epoch=0))
+        h.engine.abort(Abort(request_id="a", attempt=0))
     elif how == "supersede":
-        h.engine.add_request(request("a", 4, 4, epoch=1))
+        h.engine.add_request(request("a", 4, 4, attempt=1))
         h.executor.wanted[request("a", 4).sampling.seed] = None
         assert h.sink.ends.pop("a").finish_reasons == ["abort", "abort"]
         h.sink.reasons.clear()
@@ -279,30 +276,30 @@ def test_one_of_those_who_waited_is_served_in_any_case_and_all_only_within_the_b
     assert h.adapters.kinds()["place"] == 3
 
 
-def test_who_only_queued_for_a_closed_adapter_waits_in_line_behind():
+def test_a_sequence_that_only_queued_for_a_draining_adapter_waits_in_line_again():
     h = with_adapters(num_pages=2, max_num_seqs=1)
     h.add(request("run", 4, 400, adapter="a"))
     step_until(h, "run", Status.RUNNING)
     h.add(request("queued", 4, 2, adapter="a"))
     h.add(request("b", 4, 2, adapter="b"))
-    step_until(h, "queued", Status.UNPLACED)
+    step_until(h, "queued", Blocker.ADAPTER)
     h.run()
     assert list(h.sink.ends) == ["run", "b", "queued"]
 
 
-def test_an_adapter_is_open_again_when_nobody_wants_its_room_any_more():
+def test_an_adapter_stops_draining_when_its_room_is_no_longer_wanted():
     h = with_adapters(num_pages=2, max_num_seqs=1)
     h.add(request("run", 4, 300, adapter="a"))
     step_until(h, "run", Status.RUNNING)
     h.add(request("queued", 4, 2, adapter="a"), request("b", 4, 2, adapter="b"))
-    step_until(h, "queued", Status.UNPLACED)
-    h.engine.abort(Abort(request_id="b", epoch=0))
+    step_until(h, "queued", Blocker.ADAPTER)
+    h.engine.abort(Abort(request_id="b", attempt=0))
     step_until(h, "queued", Status.WAITING, most=10)
     h.run()
     assert h.adapters.kinds()["place"] == 1
 
 
-def test_an_adapter_of_the_whole_device_gets_its_turn():
+def test_an_adapter_as_large_as_the_device_is_placed():
     h = with_adapters(num_pages=6, pages=lambda digest, rank: 6 if digest == "big" else 1 + rank, num_ranks=2)
     h.add(*(request(f"s{i}", 4, 150, adapter=f"s{i}") for i in range(3)))
     step_until(h, "s2", Status.RUNNING)
@@ -315,7 +312,7 @@ def test_an_adapter_of_the_whole_device_gets_its_turn():
     assert ends.index("big") < len(ends) - 5, "not behind everybody who came later"
 
 
-# ---- turns in a step ----
+# ---- max-loras in a step ----
 
 
 def test_a_step_has_at_most_max_loras_adapters_and_nobody_starves():
@@ -328,7 +325,7 @@ def test_a_step_has_at_most_max_loras_adapters_and_nobody_starves():
     h.run()
 
 
-def test_the_base_model_overtakes_one_that_waits_for_its_turn():
+def test_the_base_model_overtakes_a_sequence_blocked_by_max_loras():
     h = with_adapters(num_pages=20, max_loras=1)
     h.add(request("before", 4, 2, adapter="b"))
     h.run()
@@ -355,8 +352,8 @@ def test_without_enable_lora_an_adapter_is_unknown():
 def test_an_adapter_that_a_rank_refuses_ends_its_requests_with_the_reason(num_ranks, kind):
     broken = {"x"}
 
-    def refuses(move: AdapterMove, rank: int) -> str | None:
-        bad = move.kind == kind and move.adapter.digest in broken and rank == num_ranks - 1
+    def refuses(move: AdapterOp, rank: int) -> str | None:
+        bad = kind_of(move) == kind and move.adapter.digest in broken and rank == num_ranks - 1
         return "layer 3 q_proj is not finite" if bad else None
 
     h = with_adapters(refuses=refuses, num_ranks=num_ranks)
@@ -383,8 +380,10 @@ def test_an_adapter_that_a_rank_refuses_ends_its_requests_with_the_reason(num_ra
 
 
 @pytest.mark.parametrize("kind", ["fetch", "place"])
-def test_a_source_that_cannot_be_read_is_503_and_its_paths_are_not_told(kind, caplog):
-    h = with_adapters(refuses=lambda move, rank: "/srv/secret: EIO" if move.kind == kind else None, is_unreadable=True)
+def test_a_source_that_cannot_be_read_is_503_and_its_paths_are_not_sent(kind, caplog):
+    h = with_adapters(
+        refuses=lambda move, rank: "/srv/secret: EIO" if kind_of(move) == kind else None, is_unreadable=True
+    )
     h.add(request("a", 4, adapter="x"))
     h.run()
     message = "adapter 'x' cannot be served: its files cannot be read at the moment, or are not those that were listed"
@@ -435,14 +434,19 @@ def test_an_adapter_larger_than_the_device_is_refused_with_the_numbers():
 
 
 def test_a_source_that_never_answers_ends_its_requests():
+    """Also one that names another source of the same adapter, and came later."""
     h = with_adapters(delay=Gate(("fetch", "x")))
     h.add(request("a", 4, adapter="x"))
     h.step()
-    h.clock.now_s += 601.0
-    for _ in range(3):
+    other = AdapterRef(name="x", digest="x", source="elsewhere")
+    h.add(msgspec.structs.replace(request("b", 4, adapter="x"), adapter=other))
+    for _ in range(601):
+        assert "a" not in h.sink.ends or h.clock.now_s > 700.0
+        h.clock.now_s += 1.0 - h.step_s
         h.step()
-    refused = h.sink.ends["a"].refused
-    assert refused is not None and refused[0] == 503 and "600 s" in refused[3]
+    for name in "ab":
+        refused = h.sink.ends[name].refused
+        assert refused is not None and refused[0] == 503 and "600 s" in refused[3]
     assert not h.engine.has_work()
 
 
@@ -469,7 +473,7 @@ def test_a_single_host_copy_serves_any_number_of_adapters():
 def test_pinned_adapters_come_by_themselves_and_stay():
     h = with_adapters(num_pages=4)
     h.engine.set_pinned_adapters([AdapterRef(name="p", digest="p", source="p")])
-    h.settle()
+    h.drain_transfers()
     assert h.engine.adapter_residency() == {"p": "device"}
     for i in range(5):
         h.add(request(f"r{i}", 4, 2, adapter=f"a{i}"))
@@ -484,7 +488,7 @@ def test_pinned_adapters_come_by_themselves_and_stay():
 def test_pins_that_fill_the_device_give_way_after_the_bound():
     h = with_adapters(num_pages=4)
     h.engine.set_pinned_adapters([AdapterRef(name=p, digest=p, source=p) for p in ("p", "q")])
-    h.settle()
+    h.drain_transfers()
     begun_s = h.clock.now_s
     h.add(request("a", 4, 2, adapter="a"))
     h.run()
@@ -495,7 +499,7 @@ def test_pins_that_fill_the_device_give_way_after_the_bound():
 def test_a_pin_that_is_refused_is_tried_again_later_not_all_the_time():
     h = with_adapters(refuses=lambda move, rank: "gone" if move.adapter.digest == "p" else None)
     h.engine.set_pinned_adapters([AdapterRef(name="p", digest="p", source="p")])
-    h.settle()
+    h.drain_transfers()
     for i in range(5):
         h.add(request(f"r{i}", 4, 9))
         h.run()
@@ -509,15 +513,15 @@ def test_a_pin_that_is_refused_is_tried_again_later_not_all_the_time():
 def test_a_pin_that_is_refused_is_tried_again_without_any_work():
     h = with_adapters(refuses=lambda move, rank: "gone")
     h.engine.set_pinned_adapters([AdapterRef(name="p", digest="p", source="p")])
-    h.settle()
+    h.drain_transfers()
     assert 29.0 < h.engine.idle_s <= 30.0
-    h.engine.tend_copies()
+    h.engine.turn(0.0)
     assert h.adapters.kinds()["fetch"] == 1
     h.clock.now_s += h.engine.idle_s
-    h.engine.tend_copies()
+    h.engine.turn(0.0)
     assert h.adapters.kinds()["fetch"] == 2
     h.engine.set_pinned_adapters([])
-    h.settle()
+    h.drain_transfers()
     assert h.engine.idle_s == math.inf
 
 

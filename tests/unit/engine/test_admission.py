@@ -1,4 +1,4 @@
-"""The order of waiting, the queue's bookkeeping, the pacer's bound, histograms."""
+"""The order of waiting, the queue's bookkeeping, the chunk limiter's bound, histograms."""
 
 import random
 from collections.abc import Callable
@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from workers.engine.admission import ArrivalQueue
-from workers.engine.pacing import StepPacer
-from workers.engine.stats import Histogram
+from tandem.workers.engine.base.stats import Histogram
+from tandem.workers.engine.chunk_limiter import StepChunkLimiter
+from tandem.workers.engine.waiting.arrival_queue import ArrivalQueue
 
 
 def waiting(priority: int, arrival: int) -> SimpleNamespace:
@@ -47,40 +47,40 @@ def flat_then_steep(tokens: int) -> float:
 
 
 @pytest.mark.parametrize("device_s", [affine, flat_then_steep], ids=lambda f: f.__name__)
-def test_the_pacer_approaches_the_bound_from_below(device_s: Callable[[int], float]):
-    pacer = StepPacer(0.040, min_chunk=16, max_chunk=4096)
+def test_the_chunk_limiter_approaches_the_bound_from_below(device_s: Callable[[int], float]):
+    chunk_limiter = StepChunkLimiter(0.040, min_chunk=16, max_chunk=4096)
     for _ in range(5):
-        pacer.observe(0, device_s(0))
+        chunk_limiter.observe(0, device_s(0))
     for _ in range(40):
-        chunk = pacer.limit()
+        chunk = chunk_limiter.limit()
         assert device_s(chunk) <= 0.040
-        pacer.observe(chunk, device_s(chunk))
-    assert device_s(pacer.limit()) > 0.030
+        chunk_limiter.observe(chunk, device_s(chunk))
+    assert device_s(chunk_limiter.limit()) > 0.030
 
 
-def test_the_pacer_learns_from_big_prompts_that_ran_alone():
-    pacer = StepPacer(0.040, min_chunk=16, max_chunk=4096)
-    pacer.observe(0, affine(0))
-    pacer.observe(4096, affine(4096))
-    assert 0.030 < affine(pacer.limit()) <= 0.040
+def test_the_chunk_limiter_learns_from_long_prefills_that_ran_alone():
+    chunk_limiter = StepChunkLimiter(0.040, min_chunk=16, max_chunk=4096)
+    chunk_limiter.observe(0, affine(0))
+    chunk_limiter.observe(4096, affine(4096))
+    assert 0.030 < affine(chunk_limiter.limit()) <= 0.040
 
 
 def test_a_prompts_short_last_chunk_does_not_shrink_the_next():
-    pacer = StepPacer(0.040, min_chunk=16, max_chunk=4096)
-    pacer.observe(0, affine(0))
+    chunk_limiter = StepChunkLimiter(0.040, min_chunk=16, max_chunk=4096)
+    chunk_limiter.observe(0, affine(0))
     for _ in range(10):
-        pacer.observe(pacer.limit(), affine(pacer.limit()))
-    before = pacer.limit()
-    pacer.observe(3, affine(3))
-    assert pacer.limit() == before
+        chunk_limiter.observe(chunk_limiter.limit(), affine(chunk_limiter.limit()))
+    before = chunk_limiter.limit()
+    chunk_limiter.observe(3, affine(3))
+    assert chunk_limiter.limit() == before
 
 
-def test_a_bound_that_cannot_hold_still_lets_prompts_advance():
-    pacer = StepPacer(0.001, min_chunk=16, max_chunk=4096)
+def test_a_bound_that_cannot_hold_still_lets_prefills_advance():
+    chunk_limiter = StepChunkLimiter(0.001, min_chunk=16, max_chunk=4096)
     for _ in range(5):
-        pacer.observe(0, affine(0))
-        pacer.observe(pacer.limit(), affine(pacer.limit()))
-    assert pacer.limit() == 16
+        chunk_limiter.observe(0, affine(0))
+        chunk_limiter.observe(chunk_limiter.limit(), affine(chunk_limiter.limit()))
+    assert chunk_limiter.limit() == 16
 
 
 def test_histogram_bounds_are_inclusive_and_the_last_count_is_the_rest():

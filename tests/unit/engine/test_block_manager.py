@@ -1,18 +1,23 @@
-"""The block laws hold over random histories; each seeded defect breaks them."""
+"""The block invariants hold over random histories; each seeded defect breaks them."""
 
 import pytest
 from block_machine import machine
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from workers.engine.block_manager import BlockCopy, BlockManager, BlockTable
-from workers.engine.block_pool import BlockPool
+from tandem.workers.engine.blocks.block_manager import (
+    NEVER,
+    BlockCopy,
+    BlockManager,
+    BlockTable,
+)
+from tandem.workers.engine.blocks.block_pool import BlockPool
 
-TestBlockLaws = machine(BlockManager).TestCase
-TestBlockLaws.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestBlockInvariants = machine(BlockManager).TestCase
+TestBlockInvariants.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 HUNT = settings(
-    max_examples=400, stateful_step_count=40, deadline=None, derandomize=True, phases=[Phase.generate], database=None
+    max_examples=4000, stateful_step_count=40, deadline=None, derandomize=True, phases=[Phase.generate], database=None
 )
 
 
@@ -85,7 +90,7 @@ def test_a_copy_source_stays_named_until_the_plan_with_the_copy_returns():
     assert m.pool.num_pending == 1, "the source of the copy in plan 9"
     m.pool.retire(9)
     assert m.pool.num_pending == 0
-    m.check_laws([child])
+    m.check_invariants([child])
 
 
 def test_publishing_blocks_before_they_are_full_is_caught():
@@ -159,7 +164,7 @@ def test_a_running_prefix_is_shared_not_copied():
     m.commit(one, tokens, 4)
     assert m.admit(two, 5, m.match_prefix(two, tokens))
     assert two.block_ids[:2] == one.block_ids[:2] and two.block_ids[2] != one.block_ids[2]
-    m.check_laws([one, two])
+    m.check_invariants([one, two])
 
 
 def test_reserve_keeps_blocks_back():
@@ -186,3 +191,92 @@ def test_without_caching_nothing_is_found():
     assert m.admit(table, 4)
     assert table.next_commit > 10**9
     assert m.match_prefix(m.new_table(None, ""), [1, 2, 3, 4, 5]) == []
+
+
+def test_a_table_says_when_its_next_block_can_be_published():
+    m, tokens = manager(), [1, 2, 3, 4, 5, 6, 7]
+    table = m.new_table(None, "")
+    assert m.admit(table, 7)
+    seen = [(table.num_committed, table.next_commit)]
+    for computed in (1, 2, 5, 7):
+        m.commit(table, tokens, computed)
+        seen.append((table.num_committed, table.next_commit))
+    assert seen == [(0, 2), (0, 2), (1, 4), (2, 6), (3, 8)]
+    m.release(table, 0)
+    assert (table.num_committed, table.next_commit, table.capacity) == (0, NEVER, 0)
+    again = m.new_table(None, "")
+    assert m.admit(again, 7, m.match_prefix(again, tokens))
+    assert (again.num_committed, again.next_commit) == (3, 8)
+
+
+def test_a_table_says_whether_a_block_of_it_may_have_another_user():
+    m = manager()
+    parent, child = m.new_table(None, ""), m.new_table(None, "")
+    assert m.admit(parent, 3)
+    assert not parent.may_share and not child.may_share
+    m.fork(parent, child, 3)
+    assert parent.may_share and child.may_share
+    assert m.make_writable(child, 3, 4, step_id=1)
+    assert not child.may_share and parent.may_share
+    m.release(parent, 1)
+    assert not parent.may_share
+
+
+def test_only_what_will_be_written_is_copied():
+    m = manager(num_blocks=9)
+    parent, child = m.new_table(None, ""), m.new_table(None, "")
+    assert m.admit(parent, 6)
+    m.fork(parent, child, 6)
+    copies = m.make_writable(child, 3, 4, step_id=1)
+    assert [copy.table_index for copy in copies or []] == [1]
+    assert [a == b for a, b in zip(parent.block_ids, child.block_ids, strict=True)] == [True, False, True]
+    copies = m.make_writable(child, 0, 9, step_id=2)
+    assert [copy.table_index for copy in copies or []] == [0, 2], "tokens beyond the table have no block yet"
+    m.check_invariants([parent, child])
+
+
+def test_a_fork_shares_what_is_computed_and_has_published_its_whole_blocks_only():
+    m = manager()
+    parent, child = m.new_table(None, ""), m.new_table(None, "")
+    assert m.admit(parent, 6)
+    m.fork(parent, child, 3)
+    assert child.block_ids == parent.block_ids[:2]
+    assert (child.num_committed, child.next_commit, child.capacity) == (1, 4, 4)
+
+
+def test_a_copy_for_which_there_is_no_block_changes_nothing():
+    m = manager(num_blocks=2)
+    parent, child = m.new_table(None, ""), m.new_table(None, "")
+    assert m.admit(parent, 3)
+    m.fork(parent, child, 3)
+    assert m.make_writable(child, 0, 3, step_id=1) is None
+    assert child.block_ids == parent.block_ids and child.may_share
+    m.check_invariants([parent, child])
+
+
+def test_admission_counts_hits_that_nobody_uses_as_taken():
+    m, tokens = manager(num_blocks=4), [1, 2, 3, 4, 5]
+    first = m.new_table(None, "")
+    assert m.admit(first, 5)
+    m.commit(first, tokens, 5)
+    m.release(first, 0)
+    second = m.new_table(None, "")
+    hits = m.match_prefix(second, tokens)
+    assert len(hits) == 2 and not m.admit(second, 5, hits, reserve=2)
+    assert second.block_ids == [] and m.pool.num_allocatable == 4
+    assert m.admit(second, 5, hits, reserve=1)
+
+
+def test_a_forgotten_table_keeps_its_blocks_and_nobody_finds_them():
+    m, tokens = manager(), [1, 2, 3, 4, 5]
+    table = m.new_table(None, "")
+    assert m.admit(table, 5)
+    m.commit(table, tokens, 5)
+    m.forget(table)
+    assert len(table.block_ids) == 3 and table.num_committed == 0
+    assert m.match_prefix(m.new_table(None, ""), tokens) == []
+    m.check_invariants([table])
+
+
+def test_a_pool_knows_its_slots():
+    assert manager(num_blocks=8, block_size=2).num_slots == 16

@@ -2,7 +2,7 @@
 
 import pytest
 
-from workers.engine.copy_costs import CopyCosts
+from tandem.workers.engine.transfers.copy_costs import CopyCosts
 
 BLOCK_BYTES = 1e6
 
@@ -29,7 +29,7 @@ def test_measured_speeds_decide():
     assert slow_model.recompute_s(160) == pytest.approx(0.16, rel=0.01)
 
 
-def test_streams_beside_a_prompt_are_not_charged_to_it():
+def test_decodes_beside_a_prefill_are_not_charged_to_it():
     costs = CopyCosts(BLOCK_BYTES)
     for _ in range(60):
         costs.observe_step(0, 8, 0.010)
@@ -37,7 +37,7 @@ def test_streams_beside_a_prompt_are_not_charged_to_it():
     assert costs.recompute_s(100) == pytest.approx(0.020, rel=0.05)
 
 
-def test_short_prompts_and_steps_without_time_say_nothing():
+def test_short_prefills_and_steps_without_time_do_not_count():
     costs = CopyCosts(BLOCK_BYTES)
     costs.observe_step(5, 0, 1.0)
     costs.observe_step(500, 0, 0.0)
@@ -57,7 +57,7 @@ def test_kinds_are_kept_apart_and_an_odd_sample_passes():
     assert costs.copy_s("load", 10) == pytest.approx(before, rel=0.05)
 
 
-def test_steps_that_ran_meanwhile_are_not_part_of_the_way() -> None:
+def test_steps_that_ran_meanwhile_are_not_part_of_the_latency() -> None:
     costs = measured(1e-4, 1e-4)
     before_s = costs.copy_s("load", 10)
     for _ in range(30):

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine_outputs import MODES
 
-from workers.errors import ContextLengthExceeded, QueueFull, RequestRefused
-from workers.messages import Abort
+from tandem.workers.messages.errors import ContextLengthExceeded, QueueFull, RequestRefused
+from tandem.workers.messages.request import Abort
 
 
 def finish_one(h: Harness, name: str = "z") -> None:
-    """The alive law: the engine still serves a known request with the known tokens."""
+    """Liveness: the engine still serves a known request with the known tokens."""
     req = request(name, 5, 4)
     h.add(req)
     h.run()
@@ -118,17 +118,17 @@ def test_a_tenants_first_prompt_may_be_longer_than_its_part():
     h.run()
 
 
-def test_one_id_runs_once_and_a_newer_epoch_takes_its_place():
+def test_one_id_runs_once_and_a_newer_attempt_replaces_it():
     h = harness()
     h.add(request("a", 3, 50))
     with pytest.raises(RequestRefused, match="already running"):
         h.add(request("a", 3))
     h.step()
-    h.engine.add_request(request("a", 3, 2, epoch=1))
+    h.engine.add_request(request("a", 3, 2, attempt=1))
     assert h.sink.ends.pop("a").finish_reasons == ["abort"]
     h.sink.tokens.clear()
     h.run()
-    assert h.sink.ends["a"].epoch == 1
+    assert h.sink.ends["a"].attempt == 1
 
 
 # ---- aborts ----
@@ -141,22 +141,22 @@ def test_an_abort_at_any_moment_releases_everything(mode, steps):
     h.add(request("a", 50, 20, n=2), request("b", 7, 9))
     for _ in range(steps):
         h.step()
-    h.engine.abort(Abort(request_id="a", epoch=0))
+    h.engine.abort(Abort(request_id="a", attempt=0))
     ended = h.sink.ends["a"]
     assert ended.finish_reasons == ["abort", "abort"]
     assert ended.positions == [len(h.sink.tokens.get(("a", i), [])) for i in range(2)]
     assert ended.usage.prompt_tokens == (50 if steps else 0), "from its first row on"
-    h.engine.abort(Abort(request_id="a", epoch=0))
-    h.engine.abort(Abort(request_id="unknown", epoch=0))
+    h.engine.abort(Abort(request_id="a", attempt=0))
+    h.engine.abort(Abort(request_id="unknown", attempt=0))
     h.run()
     assert_as_expected(h, request("b", 7, 9))
 
 
-def test_an_abort_of_another_epoch_is_ignored():
+def test_an_abort_of_another_attempt_is_ignored():
     h = harness()
-    h.add(request("a", 3, 4, epoch=2))
+    h.add(request("a", 3, 4, attempt=2))
     h.step()
-    h.engine.abort(Abort(request_id="a", epoch=1))
+    h.engine.abort(Abort(request_id="a", attempt=1))
     h.run()
     assert h.sink.ends["a"].finish_reasons == ["length"]
 
@@ -168,7 +168,7 @@ def test_keep_positions_trims_the_bill_and_reads_as_stop(mode):
     while len(h.sink.tokens.get(("a", 0), [])) < 6:
         h.step()
     produced = len(h.sink.tokens["a", 0])
-    h.engine.abort(Abort(request_id="a", epoch=0, keep_positions=4))
+    h.engine.abort(Abort(request_id="a", attempt=0, keep_positions=4))
     ended = h.sink.ends["a"]
     assert (ended.positions, ended.finish_reasons, ended.usage.completion_tokens) == ([4], ["stop"], 4)
     h.run()
@@ -184,7 +184,7 @@ def test_one_choice_is_aborted_and_the_others_go_on(mode, choice, steps):
     h.add(req)
     for _ in range(steps):
         h.step()
-    h.engine.abort(Abort(request_id="a", epoch=0, choice=choice))
+    h.engine.abort(Abort(request_id="a", attempt=0, choice=choice))
     assert "a" not in h.sink.ends
     h.run()
     for other in {0, 1, 2} - {choice}:
@@ -198,8 +198,8 @@ def test_a_stop_string_found_after_a_choice_ended_still_trims_it():
     while not h.sink.reasons:
         h.step()
     ((_, choice),) = list(h.sink.reasons)[:1]
-    h.engine.abort(Abort(request_id="a", epoch=0, choice=choice, keep_positions=0))
-    h.engine.abort(Abort(request_id="a", epoch=0, choice=1 - choice))
+    h.engine.abort(Abort(request_id="a", attempt=0, choice=choice, keep_positions=0))
+    h.engine.abort(Abort(request_id="a", attempt=0, choice=1 - choice))
     assert h.sink.ends["a"].positions[choice] == 0
     assert h.sink.ends["a"].finish_reasons[choice] == "stop"
     h.run()
@@ -223,12 +223,12 @@ def test_random_aborts_leave_nothing_and_disturb_nobody(mode, data):
             h.engine.abort(
                 Abort(
                     request_id=victim.request_id,
-                    epoch=0,
+                    attempt=0,
                     choice=draw(st.sampled_from([None, None, 0, 1])),
                     keep_positions=draw(st.sampled_from([None, None, 2])),
                 )
             )
-            h.engine.check_laws()
+            h.engine.check_invariants()
     h.assert_empty()
     for req in requests:
         ended = h.sink.ends[req.request_id]
@@ -271,7 +271,7 @@ def test_a_resumed_request_goes_on_where_it_was_cut(mode, cut):
     whole = request("a", 9, 12, n=2)
     full = [expected(whole, choice, 512)[0] for choice in range(2)]
     h = harness(**mode)
-    resumed = request("a", 9, 12, n=2, resume=[tokens[:cut] for tokens in full], epoch=1)
+    resumed = request("a", 9, 12, n=2, resume=[tokens[:cut] for tokens in full], attempt=1)
     h.add(resumed)
     h.run()
     assert [h.sink.tokens["a", choice] for choice in range(2)] == [tokens[cut:] for tokens in full]

@@ -12,17 +12,17 @@ from builders import Harness, assert_as_expected, harness, request
 from fake_adapters import AdapterPlan
 from test_engine_outputs import MODES
 
-from configs.schema import SchedulerSettings
-from workers.engine.admission import ArrivalQueue
-from workers.engine.fairness import FairQueue, TokenCosts
-from workers.errors import QueueFull
+from tandem.configs.schema import SchedulerSettings
+from tandem.workers.engine.waiting.arrival_queue import ArrivalQueue
+from tandem.workers.engine.waiting.fairness import FairQueue, TokenCosts
+from tandem.workers.messages.errors import QueueFull
 
 ROWS = 8
 BUDGET = 32
 
 
 class Blind(FairQueue):
-    """Arrival order whatever tenants have had: what the laws below must notice."""
+    """Arrival order whatever tenants have had: the invariants below must notice it."""
 
     def charge(self, seq: Any, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
         pass
@@ -42,7 +42,7 @@ class Blind(FairQueue):
 
 def serving(queue: type[FairQueue] = FairQueue, **options: Any) -> Harness:
     """Prompts of 32 tokens in a step, room for all blocks that rows can want."""
-    with mock.patch("workers.engine.engine.FairQueue", queue):
+    with mock.patch("tandem.workers.engine.waiting.waiting_queue.FairQueue", queue):
         return harness(
             **{"num_blocks": 400, "max_num_seqs": ROWS, "max_num_queued_reqs": 100_000, "caching": False, **options}
         )
@@ -164,7 +164,7 @@ def test_a_tenant_of_two_groups_is_charged_once():
             keep_waiting(h, "both", 20, numbers)
             h.step()
             if i % 20 == 0:
-                other.engine.charge_elsewhere(h.engine.take_charges())
+                other.engine.merge_remote_charges(h.engine.drain_charges())
         keep_waiting(groups[0], "one", 20, numbers)
     work = [work_of(h) for h in groups]
     everywhere, here = work[0]["both"] + work[1]["both"], work[0]["one"]
@@ -172,21 +172,21 @@ def test_a_tenant_of_two_groups_is_charged_once():
     assert work[1]["both"] > 0.9 * here, "and nothing idles there"
 
 
-def test_who_worked_elsewhere_alone_owes_nothing_to_who_idled():
+def test_remote_charges_of_a_tenant_that_was_alone_give_an_idle_one_no_credit():
     here, there, numbers = serving(), serving(), iter(range(10**6))
     for i in range(400):
         keep_waiting(there, "busy", 20, numbers)
         there.step()
         if i % 20 == 0:
-            here.engine.charge_elsewhere(there.engine.take_charges())
+            here.engine.merge_remote_charges(there.engine.drain_charges())
     share = compete(here, "new", "busy", steps=400, numbers=numbers)
     assert share["new"] / share["busy"] == pytest.approx(1.0, rel=0.15)
 
 
-def test_who_stopped_working_elsewhere_lifts_nobody_any_more():
+def test_a_tenant_that_became_idle_in_other_groups_lifts_no_other():
     queue = FairQueue()
-    queue.charge_elsewhere({"there": 1000.0})
-    queue.charge_elsewhere({})
+    queue.merge_remote_charges({"there": 1000.0})
+    queue.merge_remote_charges({})
     queue.push(first := seq_of("here", 0, 1))
     assert queue.counter(first) == 0.0
 
@@ -195,16 +195,16 @@ def test_charges_are_uncached_prompt_and_output_tokens():
     h = serving(caching=True)
     h.add(request("a", [3 + i for i in range(16)], 5, tenant="t"))
     h.run()
-    assert h.engine.take_charges() == {"t": 16 + 2 * 5} and h.engine.take_charges() == {}
+    assert h.engine.drain_charges() == {"t": 16 + 2 * 5} and h.engine.drain_charges() == {}
     h.add(request("b", [3 + i for i in range(16)], 5, tenant="t", n=2))
     while h.engine.has_work():
         h.step()
         if h.sink.tokens.get(("b", 0)):
             break
-    running = h.engine.take_charges()["t"]
+    running = h.engine.drain_charges()["t"]
     assert running >= 4 + 2
     h.run()
-    assert running + h.engine.take_charges()["t"] == (16 - 12) + 1 + 2 * 2 * 5, "12 tokens found, the last shared"
+    assert running + h.engine.drain_charges()["t"] == (16 - 12) + 1 + 2 * 2 * 5, "12 tokens found, the last shared"
 
 
 def test_bringing_an_adapter_is_charged_to_whom_it_was_brought_for():
@@ -212,7 +212,7 @@ def test_bringing_an_adapter_is_charged_to_whom_it_was_brought_for():
     h.add(request("a", 8, 4, tenant="t", adapter="x"), request("b", 8, 4, tenant="u"))
     h.run()
     swap = TokenCosts().adapter_swap
-    assert h.engine.take_charges() == {"t": 8 + 8 + swap, "u": 8 + 8}
+    assert h.engine.drain_charges() == {"t": 8 + 8 + swap, "u": 8 + 8}
 
 
 def test_a_tenant_with_many_adapters_does_not_stand_before_one_with_few():
@@ -257,7 +257,7 @@ def test_a_priority_keeps_blocks_from_no_other_tenant(tenant, victim):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_outputs_do_not_depend_on_whose_turn_it_is(mode):
+def test_outputs_do_not_depend_on_the_order_of_tenants(mode):
     h = serving(**mode, num_blocks=24, caching=True)
     requests = [request(f"r{i}", 4 + i % 7, 20, tenant="abc"[i % 3], priority=i % 2) for i in range(24)]
     for req in requests:
@@ -314,7 +314,7 @@ def test_the_queue_against_a_plain_model(tenants: str, seed: int):
     """The first is always one of a tenant with the least counter, and the first of that tenant."""
     draw, queue = random.Random(seed), FairQueue()
     queued: list[Any] = []
-    aside: list[Any] = []
+    blocked: list[Any] = []
 
     def move(seq: Any, source: list[Any], target: list[Any] | None, command: Callable[[Any], None]) -> None:
         command(seq)
@@ -326,23 +326,23 @@ def test_the_queue_against_a_plain_model(tenants: str, seed: int):
         action = draw.random()
         if action < 0.35:
             seq = seq_of(draw.choice(tenants), draw.randrange(2), arrival)
-            target = queued if draw.random() < 0.8 else aside
-            (queue.push if target is queued else queue.set_aside)(seq)
+            target = queued if draw.random() < 0.8 else blocked
+            (queue.push if target is queued else queue.block)(seq)
             target.append(seq)
         elif action < 0.6 and queued:
             seq = queue.peek()
             move(seq, queued, None, queue.remove)
             queue.charge(seq, draw.randrange(50), draw.randrange(20))
         elif action < 0.7 and queued:
-            move(draw.choice(queued), queued, draw.choice([None, aside]), draw.choice([queue.set_aside]))
-            if len(aside) + len(queued) != sum(t.waiting for t in queue._tenants.values()):
-                left = next(s for s in queue._aside if s not in aside)
+            move(draw.choice(queued), queued, draw.choice([None, blocked]), draw.choice([queue.block]))
+            if len(blocked) + len(queued) != sum(t.waiting for t in queue._tenants.values()):
+                left = next(s for s in queue._waiting if not queue.is_queued(s) and s not in blocked)
                 queue.remove(left)
-        elif action < 0.85 and aside:
-            move(draw.choice(aside), aside, queued, queue.push)
-        elif aside:
-            move(draw.choice(aside), aside, None, queue.remove)
-        queue.check_laws()
+        elif action < 0.85 and blocked:
+            move(draw.choice(blocked), blocked, queued, queue.push)
+        elif blocked:
+            move(draw.choice(blocked), blocked, None, queue.remove)
+        queue.check_invariants()
         assert len(queue) == len(queued)
         assert queue.num_tokens == sum(len(seq.tokens) for seq in queued)
         if not queued:

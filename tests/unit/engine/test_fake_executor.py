@@ -1,12 +1,14 @@
 """The suite's own teeth: an engine with a seeded defect does not get past the FakeExecutor."""
 
+from typing import Any
+
 import pytest
 from builders import harness, request
 
-from workers.engine.block_manager import BlockManager
-from workers.engine.block_pool import BlockPool
-from workers.engine.scheduler import Flight, Scheduler
-from workers.messages import StepPlan
+from tandem.workers.engine.blocks.block_manager import BlockManager
+from tandem.workers.engine.blocks.block_pool import BlockPool
+from tandem.workers.engine.scheduler import InFlightStep, Scheduler
+from tandem.workers.messages.step import StepPlan
 
 
 def run_forks() -> None:
@@ -16,14 +18,14 @@ def run_forks() -> None:
 
 
 def test_block_copies_left_out_of_the_plan_are_noticed(monkeypatch):
-    whole = Flight.plan
+    whole = InFlightStep.plan
 
-    def without_copies(self: Flight, freed_rows: list[int]) -> StepPlan:
+    def without_copies(self: InFlightStep, *facts: Any) -> StepPlan:
         self.block_copies = []
-        return whole(self, freed_rows)
+        return whole(self, *facts)
 
     run_forks()
-    monkeypatch.setattr(Flight, "plan", without_copies)
+    monkeypatch.setattr(InFlightStep, "plan", without_copies)
     with pytest.raises(AssertionError, match="wrong KV"):
         run_forks()
 
@@ -39,7 +41,7 @@ def test_reuse_of_a_block_that_a_plan_in_flight_names_is_noticed(monkeypatch):
         h = harness(asynchronous=True, num_blocks=10, max_num_seqs=4)
         h.add(*(request(f"r{i}", 5, 30, stop_token_ids=tuple(range(30))) for i in range(20)))
         while h.engine.has_work():
-            h.engine.step()
+            h.engine.turn(0.05)
 
     run()
     whole = BlockPool.release

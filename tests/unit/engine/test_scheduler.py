@@ -4,8 +4,9 @@ import pytest
 from builders import Harness, assert_as_expected, harness, request
 from test_engine_outputs import MODES
 
-from workers.engine.step_log import StepLog
-from workers.messages import StepPlan
+from tandem.workers.engine.step_log import StepLog
+from tandem.workers.messages.request import Abort
+from tandem.workers.messages.step import StepPlan
 
 
 def tokens_of(plan: StepPlan) -> list[int]:
@@ -17,7 +18,7 @@ def step_until_running(h: Harness, count: int) -> None:
         h.step()
 
 
-def test_a_long_prompt_is_cut_into_chunks_and_samples_once():
+def test_a_long_prompt_is_prefilled_in_chunks_and_samples_once():
     h = harness(max_num_batched_tokens=10)
     h.add(request("a", 25, 1))
     h.run()
@@ -25,7 +26,7 @@ def test_a_long_prompt_is_cut_into_chunks_and_samples_once():
     assert [plan.work[0].samples for plan in h.executor.plans] == [False, False, True]
 
 
-def test_streams_come_before_prompts_in_every_step():
+def test_decodes_come_before_prefills_in_every_step():
     h = harness(max_num_batched_tokens=10, num_blocks=200)
     h.add(request("a", 4, 30), request("b", 4, 30))
     h.step()
@@ -111,7 +112,7 @@ def test_chunks_of_one_prompt_fill_the_pipeline():
     h.run()
 
 
-def test_streams_spread_over_the_stages():
+def test_decodes_spread_over_the_stages():
     h = harness(stages=4, max_num_seqs=16, num_blocks=300)
     h.add(*(request(f"r{i}", 2, 40) for i in range(16)))
     h.run()
@@ -170,3 +171,24 @@ def test_stats_count_what_happened():
     assert stats.iteration_tokens.count == stats.steps == len(h.executor.plans)
     assert stats.iteration_tokens.total == 15 + 4 + 2
     assert stats.cached_blocks > 0 and stats.used_blocks == 0
+
+
+@pytest.mark.parametrize("chunk", [4, 8])
+@pytest.mark.parametrize("mode", MODES)
+def test_blocks_of_a_prompt_are_found_while_its_last_chunks_are_still_to_come(mode, chunk):
+    """Chunks of one or two whole blocks: a chunk that fills a block to its end makes that block findable."""
+    h = harness(**mode, num_blocks=64, block_size=4, max_num_batched_tokens=chunk)
+    first = request("first", 40, 2)
+    h.add(first)
+    (seq,) = h.engine._requests["first"].sequences
+    while not seq.num_computed:
+        h.step()
+    assert seq.num_computed % chunk == 0 and seq.num_computed < 40
+    assert seq.table.num_committed == seq.num_computed // 4
+    computed = seq.num_computed
+    h.engine.abort(Abort(request_id="first", attempt=0))
+    second = request("second", [*first.prompt_token_ids[:computed], 5], 2)
+    h.add(second)
+    h.run()
+    assert_as_expected(h, second)
+    assert h.sink.ends["second"].usage.cached_tokens == computed

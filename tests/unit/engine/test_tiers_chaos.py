@@ -6,7 +6,7 @@ import pytest
 from builders import assert_as_expected, harness, request
 from fake_tiers import TierPlan, sometimes, up_to
 
-from workers.messages import Abort, GenerationRequest
+from tandem.workers.messages.request import Abort, GenerationRequest
 
 pytestmark = pytest.mark.chaos
 
@@ -43,7 +43,7 @@ def test_kv_02_eight_clients_thrash_tiny_tiers(mode, num_ranks, seed):
         h.step()
         for client, req in list(running.items()):
             if rng.randrange(400) == 0 and req.request_id not in h.sink.ends:
-                h.engine.abort(Abort(request_id=req.request_id, epoch=0))
+                h.engine.abort(Abort(request_id=req.request_id, attempt=0))
             ended = h.sink.ends.get(req.request_id)
             if ended is not None:
                 del running[client]

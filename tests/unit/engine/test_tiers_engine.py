@@ -9,9 +9,11 @@ from fake_tiers import TierPlan, sometimes, up_to
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.engine.sequence import Status
-from workers.errors import GroupLost
-from workers.messages import Abort, GenerationRequest, Transfer
+from tandem.workers.engine.base.blockers import Blocker
+from tandem.workers.engine.base.sequence import Status
+from tandem.workers.messages.errors import GroupLost
+from tandem.workers.messages.request import Abort, GenerationRequest
+from tandem.workers.messages.transfer import CopyKV
 
 MODES = [
     pytest.param({"asynchronous": False}, id="depth1"),
@@ -28,19 +30,15 @@ def of_kind(*kinds: str) -> Any:
     return lambda transfer, rank, place: transfer.kind in kinds and rank == 1
 
 
-def statuses(h: Harness, name: str) -> list[Status]:
-    return [seq.status for seq in h.engine._requests[name].sequences]
-
-
 def beside(h: Harness) -> None:
     """Another request runs: nobody's step may be held up by a load now, so the next one waits for it in the queue."""
     h.add(request("beside", 2, 10))
-    while Status.RUNNING not in statuses(h, "beside"):
+    while Status.RUNNING not in h.states("beside"):
         h.step()
 
 
 def step_until_loading(h: Harness, name: str) -> None:
-    while Status.LOADING not in statuses(h, name):
+    while Blocker.KV not in h.states(name):
         h.step()
 
 
@@ -75,12 +73,10 @@ def test_a_second_turn_is_loaded_from_the_host(mode, num_ranks):
     assert h.sink.ends["again"].usage.cached_tokens == 24
 
 
-@pytest.mark.parametrize(("early", "before", "loaded"), [(True, 3, 6), (True, 31, 0), (False, 3, 0)])
-def test_a_load_begins_in_the_queue_or_at_its_turn(early, before, loaded):
-    """Two others have the rows: whether the load waits for one of them to end is what early loads are. There are none
-    for whom the next step has no tokens left."""
+@pytest.mark.parametrize(("before", "loaded"), [(3, 6), (31, 0)])
+def test_a_load_begins_in_the_queue_if_the_next_step_has_tokens_for_its_request(before, loaded):
+    """Two others have the rows; the load begins without waiting for one of them to end."""
     h = on_twelve_blocks()
-    h.engine._scheduler._early_loads = early
     first = turned_over(h)
     beside(h)
     h.add(request("before", before, 10))
@@ -106,7 +102,7 @@ def test_a_second_turn_is_loaded_from_disk_when_the_host_has_lost_it():
 
 
 @pytest.mark.parametrize("below", [{"host_slots": 200}, {"host_slots": 8, "disk_keys": 400}], ids=["host", "disk"])
-def test_requests_that_share_a_prefix_bring_it_up_once(below):
+def test_requests_that_share_a_prefix_load_it_once(below):
     h = harness(num_blocks=40, tiers=TierPlan(**below), patience=PATIENCE, max_num_seqs=4)
     first = request("first", 24, 2)
     for req in (first, *(request(f"over{i}", 40, 2) for i in range(8))):
@@ -152,7 +148,7 @@ def test_kv_01_fifty_growing_requests_on_32_blocks(mode, num_ranks, disk_keys):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_request_that_gives_way_goes_whole_and_its_choices_share_again(mode):
+def test_a_request_is_preempted_whole_and_its_choices_share_again(mode):
     """The prompt's blocks go down once, and choices continue behind what they had said, not behind the prompt."""
     four_len = 17
     early, four = [request(f"early{i}", 8 + i, 60) for i in range(3)], request("four", four_len, 24, n=4)
@@ -161,11 +157,11 @@ def test_a_request_that_gives_way_goes_whole_and_its_choices_share_again(mode):
         h = harness(**mode, num_blocks=num_blocks, tiers=TierPlan(host_slots=200, num_ranks=2), patience=PATIENCE)
         h.add(*early, four)
         while "four" not in h.sink.ends:
-            before, running = h.engine.stats().preemptions, statuses(h, "four").count(Status.RUNNING)
+            before, running = h.engine.stats().preemptions, h.states("four").count(Status.RUNNING)
             h.step()
             if (gave := h.engine.stats().preemptions - before) > 1 and running > 1:
                 went.append(gave)
-                assert Status.RUNNING not in statuses(h, "four")
+                assert Status.RUNNING not in h.states("four")
         h.run()
         assert_as_expected(h, *early, four)
         offload = h.engine.stats().offload
@@ -180,7 +176,7 @@ def test_a_request_that_gives_way_goes_whole_and_its_choices_share_again(mode):
     assert behind_prompt <= 1, "choices took over another's prompt though they had more"
 
 
-def test_without_tiers_choices_give_way_one_by_one():
+def test_without_tiers_choices_are_preempted_one_by_one():
     """Nothing is kept below: as few tokens as possible are computed again."""
     early, four = [request(f"early{i}", 8 + i, 60) for i in range(3)], request("four", 17, 24, n=4)
     for num_blocks in range(36, 44):
@@ -188,7 +184,7 @@ def test_without_tiers_choices_give_way_one_by_one():
         h.add(*early, four)
         while not h.engine.stats().preemptions:
             h.step()
-        assert statuses(h, "four").count(Status.RUNNING) >= 2, "a step may need room twice"
+        assert h.states("four").count(Status.RUNNING) >= 2, "a step may need room twice"
         h.run()
         assert_as_expected(h, *early, four)
 
@@ -200,7 +196,7 @@ def test_a_request_that_fills_the_pool_by_itself_gives_up_one_choice_at_a_time(m
     h.add(four)
     while not h.engine.stats().preemptions:
         h.step()
-    assert statuses(h, "four").count(Status.RUNNING) == 3
+    assert h.states("four").count(Status.RUNNING) == 3
     h.run()
     assert_as_expected(h, four)
 
@@ -278,8 +274,8 @@ def test_an_abort_while_loading_leaves_nothing(mode, keep):
     beside(h)
     h.add(request("again", [*first.prompt_token_ids, 5, 6], 4, n=2))
     step_until_loading(h, "again")
-    h.engine.abort(Abort(request_id="again", epoch=0, keep_positions=keep))
-    h.engine.check_laws()
+    h.engine.abort(Abort(request_id="again", attempt=0, keep_positions=keep))
+    h.engine.check_invariants()
     assert set(h.sink.ends["again"].finish_reasons) == {"abort" if keep is None else "stop"}
     assert h.tiers.under_way, "the copy itself goes on"
     h.run()
@@ -297,7 +293,7 @@ def test_one_choice_aborted_while_loading_leaves_the_others_to_finish():
     again = request("again", [*first.prompt_token_ids, 5, 6], 4, n=3)
     h.add(again)
     step_until_loading(h, "again")
-    h.engine.abort(Abort(request_id="again", epoch=0, choice=0))
+    h.engine.abort(Abort(request_id="again", attempt=0, choice=0))
     h.run()
     assert h.sink.ends["again"].finish_reasons == ["abort", "length", "length"]
     for choice in (1, 2):
@@ -315,17 +311,17 @@ def test_a_deadline_passes_while_loading():
     assert ended.refused is not None and ended.refused[:2] == (503, "service_unavailable")
 
 
-def test_a_newer_epoch_takes_the_place_of_one_that_is_loading():
+def test_a_newer_attempt_replaces_one_that_is_loading():
     h = on_twelve_blocks(delay=lambda t, rank: 5 if t.kind == "load" else 0)
     first = turned_over(h)
     beside(h)
     prompt = [*first.prompt_token_ids, 5, 6]
     h.add(request("again", prompt, 4))
     step_until_loading(h, "again")
-    h.engine.add_request(request("again", prompt, 4, epoch=1))
+    h.engine.add_request(request("again", prompt, 4, attempt=1))
     assert h.sink.ends.pop("again").finish_reasons == ["abort"]
     h.run()
-    assert_as_expected(h, request("again", prompt, 4, epoch=1))
+    assert_as_expected(h, request("again", prompt, 4, attempt=1))
 
 
 # ---- copies that fail ----
@@ -376,7 +372,7 @@ def test_what_was_computed_on_a_load_that_failed_is_rolled_back(mode, late, plac
     again = request("again", [*first.prompt_token_ids, 5, 6], 4)
     h.add(again)
     h.run()
-    assert h.tiers.num_misled > 0, "it ran on the load"
+    assert h.tiers.num_failed_loads > 0, "it ran on the load"
     assert_as_expected(h, again)
 
 
@@ -395,7 +391,7 @@ def test_an_abort_while_running_on_a_load_leaves_nothing(mode, steps, fails):
     h.add(request("again", [*first.prompt_token_ids, 5, 6], 4))
     for _ in range(steps):
         h.step()
-    h.engine.abort(Abort(request_id="again", epoch=0))
+    h.engine.abort(Abort(request_id="again", attempt=0))
     h.run()
     last = request("last", [*first.prompt_token_ids, 5, 6], 4)
     h.add(last)
@@ -497,9 +493,9 @@ def test_a_rank_that_never_copies_ends_the_group(kind):
     while h.engine.has_work():
         h.step()
     h.step_s = 0.5
-    h.settle(60)
+    h.drain_transfers(60)
     with pytest.raises(GroupLost, match=r"rank\(s\) \[1\] have not copied"):
-        h.settle(200)
+        h.drain_transfers(200)
 
 
 @pytest.mark.parametrize("kind", ["spill", "fetch"])
@@ -511,7 +507,7 @@ def test_a_disk_that_never_answers_is_given_up_and_the_group_serves_on(kind):
         while h.engine.has_work():
             h.step()
     h.step_s = 0.5
-    h.settle(200)
+    h.drain_transfers(200)
     disk = h.tiers.store.disk
     assert disk is not None and disk.disabled_reason is not None and kind in disk.disabled_reason
     last = request("last", 20, 4)
@@ -519,14 +515,14 @@ def test_a_disk_that_never_answers_is_given_up_and_the_group_serves_on(kind):
     while h.engine.has_work():
         h.step()
     assert_as_expected(h, last)
-    h.settle(20)
+    h.drain_transfers(20)
     assert h.engine.stats().used_blocks == 0
 
 
 def test_an_answer_that_comes_after_the_wait_was_given_up_still_closes_the_ticket():
     late = {"on": True}
 
-    def delay(transfer: Transfer, rank: int) -> int | None:
+    def delay(transfer: CopyKV, rank: int) -> int | None:
         return (120 if late["on"] else 0) if transfer.kind == "load" else 0
 
     h = harness(num_blocks=24, tiers=TierPlan(host_slots=64, num_ranks=2, delay=delay), patience=200)

@@ -7,6 +7,7 @@ uses a place now. Content is the whole prefix, so equal bytes are equal prefixes
 """
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,19 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from offload.disk_tier import DiskTier
-from offload.eviction import make_policy
-from offload.host_tier import HostTier
-from offload.tiered_store import TieredStore
-from workers.engine.block_manager import BlockManager, BlockTable
-from workers.engine.copy_costs import CopyCosts
-from workers.engine.kv_offload import KVOffload
-from workers.messages import Transfer, TransferDone
+from tandem.offload.kv.disk_tier import DiskTier
+from tandem.offload.kv.eviction import make_policy
+from tandem.offload.kv.host_tier import HostTier
+from tandem.offload.kv.tiered_store import TieredStore
+from tandem.workers.engine.blocks.block_manager import BlockManager, BlockTable
+from tandem.workers.engine.transfers.copy_costs import CopyCosts
+from tandem.workers.engine.transfers.kv_offload import KVOffload
+from tandem.workers.engine.transfers.transfer_manager import TransferManager
+from tandem.workers.messages.transfer import CopyKV, Failure, TransferOp, TransferResult
 
 Place = tuple[str, int | bytes]
 RANKS = (0, 1)
-MOVERS = tuple((rank, kinds) for rank in RANKS for kinds in (("store", "load"), ("spill", "fetch")))
+LANES = tuple((rank, kinds) for rank in RANKS for kinds in (("store", "load"), ("spill", "fetch")))
 """Each rank moves memory and files on two threads, each in the order in which tickets were sent."""
 GARBAGE = ("garbage",)
 
@@ -38,6 +40,7 @@ class Seq:
     tokens: list[int]
     table: BlockTable
     state: str = "waiting"
+    ticket: int | None = None
     num_loads: int = 0
     computed: int = 0
     last_step: int = 0
@@ -53,7 +56,7 @@ class Memory:
     def __init__(self, size: int) -> None:
         self.size = size
         self.places: list[dict[Place, list]] = [{} for _ in RANKS]
-        self.under_way: dict[int, tuple[Transfer, set[int]]] = {}
+        self.under_way: dict[int, tuple[CopyKV, set[int]]] = {}
         self.named: dict[int, int] = {}
         self.done = 0
 
@@ -72,7 +75,7 @@ class Memory:
         for transfer, _ in self.under_way.values():
             assert transfer.kind not in kinds or block not in transfer.block_ids, f"block {block}: {transfer.kind}"
 
-    def send(self, transfer: Transfer) -> None:
+    def send(self, transfer: CopyKV) -> None:
         """A ticket begins: nothing under way, plans included, may count on what it writes or write what it reads."""
         for other, _ in self.under_way.values():
             if {"store", "fetch"} & {transfer.kind, other.kind}:
@@ -83,7 +86,7 @@ class Memory:
             assert all(self.named.get(block, 0) <= self.done for block in transfer.block_ids), "a plan names it"
         self.under_way[transfer.ticket] = (transfer, set(RANKS))
 
-    def move(self, transfer: Transfer, rank: int, failed: set[int]) -> None:
+    def move(self, transfer: CopyKV, rank: int, failed: set[int]) -> None:
         places = self.places[rank]
         for key in transfer.dropped:
             places.pop(("disk", key), None)
@@ -112,6 +115,7 @@ def machine(
     offload_class: type[KVOffload] = KVOffload,
     host_class: type[HostTier] = HostTier,
     disk_class: type[DiskTier] = DiskTier,
+    transfers_class: type[TransferManager] = TransferManager,
 ) -> type[RuleBasedStateMachine]:
     """The state machine over these classes (the real ones, or one with a seeded defect)."""
 
@@ -129,18 +133,18 @@ def machine(
             disk = disk_class(Path("nowhere"), keys, 1) if keys else None
             self.store = TieredStore(host_class(slots, make_policy(policy)), disk)
             self.memory = Memory(size)
-            self.queues: list[deque[Transfer]] = [deque() for _ in MOVERS]
-            self.offload = offload_class(
-                self.manager, self.store, self.send, len(RANKS), CopyCosts(1.0), lambda: self.now_s
-            )
+            self.queues: list[deque[CopyKV]] = [deque() for _ in LANES]
+            self.transfers = transfers_class(self.send, len(RANKS), lambda: self.now_s)
+            self.offload = offload_class(self.manager, self.store, self.transfers, CopyCosts(1.0), lambda: self.now_s)
             self.seqs: list[Seq] = []
             self.steps: list[tuple[int, Seq, int]] = []
             self.next_step = 1
             self.meaning: dict[bytes, tuple] = {}
 
-        def send(self, transfer: Transfer) -> None:
+        def send(self, transfer: TransferOp) -> None:
+            assert isinstance(transfer, CopyKV)
             self.memory.send(transfer)
-            for (_, kinds), waiting in zip(MOVERS, self.queues, strict=True):
+            for (_, kinds), waiting in zip(LANES, self.queues, strict=True):
                 if transfer.kind in kinds:
                     waiting.append(transfer)
 
@@ -159,7 +163,7 @@ def machine(
         def new(self, tokens: list[int], root: tuple[str | None, str]) -> Seq:
             seq = Seq(root, tokens, self.manager.new_table(*root))
             self.seqs.append(seq)
-            self.requeue(seq)
+            self.enqueue(seq)
             return seq
 
         @rule(tokens=TOKENS, root=ROOTS, how=st.sampled_from(["finish", "finish", "preempt"]))
@@ -175,8 +179,9 @@ def machine(
                     self.result()
                 self.let_go_one(seq, how)
 
-        def requeue(self, seq: Seq) -> None:
-            seq.state = "loading" if self.offload.load(seq, 0) else "waiting"  # type: ignore[arg-type]
+        def enqueue(self, seq: Seq) -> None:
+            ticket = self.offload.load(seq, 0)  # type: ignore[arg-type]
+            seq.state, seq.ticket = "waiting" if ticket is None else "loading", ticket
 
         @precondition(lambda self: self.in_state("waiting"))
         @rule(data=st.data())
@@ -187,7 +192,7 @@ def machine(
             manager = self.manager
             if seq.in_flight:
                 return  # preempted, with a step in flight
-            self.requeue(seq)
+            self.enqueue(seq)
             if seq.state == "loading":
                 return
             hits = manager.match_prefix(seq.table, seq.tokens)
@@ -293,12 +298,12 @@ def machine(
         @precondition(lambda self: any(self.queues))
         @rule(data=st.data(), goes_wrong=st.integers(0, 2), disk_error=st.integers(0, 40))
         def move(self, data: st.DataObject, goes_wrong: int, disk_error: int) -> None:
-            """A mover carries out its next ticket and answers."""
-            mover = data.draw(st.sampled_from([i for i, waiting in enumerate(self.queues) if waiting]))
-            transfer = self.queues[mover][0]
+            """A lane carries out its next ticket and answers."""
+            lane = data.draw(st.sampled_from([i for i, waiting in enumerate(self.queues) if waiting]))
+            transfer = self.queues[lane][0]
             failed = data.draw(st.sets(st.integers(0, len(transfer.slots) - 1))) if goes_wrong == 0 else set()
             broken = bool(failed) and disk_error == 0 and transfer.kind in ("spill", "fetch")
-            self.carry_out(mover, failed, broken)
+            self.carry_out(lane, failed, broken)
 
         @precondition(lambda self: any(waiting and waiting[0].kind == "load" for waiting in self.queues))
         @rule(data=st.data())
@@ -307,40 +312,44 @@ def machine(
             loads = [i for i, waiting in enumerate(self.queues) if waiting and waiting[0].kind == "load"]
             self.carry_out(data.draw(st.sampled_from(loads)), {0}, False)
 
-        def carry_out(self, mover: int, failed: set[int], broken: bool) -> None:
-            rank, transfer = MOVERS[mover][0], self.queues[mover].popleft()
+        def carry_out(self, lane: int, failed: set[int], broken: bool) -> None:
+            rank, transfer = LANES[lane][0], self.queues[lane].popleft()
             self.memory.move(transfer, rank, failed)
             ranks = self.memory.under_way[transfer.ticket][1]
             ranks.remove(rank)
             if not ranks:
                 del self.memory.under_way[transfer.ticket]
-            answer = TransferDone(rank=rank, ticket=transfer.ticket, failed=sorted(failed), disk_error=broken)
-            self.go_on(self.offload.done(answer))
+            failure = Failure("disk" if broken else "internal", "a rule says so") if failed else None
+            answer = TransferResult(rank=rank, ticket=transfer.ticket, failed=sorted(failed), failure=failure)
+            self.transfers.take(answer)
+            self.go_on()
 
         @precondition(lambda self: any(self.queues))
         @rule()
         def move_all(self) -> None:
             while any(self.queues):
-                for mover, waiting in enumerate(self.queues):
+                for lane, waiting in enumerate(self.queues):
                     if waiting:
-                        self.carry_out(mover, set(), False)
+                        self.carry_out(lane, set(), False)
 
         @precondition(lambda self: self.in_state("loading"))
         @rule()
         def lose_patience(self) -> None:
             self.now_s += 1000.0
-            self.go_on(self.offload.overdue())
+            self.go_on(self.transfers.overdue())
             assert not [seq for seq in self.in_state("loading") if seq.num_loads < 3] or self.memory.under_way
 
-        def go_on(self, seqs: list[Any]) -> None:
-            for seq in seqs:
-                assert seq.state == "loading", "woken though it does not wait"
-                self.requeue(seq)
+        def go_on(self, late: Iterable[int] = ()) -> None:
+            for event in self.offload.take_events(late):
+                for seq in [seq for seq in self.in_state("loading") if seq.ticket == event.key]:
+                    if event.failure is not None:
+                        self.offload.forbid_loads(seq)  # type: ignore[arg-type]
+                    self.enqueue(seq)
 
-        # ---- laws ----
+        # ---- invariants ----
 
         @invariant()
-        def laws(self) -> None:
+        def check_all(self) -> None:
             if not hasattr(self, "memory"):
                 return
             manager, offload, size = self.manager, self.offload, self.manager.block_size
@@ -350,11 +359,10 @@ def machine(
                     assert self.meaning.setdefault(key, content) == content, "one key for two contents"
             for places in self.memory.places:
                 self.check_places(places)
-            manager.check_laws([seq.table for seq in self.seqs], offload.table_uses(), offload.held())
-            offload.check_laws()
+            manager.check_invariants([seq.table for seq in self.seqs], offload.table_uses(), offload.held())
+            offload.check_invariants([seq.ticket for seq in self.in_state("loading")])
             if isinstance(self.store.disk, DiskTier):
-                self.store.disk.check_laws()
-            assert set(self.in_state("loading")) == set(offload._loading), "someone waits for nothing"
+                self.store.disk.check_invariants()
 
         def check_places(self, places: dict[Place, list]) -> None:
             """What is found is there, on every rank; what a sequence has computed is there."""
@@ -378,7 +386,7 @@ def machine(
                     assert places["device", block][slot] == seq.content(position + 1), f"KV of {position} is lost"
 
         def teardown(self) -> None:
-            """The quiescence law: when everybody has gone and the ranks have answered, nothing is used."""
+            """Quiescence: when everybody has gone and the ranks have answered, nothing is used."""
             if not hasattr(self, "memory"):
                 return
             for seq in self.seqs:
@@ -391,6 +399,6 @@ def machine(
                 self.memory.done = step
             self.move_all()
             assert not self.offload.is_busy and self.manager.pool.num_used == 0
-            self.laws()
+            self.check_all()
 
     return TierMachine

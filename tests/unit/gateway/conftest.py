@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from configs.schema import GatewaySettings
+from tandem.configs.schema import GatewaySettings
 from tests.unit.gateway.rig import Rig, gateway
 
 

@@ -13,13 +13,14 @@ import uvicorn
 from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from cluster.gateway.routes import build_gateway_app
-from cluster.gateway.state import GatewayState, GatewayTimes, Opening, Outcome, make_state
-from configs.schema import GatewaySettings
+from tandem.cluster.gateway.routes import build_gateway_app
+from tandem.cluster.gateway.services import GatewayState, GatewayTimes, make_state
+from tandem.cluster.tenants.billing_record import Opening, Outcome
+from tandem.configs.schema import GatewaySettings
+from tandem.workers.text.chat_template import ChatTemplate
+from tandem.workers.text.detokenizer import byte_level_alphabet
+from tandem.workers.text.tokenizer import GenerationDefaults, ModelTokenizer
 from tests.support.fake_backend import FakeBackend
-from workers.text.chat_template import ChatTemplate
-from workers.text.detokenizer import byte_level_alphabet
-from workers.text.tokenizer import GenerationDefaults, ModelTokenizer
 
 MODEL = "echo"
 BOS, EOS, TURN = 256, 257, 258

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from configs.schema import GatewaySettings
+from tandem.configs.schema import GatewaySettings
+from tandem.workers.messages.request import Abort
+from tandem.workers.text.tokenizer import GenerationDefaults
 from tests.support.fake_backend import FakeBackend, fixed_script, logprob_of
 from tests.unit.gateway.rig import BOS, CONTEXT, EOS, MODEL, TURN, USER, Rig, events, gateway
-from workers.messages import Abort
-from workers.text.tokenizer import GenerationDefaults
 
 
 def saying(*texts: str, ends: bool = True, **options: Any) -> FakeBackend:
@@ -175,7 +175,7 @@ async def test_a_stop_string_across_tokens_ends_the_choice_and_aborts_at_its_tok
         assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("one", "stop", " and")
         assert answer["usage"]["completion_tokens"] == 7
         request_id = rig.backend.requests[0].request_id
-        assert rig.backend.aborts == [Abort(request_id=request_id, epoch=0, choice=0, keep_positions=7)]
+        assert rig.backend.aborts == [Abort(request_id=request_id, attempt=0, choice=0, keep_positions=7)]
         await rig.settle()
         (row,) = rig.ledger.rows
         assert (row.terminal, row.usage.completion_tokens) == ("stop", 7)

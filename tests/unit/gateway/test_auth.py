@@ -1,13 +1,23 @@
 """Keys, and the auth level of every route."""
 
+from dataclasses import dataclass
+
 import pytest
 from starlette.routing import Route
 
-from cluster.gateway.auth import AuthLevel, Principal, StaticKeys, check_level
-from cluster.gateway.routes import ROUTES
-from configs.schema import GatewaySettings
+from tandem.cluster.gateway.http.auth import (
+    AuthLevel,
+    Principal,
+    StaticKeys,
+    TenantKeys,
+    check_level,
+    may_see_tenants,
+)
+from tandem.cluster.gateway.routes import ROUTES
+from tandem.cluster.tenants.tenant import digest_of
+from tandem.configs.schema import GatewaySettings
+from tandem.workers.messages.errors import RequestRefused
 from tests.unit.gateway.rig import USER, error_of, gateway
-from workers.errors import RequestRefused
 
 KEYS = GatewaySettings(api_keys=("sk-one", "sk-two"))
 OPEN_PATHS = {"/livez", "/readyz", "/health", "/ping", "/version", "/load", "/metrics", "/openapi.json"}
@@ -77,5 +87,99 @@ def test_admin_routes_need_an_admin_key() -> None:
     assert refusal.value.status == 401
 
 
+def test_on_an_open_route_nobody_is_anybody() -> None:
+    for keys in (StaticKeys(), StaticKeys([], ["root"])):
+        assert check_level(AuthLevel.OPEN, keys, "Bearer root") == Principal("default", is_admin=False)
+
+
 def test_keys_are_not_kept() -> None:
     assert "sk-secret" not in repr(vars(StaticKeys(["sk-secret"])))
+
+
+# ---- the keys of tenants, by what is known of them ----
+
+
+@dataclass
+class Known:
+    """Tenants as a gateway knows them; one of them, acme, has a key."""
+
+    is_known: bool = True
+    is_certain: bool = True
+    has_tenants: bool = True
+
+    def tenant_of(self, digest: bytes) -> str | None:
+        return "acme" if digest == digest_of("sk-acme") else None
+
+
+def status_of(keys: TenantKeys, header: str | None) -> int:
+    try:
+        keys.authenticate(header)
+    except RequestRefused as refused:
+        return refused.status
+    return 200
+
+
+NEVER_READ, OLD, FRESH = Known(False, False, False), Known(True, False), Known()
+NOBODY, NOBODY_OF_OLD = Known(has_tenants=False), Known(True, False, False)
+
+
+@pytest.mark.parametrize(
+    ("known", "static", "without", "unknown"),
+    [
+        (NEVER_READ, (), 503, 503),
+        (NEVER_READ, ("sk-static",), 401, 503),
+        (OLD, (), 401, 503),
+        (OLD, ("sk-static",), 401, 503),
+        (FRESH, (), 401, 401),
+        (FRESH, ("sk-static",), 401, 401),
+        (NOBODY, (), 200, 200),
+        (NOBODY, ("sk-static",), 401, 401),
+        (NOBODY_OF_OLD, (), 200, 200),
+        (NOBODY_OF_OLD, ("sk-static",), 401, 503),
+    ],
+)
+def test_a_key_is_refused_for_good_only_when_nobody_could_have_it(
+    known: Known, static: tuple[str, ...], without: int, unknown: int
+) -> None:
+    """503 for what Redis may know, and for no key at all while the service may be open; 401 for the rest."""
+    keys = TenantKeys(StaticKeys(static), known, open_admin=True)
+    assert status_of(keys, None) == without
+    assert status_of(keys, "Bearer sk-nobody") == unknown
+    assert keys.authenticate("Bearer sk-acme") == Principal("acme", is_admin=False)
+    if static:
+        assert keys.authenticate("Bearer sk-static") == Principal("default", is_admin=False)
+
+
+@pytest.mark.parametrize(("open_admin", "admin_keys"), [(True, ()), (False, ()), (True, ("root",)), (False, ("root",))])
+def test_an_open_service_gives_admin_routes_only_where_it_listens_itself_and_has_no_admin_key(
+    open_admin: bool, admin_keys: tuple[str, ...]
+) -> None:
+    keys = TenantKeys(StaticKeys((), admin_keys), NOBODY, open_admin=open_admin)
+    assert keys.authenticate(None) == Principal("default", is_admin=open_admin and not admin_keys)
+
+
+@pytest.mark.parametrize(
+    ("known", "static", "is_open"),
+    [(NOBODY, (), True), (FRESH, (), False), (NEVER_READ, (), False), (NOBODY, ("sk-static",), False)],
+)
+def test_tenants_are_shown_to_anybody_only_while_the_service_is_open(
+    known: Known, static: tuple[str, ...], is_open: bool
+) -> None:
+    keys = TenantKeys(StaticKeys(static), known, open_admin=False)
+    assert keys.is_open is is_open
+    assert may_see_tenants(keys, None) is is_open
+    assert may_see_tenants(keys, "Bearer sk-acme") is is_open
+
+
+def test_an_admin_sees_tenants_and_a_user_does_not() -> None:
+    keys = StaticKeys(["user"], ["root"])
+    assert may_see_tenants(keys, "Bearer root")
+    assert not may_see_tenants(keys, "Bearer user") and not may_see_tenants(keys, None)
+    assert may_see_tenants(StaticKeys(), None)
+    assert not StaticKeys([], ["root"]).is_open and not StaticKeys(["user"]).is_open
+
+
+def test_a_key_may_be_any_of_several_and_both_kinds_at_once() -> None:
+    keys = StaticKeys(["one", "two", "both"], ["root", "both", "other"])
+    users = [keys.authenticate(f"Bearer {key}").is_admin for key in ("one", "two", "both", "root", "other")]
+    assert users == [False, False, True, True, True]

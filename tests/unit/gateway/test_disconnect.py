@@ -8,11 +8,11 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.gateway.state import GatewayTimes
+from tandem.cluster.gateway.services import GatewayTimes
+from tandem.workers.messages.errors import RequestRefused
+from tandem.workers.messages.request import GenerationRequest, Usage
 from tests.support.fake_backend import FakeBackend, FakeStream
 from tests.unit.gateway.rig import DEADLINE_S, EOS, Rig, gateway, served
-from workers.errors import RequestRefused
-from workers.messages import GenerationRequest, Usage
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]

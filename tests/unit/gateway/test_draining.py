@@ -1,10 +1,10 @@
-"""A gateway on its way out: what it has in hand goes on, new work is refused, what is too slow gets its last words."""
+"""A gateway on its way out: what is in flight goes on, new work is refused, what is too slow gets its last words."""
 
 import asyncio
 
 import pytest
 
-from cluster.gateway.draining import Draining
+from tandem.cluster.gateway.http.draining import Draining
 from tests.support.fake_backend import FakeBackend
 from tests.unit.gateway.rig import DEADLINE_S, EOS, error_of, events, gateway
 
@@ -32,7 +32,7 @@ async def test_refused_requests_leave_the_count() -> None:
     async with gateway() as rig:
         await rig.client.post("/v1/completions", content=b"{")
         await rig.client.get("/nowhere")
-        assert rig.state.draining.in_hand == 0
+        assert rig.state.draining.in_flight == 0
 
 
 @pytest.mark.parametrize("count", [1, 3])

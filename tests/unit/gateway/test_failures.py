@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
+from tandem.workers.messages.errors import ContextLengthExceeded, GroupLost, QueueFull, RequestRefused
 from tests.support.fake_backend import FakeBackend
 from tests.unit.gateway.rig import EOS, error_of, events, gateway
-from workers.errors import ContextLengthExceeded, GroupLost, QueueFull, RequestRefused
 
 REFUSALS = [
     (QueueFull("the queue is full"), 429, "slow_down"),
@@ -92,7 +92,7 @@ async def test_eos_first_gives_an_empty_answer() -> None:
         assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]] == [None, "stop"]
 
 
-async def test_a_bug_after_the_first_byte_is_logged_and_told(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_bug_after_the_first_byte_is_logged_and_sent(caplog: pytest.LogCaptureFixture) -> None:
     def script(request: object, choice: int) -> list[int]:
         return [97, "bug", 97]  # type: ignore[list-item]
 

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cluster.gateway.openai_schemas import NEUTRAL, ChatBody, CompletionBody
+from tandem.cluster.gateway.openai.schemas import NEUTRAL, ChatBody, CompletionBody
 from tests.unit.gateway.rig import ALL, CHAT, COMPLETE, MINIMAL, USER, error_of, gateway
 
 SCALARS = st.one_of(

@@ -12,13 +12,15 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from cluster.http_server import HttpLimits, make_server
+from tandem.cluster.gateway.http.http_server import HttpLimits, make_server
+from tests.support.passing_time import pass_time
 
 DEADLINE_S = 30.0
 SHORT_S = 0.15
 """A limit that is to be reached."""
 PATIENT_S = 2.5
-"""One that is to be kept, on a machine that is slow or stands still for a moment, and outlasted by what has another."""
+"""One that is to be kept, on a machine that is slow or stands still for a moment, and outlasted by what has another:
+then it is the loop's time that passes."""
 LIMIT = HttpLimits().head_bytes
 
 
@@ -28,6 +30,7 @@ class Echo:
     def __init__(self) -> None:
         self.calls = 0
         self.left = 0
+        self.received = 0
         self.go_on = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -39,6 +42,7 @@ class Echo:
                 self.left += 1
                 return
             size += len(message["body"])
+            self.received += len(message["body"])
             if not message["more_body"]:
                 break
         if scope["path"] == "/slow":
@@ -127,6 +131,13 @@ async def connected(port: int) -> AsyncIterator[Client]:
             await writer.wait_closed()
 
 
+async def outlast(limit_s: float) -> None:
+    """Every timer of that limit has run, and what it does is done."""
+    for _ in range(12):
+        pass_time(limit_s / 10)
+        await asyncio.sleep(0.001)
+
+
 GET = b"GET /x HTTP/1.1\r\nhost: h\r\n"
 CHUNKED = b"POST /x HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n"
 
@@ -210,14 +221,20 @@ async def test_the_second_head_of_a_connection_has_the_same_limits() -> None:
             await other.send(GET + b"\r\n")
             assert (await other.answer())[0] == 200
             await other.send(GET)
-            assert await other.until_closed() == b""
+            closed = asyncio.create_task(other.until_closed())
+            while not closed.done():
+                pass_time(PATIENT_S / 10)
+                await asyncio.sleep(0.001)
+            assert await closed == b""
 
 
 async def test_a_running_answer_is_not_cut_by_the_start_of_a_next_request() -> None:
     async with serving(head_s=PATIENT_S) as (app, port), connected(port) as client:
-        await client.send(b"GET /slow HTTP/1.1\r\nhost: h\r\n\r\n\r\n")
+        await client.send(b"GET /slow HTTP/1.1\r\nhost: h\r\n\r\n")
         await asyncio.wait_for(client.reader.readuntil(b"first,"), DEADLINE_S)
-        await asyncio.sleep(PATIENT_S * 1.2)
+        await client.send(b"\r\n")
+        await outlast(PATIENT_S)  # whenever it was read
+        await outlast(PATIENT_S)
         app.go_on.set()
         await asyncio.wait_for(client.reader.readuntil(b"last\r\n0\r\n\r\n"), DEADLINE_S)
 
@@ -278,11 +295,14 @@ async def test_a_body_that_stops_closes_the_connection(limits: dict[str, float])
 
 async def test_a_slow_body_is_served_while_it_moves_and_not_for_ever() -> None:
     head = b"POST /x HTTP/1.1\r\nhost: h\r\ncontent-length: 20\r\n\r\n"
-    async with serving(body_s=PATIENT_S) as (_, port), connected(port) as client:
+    async with serving(body_s=PATIENT_S) as (app, port), connected(port) as client:
         await client.send(head)
-        for _ in range(20):
+        for sent in range(1, 21):
             await client.send(b"x")
-            await asyncio.sleep(PATIENT_S / 16)
+            async with asyncio.timeout(DEADLINE_S):
+                while app.received < sent:
+                    await asyncio.sleep(0)
+            pass_time(PATIENT_S / 16)
         assert (await client.answer())[2][3] == 20
     async with serving(body_total_s=SHORT_S) as (app, port), connected(port) as client:
         await client.send(head)
@@ -304,7 +324,7 @@ async def test_ordinary_clients_notice_nothing() -> None:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
             for _ in range(2):
                 assert (await client.post("/x", content=b"abc")).json()[3] == 3
-                await asyncio.sleep(PATIENT_S * 1.2)
+                await outlast(PATIENT_S)
             answers = await asyncio.gather(*(client.get(f"/{i}") for i in range(20)))
         assert [answer.json()[1] for answer in answers] == [f"/{i}" for i in range(20)]
         assert app.calls == 22

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 import openai
 import pytest
 
-from configs.schema import GatewaySettings
+from tandem.configs.schema import GatewaySettings
+from tandem.workers.messages.errors import QueueFull
 from tests.support.fake_backend import FakeBackend, fixed_script
 from tests.unit.gateway.rig import EOS, MODEL, Rig, gateway, served
-from workers.errors import QueueFull
 
 TEXT = "Grüße 😀, one two"
 

@@ -9,19 +9,19 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.coordination.client import BackgroundClient, RequestClient
-from cluster.coordination.redis_server import RedisServer
-from cluster.gateway.auth import StaticKeys, TenantKeys
-from cluster.tenants.admin import StoreAdmin
-from cluster.tenants.admission import Grant
-from cluster.tenants.directory import TenantDirectory
-from cluster.tenants.quota import Quota
-from cluster.tenants.store import TenantStore
+from tandem.cluster.gateway.http.auth import StaticKeys, TenantKeys
+from tandem.cluster.process.redis_server import RedisServer
+from tandem.cluster.state.redis_client import BackgroundClient, RequestClient
+from tandem.cluster.tenants.directory import TenantDirectory
+from tandem.cluster.tenants.quota import Quota
+from tandem.cluster.tenants.store import TenantStore
+from tandem.cluster.tenants.tenant_admin import StoreAdmin
+from tandem.cluster.tenants.tenant_admission import Reservation
+from tandem.workers.messages.errors import QueueFull
 from tests.support.fake_backend import FakeBackend, fixed_script
 from tests.support.private_redis import private_redis
 from tests.unit.gateway.rig import CONTEXT, EOS, USER, Rig, error_of, events, gateway
 from tests.unit.tenants.tenant_rig import patient
-from workers.errors import QueueFull
 
 ROOT = {"authorization": "Bearer root"}
 
@@ -175,7 +175,9 @@ async def test_n_and_prompts_are_reserved_together(monkeypatch: pytest.MonkeyPat
         granted: list[tuple[int, int]] = []
         admit = door.quota.admit
 
-        async def noted(tenant: str, prompt_tokens: int, output_tokens: int, *, is_open_ended: bool = False) -> Grant:
+        async def noted(
+            tenant: str, prompt_tokens: int, output_tokens: int, *, is_open_ended: bool = False
+        ) -> Reservation:
             assert not is_open_ended, "completions have 16 tokens where they name none"
             granted.append((prompt_tokens, output_tokens))
             return await admit(tenant, prompt_tokens, output_tokens)
@@ -286,7 +288,7 @@ async def test_the_openapi_document_has_the_bodies_of_the_admin_routes() -> None
         assert document["paths"]["/admin/tenants/{name}"]["patch"]["parameters"][0]["name"] == "name"
 
 
-async def test_requests_go_on_when_redis_goes_away() -> None:
+async def test_requests_go_on_when_redis_is_unavailable() -> None:
     async with open_door() as door:
         acme = await door.add("acme", requests_per_minute=4)  # the next one is there after 15 s
         assert (await door.complete(acme)).status_code == 200

@@ -1,4 +1,4 @@
-"""Compiled C kernels are kept whole for the next process or not at all; what did not work is said."""
+"""Compiled C kernels are cached whole for the next process or not at all; failures are logged."""
 
 import gc
 import logging
@@ -11,13 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from tandem.workers.kernels.cpu import cpu_build, kernel_cache
 from tests.support.service import wait_for
-from workers.kernels import cpu_build, kept_libraries
 
-BUILD = "import torch; from workers.kernels.cpu_build import cpu_library; print(cpu_library(torch.float32) is not None)"
+BUILD = (
+    "import torch; from tandem.workers.kernels.cpu.cpu_build import cpu_library; "
+    "print(cpu_library(torch.float32) is not None)"
+)
 BUILD_ALL = """
 import torch
-from workers.kernels.cpu_build import cpu_library, cpu_lora_library
+from tandem.workers.kernels.cpu.cpu_build import cpu_library, cpu_lora_library
 libraries = [cpu_library(torch.float32), cpu_library(torch.bfloat16), cpu_lora_library(torch.float32)]
 print(len({library._handle for library in libraries}))
 """
@@ -66,7 +69,7 @@ def test_what_one_process_has_built_the_next_one_takes(folders: tuple[Path, Path
     assert list(temp.iterdir()) == []
 
 
-def test_all_kept_libraries_of_one_process_are_different_ones(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_all_cached_libraries_of_one_process_are_different_ones(folders: tuple[Path, Path], tmp_path: Path) -> None:
     path, log = counting(tmp_path / "bin", tmp_path / "log"), tmp_path / "log"
     assert [built(path, BUILD_ALL) for _ in range(2)] == ["3\n"] * 2
     assert log.read_text() == "asked\n" * 3, "the second process has compiled nothing"
@@ -98,14 +101,14 @@ def test_another_compiler_source_or_cpu_has_another_name(tmp_path: Path, monkeyp
     (source := tmp_path / "a.c").write_text("int a;")
 
     def name(*arguments: str) -> str:
-        return kept_libraries.library_name(str(gcc), arguments, [source])
+        return kernel_cache.library_name(str(gcc), arguments, [source])
 
     names = [name("-O3"), name("-O2")]
     source.write_text("int b;")
     names.append(name("-O3"))
     gcc.write_text("another")
     names.append(name("-O3"))
-    monkeypatch.setattr(kept_libraries, "_cpu", lambda: iter(["flags : avx512f"]))
+    monkeypatch.setattr(kernel_cache, "_cpu_facts", lambda: iter(["flags : avx512f"]))
     names.append(name("-O3"))
     assert len(set(names)) == len(names)
     assert name("-O3") == names[-1]
@@ -121,12 +124,12 @@ def test_where_nothing_can_be_kept_it_is_built_each_time(folders: tuple[Path, Pa
 
 def test_what_nobody_has_loaded_for_long_is_removed(folders: tuple[Path, Path]) -> None:
     _, kept = folders
-    kept_libraries.keep("old.so", b"old")
-    kept_libraries.keep("used.so", b"used")
+    kernel_cache.store("old.so", b"old")
+    kernel_cache.store("used.so", b"used")
     os.utime(kept / "old.so", (0, 0))
-    kept_libraries.keep("new.so", b"new")
-    kept_libraries.keep("new.so", b"another's, later")
-    found = {path.name: path.read_bytes()[: -kept_libraries.DIGEST] for path in kept.iterdir()}
+    kernel_cache.store("new.so", b"new")
+    kernel_cache.store("new.so", b"another's, later")
+    found = {path.name: path.read_bytes()[: -kernel_cache.DIGEST] for path in kept.iterdir()}
     assert found == {"used.so": b"used", "new.so": b"another's, later"}
 
 
@@ -162,7 +165,7 @@ def test_a_machine_without_a_compiler_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    cpu_build._say_once.cache_clear()
+    cpu_build._warn_once.cache_clear()
     for _ in range(2):
         assert cpu_build._compiled(cpu_build.LORA_SOURCES, torch.float32, None) is None
     (said,) = caplog.messages

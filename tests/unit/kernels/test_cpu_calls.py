@@ -1,4 +1,4 @@
-"""Recording: what a repetition does, what it reads anew, and what makes a recording useless."""
+"""Captures of kernel calls: what a replay runs, what it reads anew, and what cannot be captured."""
 
 import ctypes
 import os
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from workers.kernels.cpu_build import cpu_library
-from workers.kernels.cpu_calls import COUNT, NUMBER, POINTER, Arena, Kernel, Scratch, recording
+from tandem.workers.kernels.cpu.cpu_build import cpu_library
+from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, Arena, Kernel, Scratch, capturing
 
 WIDTH = 32
 
@@ -35,30 +35,30 @@ def expected(x_TM: torch.Tensor) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def test_kernels_and_copies_are_repeated_where_they_were() -> None:
+def test_kernels_and_copies_are_replayed_in_place() -> None:
     kernel, given, seen = silu_mul(), torch.randn(3, 2 * WIDTH), torch.zeros(3, 2 * WIDTH)
-    with recording(Arena()) as calls:
+    with capturing(Arena()) as calls:
         seen.copy_(given)
         out = gate(kernel, seen.view(-1, 2 * WIDTH)).view(3, WIDTH)
     assert calls.is_whole
     torch.testing.assert_close(out, expected(given))
     given.copy_(torch.randn(3, 2 * WIDTH))
-    calls.repeat()
+    calls.replay()
     torch.testing.assert_close(out, expected(given))
 
 
 @torch.inference_mode()
-def test_cells_and_scratch_are_read_at_each_repetition() -> None:
+def test_cells_and_scratch_are_read_at_each_replay() -> None:
     kernel, x_TM, scratch = silu_mul(), torch.randn(4, 2 * WIDTH), Scratch()
     rows = ctypes.c_long(1)
     scratch.reserve(WIDTH)
-    with recording(Arena()) as calls:
+    with capturing(Arena()) as calls:
         kernel(x_TM.data_ptr(), x_TM.stride(0), scratch.address, rows, WIDTH, 1)
     rows.value = 4
     before = scratch.address.value
     scratch.reserve(4 * WIDTH)
     assert scratch.address.value != before
-    calls.repeat()
+    calls.replay()
     found = torch.frombuffer((ctypes.c_float * (4 * WIDTH)).from_address(scratch.address.value), dtype=torch.float32)
     torch.testing.assert_close(found.view(4, WIDTH), expected(x_TM))
 
@@ -69,31 +69,31 @@ def test_cells_and_scratch_are_read_at_each_repetition() -> None:
     ids=["new", "in-place", "clone", "reordered", "read"],
 )
 @torch.inference_mode()
-def test_what_else_torch_does_spoils_a_recording(more: object) -> None:
+def test_other_torch_operations_spoil_a_capture(more: object) -> None:
     x = torch.randn(3, 4)
-    with recording(Arena()) as calls:
+    with capturing(Arena()) as calls:
         x.view(12).split(4)[1].unflatten(0, (2, 2)).flatten()
     assert calls.is_whole
-    with recording(Arena()) as calls:
+    with capturing(Arena()) as calls:
         more(x)  # type: ignore[operator]
     assert not calls.is_whole
     with pytest.raises(AssertionError):
-        calls.repeat()
+        calls.replay()
 
 
 @torch.inference_mode()
-def test_scratch_that_grows_while_a_call_is_recorded_is_not_the_arenas() -> None:
+def test_scratch_that_grows_during_a_capture_is_not_the_arenas() -> None:
     scratch, arena = Scratch(), Arena()
-    with recording(arena) as calls:
+    with capturing(arena) as calls:
         scratch.reserve(1000)
     assert calls.is_whole and not calls.kept and arena._halves == ([], [])
 
 
-def test_recording_does_not_bring_in_torchs_compiler(tmp_path: Path) -> None:
+def test_capturing_does_not_import_torchs_compiler(tmp_path: Path) -> None:
     """It takes a second to import, and makes a folder."""
     code = (
-        "import sys, torch; from workers.kernels.cpu_calls import Arena, recording\n"
-        "with torch.inference_mode(), recording(Arena()): torch.empty(3).view(3).copy_(torch.ones(3))\n"
+        "import sys, torch; from tandem.workers.kernels.cpu.cpu_calls import Arena, capturing\n"
+        "with torch.inference_mode(), capturing(Arena()): torch.empty(3).view(3).copy_(torch.ones(3))\n"
         "print([name for name in ('torch._dynamo', 'torch._inductor') if name in sys.modules])"
     )
     environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -110,27 +110,27 @@ def test_an_arena_gives_its_memory_again_two_layers_later() -> None:
 
 
 @torch.inference_mode()
-def test_a_recording_keeps_its_memory_when_the_arena_needs_more_in_its_place() -> None:
+def test_a_capture_keeps_its_memory_when_the_arena_replaces_it() -> None:
     kernel, arena, x_TM = silu_mul(), Arena(), torch.randn(2, 2 * WIDTH)
-    with recording(arena) as calls:
+    with capturing(arena) as calls:
         out = gate(kernel, x_TM)
     arena.turn()
     arena.turn()
     others = [arena.take(2**20).fill_(7)]
     x_TM.copy_(torch.randn(2, 2 * WIDTH))
-    calls.repeat()
+    calls.replay()
     torch.testing.assert_close(out, expected(x_TM))
     assert torch.equal(others[0], torch.full_like(others[0], 7))
     assert [chunk.data_ptr() for chunk in calls.kept if isinstance(chunk, torch.Tensor)] == [out.data_ptr()]
 
 
 @torch.inference_mode()
-def test_what_another_thread_calls_is_not_recorded() -> None:
+def test_calls_of_another_thread_are_not_captured() -> None:
     kernel, x_TM, answers = silu_mul(), torch.randn(1, 2 * WIDTH), []
-    with recording(Arena()) as calls:
+    with capturing(Arena()) as calls:
         beside = threading.Thread(target=lambda: answers.append(gate(kernel, x_TM)))
         beside.start()
         beside.join()
     answers[0].fill_(7)
-    calls.repeat()
+    calls.replay()
     assert torch.equal(answers[0], torch.full_like(answers[0], 7)) and not calls.kept

@@ -1,4 +1,4 @@
-"""Grouped LoRA on CPUs, compiled and twin, against dense products in float64; and what both must leave alone."""
+"""Grouped LoRA on CPUs, compiled and twin, against dense products in float64; other values stay unchanged."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tandem.workers.kernels.cpu.cpu_build import cpu_lora_library
+from tandem.workers.kernels.cpu.cpu_lora import CpuLora, split_work
+from tandem.workers.kernels.lora_ops import LoraOps, TorchLora
+from tandem.workers.platforms.cpu import cpu_platform
 from tests.support.lora_layers import LoraLayer, check_close, make_layer, noise, rows_of
-from workers.kernels.cpu_build import cpu_lora_library
-from workers.kernels.cpu_lora import CpuLora, cut_work
-from workers.kernels.lora import LoraOps, TorchLora, select_lora_ops
 
 CPU = torch.device("cpu")
 RANKS = [4, 8, 16, 64, 3, 1, 0, 21]
@@ -51,15 +52,15 @@ def compiled(dtype: torch.dtype) -> CpuLora:
 
 
 def merged(dtype: torch.dtype, inputs: int = 112, outputs: tuple[int, ...] = (272, 64, 48), gap: int = 16) -> LoraLayer:
-    """q, k and v; each section in other slots with other ranks."""
+    """q, k and v; each projection in other slots with other ranks."""
     ranks = [RANKS[shift:] + RANKS[:shift] for shift in range(len(outputs))]
     return make_layer(inputs, outputs, ranks, dtype, gap=gap)
 
 
 def elements(layer: LoraLayer, slots: list[int]) -> int:
-    """Of A and B that a step reads, tile by tile."""
-    tiles = cut_work(rows_of(slots).segments, RUN).tiles.tolist()
-    return sum(int(s.ranks[slot]) * (s.inputs + s.outputs) for s in layer.sections for _, _, slot in tiles)
+    """Returns the elements of A and B that a step reads, tile by tile."""
+    tiles = split_work(rows_of(slots).segments, RUN).tiles.tolist()
+    return sum(int(s.ranks[slot]) * (s.inputs + s.outputs) for s in layer.projections for _, _, slot in tiles)
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -73,7 +74,7 @@ def test_mixed_ranks_and_runs_add_their_products(ops: LoraOps, dtype: torch.dtyp
     x = noise(len(MIXED), 112, dtype=dtype)
     y = noise(len(MIXED), layer.width, dtype=dtype, seed=2)
     expected = layer.expected(y, x, MIXED)
-    ops.add(y, x, layer.slab, layer.sections, rows_of(MIXED))
+    ops.add(y, x, layer.slab, layer.projections, rows_of(MIXED))
     check_close(y, expected)
 
 
@@ -82,22 +83,22 @@ def test_any_number_of_tokens_of_one_adapter(ops: LoraOps, dtype: torch.dtype, t
     layer = merged(dtype)
     x, y = noise(tokens, 112, dtype=dtype), torch.zeros(tokens, layer.width, dtype=dtype)
     expected = layer.expected(y, x, [3] * tokens)
-    ops.add(y, x, layer.slab, layer.sections, rows_of([3] * tokens))
+    ops.add(y, x, layer.slab, layer.projections, rows_of([3] * tokens))
     check_close(y, expected)
 
 
 def test_whatever_has_no_adapter_keeps_its_bits(ops: LoraOps, dtype: torch.dtype) -> None:
-    """Tokens of none, columns between sections, sections that the adapter leaves alone; -0.0 and NaN among them."""
+    """Tokens without an adapter, columns between projections, unchanged projections; -0.0 and NaN among them."""
     layer = merged(dtype)
     x, y = noise(len(MIXED), 112, dtype=dtype), noise(len(MIXED), layer.width, dtype=dtype, seed=2)
     y[:, ::3] = -0.0
     untouched = torch.ones(y.shape, dtype=torch.bool)
-    for section, adapters in zip(layer.sections, layer.adapters, strict=True):
+    for projection, adapters in zip(layer.projections, layer.adapters, strict=True):
         own = [slot >= 0 and adapters[slot] is not None for slot in MIXED]
-        untouched[torch.tensor(own), section.start : section.start + section.outputs] = False
+        untouched[torch.tensor(own), projection.start : projection.start + projection.outputs] = False
     y[untouched.nonzero()[::7].unbind(1)] = float("nan")
     before = y.clone()
-    ops.add(y, x, layer.slab, layer.sections, rows_of(MIXED))
+    ops.add(y, x, layer.slab, layer.projections, rows_of(MIXED))
     assert same_bits(y[untouched], before[untouched])
     assert not (y[~untouched] == before[~untouched]).all()
 
@@ -107,7 +108,7 @@ def test_a_step_without_adapters_changes_nothing(ops: LoraOps, dtype: torch.dtyp
     layer = merged(dtype)
     x, y = noise(len(slots), 112, dtype=dtype), noise(len(slots), layer.width, dtype=dtype)
     before = y.clone()
-    ops.add(y, x, layer.slab, layer.sections, rows_of(slots))
+    ops.add(y, x, layer.slab, layer.projections, rows_of(slots))
     assert same_bits(y, before)
 
 
@@ -116,7 +117,7 @@ def test_rows_of_x_and_y_may_lie_apart(ops: LoraOps, dtype: torch.dtype) -> None
     wide_x, wide_y = (noise(len(MIXED), width + 7, dtype=dtype) for width in (112, layer.width))
     x, y = wide_x[:, 3:-4], wide_y[:, 5:-2]
     before, expected = wide_y.clone(), layer.expected(y, x, MIXED)
-    ops.add(y, x, layer.slab, layer.sections, rows_of(MIXED))
+    ops.add(y, x, layer.slab, layer.projections, rows_of(MIXED))
     check_close(y, expected)
     assert same_bits(wide_y[:, :5], before[:, :5]) and same_bits(wide_y[:, -2:], before[:, -2:])
 
@@ -128,7 +129,7 @@ def test_widths_that_are_no_whole_vectors(
     layer = merged(dtype, inputs, outputs, gap=1)
     x, y = noise(len(MIXED), inputs, dtype=dtype), noise(len(MIXED), layer.width, dtype=dtype)
     expected = layer.expected(y, x, MIXED)
-    ops.add(y, x, layer.slab, layer.sections, rows_of(MIXED))
+    ops.add(y, x, layer.slab, layer.projections, rows_of(MIXED))
     check_close(y, expected)
 
 
@@ -136,28 +137,28 @@ def test_a_slot_that_changed_is_seen_at_the_next_call(ops: LoraOps, dtype: torch
     """Tables and slab are written in place when another adapter takes the slot."""
     layer = merged(dtype)
     rows, x = rows_of([0, 1]), noise(2, 112, dtype=dtype)
-    ops.add(torch.zeros(2, layer.width, dtype=dtype), x, layer.slab, layer.sections, rows)
-    for section, adapters in zip(layer.sections, layer.adapters, strict=True):
-        for table in (section.a_rows, section.b_rows, section.ranks, section.scales):
+    ops.add(torch.zeros(2, layer.width, dtype=dtype), x, layer.slab, layer.projections, rows)
+    for projection, adapters in zip(layer.projections, layer.adapters, strict=True):
+        for table in (projection.a_rows, projection.b_rows, projection.ranks, projection.scales):
             table[0] = table[2].clone()
         adapters[0] = adapters[2]
     y = torch.zeros(2, layer.width, dtype=dtype)
     expected = layer.expected(y, x, [0, 1])
-    ops.add(y, x, layer.slab, layer.sections, rows)
+    ops.add(y, x, layer.slab, layer.projections, rows)
     check_close(y, expected)
 
 
-def test_any_choice_of_sections_adds_only_its_own(ops: LoraOps, dtype: torch.dtype) -> None:
+def test_any_choice_of_projections_adds_only_its_own(ops: LoraOps, dtype: torch.dtype) -> None:
     """Callers leave out what no adapter of the step changes, in a new list each time."""
     layer = merged(dtype)
     x = noise(len(MIXED), 112, dtype=dtype)
     for chosen in ([0, 1, 2], [2], [0, 2], [1], [2]):
         part = replace(
-            layer, sections=[layer.sections[i] for i in chosen], adapters=[layer.adapters[i] for i in chosen]
+            layer, projections=[layer.projections[i] for i in chosen], adapters=[layer.adapters[i] for i in chosen]
         )
         y = noise(len(MIXED), layer.width, dtype=dtype, seed=2)
         expected = part.expected(y, x, MIXED)
-        ops.add(y, x, part.slab, part.sections, rows_of(MIXED))
+        ops.add(y, x, part.slab, part.projections, rows_of(MIXED))
         check_close(y, expected)
 
 
@@ -172,15 +173,15 @@ def test_a_token_gets_the_same_bits_with_any_mates(dtype: torch.dtype) -> None:
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         together[threads] = y.clone()
-        ops.add(together[threads], x, layer.slab, layer.sections, rows_of(slots))
+        ops.add(together[threads], x, layer.slab, layer.projections, rows_of(slots))
     alone = y.clone()
     for token, slot in enumerate(slots):
-        ops.add(alone[token : token + 1], x[token : token + 1], layer.slab, layer.sections, rows_of([slot]))
+        ops.add(alone[token : token + 1], x[token : token + 1], layer.slab, layer.projections, rows_of([slot]))
     assert same_bits(together[1], alone) and same_bits(together[2], alone) and same_bits(together[3], alone)
 
 
 def test_tokens_of_one_adapter_share_tiles() -> None:
-    work = cut_work([(0, 1, 5), (2, 3, 7), (3, 9, 5), (9, 9 + RUN, 6), (60, 61, 7)], RUN)
+    work = split_work([(0, 1, 5), (2, 3, 7), (3, 9, 5), (9, 9 + RUN, 6), (60, 61, 7)], RUN)
     assert work.tokens.tolist() == [0, 3, 4, 5, 6, 7, 8, 2, 60]
     assert work.tiles.tolist() == [[0, 4, 5], [4, 2, 5], [6, 1, 5], [7, 2, 7]]
     assert work.runs == [(9, 9 + RUN, 6)]
@@ -188,5 +189,5 @@ def test_tokens_of_one_adapter_share_tiles() -> None:
 
 def test_a_cpu_gets_what_can_be_compiled_for_it() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        assert isinstance(select_lora_ops(CPU, dtype), TorchLora if cpu_lora_library(dtype) is None else CpuLora)
-    assert isinstance(select_lora_ops(CPU, torch.float16), TorchLora)
+        assert isinstance(cpu_platform().lora_ops(dtype), TorchLora if cpu_lora_library(dtype) is None else CpuLora)
+    assert isinstance(cpu_platform().lora_ops(torch.float16), TorchLora)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from workers.kernels.cpu_kv_quant import CpuKVStore
-from workers.kernels.kv_quant import LARGEST, KVStore, LayerKV, TorchKVStore, decode, encode, movable
+from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
+from tandem.workers.kernels.kv_store import LARGEST, KVStore, LayerKV, TorchKVStore, as_indexable, decode, encode
 
 STORAGES = [torch.int8, torch.float8_e4m3fn]
 BLOCKS, BLOCK_SIZE = 5, 4
@@ -100,7 +100,7 @@ def test_the_compiled_store_equals_its_twin(dtype: torch.dtype, storage: torch.d
     equal = {"rtol": 0, "atol": 0, "equal_nan": True}
     for side in ("keys", "values", "key_scales", "value_scales"):
         mine, its = getattr(ours, side), getattr(twin, side)
-        assert mine is its is None or torch.testing.assert_close(movable(mine), movable(its), **equal) is None
+        assert mine is its is None or torch.testing.assert_close(as_indexable(mine), as_indexable(its), **equal) is None
     torch.testing.assert_close(ours_out, twin_out, **equal)
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tandem.workers.kernels.lora_ops import LoraOps, TorchLora
 from tests.support.lora_layers import LoraLayer, check_close, make_layer, noise, rows_of
-from workers.kernels.lora import LoraOps, TorchLora, select_lora_ops
 
 ROOT = Path(__file__).resolve().parents[3]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -37,7 +37,7 @@ def test_in_the_interpreter() -> None:
 
 
 def kernels() -> LoraOps:
-    from workers.kernels.triton_lora import TritonLora
+    from tandem.workers.kernels.triton.triton_lora import TritonLora
 
     return TritonLora()
 
@@ -49,15 +49,15 @@ def merged(dtype: torch.dtype, inputs: int = 80, outputs: tuple[int, ...] = (272
 
 def check(layer: LoraLayer, slots: list[int], dtype: torch.dtype) -> None:
     """Against the dense products, and what has no adapter keeps its bits."""
-    x = noise(len(slots), layer.sections[0].inputs, dtype=dtype, device=DEVICE)
+    x = noise(len(slots), layer.projections[0].inputs, dtype=dtype, device=DEVICE)
     y = noise(len(slots), layer.width + 3, dtype=dtype, seed=2, device=DEVICE)[:, : layer.width]
     before, twin = y.clone(), y.clone()
     expected = layer.expected(y, x, slots)
-    kernels().add(y, x, layer.slab, layer.sections, rows_of(slots, DEVICE))
+    kernels().add(y, x, layer.slab, layer.projections, rows_of(slots, DEVICE))
     check_close(y, expected)
     none = torch.tensor(slots) < 0
     assert torch.equal(y[none], before[none])
-    TorchLora().add(twin, x, layer.slab, layer.sections, rows_of(slots, DEVICE))
+    TorchLora().add(twin, x, layer.slab, layer.projections, rows_of(slots, DEVICE))
     check_close(y, twin.double())
 
 
@@ -73,7 +73,7 @@ def test_prompts_and_single_tokens_in_one_step(dtype: torch.dtype, monkeypatch: 
     """The path of many tokens: tiles of one adapter, of several, of none, and one cut off at the end."""
     if INTERPRETED and dtype is torch.bfloat16:
         pytest.skip("the interpreter multiplies no bf16 matrices")
-    from workers.kernels import triton_lora
+    from tandem.workers.kernels.triton import triton_lora
 
     monkeypatch.setattr(triton_lora, "TOKEN_STEP", 16)
     check(merged(dtype), [*[3] * 40, *[-1] * 30, 0, 1, 2, -1, 4, 5, *[6] * 27], dtype)
@@ -81,8 +81,8 @@ def test_prompts_and_single_tokens_in_one_step(dtype: torch.dtype, monkeypatch: 
 
 @computes
 @pytest.mark.parametrize("tokens", [1, 40])
-def test_more_sections_and_inputs_than_one_launch_or_block(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from workers.kernels import triton_lora
+def test_more_projections_and_inputs_than_one_launch_or_block(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tandem.workers.kernels.triton import triton_lora
 
     monkeypatch.setattr(triton_lora, "TOKEN_STEP", 16)
     check(merged(torch.float32, inputs=600, outputs=(48, 32, 16, 20)), [3] * tokens, torch.float32)
@@ -99,13 +99,13 @@ def test_a_step_without_tokens_or_adapters() -> None:
 def test_one_graph_serves_any_mix() -> None:
     """Captured with one mix of adapters, replayed with another."""
     device = torch.device("cuda")
-    ops, layer, dtype = select_lora_ops(device, torch.bfloat16), merged(torch.bfloat16), torch.bfloat16
+    ops, layer, dtype = kernels(), merged(torch.bfloat16), torch.bfloat16
     x, y = noise(4, 80, dtype=dtype, device="cuda"), torch.zeros(4, layer.width, dtype=dtype, device=device)
     rows = rows_of([0, 1, 2, -1], "cuda")
-    ops.add(y, x, layer.slab, layer.sections, rows)
+    ops.add(y, x, layer.slab, layer.projections, rows)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        ops.add(y, x, layer.slab, layer.sections, rows)
+        ops.add(y, x, layer.slab, layer.projections, rows)
     slots = [3, -1, 6, 4]
     rows.slots_T.copy_(torch.tensor(slots))
     y.zero_()

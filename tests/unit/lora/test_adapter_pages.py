@@ -10,13 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel.linear import Cut, LinearPart
-from workers.lora.host_copy import cut_shard
-from workers.lora.layout import ALIGNED_ELEMENTS, ShardShape, pack
-from workers.lora.slab import AdapterSlab
-from workers.models.registry import load_spec
-from workers.models.spec import ArchSpec
-from workers.peft_folder import Shape, adapted_linears, read_adapter
+from tandem.parallel.linear import LinearPart, Shard
+from tandem.workers.lora.device.host_copy import make_shard
+from tandem.workers.lora.device.layout import ALIGNED_ELEMENTS, ShardShape, pack
+from tandem.workers.lora.device.slab import AdapterSlab
+from tandem.workers.lora.peft.peft_folder import Shape, adapted_linears, read_adapter
+from tandem.workers.models.spec.arch import ArchSpec
+from tandem.workers.models.spec.families import load_spec
+from tandem.workers.platforms.cpu import HostAccelerator, cpu_platform
 
 DEMO = Path(__file__).resolve().parents[3] / "configs" / "demo"
 CPU = torch.device("cpu")
@@ -28,7 +29,7 @@ def linears_of(spec: ArchSpec) -> dict[str, Shape]:
 
 
 def shape_of(sizes: list[tuple[int, int]], max_rank: int) -> ShardShape:
-    parts = [LinearPart(str(n), Cut(i, 0, i), Cut(o, 0, o)) for n, (i, o) in enumerate(sizes)]
+    parts = [LinearPart(str(n), Shard(i, 0, i), Shard(o, 0, o)) for n, (i, o) in enumerate(sizes)]
     return ShardShape.of(parts, max_rank)
 
 
@@ -72,15 +73,15 @@ def test_the_slab_holds_this_ranks_part_of_every_number(dtype: torch.dtype, tp_r
     parts = []
     for name, whole in linears_of(spec).items():
         by_rows = name.endswith(("o_proj", "down_proj"))
-        full = (Cut(whole.inputs, 0, whole.inputs), Cut(whole.outputs, 0, whole.outputs))
+        full = (Shard(whole.inputs, 0, whole.inputs), Shard(whole.outputs, 0, whole.outputs))
         cut = full[not by_rows].total // tp_size
-        own = Cut(full[not by_rows].total, tp_rank * cut, cut)
+        own = Shard(full[not by_rows].total, tp_rank * cut, cut)
         parts.append(LinearPart(name, own if by_rows else full[0], full[1] if by_rows else own))
     shape = ShardShape.of(parts, MAX_RANK)
     adapters = [read_adapter(DEMO / "adapters" / name, spec, MAX_RANK) for name in ("pirate", "shout")]
-    copies = [cut_shard(adapter, shape, dtype, pin=False) for adapter in adapters]
+    copies = [make_shard(adapter, shape, dtype, HostAccelerator()) for adapter in adapters]
     assert copies[1].num_pages == 2 * copies[0].num_pages
-    slab = AdapterSlab(shape, 3 * copies[1].num_pages, 1, dtype, CPU)
+    slab = AdapterSlab(shape, 3 * copies[1].num_pages, dtype, cpu_platform())
     pages = random.Random(1).sample(range(3 * copies[1].num_pages), 3 * copies[0].num_pages)
     slab.put(copies[0], pages, 0)
     slab.put(copies[1], pages[copies[0].num_pages :], 3)  # tables grow, slot 0 stays
@@ -103,12 +104,14 @@ def test_the_slab_holds_this_ranks_part_of_every_number(dtype: torch.dtype, tp_r
 def test_a_slot_that_is_used_again_forgets_what_was_there() -> None:
     spec = load_spec(DEMO / "model")
     parts = [
-        LinearPart(name, Cut(s.inputs, 0, s.inputs), Cut(s.outputs, 0, s.outputs))
+        LinearPart(name, Shard(s.inputs, 0, s.inputs), Shard(s.outputs, 0, s.outputs))
         for name, s in linears_of(spec).items()
     ]
     shape = ShardShape.of(parts, MAX_RANK)
-    copy = cut_shard(read_adapter(DEMO / "adapters" / "pirate", spec, MAX_RANK), shape, torch.float32, pin=False)
-    slab = AdapterSlab(shape, copy.num_pages, 2, torch.float32, CPU)
+    copy = make_shard(
+        read_adapter(DEMO / "adapters" / "pirate", spec, MAX_RANK), shape, torch.float32, HostAccelerator()
+    )
+    slab = AdapterSlab(shape, copy.num_pages, torch.float32, cpu_platform())
     slab.put(copy, range(copy.num_pages), 1)
     ranks_S = copy.ranks_S.copy()
     ranks_S[::2] = 0

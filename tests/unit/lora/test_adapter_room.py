@@ -1,4 +1,4 @@
-"""What `tandem plan` foretells of adapters' memory, against what ranks allocate and hold: every cut, and
+"""What `tandem plan` predicts of adapters' memory, against what ranks allocate and hold: every cut, and
 tables."""
 
 from pathlib import Path
@@ -6,20 +6,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.errors import SettingsError
-from configs.schema import LoraSettings
-from parallel.context import ParallelContext
-from parallel.mesh import Mesh
+from tandem.configs.errors import SettingsError
+from tandem.configs.schema import LoraSettings
+from tandem.parallel.context import ParallelContext
+from tandem.parallel.mesh import Mesh
+from tandem.workers.lora.device.host_copy import make_shard
+from tandem.workers.lora.device.rank_adapters import RankAdapters, open_adapters
+from tandem.workers.lora.peft.peft_folder import read_adapter
+from tandem.workers.models.decoder import build_decoder
+from tandem.workers.models.spec.arch import ArchSpec
+from tandem.workers.models.spec.families import load_spec
+from tandem.workers.planning.adapter_room import AdapterRoom, adapter_room
+from tandem.workers.platforms.cpu import HostAccelerator, cpu_platform
 from tests.support.adapters import ALL_LINEARS, save_random_adapter
 from tests.support.tiny_models import BY_NAME, TinyModel, save_tiny_model
-from workers.adapter_pages import AdapterRoom, adapter_room
-from workers.attention.select import select_attention
-from workers.lora.host_copy import cut_shard
-from workers.lora.memory import RankAdapters, open_adapters
-from workers.models.decoder import build_decoder
-from workers.models.registry import load_spec
-from workers.models.spec import ArchSpec
-from workers.peft_folder import read_adapter
 
 CPU = torch.device("cpu")
 CUTS = [(1, 1), (2, 1), (1, 2), (1, 4), (2, 2)]
@@ -34,13 +34,15 @@ def opened(
     folder: Path, spec: ArchSpec, mesh: Mesh, lora: LoraSettings = LORA, dtype: torch.dtype = torch.float32
 ) -> RankAdapters:
     """As the rank at `mesh` opens them."""
-    attention = select_attention(CPU, dtype, spec.head_dim)
-    decoder = build_decoder(spec, ParallelContext(mesh), folder=folder, dtype=dtype, device=CPU, attention=attention)
-    return open_adapters(lora, spec, folder, decoder, CPU, dtype, available_bytes=None, pp_size=mesh.pp_size)
+    attention = cpu_platform().attention(dtype, spec.head_dim)
+    decoder = build_decoder(
+        spec, ParallelContext(mesh), folder=folder, dtype=dtype, platform=cpu_platform(), attention=attention
+    )
+    return open_adapters(lora, spec, folder, decoder, cpu_platform(), dtype, available_bytes=None, pp_size=mesh.pp_size)
 
 
 @pytest.mark.parametrize("model", [BY_NAME["llama-mqa-biased"], BY_NAME["qwen3"], MANY_WORDS], ids=lambda m: m.name)
-def test_every_rank_has_what_is_foretold(model: TinyModel, tmp_path: Path) -> None:
+def test_every_rank_has_the_predicted_memory(model: TinyModel, tmp_path: Path) -> None:
     folder = save_tiny_model(model, tmp_path)
     spec = load_spec(folder)
     for tp_size, pp_size in CUTS:
@@ -63,13 +65,13 @@ def test_stages_of_unequal_depth_have_equal_pages(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", [BY_NAME["llama-gqa"], MANY_WORDS], ids=lambda m: m.name)
-def test_the_largest_adapter_is_held_in_what_is_foretold(model: TinyModel, tmp_path: Path) -> None:
+def test_the_largest_adapter_fits_the_predicted_memory(model: TinyModel, tmp_path: Path) -> None:
     folder = save_tiny_model(model, tmp_path)
     spec = load_spec(folder)
     modules = (*ALL_LINEARS, "embed_tokens", "lm_head")
     adapter = read_adapter(save_random_adapter(folder, tmp_path / "a", rank=RANK, modules=modules), spec, RANK)
     found = opened(folder, spec, Mesh())
-    copy = cut_shard(adapter, found.slab.shape, torch.float32, pin=False)
+    copy = make_shard(adapter, found.slab.shape, torch.float32, HostAccelerator())
     assert copy.pages_NE.nbytes == adapter_room(LORA, spec, Mesh(), 4).copy_bytes
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import fsspec
 import pytest
 
-from workers import adapter_source
-from workers.adapter_source import KEPT_S, local_folder, remote_digest
-from workers.errors import AdapterRefused
-from workers.messages import AdapterRef
-from workers.peft_folder import CONFIG_FILE, WEIGHT_FILE, adapter_digest
+from tandem.workers.lora.peft import adapter_source
+from tandem.workers.lora.peft.adapter_source import KEPT_S, local_folder, remote_digest
+from tandem.workers.lora.peft.peft_folder import CONFIG_FILE, WEIGHT_FILE, adapter_digest
+from tandem.workers.messages.errors import AdapterRefused
+from tandem.workers.messages.request import AdapterRef
 
 PIRATE = Path(__file__).resolve().parents[3] / "configs" / "demo" / "adapters" / "pirate"
 DIGEST = adapter_digest(PIRATE)
@@ -152,7 +152,7 @@ def test_a_download_that_was_given_up_ends(tmp_path: Path, monkeypatch: pytest.M
     assert ended.wait(30)
 
 
-def test_a_cache_that_cannot_be_written_is_said_to_be_so(tmp_path: Path, memory_url: str) -> None:
+def test_a_cache_that_cannot_be_written_is_reported(tmp_path: Path, memory_url: str) -> None:
     shutil.copy(PIRATE / CONFIG_FILE, tmp_path / "file")
     with pytest.raises(AdapterRefused, match="cannot be written"):
         local_folder(ref(memory_url), tmp_path / "file" / "cache")

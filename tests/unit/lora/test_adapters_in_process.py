@@ -12,19 +12,29 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from configs.errors import SettingsError
-from configs.schema import CacheSettings, DeviceSettings, EngineSettings, LoraSettings, ModelSettings, SchedulerSettings
-from parallel.mesh import Mesh
-from tests.support.adapters import AdapterDriver, ref_of, save_merged, save_random_adapter
+from tandem.configs.errors import SettingsError
+from tandem.configs.schema import (
+    CacheSettings,
+    DeviceSettings,
+    EngineSettings,
+    LoraSettings,
+    ModelSettings,
+    SchedulerSettings,
+)
+from tandem.parallel.mesh import Mesh
+from tandem.workers.executor.in_process_ranks import in_process_group
+from tandem.workers.executor.rank_group import RankGroup
+from tandem.workers.lora.peft import adapter_source
+from tandem.workers.lora.peft.peft_folder import CONFIG_FILE, WEIGHT_FILE, adapter_digest
+from tandem.workers.messages.request import AdapterRef
+from tandem.workers.messages.transfer import Failure, FetchAdapter, PlaceAdapter, TransferResult
+from tandem.workers.models.spec.families import load_spec
+from tandem.workers.planning.adapter_room import adapter_room
+from tests.support.adapters import AdapterDriver, error_of, ref_of, save_merged, save_random_adapter
 from tests.support.executor_driver import ExecutorDriver, Job
+from tests.support.in_process import runner_of, server_of
 from tests.support.paged_rows import prompt_ids
 from tests.support.tiny_models import BY_NAME, TinyModel, save_tiny_model
-from workers import adapter_source
-from workers.adapter_pages import adapter_room
-from workers.inprocess_executor import InProcessExecutor
-from workers.messages import AdapterMove, AdapterRef
-from workers.models.registry import load_spec
-from workers.peft_folder import CONFIG_FILE, WEIGHT_FILE, adapter_digest
 
 RANKS = (4, 8, 16, 64)
 KINDS: tuple[tuple[str, ...], ...] = (
@@ -62,13 +72,19 @@ def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]
 @pytest.fixture
 def started(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[InProcessExecutor, ExecutorDriver, AdapterDriver]]:
+) -> Iterator[tuple[RankGroup, ExecutorDriver, AdapterDriver]]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    executor = InProcessExecutor(settings_for(base))
+    executor = in_process_group(settings_for(base))
     ready = executor.start()
     assert ready.adapter_pages > 0 and any("adapters: " in note for note in ready.tier_notes)
     yield executor, ExecutorDriver(executor, ready, 8), AdapterDriver(executor)
     executor.close()
+
+
+def polled(executor: RankGroup) -> list[TransferResult]:
+    """What lanes have answered within half a second."""
+    message = executor.poll(0.5)
+    return [message] if isinstance(message, TransferResult) else []
 
 
 def job(row: int, slot: int | None = None, max_tokens: int = OUTPUT_LEN) -> Job:
@@ -77,7 +93,7 @@ def job(row: int, slot: int | None = None, max_tokens: int = OUTPUT_LEN) -> Job:
 
 def text_alone(folder: Path, row: int) -> list[int]:
     """Greedy, of a checkpoint without adapters."""
-    executor = InProcessExecutor(settings_for(folder, enable_lora=False))
+    executor = in_process_group(settings_for(folder, enable_lora=False))
     try:
         ready = executor.start()
         assert ready.adapter_pages == 0
@@ -118,19 +134,19 @@ def test_pages_and_slots_are_used_again(started: Any, adapters: list[Path]) -> N
     texts = [steps.generate([job(2, slot)])[0] for slot in (0, 1)]
     own = range(pages)
     for ref, text in ((refs[1], texts[1]), (refs[0], texts[0])):
-        assert moves.move("place", ref, slot=0, pages=own)[0].error is None
+        assert moves.place(ref, slot=0, pages=own)[0].failure is None
         assert steps.generate([job(2, 0)])[0] == text
 
 
 def test_what_was_dropped_must_be_fetched_again(started: Any, adapters: list[Path]) -> None:
     _, _, moves = started
     ref = ref_of(adapters[1])
-    taken = moves.move("fetch", ref)[0].pages
-    assert taken > 0 and moves.move("fetch", ref)[0].pages == taken
-    assert moves.move("drop", ref)[0].error is None
-    (placed,) = moves.move("place", ref, slot=0, pages=range(taken))
-    assert placed.error == "adapter 1 is not in host memory"
-    assert moves.move("drop", ref)[0].error is None
+    taken = moves.fetch(ref)[0].pages
+    assert taken > 0 and moves.fetch(ref)[0].pages == taken
+    assert moves.drop(ref)[0].failure is None
+    (placed,) = moves.place(ref, slot=0, pages=range(taken))
+    assert placed.failure == Failure("internal", "adapter 1 is not in host memory")
+    assert moves.drop(ref)[0].failure is None
     moves.load(ref, 0)
 
 
@@ -141,13 +157,12 @@ def test_steps_go_on_unchanged_while_other_adapters_come_and_go(started: Any, ad
     jobs = [(row, (0, 1, None)[row % 3]) for row in range(6)]
     before = steps.generate([job(row, slot, 40) for row, slot in jobs])
     others = [ref_of(folder) for folder in adapters[10:16]]
-    needs = [moves.move("fetch", ref)[0].pages for ref in others]
+    needs = [moves.fetch(ref)[0].pages for ref in others]
     tickets = 1000
     for place in range(60):
         number = place % len(others)
-        move = AdapterMove(
+        move = PlaceAdapter(
             ticket=tickets + place,
-            kind="place",
             adapter=others[number],
             slot=2 + place,
             pages=list(range(pages, pages + needs[number])),
@@ -155,12 +170,11 @@ def test_steps_go_on_unchanged_while_other_adapters_come_and_go(started: Any, ad
         executor.transfer(move)
     during = steps.generate([job(row, slot, 40) for row, slot in jobs])
     assert during == before
-    done = []
+    done = steps.transferred
     deadline_s = time.monotonic() + 60
     while len(done) < 60 and time.monotonic() < deadline_s:
-        executor.wait(0.5)
-        done += executor.transfers_done()
-    assert [(answer.ticket, answer.error) for answer in done] == [(tickets + place, None) for place in range(60)]
+        done += polled(executor)
+    assert [(answer.ticket, error_of(answer)) for answer in done] == [(tickets + place, None) for place in range(60)]
     assert steps.generate([job(row, slot, 40) for row, slot in jobs]) == before
 
 
@@ -182,18 +196,16 @@ def test_what_is_at_hand_does_not_wait_for_what_is_far(
         for n in range(3)
     ]
     for n in range(3):
-        executor.transfer(AdapterMove(ticket=3000 + n, kind="fetch", adapter=far[n]))
+        executor.transfer(FetchAdapter(ticket=3000 + n, adapter=far[n]))
     moves.load(ref_of(adapters[3]), 0)
-    done = {answer.ticket: answer.error for answer in moves.others}
+    done = {answer.ticket: error_of(answer) for answer in moves.others}
     deadline_s = time.monotonic() + 60
     while 3002 not in done and time.monotonic() < deadline_s:
-        executor.wait(0.5)
-        done |= {answer.ticket: answer.error for answer in executor.transfers_done()}
+        done |= {answer.ticket: error_of(answer) for answer in polled(executor)}
     assert done == {3002: None}
     go_on.set()
     while len(done) < 3 and time.monotonic() < deadline_s:
-        executor.wait(0.5)
-        done |= {answer.ticket: answer.error for answer in executor.transfers_done()}
+        done |= {answer.ticket: error_of(answer) for answer in polled(executor)}
     assert done == {3000: None, 3001: None, 3002: None}
 
 
@@ -240,22 +252,22 @@ def test_content_that_is_not_what_was_listed_is_refused_and_others_go_on(
     moves.load(ref_of(adapters[0]), 0)
     before = steps.generate([job(1, 0)])[0]
     ref = broken(adapters[4], tmp_path / "adapter", what)
-    (fetched,) = moves.move("fetch", ref)
-    assert words in (fetched.error or "") and fetched.pages == 0
-    assert fetched.disk_error, "no fault of a request's: it asks for what was listed when it came"
-    assert what == "gone" or str(tmp_path) not in (fetched.error or "")
-    (placed,) = moves.move("place", ref, slot=1, pages=range(50))
-    assert placed.error is not None, "a refused adapter leaves nothing to be placed"
+    (fetched,) = moves.fetch(ref)
+    assert fetched.failure is not None and words in fetched.failure.message and fetched.pages == 0
+    assert fetched.failure.kind == "source", "no fault of a request's: it asks for what was listed when it came"
+    assert what == "gone" or str(tmp_path) not in fetched.failure.message
+    (placed,) = moves.place(ref, slot=1, pages=range(50))
+    assert placed.failure is not None, "a refused adapter leaves nothing to be placed"
     assert steps.generate([job(1, 0)])[0] == before
 
 
-def test_a_higher_rank_than_was_said_is_refused(base: Path, adapters: list[Path]) -> None:
-    executor = InProcessExecutor(settings_for(base, max_lora_rank=8))
+def test_a_higher_rank_than_configured_is_refused(base: Path, adapters: list[Path]) -> None:
+    executor = in_process_group(settings_for(base, max_lora_rank=8))
     executor.start()
     try:
-        (fetched,) = AdapterDriver(executor).move("fetch", ref_of(adapters[2]))
-        assert "is of rank 16, --max-lora-rank is 8" in (fetched.error or "")
-        assert not fetched.disk_error, "it is what was asked for, and no later try will help"
+        (fetched,) = AdapterDriver(executor).fetch(ref_of(adapters[2]))
+        assert fetched.failure is not None and "is of rank 16, --max-lora-rank is 8" in fetched.failure.message
+        assert fetched.failure.kind == "content", "it is what was asked for, and no later try will help"
     finally:
         executor.close()
 
@@ -266,28 +278,28 @@ def test_a_remote_adapter_whose_cache_was_changed_is_fetched_anew(
     _, _, moves = started
     ref = AdapterRef(name="far", digest=adapter_digest(adapters[0]), source=f"file://{adapters[0]}")
     moves.load(ref, 0)
-    moves.move("drop", ref)
+    moves.drop(ref)
     cached = tmp_path / "cache" / "tandem" / "adapters" / ref.digest / WEIGHT_FILE
     cached.write_bytes(cached.read_bytes()[:-4] + b"\0\0\0\0")
-    assert "has changed" in (moves.move("fetch", ref)[0].error or "")
+    assert "has changed" in (error_of(moves.fetch(ref)[0]) or "")
     moves.load(ref, 0)
 
 
 def test_memory_is_as_asked_and_kv_gets_the_rest(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page_bytes = 4 * 96 * 4
     for size, pages in ((page_bytes, 1), (10 * page_bytes + 5, 10)):
-        executor = InProcessExecutor(settings_for(base, memory_bytes=size))
+        executor = in_process_group(settings_for(base, memory_bytes=size))
         assert executor.start().adapter_pages == pages
         executor.close()
     for size in (page_bytes - 1, 2**50):
         with pytest.raises(SettingsError) as refused:
-            InProcessExecutor(settings_for(base, memory_bytes=size)).start()
+            in_process_group(settings_for(base, memory_bytes=size)).start()
         assert refused.value.flag == "--lora-memory-bytes"
-    monkeypatch.setattr("workers.rank.loading.available_bytes", lambda: 2**26)
+    monkeypatch.setattr("tandem.workers.rank.loading.available_bytes", lambda: 2**26)
     blocks = []
     for lora in ({"enable_lora": False}, {"memory_bytes": 2**25}):
         settings = settings_for(base, **lora)
-        executor = InProcessExecutor(
+        executor = in_process_group(
             EngineSettings(
                 model=settings.model,
                 cache=CacheSettings(block_size=8),
@@ -302,18 +314,18 @@ def test_memory_is_as_asked_and_kv_gets_the_rest(base: Path, monkeypatch: pytest
 
 
 def test_without_adapters_nothing_is_attached(base: Path) -> None:
-    executor = InProcessExecutor(settings_for(base, enable_lora=False))
+    executor = in_process_group(settings_for(base, enable_lora=False))
     executor.start()
     try:
-        assert executor._runner is not None
-        decoder: Any = executor._runner._model
-        assert all(linear.delta is None for linear in decoder.linears()) and not executor._movers
+        server = server_of(executor)
+        decoder: Any = runner_of(executor)._model
+        assert all(linear.lora_hook is None for linear in decoder.linears()) and not len(server._lanes)
     finally:
         executor.close()
 
 
-def test_the_default_slab_holds_what_max_loras_says(base: Path, adapters: list[Path]) -> None:
-    executor = InProcessExecutor(settings_for(base, max_loras=2, max_lora_rank=64))
+def test_the_default_slab_holds_max_loras_adapters(base: Path, adapters: list[Path]) -> None:
+    executor = in_process_group(settings_for(base, max_loras=2, max_lora_rank=64))
     ready = executor.start()
     try:
         moves = AdapterDriver(executor)
@@ -329,7 +341,7 @@ def test_half_precision_models_take_float32_adapters_and_refuse_what_they_cannot
 ) -> None:
     settings = settings_for(base)
     model = ModelSettings(model=str(base), dtype="float16")
-    executor = InProcessExecutor(
+    executor = in_process_group(
         EngineSettings(
             model=model, cache=settings.cache, scheduler=settings.scheduler, device=settings.device, lora=settings.lora
         )
@@ -339,7 +351,7 @@ def test_half_precision_models_take_float32_adapters_and_refuse_what_they_cannot
         moves = AdapterDriver(executor)
         moves.load(ref_of(adapters[0]), 0)
         large = save_random_adapter(base, tmp_path / "large", rank=4, size=1e6, dtype=torch.float32)
-        assert "holds a number beyond torch.float16" in (moves.move("fetch", ref_of(large))[0].error or "")
+        assert "holds a number beyond torch.float16" in (error_of(moves.fetch(ref_of(large))[0]) or "")
     finally:
         executor.close()
 
@@ -353,7 +365,7 @@ def test_a_table_beside_its_adapter_must_be_the_models_own(tied: bool, tmp_path:
     shutil.copytree(adapter, rounded)
     tensors = load_file(adapter / WEIGHT_FILE)
     save_file({name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}, rounded / WEIGHT_FILE)
-    executor = InProcessExecutor(settings_for(base))
+    executor = in_process_group(settings_for(base))
     executor.start()
     try:
         moves = AdapterDriver(executor)
@@ -363,9 +375,9 @@ def test_a_table_beside_its_adapter_must_be_the_models_own(tied: bool, tmp_path:
             name = f"base_model.model.{module}.base_layer.weight"
             trained = tensors | {name: tensors[name] * 1.05}
             save_file(trained, adapter / WEIGHT_FILE)
-            error = moves.move("fetch", ref_of(adapter))[0].error
+            error = error_of(moves.fetch(ref_of(adapter))[0])
             assert error == f"tensor {name} is not this model's table: the adapter changes its base"
             save_file(tensors | {name: tensors[name][:-1].clone()}, adapter / WEIGHT_FILE)
-            assert "[202, 64], the model's table [203, 64]" in (moves.move("fetch", ref_of(adapter))[0].error or "")
+            assert "[202, 64], the model's table [203, 64]" in (error_of(moves.fetch(ref_of(adapter))[0]) or "")
     finally:
         executor.close()

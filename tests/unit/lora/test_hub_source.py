@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from workers.adapter_check import AdapterChecker
-from workers.adapter_source import local_folder
-from workers.errors import AdapterUnreadable
-from workers.messages import AdapterRef
-from workers.models.registry import load_spec
-from workers.peft_folder import CONFIG_FILE, WEIGHT_FILE, adapter_digest
+from tandem.workers.lora.peft.adapter_check import AdapterChecker
+from tandem.workers.lora.peft.adapter_source import local_folder
+from tandem.workers.lora.peft.peft_folder import CONFIG_FILE, WEIGHT_FILE, adapter_digest
+from tandem.workers.messages.errors import AdapterUnreadable
+from tandem.workers.messages.request import AdapterRef
+from tandem.workers.models.spec.families import load_spec
 
 DEMO = Path(__file__).resolve().parents[3] / "configs" / "demo"
 PIRATE = DEMO / "adapters" / "pirate"

@@ -14,12 +14,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from workers import peft_folder
-from workers.errors import AdapterRefused
-from workers.models.registry import load_spec
-from workers.models.spec import ArchSpec
-from workers.peft_config import matches, parse_config
-from workers.peft_folder import CONFIG_FILE, WEIGHT_FILE, adapted_linears, adapter_digest, adapter_facts, read_adapter
+from tandem.workers.lora.peft import peft_folder
+from tandem.workers.lora.peft.peft_config import matches, parse_config
+from tandem.workers.lora.peft.peft_folder import (
+    CONFIG_FILE,
+    WEIGHT_FILE,
+    adapted_linears,
+    adapter_digest,
+    read_adapter,
+)
+from tandem.workers.messages.errors import AdapterRefused
+from tandem.workers.models.spec.arch import ArchSpec
+from tandem.workers.models.spec.families import load_spec
 
 DEMO = Path(__file__).resolve().parents[3] / "configs" / "demo"
 CONFIG = {
@@ -75,7 +81,7 @@ def edit_header(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 def refusal(folder: Path, spec: ArchSpec) -> str:
     with pytest.raises(AdapterRefused) as refused:
-        adapter_facts(folder, spec, MAX_RANK)
+        read_adapter(folder, spec, MAX_RANK)
     return str(refused.value)
 
 
@@ -84,12 +90,12 @@ def refusal(folder: Path, spec: ArchSpec) -> str:
 
 def test_the_bundled_adapters_are_fine(spec: ArchSpec) -> None:
     for name, rank in (("pirate", 8), ("shout", 16)):
-        facts = adapter_facts(DEMO / "adapters" / name, spec, 16)
-        assert len(facts.modules) == 7 * spec.num_layers and facts.highest_rank == rank
+        facts = read_adapter(DEMO / "adapters" / name, spec, 16).facts
+        assert len(facts.modules) == 7 * spec.num_layers and {module.rank for module in facts.modules} == {rank}
         assert facts.base_model == "tandem-demo" and {module.scale for module in facts.modules} == {2.0}
 
 
-def test_facts_say_what_is_there(folder: Path, spec: ArchSpec) -> None:
+def test_facts_have_the_content(folder: Path, spec: ArchSpec) -> None:
     adapter = read_adapter(folder, spec, MAX_RANK)
     facts = adapter.facts
     assert [module.name for module in facts.modules[:2]] == [
@@ -218,7 +224,7 @@ def test_what_is_not_finite_is_refused(tmp_path: Path, spec: ArchSpec, value: fl
     tensors = {name: torch.from_numpy(t).to(getattr(torch, dtype)) for name, t in tensors_for(spec).items()}
     folder = write(tmp_path / "adapter", tensors_for(spec))
     save_torch(tensors, folder / WEIGHT_FILE)
-    adapter_facts(folder, spec, MAX_RANK)
+    read_adapter(folder, spec, MAX_RANK)
     tensors[Q0.format("B")][255, 3] = value
     save_torch(tensors, folder / WEIGHT_FILE)
     assert refusal(folder, spec) == f"tensor {Q0.format('B')} holds NaN or infinity"
@@ -346,5 +352,5 @@ def test_any_changed_byte_is_refused_or_another_adapter(folder: Path, spec: Arch
     content[place] ^= data.draw(st.integers(1, 255))
     (folder / name).write_bytes(bytes(content))
     with suppress(AdapterRefused):
-        facts = adapter_facts(folder, spec, MAX_RANK)
+        facts = read_adapter(folder, spec, MAX_RANK).facts
         assert name == CONFIG_FILE or facts.digest != before

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from tandem import LLM, SamplingParams
+from tandem.workers.lora.peft.adapter_check import AdapterChecker
+from tandem.workers.lora.peft.adapter_source import local_folder, remote_digest
+from tandem.workers.lora.peft.peft_folder import CONFIG_FILE, WEIGHT_FILE, adapter_digest
+from tandem.workers.messages.errors import AdapterRefused, AdapterUnreadable
+from tandem.workers.messages.request import AdapterRef
+from tandem.workers.models.spec.families import load_spec
 from tests.support.object_store import ObjectStore, object_store
-from workers.adapter_check import AdapterChecker
-from workers.adapter_source import local_folder, remote_digest
-from workers.errors import AdapterRefused, AdapterUnreadable
-from workers.messages import AdapterRef
-from workers.models.registry import load_spec
-from workers.offline import LLM, SamplingParams
-from workers.peft_folder import CONFIG_FILE, WEIGHT_FILE, adapter_digest
 
 ROOT = Path(__file__).resolve().parents[3]
 DEMO = ROOT / "configs" / "demo"
@@ -47,7 +47,7 @@ def ref(digest: str = DIGEST) -> AdapterRef:
 
 
 def test_a_model_speaks_with_an_adapter_of_a_bucket(store: ObjectStore, tmp_path: Path) -> None:
-    """Listed from the bucket, and read from there again by the rank's mover."""
+    """Listed from the bucket, and read from there again by the rank's lane."""
     with LLM("demo", dtype="float32", device="cpu", enable_lora=True) as llm:
         pirate = llm.load_adapter(f"{URL}/")
         assert pirate == ref()
@@ -105,9 +105,9 @@ def test_without_the_extra_a_user_is_told_what_to_install(tmp_path: Path) -> Non
 import sys
 sys.modules["s3fs"] = None  # what an import finds when it is not installed
 from pathlib import Path
-from workers.adapter_check import AdapterChecker
-from workers.adapter_source import remote_digest
-from workers.errors import AdapterUnreadable
+from tandem.workers.lora.peft.adapter_check import AdapterChecker
+from tandem.workers.lora.peft.adapter_source import remote_digest
+from tandem.workers.messages.errors import AdapterUnreadable
 try:
     remote_digest({URL!r}, Path({str(tmp_path)!r}), most_bytes=1)
 except AdapterUnreadable as error:

@@ -1,4 +1,4 @@
-"""config.json to ArchSpec: both spellings, defaults, overrides, and what is refused by name."""
+"""config.json to ArchSpec: both spellings, defaults, overrides, and refusals by name."""
 
 import json
 from pathlib import Path
@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from configs.errors import SettingsError, UnsupportedModelError
-from workers.models.registry import FAMILIES, load_spec, spec_from_config
-from workers.models.spec import RopeKind
-from workers.models.weight_names import all_tensor_names
+from tandem.configs.errors import SettingsError, UnsupportedModelError
+from tandem.workers.models.spec.arch import RopeKind
+from tandem.workers.models.spec.families import FAMILIES, load_spec, spec_from_config
+from tandem.workers.models.spec.weight_names import all_tensor_names
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -114,13 +114,13 @@ def test_unreadable_folders(tmp_path: Path) -> None:
         (1, 5, "--pipeline-parallel-size 5 is outside 1..4"),
     ],
 )
-def test_impossible_cuts_name_the_flag(tp_size: int, pp_size: int, words: str) -> None:
+def test_impossible_degrees_name_the_flag(tp_size: int, pp_size: int, words: str) -> None:
     with pytest.raises(SettingsError, match=words) as caught:
         spec_from_config(LLAMA).check_parallel(tp_size, pp_size)
     assert caught.value.flag is not None and words.startswith(caught.value.flag)
 
 
-def test_cuts_of_kv_heads_and_mlp() -> None:
+def test_shards_of_kv_heads_and_mlp() -> None:
     spec = spec_from_config(config(num_attention_heads=12, num_key_value_heads=3, intermediate_size=90))
     with pytest.raises(SettingsError, match="3 KV heads"):
         spec.check_parallel(2)
@@ -128,7 +128,6 @@ def test_cuts_of_kv_heads_and_mlp() -> None:
         spec.check_parallel(12)
     spec.check_parallel(6)
     assert [spec.local_kv_heads(tp) for tp in (1, 3, 6)] == [3, 1, 1]
-    assert spec.kv_bytes_per_token(tp_size=3, pp_size=3, dtype_bytes=2) == 2 * 2 * 1 * spec.head_dim * 2
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.architecture)

@@ -1,21 +1,21 @@
-"""The arithmetic of bytes against loaded ranks: weights, KV blocks, layers that stream; every family and cut."""
+"""The arithmetic of bytes against loaded ranks: weights, KV blocks, layers that stream; every family and degree."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
-from offload.placement import spread
-from parallel.context import ParallelContext
-from parallel.matmul import can_pack
-from parallel.mesh import Mesh
+from tandem.offload.weights.layer_placement import spread
+from tandem.parallel.context import ParallelContext
+from tandem.parallel.linear_methods import can_pack
+from tandem.parallel.mesh import Mesh
+from tandem.workers.models.decoder import Decoder, build_decoder
+from tandem.workers.models.spec.arch import ArchSpec
+from tandem.workers.models.spec.families import load_spec
+from tandem.workers.models.spec.sizes import adapter_bytes, kv_token_bytes, layer_linears, rank_weights
+from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.rank.kv_cache import block_bytes
 from tests.support.tiny_models import BY_NAME, save_tiny_model
-from workers.attention.select import select_attention
-from workers.models.decoder import Decoder, build_decoder
-from workers.models.registry import load_spec
-from workers.models.sizes import adapter_bytes, kv_token_bytes, layer_linears, rank_weights
-from workers.models.spec import ArchSpec
-from workers.rank.kv_tensors import block_bytes
 
 CPU = torch.device("cpu")
 CUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2)]
@@ -36,12 +36,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rank_of(spec: ArchSpec, folder: Path, mesh: Mesh, dtype: torch.dtype, streamed: tuple[int, ...] = ()) -> Decoder:
     """The decoder of one rank, loaded without the others."""
     context = ParallelContext(mesh)
-    attention = select_attention(CPU, dtype, spec.head_dim)
-    return build_decoder(spec, context, folder=folder, dtype=dtype, device=CPU, attention=attention, streamed=streamed)
+    attention = cpu_platform().attention(dtype, spec.head_dim)
+    return build_decoder(
+        spec, context, folder=folder, dtype=dtype, platform=cpu_platform(), attention=attention, streamed=streamed
+    )
 
 
 @pytest.mark.parametrize("name", sorted(BY_NAME))
-def test_bytes_of_every_rank_are_foretold(root: Path, name: str) -> None:
+def test_bytes_of_every_rank_are_predicted(root: Path, name: str) -> None:
     folder = save_tiny_model(BY_NAME[name], root)
     spec = load_spec(folder)
     dtype = torch.float32
@@ -65,7 +67,7 @@ def test_bytes_in_half_precision(root: Path, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama-mqa-biased"])
-def test_bytes_that_stream_are_foretold(root: Path, name: str) -> None:
+def test_bytes_that_stream_are_predicted(root: Path, name: str) -> None:
     folder = save_tiny_model(BY_NAME[name], root)
     spec = load_spec(folder)
     for tp, pp in [(1, 1), (2, 1), (1, 2)]:

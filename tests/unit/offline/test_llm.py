@@ -1,4 +1,4 @@
-"""LLM: the offline door, on the bundled demo model. Texts are the demo's; equality between ways of asking is ours."""
+"""LLM: the offline API, on the bundled demo model. Texts are the demo's; equality between ways of asking is ours."""
 
 import math
 import shutil
@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from configs.errors import SettingsError
-from workers.messages import TokenDelta
-from workers.offline import DEMO, LLM, SamplingParams
-from workers.sampling_check import RANGES
+from tandem import LLM, SamplingParams
+from tandem.configs.bundled import DEMO_MODEL
+from tandem.configs.errors import SettingsError
+from tandem.workers.messages.request import TokenDelta
+from tandem.workers.messages.sampling_check import RANGES
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0)
 
@@ -154,7 +155,7 @@ def test_a_conversation_that_the_template_refuses_fails_alone(llm: LLM) -> None:
     assert outputs[1].outputs[0].finish_reason == "error" and "foo" in str(outputs[1].outputs[0].error)
 
 
-def test_a_closed_one_says_so() -> None:
+def test_a_closed_llm_raises() -> None:
     llm = LLM("demo", dtype="float32", max_model_len=128)
     llm.close()
     with pytest.raises(RuntimeError, match="this LLM is closed"):
@@ -210,7 +211,7 @@ def test_a_conversation_without_messages_fails_alone(llm: LLM) -> None:
     assert llm.chat([], GREEDY, use_tqdm=False) == [], "no conversations, no answers"
 
 
-def test_a_pool_below_one_context_is_said_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_pool_below_one_context_has_a_note_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
     small: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 2, "block_size": 16, "max_model_len": 100}
     with LLM("demo", **small, num_gpu_blocks_override=7):
         assert "blocks" not in caplog.text
@@ -280,7 +281,7 @@ def test_settings_that_cannot_be_honoured_name_setting_and_value(arguments: dict
 
 
 def test_another_tokenizer_is_used(llm: LLM, tmp_path: Path) -> None:
-    folder = shutil.copytree(DEMO, tmp_path / "text")
+    folder = shutil.copytree(DEMO_MODEL, tmp_path / "text")
     (folder / "model.safetensors").unlink()
     for template in folder.glob("*.jinja"):
         template.write_text("{{ messages[0].content }}, said plainly")
@@ -292,7 +293,7 @@ def test_another_tokenizer_is_used(llm: LLM, tmp_path: Path) -> None:
 
 def test_the_readme_example_runs() -> None:
     readme = (Path(__file__).resolve().parents[3] / "README.md").read_text()
-    example = next(block for block in readme.split("```python\n")[1:] if "workers.offline" in block).split("```")[0]
+    example = next(block for block in readme.split("```python\n")[1:] if "from tandem import" in block).split("```")[0]
     shown: list[str] = []
     exec(compile(example, "README.md", "exec"), {"print": shown.append})
     assert shown and shown[0]

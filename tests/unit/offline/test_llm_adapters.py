@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from configs.errors import SettingsError
-from workers.errors import AdapterRefused, AdapterUnreadable
-from workers.offline import LLM, SamplingParams
+from tandem import LLM, SamplingParams
+from tandem.configs.errors import SettingsError
+from tandem.workers.messages.errors import AdapterRefused, AdapterUnreadable
 
 ADAPTERS = Path(__file__).resolve().parents[3] / "configs" / "demo" / "adapters"
 GREEDY = SamplingParams(max_tokens=16, temperature=0)

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from offload.pinned_pool import HostSlab
-from workers.offline import LLM, SamplingParams
+from tandem import LLM, SamplingParams
+from tandem.offload.copies.host_slab import HostSlab
 
 
 def answer(**flags: Any) -> tuple[str, bool, bool]:
-    """What a small engine says, and whether it has a host tier and a disk tier."""
+    """Outputs of a small engine, and whether it has a host tier and a disk tier."""
     with LLM("demo", dtype="float32", max_num_seqs=2, num_gpu_blocks_override=64, **flags) as llm:
         offload = llm._engine._offload
         text = llm.generate("What is 2 + 3?", SamplingParams(max_tokens=4, temperature=0), use_tqdm=False)[0].text

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.block_key import KEY_BYTES, block_key, root_key
+from tandem.offload.kv.block_key import KEY_BYTES, block_key, root_key
 
 BASE = ("revision", "bfloat16", None, "")
 

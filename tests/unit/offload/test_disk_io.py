@@ -1,4 +1,4 @@
-"""Block files: what was written is read back or refused, and no failure leaves remains. Real files throughout."""
+"""Block files: content is read back or refused, and failures leave no files behind. Real files throughout."""
 
 import errno
 import os
@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offload.disk_io import (
+from tandem.offload.kv.disk_io import (
     HEADER_BYTES,
     BlockMissing,
     CorruptBlock,
@@ -244,7 +244,7 @@ def test_a_failing_disk_is_no_corrupt_block(tmp_path, monkeypatch):
 WRITER = """
 import sys
 from pathlib import Path
-from offload.disk_io import write_block
+from tandem.offload.kv.disk_io import write_block
 for number in range(10**9):
     key = (number % 50).to_bytes(16, "big")
     write_block(Path(sys.argv[1]), key, b"layout digest 16", memoryview(key * 65536))

@@ -1,20 +1,22 @@
-"""The disk tier's index against a naive model, and what it finds again in real folders."""
+"""The disk tier's index against a naive model, and its recovery of blocks from real folders."""
 
 import errno
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from configs.errors import SettingsError
-from offload import disk_tier
-from offload.disk_io import file_bytes, list_blocks, read_block, write_block
-from offload.disk_tier import DiskTier, open_disk_tier
+from tandem.configs.errors import SettingsError
+from tandem.offload.kv import disk_tier
+from tandem.offload.kv.disk_io import file_bytes, list_blocks, read_block, write_block
+from tandem.offload.kv.disk_tier import DiskTier, open_disk_tier
 
 ROOT = Path(__file__).resolve().parents[3]
 LAYOUT = b"layout digest 16"
@@ -116,14 +118,14 @@ class DiskTierMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self):
-        self.tier.check_laws()
+        self.tier.check_invariants()
         assert {k for k in map(key, range(10)) if self.tier.has(k)} == set(self.order)
         assert self.tier.stats.keys == len(self.order) and self.tier.stats.bytes == 10 * len(self.order)
         assert len(self.files) <= self.capacity, "more files than the quota allows"
 
 
-TestDiskTierLaws = DiskTierMachine.TestCase
-TestDiskTierLaws.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestDiskTierInvariants = DiskTierMachine.TestCase
+TestDiskTierInvariants.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 
 
 def test_the_least_recently_used_goes_first_and_reads_are_pins():
@@ -156,6 +158,35 @@ def test_a_failed_write_may_be_tried_again():
     assert tier.prepare_store(key(1)) == [], "the new file takes the place of what was left"
     tier.complete_store(key(1))
     assert tier.has(key(1))
+
+
+def test_switched_off_it_finds_nothing_not_even_what_is_being_read():
+    tier = DiskTier(Path("/nowhere"), 3, 10, [key(1), key(2)])
+    assert tier.prepare_load(key(1)) and tier.prepare_store(key(3)) == []
+    tier.disable("full")
+    assert not any(tier.has(key(number)) for number in (1, 2, 3)) and tier.stats.keys == 0
+    tier.check_invariants()
+    tier.complete_load(key(1))
+    tier.complete_store(key(3))
+    assert not any(tier.has(key(number)) for number in (1, 2, 3)) and tier.stats.stores == 0
+    assert tier.prepare_store(key(4)) is None
+    tier.check_invariants()
+
+
+def test_the_picture_counts_what_happened():
+    tier = DiskTier(Path("/nowhere"), 2, 10, [key(1), key(2)])
+    assert tier.prepare_store(key(3)) == [key(1)] and tier.prepare_load(key(2)) and tier.prepare_load(key(2))
+    tier.complete_store(key(3))
+    tier.fail_load(key(2))
+    assert tier.stats.keys == 1, "what is read still, but found no more, is not counted"
+    tier.complete_load(key(2))
+    assert tier.prepare_store(key(4)) == [key(2)]
+    tier.fail_store(key(4))
+    stats = tier.stats
+    assert (stats.keys, stats.bytes, stats.capacity_keys) == (1, 10, 2)
+    assert (stats.hits, stats.stores, stats.evictions, stats.failures) == (2, 1, 1, 2)
+    with pytest.raises(AttributeError):
+        stats.hits = 0
 
 
 # ---- real folders ----
@@ -239,7 +270,7 @@ def test_two_groups_never_share_a_folder_and_layouts_are_apart(tmp_path):
 HOLDER = """
 import sys, time
 from pathlib import Path
-from offload.disk_tier import open_disk_tier
+from tandem.offload.kv.disk_tier import open_disk_tier
 tier = open_disk_tier(Path(sys.argv[1]), "abc", ["tp0pp0", "tp1pp0"], 10**6, int(sys.argv[2]))
 print(tier.place, flush=True)
 time.sleep(60)
@@ -277,6 +308,13 @@ def test_a_quota_below_one_block_is_refused(tmp_path):
     assert caught.value.flag == "--kv-disk-path"
 
 
+def test_a_quota_of_one_block_holds_one(tmp_path):
+    tier = opened(tmp_path, blocks=1)
+    store(tier, key(1))
+    assert tier.prepare_store(key(2)) == [key(1)]
+    tier.close()
+
+
 def test_a_path_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SettingsError, match="cannot be used"):
@@ -292,7 +330,7 @@ def test_a_folder_that_cannot_be_written_is_refused_and_not_held(tmp_path, monke
         patch.setattr(Path, "write_bytes", fail)
         with pytest.raises(SettingsError, match=os.strerror(code)) as caught:
             opened(tmp_path)
-    assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value) and str(tmp_path / "abc" / "0" / RANKS[0]) in str(caught.value)
     tier = opened(tmp_path)
     assert tier.place.name == "0"
     tier.close()
@@ -310,6 +348,33 @@ def test_switched_off_is_said_once_with_flag_place_and_reason_and_an_ordinary_en
     assert not caplog.records
 
 
+def test_a_new_folder_is_made_with_those_above_it_and_holds_nothing_of_the_trial(tmp_path):
+    tier = opened(tmp_path / "some" / "where")
+    assert tier.place == tmp_path / "some" / "where" / "abc" / "0"
+    for rank in RANKS:
+        assert tier.folder(rank).is_dir() and not list(tier.folder(rank).iterdir())
+    tier.close()
+
+
+def test_what_is_there_already_counts_as_part_of_the_quota(tmp_path, monkeypatch):
+    tier = opened(tmp_path, blocks=4)
+    store(tier, key(1))
+    tier.close()
+    for lacking, notes in ((0, 0), (1, 1)):
+        free = SimpleNamespace(free=3 * BLOCK_BYTES - lacking)
+        monkeypatch.setattr(disk_tier.shutil, "disk_usage", lambda _, free=free: free)
+        again = opened(tmp_path, blocks=4)
+        assert len(again.notes) == notes
+        again.close()
+
+
+def test_a_note_says_how_much_is_free_and_how_much_is_wanted(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_tier.shutil, "disk_usage", lambda _: SimpleNamespace(free=3 * 2**29))
+    tier = open_disk_tier(tmp_path, "abc", RANKS, 5 * 2**29, BLOCK_BYTES)
+    assert "1.5 GiB free, the quota may take 2.5 GiB more" in tier.notes[0]
+    tier.close()
+
+
 def test_a_quota_larger_than_the_disk_is_noted(tmp_path):
     tier = open_disk_tier(tmp_path, "abc", RANKS, 2**60, BLOCK_BYTES)
     assert len(tier.notes) == 1 and "GiB free" in tier.notes[0]
@@ -317,3 +382,34 @@ def test_a_quota_larger_than_the_disk_is_noted(tmp_path):
     modest = opened(tmp_path)
     assert not modest.notes
     modest.close()
+
+
+def num_open(files: set[Path]) -> int:
+    """How often this process has these files open."""
+    wanted, count = {(p.stat().st_dev, p.stat().st_ino) for p in files}, 0
+    for name in os.listdir("/dev/fd"):
+        with suppress(OSError):
+            status = os.fstat(int(name))
+            count += (status.st_dev, status.st_ino) in wanted
+    return count
+
+
+def test_a_group_keeps_only_its_own_lock_open(tmp_path):
+    """The locks that others hold are tried and let go, and its own with the tier."""
+    tiers = [opened(tmp_path) for _ in range(3)]
+    locks = {tier.place / "LOCK" for tier in tiers}
+    assert len(locks) == 3 and num_open(locks) == 3
+    for tier in tiers:
+        tier.close()
+    assert num_open(locks) == 0
+
+
+def test_a_lock_that_cannot_be_tried_is_not_left_open(tmp_path, monkeypatch):
+    def fail(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_tier.fcntl, "flock", fail)
+        with pytest.raises(SettingsError, match="cannot be used"):
+            opened(tmp_path)
+    assert num_open({tmp_path / "abc" / "0" / "LOCK"}) == 0

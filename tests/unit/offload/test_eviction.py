@@ -1,4 +1,4 @@
-"""Which block goes first: by last use, or by value; nothing is remembered of blocks that are gone."""
+"""Eviction order, by last use or by value; policies forget blocks that have left the tier."""
 
 import random
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.eviction import GreedyDual, LeastRecentlyUsed, make_policy
+from tandem.offload.kv.eviction import GreedyDual, LeastRecentlyUsed, make_policy
 
 
 def key(number: int) -> bytes:

@@ -18,9 +18,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.errors import SettingsError
-from offload.host_messages import MAX_PACKET_BYTES, Attach, Lease, Status, decode_reply, decode_request, encode
-from offload.host_process import HostProcess, HostTierError, attach, lease, status
+from tandem.configs.errors import SettingsError
+from tandem.offload.host.host_messages import (
+    MAX_PACKET_BYTES,
+    Attach,
+    Lease,
+    Status,
+    decode_reply,
+    decode_request,
+    encode,
+)
+from tandem.offload.host.host_process import HostProcess, HostTierError, attach, lease, status
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = 4096
@@ -30,7 +38,7 @@ TIMEOUT_S = 30.0
 HOLDER = f"""
 import sys
 from pathlib import Path
-from offload.host_process import attach, lease
+from tandem.offload.host.host_process import attach, lease
 path, token = Path(sys.argv[1]), sys.argv[2]
 if token:
     held = attach(path, token, int(sys.argv[3]), {TIMEOUT_S})
@@ -46,7 +54,7 @@ for line in sys.stdin:
 """
 
 
-class Holder:
+class User:
     """A coordinator (no token) or a rank in its own process; say() writes text at the start of its memory."""
 
     def __init__(self, path: Path, token: str = "", rank: int = 0) -> None:
@@ -98,16 +106,16 @@ def start(tmp_path) -> Iterator[Callable[..., HostProcess]]:
 
 
 @pytest.fixture
-def holders() -> Iterator[Callable[..., Holder]]:
-    made: list[Holder] = []
+def users() -> Iterator[Callable[..., User]]:
+    made: list[User] = []
 
-    def hold(*arguments) -> Holder:
-        made.append(Holder(*arguments))
+    def hold(*arguments) -> User:
+        made.append(User(*arguments))
         return made[-1]
 
     yield hold
-    for holder in made:
-        holder.kill()
+    for user in made:
+        user.kill()
 
 
 def leased(host: HostProcess, layout: str = "layout", pages: int = 1):
@@ -128,21 +136,21 @@ def test_a_private_titled_process(start):
     assert host.socket_path.stat().st_mode & 0o777 == 0o600
     assert host.socket_path.parent.stat().st_mode & 0o777 == 0o700
     empty = status(host.socket_path, TIMEOUT_S)
-    assert (empty.regions, empty.leases, empty.holders, empty.bytes) == (0, 0, 0, 0)
+    assert (empty.regions, empty.leases, empty.users, empty.bytes) == (0, 0, 0, 0)
     assert empty.budget_bytes == 4 * REGION_BYTES
 
 
-def test_memory_outlives_its_killed_holders(start, holders):
+def test_memory_outlives_its_killed_users(start, users):
     host = start()
-    coordinator = holders(host.socket_path)
-    ranks = [holders(host.socket_path, coordinator.token, rank) for rank in range(2)]
+    coordinator = users(host.socket_path)
+    ranks = [users(host.socket_path, coordinator.token, rank) for rank in range(2)]
     coordinator.say("the index")
-    for rank, holder in enumerate(ranks):
-        holder.say(f"slab {rank}")
+    for rank, user in enumerate(ranks):
+        user.say(f"slab {rank}")
     now = status(host.socket_path, TIMEOUT_S)
-    assert (now.regions, now.leases, now.holders, now.bytes) == (1, 1, 3, REGION_BYTES)
-    for holder in (coordinator, *ranks):
-        holder.kill()
+    assert (now.regions, now.leases, now.users, now.bytes) == (1, 1, 3, REGION_BYTES)
+    for user in (coordinator, *ranks):
+        user.kill()
     assert status(host.socket_path, TIMEOUT_S).leases == 0
 
     successor = leased(host)
@@ -156,10 +164,10 @@ def test_memory_outlives_its_killed_holders(start, holders):
     successor.close()
 
 
-def test_a_frozen_rank_keeps_its_memory_from_the_successor(start, holders):
+def test_a_frozen_rank_keeps_its_memory_from_the_successor(start, users):
     host = start()
-    coordinator = holders(host.socket_path)
-    frozen = holders(host.socket_path, coordinator.token, 0)
+    coordinator = users(host.socket_path)
+    frozen = users(host.socket_path, coordinator.token, 0)
     frozen.say("old")
     coordinator.say("index")
     frozen.process.send_signal(signal.SIGSTOP)
@@ -183,10 +191,10 @@ def test_a_frozen_rank_keeps_its_memory_from_the_successor(start, holders):
         held.close()
 
 
-def test_a_successor_is_refused_when_only_the_frozen_ones_region_would_fit(start, holders):
+def test_a_successor_is_refused_when_only_the_frozen_ones_region_would_fit(start, users):
     host = start(budget_bytes=REGION_BYTES)
-    coordinator = holders(host.socket_path)
-    frozen = holders(host.socket_path, coordinator.token, 1)
+    coordinator = users(host.socket_path)
+    frozen = users(host.socket_path, coordinator.token, 1)
     frozen.process.send_signal(signal.SIGSTOP)
     coordinator.kill()
     with pytest.raises(HostTierError, match=f"may take {REGION_BYTES} bytes, {REGION_BYTES} are leased"):
@@ -269,7 +277,7 @@ def test_many_groups_at_once_each_get_their_own(start):
 PARENT = """
 import sys, time
 from pathlib import Path
-from offload.host_process import HostProcess
+from tandem.offload.host.host_process import HostProcess
 host = HostProcess(Path(sys.argv[1]), 10**6)
 host.start()
 print(host.pid, flush=True)
@@ -277,7 +285,7 @@ time.sleep(60)
 """
 
 
-def test_it_ends_with_its_killed_parent_and_holders_go_on(tmp_path):
+def test_it_ends_with_its_killed_parent_and_users_go_on(tmp_path):
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, str(tmp_path / "host")], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
@@ -314,7 +322,7 @@ def test_it_may_be_started_again(start):
     host.stop()
     assert not host.is_alive() and host.pid is None
     host.start()
-    assert status(host.socket_path, TIMEOUT_S).regions == 0, "memory ends with the process and its holders"
+    assert status(host.socket_path, TIMEOUT_S).regions == 0, "memory ends with the process and its users"
     held.close()
 
 
@@ -386,7 +394,7 @@ def test_a_client_that_never_reads_is_dropped(raw):
         for sent in range(100_000):  # noqa: B007
             connection.send(encode(Status()))
     assert sent < 99_999
-    assert status(host.socket_path, TIMEOUT_S).holders == 0
+    assert status(host.socket_path, TIMEOUT_S).users == 0
 
 
 def test_a_frozen_process_costs_a_caller_its_deadline_only(start):
@@ -432,7 +440,7 @@ def test_another_user_is_not_answered():
             timeout=60,
         )
         assert done.stdout == "0\n", done.stderr
-        assert status(host.socket_path, TIMEOUT_S).holders == 0
+        assert status(host.socket_path, TIMEOUT_S).users == 0
     finally:
         host.stop()
         (folder / "host-tier.log").unlink()

@@ -1,4 +1,4 @@
-"""Regions of host memory: a free one is given again, a held one never, and the budget holds."""
+"""Regions of host memory: free ones are reused, used ones never, and the budget is kept."""
 
 import errno
 import gc
@@ -10,9 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from offload import host_regions
-from offload.host_messages import Attach, HostTierError, Lease
-from offload.host_regions import Region, Regions
+from tandem.offload.host import host_regions
+from tandem.offload.host.host_messages import Attach, HostTierError, Lease
+from tandem.offload.host.host_regions import Region, Regions
 
 PAGE = 4096
 BUDGET = 10 * PAGE
@@ -101,14 +101,14 @@ def test_a_rank_keeps_the_region_from_a_successor(regions):
 def test_refused_attachments(regions):
     region, _ = regions.lease(1, ask())
     old_token = region.token
-    for holder, rank, token, reason in [
+    for user, rank, token, reason in [
         (2, 2, old_token, "no rank 2"),
         (2, 0, "wrong", "no lease has this token"),
         (2, 0, "", "no lease has this token"),
         (1, 0, old_token, "holds a region already"),
     ]:
         with pytest.raises(HostTierError, match=reason):
-            regions.attach(holder, Attach(token, rank))
+            regions.attach(user, Attach(token, rank))
     regions.attach(2, Attach(old_token, 0))
     with pytest.raises(HostTierError, match="another process holds"):
         regions.attach(3, Attach(old_token, 0))
@@ -166,7 +166,7 @@ def test_there_is_a_limit_to_the_number_of_regions(monkeypatch):
     regions.close()
 
 
-def test_no_holder_can_cut_memory_short(regions):
+def test_no_user_can_shrink_memory(regions):
     region, _ = regions.lease(1, ask())
     for size in (0, 2 * PAGE):
         with pytest.raises(PermissionError):
@@ -179,7 +179,7 @@ class RegionsMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.regions = Regions(BUDGET)
-        self.holders: dict[int, int] = {}
+        self.users: dict[int, int] = {}
         self.tokens: dict[int, tuple[int, str]] = {}
         self.content: dict[int, bytes] = {}
         self.last = 0
@@ -197,14 +197,14 @@ class RegionsMachine(RuleBasedStateMachine):
             assert self.regions.status().bytes == held_bytes
             return
         inode = os.fstat(region.index).st_ino
-        assert inode not in self.holders.values(), "a region in use was given away"
+        assert inode not in self.users.values(), "a region in use was given away"
         if reused:
             assert read(region, 16) == self.content[inode]
         else:
             assert read(region, 16) == bytes(16)
         self.content[inode] = f"{layout} {pages} {self.last}".encode().ljust(16)
         write(region, self.content[inode])
-        self.holders[self.last] = inode
+        self.users[self.last] = inode
         self.tokens[self.last] = (inode, region.token)
 
     @precondition(lambda self: self.tokens)
@@ -217,23 +217,23 @@ class RegionsMachine(RuleBasedStateMachine):
             self.regions.attach(self.last, Attach(token, rank))
         except HostTierError:
             return
-        assert rank < 2 and owner in self.holders, "only while the coordinator lives"
-        self.holders[self.last] = inode
+        assert rank < 2 and owner in self.users, "only while the coordinator lives"
+        self.users[self.last] = inode
 
-    @precondition(lambda self: self.holders)
+    @precondition(lambda self: self.users)
     @rule(data=st.data())
     def release(self, data):
-        holder = data.draw(st.sampled_from(sorted(self.holders)))
-        del self.holders[holder]
-        self.regions.release(holder)
-        self.regions.release(holder)
+        user = data.draw(st.sampled_from(sorted(self.users)))
+        del self.users[user]
+        self.regions.release(user)
+        self.regions.release(user)
 
     @invariant()
     def agrees(self):
         status = self.regions.status()
-        assert status.bytes <= BUDGET and status.holders == len(self.holders)
-        assert status.leases == len(set(self.holders.values())) <= status.regions
+        assert status.bytes <= BUDGET and status.users == len(self.users)
+        assert status.leases == len(set(self.users.values())) <= status.regions
 
 
-TestRegionsLaws = RegionsMachine.TestCase
-TestRegionsLaws.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestRegionsInvariants = RegionsMachine.TestCase
+TestRegionsInvariants.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -1,4 +1,4 @@
-"""The host tier's loop in this process: memory that takes long to reserve is waited for by those who asked only."""
+"""The host tier's loop in this process: only the client that leases memory waits while it is reserved."""
 
 import os
 import sys
@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from configs.environment import short_temp_folder
-from offload import host_regions
-from offload.host_messages import HostTierError, Lease
-from offload.host_process import attach, lease, status
-from offload.host_server import HostServer
+from tandem.configs.environment import short_temp_folder
+from tandem.offload.host import host_regions
+from tandem.offload.host.host_messages import HostTierError, Lease
+from tandem.offload.host.host_process import attach, lease, status
+from tandem.offload.host.host_server import HostServer
 from tests.support.service import wait_for
 
 PAGE = 4096
@@ -74,7 +74,7 @@ def test_a_rank_attaches_while_another_groups_memory_is_reserved(host: Host) -> 
         held = [first, second.result(), third.result(), slab, attach(host.socket, second.result().token, 1, 30)]
     assert [lease.reused for lease in (second.result(), third.result())] == [False, False]
     now = status(host.socket, 30)
-    assert (now.regions, now.leases, now.holders) == (3, 3, 5)
+    assert (now.regions, now.leases, now.users) == (3, 3, 5)
     for one in held:
         one.close()
 

@@ -5,8 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from offload.eviction import make_policy
-from offload.host_tier import HostTier
+from tandem.offload.kv.eviction import make_policy
+from tandem.offload.kv.host_tier import HostTier
 
 
 def key(number: int) -> bytes:
@@ -17,7 +17,7 @@ KEYS = st.integers(0, 7).map(key)
 
 
 class Index:
-    """What a later owner of the memory would find."""
+    """The index that a later owner of the memory would read."""
 
     def __init__(self) -> None:
         self.slots: dict[int, bytes] = {}
@@ -121,7 +121,7 @@ class HostTierMachine(RuleBasedStateMachine):
     def agree(self):
         if not hasattr(self, "tier"):
             return
-        self.tier.check_laws()
+        self.tier.check_invariants()
         stored = {slot: k for slot, (state, k) in self.slots.items() if state == "stored"}
         assert {k for k in map(key, range(8)) if self.tier.has(k)} == set(stored.values())
         assert all(self.tier.slot(k) == slot for slot, k in stored.items())
@@ -149,7 +149,36 @@ def test_a_failed_load_forgets_a_block_that_others_still_read():
 @pytest.mark.parametrize("policy", ["lru", "cost"])
 def test_blocks_of_an_earlier_owner_are_found_and_can_be_evicted(policy):
     tier = HostTier(3, make_policy(policy), found=[(2, key(5)), (0, key(6)), (1, key(5))])
-    tier.check_laws()
+    tier.check_invariants()
     assert tier.has(key(5)) and tier.slot(key(6)) == 0 and tier.num_stored == 2
     assert {tier.prepare_store(key(n), 1.0) for n in range(3)} == {0, 1, 2}
     assert not tier.has(key(5)) and not tier.has(key(6))
+
+
+def test_a_block_that_lies_twice_in_an_earlier_owners_memory_is_found_once():
+    index = Index()
+    index.slots = {2: key(5), 1: key(5), 0: key(6)}
+    tier = HostTier(3, make_policy("lru"), index, found=[(2, key(5)), (1, key(5)), (0, key(6))])
+    tier.check_invariants()
+    assert index.slots == {2: key(5), 0: key(6)}
+    assert (tier.slot(key(5)), tier.slot(key(6)), tier.num_stored, tier.num_available) == (2, 0, 2, 3)
+    assert tier.prepare_store(key(7), 1.0) == 1, "the second one's slot is free"
+
+
+def test_what_earlier_uses_have_made_dear_is_cheap_again_after_it_was_forgotten():
+    """By cost a block counts by its uses; content that was not to be trusted begins anew."""
+    for forgotten, left in ((True, 2), (False, 1)):
+        tier = HostTier(2, make_policy("cost"))
+        for number in (1, 2):
+            assert tier.prepare_store(key(number), 1.0) is not None
+            tier.complete_store(key(number))
+        for number, uses in ((1, 9), (2, 3)):
+            for _ in range(uses):
+                assert tier.prepare_load(key(number))
+                tier.complete_load(key(number))
+        if forgotten:
+            tier.forget(key(1))
+            assert tier.prepare_store(key(1), 1.0) is not None
+            tier.complete_store(key(1))
+        assert tier.prepare_store(key(3), 1.0) is not None
+        assert [number for number in (1, 2) if tier.has(key(number))] == [left]

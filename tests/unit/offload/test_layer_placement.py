@@ -1,9 +1,16 @@
-"""Which layers stream: spread evenly, as many as the budget asks for, never more than there are."""
+"""Choice of streamed layers: evenly spread, as many as the budget requires, at most all of them."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.placement import BUFFERS, LayerPlacement, bytes_to_save, place_layers, spread, streamed_to_save
+from tandem.offload.weights.layer_placement import (
+    BUFFERS,
+    LayerPlacement,
+    bytes_to_save,
+    place_layers,
+    spread,
+    streamed_to_save,
+)
 
 
 def ring_gaps(num_layers: int, streamed: tuple[int, ...]) -> list[int]:

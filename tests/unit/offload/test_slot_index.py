@@ -1,4 +1,4 @@
-"""The index of slots in shared memory: what is written is listed, and a kill leaves no key beside foreign bytes."""
+"""The index of slots in shared memory: written keys are listed; a kill leaves no key beside another block's bytes."""
 
 import mmap
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.slot_index import SlotIndex, index_bytes
+from tandem.offload.kv.slot_index import SlotIndex, index_bytes
 
 ROOT = Path(__file__).resolve().parents[3]
 NUM_SLOTS, PAGE_BYTES = 8, 4096
@@ -54,7 +54,7 @@ def test_a_slot_in_use_is_not_overwritten():
 
 WRITER = f"""
 import itertools, mmap, sys
-from offload.slot_index import SlotIndex
+from tandem.offload.kv.slot_index import SlotIndex
 with open(sys.argv[1], "r+b") as file:
     memory = mmap.mmap(file.fileno(), 0)
 index = SlotIndex(memory, {NUM_SLOTS})

@@ -1,11 +1,11 @@
-"""Host and disk as one: what moves where, what is pinned meanwhile, what a failure leaves."""
+"""The store over host and disk: moves between tiers, pins during a move, and the state after a failure."""
 
 from pathlib import Path
 
-from offload.disk_tier import DiskTier
-from offload.eviction import make_policy
-from offload.host_tier import HostTier
-from offload.tiered_store import MAX_SPILLS, TieredStore
+from tandem.offload.kv.disk_tier import DiskTier
+from tandem.offload.kv.eviction import make_policy
+from tandem.offload.kv.host_tier import HostTier
+from tandem.offload.kv.tiered_store import MAX_SPILLS, TieredStore
 
 
 def key(number: int) -> bytes:
@@ -43,7 +43,7 @@ def test_a_failed_place_is_found_nowhere_and_the_others_are():
     load = store.load([key(0), key(2)], [7, 8])
     store.complete(load, {0})
     assert [store.place(key(n)) for n in range(3)] == [None, None, "host"]
-    store.host.check_laws()
+    store.host.check_invariants()
 
 
 def test_what_comes_to_the_host_goes_on_to_the_disk_and_comes_back():
@@ -74,7 +74,7 @@ def test_a_fetch_takes_what_finds_a_slot_from_the_head_on():
     assert store.fetch([key(2)], [1.0]) is None
     store.complete(fetch, set())
     store.complete(pinned, set())
-    store.host.check_laws()
+    store.host.check_invariants()
 
 
 def test_a_failed_disk_has_nothing_and_moves_under_way_still_end():
@@ -118,4 +118,74 @@ def test_a_forgotten_block_is_found_on_no_tier():
     assert [store.place(key(n)) for n in (1, 2)] == [None, "host"]
     store.complete(load, set())
     assert store.place(key(1)) is None and store.host.num_stored == 1
-    store.host.check_laws()
+    store.host.check_invariants()
+
+
+def test_tickets_have_numbers_of_their_own_and_say_what_goes_where():
+    store = store_of(num_slots=3, disk_keys=10)
+    stored = store.store([(key(n), 10 + n) for n in (1, 2)], [1.0, 1.0])
+    assert stored is not None
+    store.complete(stored, set())
+    slots = {k: store.host.slot(k) for k in stored.keys}
+    assert dict(zip(stored.keys, stored.slots, strict=True)) == slots and len(set(slots.values())) == 2
+    assert dict(zip(stored.keys, stored.block_ids, strict=True)) == {key(1): 11, key(2): 12}
+    loaded = store.load([key(2), key(1)], [7, 8])
+    assert (loaded.keys, loaded.block_ids) == ([key(2), key(1)], [7, 8])
+    assert loaded.slots == [slots[key(2)], slots[key(1)]]
+    spilled = store.spill()
+    assert spilled is not None and (spilled.block_ids, spilled.dropped) == ([], [])
+    assert dict(zip(spilled.keys, spilled.slots, strict=True)) == slots
+    for ticket in (loaded, spilled):
+        store.complete(ticket, set())
+    put(store, 3, 4, 5)
+    fetched = store.fetch([key(1)], [1.0])
+    assert fetched is not None and len(fetched.slots) == 1
+    store.complete(fetched, set())
+    assert fetched.slots == [store.host.slot(key(1))] and store.place(key(1)) == "host"
+
+
+def test_a_fetch_ends_before_a_key_that_the_disk_has_lost_or_that_finds_no_slot():
+    store = TieredStore(HostTier(2, make_policy("lru")), DiskTier(Path("nowhere"), 2, 1, [key(1), key(2)]))
+    fetch = store.fetch([key(1), key(9), key(2)], [1.0] * 3)
+    assert fetch is not None and fetch.keys == [key(1)]
+    pinned = store.store([(key(5), 0)], [1.0])
+    assert pinned is not None and store.fetch([key(2)], [1.0]) is None
+    assert store.disk is not None and store.disk.prepare_store(key(6)) == [key(2)], "it is not read, so it may go"
+
+
+def test_a_spill_passes_over_what_is_gone_from_the_host_or_on_disk_already():
+    disk = DiskTier(Path("nowhere"), 10, 1, [key(3)])
+    found = [(slot, key(number)) for slot, number in enumerate((1, 2, 3, 4))]
+    store = TieredStore(HostTier(5, make_policy("lru"), found=found), disk)
+    store.host.forget(key(4))
+    spill = store.spill()
+    assert spill is not None and spill.keys == [key(2), key(1)]
+
+
+def test_a_spill_passes_over_what_the_disk_cannot_take_now():
+    """A file that a reader found corrupt, while another reads it still."""
+    disk = DiskTier(Path("nowhere"), 10, 1, [key(2)])
+    store = TieredStore(HostTier(5, make_policy("lru"), found=[(0, key(1)), (1, key(2))]), disk)
+    assert disk.prepare_load(key(2)) and disk.prepare_load(key(2))
+    disk.fail_load(key(2))
+    spill = store.spill()
+    assert spill is not None and spill.keys == [key(1)]
+
+
+def test_stores_that_fail_take_no_place_among_those_that_wait_for_the_disk():
+    store = store_of(num_slots=2, disk_keys=10)
+    put(store, 1)
+    for number in (2, 3):
+        ticket = store.store([(key(number), number)], [1.0])
+        assert ticket is not None
+        store.complete(ticket, {0})
+    spill = store.spill()
+    assert spill is not None and spill.keys == [key(1)]
+
+
+def test_what_the_disk_drops_for_new_blocks_is_told_with_them():
+    disk = DiskTier(Path("nowhere"), 1, 1, [key(9)])
+    store = TieredStore(HostTier(2, make_policy("lru")), disk)
+    put(store, 1)
+    spill = store.spill()
+    assert spill is not None and (spill.keys, spill.dropped) == ([key(1)], [key(9)])

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from configs.errors import SettingsError
-from parallel.checkpoint import DummySource, SafetensorsSource, assemble, load
-from parallel.shard import Fill, ShardSpec, Slice, WeightSlot, whole
+from tandem.configs.errors import SettingsError
+from tandem.parallel.checkpoint import DummySource, SafetensorsSource, assemble, load
+from tandem.parallel.params import Init, ParameterSlot, ShardSpec, Slice, whole
 
 CPU = torch.device("cpu")
 A, B = torch.arange(24.0).view(6, 4), torch.arange(8.0).view(2, 4) + 100
@@ -44,7 +44,7 @@ def test_columns_and_padding(folder: Path) -> None:
 def test_load_hands_out_tensors_of_their_own(folder: Path) -> None:
     """Nothing stays mapped: overwriting the file later cannot change or crash a running model."""
     taken: list[torch.Tensor] = []
-    slots = [WeightSlot(whole("b", 2, 4), taken.append)]
+    slots = [ParameterSlot(whole("b", 2, 4), taken.append)]
     assert load(slots, SafetensorsSource(folder, ["a", "b"]), dtype=torch.float32, device=CPU, progress=False) == 32
     (folder / "two.safetensors").write_bytes(bytes((folder / "two.safetensors").stat().st_size))
     assert torch.equal(taken[0], B)
@@ -52,7 +52,7 @@ def test_load_hands_out_tensors_of_their_own(folder: Path) -> None:
 
 def test_load_tells_how_far_it_is(folder: Path) -> None:
     told: list[tuple[int, int]] = []
-    slots = [WeightSlot(whole("b", 2, 4), lambda _: None), WeightSlot(whole("a", 6, 4), lambda _: None)]
+    slots = [ParameterSlot(whole("b", 2, 4), lambda _: None), ParameterSlot(whole("a", 6, 4), lambda _: None)]
     source = SafetensorsSource(folder, ["a", "b"])
     load(slots, source, dtype=torch.bfloat16, device=CPU, progress=False, on_bytes=lambda *said: told.append(said))
     assert told == [(0, 64), (16, 64), (64, 64)]
@@ -66,7 +66,7 @@ def test_missing_unexpected_and_misshapen_tensors_are_named(folder: Path) -> Non
     SafetensorsSource(folder, ["a"], ignored_suffixes=("b",))
     source = SafetensorsSource(folder, ["a", "b"])
     with pytest.raises(SettingsError, match=r"one\.safetensors: tensor a has shape \[6, 4\].* \[4, 6\]"):
-        source.read(Slice("a", (4, 6)), Fill.NORMAL)
+        source.read(Slice("a", (4, 6)), Init.NORMAL)
 
 
 def test_damaged_folders(folder: Path, tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_damaged_folders(folder: Path, tmp_path: Path) -> None:
         SafetensorsSource(folder, ["a", "b"])
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"b": "gone.safetensors"}}))
     with pytest.raises(SettingsError, match=r"gone\.safetensors"):
-        SafetensorsSource(folder, ["b"]).read(Slice("b", (2, 4)), Fill.NORMAL)
+        SafetensorsSource(folder, ["b"]).read(Slice("b", (2, 4)), Init.NORMAL)
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(SettingsError, match=r"no \.safetensors file"):
@@ -88,12 +88,12 @@ def test_damaged_folders(folder: Path, tmp_path: Path) -> None:
 def test_dummy_slices_belong_to_one_tensor() -> None:
     """Every rank cuts its share from the same random tensor, whatever the degree."""
     source = DummySource(3, torch.float32)
-    full = source.read(Slice("w", (8, 6)), Fill.NORMAL)
-    halves = [source.read(Slice("w", (8, 6), 1, start, 3), Fill.NORMAL) for start in (0, 3)]
+    full = source.read(Slice("w", (8, 6)), Init.NORMAL)
+    halves = [source.read(Slice("w", (8, 6), 1, start, 3), Init.NORMAL) for start in (0, 3)]
     assert torch.equal(torch.cat(halves, dim=1), full)
-    assert not torch.equal(full, source.read(Slice("v", (8, 6)), Fill.NORMAL))
-    assert not torch.equal(full, DummySource(4, torch.float32).read(Slice("w", (8, 6)), Fill.NORMAL))
-    assert torch.equal(source.read(Slice("n", (5,)), Fill.ONES), torch.ones(5))
+    assert not torch.equal(full, source.read(Slice("v", (8, 6)), Init.NORMAL))
+    assert not torch.equal(full, DummySource(4, torch.float32).read(Slice("w", (8, 6)), Init.NORMAL))
+    assert torch.equal(source.read(Slice("n", (5,)), Init.ONES), torch.ones(5))
 
 
 @pytest.mark.parametrize("progress", [True, False])
@@ -101,7 +101,7 @@ def test_progress_is_a_bar_of_bytes_and_nothing_where_it_is_not_wanted(
     folder: Path, progress: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All bytes of this rank's slots, in the dtype that they get."""
-    slots = [WeightSlot(whole(name, *tensor.shape), lambda _: None) for name, tensor in (("a", A), ("b", B))] * 50
+    slots = [ParameterSlot(whole(name, *tensor.shape), lambda _: None) for name, tensor in (("a", A), ("b", B))] * 50
     load(slots, SafetensorsSource(folder, ["a", "b"]), dtype=torch.bfloat16, device=CPU, progress=progress)
     drawn = capsys.readouterr().err.rstrip().rsplit("\r", 1)[-1]
     assert bool(re.fullmatch(r"loading weights: 100%\|\S+\| 3\.20k/3\.20k \[.*B/s\]", drawn)) == progress, drawn

@@ -1,12 +1,12 @@
-"""What init_parallel decides by itself: where the rendezvous listens, and whether ranks may spin."""
+"""Decisions of init_parallel: the rendezvous' address, and whether ranks may spin."""
 
 import os
 
 import pytest
 import torch
 
-from parallel import groups
-from parallel.mesh import Mesh
+from tandem.parallel import groups
+from tandem.parallel.mesh import Mesh
 
 CPU = torch.device("cpu")
 
@@ -27,5 +27,5 @@ def test_ranks_spin_only_with_a_core_each(monkeypatch: pytest.MonkeyPatch, ranks
     monkeypatch.setattr(groups.dist, "new_group", lambda ranks, timeout: object())
     monkeypatch.setattr(groups, "open_segment", lambda group, rank, size: object())
     monkeypatch.setattr(groups, "SharedMemoryCollectives", lambda *arguments: told.append(arguments[-1]))
-    groups._stage_group(Mesh(2, 1, 0), CPU, ranks_on_node)
+    groups._stage_group(Mesh(2, 1, 0), groups.GLOO, ranks_on_node)
     assert told == [spins]

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from parallel.matmul import PackedMatrix, PlainMatrix, can_pack, make_matrix
-from parallel.mesh import Mesh, layer_range
-from parallel.shard import even_range, kv_head_range, padded_range
+from tandem.parallel.linear_methods import PackedMatrix, PlainMatrix, can_pack
+from tandem.parallel.mesh import Mesh, layer_range
+from tandem.parallel.params import even_range, kv_head_range, padded_range
+from tandem.workers.platforms.cpu import cpu_platform
 
 
 def test_tp_is_the_inner_axis() -> None:
@@ -36,13 +37,13 @@ def test_ranges() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [0, 1, 3, 64])
-def test_packed_and_plain_matrices_multiply_alike(dtype: torch.dtype, rows: int) -> None:
+def test_packed_and_plain_matrices_give_equal_products(dtype: torch.dtype, rows: int) -> None:
     generator = torch.Generator().manual_seed(0)
     weight, bias, x = (torch.randn(shape, generator=generator).to(dtype) for shape in ((48, 32), (48,), (rows, 32)))
     expected = x.float() @ weight.float().T + bias.float()
     tolerance = 1e-5 if dtype is torch.float32 else 0.1
-    for matrix in (make_matrix(weight, bias), PlainMatrix(weight, bias)):
+    made = cpu_platform().matrices(dtype)(weight, bias)
+    for matrix in (made, PlainMatrix(weight, bias)):
         torch.testing.assert_close(matrix(x).float(), expected, rtol=0, atol=tolerance)
         assert matrix.nbytes == weight.nbytes
-    if can_pack(dtype):
-        assert isinstance(make_matrix(weight, bias), PackedMatrix)
+    assert isinstance(made, PackedMatrix) == can_pack(dtype)

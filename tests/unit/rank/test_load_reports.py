@@ -1,7 +1,7 @@
-"""What a rank says while it reads its weights: the first and the last word, and what is news between them."""
+"""Progress reports of a rank that reads its weights: the first, the last, and one each half second between them."""
 
-from workers.messages import RankLoading
-from workers.rank.load_reports import LoadReports
+from tandem.workers.messages.handshake import RankLoading
+from tandem.workers.rank.rank_watch import LoadReports
 
 
 def test_the_first_the_last_and_two_a_second() -> None:
@@ -15,7 +15,7 @@ def test_the_first_the_last_and_two_a_second() -> None:
     assert {(message.rank, message.total_bytes) for message in sent} == {(3, 1000)}
 
 
-def test_the_last_word_is_said_whenever_it_comes() -> None:
+def test_the_last_report_is_always_sent() -> None:
     sent: list[RankLoading] = []
     reports = LoadReports(0, sent.append, lambda: 7.0)
     for loaded in (0, 5, 10):

@@ -9,17 +9,20 @@ import msgspec
 import pytest
 import torch
 
-from configs.errors import SettingsError
-from configs.schema import CacheSettings, DeviceSettings, EngineSettings, ModelSettings, SchedulerSettings
-from parallel.context import ParallelContext
+from tandem.configs.errors import SettingsError
+from tandem.configs.schema import CacheSettings, DeviceSettings, EngineSettings, ModelSettings, SchedulerSettings
+from tandem.parallel.context import ParallelContext
+from tandem.workers.engine.executor import Executor
+from tandem.workers.executor.in_process_ranks import in_process_group
+from tandem.workers.models.spec.families import load_spec
+from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cuda import open_platform
+from tandem.workers.rank.loading import LoadedRank, choose_dtype
+from tandem.workers.rank.profiling import fullest_plan, run_fullest_steps
 from tests.support.executor_driver import ExecutorDriver, Job
+from tests.support.in_process import runner_of
+from tests.support.loading import load_single
 from tests.support.tiny_models import BY_NAME, save_tiny_model
-from workers.inprocess_executor import InProcessExecutor
-from workers.models.registry import load_spec
-from workers.rank.loading import LoadedRank, choose_device, choose_dtype, load_single, set_threads
-from workers.rank.profiling import fullest_plan, run_fullest_step
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +53,9 @@ def test_blocks_are_sized_for_full_contexts(loaded: LoadedRank) -> None:
 
 def test_dtype_follows_the_checkpoint_but_for_float16_on_cpu(folder: Path) -> None:
     spec = load_spec(folder)
-    assert choose_dtype(settings_for(folder), spec, CPU) == torch.bfloat16
-    assert choose_dtype(settings_for(folder), spec, torch.device("cuda")) == torch.float16
-    assert choose_dtype(settings_for(folder, dtype="float16"), spec, CPU) == torch.float16
+    assert choose_dtype(settings_for(folder), spec, "cpu") == torch.bfloat16
+    assert choose_dtype(settings_for(folder), spec, "cuda") == torch.float16
+    assert choose_dtype(settings_for(folder, dtype="float16"), spec, "cpu") == torch.float16
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -81,17 +84,17 @@ def test_a_shorter_context_needs_fewer_blocks(folder: Path) -> None:
 def test_cuda_without_a_device_is_refused(folder: Path) -> None:
     settings = msgspec.structs.replace(settings_for(folder), device=DeviceSettings(device="cuda"))
     with pytest.raises(SettingsError, match="cuda"):
-        choose_device(settings, rank=0)
+        open_platform(settings, rank=0, ranks_on_node=1)
 
 
 def test_threads_are_the_cores_over_all_ranks_of_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     before = torch.get_num_threads()
-    settings = EngineSettings(model=ModelSettings(model="m"))
+    settings = EngineSettings(model=ModelSettings(model="m"), device=DeviceSettings(device="cpu"))
     counts = []
     try:
         for ranks_on_node in (1, 2, 3, 4, 16):
-            set_threads(settings, CPU, ranks_on_node)
+            open_platform(settings, 0, ranks_on_node)
             counts.append(torch.get_num_threads())
     finally:
         torch.set_num_threads(before)
@@ -101,7 +104,7 @@ def test_threads_are_the_cores_over_all_ranks_of_the_node(monkeypatch: pytest.Mo
 def test_one_process_refuses_more_than_one_rank(folder: Path) -> None:
     settings = msgspec.convert({"model": {"model": "m"}, "parallel": {"tensor_parallel_size": 2}}, EngineSettings)
     with pytest.raises(SettingsError, match="one rank"):
-        InProcessExecutor(settings)
+        in_process_group(settings)
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 16])
@@ -116,25 +119,27 @@ def test_any_block_size_and_context_warms_up(folder: Path, block_size: int, max_
 
 def test_the_profiling_step_fills_rows_and_tokens(loaded: LoadedRank) -> None:
     plan = fullest_plan(3, 40, 256, 16)
+    assert {init.num_computed for init in plan.new_rows} == {256 - 13}, "the longest context"
+    assert {len(w.new_block_ids) for w in plan.work} == {16}
     assert [w.num_tokens for w in plan.work] == [13, 13, 13]
     assert [w.num_tokens for w in fullest_plan(8, 100, 5, 4).work] == [5] * 8
-    used = run_fullest_step(
+    used = run_fullest_steps(
         loaded.decoder,
         ParallelContext.single(),
         loaded.settings,
+        cpu_platform(),
         hidden_size=loaded.spec.hidden_size,
         vocab_size=loaded.spec.vocab_size,
         max_model_len=256,
         dtype=torch.float32,
         kv_dtype=torch.float32,
-        device=CPU,
     )
-    assert used == loaded.facts.block_bytes
+    assert used == 3 * loaded.facts.block_bytes, "the single row's chunk of 40 tokens"
 
 
 def test_what_a_failed_row_left_harms_nobody(folder: Path) -> None:
     """NaN in every block of the pool, as if failed rows had had them: new owners, long and short, read none of it."""
-    executor = InProcessExecutor(settings_for(folder, dtype="float32"))
+    executor = in_process_group(settings_for(folder, dtype="float32"))
     driver = ExecutorDriver(executor, executor.start(), 16)
     texts = []
     for stale in (0.0, float("nan")):
@@ -144,7 +149,6 @@ def test_what_a_failed_row_left_harms_nobody(folder: Path) -> None:
     assert [len(tokens) for tokens in texts[1]] == [4, 20]
 
 
-def kv_slab(executor: InProcessExecutor) -> torch.Tensor:
+def kv_slab(executor: Executor) -> torch.Tensor:
     """The cache behind the executor's back."""
-    assert executor._runner is not None
-    return executor._runner.kv.slab
+    return runner_of(executor).kv.slab

@@ -8,15 +8,16 @@ from collections import deque
 import pytest
 import torch
 
-from parallel.context import ParallelContext
+from tandem.parallel.context import ParallelContext
+from tandem.workers.attention.backend import KVTensors
+from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.engine.executor import ExecutorReady
+from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan, StepResult
+from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.rank.kv_cache import KVCache
+from tandem.workers.rank.model_runner import ModelRunner
+from tandem.workers.rank.row_table import RowTable
 from tests.support.executor_driver import ExecutorDriver, Job
-from workers.attention.backend import KVTensors
-from workers.engine.executor import ExecutorReady
-from workers.messages import RowInit, RowSampling, RowWork, StepPlan, StepResult
-from workers.models.forward_batch import ForwardBatch
-from workers.rank.kv_tensors import KVCache
-from workers.rank.model_runner import ModelRunner
-from workers.rank.row_table import RowTable
 
 VOCAB = 97
 CPU = torch.device("cpu")
@@ -61,9 +62,9 @@ class RunnerExecutor:
 
     def __init__(self, block_size: int, num_blocks: int = 64) -> None:
         self.decoder = HashDecoder()
-        self.kv = KVCache.allocate(1, num_blocks, block_size, 1, 1, torch.float32, CPU)
+        self.kv = KVCache.allocate(1, num_blocks, block_size, 1, 1, torch.float32, cpu_platform())
         table = RowTable(2, 200, block_size, VOCAB)
-        self.runner = ModelRunner(self.decoder, ParallelContext.single(), self.kv, table, CPU)
+        self.runner = ModelRunner(self.decoder, ParallelContext.single(), self.kv, table, cpu_platform())
         self.plans: deque[StepPlan] = deque()
         self.ready = ExecutorReady(
             num_blocks=num_blocks,
@@ -82,15 +83,15 @@ class RunnerExecutor:
     def submit(self, plan: StepPlan) -> None:
         self.plans.append(plan)
 
-    def wait(self, timeout_s: float) -> StepResult | None:
-        return self.runner.execute(self.plans.popleft())
+    def poll(self, timeout_s: float) -> StepResult | None:
+        return self.runner.launch(self.plans.popleft()).result()
 
     def close(self) -> None: ...
 
 
 @pytest.mark.parametrize(("depth", "ahead"), [(1, False), (3, True)])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_generates_what_the_definition_says(block_size: int, depth: int, ahead: bool) -> None:
+def test_generates_the_tokens_of_the_definition(block_size: int, depth: int, ahead: bool) -> None:
     executor = RunnerExecutor(block_size, num_blocks=128)
     prompts = [[1], list(range(20)), [5] * 7, [9, 8]]
     driver = ExecutorDriver(executor, executor.ready, block_size)
@@ -105,10 +106,10 @@ def test_tokens_given_by_the_plan_replace_own_knowledge() -> None:
     executor = RunnerExecutor(4)
     bind = [RowInit(row=0, token_ids=[3, 1, 4, 1, 5], prompt_len=5, num_computed=0, sampling=GREEDY)]
     work = [RowWork(row=0, num_tokens=4, samples=False, new_block_ids=[7, 2])]
-    assert executor.runner.execute(StepPlan(step_id=1, work=work, new_rows=bind)).rows == []
+    assert executor.runner.launch(StepPlan(step_id=1, work=work, new_rows=bind)).result().rows == []
     again = [RowInit(row=1, token_ids=[3, 1, 4, 1, 9, 9], prompt_len=4, num_computed=4, sampling=GREEDY)]
     work = [RowWork(row=1, num_tokens=2, samples=True, new_block_ids=[7, 5])]
-    result = executor.runner.execute(StepPlan(step_id=2, work=work, new_rows=again, freed_rows=[0]))
+    result = executor.runner.launch(StepPlan(step_id=2, work=work, new_rows=again, freed_rows=[0])).result()
     assert result.rows[0].token_ids == expected([3, 1, 4, 1, 9, 9], 1)
     assert result.step_id == 2 and result.device_s > 0
 
@@ -119,13 +120,13 @@ def test_copy_on_write_happens_before_the_forward() -> None:
     prompt = [3, 1, 4, 1, 5, 9]
     bind = [RowInit(row=0, token_ids=prompt, prompt_len=6, num_computed=0, sampling=GREEDY)]
     work = [RowWork(row=0, num_tokens=6, samples=True, new_block_ids=[3, 1])]
-    executor.runner.execute(StepPlan(step_id=1, work=work, new_rows=bind))
+    executor.runner.launch(StepPlan(step_id=1, work=work, new_rows=bind)).result()
     fork = [RowInit(row=1, token_ids=[*prompt, 50], prompt_len=6, num_computed=6, sampling=GREEDY)]
     work = [
         RowWork(row=0, num_tokens=1, samples=True),
         RowWork(row=1, num_tokens=1, samples=True, new_block_ids=[3, 1], replaced_blocks=[(1, 8)]),
     ]
-    result = executor.runner.execute(StepPlan(step_id=2, work=work, new_rows=fork, block_copies=[(1, 8)]))
+    result = executor.runner.launch(StepPlan(step_id=2, work=work, new_rows=fork, block_copies=[(1, 8)])).result()
     assert [r.token_ids for r in result.rows] == [expected(prompt, 2)[1:], expected([*prompt, 50], 1)]
 
 
@@ -153,7 +154,7 @@ def test_logprobs_ride_with_their_row() -> None:
 
 def numbered_cache() -> KVCache:
     """Two layers, four blocks; each block holds 10 * tensor + block."""
-    kv = KVCache.allocate(2, 4, 2, 1, 3, torch.float32, CPU)
+    kv = KVCache.allocate(2, 4, 2, 1, 3, torch.float32, cpu_platform())
     assert not kv.slab.any()
     for place, tensor in enumerate(kv.slab):
         assert tensor.shape == (4, 2, 1, 3)

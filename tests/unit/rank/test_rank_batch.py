@@ -8,9 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.messages import RowInit, RowSampling, RowWork, StepPlan
-from workers.rank.batch import _one_copy, build_batch
-from workers.rank.row_table import RowTable
+from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan
+from tandem.workers.platforms.base import Array
+from tandem.workers.platforms.cpu import HostAccelerator, cpu_platform
+from tandem.workers.platforms.cuda import in_one_copy
+from tandem.workers.rank.batch import build_batch
+from tandem.workers.rank.row_table import RowTable
 
 CPU = torch.device("cpu")
 GREEDY = RowSampling(temperature=0.0)
@@ -31,7 +34,7 @@ def init(row: int, tokens: list[int], computed: int = 0) -> RowInit:
 def compare(plan: StepPlan, table: RowTable, rows: dict[int, NaiveRow], block_size: int) -> None:
     """Applies the plan to both; every tensor must say the same."""
     table.apply(plan)
-    batch = build_batch(plan, table, CPU)
+    batch = build_batch(plan, table, cpu_platform())
     ids, positions, slots, starts, lens, logits_rows = [], [], [], [0], [], []
     for work in plan.work:
         row = rows[work.row]
@@ -107,7 +110,8 @@ def test_any_course_of_plans(data: st.DataObject, block_size: int) -> None:
             )
         compare(StepPlan(step_id=step, work=work, new_rows=new_rows, freed_rows=freed), table, rows, block_size)
         appended = [w.row for w in work if w.samples and data.draw(st.booleans())]
-        table.append(appended, [7] * len(appended))
+        at = np.array(appended, np.int64)
+        table.fill(at, table.reserve(at), [7] * len(appended))
         for row in appended:
             rows[row].tokens.append(7)
 
@@ -115,7 +119,8 @@ def test_any_course_of_plans(data: st.DataObject, block_size: int) -> None:
 def test_history_is_prompt_and_output() -> None:
     table = RowTable(1, 20, 4, VOCAB)
     table.apply(StepPlan(step_id=1, work=[], new_rows=[init(0, [3, 4])]))
-    table.append([0], [9])
+    row = np.array([0])
+    table.fill(row, table.reserve(row), [9])
     tokens, prompt_len = table.history(0)
     assert (tokens.tolist(), prompt_len) == ([3, 4, 9], 2)
 
@@ -143,11 +148,12 @@ def test_impossible_plans_are_caught(work: RowWork) -> None:
     plan = StepPlan(step_id=1, work=[work], new_rows=[init(0, [1, 2])])
     table.apply(plan)
     with pytest.raises(AssertionError, match="row 0"):
-        build_batch(plan, table, CPU)
+        build_batch(plan, table, cpu_platform())
 
 
 def test_one_copy_keeps_values_shapes_and_types() -> None:
-    arrays = [np.arange(3), np.arange(0), np.arange(6, dtype=np.int32).reshape(2, 3), np.ones(1, np.int32)]
-    tensors = _one_copy(arrays, CPU)
+    arrays: list[Array] = [np.arange(3), np.arange(0), np.arange(6, dtype=np.int32).reshape(2, 3), np.ones(1, np.int32)]
+    tensors = in_one_copy(HostAccelerator(), arrays)
     assert [t.tolist() for t in tensors] == [a.tolist() for a in arrays]
     assert [t.dtype for t in tensors] == [torch.int64, torch.int64, torch.int32, torch.int32]
+    assert all(t.storage_offset() * t.itemsize % 16 == 0 for t in tensors), "Triton compiles for one alignment"

@@ -9,10 +9,12 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from configs.schema import CacheSettings, EngineSettings, ModelSettings, ParallelSettings
-from workers.channel import ChannelContext, connect_dealer, life_secret, mover_name, new_secret
-from workers.errors import GroupLost, SettingsError
-from workers.messages import (
+from tandem.configs.schema import CacheSettings, EngineSettings, ModelSettings, ParallelSettings
+from tandem.workers.executor.rank_channel import SocketChannel
+from tandem.workers.executor.rank_group import LOAD_TIMEOUT_S, LOOPBACK, SHUTDOWN_S, RankGroup
+from tandem.workers.messages.channel import ChannelContext, connect_dealer, lanes_name, life_secret, new_secret
+from tandem.workers.messages.errors import GroupLost, SettingsError
+from tandem.workers.messages.handshake import (
     AllocateKV,
     FromRank,
     Hello,
@@ -23,12 +25,10 @@ from workers.messages import (
     RankReady,
     RankSetup,
     Shutdown,
-    StepPlan,
-    StepResult,
     ToRank,
-    TransferDone,
 )
-from workers.rank_group import LOAD_TIMEOUT_S, RankGroup
+from tandem.workers.messages.step import StepPlan, StepResult
+from tandem.workers.messages.transfer import TransferResult
 
 SETTINGS = EngineSettings(model=ModelSettings(model="m"), parallel=ParallelSettings(tensor_parallel_size=2))
 PORT = 4242
@@ -64,20 +64,24 @@ def rank_without_memory(rank: int, message: ToRank) -> FromRank | None:
 
 
 class FakeRank(threading.Thread):
-    """Says hello, names a port when asked to listen, then answers each message by `answer`, until Shutdown."""
+    """Says hello, names a port when asked to listen, then answers each message by `answer`, until Shutdown or its
+    end."""
 
-    def __init__(self, rank: int, group: RankGroup, secret: str, answer: Answer, host: str) -> None:
+    def __init__(self, rank: int, endpoint: str, secret: str, answer: Answer, host: str) -> None:
         super().__init__(daemon=True)
         self.rank, self.answer, self.host = rank, answer, host
         self.heard: list[ToRank] = []
+        self.is_ended = False
         self.context = ChannelContext()
-        self.socket = connect_dealer(self.context, secret, group.endpoint, str(rank).encode())
+        self.socket = connect_dealer(self.context, secret, endpoint, str(rank).encode())
 
     def run(self) -> None:
         decoder = msgspec.msgpack.Decoder(ToRank)
         self.socket.send(msgspec.msgpack.encode(Hello(self.rank, 100 + self.rank, self.host)))
         while not self.heard or not isinstance(self.heard[-1], Shutdown):
-            if not self.socket.poll(10_000):
+            while not self.socket.poll(50) and not self.is_ended:
+                continue
+            if self.is_ended and not self.socket.poll(0):
                 break
             self.heard.append(decoder.decode(self.socket.recv()))
             if isinstance(self.heard[-1], RankSetup) and self.heard[-1].master_port is None:
@@ -90,16 +94,29 @@ class FakeRank(threading.Thread):
 
 
 class Fleet:
+    """RankLauncher of two FakeRanks, and their group."""
+
     def __init__(self, answer: Answer, hosts: tuple[str, str], groups_on_node: int, settings: EngineSettings) -> None:
-        self.lost: str | None = None
+        self.lost_message: str | None = None
         self.now_s = 0.0
-        secret = new_secret()
-        self.group = RankGroup(
-            settings, secret, lambda: self.lost, groups_on_node=groups_on_node, clock=lambda: self.now_s
-        )
-        self.ranks = [FakeRank(rank, self.group, secret, answer, hosts[rank]) for rank in (1, 0)]
+        self.answer, self.hosts = answer, hosts
+        self.ranks: list[FakeRank] = []
+        self.given_s: list[float] = []
+        self.group = RankGroup(settings, self, groups_on_node=groups_on_node, clock=lambda: self.now_s)
+
+    def start(self, rank: int, endpoint: str, secret: str) -> None:
+        self.ranks.append(FakeRank(rank, endpoint, secret, self.answer, self.hosts[rank]))
+        self.ranks[-1].start()
+
+    def lost(self) -> str | None:
+        return self.lost_message
+
+    def kill(self, grace_s: float) -> None:
+        self.given_s.append(grace_s)
         for rank in self.ranks:
-            rank.start()
+            rank.join(grace_s)
+            rank.is_ended = True
+            rank.join(30)
 
     def setup_of(self, rank: int) -> RankSetup:
         message = next(r for r in self.ranks if r.rank == rank).heard[0]
@@ -118,11 +135,9 @@ def fleet(
     try:
         yield made
     finally:
-        made.group.shut_down()
-        for rank in made.ranks:
-            rank.join(30)
         made.group.close()
         made.group.close()
+        assert not any(rank.is_alive() for rank in made.ranks)
 
 
 def test_start_takes_the_least_blocks_and_adds_bytes() -> None:
@@ -140,7 +155,7 @@ def test_start_takes_the_least_blocks_and_adds_bytes() -> None:
 def test_a_rank_without_host_memory_leaves_the_group_without_tiers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("workers.tiers.layout_digest", lambda *_: bytes(16))
+    monkeypatch.setattr("tandem.workers.executor.tiers.layout_digest", lambda *_: bytes(16))
     settings = replace(SETTINGS, cache=CacheSettings(kv_offloading_gib=2**-20))
     with fleet(rank_without_memory, settings=settings) as f:
         ready = f.group.start()
@@ -156,7 +171,7 @@ def test_ranks_on_two_machines_meet_at_rank_0() -> None:
         assert (f.setup_of(1).master_address, f.setup_of(1).ranks_on_node) == ("10.0.0.1", 1)
 
 
-def test_rank_0_chooses_the_port_and_the_others_hear_it() -> None:
+def test_rank_0_chooses_the_port_and_the_others_get_it() -> None:
     with fleet() as f:
         f.group.start()
         assert (f.setup_of(0).master_port, f.setup_of(1).master_port) == (None, PORT)
@@ -171,13 +186,13 @@ def test_ranks_of_other_groups_on_the_machine_count() -> None:
 def test_plans_reach_every_rank_and_results_come_in_order() -> None:
     with fleet() as f:
         f.group.start()
-        assert f.group.wait(0.0) is None
+        assert f.group.poll(0.0) is None
         plans = [StepPlan(step_id=i, work=[]) for i in (1, 2, 3)]
         for plan in plans:
             f.group.submit(plan)
-        results = [f.group.wait(30.0) for _ in plans]
+        results = [f.group.poll(30.0) for _ in plans]
         assert [r.step_id for r in results if r is not None] == [1, 2, 3]
-        assert f.group.wait(0.01) is None
+        assert f.group.poll(0.01) is None
     assert all(rank.heard[2:5] == plans for rank in f.ranks)
 
 
@@ -189,14 +204,14 @@ def test_a_dead_rank_ends_a_blocked_wait_within_a_tenth_of_a_second(monkeypatch:
         poll, listened_s, last_s = f.group._poll, list[float](), list[float]()
 
         def noted(timeout_s: float) -> FromRank | None:
-            (listened_s if f.lost is None else last_s).append(timeout_s)
+            (listened_s if f.lost_message is None else last_s).append(timeout_s)
             return poll(timeout_s)
 
         monkeypatch.setattr(f.group, "_poll", noted)
-        threading.Timer(0.2, lambda: setattr(f, "lost", "rank 1 (pid 101) was killed by signal 9")).start()
+        threading.Timer(0.2, lambda: setattr(f, "lost_message", "rank 1 (pid 101) was killed by signal 9")).start()
         began_s = time.monotonic()
         with pytest.raises(GroupLost, match="signal 9"):
-            f.group.wait(120.0)
+            f.group.poll(120.0)
         assert max(listened_s) <= 0.1 and max(last_s) <= 0.2
         assert time.monotonic() - began_s < 60
         with pytest.raises(GroupLost, match="signal 9"):
@@ -208,14 +223,14 @@ def test_ranks_that_live_and_finish_no_step_are_stuck() -> None:
         f.group.start()
         f.group.submit(StepPlan(step_id=1, work=[]))
         f.now_s += 0.1
-        assert f.group.wait(30.0) is not None
+        assert f.group.poll(30.0) is not None
         f.group.submit(StepPlan(step_id=2, work=[]))
         began_s = f.now_s
 
         def wait_long() -> None:
             while f.now_s < began_s + 700:
                 f.now_s += 0.5
-                assert f.group.wait(0.0) is None
+                assert f.group.poll(0.0) is None
 
         with pytest.raises(GroupLost, match=r"no step has finished for 6\d s although every rank lives"):
             wait_long()
@@ -224,7 +239,7 @@ def test_ranks_that_live_and_finish_no_step_are_stuck() -> None:
             f.group.submit(StepPlan(step_id=3, work=[]))
 
 
-def test_a_failed_rank_says_why() -> None:
+def test_a_failed_rank_reports_its_reason() -> None:
     def fails(rank: int, message: ToRank) -> FromRank | None:
         if isinstance(message, StepPlan) and rank == 1:
             return RankFailed(rank=1, message="RuntimeError: boom")
@@ -234,7 +249,7 @@ def test_a_failed_rank_says_why() -> None:
         f.group.start()
         f.group.submit(StepPlan(step_id=1, work=[]))
         with pytest.raises(GroupLost, match="rank 1: RuntimeError: boom"):
-            f.group.wait(30.0)
+            f.group.poll(30.0)
 
 
 def test_a_setting_refused_by_a_rank_is_a_settings_error() -> None:
@@ -248,7 +263,7 @@ def test_a_setting_refused_by_a_rank_is_a_settings_error() -> None:
 
 def test_a_rank_that_dies_while_loading_ends_the_start() -> None:
     with fleet(lambda rank, m: None) as f:
-        threading.Timer(0.2, lambda: setattr(f, "lost", "rank 0 exited with status 1")).start()
+        threading.Timer(0.2, lambda: setattr(f, "lost_message", "rank 0 exited with status 1")).start()
         with pytest.raises(GroupLost, match="status 1"):
             f.group.start()
 
@@ -269,12 +284,12 @@ def test_what_the_ranks_have_loaded_adds_up() -> None:
         assert f.group.loading() == (40, 40)
 
 
-def test_nothing_is_said_of_loading_before_each_rank_has_said_its_own() -> None:
+def test_no_progress_is_reported_before_each_rank_has_reported() -> None:
     def half(rank: int, message: ToRank) -> FromRank | None:
         return RankLoading(rank, 5, 10) if isinstance(message, RankSetup) and rank == 0 else None
 
     with fleet(half) as f:
-        threading.Timer(0.3, lambda: setattr(f, "lost", "rank 1 is gone")).start()
+        threading.Timer(0.3, lambda: setattr(f, "lost_message", "rank 1 is gone")).start()
         with pytest.raises(GroupLost, match="rank 1 is gone"):
             f.group.start()
         assert f.group.loading() == (0, 0)
@@ -312,7 +327,7 @@ def test_a_rank_that_stops_loading_ends_the_start(monkeypatch: pytest.MonkeyPatc
             return receive(0.0)
 
         monkeypatch.setattr(f.group, "_receive", until_silent)
-        with pytest.raises(GroupLost, match=r"rank\(s\) \[1\] have not loaded the model, and have said nothing for"):
+        with pytest.raises(GroupLost, match=r"rank\(s\) \[1\] have not loaded the model, and sent nothing for"):
             f.group.start()
         assert given_s[-1] == LOAD_TIMEOUT_S
 
@@ -320,25 +335,26 @@ def test_a_rank_that_stops_loading_ends_the_start(monkeypatch: pytest.MonkeyPatc
 def answers_heard(secret_of: Callable[[str, str], str], until: set[int]) -> list[int]:
     """Rank 1 of g-1 answers ticket 1 at a port that is g-2's by now, then rank 0 of g-2: the ranks that g-2 hears,
     all of `until` and what comes within 0.2 s more."""
-    group = RankGroup(SETTINGS, secret_of("of the service", "g-2"), lambda: None)
+    channel = SocketChannel(secret_of("of the service", "g-2"), LOOPBACK)
     context = ChannelContext()
-    movers = []
+    lanes = []
     for rank, life in ((1, "g-1"), (0, "g-2")):
         secret = secret_of("of the service", life)
-        movers.append(connect_dealer(context, secret, group.endpoint, mover_name(rank, "memory")))
-        movers[-1].send(msgspec.msgpack.encode(TransferDone(rank=rank, ticket=1)))
+        lanes.append(connect_dealer(context, secret, channel.endpoint, lanes_name(rank)))
+        lanes[-1].send(msgspec.msgpack.encode(TransferResult(rank=rank, ticket=1)))
     heard: list[int] = []
-    for _ in range(100):
-        assert group.wait(0.1) is None
-        heard += [done.rank for done in group.transfers_done()]
+    for timeout_s in (*[0.1] * 100, 0.2):
         if until <= set(heard):
+            timeout_s = 0.2
+        message = channel.receive(timeout_s)
+        if isinstance(message, TransferResult):
+            heard.append(message.rank)
+        elif until <= set(heard):
             break
-    assert group.wait(0.2) is None
-    heard += [done.rank for done in group.transfers_done()]
-    for mover in movers:
-        mover.close(linger=0)
+    for lane in lanes:
+        lane.close(linger=0)
     context.term()
-    group.close()
+    channel.close()
     return heard
 
 
@@ -347,15 +363,27 @@ def test_a_late_answer_of_an_earlier_life_is_ignored() -> None:
 
 
 def test_the_late_answer_would_be_heard_without_a_secret_of_each_life() -> None:
-    """The seeded defect: tickets carry no epoch, the channel's key takes its place (docs/decisions/007)."""
+    """The seeded defect: tickets carry no life of the group, the channel's key takes its place (docs/decisions/007)."""
     assert sorted(answers_heard(lambda service, life: life_secret(service, "any"), until={0, 1})) == [0, 1]
 
 
 def test_who_does_not_know_the_secret_is_not_heard() -> None:
-    group = RankGroup(SETTINGS, new_secret(), lambda: None)
-    stranger = FakeRank(0, group, new_secret(), good_rank, "h")
+    channel = SocketChannel(new_secret(), LOOPBACK)
+    stranger = FakeRank(0, channel.endpoint, new_secret(), good_rank, "h")
     stranger.socket.send(msgspec.msgpack.encode(Hello(0, 1, "h")))
-    assert group._receive(0.3) is None
+    assert channel.receive(0.3) is None
     stranger.socket.close(linger=0)
     stranger.context.term()
-    group.close()
+    channel.close()
+
+
+def test_a_group_that_is_well_asks_its_ranks_to_leave_and_a_broken_one_does_not_wait() -> None:
+    with fleet() as f:
+        f.group.start()
+    assert f.given_s == [SHUTDOWN_S] and all(isinstance(rank.heard[-1], Shutdown) for rank in f.ranks)
+    with fleet() as f:
+        f.group.start()
+        f.group.report("rank 1 is frozen")
+        with pytest.raises(GroupLost, match="rank 1 is frozen"):
+            f.group.poll(30.0)
+    assert f.given_s == [0.0] and not any(isinstance(rank.heard[-1], Shutdown) for rank in f.ranks)

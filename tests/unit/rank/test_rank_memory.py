@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from configs.errors import SettingsError
-from configs.schema import CacheSettings
-from workers.rank.memory import MIB, KVNeeds, available_bytes, cpu_blocks, cuda_blocks
+from tandem.configs.errors import SettingsError
+from tandem.configs.schema import CacheSettings
+from tandem.workers.planning.budget import MIB, KVNeeds, available_bytes, cpu_blocks, cuda_blocks
 
 NEEDS = KVNeeds(block_bytes=MIB, block_size=16, max_model_len=100, max_num_seqs=3)  # 7 blocks a context
 

@@ -1,9 +1,9 @@
-"""What a starting group says of weights that stream."""
+"""Startup notes about streamed weights."""
 
 import msgspec
 
-from workers.messages import RankLoaded
-from workers.start_notes import weight_notes
+from tandem.workers.messages.handshake import RankLoaded
+from tandem.workers.planning.start_notes import weight_notes
 
 MIB = 2**20
 LOADED = RankLoaded(
@@ -22,7 +22,7 @@ LOADED = RankLoaded(
 )
 
 
-def test_nothing_is_said_where_nothing_streams() -> None:
+def test_no_note_where_no_layer_streams() -> None:
     resident = msgspec.structs.replace(LOADED, streamed_layers=0, host_weight_bytes=0, buffer_bytes=0)
     assert weight_notes([resident], 0.0) == ()
 
@@ -35,7 +35,7 @@ def test_ranks_that_are_placed_alike_share_a_line() -> None:
     )
 
 
-def test_who_asks_for_more_than_all_layers_save_is_told() -> None:
+def test_a_request_for_more_than_all_layers_save_has_a_note() -> None:
     all_stream = msgspec.structs.replace(LOADED, resident_layers=0)
     (note,) = weight_notes([all_stream], 1.0)
     assert note.endswith("; that saves 2.0 MiB, less than --cpu-offload-gb 1")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from workers.messages import RowWork, StepPlan
-from workers.step_bound import LEAST_S, MARGIN, MOST_S, StepBound
+from tandem.workers.executor.liveness import LEAST_S, MARGIN, MOST_S, StepBound
+from tandem.workers.messages.step import RowWork, StepPlan
 
 
 class Steps:

@@ -1,4 +1,4 @@
-"""KV of other weights, of another cut or another revision is never taken for one's own."""
+"""KV of other weights, another sharding or another revision is never loaded."""
 
 import json
 import os
@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from configs.schema import CacheSettings, EngineSettings, ModelSettings, ParallelSettings
+from tandem.configs.schema import CacheSettings, EngineSettings, ModelSettings, ParallelSettings
+from tandem.workers.executor.tiers import layout_digest
+from tandem.workers.messages.handshake import RankLoaded
+from tandem.workers.planning.resolve import fingerprint
 from tests.support.tiny_models import BY_NAME, save_tiny_model
-from workers.messages import RankLoaded
-from workers.resolve import fingerprint
-from workers.tiers import layout_digest
 
 RANK = RankLoaded(
     rank=0, num_blocks=10, weight_bytes=1, block_bytes=640, device="cpu", dtype="float32", threads=1, load_s=0.1
@@ -55,7 +55,7 @@ def test_other_weights_config_or_overrides_are_others(folder: Path, tmp_path: Pa
     assert fingerprint(folder, settings_for(folder, revision="v2")) != own
 
 
-def test_another_cut_block_size_or_type_is_another_layout(folder: Path) -> None:
+def test_another_sharding_block_size_or_type_is_another_layout(folder: Path) -> None:
     base = settings_for(folder)
     replace = msgspec.structs.replace
     digests = [

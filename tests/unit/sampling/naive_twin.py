@@ -3,8 +3,8 @@
 import numpy as np
 import numpy.typing as npt
 
-from workers.messages import RowSampling
-from workers.sampling.philox import uniform
+from tandem.workers.messages.step import RowSampling
+from tandem.workers.sampling.philox import uniform
 
 Floats = npt.NDArray[np.float64]
 

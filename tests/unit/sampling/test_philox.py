@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.sampling.philox import philox4x32, uniform, uniforms, uniforms_on_device
+from tandem.workers.sampling.philox import philox4x32, uniform, uniforms, uniforms_on_device
 
 FULL = 0xFFFFFFFF
 # kat_vectors of Random123: counter, key, result for philox4x32 with 10 rounds.

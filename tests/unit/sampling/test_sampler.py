@@ -8,11 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.workers.messages.step import RowSampling
+from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.sampling.draw import draw, thresholds
+from tandem.workers.sampling.sampler import NOT_FINITE, Sampled, sample
+from tandem.workers.sampling.sampling_table import SamplingTable
 from tests.unit.sampling.naive_twin import adjusted, choose, kept, softmax
-from workers.messages import RowSampling
-from workers.sampling.draw import draw, thresholds
-from workers.sampling.sampler import NOT_FINITE, Sampled, sample
-from workers.sampling.table import SamplingTable
+
+PLATFORM = cpu_platform()
 
 Row = tuple[RowSampling, list[int], int]
 
@@ -27,7 +30,8 @@ def run(logits_SV: torch.Tensor, rows: list[Row]) -> Sampled:
         np.array([len(tokens) for _, tokens, _ in rows]),
         table,
         lambda row: (np.array(rows[row][1], np.int32), rows[row][2]),
-    )
+        PLATFORM,
+    ).collect()
 
 
 def random_logits(rows: int, vocab: int, seed: int = 0) -> torch.Tensor:
@@ -76,7 +80,9 @@ def test_distribution_by_chi_square(limits: dict[str, Any]) -> None:
     sampling = RowSampling(**({"temperature": 1.0, "seed": 11} | limits))
     table = SamplingTable(1, vocab)
     table.bind(0, sampling)
-    got = sample(row.repeat(n, 1), np.zeros(n, np.int64), np.arange(n), table, lambda _: (np.zeros(0, np.int32), 0))
+    got = sample(
+        row.repeat(n, 1), np.zeros(n, np.int64), np.arange(n), table, lambda _: (np.zeros(0, np.int32), 0), PLATFORM
+    ).collect()
     logits = row[0].double().numpy()
     keep = kept(logits, sampling)
     expected = np.where(keep, softmax(logits / sampling.temperature), 0)
@@ -94,12 +100,12 @@ def test_nucleus_of_flat_and_steep_rows() -> None:
     weights[2] = torch.exp(-torch.arange(5000.0))
     top_p = np.array([0.5, 0.99, 0.9])
     none_k, none_min = np.zeros(3, np.int64), np.zeros(3)
-    got = thresholds(weights, none_k, top_p, none_min)
+    got = thresholds(weights, none_k, top_p, none_min, PLATFORM)
     for i in range(3):
         ordered = np.sort(weights[i].double().numpy())[::-1]
         inside = np.cumsum(ordered) - ordered < top_p[i] * ordered.sum()
         assert got[i].item() == pytest.approx(ordered[inside][-1], rel=1e-6)
-        alone = thresholds(weights[i : i + 1], none_k[:1], top_p[i : i + 1], none_min[:1])
+        alone = thresholds(weights[i : i + 1], none_k[:1], top_p[i : i + 1], none_min[:1], PLATFORM)
         assert alone.item() == got[i].item()
 
 
@@ -163,3 +169,19 @@ def test_penalties_touch_the_right_tokens() -> None:
     changed = set(np.flatnonzero(out != logits[0].double().numpy()).tolist())
     assert changed == {1, 2, 3}
     assert run(logits, [(sampling, [1, 2, 2, 3, 3], 2)]).token_ids == [int(out.argmax())]
+
+
+def test_only_rows_that_change_logits_are_asked_for_their_history() -> None:
+    """It costs the caller a copy of all tokens."""
+    rows = [RowSampling(temperature=t, seed=5, **more) for t, more in ((0.0, {}), (1.0, {}), (1.0, {"min_tokens": 2}))]
+    table = SamplingTable(3, 20)
+    for row, sampling in enumerate(rows):
+        table.bind(row, sampling)
+    asked: list[int] = []
+
+    def history(row: int) -> tuple[Any, int]:
+        asked.append(row)
+        return np.zeros(1, np.int32), 1
+
+    sample(random_logits(3, 20), np.arange(3), np.ones(3, np.int64), table, history, PLATFORM)
+    assert asked == [2]

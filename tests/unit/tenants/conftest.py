@@ -4,8 +4,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from cluster.coordination.client import BackgroundClient
-from cluster.coordination.redis_server import RedisServer
+from tandem.cluster.process.redis_server import RedisServer
+from tandem.cluster.state.redis_client import BackgroundClient
 from tests.support.private_redis import private_redis
 from tests.unit.tenants.tenant_rig import Fleet, patient
 

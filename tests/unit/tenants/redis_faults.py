@@ -5,7 +5,7 @@ import signal
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
-from cluster.coordination.redis_server import RedisServer
+from tandem.cluster.process.redis_server import RedisServer
 from tests.support.slow_link import SlowLink
 from tests.unit.tenants.tenant_rig import patient
 

@@ -7,16 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster.coordination.client import BackgroundClient, RequestClient
-from cluster.coordination.moving_redis import MovingRedis
-from cluster.coordination.redis_server import RedisServer
-from cluster.gateway.state import Opening, Outcome
-from cluster.tenants.admission import Grant, OverLimit
-from cluster.tenants.quota import Quota
-from cluster.tenants.service import TenantService
-from cluster.tenants.tenant import Limits, Tenant
-from cluster.tenants.usage import read_usage
-from workers.messages import Usage
+from tandem.cluster.process.redis_server import RedisServer
+from tandem.cluster.state.redis_address import MovingRedis
+from tandem.cluster.state.redis_client import BackgroundClient, RequestClient
+from tandem.cluster.tenants.billing_record import Opening, Outcome, read_usage
+from tandem.cluster.tenants.quota import Quota
+from tandem.cluster.tenants.tenant import Limits, Tenant
+from tandem.cluster.tenants.tenant_admission import OverLimit, Reservation
+from tandem.cluster.tenants.tenant_service import TenantService
+from tandem.workers.messages.request import Usage
 
 DEADLINE_S = 20.0
 START_MS = 1_800_000_000_000
@@ -106,9 +105,9 @@ def service(
 
 async def serve_one(tenants: TenantService, name: str, request_id: str, used: int) -> None:
     """A request of the tenant, from admission to its row."""
-    grant = await tenants.quota.admit(name, used, 10)
+    reservation = await tenants.quota.admit(name, used, 10)
     tenants.ledger.accepted(Opening(request_id=request_id, tenant=name, model="m"))
-    tenants.quota.settle(grant, used)
+    tenants.quota.settle(reservation, used)
     await tenants.ledger.settle(
         Outcome(
             request_id=request_id,
@@ -128,15 +127,15 @@ async def row_ids(redis: BackgroundClient) -> list[str]:
     return [row.id for row in await read_usage(redis, None, now_s - 120, now_s + 60)]
 
 
-async def admitted(quota: Quota, count: int, prompt: int = 1, output: int = 0, name: str = "acme") -> list[Grant]:
+async def admitted(quota: Quota, count: int, prompt: int = 1, output: int = 0, name: str = "acme") -> list[Reservation]:
     """The grants of so many requests, one after the other; those refused are left out."""
-    grants = []
+    reservations = []
     for _ in range(count):
         try:
-            grants.append(await quota.admit(name, prompt, output))
+            reservations.append(await quota.admit(name, prompt, output))
         except OverLimit:
             continue
-    return grants
+    return reservations
 
 
 async def refusal(quota: Quota, prompt: int = 1, output: int = 0) -> OverLimit:

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from cluster.coordination import keys
-from cluster.coordination.client import BackgroundClient
-from cluster.tenants.admission import OverLimit
-from cluster.tenants.quota import AT_ONCE
-from cluster.tenants.quota_script import LEASE_MS
+from tandem.cluster.state import keys
+from tandem.cluster.state.redis_client import BackgroundClient
+from tandem.cluster.tenants.quota import AT_ONCE
+from tandem.cluster.tenants.quota_script import LEASE_MS
+from tandem.cluster.tenants.tenant_admission import OverLimit
 from tests.unit.tenants.tenant_rig import Fleet, admitted, refusal, shown, tenant, until
 
 LEASE_S = LEASE_MS / 1000
@@ -32,11 +32,11 @@ async def test_requests_of_a_minute_and_their_return(fleet: Fleet) -> None:
 async def test_tokens_are_reserved_and_the_unused_come_back(fleet: Fleet) -> None:
     fleet.set(tokens_per_minute=1000)
     quota = fleet.gateway("a")
-    grant = await quota.admit("acme", 100, 700)
+    reservation = await quota.admit("acme", 100, 700)
     refused = await refusal(quota, 100, 200)
     assert refused.reason == "tokens"
     assert refused.retry_after_s == pytest.approx(6, abs=0.1)
-    quota.settle(grant, 150)
+    quota.settle(reservation, 150)
     assert len(await admitted(quota, 1, 100, 750)) == 1, "850 of 1000 are left, and known at once"
     assert not await admitted(quota, 1)
 
@@ -45,8 +45,8 @@ async def test_what_was_used_beyond_the_reservation_is_charged(fleet: Fleet) -> 
     """A request whose allowed output is larger than a whole minute reserves the minute."""
     fleet.set(tokens_per_minute=100)
     quota = fleet.gateway("a")
-    grant = await quota.admit("acme", 10, 5000)
-    quota.settle(grant, 160)
+    reservation = await quota.admit("acme", 10, 5000)
+    quota.settle(reservation, 160)
     assert (await refusal(quota)).retry_after_s == pytest.approx(60 * 0.61, abs=0.2)
 
 
@@ -55,12 +55,12 @@ async def test_an_answer_of_no_stated_length_needs_no_full_minute(fleet: Fleet) 
     fleet.set(tokens_per_minute=400)
     quota, other = fleet.gateway("a"), fleet.gateway("b")
     for used in (50, 100, 150):
-        grant = await quota.admit("acme", 30, 4000, is_open_ended=True)
+        reservation = await quota.admit("acme", 30, 4000, is_open_ended=True)
         assert shown(quota)["remaining-tokens"] == "0", "it may take all: others wait until that is known"
         for gateway in (quota, other):
             assert (await refusal(gateway, 1, 1)).reason == "tokens"
-        quota.settle(grant, used)
-        await quota.beat()
+        quota.settle(reservation, used)
+        await quota.send_heartbeat()
     assert shown(quota)["remaining-tokens"] == "100"
     refused = await refusal(quota, 30, 4000)
     assert refused.retry_after_s == pytest.approx(45, abs=0.1), "who names a length is refused by it"
@@ -84,6 +84,12 @@ async def test_a_prompt_longer_than_a_minute_is_refused_for_good(fleet: Fleet) -
     assert "101" in str(refused) and "100" in str(refused)
 
 
+async def test_a_prompt_of_exactly_a_minute_fits(fleet: Fleet) -> None:
+    fleet.set(tokens_per_minute=100)
+    reservation = await fleet.gateway("a").admit("acme", 100, 0)
+    assert (reservation.tokens, reservation.charge) == (100, 100)
+
+
 async def test_concurrency_counts_all_gateways_and_frees_at_once(fleet: Fleet) -> None:
     fleet.set(concurrency=3)
     one, two = fleet.gateway("a"), fleet.gateway("b")
@@ -91,7 +97,7 @@ async def test_concurrency_counts_all_gateways_and_frees_at_once(fleet: Fleet) -
     assert len(await admitted(two, 5)) == 1
     assert (await refusal(one)).reason == "concurrency"
     one.settle(held[0], 1)
-    await one.beat()
+    await one.send_heartbeat()
     assert len(await admitted(two, 5)) == 1, "what one has freed the other may take"
 
 
@@ -120,7 +126,7 @@ async def test_a_living_gateway_keeps_its_lease_by_its_beat(fleet: Fleet) -> Non
     await busy.admit("acme", 1, 0)
     for _ in range(10):
         fleet.time.now_s += LEASE_S - 1
-        await busy.beat()
+        await busy.send_heartbeat()
         assert not await admitted(other, 1)
 
 
@@ -130,24 +136,24 @@ async def test_beats_begin_with_the_first_account(fleet: Fleet) -> None:
     beating = asyncio.create_task(busy.run())
 
     async def is_waiting() -> bool:
-        return bool(busy._hurried._waiters)  # type: ignore[attr-defined]
+        return bool(busy._triggered._waiters)  # type: ignore[attr-defined]
 
     async def is_renewed() -> bool:
         return busy._renew_at_s > fleet.time.now_s
 
-    await until(is_waiting, "the first beat is over")
+    await until(is_waiting, "the first heartbeat is over")
     fleet.set(concurrency=1)
     await busy.admit("acme", 1, 0)
     for _ in range(3):
         fleet.time.now_s += LEASE_S - 1
-        await until(is_renewed, "a beat comes")
+        await until(is_renewed, "a heartbeat comes")
         async with busy._turns:
             assert not await admitted(other, 1)
     beating.cancel()
 
 
 async def test_a_long_request_keeps_its_place_beside_a_tenant_that_always_has_news(fleet: Fleet) -> None:
-    """News of one wake the beat before its second is over: the others' leases are renewed all the same."""
+    """News of one wake the heartbeat before its second is over: the others' leases are renewed all the same."""
     fleet.set(concurrency=1)
     fleet.directory.tenants["chatty"] = tenant("chatty", requests_per_minute=100_000)
     busy, other = fleet.gateway("a"), fleet.gateway("b")
@@ -155,7 +161,7 @@ async def test_a_long_request_keeps_its_place_beside_a_tenant_that_always_has_ne
     for _ in range(3 * int(LEASE_S / 0.25)):
         fleet.time.now_s += 0.25
         busy.settle(await busy.admit("chatty", 1, 0), 1)
-        await busy.beat()
+        await busy.send_heartbeat()
         assert not await admitted(other, 1)
 
 
@@ -183,10 +189,10 @@ async def test_the_budget_ends_for_good_and_starts_anew_when_it_is_set(fleet: Fl
     held = await refusal(other)
     assert (held.reason, held.code) == ("budget_reserved", "rate_limit_exceeded"), "it may be given back"
     quota.settle(first, 60)
-    await quota.beat()
+    await quota.send_heartbeat()
     second = await other.admit("acme", 10, 100)
     other.settle(second, 60)
-    await other.beat()
+    await other.send_heartbeat()
     gone = await refusal(quota)
     assert (gone.reason, gone.code, gone.retry_after_s) == ("budget", "insufficient_quota", None)
     fleet.time.now_s += 1e6
@@ -202,7 +208,7 @@ async def test_a_gateway_that_has_not_heard_of_the_new_budget_does_not_spoil_it(
     fleet.set(token_budget=100, budget_id=2)
     quick.settle(await quick.admit("acme", 1, 1), 10)
     fleet.set(token_budget=100, budget_id=1)
-    await slow.beat()
+    await slow.send_heartbeat()
     fleet.set(token_budget=100, budget_id=2)
     quick.settle(await quick.admit("acme", 1, 1), 10)
     assert quick.spent() == {"acme": (2, 20)}
@@ -213,7 +219,7 @@ async def test_what_dead_gateways_have_spent_stays_spent(fleet: Fleet, redis: Ba
     for number in range(5):
         quota = fleet.gateway(f"g{number}")
         quota.settle(await quota.admit("acme", 1, 1), 100)
-        await quota.beat()
+        await quota.send_heartbeat()
         fleet.time.now_s += 86400 / 2
     last = fleet.gateway("last")
     await last.admit("acme", 1, 1)
@@ -243,10 +249,10 @@ async def test_headers_say_what_is_left(fleet: Fleet) -> None:
         "remaining-tokens": "600",
         "reset-tokens": "0s",
     }
-    grant = await quota.admit("acme", 100, 200)
+    reservation = await quota.admit("acme", 100, 200)
     assert (shown(quota)["remaining-requests"], shown(quota)["reset-requests"]) == ("9", "6s")
     assert (shown(quota)["remaining-tokens"], shown(quota)["reset-tokens"]) == ("300", "30s")
-    quota.settle(grant, 120)
+    quota.settle(reservation, 120)
     assert shown(quota)["remaining-tokens"] == "480"
     fleet.time.now_s += 6
     assert shown(quota)["remaining-requests"] == "10"
@@ -269,9 +275,9 @@ async def test_limits_that_change_hold_from_the_next_request_on(fleet: Fleet) ->
 async def test_a_tenant_without_limits_costs_no_call(fleet: Fleet, redis: BackgroundClient) -> None:
     fleet.set(weight=2.0, max_adapters=3)
     quota = fleet.gateway("a")
-    grant = await quota.admit("acme", 1, 1)
-    quota.settle(grant, 2)
-    await quota.beat()
+    reservation = await quota.admit("acme", 1, 1)
+    quota.settle(reservation, 2)
+    await quota.send_heartbeat()
     assert await redis.command("EXISTS", keys.quota("acme")) == 0
     assert not (await quota.admit("nobody", 1, 1)).is_counted
 
@@ -279,11 +285,11 @@ async def test_a_tenant_without_limits_costs_no_call(fleet: Fleet, redis: Backgr
 async def test_a_tenant_that_is_removed_is_forgotten_when_its_requests_have_ended(fleet: Fleet) -> None:
     fleet.set(concurrency=1)
     quota = fleet.gateway("a")
-    grant = await quota.admit("acme", 1, 1)
+    reservation = await quota.admit("acme", 1, 1)
     del fleet.directory.tenants["acme"]
-    await quota.beat()
-    quota.settle(grant, 2)
-    await quota.beat()
+    await quota.send_heartbeat()
+    quota.settle(reservation, 2)
+    await quota.send_heartbeat()
     assert quota.spent() == {}
 
 
@@ -295,10 +301,10 @@ async def test_a_tenant_that_is_removed_while_its_request_waits_is_settled_all_t
     waiting = asyncio.create_task(quota.admit("acme", 1, 1))
     await asyncio.sleep(0)
     fleet.directory.tenants.clear()
-    await quota.beat()
+    await quota.send_heartbeat()
     for _ in range(AT_ONCE):
         quota._turns.release()
-    grant = await waiting
-    quota.settle(grant, 2)
-    await quota.beat()
+    reservation = await waiting
+    quota.settle(reservation, 2)
+    await quota.send_heartbeat()
     assert not quota._accounts

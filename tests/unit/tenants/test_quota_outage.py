@@ -6,9 +6,9 @@ import signal
 
 import pytest
 
-from cluster.coordination.client import BackgroundClient, RedisAway, RequestClient
-from cluster.tenants.admission import Grant, OverLimit
-from cluster.tenants.quota import Quota
+from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable, RequestClient
+from tandem.cluster.tenants.quota import Quota
+from tandem.cluster.tenants.tenant_admission import OverLimit, Reservation
 from tests.unit.tenants.tenant_rig import FakeTime, Fleet, admitted, refusal, shown, until
 
 RACERS = 1000
@@ -16,9 +16,9 @@ RACERS = 1000
 
 async def race(
     quotas: list[Quota], prompt: int = 1, output: int = 0, *, is_open_ended: bool = False
-) -> tuple[list[tuple[Quota, Grant]], list[str]]:
+) -> tuple[list[tuple[Quota, Reservation]], list[str]]:
     """1000 requests at once, spread over the gateways: the grants, and the reasons of the refusals."""
-    granted: list[tuple[Quota, Grant]] = []
+    granted: list[tuple[Quota, Reservation]] = []
     refused: list[str] = []
 
     async def one(quota: Quota) -> None:
@@ -37,14 +37,14 @@ async def test_1000_race_for_the_last_of_the_budget(fleet: Fleet, count: int) ->
     fleet.set(token_budget=1000)
     quotas = [fleet.gateway(f"g{i}") for i in range(count)]
     quotas[0].settle(await quotas[0].admit("acme", 1, 0), 999)
-    await quotas[0].beat()
+    await quotas[0].send_heartbeat()
     granted, refused = await race(quotas, prompt=3, output=7)
     assert len(granted) == 1, "one unit is left, one reservation may go beyond it"
     assert set(refused) == {"budget_reserved"}
-    for quota, grant in granted:
-        quota.settle(grant, 0)
+    for quota, reservation in granted:
+        quota.settle(reservation, 0)
     for quota in quotas:
-        await quota.beat()
+        await quota.send_heartbeat()
     assert len(await admitted(quotas[-1], 1)) == 1, "no phantom refusal afterwards"
 
 
@@ -55,8 +55,8 @@ async def test_1000_race_for_what_is_left_of_the_minute(fleet: Fleet, count: int
     granted, refused = await race(quotas, prompt=2, output=2)
     assert len(granted) == 30, "120 tokens are 30 requests of 4"
     assert set(refused) == {"tokens"}
-    for quota, grant in granted:
-        quota.settle(grant, 0)
+    for quota, reservation in granted:
+        quota.settle(reservation, 0)
     assert len(await admitted(quotas[0], 50)) == 10, "requests are not given back"
 
 
@@ -68,10 +68,10 @@ async def test_1000_without_max_tokens_overdraw_a_minute_by_one_of_them(fleet: F
     granted, refused = await race(quotas, prompt=10, output=200, is_open_ended=True)
     assert len(granted) == 5, "four of 210, and one more for the 160 that are left"
     assert set(refused) == {"tokens"}
-    for quota, grant in granted:
-        quota.settle(grant, 20)
+    for quota, reservation in granted:
+        quota.settle(reservation, 20)
     for quota in quotas:
-        await quota.beat()
+        await quota.send_heartbeat()
     assert len(await admitted(quotas[-1], 100, 10, 0)) == 90, "what was not used is there, and no more"
 
 
@@ -81,9 +81,9 @@ async def test_without_redis_a_share_is_given_back_no_more_than_was_taken(fleet:
     quota = fleet.gateway("a", gateways=3)
     fleet.server.stop()
     for left in (200, 100):
-        grant = await quota.admit("acme", 10, 4000, is_open_ended=True)
+        reservation = await quota.admit("acme", 10, 4000, is_open_ended=True)
         assert (await refusal(quota, 1, 0)).reason == "tokens"
-        quota.settle(grant, 100)
+        quota.settle(reservation, 100)
         assert shown(quota)["remaining-tokens"] == str(left)
 
 
@@ -93,18 +93,18 @@ async def test_1000_race_for_places(fleet: Fleet, count: int) -> None:
     quotas = [fleet.gateway(f"g{i}") for i in range(count)]
     for _ in range(3):
         granted, refused = await race(quotas)
-        assert len(granted) == 7 if count == 1 else 1 <= len(granted) <= 7, (len(granted), refused)
+        assert len(granted) == 7
         assert set(refused) == {"concurrency"}
-        for quota, grant in granted:
-            quota.settle(grant, 1)
+        for quota, reservation in granted:
+            quota.settle(reservation, 1)
         for quota in quotas:
-            await quota.beat()
+            await quota.send_heartbeat()
         one = await admitted(quotas[-1], 10)
         assert len(one) == 7, "no phantom refusal afterwards"
-        for grant in one:
-            quotas[-1].settle(grant, 1)
+        for reservation in one:
+            quotas[-1].settle(reservation, 1)
         for quota in quotas:
-            await quota.beat()
+            await quota.send_heartbeat()
 
 
 async def test_without_redis_each_gateway_has_its_share_of_what_was_left(fleet: Fleet) -> None:
@@ -130,13 +130,13 @@ async def test_without_redis_places_tokens_and_budget_are_shared_too(fleet: Flee
     held = await admitted(quota, 5, 10, 90)
     assert len(held) == 2
     assert (await refusal(quota, 10, 90)).reason == "concurrency"
-    for grant in held:
-        quota.settle(grant, 100)
+    for reservation in held:
+        quota.settle(reservation, 100)
     assert (await refusal(quota, 10, 400)).reason == "tokens"
     for _ in range(8):
         fleet.time.now_s += 60
-        for grant in await admitted(quota, 1, 10, 90):
-            quota.settle(grant, 100)
+        for reservation in await admitted(quota, 1, 10, 90):
+            quota.settle(reservation, 100)
     fleet.time.now_s += 60
     assert (await refusal(quota, 10, 90)).reason == "budget_reserved"
     assert quota.spent() == {"acme": (1, 1000)}, "half of the budget, and no more"
@@ -153,21 +153,21 @@ async def test_what_was_taken_meanwhile_is_told_when_redis_is_back(fleet: Fleet)
     quota, other = fleet.gateway("a"), fleet.gateway("b")
     await admitted(quota, 1)
     fleet.server.stop()
-    for grant in await admitted(quota, 20):
-        quota.settle(grant, 40)
+    for reservation in await admitted(quota, 20):
+        quota.settle(reservation, 40)
     held = await admitted(quota, 10)
     fleet.server.start()
     await until(lambda: told(quota), "the outage is over")
     assert len(await admitted(other, 60)) == 29, "1 + 20 + 10 of 60 are gone"
     assert other.spent() == {"acme": (1, 800)}
-    for grant in held:
-        quota.settle(grant, 0)
+    for reservation in held:
+        quota.settle(reservation, 0)
 
 
 async def told(quota: Quota) -> bool:
     quota.tell_again()
-    await quota.beat()
-    return not quota._unsaid
+    await quota.send_heartbeat()
+    return not quota._unreported
 
 
 async def test_an_hour_without_redis_leaves_no_hour_of_debt(fleet: Fleet) -> None:
@@ -186,13 +186,13 @@ async def test_a_redis_that_comes_back_empty_learns_what_gateways_know(fleet: Fl
     fleet.set(requests_per_minute=60, token_budget=1000, concurrency=9)
     gone, one, two = fleet.gateway("gone"), fleet.gateway("a"), fleet.gateway("b")
     gone.settle(await gone.admit("acme", 1, 0), 300)
-    await gone.beat()
+    await gone.send_heartbeat()
     fleet.time.now_s += 10  # its lease ends
     for quota in (one, two):
         quota.settle(await quota.admit("acme", 1, 0), 200)
-        await quota.beat()
+        await quota.send_heartbeat()
     held = await admitted(one, 4)
-    await two.beat()
+    await two.send_heartbeat()
     await admitted(two, 50)
     await redis.command("FLUSHALL")
     for quota in (one, two):
@@ -201,8 +201,8 @@ async def test_a_redis_that_comes_back_empty_learns_what_gateways_know(fleet: Fl
     assert one.spent() == {"acme": (1, 700)}
     assert (await refusal(two)).reason in ("concurrency", "budget_reserved", "requests")
     assert len(await admitted(one, 60)) < 60, "the minute does not start full"
-    for grant in held:
-        one.settle(grant, 1)
+    for reservation in held:
+        one.settle(reservation, 1)
 
 
 async def test_what_was_spent_at_an_idle_gateway_counts_in_an_emptied_redis(
@@ -211,19 +211,19 @@ async def test_what_was_spent_at_an_idle_gateway_counts_in_an_emptied_redis(
     fleet.set(token_budget=1000)
     busy, idle = fleet.gateway("a"), fleet.gateway("b")
     idle.settle(await idle.admit("acme", 1, 0), 995)
-    await idle.beat()
+    await idle.send_heartbeat()
     await redis.command("FLUSHALL")
     assert len(await admitted(busy, 1, 10, 0)) == 1, "nobody has told Redis yet"
     idle.tell_again()
-    await idle.beat()
+    await idle.send_heartbeat()
     assert (await refusal(busy)).reason == "budget_reserved"
 
 
 async def test_a_minute_goes_on_where_it_was_when_redis_has_lost_it(fleet: Fleet, redis: BackgroundClient) -> None:
     fleet.set(requests_per_minute=60, tokens_per_minute=600)
     quota = fleet.gateway("a")
-    for grant in await admitted(quota, 50, 10, 0):
-        quota.settle(grant, 10)
+    for reservation in await admitted(quota, 50, 10, 0):
+        quota.settle(reservation, 10)
     last = await quota.admit("acme", 10, 10)
     quota.settle(last, 30)
     await redis.command("FLUSHALL")
@@ -247,7 +247,7 @@ async def test_a_frozen_redis_costs_requests_no_more_than_the_timeout(fleet: Fle
         breaker_time.now_s += 1.0
         try:
             return bool(await client.command("PING"))
-        except RedisAway:
+        except RedisUnavailable:
             return False
 
     await until(is_here, "it is connected")
@@ -260,8 +260,8 @@ async def test_a_frozen_redis_costs_requests_no_more_than_the_timeout(fleet: Fle
     granted = await admitted(quota, 300)
     assert len(granted) == 300, "no request is lost"
     assert loop.time() - began_s < 300 * 0.05, "the breaker asks once a second"
-    for grant in granted:
-        quota.settle(grant, 1)
+    for reservation in granted:
+        quota.settle(reservation, 1)
     os.kill(fleet.server.pid, signal.SIGCONT)
     await until(is_here, "it answers again")
     await until(lambda: told(quota), "what was taken is told")
@@ -280,7 +280,7 @@ async def test_places_are_never_more_than_the_limit_with_redis_and_without(fleet
         nonlocal running, most, ended
         while ended < 600:
             try:
-                grant = await quotas[number % 2].admit("acme", 1, 0)
+                reservation = await quotas[number % 2].admit("acme", 1, 0)
             except OverLimit as error:
                 reasons.add(error.reason)
                 await asyncio.sleep(0)
@@ -290,7 +290,7 @@ async def test_places_are_never_more_than_the_limit_with_redis_and_without(fleet
             await asyncio.sleep(0.001)
             running -= 1
             ended += 1
-            quotas[number % 2].settle(grant, 1)
+            quotas[number % 2].settle(reservation, 1)
 
     async with asyncio.timeout(60):
         await asyncio.gather(*(client(i) for i in range(30)))
@@ -313,7 +313,7 @@ async def test_a_call_that_breaks_is_not_the_requests_fault(fleet: Fleet) -> Non
     quota = fleet.gateway("a")
     (client,) = fleet.clients
     await client.command("CONFIG", "SET", "maxmemory", "1")
-    with pytest.raises(RedisAway):
+    with pytest.raises(RedisUnavailable):
         await client.command("SET", "k", "v")
     assert len(await admitted(quota, 20)) == 10
     await client.command("CONFIG", "SET", "maxmemory", "0")

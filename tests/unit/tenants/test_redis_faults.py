@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from cluster.coordination import keys
-from cluster.coordination.client import BackgroundClient, RedisAway, RequestClient
-from cluster.coordination.redis_server import RedisServer
-from cluster.gateway.auth import Principal, StaticKeys, TenantKeys
-from cluster.tenants.quota import Quota
-from cluster.tenants.service import TenantService
+from tandem.cluster.gateway.http.auth import Principal, StaticKeys, TenantKeys
+from tandem.cluster.process.redis_server import RedisServer
+from tandem.cluster.state import keys
+from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable, RequestClient
+from tandem.cluster.tenants.quota import Quota
+from tandem.cluster.tenants.tenant_service import TenantService
+from tandem.workers.messages.errors import RequestRefused
 from tests.support.slow_link import slow_link
 from tests.unit.tenants.redis_faults import FAULTS, LATENCY_S
 from tests.unit.tenants.tenant_rig import FakeTime, Fleet, admitted, row_ids, serve_one, service, until
-from workers.errors import RequestRefused
 
 REQUESTS, TOKENS = 60, 10
 MINUTE = 20
@@ -107,7 +107,7 @@ async def test_a_redis_that_is_absent_at_the_start_is_taken_up_when_it_comes(
         try:
             known = status_of(auth, "sk-unknown"), status_of(nobodys, made.key)
             return known == (401, 200) and sorted(await row_ids(redis)) == [f"r{i}" for i in range(5)]
-        except RedisAway:
+        except RedisUnavailable:
             return False
 
     await until(is_settled, "both know the tenants; every row is there")
@@ -138,10 +138,10 @@ async def test_once_redis_counts_as_away_the_beat_finds_it_again_and_no_request_
 
         async def is_back() -> bool:
             clock.now_s += 1.0
-            await quota.beat()
+            await quota.send_heartbeat()
             return client.breaker.state == "closed"
 
-        await until(is_back, "the beat asks")
+        await until(is_back, "the heartbeat asks")
         await quota.admit("acme", 1, 0)
         assert link.requests > asked
         await client.close()

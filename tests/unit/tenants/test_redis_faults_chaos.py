@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.coordination.redis_server import RedisServer
-from cluster.tenants.service import TenantService
+from tandem.cluster.process.redis_server import RedisServer
+from tandem.cluster.tenants.tenant_service import TenantService
 from tests.support.slow_link import slow_link
 from tests.unit.tenants.redis_faults import FAULTS
 from tests.unit.tenants.tenant_rig import service

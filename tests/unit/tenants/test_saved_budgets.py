@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from cluster import state_file
-from cluster.coordination.redis_server import RedisServer
-from cluster.state_file import merge_state, read_state, write_state
-from cluster.tenants.admission import OverLimit
-from cluster.tenants.directory import Saved
-from cluster.tenants.service import TENANTS_FILE, TenantService
+from tandem.cluster.process.redis_server import RedisServer
+from tandem.cluster.state import snapshot_file
+from tandem.cluster.state.snapshot_file import merge_state, read_state, write_state
+from tandem.cluster.tenants.directory import Saved
+from tandem.cluster.tenants.tenant_admission import OverLimit
+from tandem.cluster.tenants.tenant_service import TENANTS_FILE, TenantService
 from tests.support.private_redis import private_redis
 from tests.unit.tenants.tenant_rig import serve_one, service
 
@@ -67,7 +67,7 @@ def slow_writes(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.05)
         write_state(file, data)
 
-    monkeypatch.setattr(state_file, "write_state", slowly)
+    monkeypatch.setattr(snapshot_file, "write_state", slowly)
 
 
 @pytest.mark.parametrize("order", ["in order", "reversed", "at once"])
@@ -81,7 +81,7 @@ async def test_what_two_gateways_have_spent_is_spent_for_a_new_redis(tmp_path: P
     with private_redis() as server:
         async with two(server.url, tmp_path) as (one, other):
             await serve_one(one, "acme", "r3", 5)
-            await one.quota.beat()
+            await one.quota.send_heartbeat()
             for gateway in (one, other):
                 with pytest.raises(OverLimit) as refused:
                     await gateway.quota.admit("acme", 80, 10)
@@ -95,9 +95,9 @@ async def test_of_one_budget_that_both_spend_all_is_saved(server: RedisServer, t
     async with two(server.url, tmp_path) as (one, other):
         number = await budget(one, [other], "acme")
         await serve_one(other, "acme", "r1", 10)
-        await other.quota.beat()
+        await other.quota.send_heartbeat()
         await serve_one(one, "acme", "r2", 50)
-        await one.quota.beat()
+        await one.quota.send_heartbeat()
         assert (one.quota.spent(), other.quota.spent()) == ({"acme": (number, 60)}, {"acme": (number, 10)})
     assert saved(tmp_path) == {"acme": (number, 60)}
 
@@ -142,7 +142,7 @@ async def test_a_removed_tenant_is_left_out_and_added_again_has_spent_nothing(
             assert saved(tmp_path) == {}
         new = await budget(other, [one], "acme")
         await serve_one(other, "acme", "r2", 5)
-        await other.quota.beat()
+        await other.quota.send_heartbeat()
         for gateway in (other, one):
             await save(gateway)
         assert saved(tmp_path) == {"acme": (new, 5)}
@@ -154,9 +154,9 @@ async def test_without_redis_nothing_is_forgotten(tmp_path: Path) -> None:
         async with two(server.url, tmp_path) as (one, other):
             number = await budget(one, [other], "acme")
             await serve_one(other, "acme", "r1", 10)
-            await other.quota.beat()
+            await other.quota.send_heartbeat()
             await serve_one(one, "acme", "r2", 50)
-            await one.quota.beat()
+            await one.quota.send_heartbeat()
             await save(one)
             server.stop()
             await serve_one(other, "acme", "r3", 20)
@@ -170,16 +170,16 @@ async def test_without_redis_nothing_is_forgotten(tmp_path: Path) -> None:
 async def test_a_gateway_that_cannot_read_redis_undoes_no_later_budget(server: RedisServer, tmp_path: Path) -> None:
     async with two(server.url, tmp_path) as (one, other):
         old = await budget(one, [other], "acme")
-    away = service("redis://127.0.0.1:1", tmp_path)
-    await away.start()
-    assert away.directory.is_known and not away.directory.is_certain
+    unavailable = service("redis://127.0.0.1:1", tmp_path)
+    await unavailable.start()
+    assert unavailable.directory.is_known and not unavailable.directory.is_certain
     async with two(server.url, tmp_path) as (one, other):
         new = await budget(one, [other], "acme")
         beta = await budget(one, [other], "beta")
         await one.directory.save({"acme": (new, 5), "beta": (beta, 7)})
-        await away.directory.save({"acme": (old, 95)})
+        await unavailable.directory.save({"acme": (old, 95)})
         assert saved(tmp_path) == {"acme": (new, 5), "beta": (beta, 7)}
-    await away.close()
+    await unavailable.close()
 
 
 class Count(msgspec.Struct, frozen=True):
@@ -209,12 +209,12 @@ async def test_a_lock_that_is_held_for_ever_is_not_waited_for(tmp_path: Path, mo
         assert not file.exists()
         now_s, tries = now_s + seconds, tries + 1
 
-    monkeypatch.setattr(state_file, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=tried))
+    monkeypatch.setattr(snapshot_file, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=tried))
     file = tmp_path / "count.json"
     with (tmp_path / "count.json.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         await asyncio.to_thread(merge_state, file, Count, more(3))
-    assert tries >= state_file.LOCK_WAIT_S / state_file.LOCK_PERIOD_S - 1
+    assert tries >= snapshot_file.LOCK_WAIT_S / snapshot_file.LOCK_PERIOD_S - 1
     assert read_state(file, Count) == Count(3)
 
 

@@ -7,16 +7,16 @@ import msgspec
 import pytest
 import typer.testing
 
-from cluster.cli import build_app
-from cluster.commands.redis_of import ServiceAt, model_on, service_at
-from cluster.coordination import keys
-from cluster.coordination.redis_server import RedisServer
-from cluster.gateway.state import Opening, Outcome
-from cluster.run_files import RunFile
-from cluster.tenants.ledger import UsageLedger
-from configs.errors import SettingsError, TandemError
+from tandem.cluster.cli.main import build_app
+from tandem.cluster.cli.running_service import ServiceAt, model_on, service_at
+from tandem.cluster.process.redis_server import RedisServer
+from tandem.cluster.process.run_files import RunFile
+from tandem.cluster.state import keys
+from tandem.cluster.tenants.billing_record import Opening, Outcome
+from tandem.cluster.tenants.ledger import UsageLedger
+from tandem.configs.errors import SettingsError, TandemError
+from tandem.workers.messages.request import Usage
 from tests.unit.tenants.tenant_rig import patient
-from workers.messages import Usage
 
 
 def tandem(server: RedisServer, *arguments: str) -> str:
@@ -125,7 +125,7 @@ def test_nothing_to_show_is_said(server: RedisServer) -> None:
 
 @pytest.mark.parametrize("verb", [("adapters", "ls"), ("tenants", "ls"), ("usage",)], ids=" ".join)
 def test_without_a_service_all_say_the_same(verb: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.run_files.read_run_files", list)
+    monkeypatch.setattr("tandem.cluster.process.run_files.read_run_files", list)
     with pytest.raises(TandemError, match="start one with `tandem serve`, or give --redis-url"):
         typer.testing.CliRunner().invoke(build_app(), verb, catch_exceptions=False)
 
@@ -143,7 +143,7 @@ def test_all_take_the_address_of_a_service_that_runs_here(
 
     asyncio.run(initialize())
     runs = [run_file(9001, "unix:///nowhere"), run_file(9000, server.url)]
-    monkeypatch.setattr("cluster.run_files.read_run_files", lambda: runs)
+    monkeypatch.setattr("tandem.cluster.process.run_files.read_run_files", lambda: runs)
     command = (*verb, "--url", "http://localhost:9000/v1")
     done = typer.testing.CliRunner().invoke(build_app(), command, catch_exceptions=False)
     assert done.exit_code == 0 and "9001" not in done.output
@@ -155,9 +155,9 @@ def test_a_service_is_the_newest_or_the_one_that_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = [run_file(9001, "unix:///new"), run_file(9000, "unix:///old")]
-    monkeypatch.setattr("cluster.run_files.read_run_files", lambda: runs)
+    monkeypatch.setattr("tandem.cluster.process.run_files.read_run_files", lambda: runs)
     assert service_at(None, None) == ServiceAt("unix:///new", "demo-9001")
-    assert "2 services run here; this is about the newest, http://127.0.0.1:9001" in capsys.readouterr().err
+    assert "2 services run here; using the newest, http://127.0.0.1:9001" in capsys.readouterr().err
     assert service_at("http://[::1]:9000", None) == ServiceAt("unix:///old", "demo-9000")
     runs.append(msgspec.structs.replace(run_file(9002, "unix:///wide"), url="http://0.0.0.0:9002"))
     assert service_at("http://127.0.0.2:9002", None).redis_url == "unix:///wide"

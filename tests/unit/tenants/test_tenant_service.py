@@ -3,10 +3,10 @@
 import asyncio
 from pathlib import Path
 
-from cluster.coordination import keys
-from cluster.coordination.client import BackgroundClient
-from cluster.coordination.redis_server import RedisServer
-from cluster.tenants.store import TenantStore
+from tandem.cluster.process.redis_server import RedisServer
+from tandem.cluster.state import keys
+from tandem.cluster.state.redis_client import BackgroundClient
+from tandem.cluster.tenants.store import TenantStore
 from tests.support.private_redis import private_redis
 from tests.unit.tenants.tenant_rig import patient, row_ids, serve_one, service, until
 

@@ -8,20 +8,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cluster.coordination import keys
-from cluster.coordination.changes import Changes
-from cluster.coordination.client import BackgroundClient, RedisAway
-from cluster.coordination.redis_server import RedisServer
-from cluster.gateway.app import tenant_keys
-from cluster.gateway.auth import AuthLevel, Principal, StaticKeys, TenantKeys, check_level
-from cluster.tenants.admin import StoreAdmin
-from cluster.tenants.directory import TenantDirectory
-from cluster.tenants.store import TenantStore, read_weights
-from cluster.tenants.tenant import Limits, digest_of
-from configs.schema import GatewaySettings
-from tests.support.hearing import hearing
+from tandem.cluster.gateway.http.auth import AuthLevel, Principal, StaticKeys, TenantKeys, check_level
+from tandem.cluster.gateway.wiring import tenant_keys
+from tandem.cluster.process.redis_server import RedisServer
+from tandem.cluster.state import keys
+from tandem.cluster.state.notifications import Changes
+from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
+from tandem.cluster.tenants.directory import TenantDirectory
+from tandem.cluster.tenants.store import TenantStore, read_weights
+from tandem.cluster.tenants.tenant import Limits, digest_of
+from tandem.cluster.tenants.tenant_admin import StoreAdmin
+from tandem.configs.schema import GatewaySettings
+from tandem.workers.messages.errors import RequestRefused
+from tests.support.subscribed import subscribed
 from tests.unit.tenants.tenant_rig import until
-from workers.errors import RequestRefused
 
 
 class Refused:
@@ -152,7 +152,7 @@ async def test_gateways_see_a_change_by_their_poll(store: TenantStore) -> None:
 
 async def test_an_announced_change_is_seen_long_before_the_period(server: RedisServer, store: TenantStore) -> None:
     directory = TenantDirectory(store)
-    async with hearing(server.url, keys.TENANTS) as changes:
+    async with subscribed(server.url, keys.TENANTS) as changes:
         following = asyncio.create_task(directory.run(60.0, changes))
         made = await store.add("acme", {})
         await until(lambda: knows(directory, made.key), "the tenant is known")
@@ -169,7 +169,7 @@ async def test_what_is_seeded_or_restored_is_announced(
     await store.add("acme", {})
     directory = TenantDirectory(store)
     await directory.refresh()
-    async with hearing(server.url, keys.TENANTS) as changes:
+    async with subscribed(server.url, keys.TENANTS) as changes:
         await redis.command("FLUSHALL")
         await directory.refresh()
         await heard(changes)
@@ -212,8 +212,8 @@ async def test_known_keys_go_on_without_redis_and_unknown_ones_are_503(server: R
     directory = TenantDirectory(store, clock=lambda: now_s)
     auth = TenantKeys(StaticKeys(["sk-static"]), directory, open_admin=True)
     await directory.refresh()
-    for away in (False, True):
-        if away:
+    for unavailable in (False, True):
+        if unavailable:
             now_s += 2.1
             assert auth.authenticate(f"Bearer {made.key}").tenant == "acme"
             with Refused(503, "service_unavailable"):
@@ -221,11 +221,11 @@ async def test_known_keys_go_on_without_redis_and_unknown_ones_are_503(server: R
             now_s -= 2.1
             assert server.pid is not None
             os.kill(server.pid, signal.SIGKILL)
-            with pytest.raises(RedisAway):
+            with pytest.raises(RedisUnavailable):
                 await directory.refresh()
         assert auth.authenticate(f"Bearer {made.key}") == Principal("acme", is_admin=False)
         assert auth.authenticate("Bearer sk-static") == Principal("default", is_admin=False)
-        with Refused(*((503, "service_unavailable") if away else (401, "invalid_api_key"))):
+        with Refused(*((503, "service_unavailable") if unavailable else (401, "invalid_api_key"))):
             auth.authenticate("Bearer sk-unknown")
         with Refused(401, "invalid_api_key"):
             auth.authenticate(None)

@@ -9,16 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from cluster.coordination import keys
-from cluster.coordination.client import BackgroundClient, RedisAway
-from cluster.coordination.redis_server import RedisServer
-from cluster.gateway.state import Opening, Outcome
-from cluster.tenants.journal import Journal, left_behind, read_rows
-from cluster.tenants.ledger import UsageLedger
-from cluster.tenants.usage import UsageRow, day_of, parse_since, read_usage, summed
-from configs.errors import SettingsError
+from tandem.cluster.process.redis_server import RedisServer
+from tandem.cluster.state import keys
+from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
+from tandem.cluster.tenants.billing_record import Opening, Outcome, UsageRow, day_of, parse_since, read_usage, summed
+from tandem.cluster.tenants.journal import Journal, left_behind, read_rows
+from tandem.cluster.tenants.ledger import UsageLedger
+from tandem.configs.errors import SettingsError
+from tandem.workers.messages.request import Usage
 from tests.unit.tenants.tenant_rig import patient, until
-from workers.messages import Usage
 
 NOW_S = 1_800_000_000.0
 KEPT_S = 7 * 86400
@@ -104,7 +103,7 @@ async def test_rows_of_an_outage_follow_when_redis_is_back(
     await books.send()
     server.stop()
     await settle(books, *range(10, 700))
-    with pytest.raises(RedisAway):
+    with pytest.raises(RedisUnavailable):
         await books.send()
     server.start()
     sending = asyncio.create_task(books.run())
@@ -117,14 +116,14 @@ async def test_rows_of_an_outage_follow_when_redis_is_back(
 async def has(redis: BackgroundClient, count: int) -> bool:
     try:
         return len(await ids(redis)) == count
-    except RedisAway:
+    except RedisUnavailable:
         return False
 
 
 async def test_more_rows_than_memory_holds_come_from_the_journal(
     server: RedisServer, redis: BackgroundClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster.tenants.ledger.MAX_WAITING", 20)
+    monkeypatch.setattr("tandem.cluster.tenants.ledger.MAX_WAITING", 20)
     books = ledger(redis, tmp_path)
     await books.send()
     server.stop()
@@ -139,7 +138,7 @@ async def test_more_rows_than_memory_holds_come_from_the_journal(
 async def sent(books: UsageLedger) -> bool:
     try:
         await books.send()
-    except RedisAway:
+    except RedisUnavailable:
         return False
     return True
 
@@ -161,7 +160,7 @@ async def test_a_redis_that_has_lost_its_rows_gets_all_of_them_again(redis: Back
 async def test_a_loss_is_found_without_new_rows(
     redis: BackgroundClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster.tenants.ledger.CALM_PERIOD_S", 0.02)
+    monkeypatch.setattr("tandem.cluster.tenants.ledger.IDLE_PERIOD_S", 0.02)
     books = ledger(redis, tmp_path)
     sending = asyncio.create_task(books.run())
     await settle(books, 1)
@@ -204,13 +203,13 @@ async def test_a_lost_answer_makes_no_second_row(redis: BackgroundClient, tmp_pa
             answers = await redis.pipeline(commands)
             if self.breaks:
                 self.breaks -= 1
-                raise RedisAway("the answer was lost")
+                raise RedisUnavailable("the answer was lost")
             return answers
 
     clock = Clock()
     books = UsageLedger(Breaking(), tmp_path, "g", KEPT_S, wall_clock=clock, clock=clock)
     await settle(books, 1, 2)
-    with pytest.raises(RedisAway):
+    with pytest.raises(RedisUnavailable):
         await books.send()
     clock.now_s += 36 * 3600
     await books.send()
@@ -224,7 +223,7 @@ CRASHING = """
 import asyncio, os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[3])
-from cluster.coordination.client import BackgroundClient
+from tandem.cluster.state.redis_client import BackgroundClient
 from tests.unit.tenants.test_usage_ledger import ledger, opening, outcome, settle
 
 async def main():
@@ -362,7 +361,7 @@ async def test_a_disk_that_takes_no_more_costs_no_row_and_no_request(
         return real(descriptor, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr("cluster.tenants.journal.os.write", full)
+        patch.setattr("tandem.cluster.tenants.journal.os.write", full)
         await settle(books, 1, 2)
         await settle(books, 3)
     assert sum("cannot be journaled" in record.message for record in caplog.records) == 1
@@ -381,7 +380,7 @@ async def test_many_ends_share_a_sync(redis: BackgroundClient, tmp_path: Path, m
         syncs += 1
         real(descriptor)
 
-    monkeypatch.setattr("cluster.tenants.journal.os.fdatasync", counted)
+    monkeypatch.setattr("tandem.cluster.tenants.journal.os.fdatasync", counted)
     books = ledger(redis, tmp_path)
     await settle(books, *range(500))
     assert syncs <= 5

@@ -1,4 +1,4 @@
-"""Where the real tokenizers and templates lie, if this checkout has them beside it."""
+"""Paths of the real tokenizers and templates, if this checkout has them beside it."""
 
 from pathlib import Path
 

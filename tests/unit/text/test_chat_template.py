@@ -1,4 +1,4 @@
-"""Chat templates against transformers, and what a template may not do."""
+"""Chat templates against transformers, and the sandbox's limits."""
 
 import json
 from datetime import datetime
@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from tandem.workers.messages.errors import RequestRefused, SettingsError
+from tandem.workers.text.chat_template import ChatTemplate, find_chat_template
+from tandem.workers.text.tokenizer import ModelTokenizer, load_tokenizer
 from tests.unit.text.data import SHARED, needs_data, tokenizer_folder
-from workers.errors import RequestRefused, SettingsError
-from workers.text.chat_template import ChatTemplate, find_chat_template
-from workers.text.tokenizer import ModelTokenizer, load_tokenizer
 
 TEMPLATES = sorted((SHARED / "chat_templates").glob("*.jinja")) if SHARED.is_dir() else []
 CONVERSATIONS: tuple[list[dict[str, Any]], ...] = (

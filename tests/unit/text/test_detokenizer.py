@@ -6,17 +6,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.text.data import TOKENIZERS, needs_data, tokenizer_folder
-from tests.unit.text.test_tokenizer import TEXTS
-from workers.text.detokenizer import (
+from tandem.workers.text.detokenizer import (
     REPLACEMENT,
     Detokenizer,
     DetokenizerFactory,
+    PieceDetokenizer,
     PrefixDetokenizer,
     byte_level_alphabet,
     decoder_kind,
 )
-from workers.text.tokenizer import ModelTokenizer, load_tokenizer
+from tandem.workers.text.tokenizer import ModelTokenizer, load_tokenizer
+from tests.unit.text.data import TOKENIZERS, needs_data, tokenizer_folder
+from tests.unit.text.test_tokenizer import TEXTS
 
 NAMES = st.sampled_from(TOKENIZERS)
 
@@ -34,7 +35,7 @@ def pieces(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
 @needs_data
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_the_real_tokenizers_use_the_table(name: str) -> None:
-    assert loaded(name)[1].uses_table
+    assert isinstance(loaded(name)[1].make([]), PieceDetokenizer)
 
 
 @needs_data
@@ -52,7 +53,7 @@ def test_pieces_join_to_the_decoded_text(name: str, text: str, skip: bool) -> No
 @needs_data
 @settings(deadline=None, max_examples=300)
 @given(NAMES, st.lists(st.integers(0, 511), max_size=60), st.booleans())
-def test_any_ids_of_byte_level_vocabularies_decode_alike(name: str, ids: list[int], skip: bool) -> None:
+def test_any_ids_of_byte_level_vocabularies_decode_equally(name: str, ids: list[int], skip: bool) -> None:
     tokenizer, factory = loaded(name)
     whole = tokenizer.decode(ids, skip_special_tokens=skip)
     got = "".join(pieces(factory.make([], skip_special_tokens=skip), ids))

@@ -1,9 +1,9 @@
-"""Stop strings against a search of the whole text, whatever the cuts between tokens."""
+"""Stop strings against a search of the whole text, for any split into tokens."""
 
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from workers.text.stop_strings import StopMatcher, first_complete, possible_beginning
+from tandem.workers.text.stop_strings import StopMatcher, first_complete, possible_beginning
 
 ALPHABET = st.text("ab ", max_size=8)
 STOPS = st.lists(st.text("ab ", min_size=1, max_size=4), min_size=1, max_size=4)
@@ -75,3 +75,10 @@ def test_long_stop_strings_stay_cheap() -> None:
     assert len(shown) == 3000 - 255
     assert possible_beginning("a" * 300, [stop]) == 255
     assert first_complete("xx" + stop, [stop]) == (2, stop)
+
+
+def test_the_longest_beginning_of_any_stop_string_counts_whatever_their_order() -> None:
+    for stops in (["abc", "bcde"], ["bcde", "abc"]):
+        assert possible_beginning("xab", stops) == 2
+    assert possible_beginning("xab", ["ab"]) == 0, "a whole stop string is no beginning"
+    assert possible_beginning("aab", ["b", "ac"]) == 0

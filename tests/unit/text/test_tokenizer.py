@@ -1,4 +1,4 @@
-"""The tokenizer against transformers' AutoTokenizer, and what it reads from the files around tokenizer.json."""
+"""The tokenizer against transformers' AutoTokenizer, and the files that it reads beside tokenizer.json."""
 
 import json
 from collections.abc import Callable
@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from tandem.workers.messages.errors import ContextLengthExceeded, RequestRefused, SettingsError
+from tandem.workers.text.tokenizer import ModelTokenizer, check_token_ids, load_tokenizer
 from tests.unit.text.data import TOKENIZERS, needs_data, tokenizer_folder
-from workers.errors import ContextLengthExceeded, RequestRefused, SettingsError
-from workers.text.tokenizer import ModelTokenizer, check_token_ids, load_tokenizer
 
 TEXTS = (
     "",

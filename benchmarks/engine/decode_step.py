@@ -1,0 +1,217 @@
+"""One decode step of a decoder, without engine and sampling: milliseconds by batch size, and the share of the roofline.
+
+    python -m benchmarks.engine.decode_step --model qwen3-0.6b --batch 1 8 16 32 --context 300
+    python -m benchmarks.engine.decode_step --batch 16 32 --context 2000 --kv-cache-dtype int8    # beside bf16 KV
+    python -m benchmarks.engine.decode_step --eager    # replayed steps beside eager ones (workers/graphs/cpu_graphs.py)
+
+Caches, and replayed and eager steps, alternate call by call. The roofline is the greater of the bytes that a step must
+read (weights and every row's KV once) over --bandwidth-gb-s, and its operations over --gflop-s. Weights are random.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.machine import OtherCpu
+from benchmarks.models import SHAPES
+from tandem.offload.weights.weight_stream import Copier
+from tandem.parallel.context import ParallelContext
+from tandem.workers.attention.backend import AttentionBackend, AttentionStep
+from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.models.decoder import Decoder, build_decoder
+from tandem.workers.models.spec.arch import ArchSpec
+from tandem.workers.models.spec.families import load_spec
+from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.rank.kv_cache import KVCache, block_bytes
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 16
+STORAGE = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
+
+
+class Switch:
+    """The attention of one decoder over several caches; kv_dtype chooses the cache of the next step."""
+
+    name = "switch"
+
+    def __init__(self, backends: dict[torch.dtype, AttentionBackend]) -> None:
+        self._backends = backends
+        self.kv_dtype = next(iter(backends))
+
+    def prepare(self, batch: ForwardBatch) -> AttentionStep:
+        return self._backends[self.kv_dtype].prepare(batch)
+
+
+def build(
+    shape: str,
+    dtype: torch.dtype,
+    kv_dtypes: list[torch.dtype],
+    streamed: Sequence[int] = (),
+    copier: Copier | None = None,
+) -> tuple[ArchSpec, Decoder, Switch]:
+    """A random decoder of a known shape, whose `streamed` layers are in host memory and moved by `copier`."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]))
+        spec = load_spec(folder)
+    attention = Switch({kv: cpu_platform().attention(dtype, spec.head_dim, kv) for kv in kv_dtypes})
+    decoder = build_decoder(
+        spec,
+        ParallelContext.single(),
+        folder=Path(),
+        dtype=dtype,
+        platform=cpu_platform(),
+        attention=attention,
+        load_format="dummy",
+        progress=True,
+        streamed=streamed,
+        copier=copier,
+    )
+    return spec, decoder, attention
+
+
+def make_batch(query_len: int, seq_lens: list[int]) -> ForwardBatch:
+    """Rows that each compute their last `query_len` tokens; block tables are shuffled over one pool."""
+    width = -(-max(seq_lens) // BLOCK_SIZE)
+    shuffled = torch.randperm(len(seq_lens) * width, generator=torch.Generator().manual_seed(0))
+    table = shuffled.view(len(seq_lens), width).int()
+    positions = [torch.arange(length - query_len, length) for length in seq_lens]
+    slots = [table[row, p // BLOCK_SIZE].long() * BLOCK_SIZE + p % BLOCK_SIZE for row, p in enumerate(positions)]
+    count = len(seq_lens)
+    return ForwardBatch(
+        input_ids_T=torch.randint(3, 1000, (count * query_len,)),
+        positions_T=torch.cat(positions),
+        slot_mapping_T=torch.cat(slots),
+        query_starts=torch.arange(0, count * query_len + 1, query_len, dtype=torch.int32),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        block_table_RN=table,
+        logits_rows_S=torch.arange(1, count + 1) * query_len - 1,
+        query_lens_list=[query_len] * count,
+        seq_lens_list=seq_lens,
+        block_size=BLOCK_SIZE,
+    )
+
+
+def make_kv(spec: ArchSpec, num_blocks: int, dtype: torch.dtype) -> KVCache:
+    """A cache with small numbers in every page; pages that were never written would all share one page of memory."""
+    kv = KVCache.allocate(
+        spec.num_layers, num_blocks, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim, dtype, cpu_platform()
+    )
+    for plane in kv.planes:
+        plane.view(torch.uint8).fill_(60)  # bf16 0.0115, fp8 1.5, float32 scale 0.0115
+    return kv
+
+
+def roofline_s(
+    spec: ArchSpec, batch: ForwardBatch, element: int, kv_dtype: torch.dtype, o: argparse.Namespace
+) -> float:
+    """The least seconds of a step at the given bandwidth and matmul rate."""
+    head = spec.vocab_size * spec.hidden_size
+    body = spec.num_layers * spec.layer_parameters
+    kv_bytes = sum(batch.seq_lens_list) * block_bytes(spec.num_layers, 1, spec.num_kv_heads, spec.head_dim, kv_dtype)
+    step_bytes = (body + head) * element + kv_bytes
+    flop = 2 * (body * batch.num_tokens + head * len(batch.logits_rows_S))
+    return float(max(step_bytes / o.bandwidth_gb_s, flop / o.gflop_s) / 1e9)
+
+
+def measure(steps: list[Callable[[], object]], seconds: float, clock: Callable[[], float]) -> list[list[float]]:
+    """Seconds of single calls of each step, in turn, after six that warm up, until each has had `seconds`."""
+    for step in steps * 6:
+        step()
+    times: list[list[float]] = [[] for _ in steps]
+    while min(map(sum, times)) < seconds or len(times[0]) < 5:
+        for step, own in zip(steps, times, strict=True):
+            start = clock()
+            step()
+            own.append(clock() - start)
+    return times
+
+
+def stepper(
+    decoder: Decoder, attention: Switch, batch: ForwardBatch, kv: KVCache, replays: bool = True
+) -> Callable[[], object]:
+    """A step over one cache; an eager one takes and leaves no captured step."""
+
+    @torch.inference_mode()
+    def step() -> object:
+        attention.kv_dtype = kv.slab.dtype
+        can_replay = decoder.graphs.can_replay
+        decoder.graphs.can_replay = replays and can_replay
+        output = decoder.forward(batch, kv.tensors, None)
+        decoder.graphs.can_replay = can_replay and (decoder.graphs.can_replay or not replays)
+        return output
+
+    return step
+
+
+def report(
+    spec: ArchSpec, decoder: Decoder, attention: Switch, batch: ForwardBatch, options: argparse.Namespace
+) -> None:
+    """Prints a line per storage dtype, the unquantized cache first; with --eager two."""
+    num_blocks = int(batch.block_table_RN.max()) + 1
+    caches = [make_kv(spec, num_blocks, kv_dtype) for kv_dtype in kv_dtypes_of(options)]
+    kinds = [(kv, replays) for kv in caches for replays in ([True, False] if options.eager else [True])]
+    steps = [stepper(decoder, attention, batch, kv, replays) for kv, replays in kinds]
+    with OtherCpu() as other:
+        measured = measure(steps, options.seconds, time.process_time if options.cpu_time else time.perf_counter)
+    first = statistics.median(measured[0])
+    for (kv, replays), times in zip(kinds, measured, strict=True):
+        least = roofline_s(spec, batch, getattr(torch, options.dtype).itemsize, kv.slab.dtype, options)
+        median = statistics.median(times)
+        mode = (", replay" if replays else ", eager") if options.eager else ""
+        kind = f"KV {str(kv.slab.dtype).removeprefix('torch.')}{mode}"
+        kv_words = f", {kind} {median / first:.2f}x" if len(kinds) > 1 else ""
+        print(
+            f"{len(batch.seq_lens_list):3d} rows x {max(batch.query_lens_list)} tokens, context {options.context}: "
+            f"median {median * 1e3:8.2f} ms, best {min(times) * 1e3:8.2f} ms, {batch.num_tokens / median:8.1f} tok/s, "
+            f"roofline {least * 1e3:6.2f} ms = {least / median:.0%} (best {least / min(times):.0%}), "
+            f"other_cpu {other.share:.2f}{kv_words}",
+            flush=True,
+        )
+    if options.profile:
+        with torch.profiler.profile() as profile:
+            steps[-1]()
+        print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=30, max_name_column_width=40))
+
+
+def kv_dtypes_of(options: argparse.Namespace) -> list[torch.dtype]:
+    """The dtypes of the caches, the unquantized one first."""
+    return [getattr(torch, options.dtype), *(STORAGE[name] for name in options.kv_cache_dtype)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen3-0.6b", choices=sorted(SHAPES))
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 16, 32])
+    parser.add_argument("--context", type=int, default=300)
+    parser.add_argument("--kv-cache-dtype", nargs="+", default=[], choices=sorted(STORAGE))
+    parser.add_argument("--spread", type=float, default=0.0, help="rows' contexts differ by this share, up and down")
+    parser.add_argument("--prompt", type=int, help="one row of this many tokens instead of decodes")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=4.0, help="time spent per line")
+    parser.add_argument("--cpu-time", action="store_true", help="CPU time of all threads: for --threads 1, when busy")
+    parser.add_argument("--bandwidth-gb-s", type=float, default=78.6, help="best read rate of the machine")
+    parser.add_argument("--gflop-s", type=float, default=865.0, help="best rate of its matmul")
+    parser.add_argument("--eager", action="store_true", help="times eager steps too")
+    parser.add_argument("--profile", action="store_true", help="prints the time of each operator")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    spec, decoder, attention = build(options.model, getattr(torch, options.dtype), kv_dtypes_of(options))
+    print(f"{options.model} {options.dtype}, {options.threads} threads, {decoder.weight_bytes / 1e9:.3f} GB of weights")
+    if options.prompt:
+        report(spec, decoder, attention, make_batch(options.prompt, [options.prompt]), options)
+        return
+    for rows in options.batch:
+        steps = [2 * row / max(1, rows - 1) - 1 for row in range(rows)]
+        seq_lens = [int(options.context * (1 + options.spread * step)) for step in steps]
+        report(spec, decoder, attention, make_batch(1, seq_lens), options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Skinny GEMM on CPU: products of few rows with all matrices of a model, by our kernel and by oneDNN.
+
+    python -m benchmarks.kernels.cpu_skinny_gemm [--model qwen3-0.6b] [--rows 1 4 8 16 32 64] [--threads N]
+
+One pass multiplies each layer's matrices and the head once, as a decode step does; each side has its packed copy. Both
+and a plain read of as many bytes (the roofline of few rows) alternate pass by pass; milliseconds are medians. other_cpu
+is the share of the machine that other processes took meanwhile.
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+
+from benchmarks.machine import OtherCpu
+from benchmarks.models import SHAPES
+from tandem.parallel.linear_methods import PackedMatrix
+from tandem.workers.kernels.cpu.cpu_skinny_gemm import CpuSkinnyGemm, skinny_gemm
+from tandem.workers.models.spec.arch import ArchSpec
+from tandem.workers.models.spec.families import load_spec
+
+
+def matrix_sizes(spec: ArchSpec) -> list[tuple[int, int]]:
+    """(outputs, inputs) of every product of a decode step, in order."""
+    attention = spec.num_heads * spec.head_dim
+    merged = attention + 2 * spec.num_kv_heads * spec.head_dim
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    layer = [(merged, hidden), (hidden, attention), (2 * inner, hidden), (hidden, inner)]
+    return layer * spec.num_layers + [(spec.vocab_size, hidden)]
+
+
+def in_turn(ways: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Median seconds of each way, called in turn."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for repeat in range(repeats + 1):
+        for name, call in ways.items():
+            start = time.perf_counter()
+            call()
+            if repeat:
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(all_of) for name, all_of in times.items()}
+
+
+def measure(sizes: list[tuple[int, int]], kernel: CpuSkinnyGemm, rows: list[int], repeats: int) -> None:
+    """Prints a line per number of rows."""
+    pairs = []
+    for outputs, inputs in sizes:
+        weight = torch.randn(outputs, inputs).mul_(0.02).bfloat16()
+        pairs.append((PackedMatrix(weight, None), PackedMatrix(weight, None, skinny_gemm=kernel)))
+    num_bytes = sum(2 * outputs * inputs for outputs, inputs in sizes)
+    memory = torch.ones(num_bytes // 8, dtype=torch.int64)
+    for count in rows:
+        inputs_of = {width: torch.randn(count, width).bfloat16() for _, width in sizes}
+        given = [inputs_of[width] for _, width in sizes]
+
+        def passing(side: int, given: list[torch.Tensor] = given) -> Callable[[], object]:
+            return lambda: [pair[side](x) for pair, x in zip(pairs, given, strict=True)]
+
+        with OtherCpu() as other, torch.inference_mode():
+            found = in_turn({"oneDNN": passing(0), "kernel": passing(1), "read": memory.sum}, repeats)
+        print(
+            f"{count:3d} rows: oneDNN {found['oneDNN'] * 1e3:7.2f} ms, kernel {found['kernel'] * 1e3:7.2f} ms "
+            f"({found['kernel'] / found['oneDNN']:.2f} of it), read {found['read'] * 1e3:6.2f} ms "
+            f"({num_bytes / found['read'] / 1e9:.1f} GB/s), other_cpu {other.share:.2f}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen3-0.6b", choices=sorted(SHAPES))
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64])
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    kernel = skinny_gemm(torch.bfloat16)
+    if kernel is None:
+        parser.error(
+            "this CPU, compiler or build of torch lacks a feature that the kernel needs; oneDNN multiplies alone"
+        )
+    if wrong := [count for count in options.rows if not 1 <= count <= kernel.max_rows]:
+        parser.error(f"--rows {wrong[0]}: from 1 to {kernel.max_rows}")
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_bytes(msgspec.json.encode(SHAPES[options.model]))
+        sizes = matrix_sizes(load_spec(folder))
+    print(f"{options.model} bf16, {options.threads} threads, {len(sizes)} products a pass")
+    measure(sizes, kernel, options.rows, options.repeats)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""The JSON records of benchmarks, one file a run under out/benchmarks.
+
+Each has the run's options and the version of torch beside its figures.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).resolve().parents[1] / "out" / "benchmarks"
+
+
+def write_record(file: Path, options: argparse.Namespace, **figures: object) -> None:
+    """Writes `figures` beside the options; paths among these are cut to their last part."""
+    chosen = {name: value.name if isinstance(value, Path) else value for name, value in vars(options).items()}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"options": chosen, "torch": torch.__version__, **figures}, indent=1))

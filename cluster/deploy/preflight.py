@@ -1,0 +1,208 @@
+"""Checks of the settings before Ray starts. Each raises SettingsError with the value and the flag to change.
+
+The launcher and `tandem check-config` call them with resolved settings (the model is a folder).
+"""
+
+import asyncio
+import shutil
+import socket
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from tandem.cluster.deploy import devices
+from tandem.cluster.deploy.placement import max_groups
+from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable, check_reachable
+from tandem.cluster.tenants.store import TenantStore
+from tandem.configs.errors import SettingsError
+from tandem.configs.load import no_gpu_share
+from tandem.configs.schema import CacheSettings, Device, ParallelSettings, ServiceSettings
+from tandem.parallel.mesh import Mesh
+from tandem.workers.models.spec.arch import ArchSpec
+from tandem.workers.models.spec.sizes import rank_weights
+from tandem.workers.planning.adapter_room import adapter_room
+from tandem.workers.planning.budget import available_bytes, check_offload
+from tandem.workers.planning.resolve import DTYPE_BYTES, read_spec, resolve_dtype, resolve_max_model_len
+
+RANK_BYTES, COORDINATOR_BYTES = 250 * 2**20, 100 * 2**20
+"""Resident memory of an idle process of each kind (torch, Ray), as `make bench-startup` measures it."""
+HOST_TIER_SHARE = 0.6
+
+
+def choose_device(settings: ServiceSettings) -> ServiceSettings:
+    """Sets the device where it is not given: cuda when the driver has a device, else cpu."""
+    asked, gpus = settings.engine.device.device, devices.cuda_device_count()
+    if asked == "cuda" and gpus == 0:
+        raise SettingsError("cuda: this machine offers no CUDA device", "--device")
+    return with_device(settings, asked or ("cuda" if gpus else "cpu"))
+
+
+def with_device(settings: ServiceSettings, chosen: Device) -> ServiceSettings:
+    """Sets the device to `chosen`. Raises SettingsError for a setting that has no meaning on it."""
+    cache = settings.engine.cache
+    if chosen == "cpu" and cache.gpu_memory_utilization != CacheSettings().gpu_memory_utilization:
+        raise no_gpu_share()
+    device = replace(settings.engine.device, device=chosen)
+    return replace(settings, engine=replace(settings.engine, device=device))
+
+
+def check_model(settings: ServiceSettings) -> ArchSpec:
+    """Checks that the model has a known architecture and weights, can be sharded as requested, and fits
+    --max-model-len. Returns its spec."""
+    model = settings.engine.model
+    spec = read_spec(settings.engine)
+    if model.load_format == "safetensors" and not any(Path(model.model).glob("*.safetensors")):
+        raise SettingsError(f"{model.model} holds no .safetensors file", "MODEL")
+    resolve_max_model_len(settings.engine, spec)
+    return spec
+
+
+def check_adapters(settings: ServiceSettings) -> list[str]:
+    """Checks that every adapter of --lora-modules can be served with the model. Returns a line for each."""
+    if not settings.adapters.modules:
+        return []
+    from tandem.cluster.adapters.checks import check_modules  # numpy: only where adapters are served
+
+    return check_modules(settings)
+
+
+def cpu_weight_bytes(spec: ArchSpec, dtype: str, parallel: ParallelSettings = ParallelSettings()) -> int:
+    """Bytes of one group's weights on CPU, over all its ranks, in the dtype that is computed in."""
+    element, packs = DTYPE_BYTES[dtype], dtype != "float16"
+    return sum(rank_weights(spec, mesh, element, packs).total_bytes for mesh in _meshes(parallel))
+
+
+def _meshes(parallel: ParallelSettings) -> list[Mesh]:
+    """The mesh of each rank of a group."""
+    tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    return [Mesh(tp_size, pp_size, rank) for rank in range(parallel.ranks_per_group)]
+
+
+def check_memory(settings: ServiceSettings) -> None:
+    """Checks that host memory suffices. On CPU: for the weights of all groups, KV pools of a given size and host copies
+    of adapters. On any device: for weights that --cpu-offload-gb keeps there."""
+    check_offload(settings.engine.device.cpu_offload_gib, host_bytes=0, ranks_on_node=1)
+    if settings.engine.device.device != "cpu":
+        return
+    groups, ranks = max_groups(settings), settings.engine.parallel.ranks_per_group
+    spec = read_spec(settings.engine)
+    dtype = resolve_dtype(settings.engine, spec, "cpu")
+    weights, free = cpu_weight_bytes(spec, dtype, settings.engine.parallel), available_bytes()
+    if weights * groups > free:
+        raise SettingsError(
+            f"{groups} x {_gib(weights)} of weights in {dtype} do not fit the free {_gib(free)}",
+            _more_groups(settings) if groups > 1 else "MODEL",
+        )
+    asked = (settings.engine.cache.kv_cache_memory_bytes or 0) * ranks * groups
+    if weights * groups + asked > free:
+        raise SettingsError(
+            f"{_gib(asked)} of KV on {ranks * groups} ranks and {_gib(weights * groups)} of weights "
+            f"do not fit the free {_gib(free)}",
+            "--kv-cache-memory-bytes",
+        )
+    _check_copies(settings, spec, dtype, free - weights * groups - asked)
+
+
+def check_processes(settings: ServiceSettings) -> None:
+    """Checks on CPU that the idle processes of all groups fit in free memory."""
+    groups, ranks = max_groups(settings), settings.engine.parallel.ranks_per_group
+    needed, free = groups * (COORDINATOR_BYTES + ranks * RANK_BYTES), available_bytes()
+    if settings.engine.device.device == "cpu" and needed > free:
+        raise SettingsError(
+            f"the processes of {groups} group(s) of {ranks} rank(s) need about {_gib(needed)} before any weights, "
+            f"of which {_gib(free)} are free",
+            _more_groups(settings) if groups > 1 else "--tensor-parallel-size",
+        )
+
+
+def _more_groups(settings: ServiceSettings) -> str:
+    return "--data-parallel-size" if settings.autoscaling_config is None else "autoscaling_config"
+
+
+def without_compiler(settings: ServiceSettings) -> str | None:
+    """A warning when ranks on this machine's CPU cannot compile their kernels, else None."""
+    if settings.engine.device.device != "cpu" or shutil.which("gcc") or shutil.which("cc"):
+        return None
+    return "there is no C compiler (gcc): torch computes instead of kernels made for this CPU, slower"
+
+
+def _check_copies(settings: ServiceSettings, spec: ArchSpec, dtype: str, free: int) -> None:
+    """Checks that --max-cpu-loras adapters, each of --max-lora-rank, fit in `free` bytes of host memory."""
+    lora, parallel = settings.engine.lora, settings.engine.parallel
+    rooms = [adapter_room(lora, spec, mesh, DTYPE_BYTES[dtype]) for mesh in _meshes(parallel)]
+    groups, of_each = max_groups(settings), sum(room.copy_bytes for room in rooms)
+    if lora.max_cpu_loras * groups * of_each <= free:
+        return
+    most = free // (groups * of_each)
+    remedy = f"--max-cpu-loras {most} would do" if most else "nothing is left for any"
+    raise SettingsError(
+        f"{lora.max_cpu_loras} adapters in host memory, up to {_gib(of_each)} each at --max-lora-rank "
+        f"{lora.max_lora_rank}, for each of {groups} group(s), do not fit the {_gib(free)} that weights and KV leave "
+        f"free; {remedy}",
+        "--max-cpu-loras",
+    )
+
+
+def fit_host_tier(settings: ServiceSettings) -> tuple[ServiceSettings, str | None]:
+    """Drops the KV tiers below the device when host memory is too small. Returns the settings and a warning if so."""
+    cache = settings.engine.cache
+    if cache.kv_offloading_gib is None:
+        return settings, None
+    groups = max_groups(settings)
+    wanted, free = int(cache.kv_offloading_gib * groups * 2**30), available_bytes()
+    if wanted <= HOST_TIER_SHARE * free:
+        return settings, None
+    smaller = replace(cache, kv_offloading_gib=None, kv_disk_path=None, kv_disk_gib=None)
+    engine = replace(settings.engine, cache=smaller)
+    return replace(settings, engine=engine), (
+        f"--kv-offloading-size {cache.kv_offloading_gib:g}: {_gib(wanted)} for {groups} group(s) is more than "
+        f"{HOST_TIER_SHARE:.0%} of the free {_gib(free)}; serving without tiers below the device"
+    )
+
+
+def check_port(host: str, port: int) -> None:
+    """Checks that the port can be bound now. The gateway reports a port that is taken after this check."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except socket.gaierror as error:
+        raise SettingsError(f"{host} is not an address of this machine", "--host") from error
+    except OSError as error:
+        reason = "is in use" if error.errno in (98, 48) else f"cannot be used: {error.strerror}"
+        raise SettingsError(f"port {port} on {host} {reason}", "--port") from error
+
+
+def check_redis(url: str) -> None:
+    """Checks that Redis answers at the URL."""
+    reason = check_reachable(url)
+    if reason is not None:
+        raise SettingsError(f"{_without_password(url)} does not answer: {reason}", "--redis-url")
+
+
+def open_to_others(settings: ServiceSettings, redis_url: str) -> str | None:
+    """A warning when other machines can reach an API without API keys and tenants, else None."""
+    gateway = settings.gateway
+    if gateway.is_local or gateway.api_keys or asyncio.run(_has_tenants(redis_url)):
+        return None
+    return f"warning: {gateway.host} is reachable from elsewhere, and there is neither an --api-key nor a tenant"
+
+
+async def _has_tenants(redis_url: str) -> bool:
+    redis = BackgroundClient(redis_url, timeout_s=1.0, retries=0)
+    try:
+        return not (await TenantStore(redis).read()).is_empty
+    except RedisUnavailable:
+        return False
+    finally:
+        await redis.close()
+
+
+def _without_password(url: str) -> str:
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}" if rest else url
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**28 else f"{size / 2**20:.0f} MiB"

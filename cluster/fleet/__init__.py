@@ -1,0 +1,1 @@
+"""Live groups and gateways as Redis and metrics show them."""

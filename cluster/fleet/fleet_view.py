@@ -1,0 +1,269 @@
+"""Records of live groups in Redis: each group writes its own once a second; readers get all in one round trip.
+
+group_heartbeat runs in a coordinator, FleetView in a gateway and in `tandem status`. A record that is not renewed for 3
+s is gone. When Redis is unavailable FleetView keeps the last fleet it saw, and for 3 s after, when what it reads may be
+incomplete. No request waits for these reads.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Literal
+
+import msgspec
+
+from tandem.cluster.state import keys
+from tandem.cluster.state.heartbeat import Heartbeat, Place
+from tandem.cluster.state.redis_client import Commands, Part, RedisUnavailable
+
+log = logging.getLogger("tandem.registry")
+PERIOD_S, IDLE_PERIOD_S = 0.5, 1.0
+"""Between two reads of the fleet."""
+STALLED_AFTER_S = 10.0
+SLOW_ANSWER_S = 1.0
+MISSING_KEPT_S = 120.0
+RECORD_TTL_S = keys.GROUP_RECORD_TTL_MS / 1000
+GroupState = Literal["loading", "serving", "draining"]
+
+
+class AdapterReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A group's adapters. on_device, on_host: their keys (routing/residency.py), each in one of them; running, waiting:
+    names of those that requests use, as they lie on the device or not."""
+
+    on_device: list[str] = []
+    on_host: list[str] = []
+    running: list[str] = []
+    waiting: list[str] = []
+    max_loras: int = 0
+
+
+class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One group at one moment. `stats` is msgpack of the engine's statistics; `life` names the group's life.
+
+    stalled_s: how long no step has finished although there is work; 0 without work. notes: choices made at its start
+    that its user should know. adapters: None without --enable-lora. loaded_bytes of total_bytes of its weights are in
+    memory, over all its ranks; both are 0 until those have reported.
+    """
+
+    group: str
+    life: int
+    model: str
+    state: GroupState
+    host: str
+    pid: int
+    rank_pids: list[int] = []
+    waiting: int = 0
+    running: int = 0
+    outstanding_tokens: int = 0
+    kv_used: float = 0.0
+    stalled_s: float = 0.0
+    stats: bytes = b""
+    notes: list[str] = []
+    adapters: AdapterReport | None = None
+    loaded_bytes: int = 0
+    total_bytes: int = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """It takes requests and makes progress."""
+        return self.state == "serving" and self.stalled_s <= STALLED_AFTER_S
+
+
+class StartFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a group or a gateway could not start, for the launcher to print. `flag` is what to change, when known."""
+
+    part: str
+    message: str
+    flag: str | None = None
+
+
+def group_heartbeat(
+    redis: Commands, service: str, read: Callable[[], GroupRecord], period_s: float = 1.0
+) -> Heartbeat[GroupRecord]:
+    """Writes one group's record each second."""
+
+    def place(record: GroupRecord) -> Place:
+        key = keys.group(service, record.group)
+        return Place(key, keys.groups(service), record.group, keys.GROUP_RECORD_TTL_MS)
+
+    return Heartbeat(redis, place, read, period_s)
+
+
+class FleetView:
+    """The last known records of all groups of one service.
+
+    A Redis that comes back may have lost every record, by its data or by their TTL, while all groups live: for one TTL
+    the groups known before stay, and by then each has written its record again.
+
+    reseed: writes durable state into a Redis without data; the first that finds it so calls it. on_emptied: called
+    then too, and when another has been first.
+    """
+
+    def __init__(
+        self,
+        redis: Commands,
+        service: str,
+        reseed: Callable[[], Awaitable[None]] | None = None,
+        on_emptied: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._redis = redis
+        self._service = service
+        self._reseed = reseed
+        self._on_emptied = on_emptied
+        self._clock = clock
+        self._sentinel: str | None = None
+        self._ids: list[str] = []
+        self._complete_at_s = clock()
+        self._missing: dict[str, tuple[GroupRecord, float]] = {}
+        self.records: dict[str, GroupRecord] = {}
+        self.redis_unavailable = False
+
+    async def refresh(self) -> None:
+        """Reads the fleet. On failure the last records stay, and `redis_unavailable` is set."""
+        started_s, before = self._clock(), self._sentinel
+        try:
+            found = await self._read()
+        except RedisUnavailable as error:
+            if not self.redis_unavailable:
+                log.warning("Redis is unavailable (%s): going on with the last known fleet", error)
+            self.redis_unavailable = True
+            return
+        now_s = self._clock()
+        lost_its_data = before not in (None, self._sentinel)
+        if self.redis_unavailable or lost_its_data or now_s - started_s >= SLOW_ANSWER_S:
+            self._complete_at_s = now_s + RECORD_TTL_S
+        known = self.records
+        self.records = known | found if now_s < self._complete_at_s else found
+        self.redis_unavailable = False
+        self._note_missing(known, now_s)
+
+    def missing_for(self, seconds: float = 0.0) -> list[GroupRecord]:
+        """Last records of groups whose record has been missing for `seconds`, and not for minutes, while Redis answers:
+        groups that left, died, or are frozen. Empty while Redis is unavailable."""
+        before_s = self._clock() - seconds
+        return [
+            record for record, since_s in self._missing.values() if since_s <= before_s and not self.redis_unavailable
+        ]
+
+    def _note_missing(self, known: dict[str, GroupRecord], now_s: float) -> None:
+        kept = {g: v for g, v in self._missing.items() if g not in self.records and now_s - v[1] < MISSING_KEPT_S}
+        self._missing = kept | {g: (record, now_s) for g, record in known.items() if g not in self.records}
+
+    @property
+    def is_idle(self) -> bool:
+        """True while Redis answers and no group works, comes, leaves or stalls, so that reads can be rarer."""
+        resting = all(r.is_ready and not (r.running or r.waiting or r.stalled_s) for r in self.records.values())
+        return bool(self.records) and resting and not self._missing and not self.redis_unavailable
+
+    async def run(self, then: Callable[[], None], has_work: Callable[[], bool]) -> None:
+        """Refreshes until it is cancelled, and calls `then` each time, also while Redis takes long to answer. Reads
+        are rarer while the fleet is idle and has_work() is false."""
+        while True:
+            reading = asyncio.create_task(self.refresh())
+            try:
+                while not reading.done():
+                    await asyncio.wait((reading,), timeout=PERIOD_S)
+                    _attempt(then, "the watch of the fleet failed")
+            finally:
+                reading.cancel()
+            _attempt(reading.result, "the fleet was not read: going on with the last known one")
+            await asyncio.sleep(IDLE_PERIOD_S if self.is_idle and not has_work() else PERIOD_S)
+
+    async def _read(self) -> dict[str, GroupRecord]:
+        there, values = await self._look()
+        before, sentinel = self._sentinel, _text(there) if there is not None else await self._seed()
+        self._sentinel = sentinel
+        if before not in (None, sentinel):
+            self._on_emptied()  # now: what follows may fail, and the next read finds the same sentinel
+        gone = [i for i, value in values.items() if value is None]
+        found = {i: r for i, value in values.items() if (r := _decoded(i, value)) is not None}
+        if gone or self.records.keys() - found.keys():
+            await self._remove(gone, sentinel)
+        return found
+
+    async def _look(self) -> tuple[object, dict[str, object]]:
+        """The sentinel, and what each listed group's record is: one round trip, another when a group is new."""
+        asked = self._ids
+        members, values = await self._redis.pipeline([["SMEMBERS", keys.groups(self._service)], self._mget(asked)])
+        assert isinstance(members, set | list), members
+        ids = sorted(_text(i) for i in members)
+        if not set(ids) <= set(asked):
+            asked, values = ids, await self._redis.command(*self._mget(ids))
+        assert isinstance(values, list), values
+        self._ids = ids
+        records = dict(zip(asked, values[1:], strict=True))
+        return values[0], {i: records[i] for i in ids}
+
+    def _mget(self, ids: list[str]) -> list[Part]:
+        return ["MGET", keys.SENTINEL, *(keys.group(self._service, i) for i in ids)]
+
+    async def _remove(self, gone: list[str], sentinel: str) -> None:
+        """Takes ids without a record from the set; RedisUnavailable when records may be missing by Redis's own fault.
+
+        A Redis that refuses writes (memory or disk full) lets records of living groups expire, or, once emptied, never
+        gets them back; it refuses this SET too.
+        """
+        commands: list[list[Part]] = [["SET", keys.SENTINEL, sentinel, "XX"]]
+        if gone:
+            commands.append(["SREM", keys.groups(self._service), *gone])
+        await self._redis.pipeline(commands)
+
+    async def _seed(self) -> str:
+        """Redis has lost its data (or is new): durable state is written again, then the sentinel. Its new value."""
+        if self._reseed is None:
+            raise RedisUnavailable("its data is gone")
+        await self._reseed()
+        value = secrets.token_hex(8)
+        await self._redis.command("SET", keys.SENTINEL, value, "NX")
+        return value
+
+
+async def report_start_failure(redis: Commands, service: str, failure: StartFailure) -> None:
+    """Writes a failure for the launcher to print; the first one stays."""
+    value = msgspec.msgpack.encode(failure)
+    await redis.command("SET", keys.start_failure(service), value, "NX", "EX", keys.START_FAILURE_TTL_S)
+
+
+async def read_start_failure(redis: Commands, service: str) -> StartFailure | None:
+    """The failure left by a process of this service, if any."""
+    value = await redis.command("GET", keys.start_failure(service))
+    return msgspec.msgpack.decode(value, type=StartFailure) if isinstance(value, bytes) else None
+
+
+def channel_name(group: str, life: int) -> str:
+    """The identity of one life of a group on the token channel."""
+    return f"{group}:{life}"
+
+
+def _attempt(call: Callable[[], object], failed: str) -> None:
+    """Calls, and logs what is raised, so that the loop goes on."""
+    try:
+        call()
+    except Exception:
+        log.exception(failed)
+
+
+def _decoded(group: str, value: object) -> GroupRecord | None:
+    if not isinstance(value, bytes):
+        return None
+    try:
+        return msgspec.msgpack.decode(value, type=GroupRecord)
+    except msgspec.DecodeError as error:
+        log.warning("the record of group %s cannot be read: %s", group, error)
+        return None
+
+
+def _text(value: object) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def bytes_of(records: Iterable[GroupRecord], groups: int) -> tuple[int, int]:
+    """Bytes loaded and bytes in total, over all `groups`. Those that have not reported count with as much to load as
+    the others: they serve the same model with the same shards."""
+    known = [record for record in records if record.total_bytes]
+    most = max((record.total_bytes for record in known), default=0)
+    missing = max(0, groups - len(known))
+    return sum(r.loaded_bytes for r in known), sum(r.total_bytes for r in known) + missing * most

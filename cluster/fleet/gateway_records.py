@@ -1,0 +1,71 @@
+"""Records of the gateways of a service that has several, so that each can show the metrics of all.
+
+One port leads to any of them (SO_REUSEPORT, or Serve's proxy), so a scrape of /metrics meets one at random. Each writes
+its metrics to Redis; the one that is scraped adds the others'. A service with one gateway has no such records.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from tandem.cluster.state import keys
+from tandem.cluster.state.heartbeat import Heartbeat, Place
+from tandem.cluster.state.redis_client import Commands
+
+PERIOD_S = 2.0
+
+
+class GatewayRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One gateway at one moment. ready: it would take a request. in_flight: HTTP requests whose answers are not
+    complete. metrics, tenant_metrics: its own families as Prometheus text, the latter those that name tenants."""
+
+    gateway: str
+    host: str
+    pid: int
+    ready: bool
+    in_flight: int
+    metrics: bytes
+    tenant_metrics: bytes
+
+
+class GatewayHeartbeat(Heartbeat[GatewayRecord]):
+    """Writes one gateway's record every two seconds, and reads those of the others. `make` is called on a thread: with
+    a thousand tenants it takes a while, and streams must not wait."""
+
+    def __init__(self, redis: Commands, service: str, make: Callable[[], GatewayRecord]) -> None:
+        self._service = service
+        self._make = make
+        self._made: list[GatewayRecord] = []
+        self.others: list[GatewayRecord] = []
+        """As last read; they stay while Redis is unavailable."""
+        super().__init__(redis, self._place_of, lambda: self._made[-1], PERIOD_S)
+
+    async def send_heartbeat(self) -> None:
+        self._made = [await asyncio.to_thread(self._make)]
+        await super().send_heartbeat()
+        everyone = await read_gateways(self._redis, self._service)
+        self.others = [record for record in everyone if record.gateway != self._made[-1].gateway]
+
+    async def leave(self) -> None:
+        if self._made:
+            await super().leave()
+
+    def _place_of(self, record: GatewayRecord) -> Place:
+        key = keys.gateway(self._service, record.gateway)
+        return Place(key, keys.gateways(self._service), record.gateway, keys.GATEWAY_RECORD_TTL_MS)
+
+
+async def read_gateways(redis: Commands, service: str) -> list[GatewayRecord]:
+    """Those that are alive, by id. RedisUnavailable."""
+    members = await redis.command("SMEMBERS", keys.gateways(service))
+    assert isinstance(members, set | list), members
+    ids = sorted(member.decode() for member in members)
+    if not ids:
+        return []
+    values = await redis.command("MGET", *(keys.gateway(service, i) for i in ids))
+    assert isinstance(values, list), values
+    dead = [i for i, value in zip(ids, values, strict=True) if value is None]
+    if dead:  # a live gateway writes its id with its next record
+        await redis.command("SREM", keys.gateways(service), *dead)
+    return [msgspec.msgpack.decode(value, type=GatewayRecord) for value in values if isinstance(value, bytes)]

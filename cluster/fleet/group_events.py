@@ -1,0 +1,44 @@
+"""Events of groups (started, failed, lost), which `tandem serve` prints. Nothing depends on them.
+
+A coordinator writes why its group is lost; when it was killed or is frozen, gateways write "missing". The events are a
+short list in Redis, announced, so that the reader sleeps until one comes.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from tandem.cluster.state import keys
+from tandem.cluster.state.notifications import announcement
+from tandem.cluster.state.redis_client import Commands
+
+MOST_EVENTS = 200
+Kind = Literal["serving", "failed", "lost", "missing", "returned", "left"]
+
+
+class Event(msgspec.Struct, frozen=True):
+    """One event. failed: the group did not start. missing: its record is missing. returned: the record is back.
+    reason: of a failure or a loss, for people."""
+
+    kind: Kind
+    group: str
+    reason: str = ""
+
+
+async def write_event(redis: Commands, service: str, event: Event) -> None:
+    """Appends an event. Raises RedisUnavailable."""
+    key = keys.events(service)
+    await redis.pipeline(
+        [
+            ["RPUSH", key, msgspec.msgpack.encode(event)],
+            ["LTRIM", key, -MOST_EVENTS, -1],
+            ["EXPIRE", key, keys.EVENTS_TTL_S],
+            announcement(key),
+        ]
+    )
+
+
+async def take_events(redis: Commands, service: str) -> list[Event]:
+    """Takes the events that are left, the oldest first. Raises RedisUnavailable."""
+    values = await redis.command("LPOP", keys.events(service), MOST_EVENTS)
+    return [msgspec.msgpack.decode(value, type=Event) for value in values] if isinstance(values, list) else []

@@ -1,0 +1,260 @@
+"""The gateway deployment `tandem-gateway`: the HTTP ingress of the app, a true Serve ingress.
+
+Under `serve run` requests arrive through Serve's proxy. Under `tandem serve` the replica opens the port itself
+(docs/decisions/001-serve-ingress.md). Either way it is the same ASGI app (cluster/gateway). Torch-free.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+from fastapi import FastAPI
+from prometheus_client import generate_latest
+from ray import serve
+
+from tandem.cluster.adapters.adapter_service import AdapterService, adapter_limit
+from tandem.cluster.adapters.build_adapters import open_adapter_service, start_adapter_tasks
+from tandem.cluster.fleet.engine_metrics import decode_stats
+from tandem.cluster.fleet.fleet_view import FleetView, StartFailure, report_start_failure
+from tandem.cluster.fleet.gateway_records import GatewayHeartbeat, GatewayRecord
+from tandem.cluster.fleet.group_events import Event, write_event
+from tandem.cluster.fleet.hung_groups import HungGroups, RayRemote
+from tandem.cluster.gateway.generation.dispatch import GroupClient
+from tandem.cluster.gateway.generation.serve_calls import ServeCaller
+from tandem.cluster.gateway.http.draining import LAST_WORDS_S, shutting_down
+from tandem.cluster.gateway.http.gateway_metrics import Together
+from tandem.cluster.gateway.http.http_server import QuietServer, make_server
+from tandem.cluster.gateway.wiring import build_gateway_app, build_gateway_state
+from tandem.cluster.state import keys
+from tandem.cluster.state.notifications import Announcements, Changes
+from tandem.cluster.state.redis_address import MovingRedis
+from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
+from tandem.cluster.tenants.tenant_service import TenantService
+from tandem.cluster.wire.redis_deployment import open_redis
+from tandem.cluster.wire.service_facts import ServiceFacts, check_node
+from tandem.configs.environment import short_temp_folder
+from tandem.configs.errors import SettingsError
+from tandem.configs.schema import ServiceSettings
+
+log = logging.getLogger("ray.serve.tandem")
+BACKLOG = 2048
+
+
+@serve.ingress()
+class Gateway:
+    """One gateway process."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, settings: ServiceSettings, facts: ServiceFacts, groups: Any, redis: Any = None
+    ) -> None:
+        check_node(facts)
+        self._settings = settings
+        self._facts = facts
+        self._id = serve.get_replica_context().replica_id.unique_id
+        # no request waits for the fleet, so a loop that is busy with tokens may take its time to read it
+        self._redis = await open_redis(facts, redis, lambda url: BackgroundClient(url, timeout_s=1.0, retries=1))
+        bases = settings.engine.model.served_model_name[:1]
+        self._changes = Changes(lambda: self._redis.url, (keys.TENANTS, *map(keys.adapters, bases)))
+        try:
+            self._tenants = open_tenants(settings, facts, self._redis, self._kv_tokens, self._changes)
+        except SettingsError as error:
+            await self._report_failure(error)
+            raise
+        self._adapters: AdapterService | None = None
+        self._fleet = FleetView(self._redis, facts.service_id, reseed=self._reseed, on_emptied=self._tenants.tell_again)
+        self._changes.start()
+        await self._tenants.start()
+        await self._fleet.refresh()
+        host = "127.0.0.1" if facts.single_node else ray.util.get_node_ip_address()
+        prefix = settings.gateway.metrics_prefix
+        self._client = GroupClient(ServeCaller(groups), self._fleet, facts.secret, host, prefix, lambda: self._adapters)
+        self._hung_groups = HungGroups(self._fleet, RayRemote())
+        following = self._fleet.run(self._look_after, self._client.has_requests)
+        self._following = asyncio.get_running_loop().create_task(following, name="fleet")
+        self._server: QuietServer | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._background: list[asyncio.Task[None]] = []
+        several = settings.gateway.num_gateways > 1
+        self._heartbeat = GatewayHeartbeat(self._redis, facts.service_id, self._record) if several else None
+        self._was_ready = False
+        self._missing: set[str] = set()
+        try:
+            self._adapters = await open_adapter_service(settings, self._redis, facts.service_id, self._most_adapters)
+            if self._adapters is not None:
+                self._background = start_adapter_tasks(self._adapters, settings, self._changes)
+            self._state = build_gateway_state(
+                settings,
+                self._client,
+                self._tenants,
+                self._adapters,
+                open_port=facts.open_port,
+                peers=None if self._heartbeat is None else Together(self._id, self._others),
+            )
+        except Exception as error:
+            await self._report_failure(error)
+            raise
+        self._client.on_moved = self._state.metrics.moved
+
+    async def __serve_build_asgi_app__(self) -> FastAPI:
+        """Builds the app; Serve calls it once, after the constructor."""
+        app = build_gateway_app(self._state)
+        if self._facts.open_port:
+            await self._open_port(app)
+        if self._heartbeat is not None:  # from now on its requests count
+            self._background.append(
+                asyncio.get_running_loop().create_task(self._heartbeat.run(), name="gateway heartbeat")
+            )
+        return app
+
+    async def drain(self) -> int:
+        """Refuses new work, waits until the requests in flight have ended or the timeout is over, and returns how many
+        were cut off.
+
+        `tandem serve` calls this before it deletes the application, while all groups still work.
+        """
+        draining = self._state.draining
+        draining.begin()
+        if await draining.wait_idle(self._settings.shutdown_timeout_s):
+            return 0
+        log.warning("%d requests are cut off by --shutdown-timeout", draining.in_flight)
+        return await self.cut_off()
+
+    async def cut_off(self) -> int:
+        """Ends the requests in flight, each with an error as its last event, and returns how many they were.
+        `tandem serve` calls it at the second signal."""
+        draining = self._state.draining
+        draining.begin()
+        count = draining.in_flight
+        self._client.refuse_all(shutting_down())
+        await draining.wait_idle(LAST_WORDS_S)
+        return count
+
+    async def __del__(self) -> None:
+        """Serve calls this at the end: finishes streams, stops listening, removes the record."""
+        await self.drain()
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await asyncio.wait({self._serving}, timeout=LAST_WORDS_S)
+        for task in (self._following, *self._background):
+            task.cancel()
+        self._hung_groups.close()
+        await self._changes.close()
+        await self._client.close()
+        if self._adapters is not None and self._adapters.kept is not None:
+            await self._adapters.kept.save()
+        await self._state.tasks.wait_idle(LAST_WORDS_S)  # owner tasks record what has ended
+        await self._tenants.close()
+        if self._heartbeat is not None:
+            with suppress(RedisUnavailable):
+                await self._heartbeat.leave()
+        await self._redis.close()
+
+    def _look_after(self) -> None:
+        if self._heartbeat is not None and self._was_ready != self._client.ready():
+            self._was_ready = not self._was_ready
+            self._heartbeat.trigger()
+        self._client.lose_silent()
+        self._hung_groups.check()
+        gone = {record.group for record in self._fleet.missing_for(1.0)} - self._missing
+        back = self._missing & self._fleet.records.keys()
+        self._missing = (self._missing | gone) - back
+        if gone or back:
+            events = [*(Event("missing", g) for g in gone), *(Event("returned", g) for g in back)]
+            self._event_task = asyncio.get_running_loop().create_task(self._write_events(events), name="group events")
+
+    async def _write_events(self, events: Iterable[Event]) -> None:
+        with suppress(RedisUnavailable):
+            for event in events:
+                await write_event(self._redis, self._facts.service_id, event)
+
+    def _kv_tokens(self) -> int:
+        """KV tokens of all groups together, 0 before their first statistics."""
+        stats = [found for r in self._fleet.records.values() if (found := decode_stats(r)) is not None]
+        return sum(found.num_blocks * found.block_size for found in stats)
+
+    async def _reseed(self) -> None:
+        """Durable state goes back into a Redis that lost its data."""
+        await self._tenants.seed()
+        if self._adapters is not None:
+            await self._adapters.registry.reseed()
+
+    def _others(self) -> list[GatewayRecord]:
+        return [] if self._heartbeat is None else self._heartbeat.others
+
+    def _record(self) -> GatewayRecord:
+        """Called on a thread."""
+        metrics = self._state.metrics
+        return GatewayRecord(
+            gateway=self._id,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            ready=self._client.ready(),
+            in_flight=self._state.draining.in_flight,
+            metrics=generate_latest(metrics.registry),
+            tenant_metrics=generate_latest(metrics.tenants),
+        )
+
+    async def _open_port(self, app: FastAPI) -> None:
+        gateway = self._settings.gateway
+        listener = listen(gateway.host, gateway.port, shared=gateway.num_gateways > 1)
+        self._server = make_server(app, shutdown_timeout_s=self._settings.shutdown_timeout_s)
+        self._serving = asyncio.get_running_loop().create_task(
+            self._server.serve(sockets=[listener]), name="http server"
+        )
+
+    def _most_adapters(self, tenant: str) -> int | None:
+        """How many adapters a tenant may have; RequestRefused when there is no such tenant."""
+        return adapter_limit(self._tenants.directory.tenants, tenant)
+
+    async def _report_failure(self, error: Exception) -> None:
+        failure = StartFailure(part="the gateway", message=str(error), flag=getattr(error, "flag", None))
+        with suppress(RedisUnavailable):
+            await report_start_failure(self._redis, self._facts.service_id, failure)
+
+
+def listen(host: str, port: int, *, shared: bool) -> socket.socket:
+    """A listening socket; `shared` lets several gateways of one node share the port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def open_tenants(
+    settings: ServiceSettings,
+    facts: ServiceFacts,
+    redis: MovingRedis,
+    kv_tokens: Callable[[], int],
+    changes: Announcements,
+) -> TenantService:
+    """The tenants of a gateway of these settings. SettingsError when their folder cannot be used."""
+    given = settings.gateway.state_dir
+    try:
+        return TenantService(
+            redis,
+            # one for all gateways of a service on a node, so that each takes up what another leaves behind
+            folder=Path(given) if given is not None else short_temp_folder() / f"tl-{facts.service_id}",
+            is_private=given is None,
+            usage_days=settings.gateway.usage_days,
+            redis_timeout_s=settings.redis.timeout_ms / 1000,
+            gateways=settings.gateway.num_gateways,
+            kv_tokens=kv_tokens,
+            changes=changes,
+        )
+    except OSError as error:
+        raise SettingsError(f"{given} cannot be used: {error.strerror}", "--state-dir") from error

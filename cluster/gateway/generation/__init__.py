@@ -1,0 +1,1 @@
+"""One generation: dispatched to a group, resumed, streamed, settled."""

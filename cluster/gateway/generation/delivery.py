@@ -1,0 +1,203 @@
+"""Runs a generation as an HTTP answer: whole or streamed, watched for the client's leaving.
+
+The status is decided by the first step or a refusal: nothing is sent before. Delivery is a task of its own, so that a
+disconnect, a client that stops reading or a cancelled handler ends it at once; the RequestRun's owner does the rest.
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tandem.cluster.gateway.generation.generation import RequestPart, RequestRun, Step
+from tandem.cluster.gateway.http.sse import EventWriter
+from tandem.cluster.gateway.openai.answers import ChoiceAnswer, ResponseFormat
+from tandem.cluster.gateway.services import GatewayState
+from tandem.workers.messages.errors import TandemError
+from tandem.workers.messages.request import TokenLogprobs
+from tandem.workers.text.choice_text import TextDelta
+
+log = logging.getLogger("tandem.gateway")
+
+
+@dataclass
+class Gathered:
+    """A choice of an answer that is not streamed, while it grows."""
+
+    parts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    finish_reason: str = "stop"
+    stop_reason: int | str | None = None
+
+    def add(self, addition: TextDelta) -> None:
+        self.parts.append(addition.text)
+        self.token_ids += addition.token_ids
+        self.logprobs += addition.logprobs or ()
+        self.offsets += addition.offsets or ()
+        if addition.finish_reason is not None:
+            self.finish_reason = addition.finish_reason
+            self.stop_reason = addition.stop_reason
+
+    def mean_logprob(self) -> float:
+        return sum(entry.logprob for entry in self.logprobs) / max(1, len(self.logprobs))
+
+
+class GenerationResponse(Response):
+    """An answer that is made while it is sent. `shown`: choices to show per prompt (best_of runs more)."""
+
+    def __init__(
+        self,
+        state: GatewayState,
+        run: RequestRun,
+        style: ResponseFormat,
+        *,
+        stream: bool,
+        include_usage: bool,
+        shown: int,
+        with_logprobs: bool,
+    ) -> None:
+        super().__init__(b"")
+        self._state = state
+        self._run = run
+        self._style = style
+        self._stream = stream
+        self._include_usage = include_usage
+        self._shown = shown
+        self._with_logprobs = with_logprobs
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = EventWriter(send, self._state.clock)
+        delivery = self._deliver_stream(writer) if self._stream else self._deliver_whole(send)
+        await self._watch(self._guarded(delivery), receive, writer)
+
+    async def _guarded(self, delivery: Coroutine[Any, Any, None]) -> None:
+        """The delivery, and the end of the run however it ends."""
+        try:
+            await self._run.open()
+            await delivery
+        finally:
+            delivery.close()
+            self._run.close()
+
+    async def _watch(self, delivery: Coroutine[Any, Any, None], receive: Receive, writer: EventWriter) -> None:
+        """Runs the delivery until it ends, or the client leaves or stops reading. Raises what the delivery raises."""
+        tasks, times = self._state.tasks, self._state.times
+        work = tasks.start(delivery, "delivery")
+        gone = tasks.start(_disconnected(receive), "disconnect")
+        work.add_done_callback(lambda _: self._run.close())
+        try:
+            while not work.done() and not gone.done():
+                await asyncio.wait((work, gone), timeout=times.keep_alive_s, return_when=asyncio.FIRST_COMPLETED)
+                if writer.stuck_for_s() > times.stuck_send_s:
+                    break
+                if not work.done() and not gone.done():
+                    async with asyncio.timeout(times.stuck_send_s):
+                        await writer.keep_alive(times.keep_alive_s)
+        except TimeoutError:
+            pass
+        finally:
+            gone.cancel()
+            work.cancel()
+        if work.done() and not work.cancelled():
+            work.result()
+
+    async def _take(self, step: Step) -> list[tuple[int, TextDelta]]:
+        """Feeds one step to its choices, and stops choices in the engine where a stop string was found."""
+        part, deltas = step
+        additions = []
+        for delta in deltas:
+            addition = part.choices[delta.choice].take(delta)
+            if addition is None:
+                continue
+            additions.append((part.first_choice + delta.choice, addition))
+            if addition.abort_at is not None:
+                await self._run.stop_choice(part, delta.choice, addition.abort_at)
+        return additions
+
+    # ---- streamed ------------------------------------------------------------------------------------------------
+
+    async def _deliver_stream(self, writer: EventWriter) -> None:
+        try:
+            await self._write_steps(writer)
+            if self._include_usage:
+                await writer.write(self._style.usage_chunk(await self._run.usage()))
+        except Exception as error:
+            if not writer.started:
+                raise
+            if not isinstance(error, TandemError):
+                log.exception("request %s failed in its stream", self._run.parts[0].request.request_id)
+            await writer.finish(error)
+            return
+        await writer.finish()
+
+    async def _write_steps(self, writer: EventWriter) -> None:
+        chunk = self._style.chunk
+        async for step in self._run.steps():
+            additions = await self._take(step)
+            if not writer.started:
+                await self._begin(writer)
+            if len(additions) == 1:
+                events = chunk(*additions[0])
+            else:
+                events = b"".join([chunk(index, addition) for index, addition in additions])
+            if events:
+                await writer.write(events)
+
+    async def _begin(self, writer: EventWriter) -> None:
+        """Admitted: status, headers, and the events that open each choice."""
+        self._first_token()
+        await writer.start()
+        indices = [part.first_choice + i for part in self._run.parts for i in range(len(part.choices))]
+        opening = b"".join(self._style.opening(index) for index in indices)
+        if opening:
+            await writer.write(opening)
+
+    def _first_token(self) -> None:
+        self._state.metrics.first_token(self._state.clock() - self._run.began_s)
+
+    # ---- whole ---------------------------------------------------------------------------------------------------
+
+    async def _deliver_whole(self, send: Send) -> None:
+        gathered: dict[int, Gathered] = {}
+        async for step in self._run.steps():
+            if not gathered:
+                self._first_token()
+            for index, addition in await self._take(step):
+                gathered.setdefault(index, Gathered()).add(addition)
+        usage = await self._run.usage()
+        chosen = [entry for part in self._run.parts for entry in self._best(part, gathered)]
+        answers = [self._answer(index, entry) for index, entry in enumerate(chosen)]
+        body = self._style.whole(answers, usage)
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def _best(self, part: RequestPart, gathered: dict[int, Gathered]) -> Sequence[Gathered]:
+        """The choices of one prompt to show: all, or with best_of those of the highest mean log probability."""
+        entries = [gathered.get(part.first_choice + i, Gathered()) for i in range(len(part.choices))]
+        if self._shown < len(entries):
+            entries.sort(key=Gathered.mean_logprob, reverse=True)
+        return entries[: self._shown]
+
+    def _answer(self, index: int, entry: Gathered) -> ChoiceAnswer:
+        return ChoiceAnswer(
+            index=index,
+            text="".join(entry.parts),
+            token_ids=entry.token_ids,
+            logprobs=entry.logprobs if self._with_logprobs else None,
+            offsets=entry.offsets if self._with_logprobs else None,
+            finish_reason=entry.finish_reason,
+            stop_reason=entry.stop_reason,
+        )
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Returns when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,1 @@
+"""HTTP below the OpenAI protocol: server, middleware, auth, bodies, errors, events."""

@@ -1,0 +1,167 @@
+"""Authentication: API keys to tenants. Each route declares its level; routes.py enforces it before the body is read.
+
+Keys are kept as SHA-256 digests; those of settings are compared in constant time. With no keys at all the service is
+open as tenant `default`. StaticKeys are the settings' (all that `tandem run-batch` has), TenantKeys the tenants' too.
+"""
+
+import enum
+import hmac
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+from tandem.cluster.tenants.tenant import DEFAULT_TENANT, digest_of
+from tandem.workers.messages.errors import RequestRefused
+
+
+class AuthLevel(enum.Enum):
+    """The key that a route requires."""
+
+    OPEN = "open"
+    API_KEY = "api_key"
+    ADMIN = "admin"
+
+
+class Principal(NamedTuple):
+    """Who a request is billed to, and whether admin routes are theirs."""
+
+    tenant: str
+    is_admin: bool
+
+
+class Authenticator(Protocol):
+    """Turns an Authorization header into a Principal."""
+
+    @property
+    def is_open(self) -> bool:
+        """True while there is neither a key nor a tenant. Never waits."""
+        ...
+
+    def authenticate(self, authorization: str | None) -> Principal:
+        """RequestRefused 401 `invalid_api_key` for a missing or unknown key. Never waits."""
+        ...
+
+
+class KnownKeys(Protocol):
+    """This gateway's copy of the tenants' keys (TenantDirectory). Never waits."""
+
+    @property
+    def is_known(self) -> bool:
+        """They were read at least once."""
+        ...
+
+    @property
+    def is_certain(self) -> bool:
+        """True when they were just read: a key that is not among them does not exist."""
+        ...
+
+    @property
+    def has_tenants(self) -> bool: ...
+
+    def tenant_of(self, digest: bytes) -> str | None:
+        """The tenant whose key has this SHA-256."""
+        ...
+
+
+class StaticKeys:
+    """The keys of --api-key (all tenant `default`) and the admin keys."""
+
+    def __init__(self, api_keys: Iterable[str] = (), admin_keys: Iterable[str] = ()) -> None:
+        self._api_digests = [digest_of(key) for key in api_keys]
+        self._admin_digests = [digest_of(key) for key in admin_keys]
+
+    @property
+    def has_api_keys(self) -> bool:
+        return bool(self._api_digests)
+
+    @property
+    def has_admin_keys(self) -> bool:
+        return bool(self._admin_digests)
+
+    @property
+    def is_open(self) -> bool:
+        return not self.has_api_keys and not self.has_admin_keys
+
+    def authenticate(self, authorization: str | None) -> Principal:
+        if self.is_open:
+            return Principal(DEFAULT_TENANT, is_admin=True)
+        digest = _sent(authorization)
+        principal = self.find(digest) if digest is not None else None
+        if principal is None:
+            raise _unknown_key()
+        return principal
+
+    def find(self, digest: bytes) -> Principal | None:
+        """The tenant of the key with this SHA-256."""
+        is_admin = _contains(self._admin_digests, digest)
+        is_user = _contains(self._api_digests, digest)
+        return Principal(DEFAULT_TENANT, is_admin=is_admin) if is_admin or is_user else None
+
+
+class TenantKeys:
+    """The keys of tenants, and the static ones beside them.
+
+    Open as `default` while there are neither tenants nor API keys; admin routes then need an admin key, or none if
+    there is none and `open_admin` (the gateway listens itself, on loopback only). An unknown key is refused
+    with 401 when all keys are known, and with 503 while it may be one that Redis has.
+    """
+
+    def __init__(self, static: StaticKeys, tenants: KnownKeys, *, open_admin: bool) -> None:
+        self._static = static
+        self._tenants = tenants
+        self._open_admin = open_admin
+
+    @property
+    def is_open(self) -> bool:
+        return self._static.is_open and self._tenants.is_known and not self._tenants.has_tenants
+
+    def authenticate(self, authorization: str | None) -> Principal:
+        digest = _sent(authorization)
+        if digest is not None:
+            if (principal := self._static.find(digest)) is not None:
+                return principal
+            if (tenant := self._tenants.tenant_of(digest)) is not None:
+                return Principal(tenant, is_admin=False)
+        if self._tenants.is_known and not self._tenants.has_tenants and not self._static.has_api_keys:
+            return Principal(DEFAULT_TENANT, is_admin=self._open_admin and not self._static.has_admin_keys)
+        may_be_open = not self._tenants.is_known and not self._static.has_api_keys
+        if may_be_open or (digest is not None and not self._tenants.is_certain):
+            message = "The key cannot be checked now, because Redis is away; try again."
+            raise RequestRefused(message, code="service_unavailable", status=503)
+        raise _unknown_key()
+
+
+def check_level(level: AuthLevel, authenticator: Authenticator, authorization: str | None) -> Principal:
+    """The principal of a request to a route of `level`. RequestRefused 401 or 403."""
+    if level is AuthLevel.OPEN:
+        return Principal(DEFAULT_TENANT, is_admin=False)
+    principal = authenticator.authenticate(authorization)
+    if level is AuthLevel.ADMIN and not principal.is_admin:
+        raise RequestRefused("This needs an admin key.", code="permission_denied", status=403)
+    return principal
+
+
+def may_see_tenants(authenticator: Authenticator, authorization: str | None) -> bool:
+    """True when an open route may show tenants to this caller: an admin, or any caller while the service is open."""
+    try:
+        return authenticator.is_open or authenticator.authenticate(authorization).is_admin
+    except RequestRefused:
+        return False
+
+
+def _sent(authorization: str | None) -> bytes | None:
+    """SHA-256 of the bearer key that was sent."""
+    scheme, _, key = (authorization or "").partition(" ")
+    return digest_of(key.strip()) if scheme.lower() == "bearer" and key.strip() else None
+
+
+def _unknown_key() -> RequestRefused:
+    message = "Missing or unknown API key; send it as `Authorization: Bearer KEY`."
+    return RequestRefused(message, code="invalid_api_key", status=401)
+
+
+def _contains(digests: list[bytes], wanted: bytes) -> bool:
+    """Looks at every digest, whichever matches."""
+    found = False
+    for digest in digests:
+        found |= hmac.compare_digest(digest, wanted)
+    return found

@@ -1,0 +1,106 @@
+"""Every error answer of the gateway: one body shape, the statuses and codes of the contract, retry headers.
+
+Used by the routes, middleware.py (exceptions nobody caught) and sse.py (errors after the first byte). Never shows a
+traceback, a path or another tenant's words.
+"""
+
+import math
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tandem.cluster.tenants.tenant_admission import OverLimit
+from tandem.workers.messages.errors import GroupLost, RequestRefused, TandemError
+
+TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+MAX_RETRY_AFTER_S = 60
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    """The fields of the contract under "error"."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """The whole body of an error answer."""
+
+    error: ErrorDetail
+
+
+def as_refusal(error: Exception) -> RequestRefused:
+    """Any exception as the refusal that the client sees."""
+    if isinstance(error, RequestRefused):
+        return error
+    if isinstance(error, GroupLost):
+        return RequestRefused("The worker group was lost; try again.", code="service_unavailable", status=503)
+    if isinstance(error, HTTPException):
+        return _routing_refusal(error.status_code)
+    del error
+    return RequestRefused("The server failed to process the request.", code="internal_error", status=500)
+
+
+def error_json(refusal: RequestRefused, wait_s: int | None = None) -> bytes:
+    """The contract's body. wait_s: seconds after which the client may come back, appended to the message."""
+    status = refusal.status
+    kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    if refusal.code == "insufficient_quota":
+        kind = "insufficient_quota"
+    message = str(refusal)
+    if wait_s is not None:
+        message = f"{message.rstrip('.')}. Try again in {wait_s} s."
+    detail = ErrorDetail(message, kind, refusal.param, refusal.code)
+    return msgspec.json.encode(ErrorBody(detail))
+
+
+def error_response(error: Exception, jitter: int = 0) -> Response:
+    """The HTTP answer to an exception. `jitter` spreads Retry-After (any non-negative number)."""
+    refusal = as_refusal(error)
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    wait_s = _retry_after_s(refusal, jitter)
+    if wait_s is not None:
+        headers["retry-after"] = str(wait_s)
+    elif refusal.status == 429:
+        headers["x-should-retry"] = "false"  # OpenAI's clients heed it
+    if refusal.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    said_s = wait_s if refusal.status == 429 else None
+    return Response(error_json(refusal, said_s), refusal.status, headers, media_type="application/json")
+
+
+def _retry_after_s(refusal: RequestRefused, jitter: int) -> int | None:
+    """When to come back, which quotas have spread already; None where that is no use, or not known."""
+    if isinstance(refusal, OverLimit):
+        wait_s = refusal.retry_after_s
+        return None if wait_s is None else min(MAX_RETRY_AFTER_S, math.ceil(wait_s))
+    if refusal.status not in (429, 503) or refusal.code == "insufficient_quota":
+        return None
+    return 1 + jitter % 5
+
+
+async def on_tandem_error(_: Request, error: Exception) -> Response:
+    """Exception handler of the app for TandemError and HTTPException."""
+    assert isinstance(error, (TandemError, HTTPException))
+    return error_response(error, jitter=id(error) >> 4)
+
+
+def model_not_found(name: str) -> RequestRefused:
+    """The refusal of a model name: the same text for unknown models and for those of other tenants."""
+    return RequestRefused(
+        f"The model {name[:128]!r} does not exist or is not yours.", code="model_not_found", status=404, param="model"
+    )
+
+
+def _routing_refusal(status: int) -> RequestRefused:
+    if status == 404:
+        return RequestRefused("There is no such route.", code="not_found", status=404)
+    if status == 405:
+        return RequestRefused("This route does not allow this method.", code="method_not_allowed", status=405)
+    if 400 <= status < 500:
+        return RequestRefused("The request is malformed.", code="invalid_value", status=status)
+    return RequestRefused("The server failed to process the request.", code="internal_error", status=status)

@@ -1,0 +1,161 @@
+"""Prometheus metrics of the gateways: this one's own, and those that its peers left in Redis.
+
+Metrics of the groups come from Backend.metrics(). Route labels are our route templates, never a client's path.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tandem.cluster.fleet.engine_metrics import Families
+from tandem.cluster.fleet.gateway_records import GatewayRecord
+from tandem.workers.messages.request import Usage
+
+TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 60.0)
+E2E_BUCKETS = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0)
+
+
+class GatewayMetrics:
+    """Counters and histograms of one gateway, in the given registry; in `tenants` those that name tenants."""
+
+    def __init__(self, registry: CollectorRegistry, prefix: str, model_name: str) -> None:
+        self.registry = registry
+        self._model_name = model_name
+        self._requests = Counter(
+            f"{prefix}:http_requests", "HTTP answers by route and status.", ("route", "status"), registry=registry
+        )
+        self._ended = Counter(
+            f"{prefix}:gateway_requests",
+            "Generation requests by how they ended.",
+            ("model_name", "outcome"),
+            registry=registry,
+        )
+        self._open = Gauge(
+            f"{prefix}:gateway_requests_open",
+            "Generation requests in this gateway.",
+            ("model_name",),
+            registry=registry,
+        ).labels(model_name)
+        self._moved = Counter(
+            f"{prefix}:request_migrations",
+            "Requests that went on with another group because theirs was lost.",
+            ("model_name",),
+            registry=registry,
+        ).labels(model_name)
+        self._ttft = Histogram(
+            f"{prefix}:gateway_time_to_first_token_seconds",
+            "From the request's arrival to its first token, at the gateway.",
+            ("model_name",),
+            buckets=TTFT_BUCKETS,
+            registry=registry,
+        ).labels(model_name)
+        self._e2e = Histogram(
+            f"{prefix}:gateway_request_seconds",
+            "From the request's arrival to its last byte, at the gateway.",
+            ("model_name",),
+            buckets=E2E_BUCKETS,
+            registry=registry,
+        ).labels(model_name)
+
+        self.tenants = CollectorRegistry()
+        self._tenant_tokens = Counter(
+            f"{prefix}:tenant_tokens", "Tokens billed to tenants, by kind.", ("tenant", "kind"), registry=self.tenants
+        )
+        self._tenant_requests = Counter(
+            f"{prefix}:tenant_requests", "Requests that tenants were billed for.", ("tenant",), registry=self.tenants
+        )
+        self._tenant_rejections = Counter(
+            f"{prefix}:tenant_rejections", "Requests of tenants refused.", ("tenant", "reason"), registry=self.tenants
+        )
+
+    def http_answered(self, route: str, status: int) -> None:
+        """Counts one HTTP answer; `route` is a template of ours, or "unknown"."""
+        self._requests.labels(route, str(status)).inc()
+
+    def generation_began(self) -> None:
+        self._open.inc()
+
+    def moved(self) -> None:
+        """Counts a request that goes on with another group."""
+        self._moved.inc()
+
+    def first_token(self, after_s: float) -> None:
+        self._ttft.observe(after_s)
+
+    def generation_ended(self, outcome: str, after_s: float) -> None:
+        """Counts the end of a generation. `outcome` is a terminal state: stop, length, abort, error or rejected."""
+        self._open.dec()
+        self._ended.labels(self._model_name, outcome).inc()
+        self._e2e.observe(after_s)
+
+    def tenant_billed(self, tenant: str, usage: Usage) -> None:
+        """Counts an accepted request that ended. `tenant` is a known one, never a client's word."""
+        self._tenant_requests.labels(tenant).inc()
+        for kind, tokens in (
+            ("prompt", usage.prompt_tokens),
+            ("cached", usage.cached_tokens),
+            ("completion", usage.completion_tokens),
+        ):
+            self._tenant_tokens.labels(tenant, kind).inc(tokens)
+
+    def tenant_rejected(self, tenant: str, reason: str) -> None:
+        """Counts a refusal. `reason` is the limit that was exceeded, or the code of another refusal."""
+        self._tenant_rejections.labels(tenant, reason).inc()
+
+
+LABEL = "gateway"
+"""Added to every sample where a service has several gateways, as `engine` names a group."""
+
+
+class Peers(Protocol):
+    """The other gateways of a service."""
+
+    async def merge(self, own: bytes, own_of_tenants: bytes) -> bytes:
+        """Prometheus text of all gateways. own: this gateway's text. own_of_tenants: its families that name tenants,
+        empty when no gateway's are shown."""
+        ...
+
+    def in_flight(self) -> int:
+        """HTTP requests that the other gateways have in flight."""
+        ...
+
+
+class Alone:
+    """Peers of a service with one gateway."""
+
+    async def merge(self, own: bytes, own_of_tenants: bytes) -> bytes:
+        return own + own_of_tenants
+
+    def in_flight(self) -> int:
+        return 0
+
+
+class Together:
+    """Peers by their last records, up to a few seconds old. `others` is called each time."""
+
+    def __init__(self, gateway_id: str, others: Callable[[], Sequence[GatewayRecord]]) -> None:
+        self._id = gateway_id
+        self._others = others
+
+    async def merge(self, own: bytes, own_of_tenants: bytes) -> bytes:
+        texts = [(self._id, own), (self._id, own_of_tenants)]
+        for record in self._others():
+            texts += [(record.gateway, record.metrics)]
+            texts += [(record.gateway, record.tenant_metrics)] if own_of_tenants else []
+        return await asyncio.to_thread(merged, [(name, text.decode()) for name, text in texts])
+
+    def in_flight(self) -> int:
+        return sum(record.in_flight for record in self._others())
+
+
+def merged(texts: Iterable[tuple[str, str]]) -> bytes:
+    """Merges (gateway, Prometheus text) pairs: one family for each name, each sample labelled with its gateway."""
+    families: dict[str, Metric] = {}
+    for name, text in texts:
+        for found in text_string_to_metric_families(text):
+            family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
+            family.samples += [sample._replace(labels=sample.labels | {LABEL: name}) for sample in found.samples]
+    return generate_latest(Families(made=families.values()))

@@ -1,0 +1,84 @@
+"""The outermost ASGI layer: ids, status metrics, header limits, tenants' headers, in-flight counts, exceptions.
+
+Pure ASGI (a wrapper per request, one frame per send), so that it costs streams nothing. Every answer carries
+`x-request-id`: the client's when it is printable, cut to 128 characters, else a fresh one.
+"""
+
+import logging
+import re
+import uuid
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tandem.cluster.gateway.http.draining import Draining
+from tandem.cluster.gateway.http.error_answers import error_response
+from tandem.cluster.gateway.http.gateway_metrics import GatewayMetrics
+from tandem.cluster.tenants.tenant_admission import Tenancy
+from tandem.workers.messages.errors import RequestRefused
+
+log = logging.getLogger("tandem.gateway")
+MAX_HEADER_BYTES = 32 * 1024
+MAX_ID_CHARS = 128
+CLOSE = ((b"connection", b"close"),)
+_UNSAFE = re.compile(rb"[^\w.:/+=@-]", re.ASCII)
+
+
+class Envelope:
+    """Wraps the app."""
+
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, draining: Draining, tenancy: Tenancy) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._draining = draining
+        self._tenancy = tenancy
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = choose_request_id(scope["headers"])
+        scope["tandem.request_id"] = request_id.decode("ascii")
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                own = [(b"x-request-id", request_id), *(CLOSE if self._draining.begun else ())]
+                if (tenant := scope.get("tandem.tenant")) is not None:
+                    own += self._tenancy.headers(tenant)
+                message["headers"] = [*message.get("headers", ()), *own]
+                self._metrics.http_answered(scope.get("tandem.route", "unknown"), message["status"])
+            await send(message)
+
+        self._draining.enter()
+        try:
+            _check_headers(scope)
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            if started:
+                raise
+            if not isinstance(error, RequestRefused):
+                log.exception("request %s failed", scope["tandem.request_id"])
+            await error_response(error)(scope, receive, send_with_id)
+        finally:
+            self._draining.leave()
+
+
+def choose_request_id(headers: list[tuple[bytes, bytes]]) -> bytes:
+    """The client's x-request-id made safe, or a fresh one."""
+    for name, value in headers:
+        if name.lower() == b"x-request-id" and (safe := _UNSAFE.sub(b"", value)[:MAX_ID_CHARS]):
+            return safe
+    return uuid.uuid4().hex.encode("ascii")
+
+
+def headers_too_large(max_bytes: int) -> RequestRefused:
+    """The refusal of a request whose request line and headers are too long."""
+    return RequestRefused(f"The request's headers exceed {max_bytes} bytes.", code="content_too_large", status=431)
+
+
+def _check_headers(scope: Scope) -> None:
+    size = sum(len(name) + len(value) for name, value in scope["headers"])
+    if size + len(scope.get("raw_path") or b"") + len(scope.get("query_string", b"")) > MAX_HEADER_BYTES:
+        raise headers_too_large(MAX_HEADER_BYTES)

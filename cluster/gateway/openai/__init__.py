@@ -1,0 +1,1 @@
+"""The OpenAI protocol: schemas, prompts, answers, routes' handlers."""

@@ -1,0 +1,266 @@
+"""The text of the answers: chat and completion objects and their stream chunks, as the OpenAI client reads them.
+
+Streaming is the hot path: what is constant in a chunk is serialized once per answer, a step only encodes its text.
+Tokens come only in TextDeltas.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from tandem.cluster.gateway.services import GatewayState
+from tandem.workers.messages.request import TokenLogprobs, Usage
+from tandem.workers.text.choice_text import TextDelta
+
+_encode = msgspec.json.Encoder().encode
+
+
+class AnswerHead(NamedTuple):
+    """Fields that every object of one answer has."""
+
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class ChoiceAnswer:
+    """A whole choice, for answers that are not streamed."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    offsets: list[int] | None
+    finish_reason: str
+    stop_reason: int | str | None
+
+
+class ResponseFormat(Protocol):
+    """Chat or completions."""
+
+    def whole(self, choices: Sequence[ChoiceAnswer], usage: Usage) -> bytes:
+        """The body of an answer that is not streamed."""
+        ...
+
+    def opening(self, index: int) -> bytes:
+        """Events that open a choice; b"" if there are none."""
+        ...
+
+    def chunk(self, index: int, addition: TextDelta) -> bytes:
+        """Events for one addition; b"" when there is nothing to show."""
+        ...
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        """The chunk with the bill and no choices."""
+        ...
+
+
+class ChatFormat:
+    """chat.completion and chat.completion.chunk."""
+
+    def __init__(
+        self, state: GatewayState, head: AnswerHead, *, with_usage: bool, prompt_ids: list[int] | None = None
+    ) -> None:
+        self._formatter = TokenFormatter(state)
+        self._head = head
+        self._prompt_ids = prompt_ids
+        self._frame = ChunkFrame(head, "chat.completion.chunk", with_usage, with_ids=prompt_ids is not None)
+
+    def whole(self, choices: Sequence[ChoiceAnswer], usage: Usage) -> bytes:
+        entries = []
+        for choice in choices:
+            message = {"role": "assistant", "content": choice.text, "refusal": None}
+            shown = {**self._logprobs(choice.logprobs), "refusal": None} if choice.logprobs is not None else None
+            entry = _entry(choice, {"message": message}, shown)
+            if self._prompt_ids is not None:
+                entry["token_ids"] = choice.token_ids
+            entries.append(entry)
+        extra = {"prompt_token_ids": self._prompt_ids} if self._prompt_ids is not None else {}
+        return _whole(self._head, "chat.completion", entries, usage, extra)
+
+    def opening(self, index: int) -> bytes:
+        ids = b',"prompt_token_ids":' + _encode(self._prompt_ids) if self._prompt_ids is not None else b""
+        return self._frame.going_on(index, b'"delta":{"role":"assistant","content":""}', beside=ids)
+
+    def chunk(self, index: int, addition: TextDelta) -> bytes:
+        content = b'"content":' + _encode(addition.text) if addition.text or addition.token_ids else b""
+        shown = self._logprobs(addition.logprobs) if addition.logprobs else None
+        return self._frame.chunk(index, b'"delta":{%b}' % content, shown, addition)
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        return self._frame.usage_chunk(usage)
+
+    def _logprobs(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        return {"content": [self._formatter.chat(item) for item in entries]}
+
+
+class CompletionFormat:
+    """text_completion, streamed or not. `echo` and `prompt_ids`: per choice, if asked for."""
+
+    def __init__(
+        self,
+        state: GatewayState,
+        head: AnswerHead,
+        *,
+        with_usage: bool,
+        prompt_ids: Sequence[list[int]] | None = None,
+        echo: Sequence[str] | None = None,
+    ) -> None:
+        self._formatter = TokenFormatter(state)
+        self._head = head
+        self._prompt_ids = prompt_ids
+        self._echo = echo
+        self._frame = ChunkFrame(head, "text_completion", with_usage, with_ids=prompt_ids is not None)
+
+    def whole(self, choices: Sequence[ChoiceAnswer], usage: Usage) -> bytes:
+        entries = []
+        for choice in choices:
+            text = (self._echo[choice.index] if self._echo else "") + choice.text
+            shown = None
+            if choice.logprobs is not None:
+                shown = self._formatter.completion(choice.logprobs, choice.offsets or [])
+            entry = _entry(choice, {"text": text}, shown)
+            if self._prompt_ids is not None:
+                entry["token_ids"] = choice.token_ids
+                entry["prompt_token_ids"] = self._prompt_ids[choice.index]
+            entries.append(entry)
+        return _whole(self._head, "text_completion", entries, usage, {})
+
+    def opening(self, index: int) -> bytes:
+        text = self._echo[index] if self._echo else ""
+        ids = b""
+        if self._prompt_ids is not None:
+            ids = b',"prompt_token_ids":%b,"token_ids":[]' % _encode(self._prompt_ids[index])
+        return self._frame.going_on(index, b'"text":' + _encode(text), inside=ids) if text or ids else b""
+
+    def chunk(self, index: int, addition: TextDelta) -> bytes:
+        logprobs = addition.logprobs
+        shown = self._formatter.completion(logprobs, addition.offsets or []) if logprobs else None
+        return self._frame.chunk(index, b'"text":' + _encode(addition.text), shown, addition)
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        return self._frame.usage_chunk(usage)
+
+
+class ChunkFrame:
+    """The frame of both formats' chunks around the text: the head, serialized once, and the end. `content` is a
+    choice's `"delta":...` or `"text":...`."""
+
+    def __init__(self, head: AnswerHead, kind: str, with_usage: bool, *, with_ids: bool) -> None:
+        constant = _encode(_head_fields(head, kind))[:-1]  # lacks its closing brace
+        self._with_ids = with_ids
+        self._start = b"data: " + constant + b',"choices":[{"index":'
+        self._usage_start = b"data: " + constant + b',"choices":[],"usage":'
+        self._tail = b',"usage":null}\n\n' if with_usage else b"}\n\n"
+
+    def chunk(self, index: int, content: bytes, logprobs: dict[str, Any] | None, addition: TextDelta) -> bytes:
+        """One addition; b"" when there is nothing to show. The end comes with the last text, if any."""
+        text, token_ids, entries, _, finish, stop_reason, _ = addition
+        if finish is None and entries is None and not self._with_ids:
+            return self.going_on(index, content) if text else b""
+        if not text and not token_ids and finish is None:
+            return b""
+        return b'%b%d,%b,"logprobs":%b,"finish_reason":%b,"stop_reason":%b%b}]%b' % (
+            self._start,
+            index,
+            content,
+            _encode(logprobs),
+            _encode(finish),
+            _encode(stop_reason),
+            b',"token_ids":' + _encode(token_ids) if self._with_ids else b"",
+            self._tail,
+        )
+
+    def going_on(self, index: int, content: bytes, *, inside: bytes = b"", beside: bytes = b"") -> bytes:
+        """A choice that has not ended; more fields of the choice (`inside`) and of the chunk (`beside`)."""
+        return b'%b%d,%b,"logprobs":null,"finish_reason":null%b}]%b%b' % (
+            self._start,
+            index,
+            content,
+            inside,
+            beside,
+            self._tail,
+        )
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        """The chunk with the bill and no choices."""
+        return self._usage_start + _encode(usage_object(usage)) + b"}\n\n"
+
+
+class TokenFormatter:
+    """Token ids and logprobs in both of OpenAI's styles."""
+
+    LOWEST = -9999.0
+
+    def __init__(self, state: GatewayState) -> None:
+        self._bytes = state.detokenizers.token_bytes
+
+    def text(self, token_id: int) -> str:
+        """A token's text; bytes that are no whole character become U+FFFD."""
+        return self._bytes(token_id).decode("utf-8", "replace")
+
+    def chat(self, entry: TokenLogprobs) -> dict[str, Any]:
+        """One item of logprobs.content."""
+        top = [self._item(token_id, logprob) for token_id, logprob in entry.top]
+        return {**self._item(entry.token_id, entry.logprob), "top_logprobs": top}
+
+    def completion(self, entries: Sequence[TokenLogprobs], offsets: Sequence[int]) -> dict[str, Any]:
+        """The parallel lists of completions; the chosen token is always among its top_logprobs."""
+        tops: list[dict[str, float]] = []
+        for entry in entries:
+            top = {self.text(token_id): self._finite(logprob) for token_id, logprob in entry.top}
+            top.setdefault(self.text(entry.token_id), self._finite(entry.logprob))
+            tops.append(top)
+        return {
+            "tokens": [self.text(entry.token_id) for entry in entries],
+            "token_logprobs": [self._finite(entry.logprob) for entry in entries],
+            "top_logprobs": tops,
+            "text_offset": list(offsets[: len(entries)]),
+        }
+
+    def _item(self, token_id: int, logprob: float) -> dict[str, Any]:
+        raw = self._bytes(token_id)
+        return {"token": raw.decode("utf-8", "replace"), "logprob": self._finite(logprob), "bytes": list(raw)}
+
+    def _finite(self, logprob: float) -> float:
+        """JSON has no infinities; OpenAI's value for "very unlikely"."""
+        return max(logprob, self.LOWEST)
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    """OpenAI's usage."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def _head_fields(head: AnswerHead, kind: str) -> dict[str, Any]:
+    return {
+        "id": head.id,
+        "object": kind,
+        "created": head.created,
+        "model": head.model,
+        "system_fingerprint": head.fingerprint,
+    }
+
+
+def _entry(choice: ChoiceAnswer, content: dict[str, Any], logprobs: dict[str, Any] | None) -> dict[str, Any]:
+    """A whole choice; `content` is its message or text."""
+    return {
+        "index": choice.index,
+        **content,
+        "logprobs": logprobs,
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+    }
+
+
+def _whole(head: AnswerHead, kind: str, choices: list[dict[str, Any]], usage: Usage, extra: dict[str, Any]) -> bytes:
+    return _encode({**_head_fields(head, kind), "choices": choices, "usage": usage_object(usage), **extra})

@@ -1,0 +1,76 @@
+"""Which model a request means: the base by any of its names, or an adapter that its tenant may use. Pure."""
+
+from typing import Any, NamedTuple
+
+from tandem.cluster.adapters.entries import AdapterEntry
+from tandem.cluster.gateway.http.auth import Principal
+from tandem.cluster.gateway.http.error_answers import model_not_found
+from tandem.cluster.gateway.services import GatewayState
+from tandem.workers.messages.request import AdapterRef
+
+
+class Served(NamedTuple):
+    """The name to answer as, and the adapter if `model` names one."""
+
+    name: str
+    entry: AdapterEntry | None = None
+
+    @property
+    def adapter(self) -> AdapterRef | None:
+        """The adapter as the request carries it: a later listing under the name does not change it."""
+        return self.entry.ref if self.entry is not None else None
+
+
+def served_model(state: GatewayState, name: str | None, principal: Principal) -> Served:
+    """The model of a request. RequestRefused 404, with the same text, for an unknown name and another tenant's."""
+    if name is None:
+        return Served(state.model_names[0])
+    return _find(state, name, principal.tenant)
+
+
+def shown_model(state: GatewayState, name: str, principal: Principal) -> Served:
+    """One that may be looked at: by an admin, others' adapters too. RequestRefused 404 as of a request."""
+    return _find(state, name, _looks_for(principal))
+
+
+def all_shown(state: GatewayState, principal: Principal) -> list[Served]:
+    """Every name that this tenant may send as `model`, each once: the base's, then its adapters'. For an admin: every
+    adapter's."""
+    entries = state.adapters.visible(_looks_for(principal)) if state.adapters is not None else []
+    return [*map(Served, state.model_names), *(Served(entry.name, entry) for entry in entries)]
+
+
+def _find(state: GatewayState, name: str, tenant: str | None) -> Served:
+    if name in state.model_names:
+        return Served(name)
+    entry = state.adapters.entry(name, tenant) if state.adapters is not None else None
+    if entry is None:
+        raise model_not_found(name)
+    return Served(name, entry)
+
+
+def _looks_for(principal: Principal) -> str | None:
+    """Whose adapters are shown, None: all."""
+    return None if principal.is_admin else principal.tenant
+
+
+def model_object(state: GatewayState, served: Served, principal: Principal) -> dict[str, Any]:
+    """OpenAI's model object with vLLM's additions. A tenant's adapter is owned by that tenant. An adapter's root is its
+    source for those who may load adapters, and its version for others, who must not see paths."""
+    shown: dict[str, Any] = {
+        "id": served.name,
+        "object": "model",
+        "created": state.created_s,
+        "owned_by": "tandem",
+        "root": state.model_names[0],
+        "parent": None,
+        "max_model_len": state.max_model_len,
+    }
+    if (entry := served.entry) is not None:
+        version = f"{entry.name}@{entry.digest}"
+        shown["created"] = int(entry.listed_at_s)
+        shown["owned_by"] = entry.tenant or shown["owned_by"]
+        shown["root"] = entry.source if principal.is_admin else version
+        shown["parent"] = state.model_names[0]
+        shown["version"] = version
+    return shown

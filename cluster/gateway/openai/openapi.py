@@ -1,0 +1,83 @@
+"""The OpenAPI document, built once from the same structs that parse the bodies and from the route table."""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from tandem.cluster.gateway.http.auth import AuthLevel
+from tandem.cluster.gateway.http.error_answers import ErrorBody
+from tandem.cluster.gateway.openai.adapter_routes import LoadBody, UnloadBody
+from tandem.cluster.gateway.openai.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from tandem.cluster.gateway.openai.tenant_routes import RotateBody, TenantBody
+from tandem.cluster.tenants.tenant import Limits
+
+BODIES: dict[str, type[msgspec.Struct]] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+    "/admin/tenants": TenantBody,
+    "/admin/tenants/{name}": Limits,
+    "/admin/tenants/{name}/rotate-key": RotateBody,
+    "/v1/load_lora_adapter": LoadBody,
+    "/v1/unload_lora_adapter": UnloadBody,
+}
+REFUSALS = {
+    "400": "Bad JSON, schema, range, unsupported field, or context too long",
+    "401": "Missing or unknown API key",
+    "403": "Key valid, action not permitted",
+    "404": "Unknown route or model",
+    "405": "Method not allowed",
+    "409": "It exists already",
+    "408": "The body did not arrive in time",
+    "413": "Body too large",
+    "415": "Content type or encoding not supported",
+    "431": "Headers too large",
+    "429": "Over a limit, or the queue is full",
+    "500": "Our fault",
+    "503": "No group is ready",
+}
+
+
+def openapi_document(routes: Iterable[tuple[str, str, AuthLevel, str]]) -> dict[str, Any]:
+    """The document for (path, method, level, summary) of every route."""
+    _, components = msgspec.json.schema_components(
+        [*BODIES.values(), ErrorBody], ref_template="#/components/schemas/{name}"
+    )
+    paths: dict[str, dict[str, Any]] = {}
+    for path, method, level, summary in routes:
+        shown = path.replace(":path}", "}")
+        paths.setdefault(shown, {})[method.lower()] = _operation(path, method, level, summary)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Tandem", "version": "1"},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation(path: str, method: str, level: AuthLevel, summary: str) -> dict[str, Any]:
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}
+    operation: dict[str, Any] = {
+        "summary": summary,
+        "responses": {
+            "200": {"description": "OK"},
+            **{status: {"description": text, "content": error} for status, text in REFUSALS.items()},
+        },
+    }
+    if level is not AuthLevel.OPEN:
+        operation["security"] = [{"key": []}]
+    if names := re.findall(r"{(\w+)", path):
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
+    body = BODIES.get(path) if method in ("POST", "PATCH") else None
+    if body is not None:
+        schema = {"$ref": f"#/components/schemas/{body.__name__}"}
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return operation

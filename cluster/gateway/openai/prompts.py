@@ -1,0 +1,143 @@
+"""From a checked body to prompt token ids that fit the model. Off the event loop when large.
+
+Chat: messages -> template -> ids without special tokens. Completions: text with the tokenizer's own special tokens, or
+the ids as given, inside the vocabulary.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tandem.cluster.gateway.openai.schemas import ChatBody, CommonBody, CompletionBody, Message, TokenizeBody, invalid
+from tandem.cluster.gateway.services import GatewayState
+from tandem.workers.messages.errors import ContextLengthExceeded
+from tandem.workers.text.tokenizer import check_token_ids
+
+
+class Prompt(NamedTuple):
+    """One prompt, ready. `text` is what the client sent as text, None for ids."""
+
+    token_ids: list[int]
+    text: str | None
+
+
+async def chat_prompt(state: GatewayState, body: ChatBody | TokenizeBody) -> Prompt:
+    """Renders and tokenizes a conversation."""
+    assert body.messages is not None
+    size = sum(map(message_chars, body.messages))
+    return await state.text.run(size, _render_and_encode, state, body)
+
+
+async def completion_prompts(state: GatewayState, body: CompletionBody) -> list[Prompt]:
+    """Tokenizes every prompt of a completions body, in order."""
+    add_special = body.add_special_tokens is not False
+    truncates = body.truncate_prompt_tokens is not None
+    prompts: list[Prompt] = []
+    for item in prompt_items(body.prompt):
+        if isinstance(item, str):
+            if not truncates:
+                state.tokenizer.check_bytes(item, state.max_model_len, "prompt")
+            ids = await state.text.run(len(item), state.tokenizer.encode, item, add_special_tokens=add_special)
+            prompts.append(Prompt(ids, item))
+        else:
+            check_token_ids(item, state.vocab_size, "prompt")
+            prompts.append(Prompt(item, None))
+    return prompts
+
+
+def prompt_items(prompt: str | list[str | int | list[int]]) -> Sequence[str | list[int]]:
+    """A prompt field as a list of texts or lists of ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt[0], int):
+        return [[item for item in prompt if isinstance(item, int)]]
+    return [item for item in prompt if not isinstance(item, int)]
+
+
+class Asked(NamedTuple):
+    """The names of the two fields that must fit the context together, in this body."""
+
+    prompt: str
+    max_tokens: str
+
+
+def fit(state: GatewayState, prompt: Prompt, body: CommonBody, wanted: int | None, names: Asked) -> tuple[Prompt, int]:
+    """The prompt, cut as asked, and its max_tokens (`wanted`, or all that fits).
+
+    ContextLengthExceeded when both do not fit; it names the prompt where that does not fit by itself.
+    """
+    limit = state.max_model_len
+    keep = body.truncate_prompt_tokens
+    if keep is not None:
+        most = limit - (wanted or 1) if keep == -1 else keep
+        if len(prompt.token_ids) > most > 0:
+            prompt = prompt._replace(token_ids=prompt.token_ids[-most:])
+    length = len(prompt.token_ids)
+    if length == 0:
+        raise invalid(names.prompt, "The prompt is empty: it must hold at least one token.")
+    room = limit - length
+    if room < (wanted or 1):
+        wish = f"{wanted} for the completion ({names.max_tokens})" if wanted is not None else "1 for the completion"
+        beside = wanted if wanted is not None and wanted < limit else 1
+        advice = f"or ask for at most {room} tokens" if room > 0 else f"to at most {limit - beside} tokens"
+        raise ContextLengthExceeded(
+            f"This model's context is {limit} tokens; the request needs {length} for the prompt and {wish}. "
+            f"Shorten the prompt {advice}.",
+            names.max_tokens if room > 0 else names.prompt,
+        )
+    return prompt, wanted if wanted is not None else room
+
+
+def message_chars(message: Message) -> int:
+    """Characters of a message's text: an estimate of the work it causes."""
+    content = message.content
+    if isinstance(content, str):
+        return len(content) + 16
+    return 16 + sum(len(part.text) for part in content or ())
+
+
+def template_message(message: Message, at: int) -> dict[str, Any]:
+    """A message as templates expect it: text content, call arguments as objects."""
+    content = message.content
+    if content is None and message.role != "assistant":
+        raise invalid(f"messages[{at}].content", f"A message of role {message.role} must have content.")
+    text = content if isinstance(content, str) else "\n".join(part.text for part in content or ())
+    result: dict[str, Any] = {"role": message.role, "content": text}
+    if message.name is not None:
+        result["name"] = message.name
+    if message.tool_call_id is not None:
+        result["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        result["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments, at)},
+            }
+            for call in message.tool_calls
+        ]
+    return result
+
+
+def _arguments(text: str, at: int) -> Any:
+    try:
+        return json.loads(text) if text else {}
+    except (ValueError, RecursionError):
+        raise invalid(f"messages[{at}].tool_calls", "The arguments of a tool call must be JSON.") from None
+
+
+def _render_and_encode(state: GatewayState, body: ChatBody | TokenizeBody) -> Prompt:
+    if state.chat_template is None:
+        raise invalid("messages", "This model has no chat template; serve it with --chat-template.")
+    assert body.messages is not None
+    continues = bool(body.continue_final_message)
+    text = state.chat_template.render(
+        [template_message(message, i) for i, message in enumerate(body.messages)],
+        tools=body.tools if isinstance(body, ChatBody) else None,
+        add_generation_prompt=not continues and body.add_generation_prompt is not False,
+        continue_final_message=continues,
+    )
+    truncates = isinstance(body, ChatBody) and body.truncate_prompt_tokens is not None
+    if isinstance(body, ChatBody) and not truncates:
+        state.tokenizer.check_bytes(text, state.max_model_len, "messages")
+    return Prompt(state.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)), text)

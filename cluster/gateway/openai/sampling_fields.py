@@ -1,0 +1,61 @@
+"""From a checked body to SamplingParams: defaults of the model's generation_config.json, a seed for everyone."""
+
+from tandem.cluster.gateway.openai.schemas import CommonBody, invalid
+from tandem.cluster.gateway.services import GatewayState
+from tandem.workers.messages.request import SamplingParams
+from tandem.workers.text.tokenizer import check_token_ids
+
+GREEDY_BELOW = 1e-5
+
+
+def sampling_params(
+    state: GatewayState, body: CommonBody, *, max_tokens: int, n: int, logprobs: int | None
+) -> SamplingParams:
+    """Resolved parameters of one prompt. RequestRefused when a token id or min_tokens is out of range."""
+    defaults = state.tokenizer.defaults
+    min_tokens = body.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise invalid("min_tokens", f"min_tokens {min_tokens} exceeds max_tokens {max_tokens}.")
+    temperature = _chosen(body.temperature, defaults.temperature)
+    stop_ids = list(body.stop_token_ids or ())
+    check_token_ids(stop_ids, state.vocab_size, "stop_token_ids")
+    ignore_eos = bool(body.ignore_eos)
+    if not ignore_eos:
+        stop_ids += [i for i in state.extra_stop_token_ids if i not in stop_ids]
+    return SamplingParams(
+        max_tokens=max_tokens,
+        n=n,
+        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+        top_k=max(0, body.top_k if body.top_k is not None else defaults.top_k),
+        top_p=_chosen(body.top_p, defaults.top_p),
+        min_p=_chosen(body.min_p, defaults.min_p),
+        seed=body.seed if body.seed is not None else state.random_seed(),
+        min_tokens=min_tokens,
+        ignore_eos=ignore_eos,
+        stop=stop_strings(body),
+        stop_token_ids=tuple(stop_ids),
+        logprobs=logprobs,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=_chosen(body.repetition_penalty, defaults.repetition_penalty),
+        logit_bias=_logit_bias(body.logit_bias or {}, state.vocab_size),
+    )
+
+
+def stop_strings(body: CommonBody) -> tuple[str, ...]:
+    """The stop field as a tuple."""
+    return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+
+
+def _chosen(given: float | None, default: float) -> float:
+    return default if given is None else given
+
+
+def _logit_bias(biases: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    pairs: dict[int, float] = {}
+    for key, bias in biases.items():
+        if not (key.isascii() and key.isdecimal() and len(key) < 10):
+            raise invalid("logit_bias", "The keys of logit_bias must be token ids.")
+        pairs[int(key)] = bias
+    check_token_ids(list(pairs), vocab_size, "logit_bias")
+    return tuple(pairs.items())

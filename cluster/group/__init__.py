@@ -1,0 +1,1 @@
+"""The coordinator process: one engine, its ranks, its deployment."""

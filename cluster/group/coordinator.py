@@ -1,0 +1,297 @@
+"""The group deployment `tandem-coordinator`: one Serve replica = one worker group.
+
+Holds the handle call of each request until the request ends, reports load to Serve and Redis, and exits when its group
+is lost so that Serve replaces it. The engine runs on a thread of its own (engine_thread.py).
+Torch-free.
+"""
+
+import asyncio
+import gc
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import ray
+from ray import serve
+
+from tandem.cluster.fleet.fleet_view import (
+    GroupRecord,
+    GroupState,
+    StartFailure,
+    channel_name,
+    group_heartbeat,
+    report_start_failure,
+)
+from tandem.cluster.fleet.group_events import Event, write_event
+from tandem.cluster.group.engine_thread import EngineThread
+from tandem.cluster.group.group_engine import GroupEngine
+from tandem.cluster.group.sharing import Sharing, TenantWeights
+from tandem.cluster.routing.outstanding import by_gateway, cost_tokens, gateway_of
+from tandem.cluster.state import keys
+from tandem.cluster.state.notifications import Changes
+from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
+from tandem.cluster.wire.redis_deployment import open_redis
+from tandem.cluster.wire.service_facts import ServiceFacts, check_node
+from tandem.configs.errors import SettingsError
+from tandem.configs.schema import EngineSettings
+from tandem.workers.engine.base.stats import EngineStats
+from tandem.workers.engine.engine import Engine
+from tandem.workers.messages.errors import GroupLost
+from tandem.workers.messages.request import Abort, Ended, GenerationRequest
+
+log = logging.getLogger("ray.serve.tandem")
+STUCK_S = 60.0
+EXIT_DELAY_S, LAST_WORDS_S = 0.1, 1.0
+SWITCH_INTERVAL_S = 0.001
+
+
+class _LoopReport:
+    """Passes the engine thread's reports to the replica's event loop."""
+
+    def __init__(self, replica: "Coordinator", loop: asyncio.AbstractEventLoop) -> None:
+        self._replica = replica
+        self._loop = loop
+        self._busy = False
+
+    def opened(self) -> None:
+        self._loop.call_soon_threadsafe(self._replica.on_opened)
+
+    def stats(self, stats: EngineStats, residency: Mapping[str, str]) -> None:
+        self._replica.engine_stats = stats
+        self._replica.take_residency(residency)
+        busy = stats.running + stats.waiting + stats.used_blocks > 0
+        if busy != self._busy:  # others learn of a start and an end of work at once, its last blocks freed
+            self._busy = busy
+            self._loop.call_soon_threadsafe(self._replica.heartbeat_now)
+
+    def failed(self, error: Exception, opened: bool) -> None:
+        self._loop.call_soon_threadsafe(self._replica.on_failed, error, opened)
+
+
+class Coordinator:
+    """A group. The constructor returns once the model is loaded: Serve sends no request before."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, settings: EngineSettings, facts: ServiceFacts, model_name: str, redis: Any = None
+    ) -> None:
+        check_node(facts)
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._facts = facts
+        self._loop = asyncio.get_running_loop()
+        self._group = serve.get_replica_context().replica_id.unique_id
+        self._life = time.time_ns() // 1_000_000
+        self._model_name = model_name
+        self._state: GroupState = "loading"
+        self._outstanding: dict[tuple[str, int], tuple[str, int]] = {}
+        self._stopping = False
+        self.engine_stats: EngineStats | None = None
+        self._opened: asyncio.Future[None] = self._loop.create_future()
+        self._redis = await open_redis(facts, redis, BackgroundClient)
+        self._heartbeat = group_heartbeat(self._redis, facts.service_id, self._record)
+        self._heartbeat_task = self._loop.create_task(self._heartbeat.run(), name="group heartbeat")
+        placement_group = ray.util.get_current_placement_group()
+        self._engine = GroupEngine(settings, facts, self._group, placement_group, lambda m: self._thread.lose(m))
+        self._thread = EngineThread(
+            self._open_engine, self._engine.close, _LoopReport(self, self._loop), facts.secret, self._identity()
+        )
+        self._changes = Changes(lambda: self._redis.url, (keys.TENANTS, keys.adapters(model_name)))
+        self._sharing = Sharing(
+            self._redis,
+            self._thread,
+            service=facts.service_id,
+            group=self._group,
+            base=model_name,
+            lora=settings.lora,
+            read_weights=TenantWeights().changed,
+            changes=self._changes,
+        )
+        self._thread.start()
+        await self._wait_until_opened()
+        self._changes.start()
+        self._sharing.start()
+
+    async def generate(self, payload: bytes, missing: Sequence[str] = ()) -> bytes:
+        """One request, from its dispatch to its end: GenerationRequest in, Ended out, both msgpack. missing: groups
+        that the router should avoid; it reads the argument, this method does not."""
+        request = msgspec.msgpack.decode(payload, type=GenerationRequest)
+        key = (request.request_id, request.attempt)
+        ended: asyncio.Future[Ended] = self._loop.create_future()
+        self._outstanding[key] = gateway_of(request), cost_tokens(request)
+        adapters = self._sharing.adapters
+        if adapters is not None:
+            adapters.enter(request.adapter)
+        self._thread.submit(request, lambda e: self._answer(ended, e))
+        try:
+            return msgspec.msgpack.encode(await ended)
+        except asyncio.CancelledError:
+            self._thread.abort(Abort(request_id=request.request_id, attempt=request.attempt))
+            raise
+        finally:
+            self._outstanding.pop(key, None)
+            if adapters is not None:
+                adapters.leave(request.adapter)
+
+    # Serve calls what is not async on a thread that it starts and ends for each call.
+
+    async def check_health(self) -> None:
+        """Raises when the group is broken; Serve calls it every few seconds. A group whose thread ended or hangs is
+        replaced; the thread itself watches the ranks and the time that their steps take."""
+        if not self._thread.is_alive() and not self._stopping:
+            raise RuntimeError("the engine has stopped")
+        stuck_s = self._thread.stuck_s()
+        if stuck_s > STUCK_S:
+            raise RuntimeError(f"the engine's thread has not moved for {stuck_s:.0f} s")
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Statistics for the routers of all gateways, every few seconds; Serve's controller passes on changes.
+        on_device, on_host: keys of adapters."""
+        stats, adapters = self.engine_stats, self._sharing.adapters
+        on_device, on_host = adapters.tiers() if adapters is not None else ([], [])
+        return {
+            "outstanding_tokens": by_gateway(self._outstanding.values()),
+            "kv_used": stats.kv_usage if stats is not None else 0.0,
+            "stalled_s": self._stalled_s(),
+            "on_device": on_device,
+            "on_host": on_host,
+        }
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """For custom autoscaling policies; the default one counts the handle calls in flight."""
+        stats = self.engine_stats
+        return {
+            "waiting": float(stats.waiting) if stats is not None else 0.0,
+            "kv_used": stats.kv_usage if stats is not None else 0.0,
+        }
+
+    async def __del__(self) -> None:
+        """Serve calls this when it has drained the replica, before it ends the process."""
+        self._stopping, served = True, self._state == "serving"
+        self._state = "draining"
+        self._heartbeat_task.cancel()
+        self._sharing.stop()
+        await self._changes.close()
+        if served:
+            await self._write_event(Event("left", self._group))
+        await self._leave()
+        self._thread.stop()
+        await self._loop.run_in_executor(None, self._thread.join, 5.0)
+        await self._redis.close()
+
+    # ---- called on the loop by the engine's thread ---------------------------------------------------------------
+
+    def on_opened(self) -> None:
+        # What exists now lives as long as the group: without this, each collection under load would walk it again.
+        gc.collect()
+        gc.freeze()
+        self._state = "serving"
+        self.heartbeat_now()
+        self._event_task = self._loop.create_task(self._write_event(Event("serving", self._group)), name="group serves")
+        if not self._opened.done():
+            self._opened.set_result(None)
+
+    def heartbeat_now(self) -> None:
+        self._heartbeat.trigger()
+
+    def take_residency(self, residency: Mapping[str, str]) -> None:
+        """Called on the engine's thread: one reference is replaced, nothing is changed in place."""
+        if self._sharing.adapters is not None:
+            self._sharing.adapters.residency = residency
+
+    def on_failed(self, error: Exception, opened: bool) -> None:
+        if not opened and not self._opened.done():
+            self._opened.set_exception(error)
+        elif opened and not self._stopping:
+            log.error("group %s is lost: %s", self._group, error)
+            self._heartbeat_task.cancel()
+            self._exiting = self._loop.create_task(self._exit(error), name="group exits")
+
+    # ---- inside --------------------------------------------------------------------------------------------------
+
+    async def _exit(self, error: Exception) -> None:
+        """Ends the process, after the streams got their error: so Serve replaces the group without three failed health
+        checks."""
+        try:
+            lost = Event("lost", self._group, str(error))
+            await asyncio.gather(
+                self._write_event(lost), self._leave(), asyncio.sleep(EXIT_DELAY_S), return_exceptions=True
+            )
+        finally:
+            os._exit(1)
+
+    async def _write_event(self, event: Event) -> None:
+        """Writes an event for the operator, if Redis answers soon."""
+        with suppress(RedisUnavailable, TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S):
+                await write_event(self._redis, self._facts.service_id, event)
+
+    async def _leave(self) -> None:
+        """Removes the group's record, so that nobody waits until it expires."""
+        try:
+            async with asyncio.timeout(LAST_WORDS_S):
+                await self._heartbeat.leave()
+        except (RedisUnavailable, TimeoutError):
+            return  # it expires by itself
+
+    def _stalled_s(self) -> float:
+        """How long nothing has moved: no step although there is work, or no probe answered by a rank."""
+        return max(self._thread.stalled_s(), self._engine.silent_s())
+
+    def _identity(self) -> str:
+        return channel_name(self._group, self._life)
+
+    def _open_engine(self, sink: Any) -> Engine:
+        return self._engine.open(sink)
+
+    async def _wait_until_opened(self) -> None:
+        try:
+            await self._opened
+        except Exception as error:
+            self._heartbeat_task.cancel()
+            await self._report_failure(error)
+            await self._write_event(Event("failed", self._group, str(error)))
+            raise RuntimeError(f"group {self._group} did not start: {error}") from None
+
+    async def _report_failure(self, error: Exception) -> None:
+        flag = error.flag if isinstance(error, SettingsError) else None
+        kind = "" if isinstance(error, SettingsError | GroupLost) else f"{type(error).__name__}: "
+        failure = StartFailure(part=f"group {self._group}", message=f"{kind}{error}", flag=flag)
+        try:
+            await report_start_failure(self._redis, self._facts.service_id, failure)
+        except RedisUnavailable as unavailable:
+            log.warning("the failure could not be reported: %s", unavailable)
+
+    def _answer(self, ended: "asyncio.Future[Ended]", value: Ended) -> None:
+        def set_result() -> None:
+            if not ended.done():
+                ended.set_result(value)
+
+        self._loop.call_soon_threadsafe(set_result)
+
+    def _record(self) -> GroupRecord:
+        stats = self.engine_stats
+        loaded_bytes, total_bytes = self._engine.loading()
+        return GroupRecord(
+            group=self._group,
+            life=self._life,
+            model=self._model_name,
+            state=self._state,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            rank_pids=list(self._engine.rank_pids),
+            waiting=stats.waiting if stats is not None else 0,
+            running=stats.running if stats is not None else 0,
+            outstanding_tokens=sum(tokens for _, tokens in self._outstanding.values()),
+            kv_used=stats.kv_usage if stats is not None else 0.0,
+            stalled_s=self._stalled_s(),
+            stats=msgspec.msgpack.encode(stats) if stats is not None else b"",
+            notes=list(self._engine.notes),
+            adapters=self._sharing.adapters.report() if self._sharing.adapters is not None else None,
+            loaded_bytes=loaded_bytes,
+            total_bytes=total_bytes,
+        )

@@ -1,0 +1,277 @@
+"""The coordinator's engine thread: takes requests in, steps the engine, sends tokens out; sleeps when there is no work.
+
+    open engine -> EngineLoop: [ inbox and aborts -> turn -> one message per gateway ]* -> lost | stopped
+
+Owned by coordinator.py, whose event loop uses submit(), abort() and `report`. Everything else in here,
+the engine and its executor included, is touched by this thread only.
+"""
+
+import logging
+import math
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import zmq
+
+from tandem.cluster.wire.token_channel import GROUP_ENDED, GROUP_LOST, TokenSender, by_gateway
+from tandem.workers.engine.base.stats import EngineStats
+from tandem.workers.engine.engine import Engine
+from tandem.workers.engine.engine_loop import EngineLoop
+from tandem.workers.messages.errors import GroupLost, RequestRefused
+from tandem.workers.messages.request import Abort, Ended, GenerationRequest, ReplyTo, TokenDelta, Usage
+
+log = logging.getLogger("tandem.engine")
+GATEWAY_LOST_AFTER_S = 5.0
+REPORT_PERIOD_S = 0.25
+FLUSH_S = 2.0
+"""For KV that is on its way to host memory or disk when the group stops."""
+ENDED = "the group is shutting down"
+
+RequestKey = tuple[str, int]
+OnEnded = Callable[[Ended], None]
+
+
+class Sink:
+    """The engine's OutputSink: hands each step's deltas and each request's end back to the thread."""
+
+    def __init__(self, on_deltas: Callable[[list[TokenDelta]], None], on_ended: OnEnded) -> None:
+        self._on_deltas = on_deltas
+        self._on_ended = on_ended
+
+    def deltas(self, deltas: list[TokenDelta]) -> None:
+        self._on_deltas(deltas)
+
+    def ended(self, ended: Ended, request: GenerationRequest) -> None:
+        self._on_ended(ended)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCall:
+    """Something to do to the engine between two steps; it must be short and raise nothing."""
+
+    run: Callable[[Engine], None]
+
+
+class Report(Protocol):
+    """Reports of the thread to the replica. Called on the engine's thread."""
+
+    def opened(self) -> None: ...
+
+    def stats(self, stats: EngineStats, residency: Mapping[str, str]) -> None: ...
+
+    def failed(self, error: Exception, opened: bool) -> None: ...
+
+
+class EngineThread(threading.Thread):
+    """Runs one engine until stop() or until it fails. `open_engine` builds it, on this thread."""
+
+    def __init__(
+        self,
+        open_engine: Callable[[Sink], Engine],
+        close_engine: Callable[[], None],
+        report: Report,
+        secret: str,
+        identity: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(name="tandem-engine", daemon=True)
+        self._open_engine = open_engine
+        self._close_engine = close_engine
+        self._report = report
+        self._secret = secret
+        self._identity = identity
+        self._clock = clock
+        self._inbox: deque[tuple[GenerationRequest, OnEnded] | Abort | EngineCall] = deque()
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self._stopping = False
+        self._over = False
+        self._lost: str | None = None
+        self._live: dict[RequestKey, tuple[GenerationRequest, OnEnded]] = {}
+        self._reported_at_s = 0.0
+        self._engine_loop: EngineLoop | None = None
+
+    # ---- called from other threads -------------------------------------------------------------------------------
+
+    def submit(self, request: GenerationRequest, on_ended: OnEnded) -> None:
+        """Queues a request; `on_ended` is called once, on the engine's thread."""
+        self._inbox.append((request, on_ended))
+        self._wake()
+        if self._over:
+            self._lose_inbox(ENDED)
+
+    def abort(self, abort: Abort) -> None:
+        self._inbox.append(abort)
+        self._wake()
+
+    def call(self, run: Callable[[Engine], None]) -> None:
+        """Has `run` called with the engine, on its thread; never, when that ends before."""
+        self._inbox.append(EngineCall(run))
+        self._wake()
+
+    def lose(self, message: str) -> None:
+        """A rank has died or is frozen: the thread ends with GroupLost, also without work, when it asks no rank for
+        anything."""
+        self._lost = message
+        self._wake()
+
+    def stalled_s(self) -> float:
+        """Seconds for which no step has finished although there is work; 0 without work."""
+        return 0.0 if self._engine_loop is None else self._engine_loop.stalled_s()
+
+    def has_worked(self) -> bool:
+        """Whether any step has been made since the last call."""
+        return self._engine_loop is not None and self._engine_loop.has_worked()
+
+    def stuck_s(self) -> float:
+        """Seconds for which the thread itself has not come round although there is work; slow ranks do not hold it."""
+        return 0.0 if self._engine_loop is None else self._engine_loop.stuck_s()
+
+    def stop(self) -> None:
+        """Ends the thread after its current step; unfinished requests are answered as lost."""
+        self._stopping = True
+        self._wake()
+
+    def _wake(self) -> None:
+        try:
+            self._wake_in.send(b"x")
+        except OSError:
+            pass  # the pipe is full (it will wake anyway) or closed (the thread is gone)
+
+    # ---- the thread ----------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        opened = False
+        self._poller = zmq.Poller()
+        self._poller.register(self._wake_out, zmq.POLLIN)
+        self._sender = TokenSender(self._secret, self._identity, self._poller, self._clock)
+        try:
+            self._engine = self._open_engine(Sink(self._send, self._ended))
+            opened = True
+            self._engine_loop = EngineLoop(self._engine, self, self._clock)
+            self._publish(self._clock())
+            self._report.opened()
+            self._engine_loop.run(lambda: self._stopping)
+            self._engine_loop.flush(FLUSH_S)
+        except Exception as error:
+            log.exception("the engine stopped") if opened else log.error("the engine did not start: %s", error)
+            self._lose_all(f"the group stopped: {error}")
+            self._report.failed(error, opened)
+        finally:
+            self._over = True
+            self._lose_all(ENDED)
+            self._sender.close()
+            if opened:
+                self._engine.close()
+            self._close_engine()
+
+    # ---- Inbox of the engine's loop ----
+
+    def take(self, engine: Engine) -> None:
+        """Applies what has come from the replica and from gateways; reports from time to time. GroupLost once a rank
+        is lost."""
+        if self._lost is not None:
+            raise GroupLost(self._lost)
+        self._take_inbox(engine)
+        self._take_channel(engine)
+        now_s = self._clock()
+        if now_s - self._reported_at_s >= REPORT_PERIOD_S:
+            self._publish(now_s)
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Until a request, an abort or a change of a link arrives. Reports first if there is no work."""
+        if self._engine_loop is not None and not self._engine_loop.is_busy:
+            self._publish(self._clock())
+        if self._sender.has_doubtful_link():
+            timeout_s = 1.0 if timeout_s is None else min(1.0, timeout_s)
+        self._poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
+
+    def _take_inbox(self, engine: Engine) -> None:
+        try:
+            while self._wake_out.recv(4096):
+                pass
+        except BlockingIOError:
+            pass
+        while self._inbox:
+            item = self._inbox.popleft()
+            if isinstance(item, Abort):
+                engine.abort(item)
+            elif isinstance(item, EngineCall):
+                item.run(engine)
+            else:
+                self._add(engine, *item)
+
+    def _add(self, engine: Engine, request: GenerationRequest, on_ended: OnEnded) -> None:
+        key = (request.request_id, request.attempt)
+        try:
+            if key in self._live:
+                raise RequestRefused("this request is already running", code="internal_error", status=500)
+            if request.reply_to is not None:
+                self._sender.open(request.reply_to)
+            self._live[key] = (request, on_ended)
+            engine.add_request(request)
+        except RequestRefused as error:
+            if self._live.get(key, (None, None))[0] is request:
+                del self._live[key]
+            on_ended(refusal(request, error.status, error.code, error.param, str(error)))
+
+    def _take_channel(self, engine: Engine) -> None:
+        for abort in self._sender.receive():
+            engine.abort(abort)
+        if self._sender.has_doubtful_link():
+            for reply_to in self._sender.lost(GATEWAY_LOST_AFTER_S):
+                log.warning("the gateway at %s is gone: its requests are aborted", reply_to.endpoint)
+                for request, _ in list(self._live.values()):
+                    if request.reply_to == reply_to:
+                        engine.abort(Abort(request_id=request.request_id, attempt=request.attempt))
+
+    def _send(self, deltas: list[TokenDelta]) -> None:
+        self._sender.send(by_gateway(deltas, self._reply_to_of))
+
+    def _reply_to_of(self, delta: TokenDelta) -> ReplyTo | None:
+        live = self._live.get((delta.request_id, delta.attempt))
+        return live[0].reply_to if live is not None else None
+
+    def _ended(self, ended: Ended) -> None:
+        live = self._live.pop((ended.request_id, ended.attempt), None)
+        if live is not None:
+            live[1](ended)
+
+    def _lose_all(self, message: str) -> None:
+        """Answers everything that is still open as lost with this group."""
+        self._lose_inbox(message)
+        for request, on_ended in list(self._live.values()):
+            on_ended(refusal(request, 503, GROUP_LOST, None, message))
+        self._live.clear()
+
+    def _lose_inbox(self, message: str) -> None:
+        """Answers what nobody will take in any more; also from the submitting thread, once this one has ended."""
+        while self._inbox:
+            try:
+                item = self._inbox.popleft()
+            except IndexError:
+                return  # the other thread was faster
+            if isinstance(item, tuple):
+                item[1](refusal(item[0], 503, GROUP_ENDED, None, message))
+
+    def _publish(self, now_s: float) -> None:
+        self._reported_at_s = now_s
+        self._report.stats(self._engine.stats(), self._engine.adapter_residency())
+
+
+def refusal(request: GenerationRequest, status: int, code: str, param: str | None, message: str) -> Ended:
+    """The answer to a request that will not run (any further) here."""
+    return Ended(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        positions=[],
+        finish_reasons=[],
+        usage=Usage(prompt_tokens=0, completion_tokens=0),
+        refused=(status, code, param, message),
+    )

@@ -1,0 +1,77 @@
+"""Builds the engine of one group: ranks over Ray, the scheduler over the ranks. Used on the engine's thread only."""
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
+
+from tandem.cluster.group.engine_thread import Sink
+from tandem.cluster.group.ray_ranks import ray_group
+from tandem.cluster.wire.service_facts import ServiceFacts
+from tandem.configs.schema import EngineSettings
+from tandem.workers.build import model_facts
+from tandem.workers.engine.engine import Engine
+from tandem.workers.engine.executor import ExecutorReady
+from tandem.workers.planning.start_notes import warn_of_pool
+
+log = logging.getLogger("ray.serve.tandem")
+
+
+class GroupEngine:
+    """Opens one engine and closes its ranks. rank_pids, notes, loading() and silent_s() may be read from any thread."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        facts: ServiceFacts,
+        group: str,
+        placement_group: Any,
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self._settings = with_own_step_log(settings, group)
+        host = "127.0.0.1" if facts.single_node else ray.util.get_node_ip_address()
+        self._executor = ray_group(settings, facts, group, placement_group, host, on_lost)
+        self.rank_pids: tuple[int, ...] = ()
+        self.notes: tuple[str, ...] = ()
+
+    def open(self, sink: Sink) -> Engine:
+        """Starts the ranks, loads the model, and puts the engine on top. SettingsError or GroupLost when that fails."""
+        ready = self._executor.start()
+        self.rank_pids = ready.rank_pids
+        facts = model_facts(self._settings, ready)
+        warnings = warn_of_pool(self._settings.cache, facts.max_model_len, log)
+        self.notes = (loading_note(ready), *ready.tier_notes, *warnings)
+        if self._settings.step_log is not None:
+            self.notes += (f"every step's plan goes to {self._settings.step_log}",)
+        log.info("ranks ready: %s", ready)
+        return Engine(self._settings, facts, self._executor, ready, sink, time.monotonic)
+
+    def loading(self) -> tuple[int, int]:
+        """Bytes of weights that are loaded, and of how many; (0, 0) before that is known."""
+        return self._executor.loading()
+
+    def silent_s(self) -> float:
+        """How long a rank has given no sign of life, 0 while there is no doubt."""
+        return self._executor.silent_s()
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+def with_own_step_log(settings: EngineSettings, group: str) -> EngineSettings:
+    """Each life of each group counts its steps from 1, so each has a file of its own, named after it."""
+    if settings.step_log is None:
+        return settings
+    asked = Path(settings.step_log)
+    return msgspec.structs.replace(settings, step_log=str(asked.with_name(f"{asked.stem}-{group}{asked.suffix}")))
+
+
+def loading_note(ready: ExecutorReady) -> str:
+    """What reading the weights took; all ranks of the group read at the same time."""
+    size_mib = ready.weight_bytes / 2**20
+    size = f"{size_mib / 1024:.1f} GiB" if size_mib >= 1024 else f"{size_mib:.1f} MiB"
+    return f"{size} of weights loaded in {ready.load_s:.1f} s"

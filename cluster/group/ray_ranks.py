@@ -1,0 +1,136 @@
+"""The ranks of a group as Ray actors in the group's placement group; rank i lives in bundle i + 1.
+
+Each actor runs workers/rank/rank_server.py in one call that never returns; from then on control is ZeroMQ, as with
+local processes (workers/executor/rank_group.py). A watcher thread sees a dead rank within 30 ms, ProbeWatch a
+frozen one within 6 s. Ranks die with this process.
+"""
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from tandem.cluster.wire.service_facts import CPU_SHARE, ServiceFacts, check_node
+from tandem.configs.schema import GPU, EngineSettings
+from tandem.workers.executor.rank_group import RankGroup
+from tandem.workers.messages.channel import life_secret
+
+
+class RankActor:
+    """One rank. Gets exactly one call."""
+
+    def run(self, rank: int, endpoint: str, secret: str, group: str, facts: ServiceFacts) -> None:
+        """Runs the rank until the group ends it. Torch is first imported in here."""
+        check_node(facts)
+        _use_rays_titles()
+        from tandem.workers.rank.rank_server import run_rank
+
+        host = "127.0.0.1" if facts.single_node else ray.util.get_node_ip_address()
+        run_rank(rank, endpoint, secret, group=group, host=host)
+
+
+def _use_rays_titles() -> None:
+    """Ray has moved this process's argument memory: the setproctitle package no longer finds it, Ray's own does."""
+    import setproctitle
+
+    setproctitle.setproctitle = ray._raylet.setproctitle
+
+
+def ray_group(
+    settings: EngineSettings,
+    facts: ServiceFacts,
+    group: str,
+    placement_group: Any,
+    host: str,
+    on_lost: Callable[[str], None],
+) -> RankGroup:
+    """Returns an executor over Ray actors, not started. `placement_group` has a bundle per rank, after the
+    coordinator's. on_lost(message) is called once, from a watcher's thread, when a rank has died or is frozen.
+    """
+    ranks = RayRanks(settings.parallel.ranks_per_group, facts, group, placement_group, lambda why: made.report(why))
+    made = RankGroup(
+        settings,
+        ranks,
+        secret=life_secret(facts.secret, group),
+        name=group,
+        host=host,
+        groups_on_node=facts.groups_on_node,
+        on_lost=on_lost,
+        host_socket=facts.host_socket,
+    )
+    return made
+
+
+class RayRanks:
+    """RankLauncher of num_ranks Ray actors. on_end(message): called once, from a thread of its own, when the first of
+    them has ended."""
+
+    def __init__(
+        self, num_ranks: int, facts: ServiceFacts, group: str, placement_group: Any, on_end: Callable[[str], None]
+    ) -> None:
+        self._num_ranks = num_ranks
+        self._facts = facts
+        self._group = group
+        self._placement_group = placement_group
+        self._on_end = on_end
+        self._actors: list[Any] = []
+        self._runs: list[Any] = []
+        self._ended: str | None = None
+
+    def start(self, rank: int, endpoint: str, secret: str) -> None:
+        on_gpu = self._facts.device == GPU
+        actor_class = ray.remote(RankActor).options(
+            num_cpus=1 if on_gpu else CPU_SHARE,
+            num_gpus=1 if on_gpu else 0,
+            max_restarts=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                self._placement_group, placement_group_bundle_index=rank + 1
+            ),
+        )
+        actor = actor_class.remote()
+        self._actors.append(actor)
+        self._runs.append(actor.run.remote(rank, endpoint, secret, self._group, self._facts))
+        if len(self._runs) == self._num_ranks:
+            threading.Thread(target=self._watch, args=(self._runs,), name="tandem-watch", daemon=True).start()
+
+    def lost(self) -> str | None:
+        return self._ended
+
+    def kill(self, grace_s: float) -> None:
+        """Ends the actors, once their ranks have left or grace_s is over."""
+        if grace_s and self._runs:
+            with suppress(Exception):  # without Ray nobody can wait for them
+                ray.wait(self._runs, num_returns=len(self._runs), timeout=grace_s)
+        for actor in self._actors:
+            ray.kill(actor)
+
+    def _watch(self, runs: list[Any]) -> None:
+        """Blocks until the first rank's run() ends, and reports it."""
+        try:
+            done, _ = ray.wait(runs, num_returns=1)
+            message = f"rank {runs.index(done[0])} of group {self._group} {_how_it_ended(done[0])}"
+        except Exception as error:
+            message = f"the ranks of group {self._group} can no longer be watched: {_first_line(error)}"
+        self._ended = message
+        self._on_end(message)
+
+
+def _how_it_ended(run: Any) -> str:
+    """How a rank's run ended, for messages."""
+    try:
+        ray.get(run)
+    except ray.exceptions.RayActorError:
+        return "has died"
+    except ray.exceptions.RayTaskError as error:
+        return f"failed: {_first_line(error.cause)}"
+    except Exception as error:
+        return f"failed: {_first_line(error)}"
+    return "has ended"
+
+
+def _first_line(error: object) -> str:
+    """The first line of the error that is not empty, else the error's type."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,1 @@
+"""The launcher of `tandem serve` and its hold on Ray and Serve."""

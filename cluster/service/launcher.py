@@ -1,0 +1,350 @@
+"""The launcher of `tandem serve`: starts Redis, Ray and the Serve application, watches them and takes them down.
+
+    checks -> redis -> ray -> serve -> groups ready -> serving -> (signal) drain -> (reaper) nothing left
+
+A start that fails half-way ends in the same order as a service that gets a signal. Whatever outlives the launcher, and
+its files, are the reaper's.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from tandem.cluster.deploy import devices
+from tandem.cluster.deploy.placement import declared_cpus, max_groups, min_groups
+from tandem.cluster.deploy.preflight import (
+    check_adapters,
+    check_memory,
+    check_model,
+    check_port,
+    check_processes,
+    check_redis,
+    choose_device,
+    fit_host_tier,
+    open_to_others,
+    without_compiler,
+)
+from tandem.cluster.process.load_progress import LoadProgress
+from tandem.cluster.process.reaper import INTERRUPTED, StatusPipe, print_line
+from tandem.cluster.process.redis_server import RedisServer
+from tandem.cluster.process.run_files import PrivateFolder, RunFile, remove_run_file, write_run_file
+from tandem.cluster.process.sidecar import Sidecar, Startable
+from tandem.cluster.process.signals import Signals, StopRequested
+from tandem.cluster.service import ray_node
+from tandem.cluster.service.group_event_log import GroupEventLog
+from tandem.cluster.wire.service_facts import ServiceFacts, groups_per_node, new_facts
+from tandem.configs.errors import SettingsError
+from tandem.configs.schema import GPU, HOST, ServiceSettings
+from tandem.offload.host.host_process import HostProcess
+
+WATCH_PERIOD_S = 1.0
+RAY_POLL_S = 0.2
+SIGNAL_AFTER_ERROR_S = 1.0
+
+
+class Launcher:
+    """One service, from its start to its end. address: of the Ray to join; None starts a private one."""
+
+    def __init__(
+        self, settings: ServiceSettings, address: str | None, console: "Console", status_pipe: StatusPipe
+    ) -> None:
+        self._settings = settings
+        self._address = address
+        self._console = console
+        self._status_pipe = status_pipe
+        self._signals = Signals()
+        self._host_tier: HostProcess | None = None
+        self._sidecars: list[Sidecar] = []
+        self._stack = ExitStack()
+        self._phases: list[tuple[str, float]] = []
+        self._run_file: RunFile | None = None
+        self._group_events: GroupEventLog | None = None
+        self._left_ray: Any = None  # the private Ray, while this process is not connected to it
+
+    def run(self) -> int:
+        """Runs the service and returns the exit status. Errors that the user can mend are SettingsErrors; they too are
+        raised after the take-down."""
+        try:
+            if (number := self._run_start()) is not None:
+                self._status_pipe.interrupted()
+                self._console.print_line(INTERRUPTED)
+                return 128 + number
+            self._status_pipe.started()
+            if self._address is None:
+                self._left_ray = ray_node.leave()
+            self._watch()
+        finally:
+            self._signals.raising = False
+            self._take_down()
+        return 0
+
+    # ---- start ---------------------------------------------------------------------------------------------------
+
+    def _run_start(self) -> int | None:
+        """Starts everything. Returns the signal that interrupted the start; None when the service is up."""
+        try:
+            try:
+                self._signals.install()  # in here: a signal interrupts whatever follows it, its own last lines too
+                self._start()
+            finally:
+                self._signals.raising = False
+        except StopRequested as stop:
+            return stop.number
+        except SettingsError:
+            if self._signals.first() is None:
+                raise
+        except Exception:
+            # A signal to every process makes Ray or Redis fail, perhaps before it arrives here.
+            if not self._signals.wait(SIGNAL_AFTER_ERROR_S):
+                raise
+        return self._signals.first()
+
+    def _start(self) -> None:
+        with self._phase("checks"):
+            self._check()
+            folder = PrivateFolder()
+            os.chdir("/")  # Ray's workers import from their driver's folder first: a user's may hold a redis.py
+        with self._phase("redis", None if self._settings.redis.url is not None else "starting Redis ..."):
+            url = self._start_redis(folder.redis)
+        self._settings = with_state_folder(self._settings, folder)
+        self._start_host_tier(folder.host_tier)
+        with self._phase("ray", "starting Ray ..." if self._address is None else f"joining Ray at {self._address} ..."):
+            self._start_ray(folder)
+        facts = self._facts(url)
+        with self._signals.held():
+            from tandem.cluster.service.serve_app import ServeApp  # imports ray, whose environment is prepared by now
+
+        app = ServeApp(self._settings, facts, private=self._address is None)
+        announced = self._stack.enter_context(ExitStack())  # ends after the drain: till then `tandem status` shows it
+        self._stack.callback(self._drain, app)
+        if self._address is not None:
+            self._status_pipe.started()  # a Ray of others outlives this process; the application must not
+        with self._phase("serve", "starting Ray Serve ..."):
+            app.deploy()
+        groups, count = _groups(min_groups(self._settings)), self._settings.gateway.num_gateways
+        gateways = "the gateway" if count == 1 else f"{count} gateways"
+        with self._phase("groups", f"starting {gateways} and {groups}, loading weights ..."):
+            try:
+                choices = app.wait_until_ready(self._restart_sidecars, self._console.loading.show)
+            finally:
+                self._console.loading.clear()
+        for choice in choices:
+            self._console.print_line(choice)
+        self._announce(facts, announced)
+
+    def _check(self) -> None:
+        settings = self._settings = choose_device(self._settings)
+        check_port(settings.gateway.host, settings.gateway.port)
+        check_model(settings)
+        if self._address is None:
+            check_processes(settings)
+        for line in check_adapters(settings):
+            self._console.print_line(line)
+        check_memory(settings)
+        self._settings, note = fit_host_tier(settings)
+        if note is not None:
+            self._console.print_line(note)
+        if (slower := without_compiler(settings)) is not None:
+            self._console.print_line(slower)
+        if settings.redis.url is not None:
+            check_redis(settings.redis.url)
+        if self._address is not None and settings.redis.url is None:
+            raise SettingsError("--address needs a Redis that every node can reach", "--redis-url")
+
+    def _start_redis(self, folder: Path) -> str:
+        if self._settings.redis.url is not None:
+            return self._settings.redis.url
+        redis = RedisServer(folder)
+        self._stack.callback(redis.stop)
+        redis.start()
+        self._keep_running(redis, "the private Redis server", "requests go on")
+        return redis.url
+
+    def _start_host_tier(self, folder: Path) -> None:
+        """Starts the process that holds KV in this machine's memory, when all groups are here and want it."""
+        gib = self._settings.engine.cache.kv_offloading_gib
+        if gib is None or self._address is not None:
+            return
+        # keys of slots take a little beside the slots
+        self._host_tier = HostProcess(folder, int(gib * 1.01 * 2**30 + 2**20) * max_groups(self._settings))
+        self._stack.callback(self._host_tier.stop)
+        self._host_tier.start()
+        self._keep_running(self._host_tier, "the host-tier process", "groups keep the memory they hold")
+
+    def _keep_running(self, process: Startable, name: str, meanwhile: str) -> None:
+        self._sidecars.append(Sidecar(process, name, meanwhile, self._console.print_line))
+
+    def _start_ray(self, folder: PrivateFolder) -> None:
+        private = self._address is None
+        ray_node.prepare_environment(folder.write_token(ray_node.new_token()) if private else None)
+        with self._signals.held():
+            ray_node.load()
+            self._stack.callback(lambda: ray_node.shut_down(self._left_ray))
+        if self._address is not None:
+            ray_node.join(self._address)
+        else:
+            device = self._settings.engine.device.device or HOST
+            cpus = declared_cpus(self._settings, device, devices.cores())
+            gpus = devices.cuda_device_count() if device == GPU else 0
+            ray_node.start_private(folder.ray, cpus, gpus)
+
+    def _facts(self, redis_url: str) -> ServiceFacts:
+        return new_facts(
+            single_node=self._address is None,
+            redis_url=redis_url,
+            open_port=True,
+            device=self._settings.engine.device.device or HOST,
+            gateway_node=ray_node.node_address() if self._address is not None else None,
+            groups_on_node=groups_per_node(max_groups(self._settings), self._nodes()),
+            host_socket=None if self._host_tier is None else str(self._host_tier.socket_path),
+        )
+
+    def _nodes(self) -> int:
+        """Machines that groups may be placed on."""
+        if self._address is None:
+            return 1
+        from tandem.cluster.app import cpu_nodes
+
+        return cpu_nodes()
+
+    def _announce(self, facts: ServiceFacts, announced: ExitStack) -> None:
+        gateway = self._settings.gateway
+        host = f"[{gateway.host}]" if ":" in gateway.host else gateway.host
+        url = f"http://{host}:{gateway.port}"
+        assert facts.redis_url is not None
+        self._run_file = RunFile(
+            pid=os.getpid(),
+            started_at=time.time(),
+            url=url,
+            model=self._settings.engine.model.served_model_name[0],
+            service_id=facts.service_id,
+            redis_url=facts.redis_url,
+        )
+        announced.callback(remove_run_file, write_run_file(self._run_file))
+        if (warning := open_to_others(self._settings, facts.redis_url)) is not None:
+            self._console.print_line(warning)
+        self._console.print_phases(self._phases)
+        self._console.print_url(url, self._run_file.model, min_groups(self._settings), max_groups(self._settings))
+        events = GroupEventLog(facts.redis_url, facts.service_id, self._console.print_line)
+        events.start()
+        self._group_events = events
+
+    @contextmanager
+    def _phase(self, name: str, doing: str | None = None) -> Iterator[None]:
+        """Times a part of the start. doing: the line for its beginning, where it begins processes."""
+        started_s = time.monotonic()
+        if doing is not None:
+            self._status_pipe.begun()
+            self._console.print_line(doing)
+        yield
+        self._phases.append((name, time.monotonic() - started_s))
+
+    # ---- serving and the end -------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Returns at a signal. Keeps the private Redis and the host tier running; SettingsError once Ray is lost."""
+        while not self._signals.wait(WATCH_PERIOD_S):
+            for sidecar in self._sidecars:
+                sidecar.keep()
+            if not ray_node.is_alive(self._left_ray):
+                raise SettingsError("Ray's own processes have died; the service cannot go on")
+
+    def _restart_sidecars(self) -> None:
+        for sidecar in self._sidecars:
+            sidecar.restart_if_dead()
+
+    def _drain(self, app: "ServeApp") -> None:  # type: ignore[name-defined]  # noqa: F821
+        drained = threading.Event()
+        if self._group_events is not None:
+            self._group_events.stop()
+        if self._address is None:
+            threading.Thread(target=self._end_with_ray, args=(drained,), name="tandem-drain", daemon=True).start()
+        if app.is_ready and self._signals.first() is not None:
+            self._console.print_line(stopping_line(app.requests_in_flight(), self._settings.shutdown_timeout_s))
+        if self._run_file is not None:
+            with suppress(OSError):
+                write_run_file(replace(self._run_file, stopping=True))
+        if self._left_ray is not None and ray_node.is_alive(self._left_ray):
+            try:
+                ray_node.rejoin(self._left_ray)
+            except Exception as error:  # of many kinds; it may die at this moment
+                why = f"{type(error).__name__}: {error}".splitlines()[0]
+                self._console.print_line(f"Ray cannot be asked to drain, requests in flight are cut off: {why}")
+        app.drain(lambda: self._signals.is_urgent, self._cut_off)
+        drained.set()
+
+    def _cut_off(self, count: int) -> None:
+        limit_s = None if self._signals.is_urgent else self._settings.shutdown_timeout_s
+        self._console.print_line(cut_off_line(count, limit_s))
+
+    def _end_with_ray(self, drained: threading.Event) -> None:
+        """Asks for the end of everything once a signal has also ended Ray's own processes, as a service manager's to
+        all does: nothing drains without them, and the main thread would wait for a minute."""
+        while not drained.wait(RAY_POLL_S):
+            if self._signals.first() is not None and not ray_node.is_alive(self._left_ray):
+                self._status_pipe.abort("Ray got the signal too: requests in flight are cut off")
+                return
+
+    def _take_down(self) -> None:
+        """Ends everything in reverse order of the start. No error stops it; a second signal shortens the drain."""
+        self._status_pipe.stopping()
+        self._stack.close()
+
+
+class Console:
+    """The launcher's lines for the user; replaced in tests. A terminal that is gone ends nothing."""
+
+    def __init__(self) -> None:
+        self.loading = LoadProgress()
+
+    def print_line(self, text: str) -> None:
+        """Prints `text` on an empty line."""
+        self.loading.clear()
+        print_line(text)
+
+    def print_phases(self, phases: list[tuple[str, float]]) -> None:
+        """Prints how long the start took. phases: name and seconds of each."""
+        total = sum(seconds for _, seconds in phases)
+        parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases)
+        self.print_line(f"started in {total:.1f} s ({parts})")
+
+    def print_url(self, url: str, model: str, low: int, high: int) -> None:
+        """Prints the address. low, high: the fewest and the most groups."""
+        groups = _groups(low) + (f", up to {high}" if high > low else "")
+        self.print_line(f"serving {model} with {groups} on {url}/v1")
+
+
+def with_state_folder(settings: ServiceSettings, folder: PrivateFolder) -> ServiceSettings:
+    """Settings whose gateways keep their state in the private folder, where no other is set and Redis is private too.
+
+    With another Redis, gateways keep a folder of their own until Redis has everything that is in it.
+    """
+    if settings.gateway.state_dir is not None or settings.redis.url is not None:
+        return settings
+    return replace(settings, gateway=replace(settings.gateway, state_dir=str(folder.state)))
+
+
+def stopping_line(in_flight: int | None, limit_s: float) -> str:
+    """The line for the beginning of a drain. in_flight: requests; None where the gateway did not answer."""
+    if in_flight == 0:
+        return "stopping: no request is in flight"
+    count = "" if in_flight is None else f"{in_flight} "
+    who = "1 request in flight has" if in_flight == 1 else f"{count}requests in flight have"
+    return f"stopping: {who} up to {limit_s:g} s to finish (--shutdown-timeout); signal again to end at once"
+
+
+def cut_off_line(count: int, limit_s: float | None) -> str:
+    """The line for a drain that was ended early. limit_s: None where another signal ended it."""
+    who = "1 request was" if count == 1 else f"{count} requests were"
+    why = "by the second signal" if limit_s is None else f"after {limit_s:g} s (--shutdown-timeout)"
+    return f"{who} cut off {why}"
+
+
+def _groups(count: int) -> str:
+    return f"{count} group{'s' if count > 1 else ''}"

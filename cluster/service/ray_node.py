@@ -1,0 +1,180 @@
+"""Starts or joins Ray for the launcher: a private Ray has no dashboard, usage statistics or worker logs.
+
+prepare_environment() comes before the first import of ray, which reads its authentication mode and Serve's switches
+then. Between start and drain nothing is asked of Ray, and a driver's connection costs 0.2 % of a core: leave(),
+rejoin().
+"""
+
+import functools
+import inspect
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tandem.cluster.process.signals import unblock
+from tandem.configs.errors import SettingsError
+
+OBJECT_STORE_BYTES = 80 * 2**20
+DRIVER: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "tandem"}
+SERVE_SWITCHES = {
+    # user code, router and Serve's own work on one loop; gRPC between replicas; buffered logs
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    # the gateway opens its port itself (docs/decisions/001-serve-ingress.md)
+    "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
+    # how fast autoscaling sees load
+    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
+    "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
+    # Serve's own counters: each router and replica wakes up for them ten times a second otherwise
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "10000",
+    # a group with no traffic for a while is not asked for its queue length before it gets a request
+    "RAY_SERVE_QUEUE_LENGTH_CACHE_TIMEOUT_S": "3600",
+}
+RAY_SWITCHES = {
+    # times of each handler in Ray's own loops, for its debug files: a good part of what an idle worker computes
+    "RAY_event_stats": "0",
+    # what its state API and its metrics port would show: a private Ray has no dashboard to ask, and /metrics is ours.
+    # Each worker has threads and connections for them.
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+
+def prepare_environment(token_file: Path | None) -> None:
+    """Sets the environment variables that Ray reads and its processes inherit. token_file: None for the user's own."""
+    os.environ.update(RAY_SWITCHES)
+    for name, value in SERVE_SWITCHES.items():
+        os.environ.setdefault(name, value)
+    os.environ.pop("RAY_ADDRESS", None)
+    if token_file is not None:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(token_file)
+        os.environ.pop("RAY_AUTH_TOKEN", None)
+
+
+def new_token() -> str:
+    return secrets.token_hex(32)
+
+
+def load() -> None:
+    """Imports ray, a second of work, with the environment prepared."""
+    import ray
+
+    # Else a dead worker is reported in ten lines on our terminal, log_to_driver or not.
+    ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: None
+
+
+def node_address() -> str:
+    """This node's address in the cluster, as resources name it."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+def start_private(temp_folder: Path, num_cpus: int, num_gpus: int) -> None:
+    """Starts a private Ray on this machine, below this process."""
+    import ray
+
+    with _trimmed():
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            _temp_dir=str(temp_folder),
+            _node_ip_address="127.0.0.1",
+            **DRIVER,
+        )
+
+
+def leave() -> Any:
+    """Disconnects from a private Ray, which goes on with everything in it, and returns its processes (ray's Node).
+
+    The driver's job ends by that: only detached actors, as Serve's are, and actors made by them stay.
+    """
+    import ray
+
+    node, ray._private.worker._global_node = ray._private.worker._global_node, None  # shutdown() would end it
+    ray.shutdown()
+    return node
+
+
+def rejoin(left: Any) -> None:
+    """Reconnects to the private Ray of leave(), with Ray's exceptions; shut_down() works also where that fails."""
+    import ray
+
+    try:
+        ray.init(address=left.gcs_address, _node_ip_address="127.0.0.1", **DRIVER)
+    finally:
+        ray._private.worker._global_node = left
+
+
+def join(address: str) -> None:
+    """Connects to a running Ray; SettingsError when it does not answer."""
+    import ray
+
+    try:
+        ray.init(address=address, **DRIVER)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise SettingsError(
+            f"{address}: no Ray cluster answers there: {str(error).splitlines()[0]}", "--address"
+        ) from error
+
+
+def is_alive(left: Any = None) -> bool:
+    """Whether the private Ray's GCS and raylet run; True for a joined Ray. left: as leave() returned it."""
+    import ray
+
+    if (node := left or ray._private.worker._global_node) is None:
+        return False
+    return not {kind for kind, _ in node.dead_processes()} & {"gcs_server", "raylet"}
+
+
+def shut_down(left: Any = None) -> None:
+    """Ends a private Ray's processes, or disconnects from a joined Ray. left: as leave() returned it."""
+    import ray
+
+    if left is not None:
+        ray._private.worker._global_node = left
+    ray.shutdown()
+
+
+def _popen(popen: Callable[..., Any], *args: Any, preexec_fn: Callable[[], None] | None = None, **kwargs: Any) -> Any:
+    def before_exec() -> None:
+        unblock()
+        if preexec_fn is not None:
+            preexec_fn()
+
+    return popen(*args, preexec_fn=before_exec, process_group=0, **kwargs)
+
+
+@contextmanager
+def _trimmed() -> Iterator[None]:
+    """Makes ray.init() leave out the autoscaler monitor and the log monitor, as only `ray start` can.
+
+    That saves about 2 s of start and 170 MiB; a Ray whose parameters have other names is started whole. Ray's processes
+    get a process group of their own, so that a signal to the launcher's group does not end them before the drain.
+    """
+    from ray._private import parameter, services
+
+    whole = parameter.RayParams
+
+    def trimmed(*args: Any, **kwargs: Any) -> Any:
+        return whole(*args, **{"no_monitor": True, "include_log_monitor": False} | kwargs)
+
+    if {"no_monitor", "include_log_monitor"} <= set(inspect.signature(whole).parameters):
+        parameter.RayParams = trimmed
+    popen = services.ConsolePopen
+    services.ConsolePopen = functools.partial(_popen, popen)
+    try:
+        yield
+    finally:
+        parameter.RayParams = whole
+        services.ConsolePopen = popen

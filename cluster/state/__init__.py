@@ -1,0 +1,1 @@
+"""Redis: the client and its breaker, every key, heartbeats, notifications, snapshot files."""

@@ -1,0 +1,120 @@
+"""Every Redis key that Tandem uses: its name, its lifetime, its owner. No other file has a key's text.
+
+Keys of one life of a service carry its service id (random per start) and expire by themselves; what is desired state
+and outlives a restart does not. Prefix `tandem:`. Changes of desired state are announced on the channel that has the
+key's name (notifications.py).
+"""
+
+SENTINEL = "tandem:initialized"
+"""Present once durable state was seeded; missing = Redis is unavailable. Another value than before = all data was lost
+in between. No TTL. Owner: the process that seeds."""
+
+GROUP_RECORD_TTL_MS = 3000
+GATEWAY_RECORD_TTL_MS = 10_000
+START_FAILURE_TTL_S = 600
+
+
+def groups(service: str) -> str:
+    """Set of group ids. TTL 1 h, renewed by every heartbeat. Owner: coordinators; readers drop dead ids."""
+    return f"tandem:{service}:groups"
+
+
+def group(service: str, group_id: str) -> str:
+    """GroupRecord (msgpack) of one group. PX 3000, written each second. Owner: that group's coordinator."""
+    return f"tandem:{service}:group:{group_id}"
+
+
+def gateways(service: str) -> str:
+    """Set of gateway ids, where a service has several. TTL 1 h, renewed by every heartbeat. Owner: gateways."""
+    return f"tandem:{service}:gateways"
+
+
+def gateway(service: str, gateway_id: str) -> str:
+    """GatewayRecord (msgpack) of one of several gateways. PX 10 s, written every 2 s. Owner: that gateway."""
+    return f"tandem:{service}:gateway:{gateway_id}"
+
+
+def events(service: str) -> str:
+    """List of what became of groups (msgpack Event), for the launcher to print, announced. At most 200, TTL 1 h. Owner:
+    coordinators and gateways; the launcher takes them."""
+    return f"tandem:{service}:events"
+
+
+EVENTS_TTL_S = 3600
+
+
+def start_failure(service: str) -> str:
+    """Why a process of this service could not start (msgpack StartFailure). TTL 10 min. Owner: the failing process."""
+    return f"tandem:{service}:start-failure"
+
+
+TENANTS = "tandem:tenants"
+"""Hash of a tenant's name to its JSON (Tenant). No TTL: desired state. Owner: cluster/tenants/store.py."""
+TENANTS_VERSION = "tandem:tenants:version"
+"""Counts changes of TENANTS, so that a poll for one is cheap. No TTL. Owner: the store."""
+TENANTS_ORIGIN = "tandem:tenants:origin"
+"""Random name of this set of tenants, written with its first change. Missing or another than before = it was lost, and
+those who knew it write it again. No TTL. Owner: the store."""
+QUOTA_TTL_S = 400 * 86400
+USAGE_ORIGIN = "tandem:usage:origin"
+"""Random name of this collection of usage rows; missing = the rows were lost and journals are replayed. TTL
+--usage-days, renewed by every batch of rows. Owner: cluster/tenants/ledger.py."""
+
+
+def quota(tenant: str) -> str:
+    """Hash of a tenant's buckets and of each gateway's part (cluster/tenants/quota_script.py). TTL 400 days, because a
+    budget is counted here; renewed by every call. Owner: gateways."""
+    return f"tandem:quota:{{{tenant}}}"
+
+
+def quota_gateways(tenant: str) -> str:
+    """Sorted set of gateway id to the end of its lease (ms of the server's clock). TTL as quota(). Owner: gateways."""
+    return f"tandem:quota:{{{tenant}}}:gateways"
+
+
+def usage(tenant: str, day: str) -> str:
+    """Hash of request id to its row (msgpack, cluster/tenants/billing_record.py), of a tenant and a UTC day (20260131).
+    TTL --usage-days. Owner: gateways."""
+    return f"tandem:usage:{day}:{tenant}"
+
+
+def usage_written(gateway: str) -> str:
+    """Batches that a gateway has written; lower than it remembers = Redis is an older copy of itself. TTL
+    --usage-days. Owner: cluster/tenants/ledger.py."""
+    return f"tandem:usage:written:{gateway}"
+
+
+def usage_tenants(day: str) -> str:
+    """Set of the tenants that have rows on a UTC day. TTL --usage-days. Owner: gateways."""
+    return f"tandem:usage:{day}"
+
+
+def adapters(model: str) -> str:
+    """Hash of the adapters listed beside a base model: name to AdapterEntry (msgpack), and two fields that are no
+    names, ADAPTERS_VERSION (a counter of changes) and ADAPTERS_BASE (BaseFacts, msgpack). No TTL: desired state. Owner:
+    gateways and `tandem adapters`."""
+    return f"tandem:adapters:{model}"
+
+
+ADAPTERS_VERSION = "@version"
+ADAPTERS_BASE = "@base"
+ADAPTER_MODELS = "tandem:adapter-models"
+"""Set of the base models that have a list of adapters. No TTL: desired state. Owner: gateways."""
+
+
+def modules_listed(service: str) -> str:
+    """Present once the adapters of --lora-modules were listed in this life of the service: a gateway that comes later
+    must not list again what was unloaded since. TTL 30 days. Owner: gateways."""
+    return f"tandem:{service}:modules-listed"
+
+
+MODULES_LISTED_TTL_S = 30 * 24 * 3600
+
+
+def charges(service: str, group_id: str) -> str:
+    """What a group has charged each tenant since its start (msgpack, tenant -> tokens by weight). PX 30 s, written each
+    second while it changes. Owner: that group's coordinator."""
+    return f"tandem:{service}:charges:{group_id}"
+
+
+CHARGES_TTL_MS = 30_000

@@ -1,0 +1,189 @@
+"""Usage rows: what a request was billed, and reading them back for `tandem usage`. Writing is ledger.py's."""
+
+import datetime
+import re
+from collections.abc import AsyncIterator, Iterable
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from tandem.cluster.state import keys
+from tandem.cluster.state.redis_client import Commands
+from tandem.configs.errors import SettingsError
+from tandem.workers.messages.request import Usage
+
+DAY_S = 86400
+LONGEST_S = 400 * DAY_S
+PAGE = 1000
+CLIENT_LOST = "client_lost"
+"""Terminal state of a request whose gateway died: nothing that was delivered can be shown, so nothing is billed."""
+_SPAN = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": DAY_S}
+
+
+class UsageRow(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
+    """One request. time_s: wall clock of its end. adapter: name@digest. terminal: stop, length, abort, error, rejected
+    or client_lost. Tokens are those delivered, which an aborted request pays too; cached ones are part of the prompt's.
+    """
+
+    id: str
+    time_s: float
+    tenant: str
+    model: str
+    adapter: str | None
+    terminal: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+class _Packed(msgspec.Struct, frozen=True, array_like=True):
+    """A row as Redis has it, under its id."""
+
+    time_s: float
+    tenant: str
+    model: str
+    adapter: str | None
+    terminal: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+class UsageSum(NamedTuple):
+    """Rows of one tenant, model and adapter together."""
+
+    tenant: str
+    model: str
+    adapter: str | None
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+def pack(row: UsageRow) -> bytes:
+    """Without the id, which is its field."""
+    values = msgspec.structs.asdict(row)
+    del values["id"]
+    return msgspec.msgpack.encode(_Packed(**values))
+
+
+def unpack(row_id: bytes, data: bytes) -> UsageRow:
+    """What pack() made."""
+    return UsageRow(id=row_id.decode(), **msgspec.structs.asdict(msgspec.msgpack.decode(data, type=_Packed)))
+
+
+def day_of(time_s: float) -> str:
+    """The UTC day of a moment, 20260131."""
+    return datetime.datetime.fromtimestamp(time_s, datetime.UTC).strftime("%Y%m%d")
+
+
+def parse_since(text: str, now_s: float) -> float:
+    """'24h', '90m', '7d', '30s': so long before now; '2026-01-31' or '2026-01-31T12:00': that moment (UTC). Wall clock
+    seconds. SettingsError otherwise."""
+    if match := _SPAN.fullmatch(text):
+        return now_s - float(match[1]) * _SECONDS[match[2]]
+    try:
+        moment = datetime.datetime.fromisoformat(text)
+    except ValueError as error:
+        raise SettingsError(f"{text!r} is neither a time like 24h nor a date like 2026-01-31", "--since") from error
+    return (moment if moment.tzinfo is not None else moment.replace(tzinfo=datetime.UTC)).timestamp()
+
+
+async def read_usage(redis: Commands, tenant: str | None, since_s: float, until_s: float) -> list[UsageRow]:
+    """The rows that ended in [since_s, until_s], oldest first; of one tenant, or of all. RedisUnavailable."""
+    since_s = max(since_s, until_s - LONGEST_S)
+    days = sorted({day_of(moment) for moment in _moments(since_s, until_s)})
+    rows = [row for day in days async for row in _read_day(redis, tenant, day) if since_s <= row.time_s <= until_s]
+    return sorted(rows, key=lambda row: (row.time_s, row.id))
+
+
+def summed(rows: Iterable[UsageRow]) -> list[UsageSum]:
+    """One line for each tenant, model and adapter, by name."""
+    sums: dict[tuple[str, str, str], UsageSum] = {}
+    for row in rows:
+        place = (row.tenant, row.model, row.adapter or "")
+        before = sums.get(place, UsageSum(row.tenant, row.model, row.adapter, 0, 0, 0, 0))
+        sums[place] = before._replace(
+            requests=before.requests + 1,
+            prompt_tokens=before.prompt_tokens + row.prompt_tokens,
+            cached_tokens=before.cached_tokens + row.cached_tokens,
+            completion_tokens=before.completion_tokens + row.completion_tokens,
+        )
+    return [sums[place] for place in sorted(sums)]
+
+
+async def _read_day(redis: Commands, tenant: str | None, day: str) -> AsyncIterator[UsageRow]:
+    tenants = [tenant] if tenant is not None else await _tenants_of(redis, day)
+    for name in tenants:
+        seen: set[bytes] = set()  # a scan may show a field twice
+        cursor: object = 0
+        while True:
+            answer = await redis.command("HSCAN", keys.usage(name, day), str(cursor), "COUNT", PAGE)
+            assert isinstance(answer, list | tuple), answer
+            cursor, page = answer
+            for field, value in page.items():
+                if field not in seen:
+                    seen.add(field)
+                    yield unpack(field, value)
+            if int(str(cursor)) == 0:
+                break
+
+
+async def _tenants_of(redis: Commands, day: str) -> list[str]:
+    answer = await redis.command("SMEMBERS", keys.usage_tenants(day))
+    assert isinstance(answer, set | list), answer
+    return sorted(name.decode() for name in answer)
+
+
+def _moments(since_s: float, until_s: float) -> Iterable[float]:
+    moment_s = since_s
+    while moment_s < until_s:
+        yield moment_s
+        moment_s += DAY_S
+    yield until_s
+
+
+class Opening(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that its tenant's limits have let in. adapter: name@digest."""
+
+    request_id: str
+    tenant: str
+    model: str
+    adapter: str | None = None
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How one request ended: the ledger's row. `terminal` is stop, length, abort, error or rejected."""
+
+    request_id: str
+    tenant: str
+    model: str
+    adapter: str | None = None
+    terminal: str
+    usage: Usage
+    began_s: float
+    ended_s: float
+
+
+class Ledger(Protocol):
+    """Takes exactly one Outcome per accepted request."""
+
+    def accepted(self, opening: Opening) -> None:
+        """A row is owed from now on. Never waits."""
+        ...
+
+    async def settle(self, outcome: Outcome) -> None:
+        """Writes the row. Called by the request's owner task, never by an HTTP handler."""
+        ...
+
+
+class NoLedger:
+    """Keeps nothing."""
+
+    def accepted(self, opening: Opening) -> None:
+        del opening
+
+    async def settle(self, outcome: Outcome) -> None:
+        del outcome

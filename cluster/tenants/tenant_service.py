@@ -1,0 +1,115 @@
+"""Everything of tenants that one gateway runs: their directory, quotas, ledger, and the tasks that keep them going.
+
+Made by the gateway deployment; the rest of the gateway sees Tenancy, TenantAdmin, Ledger and KnownKeys.
+"""
+
+import asyncio
+import logging
+import secrets
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from tandem.cluster.state.notifications import Announcements, NoAnnouncements
+from tandem.cluster.state.redis_address import MovingRedis, RequestRedis
+from tandem.cluster.state.redis_client import RedisUnavailable
+from tandem.cluster.tenants.billing_record import DAY_S
+from tandem.cluster.tenants.directory import TenantDirectory
+from tandem.cluster.tenants.journal import is_in_use
+from tandem.cluster.tenants.ledger import UsageLedger
+from tandem.cluster.tenants.quota import Quota
+from tandem.cluster.tenants.store import TenantStore
+from tandem.cluster.tenants.tenant_admin import StoreAdmin
+
+log = logging.getLogger("tandem.tenants")
+TENANTS_FILE = "tenants.json"
+SAVE_PERIOD_S = 5.0
+CANCEL_TRIES = 5
+
+
+class TenantService:
+    """The tenants of one gateway. folder: where tenants and the journal outlive the gateway. is_private: it is removed
+    when the last gateway of the service has left in order, with everything written to Redis."""
+
+    def __init__(
+        self,
+        redis: MovingRedis,
+        *,
+        folder: Path,
+        is_private: bool,
+        usage_days: int,
+        redis_timeout_s: float,
+        gateways: int,
+        kv_tokens: Callable[[], int],
+        changes: Announcements = NoAnnouncements(),
+    ) -> None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder = folder
+        self._is_private = is_private
+        self._changes = changes
+        gateway = secrets.token_hex(6)
+        store = TenantStore(redis)
+        self._requests = RequestRedis(lambda: redis.url, redis_timeout_s)
+        self.directory = TenantDirectory(store, folder / TENANTS_FILE)
+        self.quota = Quota(self._requests, self.directory, gateway, gateways=gateways, kv_tokens=kv_tokens)
+        self.admin = StoreAdmin(store, self.directory)
+        self.ledger = UsageLedger(redis, folder, gateway, usage_days * DAY_S)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Reads the tenants, or what an earlier life has left of them; begins to keep up."""
+        await self.directory.load()
+        self.quota.restore(self.directory.saved_spent)
+        with suppress(RedisUnavailable):
+            await self.directory.refresh()
+        loop = asyncio.get_running_loop()
+        work = {
+            "tenants": self.directory.run(changes=self._changes),
+            "quotas": self.quota.run(),
+            "ledger": self.ledger.run(),
+            "saving tenants": self._save(),
+        }
+        self._tasks = [loop.create_task(coroutine, name=name) for name, coroutine in work.items()]
+
+    async def seed(self) -> None:
+        """For a Redis that is new or has lost its data; RedisUnavailable."""
+        await self.directory.refresh()
+
+    def tell_again(self) -> None:
+        """Redis has lost its data, which is more than the tenants: what they have spent here, without waiting for their
+        next requests."""
+        self.quota.tell_again()
+
+    async def close(self) -> None:
+        """After the last request was settled."""
+        await _end(self._tasks)
+        with suppress(RedisUnavailable):
+            await self.quota.send_heartbeat()
+        await self.directory.save(self.quota.spent())
+        is_told = await self.ledger.close()
+        await self._requests.close()
+        if self._is_private and is_told:
+            await asyncio.to_thread(_remove_if_unused, self._folder)
+
+    async def _save(self) -> None:
+        while True:
+            await self.directory.save(self.quota.spent())
+            await asyncio.sleep(SAVE_PERIOD_S)
+
+
+async def _end(tasks: list[asyncio.Task[None]]) -> None:
+    """Cancels until they have ended: Python 3.11's wait_for loses a cancellation that comes with its result."""
+    left = set(tasks)
+    for _ in range(CANCEL_TRIES):
+        if not left:
+            return
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=1.0)
+    log.error("tasks did not end: %s", ", ".join(task.get_name() for task in left))
+
+
+def _remove_if_unused(folder: Path) -> None:
+    if not is_in_use(folder):
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,1 @@
+"""Facts and tokens that travel between the processes of a service."""

@@ -1,0 +1,96 @@
+"""Names of the deployments, and the facts that every process of one service gets at its start.
+
+The launcher or cluster/app.py makes the facts once; they travel in deployment init arguments, never on a command line.
+"""
+
+import math
+import secrets
+
+import msgspec
+
+from tandem.configs.errors import SettingsError
+from tandem.configs.schema import HOST
+from tandem.workers.messages.channel import new_secret
+
+APP = "tandem"
+GATEWAY = "tandem-gateway"
+COORDINATOR = "tandem-coordinator"
+REDIS = "tandem-redis"
+CPU_SHARE = 0.1
+"""CPUs that Ray counts for an actor that is no GPU rank."""
+MAX_ONGOING_REQUESTS = 100_000
+"""Above every queue limit: the engine admits requests, Serve only counts them."""
+
+
+class ServiceFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts of one life of a service.
+
+    single_node: all processes are on one machine and use loopback. home_node: that machine's Ray node id, when other
+    nodes could join; a process that is placed elsewhere refuses to start. redis_url: None when the tandem-redis
+    deployment has it. open_port: gateways listen themselves. gateway_node: address of the node that gateways must run
+    on, because their port is there. groups_on_node: the most groups that may share a machine (groups_per_node).
+    host_socket: address of the machine's host-tier process; None when ranks hold the host tier's memory themselves.
+    """
+
+    service_id: str
+    secret: str
+    single_node: bool
+    redis_url: str | None = None
+    open_port: bool = False
+    device: str = HOST
+    gateway_node: str | None = None
+    groups_on_node: int = 1
+    home_node: str | None = None
+    host_socket: str | None = None
+
+
+def groups_per_node(groups: int, nodes: int) -> int:
+    """The most groups that may share a machine. groups: the most that may run (with autoscaling its maximum). nodes:
+    machines for them; Ray places a group where the largest share is free, so groups spread evenly over equal machines.
+    CPU ranks divide cores and memory by the result: with too many threads they lose more than with too few."""
+    return max(1, math.ceil(groups / max(1, nodes)))
+
+
+def new_facts(
+    *,
+    single_node: bool,
+    redis_url: str | None = None,
+    open_port: bool = False,
+    device: str = HOST,
+    gateway_node: str | None = None,
+    groups_on_node: int = 1,
+    home_node: str | None = None,
+    host_socket: str | None = None,
+) -> ServiceFacts:
+    """Makes the facts of a new life, with a fresh id and a fresh secret."""
+    return ServiceFacts(
+        service_id=secrets.token_hex(6),
+        secret=new_secret(),
+        single_node=single_node,
+        redis_url=redis_url,
+        open_port=open_port,
+        device=device,
+        gateway_node=gateway_node,
+        groups_on_node=groups_on_node,
+        home_node=home_node,
+        host_socket=host_socket,
+    )
+
+
+def check_node(facts: ServiceFacts) -> None:
+    """Raises SettingsError on a machine where the other processes cannot reach this one. Every process that Ray starts
+    calls it."""
+    if facts.home_node is not None:
+        import ray  # the launcher imports this module before Ray's environment is set
+
+        check_home(facts.home_node, ray.get_runtime_context().get_node_id())
+
+
+def check_home(home_node: str, here: str) -> None:
+    """Raises SettingsError when `here` is another node than the one the service is bound to."""
+    if here != home_node:
+        raise SettingsError(
+            f"this process was placed on node {here}, but the service was deployed while node {home_node} was the only "
+            "one and talks over its loopback; set `single_node: false` in the application's args and deploy again",
+            "single_node",
+        )

@@ -1,0 +1,1 @@
+"""Copies of KV bytes between the device and host memory, on the rank's side."""

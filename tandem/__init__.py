@@ -1,0 +1,38 @@
+"""Tandem: an LLM serving cluster on Ray.
+
+`from tandem import LLM, SamplingParams` is the offline API (docs/offline.md). The code lives in the folders `configs`,
+`parallel`, `offload`, `workers` and `cluster` of the repository, imported as `tandem.configs`, `tandem.workers`, ...
+The links beside this file serve tools and checkouts that are not installed; builds map the folders (setup.py).
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tandem.workers.messages.request import SamplingParams
+    from tandem.workers.offline import LLM
+
+    __version__: str
+
+PUBLIC = {"LLM": "tandem.workers.offline", "SamplingParams": "tandem.workers.messages.request"}
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a public name when it is first used: `LLM` imports torch, which gateways and routers never load."""
+    if name == "__version__":
+        return _version()
+    if name not in __all__:
+        raise AttributeError(f"module 'tandem' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(PUBLIC[name]), name)
+
+
+def _version() -> str:
+    """Returns the version of the installed distribution, or "unknown" in a checkout that is not installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("tandem-serve")
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,116 @@
+"""The documents name what is there: links, paths, benchmark modules, commands and their flags, pages of the site."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+
+from tandem.cluster.cli.main import build_app
+from tools import house
+from tools.check_links import CODE_SPAN, ROOT, broken_links, documents
+
+GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TOPS = ("benchmarks", "cluster", "configs", "docs", "offload", "parallel", "tests", "tools", "workers")
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("document", documents(), ids=name)
+def test_links_lead_somewhere(document: Path) -> None:
+    assert not list(broken_links(document))
+
+
+@pytest.mark.parametrize("document", GUIDES, ids=name)
+def test_named_paths_exist(document: Path) -> None:
+    """Code spans such as `workers/engine/`; those with capitals or * stand for many files."""
+    spans = {span.strip("`") for span in CODE_SPAN.findall(document.read_text())}
+    paths = {span for span in spans if re.fullmatch(rf"({'|'.join(TOPS)})/[a-z0-9_./-]*", span)}
+    assert not [path for path in paths if not (ROOT / path).exists()]
+
+
+@pytest.mark.parametrize("document", documents(), ids=name)
+def test_named_benchmarks_exist(document: Path) -> None:
+    modules = re.findall(r"python -m ((?:benchmarks|tools)\.[a-z_.]+)", document.read_text())
+    assert not [module for module in modules if not (ROOT / f"{module.replace('.', '/')}.py").exists()]
+
+
+def commands(document: Path) -> Iterator[list[str]]:
+    """The words of every `tandem VERB ...` in code blocks and code spans, without comments and pipes."""
+    text = document.read_text()
+    lines = re.findall(r"^ *(?:.*\| |[A-Z]+=\$\()?\.venv/bin/tandem (.*)$", text, re.MULTILINE)
+    lines += [match for span in CODE_SPAN.findall(text) for match in re.findall(r"`(?:\S*/)?tandem ([a-z].*)`", span)]
+    for line in lines:
+        yield shlex.split(line.rstrip(")"), comments=True)
+
+
+@pytest.mark.parametrize("document", GUIDES, ids=name)
+def test_named_commands_and_flags_exist(document: Path) -> None:
+    titles = {"rank", "host-tier", "redis", "reaper"}  # of processes
+    for words in commands(document):
+        command = typer.main.get_command(build_app())
+        path = []
+        while hasattr(command, "commands") and words and words[0].split("|")[0] not in titles:
+            verb = words.pop(0).split("|")[0]
+            path.append(verb)
+            assert verb in command.commands, f"{name(document)}: tandem {' '.join(path)}"
+            command = command.commands[verb]
+        known = {"--help"} | {flag for option in command.params for flag in [*option.opts, *option.secondary_opts]}
+        unknown = [word for word in words if re.match(r"--?[a-z]", word) and word not in known]
+        assert not unknown, f"{name(document)}: tandem {' '.join(path)} {unknown}"
+
+
+def test_every_page_is_on_the_site() -> None:
+    text = (ROOT / "mkdocs.yml").read_text()
+    pages = set(re.findall(r"[\w/-]+\.md", text))
+    assert pages == {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert yaml.safe_load(text)["docs_dir"] == "docs"
+
+
+def test_the_readme_is_short_and_its_figures_are_measured() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.splitlines()) <= 110
+    (speed,) = re.findall(r"## Speed\n(.*?)\n## ", readme, re.DOTALL)
+    figures = re.findall(r"(?<=\| )[\d.]+×?(?= \|)", speed)
+    performance = (ROOT / "docs" / "performance.md").read_text()
+    assert len(figures) == 8
+    assert not [figure for figure in figures if f"| {figure} |" not in performance]
+
+
+def test_the_glossary_has_each_word_once_and_in_order() -> None:
+    glossary = (ROOT / "docs" / "architecture.md").read_text().partition("## Glossary")[2]
+    words = re.findall(r"^\| ([a-z][^|]*?) \|", glossary, re.MULTILINE)[1:]
+    assert 30 <= len(words) <= 60
+    assert words == sorted(set(words))
+
+
+def test_the_link_checker_finds_broken_links(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text("# A `b`, c\n\n[1](#a-b-c) [2](#d) [3](docs/x.md) [4](docs/y.md#z)\n")
+    (tmp_path / "docs" / "y.md").write_text("[5](../README.md) [6](https://example.com/no) `[7](no.md)`\n")
+    found = [line for page in documents(tmp_path) for line in broken_links(page, tmp_path)]
+    assert [line.split(": ")[1] for line in found] == ["#d", "docs/x.md", "docs/y.md#z", "../README.md"]
+
+
+def test_the_import_order_is_the_one_that_is_held() -> None:
+    """Every room of tools/house.py stands on the page in its order; `*`, the files beside rooms, may be left out."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    _, _, rest = page.partition("## Import order")
+    lines = re.split(r"^(?=[a-z][a-z ]*:)", rest.partition("```text")[2].partition("```")[0], flags=re.MULTILINE)
+    shown = {line.partition(":")[0]: line.partition(":")[2] for line in lines if ":" in line}
+    for scope, order in house.ORDERS.items():
+        chain = re.sub(r"\n +messages <- engine.*", "", shown[scope.split("/")[-1]])
+        floors = [re.findall(r"[\w/]+", floor.replace(".py", "")) for floor in chain.split("<-")]
+        there = [[room for room in floor.split() if is_room(f"{scope}/{room}")] for floor in order]
+        held = [floor for floor in there if floor]
+        assert floors[: len(held)] == held, scope
+
+
+def is_room(path: str) -> bool:
+    """A folder, or a file that stands alone on its floor."""
+    return (ROOT / path).is_dir() or (ROOT / f"{path}.py").is_file()

@@ -1,0 +1,227 @@
+"""Replayed steps equal eager ones bit for bit: families, streamed layers, quantized caches, adapters, with
+other steps in between.
+
+bf16, as the captured kernels require; heads of 32 dims. CPUs without these kernels replay nothing.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.configs.schema import LoraSettings
+from tandem.offload.weights.weight_copiers import InlineCopier, ThreadCopier
+from tandem.offload.weights.weight_stream import Copier, WeightCopyError
+from tandem.parallel.context import ParallelContext
+from tandem.workers.graphs.cpu_graphs import MAX_CAPTURES, RUNS_BEFORE_CAPTURE
+from tandem.workers.kernels.cpu.cpu_decode_attention import PARTITION_TOKENS
+from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
+from tandem.workers.lora.device.rank_adapters import open_adapters
+from tandem.workers.models.decoder import Decoder, build_decoder
+from tandem.workers.models.spec.families import load_spec
+from tandem.workers.platforms.cpu import cpu_platform
+from tests.support.adapters import save_random_adapter
+from tests.support.lora_ranks import MAX_RANK, put_all, with_adapters
+from tests.support.paged_rows import PagedRows, prompt_ids
+from tests.support.tiny_models import BY_NAME, TINY_MODELS, save_tiny_model
+
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
+NUM_ROWS, MAX_LEN = 5, 60
+LONG = 2 * PARTITION_TOKENS + 40
+pytestmark = pytest.mark.skipif(skinny_gemm(BF16) is None, reason="this CPU multiplies no bf16 pairs")
+Step = list[tuple[int, list[int]]]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A tiny model with heads of 32 dims, made when asked for."""
+    root, made = tmp_path_factory.mktemp("wide-models"), {}
+
+    def folder(name: str) -> Path:
+        if name not in made:
+            tiny = BY_NAME[name]
+            made[name] = save_tiny_model(replace(tiny, changes={**tiny.changes, "head_dim": 32}), root)
+        return made[name]
+
+    return folder
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def decoder_of(folder: Path, kv_dtype: torch.dtype | None = None, **more: object) -> Decoder:
+    spec = load_spec(folder)
+    attention = cpu_platform().attention(BF16, spec.head_dim, kv_dtype)
+    context = ParallelContext.single()
+    return build_decoder(spec, context, folder=folder, dtype=BF16, platform=cpu_platform(), attention=attention, **more)  # type: ignore[arg-type]
+
+
+def random_steps(seed: int) -> list[Step]:
+    """Prompts first; then decodes of changing sets of rows, each for some steps, and a prompt's rest in between."""
+    rng = random.Random(seed)
+    rows = [(row, prompt_ids(rng.randrange(2, 9), 200, seed=row)) for row in range(NUM_ROWS)]
+    steps = [rows[:4], [*((row, [row + 3]) for row in range(3)), rows[4]]]
+    for _ in range(6):
+        chosen = rng.sample(range(NUM_ROWS), rng.choice((1, 3, NUM_ROWS)))
+        steps += [[(row, [rng.randrange(3, 200)]) for row in chosen] for _ in range(rng.randrange(2, 8))]
+    return [*steps, [(0, [7, 8, 9]), (1, [5])], *([(row, [step + 3]) for row in range(3)] for step in range(2))]
+
+
+def logits_of(
+    decoder: Decoder, steps: list[Step], *, replays: bool, kv_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    rows = PagedRows(decoder, NUM_ROWS, MAX_LEN, BF16, kv_dtype=kv_dtype)
+    decoder.graphs.can_replay &= replays
+    return torch.cat([rows.step(work) for work in steps])
+
+
+def check(decoder: Callable[[], Decoder], kv_dtype: torch.dtype | None = None) -> None:
+    steps = random_steps(1)
+    plain, replaying = decoder(), decoder()
+    expected = logits_of(plain, steps, replays=False, kv_dtype=kv_dtype)
+    assert torch.equal(logits_of(replaying, steps, replays=True, kv_dtype=kv_dtype), expected)
+    assert plain.graphs.num_replays == 0 and replaying.graphs.num_replays >= 8
+    plain.close()
+    replaying.close()
+
+
+@pytest.mark.parametrize("name", sorted(tiny.name for tiny in TINY_MODELS if "gelu" not in tiny.name))
+def test_every_family(folders: Callable[[str], Path], name: str) -> None:
+    check(lambda: decoder_of(folders(name)))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral-window"])
+@pytest.mark.parametrize("before", range(RUNS_BEFORE_CAPTURE + 2))
+def test_contexts_that_outgrow_a_partition_at_any_step(
+    folders: Callable[[str], Path], two_threads: None, name: str, before: int
+) -> None:
+    """Attention takes more scratch memory while steps run eagerly, are captured and replayed; two threads."""
+    prompts = [prompt_ids(PARTITION_TOKENS - before + 1 - row % 2, 200, seed=row) for row in range(NUM_ROWS)]
+    steps = [[*enumerate(prompts)], *([(row, [row + step + 3]) for row in range(NUM_ROWS)] for step in range(12))]
+    found = []
+    for replays in (False, True):
+        decoder = decoder_of(folders(name))
+        rows = PagedRows(decoder, NUM_ROWS, LONG, BF16)
+        decoder.graphs.can_replay &= replays
+        found.append(torch.cat([rows.step(work) for work in steps]))
+        assert decoder.graphs.num_replays == (12 - RUNS_BEFORE_CAPTURE - 1 if replays else 0)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn])
+def test_a_quantized_cache(folders: Callable[[str], Path], kv_dtype: torch.dtype) -> None:
+    check(lambda: decoder_of(folders("qwen3"), kv_dtype), kv_dtype)
+
+
+@pytest.mark.parametrize("streamed", [(1,), (0, 3), (0, 1, 2), (0, 1, 2, 3)])
+def test_streamed_layers_that_the_computing_threads_copy(
+    folders: Callable[[str], Path], streamed: tuple[int, ...]
+) -> None:
+    check(lambda: decoder_of(folders("qwen3"), streamed=streamed, copier=InlineCopier()))
+
+
+@pytest.mark.parametrize(("name", "copier"), [("llama-gelu", None), ("qwen3", ThreadCopier)])
+def test_steps_of_more_than_kernels_are_never_replayed(
+    folders: Callable[[str], Path], name: str, copier: Callable[[], Copier] | None
+) -> None:
+    more = {} if copier is None else {"streamed": (0, 1, 2), "copier": copier()}
+    decoder = decoder_of(folders(name), **more)
+    logits_of(decoder, random_steps(2), replays=True)
+    assert decoder.graphs.num_replays == 0 and not decoder.graphs.can_replay
+    decoder.close()
+
+
+def test_a_failed_copy_ends_replayed_steps_too(folders: Callable[[str], Path]) -> None:
+    decoder = decoder_of(folders("qwen3"), streamed=(0, 1, 2), copier=InlineCopier())
+    rows = PagedRows(decoder, NUM_ROWS, MAX_LEN, BF16)
+    for step in range(RUNS_BEFORE_CAPTURE + 3):
+        rows.step([(0, [step + 3])])
+    assert decoder.graphs.num_replays == 2
+
+    def fail() -> None:
+        raise OSError("the machine is on fire")
+
+    decoder.stream._slots[0].holds, decoder.stream._slots[0].waits = 0, [fail] * 4
+    for _ in range(2):
+        with pytest.raises(WeightCopyError, match="on fire"):
+            rows.step([(0, [9]), (1, [9])])
+        with pytest.raises(WeightCopyError, match="on fire"):
+            rows.step([(0, [9])])
+    decoder.close()
+
+
+@pytest.mark.parametrize("streamed", [(), (0, 1, 2)])
+def test_a_step_that_fails_during_its_capture_leaves_nothing_behind(
+    folders: Callable[[str], Path], streamed: tuple[int, ...]
+) -> None:
+    def decoded(fails: bool) -> torch.Tensor:
+        decoder = decoder_of(folders("qwen3"), streamed=streamed, copier=InlineCopier())
+        rows = PagedRows(decoder, NUM_ROWS, MAX_LEN, BF16)
+        outputs = []
+        for step in range(RUNS_BEFORE_CAPTURE + 5):
+            if fails and step == RUNS_BEFORE_CAPTURE:
+                mlp, decoder.graphs._layers[0]._mlp = decoder.graphs._layers[0]._mlp, None  # type: ignore[attr-defined]
+                batch = rows.batch([(0, [step + 3])])
+                with torch.inference_mode(), pytest.raises(TypeError):
+                    decoder.forward(batch, rows.kv, None)
+                decoder.graphs._layers[0]._mlp = mlp  # type: ignore[attr-defined]
+                rows.rows[0].length -= 1
+            outputs.append(rows.step([(0, [step + 3])]))
+        assert decoder.graphs.num_replays == 4
+        decoder.close()
+        return torch.cat(outputs)
+
+    assert torch.equal(decoded(fails=True), decoded(fails=False))
+
+
+def test_graph_keys_are_evicted_and_captured_again(folders: Callable[[str], Path]) -> None:
+    decoder = decoder_of(folders("qwen3"))
+    caches = [PagedRows(decoder, 1, MAX_LEN, BF16) for _ in range(MAX_CAPTURES + 1)]
+    for rows in caches:
+        for step in range(RUNS_BEFORE_CAPTURE + 2):
+            rows.step([(0, [step + 3])])
+    assert decoder.graphs.num_replays == MAX_CAPTURES + 1 and len(decoder.graphs._captures) == MAX_CAPTURES
+    for step in range(RUNS_BEFORE_CAPTURE + 1):
+        caches[0].step([(0, [step + 3])])
+    assert decoder.graphs.num_replays == MAX_CAPTURES + 1
+    caches[0].step([(0, [9])])
+    assert decoder.graphs.num_replays == MAX_CAPTURES + 2
+
+
+def test_adapters(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """Each set of adapters on rows is a graph key of its own, and a replaced adapter makes another key."""
+    folder = folders("qwen3")
+    sources = [save_random_adapter(folder, tmp_path / f"a{seed}", rank=4 + seed, seed=seed) for seed in range(3)]
+    found = []
+    for replays in (False, True):
+        decoder = decoder_of(folder)
+        settings = LoraSettings(enable_lora=True, max_loras=2, max_lora_rank=MAX_RANK)
+        spec = load_spec(folder)
+        adapters = open_adapters(settings, spec, folder, decoder, cpu_platform(), BF16, available_bytes=None, pp_size=1)
+        put_all(adapters, sources[:2])
+        rows = PagedRows(decoder, NUM_ROWS, MAX_LEN, BF16)
+        decoder.graphs.can_replay &= replays
+        found.append(adapted_logits(decoder, rows, partial(put_all, adapters, [sources[2], sources[1]])))
+        assert decoder.graphs.num_replays == (4 * 3 if replays else 0)
+    assert torch.equal(*found)
+
+
+@torch.inference_mode()
+def adapted_logits(decoder: Decoder, rows: PagedRows, replace_first: Callable[[], None]) -> torch.Tensor:
+    outputs = []
+    for slots in ([0, 1, -1], [1, 1, 0], [-1, -1, -1], [0, 1, -1]):
+        if slots[0] == -1:
+            replace_first()
+        for step in range(RUNS_BEFORE_CAPTURE + 4):
+            batch = with_adapters(rows.batch([(row, [row + step + 3]) for row in range(3)]), slots)
+            outputs.append(decoder.forward(batch, rows.kv, None))
+    return torch.cat(outputs)

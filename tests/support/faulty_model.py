@@ -1,0 +1,36 @@
+"""A rank's Model that runs out of memory or computes NaN in chosen forward passes: given to a ModelRunner in tests."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from tandem.workers.attention.backend import KVTensors
+from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.rank.model_runner import Model
+
+Fault = Literal["out of memory at once", "out of memory at the end", "nan"]
+
+
+@dataclass
+class FaultyModel:
+    """`model` with faults by the number of the forward pass, from 0; "nan" spoils the step's first row of logits."""
+
+    model: Model
+    faults: dict[int, Fault] = field(default_factory=dict)
+    calls: int = 0
+
+    def forward(self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None) -> torch.Tensor:
+        fault = self.faults.get(self.calls)
+        self.calls += 1
+        if fault == "out of memory at once":
+            raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB")
+        output = self.model.forward(batch, kv, hidden_TH)
+        if fault == "out of memory at the end":
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+        if fault == "nan":
+            output[:1] = float("nan")
+        return output
+
+    def close(self) -> None:
+        self.model.close()

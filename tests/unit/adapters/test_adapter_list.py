@@ -1,0 +1,282 @@
+"""The list of adapters in a real Redis: changes are compared and set, copies follow, no loss of data loses it."""
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from tandem.cluster.adapters.adapter_list import AdapterList
+from tandem.cluster.adapters.entries import AdapterEntry, BaseFacts
+from tandem.cluster.process.redis_server import RedisServer
+from tandem.cluster.state import keys
+from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
+from tests.support.subscribed import subscribed
+
+
+def entry(name: str = "pirate", digest: str = "a" * 64, **more: object) -> AdapterEntry:
+    return AdapterEntry(name=name, digest=digest, source=f"/adapters/{name}", **more)  # type: ignore[arg-type]
+
+
+async def test_what_one_lists_the_other_sees(redis: BackgroundClient) -> None:
+    one, two = AdapterList(redis, "demo"), AdapterList(redis, "demo")
+    assert not await two.refresh()
+    assert await one.replace(None, entry(), "pirate")
+    assert dict(one.entries) == {"pirate": entry()}
+    assert await two.refresh()
+    assert dict(two.entries) == {"pirate": entry()}
+    assert not await two.refresh(), "nothing has changed since"
+    assert await two.replace(entry(), None, "pirate")
+    assert await one.refresh()
+    assert dict(one.entries) == {}
+
+
+async def test_a_list_belongs_to_one_base_model(redis: BackgroundClient) -> None:
+    await AdapterList(redis, "demo").replace(None, entry(), "pirate")
+    other = AdapterList(redis, "other")
+    await other.refresh()
+    assert dict(other.entries) == {}
+
+
+async def test_of_two_changes_at_once_one_wins_and_the_other_learns_it(redis: BackgroundClient) -> None:
+    one, two = AdapterList(redis, "demo"), AdapterList(redis, "demo")
+    assert await one.replace(None, entry(digest="a" * 64), "pirate")
+    assert not await two.replace(None, entry(digest="b" * 64), "pirate")
+    assert two.entries["pirate"].digest == "a" * 64
+    assert await two.replace(two.entries["pirate"], entry(digest="b" * 64), "pirate")
+    assert not await one.replace(one.entries["pirate"], None, "pirate")
+    assert one.entries["pirate"].digest == "b" * 64
+
+
+async def test_many_writers_lose_no_change(redis: BackgroundClient) -> None:
+    registries = [AdapterList(redis, "demo") for _ in range(4)]
+
+    async def add(registry: AdapterList, name: str) -> None:
+        while not await registry.replace(registry.entries.get(name), entry(name), name):
+            await asyncio.sleep(0)
+
+    await asyncio.gather(*(add(registries[i % 4], f"a{i}") for i in range(40)))
+    for registry in registries:
+        await registry.refresh()
+        assert len(registry.entries) == 40
+
+
+async def test_a_change_that_redis_cannot_take_changes_nothing_here(redis: BackgroundClient) -> None:
+    registry = AdapterList(redis, "demo")
+    await registry.replace(None, entry(), "pirate")
+    await redis.command("CONFIG", "SET", "maxmemory", "1")
+    with pytest.raises(RedisUnavailable):
+        await registry.replace(entry(), entry(digest="b" * 64), "pirate")
+    assert registry.entries["pirate"] == entry()
+    await redis.command("CONFIG", "SET", "maxmemory", "0")
+    await registry.refresh()
+    assert registry.entries["pirate"] == entry()
+
+
+async def test_what_is_known_is_served_without_redis(server: RedisServer, redis: BackgroundClient) -> None:
+    registry = AdapterList(redis, "demo")
+    await registry.replace(None, entry(), "pirate")
+    impatient = BackgroundClient(server.url, timeout_s=0.2, retries=0)
+    registry._redis = impatient
+    server.stop()
+    try:
+        with pytest.raises(RedisUnavailable):
+            await registry.refresh()
+        assert dict(registry.entries) == {"pirate": entry()}
+        with pytest.raises(RedisUnavailable):
+            await registry.replace(entry(), None, "pirate")
+        assert dict(registry.entries) == {"pirate": entry()}
+    finally:
+        server.start()
+        await impatient.close()
+
+
+async def test_an_emptied_redis_gets_the_list_back(redis: BackgroundClient) -> None:
+    registry = AdapterList(redis, "demo")
+    registry.announce(BaseFacts(folder="/m", max_rank=8))
+    await registry.refresh()
+    await registry.replace(None, entry(), "pirate")
+    await redis.command("FLUSHALL")
+    with pytest.raises(RedisUnavailable):
+        await registry.refresh()
+    assert dict(registry.entries) == {"pirate": entry()}
+    await registry.reseed()  # what the fleet's view asks for
+    await redis.command("SET", keys.SENTINEL, "2")
+    await registry.refresh()
+    assert dict(registry.entries) == {"pirate": entry()}
+    newcomer = AdapterList(redis, "demo")
+    await newcomer.refresh()
+    assert dict(newcomer.entries) == {"pirate": entry()}
+    assert await newcomer.base() == BaseFacts(folder="/m", max_rank=8)
+
+
+async def test_a_loss_that_another_has_hidden_is_noticed(redis: BackgroundClient) -> None:
+    """A new gateway with an empty copy finds Redis emptied and writes the sentinel; the others still know."""
+    old = AdapterList(redis, "demo")
+    await old.replace(None, entry(), "pirate")
+    await old.refresh()
+    await redis.command("FLUSHALL")
+    new = AdapterList(redis, "demo")
+    await new.reseed()
+    await redis.command("SET", keys.SENTINEL, "2")
+    await new.replace(None, entry("shout"), "shout")
+    await old.refresh()
+    assert set(old.entries) == {"pirate", "shout"}
+    await new.refresh()
+    assert set(new.entries) == {"pirate", "shout"}
+
+
+async def test_an_entry_of_another_version_hides_only_itself(redis: BackgroundClient) -> None:
+    registry = AdapterList(redis, "demo")
+    await registry.replace(None, entry(), "pirate")
+    await redis.command("HSET", keys.adapters("demo"), "odd", b"\x01")
+    await redis.command("HINCRBY", keys.adapters("demo"), keys.ADAPTERS_VERSION, 1)
+    await registry.refresh()
+    assert set(registry.entries) == {"pirate"}
+
+
+async def test_what_the_settings_ask_for_is_listed_without_redis_and_saved_later(redis: BackgroundClient) -> None:
+    registry = AdapterList(redis, "demo")
+    registry.keep(entry())
+    assert registry.entries["pirate"] == entry()
+    await registry.refresh()
+    assert registry.entries["pirate"] == entry()
+    other = AdapterList(redis, "demo")
+    await other.refresh()
+    assert other.entries["pirate"] == entry()
+
+
+async def test_modules_are_listed_once_in_a_life_of_the_service(redis: BackgroundClient) -> None:
+    registry = AdapterList(redis, "demo")
+    assert not await registry.modules_are_listed("s1")
+    await registry.note_modules_listed("s1")
+    assert await registry.modules_are_listed("s1")
+    assert not await registry.modules_are_listed("s2")
+
+
+async def test_run_reports_changes_and_outlives_whatever_is_raised(redis: BackgroundClient) -> None:
+    follower, writer = AdapterList(redis, "demo"), AdapterList(redis, "demo")
+    changed = asyncio.Event()
+    running = asyncio.create_task(follower.run(changed.set, period_s=0.0))
+    for digest in ("a" * 64, "b" * 64):
+        await writer.replace(writer.entries.get("pirate"), entry(digest=digest), "pirate")
+        await asyncio.wait_for(changed.wait(), 30)
+        changed.clear()
+        async with asyncio.timeout(30):
+            while follower.entries["pirate"].digest != digest:
+                await asyncio.sleep(0.001)
+        await redis.command("DEL", keys.SENTINEL)  # unavailable
+        await asyncio.sleep(0)
+        await redis.command("SET", keys.SENTINEL, "1")
+    assert not running.done()
+    running.cancel()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def test_an_announced_change_is_seen_long_before_the_period(server: RedisServer, redis: BackgroundClient) -> None:
+    follower, writer = AdapterList(redis, "demo"), AdapterList(redis, "demo")
+    follower.announce(BaseFacts(folder="/m", max_rank=8))
+    async with subscribed(server.url, keys.adapters("demo")) as changes:
+        running = asyncio.create_task(follower.run(lambda: None, 60.0, changes))
+        await writer.replace(None, entry(), "pirate")
+        await until(lambda: "pirate" in follower.entries)
+        await writer.replace(entry(), None, "pirate")
+        await until(lambda: not follower.entries)
+        writer.keep(entry("shout"))
+        await writer.refresh()  # saves it
+        await until(lambda: set(follower.entries) == {"shout"})
+        await redis.command("DEL", keys.adapters("demo"))
+        await writer.reseed()
+        await until(lambda: set(follower.entries) == {"shout"})
+        running.cancel()
+
+
+async def test_a_change_that_nobody_announced_is_seen_by_the_poll(
+    server: RedisServer, redis: BackgroundClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.cluster.adapters.adapter_list.SUBSCRIBED_POLL_S", 0.02)
+    follower = AdapterList(redis, "demo")
+    async with subscribed(server.url, keys.adapters("demo")) as changes:
+        running = asyncio.create_task(follower.run(lambda: None, 0.02, changes))
+        await redis.command("HSET", keys.adapters("demo"), "pirate", msgspec.msgpack.encode(entry()))
+        await redis.command("HINCRBY", keys.adapters("demo"), keys.ADAPTERS_VERSION, 1)
+        await until(lambda: "pirate" in follower.entries)
+        running.cancel()
+
+
+async def test_who_may_not_publish_may_still_write(server: RedisServer, redis: BackgroundClient) -> None:
+    await redis.command("ACL", "SETUSER", "quiet", "on", ">secret", "~*", "+@all", "resetchannels")
+    quiet = BackgroundClient(f"unix://quiet@{server.socket_path}?password=secret", retries=0)
+    try:
+        with pytest.raises(RedisUnavailable, match="permission"):
+            await quiet.command("PUBLISH", "k", "")
+        registry = AdapterList(quiet, "demo")
+        registry.announce(BaseFacts(folder="/m", max_rank=8))
+        assert await registry.refresh() is False
+        assert await registry.replace(None, entry(), "pirate")
+        await registry.reseed()
+        assert (await registry.base()) == BaseFacts(folder="/m", max_rank=8)
+    finally:
+        await quiet.close()
+        await redis.command("ACL", "DELUSER", "quiet")
+
+
+async def snapshot(redis: BackgroundClient) -> dict[bytes, bytes]:
+    found = await redis.command("HGETALL", keys.adapters("demo"))
+    assert isinstance(found, dict)
+    return found
+
+
+async def restore(redis: BackgroundClient, found: dict[bytes, bytes]) -> None:
+    """Redis is stopped and started with a file that is some changes old: the sentinel is the same."""
+    await redis.command("DEL", keys.adapters("demo"))
+    if found:
+        await redis.command("HSET", keys.adapters("demo"), *(part for pair in found.items() for part in pair))
+
+
+@pytest.mark.parametrize("when", ["never listed", "one listed"])
+async def test_an_older_copy_of_redis_is_made_what_is_known(redis: BackgroundClient, when: str) -> None:
+    registry, follower = AdapterList(redis, "demo"), AdapterList(redis, "demo")
+    older: dict[bytes, bytes] = {}
+    registry.announce(BaseFacts(folder="/m", max_rank=8))
+    await registry.refresh()
+    if when == "one listed":
+        await registry.replace(None, entry("gone"), "gone")
+        older = await snapshot(redis) | {b"odd": b"\x01"}
+        await registry.replace(entry("gone"), None, "gone")
+    await registry.replace(None, entry(tenant="acme", pinned=True), "pirate")
+    await follower.refresh()
+    await restore(redis, older)
+    await follower.refresh()
+    assert set(follower.entries) == ({"gone"} if older else set()), "a group follows, it does not decide"
+    await registry.refresh()
+    await follower.refresh()
+    for copy in (registry, follower):
+        assert dict(copy.entries) == {"pirate": entry(tenant="acme", pinned=True)}
+    assert await follower.base() == BaseFacts(folder="/m", max_rank=8)
+    assert (b"odd" in await snapshot(redis)) == bool(older), "of another version: not ours to remove"
+    assert not await registry.refresh()
+    assert await follower.replace(follower.entries["pirate"], None, "pirate")
+    assert await registry.refresh() and not registry.entries, "and changes go on"
+
+
+async def test_two_that_restore_a_list_at_once_end_with_one(redis: BackgroundClient) -> None:
+    behind, ahead = AdapterList(redis, "demo"), AdapterList(redis, "demo")
+    for registry in (behind, ahead):
+        registry.announce(BaseFacts(folder="/m", max_rank=8))
+        await registry.refresh()
+    await behind.refresh()
+    older = await snapshot(redis)
+    await ahead.replace(None, entry("a"), "a")
+    await behind.refresh()
+    await ahead.replace(None, entry("b"), "b")
+    await restore(redis, older)
+    await behind.refresh()
+    await ahead.refresh()
+    await behind.refresh()
+    assert dict(behind.entries) == dict(ahead.entries)

@@ -1,0 +1,84 @@
+"""/metrics as a Prometheus parser reads it."""
+
+import dataclasses
+
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from tandem.cluster.fleet.engine_metrics import Families, add_engines
+from tandem.cluster.fleet.fleet_view import GroupRecord
+from tandem.workers.engine.base.stats import OffloadStats
+from tests.support.fake_engine import FakeEngine
+
+
+def record(group: str, stats: bytes) -> GroupRecord:
+    return GroupRecord(group=group, life=1, model='a "model"\\', state="serving", host="h", pid=1, stats=stats)
+
+
+def text_of(records: list[GroupRecord], prefix: str = "tandem", *, redis_unavailable: bool = False) -> str:
+    families = Families(prefix)
+    add_engines(families, records, redis_unavailable)
+    return families.text()
+
+
+def test_every_group_is_a_sample_and_each_family_appears_once() -> None:
+    stats = msgspec.msgpack.encode(FakeEngine(None).stats())
+    text = text_of([record("g1", stats), record("g2", stats)])
+    families = {f.name: f for f in text_string_to_metric_families(text)}
+    assert text.count("# TYPE tandem:num_requests_running ") == 1
+    running = families["tandem:num_requests_running"].samples
+    assert [s.labels for s in running] == [{"model_name": 'a "model"\\', "engine": g} for g in ("g1", "g2")]
+    assert families["tandem:kv_cache_usage_perc"].samples[0].value == 0.25
+    ttft = families["tandem:time_to_first_token_seconds"]
+    assert ttft.type == "histogram"
+    buckets = [s for s in ttft.samples if s.name.endswith("_bucket") and s.labels["engine"] == "g1"]
+    assert buckets[-1].labels["le"] == "+Inf"
+    assert families["tandem:redis_away"].samples[0].value == 0
+
+
+def test_a_disk_tier_that_was_switched_off_shows() -> None:
+    offload = OffloadStats(
+        block_bytes=8,
+        host_slots=4,
+        host_blocks=1,
+        blocks=dict.fromkeys(("load", "store", "spill", "fetch"), 2),
+        copy_s={},
+        failed_blocks=0,
+        swapped_out=0,
+        recomputed=0,
+        loaded_tokens=0,
+    )
+    records = []
+    for group, reason in (("g1", None), ("g2", "the disk is full")):
+        stats = dataclasses.replace(
+            FakeEngine(None).stats(), offload=dataclasses.replace(offload, disk_disabled=reason)
+        )
+        records.append(record(group, msgspec.msgpack.encode(stats)))
+    text = text_of(records)
+    (family,) = [f for f in text_string_to_metric_families(text) if f.name == "tandem:kv_disk_disabled"]
+    assert [(s.labels["engine"], s.value) for s in family.samples] == [("g1", 0), ("g2", 1)]
+
+
+def test_a_group_without_readable_statistics_costs_nothing() -> None:
+    stats = msgspec.msgpack.encode(FakeEngine(None).stats())
+    text = text_of([record("new", b""), record("odd", b"\x01"), record("good", stats)], "vllm", redis_unavailable=True)
+    families = {f.name: f for f in text_string_to_metric_families(text)}
+    assert [s.labels["engine"] for s in families["vllm:num_requests_running"].samples] == ["good"]
+    assert families["vllm:redis_away"].samples[0].value == 1
+
+
+def test_histogram_buckets_are_cumulative() -> None:
+    engine = FakeEngine(None)
+    stats = engine.stats()
+    counts = tuple([1, 2] + [0] * (len(stats.time_to_first_token_s.counts) - 3) + [4])
+    first = dataclasses.replace(stats.time_to_first_token_s, counts=counts, total=9.5)
+    raw = msgspec.msgpack.encode(dataclasses.replace(stats, time_to_first_token_s=first))
+    (family,) = [
+        f
+        for f in text_string_to_metric_families(text_of([record("g", raw)], "t"))
+        if f.name == "t:time_to_first_token_seconds"
+    ]
+    values = [s.value for s in family.samples if s.name.endswith("_bucket")]
+    assert values[:3] == [1, 3, 3] and values[-1] == 7
+    totals = {s.name.rpartition("_")[2]: s.value for s in family.samples if not s.labels.get("le")}
+    assert totals == {"sum": 9.5, "count": 7}

@@ -1,0 +1,53 @@
+"""The guides' commands that need no service are run as they stand: plan and check-config, and every metric is real."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from tandem.cluster.adapters import adapter_metrics
+from tandem.cluster.fleet import engine_metrics
+from tandem.cluster.gateway.http.gateway_metrics import GatewayMetrics
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINES = re.findall(r"^    \.venv/bin/tandem ((?:plan|check-config) .*)$", "\n".join(p.read_text() for p in PAGES), re.M)
+COMMANDS = sorted({line.split(" #")[0].strip() for line in LINES if "path-or-hub-id" not in line})
+
+
+def test_there_are_commands_to_run() -> None:
+    assert len(COMMANDS) >= 4
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_it_runs(command: str) -> None:
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "tandem"), *command.split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout
+
+
+def test_the_metrics_that_the_guides_list_exist() -> None:
+    gateway = GatewayMetrics(CollectorRegistry(), "tandem", "demo")
+    served = generate_latest(gateway.registry).decode() + generate_latest(gateway.tenants).decode()
+    code = Path(engine_metrics.__file__).read_text() + Path(adapter_metrics.__file__).read_text()
+    known = set(re.findall(r"^# TYPE tandem:(\w+)", served, re.M)) | set(re.findall(r'"(\w+)"|:(\w+)"', code))
+    names = {name for pair in known for name in ([pair] if isinstance(pair, str) else pair)}
+    names |= {f"kv_offload_{kind}_bytes" for kind in ("load", "store", "spill", "fetch")}
+    listed: set[str] = set()
+    for page in ("operations.md", "multi-tenancy.md"):
+        section = (ROOT / "docs" / page).read_text().partition("## Metrics")[2].partition("\n## ")[0]
+        cells = re.findall(r"^\| (`.*?`) \|", section, re.M)
+        listed |= {re.sub(r"\{.*", "", name) for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+    assert len(listed) > 40
+    assert not listed - names

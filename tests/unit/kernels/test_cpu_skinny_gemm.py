@@ -1,0 +1,112 @@
+"""Skinny GEMM against float32: any number of rows, outputs that end in mid-block, threads, layouts."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from shutil import which
+
+import pytest
+import torch
+
+from tandem.parallel.linear_methods import PackedMatrix
+from tandem.workers.kernels.cpu import cpu_skinny_gemm
+from tandem.workers.kernels.cpu.cpu_skinny_gemm import (
+    MAX_ROWS,
+    CpuSkinnyGemm,
+    describe,
+    descriptor,
+    skinny_gemm,
+)
+
+CPU = torch.device("cpu")
+KERNEL = skinny_gemm(torch.bfloat16)
+ANY_KERNEL = pytest.mark.skipif(KERNEL is None, reason="needs a CPU that multiplies pairs of bf16, and a C compiler")
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_cpu_flags_decide() -> None:
+    """The kernel is available on every CPU that multiplies pairs of bf16: no silent fall back to the twin."""
+    flags = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
+    if "avx512_bf16" in flags and which("gcc") and torch.__version__.startswith("2.13"):
+        assert KERNEL is not None
+    assert skinny_gemm(torch.float32) is None
+
+
+@ANY_KERNEL
+@pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 12, 13, 16, 31, MAX_ROWS])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (96, 64), (192, 576), (33, 160), (100, 96), (1024, 3072)])
+def test_it_equals_the_product_in_float32(rows: int, outputs: int, inputs: int) -> None:
+    weight, bias, x = draw(outputs, inputs), draw(outputs, seed=1), draw(rows, inputs, seed=2)
+    for given in (None, bias):
+        expected = x.float() @ weight.float().T + (0 if given is None else given.float())
+        product = PackedMatrix(weight, given, skinny_gemm=KERNEL)
+        assert product._skinny is not None
+        scale = inputs**0.5
+        torch.testing.assert_close(product(x).float(), expected, rtol=2**-8, atol=1e-5 * scale)
+
+
+@ANY_KERNEL
+def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(threads: None) -> None:
+    weight, x = draw(320, 256), draw(MAX_ROWS, 256, seed=1)
+    matrix = PackedMatrix(weight, None, skinny_gemm=KERNEL)
+    whole = matrix(x)
+    for count in (1, 2, 3, 8):
+        torch.set_num_threads(count)
+        assert torch.equal(matrix(x), whole)
+        for row in (0, 7, MAX_ROWS - 1):
+            assert torch.equal(matrix(x[row : row + 1]), whole[row : row + 1])
+            assert torch.equal(matrix(x[row:]), whole[row:])
+
+
+@ANY_KERNEL
+def test_rows_may_lie_apart() -> None:
+    weight, wide = draw(128, 64), draw(4, 200, seed=1)
+    matrix = PackedMatrix(weight, None, skinny_gemm=KERNEL)
+    assert torch.equal(matrix(wide[:, 8:72]), matrix(wide[:, 8:72].contiguous()))
+    assert torch.equal(matrix(wide[:, ::2][:, :64]), matrix(wide[:, ::2][:, :64].contiguous()))
+
+
+@ANY_KERNEL
+def test_what_it_does_not_read_stays_with_onednn() -> None:
+    assert KERNEL is not None
+    odd, x = PackedMatrix(draw(64, 40), None, skinny_gemm=KERNEL), draw(3, 40, seed=1)
+    assert odd._skinny is None
+    torch.testing.assert_close(odd(x).float(), x.float() @ draw(64, 40).float().T, rtol=0.02, atol=0.02)
+    long = PackedMatrix(draw(64, 32), None, skinny_gemm=KERNEL)
+    for rows in (0, MAX_ROWS + 1):
+        assert long(draw(rows, 32)).shape == (rows, 64)
+    packed = torch.ops.mkldnn._reorder_linear_weight(draw(64, 32).float())
+    assert KERNEL.bind(packed, None, 64) is None
+    packed = torch.ops.mkldnn._reorder_linear_weight(draw(64, 32))
+    assert KERNEL.bind(packed, None, 64) is not None and KERNEL.bind(packed, None, 65) is None
+
+
+@ANY_KERNEL
+def test_another_layout_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch whose oneDNN packs otherwise: by its descriptor, or by the bytes behind the same one."""
+    assert cpu_skinny_gemm._layout_is_known()
+    packed = torch.ops.mkldnn._reorder_linear_weight(draw(64, 64))
+    assert describe(packed) == descriptor(64, 64) != descriptor(64, 32)
+    monkeypatch.setattr(cpu_skinny_gemm, "BLOCK", 32)
+    assert not cpu_skinny_gemm._layout_is_known()
+    monkeypatch.setattr(cpu_skinny_gemm, "describe", lambda packed: b"")
+    monkeypatch.setattr(cpu_skinny_gemm, "descriptor", lambda outputs, inputs: b"")
+    assert not cpu_skinny_gemm._layout_is_known()
+
+
+@ANY_KERNEL
+def test_numbers_that_are_none_stay_none() -> None:
+    weight, x = draw(64, 32), draw(2, 32, seed=1)
+    x[0, 3], x[1, 5] = float("nan"), float("inf")
+    y = PackedMatrix(weight, None, skinny_gemm=KERNEL)(x)
+    assert y[0].isnan().all() and (y[1].isinf() | y[1].isnan()).all()
+    assert isinstance(KERNEL, CpuSkinnyGemm)

@@ -1,0 +1,67 @@
+"""What a decode step on a device costs the host, counted under the traced accelerator. These bounds may only fall:
+kernels and graphs bring them to 10 operators a layer, no waiting copy and one wait."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.parallel.context import ParallelContext
+from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan
+from tandem.workers.models.decoder import build_decoder
+from tandem.workers.models.spec.families import load_spec
+from tandem.workers.rank.kv_cache import KVCache
+from tandem.workers.rank.model_runner import ModelRunner
+from tandem.workers.rank.row_table import RowTable
+from tests.support.tiny_models import TinyModel, save_tiny_model
+from tests.support.traced_accelerator import TracedAccelerator, traced_platform
+
+ROWS, PROMPT = 4, 9
+GREEDY = RowSampling(temperature=0.0)
+NUCLEUS = RowSampling(temperature=1.0, top_p=0.9)
+OPERATORS_PER_LAYER = 20
+UPLOADS = {"greedy": 3, "nucleus": 10}
+DOWNLOADS = 2
+
+
+def decode_counts(folder: Path, num_layers: int, sampling: RowSampling) -> dict[str, int]:
+    """Counts of launching the third decode step, and of waiting for it ("waits")."""
+    model = save_tiny_model(TinyModel(f"of-{num_layers}", "qwen3", {"num_hidden_layers": num_layers}), folder)
+    spec, accelerator = load_spec(model), TracedAccelerator()
+    platform = traced_platform(accelerator)
+    with accelerator.tracing():
+        decoder = build_decoder(spec, ParallelContext.single(), folder=model, dtype=torch.float32, platform=platform)
+        kv = KVCache.allocate(num_layers, 8, 16, spec.num_kv_heads, spec.head_dim, torch.float32, platform)
+        table = RowTable(ROWS, 64, 16, spec.vocab_size)
+        runner = ModelRunner(decoder, ParallelContext.single(), kv, table, platform)
+        inits = [
+            RowInit(row=row, token_ids=[5] * PROMPT, prompt_len=PROMPT, num_computed=0, sampling=sampling)
+            for row in range(ROWS)
+        ]
+        first = [RowWork(row=row, num_tokens=PROMPT, samples=True, new_block_ids=[row]) for row in range(ROWS)]
+        runner.launch(StepPlan(step_id=1, work=first, new_rows=inits)).result()
+        for step_id in (2, 3):
+            accelerator.counts.clear()
+            work = [RowWork(row=row, num_tokens=1, samples=True) for row in range(ROWS)]
+            step = runner.launch(StepPlan(step_id=step_id, work=work))
+            counts = dict(accelerator.counts)
+            step.result()
+            counts["waits"] = accelerator.counts["synchronizations"] - counts.get("synchronizations", 0)
+        decoder.close()
+    return counts
+
+
+@pytest.mark.parametrize(("name", "sampling"), [("greedy", GREEDY), ("nucleus", NUCLEUS)])
+def test_a_decode_step_stays_within_its_budget(tmp_path: Path, name: str, sampling: RowSampling) -> None:
+    four, two = (decode_counts(tmp_path, layers, sampling) for layers in (4, 2))
+    operators = (four["operators"] - two["operators"]) / 2
+    counted = ("uploads", "downloads", "synchronizations", "reads on the host", "waits")
+    found = {key: four.get(key, 0) for key in counted}
+    assert operators <= OPERATORS_PER_LAYER
+    assert found == {
+        "uploads": UPLOADS[name],
+        "downloads": DOWNLOADS,
+        "synchronizations": 0,
+        "reads on the host": 0,
+        "waits": 1,
+    }, "launching never waits for the device; its result waits once"

@@ -1,0 +1,132 @@
+"""A step that runs out of device memory: alone in its group a rank answers, and the same rows can be planned again."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.parallel.context import ParallelContext
+from tandem.parallel.mesh import Mesh
+from tandem.workers.messages.step import RowInit, RowWork, StepPlan, StepResult
+from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.rank.kv_cache import KVCache
+from tandem.workers.rank.model_runner import OUT_OF_MEMORY, ModelRunner
+from tandem.workers.rank.row_table import RowTable
+from tandem.workers.sampling.sampler import NOT_FINITE
+from tests.support.faulty_model import Fault, FaultyModel
+from tests.unit.rank.test_model_runner import GREEDY, VOCAB, HashDecoder, expected
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2]
+FAULTS: list[Fault] = ["out of memory at once", "out of memory at the end"]
+
+
+class Planner:
+    """Plans of one row on one rank, as an engine makes them."""
+
+    def __init__(self, faults: dict[int, Fault], context: ParallelContext | None = None) -> None:
+        self.kv = KVCache.allocate(1, 16, 4, 1, 1, torch.float32, cpu_platform())
+        table = RowTable(2, 60, 4, VOCAB)
+        model: Any = FaultyModel(HashDecoder(), faults)
+        self.runner = ModelRunner(model, context or ParallelContext.single(), self.kv, table, cpu_platform())
+        self.step_id = self.known_failure = 0
+
+    def step(self, num_tokens: int, samples: bool, *, ignorant: bool = False, **plan: Any) -> StepResult:
+        """ignorant: the plan was made before the failure that arrived last."""
+        self.step_id += 1
+        first = "new_rows" in plan
+        work = RowWork(row=0, num_tokens=num_tokens, samples=samples, new_block_ids=[5, 2, 7] if first else [])
+        known = 0 if ignorant else self.known_failure
+        made = StepPlan(step_id=self.step_id, work=[work], known_failure=known, **plan)
+        result = self.runner.launch(made).result()
+        assert result is not None and result.step_id == self.step_id
+        if result.failure is not None:
+            assert result.rows == []
+            self.known_failure = self.step_id
+        return result
+
+    def tokens(self, count: int) -> Iterator[int]:
+        for _ in range(count):
+            (row,) = self.step(1, True).rows
+            yield row.token_ids[0]
+
+
+def bind() -> list[RowInit]:
+    return [RowInit(row=0, token_ids=PROMPT, prompt_len=len(PROMPT), num_computed=0, sampling=GREEDY)]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_prefill_chunk_is_planned_again_in_halves(fault: Fault) -> None:
+    planner = Planner({0: fault})
+    failure = planner.step(7, True, new_rows=bind()).failure
+    assert failure is not None and failure.startswith(f"{OUT_OF_MEMORY} in step 1")
+    assert planner.step(3, False).rows == []
+    (first,) = planner.step(4, True).rows
+    assert [*first.token_ids, *planner.tokens(3)] == expected(PROMPT, 4)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_decode_is_planned_again(fault: Fault) -> None:
+    planner = Planner({2: fault})
+    tokens = planner.step(7, True, new_rows=bind()).rows[0].token_ids + list(planner.tokens(1))
+    assert planner.step(1, True).failure is not None
+    assert tokens + list(planner.tokens(2)) == expected(PROMPT, 4)
+
+
+def test_plans_made_in_ignorance_of_the_failure_fail_too_and_later_ones_run() -> None:
+    planner = Planner({1: "out of memory at the end"})
+    tokens = planner.step(7, True, new_rows=bind()).rows[0].token_ids
+    planner.step(1, True)
+    late = planner.step(1, True, ignorant=True)
+    assert late.failure == "planned before the failure of step 2 was known"
+    assert tokens + list(planner.tokens(3)) == expected(PROMPT, 4)
+
+
+def test_blocks_of_a_plan_made_in_ignorance_are_cleaned_and_copied_before_its_answer() -> None:
+    """Afterwards they may be given to a load, whose bytes nothing may overwrite."""
+    planner = Planner({0: "out of memory at once"})
+    planner.kv.slab.fill_(3.0)
+    planner.step(7, True, new_rows=bind())
+    assert planner.step(1, True, ignorant=True, block_copies=[(1, 9)]).failure is not None
+    assert planner.kv.slab[:, 9].eq(3.0).all() and planner.kv.slab[:, 5].eq(0.0).all(), "copied, and cleaned"
+    planner.kv.slab[:, 9] = 8.0  # a load
+    (first,) = planner.step(7, True).rows
+    assert planner.kv.slab[:, 9].eq(8.0).all() and first.token_ids == expected(PROMPT, 1)
+
+
+def test_a_rank_without_memory_for_a_copy_of_blocks_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(self: KVCache, pairs: list[tuple[int, int]]) -> None:
+        raise torch.OutOfMemoryError("no room for a copy")
+
+    monkeypatch.setattr(KVCache, "copy", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        Planner({}).step(7, True, new_rows=bind(), block_copies=[(1, 9)])
+
+
+def test_loads_that_a_failed_step_awaited_are_awaited_by_the_next() -> None:
+    planner, awaited = Planner({0: "out of memory at once"}), []
+
+    class Gate:
+        def in_turn(self, layers: Any, tickets: Any) -> Any:
+            awaited.append(list(tickets))
+            return layers
+
+    planner.runner.gate = Gate()  # type: ignore[assignment]
+    planner.step(7, True, new_rows=bind(), awaits=[4])
+    planner.step(7, True)
+    planner.step(1, True)
+    assert awaited == [[4], [4]]
+
+
+def test_with_peers_the_rank_ends_and_says_why() -> None:
+    planner = Planner({0: "out of memory at once"}, ParallelContext(Mesh(2, 1, 0)))
+    with pytest.raises(torch.OutOfMemoryError, match=f"^{OUT_OF_MEMORY} in step 1"):
+        planner.step(7, True, new_rows=bind())
+
+
+@pytest.mark.parametrize("forward", [0, 1], ids=["prefill", "decode"])
+def test_nan_is_the_rows_own_error(forward: int) -> None:
+    planner = Planner({forward: "nan"})
+    results = [planner.step(7, True, new_rows=bind()), planner.step(1, True)]
+    assert [result.rows[0].error for result in results] == [NOT_FINITE if n == forward else None for n in range(2)]
+    assert all(result.failure is None for result in results)

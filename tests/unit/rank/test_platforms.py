@@ -1,0 +1,159 @@
+"""Platforms without their devices: what a rank on CUDA asks torch for, which memory is pinned, which kernels are
+warm."""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.configs.schema import DeviceSettings, EngineSettings, ModelSettings
+from tandem.offload.copies.host_slab import HostSlab
+from tandem.parallel import groups
+from tandem.parallel.linear import LinearPart, Shard
+from tandem.workers.attention.pieces import WORKSPACE_BYTES
+from tandem.workers.attention.torch_sdpa import TorchAttention
+from tandem.workers.lora.device.layout import ShardShape
+from tandem.workers.lora.device.lora_layers import LoraLayers
+from tandem.workers.lora.device.slab import AdapterSlab
+from tandem.workers.planning.budget import ATTENTION_BYTES
+from tandem.workers.platforms.base import Platform
+from tandem.workers.platforms.cpu import HostAccelerator, cpu_platform
+from tandem.workers.platforms.cuda import CudaAccelerator, in_one_copy, open_platform
+from tests.support.traced_accelerator import TracedAccelerator
+
+SETTINGS = EngineSettings(model=ModelSettings(model="m"))
+
+
+class Asked:
+    """torch.cuda of a machine with two devices; notes what is asked of which."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        for name in ("set_device", "Stream", "current_stream", "synchronize"):
+            monkeypatch.setattr(torch.cuda, name, lambda device, name=name: self.calls.append((name, device)))
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
+    threads, cudnn = torch.get_num_threads(), torch.backends.cuda.cudnn_sdp_enabled()
+    yield Asked(monkeypatch)
+    torch.set_num_threads(threads)
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+
+
+@pytest.fixture
+def cuda(asked: Asked) -> Platform:
+    return open_platform(SETTINGS, rank=3, ranks_on_node=4)
+
+
+def test_a_rank_on_cuda_activates_its_own_device(asked: Asked, cuda: Platform) -> None:
+    """A process may see several: without it Triton launches on device 0, and pinning opens a context there."""
+    device = torch.device("cuda", 1)
+    assert cuda.device == device and asked.calls == [("set_device", device)]
+    assert isinstance(cuda.accelerator, CudaAccelerator)
+    cuda.accelerator.stream(), cuda.accelerator.current_stream(), cuda.accelerator.synchronize()
+    assert [name for name, _ in asked.calls] == ["set_device", "Stream", "current_stream", "synchronize"]
+    assert all(on == device for _, on in asked.calls), "streams are asked for with their device"
+
+
+def test_attention_on_cuda_is_bounded_and_not_cudnns(cuda: Platform) -> None:
+    backend = cuda.attention(torch.bfloat16, 128)
+    assert isinstance(backend, TorchAttention) and backend._is_bounded
+    assert WORKSPACE_BYTES == ATTENTION_BYTES, "what the planner counts"
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert not cuda.packs(torch.bfloat16) and cuda.backend.name == "nccl" and cuda.memory is not None
+
+
+def test_cpu_is_taken_when_asked_for(asked: Asked) -> None:
+    settings = EngineSettings(model=ModelSettings(model="m"), device=DeviceSettings(device="cpu", cpu_threads=1))
+    platform = open_platform(settings, 0, 1)
+    assert platform.name == "cpu" and platform.memory is None and asked.calls == []
+
+
+def test_collectives_are_bound_to_the_ranks_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "elsewhere")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    groups.use_interface("eth7")
+    assert {groups.os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")} == {"eth7"}
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "the user's")
+    groups.use_interface("eth7")
+    assert groups.os.environ["NCCL_SOCKET_IFNAME"] == "the user's"
+
+
+def test_a_slab_pins_its_own_bytes_and_no_more() -> None:
+    accelerator = TracedAccelerator()
+    with accelerator.tracing():
+        slab = HostSlab.allocate(3, 5000, accelerator)
+        assert list(accelerator.pinned.values()) == [15_000]
+        slab.close()
+        slab.close()
+        assert not accelerator.pinned
+
+
+def test_arrays_of_one_copy_are_aligned() -> None:
+    arrays = [np.arange(length, dtype=dtype) for length, dtype in ((3, np.int64), (5, np.int32), (1, np.int32))]
+    tensors = in_one_copy(HostAccelerator(), arrays)
+    assert [tensor.data_ptr() % 16 for tensor in tensors] == [tensors[0].data_ptr() % 16] * 3
+    assert [tensor.tolist() for tensor in tensors] == [array.tolist() for array in arrays]
+
+
+def test_triton_kernels_are_not_compiled_again_for_other_numbers() -> None:
+    pytest.importorskip("triton")
+    from tandem.workers.kernels.triton import triton_lora
+
+    kernels = [triton_lora.shrink_tokens, triton_lora.expand_tokens, triton_lora.shrink_tiles, triton_lora.expand_tiles]
+    for kernel in kernels:
+        params = {param.name: param for param in kernel.params}
+        changing = set(triton_lora.CHANGING) & set(params)
+        assert changing and all(params[name].do_not_specialize for name in changing)
+        assert params["slots"].do_not_specialize_on_alignment
+        left = {name for name, p in params.items() if not (p.do_not_specialize or p.is_constexpr)}
+        stable = {"slab", "shrunk", "room", "x", "y", "slots"}
+        assert {name for name in left - stable if not name.startswith(("a_rows", "b_rows", "ranks", "scales"))} == set()
+    source = inspect.getsource(triton_lora)
+    assert source.count("enable_fp_fusion=FP_FUSION") == len(kernels)
+
+
+class Recorder:
+    """LoraOps that notes tokens and inputs of every call."""
+
+    warm_up_tokens = (1, 257)
+
+    def __init__(self) -> None:
+        self.calls: set[tuple[int, int]] = set()
+
+    def add(self, y_TO: Any, x_TI: Any, slab: Any, projections: Any, rows: Any) -> None:
+        self.calls.add((len(x_TI), projections[0].inputs))
+
+
+def test_both_paths_of_every_layer_and_of_the_embedding_are_warm() -> None:
+    pytest.importorskip("triton")
+    from tandem.workers.kernels.triton.triton_lora import TOKEN_STEP, TritonLora
+
+    assert min(TritonLora.warm_up_tokens) <= TOKEN_STEP < max(TritonLora.warm_up_tokens)
+    parts = [
+        LinearPart("q", Shard(16, 0, 16), Shard(32, 0, 32)),
+        LinearPart("table", Shard(20, 0, 20), Shard(16, 0, 16)),
+    ]
+    slab = AdapterSlab(ShardShape.of(parts, 8), 3, torch.float32, cpu_platform(), with_identity=True)
+    recorder = Recorder()
+    layers = LoraLayers(slab, recorder)
+    layers.head(0, 1)
+    layers.embedding(1, 2)
+    layers.warm_up()
+    assert recorder.calls == {(tokens, inputs) for tokens in (1, 257) for inputs in (16, 8)}
+
+
+def test_tables_hold_a_slot_for_every_page_and_begin_aligned() -> None:
+    parts = [LinearPart(f"{n}", Shard(16, 0, 16), Shard(32, 0, 32)) for n in range(3)]
+    slab = AdapterSlab(ShardShape.of(parts, 3), 5, torch.float32, cpu_platform())
+    first = slab.tables[0]
+    for table in slab.tables:
+        for name in ("a_rows", "b_rows", "ranks", "scales"):
+            tensor, start = getattr(table, name), getattr(first, name)
+            assert tensor.shape[0] >= 5 and (tensor.data_ptr() - start.data_ptr()) % 16 == 0, name

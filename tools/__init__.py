@@ -1,0 +1,1 @@
+"""Scripts for those who build Tandem; nothing in the product imports them."""

@@ -1,0 +1,1 @@
+"""Training of the bundled demo model and its adapters: corpus, tokenizer, training, evaluation."""

@@ -1,0 +1,121 @@
+"""Paged attention on CPU: a compiled decode kernel that reads the cache in place; matmuls (bf16) or SDPA for prefill.
+
+Chosen by workers/platforms/cpu.py where the kernels can be compiled; torch_sdpa.py is the twin that needs
+no compiler. The cache may have any dtype that kernel and store were compiled for. Shapes as in backend.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from tandem.workers.attention.backend import AttentionStep
+from tandem.workers.attention.chunks import Chunk, ChunkAttention, Gatherer, SdpaChunks, chunk_of
+from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.kernels.cpu.cpu_chunk_attention import CpuChunkAttention
+from tandem.workers.kernels.cpu.cpu_decode_attention import CpuDecodeAttention, DecodeWork, Rows
+from tandem.workers.kernels.kv_store import KVStore, LayerKV
+
+
+class CpuAttention:
+    """The backend. It keeps scratch memory between steps, so one instance serves one decoder on one thread."""
+
+    name = "cpu-paged"
+
+    def __init__(self, kernel: CpuDecodeAttention, store: KVStore, chunk_kernel: CpuChunkAttention | None) -> None:
+        self._kernel = kernel
+        self._store = store
+        self._chunk_kernel = chunk_kernel
+        self._gatherer = Gatherer(store)
+
+    def prepare(self, batch: ForwardBatch) -> AttentionStep:
+        return _CpuStep(batch, self._kernel, self._store, self._chunk_kernel or SdpaChunks(), self._gatherer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The grouping of a step's rows under one window."""
+
+    decodes: DecodeWork | None
+    chunks: list[Chunk]
+
+
+class _CpuStep:
+    """One step; layouts are made once per distinct window and shared by all layers."""
+
+    def __init__(
+        self,
+        batch: ForwardBatch,
+        kernel: CpuDecodeAttention,
+        store: KVStore,
+        chunk_attention: ChunkAttention,
+        gatherer: Gatherer,
+    ) -> None:
+        self._batch = batch
+        self._kernel = kernel
+        self._store = store
+        self._chunk_attention = chunk_attention
+        self._gatherer = gatherer
+        self._layouts: dict[int | None, _Layout] = {}
+        self._heads: Sequence[int] = ()
+
+    def forward(
+        self,
+        q_TND: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        kv: LayerKV,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        batch = self._batch
+        self._store.write(k_TKD, v_TKD, kv, batch.slot_mapping_T)
+        layout = self._layouts.get(window)
+        if layout is None:
+            layout = self._layouts[window] = self._lay_out(window, kv.keys.dtype is k_TKD.dtype)
+            self._heads = q_TND.shape[1:]
+            self._reserve(layout)
+        out_TND = torch.empty(q_TND.shape, dtype=q_TND.dtype)
+        if layout.decodes is not None:
+            self._kernel.attend(q_TND, kv, out_TND, layout.decodes, scale)
+        for chunk in layout.chunks:
+            k_JKD, v_JKD = self._gatherer.context(chunk, k_TKD, v_TKD, kv)
+            own = slice(chunk.start, chunk.stop)
+            out_TND[own] = self._chunk_attention.attend(q_TND[own], k_JKD, v_JKD, scale, window)
+        return out_TND
+
+    def set_batch(self, batch: ForwardBatch) -> None:
+        assert not any(layout.chunks for layout in self._layouts.values())
+        self._batch = batch
+        for window, layout in self._layouts.items():
+            if layout.decodes is not None:
+                layout.decodes.set_rows(_decodes(batch, window), batch.block_table_RN, batch.block_size)
+                self._reserve(layout)
+
+    def _reserve(self, layout: _Layout) -> None:
+        if layout.decodes is not None:
+            self._kernel.reserve(layout.decodes, *self._heads)
+
+    def _lay_out(self, window: int | None, is_exact: bool) -> _Layout:
+        """Sorts the rows of a step into decodes and prefill chunks."""
+        batch = self._batch
+        starts = accumulate(batch.query_lens_list, initial=0)
+        chunks = [
+            chunk_of(batch, row, start, window, is_exact)
+            for row, (start, num_queries) in enumerate(zip(starts, batch.query_lens_list, strict=False))
+            if num_queries != 1
+        ]
+        decodes = _decodes(batch, window)
+        return _Layout(DecodeWork(decodes, batch.block_table_RN, batch.block_size) if decodes else None, chunks)
+
+
+def _decodes(batch: ForwardBatch, window: int | None) -> Rows:
+    """Returns the rows with one query."""
+    starts = accumulate(batch.query_lens_list, initial=0)
+    rows = zip(starts, batch.query_lens_list, batch.seq_lens_list, strict=False)
+    return [
+        (row, start, 0 if window is None else max(0, seq_len - window), seq_len)
+        for row, (start, num_queries, seq_len) in enumerate(rows)
+        if num_queries == 1
+    ]

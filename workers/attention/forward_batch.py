@@ -1,0 +1,41 @@
+"""ForwardBatch: the tensors of one step, as the decoder and the attention backends read them.
+
+Built by workers/rank/batch.py from a StepPlan and the rank's own row tables; read, and never changed, by workers/models
+and workers/attention. T tokens of the step, R rows, S rows that sample, N blocks of the longest row.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from tandem.workers.kernels.lora_ops import AdapterRows
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """One step's inputs. Lists mirror the tensors for host-side loops (CPU attention), so that no sync is needed.
+
+    input_ids_T, positions_T: int64. slot_mapping_T: int64, the slot of each token's KV, block id * block size + offset.
+    query_starts: int32 [R + 1], row r's tokens are query_starts[r]:query_starts[r + 1]. seq_lens: int32 [R], known
+    tokens whose KV exists after this step (a row's context is seq_lens[r], and its queries are the last ones).
+    block_table_RN: int32, a short row padded with its own first block. logits_rows_S: int64, indices into T of the
+    logits to compute, in plan order. adapters: the adapter of each token, None without any; sample_adapters: the same
+    for the rows S.
+    """
+
+    input_ids_T: torch.Tensor
+    positions_T: torch.Tensor
+    slot_mapping_T: torch.Tensor
+    query_starts: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table_RN: torch.Tensor
+    logits_rows_S: torch.Tensor
+    query_lens_list: list[int]
+    seq_lens_list: list[int]
+    block_size: int
+    adapters: AdapterRows | None = None
+    sample_adapters: AdapterRows | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.input_ids_T.shape[0])

@@ -1,0 +1,117 @@
+"""Attention of one row over a context of any length in bounded memory: keys and values pass by in pieces.
+
+The running softmax of FlashAttention (Dao et al. 2022) in torch operations. For devices on which no kernel attends with
+a mask in bounded memory. Scores are products in float32: rounded before the softmax they would be off by percents. At
+once there are a piece of GATHER_BYTES of keys and values, its keys in float32, three arrays of SCORE_BYTES and float32
+sums of the chunk's size: WORKSPACE_BYTES beside these sums, whatever the context. T tokens of the chunk, J
+positions of a piece, N query heads, K KV heads, G = N / K, D head dim.
+"""
+
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+
+from tandem.workers.attention.chunks import Chunk, Gatherer
+from tandem.workers.kernels.kv_store import LayerKV
+
+GATHER_BYTES: Final = 16 * 2**20
+"""Keys and values that are gathered at once."""
+SCORE_BYTES: Final = 64 * 2**20
+"""Scores in float32, with or without a kernel of torch's own that keeps them."""
+WORKSPACE_BYTES: Final = 2 * GATHER_BYTES + 3 * SCORE_BYTES
+
+
+def piece_blocks(kv: LayerKV, dtype: torch.dtype) -> int:
+    """The number of blocks whose keys and values, in `dtype`, take at most GATHER_BYTES; at least one."""
+    return max(1, GATHER_BYTES // (2 * kv.keys[0].numel() * dtype.itemsize))
+
+
+def scores_fit(num_tokens: int, context_len: int, num_heads: int) -> bool:
+    """Whether all scores of a chunk take at most SCORE_BYTES."""
+    return num_tokens * context_len * num_heads * 4 <= SCORE_BYTES
+
+
+def context_pieces(
+    gatherer: Gatherer, chunk: Chunk, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv: LayerKV
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields (k_JKD, v_JKD) of the chunk's context in order, each valid until the next."""
+    blocks, block_size = piece_blocks(kv, k_TKD.dtype), kv.keys.shape[1]
+    step = blocks * block_size
+    for start in range(0, chunk.context_len, step):
+        stop = min(start + step, chunk.context_len)
+        if chunk.block_ids is None:
+            own = slice(chunk.start + start, chunk.start + stop)
+            yield k_TKD[own], v_TKD[own]
+        else:
+            ids = chunk.block_ids[start // block_size : -(-stop // block_size)]
+            k_BSKD, v_BSKD = gatherer.blocks(kv, ids, k_TKD.dtype)
+            yield k_BSKD.flatten(0, 1)[: stop - start], v_BSKD.flatten(0, 1)[: stop - start]
+
+
+def attend_in_pieces(
+    q_TND: torch.Tensor,
+    pieces: Iterator[tuple[torch.Tensor, torch.Tensor]],
+    context_len: int,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Returns out_TND; the chunk's tokens are the last T of the context's positions."""
+    tokens, heads, dim = q_TND.shape
+    sums_KGTD: torch.Tensor | None = None
+    first = 0
+    for k_JKD, v_JKD in pieces:
+        length, kv_heads, _ = k_JKD.shape
+        group = heads // kv_heads
+        q_KGTD = q_TND.view(tokens, kv_heads, group, dim).permute(1, 2, 0, 3)
+        if sums_KGTD is None:
+            sums_KGTD = q_TND.new_zeros((kv_heads, group, tokens, dim), dtype=torch.float32)
+            most_KGT = torch.full_like(sums_KGTD[..., 0], float("-inf"))
+            total_KGT = torch.zeros_like(most_KGT)
+        k_KJD, v_KJD = k_JKD.transpose(0, 1), v_JKD.transpose(0, 1)
+        rows = max(1, SCORE_BYTES // (heads * length * 4))
+        for start in range(0, tokens, rows):
+            own = slice(start, min(start + rows, tokens))
+            seen_TJ = _seen(own, context_len - tokens, first, length, window, q_TND.device)
+            _add_tile(
+                q_KGTD[:, :, own], k_KJD, v_KJD, seen_TJ, scale,
+                sums_KGTD[:, :, own], most_KGT[:, :, own], total_KGT[:, :, own],
+            )  # fmt: skip
+        first += length
+    assert sums_KGTD is not None, "a context without tokens"
+    return (sums_KGTD / total_KGT[..., None]).permute(2, 0, 1, 3).reshape(q_TND.shape).to(q_TND.dtype)
+
+
+def _seen(own: slice, before: int, first: int, length: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """[T, J]: which positions of the piece that begins at `first` the chunk's tokens `own` attend to."""
+    position_T1 = torch.arange(before + own.start, before + own.stop, device=device)[:, None]
+    position_J = torch.arange(first, first + length, device=device)
+    seen_TJ = position_J <= position_T1
+    if window is not None:
+        seen_TJ &= position_J > position_T1 - window
+    return seen_TJ
+
+
+def _add_tile(
+    q_KGTD: torch.Tensor,
+    k_KJD: torch.Tensor,
+    v_KJD: torch.Tensor,
+    seen_TJ: torch.Tensor,
+    scale: float,
+    sums_KGTD: torch.Tensor,
+    most_KGT: torch.Tensor,
+    total_KGT: torch.Tensor,
+) -> None:
+    """Adds a piece to the running sums, in place, rescaled to the greatest score so far."""
+    kv_heads, group, tokens, dim = q_KGTD.shape
+    q_KMD = q_KGTD.reshape(kv_heads, group * tokens, dim).float()
+    scores_KGTJ = (q_KMD @ k_KJD.float().transpose(1, 2)).view(kv_heads, group, tokens, -1).mul_(scale)
+    scores_KGTJ.masked_fill_(~seen_TJ, float("-inf"))
+    new_most_KGT = torch.maximum(most_KGT, scores_KGTJ.amax(-1))
+    base_KGT = new_most_KGT.masked_fill(new_most_KGT == float("-inf"), 0.0)  # nothing seen yet
+    weights_KGTJ = scores_KGTJ.sub_(base_KGT[..., None]).exp_()
+    kept_KGT = (most_KGT - base_KGT).exp_()
+    total_KGT.mul_(kept_KGT).add_(weights_KGTJ.sum(-1))
+    parts_KMD = weights_KGTJ.view(kv_heads, group * tokens, -1).to(v_KJD.dtype) @ v_KJD
+    sums_KGTD.mul_(kept_KGT[..., None]).add_(parts_KMD.view(kv_heads, group, tokens, dim))
+    most_KGT.copy_(new_most_KGT)

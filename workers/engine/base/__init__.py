@@ -1,0 +1,1 @@
+"""Sequences, the requests they came from, and counts."""

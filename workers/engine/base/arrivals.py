@@ -1,0 +1,68 @@
+"""Creates the sequences of an accepted request, one for each choice, and ends choices that need no step.
+
+Called by the engine; the scheduler decides when they run.
+"""
+
+from tandem.workers.engine.base.sequence import RequestState, Sequence
+from tandem.workers.engine.blocks.block_manager import BlockManager
+from tandem.workers.messages.request import FinishReason, GenerationRequest, TokenDelta
+
+
+class Arrivals:
+    """Factory of RequestState, which numbers requests in order of arrival. max_len: most tokens of a sequence."""
+
+    def __init__(self, manager: BlockManager, eos_token_ids: frozenset[int], max_len: int) -> None:
+        self._manager = manager
+        self._eos = eos_token_ids
+        self._max_len = max_len
+        self._count = 0
+
+    def state_of(self, request: GenerationRequest, arrival_s: float) -> RequestState:
+        """Returns the request's state with all its choices. arrival_s: of the engine's clock."""
+        state = RequestState(request, arrival_s)
+        state.sequences = [self._choice(state, choice) for choice in range(request.sampling.n)]
+        state.num_live = request.sampling.n
+        self._count += 1
+        return state
+
+    def _choice(self, state: RequestState, choice: int) -> Sequence:
+        request, params = state.request, state.request.sampling
+        prompt = request.prompt_token_ids
+        resumed = request.resume_token_ids[choice] if request.resume_token_ids else []
+        eos = frozenset() if params.ignore_eos else self._eos
+        digest = None if request.adapter is None else request.adapter.digest
+        return Sequence(
+            state=state,
+            choice=choice,
+            tokens=[*prompt, *resumed],
+            prompt_len=len(prompt),
+            max_len=min(len(prompt) + params.max_tokens, self._max_len),
+            min_len=len(prompt) + params.min_tokens,
+            stop_ids=eos.union(params.stop_token_ids),
+            order=(request.priority, self._count, choice),
+            table=self._manager.new_table(digest, request.cache_salt),
+            adapter=digest,
+            num_known=len(prompt) + len(resumed),
+            num_charged=len(prompt) + len(resumed),
+        )
+
+
+def end_of(seq: Sequence) -> FinishReason | None:
+    """Returns why a resumed choice needs no further token, None if it needs one."""
+    if seq.num_output and seq.tokens[-1] in seq.stop_ids and len(seq.tokens) >= seq.min_len:
+        return "stop"
+    return "length" if len(seq.tokens) >= seq.max_len else None
+
+
+def closing_delta(seq: Sequence, reason: FinishReason) -> TokenDelta:
+    """Returns the only delta of a choice that was complete when it was resumed."""
+    state = seq.state
+    return TokenDelta(
+        request_id=state.request.request_id,
+        attempt=state.request.attempt,
+        choice=seq.choice,
+        first_position=seq.num_output,
+        token_ids=[],
+        finish_reason=reason,
+        usage=state.usage() if state.num_live == 0 else None,
+    )

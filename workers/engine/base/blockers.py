@@ -1,0 +1,28 @@
+"""Blocker and Event: what waiting sequences wait for, and the news that it has come. See waiting/waiting_queue.py."""
+
+from collections.abc import Hashable
+from enum import Enum
+from typing import NamedTuple
+
+from tandem.workers.messages.transfer import Failure
+
+
+class Blocker(Enum):
+    """A reason to wait, with its key.
+
+    FORK: the RequestState whose prompt another choice computes. ADAPTER: the digest of an adapter that is not on the
+    device. KV: the ticket of a transfer. TURN: the digest of an adapter that has no place in the step.
+    """
+
+    FORK = "fork"
+    ADAPTER = "adapter"
+    KV = "kv"
+    TURN = "turn"
+
+
+class Event(NamedTuple):
+    """Something that sequences may wait for has come, or never will (failure)."""
+
+    blocker: Blocker
+    key: Hashable
+    failure: Failure | None = None

@@ -1,0 +1,144 @@
+"""State of one request and of each of its choices. Mutable, owned by the engine's thread.
+
+Token counts of a sequence (positions from 0):
+
+    0 ........ num_computed ....... num_scheduled ....... len(tokens) ......... num_known
+      KV done,             KV in plans             known, not yet       samples in flight: a plan will
+      result applied       in flight               scheduled            have produced these tokens
+
+Every step closes a part of num_known - num_scheduled; prefill and decode differ in nothing else.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from tandem.workers.engine.blocks.block_manager import BlockTable
+from tandem.workers.messages.request import Ended, FinishReason, GenerationRequest, Usage
+from tandem.workers.messages.step import RowSampling
+
+
+class Status(Enum):
+    """State of a sequence (docs/architecture.md): it waits (for what: waiting_queue.py), has a row, or has ended."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One choice of a request.
+
+    tokens: prompt, then output. max_len: len(tokens) at which it ends with "length" (max_tokens, context or KV pool).
+    min_len: len(tokens) below which no stop id ends it. order: (priority, arrival, choice), the smaller the earlier.
+    adapter: digest of its LoRA adapter. row: its row in the ranks' tables while RUNNING, else -1. num_known,
+    num_scheduled, num_computed: see the module. num_sent: leading tokens that the ranks know (PP > 1). bound_step: the
+    first plan of its present or last row, 0: it never had one. last_step: the newest plan that names it. num_loads:
+    waits for a lower tier since it last lost its blocks. void_until: results of plans up to this one are discarded,
+    because KV that they used did not arrive. num_charged: leading tokens that its tenant was charged for or never will
+    be. kept: output tokens that are billed; None: all.
+    """
+
+    state: "RequestState"
+    choice: int
+    tokens: list[int]
+    prompt_len: int
+    max_len: int
+    min_len: int
+    stop_ids: frozenset[int]
+    order: tuple[int, int, int]
+    table: BlockTable
+    adapter: str | None = None
+    status: Status = Status.WAITING
+    row: int = -1
+    num_known: int = 0
+    num_scheduled: int = 0
+    num_computed: int = 0
+    num_sent: int = 0
+    bound_step: int = 0
+    last_step: int = 0
+    num_loads: int = 0
+    void_until: int = 0
+    num_charged: int = 0
+    last_token_s: float | None = None
+    finish_reason: FinishReason | None = None
+    kept: int | None = None
+
+    @property
+    def tenant(self) -> str:
+        return self.state.request.tenant
+
+    @property
+    def num_output(self) -> int:
+        """Tokens generated so far, by an earlier group too."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def num_billed(self) -> int:
+        """Output tokens that the request is billed for."""
+        return self.num_output if self.kept is None else self.kept
+
+    def row_sampling(self) -> RowSampling:
+        """Returns the sampling parameters for the ranks; the ids masked before min_tokens are those that end it."""
+        params = self.state.request.sampling
+        return RowSampling(
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            seed=params.seed or 0,
+            choice=self.choice,
+            min_tokens=params.min_tokens,
+            stop_token_ids=tuple(sorted(self.stop_ids)),
+            logprobs=params.logprobs,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            logit_bias=params.logit_bias,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """One accepted request.
+
+    arrival_s: of the engine's clock. num_live: choices that are not FINISHED. admitted:
+    some choice has had a row. cached_tokens: prompt tokens found in the prefix cache.
+    """
+
+    request: GenerationRequest
+    arrival_s: float
+    sequences: list[Sequence] = field(default_factory=list)
+    num_live: int = 0
+    admitted: bool = False
+    cached_tokens: int = 0
+
+    def usage(self) -> Usage:
+        """Returns the billed counts so far: the prompt once, if a choice had a row here or elsewhere; kept output."""
+        is_begun = self.admitted or any(seq.num_output for seq in self.sequences)
+        return Usage(
+            prompt_tokens=len(self.request.prompt_token_ids) if is_begun else 0,
+            completion_tokens=sum(seq.num_billed for seq in self.sequences),
+            cached_tokens=self.cached_tokens,
+        )
+
+    def ended(self, refused: tuple[int, str, str | None, str] | None = None) -> Ended:
+        """Returns the end of the request, all of whose choices are FINISHED. refused: see Ended."""
+        reasons = [seq.finish_reason for seq in self.sequences]
+        assert all(reason is not None for reason in reasons), "a request ended before its choices"
+        return Ended(
+            request_id=self.request.request_id,
+            attempt=self.request.attempt,
+            positions=[seq.num_billed for seq in self.sequences],
+            finish_reasons=[reason for reason in reasons if reason is not None],
+            usage=self.usage(),
+            refused=refused,
+        )
+
+    def fork_source(self, num_tokens: int, done_step: int) -> Sequence | None:
+        """Returns a running choice whose first num_tokens tokens are computed, or None."""
+        # only one whose first plan has returned: the prefix that it found may still be loading, and the load may fail
+        for seq in self.sequences:
+            if seq.status is Status.RUNNING and seq.num_computed >= num_tokens and seq.bound_step <= done_step:
+                return seq
+        return None

@@ -1,0 +1,1 @@
+"""KV blocks: reference counts, prefix hits, copy-on-write."""

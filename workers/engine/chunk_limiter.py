@@ -1,0 +1,75 @@
+"""Limits the prefill tokens of a step so that decodes keep their inter-token bound, from measured step times.
+
+A step of n prefill tokens takes t(n): at least `base` (a step of decodes alone), then more with n. The smaller of two
+safe estimates counts:
+
+    slope   (bound - base) / s, s = (t - base) / n: exact while t is affine, however far below the last chunk
+    growth  n * bound / t of the last chunk: t(k n) <= k t(n) for k > 1, be t affine or flat until the device is full
+
+Averages are exponential and rise faster than they fall. Prefill chunks beside decodes are Sarathi-Serve's.
+Called by the scheduler (limit) and by the engine after each result (observe).
+"""
+
+from typing import Protocol
+
+RISE = 0.5
+FALL = 0.2
+MARGIN = 0.9
+FIRST_CHUNK = 64
+
+
+class ChunkLimiter(Protocol):
+    """Bound of the prefill tokens in a step that also has decodes."""
+
+    def limit(self) -> int: ...
+
+    def observe(self, prefill_tokens: int, device_s: float) -> None: ...
+
+
+class StepChunkLimiter:
+    """Keeps measured steps within bound_s seconds; never below min_chunk tokens, so that prefills always advance."""
+
+    def __init__(self, bound_s: float, min_chunk: int, max_chunk: int) -> None:
+        self._bound_s = bound_s * MARGIN
+        self._min_chunk = min(min_chunk, max_chunk)
+        self._max_chunk = max_chunk
+        self._base_s: float | None = None
+        self._per_token_s: float | None = None
+        self._growth = float(FIRST_CHUNK)
+
+    def limit(self) -> int:
+        """Returns the most prefill tokens for the next step; before any measurement, a small first chunk."""
+        tokens = self._growth
+        if self._per_token_s:
+            tokens = min(tokens, (self._bound_s - (self._base_s or 0.0)) / self._per_token_s)
+        return max(self._min_chunk, min(self._max_chunk, int(tokens)))
+
+    def observe(self, prefill_tokens: int, device_s: float) -> None:
+        """Notes one finished step. A chunk well below the limit (a prompt's last one) counts only if it was slow."""
+        if device_s <= 0.0:
+            return
+        if prefill_tokens == 0:
+            self._base_s = _follow(self._base_s, device_s)
+        elif 2 * prefill_tokens >= self.limit() or device_s > self._bound_s:
+            slope_s = max(0.0, device_s - (self._base_s or 0.0)) / prefill_tokens
+            self._per_token_s = _follow(self._per_token_s, slope_s)
+            self._growth = prefill_tokens * self._bound_s / device_s
+
+
+class NoChunkLimiter:
+    """No inter-token bound: the token budget alone limits a step."""
+
+    def __init__(self, max_chunk: int) -> None:
+        self._max_chunk = max_chunk
+
+    def limit(self) -> int:
+        return self._max_chunk
+
+    def observe(self, prefill_tokens: int, device_s: float) -> None:
+        """Measures nothing."""
+
+
+def _follow(average: float | None, value: float) -> float:
+    if average is None:
+        return value
+    return average + (RISE if value > average else FALL) * (value - average)

@@ -1,0 +1,1 @@
+"""Who waits for what: fair shares, adapters, max_loras."""

@@ -1,0 +1,216 @@
+"""FairQueue: when tenants compete, the tenant that was served least, by the cost of its tokens, is next.
+
+Virtual token counters (Sheng et al. 2024, "Fairness in Serving Large Language Models"): each tenant's counter grows by
+the cost of its work, divided by its weight; the least counter goes first, then priority, then arrival. A tenant that
+begins to wait is lifted to the least counter of those that wait, so that idling earns nothing. No rows or blocks are
+kept free for a tenant. With one tenant the order is that of arrival. Called by the scheduler; knows no clock.
+"""
+
+import heapq
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tandem.workers.engine.base.sequence import Sequence
+from tandem.workers.engine.waiting.arrival_queue import ArrivalQueue
+
+
+@dataclass(frozen=True)
+class TokenCosts:
+    """Cost of work, in computed prompt tokens. An output token takes a row for a whole step; an adapter that is
+    brought to the device makes others wait for the room that it takes."""
+
+    prompt: float = 1.0
+    output: float = 2.0
+    adapter_swap: float = 256.0
+
+
+@dataclass(slots=True, eq=False)
+class _Tenant:
+    """One tenant. counter: cost divided by weight, only grows. own: cost here since drain_charges(). waiting: its
+    sequences that are queued or blocked. listed: it has its one entry in the heap."""
+
+    name: str
+    number: int
+    weight: float
+    counter: float = 0.0
+    own: float = 0.0
+    output_tokens: int = 0
+    waiting: int = 0
+    listed: bool = False
+    queue: ArrivalQueue = field(default_factory=ArrivalQueue)
+
+
+class FairQueue:
+    """Order of the queued sequences over tenants; O(log n) each. Those blocked count as waiting and are not in the
+    order. The heap holds tenants by the counter that they had
+    when listed: as counters only grow, an outdated entry comes too early and is then put where it belongs."""
+
+    def __init__(self, costs: TokenCosts = TokenCosts()) -> None:
+        self._costs = costs
+        self._tenants: dict[str, _Tenant] = {}
+        self._weights: dict[str, float] = {}
+        self._heap: list[tuple[float, int, _Tenant]] = []
+        self._waiting: dict[Sequence, int | None] = {}
+        self._num_queued = 0
+        self._num_tokens = 0
+        self._idle_level = 0.0
+        self._last: _Tenant | None = None
+        self._remote: list[_Tenant] = []
+
+    # ---- the waiting queue's side ----
+
+    def push(self, seq: Sequence) -> None:
+        """Queues a sequence that is new or blocked."""
+        tenant = self._begin(seq)
+        assert self._waiting[seq] is None, "queued twice"
+        tenant.queue.push(seq)
+        self._waiting[seq] = len(seq.tokens)
+        self._num_tokens += len(seq.tokens)
+        self._num_queued += 1
+        if not tenant.listed:
+            tenant.listed = True
+            heapq.heappush(self._heap, (tenant.counter, tenant.number, tenant))
+
+    def block(self, seq: Sequence) -> None:
+        """Takes a sequence out of the order, if it is there; it counts as waiting for its tenant."""
+        self._unqueue(self._begin(seq), seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """Removes a waiting sequence."""
+        tenant = self._tenant(seq.tenant)
+        self._unqueue(tenant, seq)
+        del self._waiting[seq]
+        tenant.waiting -= 1
+        if not tenant.waiting:
+            self._last = tenant
+
+    def peek(self) -> Sequence | None:
+        """Returns the next of the queued sequences."""
+        tenant = self._first()
+        return None if tenant is None else tenant.queue.peek()
+
+    def __len__(self) -> int:
+        """The number of queued sequences."""
+        return self._num_queued
+
+    def is_queued(self, seq: Sequence) -> bool:
+        return self._waiting.get(seq) is not None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the queued sequences when they were pushed."""
+        return self._num_tokens
+
+    # ---- the scheduler's side ----
+
+    @property
+    def has_competing_tenants(self) -> bool:
+        """Whether the order depends on what running sequences have been charged."""
+        return len(self._heap) > 1
+
+    def charge(self, seq: Sequence, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
+        """Charges its tenant for computed tokens."""
+        tenant = self._tenant(seq.tenant)
+        tenant.output_tokens += output_tokens
+        cost = prompt_tokens * self._costs.prompt + output_tokens * self._costs.output
+        tenant.own += cost
+        tenant.counter += cost / tenant.weight
+
+    def counter(self, seq: Sequence) -> float:
+        """Returns the cost of what its tenant was served, divided by the tenant's weight."""
+        return self._tenant(seq.tenant).counter
+
+    # ---- the engine's side ----
+
+    def charge_swap(self, seq: Sequence) -> None:
+        """Charges the tenant of a sequence for which an adapter was loaded to the device."""
+        tenant = self._tenant(seq.tenant)
+        tenant.own += self._costs.adapter_swap
+        tenant.counter += self._costs.adapter_swap / tenant.weight
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Weights from now on, above 0; tenants that are not named have 1. What was charged stays as it is."""
+        assert all(weight > 0 for weight in weights.values()), "a weight is above 0"
+        self._weights = dict(weights)
+        for tenant in self._tenants.values():
+            tenant.weight = self._weights.get(tenant.name, 1.0)
+
+    def drain_charges(self) -> dict[str, float]:
+        """What tenants cost here since the last call, in prompt tokens, not divided by weights."""
+        charges = {tenant.name: tenant.own for tenant in self._tenants.values() if tenant.own}
+        for tenant in self._tenants.values():
+            tenant.own = 0.0
+        return charges
+
+    def merge_remote_charges(self, charges: Mapping[str, float]) -> None:
+        """Adds what tenants cost in other groups (their drain_charges) since the last call, so that it counts here too.
+        The tenants named in the last call are active in other groups, and count when a tenant that begins to wait is
+        lifted to the least counter."""
+        self._remote = [self._tenant(name) for name, cost in charges.items() if cost > 0]
+        for tenant in self._remote:
+            tenant.counter += charges[tenant.name] / tenant.weight
+
+    def output_tokens(self) -> dict[str, int]:
+        """Output tokens charged from the start, by tenant."""
+        return {tenant.name: tenant.output_tokens for tenant in self._tenants.values()}
+
+    def check_invariants(self) -> None:
+        """Asserts that each waiting sequence counts once, and that tenants with a queue are listed. O(sequences)."""
+        for tenant in self._tenants.values():
+            waiting = sum(seq.tenant == tenant.name for seq in self._waiting)
+            assert tenant.waiting == waiting, f"{tenant.name}: waiting is miscounted"
+            assert tenant.listed or not len(tenant.queue), f"{tenant.name} has a queue and is not listed"
+        queued = [tokens for tokens in self._waiting.values() if tokens is not None]
+        assert self._num_queued == len(queued) == sum(len(tenant.queue) for tenant in self._tenants.values())
+        assert self._num_tokens == sum(queued)
+        assert len(self._heap) == sum(tenant.listed for tenant in self._tenants.values())
+
+    # ---- inside ----
+
+    def _tenant(self, name: str) -> _Tenant:
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            tenant = _Tenant(name, len(self._tenants), self._weights.get(name, 1.0))
+            self._tenants[name] = tenant
+        return tenant
+
+    def _begin(self, seq: Sequence) -> _Tenant:
+        """The tenant of a sequence that waits, or begins to: one more then, lifted if it was the tenant's first."""
+        tenant = self._tenant(seq.tenant)
+        if seq not in self._waiting:
+            if not tenant.waiting:
+                tenant.counter = max(tenant.counter, self._level())
+            tenant.waiting += 1
+            self._waiting[seq] = None
+        return tenant
+
+    def _unqueue(self, tenant: _Tenant, seq: Sequence) -> None:
+        tokens = self._waiting[seq]
+        if tokens is not None:
+            tenant.queue.remove(seq)
+            self._waiting[seq] = None
+            self._num_tokens -= tokens
+            self._num_queued -= 1
+
+    def _level(self) -> float:
+        """The least counter of tenants queued here or active elsewhere; without any, that of the last to leave."""
+        first = self._first()
+        active = self._remote if first is None else [first, *self._remote]
+        if not active and self._last is not None:
+            active = [self._last]
+        if active:
+            self._idle_level = max(self._idle_level, min(tenant.counter for tenant in active))
+        return self._idle_level
+
+    def _first(self) -> _Tenant | None:
+        heap = self._heap
+        while heap:
+            counter, number, tenant = heap[0]
+            if not len(tenant.queue):
+                heapq.heappop(heap)
+                tenant.listed = False
+            elif counter != tenant.counter:
+                heapq.heapreplace(heap, (tenant.counter, number, tenant))
+            else:
+                return tenant
+        return None

@@ -1,0 +1,165 @@
+"""Detects frozen ranks (ProbeWatch) and ranks that make no progress (StepBound). Torch-free.
+
+Owned by rank_group.py. ProbeWatch probes every rank twice a second; rank_watch.py answers without the interpreter lock,
+so a rank is silent only when its process is stopped or its machine cannot be reached. StepBound is for ranks that live
+without progress (a collective that never completes), with room for the slowest real step. RunningClock leaves out the
+time in which this process was itself stopped. docs/decisions/004-step-progress.md says why there are two signals.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from tandem.workers.engine.base.running_clock import RunningClock
+from tandem.workers.messages.channel import bind_router
+from tandem.workers.messages.step import StepPlan
+
+log = logging.getLogger(__name__)
+
+PERIOD_S = 0.5
+FROZEN_AFTER_S = 5.0
+DOUBTFUL_AFTER_S = 2.0
+OnSilent = Callable[[str], None]
+
+
+class ProbeSilence:
+    """Seconds since each rank last answered, in time that this process ran. A rank counts from its first answer."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = RunningClock(clock, longest_tick_s=2 * PERIOD_S)
+        self._answered_s: dict[bytes, float] = {}
+
+    def tick(self) -> None:
+        """Advances the clock; call it before answered(), so that answers that waited unread count as of now."""
+        self._clock.tick()
+
+    def answered(self, name: bytes) -> None:
+        self._answered_s[name] = self._clock.now_s
+
+    def ranks(self) -> list[bytes]:
+        """Returns the ranks that have ever answered."""
+        return list(self._answered_s)
+
+    def longest(self) -> tuple[float, bytes]:
+        """Returns the longest silence in seconds and its rank; 0 before the first answer."""
+        now_s = self._clock.now_s
+        return max(((now_s - answered_s, name) for name, answered_s in self._answered_s.items()), default=(0.0, b""))
+
+
+class ProbeWatch:
+    """Probes from its creation until `context` is terminated or a rank is found frozen.
+
+    on_silent(message) is called once, on the watching thread. silent_s() may be read from any thread.
+    """
+
+    def __init__(
+        self, context: "zmq.Context[Any]", secret: str, host: str, on_silent: OnSilent, after_s: float = FROZEN_AFTER_S
+    ) -> None:
+        self._socket, self.endpoint = bind_router(context, secret, host)
+        self._on_silent = on_silent
+        self._after_s = after_s
+        self._silence = ProbeSilence()
+        self._silent_s = 0.0
+        threading.Thread(target=self._watch, name="tandem-probes", daemon=True).start()
+
+    def silent_s(self) -> float:
+        """The longest silence of a rank; 0 while it is within what a busy machine explains."""
+        return self._silent_s if self._silent_s >= DOUBTFUL_AFTER_S else 0.0
+
+    def _watch(self) -> None:
+        message: str | None = None
+        try:
+            while message is None:
+                message = self._probe_once()
+        except zmq.ContextTerminated:
+            return
+        except Exception as error:
+            log.exception("ranks are no longer probed")
+            message = f"ranks can no longer be probed: {error}"
+        finally:
+            self._socket.close(linger=0)
+        self._on_silent(message)
+
+    def _probe_once(self) -> str | None:
+        """Probes all ranks and listens for a period; returns a message about a frozen rank, or None."""
+        for name in self._silence.ranks():
+            try:
+                self._socket.send_multipart([name, b"?"], zmq.DONTWAIT)
+            except zmq.ContextTerminated:
+                raise
+            except zmq.ZMQError:
+                continue  # not connected any more: its silence counts
+        self._listen(PERIOD_S)
+        self._silence.tick()
+        self._listen(0.0)
+        self._silent_s, name = self._silence.longest()
+        if self._silent_s <= self._after_s:
+            return None
+        return (
+            f"rank {name.decode()} has given no sign of life for {self._silent_s:.0f} s: "
+            "it is stopped, or its machine cannot be reached"
+        )
+
+    def _listen(self, seconds: float) -> None:
+        deadline_s = time.monotonic() + seconds
+        while self._socket.poll(max(0, round((deadline_s - time.monotonic()) * 1000))):
+            self._silence.answered(self._socket.recv_multipart(zmq.NOBLOCK)[0])
+
+
+LEAST_S = 60.0
+MOST_S = 600.0
+MARGIN = 20.0
+BEYOND_SLOWEST = 3.0
+LONGEST_TICK_S = 1.0
+
+
+class StepBound:
+    """Bound of a step's time, in time that this process ran.
+
+    The bound is MARGIN x the slowest step so far, scaled up when the plan at the head has more tokens than that step
+    had; between LEAST_S and MOST_S (or BEYOND_SLOWEST x the slowest, when that is more); MOST_S before the first step.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = RunningClock(clock, LONGEST_TICK_S)
+        self._plans: deque[StepPlan] = deque()
+        self._began_s = 0.0
+        self._slowest_s = 0.0
+        self._slowest_tokens = 1
+
+    def submitted(self, plan: StepPlan) -> None:
+        if not self._plans:
+            self._began_s = self._clock.tick()
+        self._plans.append(plan)
+
+    def finished(self) -> StepPlan:
+        """Notes that a result has come; returns its plan."""
+        plan, now_s = self._plans.popleft(), self._clock.tick()
+        took_s, self._began_s = now_s - self._began_s, now_s
+        if took_s > self._slowest_s:
+            self._slowest_s, self._slowest_tokens = took_s, _tokens(plan)
+        return plan
+
+    def overdue_s(self) -> float | None:
+        """Returns the seconds that the oldest step has run, if that is too long. Called several times a second."""
+        now_s = self._clock.tick()
+        ran_s = now_s - self._began_s
+        if not self._plans or ran_s <= LEAST_S:
+            return None
+        return ran_s if ran_s > self.bound_s() else None
+
+    def bound_s(self) -> float:
+        """Returns the bound for the oldest plan in flight, in seconds."""
+        if self._slowest_s == 0.0 or not self._plans:
+            return MOST_S
+        expected_s = self._slowest_s * max(1.0, _tokens(self._plans[0]) / self._slowest_tokens)
+        return max(LEAST_S, min(MARGIN * expected_s, max(MOST_S, BEYOND_SLOWEST * self._slowest_s)))
+
+
+def _tokens(plan: StepPlan) -> int:
+    return max(1, sum(work.num_tokens for work in plan.work))

@@ -1,0 +1,97 @@
+"""Compiles the C kernels for this machine's CPU and loads them: a few seconds, once per user (kernel_cache.py).
+
+Called by the kernels' wrappers. Needs Linux and a C compiler (gcc or cc); without them, or when compilation fails, it
+returns None and callers use the torch twins. The library is built in memory, so a killed process leaves no partial
+file. OpenMP is the one that torch has loaded (same soname), so both share one thread pool.
+"""
+
+import ctypes
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from tandem.workers.kernels.cpu.kernel_cache import library_name, load_cached, store
+
+log = logging.getLogger(__name__)
+ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
+STORED = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.bfloat16: 3}
+CACHE_SOURCES = ("cpu_decode_attention.c", "cpu_kv_quant.c")
+SOURCES = (*CACHE_SOURCES, "cpu_chunk_attention.c", "cpu_fused_ops.c", "cpu_skinny_gemm.c")
+LORA_SOURCES = ("cpu_lora.c",)
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
+TIMEOUT_S = 60.0
+failures: list[str] = []
+"""Why libraries could not be compiled in this process, for `tandem doctor`."""
+
+
+@cache
+def cpu_library(dtype: torch.dtype, storage: torch.dtype | None = None) -> ctypes.CDLL | None:
+    """Returns the kernels for tensors of `dtype`; None when there are none for it or no compiler.
+
+    storage: the KV cache's dtype, if it differs; the library then has only the kernels that read the cache.
+    """
+    if storage is dtype:
+        return cpu_library(dtype)
+    return _compiled(SOURCES if storage is None else CACHE_SOURCES, dtype, storage)
+
+
+@cache
+def cpu_lora_library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """Returns the LoRA kernels for tensors of `dtype`; None as for cpu_library."""
+    # A separate library, so that a service without adapters does not wait for its compilation.
+    return _compiled(LORA_SOURCES, dtype, None)
+
+
+@cache
+def _warn_once(text: str) -> None:
+    log.warning(text)
+
+
+def _note_failure(words: str) -> None:
+    failures.append(words)
+    log.warning("the CPU kernels cannot be compiled, so torch computes, slower: %s", words)
+
+
+def _compiled(names: tuple[str, ...], dtype: torch.dtype, storage: torch.dtype | None) -> ctypes.CDLL | None:
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    folder = Path(__file__).parent / "src"
+    sources = [folder / name for name in names]
+    has_kernels = dtype in ELEMENTS and (storage is None or storage in STORED)
+    if sys.platform != "linux" or not has_kernels or not all(source.exists() for source in sources):
+        return None
+    if compiler is None:
+        _warn_once("there is no C compiler (gcc or cc): torch computes instead of kernels for this CPU, slower")
+        return None
+    types = (f"-DELEMENT={ELEMENTS[dtype]}", f"-DSTORED={0 if storage is None else STORED[storage]}")
+    arguments = [*FLAGS, *types, *names]
+    name = library_name(compiler, arguments, [*sources, *sorted(folder.glob("*.h"))])
+    cached = load_cached(name)
+    if cached is not None:
+        return cached
+    try:
+        built = os.memfd_create("tandem-kernels")
+    except OSError as error:  # a sandbox
+        _note_failure(str(error))
+        return None
+    library = f"/proc/self/fd/{built}"  # a path of the compiler's process, for the descriptor it inherits
+    command = [compiler, *FLAGS, *types, *map(str, sources), "-o", library, "-lm"]
+    try:
+        subprocess.run(
+            command, check=True, capture_output=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL, pass_fds=(built,)
+        )
+        loaded = ctypes.CDLL(library)  # the descriptor stays open, so that the next one has another name
+        store(name, Path(library).read_bytes())
+        return loaded
+    except (OSError, subprocess.SubprocessError) as error:
+        output = (
+            error.stderr.decode(errors="replace") if isinstance(error, subprocess.CalledProcessError) else str(error)
+        )
+        _note_failure(output[-300:].strip())
+        os.close(built)
+        return None

@@ -1,0 +1,93 @@
+/* Sixteen floats at a time, and the element type of one library: ELEMENT is 0 for float32, 1 for bfloat16.
+   Plain GNU C vectors, which any CPU's compiler maps to its own. */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+#define LANES 16
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLLED _Pragma("GCC unroll 16")
+
+typedef float floats __attribute__((vector_size(64)));
+typedef int32_t ints __attribute__((vector_size(64)));
+typedef uint32_t words __attribute__((vector_size(64)));
+typedef uint16_t halves __attribute__((vector_size(32)));
+
+INLINE floats load_bf16(const uint16_t *at) {
+#ifdef __AVX512F__ /* compilers turn the portable conversion into two instructions */
+  return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)at)), 16);
+#else
+  halves x;
+  memcpy(&x, at, sizeof x);
+  return (floats)(__builtin_convertvector(x, words) << 16);
+#endif
+}
+/* To nearest, ties to even; NaN stays NaN. */
+INLINE words rounded_bits(floats x) {
+  words bits = (words)x;
+  words nearest = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
+  words is_nan = (words)(x != x);
+  return (nearest & ~is_nan) | (0x7fc00000u & is_nan);
+}
+INLINE void store_bf16(uint16_t *at, floats x) {
+#ifdef __AVX512F__
+  _mm256_storeu_si256((__m256i *)at, _mm512_cvtepi32_epi16((__m512i)(rounded_bits(x) >> 16)));
+#else
+  halves narrow = __builtin_convertvector(rounded_bits(x) >> 16, halves);
+  memcpy(at, &narrow, sizeof narrow);
+#endif
+}
+
+#if ELEMENT == 0
+typedef float element;
+INLINE floats load(const element *at) { floats x; memcpy(&x, at, sizeof x); return x; }
+INLINE void store(element *at, floats x) { memcpy(at, &x, sizeof x); }
+INLINE floats rounded(floats x) { return x; }
+#else
+typedef uint16_t element;
+INLINE floats load(const element *at) { return load_bf16(at); }
+INLINE void store(element *at, floats x) { store_bf16(at, x); }
+INLINE floats rounded(floats x) { return (floats)rounded_bits(x); }
+#endif
+
+INLINE float sum_lanes(floats x) {
+  x += __builtin_shuffle(x, (ints){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
+  x += __builtin_shuffle(x, (ints){4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
+  x += __builtin_shuffle(x, (ints){2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13});
+  x += __builtin_shuffle(x, (ints){1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14});
+  return x[0];
+}
+
+INLINE floats choose_lanes(ints mask, floats yes, floats no) {
+  return (floats)((mask & (ints)yes) | (~mask & (ints)no));
+}
+
+INLINE float max_lanes(floats x) {
+  float most = x[0];
+  for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
+  return most;
+}
+
+/* e^x, relative error about 1e-7: 2^n by exponent bits, e^f by a polynomial. Below -87 it stays at e^-87, above 88 it
+   is infinite; NaN stays NaN. */
+INLINE floats exponential(floats given) {
+  floats x = choose_lanes(given < -87.0f, (floats){} - 87.0f, given);
+  x = choose_lanes(x > 88.0f, (floats){} + 88.0f, x);
+  floats scaled = x * 1.44269504088896341f;
+  floats shifter = (floats){} + 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
+  floats whole = (scaled + shifter) - shifter;
+  floats f = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  floats p = (floats){} + 1.9875691500e-4f;
+  p = p * f + 1.3981999507e-3f;
+  p = p * f + 8.3334519073e-3f;
+  p = p * f + 4.1665795894e-2f;
+  p = p * f + 1.6666665459e-1f;
+  p = p * f + 5.0000001201e-1f;
+  p = p * f * f + f + 1.0f;
+  ints power = (__builtin_convertvector(whole, ints) + 127) << 23;
+  p = choose_lanes(given > 88.0f, (floats){} + INFINITY, p * (floats)power);
+  return choose_lanes(given != given, given, p);
+}

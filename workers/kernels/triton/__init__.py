@@ -1,0 +1,1 @@
+"""Triton kernels; each has a torch twin."""

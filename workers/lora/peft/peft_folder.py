@@ -1,0 +1,337 @@
+"""Reads a PEFT LoRA folder and checks it whole: configuration, names, shapes, dtypes, every number. Torch-free.
+
+Called by ranks before an adapter is used (workers/rank/transfers/adapter_lanes.py) and by AdapterChecker. Errors are
+AdapterRefused with the reason. The file's bytes are read once, then hashed, checked and used, so content that changes
+meanwhile cannot pass. A safetensors header is 8 bytes of length (little endian), then JSON.
+"""
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tandem.workers.lora.peft.peft_config import CONFIG_FILE, MOST_CONFIG_BYTES, LoraConfig, parse_config, parse_json
+from tandem.workers.messages.errors import AdapterRefused, AdapterUnreadable
+from tandem.workers.models.spec.arch import ArchSpec
+from tandem.workers.models.spec.families import family_of
+from tandem.workers.models.spec.sizes import layer_linears
+
+WEIGHT_FILE: Final = "adapter_model.safetensors"
+PICKLED_FILE: Final = "adapter_model.bin"
+PREFIX: Final = "base_model.model."
+DIGEST_VERSION: Final = b"tandem lora 1\n"
+MOST_HEADER_BYTES: Final = 2**23
+CHUNK_BYTES: Final = 2**20
+MOST_OTHER_BYTES: Final = 2**23
+ELEMENT_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2}
+BF16_EXPONENT: Final = 0x7F80
+Bytes = npt.NDArray[np.uint8]
+
+
+class Shape(NamedTuple):
+    """Shape of a layer of the base model that adapters may change, whole. The embedding's inputs are the vocabulary.
+    is_table: embedding or head.
+    """
+
+    outputs: int
+    inputs: int
+    is_embedding: bool = False
+    is_table: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TensorAt:
+    """One tensor of the file: name, dtype in safetensors' spelling, shape, and its bytes [start, end) of the data."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, int]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoraModule:
+    """LoRA weights of the layer `name`, which add scale * (x @ A.T) @ B.T; A [rank, inputs], B [outputs, rank].
+
+    base: the base model's table [vocabulary, hidden], which PEFT saves beside an adapter of embedding or head.
+    """
+
+    name: str
+    rank: int
+    scale: float
+    a: TensorAt
+    b: TensorAt
+    base: TensorAt | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFacts:
+    """Facts of an adapter that passed all checks. digest: hex SHA-256 of all that decides what it computes.
+    weight_bytes: of its tensors. base_model: the model named in its configuration; not checked (shapes are)."""
+
+    digest: str
+    modules: tuple[LoraModule, ...]
+    weight_bytes: int
+    base_model: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class PeftAdapter:
+    """An adapter in memory. `data`: uint8, the file's tensors in the file's layout."""
+
+    facts: AdapterFacts
+    data: Bytes
+
+    def bytes_of(self, tensor: TensorAt) -> Bytes:
+        """Returns a view of one tensor's bytes."""
+        return self.data[tensor.start : tensor.end]
+
+
+def adapted_linears(spec: ArchSpec) -> dict[str, Shape]:
+    """Returns the layers that an adapter may change, by name: the linear layers, the embedding and the head."""
+    names = family_of(spec.architecture).names
+    vocab, hidden = spec.vocab_size, spec.hidden_size
+    stems = (names.q, names.k, names.v, names.o, names.gate, names.up, names.down)
+    shapes = [Shape(linear.outputs, linear.inputs) for linear in layer_linears(spec, tp_size=1)]
+    of_layers = {
+        names.of_layer(layer, stem): shape
+        for layer in range(spec.num_layers)
+        for stem, shape in zip(stems, shapes, strict=True)
+    }
+    embedding = Shape(hidden, vocab, is_embedding=True, is_table=True)
+    return {names.embedding: embedding, **of_layers, names.head: Shape(vocab, hidden, is_table=True)}
+
+
+def most_file_bytes(spec: ArchSpec, max_rank: int) -> int:
+    """Returns the largest size in bytes of a weight file for this model."""
+    shapes = adapted_linears(spec).values()
+    elements = sum(shape.inputs + shape.outputs for shape in shapes) * max_rank
+    elements += sum(shape.inputs * shape.outputs for shape in shapes if shape.is_table)
+    return elements * max(ELEMENT_BYTES.values()) + MOST_OTHER_BYTES
+
+
+def read_adapter(folder: Path, spec: ArchSpec, max_rank: int) -> PeftAdapter:
+    """Reads the adapter in `folder` and checks it against the base model and --max-lora-rank.
+
+    Raises AdapterRefused with the reason, AdapterUnreadable if a file cannot be read now.
+    """
+    config_bytes = _read_config(folder)
+    config = parse_config(config_bytes)
+    with _open(folder, WEIGHT_FILE) as file:
+        header, tensors = _read_header(file)
+        modules = _pair(tensors, adapted_linears(spec), config, max_rank)
+        size = max(tensor.end for tensor in tensors)
+        data = _read_all(file, size)
+    for tensor in tensors:
+        if not _is_finite(data[tensor.start : tensor.end], tensor.dtype):
+            raise AdapterRefused(f"tensor {tensor.name} holds NaN or infinity")
+    digest = _start_digest(config)
+    digest.update(header)
+    digest.update(data.data)
+    return PeftAdapter(AdapterFacts(digest.hexdigest(), modules, size, config.base_model), data)
+
+
+def adapter_digest(folder: Path) -> str:
+    """Returns the digest of a folder, without other checks: hex SHA-256 of its weight file and of the fields of its
+    configuration that decide what it computes. AdapterRefused if either cannot be read."""
+    digest = _start_digest(parse_config(_read_config(folder)))
+    with _open(folder, WEIGHT_FILE) as file:
+        for chunk in file.chunks():
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _start_digest(config: LoraConfig) -> "hashlib._Hash":
+    return hashlib.sha256(DIGEST_VERSION + config.canonical() + b"\n")
+
+
+# ---- files ----
+
+
+class _File:
+    """An open regular file. All is read through one descriptor, so a file put in its place later is not read."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = path.name
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        found = os.fstat(self._descriptor)
+        self.size = found.st_size
+        if not stat.S_ISREG(found.st_mode):
+            self.close()
+            raise AdapterRefused(f"{path.name} is not a regular file")
+
+    def __enter__(self) -> "_File":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def read(self, size: int) -> bytes:
+        """Returns the next `size` bytes; AdapterRefused if the file ends before."""
+        parts, left = [], size
+        while left and (part := os.read(self._descriptor, left)):
+            parts.append(part)
+            left -= len(part)
+        if left:
+            raise AdapterRefused(f"{self.name} ends {left} bytes too early")
+        return b"".join(parts)
+
+    def fill(self, target: memoryview) -> None:
+        """Reads the next len(target) bytes into `target`; AdapterRefused if the file ends before."""
+        start = 0
+        while start < len(target):
+            count = os.readv(self._descriptor, [target[start : start + CHUNK_BYTES * 64]])
+            if not count:
+                raise AdapterRefused(f"{self.name} ends {len(target) - start} bytes too early")
+            start += count
+
+    def chunks(self) -> Iterator[bytes]:
+        """Yields the rest of the file in chunks."""
+        while part := os.read(self._descriptor, CHUNK_BYTES):
+            yield part
+
+
+def _open(folder: Path, name: str) -> _File:
+    try:
+        return _File(folder / name)
+    except FileNotFoundError as error:
+        if name == WEIGHT_FILE and (folder / PICKLED_FILE).exists():
+            raise AdapterRefused(f"{PICKLED_FILE} is a pickle: only {WEIGHT_FILE} is read") from error
+        if not folder.is_dir():
+            raise AdapterUnreadable("it is not a folder") from error
+        raise AdapterRefused(f"it holds no {name}") from error
+    except OSError as error:
+        raise AdapterUnreadable(f"{name} cannot be read: {error.strerror}") from error
+
+
+def _read_config(folder: Path) -> bytes:
+    with _open(folder, CONFIG_FILE) as file:
+        if file.size > MOST_CONFIG_BYTES:
+            raise AdapterRefused(f"{CONFIG_FILE} has {file.size} bytes")
+        return file.read(file.size)
+
+
+def _read_all(file: _File, size: int) -> Bytes:
+    data = np.empty(size, np.uint8)
+    file.fill(data.data)
+    return data
+
+
+# ---- the header ----
+
+
+def _read_header(file: _File) -> tuple[bytes, list[TensorAt]]:
+    """Returns the file's bytes up to its data, and its tensors, which fill the data without gap or overlap."""
+    first = file.read(8)
+    length = int.from_bytes(first, "little")
+    if length > min(MOST_HEADER_BYTES, file.size - len(first)):
+        raise AdapterRefused(f"{file.name} has {file.size} bytes and claims a header of {length}")
+    header = file.read(length)
+    fields = parse_json(header, f"the header of {file.name}")
+    fields.pop("__metadata__", None)
+    tensors = [_tensor(name, entry) for name, entry in fields.items()]
+    end = 0
+    for tensor in sorted(tensors, key=lambda tensor: tensor.start):
+        if tensor.start != end:
+            raise AdapterRefused(f"tensor {tensor.name} begins at byte {tensor.start}, the one before ends at {end}")
+        end = tensor.end
+    if not tensors:
+        raise AdapterRefused(f"{file.name} holds no tensor")
+    if (size := file.size - len(first) - length) != end:
+        raise AdapterRefused(f"{file.name} holds {size} bytes of tensors, its header names {end}")
+    return first + header, tensors
+
+
+def _tensor(name: str, entry: Any) -> TensorAt:
+    """Parses one header entry: a matrix whose bytes match its shape and dtype."""
+    match entry:
+        case {"dtype": str(dtype), "shape": [int(rows), int(columns)], "data_offsets": [int(start), int(end)]}:
+            if dtype not in ELEMENT_BYTES:
+                raise AdapterRefused(f"tensor {name} is of dtype {dtype}, not one of {', '.join(ELEMENT_BYTES)}")
+            if rows < 1 or columns < 1 or start < 0 or end - start != rows * columns * ELEMENT_BYTES[dtype]:
+                raise AdapterRefused(f"tensor {name} of shape [{rows}, {columns}] lies in {end - start} bytes")
+            return TensorAt(name, dtype, (rows, columns), start, end)
+        case {"shape": list(shape)} if len(shape) != 2:
+            raise AdapterRefused(f"tensor {name} has shape {shape[:8]}, not that of a matrix")
+    raise AdapterRefused(f"the header's entry of tensor {name} is not one of safetensors")
+
+
+# ---- modules ----
+
+
+def _pair(
+    tensors: list[TensorAt], linears: Mapping[str, Shape], config: LoraConfig, max_rank: int
+) -> tuple[LoraModule, ...]:
+    """Returns A and B of every module, in the order of the model's layers. AdapterRefused for any other tensor."""
+    places = dict(_places(linears))
+    halves: dict[str, dict[str, TensorAt]] = {}
+    for tensor in tensors:
+        if tensor.name not in places:
+            raise AdapterRefused(f"tensor {tensor.name} is not the A or B of a layer of this model")
+        module, half = places[tensor.name]
+        halves.setdefault(module, {})[half] = tensor
+    modules = []
+    for name, shape in linears.items():
+        found, wanted = halves.get(name), config.is_target(name)
+        if found is None:
+            if wanted:
+                raise AdapterRefused(f"{CONFIG_FILE} targets {name}, {WEIGHT_FILE} has no tensors for it")
+            continue
+        if wanted is False:
+            raise AdapterRefused(f"{WEIGHT_FILE} has tensors for {name}, {CONFIG_FILE} does not target it")
+        modules.append(_module(name, shape, found, config, max_rank))
+    return tuple(modules)
+
+
+def _places(linears: Mapping[str, Shape]) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yields every tensor that an adapter of this model may hold: its name, and (module, "A", "B" or "base")."""
+    for module, shape in linears.items():
+        for half in ("A", "B"):
+            suffix = f"lora_embedding_{half}" if shape.is_embedding else f"lora_{half}.weight"
+            yield f"{PREFIX}{module}.{suffix}", (module, half)
+        if shape.is_table:
+            yield f"{PREFIX}{module}.base_layer.weight", (module, "base")
+
+
+def _module(name: str, shape: Shape, halves: Mapping[str, TensorAt], config: LoraConfig, max_rank: int) -> LoraModule:
+    if "A" not in halves or "B" not in halves:
+        half = min(halves)
+        raise AdapterRefused(f"tensor {halves[half].name} has no {'B' if half == 'A' else 'A'} beside it")
+    a, b, base = halves["A"], halves["B"], halves.get("base")
+    rank = a.shape[0]
+    if a.shape[1] != shape.inputs or b.shape != (shape.outputs, rank):
+        raise AdapterRefused(
+            f"tensors {a.name} {list(a.shape)} and {b.name} {list(b.shape)} do not fit the model's layer of "
+            f"{shape.inputs} inputs and {shape.outputs} outputs"
+        )
+    table = (shape.inputs, shape.outputs) if shape.is_embedding else (shape.outputs, shape.inputs)
+    if base is not None and base.shape != table:
+        raise AdapterRefused(f"tensor {base.name} has shape {list(base.shape)}, the model's table {list(table)}")
+    if rank != config.rank_of(name):
+        raise AdapterRefused(f"tensor {a.name} is of rank {rank}, {CONFIG_FILE} says {config.rank_of(name)}")
+    if rank > max_rank:
+        raise AdapterRefused(f"tensor {a.name} is of rank {rank}, --max-lora-rank is {max_rank}")
+    return LoraModule(name, rank, config.scale_of(name), a, b, base)
+
+
+def _is_finite(data: Bytes, dtype: str) -> bool:
+    """Returns whether all numbers are finite (bf16: no exponent of ones). Data may begin at any byte."""
+    for start in range(0, len(data), CHUNK_BYTES):
+        chunk = data[start : start + CHUNK_BYTES]
+        if dtype == "BF16":
+            fine = ((np.frombuffer(chunk, "<u2") & BF16_EXPONENT) != BF16_EXPONENT).all()
+        else:
+            fine = np.isfinite(np.frombuffer(chunk, "<f4" if dtype == "F32" else "<f2")).all()
+        if not fine:
+            return False
+    return True

@@ -1,0 +1,1 @@
+"""Messages between gateways, coordinators and ranks, their ZeroMQ channel, and errors. Torch-free."""

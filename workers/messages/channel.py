@@ -1,0 +1,80 @@
+"""Authenticated ZeroMQ sockets with msgspec payloads: the only transport between coordinator, ranks and gateways.
+
+ROUTER binds, DEALER connects. High-water marks are off, because ZeroMQ drops silently at its default: senders bound
+the messages in flight by admission. CURVE keys are derived from the cluster's secret, so a peer without the secret
+lacks the server's public key and cannot finish the handshake. No payload is pickled.
+"""
+
+import hashlib
+import secrets
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+
+
+class ChannelContext(zmq.Context[zmq.Socket[Any]]):
+    """ZeroMQ context that does not terminate itself when it is garbage collected."""
+
+    def __del__(self) -> None:
+        # pyzmq's own __del__, when the context is collected in one cycle with its sockets, waits forever for them to be
+        # closed and hangs the process. A context left open by an error ends with the process instead.
+        pass
+
+
+def new_secret() -> str:
+    """Returns a new secret for one cluster: 256 random bits as hex."""
+    return secrets.token_hex(32)
+
+
+def life_secret(secret: str, group: str) -> str:
+    """Derives the secret of one life of a group from the cluster's secret; `group` is the name of that life."""
+    # A rank that outlives its coordinator must not be taken for one of the next life, whose tickets and steps have the
+    # same numbers.
+    return hashlib.blake2b(f"{group}:{secret}".encode(), digest_size=32).hexdigest()
+
+
+def _key_pair(secret: str, part: str) -> tuple[bytes, bytes]:
+    """Derives the CURVE key pair (public, private; z85) of `secret` for one side, "server" or "client"."""
+    private = z85.encode(hashlib.blake2b(f"{part}:{secret}".encode(), digest_size=32).digest())
+    return zmq.curve_public(private), private
+
+
+def lanes_name(rank: int) -> bytes:
+    """Returns the identity of a rank's lanes at the coordinator's router; the rank's own socket has its number."""
+    return f"{rank}-lanes".encode()
+
+
+def _common(socket: zmq.Socket[Any]) -> None:
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+
+
+def bind_router(context: zmq.Context[Any], secret: str, host: str = "127.0.0.1") -> tuple[zmq.Socket[Any], str]:
+    """Binds a ROUTER to a free port of `host`; returns it and its endpoint. Sends to a missing peer raise."""
+    socket = context.socket(zmq.ROUTER)
+    _common(socket)
+    public, private = _key_pair(secret, "server")
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, private)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that comes back before its old connection is seen dead wins
+    port = socket.bind_to_random_port(f"tcp://{host}")
+    return socket, f"tcp://{host}:{port}"
+
+
+def connect_dealer(context: zmq.Context[Any], secret: str, endpoint: str, identity: bytes) -> zmq.Socket[Any]:
+    """Returns a DEALER that connects, and reconnects, to a router of the same secret under the name `identity`."""
+    socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
+    _common(socket)
+    server_public, _ = _key_pair(secret, "server")
+    public, private = _key_pair(secret, "client")
+    socket.setsockopt(zmq.CURVE_SERVERKEY, server_public)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, private)
+    socket.setsockopt(zmq.IDENTITY, identity)
+    socket.connect(endpoint)
+    return socket

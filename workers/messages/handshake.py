@@ -1,0 +1,124 @@
+"""Messages between coordinator and ranks for start and end of a rank, and the unions of all messages of each side.
+
+Encoded as in request.py. workers/executor/rank_group.py has their order.
+"""
+
+import msgspec
+
+from tandem.workers.messages.step import StepPlan, StepResult
+from tandem.workers.messages.transfer import CopyKV, DropAdapter, FetchAdapter, PlaceAdapter, TransferResult
+
+
+class RankTiers(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """The tiers below the device for one rank.
+
+    num_slots: host slots, of the rank's own block_bytes each. layout: digest of everything that the meaning of stored
+    bytes depends on (workers/executor/tiers.py). host_socket, host_token: the host memory process that holds the slots
+    and the token of the lease; None: the rank allocates them. disk_folder: the rank's folder; None: no disk tier.
+    """
+
+    num_slots: int
+    layout: bytes
+    host_socket: str | None = None
+    host_token: str | None = None
+    disk_folder: str | None = None
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """First message of a rank: its number, process id and host address. Ranks with equal hosts share a machine."""
+
+    rank: int
+    pid: int
+    host: str
+
+
+class RankSetup(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="setup"):
+    """Order to a rank to load its shard. `settings`: EngineSettings as msgpack; master_*: torch.distributed's address.
+
+    master_port None, for rank 0: it binds a free port of master_address and answers with RankListening.
+    ranks_on_node: the most ranks that may share this rank's machine, ranks of other groups included; threads and memory
+    are divided by it. probe_endpoint: where to echo probes (workers/rank/rank_watch.py).
+    """
+
+    settings: bytes
+    world_size: int
+    master_address: str
+    master_port: int | None
+    ranks_on_node: int
+    probe_endpoint: str | None = None
+
+
+class RankListening(msgspec.Struct, frozen=True, array_like=True, tag="listening"):
+    """Port on which rank 0 of several listens for the rendezvous; the setups of the others carry it."""
+
+    rank: int
+    port: int
+
+
+class RankLoading(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="loading"):
+    """Progress of a rank that reads its weights: bytes of its own shard read so far, and in all."""
+
+    rank: int
+    loaded_bytes: int
+    total_bytes: int
+
+
+class RankLoaded(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="loaded"):
+    """Facts of a rank whose weights are in memory. Sizes are of this rank alone, in bytes; load_s in seconds.
+
+    num_blocks: the most KV blocks that this rank can hold, of block_bytes each. kv_dtype: their element type, by
+    --kv-cache-dtype's names; None: dtype. host_weight_bytes: the part of weight_bytes that the streamed_layers keep in
+    host memory; it passes through buffer_bytes of the device. adapter_pages: device pages for LoRA adapters, of
+    adapter_page_bytes each; 0: --enable-lora is off.
+    """
+
+    rank: int
+    num_blocks: int
+    weight_bytes: int
+    block_bytes: int
+    device: str
+    dtype: str
+    threads: int
+    load_s: float
+    kv_dtype: str | None = None
+    resident_layers: int = 0
+    streamed_layers: int = 0
+    host_weight_bytes: int = 0
+    buffer_bytes: int = 0
+    adapter_pages: int = 0
+    adapter_page_bytes: int = 0
+
+
+class AllocateKV(msgspec.Struct, frozen=True, array_like=True, tag="allocate"):
+    """Order to every rank to allocate its KV, warm up and answer RankReady.
+
+    num_blocks: KV blocks, the least that any rank can hold. tiers: the tiers below the device to open; None: none.
+    """
+
+    num_blocks: int
+    tiers: RankTiers | None = None
+
+
+class RankReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    """Answer of a rank that is ready for steps. `tiers_error`: why it could not open the lower tiers, or None."""
+
+    rank: int
+    tiers_error: str | None = None
+
+
+class RankFailed(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="failed"):
+    """Failure that ends a rank, for the user to read. `flag` names the setting to change, when a change would help."""
+
+    rank: int
+    message: str
+    flag: str | None = None
+
+
+class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
+    """Order to every rank to finish and exit with status 0."""
+
+
+ToRank = RankSetup | AllocateKV | StepPlan | CopyKV | FetchAdapter | PlaceAdapter | DropAdapter | Shutdown
+
+
+FromRank = Hello | RankListening | RankLoading | RankLoaded | RankReady | RankFailed | StepResult | TransferResult

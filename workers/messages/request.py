@@ -1,0 +1,190 @@
+"""Messages between gateway and coordinator: requests, sampling parameters, token deltas, ends.
+
+Frozen msgspec structs encoded as msgpack arrays: field order is the wire format, so new fields are appended. Every
+result has the id of what it answers. Structs with many instances have gc=False, as they hold no cycles. Token ids are
+ints; positions count a sequence's tokens from 0, output positions count its generated tokens from 0. Torch-free.
+"""
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Sampling parameters of one request, for LLM.generate() and in every GenerationRequest.
+
+    The names, defaults and order of application are vLLM's, except that max_tokens is required. The constructor checks
+    nothing: LLM.generate() raises ValueError for a value outside its range, naming the parameter.
+
+    max_tokens: most tokens to generate for each choice, at least 1. A choice also ends with finish_reason "length" at
+        the end of the model's context or of the KV pool.
+    n: choices for each prompt, at least 1. They share the prompt's KV blocks.
+    temperature: divisor of the logits, at least 0; 0 (and anything below 1e-5) takes the best token.
+    top_k: samples from the k most probable tokens, ties included; 0 or -1: all.
+    top_p: samples from the fewest best tokens whose share reaches top_p (nucleus sampling), above 0 to 1; 1: all.
+    min_p: drops tokens whose probability is below min_p times the best one's, 0 to 1; 0: none. Applied before top_k,
+        which is applied before top_p.
+    seed: a whole number of 64 bits, signed. Equal seeds give equal tokens for equal logits, whatever else is in the
+        batch (counter-based Philox numbers of seed, choice and position). None: the gateway or LLM draws one.
+    min_tokens: stop tokens, EOS included, cannot be sampled before so many tokens; 0 to max_tokens.
+    ignore_eos: True: the model's end-of-sequence tokens do not end a choice.
+    stop: texts that end a choice; none of them is empty. The output ends before the text found.
+    stop_token_ids: token ids that end a choice, in addition to EOS; the output includes the id.
+    logprobs: k adds the natural log probability of each chosen token and of the k best, from the model's logits before
+        any adjustment; 0: of the chosen token only; None: no log probabilities.
+    presence_penalty: subtracted from the logits of tokens that the output has; finite, 0: off.
+    frequency_penalty: subtracted from a token's logit once for each time the output has it; finite, 0: off.
+    repetition_penalty: divides positive and multiplies other logits of tokens of prompt and output (CTRL, Keskar et
+        al. 2019); above 0, 1: off.
+    logit_bias: pairs (token id, value), each value added to that token's logit; minus infinity forbids the token.
+    """
+
+    # The gateway looks for `stop` texts, which need a detokenizer; the engine looks for ids.
+
+    max_tokens: int
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+
+class ReplyTo(msgspec.Struct, frozen=True, array_like=True):
+    """Destination of token deltas: the gateway's ZeroMQ endpoint, and the nonce of the present life of that gateway."""
+
+    endpoint: str
+    nonce: str
+
+
+def is_url(source: str) -> bool:
+    """Returns whether an adapter source is a URL for fsspec; otherwise it is a folder of this machine."""
+    return "://" in source
+
+
+class AdapterRef(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Reference to a LoRA adapter, carried in each request so that a group needs no registry.
+
+    name: the name that clients use. digest: hex SHA-256 of the adapter's content (workers/lora/peft/peft_folder.py),
+    which identifies its KV blocks and its memory. source: a folder or an fsspec URL, whose content must have that
+    digest when a rank reads it.
+    """
+
+    name: str
+    digest: str
+    source: str
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the source is a URL (s3://, hf://, file://); otherwise it is a folder."""
+        return is_url(self.source)
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Request for `sampling.n` choices of one prompt.
+
+    attempt: which dispatch of the request this is, from 0; a newer one replaces an older one. priority: the smaller the
+    earlier. deadline_s: longest wait in the queue, in seconds from its acceptance by the engine; None: no limit.
+    cache_salt: prefix hits are found only under the same salt. resume_token_ids: empty, or for each choice the tokens
+    that another group has delivered. trace_ids: headers of distributed tracing. reply_to: None without a gateway.
+    """
+
+    request_id: str
+    attempt: int = 0
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    adapter: AdapterRef | None = None
+    tenant: str = "default"
+    priority: int = 0
+    deadline_s: float | None = None
+    cache_salt: str = ""
+    resume_token_ids: list[list[int]] = []
+    trace_ids: dict[str, str] = {}
+    reply_to: ReplyTo | None = None
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Natural log probabilities of one output position: the chosen token's, and in `top` those of the best tokens, as
+    (token id, logprob), best first.
+    """
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class Usage(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Billed token counts of one request.
+
+    prompt_tokens: of the prompt, once for all choices; 0 if it never got a row. completion_tokens: of all choices.
+    cached_tokens: prompt tokens whose KV was found in the prefix cache.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+class TokenDelta(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=True):
+    """New tokens of one choice, from one step.
+
+    first_position: output position of token_ids[0]. logprobs: one entry for each token, if asked for.
+    finish_reason: set in the choice's last delta only. stop_reason: the stop token id that ended the choice; None for
+    EOS and for other reasons. usage: set in the request's last delta only. error: why the choice ended with "error".
+    """
+
+    request_id: str
+    attempt: int
+    choice: int
+    first_position: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    usage: Usage | None = None
+    error: str | None = None
+
+
+class DeltaBatch(msgspec.Struct, frozen=True, array_like=True, tag="deltas"):
+    """All deltas of one step for one gateway, with a sequence number from which the gateway detects gaps."""
+
+    sequence_number: int
+    nonce: str
+    deltas: list[TokenDelta]
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="abort"):
+    """Order to end a request, or one choice of it (None: all choices).
+
+    Tokens from output position `keep_positions` on are neither sent nor billed; None: all tokens are kept.
+    """
+
+    request_id: str
+    attempt: int
+    choice: int | None = None
+    keep_positions: int | None = None
+
+
+class Ended(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """End of one request, sent exactly once: output tokens and finish reason of each choice, and the billed counts.
+
+    `refused` is (status, code, param, message) of a request that never ran; otherwise None.
+    """
+
+    request_id: str
+    attempt: int
+    positions: list[int]
+    finish_reasons: list[FinishReason]
+    usage: Usage
+    refused: tuple[int, str, str | None, str] | None = None

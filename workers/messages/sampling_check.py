@@ -1,0 +1,73 @@
+"""Checks SamplingParams that a caller of LLM built (workers/offline.py). Torch-free.
+
+The ranges are those in which sampling is defined. The gateway checks bodies of clients itself, within the service's
+narrower caps (cluster/gateway/openai/schemas.py).
+"""
+
+from collections.abc import Iterable, Mapping
+from numbers import Integral, Real
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from tandem.workers.messages.request import SamplingParams
+
+MOST: Final = 1e30
+"""Bound of float parameters; finite in float32 too."""
+Whole = Annotated[int, Meta(ge=0)]
+Signed = Annotated[float, Meta(ge=-MOST, le=MOST)]
+RANGES: Final[Mapping[str, Any]] = {
+    "max_tokens": Annotated[int, Meta(ge=1, le=2**31 - 1)],
+    "n": Annotated[int, Meta(ge=1, le=2**31 - 1)],
+    "temperature": Annotated[float, Meta(ge=0, le=MOST)],
+    "top_k": Annotated[int, Meta(ge=-1)],
+    "top_p": Annotated[float, Meta(gt=0, le=1)],
+    "min_p": Annotated[float, Meta(ge=0, le=1)],
+    "seed": Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None,
+    "min_tokens": Whole,
+    "ignore_eos": bool,
+    "stop": tuple[Annotated[str, Meta(min_length=1)], ...],
+    "stop_token_ids": tuple[Whole, ...],
+    "logprobs": Whole | None,
+    "presence_penalty": Signed,
+    "frequency_penalty": Signed,
+    "repetition_penalty": Annotated[float, Meta(gt=0, le=MOST)],
+    "logit_bias": tuple[tuple[Whole, Annotated[float, Meta(le=MOST)]], ...],
+}
+"""Type and range of every parameter. A bias may be minus infinity, which forbids the token."""
+
+
+def checked_sampling(given: SamplingParams, vocab_size: int) -> SamplingParams:
+    """Returns `given` with plain numbers and tuples; numbers and sequences of numpy and other libraries are converted.
+
+    Raises ValueError with the parameter's name, its value and its range, and for token ids outside the vocabulary.
+    """
+    plain = {}
+    for name, kind in RANGES.items():
+        value = getattr(given, name)
+        try:
+            plain[name] = msgspec.convert(_plain(value), kind)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{name}={value!r:.80}: {error}") from error
+    params = msgspec.structs.replace(given, **plain)
+    if params.min_tokens > params.max_tokens:
+        raise ValueError(f"min_tokens={params.min_tokens} exceeds max_tokens={params.max_tokens}")
+    for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", [i for i, _ in params.logit_bias])):
+        if bad := [i for i in ids if i >= vocab_size]:
+            raise ValueError(f"{name}: token id {bad[0]} is outside the vocabulary, 0 to {vocab_size - 1}")
+    return params
+
+
+def _plain(value: Any) -> Any:
+    """Converts numbers of any library to int and float, and sequences to tuples; returns the rest as it is."""
+    if isinstance(value, bool | str):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    try:
+        return tuple(map(_plain, value)) if isinstance(value, Iterable) else value
+    except TypeError:  # an array without dimensions only looks as if it had items
+        return value

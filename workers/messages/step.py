@@ -1,0 +1,99 @@
+"""Messages between coordinator and ranks for one step: StepPlan and StepResult. Encoded as in request.py."""
+
+import msgspec
+
+from tandem.workers.messages.request import TokenLogprobs
+
+
+class RowSampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Sampling parameters of one row, as in SamplingParams. `choice` selects the random numbers of one choice.
+
+    stop_token_ids: ids, EOS included, that cannot be sampled before min_tokens.
+    """
+
+    temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    choice: int = 0
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+
+class RowInit(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Binds a row of the ranks' tables to a sequence; replaces what the row held.
+
+    token_ids: all known tokens, prompt first, then output. The first num_computed of them have KV in the blocks that
+    the row's first RowWork names. prompt_len: tokens of the prompt, for penalties and min_tokens. adapter_slot: device
+    slot of the LoRA adapter; None: the base model.
+    """
+
+    row: int
+    token_ids: list[int]
+    prompt_len: int
+    num_computed: int
+    sampling: RowSampling
+    adapter_slot: int | None = None
+
+
+class RowWork(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=True):
+    """Work of one row in a step: the next num_tokens tokens are computed.
+
+    Ranks keep the row's computed count and derive positions from it. samples: the work reaches the last known token, so
+    one token is sampled. token_ids: known tokens that the ranks lack (with PP > 1, the ones sampled earlier).
+    new_block_ids: appended to the row's block table. replaced_blocks: (index, new block id) after a copy-on-write.
+    """
+
+    row: int
+    num_tokens: int
+    samples: bool
+    new_block_ids: list[int] = []
+    token_ids: list[int] = []
+    replaced_blocks: list[tuple[int, int]] = []
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="step"):
+    """One step of all ranks. Order: free rows, bind new rows, extend tables, copy blocks, forward, sample.
+
+    work: each row at most once. block_copies: (source, destination) block ids on the device. awaits: tickets of loads
+    that rows of this plan use; each layer waits for its own part of them (overlapped load). known_failure: the newest
+    plan that was out when the last failure arrived; plans made before that was known fail too.
+    """
+
+    step_id: int
+    work: list[RowWork]
+    new_rows: list[RowInit] = []
+    freed_rows: list[int] = []
+    block_copies: list[tuple[int, int]] = []
+    awaits: list[int] = []
+    known_failure: int = 0
+
+
+class RowResult(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=True):
+    """Result of one RowWork with samples=True: the sampled token in a list, or `error`, why there is none."""
+
+    row: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+
+
+class StepResult(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=True, tag="result"):
+    """Result of a StepPlan: one RowResult for each sampling RowWork, in the plan's order.
+
+    device_s: seconds that the last stage computed. wait_s: seconds that it waited for the plan and for hidden states.
+    failure: why no row of the step was computed, as the device ran out of memory; None otherwise. What the plan freed,
+    bound, copied and appended to block tables stands, and its rows' next tokens are those it was to compute.
+    """
+
+    step_id: int
+    rows: list[RowResult]
+    failure: str | None = None
+    device_s: float = 0.0
+    wait_s: float = 0.0

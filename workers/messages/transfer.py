@@ -1,0 +1,93 @@
+"""Messages between coordinator and ranks for moves of KV and adapters beside the steps. Encoded as in request.py.
+
+Every rank carries out every TransferOp for its own shard, on the lane of lane_of(), and answers it once with a
+TransferResult. Tickets are numbered by the coordinator (workers/engine/transfers/transfer_manager.py).
+"""
+
+from typing import Literal
+
+import msgspec
+
+from tandem.workers.messages.request import AdapterRef
+
+CopyKind = Literal["store", "load", "spill", "fetch"]
+FailureKind = Literal["content", "source", "disk", "internal"]
+LaneKind = Literal["memory", "disk", "placement", "folder", "url"]
+
+
+class Failure(msgspec.Struct, frozen=True, array_like=True):
+    """Why a transfer failed on a rank. Only the message of kind "content" may reach clients.
+
+    content: what was asked for cannot be used, and no later try will help. source: it could not be read, or is not what
+    was listed. disk: the disk accepts no more writes. internal: a fault of the rank.
+    """
+
+    kind: FailureKind
+    message: str
+
+
+class CopyKV(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="copy_kv"):
+    """Order to copy the KV of these blocks between tiers.
+
+    kind: store is device -> host, load host -> device, spill host -> disk, fetch disk -> host. slots: host slots.
+    block_ids: device blocks, for store and load. keys: names of files, for spill and fetch. dropped: keys whose files
+    are removed first. The lists that are used have one entry for each block, in the same order.
+    """
+
+    ticket: int = 0
+    kind: CopyKind
+    slots: list[int]
+    block_ids: list[int] = []
+    keys: list[bytes] = []
+    dropped: list[bytes] = []
+
+
+class FetchAdapter(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="fetch_adapter"):
+    """Order to read an adapter's source into host memory and to check it whole."""
+
+    ticket: int = 0
+    adapter: AdapterRef
+
+
+class PlaceAdapter(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="place_adapter"):
+    """Order to copy an adapter from host memory to device `pages`; plans name it by `slot` from then on."""
+
+    ticket: int = 0
+    adapter: AdapterRef
+    slot: int
+    pages: list[int]
+
+
+class DropAdapter(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="drop_adapter"):
+    """Order to remove an adapter from host memory."""
+
+    ticket: int = 0
+    adapter: AdapterRef
+
+
+TransferOp = CopyKV | FetchAdapter | PlaceAdapter | DropAdapter
+
+
+class TransferResult(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="transferred"):
+    """Answer of a rank to a TransferOp.
+
+    failed: indices in a CopyKV's lists whose bytes did not arrive; other ops have failed if `failure` is set. failure:
+    the reason of the last failure. copy_s: seconds the copy took. pages: device pages that a fetched adapter needs on
+    this rank.
+    """
+
+    rank: int
+    ticket: int
+    failed: list[int] = []
+    failure: Failure | None = None
+    copy_s: float = 0.0
+    pages: int = 0
+
+
+def lane_of(op: TransferOp) -> LaneKind:
+    """Returns the lane of a rank that carries out an op: local folders never wait for a remote source."""
+    if isinstance(op, CopyKV):
+        return "memory" if op.kind in ("store", "load") else "disk"
+    if isinstance(op, FetchAdapter):
+        return "url" if op.adapter.is_remote else "folder"
+    return "placement"

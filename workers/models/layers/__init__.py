@@ -1,0 +1,1 @@
+"""The layers that the decoder is built from."""

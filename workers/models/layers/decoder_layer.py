@@ -1,0 +1,61 @@
+"""One layer of the decoder, sharded over tp. Built by decoder.py, run by cpu_graphs.py. T tokens, H hidden size."""
+
+from collections.abc import Iterator
+
+import torch
+
+from tandem.parallel.context import ParallelContext
+from tandem.parallel.linear import AdaptableLinear
+from tandem.parallel.linear_methods import MakeMatrix
+from tandem.parallel.params import ParameterSlot
+from tandem.workers.attention.backend import AttentionStep
+from tandem.workers.kernels.fused_ops import FusedOps
+from tandem.workers.kernels.kv_store import LayerKV
+from tandem.workers.models.layers.attention_layer import AttentionLayer
+from tandem.workers.models.layers.mlp import GatedMLP
+from tandem.workers.models.layers.norms import RMSNorm
+from tandem.workers.models.layers.positions import Angles
+from tandem.workers.models.spec.arch import ArchSpec
+from tandem.workers.models.spec.weight_names import WeightNames
+
+
+class DecoderLayer:
+    """Pre-norm attention and MLP, each added to the residual stream."""
+
+    def __init__(
+        self,
+        spec: ArchSpec,
+        names: WeightNames,
+        layer: int,
+        context: ParallelContext,
+        ops: FusedOps,
+        make: MakeMatrix,
+    ) -> None:
+        size, eps = spec.hidden_size, spec.norm_eps
+        self._attention_norm = RMSNorm(names.of_layer(layer, names.attention_norm), size, eps, ops)
+        self._attention = AttentionLayer(spec, names, layer, context, ops, make)
+        self._mlp_norm = RMSNorm(names.of_layer(layer, names.mlp_norm), size, eps, ops)
+        self._mlp = GatedMLP(spec, names, layer, context, ops, make)
+
+    def __call__(
+        self,
+        branch_TH: torch.Tensor | None,
+        residual_TH: torch.Tensor,
+        angles: Angles,
+        step: AttentionStep,
+        kv: LayerKV,
+    ) -> torch.Tensor:
+        """Adds the previous layer's MLP output (`branch`, None at a stage's start) and its own attention to the
+        residual, in place; returns its own MLP output for the next layer to add, fused with that layer's norm."""
+        x_TH = self._attention(self._attention_norm(branch_TH, residual_TH), angles, step, kv)
+        return self._mlp(self._mlp_norm(x_TH, residual_TH))
+
+    def linears(self) -> Iterator[AdaptableLinear]:
+        yield from self._attention.linears()
+        yield from self._mlp.linears()
+
+    def slots(self) -> Iterator[ParameterSlot]:
+        yield from self._attention_norm.slots()
+        yield from self._attention.slots()
+        yield from self._mlp_norm.slots()
+        yield from self._mlp.slots()

@@ -1,0 +1,124 @@
+"""The number of pages that adapters take on a rank, on the device and in host memory. Torch-free.
+
+workers/lora allocates pages by it; `tandem plan` and the launcher's checks predict them. A row is a row of A
+([rank, inputs]) or of B transposed ([rank, outputs]), as this rank holds it, and lies inside one page. Lengths and
+strides are in elements.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from tandem.configs.errors import SettingsError
+from tandem.configs.schema import LoraSettings
+from tandem.parallel.mesh import Mesh, layer_range
+from tandem.workers.models.spec.arch import ArchSpec
+from tandem.workers.models.spec.sizes import layer_linears
+
+ALIGNED_ELEMENTS: Final = 16
+"""Rows begin at multiples of it, so that kernels load aligned vectors."""
+ROWS_PER_PAGE: Final = 4
+"""Rows of the greatest length in a page. More waste the end of an adapter's last page, fewer leave gaps among rows of
+different lengths."""
+FLAG: Final = "--lora-memory-bytes"
+
+
+class Run(NamedTuple):
+    """Consecutive rows of one stride in a page. offset: of the first, in elements."""
+
+    stride: int
+    offset: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRoom:
+    """The memory for adapters on one rank. num_pages: on the device. copy_bytes: of the host copy of the largest
+    adapter that it can serve. host_bytes: of --max-cpu-loras such copies."""
+
+    page_bytes: int = 0
+    num_pages: int = 0
+    copy_bytes: int = 0
+    host_bytes: int = 0
+
+    @property
+    def device_bytes(self) -> int:
+        return self.num_pages * self.page_bytes
+
+
+def adapter_room(lora: LoraSettings, spec: ArchSpec, mesh: Mesh, element_bytes: int) -> AdapterRoom:
+    """Computes the memory for adapters of the rank at `mesh`; all 0 without --enable-lora. All stages have as many
+    pages as the stage with the most layers needs. SettingsError (--lora-memory-bytes) when that is less than a page."""
+    if not lora.enable_lora:
+        return AdapterRoom()
+    layer = _layer_lengths(spec, mesh.tp_size)
+    page = page_elements(layer)
+    most_layers = -(-spec.num_layers // mesh.pp_size)
+    num_pages = device_pages(lora, page * element_bytes, count_pages(layer * most_layers, lora.max_lora_rank, page))
+    own = layer * len(layer_range(spec.num_layers, mesh.pp_rank, mesh.pp_size)) + _table_lengths(spec, mesh, page)
+    copy = min(num_pages, count_pages(own, lora.max_lora_rank, page)) * page * element_bytes
+    return AdapterRoom(page * element_bytes, num_pages, copy, lora.max_cpu_loras * copy)
+
+
+def device_pages(lora: LoraSettings, page_bytes: int, most_pages: int) -> int:
+    """The number of device pages: of --lora-memory-bytes, else of max_loras adapters of most_pages each. most_pages: of
+    an adapter of the highest rank on every linear layer. SettingsError when the flag is less than one page."""
+    if lora.memory_bytes is None:
+        return lora.max_loras * most_pages
+    if lora.memory_bytes < page_bytes:
+        raise SettingsError(f"{FLAG} {lora.memory_bytes} is less than one page of {page_bytes} bytes", FLAG)
+    return lora.memory_bytes // page_bytes
+
+
+# ---- rows in pages ----
+
+
+def row_stride(length: int) -> int:
+    """Elements from the start of a row to the start of the next, for a row of `length` elements."""
+    return -(-length // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
+
+
+def page_elements(lengths: Sequence[int]) -> int:
+    """Elements of a page: ROWS_PER_PAGE rows of the greatest length."""
+    return ROWS_PER_PAGE * row_stride(max(lengths))
+
+
+def filled(rows: Mapping[int, int], page: int) -> Iterator[list[Run]]:
+    """Yields the runs of page after page, filled with the longest remaining rows that fit (first fit decreasing). rows:
+    number of rows by stride. page: its elements."""
+    left = dict(sorted(rows.items(), reverse=True))
+    while any(left.values()):
+        offset, runs = 0, []
+        for stride, count in left.items():
+            taken = min(count, (page - offset) // stride)
+            left[stride] -= taken
+            runs.append(Run(stride, offset, taken))
+            offset += taken * stride
+        yield runs
+
+
+def count_pages(lengths: Sequence[int], rank: int, page: int) -> int:
+    """The number of pages of an adapter with `rank` rows of each length."""
+    rows: Counter[int] = Counter()
+    for length, count in Counter(lengths).items():
+        rows[row_stride(length)] += rank * count
+    return sum(1 for _ in filled(rows, page))
+
+
+def _layer_lengths(spec: ArchSpec, tp_size: int) -> list[int]:
+    """Lengths of the rows of A and B of all linears of a layer, on one rank."""
+    return [
+        length
+        for x in layer_linears(spec, tp_size)
+        for length in (x.inputs // tp_size if x.by_rows else x.inputs, x.local_outputs)
+    ]
+
+
+def _table_lengths(spec: ArchSpec, mesh: Mesh, page: int) -> list[int]:
+    """Lengths of the rows of A and B of the embedding and the head, on the ranks that have them. The longer side is
+    split in pieces of a page, each with the shorter side (workers/lora/device/layout.py, in_pieces)."""
+    tables = (mesh.pp_rank == 0) + (mesh.pp_rank == mesh.pp_size - 1)
+    short, long = sorted((-(-spec.vocab_size // mesh.tp_size), spec.hidden_size))
+    pieces = [min(page, long - first) for first in range(0, long, page)]
+    return tables * [length for piece in pieces for length in (piece, short)]

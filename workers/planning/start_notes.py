@@ -1,0 +1,68 @@
+"""Notes about a starting group for the launcher and the log: streamed weights, memory for adapters, a small KV pool.
+
+Called by workers/executor/ with the messages of loaded ranks, by those that build an engine, and by planner.py.
+Torch-free.
+"""
+
+import logging
+from collections.abc import Sequence
+
+from tandem.configs.schema import CacheSettings
+from tandem.workers.messages.handshake import RankLoaded
+
+MIB, GIB = 2**20, 2**30
+
+
+def weight_notes(loaded: Sequence[RankLoaded], asked_gib: float) -> tuple[str, ...]:
+    """A line for each different placement of weights, with the ranks that have it; none for ranks without streamed
+    layers. asked_gib: --cpu-offload-gb."""
+    ranks: dict[str, list[int]] = {}
+    for message in loaded:
+        if message.streamed_layers:
+            ranks.setdefault(_placement(message, asked_gib), []).append(message.rank)
+    return tuple(f"weights of rank {', '.join(map(str, who))}: {words}" for words, who in ranks.items())
+
+
+def adapter_notes(loaded: Sequence[RankLoaded]) -> tuple[str, ...]:
+    """One line about the adapter pages of all ranks; none without --enable-lora."""
+    num_pages = min(message.adapter_pages for message in loaded)
+    if not num_pages:
+        return ()
+    page_bytes = sum(message.adapter_page_bytes for message in loaded)
+    return (f"adapters: {num_pages} device pages ({_mib(num_pages * page_bytes)} over {len(loaded)} rank(s))",)
+
+
+def pool_notes(cache: CacheSettings, max_model_len: int) -> tuple[str, ...]:
+    """One line when the KV pool is smaller than a context of max_model_len tokens, which only --num-gpu-blocks-override
+    allows; else none. The last token of a context needs no KV."""
+    if cache.num_blocks is None or (num_slots := cache.num_blocks * cache.block_size) >= max_model_len - 1:
+        return ()
+    return (
+        f"--num-gpu-blocks-override {cache.num_blocks} holds {num_slots} tokens, less than one context of "
+        f"{max_model_len}: a prompt and its answer end at {num_slots + 1} tokens; "
+        f"{-(-(max_model_len - 1) // cache.block_size)} blocks would hold it all",
+    )
+
+
+def warn_of_pool(cache: CacheSettings, max_model_len: int, log: logging.Logger) -> tuple[str, ...]:
+    """Returns pool_notes() and logs them as warnings."""
+    notes = pool_notes(cache, max_model_len)
+    for note in notes:
+        log.warning("%s", note)
+    return notes
+
+
+def _placement(message: RankLoaded, asked_gib: float) -> str:
+    saved_bytes = message.host_weight_bytes - message.buffer_bytes
+    short = saved_bytes < int(asked_gib * GIB) and not message.resident_layers
+    less = f"; that saves {_mib(saved_bytes)}, less than --cpu-offload-gb {asked_gib:g}" if short else ""
+    resident_bytes = message.weight_bytes - message.host_weight_bytes
+    return (
+        f"{message.resident_layers} layers and the tables resident ({_mib(resident_bytes)}), "
+        f"{message.streamed_layers} layers stream from host memory ({_mib(message.host_weight_bytes)}) "
+        f"through {_mib(message.buffer_bytes)} of buffers{less}"
+    )
+
+
+def _mib(size: int) -> str:
+    return f"{size / MIB:,.1f} MiB"

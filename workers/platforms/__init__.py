@@ -1,0 +1,1 @@
+"""Everything in which devices differ, as one record per rank."""

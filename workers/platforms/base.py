@@ -1,0 +1,79 @@
+"""The Platform: one record of everything in which devices differ, made once per rank and passed down.
+
+cpu.py and cuda.py make it; only they name a device. parallel/ and offload/ are handed the implementations.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tandem.configs.schema import Device
+from tandem.offload.copies.accelerator import Accelerator
+from tandem.offload.copies.kv_copies import BlockCopier
+from tandem.offload.weights.weight_stream import Copier
+from tandem.parallel.groups import Backend
+from tandem.parallel.linear_methods import MakeMatrix
+from tandem.workers.attention.backend import AttentionBackend
+from tandem.workers.graphs.cpu_graphs import CpuGraphRunner
+from tandem.workers.kernels.fused_ops import FusedOps
+from tandem.workers.kernels.lora_ops import LoraOps
+
+Array = npt.NDArray[np.generic]
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes of a device: not in use by any process, and in all."""
+
+    free_bytes: int
+    total_bytes: int
+
+
+class MakeAttention(Protocol):
+    """Chooses the attention backend."""
+
+    def __call__(self, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None, /) -> AttentionBackend:
+        """kv_dtype: the cache's dtype, None for `dtype`."""
+        ...
+
+
+class MakeKVCopier(Protocol):
+    """Makes the copier between the planes of a cache and a host slab [slots, slot bytes]."""
+
+    def __call__(self, planes: Sequence[torch.Tensor], num_layers: int, slab_SB: torch.Tensor, /) -> BlockCopier: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """One rank's device and the implementations for it.
+
+    memory: measures a device that has memory of its own; None where device and host share memory. copies_beside: bytes
+    move while the rank computes without taking from it. packs: whether matrices of a dtype are packed. graphs: makes
+    the runner of a stage's layers, as CpuGraphRunner is made. weight_copier: takes the bytes of the streamed layers.
+    upload: a step's int64 and int32 arrays to tensors. zeros: zeroed memory of a shape. clear_blocks: zeroes blocks,
+    which are in dim 1. copy_pages: host memory to device memory, for adapters. descending: the greatest weights of each
+    row, at least as many as asked for, sorted.
+    """
+
+    name: Device
+    device: torch.device
+    accelerator: Accelerator
+    backend: Backend
+    memory: Callable[[], DeviceMemory] | None
+    copies_beside: bool
+    packs: Callable[[torch.dtype], bool]
+    matrices: Callable[[torch.dtype], MakeMatrix]
+    attention: MakeAttention
+    fused_ops: Callable[[torch.dtype], FusedOps]
+    lora_ops: Callable[[torch.dtype], LoraOps]
+    graphs: Callable[..., CpuGraphRunner]
+    kv_copier: MakeKVCopier
+    weight_copier: Callable[[int], Copier]
+    upload: Callable[[Sequence[Array]], list[torch.Tensor]]
+    zeros: Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+    clear_blocks: Callable[[torch.Tensor, Sequence[int]], None]
+    copy_pages: Callable[[torch.Tensor, torch.Tensor], None]
+    descending: Callable[[torch.Tensor, int], torch.Tensor]

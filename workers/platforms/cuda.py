@@ -1,0 +1,236 @@
+"""The platform of ranks on a CUDA device: streams, events, pinned memory, and the kernels that run there."""
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from tandem.configs.errors import SettingsError
+from tandem.configs.schema import EngineSettings
+from tandem.offload.copies.accelerator import Accelerator, Event, Stream
+from tandem.offload.copies.kv_copies import StreamCopier
+from tandem.offload.weights.weight_copiers import StreamWeightCopier
+from tandem.offload.weights.weight_stream import WeightStream
+from tandem.parallel.groups import Backend
+from tandem.parallel.linear_methods import MakeMatrix, PlainMatrix
+from tandem.workers.attention.backend import AttentionBackend
+from tandem.workers.attention.torch_sdpa import TorchAttention
+from tandem.workers.graphs.cpu_graphs import CpuGraphRunner
+from tandem.workers.kernels.fused_ops import FusedOps, TorchFusedOps
+from tandem.workers.kernels.lora_ops import LoraOps, TorchLora
+from tandem.workers.platforms.base import Array, DeviceMemory, Platform
+from tandem.workers.platforms.cpu import open_cpu
+
+ALIGNED_BYTES: Final = 16
+"""Arrays of a packed copy begin at multiples of it, so that a kernel is compiled for one alignment of each."""
+
+
+class CudaEvent:
+    """An Event on a CUDA stream."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    @property
+    def native(self) -> torch.cuda.Event:
+        return self._event
+
+    def is_done(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, CudaEvent)
+        return float(earlier.native.elapsed_time(self._event)) / 1000
+
+
+class CudaStream:
+    """A stream of a CUDA device."""
+
+    __slots__ = ("native",)
+
+    def __init__(self, native: torch.cuda.Stream) -> None:
+        self.native = native
+
+    def wait_event(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent)
+        self.native.wait_event(event.native)
+
+    def synchronize(self) -> None:
+        self.native.synchronize()
+
+
+class CudaAccelerator:
+    """Accelerator of one CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def activate(self) -> None:
+        torch.cuda.set_device(self._device)
+
+    def stream(self) -> Stream:
+        return CudaStream(torch.cuda.Stream(self._device))
+
+    def current_stream(self) -> Stream:
+        return CudaStream(torch.cuda.current_stream(self._device))
+
+    def use(self, stream: Stream) -> AbstractContextManager[object]:
+        assert isinstance(stream, CudaStream)
+        return torch.cuda.stream(stream.native)
+
+    def event(self, *, timed: bool = False) -> Event:
+        event = torch.cuda.Event(enable_timing=timed)
+        event.record(torch.cuda.current_stream(self._device))
+        return CudaEvent(event)
+
+    def to_device(self, host: torch.Tensor) -> torch.Tensor:
+        # torch's cache of pinned memory keeps the staged copy until the device has read it
+        return host.pin_memory().to(self._device, non_blocking=True)
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+    def pin(self, memory: torch.Tensor) -> None:
+        self.activate()
+        error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+        if error:
+            raise OSError(f"{memory.nbytes} bytes of host memory could not be pinned: CUDA error {error}")
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+
+def open_platform(settings: EngineSettings, rank: int, ranks_on_node: int) -> Platform:
+    """Returns the platform of a rank, as asked; else CUDA when torch sees a device. The calling thread is activated and
+    this process's torch threads are set.
+
+    Ranks of one node spread over its devices by their number. SettingsError (--device) without the device asked for.
+    """
+    available = torch.cuda.is_available()
+    asked = settings.device.device
+    if asked == "cuda" and not available:
+        raise SettingsError("--device cuda, but torch sees no CUDA device here", "--device")
+    if asked == "cpu" or not available:
+        return open_cpu(settings.device.cpu_threads, ranks_on_node)
+    torch.set_num_threads(1)
+    return cuda_platform(torch.device("cuda", rank % torch.cuda.device_count()))
+
+
+def cuda_platform(device: torch.device) -> Platform:
+    """Returns the platform of one device; the calling thread is activated.
+
+    cuDNN's attention is off: it plans anew, 55 to 70 ms, for every shape that it has not seen.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    accelerator = CudaAccelerator(device)
+    accelerator.activate()
+    return platform_on(accelerator, device, Backend("nccl", device, shares_memory=False), partial(_memory, device))
+
+
+def platform_on(
+    accelerator: Accelerator, device: torch.device, backend: Backend, memory: Callable[[], DeviceMemory]
+) -> Platform:
+    """Returns the platform of a device with streams and memory of its own."""
+    return Platform(
+        name="cuda",
+        device=device,
+        accelerator=accelerator,
+        backend=backend,
+        memory=memory,
+        copies_beside=True,
+        packs=lambda dtype: False,
+        matrices=_matrices,
+        attention=partial(_attention, accelerator),
+        fused_ops=_fused_ops,
+        lora_ops=_lora_ops,
+        graphs=_graphs,
+        kv_copier=partial(StreamCopier, accelerator),
+        weight_copier=partial(StreamWeightCopier, accelerator),
+        upload=partial(in_one_copy, accelerator),
+        zeros=partial(_zeros, device),
+        clear_blocks=partial(_clear_blocks, accelerator),
+        copy_pages=_copy_pages,
+        descending=_descending,
+    )
+
+
+def _memory(device: torch.device) -> DeviceMemory:
+    """What torch's allocator has reserved counts as in use."""
+    torch.cuda.synchronize(device)
+    return DeviceMemory(*torch.cuda.mem_get_info(device))
+
+
+def _matrices(dtype: torch.dtype) -> MakeMatrix:
+    return PlainMatrix
+
+
+def _attention(
+    accelerator: Accelerator, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None
+) -> AttentionBackend:
+    return TorchAttention(accelerator.to_device, is_bounded=True)
+
+
+def _fused_ops(dtype: torch.dtype) -> FusedOps:
+    return TorchFusedOps()
+
+
+def _lora_ops(dtype: torch.dtype) -> LoraOps:
+    if importlib.util.find_spec("triton") is None:
+        return TorchLora()
+    from tandem.workers.kernels.triton.triton_lora import TritonLora
+
+    return TritonLora()
+
+
+def _graphs(
+    layers: Sequence[Any], stream: WeightStream, attention: AttentionBackend, can_replay: bool
+) -> CpuGraphRunner:
+    """Steps run eagerly: captured calls are those of CPU kernels."""
+    return CpuGraphRunner(layers, stream, attention, can_replay=False)
+
+
+def in_one_copy(accelerator: Accelerator, arrays: Sequence[Array]) -> list[torch.Tensor]:
+    """Returns int64 and int32 arrays as aligned views of one buffer on the device: one copy for a step."""
+    starts, size = [], 0
+    for array in arrays:
+        starts.append(size)
+        size += -(-array.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
+    packed = np.empty(size, np.uint8)
+    for array, start in zip(arrays, starts, strict=True):
+        packed[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+    on_device = accelerator.to_device(torch.from_numpy(packed))
+    return [
+        on_device[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+        for array, start in zip(arrays, starts, strict=True)
+    ]
+
+
+def _zeros(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _clear_blocks(accelerator: Accelerator, memory: torch.Tensor, block_ids: Sequence[int]) -> None:
+    memory.index_fill_(1, accelerator.to_device(torch.tensor(block_ids)), 0)
+
+
+def _copy_pages(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=True)
+
+
+def _descending(weights_RV: torch.Tensor, most: int) -> torch.Tensor:
+    if most < weights_RV.shape[1]:
+        return weights_RV.topk(most, dim=1).values
+    return weights_RV.sort(dim=1, descending=True).values

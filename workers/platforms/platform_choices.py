@@ -1,0 +1,86 @@
+"""Names what a rank on a platform computes with, and why, by asking the platform.
+
+Used by `tandem doctor` through workers/self_checks/.
+"""
+
+import sys
+from platform import machine
+from typing import NamedTuple
+
+import torch
+
+from tandem.workers.attention.cpu_paged import CpuAttention
+from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
+from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
+from tandem.workers.kernels.lora_ops import TorchLora
+from tandem.workers.platforms.base import Platform
+
+HEAD_DIM = 128
+"""Of most models. Others may differ in attention: the kernel takes multiples of 16 up to 256."""
+
+
+class PlatformChoice(NamedTuple):
+    """An implementation. subject: the thing that was chosen; why: the reason, in words."""
+
+    subject: str
+    chosen: str
+    why: str
+
+
+def choices(platform: Platform, dtype: torch.dtype = torch.bfloat16) -> list[PlatformChoice]:
+    """Returns the choices for ranks on this platform, in `dtype`."""
+    return _on_cpu(platform, dtype) if platform.name == "cpu" else _on_gpu(platform, dtype)
+
+
+def _on_cpu(platform: Platform, dtype: torch.dtype) -> list[PlatformChoice]:
+    attention, fused = platform.attention(dtype, HEAD_DIM), platform.fused_ops(dtype)
+    lora = type(platform.lora_ops(dtype))
+    compiled = "kernels compiled for this CPU"
+    instead = "the kernels could not be compiled here"
+    has_attention, has_fused = isinstance(attention, CpuAttention), isinstance(fused, CpuFusedOps)
+    has_gemm = skinny_gemm(dtype) is not None
+    shares = platform.backend.shares_memory and sys.platform == "linux" and machine() in ("x86_64", "AMD64")
+    return [
+        PlatformChoice("attention", attention.name, compiled if has_attention else instead),
+        PlatformChoice("fused ops", "compiled" if has_fused else "torch", compiled if has_fused else instead),
+        _linear(platform, dtype, has_gemm),
+        PlatformChoice(
+            "LoRA ops", "torch" if lora is TorchLora else "compiled", instead if lora is TorchLora else compiled
+        ),
+        PlatformChoice(
+            "collectives",
+            "shared memory" if shares else platform.backend.name,
+            "ranks of a stage share this node" if shares else "shared memory relies on x86's order of stores",
+        ),
+        PlatformChoice(
+            "graphs",
+            "replayed steps" if has_attention and has_fused and has_gemm else "none",
+            "decode steps of at most 64 rows with TP 1 consist of kernels, views and copies"
+            if has_attention and has_fused and has_gemm
+            else "a decode step contains operations that are no kernels",
+        ),
+    ]
+
+
+def _linear(platform: Platform, dtype: torch.dtype, has_gemm: bool) -> PlatformChoice:
+    if has_gemm:
+        return PlatformChoice("linear", "skinny GEMM, oneDNN above 64 rows", "this CPU multiplies pairs of bf16")
+    if platform.packs(dtype):
+        return PlatformChoice("linear", "oneDNN", "this CPU or compiler has no kernel for pairs of bf16 (AVX512-BF16)")
+    return PlatformChoice("linear", "torch", f"oneDNN packs no {str(dtype).removeprefix('torch.')} on this CPU")
+
+
+def _on_gpu(platform: Platform, dtype: torch.dtype) -> list[PlatformChoice]:
+    attention, lora = platform.attention(dtype, HEAD_DIM), type(platform.lora_ops(dtype))
+    return [
+        PlatformChoice("attention", attention.name, "torch's SDPA over gathered blocks is the only one for GPUs"),
+        PlatformChoice("fused ops", "torch", "there are no kernels for GPUs yet"),
+        PlatformChoice("linear", "cuBLAS", "weights stay as they are"),
+        PlatformChoice(
+            "LoRA ops",
+            "torch" if lora is TorchLora else "Triton",
+            "Triton is not installed" if lora is TorchLora else "Triton is installed",
+        ),
+        PlatformChoice("collectives", platform.backend.name, "between GPUs"),
+        PlatformChoice("graphs", "none", "CUDA graphs are not there yet"),
+    ]

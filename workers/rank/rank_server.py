@@ -1,0 +1,317 @@
+"""RankServer is one rank: messages of the coordinator in, the rank's messages out. run_rank() is its life as a process.
+
+A rank process connects to its coordinator (workers/executor/rank_group.py) and blocks in receive between plans, so an
+idle rank uses no CPU. workers/executor/in_process_ranks.py calls the same RankServer on the caller's thread. A rank
+never decides what to run and never talks to another rank except through torch.distributed.
+"""
+
+import argparse
+import logging
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import psutil
+import setproctitle
+import torch
+import zmq
+
+from tandem.configs.errors import SettingsError
+from tandem.configs.schema import EngineSettings
+from tandem.offload.host.host_process import HostTierError
+from tandem.parallel.context import ParallelContext
+from tandem.parallel.groups import Backend, init_parallel, listen, use_interface
+from tandem.workers.messages.channel import ChannelContext, connect_dealer
+from tandem.workers.messages.handshake import (
+    AllocateKV,
+    FromRank,
+    Hello,
+    RankFailed,
+    RankListening,
+    RankLoading,
+    RankReady,
+    RankSetup,
+    RankTiers,
+    Shutdown,
+    ToRank,
+)
+from tandem.workers.messages.step import StepPlan
+from tandem.workers.messages.transfer import TransferResult
+from tandem.workers.planning.resolve import read_spec
+from tandem.workers.platforms.cuda import open_platform
+from tandem.workers.rank.loading import LoadedRank, load_rank
+from tandem.workers.rank.model_runner import ModelRunner, StepHandle
+from tandem.workers.rank.rank_watch import LoadReports, ParentWatch, start_echo, watch_stdin
+from tandem.workers.rank.transfers.lane_channel import LaneChannel
+from tandem.workers.rank.transfers.lanes import Lanes
+
+log = logging.getLogger(__name__)
+
+FAILURE_LINGER_MS = 1000
+LOOK_AGAIN_S = 1e-4
+"""Between two looks at the device and at the channel, while a step is computed beside the host."""
+LOOPBACK = "127.0.0.1"
+LOOPBACK_PREFIX = "127."
+
+
+def _stay_unnamed(place: str) -> None:
+    """The process has a name of its own."""
+
+
+class RankServer:
+    """One rank, whatever carries its messages. Messages come in the order of the handshake (rank_group.py), then plans
+    and transfers; transfers from any thread, all others from one.
+
+    on_loading, on_transferred: called with messages that no call of take() waits for: progress while weights are read,
+    and results of transfers, on a lane's thread. on_placed: called with the rank's place, such as "tp0 pp1", once it is
+    known. host: this machine's address as other ranks reach it; ranks with equal hosts share a machine.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        on_loading: Callable[[RankLoading], None],
+        on_transferred: Callable[[TransferResult], None],
+        *,
+        host: str = LOOPBACK,
+        on_placed: Callable[[str], None] = _stay_unnamed,
+    ) -> None:
+        self.hello = Hello(rank, os.getpid(), host)
+        self._rank = rank
+        self._host = host
+        self._on_loading = on_loading
+        self._on_placed = on_placed
+        self._lanes = Lanes(rank, on_transferred)
+        self._loaded: LoadedRank | None = None
+        self._runner: ModelRunner | None = None
+        self._steps: deque[StepHandle] = deque()
+
+    def take(self, message: ToRank) -> Iterator[FromRank]:
+        """Yields the answers to a message, while it is carried out. Results of transfers come through on_transferred.
+
+        SettingsError when the settings cannot be served; any other error ends the rank too.
+        """
+        if isinstance(message, StepPlan):
+            yield from self._step(message)
+        elif isinstance(message, RankSetup):
+            yield from self._load(message)
+        elif isinstance(message, AllocateKV):
+            yield self._allocate(message)
+        elif isinstance(message, Shutdown):
+            self.close()
+        else:
+            self._lanes.put(message)
+
+    def close(self) -> None:
+        """Ends the lanes after their present copies, drops the model and the KV. Idempotent."""
+        self._lanes.close()
+        self._drop_runner()
+
+    # ---- handshake ----
+
+    def _load(self, setup: RankSetup) -> Iterator[FromRank]:
+        """Answers RankSetup: RankListening (rank 0 of several), then RankLoaded; RankLoading goes to on_loading."""
+        settings = msgspec.msgpack.decode(setup.settings, type=EngineSettings)
+        read_spec(settings)  # refused settings are found before ranks wait for each other
+        on_bytes = LoadReports(self._rank, self._on_loading).take
+        platform = open_platform(settings, self._rank, setup.ranks_on_node)
+        context = ParallelContext.single()
+        if setup.world_size > 1:
+            context = yield from self._meet(setup, settings, platform.backend)
+        self._on_placed(f"tp{context.tp_rank} pp{context.pp_rank}")
+        self._loaded = load_rank(
+            settings, context, platform, rank=self._rank, ranks_on_node=setup.ranks_on_node, on_bytes=on_bytes
+        )
+        yield self._loaded.facts
+
+    def _meet(
+        self, setup: RankSetup, settings: EngineSettings, backend: Backend
+    ) -> Generator[FromRank, None, ParallelContext]:
+        """Joins the other ranks. Rank 0 first listens, at the rendezvous address, and reports its port."""
+        on_loopback = setup.master_address.startswith(LOOPBACK_PREFIX)
+        interface = _interface_of(setup.master_address if on_loopback else self._host)
+        if interface is not None:
+            use_interface(interface)
+        listener, port = None, setup.master_port
+        if port is None:
+            assert self._rank == 0, self._rank
+            listener = listen(setup.master_address)
+            port = listener.getsockname()[1]
+            yield RankListening(self._rank, port)
+        return init_parallel(
+            self._rank,
+            setup.world_size,
+            settings.parallel.tensor_parallel_size,
+            settings.parallel.pipeline_parallel_size,
+            setup.master_address,
+            port,
+            backend,
+            listener=listener,
+            ranks_on_node=setup.ranks_on_node,
+        )
+
+    def _allocate(self, allocate: AllocateKV) -> RankReady:
+        assert self._loaded is not None, "AllocateKV before RankSetup"
+        loaded = self._loaded
+        self._runner = loaded.build_runner(allocate.num_blocks)
+        loaded.open_adapter_lanes(self._lanes)
+        tiers_error = None if allocate.tiers is None else self._open_tiers(loaded, self._runner, allocate.tiers)
+        return RankReady(self._rank, tiers_error)
+
+    def _open_tiers(self, loaded: LoadedRank, runner: ModelRunner, tiers: RankTiers) -> str | None:
+        """Opens the lanes between tiers; returns an error if their memory cannot be allocated."""
+        try:
+            loaded.open_kv_lanes(runner, tiers, self._lanes)
+        except (OSError, HostTierError, torch.OutOfMemoryError) as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    # ---- steps ----
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether results of launched steps are due."""
+        return bool(self._steps)
+
+    def finish_step(self) -> Iterator[FromRank]:
+        """Waits for the oldest launched step; yields its result where this rank samples."""
+        with self._runner_of_step():
+            result = self._steps.popleft().result()
+        if result is not None:
+            yield result
+
+    def _step(self, plan: StepPlan) -> Iterator[FromRank]:
+        """Launches a plan. Results that are done are yielded before and after."""
+        yield from self.done_steps()
+        with self._runner_of_step() as runner:
+            self._steps.append(runner.launch(plan))
+        yield from self.done_steps()
+
+    def done_steps(self) -> Iterator[FromRank]:
+        """Yields the results of launched steps that the device has run."""
+        while self._steps and self._steps[0].is_done():
+            yield from self.finish_step()
+
+    @contextmanager
+    def _runner_of_step(self) -> Iterator[ModelRunner]:
+        """The runner, which is dropped after an error, also when interrupted in the middle: the rows' state is
+        unknown."""
+        assert self._runner is not None, "a plan before AllocateKV, or after a step that failed"
+        try:
+            yield self._runner
+        except BaseException:
+            self._drop_runner()
+            raise
+
+    def _drop_runner(self) -> None:
+        self._steps.clear()
+        if self._runner is not None:
+            self._runner.close()
+        self._runner = self._loaded = None
+
+
+def run_rank(rank: int, endpoint: str, secret: str, *, group: str = "local", host: str = LOOPBACK) -> int:
+    """Runs a rank process until Shutdown; returns the exit status: 0 after Shutdown, 1 after a failure.
+
+    host: this machine's address as other ranks reach it. Ends the process by itself when the coordinator is gone.
+    """
+    setproctitle.setproctitle(f"tandem rank {group} {rank} starting")
+    context = ChannelContext()
+    socket = connect_dealer(context, secret, endpoint, str(rank).encode())
+    parent_watch = ParentWatch(socket)
+    encoder = msgspec.msgpack.Encoder()
+
+    def send(message: FromRank) -> None:
+        socket.send(encoder.encode(message))
+
+    lanes = LaneChannel(context, secret, endpoint, rank)
+    server = RankServer(
+        rank,
+        send,
+        lanes.send,
+        host=host,
+        on_placed=lambda place: setproctitle.setproctitle(f"tandem rank {group} {place}"),
+    )
+    try:
+        lanes.serve(lambda op: list(server.take(op)))
+        send(server.hello)
+        for message in _messages(socket, server, send):
+            if isinstance(message, RankSetup) and message.probe_endpoint is not None:
+                start_echo(context, secret, message.probe_endpoint, rank)
+            for answer in server.take(message):
+                if isinstance(answer, RankReady):  # from then on the coordinator can send to the lanes
+                    lanes.send(answer)
+                else:
+                    send(answer)
+        return 0
+    except Exception as error:
+        log.exception("rank %d failed", rank)
+        send(_failure_of(rank, error))
+        return 1
+    finally:
+        server.close()
+        parent_watch.stop()
+        socket.close(linger=FAILURE_LINGER_MS)
+        context.term()
+
+
+def _messages(socket: zmq.Socket[Any], server: RankServer, send: Callable[[FromRank], None]) -> Iterator[ToRank]:
+    """The coordinator's messages, up to Shutdown; blocks for each. While the device computes a step, messages are taken
+    as they come, so that the next step is launched beside it."""
+    decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+    message: ToRank | None = None
+    while not isinstance(message, Shutdown):
+        while server.is_computing and not socket.poll(0):
+            for answer in server.done_steps():
+                send(answer)
+            if server.is_computing:
+                time.sleep(LOOK_AGAIN_S)
+        message = decoder.decode(socket.recv())
+        yield message
+
+
+def _interface_of(address: str) -> str | None:
+    """The network interface that has an address: lo for 127.0.0.1 on Linux, lo0 on macOS."""
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return name
+    return None
+
+
+def _failure_of(rank: int, error: Exception) -> RankFailed:
+    """A SettingsError always names a flag; the user cannot mend other errors."""
+    if isinstance(error, SettingsError):
+        return RankFailed(rank=rank, message=str(error), flag=error.flag or "MODEL")
+    return RankFailed(rank=rank, message=f"{type(error).__name__}: {error}")
+
+
+def main() -> None:
+    """Command line of a rank process; the secret is the first line of standard input."""
+    parser = argparse.ArgumentParser(description="One rank of a Tandem group; started by its coordinator.")
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--endpoint", required=True)
+    parser.add_argument("--group", required=True)
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING, format=f"rank {arguments.rank} %(levelname)s %(name)s: %(message)s")
+    secret = _read_line(sys.stdin.fileno())
+    watch_stdin()
+    status = run_rank(arguments.rank, arguments.endpoint, secret, group=arguments.group)
+    logging.shutdown()
+    os._exit(status)  # threads of collective libraries must not hold up the end
+
+
+def _read_line(descriptor: int) -> str:
+    """One line, unbuffered, so that nothing after it is taken."""
+    line = b""
+    while (byte := os.read(descriptor, 1)) not in (b"", b"\n"):
+        line += byte
+    return line.decode()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Threads of a rank that watch over it: the parent watch, the answer to probes, and progress reports while it loads.
+
+Started by rank_server.py. The parent watch ends a rank whose coordinator is gone, even inside a collective; nothing
+else in a rank calls os._exit before its end. Probes are answered by ZeroMQ's proxy in C, without the interpreter lock.
+"""
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from tandem.workers.messages.channel import connect_dealer
+from tandem.workers.messages.handshake import RankLoading
+
+log = logging.getLogger(__name__)
+
+CONNECT_S = 60.0
+RECONNECT_S = 1.0
+EXIT_STATUS = 1
+
+
+class ParentWatch:
+    """Watches `socket`'s connection from now until stop(); ends the process CONNECT_S after the start without a first
+    handshake, or RECONNECT_S after a loss without a reconnect."""
+
+    def __init__(self, socket: zmq.Socket[Any]) -> None:
+        self._socket = socket
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
+        self._monitor = socket.get_monitor_socket(events)
+        self._thread = threading.Thread(target=self._watch, name="parent watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """No more watching; called by the rank's main thread before it closes the socket."""
+        self._socket.disable_monitor()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        deadline_s: float | None = time.monotonic() + CONNECT_S
+        while True:
+            left_ms = None if deadline_s is None else max(0, round((deadline_s - time.monotonic()) * 1000))
+            if not self._monitor.poll(left_ms):
+                log.error("the coordinator is gone; this rank ends")
+                end_process()
+            event = recv_monitor_message(self._monitor)["event"]
+            if event == zmq.EVENT_MONITOR_STOPPED:
+                self._monitor.close(linger=0)
+                return
+            deadline_s = None if event == zmq.EVENT_HANDSHAKE_SUCCEEDED else time.monotonic() + RECONNECT_S
+
+
+def watch_stdin() -> None:
+    """Ends this process when its standard input ends: the parent holds the other end and never writes again."""
+
+    def watch() -> None:
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        end_process()
+
+    threading.Thread(target=watch, name="stdin watch", daemon=True).start()
+
+
+def end_process() -> None:
+    """Ends the process at once, from any thread: the main thread may be inside a collective that never returns."""
+    os._exit(EXIT_STATUS)
+
+
+def start_echo(context: "zmq.Context[Any]", secret: str, endpoint: str, rank: int) -> None:
+    """Echoes probes until `context` is terminated. A first empty message registers the rank with ProbeWatch."""
+
+    def echo() -> None:
+        socket = connect_dealer(context, secret, endpoint, str(rank).encode())
+        try:
+            socket.send(b"")
+            zmq.proxy(socket, socket)
+        except zmq.ContextTerminated:
+            pass
+        finally:
+            socket.close(linger=0)
+
+    threading.Thread(target=echo, name="probe echo", daemon=True).start()
+
+
+PERIOD_S = 0.5
+
+
+class LoadReports:
+    """Sends the first progress report, the last, and between them one each PERIOD_S."""
+
+    def __init__(
+        self, rank: int, send: Callable[[RankLoading], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._rank = rank
+        self._send = send
+        self._clock = clock
+        self._sent_s: float | None = None
+
+    def take(self, loaded_bytes: int, total_bytes: int) -> None:
+        now_s = self._clock()
+        if self._sent_s is None or loaded_bytes == total_bytes or now_s - self._sent_s >= PERIOD_S:
+            self._sent_s = now_s
+            self._send(RankLoading(self._rank, loaded_bytes, total_bytes))

@@ -1,0 +1,106 @@
+"""Lanes that copy KV between a rank's tiers: device and host slab (MemoryLane), host slab and files (DiskLane).
+
+Opened by loading.py once the KV is allocated.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from tandem.offload.copies.accelerator import Accelerator
+from tandem.offload.copies.host_slab import HostSlab
+from tandem.offload.copies.kv_copies import BlockCopier, bytes_per_slot
+from tandem.offload.host.host_process import attach
+from tandem.offload.kv.disk_io import DiskBlockError, read_block, remove_block, write_block
+from tandem.workers.messages.handshake import RankTiers
+from tandem.workers.messages.transfer import CopyKV, Failure
+from tandem.workers.platforms.base import Platform
+from tandem.workers.rank.transfers.lanes import ALL_MOVED, Lanes, Moved
+from tandem.workers.rank.transfers.load_gate import LoadGate
+
+ATTACH_S = 10.0
+
+
+class MemoryLane:
+    """store and load: between the device and the host slab, with notice of each layer to the gate."""
+
+    def __init__(self, copier: BlockCopier, slab: HostSlab, gate: LoadGate) -> None:
+        self._copier = copier
+        self._slab = slab
+        self._gate = gate
+
+    def move(self, op: CopyKV) -> Moved:
+        self._gate.begin(op.ticket)
+        try:
+            if op.kind == "store":
+                self._copier.store(op.block_ids, op.slots)
+            else:
+                assert op.kind == "load", op.kind
+                self._copier.load(op.slots, op.block_ids, self._gate.arrived)
+        finally:
+            self._gate.end(op.ticket)
+        return ALL_MOVED
+
+    def close(self) -> None:
+        self._gate.close()
+        self._slab.close()
+
+
+class DiskLane:
+    """spill and fetch: between the host slab and this rank's folder."""
+
+    def __init__(self, folder: Path, layout: bytes, slab: HostSlab) -> None:
+        self._disk = folder
+        self._layout = layout
+        self._slab = slab
+
+    def move(self, op: CopyKV) -> Moved:
+        failed: list[int] = []
+        failure: Failure | None = None
+        for place, (key, slot) in enumerate(zip(op.keys, op.slots, strict=True)):
+            if failure is not None and failure.kind == "disk":
+                failed.append(place)
+                continue
+            try:
+                self._move_file(op, key, slot)
+            except DiskBlockError as problem:
+                failed.append(place)
+                failure = Failure("source", str(problem))
+            except OSError as problem:
+                failed.append(place)
+                failure = Failure("disk", str(problem))
+        return Moved(failed, failure)
+
+    def close(self) -> None:
+        """The memory lane owns the slab."""
+
+    def _move_file(self, op: CopyKV, key: bytes, slot: int) -> None:
+        if op.kind == "fetch":
+            read_block(self._disk, key, self._layout, self._slab.slot(slot))
+            return
+        if key == op.keys[0]:
+            for dropped in op.dropped:
+                remove_block(self._disk, dropped)
+        write_block(self._disk, key, self._layout, self._slab.slot(slot))
+
+
+def open_kv_lanes(
+    lanes: Lanes, rank: int, planes: Sequence[torch.Tensor], num_layers: int, tiers: RankTiers, platform: Platform
+) -> LoadGate:
+    """Opens the rank's lanes of KV and returns the gate of their loads. OSError or HostTierError without the memory."""
+    accelerator = platform.accelerator
+    slab = _open_slab(rank, tiers, bytes_per_slot(planes), accelerator)
+    gate = LoadGate(accelerator, by_layer=platform.copies_beside)
+    memory = MemoryLane(platform.kv_copier(planes, num_layers, slab.bytes_SB), slab, gate)
+    if tiers.disk_folder is not None:
+        lanes.open("disk", accelerator, DiskLane(Path(tiers.disk_folder), tiers.layout, slab))
+    lanes.open("memory", accelerator, memory)
+    return gate
+
+
+def _open_slab(rank: int, tiers: RankTiers, slot_bytes: int, accelerator: Accelerator) -> HostSlab:
+    if tiers.host_socket is None or tiers.host_token is None:
+        return HostSlab.allocate(tiers.num_slots, slot_bytes, accelerator)
+    held = attach(Path(tiers.host_socket), tiers.host_token, rank, ATTACH_S)
+    return HostSlab(held.slab, tiers.num_slots, slot_bytes, accelerator, owner=held)

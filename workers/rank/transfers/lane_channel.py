@@ -1,0 +1,70 @@
+"""LaneChannel: the one channel that feeds all lanes of a rank process and takes their answers to the coordinator.
+
+A DEALER beside the rank's own, with a thread of its own, so that no transfer waits for the step under way. The thread
+blocks while nothing moves.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import zmq
+
+from tandem.workers.messages.channel import connect_dealer, lanes_name
+from tandem.workers.messages.handshake import RankReady
+from tandem.workers.messages.transfer import TransferOp, TransferResult
+
+log = logging.getLogger(__name__)
+
+
+class LaneChannel(threading.Thread):
+    """Runs from serve() until `context` is terminated."""
+
+    def __init__(self, context: "zmq.Context[Any]", secret: str, endpoint: str, rank: int) -> None:
+        super().__init__(name="lane channel", daemon=True)
+        self._socket = connect_dealer(context, secret, endpoint, lanes_name(rank))
+        self._answers, self._door = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        for socket in (self._answers, self._door):
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.setsockopt(zmq.RCVHWM, 0)
+        self._answers.bind("inproc://lanes")
+        self._door.connect("inproc://lanes")
+        self._at_door = threading.Lock()
+        self._take: Callable[[TransferOp], object] | None = None
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[TransferOp] = msgspec.msgpack.Decoder(TransferOp)
+
+    def serve(self, take: Callable[[TransferOp], object]) -> None:
+        """Starts the thread, which calls take with each op."""
+        self._take = take
+        self.start()
+
+    def send(self, message: TransferResult | RankReady) -> None:
+        """Sends a message to the coordinator. From any thread; after the end of the context it does nothing."""
+        with self._at_door:
+            try:
+                self._door.send(self._encoder.encode(message))
+            except zmq.ZMQError:
+                log.debug("the coordinator's channel is gone")
+
+    def run(self) -> None:
+        assert self._take is not None
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._answers, zmq.POLLIN)
+        try:
+            while True:
+                for socket, _ in poller.poll():
+                    if socket is self._answers:
+                        self._socket.send(self._answers.recv())
+                    else:
+                        self._take(self._decoder.decode(self._socket.recv()))
+        except zmq.ContextTerminated:
+            return
+        finally:
+            self._socket.close(linger=0)
+            self._answers.close(linger=0)
+            with self._at_door:
+                self._door.close(linger=0)

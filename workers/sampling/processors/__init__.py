@@ -1,0 +1,1 @@
+"""Changes logits before a token is drawn."""

@@ -1,0 +1,70 @@
+"""SamplingTable: each row's sampling parameters as columns of numpy arrays, so that a step reads them at once.
+
+Written when a row is bound, read by sampler.py every step. Holds no tokens and no tensors. What a request could send
+to break a step (ids outside the vocabulary) is dropped here.
+"""
+
+from typing import Final
+
+import numpy as np
+
+from tandem.workers.messages.step import RowSampling
+
+RANDOM: Final = 1  # temperature above 0
+TRUNCATES: Final = 2  # top-k, top-p or min-p
+EDITS: Final = 4  # penalties, bias or min_tokens: the logits are changed before the choice
+LOGPROBS: Final = 8
+GREEDY_BELOW: Final = 1e-5  # as in vLLM: a temperature this small is greedy
+
+
+def flags_of(sampling: RowSampling) -> int:
+    """What this row needs beyond argmax, as bits."""
+    random = sampling.temperature >= GREEDY_BELOW
+    truncates = random and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
+    edits = bool(sampling.logit_bias) or sampling.min_tokens > 0 or penalizes(sampling)
+    return RANDOM * random + TRUNCATES * truncates + EDITS * edits + LOGPROBS * (sampling.logprobs is not None)
+
+
+def penalizes(sampling: RowSampling) -> bool:
+    return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0)
+
+
+class SamplingTable:
+    """Columns indexed by row; `params[row]` is the whole RowSampling, for what is rare."""
+
+    def __init__(self, capacity: int, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.flags = np.zeros(capacity, np.uint8)
+        self.temperature = np.ones(capacity, np.float64)
+        self.top_k = np.zeros(capacity, np.int64)
+        self.top_p = np.ones(capacity, np.float64)
+        self.min_p = np.zeros(capacity, np.float64)
+        self.seed = np.zeros(capacity, np.uint64)
+        self.choice = np.zeros(capacity, np.int64)
+        self.params: list[RowSampling | None] = [None] * capacity
+
+    def bind(self, row: int, sampling: RowSampling) -> None:
+        """Replaces what the row held."""
+        self.flags[row] = flags_of(sampling)
+        self.temperature[row] = sampling.temperature
+        self.top_k[row] = min(sampling.top_k, self.vocab_size)
+        self.top_p[row] = sampling.top_p
+        self.min_p[row] = sampling.min_p
+        self.seed[row] = sampling.seed & (2**64 - 1)
+        self.choice[row] = sampling.choice
+        self.params[row] = sampling
+
+    def grow(self, capacity: int) -> None:
+        """Makes room for rows below `capacity`; rows keep what they hold."""
+        grown = SamplingTable(capacity, self.vocab_size)
+        held = len(self.params)
+        for name in ("flags", "temperature", "top_k", "top_p", "min_p", "seed", "choice"):
+            getattr(grown, name)[:held] = getattr(self, name)
+        grown.params[:held] = self.params
+        self.__dict__.update(grown.__dict__)
+
+    def of(self, row: int) -> RowSampling:
+        """The parameters of a bound row."""
+        sampling = self.params[row]
+        assert sampling is not None, f"row {row} is not bound"
+        return sampling

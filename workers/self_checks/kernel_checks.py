@@ -1,0 +1,216 @@
+"""Checks each compiled CPU kernel against its torch twin, at three shapes each, in the dtype that CPUs serve in.
+
+The twin computes the same bf16 inputs in float32, so an error above TOLERANCE is a wrong result, not rounding.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+
+from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.attention.torch_sdpa import TorchAttention
+from tandem.workers.kernels.cpu import cpu_build
+from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
+from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
+from tandem.workers.kernels.fused_ops import FusedOps, TorchFusedOps
+from tandem.workers.kernels.kv_store import LARGEST, SCALE_DTYPE, LayerKV, TorchKVStore, as_indexable
+from tandem.workers.kernels.lora_ops import AdapterRows, ProjectionTables, TorchLora
+from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.self_checks.outcome import Check, NotHere, relative_error, require
+
+BF16 = torch.bfloat16
+TOLERANCE = 0.02
+"""Of the largest value: five roundings to bf16."""
+BLOCK = 16
+NO_KERNEL = "no kernel here, torch computes"
+
+
+def kernel_checks() -> list[Check]:
+    """Returns the checks of all kernels."""
+    return [
+        Check("compiled kernels", _compiled),
+        Check("kernel add_rms_norm", lambda: _fused(_add_rms_norm, ((1, 1024), (7, 2048), (64, 4096)))),
+        Check("kernel norm_rotate", lambda: _fused(_norm_rotate, ((1, 10, 128), (7, 4, 64), (64, 40, 128)))),
+        Check("kernel silu_mul", lambda: _fused(_silu_mul, ((1, 3072), (7, 6144), (64, 8192)))),
+        Check(
+            "kernel decode attention", lambda: _attention((([5], 4, 2), ([300, 1, 17], 8, 8), ([129] * 8, 16, 2)), 1)
+        ),
+        Check("kernel chunk attention", lambda: _attention((([9], 4, 2), ([70, 33], 8, 8), ([300], 16, 2)), 9)),
+        Check("kernel KV quantization", lambda: _kv_store(((1, 2, 128), (33, 8, 64), (100, 4, 128)))),
+        Check("kernel skinny GEMM", lambda: _skinny_gemm(((1, 1024, 1024), (7, 2048, 1000), (64, 512, 4096)))),
+        Check("kernel grouped LoRA", lambda: _lora(((1, 1024, 1024), (7, 2048, 512), (64, 512, 3072)))),
+    ]
+
+
+def _compiled() -> str:
+    """Fails where a C compiler is there and does not compile them: torch computes then, slower."""
+    library = cpu_build.cpu_library(BF16)
+    said = " ".join(cpu_build.failures[0].split()) if cpu_build.failures else ""
+    require(not said, f"the C compiler says: {said}")
+    if library is None:
+        raise NotHere("there are none for this machine, or no C compiler")
+    return "for this CPU"
+
+
+def _noise(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    """Seeded by the shape."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def _worst(errors: Sequence[float]) -> str:
+    """Returns the worst error in words; CheckFailed when it is too large, or NaN."""
+    worst = max(errors, key=lambda error: error if error == error else float("inf"))
+    require(worst <= TOLERANCE, f"differs from its torch twin by {worst:.2g} of the largest value")
+    return f"{len(errors)} shapes, largest difference {worst:.1g}"
+
+
+def _fused(compare: Callable[[FusedOps, Sequence[int]], float], shapes: Sequence[Sequence[int]]) -> str:
+    ops = cpu_platform().fused_ops(BF16)
+    if isinstance(ops, TorchFusedOps):
+        raise NotHere(NO_KERNEL)
+    return _worst([compare(ops, shape) for shape in shapes])
+
+
+def _add_rms_norm(ops: FusedOps, shape: Sequence[int]) -> float:
+    x, residual, weight = _noise(*shape), _noise(*shape), _noise(shape[1])
+    wide = residual.float()
+    expected = TorchFusedOps().add_rms_norm(x.float(), wide, weight.float(), 1e-6)
+    ours = ops.add_rms_norm(x, residual, weight, 1e-6)
+    return max(relative_error(ours, expected), relative_error(residual, wide))
+
+
+def _norm_rotate(ops: FusedOps, shape: Sequence[int]) -> float:
+    tokens, heads, dim = shape
+    qk, weight, phase = _noise(*shape), _noise(heads, dim), _noise(tokens, 1, dim, dtype=torch.float32)
+    cos, sin = phase.cos().to(BF16), phase.sin().to(BF16)
+    expected = TorchFusedOps().norm_rotate(qk.float(), weight.float(), 1e-6, cos.float(), sin.float())
+    return relative_error(ops.norm_rotate(qk, weight, 1e-6, cos, sin), expected)
+
+
+def _silu_mul(ops: FusedOps, shape: Sequence[int]) -> float:
+    gate_up = _noise(*shape)
+    expected = TorchFusedOps().silu_mul(gate_up.float())
+    return relative_error(ops.silu_mul(gate_up), expected)
+
+
+def _attention(cases: Sequence[tuple[list[int], int, int]], num_queries: int) -> str:
+    """cases: context lengths of the rows, query heads, KV heads."""
+    errors = []
+    for lens, heads, kv_heads in cases:
+        backend = cpu_platform().attention(BF16, 128)
+        if isinstance(backend, TorchAttention):
+            raise NotHere(NO_KERNEL)
+        batch = attention_batch(lens, num_queries)
+        tokens, blocks = batch.num_tokens, int(batch.block_table_RN.max()) + 1
+        q, k, v = _noise(tokens, heads, 128), _noise(tokens, kv_heads, 128), _noise(tokens, kv_heads, 128).flip(0)
+        kv = LayerKV(_noise(blocks, BLOCK, kv_heads, 128), _noise(blocks, BLOCK, kv_heads, 128).flip(0).contiguous())
+        wide = LayerKV(kv.keys.float(), kv.values.float())
+        expected = TorchAttention().prepare(batch).forward(q.float(), k.float(), v.float(), wide, 128**-0.5, None)
+        ours = backend.prepare(batch).forward(q, k, v, kv, 128**-0.5, None)
+        require(torch.equal(kv.keys.float(), wide.keys), "the step's keys are not in the cache")
+        errors.append(relative_error(ours, expected))
+    return _worst(errors)
+
+
+def attention_batch(lens: Sequence[int], num_queries: int) -> ForwardBatch:
+    """Returns a step of rows with these contexts, each of which computes its last num_queries tokens; blocks in an
+    order of their own."""
+    counts = [-(-length // BLOCK) for length in lens]
+    ids = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0), dtype=torch.int64)
+    tables = ids.split(counts)
+    table_RN = torch.stack([F.pad(table, (0, max(counts) - len(table)), value=int(table[0])) for table in tables])
+    positions = [torch.arange(length - num_queries, length) for length in lens]
+    slots = [
+        table[position // BLOCK] * BLOCK + position % BLOCK for table, position in zip(tables, positions, strict=True)
+    ]
+    starts = list(accumulate([num_queries] * len(lens), initial=0))
+    return ForwardBatch(
+        input_ids_T=torch.zeros(starts[-1], dtype=torch.int64),
+        positions_T=torch.cat(positions),
+        slot_mapping_T=torch.cat(slots),
+        query_starts=torch.tensor(starts, dtype=torch.int32),
+        seq_lens=torch.tensor(lens, dtype=torch.int32),
+        block_table_RN=table_RN.to(torch.int32),
+        logits_rows_S=torch.tensor(starts[1:]) - 1,
+        query_lens_list=[num_queries] * len(lens),
+        seq_lens_list=list(lens),
+        block_size=BLOCK,
+    )
+
+
+def _kv_store(shapes: Sequence[tuple[int, int, int]]) -> str:
+    """Codes and scales are equal to the twin's bit for bit, and so is what is read back."""
+    for storage in LARGEST:
+        for tokens, heads, dim in shapes:
+            store = CpuKVStore.make(BF16, dim, storage)
+            if store is None:
+                raise NotHere(NO_KERNEL)
+            blocks = -(-tokens // BLOCK) + 1
+            memory = (blocks, BLOCK, heads)
+            ours, twin = (
+                LayerKV(
+                    torch.zeros(*memory, dim, dtype=storage), torch.zeros(*memory, dim, dtype=storage),
+                    torch.zeros(memory, dtype=SCALE_DTYPE), torch.zeros(memory, dtype=SCALE_DTYPE),
+                )
+                for _ in range(2)
+            )  # fmt: skip
+            k, v = _noise(tokens, heads, dim), _noise(tokens, heads, dim).flip(0).contiguous()
+            slots = torch.randperm(blocks * BLOCK, generator=torch.Generator().manual_seed(1))[:tokens]
+            ids, out = torch.arange(blocks).flip(0), torch.empty(*memory, dim, dtype=BF16)
+            store.write(k, v, ours, slots)
+            TorchKVStore().write(k, v, twin, slots)
+            for field in fields(LayerKV):
+                a, b = (as_indexable(getattr(kv, field.name)) for kv in (ours, twin))
+                require(torch.equal(a, b), f"{field.name} in {storage} differ from the torch twin's")
+            read = store.gather(ours.keys, ours.key_scales, ids, out.clone())
+            expected = TorchKVStore().gather(twin.keys, twin.key_scales, ids, out)
+            require(torch.equal(read, expected), f"what is read from {storage} differs from the torch twin's")
+    return f"{len(shapes)} shapes in {len(LARGEST)} types, equal bit for bit"
+
+
+def _skinny_gemm(shapes: Sequence[tuple[int, int, int]]) -> str:
+    platform, gemm, errors = cpu_platform(), skinny_gemm(BF16), []
+    if gemm is None:
+        instead = "oneDNN" if platform.packs(BF16) else "torch"
+        raise NotHere(f"not for this CPU, or no compiler; {instead} multiplies")
+    for rows, inputs, outputs in shapes:
+        x, weight = _noise(rows, inputs), _noise(outputs, inputs)
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+        require(gemm.bind(packed, None, outputs) is not None, "the kernel does not know oneDNN's layout")
+        matrix = platform.matrices(BF16)(weight, None)
+        errors.append(relative_error(matrix(x), x.float() @ weight.float().T))
+    return _worst(errors)
+
+
+def _lora(shapes: Sequence[tuple[int, int, int]]) -> str:
+    ops, errors = cpu_platform().lora_ops(BF16), []
+    if isinstance(ops, TorchLora):
+        raise NotHere(NO_KERNEL)
+    for tokens, inputs, outputs in shapes:
+        tables, slab = _adapters(inputs, outputs)
+        segments = [(token, token + 1, token % 3) for token in range(tokens) if token % 4]
+        rows = AdapterRows(
+            torch.tensor([-1 if token % 4 == 0 else token % 3 for token in range(tokens)]).int(), segments
+        )
+        x, y = _noise(tokens, inputs) * inputs**-0.5, _noise(tokens, outputs)
+        wide = y.float()
+        TorchLora().add(wide, x.float(), slab.float(), [tables], rows)
+        ops.add(y, x, slab, [tables], rows)
+        errors.append(relative_error(y, wide))
+    return _worst(errors)
+
+
+def _adapters(inputs: int, outputs: int) -> tuple[ProjectionTables, torch.Tensor]:
+    """Returns three adapters of ranks 8, 0 and 3 in one slab."""
+    ranks, width = (8, 0, 3), max(inputs, outputs)
+    a_rows = torch.full((len(ranks), max(ranks)), -1, dtype=torch.int64)
+    b_rows = a_rows.clone()
+    for slot, rank in enumerate(ranks):
+        a_rows[slot, :rank] = (torch.arange(rank) + 2 * slot * max(ranks)) * width
+        b_rows[slot, :rank] = (torch.arange(rank) + (2 * slot + 1) * max(ranks)) * width
+    numbers, scales = torch.tensor(ranks, dtype=torch.int32), torch.tensor([0.5, 1.0, 2.0])
+    tables = ProjectionTables(a_rows, b_rows, numbers, scales, inputs, outputs, 0)
+    return tables, _noise(6 * max(ranks), width)

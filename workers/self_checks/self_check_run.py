@@ -1,0 +1,60 @@
+"""Runs all self-checks in this process, for `tandem doctor`, and prints a JSON line for each event on standard output.
+
+    python -m tandem.workers.self_checks.self_check_run
+
+First {"choices": [...]}, then {"begins": NAME} and {"name", "status", "detail", "seconds"} of each check. A process of
+its own: a kernel that this CPU cannot run ends it, and the last line names the check.
+"""
+
+import json
+import os
+import sys
+import time
+
+import torch
+
+from tandem.configs.bundled import DEMO_MODEL
+from tandem.configs.schema import EngineSettings, ModelSettings
+from tandem.workers.planning.budget import available_cores
+from tandem.workers.platforms.cuda import open_platform
+from tandem.workers.platforms.platform_choices import choices
+from tandem.workers.self_checks.kernel_checks import kernel_checks
+from tandem.workers.self_checks.outcome import Check, NotHere
+from tandem.workers.self_checks.step_checks import speed_checks, step_checks
+from tandem.workers.self_checks.two_ranks import rank_checks
+
+
+def all_checks() -> list[Check]:
+    """Returns the checks in the order in which they run: without torch.distributed's threads until the last."""
+    return [*kernel_checks(), *step_checks(), *speed_checks(), *rank_checks()]
+
+
+def outcome(check: Check) -> dict[str, object]:
+    """Runs a check. status: "ok", "failed", or "not here" where the machine lacks what it is about."""
+    started_s = time.perf_counter()
+    try:
+        status, detail = "ok", check.run()
+    except NotHere as reason:
+        status, detail = "not here", str(reason)
+    except Exception as error:  # whatever a check raises is its outcome, and the others follow
+        status, detail = (
+            "failed",
+            str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}",
+        )
+    return {"name": check.name, "status": status, "detail": detail, "seconds": time.perf_counter() - started_s}
+
+
+def main() -> None:
+    lines = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is no event
+    platform = open_platform(EngineSettings(model=ModelSettings(model=str(DEMO_MODEL))), rank=0, ranks_on_node=1)
+    torch.set_num_threads(available_cores())  # on a GPU too: the checks compute on the CPU
+    print(json.dumps({"choices": [choice._asdict() for choice in choices(platform)]}), file=lines)
+    for check in all_checks():
+        print(json.dumps({"begins": check.name}), file=lines)
+        print(json.dumps(outcome(check)), file=lines)
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Checks the collectives between two ranks on this machine: this process is rank 0, a child is rank 1.
+
+python -m tandem.workers.self_checks.two_ranks PORT
+"""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from tandem.parallel.context import ParallelContext
+from tandem.parallel.groups import init_parallel, listen
+from tandem.parallel.shared_memory import SharedMemoryCollectives
+from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.self_checks.outcome import Check, require
+
+HOST = "127.0.0.1"
+ROUNDS, WIDTH = 50, 4096
+CHILD_END_S = 10.0
+
+
+def rank_checks() -> list[Check]:
+    return [Check("all-reduce of two ranks", _all_reduce)]
+
+
+@contextmanager
+def _joined(rank: int, port: int, **more: object) -> Iterator[ParallelContext]:
+    context = init_parallel(rank, 2, 2, 1, HOST, port, cpu_platform().backend, **more)  # type: ignore[arg-type]
+    try:
+        yield context
+    finally:
+        context.tp.close()
+        context.shut_down()
+
+
+def _run(context: ParallelContext) -> tuple[torch.Tensor, float]:
+    """Returns the sum of all rounds and the seconds of the fastest round."""
+    total, best_s = torch.zeros(WIDTH), float("inf")
+    for turn in range(ROUNDS):
+        mine = torch.arange(WIDTH, dtype=torch.float32) * (context.rank + 1) + turn
+        started_s = time.perf_counter()
+        total += context.tp.all_reduce(mine)
+        best_s = min(best_s, time.perf_counter() - started_s)
+    return total, best_s
+
+
+def _all_reduce() -> str:
+    listener = listen(HOST)
+    port = listener.getsockname()[1]
+    command = [sys.executable, "-m", "tandem.workers.self_checks.two_ranks", str(port)]
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        with _joined(0, port, listener=listener) as context:
+            total, best_s = _run(context)
+            uses_memory = isinstance(context.tp, SharedMemoryCollectives)
+            expected = ROUNDS * 3 * torch.arange(WIDTH, dtype=torch.float32) + ROUNDS * (ROUNDS - 1)
+            require(torch.equal(total, expected), "two ranks got a wrong sum")
+            status = child.wait(CHILD_END_S)  # in here: the store of the rendezvous is this process's
+    finally:
+        child.kill()
+        child.wait()
+    require(status == 0, f"the second rank ended with exit status {status}")
+    way = "shared memory" if uses_memory else "gloo over TCP"
+    return f"through {way}, {best_s * 1e6:.0f} us for {WIDTH * 4 // 1024} KiB"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with _joined(1, int(sys.argv[1])) as joined:
+        _run(joined)
