@@ -121,7 +121,7 @@ def _print_facts(facts: "MachineFacts", problems: list[str]) -> None:
     typer.echo("This machine")
     for line in table([[f"  {name}", value] for name, value in fact_rows(facts)], num_names=2):
         typer.echo(line.rstrip())
-    typer.echo("\nDoes not fit together" if problems else "\nNothing here contradicts another")
+    typer.echo("\nDoes not fit together" if problems else "\nAll of this fits together")
     for problem in problems:
         typer.echo(f"  - {problem}")
 
