@@ -59,6 +59,10 @@ def _compiler_misfits(facts: MachineFacts) -> list[str]:
             "KV and adapters, slower than kernels compiled for it, and Triton cannot start kernels on a GPU; install "
             "gcc with the C library's headers (Debian and Ubuntu: apt-get install gcc libc6-dev)"
         ]
+    if facts.compiler_features is None:
+        return [
+            f"{facts.compiler} fails with -march=native: on the CPU torch computes instead of compiled kernels, slower"
+        ]
     unused = [
         feature
         for feature in facts.cpu_features

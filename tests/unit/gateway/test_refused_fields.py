@@ -205,7 +205,9 @@ async def test_fields_are_refused_by_name(path: str, fields: dict[str, Any], par
 
 async def test_an_answers_whole_message_may_be_sent_back(rig: Rig) -> None:
     """As clients do that dump their message objects."""
-    absent = dict.fromkeys(["refusal", "audio", "function_call", "tool_calls", "reasoning", "reasoning_content", "name"])
+    absent = dict.fromkeys(
+        ["refusal", "audio", "function_call", "tool_calls", "reasoning", "reasoning_content", "name"]
+    )
     turn = {"role": "assistant", "content": "x", "annotations": [], **absent}
     for path, more in (("/v1/chat/completions", {"max_tokens": 1}), ("/tokenize", {})):
         answer = await rig.client.post(path, json={"messages": [*USER, turn, *USER], **more})
