@@ -13,9 +13,9 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from tandem.cluster.deploy import devices
-from tandem.cluster.deploy.model_source import resolve_settings
 from tandem.cluster.deploy.placement import group_options, max_groups
 from tandem.cluster.deploy.preflight import with_device
+from tandem.cluster.deploy.resolved_settings import resolve_settings
 from tandem.cluster.gateway.gateway_replica import Gateway
 from tandem.cluster.gateway.http.draining import LEAVING_S
 from tandem.cluster.group.coordinator import Coordinator

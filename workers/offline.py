@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
-from tandem.configs.bundled import DEMO_MODEL
 from tandem.configs.environment import adapter_cache_folder
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import build_settings
@@ -39,6 +38,7 @@ from tandem.workers.messages.request import (
 from tandem.workers.messages.sampling_check import checked_sampling
 from tandem.workers.offline_inbox import OfflineInbox
 from tandem.workers.offline_inputs import Prompt, as_conversations, as_prompts, one_for_each
+from tandem.workers.planning.model_source import resolve_model
 from tandem.workers.planning.resolve import read_spec
 from tandem.workers.planning.start_notes import warn_of_pool
 from tandem.workers.text.chat_template import ChatTemplate, find_chat_template
@@ -50,10 +50,8 @@ __all__ = ["LLM", "Completion", "RequestOutput", "SamplingParams"]
 
 log = logging.getLogger("tandem.offline")
 FLUSH_S = 5.0
-SERVICE_ONLY = frozenset(
-    ("served_model_name", "revision", "data_parallel_size", "max_num_queued_reqs", "max_num_queued_tokens")
-)
-"""Engine flags that LLM refuses: they concern only a service, or a model that is downloaded."""
+SERVICE_ONLY = frozenset(("served_model_name", "data_parallel_size", "max_num_queued_reqs", "max_num_queued_tokens"))
+"""Engine flags that LLM refuses: they concern only a service."""
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -140,7 +138,8 @@ class _Run:
 class LLM:
     """A loaded model for offline generation, with names and semantics as in vLLM. See docs/offline.md.
 
-    model: the folder of a Hugging Face checkpoint, or "demo" for the bundled model. Hub ids are not downloaded.
+    model: the folder of a Hugging Face checkpoint, the id of one on the hub, which is downloaded as by `tandem serve`
+        (revision="..." chooses one), or "demo" for the bundled model. A Path is always a folder.
     chat_template: path of a Jinja chat template for chat(); None: the model's own, if it has one.
     flags: the flags of `tandem serve` that concern the engine, with underscores and their defaults there, for example
         tensor_parallel_size=2, dtype="float32", kv_offloading_size=4 (GiB).
@@ -156,9 +155,8 @@ class LLM:
         chat_template: str | None = None,
         **flags: Any,
     ) -> None:
-        self.settings = _engine_settings(str(_model_folder(model)), flags)
-        folder = Path(self.settings.model.model)
-        text_folder = Path(self.settings.model.tokenizer or folder).expanduser()
+        self.settings = _engine_settings(model, flags)
+        text_folder = Path(self.settings.model.tokenizer or self.settings.model.model)
         self.tokenizer = load_tokenizer(text_folder)
         self._template: ChatTemplate | None = find_chat_template(text_folder, chat_template, self.tokenizer)
         self._factory = DetokenizerFactory(self.tokenizer)
@@ -357,20 +355,9 @@ class LLM:
             self._engine.abort(Abort(request_id=name, attempt=0))
 
 
-def _model_folder(model: str | Path) -> Path:
-    """Returns the model's folder, absolute. SettingsError if there is none."""
-    if str(model) == "demo":
-        return DEMO_MODEL
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        raise SettingsError(
-            f'{model}: no such folder; give a model\'s folder or "demo" (a hub id is not downloaded here)', "model"
-        )
-    return folder.resolve()
-
-
-def _engine_settings(model: str, flags: Mapping[str, Any]) -> EngineSettings:
-    """Returns checked settings for offline use, without queue limits. SettingsError names the flag."""
+def _engine_settings(model: str | Path, flags: Mapping[str, Any]) -> EngineSettings:
+    """Returns checked settings for offline use, without queue limits and with the model's folder. SettingsError names
+    the flag."""
     for name, value in flags.items():
         option = option_named(name)
         if (
@@ -379,4 +366,6 @@ def _engine_settings(model: str, flags: Mapping[str, Any]) -> EngineSettings:
             and (not option.path.startswith("engine.") or name.replace("-", "_") in SERVICE_ONLY)
         ):
             raise SettingsError(f"{name} is the service's; an LLM has no use for it", name)
-    return offline_settings(build_settings(model, flags).engine)
+    name = str(model.expanduser().absolute()) if isinstance(model, Path) else model
+    settings = offline_settings(build_settings(name, flags).engine)
+    return msgspec.structs.replace(settings, model=resolve_model(settings.model))

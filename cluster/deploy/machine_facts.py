@@ -36,7 +36,7 @@ class MachineFacts:
 
     driver: of the kernel module. driver_cuda: the newest CUDA that the driver runs, as 1000 * major + 10 * minor. gpus:
     devices of the driver. memlock_bytes: None without a limit. cpu_features: those of CPU_FEATURES that the CPU has.
-    compiler_features: those that the compiler uses for this CPU.
+    compiler_features: those that the compiler uses for this CPU; None where it fails.
     """
 
     tandem: str
@@ -58,7 +58,7 @@ class MachineFacts:
     memlock_bytes: int | None
     cpu_features: tuple[str, ...]
     compiler: str | None
-    compiler_features: tuple[str, ...]
+    compiler_features: tuple[str, ...] | None
 
 
 def read_facts() -> MachineFacts:
@@ -87,7 +87,7 @@ def read_facts() -> MachineFacts:
         memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
         cpu_features=cpu_features(cpuinfo),
         compiler=compiler,
-        compiler_features=() if compiler is None else compiler_features(_macros(compiler)),
+        compiler_features=() if compiler is None else _features_of(compiler),
     )
 
 
@@ -117,13 +117,14 @@ def compiler_features(macros: str) -> tuple[str, ...]:
     return tuple(feature for feature, macro in CPU_FEATURES.items() if macro in defined)
 
 
-def _macros(compiler: str) -> str:
+def _features_of(compiler: str) -> tuple[str, ...] | None:
+    """The features that the compiler uses for this CPU; None where it fails."""
     command = [compiler, "-march=native", "-dM", "-E", "-x", "c", "/dev/null"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILER_S, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout
+        return None
+    return compiler_features(done.stdout) if done.returncode == 0 else None
 
 
 def _installed(name: str) -> str | None:

@@ -55,8 +55,13 @@ def _is_older(driver_cuda: int, torch_cuda: str) -> bool:
 def _compiler_misfits(facts: MachineFacts) -> list[str]:
     if facts.compiler is None:
         return [
-            "there is no C compiler (gcc or cc): on the CPU torch computes instead of kernels made for it, slower, and "
-            "Triton cannot start kernels on a GPU"
+            "there is no C compiler (gcc or cc): on the CPU torch computes attention, norms, decode steps, quantized "
+            "KV and adapters, slower than kernels compiled for it, and Triton cannot start kernels on a GPU; install "
+            "gcc with the C library's headers (Debian and Ubuntu: apt-get install gcc libc6-dev)"
+        ]
+    if facts.compiler_features is None:
+        return [
+            f"{facts.compiler} fails with -march=native: on the CPU torch computes instead of compiled kernels, slower"
         ]
     unused = [
         feature

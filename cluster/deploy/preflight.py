@@ -4,7 +4,6 @@ The launcher and `tandem check-config` call them with resolved settings (the mod
 """
 
 import asyncio
-import shutil
 import socket
 from pathlib import Path
 
@@ -117,13 +116,6 @@ def check_processes(settings: ServiceSettings) -> None:
 
 def _more_groups(settings: ServiceSettings) -> str:
     return "--data-parallel-size" if settings.autoscaling_config is None else "autoscaling_config"
-
-
-def without_compiler(settings: ServiceSettings) -> str | None:
-    """A warning when ranks on this machine's CPU cannot compile their kernels, else None."""
-    if settings.engine.device.device != "cpu" or shutil.which("gcc") or shutil.which("cc"):
-        return None
-    return "there is no C compiler (gcc): torch computes instead of kernels made for this CPU, slower"
 
 
 def _check_copies(settings: ServiceSettings, spec: ArchSpec, dtype: str, free: int) -> None:

@@ -28,7 +28,6 @@ from tandem.cluster.deploy.preflight import (
     choose_device,
     fit_host_tier,
     open_to_others,
-    without_compiler,
 )
 from tandem.cluster.process.load_progress import LoadProgress
 from tandem.cluster.process.reaper import INTERRUPTED, StatusPipe, print_line
@@ -150,8 +149,6 @@ class Launcher:
         self._settings, note = fit_host_tier(settings)
         if note is not None:
             self._console.print_line(note)
-        if (slower := without_compiler(settings)) is not None:
-            self._console.print_line(slower)
         if settings.redis.url is not None:
             check_redis(settings.redis.url)
         if self._address is not None and settings.redis.url is None:

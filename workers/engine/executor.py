@@ -16,8 +16,8 @@ from tandem.workers.messages.transfer import TransferOp, TransferResult
 class ExecutorReady(msgspec.Struct, frozen=True, kw_only=True):
     """Facts of ranks that are ready. num_blocks: KV blocks that every rank holds (the least of all ranks).
 
-    store: the tiers below the device; None: none. tier_notes: startup messages about streamed weights, adapters and the
-    tiers, or why there are no tiers. kv_dtype: element type of the blocks; None: dtype.
+    store: the tiers below the device; None: none. tier_notes: startup messages about missing kernels, streamed
+    weights, adapters and the tiers, or why there are no tiers. kv_dtype: element type of the blocks; None: dtype.
     adapter_pages: device pages for LoRA adapters, the least of all ranks; 0: none.
     """
 

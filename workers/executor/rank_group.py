@@ -40,7 +40,7 @@ from tandem.workers.messages.handshake import (
 from tandem.workers.messages.step import StepPlan, StepResult
 from tandem.workers.messages.transfer import TransferOp, TransferResult
 from tandem.workers.planning.budget import available_bytes
-from tandem.workers.planning.start_notes import adapter_notes, weight_notes
+from tandem.workers.planning.start_notes import adapter_notes, kernel_notes, weight_notes
 
 log = logging.getLogger(__name__)
 
@@ -227,6 +227,7 @@ class RankGroup:
         loaded = self._gather(RankLoaded, LOAD_TIMEOUT_S, "loaded the model")
         num_blocks = min(message.num_blocks for message in loaded)
         notes = self._allocate(loaded, num_blocks)
+        of_weights = weight_notes(loaded, self._settings.device.cpu_offload_gib)
         first = loaded[0]
         ready = ExecutorReady(
             num_blocks=num_blocks,
@@ -240,7 +241,7 @@ class RankGroup:
             rank_pids=self.rank_pids,
             num_ranks=self.world_size,
             store=None if self._tiers is None else self._tiers.store,
-            tier_notes=(*weight_notes(loaded, self._settings.device.cpu_offload_gib), *adapter_notes(loaded), *notes),
+            tier_notes=(*kernel_notes(loaded), *of_weights, *adapter_notes(loaded), *notes),
             kv_dtype=first.kv_dtype,
             adapter_pages=min(message.adapter_pages for message in loaded),
         )

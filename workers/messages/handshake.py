@@ -69,7 +69,7 @@ class RankLoaded(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     num_blocks: the most KV blocks that this rank can hold, of block_bytes each. kv_dtype: their element type, by
     --kv-cache-dtype's names; None: dtype. host_weight_bytes: the part of weight_bytes that the streamed_layers keep in
     host memory; it passes through buffer_bytes of the device. adapter_pages: device pages for LoRA adapters, of
-    adapter_page_bytes each; 0: --enable-lora is off.
+    adapter_page_bytes each; 0: --enable-lora is off. kernel_notes: lines for the user about kernels that are missing.
     """
 
     rank: int
@@ -87,6 +87,7 @@ class RankLoaded(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     buffer_bytes: int = 0
     adapter_pages: int = 0
     adapter_page_bytes: int = 0
+    kernel_notes: tuple[str, ...] = ()
 
 
 class AllocateKV(msgspec.Struct, frozen=True, array_like=True, tag="allocate"):

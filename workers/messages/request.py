@@ -15,8 +15,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Sampling parameters of one request, for LLM.generate() and in every GenerationRequest.
 
-    The names, defaults and order of application are vLLM's, except that max_tokens is required. The constructor checks
-    nothing: LLM.generate() raises ValueError for a value outside its range, naming the parameter.
+    The names, defaults and order of application are vLLM's. The constructor checks nothing: LLM.generate() raises
+    ValueError for a value outside its range, naming the parameter.
 
     max_tokens: most tokens to generate for each choice, at least 1. A choice also ends with finish_reason "length" at
         the end of the model's context or of the KV pool.
@@ -43,7 +43,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
 
     # The gateway looks for `stop` texts, which need a detokenizer; the engine looks for ids.
 
-    max_tokens: int
+    max_tokens: int = 16
     n: int = 1
     temperature: float = 1.0
     top_k: int = 0

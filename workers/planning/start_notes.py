@@ -1,4 +1,4 @@
-"""Notes about a starting group for the launcher and the log: streamed weights, memory for adapters, a small KV pool.
+"""Notes about a starting group for the launcher and the log: missing kernels, streamed weights, adapters, KV pool.
 
 Called by workers/executor/ with the messages of loaded ranks, by those that build an engine, and by planner.py.
 Torch-free.
@@ -11,6 +11,17 @@ from tandem.configs.schema import CacheSettings
 from tandem.workers.messages.handshake import RankLoaded
 
 MIB, GIB = 2**20, 2**30
+
+
+def kernel_notes(loaded: Sequence[RankLoaded]) -> tuple[str, ...]:
+    """A line for each different note of ranks about kernels, with the ranks that have it unless all have."""
+    ranks: dict[str, list[int]] = {}
+    for message in loaded:
+        for note in message.kernel_notes:
+            ranks.setdefault(note, []).append(message.rank)
+    return tuple(
+        note if len(who) == len(loaded) else f"rank {', '.join(map(str, who))}: {note}" for note, who in ranks.items()
+    )
 
 
 def weight_notes(loaded: Sequence[RankLoaded], asked_gib: float) -> tuple[str, ...]:

@@ -55,7 +55,8 @@ class Platform:
     the runner of a stage's layers, as CpuGraphRunner is made. weight_copier: takes the bytes of the streamed layers.
     upload: a step's int64 and int32 arrays to tensors. zeros: zeroed memory of a shape. clear_blocks: zeroes blocks,
     which are in dim 1. copy_pages: host memory to device memory, for adapters. descending: the greatest weights of each
-    row, at least as many as asked for, sorted.
+    row, at least as many as asked for, sorted. kernel_notes: lines for the user about kernels for a dtype that could
+    not be had, as far as they have been asked for.
     """
 
     name: Device
@@ -77,3 +78,4 @@ class Platform:
     clear_blocks: Callable[[torch.Tensor, Sequence[int]], None]
     copy_pages: Callable[[torch.Tensor, torch.Tensor], None]
     descending: Callable[[torch.Tensor, int], torch.Tensor]
+    kernel_notes: Callable[[torch.dtype], tuple[str, ...]]

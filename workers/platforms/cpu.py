@@ -22,7 +22,7 @@ from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.attention.cpu_paged import CpuAttention
 from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.graphs.cpu_graphs import CpuGraphRunner
-from tandem.workers.kernels.cpu.cpu_build import cpu_library, cpu_lora_library
+from tandem.workers.kernels.cpu.cpu_build import compiler_words, cpu_library, cpu_lora_library, obstacle
 from tandem.workers.kernels.cpu.cpu_chunk_attention import CpuChunkAttention
 from tandem.workers.kernels.cpu.cpu_decode_attention import CpuDecodeAttention
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
@@ -136,6 +136,7 @@ def cpu_platform(*, copies_beside: bool = True) -> Platform:
         clear_blocks=_clear_blocks,
         copy_pages=_copy_pages,
         descending=_descending,
+        kernel_notes=_kernel_notes,
     )
 
 
@@ -193,3 +194,11 @@ def _descending(weights_RV: torch.Tensor, most: int) -> torch.Tensor:
     """numpy's vectorized sort of whole rows: 0.3 ms for 151,936 ids where torch.sort takes 10 and torch.topk of 256
     takes 0.2."""
     return torch.from_numpy(-np.sort(-weights_RV.numpy(), axis=1))
+
+
+def _kernel_notes(dtype: torch.dtype) -> tuple[str, ...]:
+    reason, words = obstacle(dtype), compiler_words()
+    if reason is None:
+        return ()
+    because = f"{reason}: {words}" if words else reason
+    return (f"torch computes instead of kernels compiled for this CPU, slower: {because}",)

@@ -164,6 +164,7 @@ def platform_on(
         clear_blocks=partial(_clear_blocks, accelerator),
         copy_pages=_copy_pages,
         descending=_descending,
+        kernel_notes=lambda dtype: (),
     )
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from tandem.workers.attention.cpu_paged import CpuAttention
+from tandem.workers.kernels.cpu.cpu_build import obstacle
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
 from tandem.workers.kernels.lora_ops import TorchLora
@@ -36,14 +37,15 @@ def _on_cpu(platform: Platform, dtype: torch.dtype) -> list[PlatformChoice]:
     attention, fused = platform.attention(dtype, HEAD_DIM), platform.fused_ops(dtype)
     lora = type(platform.lora_ops(dtype))
     compiled = "kernels compiled for this CPU"
-    instead = "the kernels could not be compiled here"
+    missing = obstacle(dtype)
+    instead = missing or "there is no such kernel for this machine"
     has_attention, has_fused = isinstance(attention, CpuAttention), isinstance(fused, CpuFusedOps)
     has_gemm = skinny_gemm(dtype) is not None
     shares = platform.backend.shares_memory and sys.platform == "linux" and machine() in ("x86_64", "AMD64")
     return [
         PlatformChoice("attention", attention.name, compiled if has_attention else instead),
         PlatformChoice("fused ops", "compiled" if has_fused else "torch", compiled if has_fused else instead),
-        _linear(platform, dtype, has_gemm),
+        _linear(platform, dtype, has_gemm, missing),
         PlatformChoice(
             "LoRA ops", "torch" if lora is TorchLora else "compiled", instead if lora is TorchLora else compiled
         ),
@@ -57,16 +59,18 @@ def _on_cpu(platform: Platform, dtype: torch.dtype) -> list[PlatformChoice]:
             "replayed steps" if has_attention and has_fused and has_gemm else "none",
             "decode steps of at most 64 rows with TP 1 consist of kernels, views and copies"
             if has_attention and has_fused and has_gemm
-            else "a decode step contains operations that are no kernels",
+            else f"a decode step contains operations that are no kernels{'' if missing is None else f': {missing}'}",
         ),
     ]
 
 
-def _linear(platform: Platform, dtype: torch.dtype, has_gemm: bool) -> PlatformChoice:
+def _linear(platform: Platform, dtype: torch.dtype, has_gemm: bool, missing: str | None) -> PlatformChoice:
+    """missing: why there are no kernels at all."""
     if has_gemm:
         return PlatformChoice("linear", "skinny GEMM, oneDNN above 64 rows", "this CPU multiplies pairs of bf16")
     if platform.packs(dtype):
-        return PlatformChoice("linear", "oneDNN", "this CPU or compiler has no kernel for pairs of bf16 (AVX512-BF16)")
+        reason = missing or "the skinny GEMM needs a CPU and a compiler with AVX512-BF16"
+        return PlatformChoice("linear", "oneDNN", reason)
     return PlatformChoice("linear", "torch", f"oneDNN packs no {str(dtype).removeprefix('torch.')} on this CPU")
 
 

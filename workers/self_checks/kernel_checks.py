@@ -25,7 +25,6 @@ BF16 = torch.bfloat16
 TOLERANCE = 0.02
 """Of the largest value: five roundings to bf16."""
 BLOCK = 16
-NO_KERNEL = "no kernel here, torch computes"
 
 
 def kernel_checks() -> list[Check]:
@@ -48,11 +47,16 @@ def kernel_checks() -> list[Check]:
 def _compiled() -> str:
     """Fails where a C compiler is there and does not compile them: torch computes then, slower."""
     library = cpu_build.cpu_library(BF16)
-    said = " ".join(cpu_build.failures[0].split()) if cpu_build.failures else ""
-    require(not said, f"the C compiler says: {said}")
+    words = cpu_build.compiler_words()
+    require(not words, f"the C compiler says: {words}")
     if library is None:
-        raise NotHere("there are none for this machine, or no C compiler")
+        raise NotHere(f"{cpu_build.obstacle(BF16) or 'there are none for this machine'}; torch computes, slower")
     return "for this CPU"
+
+
+def _no_kernel(otherwise: str = "this machine has no such kernel", instead: str = "torch computes") -> NotHere:
+    """The words for a kernel that is missing. otherwise: why, where kernels are compiled. instead: what computes."""
+    return NotHere(f"{cpu_build.obstacle(BF16) or otherwise}; {instead}")
 
 
 def _noise(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -70,7 +74,7 @@ def _worst(errors: Sequence[float]) -> str:
 def _fused(compare: Callable[[FusedOps, Sequence[int]], float], shapes: Sequence[Sequence[int]]) -> str:
     ops = cpu_platform().fused_ops(BF16)
     if isinstance(ops, TorchFusedOps):
-        raise NotHere(NO_KERNEL)
+        raise _no_kernel()
     return _worst([compare(ops, shape) for shape in shapes])
 
 
@@ -102,7 +106,7 @@ def _attention(cases: Sequence[tuple[list[int], int, int]], num_queries: int) ->
     for lens, heads, kv_heads in cases:
         backend = cpu_platform().attention(BF16, 128)
         if isinstance(backend, TorchAttention):
-            raise NotHere(NO_KERNEL)
+            raise _no_kernel()
         batch = attention_batch(lens, num_queries)
         tokens, blocks = batch.num_tokens, int(batch.block_table_RN.max()) + 1
         q, k, v = _noise(tokens, heads, 128), _noise(tokens, kv_heads, 128), _noise(tokens, kv_heads, 128).flip(0)
@@ -147,7 +151,7 @@ def _kv_store(shapes: Sequence[tuple[int, int, int]]) -> str:
         for tokens, heads, dim in shapes:
             store = CpuKVStore.make(BF16, dim, storage)
             if store is None:
-                raise NotHere(NO_KERNEL)
+                raise _no_kernel()
             blocks = -(-tokens // BLOCK) + 1
             memory = (blocks, BLOCK, heads)
             ours, twin = (
@@ -175,7 +179,7 @@ def _skinny_gemm(shapes: Sequence[tuple[int, int, int]]) -> str:
     platform, gemm, errors = cpu_platform(), skinny_gemm(BF16), []
     if gemm is None:
         instead = "oneDNN" if platform.packs(BF16) else "torch"
-        raise NotHere(f"not for this CPU, or no compiler; {instead} multiplies")
+        raise _no_kernel("the CPU and its compiler must know AVX512-BF16", f"{instead} multiplies")
     for rows, inputs, outputs in shapes:
         x, weight = _noise(rows, inputs), _noise(outputs, inputs)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight)
@@ -188,7 +192,7 @@ def _skinny_gemm(shapes: Sequence[tuple[int, int, int]]) -> str:
 def _lora(shapes: Sequence[tuple[int, int, int]]) -> str:
     ops, errors = cpu_platform().lora_ops(BF16), []
     if isinstance(ops, TorchLora):
-        raise NotHere(NO_KERNEL)
+        raise _no_kernel()
     for tokens, inputs, outputs in shapes:
         tables, slab = _adapters(inputs, outputs)
         segments = [(token, token + 1, token % 3) for token in range(tokens) if token % 4]

@@ -11,6 +11,7 @@ from tandem.configs.bundled import DEMO_MODEL
 from tandem.offload.copies.host_slab import HostSlab
 from tandem.offload.copies.kv_copies import bytes_per_slot
 from tandem.parallel.context import ParallelContext
+from tandem.workers.kernels.cpu.cpu_build import obstacle
 from tandem.workers.kernels.kv_store import as_indexable
 from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan
 from tandem.workers.models.decoder import Decoder, build_decoder
@@ -46,7 +47,8 @@ def _replayed_steps() -> str:
     try:
         replayed = _logits(decoder, platform, spec.num_layers, spec.vocab_size)
         if not decoder.graphs.num_replays:
-            raise NotHere("this CPU's steps cannot be captured, all run eagerly")
+            reason = obstacle(BF16) or "an operation of a decode step has no kernel on this CPU"
+            raise NotHere(f"{reason}; steps run eagerly")
         count, decoder.graphs.can_replay = decoder.graphs.num_replays, False
         eager = _logits(decoder, platform, spec.num_layers, spec.vocab_size)
     finally:

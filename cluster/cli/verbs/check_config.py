@@ -41,8 +41,8 @@ def _checked_here(settings: ServiceSettings) -> ServiceSettings:
 def _checked(settings: ServiceSettings) -> ServiceSettings:
     """Resolves settings and checks the model and the adapters, without the machine's devices and memory.
     SettingsError."""
-    from tandem.cluster.deploy.model_source import resolve_settings
     from tandem.cluster.deploy.preflight import check_adapters, check_model
+    from tandem.cluster.deploy.resolved_settings import resolve_settings
 
     settings = resolve_settings(settings)
     check_model(settings)

@@ -99,6 +99,7 @@ def fact_rows(facts: "MachineFacts") -> list[list[str]]:
     build = f"built for CUDA {facts.torch_cuda}" if facts.torch_cuda else "CPU build"
     known = f"runs CUDA up to {facts.driver_cuda // 1000}.{facts.driver_cuda % 1000 // 10}" if facts.driver_cuda else ""
     compiled = f" for {', '.join(facts.compiler_features)}" if facts.compiler_features else ""
+    compiled = ", which fails" if facts.compiler_features is None else compiled
     return [
         ["tandem", f"{facts.tandem}, Python {facts.python}"],
         ["torch", f"{facts.torch}, {build}" if facts.torch else "not installed"],
@@ -121,7 +122,7 @@ def _print_facts(facts: "MachineFacts", problems: list[str]) -> None:
     typer.echo("This machine")
     for line in table([[f"  {name}", value] for name, value in fact_rows(facts)], num_names=2):
         typer.echo(line.rstrip())
-    typer.echo("\nDoes not fit together" if problems else "\nNothing here contradicts another")
+    typer.echo("\nDoes not fit together" if problems else "\nAll of this fits together")
     for problem in problems:
         typer.echo(f"  - {problem}")
 

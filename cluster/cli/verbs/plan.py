@@ -23,6 +23,7 @@ from tandem.configs.schema import GPU, HOST, Device, EngineSettings
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.headers import CheckpointFacts, read_checkpoint_facts
 from tandem.workers.planning.budget import GIB, available_bytes
+from tandem.workers.planning.model_source import find_model
 from tandem.workers.planning.planner import GroupPlan, Memory, best_of, layouts, plan_group
 from tandem.workers.planning.resolve import read_spec, resolve_dtype, resolve_kv_dtype, resolve_max_model_len
 
@@ -113,9 +114,7 @@ class _Model:
 
 def _model(name: str, settings: EngineSettings, asked: _Asked) -> _Model:
     """Finds the model and resolves the settings that depend on it. SettingsError."""
-    from tandem.cluster.deploy.model_source import find_model
-
-    folder = find_model(name, settings.model.revision, "MODEL", ["config.json"])
+    folder = find_model(name, settings.model.revision, "MODEL", ("config.json",))
     settings = replace(settings, model=replace(settings.model, model=str(folder)))
     spec, memory = read_spec(settings), _memory(settings, asked)
     dtype = resolve_dtype(settings, spec, memory.device)

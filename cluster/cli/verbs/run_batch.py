@@ -39,7 +39,7 @@ def run_batch(
 
     The same command continues a run that was interrupted.
     """
-    from tandem.cluster.deploy.model_source import resolve_settings
+    from tandem.cluster.deploy.resolved_settings import resolve_settings
 
     settings = resolve_settings(merge_config(None, model, flags))
     try:

@@ -24,7 +24,7 @@ def serve(
     flags: dict[str, Any],
 ) -> None:
     """Serve MODEL over the OpenAI API until a signal arrives."""
-    from tandem.cluster.deploy.model_source import resolve_settings
+    from tandem.cluster.deploy.resolved_settings import resolve_settings
     from tandem.cluster.process.supervisor import split
     from tandem.cluster.service.launcher import Console, Launcher
 

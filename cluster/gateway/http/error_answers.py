@@ -5,17 +5,20 @@ traceback, a path or another tenant's words.
 """
 
 import math
+from collections.abc import Mapping
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tandem.cluster.gateway.http.body import printable
 from tandem.cluster.tenants.tenant_admission import OverLimit
 from tandem.workers.messages.errors import GroupLost, RequestRefused, TandemError
 
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 MAX_RETRY_AFTER_S = 60
+MAX_PATH_CHARS = 128
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
@@ -39,8 +42,6 @@ def as_refusal(error: Exception) -> RequestRefused:
         return error
     if isinstance(error, GroupLost):
         return RequestRefused("The worker group was lost; try again.", code="service_unavailable", status=503)
-    if isinstance(error, HTTPException):
-        return _routing_refusal(error.status_code)
     del error
     return RequestRefused("The server failed to process the request.", code="internal_error", status=500)
 
@@ -58,10 +59,11 @@ def error_json(refusal: RequestRefused, wait_s: int | None = None) -> bytes:
     return msgspec.json.encode(ErrorBody(detail))
 
 
-def error_response(error: Exception, jitter: int = 0) -> Response:
-    """The HTTP answer to an exception. `jitter` spreads Retry-After (any non-negative number)."""
+def error_response(error: Exception, jitter: int = 0, own_headers: Mapping[str, str] | None = None) -> Response:
+    """The HTTP answer to an exception. `jitter` spreads Retry-After (any non-negative number). own_headers: to send
+    too."""
     refusal = as_refusal(error)
-    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    headers = dict(own_headers or {})
     wait_s = _retry_after_s(refusal, jitter)
     if wait_s is not None:
         headers["retry-after"] = str(wait_s)
@@ -83,24 +85,34 @@ def _retry_after_s(refusal: RequestRefused, jitter: int) -> int | None:
     return 1 + jitter % 5
 
 
-async def on_tandem_error(_: Request, error: Exception) -> Response:
+async def on_tandem_error(request: Request, error: Exception) -> Response:
     """Exception handler of the app for TandemError and HTTPException."""
-    assert isinstance(error, (TandemError, HTTPException))
+    if isinstance(error, HTTPException):
+        refusal = _routing_refusal(error.status_code, request.method, request.scope["path"])
+        return error_response(refusal, jitter=id(error) >> 4, own_headers=error.headers)
+    assert isinstance(error, TandemError)
     return error_response(error, jitter=id(error) >> 4)
 
 
 def model_not_found(name: str) -> RequestRefused:
     """The refusal of a model name: the same text for unknown models and for those of other tenants."""
     return RequestRefused(
-        f"The model {name[:128]!r} does not exist or is not yours.", code="model_not_found", status=404, param="model"
+        f"The model {name[:128]!r} does not exist or is not yours. GET /v1/models lists the models that you may use.",
+        code="model_not_found",
+        status=404,
+        param="model",
     )
 
 
-def _routing_refusal(status: int) -> RequestRefused:
+def _routing_refusal(status: int, method: str, path: str) -> RequestRefused:
+    """The refusal of a request that no route takes, or that Starlette refuses otherwise."""
+    route = printable(path, MAX_PATH_CHARS)
     if status == 404:
-        return RequestRefused("There is no such route.", code="not_found", status=404)
+        message = f"There is no route {method} {route}. GET /openapi.json lists the routes."
+        return RequestRefused(message, code="not_found", status=404)
     if status == 405:
-        return RequestRefused("This route does not allow this method.", code="method_not_allowed", status=405)
+        message = f"The route {route} does not allow {method}. GET /openapi.json lists the routes and their methods."
+        return RequestRefused(message, code="method_not_allowed", status=405)
     if 400 <= status < 500:
         return RequestRefused("The request is malformed.", code="invalid_value", status=status)
     return RequestRefused("The server failed to process the request.", code="internal_error", status=status)

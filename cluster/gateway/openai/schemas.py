@@ -192,6 +192,16 @@ NEUTRAL: Mapping[str, Neutral] = {
 }
 """Fields that are known but not served: accepted only with a value that asks for nothing. null is always absent."""
 
+NEUTRAL_IN_MESSAGES: Mapping[str, Neutral] = {
+    "refusal": NEVER,
+    "annotations": _is([]),
+    "audio": NEVER,
+    "function_call": NEVER,
+    "reasoning": NEVER,
+    "reasoning_content": NEVER,
+}
+"""The same for fields of a message: clients send back an answer's whole message, with null for what it has not."""
+
 _PATH = re.compile(r" - at `\$(.*)`$")
 _KEY_PATH = re.compile(r" - at `key` in `\$(.*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
@@ -250,10 +260,22 @@ def read(fields: dict[str, Any], body_type: type[Body]) -> Body:
             raise unsupported(name, f"The field {printable(name)} is unknown.")
         elif not NEUTRAL[name].accepts(value):
             raise unsupported(name, _not_neutral(name, NEUTRAL[name].words))
+    if isinstance(kept.get("messages"), list):
+        kept["messages"] = [_plain_message(i, message) for i, message in enumerate(kept["messages"])]
     try:
         return msgspec.convert(kept, body_type)
     except msgspec.ValidationError as error:
         raise _refused(str(error), body_type) from None
+
+
+def _plain_message(index: int, message: Any) -> Any:
+    """A message without its neutral fields. RequestRefused for one that asks for something."""
+    if not isinstance(message, dict) or not (found := NEUTRAL_IN_MESSAGES.keys() & message.keys()):
+        return message
+    for name in sorted(found):
+        if message[name] is not None and not NEUTRAL_IN_MESSAGES[name].accepts(message[name]):
+            raise unsupported(f"messages[{index}].{name}", _not_neutral(name, NEUTRAL_IN_MESSAGES[name].words))
+    return {name: value for name, value in message.items() if name not in found}
 
 
 def unsupported(param: str, message: str) -> RequestRefused:
@@ -307,9 +329,6 @@ def _check_parts(messages: Any) -> None:
                     f"messages[{i}].content[{j}]",
                     f'Content of type {printable(kind)} is not supported, only "text" is.',
                 )
-        for name in ("function_call", "audio"):
-            if isinstance(message, dict) and message.get(name) is not None:
-                raise unsupported(f"messages[{i}].{name}", f"{name} is not supported.")
 
 
 def _check_common(body: CommonBody, settings: GatewaySettings) -> None:

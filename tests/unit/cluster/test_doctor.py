@@ -91,6 +91,7 @@ def test_what_fits_together(facts: MachineFacts) -> None:
         (replace(CPU_BOX, shm_bytes=64 * 2**20), "/dev/shm has 64 MiB, and Ray's object store takes 80 MiB"),
         (replace(CPU_BOX, redis=None), "needs --redis-url"),
         (replace(CPU_BOX, compiler=None, compiler_features=()), "there is no C compiler"),
+        (replace(CPU_BOX, compiler_features=None), "/usr/bin/gcc fails with -march=native: on the CPU torch computes"),
         (replace(CPU_BOX, compiler_features=("avx512f",)), "/usr/bin/gcc does not know this CPU's avx512_bf16"),
     ],
 )
@@ -121,6 +122,15 @@ def test_facts_are_read_from_what_other_programs_write() -> None:
     assert cpu_features("model name\t: X\nflags\t\t: fpu avx512f amx_bf16\n") == ("avx512f", "amx_bf16")
     assert compiler_features("#define __AVX512F__ 1\n#define __AVX512BF16__ 1\n") == ("avx512f", "avx512_bf16")
     assert compiler_features("#define X __AVX512F__\n") == ()
+
+
+def test_a_compiler_that_fails_is_not_said_to_lack_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (gcc := tmp_path / "gcc").write_text("#!/bin/sh\nexit 1\n")
+    gcc.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    here = read_facts()
+    assert (here.compiler, here.compiler_features) == (str(gcc), None)
+    assert dict(fact_rows(here))["C compiler"] == f"{gcc}, which fails"
 
 
 def test_the_facts_of_this_machine_are_those_of_torch() -> None:

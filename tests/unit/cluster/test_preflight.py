@@ -15,7 +15,6 @@ from tandem.cluster.deploy.preflight import (
     cpu_weight_bytes,
     fit_host_tier,
     open_to_others,
-    without_compiler,
 )
 from tandem.cluster.state.redis_client import BackgroundClient
 from tandem.cluster.tenants.store import TenantStore
@@ -86,14 +85,6 @@ def test_more_processes_than_memory_holds_are_refused(folder: Path, monkeypatch:
         check_processes(build_settings(str(folder), {"device": "cpu"}, {"max_replicas": 500}))
     assert refused.value.flag == "autoscaling_config"
     check_processes(service(folder, data_parallel_size=500, device="cuda"))
-
-
-def test_a_machine_without_a_compiler_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert without_compiler(service(folder, device="cuda")) is None
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert "no C compiler" in str(without_compiler(service(folder)))
-    (tmp_path / "cc").touch(mode=0o755)
-    assert without_compiler(service(folder)) is None
 
 
 def test_adapters_in_host_memory_count(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,7 @@ async def test_unknown_models(rig: Rig, path: str) -> None:
     for name in ("nobody", "", "x" * 1000):
         answer = await rig.client.post(path, json={**MINIMAL[path], "model": name})
         assert (answer.status_code, error_of(answer)["code"]) == (404, "model_not_found")
+        assert "GET /v1/models lists" in error_of(answer)["message"]
 
 
 @pytest.mark.parametrize(
@@ -106,8 +107,17 @@ async def test_headers_have_a_size_limit(rig: Rig) -> None:
 async def test_routes_and_methods_that_are_not_there(rig: Rig, method: str, path: str, status: int) -> None:
     answer = await rig.client.request(method, path)
     assert answer.status_code == status
-    error_of(answer)
+    message = error_of(answer)["message"]
     assert ("allow" in answer.headers) == (status == 405)
+    if path != "/v1/models/nobody":
+        named = f'route "{path}" does not allow {method}.' if status == 405 else f'no route {method} "{path}".'
+        assert named in message and "GET /openapi.json" in message
+
+
+async def test_the_path_of_an_unknown_route_is_made_safe(rig: Rig) -> None:
+    answer = await rig.client.get("/v2/%0A%1b%5B1m%22" + "x" * 1000)
+    message = error_of(answer)["message"]
+    assert '"/v2/\\n\\u001b[1m\\"x' in message and "..." in message and len(message) < 250
 
 
 async def test_chat_without_a_template() -> None:

@@ -99,6 +99,8 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str, str]] = [
         UNSUPPORTED,
     ),
     ({"messages": [{"role": "assistant", "audio": {"id": "x"}}]}, "messages[0].audio", UNSUPPORTED),
+    ({"messages": [*USER, {"role": "assistant", "content": "x", "refusal": "no"}]}, "messages[1].refusal", UNSUPPORTED),
+    ({"messages": [{"role": "user", "content": "x", "mood": None}]}, "messages[0].mood", UNSUPPORTED),
     ({"messages": USER * 2049}, "messages", INVALID),
     ({"messages": [{"role": "developer", "content": "x"}]}, "messages", INVALID),
     (
@@ -199,6 +201,17 @@ async def test_fields_are_refused_by_name(path: str, fields: dict[str, Any], par
         assert (answer.status_code, error["code"], error["param"]) == (400, code, param), error
         assert error["type"] == "invalid_request_error"
         assert not rig.backend.requests
+
+
+async def test_an_answers_whole_message_may_be_sent_back(rig: Rig) -> None:
+    """As clients do that dump their message objects."""
+    absent = dict.fromkeys(
+        ["refusal", "audio", "function_call", "tool_calls", "reasoning", "reasoning_content", "name"]
+    )
+    turn = {"role": "assistant", "content": "x", "annotations": [], **absent}
+    for path, more in (("/v1/chat/completions", {"max_tokens": 1}), ("/tokenize", {})):
+        answer = await rig.client.post(path, json={"messages": [*USER, turn, *USER], **more})
+        assert answer.status_code == 200, answer.text
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

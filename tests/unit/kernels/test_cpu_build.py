@@ -161,6 +161,36 @@ def test_a_compiler_that_fails_is_said(
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+START = """
+from tandem.configs.bundled import DEMO_MODEL
+from tandem.configs.load import build_settings
+from tandem.workers.build import open_executor
+
+flags = {"device": "cpu", "cpu_threads": 1, "tensor_parallel_size": TP}
+ranks = open_executor(build_settings(str(DEMO_MODEL), flags).engine)
+for note in ranks.start().tier_notes:
+    print(note)
+ranks.close()
+"""
+SLOWER = "torch computes instead of kernels compiled for this CPU, slower: "
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "script", "reason"),
+    [
+        (2, "echo no 'as' >&2; exit 1", "the C compiler does not compile the kernels: no as"),
+        (1, None, "there is no C compiler (gcc or cc)"),
+    ],
+)
+def test_ranks_that_start_without_kernels_say_so(
+    folders: tuple[Path, Path], tmp_path: Path, tp_size: int, script: str | None, reason: str
+) -> None:
+    path = str(tmp_path / "empty") if script is None else compiler(tmp_path / "bin", script)
+    command = [sys.executable, "-c", START.replace("TP", str(tp_size))]
+    done = subprocess.run(command, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=240)
+    assert done.stdout == f"{SLOWER}{reason}\n", done.stderr[-2000:]
+
+
 def test_a_machine_without_a_compiler_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -42,6 +42,11 @@ def test_many_at_once_equal_one_by_one(llm: LLM) -> None:
     assert [o.outputs[0].token_ids for o in together] == [o.outputs[0].token_ids for o in alone] * 4
 
 
+def test_without_max_tokens_an_answer_has_at_most_16_as_in_vllm(llm: LLM) -> None:
+    (output,) = llm.generate("Once upon a time", SamplingParams(temperature=0, ignore_eos=True), use_tqdm=False)
+    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (16, "length")
+
+
 def test_text_and_token_ids_are_the_same_prompt(llm: LLM) -> None:
     by_text = llm.generate("Once upon a time", GREEDY, use_tqdm=False)[0]
     by_ids = llm.generate(by_text.prompt_token_ids, GREEDY, use_tqdm=False)[0]
@@ -260,8 +265,9 @@ def test_ctrl_c_leaves_the_engine_usable(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
-        ({"model": "no-such-folder"}, "^no-such-folder: no such folder"),
-        ({"model": "org/no-such"}, "^org/no-such: no such folder.*hub id"),
+        ({"model": "no-such-folder"}, "^MODEL: no-such-folder is no folder here, and not .* in the hub's cache"),
+        ({"model": "org/no-such"}, "^MODEL: org/no-such is no folder here, and not .* in the hub's cache"),
+        ({"model": "./no-such"}, "^MODEL: ./no-such: no such folder"),
         ({"model": "demo", "dtype": "float12"}, "^--dtype: 'float12' is not one of"),
         ({"model": "demo", "max_model_len": 10**9}, "^--max-model-len 1000000000 "),
         ({"model": "demo", "block_size": 3}, "^--block-size: 3 must be a power of two"),
@@ -270,12 +276,16 @@ def test_ctrl_c_leaves_the_engine_usable(llm: LLM) -> None:
         ({"model": "demo", "max_tokens": 5}, "^max_tokens is not a setting"),
         ({"model": "demo", "port": 80}, "^port is the service's; an LLM has no use for it"),
         ({"model": "demo", "data_parallel_size": 2}, "^data_parallel_size is the service's"),
-        ({"model": "demo", "revision": "main"}, "^revision is the service's"),
-        ({"model": "demo", "tokenizer": "no-such"}, "^--tokenizer: no-such holds no tokenizer.json"),
+        ({"model": "demo", "revision": "main"}, "^--revision: demo is a folder"),
+        ({"model": "demo", "tokenizer": "no-such"}, "^--tokenizer: no-such is no folder here"),
+        ({"model": "demo", "tokenizer": str(DEMO_MODEL.parent)}, "^--tokenizer: .*demo holds no tokenizer.json"),
         ({"model": "demo", "kv_cache_memory_bytes": 1000}, "kv-cache-memory-bytes"),
     ],
 )
-def test_settings_that_cannot_be_honoured_name_setting_and_value(arguments: dict[str, object], names: str) -> None:
+def test_settings_that_cannot_be_honoured_name_setting_and_value(
+    arguments: dict[str, object], names: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(SettingsError, match=names):
         LLM(**arguments)  # type: ignore[arg-type]
 

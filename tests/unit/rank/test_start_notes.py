@@ -1,9 +1,9 @@
-"""Startup notes about streamed weights."""
+"""Startup notes about missing kernels and streamed weights."""
 
 import msgspec
 
 from tandem.workers.messages.handshake import RankLoaded
-from tandem.workers.planning.start_notes import weight_notes
+from tandem.workers.planning.start_notes import kernel_notes, weight_notes
 
 MIB = 2**20
 LOADED = RankLoaded(
@@ -41,3 +41,10 @@ def test_a_request_for_more_than_all_layers_save_has_a_note() -> None:
     assert note.endswith("; that saves 2.0 MiB, less than --cpu-offload-gb 1")
     (enough,) = weight_notes([all_stream], 2 / 1024)
     assert "less than" not in enough
+
+
+def test_kernels_that_are_missing_everywhere_get_one_line() -> None:
+    slow = [msgspec.structs.replace(LOADED, rank=rank, kernel_notes=("no compiler",)) for rank in range(2)]
+    assert kernel_notes(slow) == ("no compiler",)
+    assert kernel_notes([slow[0], msgspec.structs.replace(LOADED, rank=1)]) == ("rank 0: no compiler",)
+    assert kernel_notes([LOADED]) == ()

@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from tandem.parallel.context import ParallelContext
 from tandem.workers.attention.cpu_paged import CpuAttention
 from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.graphs.cpu_graphs import CpuGraphRunner
-from tandem.workers.kernels.cpu import cpu_skinny_gemm
+from tandem.workers.kernels.cpu import cpu_build, cpu_skinny_gemm
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
 from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
 from tandem.workers.kernels.cpu.cpu_lora import CpuLora
@@ -134,6 +135,25 @@ def test_what_is_not_here_is_said() -> None:
         if name.startswith("kernel") or name == "replayed steps":
             found = outcome(check)
             assert found["status"] == "not here" and found["detail"], found
+
+
+@pytest.mark.parametrize(
+    ("failures", "reason"),
+    [([], "there is no C compiler (gcc or cc)"), (["gcc: no 'as'"], "the C compiler does not compile the kernels")],
+)
+def test_a_missing_compiler_is_not_blamed_on_the_cpu(
+    without_kernels: Platform, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failures: list[str], reason: str
+) -> None:
+    monkeypatch.setattr(cpu_build, "failures", failures)
+    if not failures:
+        monkeypatch.setenv("PATH", str(tmp_path))
+    else:
+        monkeypatch.setattr(cpu_build, "_compiler", lambda: "/usr/bin/gcc")
+    for name, check in CHECKS.items():
+        if name.startswith("kernel") or name == "replayed steps":
+            assert str(outcome(check)["detail"]).startswith(f"{reason}; "), name
+    why = {one.subject: one.why for one in choices(replace(without_kernels, packs=lambda _: True))}
+    assert all(reason in why[subject] for subject in ("attention", "fused ops", "linear", "LoRA ops", "graphs"))
 
 
 def test_choices_are_said_with_their_reasons() -> None:

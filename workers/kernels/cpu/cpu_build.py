@@ -26,8 +26,9 @@ SOURCES = (*CACHE_SOURCES, "cpu_chunk_attention.c", "cpu_fused_ops.c", "cpu_skin
 LORA_SOURCES = ("cpu_lora.c",)
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 TIMEOUT_S = 60.0
+NO_COMPILER = "there is no C compiler (gcc or cc)"
 failures: list[str] = []
-"""Why libraries could not be compiled in this process, for `tandem doctor`."""
+"""Why libraries could not be compiled in this process."""
 
 
 @cache
@@ -48,6 +49,27 @@ def cpu_lora_library(dtype: torch.dtype) -> ctypes.CDLL | None:
     return _compiled(LORA_SOURCES, dtype, None)
 
 
+def obstacle(dtype: torch.dtype) -> str | None:
+    """Returns why there are no compiled kernels for `dtype`, in words; None where nothing has kept them from being
+    compiled so far."""
+    if sys.platform != "linux":
+        return "kernels are compiled on Linux only"
+    if dtype not in ELEMENTS:
+        return f"there are no kernels for {str(dtype).removeprefix('torch.')}"
+    if _compiler() is None:
+        return NO_COMPILER
+    return "the C compiler does not compile the kernels" if failures else None
+
+
+def compiler_words() -> str:
+    """Returns the compiler's words about the first failure in this process, in one line; "" without one."""
+    return " ".join(failures[0].split()) if failures else ""
+
+
+def _compiler() -> str | None:
+    return shutil.which("gcc") or shutil.which("cc")
+
+
 @cache
 def _warn_once(text: str) -> None:
     log.warning(text)
@@ -59,14 +81,14 @@ def _note_failure(words: str) -> None:
 
 
 def _compiled(names: tuple[str, ...], dtype: torch.dtype, storage: torch.dtype | None) -> ctypes.CDLL | None:
-    compiler = shutil.which("gcc") or shutil.which("cc")
+    compiler = _compiler()
     folder = Path(__file__).parent / "src"
     sources = [folder / name for name in names]
     has_kernels = dtype in ELEMENTS and (storage is None or storage in STORED)
     if sys.platform != "linux" or not has_kernels or not all(source.exists() for source in sources):
         return None
     if compiler is None:
-        _warn_once("there is no C compiler (gcc or cc): torch computes instead of kernels for this CPU, slower")
+        _warn_once(f"{NO_COMPILER}: torch computes instead of kernels for this CPU, slower")
         return None
     types = (f"-DELEMENT={ELEMENTS[dtype]}", f"-DSTORED={0 if storage is None else STORED[storage]}")
     arguments = [*FLAGS, *types, *names]

@@ -1,0 +1,74 @@
+"""docs/serving.md lists the fields that are refused: all that the gateway knows by name, and others of clients."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tandem.cluster.gateway.openai.schemas import NEUTRAL, ChatBody, CompletionBody, read_chat, read_completion
+from tandem.configs.schema import GatewaySettings
+from tandem.workers.messages.errors import RequestRefused
+
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "serving.md").read_text()
+SECTION = PAGE.partition("### Refused fields")[2].partition("\n### ")[0]
+ROWS = re.findall(r"^\| [^|]+ \| (.*?) \| ?(.*?) ?\|$", SECTION, re.MULTILINE)[1:]
+REFUSED = sorted({name for cell, _ in ROWS for name in re.findall(r"`([a-z_]+)`", cell)})
+SERVED = {"parallel_tool_calls", "metadata", "safety_identifier", "prompt_cache_key"}
+"""Accepted with any value of their type, and without effect."""
+
+
+def refused_param(body: dict[str, object], *, completion: bool = False) -> str | None:
+    """The `param` of the 400 for an unsupported parameter; None when the body is accepted."""
+    try:
+        if completion:
+            read_completion({"prompt": "x", **body}, GatewaySettings())
+        else:
+            read_chat({"messages": [{"role": "user", "content": "x"}], **body}, GatewaySettings())
+    except RequestRefused as refusal:
+        return refusal.param if (refusal.status, refusal.code) == (400, "unsupported_parameter") else refusal.code
+    return None
+
+
+def test_every_field_that_is_known_and_not_served_is_listed() -> None:
+    listed = {name for cells in ROWS for name in re.findall(r"`([a-z_]+)`", " ".join(cells))}
+    assert set(NEUTRAL) | {"tools", "tool_choice"} <= listed
+    assert len(REFUSED) > 30
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused_by_name(name: str) -> None:
+    value: object = [{"type": "function"}] if name == "tools" else "required" if name == "tool_choice" else {"x": 1}
+    assert refused_param({name: value}) == name
+    assert refused_param({name: None}) in (None, name)  # null: of known fields only
+    known_elsewhere = {"tools", "tool_choice", "echo"}
+    if name not in known_elsewhere:
+        assert refused_param({name: value}, completion=True) == name
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"tools": [], "tool_choice": "none", "functions": [], "function_call": "none", "parallel_tool_calls": True},
+        {"response_format": {"type": "text"}, "structured_outputs": {}, "reasoning_effort": "none"},
+        {"chat_template_kwargs": {}, "documents": [], "bad_words": [], "logits_processors": []},
+        {"use_beam_search": False, "length_penalty": 1, "suffix": "", "echo": False, "verbosity": "medium"},
+        {"spaces_between_special_tokens": True, "modalities": ["text"], "store": False, "service_tier": "auto"},
+        {"metadata": {"a": "b"}, "safety_identifier": "x", "prompt_cache_key": "y"},
+    ],
+)
+def test_values_that_ask_for_nothing_are_accepted(body: dict[str, object]) -> None:
+    assert refused_param(body) is None
+    assert set(body) <= set(REFUSED) | SERVED
+
+
+def test_thinking_and_parts_of_messages_are_refused_as_the_page_says() -> None:
+    assert refused_param({"chat_template_kwargs": {"enable_thinking": False}}) == "chat_template_kwargs"
+    picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    assert refused_param({"messages": picture}) == "messages[0].content[0]"
+    assert refused_param({"echo": True, "logprobs": 1}, completion=True) == "logprobs"
+    assert refused_param({"best_of": 3, "n": 2, "stream": True}, completion=True) == "best_of"
+
+
+def test_no_served_field_is_listed_as_refused() -> None:
+    served = set(ChatBody.__struct_fields__) & set(CompletionBody.__struct_fields__)
+    assert not served & set(REFUSED)

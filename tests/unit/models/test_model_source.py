@@ -1,0 +1,149 @@
+"""A hub id is downloaded or found in the hub's cache, by the command line and by LLM alike."""
+
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tandem import LLM, SamplingParams
+from tandem.cluster.deploy.resolved_settings import resolve_settings
+from tandem.configs.bundled import DEMO_MODEL
+from tandem.configs.errors import SettingsError
+from tandem.configs.load import build_settings
+from tandem.workers.planning.model_source import find_model
+from tests.support.hub_server import Hub, point_at, running_hub
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+GREEDY = SamplingParams(max_tokens=4, temperature=0)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of the hub's files; nothing may be looked up."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return tmp_path
+
+
+@pytest.fixture
+def cached(cache: Path) -> Path:
+    """The demo model in the cache as org/name, branch main, as a download would leave it."""
+    repository = cache / "models--org--name"
+    snapshot = repository / "snapshots" / COMMIT
+    shutil.copytree(DEMO_MODEL, snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    return snapshot
+
+
+@pytest.fixture
+def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub with the demo model as org/name, and an empty cache."""
+    with running_hub(monkeypatch) as hub:
+        files = {path.name: path.read_bytes() for path in DEMO_MODEL.iterdir()}
+        hub.repositories["org/name@main"] = files | {"notes.md": b"not needed"}
+        yield hub
+
+
+def test_a_hub_id_is_found_in_the_cache(cached: Path) -> None:
+    assert find_model("org/name", None, "MODEL") == cached.resolve()
+    assert find_model("org/name", COMMIT, "MODEL") == cached.resolve()
+
+
+def test_settings_of_a_hub_id_name_the_id_and_hold_the_folder(cached: Path) -> None:
+    model = resolve_settings(build_settings("org/name", {})).engine.model
+    assert model.served_model_name == ("org/name",) and Path(model.model) == cached.resolve()
+
+
+def test_a_revision_is_of_the_hub_and_found_once(cached: Path) -> None:
+    with pytest.raises(SettingsError, match="demo is a folder") as caught:
+        resolve_settings(build_settings("demo", {"revision": "main"}))
+    assert caught.value.flag == "--revision"
+    found = resolve_settings(build_settings("org/name", {"revision": COMMIT}))
+    assert resolve_settings(found) == found and Path(found.engine.model.model) == cached.resolve()
+
+
+@pytest.mark.parametrize("flags", [{}, {"revision": COMMIT}, {"tokenizer": "org/name"}])
+def test_llm_takes_the_names_that_serve_takes(cached: Path, flags: dict[str, str]) -> None:
+    with LLM("org/name", device="cpu", max_num_seqs=2, **flags) as llm:
+        assert Path(llm.settings.model.model) == cached.resolve()
+        (output,) = llm.generate("Once upon a time", GREEDY, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 4
+
+
+def test_llm_downloads_what_it_needs_once(hub: Hub, cache: Path) -> None:
+    with LLM("org/name", device="cpu", max_num_seqs=2) as llm:
+        folder = Path(llm.settings.model.model)
+        (output,) = llm.generate("Once upon a time", GREEDY, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 4
+    assert cache.resolve() in folder.parents
+    assert "model.safetensors" in hub.downloads and "notes.md" not in hub.downloads
+    read = len(hub.downloads)
+    assert find_model("org/name", None, "MODEL") == folder
+    assert len(hub.downloads) == read
+
+
+def test_llm_takes_a_path_for_a_folder(cached: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in (Path("org/name"), Path("demo")):
+        with pytest.raises(SettingsError, match=f"MODEL: {tmp_path / path}: no such folder"):
+            LLM(path)
+
+
+def test_llm_refuses_python_files_as_serve_does(tmp_path: Path) -> None:
+    folder = shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    (folder / "modeling.py").touch()
+    with pytest.raises(SettingsError, match=r"ships Python files.* --trust-remote-code"):
+        LLM(folder)
+    with pytest.raises(SettingsError, match="ships Python files"):
+        resolve_settings(build_settings(str(folder), {}))
+    with LLM(folder, device="cpu", max_num_seqs=2, trust_remote_code=True) as llm:
+        assert Path(llm.settings.model.model) == folder
+
+
+def refusal(name: str, revision: str | None = None) -> tuple[str, str | None]:
+    """The words and the flag with which a name is refused."""
+    with pytest.raises(SettingsError) as refused:
+        find_model(name, revision, "MODEL")
+    return str(refused.value), refused.value.flag
+
+
+def test_a_model_that_may_not_be_looked_up_names_what_forbids_it(cache: Path) -> None:
+    words, flag = refusal("org/name")
+    assert flag == "MODEL"
+    assert f"org/name is no folder here, and not complete in the hub's cache {cache}; HF_HUB_OFFLINE forbids" in words
+    assert "the folder of a model" in words and "hf download" in words
+
+
+def test_a_hub_that_cannot_be_reached_is_said(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    point_at(f"http://127.0.0.1:{port}", monkeypatch)
+    words, _ = refusal("org/name")
+    assert "org/name is no folder here" in words and str(cache) in words
+    assert "the hub cannot be reached to download it (ConnectError: " in words and "hf download" in words
+
+
+def test_a_model_that_the_hub_does_not_give_out_says_why(hub: Hub) -> None:
+    assert "org/none is neither a folder here nor a model on the hub; for a private one set HF_TOKEN" in str(
+        refusal("org/none")[0]
+    )
+    words, flag = refusal("org/name", "no_such")
+    assert (words, flag) == ("--revision: org/name has no revision no_such on the hub", "--revision")
+    hub.gated.add("org/name")
+    assert "org/name is gated: accept its conditions" in refusal("org/name")[0]
+
+
+def test_a_download_that_breaks_is_said(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> str:
+        raise TimeoutError
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", broken)
+    assert refusal("org/name")[0] == "MODEL: org/name cannot be downloaded: TimeoutError"
+
+
+def test_what_cannot_be_a_hub_id_is_a_folder(cache: Path) -> None:
+    for name in ("./org", "/org/name", "~/org", "a/b/c", "org name"):
+        assert refusal(name)[0] == f"MODEL: {name}: no such folder"
