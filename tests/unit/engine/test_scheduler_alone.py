@@ -17,6 +17,7 @@ from tandem.workers.engine.waiting.fairness import FairQueue, TokenCosts
 from tandem.workers.engine.waiting.max_loras import MaxLorasGate
 from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
 from tandem.workers.messages.step import StepPlan
+from tandem.workers.messages.transfer import Failure
 
 SIZE = 4
 
@@ -408,6 +409,54 @@ def test_who_waits_for_the_turn_of_its_adapter_holds_up_nobody_and_may_be_taken_
     assert d.step() == {behind: 3} and list(d.queue.blocked_by(Blocker.TURN, "x")) == [waiting]
     d.scheduler.withdraw(waiting)
     assert d.queue.blocker_of(waiting) is Blocker.ADAPTER and not d.queue.keys_of(Blocker.TURN)
+
+
+class Noted(InVain):
+    """Writes down for which sequences it is told that they wait no longer."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.dropped: list[Sequence] = []
+        self.withdrawn: list[Sequence] = []
+
+    def drop(self, seq: Sequence) -> None:
+        self.dropped.append(seq)
+
+    def withdraw(self, seq: Sequence) -> None:
+        self.withdrawn.append(seq)
+
+
+def test_the_gate_hears_of_who_ends_while_it_waits_but_for_forks_and_of_who_waits_for_its_adapter_again():
+    d = Bench(gate=Noted)
+    again, ending, fork = (seq for _ in range(3) for seq in d.make(3))
+    for seq in (again, ending, fork):
+        seq.adapter = "x"
+    d.scheduler.enqueue(again)
+    d.scheduler.enqueue(ending)
+    d.queue.block(fork, Blocker.FORK, "r")
+    base = d.add(3)
+    d.step()
+    d.scheduler.withdraw(again)
+    for seq in (ending, fork, base):
+        d.scheduler.finish(seq)
+    assert isinstance(d.gate, Noted) and (d.gate.withdrawn, d.gate.dropped) == ([again], [ending])
+
+
+@pytest.mark.parametrize("failure", [None, Failure("disk", "gone")])
+def test_who_waited_for_kv_that_could_not_be_loaded_computes_it(failure):
+    tiers = Tiers()
+    d = Bench(tiers=tiers)
+    d.add(2)
+    (seq,) = d.make(9)
+    tiers.loads.append(seq)
+    d.scheduler.enqueue(seq)
+    assert d.queue.blocker_of(seq) is Blocker.KV
+    tiers.loads.clear()
+    d.scheduler.unblock(Event(Blocker.KV, 3, failure))
+    assert d.queue.blocker_of(seq) is None and tiers.of("forbid_loads") == ([seq] if failure else [])
+    d.queue.block(seq, Blocker.ADAPTER, "x")
+    d.scheduler.unblock(Event(Blocker.ADAPTER, "x", failure))
+    assert len(tiers.of("forbid_loads")) == bool(failure), "what else fails does not speak of KV"
 
 
 # ---- giving way ----

@@ -136,11 +136,13 @@ TestHostTier.settings = settings(max_examples=100, stateful_step_count=40, deadl
 
 
 def test_a_failed_load_forgets_a_block_that_others_still_read():
-    tier = HostTier(1, make_policy("lru"))
+    index = Index()
+    tier = HostTier(1, make_policy("lru"), index)
     assert tier.prepare_store(key(1), 1.0) == 0
     tier.complete_store(key(1))
     assert tier.prepare_load(key(1)) and tier.prepare_load(key(1))
     tier.fail_load(key(1))
+    assert not index.slots, "a later owner of the memory must not find it"
     assert not tier.has(key(1)) and tier.prepare_store(key(2), 1.0) is None, "its slot is still being read"
     tier.complete_load(key(1))
     assert not tier.has(key(1)) and tier.prepare_store(key(2), 1.0) == 0

@@ -81,8 +81,7 @@ class WaitingQueue:
         freed = [seq for seq in blocked if only is None or only(seq)]
         for seq in freed:
             self._clear(seq)
-            if event.blocker is not Blocker.FORK and event.failure is None:
-                self._note_adapter(seq)
+            self._note_adapter(seq)
         return freed
 
     def remove(self, seq: Sequence) -> None:
