@@ -34,7 +34,7 @@ from tandem.workers.messages.transfer import (
     FetchAdapter,
     LaneKind,
     PlaceAdapter,
-    lane_of,
+    source_lane,
 )
 
 log = logging.getLogger("tandem.engine")
@@ -209,14 +209,14 @@ class AdapterCache:
         """Starts fetches to the host, in order, up to MAX_FETCHES in a lane and while there is room. What nobody waits
         for takes no room from the line: it is dropped when it comes and there is none (_make_host_room)."""
         in_time = [a for a in self._known.values() if a.move is not None and a.move.is_fetch and not a.move.is_late]
-        in_lane = Counter(_lane(a.ref) for a in in_time)
+        in_lane = Counter(source_lane(a.ref) for a in in_time)
         num_waited = sum(bool(self._waiters(a)) for a in in_time)
         room = self._max_on_host - sum(a.on_host for a in self._known.values()) - num_waited
         for adapter in line:
             if adapter.on_host or adapter.move is not None or adapter.is_resident:
                 continue
             ref = _ref_of(next(iter(self._waiters(adapter))))
-            if in_lane[_lane(ref)] >= MAX_FETCHES:
+            if in_lane[source_lane(ref)] >= MAX_FETCHES:
                 continue
             while room <= 0:
                 if not self._drop_one(for_waiters=True):
@@ -228,7 +228,7 @@ class AdapterCache:
         room -= len(in_time) - num_waited
         for adapter in pinned:
             is_there = adapter.on_host or adapter.move is not None or self._is_refused_pin(adapter)
-            if is_there or in_lane[_lane(adapter.ref)] >= MAX_FETCHES:
+            if is_there or in_lane[source_lane(adapter.ref)] >= MAX_FETCHES:
                 continue
             while room <= 0:
                 if not self._drop_one(for_waiters=False):
@@ -238,7 +238,7 @@ class AdapterCache:
             self._start_fetch(adapter, in_lane)
 
     def _start_fetch(self, adapter: Adapter, in_lane: Counter[LaneKind]) -> None:
-        in_lane[_lane(adapter.ref)] += 1
+        in_lane[source_lane(adapter.ref)] += 1
         adapter.load_s = 0.0
         self._start(adapter, FetchAdapter(adapter=adapter.ref), late_s=LATE_FETCH_S)
 
@@ -478,10 +478,6 @@ class AdapterCache:
             assert seq.adapter is None or seq.state in self._of(seq).users, "a row whose request is not a user"
         copies = sum(a.on_host for a in self._known.values())
         assert copies <= self._max_on_host, "more host copies than --max-cpu-loras"
-
-
-def _lane(ref: AdapterRef) -> LaneKind:
-    return lane_of(FetchAdapter(adapter=ref))
 
 
 def _ref_of(seq: Sequence) -> AdapterRef:
