@@ -4,7 +4,6 @@ The launcher calls build_app(). A Serve config names build() as its import_path,
 LLM (configs/load.py) and one more key, `single_node`.
 """
 
-import logging
 from typing import Any
 
 import ray
@@ -13,6 +12,7 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from tandem.cluster.deploy import devices
+from tandem.cluster.deploy.nodes import choose_home, cluster_device
 from tandem.cluster.deploy.placement import group_options, max_groups
 from tandem.cluster.deploy.preflight import with_device
 from tandem.cluster.deploy.resolved_settings import resolve_settings
@@ -30,11 +30,8 @@ from tandem.cluster.wire.service_facts import (
     groups_per_node,
     new_facts,
 )
-from tandem.configs.errors import SettingsError
 from tandem.configs.load import settings_from_serve_args
-from tandem.configs.schema import GPU, HOST, Device, ServiceSettings
-
-log = logging.getLogger("ray.serve.tandem")
+from tandem.configs.schema import ServiceSettings
 
 ROUTER = RequestRouterConfig(
     request_router_class="tandem.cluster.routing.serve_router.GroupRouter",
@@ -52,7 +49,7 @@ def build(args: dict[str, Any]) -> Application:
     SettingsError, which Serve prints.
     """
     settings = resolve_settings(settings_from_serve_args(args))
-    device = choose_device(settings.engine.device.device, _cluster_gpus())
+    device = cluster_device(settings.engine.device.device, _cluster_gpus())
     settings = with_device(settings, device)
     home_node = choose_home(args.get("single_node"), device, _alive_nodes())
     facts = new_facts(
@@ -63,41 +60,6 @@ def build(args: dict[str, Any]) -> Application:
         home_node=home_node,
     )
     return build_app(settings, facts)
-
-
-def choose_device(asked: Device | None, node_gpus: list[float]) -> Device:
-    """The device `asked`, even before nodes that have it join; without one, cuda if a node has a GPU now, else cpu."""
-    if asked is not None:
-        log.info("device %s, as asked", asked)
-        return asked
-    if node_gpus:
-        log.info("device cuda: %d node(s) have GPUs", len(node_gpus))
-        return GPU
-    log.warning(
-        "device cpu: no node has a GPU now, and GPUs that join later are left alone; "
-        "`device: cuda` in engine_kwargs waits for them, `device: cpu` says that this is meant"
-    )
-    return HOST
-
-
-def choose_home(asked: bool | None, device: Device, nodes: list[dict[str, Any]]) -> str | None:
-    """The id of the node whose loopback connects the service's processes; None when they use the nodes' addresses.
-
-    asked: `single_node` of args. With None, a cluster of one node counts as complete, unless the device is cuda and the
-    node has no GPU; a process that Ray places elsewhere later refuses to start (service_facts.check_node). Raises
-    SettingsError when `single_node` is asked of several nodes.
-    """
-    if asked and len(nodes) != 1:
-        raise SettingsError(f"the cluster has {len(nodes)} nodes", "single_node")
-    if asked is False or len(nodes) != 1:
-        log.info("%d node(s): talking over the nodes' own addresses", len(nodes))
-        return None
-    (node,) = nodes
-    if not asked and device == GPU and not node["Resources"].get("GPU"):
-        log.info("no GPU here yet: talking over the nodes' own addresses, groups will be on others")
-        return None
-    log.info("one node: talking over loopback; `single_node: false` in args is for a cluster that will have more")
-    return str(node["NodeID"])
 
 
 def build_app(settings: ServiceSettings, facts: ServiceFacts) -> Application:

@@ -4,16 +4,13 @@ configs/load.py builds them from flags, a YAML file or a Ray Serve `args` mappin
 the user gave them: None stands for a setting that is decided later, from the model or the machine.
 """
 
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import msgspec
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 KVCacheDType = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "int8"]
 Device = Literal["cpu", "cuda"]
-HOST: Final[Device] = "cpu"
-"""The device whose memory is the machine's, shared by all ranks on it."""
-GPU: Final[Device] = "cuda"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -91,6 +88,12 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     device: Device | None = None
     cpu_threads: int | None = None
     cpu_offload_gib: float = 0.0
+
+    @property
+    def chosen(self) -> Device:
+        """`device`, once it has been chosen (cluster/deploy/preflight.py)."""
+        assert self.device is not None, "the device is not chosen yet"
+        return self.device
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -161,7 +161,7 @@ class LLM:
         self._template: ChatTemplate | None = find_chat_template(text_folder, chat_template, self.tokenizer)
         self._factory = DetokenizerFactory(self.tokenizer)
         self._executor = open_executor(self.settings)
-        self._closed = False
+        self._closed: str | None = None
         self._run = _Run(tqdm(disable=True))
         self._names = itertools.count()
         try:
@@ -192,7 +192,8 @@ class LLM:
         others run. As in vLLM, a max_tokens beyond the context is no error: the answer ends there with "length".
         Raises, before anything runs, ValueError for a parameter outside its range (it names the parameter) and for
         sequences of another length, TypeError for a prompt, SamplingParams or adapter of another type, and
-        RuntimeError after close().
+        RuntimeError after close(). A Ctrl-C takes effect after the step under way, and the LLM can be used again; a
+        second one interrupts at once, which closes the LLM.
         """
         return self._generate(as_prompts(prompts), sampling_params, use_tqdm, lora_request)
 
@@ -204,24 +205,40 @@ class LLM:
         lora_request: AdapterRef | Sequence[AdapterRef | None] | None,
     ) -> list[RequestOutput]:
         """Returns one output for each prompt; a RequestRefused in place of a prompt becomes its error."""
-        if self._closed:
-            raise RuntimeError("this LLM is closed")
+        if self._closed is not None:
+            raise RuntimeError(self._closed)
         params = self._checked(sampling_params, len(many))
         adapters = one_for_each(lora_request, len(many))
         with tqdm(total=len(many), disable=not use_tqdm, desc="generating", unit="prompt") as bar:
             self._run = _Run(bar)
-            names: list[str] = []
+            inbox = OfflineInbox(self._run.stops)
             try:
-                with OfflineInbox(self._run.stops) as inbox:
-                    for each in zip(many, params, adapters, strict=True):
-                        names.append(self._add(*each))
-                    EngineLoop(self._engine, inbox).run(lambda: not self._engine.has_work())
-                    inbox.check()
-            except BaseException:
-                with suppress(GroupLost):  # a step that was interrupted has ended the rank
-                    self._abort_all(names)
-                raise
+                with inbox:
+                    names = self._run_all(inbox, list(zip(many, params, adapters, strict=True)))
+            finally:
+                if inbox.has_cut:
+                    self._end("this LLM is closed: a second Ctrl-C interrupted it in the middle of a step")
         return [self._run.outputs[name] for name in names]
+
+    def _run_all(
+        self,
+        inbox: OfflineInbox,
+        many: Sequence[tuple[Prompt | RequestRefused, SamplingParams, AdapterRef | None]],
+    ) -> list[str]:
+        """Runs all prompts to their ends and returns the requests' names. After an error the engine has none of them,
+        unless a second Ctrl-C has cut it short."""
+        names: list[str] = []
+        try:
+            for each in many:
+                names.append(self._add(*each))
+            EngineLoop(self._engine, inbox).run(lambda: not self._engine.has_work())
+            inbox.check()
+        except BaseException:
+            if not inbox.has_cut:
+                with suppress(GroupLost):  # a step that failed has ended the rank
+                    self._abort_all(names)
+            raise
+        return names
 
     def chat(
         self,
@@ -282,14 +299,18 @@ class LLM:
 
     def close(self) -> None:
         """Waits at most 5 s for KV that is being stored to host or disk, then ends the ranks. Idempotent."""
-        if not self._closed:
-            self._closed = True
+        if self._closed is None:
             try:
                 with suppress(GroupLost):
                     self._engine.flush_transfers(FLUSH_S)
             finally:
-                self._engine.close()
-                self._executor.close()
+                self._end("this LLM is closed")
+
+    def _end(self, why: str) -> None:
+        """Ends the ranks without waiting for anything; generate() raises with the reason from then on."""
+        self._closed = why
+        self._engine.close()
+        self._executor.close()
 
     def __enter__(self) -> "LLM":
         return self

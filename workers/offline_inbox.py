@@ -15,11 +15,13 @@ class OfflineInbox:
     """Delays a Ctrl-C until the turn ends, so that the engine stays usable; a second one interrupts at once.
 
     Used as a context manager around one EngineLoop.run(). stops: aborts for the engine, appended by its sink.
+    has_cut: a second Ctrl-C has interrupted something in the middle, so that engine and rank may disagree.
     """
 
     def __init__(self, stops: list[Abort]) -> None:
         self._stops = stops
         self._noted = False
+        self.has_cut = False
         self._before: Any = None
 
     def __enter__(self) -> "OfflineInbox":
@@ -48,5 +50,6 @@ class OfflineInbox:
 
     def _note(self, *_: object) -> None:
         if self._noted:
+            self.has_cut = True
             raise KeyboardInterrupt
         self._noted = True

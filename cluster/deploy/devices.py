@@ -6,6 +6,9 @@ Memory of the host is read in workers/planning/budget.py.
 import ctypes
 import os
 
+from tandem.configs.schema import Device
+from tandem.workers.planning.budget import available_bytes
+
 
 def cuda_device_count() -> int:
     """The number of devices that the CUDA driver has; 0 without a driver."""
@@ -37,6 +40,14 @@ def cuda_memory_bytes() -> int | None:
     if driver.cuDeviceGet(ctypes.byref(device), 0) or driver.cuDeviceTotalMem_v2(ctypes.byref(total), device):
         return None
     return total.value
+
+
+def device_memory(asked: Device | None) -> tuple[Device, int | None]:
+    """The device `asked`, else cuda where the driver has one, else cpu; and the bytes of one such device here: what is
+    available of the machine on cpu, None for cuda without a device."""
+    on_cuda = cuda_memory_bytes()
+    device = asked or ("cpu" if on_cuda is None else "cuda")
+    return device, available_bytes() if device == "cpu" else on_cuda
 
 
 def cores() -> int:

@@ -47,6 +47,11 @@ def declared_cpus(settings: ServiceSettings, device: str, cores: int) -> int:
     return max(math.ceil(per_group * (max_groups(settings) + 1) + others), cores if device == "cuda" else 1)
 
 
+def declared_gpus(device: str, devices: int) -> int:
+    """The GPU count to start a private Ray with, on a machine that has so many devices: none for ranks on CPU."""
+    return devices if device == "cuda" else 0
+
+
 def group_options(settings: ServiceSettings, device: str, node_gpus: list[float], max_ongoing: int) -> dict[str, Any]:
     """Serve options of the coordinator deployment. max_ongoing: handle calls in flight per group."""
     ranks = settings.engine.parallel.ranks_per_group

@@ -13,8 +13,8 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from tandem.cluster.wire.service_facts import CPU_SHARE, ServiceFacts, check_node
-from tandem.configs.schema import GPU, EngineSettings
+from tandem.cluster.wire.service_facts import ServiceFacts, check_node
+from tandem.configs.schema import EngineSettings
 from tandem.workers.executor.rank_group import RankGroup
 from tandem.workers.messages.channel import life_secret
 
@@ -65,8 +65,8 @@ def ray_group(
 
 
 class RayRanks:
-    """RankLauncher of num_ranks Ray actors. on_end(message): called once, from a thread of its own, when the first of
-    them has ended."""
+    """RankLauncher of num_ranks Ray actors; each asks for all that its bundle holds. on_end(message): called once, from
+    a thread of its own, when the first of them has ended."""
 
     def __init__(
         self, num_ranks: int, facts: ServiceFacts, group: str, placement_group: Any, on_end: Callable[[str], None]
@@ -81,10 +81,10 @@ class RayRanks:
         self._ended: str | None = None
 
     def start(self, rank: int, endpoint: str, secret: str) -> None:
-        on_gpu = self._facts.device == GPU
+        bundle = self._placement_group.bundle_specs[rank + 1]
         actor_class = ray.remote(RankActor).options(
-            num_cpus=1 if on_gpu else CPU_SHARE,
-            num_gpus=1 if on_gpu else 0,
+            num_cpus=bundle.get("CPU", 0),
+            num_gpus=bundle.get("GPU", 0),
             max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 self._placement_group, placement_group_bundle_index=rank + 1

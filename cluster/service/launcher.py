@@ -17,7 +17,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from tandem.cluster.deploy import devices
-from tandem.cluster.deploy.placement import declared_cpus, max_groups, min_groups
+from tandem.cluster.deploy.placement import declared_cpus, declared_gpus, max_groups, min_groups
 from tandem.cluster.deploy.preflight import (
     check_adapters,
     check_memory,
@@ -39,7 +39,7 @@ from tandem.cluster.service import ray_node
 from tandem.cluster.service.group_event_log import GroupEventLog
 from tandem.cluster.wire.service_facts import ServiceFacts, groups_per_node, new_facts
 from tandem.configs.errors import SettingsError
-from tandem.configs.schema import GPU, HOST, ServiceSettings
+from tandem.configs.schema import ServiceSettings
 from tandem.offload.host.host_process import HostProcess
 
 WATCH_PERIOD_S = 1.0
@@ -186,9 +186,9 @@ class Launcher:
         if self._address is not None:
             ray_node.join(self._address)
         else:
-            device = self._settings.engine.device.device or HOST
+            device = self._settings.engine.device.chosen
             cpus = declared_cpus(self._settings, device, devices.cores())
-            gpus = devices.cuda_device_count() if device == GPU else 0
+            gpus = declared_gpus(device, devices.cuda_device_count())
             ray_node.start_private(folder.ray, cpus, gpus)
 
     def _facts(self, redis_url: str) -> ServiceFacts:
@@ -196,7 +196,7 @@ class Launcher:
             single_node=self._address is None,
             redis_url=redis_url,
             open_port=True,
-            device=self._settings.engine.device.device or HOST,
+            device=self._settings.engine.device.chosen,
             gateway_node=ray_node.node_address() if self._address is not None else None,
             groups_on_node=groups_per_node(max_groups(self._settings), self._nodes()),
             host_socket=None if self._host_tier is None else str(self._host_tier.socket_path),

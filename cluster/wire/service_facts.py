@@ -9,7 +9,6 @@ import secrets
 import msgspec
 
 from tandem.configs.errors import SettingsError
-from tandem.configs.schema import HOST
 from tandem.workers.messages.channel import new_secret
 
 APP = "tandem"
@@ -35,9 +34,9 @@ class ServiceFacts(msgspec.Struct, frozen=True, kw_only=True):
     service_id: str
     secret: str
     single_node: bool
+    device: str
     redis_url: str | None = None
     open_port: bool = False
-    device: str = HOST
     gateway_node: str | None = None
     groups_on_node: int = 1
     home_node: str | None = None
@@ -54,9 +53,9 @@ def groups_per_node(groups: int, nodes: int) -> int:
 def new_facts(
     *,
     single_node: bool,
+    device: str,
     redis_url: str | None = None,
     open_port: bool = False,
-    device: str = HOST,
     gateway_node: str | None = None,
     groups_on_node: int = 1,
     home_node: str | None = None,

@@ -3,7 +3,8 @@
 Operations run at once, but each counts as a kernel of the calling thread's current stream, and an access that nothing
 orders after an earlier one on another stream is a Race. What `to_host` copies arrives when an event behind it is
 waited for, so a reader who does not wait finds POISON. Memory that threads share by parts is named with `share`;
-other tensors count whole. Tensors are kept alive, so addresses do not come back: a race with freed memory is not seen.
+other tensors count whole. Freed memory goes back to the stream that it was allocated on, as with torch's allocator, and
+the next allocation there is taken to reuse it: a Race, if another stream's use of it is not ordered before.
 """
 
 import threading
@@ -17,7 +18,8 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch.cuda import _sanitizer
-from torch.cuda._sanitizer import EventHandler, zip_arguments
+from torch.cuda._sanitizer import EventHandler, TensorInfo, zip_arguments
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.parallel.groups import GLOO
@@ -116,7 +118,8 @@ class TracedAccelerator:
         self.pinned: dict[int, int] = {}
         self._arrived: Counter[int] = Counter()
         self._grains: dict[int, int] = {}
-        self._kept: list[torch.Tensor] = []
+        self._storages: dict[int, tuple[StorageWeakRef, int | None]] = {}
+        self._freed: defaultdict[int, list[TensorInfo]] = defaultdict(list)
         self.numbers = iter(range(1, 10**9))
         self._here = _Here()
 
@@ -158,7 +161,7 @@ class TracedAccelerator:
         self.counts["uploads"] += 1
         with _untraced():
             on_device = host.clone()
-        self.launch("to_device", [], [on_device])
+        self.launch("to_device", [], [on_device], [on_device])
         return on_device
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -220,9 +223,21 @@ class TracedAccelerator:
         self._arrived[stream] = max(self._arrived[stream], count)
 
     def launch(
-        self, name: str, reads: Iterable[torch.Tensor | set[int]], writes: Iterable[torch.Tensor | set[int]]
+        self,
+        name: str,
+        reads: Iterable[torch.Tensor | set[int]],
+        writes: Iterable[torch.Tensor | set[int]],
+        made: Iterable[torch.Tensor] = (),
     ) -> None:
-        """A kernel on the current stream; Race when it is not ordered after what it touches."""
+        """A kernel on the current stream, `made` allocated for it there; Race when it is not ordered after what it
+        touches, or after the uses of freed memory that it may have been given."""
+        self._note_freed()
+        for tensor in made:
+            self._watch(tensor, self._here.stream)
+            self._reuse(name)
+        for touched in (*reads, *writes):
+            if isinstance(touched, torch.Tensor):
+                self._watch(touched, None)
         written = set[int]().union(*map(self._cells, writes))
         read = set[int]().union(*map(self._cells, reads)) - written
         aliases: dict[int, list[str]] = {key: [] for key in read | written}
@@ -231,8 +246,28 @@ class TracedAccelerator:
             now, then = errors[0].current_access, errors[0].previous_access
             raise Race(f"{now.operator} on stream {now.stream} ({now.type}) beside {then.operator} on {then.stream}")
 
-    def keep(self, tensor: torch.Tensor) -> None:
-        self._kept.append(tensor)
+    def _watch(self, tensor: torch.Tensor, stream: int | None) -> None:
+        """Notes a tensor's memory until it is freed. stream: where it was allocated; None: not in a trace."""
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() and storage.data_ptr() not in self._storages:
+            self._storages[storage.data_ptr()] = StorageWeakRef(storage), stream
+
+    def _note_freed(self) -> None:
+        """Memory that nobody refers to any more is free on its stream; its address may be another tensor's by now."""
+        for address, (storage, stream) in list(self._storages.items()):
+            if storage.expired():
+                del self._storages[address]
+                uses = self.handler.tensors_accessed.accesses.pop(address, None)
+                if uses is not None and stream is not None:
+                    self._freed[stream].append(uses)
+
+    def _reuse(self, name: str) -> None:
+        """The current stream allocates: all that was freed there may be given out."""
+        here = self._here.stream
+        for uses in self._freed.pop(here, []):
+            for last in (uses.write, *uses.reads):
+                if last is not None and not self.handler.syncs.is_ordered_after(here, last.seq_num, last.stream):
+                    raise Race(f"{name} on stream {here} reuses freed memory beside {last.operator} on {last.stream}")
 
     def _check(self) -> None:
         if self._here.mode is None:
@@ -290,13 +325,12 @@ class _Trace(TorchDispatchMode):
         places = self._indexed(func, args)
         output = func(*args, **kwargs)
         made = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        for tensor in made:
-            accelerator.keep(tensor)
         if not _is_view(func):
             known = {id(tensor) for tensor in (*reads, *writes)}
-            writes += [tensor for tensor in made if id(tensor) not in known]
+            made = [tensor for tensor in made if id(tensor) not in known]
             part = {id(args[0]): places} if places is not None else {}
-            accelerator.launch(str(func), [part.get(id(t), t) for t in reads], [part.get(id(t), t) for t in writes])
+            ins, outs = ([part.get(id(t), t) for t in touched] for touched in (reads, [*writes, *made]))
+            accelerator.launch(str(func), ins, outs, made)
         return output
 
     def _indexed(self, func: Any, args: Any) -> set[int] | None:

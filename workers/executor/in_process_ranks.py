@@ -45,7 +45,7 @@ class InProcessRank:
         self._from_rank.put(self.server.hello)
 
     def lost(self) -> str | None:
-        """Why a step failed, or was interrupted."""
+        """Why a step failed, or receive() was interrupted."""
         return self._broken
 
     def kill(self, grace_s: float) -> None:
@@ -69,14 +69,18 @@ class InProcessRank:
 
         Errors of the handshake are raised as they are, GroupLost when a step fails.
         """
-        while self._from_rank.empty() and self._to_rank:
-            self._take(self._to_rank.popleft())
-        if self._from_rank.empty() and self.server is not None and self.server.is_computing:
-            self._put(self.server.finish_step(), is_step=True)
         try:
+            while self._from_rank.empty() and self._to_rank:
+                self._take(self._to_rank.popleft())
+            if self._from_rank.empty() and self.server is not None and self.server.is_computing:
+                self._put(self.server.finish_step(), is_step=True)
             return self._from_rank.get(timeout=timeout_s)
         except queue.Empty:
             return None
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._break(error)  # interrupted: a message may be in neither queue, and the rank lacks it
+            raise
 
     def close(self) -> None:
         self._to_rank.clear()
@@ -91,11 +95,13 @@ class InProcessRank:
         try:
             for answer in answers:
                 self._from_rank.put(answer)
-        except BaseException as error:
+        except Exception as error:
             if not is_step:
                 raise
-            self._broken = f"{type(error).__name__}: {error}"
-            self._to_rank.clear()
-            if not isinstance(error, Exception):
-                raise  # interrupted in the middle of a step
-            raise GroupLost(self._broken) from error
+            raise GroupLost(self._break(error)) from error
+
+    def _break(self, error: BaseException) -> str:
+        """Ends the rank's work; returns the reason."""
+        self._broken = f"{type(error).__name__}: {error}"
+        self._to_rank.clear()
+        return self._broken

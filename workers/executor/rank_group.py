@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 import msgspec
 import psutil
 
-from tandem.configs.schema import HOST, EngineSettings
+from tandem.configs.schema import EngineSettings
 from tandem.workers.engine.executor import ExecutorReady
 from tandem.workers.executor.liveness import ProbeWatch, StepBound
 from tandem.workers.executor.rank_channel import RankChannel, SocketChannel, Unreachable
@@ -250,9 +250,8 @@ class RankGroup:
 
     def _allocate(self, loaded: list[RankLoaded], num_blocks: int) -> tuple[str, ...]:
         """Allocates the KV of every rank and opens the tiers below it; returns the notes about the tiers."""
-        on_cpu = loaded[0].device == HOST
-        on_device = sum(device_bytes(rank, num_blocks) for rank in loaded) if on_cpu else 0
-        tiers = open_tiers(self._settings, loaded, available_bytes() - on_device, self._host_socket)
+        in_host = sum(device_bytes(rank, num_blocks) for rank in loaded if rank.is_in_host_memory)
+        tiers = open_tiers(self._settings, loaded, available_bytes() - in_host, self._host_socket)
         if isinstance(tiers, OpenTiers):
             self._close_tiers = tiers.close
         for rank in range(self.world_size):

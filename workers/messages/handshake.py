@@ -69,7 +69,8 @@ class RankLoaded(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     num_blocks: the most KV blocks that this rank can hold, of block_bytes each. kv_dtype: their element type, by
     --kv-cache-dtype's names; None: dtype. host_weight_bytes: the part of weight_bytes that the streamed_layers keep in
     host memory; it passes through buffer_bytes of the device. adapter_pages: device pages for LoRA adapters, of
-    adapter_page_bytes each; 0: --enable-lora is off. kernel_notes: lines for the user about kernels that are missing.
+    adapter_page_bytes each; 0: --enable-lora is off. is_in_host_memory: the device's memory is the machine's.
+    kernel_notes: lines for the user about kernels that are missing.
     """
 
     rank: int
@@ -80,6 +81,7 @@ class RankLoaded(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     dtype: str
     threads: int
     load_s: float
+    is_in_host_memory: bool
     kv_dtype: str | None = None
     resident_layers: int = 0
     streamed_layers: int = 0

@@ -89,5 +89,10 @@ def lane_of(op: TransferOp) -> LaneKind:
     if isinstance(op, CopyKV):
         return "memory" if op.kind in ("store", "load") else "disk"
     if isinstance(op, FetchAdapter):
-        return "url" if op.adapter.is_remote else "folder"
+        return source_lane(op.adapter)
     return "placement"
+
+
+def source_lane(ref: AdapterRef) -> LaneKind:
+    """Returns the lane that reads an adapter's source."""
+    return "url" if ref.is_remote else "folder"

@@ -34,6 +34,11 @@ class Memory:
     host_tier_bytes: int = 0
     disk_tier_bytes: int = 0
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether the device's memory is the machine's, which all its ranks share."""
+        return self.device == "cpu"
+
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
@@ -103,7 +108,7 @@ def plan_group(
     pp_size = settings.parallel.pipeline_parallel_size
     meshes = [Mesh(tp_size, pp_size, stage * tp_size) for stage in range(pp_size)]
     stages = tuple(_stage(settings, spec, memory, mesh, dtype, kv_dtype, max_model_len) for mesh in meshes)
-    if memory.device == "cpu":
+    if memory.is_shared:
         stages = _share_machine(settings, stages, memory, tp_size, max_model_len)
     tiers = _tiers(settings, stages, memory, tp_size, max_model_len)
     problems = [
@@ -169,14 +174,14 @@ def _stage(
     element, scheduler = DTYPE_BYTES[dtype], settings.scheduler
     weights = rank_weights(spec, mesh, element, packs=memory.device == "cpu" and dtype != "float16")
     save, budget = int(settings.device.cpu_offload_gib * GIB), 0
-    if memory.device == "cuda":
+    if not memory.is_shared:
         budget = int(settings.cache.gpu_memory_utilization * memory.device_bytes)
         needed = weights.total_bytes + least_bytes(settings, spec, mesh, dtype, kv_dtype, max_model_len)
         save = bytes_to_save(needed, budget, save)
     placement = place_layers(weights.num_layers, weights.layer_bytes, save)
     tokens, seqs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     activations = activation_bytes(spec, mesh.tp_size, tokens, seqs, element)
-    activations += ATTENTION_BYTES if memory.device == "cuda" else 0
+    activations += ATTENTION_BYTES if not memory.is_shared else 0
     room = adapter_room(settings.lora, spec, mesh, element)
     return StagePlan(
         stage=mesh.pp_rank,
@@ -272,7 +277,7 @@ def _host_problems(stages: tuple[StagePlan, ...], memory: Memory, tp_size: int, 
     with the ranks' device memory."""
     kept, tier = tp_size * sum(stage.placement.host_bytes for stage in stages), memory.host_tier_bytes
     copies = tp_size * sum(stage.adapter_room.host_bytes for stage in stages)
-    if memory.device == "cpu":
+    if memory.is_shared:
         left = max(0, memory.device_bytes - _machine_weights(stages, tp_size) - pool_bytes)
         if tier > left:
             message = f"{gib(tier)} of host tier, {gib(left)} are left beside weights and the device's KV"
@@ -301,7 +306,7 @@ def _asked_kv(settings: EngineSettings, stage: StagePlan) -> tuple[str, int] | N
 
 def _no_room_for_weights(settings: EngineSettings, stage: StagePlan, memory: Memory) -> Problem:
     """The problem of a rank that has no memory left for KV."""
-    if memory.device == "cpu":
+    if memory.is_shared:
         return Problem("MODEL", f"its weights leave nothing of the machine's {gib(memory.device_bytes)} for KV")
     streamed = len(stage.placement.streamed)
     return Problem(

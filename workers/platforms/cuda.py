@@ -1,8 +1,9 @@
 """The platform of ranks on a CUDA device: streams, events, pinned memory, and the kernels that run there."""
 
 import importlib.util
+import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any, Final
 
@@ -25,6 +26,7 @@ from tandem.workers.kernels.lora_ops import LoraOps, TorchLora
 from tandem.workers.platforms.base import Array, DeviceMemory, Platform
 from tandem.workers.platforms.cpu import open_cpu
 
+log = logging.getLogger(__name__)
 ALIGNED_BYTES: Final = 16
 """Arrays of a packed copy begin at multiples of it, so that a kernel is compiled for one alignment of each."""
 
@@ -104,10 +106,19 @@ class CudaAccelerator:
         self.activate()
         error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
         if error:
+            self._clear_error()
             raise OSError(f"{memory.nbytes} bytes of host memory could not be pinned: CUDA error {error}")
 
     def unpin(self, memory: torch.Tensor) -> None:
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        error = int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
+        if error:
+            self._clear_error()
+            log.warning("%d bytes of host memory could not be unpinned: CUDA error %d", memory.nbytes, error)
+
+    def _clear_error(self) -> None:
+        """Clears the last error of this thread, which torch's cudart() leaves set: the next kernel would be blamed."""
+        with suppress(RuntimeError):
+            torch.ones(1, device=self._device)  # torch asks for the last error after each launch, and so resets it
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)

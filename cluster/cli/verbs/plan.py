@@ -19,7 +19,7 @@ from tandem.cluster.cli.verbs.plan_report import report
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import build_settings
 from tandem.configs.options import OPTIONS
-from tandem.configs.schema import GPU, HOST, Device, EngineSettings
+from tandem.configs.schema import EngineSettings
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.headers import CheckpointFacts, read_checkpoint_facts
 from tandem.workers.planning.budget import GIB, available_bytes
@@ -151,15 +151,10 @@ def _memory(settings: EngineSettings, asked: _Asked) -> Memory:
     """The memory to plan for: of --device-memory, else this machine's. SettingsError when there is no CUDA device."""
     from tandem.cluster.deploy import devices
 
-    here = devices.cuda_memory_bytes()
-    device: Device = settings.device.device or (HOST if here is None else GPU)
+    device, size = devices.device_memory(settings.device.device)
     if asked.device_memory_gib is not None:
         size = int(asked.device_memory_gib * GIB)
-    elif device == HOST:
-        size = available_bytes()
-    elif here is not None:
-        size = here
-    else:
+    elif size is None:
         raise SettingsError("there is no CUDA device here to ask; say how many GiB one has", "--device-memory")
     return Memory(
         device=device,

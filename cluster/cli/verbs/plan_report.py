@@ -3,8 +3,7 @@
 from typing import Any
 
 from tandem.cluster.cli.terminal import table
-from tandem.configs.schema import HOST
-from tandem.workers.planning.planner import CONVERSATION_TOKENS, gib
+from tandem.workers.planning.planner import CONVERSATION_TOKENS, Memory, gib
 
 
 def report(found: dict[str, Any]) -> str:
@@ -43,7 +42,7 @@ def _checkpoint_line(checkpoint: dict[str, Any] | None) -> str:
 
 def _memory_line(memory: dict[str, Any], plan: dict[str, Any]) -> str:
     ranks = plan["tp_size"] * plan["pp_size"]
-    shared = f"of a machine for all {ranks} rank(s)" if memory["device"] == HOST else "of each GPU"
+    shared = f"of a machine for all {ranks} rank(s)" if Memory(**memory).is_shared else "of each GPU"
     return (
         f"TP {plan['tp_size']} x PP {plan['pp_size']}, {memory['device']}: {gib(memory['device_bytes'])} {shared}, "
         f"context {plan['max_model_len']:,} tokens"
@@ -133,6 +132,6 @@ def _proposal(found: dict[str, Any]) -> list[str]:
             rows.append([name, gib(most), str(streamed), f"{tokens:,}", "yes" if layout["fits"] else "no"])
         lines = ["", *table(rows)]
     if best is None:
-        more = "more memory" if found["memory"]["device"] == HOST else "more --ranks"
+        more = "more memory" if Memory(**found["memory"]).is_shared else "more --ranks"
         return [*lines, f"No TP x PP of {ranks} rank(s) fits: {more}, or a shorter --max-model-len."]
     return [*lines, f"Best for {ranks} rank(s): -tp {best['tp_size']} -pp {best['pp_size']}."]

@@ -18,7 +18,7 @@ from tandem.workers.engine.waiting.adapter_cache import AdapterCache
 from tandem.workers.messages.errors import RequestRefused
 from tandem.workers.messages.request import Abort, AdapterRef, GenerationRequest
 
-DIGESTS = ("a", "b", "c", "d", "e", "f")
+DIGESTS = ("a", "b", "c", "s3://d", "s3://e", "f")
 BIG = "f"
 """It takes the whole device."""
 MODES: tuple[dict[str, Any], ...] = ({"asynchronous": False}, {"asynchronous": True}, {"stages": 2}, {"stages": 4})

@@ -1,16 +1,16 @@
 """The ranks' side of moves of adapters without bytes: host copies, device pages and slots of each rank; strict about
 what may be written while a plan in flight, or about to run, names it.
 
-Each rank has two lanes, one for sources and one for memory; each takes its moves in the order in which they were sent
-and answers for itself. A page holds the digest whose bytes were copied there last; a slot is good as long as all its
-pages hold its digest.
+Each rank has three lanes, for folders, for URLs and for memory; each takes its moves in the order in which they were
+sent and answers for itself. A page holds the digest whose bytes were copied there last; a slot is good as long as all
+its pages hold its digest.
 """
 
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tandem.workers.messages.transfer import DropAdapter, Failure, FetchAdapter, PlaceAdapter, TransferResult
+from tandem.workers.messages.transfer import DropAdapter, Failure, FetchAdapter, PlaceAdapter, TransferResult, lane_of
 
 AdapterOp = FetchAdapter | PlaceAdapter | DropAdapter
 KINDS: dict[type[AdapterOp], str] = {FetchAdapter: "fetch", PlaceAdapter: "place", DropAdapter: "drop"}
@@ -62,7 +62,7 @@ class FakeAdapters:
         self.sent: list[AdapterOp] = []
         self.under_way: dict[int, AdapterOp] = {}
         self._awaiting: dict[int, set[int]] = {}
-        self._lanes = [(rank, kinds) for rank in ranks for kinds in (("fetch",), ("place", "drop"))]
+        self._lanes = [(rank, kind) for rank in ranks for kind in ("folder", "url", "placement")]
         self._queues: list[deque[AdapterOp]] = [deque() for _ in self._lanes]
         self._looked = [0 for _ in self._lanes]
 
@@ -78,8 +78,8 @@ class FakeAdapters:
         self.sent.append(move)
         self.under_way[move.ticket] = move
         self._awaiting[move.ticket] = set(range(self.plan.num_ranks))
-        for (_, kinds), waiting in zip(self._lanes, self._queues, strict=True):
-            if kind_of(move) in kinds:
+        for (_, kind), waiting in zip(self._lanes, self._queues, strict=True):
+            if kind == lane_of(move):
                 waiting.append(move)
 
     def check_plan(self, slots: set[int]) -> None:

@@ -85,7 +85,7 @@ def test_a_plan_before_every_rank_has_its_part_is_caught():
 
 def test_more_host_copies_than_allowed_are_caught():
     class Defect(AdapterCache):
-        def _drop_one(self, on_host: Any, for_waiters: bool) -> bool:
+        def _drop_one(self, *, for_waiters: bool) -> bool:
             return True
 
     assert_caught(Defect, "more host copies than --max-cpu-loras")

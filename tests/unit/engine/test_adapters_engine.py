@@ -35,6 +35,15 @@ def step_until(h: Harness, name: str, status: Status | Blocker, most: int = 400)
     raise AssertionError(f"{name} is not {status} after {most} steps")
 
 
+def step_to_ends(h: Harness, *requests: GenerationRequest, most: int = 400) -> None:
+    """Until these have ended, whatever else is under way."""
+    for _ in range(most):
+        if all(req.request_id in h.sink.ends for req in requests):
+            return
+        h.step()
+    raise AssertionError(f"not ended after {most} steps: {[req.request_id for req in requests]}")
+
+
 class Gate:
     """Moves that wait until they are let through: by kind and digest."""
 
@@ -448,6 +457,62 @@ def test_a_source_that_never_answers_ends_its_requests():
         refused = h.sink.ends[name].refused
         assert refused is not None and refused[0] == 503 and "600 s" in refused[3]
     assert not h.engine.has_work()
+
+
+def test_a_fetch_that_is_late_takes_no_room_on_the_host():
+    """Its place is for those that are waited for; what it brings in the end is dropped if there is no room by then."""
+    gate = Gate(("fetch", "s3://x"))
+    h = with_adapters(num_pages=4, max_cpu_loras=1, delay=gate)
+    h.add(request("a", 4, adapter="s3://x"))
+    for _ in range(602):
+        h.clock.now_s += 1.0
+        h.engine.turn(0.0)
+    assert h.sink.ends["a"].refused is not None
+    later = [request(f"r{i}", 4, 6, adapter=f"a{i}") for i in range(3)]
+    h.add(*later)
+    step_to_ends(h, *later)
+    assert_as_expected(h, *later)
+    gate.held.clear()
+    h.run()
+    assert len(h.adapters.host[0]) == 1 and list(h.engine.adapter_residency().values()).count("host") == 0
+
+
+def test_a_fetch_whose_requests_have_left_takes_no_room_on_the_host():
+    gate = Gate(("fetch", "s3://x"))
+    h = with_adapters(num_pages=4, max_cpu_loras=1, delay=gate)
+    h.add(request("a", 4, adapter="s3://x"))
+    h.step()
+    h.engine.abort(Abort(request_id="a", attempt=0))
+    other = request("b", 4, 6, adapter="b")
+    h.add(other)
+    step_to_ends(h, other)
+    assert_as_expected(h, other)
+    again = request("again", 4, 6, adapter="s3://x")
+    h.add(again)
+    gate.held.clear()
+    h.run()
+    assert_as_expected(h, again)
+    assert h.adapters.kinds()["fetch"] == 2 and len(h.adapters.host[0]) == 1, "the first fetch served it"
+
+
+def test_a_pin_that_does_not_come_takes_no_room_from_requests():
+    h = with_adapters(num_pages=4, max_cpu_loras=1, delay=Gate(("fetch", "s3://p")))
+    h.engine.set_pinned_adapters([AdapterRef(name="p", digest="s3://p", source="s3://p")])
+    wanted = request("a", 4, 6, adapter="a")
+    h.add(wanted)
+    step_to_ends(h, wanted)
+    assert_as_expected(h, wanted)
+
+
+def test_a_slow_bucket_holds_up_no_folder():
+    """However many of its adapters are waited for."""
+    remote = [f"s3://x{i}" for i in range(6)]
+    h = with_adapters(delay=Gate(*(("fetch", digest) for digest in remote)))
+    near = request("near", 4, 6, adapter="a")
+    h.add(*(request(f"r{i}", 4, adapter=digest) for i, digest in enumerate(remote)), near)
+    step_to_ends(h, near)
+    assert_as_expected(h, near)
+    assert h.adapters.kinds()["fetch"] == 5, "four of the bucket's at a time"
 
 
 # ---- host copies, pins, counts ----

@@ -3,6 +3,7 @@
 import math
 import shutil
 import signal
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from tandem import LLM, SamplingParams
 from tandem.configs.bundled import DEMO_MODEL
 from tandem.configs.errors import SettingsError
+from tandem.workers.executor.in_process_ranks import InProcessRank
 from tandem.workers.messages.request import TokenDelta
 from tandem.workers.messages.sampling_check import RANGES
 
@@ -260,6 +262,34 @@ def test_ctrl_c_leaves_the_engine_usable(llm: LLM) -> None:
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["Once upon a time"] * 3, GREEDY, use_tqdm=False)
     assert ask(llm, "What is 2 + 3?") == before
+
+
+class AmidTheSecond(deque[Any]):
+    """The messages to the rank; a Ctrl-C, and another one, come when the second plan has just been taken out."""
+
+    num_taken = 0
+
+    def popleft(self) -> Any:
+        message = super().popleft()
+        self.num_taken += 1
+        if self.num_taken == 2:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        return message
+
+
+def test_a_second_ctrl_c_closes_the_engine() -> None:
+    """It may have cut short what engine and rank must agree on: no later answer could be trusted."""
+    with LLM("demo", dtype="float32", max_num_seqs=2) as llm:
+        rank = llm._executor.launcher
+        assert isinstance(rank, InProcessRank)
+        rank._to_rank = AmidTheSecond()
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["Once upon a time"] * 3, GREEDY, use_tqdm=False)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="this LLM is closed: a second Ctrl-C"):
+                ask(llm, "What is 2 + 3?")
+        assert rank.server is not None and rank.server._runner is None, "no memory is held"
 
 
 @pytest.mark.parametrize(

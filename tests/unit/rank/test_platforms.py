@@ -61,6 +61,41 @@ def test_a_rank_on_cuda_activates_its_own_device(asked: Asked, cuda: Platform) -
     assert all(on == device for _, on in asked.calls), "streams are asked for with their device"
 
 
+class Runtime:
+    """CUDA's runtime that refuses to register memory; the error stays until somebody asks for the last one, as torch
+    does after each kernel."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.last_error = 0
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+        monkeypatch.setattr(torch, "ones", self.launch)
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.last_error = 2
+        return 2
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.last_error = 713
+        return 713
+
+    def launch(self, *shape: int, device: torch.device) -> None:
+        assert device == torch.device("cuda", 1)
+        error, self.last_error = self.last_error, 0
+        if error:
+            raise RuntimeError(f"CUDA error {error}")
+
+
+def test_memory_that_cannot_be_pinned_leaves_no_error_for_the_next_kernel(
+    cuda: Platform, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime, memory = Runtime(monkeypatch), torch.zeros(8, dtype=torch.uint8)
+    with pytest.raises(OSError, match=r"8 bytes of host memory could not be pinned: CUDA error 2"):
+        cuda.accelerator.pin(memory)
+    assert runtime.last_error == 0
+    cuda.accelerator.unpin(memory)
+    assert runtime.last_error == 0 and "713" in caplog.text
+
+
 def test_attention_on_cuda_is_bounded_and_not_cudnns(cuda: Platform) -> None:
     backend = cuda.attention(torch.bfloat16, 128)
     assert isinstance(backend, TorchAttention) and backend._is_bounded

@@ -47,6 +47,7 @@ def good_rank(rank: int, message: ToRank) -> FromRank | None:
             dtype="float32",
             threads=1,
             load_s=1.0 + rank,
+            is_in_host_memory=True,
         )
     if isinstance(message, AllocateKV):
         return RankReady(rank)

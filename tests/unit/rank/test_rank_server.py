@@ -4,6 +4,7 @@ import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from tandem.configs.schema import (
     ModelSettings,
     SchedulerSettings,
 )
-from tandem.workers.executor.in_process_ranks import in_process_group
+from tandem.workers.executor.in_process_ranks import InProcessRank, in_process_group
 from tandem.workers.messages.errors import GroupLost
 from tandem.workers.messages.handshake import (
     AllocateKV,
@@ -114,6 +115,36 @@ def test_one_rank_in_process_has_no_thread_and_no_socket_of_its_own(folder: Path
     assert group.poll(1.0) is None
     assert time.process_time() - before_s < 0.5, "it waits"
     group.close()
+    group.close()
+
+
+class Interrupted(deque[Any]):
+    """A queue whose reader is interrupted, once, when it has taken a message from it."""
+
+    has_interrupted = False
+
+    def popleft(self) -> Any:
+        message = super().popleft()
+        if not self.has_interrupted:
+            self.has_interrupted = True
+            raise KeyboardInterrupt
+        return message
+
+
+def test_an_interrupt_between_the_queue_and_the_step_ends_the_rank(folder: Path) -> None:
+    """The plan is in neither: the next one would find rows that the rank never got."""
+    group = in_process_group(settings_for(folder))
+    group.start()
+    rank = group.launcher
+    assert isinstance(rank, InProcessRank)
+    rank._to_rank = Interrupted()
+    group.submit(plan(1))
+    group.submit(plan(2))
+    with pytest.raises(KeyboardInterrupt):
+        group.poll(30.0)
+    for call in (lambda: group.poll(0.0), lambda: group.submit(plan(3))):
+        with pytest.raises(GroupLost, match="KeyboardInterrupt"):
+            call()
     group.close()
 
 

@@ -15,6 +15,7 @@ LOADED = RankLoaded(
     dtype="bfloat16",
     threads=1,
     load_s=1.0,
+    is_in_host_memory=True,
     resident_layers=1,
     streamed_layers=3,
     host_weight_bytes=6 * MIB,

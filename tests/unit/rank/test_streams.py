@@ -4,39 +4,21 @@ No two accesses to the same memory without an order between them, and the host r
 written. Each kind of fault that was there once is put back, to show that it would be found.
 """
 
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from tandem.offload.copies.host_slab import HostSlab
-from tandem.offload.copies.kv_copies import bytes_per_slot
 from tandem.offload.weights.weight_copiers import StreamWeightCopier
-from tandem.offload.weights.weight_stream import WeightStream
-from tandem.parallel.context import ParallelContext
-from tandem.parallel.linear import LinearPart, Shard
-from tandem.workers.attention.backend import KVTensors
-from tandem.workers.attention.forward_batch import ForwardBatch
-from tandem.workers.kernels.lora_ops import AdapterRows, TorchLora
+from tandem.offload.weights.weight_stream import Copy, Wait, WeightStream
 from tandem.workers.lora.device.host_copy import HostCopy
-from tandem.workers.lora.device.layout import ShardShape, pack
 from tandem.workers.lora.device.slab import AdapterSlab
-from tandem.workers.messages.request import AdapterRef
-from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan
-from tandem.workers.messages.transfer import CopyKV, PlaceAdapter, TransferResult
-from tandem.workers.rank.kv_cache import KVCache
+from tandem.workers.messages.transfer import CopyKV, TransferResult
 from tandem.workers.rank.model_runner import ModelRunner, StepHandle
-from tandem.workers.rank.row_table import RowTable
-from tandem.workers.rank.transfers.adapter_lanes import PlaceLane
-from tandem.workers.rank.transfers.kv_lanes import MemoryLane
 from tandem.workers.rank.transfers.lanes import Lanes
-from tandem.workers.rank.transfers.load_gate import LoadGate
 from tests.support.traced_accelerator import (
     NotActivated,
     Race,
@@ -45,162 +27,20 @@ from tests.support.traced_accelerator import (
     TracedStream,
     traced_platform,
 )
-
-VOCAB, LAYERS, BLOCKS, BLOCK_SIZE, DIM = 61, 3, 24, 2, 16
-GREEDY = RowSampling(temperature=0.0)
-BIASED = RowSampling(temperature=0.0, repetition_penalty=1.5)
-
-
-def next_token(context: list[int]) -> int:
-    return sum(token * (place + 1) for place, token in enumerate(context)) % VOCAB
-
-
-class SumModel:
-    """Writes each token to its slot in every layer; the next token is a sum over what its row reads back."""
-
-    def forward(self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None) -> torch.Tensor:
-        next_T = torch.zeros(batch.num_tokens, dtype=torch.int64)
-        for layer in kv.layers:
-            value_TD = batch.input_ids_T.float()[:, None].expand(-1, DIM)
-            for plane in (layer.keys, layer.values):
-                plane.view(-1, DIM).index_copy_(0, batch.slot_mapping_T, value_TD)
-            end = 0
-            for row, length in enumerate(batch.seq_lens_list):
-                end += batch.query_lens_list[row]
-                blocks = batch.block_table_RN[row, : -(-length // BLOCK_SIZE)].long()
-                context_J = layer.values.index_select(0, blocks).flatten(0, 1)[:length, 0, 0].long()
-                next_T[end - 1] = (context_J * torch.arange(1, length + 1)).sum() % VOCAB
-        return torch.nn.functional.one_hot(next_T[batch.logits_rows_S], VOCAB).float()
-
-    def close(self) -> None: ...
-
-
-@dataclass
-class Row:
-    """A sequence as the engine sees it. used_by: the last step that named its blocks."""
-
-    number: int
-    tokens: list[int]
-    blocks: list[int]
-    wanted: int
-    num_known: int
-    scheduled: int = 0
-    bound: bool = False
-    used_by: int = 0
-    awaits: list[int] = field(default_factory=list)
-    sampling: RowSampling = GREEDY
-    start: int = 0
-
-    @property
-    def is_planned(self) -> bool:
-        return self.scheduled == self.num_known and self.num_known == self.wanted
-
-
-class Rank:
-    """A rank under the traced accelerator, driven by hand: rows, one lane, plans ahead of their results."""
-
-    def __init__(self, accelerator: TracedAccelerator) -> None:
-        self.accelerator = accelerator
-        self.platform = traced_platform(accelerator)
-        self.kv = KVCache.allocate(LAYERS, BLOCKS, BLOCK_SIZE, 1, DIM, torch.float32, self.platform)
-        self.accelerator.share(self.kv.slab, grain=4 * DIM)
-        table = RowTable(2, 40, BLOCK_SIZE, VOCAB)
-        self.runner = ModelRunner(SumModel(), ParallelContext.single(), self.kv, table, self.platform)
-        self.gate = self.runner.gate = LoadGate(self.accelerator)
-        self.slab = HostSlab.allocate(BLOCKS, bytes_per_slot(self.kv.planes), self.accelerator)
-        copier = self.platform.kv_copier(self.kv.planes, LAYERS, self.slab.bytes_SB)
-        self.lane = MemoryLane(copier, self.slab, self.gate)
-        self.steps: deque[tuple[StepHandle, list[Row]]] = deque()
-        self.rows: list[Row] = []
-        self.free = list(range(BLOCKS))
-        self.given_back: list[int] = []
-        self.stored: list[list[int]] = []
-        self.collected = self.step_id = self.ticket = 0
-        self.freed: list[int] = []
-
-    def add(self, prompt: list[int], more: int, sampling: RowSampling = GREEDY) -> Row:
-        blocks = [self.free.pop() for _ in range(-(-(len(prompt) + more) // BLOCK_SIZE))]
-        number = next(n for n in range(9) if n not in {row.number for row in self.rows})
-        row = Row(number, list(prompt), blocks, len(prompt) + more, len(prompt), sampling=sampling)
-        self.rows.append(row)
-        return row
-
-    def launch(self, chosen: list[tuple[Row, int]]) -> None:
-        """A step of these rows and numbers of tokens."""
-        self.step_id += 1
-        inits, work, samplers, awaits = [], [], [], []
-        for row, count in chosen:
-            if not row.bound:
-                inits.append(
-                    RowInit(
-                        row=row.number,
-                        token_ids=list(row.tokens),
-                        prompt_len=len(row.tokens),
-                        num_computed=row.start,
-                        sampling=row.sampling,
-                    )
-                )
-            count = min(count, row.num_known - row.scheduled)
-            row.scheduled += count
-            samples = row.scheduled == row.num_known
-            new = [] if row.bound else row.blocks
-            work.append(RowWork(row=row.number, num_tokens=count, samples=samples, new_block_ids=new))
-            row.bound, row.used_by = True, self.step_id
-            awaits += row.awaits
-            row.awaits = []
-            if samples:
-                samplers.append(row)
-                row.num_known += row.num_known < row.wanted
-        plan = StepPlan(step_id=self.step_id, work=work, new_rows=inits, freed_rows=self.freed, awaits=awaits)
-        self.freed = []
-        self.steps.append((self.runner.launch(plan), samplers))
-
-    def collect(self) -> None:
-        """The oldest step's result."""
-        step, samplers = self.steps.popleft()
-        result = step.result()
-        assert result is not None and [r.row for r in result.rows] == [row.number for row in samplers]
-        for row, found in zip(samplers, result.rows, strict=True):
-            if len(row.tokens) < row.wanted:
-                if row.sampling is GREEDY:
-                    assert found.token_ids == [next_token(row.tokens)], "a token of what the row had"
-                row.tokens += found.token_ids
-        self.collected += 1
-
-    def finish(self, row: Row) -> None:
-        """Frees a row whose steps all have results."""
-        assert row.used_by <= self.collected
-        self.rows.remove(row)
-        self.freed.append(row.number)
-        self.free = row.blocks + self.free
-
-    def store(self, row: Row) -> None:
-        """Copies the row's full blocks to the host, after the result of the last step that used them."""
-        assert row.used_by <= self.collected
-        count = min(row.scheduled, len(row.tokens)) // BLOCK_SIZE
-        slots = list(range(count))
-        self._move("store", row.blocks[:count], slots)
-        self.stored = [row.tokens[: count * BLOCK_SIZE]]
-
-    def load(self, more: int, during: list[tuple[Row, int]] | None) -> None:
-        """A row of what was stored last; a step awaits its load, launched while the copies run if `during`."""
-        tokens = [*self.stored.pop(), 5, 6]
-        row = self.add(tokens, more)
-        row.start = row.scheduled = len(tokens) - 2
-        count = row.start // BLOCK_SIZE
-
-        def step() -> None:
-            row.awaits = [self.ticket]
-            with self.accelerator.on_main():
-                self.launch([(row, 2), *(during or [])])
-
-        if during is not None:
-            self.accelerator.before_synchronize = step
-        self._move("load", row.blocks[:count], list(range(count)))
-
-    def _move(self, kind: Any, blocks: list[int], slots: list[int]) -> None:
-        self.ticket += 1
-        self.lane.move(CopyKV(ticket=self.ticket, kind=kind, block_ids=blocks, slots=slots))
+from tests.support.traced_rank import (
+    BIASED,
+    BLOCK_SIZE,
+    GREEDY,
+    INPUTS,
+    OUTPUTS,
+    VOCAB,
+    AdapterRank,
+    MixedModel,
+    Rank,
+    Row,
+    next_token,
+    value_of,
+)
 
 
 @pytest.fixture
@@ -226,53 +66,100 @@ def step_during_a_load(rank: Rank) -> None:
         rank.collect()
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.data())
-def test_any_interleaving_of_steps_and_copies_is_ordered(data: st.DataObject) -> None:
+class History:
+    """A random history of steps, KV copies, adapters and streamed weights on one rank. The engine's side is kept as the
+    engine keeps it: blocks and slots are used again after the result of the last step that named them."""
+
+    def __init__(self, accelerator: TracedAccelerator, data: st.DataObject) -> None:
+        self.adapters = AdapterRank(accelerator)
+        self.rank = Rank(accelerator, MixedModel(accelerator, self.adapters))
+        self.data = data
+        self.content: dict[int, int] = {}
+
+    def run(self) -> None:
+        for _ in range(self.data.draw(st.integers(4, 16))):
+            self.rank.accelerator.lazy = self.data.draw(st.booleans())
+            self.data.draw(st.sampled_from(list(self.possible())))()
+        while self.rank.steps:
+            self.rank.collect()
+        self.rank.runner.close()
+
+    @property
+    def open_rows(self) -> list[Row]:
+        return [row for row in self.rank.rows if not row.is_planned and row.scheduled < row.num_known]
+
+    @property
+    def idle_rows(self) -> list[Row]:
+        return [row for row in self.rank.rows if row.used_by <= self.rank.collected and row.bound]
+
+    def possible(self) -> Iterator[Callable[[], None]]:
+        """The actions that can come next; those that make histories long more than once."""
+        rank, open_rows = self.rank, self.open_rows
+        if len(rank.rows) < 3 and len(rank.free) > 8:
+            yield self.add
+        if open_rows and len(rank.steps) < 3:
+            yield from [self.launch] * 3
+        if rank.steps:
+            yield from [rank.collect] * 2
+        if any(row.is_planned for row in self.idle_rows):
+            yield lambda: rank.finish(next(row for row in self.idle_rows if row.is_planned))
+        full = [row for row in self.idle_rows if min(row.scheduled, len(row.tokens)) >= BLOCK_SIZE]
+        if full:
+            yield lambda: rank.store(full[0])
+        if rank.stored and len(rank.rows) < 4 and len(rank.free) > 12:
+            yield from [self.load] * 2
+        if self.free_slots:
+            yield self.place
+
+    @property
+    def free_slots(self) -> list[int]:
+        return sorted(set(range(4)) - {row.slot for row in self.rank.rows})
+
+    def add(self) -> None:
+        draw = self.data.draw
+        prompt = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=7))
+        row = self.rank.add(prompt, draw(st.integers(1, 4)), draw(st.sampled_from([GREEDY, GREEDY, BIASED])))
+        row.slot = draw(st.sampled_from([None, *sorted(self.content)]))
+        row.value = 0 if row.slot is None else value_of(self.content[row.slot])
+
+    def launch(self) -> None:
+        some = self.data.draw(st.lists(st.sampled_from(self.open_rows), min_size=1, unique_by=id))
+        self.rank.launch([(row, self.data.draw(st.integers(1, 5))) for row in some])
+
+    def load(self) -> None:
+        beside = self.data.draw(st.booleans())
+        self.rank.load(2, [(row, 1) for row in self.open_rows] if beside else None)
+        if not beside:
+            self.rank.rows[-1].awaits = [self.rank.ticket]
+
+    def place(self) -> None:
+        """A step runs beside it, perhaps."""
+        slot, content = self.data.draw(st.sampled_from(self.free_slots)), self.data.draw(st.integers(0, 3))
+        rows = self.open_rows if len(self.rank.steps) < 3 else []
+        if rows and self.data.draw(st.booleans()):
+            self.rank.accelerator.before_synchronize = lambda: self.step_beside(rows)
+        self.adapters.place(slot, content)
+        self.content[slot] = content
+
+    def step_beside(self, rows: list[Row]) -> None:
+        with self.rank.accelerator.on_main():
+            self.rank.launch([(row, 1) for row in rows])
+
+
+def run_history(data: st.DataObject) -> None:
     accelerator = TracedAccelerator()
     with accelerator.tracing():
-        rank = Rank(accelerator)
-        for _ in range(data.draw(st.integers(4, 14))):
-            rank.accelerator.lazy = data.draw(st.booleans())
-            open_rows = [row for row in rank.rows if not row.is_planned and row.scheduled < row.num_known]
-            idle = [row for row in rank.rows if row.used_by <= rank.collected and row.bound]
-            done = [row for row in idle if row.is_planned]
-            full = [row for row in idle if min(row.scheduled, len(row.tokens)) >= BLOCK_SIZE]
-            actions = ["add"] if len(rank.rows) < 3 and len(rank.free) > 8 else []
-            actions += ["launch"] * 3 if open_rows and len(rank.steps) < 3 else []
-            actions += ["collect"] * 2 if rank.steps else []
-            actions += ["finish"] if done else []
-            actions += ["store"] if full else []
-            actions += ["load", "load"] if rank.stored and len(rank.rows) < 4 and len(rank.free) > 12 else []
-            match data.draw(st.sampled_from(actions)):
-                case "add":
-                    prompt = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=7))
-                    rank.add(prompt, data.draw(st.integers(1, 4)), data.draw(st.sampled_from([GREEDY, GREEDY, BIASED])))
-                case "launch":
-                    some = data.draw(st.lists(st.sampled_from(open_rows), min_size=1, unique_by=id))
-                    rank.launch([(row, data.draw(st.integers(1, 5))) for row in some])
-                case "collect":
-                    rank.collect()
-                case "finish":
-                    rank.finish(done[0])
-                case "store":
-                    rank.store(full[0])
-                case "load":
-                    beside = data.draw(st.booleans())
-                    rank.load(2, [(row, 1) for row in open_rows] if beside else None)
-                    if not beside:
-                        rank.rows[-1].awaits = [rank.ticket]
-        while rank.steps:
-            rank.collect()
-        rank.runner.close()
+        History(accelerator, data).run()
 
 
-def test_a_chunk_that_samples_nothing_is_done_when_it_is_answered(rank: Rank) -> None:
-    prefill_then_store(rank)
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_any_history_of_steps_copies_adapters_and_weights_is_ordered(data: st.DataObject) -> None:
+    run_history(data)
 
 
-def test_an_answer_before_the_device_is_found(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F1 put back: only sampling waited for the device."""
+def answers_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R1: only sampling waited for the device, so that what comes after a result began too early."""
     settle = ModelRunner.settle
 
     def early(self: ModelRunner, last: StepHandle) -> None:
@@ -282,6 +169,74 @@ def test_an_answer_before_the_device_is_found(rank: Rank, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(ModelRunner, "settle", early)
     monkeypatch.setattr(TracedEvent, "seconds_since", lambda self, earlier: 0.0)
+
+
+def asks_for_a_stream_without_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R2: the current stream of another device."""
+    monkeypatch.setattr(TracedAccelerator, "current_stream", lambda self: TracedStream(self, 10**9))
+
+
+def grows_tables_beside_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R3: a new slot got larger tables, published before the device had filled them."""
+    put = AdapterSlab.put
+
+    def growing(self: AdapterSlab, copy: HostCopy, pages: Any, slot: int) -> None:
+        for name in ("_rows_2SLR", "_ranks_SL", "_scales_SL"):
+            setattr(self, name, getattr(self, name).clone())
+        tables = (self._rows_2SLR[0, 0], self._rows_2SLR[1, 0], self._ranks_SL[0], self._scales_SL[0])
+        self.tables = [type(self.tables[0])(*tables, INPUTS, OUTPUTS, 0)]
+        put(self, copy, pages, slot)
+
+    monkeypatch.setattr(AdapterSlab, "put", growing)
+
+
+def frees_what_another_stream_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight's copy goes through memory of the step's stream, in order, that is given back while the copy runs."""
+    start = StreamWeightCopier.start
+
+    def through_scratch(self: StreamWeightCopier, copies: Sequence[Copy]) -> Wait:
+        scratch = torch.zeros(4)
+        return start(self, [lambda: scratch.mul_(1.0), *copies])
+
+    monkeypatch.setattr(StreamWeightCopier, "start", through_scratch)
+
+
+@pytest.mark.parametrize(
+    "defect",
+    [
+        asks_for_a_stream_without_its_device,
+        grows_tables_beside_a_step,
+        frees_what_another_stream_uses,
+    ],
+)
+def test_a_defect_is_found_in_some_history(defect: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    defect(monkeypatch)
+    with pytest.raises(Race):
+        hunt()
+
+
+HUNT = settings(
+    max_examples=200,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.generate],
+    database=None,
+    report_multiple_bugs=False,
+)
+
+
+@HUNT
+@given(st.data())
+def hunt(data: st.DataObject) -> None:
+    run_history(data)
+
+
+def test_a_chunk_that_samples_nothing_is_done_when_it_is_answered(rank: Rank) -> None:
+    prefill_then_store(rank)
+
+
+def test_an_answer_before_the_device_is_found(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers_early(monkeypatch)
     with pytest.raises(Race):
         prefill_then_store(rank)
 
@@ -337,52 +292,6 @@ def test_a_lane_activates_its_device_first(rank: Rank, activates: bool, monkeypa
 
 # ---- adapters ----
 
-INPUTS, OUTPUTS, RANK_OF_ADAPTER = 16, 32, 8
-
-
-def adapter_copy(shape: ShardShape, slab: HostSlab, seed: int) -> HostCopy:
-    ranks_S = np.full(len(shape.parts), RANK_OF_ADAPTER)
-    packing = pack(shape, ranks_S)
-    pages = slab.bytes_SB[: packing.num_pages].view(torch.float32)
-    return HostCopy(pages, packing, ranks_S, np.full(len(shape.parts), 0.5, np.float32))
-
-
-class AdapterRank:
-    """A slab of adapters, the lane that places them, and a step that reads them."""
-
-    def __init__(self, accelerator: TracedAccelerator) -> None:
-        self.accelerator = accelerator
-        platform = traced_platform(accelerator)
-        part = LinearPart("q", Shard(INPUTS, 0, INPUTS), Shard(OUTPUTS, 0, OUTPUTS))
-        self.shape = ShardShape.of([part], RANK_OF_ADAPTER)
-        pages = pack(self.shape, np.array([RANK_OF_ADAPTER])).num_pages
-        self.slab = AdapterSlab(self.shape, 4 * pages, torch.float32, platform)
-        self.pages_each = pages
-        host = HostSlab.allocate(pages, self.shape.page_elements * 4, self.accelerator)
-        self.copies = {f"{n}": adapter_copy(self.shape, host, n) for n in range(4)}
-        self.lane = PlaceLane(self.slab, self.copies, self.accelerator)
-        table = self.slab.tables[0]
-        self.accelerator.share(self.slab.memory_PE, table.a_rows, table.ranks, table.scales, grain=4)
-        self.placed: list[int] = []
-
-    def place(self, slot: int) -> None:
-        first = slot * self.pages_each
-        pages = list(range(first, first + self.pages_each))
-        ref = AdapterRef(name=f"{slot}", source="here", digest=f"{slot}")
-        self.lane.move(PlaceAdapter(ticket=1, adapter=ref, slot=slot, pages=pages))
-        self.placed.append(slot)
-
-    def step(self) -> None:
-        """Tokens of every placed adapter."""
-        with self.accelerator.on_main():
-            slots = self.accelerator.to_device(torch.tensor(self.placed, dtype=torch.int32))
-            segments = [(place, place + 1, slot) for place, slot in enumerate(self.placed)]
-            x, y = torch.ones(len(self.placed), INPUTS), torch.zeros(len(self.placed), OUTPUTS)
-            rows = AdapterRows(slots, segments)
-            if self.placed:
-                TorchLora().add(y, x, self.slab.memory_PE, self.slab.tables, rows)
-            self.accelerator.event().wait()
-
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.sampled_from(["before", "during", "after"]), min_size=4, max_size=4), st.permutations(range(4)))
@@ -400,23 +309,33 @@ def test_adapters_are_placed_beside_steps(when: list[str], order: list[int]) -> 
 
 
 def test_tables_that_grow_beside_a_step_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """F3 put back: a new slot got larger tables, published before the device had filled them."""
+    accelerator = TracedAccelerator()
+    with accelerator.tracing():
+        rank = AdapterRank(accelerator)
+        rank.place(0)
+        grows_tables_beside_a_step(monkeypatch)
+        rank.accelerator.before_synchronize = rank.step
+        with pytest.raises(Race):
+            rank.place(1)
+
+
+def test_a_placement_that_fails_half_way_has_ended_when_it_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its copies read the adapter's host memory and write pages that are somebody else's next."""
     accelerator, put = TracedAccelerator(), AdapterSlab.put
 
-    def growing(self: AdapterSlab, copy: HostCopy, pages: Any, slot: int) -> None:
-        for name in ("_rows_2SLR", "_ranks_SL", "_scales_SL"):
-            setattr(self, name, getattr(self, name).clone())
-        tables = (self._rows_2SLR[0, 0], self._rows_2SLR[1, 0], self._ranks_SL[0], self._scales_SL[0])
-        self.tables = [type(self.tables[0])(*tables, INPUTS, OUTPUTS, 0)]
+    def failing(self: AdapterSlab, copy: HostCopy, pages: Any, slot: int) -> None:
         put(self, copy, pages, slot)
+        raise torch.OutOfMemoryError("seeded")
 
     with accelerator.tracing():
         rank = AdapterRank(accelerator)
         rank.place(0)
-        monkeypatch.setattr(AdapterSlab, "put", growing)
-        rank.accelerator.before_synchronize = rank.step
-        with pytest.raises(Race):
-            rank.place(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(AdapterSlab, "put", failing)
+            with pytest.raises(torch.OutOfMemoryError):
+                rank.place(1)
+        with accelerator.on_main():
+            rank.slab.memory_PE.mul(1.0)
 
 
 # ---- weights ----

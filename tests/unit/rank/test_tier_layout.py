@@ -14,7 +14,15 @@ from tandem.workers.planning.resolve import fingerprint
 from tests.support.tiny_models import BY_NAME, save_tiny_model
 
 RANK = RankLoaded(
-    rank=0, num_blocks=10, weight_bytes=1, block_bytes=640, device="cpu", dtype="float32", threads=1, load_s=0.1
+    rank=0,
+    num_blocks=10,
+    weight_bytes=1,
+    block_bytes=640,
+    device="cpu",
+    dtype="float32",
+    threads=1,
+    load_s=0.1,
+    is_in_host_memory=True,
 )
 
 

@@ -15,6 +15,7 @@ their eviction are S-LoRA's (Sheng et al. 2023). Owned by the engine's thread; m
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
 from tandem.configs.schema import LoraSettings
@@ -26,7 +27,15 @@ from tandem.workers.engine.waiting.adapter_memory import AdapterMemory
 from tandem.workers.engine.waiting.adapter_state import Adapter, AdapterEvents, AdapterOp, Move, Refusals
 from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
 from tandem.workers.messages.request import AdapterRef
-from tandem.workers.messages.transfer import CopyKV, DropAdapter, Failure, FetchAdapter, PlaceAdapter
+from tandem.workers.messages.transfer import (
+    CopyKV,
+    DropAdapter,
+    Failure,
+    FetchAdapter,
+    LaneKind,
+    PlaceAdapter,
+    source_lane,
+)
 
 log = logging.getLogger("tandem.engine")
 UNREADABLE = "its files cannot be read at the moment, or are not those that were listed"
@@ -34,7 +43,7 @@ WAIT_BOUND_S = 1.0
 """Seconds without movement of the line before residents in use drain for the first in it. While it moves, draining
 only takes adapters from the requests that come for them next, which under load costs more than it gains."""
 MAX_FETCHES = 4
-"""Ranks may read one source after the other: an urgent adapter must not wait behind many others."""
+"""In each lane. Ranks may read one source after the other: an urgent adapter must not wait behind many others."""
 LATE_FETCH_S = 600.0
 LOOK_AGAIN_S = 0.05
 
@@ -186,9 +195,7 @@ class AdapterCache:
     def _advance(self, now_s: float, events: AdapterEvents) -> None:
         line = sorted((a for a in self._known.values() if self._waiters(a)), key=self._place_in_line)
         pinned = [a for digest in self._pinned if not self._waiters(a := self._known[digest]) and not a.is_resident]
-        for adapter in (*line, *pinned):
-            if not self._fetch(adapter):
-                break
+        self._fetch_all(line, pinned)
         self._place_all(line, pinned, now_s, events)
         self._refuse_late_fetches(events)
         for digest in [d for d, a in self._known.items() if self._is_gone(a) and d not in self._pinned]:
@@ -198,31 +205,57 @@ class AdapterCache:
     def _place_in_line(self, adapter: Adapter) -> tuple[float, float]:
         return min(map(self._waiting.tenants.counter, self._waiters(adapter))), adapter.since_s
 
-    def _fetch(self, adapter: Adapter) -> bool:
-        """Starts a fetch to the host unless it is there or in flight; False: nothing can be fetched now."""
-        if adapter.on_host or adapter.move is not None or adapter.is_resident or self._is_refused_pin(adapter):
-            return True
-        fetching = [a.move for a in self._known.values() if a.move is not None and a.move.is_fetch]
-        in_time = sum(not move.is_late for move in fetching)
-        on_host = [a for a in self._known.values() if a.on_host]
-        waiters = self._waiters(adapter)
-        if in_time >= MAX_FETCHES:
-            return False
-        if len(on_host) + len(fetching) >= self._max_on_host and not self._drop_one(on_host, bool(waiters)):
-            return False
-        if waiters:
-            adapter.ref = _ref_of(next(iter(waiters)))
+    def _fetch_all(self, line: list[Adapter], pinned: list[Adapter]) -> None:
+        """Starts fetches to the host, in order, up to MAX_FETCHES in a lane and while there is room. What nobody waits
+        for takes no room from the line: it is dropped when it comes and there is none (_make_host_room)."""
+        in_time = [a for a in self._known.values() if a.move is not None and a.move.is_fetch and not a.move.is_late]
+        in_lane = Counter(source_lane(a.ref) for a in in_time)
+        num_waited = sum(bool(self._waiters(a)) for a in in_time)
+        room = self._max_on_host - sum(a.on_host for a in self._known.values()) - num_waited
+        for adapter in line:
+            if adapter.on_host or adapter.move is not None or adapter.is_resident:
+                continue
+            ref = _ref_of(next(iter(self._waiters(adapter))))
+            if in_lane[source_lane(ref)] >= MAX_FETCHES:
+                continue
+            while room <= 0:
+                if not self._drop_one(for_waiters=True):
+                    return
+                room += 1
+            room -= 1
+            adapter.ref = ref
+            self._start_fetch(adapter, in_lane)
+        room -= len(in_time) - num_waited
+        for adapter in pinned:
+            is_there = adapter.on_host or adapter.move is not None or self._is_refused_pin(adapter)
+            if is_there or in_lane[source_lane(adapter.ref)] >= MAX_FETCHES:
+                continue
+            while room <= 0:
+                if not self._drop_one(for_waiters=False):
+                    return
+                room += 1
+            room -= 1
+            self._start_fetch(adapter, in_lane)
+
+    def _start_fetch(self, adapter: Adapter, in_lane: Counter[LaneKind]) -> None:
+        in_lane[source_lane(adapter.ref)] += 1
         adapter.load_s = 0.0
         self._start(adapter, FetchAdapter(adapter=adapter.ref), late_s=LATE_FETCH_S)
-        return True
 
-    def _drop_one(self, on_host: list[Adapter], for_waiters: bool) -> bool:
+    def _make_host_room(self, arrived: Adapter) -> None:
+        """Drops a copy, if need be the one that has arrived, when nobody waited for its fetch and the room is taken."""
+        is_over = sum(a.on_host for a in self._known.values()) > self._max_on_host
+        if is_over and not self._drop_one(for_waiters=bool(self._waiters(arrived))):
+            self._drop_copy(arrived)
+
+    def _drop_one(self, *, for_waiters: bool) -> bool:
         """Makes room on the host: the copy least recently used, of a resident or of one that nobody waits for. A pinned
         one goes for waiters only."""
 
         def is_kept(adapter: Adapter) -> bool:
             return adapter.ref.digest in self._pinned and not adapter.is_resident
 
+        on_host = [a for a in self._known.values() if a.on_host]
         fit = [a for a in on_host if a.move is None and (a.is_resident or not self._waiters(a))]
         fit = [a for a in fit if for_waiters or not is_kept(a)]
         if not fit:
@@ -359,6 +392,8 @@ class AdapterCache:
             message = f"it takes {adapter.num_pages} pages of device memory, --lora-memory-bytes holds {have}"
             self._refuse(adapter, None, message, events)
             self._drop_copy(adapter)
+        else:
+            self._make_host_room(adapter)
 
     def _refuse_moved(
         self, adapter: Adapter, source: str | None, op: AdapterOp, failure: Failure, events: AdapterEvents
@@ -441,7 +476,7 @@ class AdapterCache:
             assert all(state.num_live for state in adapter.users), "a request that has ended uses an adapter"
         for seq in running:
             assert seq.adapter is None or seq.state in self._of(seq).users, "a row whose request is not a user"
-        copies = sum(a.on_host or (a.move is not None and a.move.is_fetch) for a in self._known.values())
+        copies = sum(a.on_host for a in self._known.values())
         assert copies <= self._max_on_host, "more host copies than --max-cpu-loras"
 
 

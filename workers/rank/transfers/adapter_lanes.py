@@ -138,9 +138,11 @@ class PlaceLane:
         copy = self._copies.get(digest)
         if copy is None:
             return Moved([], Failure("internal", f"adapter {op.adapter.name} is not in host memory"))
-        with self._accelerator.use(self._stream):
-            self._slab.put(copy, op.pages, op.slot)
-        self._stream.synchronize()
+        try:
+            with self._accelerator.use(self._stream):
+                self._slab.put(copy, op.pages, op.slot)
+        finally:
+            self._stream.synchronize()  # also after an error: what was given out reads the host copy, writes the pages
         return Moved([], pages=copy.num_pages)
 
     def close(self) -> None:

@@ -1,22 +1,24 @@
 """LaneChannel: the one channel that feeds all lanes of a rank process and takes their answers to the coordinator.
 
 A DEALER beside the rank's own, with a thread of its own, so that no transfer waits for the step under way. The thread
-blocks while nothing moves.
+blocks while nothing moves. If it fails, the rank has failed: no transfer would be carried out or answered any more.
 """
 
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 import zmq
 
 from tandem.workers.messages.channel import connect_dealer, lanes_name
-from tandem.workers.messages.handshake import RankReady
+from tandem.workers.messages.handshake import RankFailed, RankReady
 from tandem.workers.messages.transfer import TransferOp, TransferResult
 
 log = logging.getLogger(__name__)
+FAILURE_LINGER_MS = 1000
 
 
 class LaneChannel(threading.Thread):
@@ -24,6 +26,7 @@ class LaneChannel(threading.Thread):
 
     def __init__(self, context: "zmq.Context[Any]", secret: str, endpoint: str, rank: int) -> None:
         super().__init__(name="lane channel", daemon=True)
+        self._rank = rank
         self._socket = connect_dealer(context, secret, endpoint, lanes_name(rank))
         self._answers, self._door = context.socket(zmq.PULL), context.socket(zmq.PUSH)
         for socket in (self._answers, self._door):
@@ -50,21 +53,32 @@ class LaneChannel(threading.Thread):
                 log.debug("the coordinator's channel is gone")
 
     def run(self) -> None:
+        linger_ms = 0
+        try:
+            self._pass_on()
+        except zmq.ContextTerminated:
+            return
+        except Exception as error:
+            log.exception("the lane channel of rank %d failed", self._rank)
+            linger_ms = FAILURE_LINGER_MS
+            reason = f"its lane channel failed: {type(error).__name__}: {error}"
+            with suppress(zmq.ContextTerminated):
+                self._socket.send(self._encoder.encode(RankFailed(rank=self._rank, message=reason)))
+        finally:
+            self._socket.close(linger=linger_ms)
+            self._answers.close(linger=0)
+            with self._at_door:
+                self._door.close(linger=0)
+
+    def _pass_on(self) -> None:
+        """Takes ops to the lanes and answers to the coordinator, until an error."""
         assert self._take is not None
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._answers, zmq.POLLIN)
-        try:
-            while True:
-                for socket, _ in poller.poll():
-                    if socket is self._answers:
-                        self._socket.send(self._answers.recv())
-                    else:
-                        self._take(self._decoder.decode(self._socket.recv()))
-        except zmq.ContextTerminated:
-            return
-        finally:
-            self._socket.close(linger=0)
-            self._answers.close(linger=0)
-            with self._at_door:
-                self._door.close(linger=0)
+        while True:
+            for socket, _ in poller.poll():
+                if socket is self._answers:
+                    self._socket.send(self._answers.recv())
+                else:
+                    self._take(self._decoder.decode(self._socket.recv()))

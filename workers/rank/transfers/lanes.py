@@ -56,7 +56,6 @@ class LaneThread(threading.Thread):
         self._accelerator = accelerator
 
     def run(self) -> None:
-        self._accelerator.activate()
         while (op := self.inbox.get()) is not None:
             self._answer(self._carry_out(op))
 
@@ -64,6 +63,7 @@ class LaneThread(threading.Thread):
         """Returns one op's answer. Never raises: what failed is in it."""
         started_s = time.perf_counter()
         try:
+            self._accelerator.activate()  # in here: without its device the lane answers that it failed
             moved = self.lane.move(op)
         except Exception as problem:
             log.exception("transfer %d (%s) failed", op.ticket, type(op).__name__)

@@ -15,6 +15,7 @@ import types
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -403,6 +404,19 @@ def test_a_rank_that_ends_is_reported_however_it_ends(
     ranks._watch(["run 0", "run 1"])
     assert len(told) == 1 and told[0].startswith(words)
     assert ranks.lost() == told[0]
+
+
+@pytest.mark.parametrize("bundle", [{"CPU": 0.1}, {"GPU": 1.0, "CPU": 1.0}])
+def test_a_rank_asks_ray_for_what_its_bundle_holds(bundle: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    remote = mock.MagicMock()
+    monkeypatch.setattr(ray, "remote", remote)
+    monkeypatch.setattr(ray, "wait", lambda runs, num_returns: (runs, []))
+    monkeypatch.setattr(ray, "get", lambda run: None)
+    placed = types.SimpleNamespace(bundle_specs=[{"CPU": 0.1, "GPU": 0.0}, bundle])
+    ray_ranks.RayRanks(1, None, "g", placed, lambda message: None).start(0, "endpoint", "secret")
+    asked = remote(ray_ranks.RankActor).options.call_args.kwargs
+    assert (asked["num_cpus"], asked["num_gpus"]) == (bundle["CPU"], bundle.get("GPU", 0))
+    assert asked["scheduling_strategy"].placement_group_bundle_index == 1
 
 
 def test_a_watch_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

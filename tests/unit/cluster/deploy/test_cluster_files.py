@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 import yaml
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 CONFIGS = ROOT / "configs"
 CLUSTERS = sorted((CONFIGS / "cluster").glob("*.yaml"))
 SERVES = sorted((CONFIGS / "serve").glob("*.yaml"))

@@ -5,6 +5,7 @@ import ray
 
 from tandem.cluster.deploy.placement import (
     declared_cpus,
+    declared_gpus,
     group_bundles,
     group_options,
     group_strategy,
@@ -35,6 +36,7 @@ def test_declared_cpus_hold_every_bundle_and_a_replacement() -> None:
     settings = build_settings("m", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel_size": 3})
     assert declared_cpus(settings, "cpu", 2) >= 0.1 * 5 * 4
     assert declared_cpus(settings, "cuda", 64) == 64
+    assert [declared_gpus(device, 4) for device in ("cpu", "cuda")] == [0, 4]
 
 
 def test_groups_are_fixed_or_follow_the_load() -> None:

@@ -119,7 +119,7 @@ async def test_fleet_and_heartbeat_go_on_with_the_redis_that_takes_its_place(fol
 
 
 def facts() -> ServiceFacts:
-    return new_facts(single_node=True)
+    return new_facts(single_node=True, device="cpu")
 
 
 class Replica(PrivateRedis):

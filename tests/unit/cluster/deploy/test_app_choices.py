@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.app import choose_device, choose_home
+from tandem.cluster.deploy.nodes import choose_home, cluster_device
 from tandem.cluster.group.group_engine import loading_note, with_own_step_log
 from tandem.cluster.wire.service_facts import check_home, groups_per_node
 from tandem.configs.errors import SettingsError
@@ -20,13 +20,13 @@ HEAD, WITH_GPU = node("a", CPU=8), node("b", CPU=8, GPU=4)
 
 
 def test_the_device_is_as_asked_even_before_its_nodes_are_there() -> None:
-    assert choose_device("cuda", []) == "cuda"
-    assert choose_device("cpu", [4.0]) == "cpu"
+    assert cluster_device("cuda", []) == "cuda"
+    assert cluster_device("cpu", [4.0]) == "cpu"
 
 
 def test_the_device_not_asked_for_is_what_the_cluster_has_now(caplog: pytest.LogCaptureFixture) -> None:
-    assert choose_device(None, [4.0]) == "cuda"
-    assert choose_device(None, []) == "cpu"
+    assert cluster_device(None, [4.0]) == "cuda"
+    assert cluster_device(None, []) == "cpu"
     assert "no node has a GPU now" in caplog.text
 
 
