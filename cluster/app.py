@@ -11,6 +11,7 @@ import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
+from ray.serve.context import _get_global_client
 
 from tandem.cluster.deploy import devices
 from tandem.cluster.deploy.model_source import resolve_settings
@@ -32,7 +33,7 @@ from tandem.cluster.wire.service_facts import (
 )
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import settings_from_serve_args
-from tandem.configs.schema import GPU, HOST, Device, ServiceSettings
+from tandem.configs.schema import GPU, HOST, LOOPBACK, Auth, Device, ServiceSettings
 
 log = logging.getLogger("ray.serve.tandem")
 
@@ -52,6 +53,7 @@ def build(args: dict[str, Any]) -> Application:
     SettingsError, which Serve prints.
     """
     settings = resolve_settings(settings_from_serve_args(args))
+    check_open(settings.gateway.auth, _proxy_host())
     device = choose_device(settings.engine.device.device, _cluster_gpus())
     settings = with_device(settings, device)
     home_node = choose_home(args.get("single_node"), device, _alive_nodes())
@@ -78,6 +80,13 @@ def choose_device(asked: Device | None, node_gpus: list[float]) -> Device:
         "`device: cuda` in engine_kwargs waits for them, `device: cpu` says that this is meant"
     )
     return HOST
+
+
+def check_open(auth: Auth | None, proxy_host: str | None) -> None:
+    """Raises SettingsError for `auth: open` behind a proxy that others can reach. proxy_host: where Serve's proxy
+    listens; None: on loopback only, or nowhere."""
+    if auth == "open" and proxy_host not in (None, *LOOPBACK):
+        raise SettingsError(f"open: on loopback only, and http_options has host {proxy_host}", "auth")
 
 
 def choose_home(asked: bool | None, device: Device, nodes: list[dict[str, Any]]) -> str | None:
@@ -150,6 +159,12 @@ def _private_redis(facts: ServiceFacts) -> Application:
 def cpu_nodes() -> int:
     """The number of nodes that have CPUs, so that groups can be placed there."""
     return sum(float(node["Resources"].get("CPU", 0)) > 0 for node in _alive_nodes())
+
+
+def _proxy_host() -> str | None:
+    """The address that Serve's proxies listen on; Serve tells only its own client."""
+    client = _get_global_client(raise_if_no_controller_running=False)
+    return None if client is None else client.http_config.host
 
 
 def _alive_nodes() -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ import difflib
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -16,7 +17,7 @@ import yaml
 
 from tandem.configs.errors import SettingsError
 from tandem.configs.options import OPTIONS, NotSizeError, Option, option_named, parse_size
-from tandem.configs.schema import ServiceSettings
+from tandem.configs.schema import GatewaySettings, ServiceSettings
 
 PRESETS = Path(__file__).parent / "presets"
 FILE_ONLY_KEYS = ("model", "autoscaling_config")
@@ -37,6 +38,8 @@ LORA_KEYS = {"dynamic_lora_loading_path": "lora_watch_dir", "max_num_adapters_pe
 """Ray Serve LLM's names of lora_config, and the options that they set."""
 GATEWAY_KEYS = (
     "api_server_count",
+    "auth",
+    "allowed_origins",
     "api_key",
     "admin_api_key",
     "state_dir",
@@ -218,6 +221,8 @@ def _checked(option: Option, value: Any) -> Any:
         value = _json_object(option, value)
     if get_origin(option.kind) is tuple and isinstance(value, str):
         value = [value]
+    if option.name == "allowed_origins" and isinstance(value, list | tuple):
+        value = [origin for item in value for origin in _spliced(item)]
     if get_origin(option.kind) is Literal and value not in get_args(option.kind):
         raise SettingsError(f"{value!r} is not one of {', '.join(get_args(option.kind))}", option.flag)
     try:
@@ -227,6 +232,14 @@ def _checked(option: Option, value: Any) -> Any:
     if option.check is not None and not option.check(converted):
         raise SettingsError(f"{value!r} must be {option.rule}", option.flag)
     return converted
+
+
+def _spliced(item: Any) -> list[Any]:
+    """The items of a JSON list, which is how vLLM spells several; else the item."""
+    if isinstance(item, str) and item.startswith("["):
+        with suppress(ValueError):
+            return list(json.loads(item))
+    return [item]
 
 
 def _json_object(option: Option, text: str) -> Any:
@@ -282,11 +295,7 @@ def _check_together(settings: ServiceSettings) -> None:
     if (cache.kv_disk_path is None) != (cache.kv_disk_gib is None):
         raise SettingsError("--kv-disk-path and --kv-disk-size go together", "--kv-disk-size")
     _check_adapters(settings)
-    if settings.gateway.host == "":
-        raise SettingsError("must name an address", "--host")
-    for flag, given in (("--api-key", settings.gateway.api_keys), ("--admin-api-key", settings.gateway.admin_keys)):
-        if any(len(key) < 1 or not key.isprintable() for key in given):
-            raise SettingsError("a key must be printable and not empty", flag)
+    _check_doors(settings.gateway)
     if any(not name.strip() for name in engine.model.served_model_name):
         raise SettingsError("a name must not be empty", "--served-model-name")
 
@@ -307,6 +316,23 @@ def _refuse_unused(settings: ServiceSettings, given: Collection[str]) -> None:
         for name in names:
             if is_unused and name in given:
                 raise SettingsError(why, f"--{name.replace('_', '-')}")
+
+
+def _check_doors(gateway: GatewaySettings) -> None:
+    """Checks address, certificates, keys and --auth."""
+    for flag, path in (("--ssl-keyfile", gateway.ssl_keyfile), ("--ssl-ca-certs", gateway.ssl_ca_certs)):
+        if path is not None and gateway.ssl_certfile is None:
+            raise SettingsError(f"{path}: needs --ssl-certfile", flag)
+    if gateway.host == "":
+        raise SettingsError("must name an address", "--host")
+    keys = (("--api-key", gateway.api_keys), ("--admin-api-key", gateway.admin_keys))
+    for flag, given in keys:
+        if any(len(key) < 1 or not key.isprintable() for key in given):
+            raise SettingsError("a key must be printable and not empty", flag)
+        if given and gateway.auth == "open":
+            raise SettingsError(f"open: without {flag} only, which asks for keys", "--auth")
+    if gateway.auth == "open" and not gateway.is_local:
+        raise SettingsError(f"open: on loopback only, and --host {gateway.host} is reachable from elsewhere", "--auth")
 
 
 def _check_adapters(settings: ServiceSettings) -> None:

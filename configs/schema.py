@@ -11,6 +11,7 @@ import msgspec
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 KVCacheDType = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "int8"]
 Device = Literal["cpu", "cuda"]
+Auth = Literal["required", "open"]
 HOST: Final[Device] = "cpu"
 """The device whose memory is the machine's, shared by all ranks on it."""
 GPU: Final[Device] = "cuda"
@@ -108,10 +109,16 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The HTTP side. A request above one of the max_ limits gets a 400 (413 for the body). state_dir: the folder for
     the usage journal and a copy of the tenants and the adapter list; None: they end with the service, or with Redis if
-    that is later. queue_timeout_s: seconds that a request may wait for its first step; None: no limit."""
+    that is later. queue_timeout_s: seconds that a request may wait for its first step; None: no limit. auth None:
+    `open` where the gateway itself listens on loopback and has no key, else `required`."""
 
     host: str = "127.0.0.1"
     port: int = 8000
+    auth: Auth | None = None
+    allowed_origins: tuple[str, ...] = ()
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    ssl_ca_certs: str | None = None
     api_keys: tuple[str, ...] = ()
     admin_keys: tuple[str, ...] = ()
     state_dir: str | None = None
@@ -133,6 +140,13 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def is_local(self) -> bool:
         """True when `host` is a loopback address, which only this machine can reach."""
         return self.host in LOOPBACK
+
+    def is_open(self, *, listens_itself: bool) -> bool:
+        """True when requests need no key as long as there is no tenant. listens_itself: the gateway opens `host`;
+        otherwise the address is that of Serve's proxy."""
+        if self.api_keys or self.admin_keys:
+            return False
+        return self.auth == "open" or (self.auth is None and listens_itself and self.is_local)
 
 
 class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

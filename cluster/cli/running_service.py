@@ -61,6 +61,18 @@ def newest(instead: str) -> "RunFile":
     return runs[0]
 
 
+def certificate_of(url: str) -> str | None:
+    """The certificate (PEM) of this user's service here that answers on `url`; None for other services."""
+    from tandem.cluster.process.run_files import running_services
+
+    if not url.startswith("https://") or not (runs := running_services()):
+        return None
+    try:
+        return runs_on(url, runs)[0].certificate
+    except SettingsError:
+        return None
+
+
 def _running(instead: str) -> "list[RunFile]":
     from tandem.cluster.process.run_files import running_services
 

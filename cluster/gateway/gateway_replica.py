@@ -30,6 +30,7 @@ from tandem.cluster.gateway.generation.serve_calls import ServeCaller
 from tandem.cluster.gateway.http.draining import LAST_WORDS_S, shutting_down
 from tandem.cluster.gateway.http.gateway_metrics import Together
 from tandem.cluster.gateway.http.http_server import QuietServer, make_server
+from tandem.cluster.gateway.http.tls import server_context
 from tandem.cluster.gateway.wiring import build_gateway_app, build_gateway_state
 from tandem.cluster.state import keys
 from tandem.cluster.state.notifications import Announcements, Changes
@@ -81,7 +82,10 @@ class Gateway:
         self._serving: asyncio.Task[None] | None = None
         self._background: list[asyncio.Task[None]] = []
         several = settings.gateway.num_gateways > 1
-        self._heartbeat = GatewayHeartbeat(self._redis, facts.service_id, self._record) if several else None
+        is_reported = (
+            several or settings.gateway.ssl_ca_certs is not None
+        )  # the launcher has no certificate to ask with
+        self._heartbeat = GatewayHeartbeat(self._redis, facts.service_id, self._record) if is_reported else None
         self._was_ready = False
         self._missing: set[str] = set()
         try:
@@ -94,7 +98,7 @@ class Gateway:
                 self._tenants,
                 self._adapters,
                 open_port=facts.open_port,
-                peers=None if self._heartbeat is None else Together(self._id, self._others),
+                peers=Together(self._id, self._others) if several else None,
             )
         except Exception as error:
             await self._report_failure(error)
@@ -203,7 +207,8 @@ class Gateway:
     async def _open_port(self, app: FastAPI) -> None:
         gateway = self._settings.gateway
         listener = listen(gateway.host, gateway.port, shared=gateway.num_gateways > 1)
-        self._server = make_server(app, shutdown_timeout_s=self._settings.shutdown_timeout_s)
+        tls = server_context(gateway)
+        self._server = make_server(app, shutdown_timeout_s=self._settings.shutdown_timeout_s, tls=tls)
         self._serving = asyncio.get_running_loop().create_task(
             self._server.serve(sockets=[listener]), name="http server"
         )
@@ -255,6 +260,7 @@ def open_tenants(
             gateways=settings.gateway.num_gateways,
             kv_tokens=kv_tokens,
             changes=changes,
+            has_keys=bool(settings.gateway.api_keys or settings.gateway.admin_keys),
         )
     except OSError as error:
         raise SettingsError(f"{given} cannot be used: {error.strerror}", "--state-dir") from error

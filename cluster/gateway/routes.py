@@ -17,6 +17,7 @@ from starlette.routing import Route
 from tandem.cluster.gateway.http.auth import AuthLevel, Principal, check_level
 from tandem.cluster.gateway.http.error_answers import on_tandem_error
 from tandem.cluster.gateway.http.middleware import Envelope
+from tandem.cluster.gateway.http.origins import Origins
 from tandem.cluster.gateway.openai import adapter_routes, handlers, probes, tenant_routes
 from tandem.cluster.gateway.openai.openapi import openapi_document
 from tandem.cluster.gateway.services import GatewayState
@@ -76,6 +77,7 @@ def build_gateway_app(state: GatewayState) -> FastAPI:
     app.router.redirect_slashes = False
     app.add_exception_handler(TandemError, on_tandem_error)
     app.add_exception_handler(HTTPException, on_tandem_error)
+    app.add_middleware(Origins, allowed=state.settings.allowed_origins, is_open=lambda: state.auth.is_open)
     app.add_middleware(Envelope, metrics=state.metrics, draining=state.draining, tenancy=state.tenancy)
     specs = [*ROUTES, RouteSpec("GET", OPENAPI_PATH, AuthLevel.OPEN, _document_handler())]
     for spec in specs:

@@ -27,9 +27,10 @@ from tandem.cluster.deploy.preflight import (
     check_redis,
     choose_device,
     fit_host_tier,
-    open_to_others,
+    note_on_keys,
     without_compiler,
 )
+from tandem.cluster.gateway.http.tls import read_certificate, server_context
 from tandem.cluster.process.load_progress import LoadProgress
 from tandem.cluster.process.reaper import INTERRUPTED, StatusPipe, print_line
 from tandem.cluster.process.redis_server import RedisServer
@@ -141,6 +142,7 @@ class Launcher:
     def _check(self) -> None:
         settings = self._settings = choose_device(self._settings)
         check_port(settings.gateway.host, settings.gateway.port)
+        server_context(settings.gateway)
         check_model(settings)
         if self._address is None:
             check_processes(settings)
@@ -216,7 +218,7 @@ class Launcher:
     def _announce(self, facts: ServiceFacts, announced: ExitStack) -> None:
         gateway = self._settings.gateway
         host = f"[{gateway.host}]" if ":" in gateway.host else gateway.host
-        url = f"http://{host}:{gateway.port}"
+        url = f"{'http' if gateway.ssl_certfile is None else 'https'}://{host}:{gateway.port}"
         assert facts.redis_url is not None
         self._run_file = RunFile(
             pid=os.getpid(),
@@ -225,10 +227,11 @@ class Launcher:
             model=self._settings.engine.model.served_model_name[0],
             service_id=facts.service_id,
             redis_url=facts.redis_url,
+            certificate=read_certificate(gateway),
         )
         announced.callback(remove_run_file, write_run_file(self._run_file))
-        if (warning := open_to_others(self._settings, facts.redis_url)) is not None:
-            self._console.print_line(warning)
+        if (note := note_on_keys(self._settings, facts.redis_url)) is not None:
+            self._console.print_line(note)
         self._console.print_phases(self._phases)
         self._console.print_url(url, self._run_file.model, min_groups(self._settings), max_groups(self._settings))
         events = GroupEventLog(facts.redis_url, facts.service_id, self._console.print_line)

@@ -18,6 +18,7 @@ from tandem.cluster.fleet.engine_metrics import decode_stats
 from tandem.cluster.fleet.fleet_view import FleetView, GroupRecord, bytes_of, read_start_failure
 from tandem.cluster.fleet.gateway_records import read_gateways
 from tandem.cluster.gateway.http.draining import CUT_OFF_S
+from tandem.cluster.gateway.http.tls import client_context, read_certificate
 from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
 from tandem.cluster.wire.service_facts import APP, COORDINATOR, GATEWAY, ServiceFacts
 from tandem.configs.errors import SettingsError
@@ -39,6 +40,8 @@ class ServeApp:
         self._settings = settings
         self._facts = facts
         self._private = private
+        certificate = read_certificate(settings.gateway)
+        self._tls = None if certificate is None else client_context(certificate)
         self._deployed = False
         self.is_ready = False
 
@@ -128,18 +131,26 @@ class ServeApp:
         return sum(record.state == "serving" for record in records) >= min_groups(self._settings)
 
     async def _gateways_answer(self, redis: BackgroundClient) -> bool:
-        """Whether one gateway answers here, and of several each has a record of being ready."""
-        count = self._settings.gateway.num_gateways
+        """Whether one gateway answers here, and of several each has a record of being ready. Of gateways that want
+        certificates of clients the records must do."""
+        gateway = self._settings.gateway
+        count, may_ask = gateway.num_gateways, gateway.ssl_ca_certs is None
         with suppress(RedisUnavailable):
-            ready = [] if count == 1 else [r for r in await read_gateways(redis, self._facts.service_id) if r.ready]
-            return (count == 1 or len(ready) >= count) and self._get("/readyz") is not None
+            if count > 1 or not may_ask:
+                ready = [record for record in await read_gateways(redis, self._facts.service_id) if record.ready]
+                if len(ready) < count:
+                    return False
+            return not may_ask or self._get("/readyz") is not None
         return False
 
     def _get(self, path: str) -> bytes | None:
         """The body of the gateway's answer; None when it is not 200 or does not come in a second."""
         gateway = self._settings.gateway
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(gateway.host, gateway.host)
-        connection = http.client.HTTPConnection(host, gateway.port, timeout=1.0)
+        if self._tls is None:
+            connection = http.client.HTTPConnection(host, gateway.port, timeout=1.0)
+        else:
+            connection = http.client.HTTPSConnection(host, gateway.port, timeout=1.0, context=self._tls)
         try:
             connection.request("GET", path)
             answer = connection.getresponse()

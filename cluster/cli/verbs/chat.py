@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tandem.cluster.cli.running_service import newest
+from tandem.cluster.cli.running_service import certificate_of, newest
 from tandem.cluster.cli.terminal import say
 from tandem.configs.environment import API_KEY
 from tandem.configs.errors import TandemError
@@ -83,8 +83,13 @@ def _service(url: str | None, api_key: str | None) -> "Iterator[Endpoint]":
     """The service at `url`, else the newest one of this user on this machine. Ctrl-C inside ends with status 130."""
     from tandem.cluster.cli.client.endpoint import Endpoint
 
+    if url is None:
+        run = newest("--url")
+        url, certificate = run.url, run.certificate
+    else:
+        certificate = certificate_of(url)
     try:
-        with Endpoint(newest("--url").url if url is None else url, api_key) as endpoint:
+        with Endpoint(url, api_key, certificate) as endpoint:
             yield endpoint
     except KeyboardInterrupt:
         sys.exit(130)

@@ -73,6 +73,11 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "host": ("0.0.0.0", "0.0.0.0"),
     "port": (9000, 9000),
     "api_server_count": (2, 2),
+    "auth": ("required", "required"),
+    "ssl_certfile": ("c.pem", "c.pem"),
+    "ssl_keyfile": ("k.pem", "k.pem"),
+    "ssl_ca_certs": ("a.pem", "a.pem"),
+    "allowed_origins": (["http://a:1", '["https://b", "*"]'], ("http://a:1", "https://b", "*")),
     "api_key": (["k"], ("k",)),
     "admin_api_key": (["a", "b"], ("a", "b")),
     "state_dir": ("state", "state"),
@@ -108,6 +113,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "seed": {"load_format": "dummy"},
     "kv_disk_path": {"kv_offloading_size": 1, "kv_disk_size": 1},
     "kv_disk_size": {"kv_offloading_size": 1, "kv_disk_path": "kv"},
+    "ssl_keyfile": {"ssl_certfile": "c.pem"},
+    "ssl_ca_certs": {"ssl_certfile": "c.pem"},
 }
 """What a setting does not go without."""
 
@@ -155,6 +162,13 @@ BAD = [
     ("dtype", "int8"),
     ("load_format", "gguf"),
     ("device", "tpu"),
+    ("auth", "off"),
+    ("ssl_keyfile", "k.pem"),
+    ("ssl_ca_certs", "a.pem"),
+    ("allowed_origins", ["chat.example"]),
+    ("allowed_origins", ["https://chat.example/"]),
+    ("allowed_origins", "[1]"),
+    ("allowed_origins", '["x"'),
     ("max_itl_ms", 0),
     ("max_model_len", "12q"),
     ("max_model_len", "1.5"),
@@ -195,6 +209,22 @@ def test_a_bad_value_is_refused_by_its_flag(name: str, value: Any) -> None:
 def test_a_setting_with_few_values_lists_them(name: str, value: Any, values: str) -> None:
     with pytest.raises(SettingsError, match=f"{value}'? is not one of {values}"):
         build_settings("m", {name: value})
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"host": "0.0.0.0"}, "--host 0.0.0.0 is reachable from elsewhere"),
+        ({"api_key": ["sk"]}, "--api-key"),
+        ({"admin_api_key": ["root"]}, "--admin-api-key"),
+    ],
+)
+def test_a_service_that_cannot_be_open_refuses_to_be(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingsError, match=words) as caught:
+        build_settings("m", {"auth": "open", **values})
+    assert caught.value.flag == "--auth"
+    for auth in (None, "required"):
+        assert build_settings("m", {"auth": auth, **values}).gateway.auth == auth
 
 
 def test_unknown_names_are_refused_with_a_suggestion() -> None:

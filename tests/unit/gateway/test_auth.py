@@ -14,6 +14,7 @@ from tandem.cluster.gateway.http.auth import (
     may_see_tenants,
 )
 from tandem.cluster.gateway.routes import ROUTES
+from tandem.cluster.gateway.wiring import tenant_keys
 from tandem.cluster.tenants.tenant import digest_of
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.errors import RequestRefused
@@ -105,7 +106,7 @@ class Known:
 
     is_known: bool = True
     is_certain: bool = True
-    has_tenants: bool = True
+    is_closed: bool = True
 
     def tenant_of(self, digest: bytes) -> str | None:
         return "acme" if digest == digest_of("sk-acme") else None
@@ -120,7 +121,7 @@ def status_of(keys: TenantKeys, header: str | None) -> int:
 
 
 NEVER_READ, OLD, FRESH = Known(False, False, False), Known(True, False), Known()
-NOBODY, NOBODY_OF_OLD = Known(has_tenants=False), Known(True, False, False)
+NOBODY, NOBODY_OF_OLD = Known(is_closed=False), Known(True, False, False)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_a_key_is_refused_for_good_only_when_nobody_could_have_it(
     known: Known, static: tuple[str, ...], without: int, unknown: int
 ) -> None:
     """503 for what Redis may know, and for no key at all while the service may be open; 401 for the rest."""
-    keys = TenantKeys(StaticKeys(static), known, open_admin=True)
+    keys = TenantKeys(StaticKeys(static), known, may_be_open=True, open_admin=True)
     assert status_of(keys, None) == without
     assert status_of(keys, "Bearer sk-nobody") == unknown
     assert keys.authenticate("Bearer sk-acme") == Principal("acme", is_admin=False)
@@ -150,12 +151,19 @@ def test_a_key_is_refused_for_good_only_when_nobody_could_have_it(
         assert keys.authenticate("Bearer sk-static") == Principal("default", is_admin=False)
 
 
-@pytest.mark.parametrize(("open_admin", "admin_keys"), [(True, ()), (False, ()), (True, ("root",)), (False, ("root",))])
-def test_an_open_service_gives_admin_routes_only_where_it_listens_itself_and_has_no_admin_key(
-    open_admin: bool, admin_keys: tuple[str, ...]
-) -> None:
-    keys = TenantKeys(StaticKeys((), admin_keys), NOBODY, open_admin=open_admin)
-    assert keys.authenticate(None) == Principal("default", is_admin=open_admin and not admin_keys)
+@pytest.mark.parametrize("known", [NEVER_READ, OLD, FRESH, NOBODY, NOBODY_OF_OLD])
+@pytest.mark.parametrize("static", [(), ("sk-static",)])
+def test_with_auth_required_nobody_passes_without_a_key(known: Known, static: tuple[str, ...]) -> None:
+    keys = TenantKeys(StaticKeys(static), known, may_be_open=False, open_admin=True)
+    assert status_of(keys, None) == 401 and not keys.is_open
+    assert status_of(keys, "Bearer sk-nobody") == (401 if known.is_certain else 503)
+    assert status_of(keys, "Bearer sk-acme") == 200
+
+
+@pytest.mark.parametrize("open_admin", [True, False])
+def test_an_open_service_gives_admin_routes_only_where_it_listens_itself(open_admin: bool) -> None:
+    keys = TenantKeys(StaticKeys(), NOBODY, may_be_open=True, open_admin=open_admin)
+    assert keys.authenticate(None) == Principal("default", is_admin=open_admin)
 
 
 @pytest.mark.parametrize(
@@ -165,10 +173,31 @@ def test_an_open_service_gives_admin_routes_only_where_it_listens_itself_and_has
 def test_tenants_are_shown_to_anybody_only_while_the_service_is_open(
     known: Known, static: tuple[str, ...], is_open: bool
 ) -> None:
-    keys = TenantKeys(StaticKeys(static), known, open_admin=False)
+    keys = TenantKeys(StaticKeys(static), known, may_be_open=True, open_admin=False)
     assert keys.is_open is is_open
     assert may_see_tenants(keys, None) is is_open
     assert may_see_tenants(keys, "Bearer sk-acme") is is_open
+
+
+@pytest.mark.parametrize(
+    ("settings", "itself", "proxied"),
+    [
+        (GatewaySettings(), True, False),
+        (GatewaySettings(host="0.0.0.0"), False, False),
+        (GatewaySettings(auth="open"), True, True),
+        (GatewaySettings(auth="required"), False, False),
+        (GatewaySettings(api_keys=("sk",)), False, False),
+        (GatewaySettings(admin_keys=("root",)), False, False),
+    ],
+)
+def test_a_service_is_open_on_loopback_or_where_it_is_told_to(
+    settings: GatewaySettings, itself: bool, proxied: bool
+) -> None:
+    """Under `serve run` it is Serve's proxy that listens, wherever Serve's configuration says."""
+    found = [settings.is_open(listens_itself=listens_itself) for listens_itself in (True, False)]
+    assert found == [itself, proxied]
+    keys = [tenant_keys(settings, NOBODY, open_port=open_port).is_open for open_port in (True, False)]
+    assert keys == found
 
 
 def test_an_admin_sees_tenants_and_a_user_does_not() -> None:
