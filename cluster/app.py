@@ -34,6 +34,7 @@ from tandem.cluster.wire.service_facts import (
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import settings_from_serve_args
 from tandem.configs.schema import GPU, HOST, LOOPBACK, Auth, Device, ServiceSettings
+from tandem.configs.secrets import with_secrets
 
 log = logging.getLogger("ray.serve.tandem")
 
@@ -52,7 +53,7 @@ def build(args: dict[str, Any]) -> Application:
     Two keys of args describe nodes that have not joined yet: `device` in engine_kwargs, and `single_node`. Raises
     SettingsError, which Serve prints.
     """
-    settings = resolve_settings(settings_from_serve_args(args))
+    settings = resolve_settings(with_secrets(settings_from_serve_args(args)))
     check_open(settings.gateway.auth, _proxy_host())
     device = choose_device(settings.engine.device.device, _cluster_gpus())
     settings = with_device(settings, device)

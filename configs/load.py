@@ -6,7 +6,6 @@ with the flag's name. It does not read the machine, the model or the environment
 
 import difflib
 import json
-import re
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +17,7 @@ import yaml
 from tandem.configs.errors import SettingsError
 from tandem.configs.options import OPTIONS, NotSizeError, Option, option_named, parse_size
 from tandem.configs.schema import GatewaySettings, ServiceSettings
+from tandem.configs.secrets import HIDDEN, check_keys, without_password
 
 PRESETS = Path(__file__).parent / "presets"
 FILE_ONLY_KEYS = ("model", "autoscaling_config")
@@ -42,8 +42,10 @@ GATEWAY_KEYS = (
     "allowed_origins",
     "api_key",
     "admin_api_key",
+    "metrics_api_key",
     "state_dir",
     "usage_days",
+    "max_text_bytes",
     "metrics_prefix",
     "queue_timeout",
 )
@@ -193,11 +195,12 @@ def _lora_values(args: Mapping[str, Any]) -> dict[str, Any]:
 def resolved_yaml(settings: ServiceSettings) -> str:
     """Writes the settings with all defaults as YAML, with keys and passwords replaced by "(hidden)"."""
     gateway = settings.gateway
-    hidden = {name: ("(hidden)",) * len(getattr(gateway, name)) for name in ("api_keys", "admin_keys")}
+    names = ("api_keys", "admin_keys", "metrics_keys")
+    hidden = {name: (HIDDEN,) * len(getattr(gateway, name)) for name in names}
     gateway = msgspec.structs.replace(gateway, **hidden)
     redis = settings.redis
     if redis.url is not None:
-        redis = msgspec.structs.replace(redis, url=re.sub(r"(://[^@/]*:)[^@/]*@", r"\1(hidden)@", redis.url))
+        redis = msgspec.structs.replace(redis, url=without_password(redis.url))
     shown = msgspec.structs.replace(settings, gateway=gateway, redis=redis)
     return yaml.safe_dump(msgspec.to_builtins(shown), sort_keys=False)
 
@@ -211,7 +214,8 @@ def default_of(option: Option) -> Any:
 
 
 def _checked(option: Option, value: Any) -> Any:
-    """Converts a value to the option's kind and checks its range. SettingsError names the flag."""
+    """Converts a value to the option's kind and checks its range. SettingsError names the flag, and the value unless it
+    is a secret."""
     if option.size and isinstance(value, str):
         try:
             value = parse_size(value)
@@ -225,12 +229,13 @@ def _checked(option: Option, value: Any) -> Any:
         value = [origin for item in value for origin in _spliced(item)]
     if get_origin(option.kind) is Literal and value not in get_args(option.kind):
         raise SettingsError(f"{value!r} is not one of {', '.join(get_args(option.kind))}", option.flag)
+    shown = HIDDEN if option.secret else repr(value)
     try:
         converted = msgspec.convert(value, option.kind)
     except msgspec.ValidationError as error:
-        raise SettingsError(f"{value!r}: {str(error)[0].lower()}{str(error)[1:]}", option.flag) from error
+        raise SettingsError(f"{shown}: {str(error)[0].lower()}{str(error)[1:]}", option.flag) from error
     if option.check is not None and not option.check(converted):
-        raise SettingsError(f"{value!r} must be {option.rule}", option.flag)
+        raise SettingsError(f"{shown} must be {option.rule}", option.flag)
     return converted
 
 
@@ -325,10 +330,9 @@ def _check_doors(gateway: GatewaySettings) -> None:
             raise SettingsError(f"{path}: needs --ssl-certfile", flag)
     if gateway.host == "":
         raise SettingsError("must name an address", "--host")
-    keys = (("--api-key", gateway.api_keys), ("--admin-api-key", gateway.admin_keys))
-    for flag, given in keys:
-        if any(len(key) < 1 or not key.isprintable() for key in given):
-            raise SettingsError("a key must be printable and not empty", flag)
+    check_keys(gateway.metrics_keys, "--metrics-api-key")
+    for flag, given in (("--api-key", gateway.api_keys), ("--admin-api-key", gateway.admin_keys)):
+        check_keys(given, flag)
         if given and gateway.auth == "open":
             raise SettingsError(f"open: without {flag} only, which asks for keys", "--auth")
     if gateway.auth == "open" and not gateway.is_local:

@@ -110,7 +110,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """The HTTP side. A request above one of the max_ limits gets a 400 (413 for the body). state_dir: the folder for
     the usage journal and a copy of the tenants and the adapter list; None: they end with the service, or with Redis if
     that is later. queue_timeout_s: seconds that a request may wait for its first step; None: no limit. auth None:
-    `open` where the gateway itself listens on loopback and has no key, else `required`."""
+    `open` where the gateway itself listens on loopback and has no key, else `required`. max_text_bytes None: 1 MiB, or
+    8 bytes for each token of the context if that is more."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -121,6 +122,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ssl_ca_certs: str | None = None
     api_keys: tuple[str, ...] = ()
     admin_keys: tuple[str, ...] = ()
+    metrics_keys: tuple[str, ...] = ()
     state_dir: str | None = None
     usage_days: int = 30
     num_gateways: int = 1
@@ -134,12 +136,17 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_logit_bias: int = 300
     max_tools: int = 128
     max_messages: int = 2048
+    max_text_bytes: int | None = None
     metrics_prefix: str = "tandem"
 
     @property
     def is_local(self) -> bool:
         """True when `host` is a loopback address, which only this machine can reach."""
         return self.host in LOOPBACK
+
+    def text_budget(self, max_model_len: int) -> int:
+        """Bytes of text that one request may have rendered and tokenized."""
+        return self.max_text_bytes or max(2**20, 8 * max_model_len)
 
     def is_open(self, *, listens_itself: bool) -> bool:
         """True when requests need no key as long as there is no tenant. listens_itself: the gateway opens `host`;

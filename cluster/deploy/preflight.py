@@ -17,6 +17,7 @@ from tandem.cluster.tenants.store import Reading, TenantStore
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import no_gpu_share
 from tandem.configs.schema import CacheSettings, Device, ParallelSettings, ServiceSettings
+from tandem.configs.secrets import without_password
 from tandem.parallel.mesh import Mesh
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.sizes import rank_weights
@@ -178,7 +179,7 @@ def check_redis(url: str) -> None:
     """Checks that Redis answers at the URL."""
     reason = check_reachable(url)
     if reason is not None:
-        raise SettingsError(f"{_without_password(url)} does not answer: {reason}", "--redis-url")
+        raise SettingsError(f"{without_password(url)} does not answer: {reason}", "--redis-url")
 
 
 def note_on_keys(settings: ServiceSettings, redis_url: str) -> str | None:
@@ -202,11 +203,6 @@ async def _tenants(redis_url: str) -> Reading | None:
         return None
     finally:
         await redis.close()
-
-
-def _without_password(url: str) -> str:
-    scheme, _, rest = url.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}" if rest else url
 
 
 def _gib(size: int) -> str:

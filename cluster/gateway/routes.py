@@ -58,7 +58,7 @@ ROUTES: tuple[RouteSpec, ...] = (
     RouteSpec("GET", "/readyz", AuthLevel.OPEN, probes.ready),
     RouteSpec("GET", "/version", AuthLevel.OPEN, probes.show_version),
     RouteSpec("GET", "/load", AuthLevel.OPEN, probes.load),
-    RouteSpec("GET", "/metrics", AuthLevel.OPEN, probes.metrics),
+    RouteSpec("GET", "/metrics", AuthLevel.METRICS, probes.metrics),
 )
 
 
@@ -91,7 +91,7 @@ def _endpoint(state: GatewayState, spec: RouteSpec) -> Callable[[Request], Await
     async def endpoint(request: Request) -> Response:
         request.scope["tandem.route"] = spec.path
         principal = check_level(spec.level, state.auth, request.headers.get("authorization"))
-        if spec.level is not AuthLevel.OPEN:
+        if spec.level in (AuthLevel.API_KEY, AuthLevel.ADMIN):
             request.scope["tandem.tenant"] = principal.tenant
         if spec.method == "POST":
             state.draining.check()

@@ -7,6 +7,7 @@ import typer
 
 from tandem.cluster.cli.flags import with_service_options
 from tandem.configs.load import merge_config
+from tandem.configs.secrets import with_secrets
 
 
 @with_service_options()
@@ -28,7 +29,7 @@ def serve(
     from tandem.cluster.process.supervisor import split
     from tandem.cluster.service.launcher import Console, Launcher
 
-    settings = resolve_settings(merge_config(config, model, flags))
+    settings = resolve_settings(with_secrets(merge_config(config, model, flags)))
     status_pipe = split()
     try:
         status = Launcher(settings, address, Console(), status_pipe).run()

@@ -15,9 +15,10 @@ from tandem.workers.messages.errors import RequestRefused
 
 
 class AuthLevel(enum.Enum):
-    """The key that a route requires."""
+    """The key that a route requires. METRICS: a metrics or an admin key where there are metrics keys, else none."""
 
     OPEN = "open"
+    METRICS = "metrics"
     API_KEY = "api_key"
     ADMIN = "admin"
 
@@ -39,6 +40,10 @@ class Authenticator(Protocol):
 
     def authenticate(self, authorization: str | None) -> Principal:
         """RequestRefused 401 `invalid_api_key` for a missing or unknown key. Never waits."""
+        ...
+
+    def check_metrics(self, authorization: str | None) -> None:
+        """RequestRefused 401 for who may not read the metrics."""
         ...
 
 
@@ -66,11 +71,14 @@ class KnownKeys(Protocol):
 
 
 class StaticKeys:
-    """The keys of --api-key (all tenant `default`) and the admin keys."""
+    """The keys of --api-key (all tenant `default`), the admin keys, and those for the metrics alone."""
 
-    def __init__(self, api_keys: Iterable[str] = (), admin_keys: Iterable[str] = ()) -> None:
+    def __init__(
+        self, api_keys: Iterable[str] = (), admin_keys: Iterable[str] = (), metrics_keys: Iterable[str] = ()
+    ) -> None:
         self._api_digests = [digest_of(key) for key in api_keys]
         self._admin_digests = [digest_of(key) for key in admin_keys]
+        self._metrics_digests = [digest_of(key) for key in metrics_keys]
 
     @property
     def is_open(self) -> bool:
@@ -84,6 +92,13 @@ class StaticKeys:
         if principal is None:
             raise _unknown_key()
         return principal
+
+    def check_metrics(self, authorization: str | None) -> None:
+        if not self._metrics_digests:
+            return
+        digest = _sent(authorization)
+        if digest is None or not _contains([*self._metrics_digests, *self._admin_digests], digest):
+            raise _unknown_key()
 
     def find(self, digest: bytes) -> Principal | None:
         """The tenant of the key with this SHA-256."""
@@ -125,10 +140,15 @@ class TenantKeys:
             raise RequestRefused(message, code="service_unavailable", status=503)
         raise _unknown_key()
 
+    def check_metrics(self, authorization: str | None) -> None:
+        self._static.check_metrics(authorization)
+
 
 def check_level(level: AuthLevel, authenticator: Authenticator, authorization: str | None) -> Principal:
     """The principal of a request to a route of `level`. RequestRefused 401 or 403."""
-    if level is AuthLevel.OPEN:
+    if level is AuthLevel.METRICS:
+        authenticator.check_metrics(authorization)
+    if level in (AuthLevel.OPEN, AuthLevel.METRICS):
         return Principal(DEFAULT_TENANT, is_admin=False)
     principal = authenticator.authenticate(authorization)
     if level is AuthLevel.ADMIN and not principal.is_admin:

@@ -80,6 +80,8 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "allowed_origins": (["http://a:1", '["https://b", "*"]'], ("http://a:1", "https://b", "*")),
     "api_key": (["k"], ("k",)),
     "admin_api_key": (["a", "b"], ("a", "b")),
+    "max_text_bytes": ("4M", 4 * 2**20),
+    "metrics_api_key": (["m"], ("m",)),
     "state_dir": ("state", "state"),
     "usage_days": (7, 7),
     "queue_timeout": (30, 30.0),
@@ -176,6 +178,7 @@ BAD = [
     ("hf_overrides", "[1]"),
     ("api_key", [""]),
     ("admin_api_key", ["a\n"]),
+    ("metrics_api_key", ["a\x00"]),
     ("redis_timeout_ms", 0),
     ("metrics_prefix", ""),
     ("metrics_prefix", "9lives"),
@@ -267,11 +270,23 @@ def test_a_flag_that_would_have_no_effect_is_refused(
         ("redis://:hush@h:6379/0", "redis://:(hidden)@h:6379/0"),
         ("rediss://user:hush@h/0", "rediss://user:(hidden)@h/0"),
         ("redis://h:6379/0", "redis://h:6379/0"),
+        ("redis://:hu/sh@hush@h:6379/0", "redis://:(hidden)@h:6379/0"),
+        ("redis://h:6379/0?password=hush", "redis://h:6379/0?(hidden)"),
+        ("file:/etc/tandem/redis", "file:/etc/tandem/redis"),
     ],
 )
 def test_resolved_settings_show_no_secrets(url: str, shown: str) -> None:
-    text = resolved_yaml(build_settings("m", {"redis_url": url, "api_key": ["hush"], "admin_api_key": ["hush"]}))
+    keys = {name: ["hush"] for name in ("api_key", "admin_api_key", "metrics_api_key")}
+    text = resolved_yaml(build_settings("m", {"redis_url": url, **keys}))
     assert shown in text and "hush" not in text
+
+
+@pytest.mark.parametrize("name", ["api_key", "admin_api_key", "metrics_api_key", "redis_url"])
+@pytest.mark.parametrize("value", [["hush", 1], {"hush": 1}, ["hush\n"]])
+def test_errors_show_no_secrets(name: str, value: Any) -> None:
+    with pytest.raises(SettingsError) as caught:
+        build_settings("m", {name: value})
+    assert "hush" not in str(caught.value) and caught.value.flag == f"--{name.replace('_', '-')}"
 
 
 def test_gpu_share_is_refused_on_cpu() -> None:

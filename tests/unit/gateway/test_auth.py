@@ -45,9 +45,10 @@ async def test_every_route_declares_its_level_and_holds_it() -> None:
             path = route.path.replace("{model:path}", "echo")
             (method,) = (route.methods or set()) - {"HEAD"}
             answer = await rig.client.request(method, path, content=b"not json")
-            assert (answer.status_code == 401) == (level is not AuthLevel.OPEN), path
-            assert (level is AuthLevel.OPEN) == (path in OPEN_PATHS), path
-            if level is AuthLevel.OPEN:
+            assert (answer.status_code == 401) == (level in (AuthLevel.API_KEY, AuthLevel.ADMIN)), path
+            is_free = level in (AuthLevel.OPEN, AuthLevel.METRICS)
+            assert is_free == (path in OPEN_PATHS) and (level is AuthLevel.METRICS) == (path == "/metrics"), path
+            if is_free:
                 assert answer.status_code == 200
             seen.add(route.path)
         assert seen == {spec.path for spec in ROUTES} | {"/openapi.json"}
@@ -206,6 +207,21 @@ def test_an_admin_sees_tenants_and_a_user_does_not() -> None:
     assert not may_see_tenants(keys, "Bearer user") and not may_see_tenants(keys, None)
     assert may_see_tenants(StaticKeys(), None)
     assert not StaticKeys([], ["root"]).is_open and not StaticKeys(["user"]).is_open
+
+
+async def test_metrics_may_need_a_key_of_their_own() -> None:
+    settings = GatewaySettings(admin_keys=("root",), api_keys=("sk",), metrics_keys=("scrape",))
+    async with gateway(settings=settings) as rig:
+        for key, status, is_told in (("scrape", 200, False), ("root", 200, True), ("sk", 401, False), ("", 401, False)):
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            answer = await rig.client.get("/metrics", headers=headers)
+            assert answer.status_code == status, key
+            assert may_see_tenants(rig.state.auth, headers.get("authorization")) is is_told
+        answer = await rig.client.get("/v1/models", headers={"authorization": "Bearer scrape"})
+        assert answer.status_code == 401, "it opens nothing else"
+    async with gateway(settings=GatewaySettings(metrics_keys=("scrape",))) as rig:
+        assert (await rig.client.get("/v1/models")).status_code == 200
+        assert (await rig.client.get("/metrics")).status_code == 401
 
 
 def test_a_key_may_be_any_of_several_and_both_kinds_at_once() -> None:
