@@ -111,7 +111,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     the usage journal and a copy of the tenants and the adapter list; None: they end with the service, or with Redis if
     that is later. queue_timeout_s: seconds that a request may wait for its first step; None: no limit. auth None:
     `open` where the gateway itself listens on loopback and has no key, else `required`. max_text_bytes None: 1 MiB, or
-    8 bytes for each token of the context if that is more."""
+    8 bytes for each token of the context if that is more. max_bodies_bytes: of all requests whose answers have not
+    begun (503). max_answer_bytes: roughly what an answer that is not streamed may take in memory (413)."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -128,6 +129,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     num_gateways: int = 1
     queue_timeout_s: float | None = None
     max_body_bytes: int = 8 * 2**20
+    max_bodies_bytes: int = 256 * 2**20
     max_json_depth: int = 64
     max_choices: int = 128
     max_logprobs: int = 20
@@ -137,6 +139,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_tools: int = 128
     max_messages: int = 2048
     max_text_bytes: int | None = None
+    max_answer_bytes: int = 64 * 2**20
     metrics_prefix: str = "tandem"
 
     @property

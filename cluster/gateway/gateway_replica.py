@@ -57,7 +57,8 @@ class Gateway:
         check_node(facts)
         self._settings = settings
         self._facts = facts
-        self._id = serve.get_replica_context().replica_id.unique_id
+        context = serve.get_replica_context()
+        self._id = context.replica_id.unique_id
         # no request waits for the fleet, so a loop that is busy with tokens may take its time to read it
         self._redis = await open_redis(facts, redis, lambda url: BackgroundClient(url, timeout_s=1.0, retries=1))
         bases = settings.engine.model.served_model_name[:1]
@@ -75,7 +76,7 @@ class Gateway:
         host = "127.0.0.1" if facts.single_node else ray.util.get_node_ip_address()
         prefix = settings.gateway.metrics_prefix
         self._client = GroupClient(ServeCaller(groups), self._fleet, facts.secret, host, prefix, lambda: self._adapters)
-        self._hung_groups = HungGroups(self._fleet, RayRemote())
+        self._hung_groups = HungGroups(self._fleet, RayRemote(context.app_name))
         following = self._fleet.run(self._look_after, self._client.has_requests)
         self._following = asyncio.get_running_loop().create_task(following, name="fleet")
         self._server: QuietServer | None = None
@@ -91,7 +92,9 @@ class Gateway:
         try:
             self._adapters = await open_adapter_service(settings, self._redis, facts.service_id, self._most_adapters)
             if self._adapters is not None:
-                self._background = start_adapter_tasks(self._adapters, settings, self._changes)
+                self._background = start_adapter_tasks(
+                    self._adapters, settings, self._redis, facts.service_id, self._changes
+                )
             self._state = build_gateway_state(
                 settings,
                 self._client,

@@ -78,7 +78,13 @@ def build_gateway_app(state: GatewayState) -> FastAPI:
     app.add_exception_handler(TandemError, on_tandem_error)
     app.add_exception_handler(HTTPException, on_tandem_error)
     app.add_middleware(Origins, allowed=state.settings.allowed_origins, is_open=lambda: state.auth.is_open)
-    app.add_middleware(Envelope, metrics=state.metrics, draining=state.draining, tenancy=state.tenancy)
+    app.add_middleware(
+        Envelope,
+        metrics=state.metrics,
+        draining=state.draining,
+        tenancy=state.tenancy,
+        max_bodies_bytes=state.settings.max_bodies_bytes,
+    )
     specs = [*ROUTES, RouteSpec("GET", OPENAPI_PATH, AuthLevel.OPEN, _document_handler())]
     for spec in specs:
         app.router.routes.append(Route(spec.path, _endpoint(state, spec), methods=[spec.method]))

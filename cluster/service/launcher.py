@@ -50,13 +50,20 @@ SIGNAL_AFTER_ERROR_S = 1.0
 
 
 class Launcher:
-    """One service, from its start to its end. address: of the Ray to join; None starts a private one."""
+    """One service, from its start to its end. address: of the Ray to join; None starts a private one. may_be_open: that
+    Ray need not ask for tokens."""
 
     def __init__(
-        self, settings: ServiceSettings, address: str | None, console: "Console", status_pipe: StatusPipe
+        self,
+        settings: ServiceSettings,
+        address: str | None,
+        console: "Console",
+        status_pipe: StatusPipe,
+        may_be_open: bool = False,
     ) -> None:
         self._settings = settings
         self._address = address
+        self._may_be_open = may_be_open
         self._console = console
         self._status_pipe = status_pipe
         self._signals = Signals()
@@ -189,7 +196,7 @@ class Launcher:
             ray_node.load()
             self._stack.callback(lambda: ray_node.shut_down(self._left_ray))
         if self._address is not None:
-            ray_node.join(self._address)
+            ray_node.join(self._address, may_be_open=self._may_be_open)
         else:
             device = self._settings.engine.device.device or HOST
             cpus = declared_cpus(self._settings, device, devices.cores())

@@ -97,6 +97,18 @@ def adapters(model: str) -> str:
     return f"tandem:adapters:{model}"
 
 
+def sightings(service: str) -> str:
+    """Set of the gateways that watch --lora-watch-dir. PX 10 s, renewed each second. Owner: gateways."""
+    return f"tandem:{service}:sightings"
+
+
+def sighting(service: str, gateway_id: str) -> str:
+    """Names of the folders that one gateway sees in --lora-watch-dir (msgpack list). PX 10 s, written each second.
+    Owner: that gateway."""
+    return f"tandem:{service}:sighting:{gateway_id}"
+
+
+SIGHTING_TTL_MS = 10_000
 ADAPTERS_VERSION = "@version"
 ADAPTERS_BASE = "@base"
 ADAPTER_MODELS = "tandem:adapter-models"

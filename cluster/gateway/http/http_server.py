@@ -25,8 +25,8 @@ from tandem.workers.messages.errors import RequestRefused
 @dataclass(frozen=True)
 class HttpLimits:
     """head_s: from a connection's start, or a request's first byte, to the end of its headers; also for a TLS
-    handshake. body_s: between two
-    reads of a body; body_total_s: for all of it. linger_*: what a refused client may still send while it reads why."""
+    handshake. body_s: between two reads of a body; body_total_s: for all of it. linger_*: what a refused client may
+    still send while it reads why. connections: that are open at a time."""
 
     head_bytes: int = MAX_HEADER_BYTES
     head_s: float = 10.0
@@ -34,6 +34,7 @@ class HttpLimits:
     body_total_s: float = 600.0
     linger_s: float = 2.0
     linger_bytes: int = 2**20
+    connections: int = 8192
 
 
 class QuietServer(uvicorn.Server):
@@ -100,7 +101,10 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._start_timer()
+        if len(self.connections) > self.limits.connections:
+            self._refuse(too_many_connections(self.limits.connections))
+        else:
+            self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -217,6 +221,12 @@ class LimitedProtocol(HttpToolsProtocol):
         self._unframed += num_bytes
         if self._unframed > self.limits.linger_bytes:
             self.transport.abort()
+
+
+def too_many_connections(limit: int) -> RequestRefused:
+    """The refusal of a connection beyond the limit."""
+    message = f"This gateway has {limit} connections open, which is its limit; try again."
+    return RequestRefused(message, code="service_unavailable", status=503)
 
 
 def make_server(
