@@ -10,6 +10,7 @@ import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
+from ray.serve.context import _get_global_client
 
 from tandem.cluster.deploy import devices
 from tandem.cluster.deploy.nodes import choose_home, cluster_device
@@ -30,8 +31,10 @@ from tandem.cluster.wire.service_facts import (
     groups_per_node,
     new_facts,
 )
+from tandem.configs.errors import SettingsError
 from tandem.configs.load import settings_from_serve_args
-from tandem.configs.schema import ServiceSettings
+from tandem.configs.schema import LOOPBACK, Auth, ServiceSettings
+from tandem.configs.secrets import with_secrets
 
 ROUTER = RequestRouterConfig(
     request_router_class="tandem.cluster.routing.serve_router.GroupRouter",
@@ -48,7 +51,8 @@ def build(args: dict[str, Any]) -> Application:
     Two keys of args describe nodes that have not joined yet: `device` in engine_kwargs, and `single_node`. Raises
     SettingsError, which Serve prints.
     """
-    settings = resolve_settings(settings_from_serve_args(args))
+    settings = resolve_settings(with_secrets(settings_from_serve_args(args)))
+    check_open(settings.gateway.auth, _proxy_host())
     device = cluster_device(settings.engine.device.device, _cluster_gpus())
     settings = with_device(settings, device)
     home_node = choose_home(args.get("single_node"), device, _alive_nodes())
@@ -60,6 +64,13 @@ def build(args: dict[str, Any]) -> Application:
         home_node=home_node,
     )
     return build_app(settings, facts)
+
+
+def check_open(auth: Auth | None, proxy_host: str | None) -> None:
+    """Raises SettingsError for `auth: open` behind a proxy that others can reach. proxy_host: where Serve's proxy
+    listens; None: on loopback only, or nowhere."""
+    if auth == "open" and proxy_host not in (None, *LOOPBACK):
+        raise SettingsError(f"open: on loopback only, and http_options has host {proxy_host}", "auth")
 
 
 def build_app(settings: ServiceSettings, facts: ServiceFacts) -> Application:
@@ -112,6 +123,12 @@ def _private_redis(facts: ServiceFacts) -> Application:
 def cpu_nodes() -> int:
     """The number of nodes that have CPUs, so that groups can be placed there."""
     return sum(float(node["Resources"].get("CPU", 0)) > 0 for node in _alive_nodes())
+
+
+def _proxy_host() -> str | None:
+    """The address that Serve's proxies listen on; Serve tells only its own client."""
+    client = _get_global_client(raise_if_no_controller_running=False)
+    return None if client is None else client.http_config.host
 
 
 def _alive_nodes() -> list[dict[str, Any]]:

@@ -13,6 +13,11 @@ API_KEY = "TANDEM_API_KEY"
 """The key that `tandem chat` and `tandem complete` send where no flag gives one. `ps` shows flags to other users."""
 
 
+def variable(name: str) -> str | None:
+    """The variable that a setting names (configs/secrets.py); None when it is not set."""
+    return os.environ.get(name)
+
+
 def runtime_folder() -> Path:
     """The folder of this user's run files: XDG_RUNTIME_DIR/tandem, else tandem-UID in the temp folder. It may not exist
     yet."""

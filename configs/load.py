@@ -6,8 +6,8 @@ with the flag's name. It does not read the machine, the model or the environment
 
 import difflib
 import json
-import re
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -16,7 +16,8 @@ import yaml
 
 from tandem.configs.errors import SettingsError
 from tandem.configs.options import OPTIONS, NotSizeError, Option, option_named, parse_size
-from tandem.configs.schema import ServiceSettings
+from tandem.configs.schema import GatewaySettings, ServiceSettings
+from tandem.configs.secrets import HIDDEN, check_keys, without_password
 
 PRESETS = Path(__file__).parent / "presets"
 FILE_ONLY_KEYS = ("model", "autoscaling_config")
@@ -37,10 +38,14 @@ LORA_KEYS = {"dynamic_lora_loading_path": "lora_watch_dir", "max_num_adapters_pe
 """Ray Serve LLM's names of lora_config, and the options that they set."""
 GATEWAY_KEYS = (
     "api_server_count",
+    "auth",
+    "allowed_origins",
     "api_key",
     "admin_api_key",
+    "metrics_api_key",
     "state_dir",
     "usage_days",
+    "max_text_bytes",
     "metrics_prefix",
     "queue_timeout",
 )
@@ -190,11 +195,12 @@ def _lora_values(args: Mapping[str, Any]) -> dict[str, Any]:
 def resolved_yaml(settings: ServiceSettings) -> str:
     """Writes the settings with all defaults as YAML, with keys and passwords replaced by "(hidden)"."""
     gateway = settings.gateway
-    hidden = {name: ("(hidden)",) * len(getattr(gateway, name)) for name in ("api_keys", "admin_keys")}
+    names = ("api_keys", "admin_keys", "metrics_keys")
+    hidden = {name: (HIDDEN,) * len(getattr(gateway, name)) for name in names}
     gateway = msgspec.structs.replace(gateway, **hidden)
     redis = settings.redis
     if redis.url is not None:
-        redis = msgspec.structs.replace(redis, url=re.sub(r"(://[^@/]*:)[^@/]*@", r"\1(hidden)@", redis.url))
+        redis = msgspec.structs.replace(redis, url=without_password(redis.url))
     shown = msgspec.structs.replace(settings, gateway=gateway, redis=redis)
     return yaml.safe_dump(msgspec.to_builtins(shown), sort_keys=False)
 
@@ -208,7 +214,8 @@ def default_of(option: Option) -> Any:
 
 
 def _checked(option: Option, value: Any) -> Any:
-    """Converts a value to the option's kind and checks its range. SettingsError names the flag."""
+    """Converts a value to the option's kind and checks its range. SettingsError names the flag, and the value unless it
+    is a secret."""
     if option.size and isinstance(value, str):
         try:
             value = parse_size(value)
@@ -218,15 +225,26 @@ def _checked(option: Option, value: Any) -> Any:
         value = _json_object(option, value)
     if get_origin(option.kind) is tuple and isinstance(value, str):
         value = [value]
+    if option.name == "allowed_origins" and isinstance(value, list | tuple):
+        value = [origin for item in value for origin in _spliced(item)]
     if get_origin(option.kind) is Literal and value not in get_args(option.kind):
         raise SettingsError(f"{value!r} is not one of {', '.join(get_args(option.kind))}", option.flag)
+    shown = HIDDEN if option.secret else repr(value)
     try:
         converted = msgspec.convert(value, option.kind)
     except msgspec.ValidationError as error:
-        raise SettingsError(f"{value!r}: {str(error)[0].lower()}{str(error)[1:]}", option.flag) from error
+        raise SettingsError(f"{shown}: {str(error)[0].lower()}{str(error)[1:]}", option.flag) from error
     if option.check is not None and not option.check(converted):
-        raise SettingsError(f"{value!r} must be {option.rule}", option.flag)
+        raise SettingsError(f"{shown} must be {option.rule}", option.flag)
     return converted
+
+
+def _spliced(item: Any) -> list[Any]:
+    """The items of a JSON list, which is how vLLM spells several; else the item."""
+    if isinstance(item, str) and item.startswith("["):
+        with suppress(ValueError):
+            return list(json.loads(item))
+    return [item]
 
 
 def _json_object(option: Option, text: str) -> Any:
@@ -282,11 +300,7 @@ def _check_together(settings: ServiceSettings) -> None:
     if (cache.kv_disk_path is None) != (cache.kv_disk_gib is None):
         raise SettingsError("--kv-disk-path and --kv-disk-size go together", "--kv-disk-size")
     _check_adapters(settings)
-    if settings.gateway.host == "":
-        raise SettingsError("must name an address", "--host")
-    for flag, given in (("--api-key", settings.gateway.api_keys), ("--admin-api-key", settings.gateway.admin_keys)):
-        if any(len(key) < 1 or not key.isprintable() for key in given):
-            raise SettingsError("a key must be printable and not empty", flag)
+    _check_doors(settings.gateway)
     if any(not name.strip() for name in engine.model.served_model_name):
         raise SettingsError("a name must not be empty", "--served-model-name")
 
@@ -307,6 +321,22 @@ def _refuse_unused(settings: ServiceSettings, given: Collection[str]) -> None:
         for name in names:
             if is_unused and name in given:
                 raise SettingsError(why, f"--{name.replace('_', '-')}")
+
+
+def _check_doors(gateway: GatewaySettings) -> None:
+    """Checks address, certificates, keys and --auth."""
+    for flag, path in (("--ssl-keyfile", gateway.ssl_keyfile), ("--ssl-ca-certs", gateway.ssl_ca_certs)):
+        if path is not None and gateway.ssl_certfile is None:
+            raise SettingsError(f"{path}: needs --ssl-certfile", flag)
+    if gateway.host == "":
+        raise SettingsError("must name an address", "--host")
+    check_keys(gateway.metrics_keys, "--metrics-api-key")
+    for flag, given in (("--api-key", gateway.api_keys), ("--admin-api-key", gateway.admin_keys)):
+        check_keys(given, flag)
+        if given and gateway.auth == "open":
+            raise SettingsError(f"open: without {flag} only, which asks for keys", "--auth")
+    if gateway.auth == "open" and not gateway.is_local:
+        raise SettingsError(f"open: on loopback only, and --host {gateway.host} is reachable from elsewhere", "--auth")
 
 
 def _check_adapters(settings: ServiceSettings) -> None:

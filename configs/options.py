@@ -8,14 +8,15 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from tandem.configs.schema import Device, DType, KVCacheDType
+from tandem.configs.schema import Auth, Device, DType, KVCacheDType
 
 Check = Callable[[Any], bool]
 
 
 class Option(NamedTuple):
     """One setting. path: its dotted place in ServiceSettings. kind: the type of its value. rule: `check` in words, for
-    the error message. size: a string such as 32k is taken too (parse_size)."""
+    the error message. size: a string such as 32k is taken too (parse_size). secret: no message shows its value, and
+    `env:NAME` and `file:PATH` stand for one (configs/secrets.py)."""
 
     name: str
     path: str
@@ -26,6 +27,7 @@ class Option(NamedTuple):
     rule: str = ""
     aliases: tuple[str, ...] = ()
     size: bool = False
+    secret: bool = False
 
     @property
     def flag(self) -> str:
@@ -60,6 +62,10 @@ def at_least(low: float) -> Check:
 
 def _port(value: int) -> bool:
     return 1 <= value <= 65535
+
+
+def _origin(value: str) -> bool:
+    return value == "*" or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+", value) is not None
 
 
 def _metric_name(value: str) -> bool:
@@ -179,11 +185,33 @@ OPTIONS: tuple[Option, ...] = (
     Option("api_server_count", "gateway.num_gateways", int, HTTP,
            "Number of gateways: HTTP processes that share the port and the work of tokenization and streaming.",
            lambda v: 1 <= v <= 64, "from 1 to 64"),
+    Option("ssl_certfile", "gateway.ssl_certfile", str, HTTP,
+           "PEM file with the certificate of the port, and those of its issuers: the port then speaks TLS. Default: "
+           "plain HTTP."),
+    Option("ssl_keyfile", "gateway.ssl_keyfile", str, HTTP,
+           "PEM file with the certificate's private key. Default: it is in --ssl-certfile."),
+    Option("ssl_ca_certs", "gateway.ssl_ca_certs", str, HTTP,
+           "PEM file with CA certificates; clients must have a certificate that one of these signed. Default: no "
+           "certificate is asked for."),
+    Option("auth", "gateway.auth", Auth, HTTP,
+           "required: every request needs a key. open: none does, until there is a first key or tenant; on loopback "
+           "only. Default: open where `tandem serve` listens on loopback, else required."),
     Option("api_key", "gateway.api_keys", tuple[str, ...], HTTP,
-           "Key(s) that clients must send; repeat for several. Default: no key is needed."),
+           "Key(s) that clients must send; repeat for several. env:NAME stands for the key in a variable, file:PATH "
+           "for those in a file, one a line. Default: none (see --auth).", secret=True),
     Option("admin_api_key", "gateway.admin_keys", tuple[str, ...], HTTP,
-           "Key(s) for /admin and for loading adapters; repeat for several. Default: while there is no key at all, "
-           "both are open on loopback only; under `serve run` they are closed."),
+           "Key(s) for /admin and for loading adapters, as in --api-key. Default: none; both are then open while "
+           "`tandem serve` is, and closed under `serve run`.", secret=True),
+    Option("metrics_api_key", "gateway.metrics_keys", tuple[str, ...], HTTP,
+           "Key(s) for /metrics alone, as in --api-key; admin keys work there too. Default: /metrics needs no key.",
+           secret=True),
+    Option("allowed_origins", "gateway.allowed_origins", tuple[str, ...], HTTP,
+           "Origin(s) of web pages that may use the service (CORS), such as https://chat.example; \"*\" for all. "
+           "Repeat for several, or give a JSON list. Default: none.", lambda v: all(map(_origin, v)),
+           "like https://chat.example or http://localhost:3000, without a path, or *"),
+    Option("max_text_bytes", "gateway.max_text_bytes", int, HTTP,
+           "Bytes of text, all prompts or messages together, that one request may have tokenized, e.g. 4M. Default: 1 "
+           "MiB, or 8 bytes for each token of the context if that is more.", at_least(1), "at least 1", size=True),
     Option("state_dir", "gateway.state_dir", str, HTTP,
            "Folder for the usage journal and a copy of the tenants and the adapter list; the next start reads it. "
            "Default: a private folder, removed when the service ends, or, with --redis-url, when Redis has all of it."),
@@ -195,7 +223,8 @@ OPTIONS: tuple[Option, ...] = (
            "Prefix of metric names, before a colon. vllm: the names that vLLM's dashboards expect.",
            _metric_name, "letters, digits, _ and :, and no digit first"),
     Option("redis_url", "redis.url", str, COORDINATION,
-           "redis://, rediss:// or unix:// URL of the Redis to use. Default: a private one is started."),
+           "redis://, rediss:// or unix:// URL of the Redis to use, or env:NAME or file:PATH that hold it. Default: a "
+           "private one is started.", secret=True),
     Option("redis_timeout_ms", "redis.timeout_ms", float, COORDINATION,
            "Milliseconds that a request waits for Redis before it goes on without it.", lambda v: 0 < v <= 10_000,
            "above 0, up to 10000"),

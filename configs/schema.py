@@ -11,6 +11,7 @@ import msgspec
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 KVCacheDType = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "int8"]
 Device = Literal["cpu", "cuda"]
+Auth = Literal["required", "open"]
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -111,17 +112,27 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The HTTP side. A request above one of the max_ limits gets a 400 (413 for the body). state_dir: the folder for
     the usage journal and a copy of the tenants and the adapter list; None: they end with the service, or with Redis if
-    that is later. queue_timeout_s: seconds that a request may wait for its first step; None: no limit."""
+    that is later. queue_timeout_s: seconds that a request may wait for its first step; None: no limit. auth None:
+    `open` where the gateway itself listens on loopback and has no key, else `required`. max_text_bytes None: 1 MiB, or
+    8 bytes for each token of the context if that is more. max_bodies_bytes: of all requests whose answers have not
+    begun (503). max_answer_bytes: roughly what an answer that is not streamed may take in memory (413)."""
 
     host: str = "127.0.0.1"
     port: int = 8000
+    auth: Auth | None = None
+    allowed_origins: tuple[str, ...] = ()
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    ssl_ca_certs: str | None = None
     api_keys: tuple[str, ...] = ()
     admin_keys: tuple[str, ...] = ()
+    metrics_keys: tuple[str, ...] = ()
     state_dir: str | None = None
     usage_days: int = 30
     num_gateways: int = 1
     queue_timeout_s: float | None = None
     max_body_bytes: int = 8 * 2**20
+    max_bodies_bytes: int = 256 * 2**20
     max_json_depth: int = 64
     max_choices: int = 128
     max_logprobs: int = 20
@@ -130,12 +141,25 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_logit_bias: int = 300
     max_tools: int = 128
     max_messages: int = 2048
+    max_text_bytes: int | None = None
+    max_answer_bytes: int = 64 * 2**20
     metrics_prefix: str = "tandem"
 
     @property
     def is_local(self) -> bool:
         """True when `host` is a loopback address, which only this machine can reach."""
         return self.host in LOOPBACK
+
+    def text_budget(self, max_model_len: int) -> int:
+        """Bytes of text that one request may have rendered and tokenized."""
+        return self.max_text_bytes or max(2**20, 8 * max_model_len)
+
+    def is_open(self, *, listens_itself: bool) -> bool:
+        """True when requests need no key as long as there is no tenant. listens_itself: the gateway opens `host`;
+        otherwise the address is that of Serve's proxy."""
+        if self.api_keys or self.admin_keys:
+            return False
+        return self.auth == "open" or (self.auth is None and listens_itself and self.is_local)
 
 
 class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -35,8 +35,8 @@ def add_adapters(
     with_tenants: bool = True,
 ) -> None:
     """Adds the families of all groups that serve adapters, and of this gateway's changes of the list. with_tenants:
-    tenants' own adapters are named too."""
-    entries, add = adapter_service.registry.entries, families.add
+    tenants' own adapters are named too. May be called on a thread."""
+    entries, add = dict(adapter_service.registry.entries), families.add
     listed = [entry for entry in entries.values() if with_tenants or entry.tenant is None]
     serving = [(labels_of(record), record.adapters) for record in records if record.adapters is not None]
     used, labels = _in_use(serving, listed), ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
@@ -45,7 +45,7 @@ def add_adapters(
     add(GAUGE, "adapter_residency", text, ((values, 1) for values in held), "adapter", "tier", "pinned")
     decoded = ((labels_of(record), decode_stats(record)) for record in records if record.adapters is not None)
     families.add_table(GROUP_FAMILIES, [(labels, s.adapters) for labels, s in decoded if s and s.adapters])
-    changes = (((outcome,), count) for outcome, count in adapter_service.counts.items())
+    changes = (((outcome,), count) for outcome, count in dict(adapter_service.counts).items())
     text = "Changes of the list asked of this gateway."
     add(COUNTER, "adapter_listings_total", text, changes, "outcome", base=())
     add(GAUGE, "adapters_listed", "Adapters that are served now.", [((), len(entries))], base=())

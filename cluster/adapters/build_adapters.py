@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tandem.cluster.adapters.adapter_list import AdapterList
 from tandem.cluster.adapters.adapter_service import AdapterService
-from tandem.cluster.adapters.folder_watch import FolderWatch
+from tandem.cluster.adapters.folder_watch import FolderWatch, SharedSightings
 from tandem.cluster.adapters.kept import AdapterFile
 from tandem.cluster.adapters.sources import modules_of
 from tandem.cluster.state.notifications import Announcements, NoAnnouncements
@@ -52,6 +52,8 @@ async def open_adapter_service(
 def start_adapter_tasks(
     adapter_service: AdapterService,
     settings: ServiceSettings,
+    redis: Commands,
+    service: str,
     changes: Announcements = NoAnnouncements(),
 ) -> "list[asyncio.Task[None]]":
     """Starts the tasks of an AdapterService: they follow the list and --lora-watch-dir, and save to --state-dir.
@@ -61,7 +63,9 @@ def start_adapter_tasks(
         loop.create_task(adapter_service.registry.run(lambda: _say(adapter_service), changes=changes), name="adapters")
     ]
     if settings.adapters.watch_dir is not None:
-        watch = FolderWatch(Path(settings.adapters.watch_dir), adapter_service)
+        watch = FolderWatch(
+            Path(settings.adapters.watch_dir), adapter_service, sightings=SharedSightings(redis, service)
+        )
         tasks.append(loop.create_task(watch.run(), name="adapters' folder"))
     if adapter_service.kept is not None:
         tasks.append(loop.create_task(adapter_service.kept.run(), name="saving adapters"))

@@ -2,24 +2,31 @@
 come, change and go.
 
 Looks once a second; the clock is passed in. A folder that is being written is taken when it has not changed for a
-while, one that is missing is given up when it has been so for a while; when it comes back, its adapter is whose it was.
-Runs in every gateway that sees the folder: listing the same content twice changes nothing.
+while, one that is missing is given up when it has been so for a while and no other gateway sees it; when it comes back,
+its adapter is whose it was. Runs in every gateway: listing the same content twice changes nothing.
 """
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+import msgspec
 
 from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.adapters.entries import AdapterEntry, is_name
 from tandem.cluster.adapters.sources import FILES
+from tandem.cluster.state import keys
+from tandem.cluster.state.redis_client import Commands, RedisUnavailable
 from tandem.workers.messages.errors import RequestRefused
 
 log = logging.getLogger("tandem.adapters")
 SETTLED_S = 1.5
+UNSEEN_S = 30.0
+"""For a folder that this gateway has never seen: another one, which starts later, may have it."""
 
 Print = tuple[tuple[str, int, int], ...]
 """Name, bytes and time of change of each file."""
@@ -32,15 +39,67 @@ class _Sight(NamedTuple):
     since_s: float
 
 
+class Sightings(Protocol):
+    """What the gateways see of the folder, each on its own node."""
+
+    async def exchange(self, names: list[str]) -> set[str]:
+        """Tells what this gateway sees and returns what the others do. RedisUnavailable."""
+        ...
+
+
+class NoOthers:
+    """Sightings of a gateway that has nobody to ask."""
+
+    async def exchange(self, names: list[str]) -> set[str]:
+        del names
+        return set()
+
+
+class SharedSightings:
+    """Sightings over Redis: a key of each gateway, renewed by each look."""
+
+    def __init__(self, redis: Commands, service: str) -> None:
+        self._redis = redis
+        self._service = service
+        self._id = secrets.token_hex(6)
+
+    async def exchange(self, names: list[str]) -> set[str]:
+        own, everyone = keys.sighting(self._service, self._id), keys.sightings(self._service)
+        answers = await self._redis.pipeline(
+            [
+                ["SET", own, msgspec.msgpack.encode(names), "PX", keys.SIGHTING_TTL_MS],
+                ["SADD", everyone, self._id],
+                ["PEXPIRE", everyone, keys.SIGHTING_TTL_MS],
+                ["SMEMBERS", everyone],
+            ]
+        )
+        members = answers[3]
+        assert isinstance(members, set | list), members
+        others = sorted(name for member in members if (name := member.decode()) != self._id)
+        if not others:
+            return set()
+        values = await self._redis.command("MGET", *(keys.sighting(self._service, other) for other in others))
+        assert isinstance(values, list), values
+        gone = [other for other, value in zip(others, values, strict=True) if value is None]
+        if gone:
+            await self._redis.command("SREM", everyone, *gone)
+        return {name for value in values if value is not None for name in msgspec.msgpack.decode(value, type=list[str])}
+
+
 class FolderWatch:
     """The watch of one folder, which loads and unloads through an AdapterService."""
 
     def __init__(
-        self, folder: Path, adapter_service: AdapterService, clock: Callable[[], float] = time.monotonic
+        self,
+        folder: Path,
+        adapter_service: AdapterService,
+        clock: Callable[[], float] = time.monotonic,
+        sightings: Sightings = NoOthers(),
     ) -> None:
         self._folder = folder
         self._adapter_service = adapter_service
         self._clock = clock
+        self._sightings = sightings
         self._sights: dict[str, _Sight] = {}
         self._done: dict[str, Print] = {}
         self._missing_since_s: dict[str, float] = {}
@@ -61,15 +120,30 @@ class FolderWatch:
             found = await asyncio.to_thread(self._scan)
         except OSError as error:  # on its way out or unmounted: what is listed stays
             log.warning("%s cannot be read: %s", self._folder, error.strerror)
-            self._missing_since_s.clear()
-            return
+            found, elsewhere = {}, None
+        else:
+            elsewhere = await self._seen_elsewhere(sorted(found))
         now_s = self._clock()
         self._last |= (mine := self._listed())
         for name in sorted(found):
             self._missing_since_s.pop(name, None)
             await self._see(name, found[name], now_s)
+        if elsewhere is None:
+            self._missing_since_s.clear()
+            return
         for name in sorted({*self._sights, *mine} - found.keys()):
-            await self._miss(name, now_s)
+            if name in elsewhere:
+                self._missing_since_s.pop(name, None)
+            else:
+                await self._miss(name, now_s)
+
+    async def _seen_elsewhere(self, names: list[str]) -> set[str] | None:
+        """What other gateways see; None when that is not known, and nothing may be unlisted."""
+        try:
+            return await self._sightings.exchange(names)
+        except RedisUnavailable as error:
+            log.debug("what other gateways see is not known: %s", error)
+            return None
 
     def _listed(self) -> dict[str, AdapterEntry]:
         """What is listed from this folder."""
@@ -77,7 +151,8 @@ class FolderWatch:
         return {name: entry for name, entry in entries.items() if Path(entry.source) == self._folder / name}
 
     async def _miss(self, name: str, now_s: float) -> None:
-        if now_s - self._missing_since_s.setdefault(name, now_s) < SETTLED_S:
+        limit_s = SETTLED_S if name in self._sights else UNSEEN_S
+        if now_s - self._missing_since_s.setdefault(name, now_s) < limit_s:
             return
         self._sights.pop(name, None)
         self._done.pop(name, None)

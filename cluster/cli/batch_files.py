@@ -137,7 +137,7 @@ def record(line: BatchLine, answer: httpx.Response | None) -> dict[str, Any]:
 
 async def run_lines(app: ASGIApp, lines: list[BatchLine], at_once: int) -> AsyncIterator[dict[str, Any]]:
     """Yields output rows in the order in which lines finish. At most `at_once` requests are in flight."""
-    client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://tandem", trust_env=False)
+    client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost", trust_env=False)
     free = asyncio.Semaphore(at_once)
     headers = {"content-type": "application/json"}
 

@@ -16,6 +16,7 @@ import psutil
 from tandem.cluster.cli.flags import Command, flag, with_flags
 from tandem.cluster.cli.terminal import say
 from tandem.configs.errors import SettingsError, TandemError
+from tandem.configs.secrets import check_redis_url, read_secret
 
 if TYPE_CHECKING:
     from tandem.cluster.process.run_files import RunFile
@@ -25,7 +26,7 @@ T = TypeVar("T")
 EVERYWHERE = ("0.0.0.0", "::")
 SERVICE_FLAGS = (
     flag("url", str, help="Address of a service of yours on this machine. Default: the newest one."),
-    flag("redis_url", str, help="Redis of a service, on any machine. Default: the Redis of --url."),
+    flag("redis_url", str, help="Redis of a service, on any machine (or env:NAME, file:PATH). Default: that of --url."),
 )
 
 
@@ -47,6 +48,7 @@ def service_at(url: str | None, redis_url: str | None) -> ServiceAt:
     if redis_url is not None and url is not None:
         raise SettingsError("a service is named by --url or by --redis-url, not by both", "--url")
     if redis_url is not None:
+        check_redis_url(redis_url := read_secret(redis_url, "--redis-url"))
         return ServiceAt(redis_url, None)
     run = newest("--redis-url") if url is None else runs_on(url, _running("--redis-url"))[0]
     return ServiceAt(run.redis_url, run.model)
@@ -59,6 +61,18 @@ def newest(instead: str) -> "RunFile":
     if len(runs) > 1:
         say(f"{len(runs)} services run here; using the newest, {runs[0].url} (--url chooses another)")
     return runs[0]
+
+
+def certificate_of(url: str) -> str | None:
+    """The certificate (PEM) of this user's service here that answers on `url`; None for other services."""
+    from tandem.cluster.process.run_files import running_services
+
+    if not url.startswith("https://") or not (runs := running_services()):
+        return None
+    try:
+        return runs_on(url, runs)[0].certificate
+    except SettingsError:
+        return None
 
 
 def _running(instead: str) -> "list[RunFile]":

@@ -12,10 +12,11 @@ from msgspec.structs import replace
 from tandem.cluster.deploy import devices
 from tandem.cluster.deploy.placement import max_groups
 from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable, check_reachable
-from tandem.cluster.tenants.store import TenantStore
+from tandem.cluster.tenants.store import Reading, TenantStore
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import no_gpu_share
 from tandem.configs.schema import CacheSettings, Device, ParallelSettings, ServiceSettings
+from tandem.configs.secrets import without_password
 from tandem.parallel.mesh import Mesh
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.sizes import rank_weights
@@ -170,30 +171,30 @@ def check_redis(url: str) -> None:
     """Checks that Redis answers at the URL."""
     reason = check_reachable(url)
     if reason is not None:
-        raise SettingsError(f"{_without_password(url)} does not answer: {reason}", "--redis-url")
+        raise SettingsError(f"{without_password(url)} does not answer: {reason}", "--redis-url")
 
 
-def open_to_others(settings: ServiceSettings, redis_url: str) -> str | None:
-    """A warning when other machines can reach an API without API keys and tenants, else None."""
+def note_on_keys(settings: ServiceSettings, redis_url: str) -> str | None:
+    """A line for a service that has no key of its own and answers 401 until there is a tenant, or since it once had
+    one, else None."""
     gateway = settings.gateway
-    if gateway.is_local or gateway.api_keys or asyncio.run(_has_tenants(redis_url)):
+    if gateway.api_keys or (reading := asyncio.run(_tenants(redis_url))) is None or reading.tenants:
         return None
-    return f"warning: {gateway.host} is reachable from elsewhere, and there is neither an --api-key nor a tenant"
+    if not gateway.is_open(listens_itself=True):
+        return "every request needs a key, and there is none yet: `tandem tenants add NAME` makes one (or --api-key)"
+    if reading.mark.origin is not None:
+        return "this service had keys before and stays closed: `tandem tenants add NAME` makes one (or --api-key)"
+    return None
 
 
-async def _has_tenants(redis_url: str) -> bool:
+async def _tenants(redis_url: str) -> Reading | None:
     redis = BackgroundClient(redis_url, timeout_s=1.0, retries=0)
     try:
-        return not (await TenantStore(redis).read()).is_empty
+        return await TenantStore(redis).read()
     except RedisUnavailable:
-        return False
+        return None
     finally:
         await redis.close()
-
-
-def _without_password(url: str) -> str:
-    scheme, _, rest = url.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}" if rest else url
 
 
 def _gib(size: int) -> str:

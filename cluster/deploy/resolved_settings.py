@@ -13,15 +13,24 @@ from tandem.workers.planning.model_source import resolve_model
 
 
 def resolve_settings(settings: ServiceSettings) -> ServiceSettings:
-    """Resolves settings: every path is absolute (model, tokenizer, template, log, disk, state, adapters), the model is
-    a folder, served_model_name is set and revision is None. Raises SettingsError with the flag to change."""
+    """Resolves settings: every path is absolute (model, tokenizer, template, log, disk, state, certificates, adapters),
+    the model is a folder, served_model_name is set and revision is None. Raises SettingsError with the flag to change.
+    """
     model = resolve_model(settings.engine.model)
     step_log = str(Path(settings.engine.step_log).absolute()) if settings.engine.step_log is not None else None
     cache = settings.engine.cache
     if cache.kv_disk_path is not None:
         cache = replace(cache, kv_disk_path=str(Path(cache.kv_disk_path).expanduser().absolute()))
     engine: EngineSettings = replace(settings.engine, model=model, step_log=step_log, cache=cache)
-    gateway = settings.gateway
-    if gateway.state_dir is not None:
-        gateway = replace(gateway, state_dir=str(Path(gateway.state_dir).expanduser().absolute()))
+    gateway = replace(
+        settings.gateway,
+        state_dir=_absolute(settings.gateway.state_dir),
+        ssl_certfile=_absolute(settings.gateway.ssl_certfile),
+        ssl_keyfile=_absolute(settings.gateway.ssl_keyfile),
+        ssl_ca_certs=_absolute(settings.gateway.ssl_ca_certs),
+    )
     return replace(settings, engine=engine, gateway=gateway, adapters=resolved_adapters(settings.adapters))
+
+
+def _absolute(path: str | None) -> str | None:
+    return None if path is None else str(Path(path).expanduser().absolute())

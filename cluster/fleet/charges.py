@@ -20,6 +20,9 @@ Charges = Mapping[str, float]
 """Tokens by weight, by tenant."""
 ALONE_PERIOD_S = 5.0
 """Well below CHARGES_TTL_MS: the totals are renewed by each look."""
+IDLE_S = 600.0
+"""A tenant that was not charged for so long is forgotten. The others have had time to read its last total, and count
+from 0 when it is back."""
 
 
 class ChargeExchange:
@@ -44,6 +47,7 @@ class ChargeExchange:
         self._others: list[str] = []
         self._alone_until_s: float | None = None
         self._own: dict[str, float] = {}
+        self._charged_at_s: dict[str, float] = {}
         self._last_totals: dict[str, Charges] | None = None
         self._has_given = False
 
@@ -52,6 +56,8 @@ class ChargeExchange:
         charged = await self._take()
         for tenant, charge in charged.items():
             self._own[tenant] = self._own.get(tenant, 0.0) + charge
+            self._charged_at_s[tenant] = self._clock()
+        self._forget_idle()
         if not charged and self._alone_until_s is not None and self._clock() < self._alone_until_s:
             return
         self._alone_until_s = None
@@ -71,6 +77,11 @@ class ChargeExchange:
                 if (more := total - known.get(tenant, 0.0)) > 0:
                     grown[tenant] = grown.get(tenant, 0.0) + more
         self._pass_on(grown)
+
+    def _forget_idle(self) -> None:
+        before_s = self._clock() - IDLE_S
+        for tenant in [tenant for tenant, at_s in self._charged_at_s.items() if at_s < before_s]:
+            del self._own[tenant], self._charged_at_s[tenant]
 
     def _pass_on(self, grown: Charges) -> None:
         if grown or self._has_given:

@@ -16,7 +16,7 @@ from typing import Protocol
 import psutil
 
 from tandem.cluster.fleet.fleet_view import FleetView, GroupRecord
-from tandem.cluster.wire.service_facts import APP, COORDINATOR
+from tandem.cluster.wire.service_facts import COORDINATOR
 
 log = logging.getLogger("ray.serve.tandem")
 SUSPECT_AFTER_S = 8.0
@@ -81,10 +81,13 @@ class HungGroups:
 
 
 class RayRemote:
-    """Remote over Ray, from inside one of Serve's replicas."""
+    """Remote over Ray, from inside one of Serve's replicas. app: the application's name."""
+
+    def __init__(self, app: str) -> None:
+        self._app = app
 
     async def answers(self, group: str, timeout_s: float) -> bool:
-        actor = await asyncio.to_thread(_actor, group)
+        actor = await asyncio.to_thread(_actor, self._app, group)
         if actor is None:
             return True
         try:
@@ -99,17 +102,17 @@ class RayRemote:
     async def end(self, group: str) -> None:
         import ray
 
-        actor = await asyncio.to_thread(_actor, group)
+        actor = await asyncio.to_thread(_actor, self._app, group)
         if actor is not None:
             await asyncio.to_thread(ray.kill, actor)
 
 
-def _actor(group: str):  # type: ignore[no-untyped-def]
+def _actor(app: str, group: str):  # type: ignore[no-untyped-def]
     """The handle of a group's replica; None when there is none any more. Blocks."""
     import ray
 
     try:
-        return ray.get_actor(f"SERVE_REPLICA::{APP}#{COORDINATOR}#{group}", namespace="serve")
+        return ray.get_actor(f"SERVE_REPLICA::{app}#{COORDINATOR}#{group}", namespace="serve")
     except ValueError:
         return None
 

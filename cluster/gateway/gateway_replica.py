@@ -30,6 +30,7 @@ from tandem.cluster.gateway.generation.serve_calls import ServeCaller
 from tandem.cluster.gateway.http.draining import LAST_WORDS_S, shutting_down
 from tandem.cluster.gateway.http.gateway_metrics import Together
 from tandem.cluster.gateway.http.http_server import QuietServer, make_server
+from tandem.cluster.gateway.http.tls import server_context
 from tandem.cluster.gateway.wiring import build_gateway_app, build_gateway_state
 from tandem.cluster.state import keys
 from tandem.cluster.state.notifications import Announcements, Changes
@@ -56,7 +57,8 @@ class Gateway:
         check_node(facts)
         self._settings = settings
         self._facts = facts
-        self._id = serve.get_replica_context().replica_id.unique_id
+        context = serve.get_replica_context()
+        self._id = context.replica_id.unique_id
         # no request waits for the fleet, so a loop that is busy with tokens may take its time to read it
         self._redis = await open_redis(facts, redis, lambda url: BackgroundClient(url, timeout_s=1.0, retries=1))
         bases = settings.engine.model.served_model_name[:1]
@@ -74,27 +76,32 @@ class Gateway:
         host = "127.0.0.1" if facts.single_node else ray.util.get_node_ip_address()
         prefix = settings.gateway.metrics_prefix
         self._client = GroupClient(ServeCaller(groups), self._fleet, facts.secret, host, prefix, lambda: self._adapters)
-        self._hung_groups = HungGroups(self._fleet, RayRemote())
+        self._hung_groups = HungGroups(self._fleet, RayRemote(context.app_name))
         following = self._fleet.run(self._look_after, self._client.has_requests)
         self._following = asyncio.get_running_loop().create_task(following, name="fleet")
         self._server: QuietServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self._background: list[asyncio.Task[None]] = []
         several = settings.gateway.num_gateways > 1
-        self._heartbeat = GatewayHeartbeat(self._redis, facts.service_id, self._record) if several else None
+        is_reported = (
+            several or settings.gateway.ssl_ca_certs is not None
+        )  # the launcher has no certificate to ask with
+        self._heartbeat = GatewayHeartbeat(self._redis, facts.service_id, self._record) if is_reported else None
         self._was_ready = False
         self._missing: set[str] = set()
         try:
             self._adapters = await open_adapter_service(settings, self._redis, facts.service_id, self._most_adapters)
             if self._adapters is not None:
-                self._background = start_adapter_tasks(self._adapters, settings, self._changes)
+                self._background = start_adapter_tasks(
+                    self._adapters, settings, self._redis, facts.service_id, self._changes
+                )
             self._state = build_gateway_state(
                 settings,
                 self._client,
                 self._tenants,
                 self._adapters,
                 open_port=facts.open_port,
-                peers=None if self._heartbeat is None else Together(self._id, self._others),
+                peers=Together(self._id, self._others) if several else None,
             )
         except Exception as error:
             await self._report_failure(error)
@@ -203,7 +210,8 @@ class Gateway:
     async def _open_port(self, app: FastAPI) -> None:
         gateway = self._settings.gateway
         listener = listen(gateway.host, gateway.port, shared=gateway.num_gateways > 1)
-        self._server = make_server(app, shutdown_timeout_s=self._settings.shutdown_timeout_s)
+        tls = server_context(gateway)
+        self._server = make_server(app, shutdown_timeout_s=self._settings.shutdown_timeout_s, tls=tls)
         self._serving = asyncio.get_running_loop().create_task(
             self._server.serve(sockets=[listener]), name="http server"
         )
@@ -255,6 +263,7 @@ def open_tenants(
             gateways=settings.gateway.num_gateways,
             kv_tokens=kv_tokens,
             changes=changes,
+            has_keys=bool(settings.gateway.api_keys or settings.gateway.admin_keys),
         )
     except OSError as error:
         raise SettingsError(f"{given} cannot be used: {error.strerror}", "--state-dir") from error

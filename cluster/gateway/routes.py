@@ -17,6 +17,7 @@ from starlette.routing import Route
 from tandem.cluster.gateway.http.auth import AuthLevel, Principal, check_level
 from tandem.cluster.gateway.http.error_answers import on_tandem_error
 from tandem.cluster.gateway.http.middleware import Envelope
+from tandem.cluster.gateway.http.origins import Origins
 from tandem.cluster.gateway.openai import adapter_routes, handlers, probes, tenant_routes
 from tandem.cluster.gateway.openai.openapi import openapi_document
 from tandem.cluster.gateway.services import GatewayState
@@ -57,7 +58,7 @@ ROUTES: tuple[RouteSpec, ...] = (
     RouteSpec("GET", "/readyz", AuthLevel.OPEN, probes.ready),
     RouteSpec("GET", "/version", AuthLevel.OPEN, probes.show_version),
     RouteSpec("GET", "/load", AuthLevel.OPEN, probes.load),
-    RouteSpec("GET", "/metrics", AuthLevel.OPEN, probes.metrics),
+    RouteSpec("GET", "/metrics", AuthLevel.METRICS, probes.metrics),
 )
 
 
@@ -76,7 +77,14 @@ def build_gateway_app(state: GatewayState) -> FastAPI:
     app.router.redirect_slashes = False
     app.add_exception_handler(TandemError, on_tandem_error)
     app.add_exception_handler(HTTPException, on_tandem_error)
-    app.add_middleware(Envelope, metrics=state.metrics, draining=state.draining, tenancy=state.tenancy)
+    app.add_middleware(Origins, allowed=state.settings.allowed_origins, is_open=lambda: state.auth.is_open)
+    app.add_middleware(
+        Envelope,
+        metrics=state.metrics,
+        draining=state.draining,
+        tenancy=state.tenancy,
+        max_bodies_bytes=state.settings.max_bodies_bytes,
+    )
     specs = [*ROUTES, RouteSpec("GET", OPENAPI_PATH, AuthLevel.OPEN, _document_handler())]
     for spec in specs:
         app.router.routes.append(Route(spec.path, _endpoint(state, spec), methods=[spec.method]))
@@ -89,7 +97,7 @@ def _endpoint(state: GatewayState, spec: RouteSpec) -> Callable[[Request], Await
     async def endpoint(request: Request) -> Response:
         request.scope["tandem.route"] = spec.path
         principal = check_level(spec.level, state.auth, request.headers.get("authorization"))
-        if spec.level is not AuthLevel.OPEN:
+        if spec.level in (AuthLevel.API_KEY, AuthLevel.ADMIN):
             request.scope["tandem.tenant"] = principal.tenant
         if spec.method == "POST":
             state.draining.check()

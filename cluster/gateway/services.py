@@ -16,8 +16,9 @@ from tandem.cluster.adapters.running import RunningAdapters
 from tandem.cluster.gateway.generation.backend import Backend
 from tandem.cluster.gateway.http.auth import Authenticator, StaticKeys
 from tandem.cluster.gateway.http.draining import Draining
-from tandem.cluster.gateway.http.gateway_metrics import Alone, GatewayMetrics, Peers
-from tandem.cluster.gateway.http.tasks import TaskOwner, TextWorkers
+from tandem.cluster.gateway.http.gateway_metrics import Alone, GatewayMetrics, Peers, Scrapes
+from tandem.cluster.gateway.http.tasks import TaskOwner
+from tandem.cluster.gateway.http.text_workers import TextWorkers
 from tandem.cluster.tenants.billing_record import Ledger, NoLedger
 from tandem.cluster.tenants.tenant_admin import NoTenantAdmin, TenantAdmin
 from tandem.cluster.tenants.tenant_admission import OpenTenancy, Tenancy
@@ -72,6 +73,7 @@ class GatewayState:
     adapter_roots: tuple[str, ...]
     running_adapters: RunningAdapters
     peers: Peers
+    scrapes: Scrapes
 
 
 def make_state(
@@ -103,6 +105,7 @@ def make_state(
     assert model_names, "a service has a model name"
     registry = registry if registry is not None else CollectorRegistry()
     known = tokenizer.eos_token_ids if engine_eos_token_ids is None else engine_eos_token_ids
+    metrics = GatewayMetrics(registry, settings.metrics_prefix, model_names[0])
     return GatewayState(
         settings=settings,
         model_names=model_names,
@@ -112,14 +115,14 @@ def make_state(
         max_model_len=max_model_len,
         vocab_size=vocab_size,
         backend=backend,
-        auth=auth if auth is not None else StaticKeys(settings.api_keys, settings.admin_keys),
+        auth=auth if auth is not None else StaticKeys(settings.api_keys, settings.admin_keys, settings.metrics_keys),
         tenancy=tenancy if tenancy is not None else OpenTenancy(),
         tenants=tenants if tenants is not None else NoTenantAdmin(),
         ledger=ledger if ledger is not None else NoLedger(),
         registry=registry,
-        metrics=GatewayMetrics(registry, settings.metrics_prefix, model_names[0]),
+        metrics=metrics,
         tasks=TaskOwner(),
-        text=TextWorkers(),
+        text=TextWorkers(meter=metrics),
         draining=Draining(),
         times=times if times is not None else GatewayTimes(),
         extra_stop_token_ids=tuple(sorted(tokenizer.eos_token_ids - known)),
@@ -132,4 +135,5 @@ def make_state(
         adapter_roots=adapter_roots,
         running_adapters=adapters.running if adapters is not None else RunningAdapters(),
         peers=peers if peers is not None else Alone(),
+        scrapes=Scrapes(),
     )

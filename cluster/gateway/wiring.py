@@ -64,6 +64,7 @@ def build_gateway_state(
 
 
 def tenant_keys(settings: GatewaySettings, tenants: KnownKeys, *, open_port: bool) -> TenantKeys:
-    """The authenticator. Without any key, admin routes are open only while the gateway itself listens on loopback."""
-    static = StaticKeys(settings.api_keys, settings.admin_keys)
-    return TenantKeys(static, tenants, open_admin=open_port and settings.is_local)
+    """The authenticator. Admin routes are open only where the API is and the gateway itself listens on loopback."""
+    static = StaticKeys(settings.api_keys, settings.admin_keys, settings.metrics_keys)
+    may_be_open = settings.is_open(listens_itself=open_port)
+    return TenantKeys(static, tenants, may_be_open=may_be_open, open_admin=open_port and settings.is_local)

@@ -18,7 +18,8 @@ PREFIX = "td-"
 
 
 class RunFile(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts by which other commands reach a running service. pid: its launcher's. stopping: new requests get 503."""
+    """Facts by which other commands reach a running service. pid: its launcher's. stopping: new requests get 503.
+    certificate: of its port (PEM), where that speaks TLS."""
 
     pid: int
     started_at: float
@@ -27,6 +28,7 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True):
     service_id: str
     redis_url: str
     stopping: bool = False
+    certificate: str | None = None
 
 
 class PrivateFolder:

@@ -27,8 +27,9 @@ from tandem.cluster.deploy.preflight import (
     check_redis,
     choose_device,
     fit_host_tier,
-    open_to_others,
+    note_on_keys,
 )
+from tandem.cluster.gateway.http.tls import read_certificate, server_context
 from tandem.cluster.process.load_progress import LoadProgress
 from tandem.cluster.process.reaper import INTERRUPTED, StatusPipe, print_line
 from tandem.cluster.process.redis_server import RedisServer
@@ -48,13 +49,20 @@ SIGNAL_AFTER_ERROR_S = 1.0
 
 
 class Launcher:
-    """One service, from its start to its end. address: of the Ray to join; None starts a private one."""
+    """One service, from its start to its end. address: of the Ray to join; None starts a private one. may_be_open: that
+    Ray need not ask for tokens."""
 
     def __init__(
-        self, settings: ServiceSettings, address: str | None, console: "Console", status_pipe: StatusPipe
+        self,
+        settings: ServiceSettings,
+        address: str | None,
+        console: "Console",
+        status_pipe: StatusPipe,
+        may_be_open: bool = False,
     ) -> None:
         self._settings = settings
         self._address = address
+        self._may_be_open = may_be_open
         self._console = console
         self._status_pipe = status_pipe
         self._signals = Signals()
@@ -140,6 +148,7 @@ class Launcher:
     def _check(self) -> None:
         settings = self._settings = choose_device(self._settings)
         check_port(settings.gateway.host, settings.gateway.port)
+        server_context(settings.gateway)
         check_model(settings)
         if self._address is None:
             check_processes(settings)
@@ -184,7 +193,7 @@ class Launcher:
             ray_node.load()
             self._stack.callback(lambda: ray_node.shut_down(self._left_ray))
         if self._address is not None:
-            ray_node.join(self._address)
+            ray_node.join(self._address, may_be_open=self._may_be_open)
         else:
             device = self._settings.engine.device.chosen
             cpus = declared_cpus(self._settings, device, devices.cores())
@@ -213,7 +222,7 @@ class Launcher:
     def _announce(self, facts: ServiceFacts, announced: ExitStack) -> None:
         gateway = self._settings.gateway
         host = f"[{gateway.host}]" if ":" in gateway.host else gateway.host
-        url = f"http://{host}:{gateway.port}"
+        url = f"{'http' if gateway.ssl_certfile is None else 'https'}://{host}:{gateway.port}"
         assert facts.redis_url is not None
         self._run_file = RunFile(
             pid=os.getpid(),
@@ -222,10 +231,11 @@ class Launcher:
             model=self._settings.engine.model.served_model_name[0],
             service_id=facts.service_id,
             redis_url=facts.redis_url,
+            certificate=read_certificate(gateway),
         )
         announced.callback(remove_run_file, write_run_file(self._run_file))
-        if (warning := open_to_others(self._settings, facts.redis_url)) is not None:
-            self._console.print_line(warning)
+        if (note := note_on_keys(self._settings, facts.redis_url)) is not None:
+            self._console.print_line(note)
         self._console.print_phases(self._phases)
         self._console.print_url(url, self._run_file.model, min_groups(self._settings), max_groups(self._settings))
         events = GroupEventLog(facts.redis_url, facts.service_id, self._console.print_line)

@@ -20,6 +20,8 @@ from tandem.configs.errors import SettingsError
 
 OBJECT_STORE_BYTES = 80 * 2**20
 DRIVER: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "tandem"}
+GCS_CALL, GCS_CALL_S = "/ray.rpc.NodeInfoGcsService/GetClusterId", 10.0
+"""A cheap call of Ray's GCS that takes no arguments."""
 SERVE_SWITCHES = {
     # user code, router and Serve's own work on one loop; gRPC between replicas; buffered logs
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
@@ -116,8 +118,9 @@ def rejoin(left: Any) -> None:
         ray._private.worker._global_node = left
 
 
-def join(address: str) -> None:
-    """Connects to a running Ray; SettingsError when it does not answer."""
+def join(address: str, *, may_be_open: bool = False) -> None:
+    """Connects to a running Ray. SettingsError when it does not answer, or asks nobody for a token and may_be_open is
+    False."""
     import ray
 
     try:
@@ -126,6 +129,26 @@ def join(address: str) -> None:
         raise SettingsError(
             f"{address}: no Ray cluster answers there: {str(error).splitlines()[0]}", "--address"
         ) from error
+    if not may_be_open and not asks_for_token(ray.get_runtime_context().gcs_address):
+        raise SettingsError(
+            f"{address}: this Ray asks nobody for a token, so all who reach its ports can run code in it; start it "
+            "with RAY_AUTH_MODE=token, or accept that with --allow-unauthenticated-ray",
+            "--address",
+        )
+
+
+def asks_for_token(gcs_address: str) -> bool:
+    """Whether the Ray there refuses a call without a token. True also for one that speaks TLS only, which asks for
+    certificates."""
+    import grpc
+
+    with grpc.insecure_channel(gcs_address) as channel:
+        ask = channel.unary_unary(GCS_CALL, request_serializer=bytes, response_deserializer=bytes)
+        try:
+            ask(b"", timeout=GCS_CALL_S)
+        except grpc.RpcError:
+            return True
+    return False
 
 
 def is_alive(left: Any = None) -> bool:

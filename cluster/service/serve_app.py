@@ -18,6 +18,7 @@ from tandem.cluster.fleet.engine_metrics import decode_stats
 from tandem.cluster.fleet.fleet_view import FleetView, GroupRecord, bytes_of, read_start_failure
 from tandem.cluster.fleet.gateway_records import read_gateways
 from tandem.cluster.gateway.http.draining import CUT_OFF_S
+from tandem.cluster.gateway.http.tls import client_context, read_certificate
 from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
 from tandem.cluster.wire.service_facts import APP, COORDINATOR, GATEWAY, ServiceFacts
 from tandem.configs.errors import SettingsError
@@ -28,17 +29,19 @@ POLL_S = 0.05
 SLOW_POLL_S = 1.0
 DELETE_S = 5.0
 PLACEMENT_S = 20.0
-GROUP_PREFIX = f"SERVE_REPLICA::{APP}#{COORDINATOR}#"
-"""Prefix of our groups' placement groups, in Serve's naming."""
 
 
 class ServeApp:
-    """One deployed application. private: Ray ends with it."""
+    """One deployed application. private: Ray ends with it. In a Ray of others it has a name of its own, is reached
+    through none of their proxies, and is all that ends with it."""
 
     def __init__(self, settings: ServiceSettings, facts: ServiceFacts, private: bool) -> None:
         self._settings = settings
         self._facts = facts
-        self._private = private
+        self._app = APP if private else f"{APP}-{facts.service_id}"
+        self._route_prefix = "/" if private else None
+        certificate = read_certificate(settings.gateway)
+        self._tls = None if certificate is None else client_context(certificate)
         self._deployed = False
         self.is_ready = False
 
@@ -47,7 +50,9 @@ class ServeApp:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)  # importing serve has set it to INFO
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING", "enable_access_log": False})
         self._deployed = True
-        target = serve.RunTarget(target=build_app(self._settings, self._facts), name=APP, route_prefix="/")
+        target = serve.RunTarget(
+            target=build_app(self._settings, self._facts), name=self._app, route_prefix=self._route_prefix
+        )
         serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
     def wait_until_ready(self, keep: Callable[[], None], loading: Callable[[int, int], None]) -> list[str]:
@@ -75,12 +80,10 @@ class ServeApp:
         try:
             if self.is_ready and (count := asyncio.run(self._drain_gateways(is_urgent))):
                 cut_off(count)
-            serve.delete(APP, _blocking=False)
+            serve.delete(self._app, _blocking=False)
             deadline_s = time.monotonic() + DELETE_S
-            while APP in serve.status().applications and time.monotonic() < deadline_s and not is_urgent():
+            while self._app in serve.status().applications and time.monotonic() < deadline_s and not is_urgent():
                 time.sleep(POLL_S)
-            if not self._private:
-                serve.shutdown()
         except (ray.exceptions.RayError, RuntimeError):
             return  # Ray itself is gone, and with it all that could be drained
 
@@ -89,7 +92,7 @@ class ServeApp:
 
         Returns how many requests were cut off; gateways that do not answer count as 0.
         """
-        asking = asyncio.create_task(_ask_gateways("drain"), name="drain")
+        asking = asyncio.create_task(_ask_gateways(self._app, "drain"), name="drain")
         deadline_s = time.monotonic() + self._settings.shutdown_timeout_s + CUT_OFF_S + DELETE_S
         while not asking.done() and time.monotonic() < deadline_s and not is_urgent():
             await asyncio.wait({asking}, timeout=POLL_S)
@@ -97,7 +100,7 @@ class ServeApp:
         if is_urgent() and not asking.done():
             with suppress(TimeoutError):
                 async with asyncio.timeout(CUT_OFF_S):
-                    count = await _ask_gateways("cut_off")
+                    count = await _ask_gateways(self._app, "cut_off")
         asking.cancel()
         logging.getLogger("ray.serve").setLevel(logging.CRITICAL)  # Serve's client deplores that this loop ends
         return count
@@ -119,7 +122,7 @@ class ServeApp:
                     keep()
                     self._raise_serve_failure()
                     if checked_s - started_s >= PLACEMENT_S:
-                        raise_unplaced()
+                        raise_unplaced(self._app)
                 await asyncio.sleep(POLL_S)
         finally:
             await redis.close()
@@ -128,18 +131,26 @@ class ServeApp:
         return sum(record.state == "serving" for record in records) >= min_groups(self._settings)
 
     async def _gateways_answer(self, redis: BackgroundClient) -> bool:
-        """Whether one gateway answers here, and of several each has a record of being ready."""
-        count = self._settings.gateway.num_gateways
+        """Whether one gateway answers here, and of several each has a record of being ready. Of gateways that want
+        certificates of clients the records must do."""
+        gateway = self._settings.gateway
+        count, may_ask = gateway.num_gateways, gateway.ssl_ca_certs is None
         with suppress(RedisUnavailable):
-            ready = [] if count == 1 else [r for r in await read_gateways(redis, self._facts.service_id) if r.ready]
-            return (count == 1 or len(ready) >= count) and self._get("/readyz") is not None
+            if count > 1 or not may_ask:
+                ready = [record for record in await read_gateways(redis, self._facts.service_id) if record.ready]
+                if len(ready) < count:
+                    return False
+            return not may_ask or self._get("/readyz") is not None
         return False
 
     def _get(self, path: str) -> bytes | None:
         """The body of the gateway's answer; None when it is not 200 or does not come in a second."""
         gateway = self._settings.gateway
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(gateway.host, gateway.host)
-        connection = http.client.HTTPConnection(host, gateway.port, timeout=1.0)
+        if self._tls is None:
+            connection = http.client.HTTPConnection(host, gateway.port, timeout=1.0)
+        else:
+            connection = http.client.HTTPSConnection(host, gateway.port, timeout=1.0, context=self._tls)
         try:
             connection.request("GET", path)
             answer = connection.getresponse()
@@ -157,9 +168,8 @@ class ServeApp:
         if failure is not None:
             raise SettingsError(f"{failure.part} did not start: {failure.message}", failure.flag)
 
-    @staticmethod
-    def _raise_serve_failure() -> None:
-        app = serve.status().applications.get(APP)
+    def _raise_serve_failure(self) -> None:
+        app = serve.status().applications.get(self._app)
         if app is not None and app.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
             messages = [d.message for d in app.deployments.values() if d.message] or [app.message]
             last = next((line for line in reversed(messages[0].strip().splitlines()) if line.strip()), "")
@@ -174,20 +184,21 @@ class ServeApp:
         return [first, *(f"group {record.group}: {note}" for note in record.notes)]
 
 
-async def _ask_gateways(method: str) -> int:
+async def _ask_gateways(app: str, method: str) -> int:
     """Calls the method on every gateway and returns the sum of their answers; one that is gone counts as 0."""
     try:
-        asked = serve.get_deployment_handle(GATEWAY, APP).broadcast(method)
+        asked = serve.get_deployment_handle(GATEWAY, app).broadcast(method)
         return sum(answer for answer in await asked.results_async(return_exceptions=True) if isinstance(answer, int))
     except Exception as error:  # Ray and Serve report gateways that are gone in many ways
         log.warning("the gateways could not be asked for %s: %s", method, error)
         return 0
 
 
-def raise_unplaced() -> None:
-    """Raises a SettingsError while a placement group of ours waits, with its demand and the cluster's resources."""
+def raise_unplaced(app: str) -> None:
+    """Raises a SettingsError while a placement group of the app waits, with its demand and the cluster's resources."""
+    prefix = f"SERVE_REPLICA::{app}#{COORDINATOR}#"  # Serve's naming
     for group in ray.util.placement_group_table().values():
-        if group["state"] == "PENDING" and group.get("name", GROUP_PREFIX).startswith(GROUP_PREFIX):
+        if group["state"] == "PENDING" and group.get("name", prefix).startswith(prefix):
             asked = ", ".join(_resources(bundle) for bundle in group["bundles"].values())
             raise SettingsError(
                 f"a group's ranks were not placed in {PLACEMENT_S:.0f} s: asked for bundles [{asked}] with "

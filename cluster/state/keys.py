@@ -53,8 +53,9 @@ TENANTS = "tandem:tenants"
 TENANTS_VERSION = "tandem:tenants:version"
 """Counts changes of TENANTS, so that a poll for one is cheap. No TTL. Owner: the store."""
 TENANTS_ORIGIN = "tandem:tenants:origin"
-"""Random name of this set of tenants, written with its first change. Missing or another than before = it was lost, and
-those who knew it write it again. No TTL. Owner: the store."""
+"""Random name of this set of tenants, written with its first change, or when the first gateway with keys starts: a
+service with one is closed for good. Missing or another than before = it was lost, and those who knew it write it again.
+No TTL. Owner: the store."""
 QUOTA_TTL_S = 400 * 86400
 USAGE_ORIGIN = "tandem:usage:origin"
 """Random name of this collection of usage rows; missing = the rows were lost and journals are replayed. TTL
@@ -96,6 +97,18 @@ def adapters(model: str) -> str:
     return f"tandem:adapters:{model}"
 
 
+def sightings(service: str) -> str:
+    """Set of the gateways that watch --lora-watch-dir. PX 10 s, renewed each second. Owner: gateways."""
+    return f"tandem:{service}:sightings"
+
+
+def sighting(service: str, gateway_id: str) -> str:
+    """Names of the folders that one gateway sees in --lora-watch-dir (msgpack list). PX 10 s, written each second.
+    Owner: that gateway."""
+    return f"tandem:{service}:sighting:{gateway_id}"
+
+
+SIGHTING_TTL_MS = 10_000
 ADAPTERS_VERSION = "@version"
 ADAPTERS_BASE = "@base"
 ADAPTER_MODELS = "tandem:adapter-models"

@@ -2,7 +2,8 @@
 
 Read again when the version in Redis changes, which is announced and polled for. While Redis is unavailable the copy
 goes on serving; when Redis comes back without the tenants, or as it was some changes ago, the copy is written to it
-again. A file keeps the copy for the gateway's next life.
+again. A file keeps the copy for the gateway's next life. A service that once had a tenant or a key has an origin, and
+is closed for good.
 
     unknown --first reading--> certain --Redis unavailable, or 2 s--> uncertain (known keys go on) --reading--> certain
 """
@@ -42,7 +43,8 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TenantDirectory:
-    """Used on one event loop. `file`: where the copy is kept, None: nowhere."""
+    """Used on one event loop. `file`: where the copy is kept, None: nowhere. has_keys: the service has keys beside
+    those of tenants, which closes it also for later lives."""
 
     def __init__(
         self,
@@ -50,17 +52,20 @@ class TenantDirectory:
         file: Path | None = None,
         wall_clock: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
+        has_keys: bool = False,
     ) -> None:
         self._store = store
         self._file = file
         self._wall_clock = wall_clock
         self._clock = clock
+        self._has_keys = has_keys
         self._read_s = -math.inf
         self._mark: Mark | None = None
         self._origin: str | None = None
         self._by_digest: dict[str, tuple[str, float | None]] = {}
         self._unreadable = 0
         self._refreshing = asyncio.Lock()
+        self.closing = asyncio.Event()
         self.tenants: Mapping[str, Tenant] = {}
         self.saved_spent: Mapping[str, tuple[int, int]] = {}
         self.is_known = False
@@ -72,9 +77,9 @@ class TenantDirectory:
         return self._clock() - self._read_s < CERTAIN_S
 
     @property
-    def has_tenants(self) -> bool:
-        """Those whose entries cannot be read count: their keys are not known, but the service is theirs."""
-        return bool(self.tenants) or self._unreadable > 0
+    def is_closed(self) -> bool:
+        """There is, or once was, a tenant or a key: the service is never open again, whoever lost or removed them."""
+        return self._origin is not None
 
     def tenant_of(self, digest: bytes) -> str | None:
         """The tenant whose key has this SHA-256. The digest of a random key gives nothing away by how long its lookup
@@ -94,9 +99,9 @@ class TenantDirectory:
         """Takes what the file of an earlier life holds, before the first reading."""
         if self._file is None or (saved := await asyncio.to_thread(read_state, self._file, Saved)) is None:
             return
-        self._origin = saved.origin
         self.saved_spent = saved.spent
         if saved.origin is not None:
+            self._close(saved.origin)
             self._take({tenant.name: tenant for tenant in saved.tenants}, saved.unreadable)
 
     async def refresh(self) -> None:
@@ -156,11 +161,16 @@ class TenantDirectory:
         elif self._mark is not None and mark.origin == self._origin and mark.version < self._mark.version:
             if await self._store.restore(mark, self._mark.version, self.tenants):
                 log.warning("Redis was an older copy of itself: %d tenants were written again", len(self.tenants))
+        elif mark.origin is None and self._has_keys:
+            await self._store.found()
         elif mark == self._mark:
             return
         reading: Reading = await self._store.read()
+        if reading.mark.origin is None and self._origin is not None:
+            raise RedisUnavailable("it lost the tenants at this moment")
         self._mark = reading.mark
-        self._origin = reading.mark.origin
+        if reading.mark.origin is not None:
+            self._close(reading.mark.origin)
         self._take(reading.tenants, reading.unreadable)
 
     def _was_lost(self, mark: Mark) -> bool:
@@ -168,6 +178,10 @@ class TenantDirectory:
         if self._origin is None or mark.origin == self._origin:
             return False
         return mark.origin is None or self._mark is not None
+
+    def _close(self, origin: str) -> None:
+        self._origin = origin
+        self.closing.set()
 
     def _take(self, tenants: Mapping[str, Tenant], unreadable: int) -> None:
         self.tenants = tenants

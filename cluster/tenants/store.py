@@ -33,6 +33,12 @@ redis.call('INCR', KEYS[2])
 {ANNOUNCE}
 return 1
 """
+_FOUND = f"""
+if not redis.call('SET', KEYS[3], ARGV[1], 'NX') then return 0 end
+redis.call('INCR', KEYS[2])
+{ANNOUNCE}
+return 1
+"""
 _SEED = f"""
 if redis.call('GET', KEYS[3]) == ARGV[1] then return 0 end
 for i = 3, #ARGV, 2 do redis.call('HSETNX', KEYS[1], ARGV[i], ARGV[i + 1]) end
@@ -55,7 +61,8 @@ _KEYS = (keys.TENANTS, keys.TENANTS_VERSION, keys.TENANTS_ORIGIN)
 
 
 class Mark(NamedTuple):
-    """A mark that distinguishes states of the tenants. origin None: nothing was ever written to this Redis."""
+    """A mark that distinguishes states of the tenants. origin None: nothing was ever written to this Redis; with an
+    origin the service has, or once had, tenants or keys."""
 
     origin: str | None
     version: int
@@ -67,10 +74,6 @@ class Reading(NamedTuple):
     mark: Mark
     tenants: dict[str, Tenant]
     unreadable: int = 0
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.tenants and not self.unreadable
 
 
 class KeyedTenant(NamedTuple):
@@ -161,6 +164,10 @@ class TenantStore:
                 await self._redis.command("DEL", keys.quota(name), keys.quota_gateways(name))
                 return
         raise _contended(name)
+
+    async def found(self) -> None:
+        """Gives a Redis without tenants an origin: from now on the service is closed, also without tenants."""
+        await self._redis.command("EVAL", _FOUND, len(_KEYS), *_KEYS, secrets.token_hex(8))
 
     async def seed(self, origin: str, tenants: Iterable[Tenant], version: int = 0) -> bool:
         """Writes what was lost, unless another has done so; what is there by now is kept. True when it was written.

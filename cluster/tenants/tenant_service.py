@@ -30,7 +30,8 @@ CANCEL_TRIES = 5
 
 class TenantService:
     """The tenants of one gateway. folder: where tenants and the journal outlive the gateway. is_private: it is removed
-    when the last gateway of the service has left in order, with everything written to Redis."""
+    when the last gateway of the service has left in order, with everything written to Redis. has_keys: the service has
+    keys beside those of tenants."""
 
     def __init__(
         self,
@@ -43,6 +44,7 @@ class TenantService:
         gateways: int,
         kv_tokens: Callable[[], int],
         changes: Announcements = NoAnnouncements(),
+        has_keys: bool = False,
     ) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder = folder
@@ -51,7 +53,7 @@ class TenantService:
         gateway = secrets.token_hex(6)
         store = TenantStore(redis)
         self._requests = RequestRedis(lambda: redis.url, redis_timeout_s)
-        self.directory = TenantDirectory(store, folder / TENANTS_FILE)
+        self.directory = TenantDirectory(store, folder / TENANTS_FILE, has_keys=has_keys)
         self.quota = Quota(self._requests, self.directory, gateway, gateways=gateways, kv_tokens=kv_tokens)
         self.admin = StoreAdmin(store, self.directory)
         self.ledger = UsageLedger(redis, folder, gateway, usage_days * DAY_S)
@@ -93,9 +95,13 @@ class TenantService:
             await asyncio.to_thread(_remove_if_unused, self._folder)
 
     async def _save(self) -> None:
+        """At once when the service closes: it must be closed in its next life too."""
         while True:
+            was_closed = self.directory.is_closed
             await self.directory.save(self.quota.spent())
-            await asyncio.sleep(SAVE_PERIOD_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(SAVE_PERIOD_S):
+                    await (asyncio.Event() if was_closed else self.directory.closing).wait()
 
 
 async def _end(tasks: list[asyncio.Task[None]]) -> None:

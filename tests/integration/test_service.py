@@ -255,7 +255,9 @@ def test_a_client_that_leaves_while_its_prompts_are_computed_or_wait_frees_all_a
 @contextmanager
 def connected(service: Service, path: str, body: bytes) -> Iterator[socket.socket]:
     """A client that has sent its request and reads nothing; it leaves with the block."""
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+    )
     with socket.create_connection(("127.0.0.1", service.port), timeout=10) as client:
         client.sendall(head.encode() + b"\r\n" + body)
         yield client

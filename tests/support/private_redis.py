@@ -13,9 +13,10 @@ from tandem.configs.environment import short_temp_folder
 
 
 @contextmanager
-def private_redis() -> Iterator[RedisServer]:
+def private_redis(listen: tuple[str, int, str] | None = None) -> Iterator[RedisServer]:
+    """listen: host, port and password; None: a unix socket."""
     folder = Path(tempfile.mkdtemp(prefix="tr-", dir=short_temp_folder()))
-    server = RedisServer(folder / "redis")
+    server = RedisServer(folder / "redis", listen=listen)
     server.start()
     try:
         yield server

@@ -10,6 +10,7 @@ from typing import Any, Final
 import httpx
 import msgspec
 
+from tandem.cluster.gateway.http.tls import client_context
 from tandem.configs.errors import SettingsError, TandemError
 
 CONNECT_S: Final = 5.0
@@ -56,8 +57,9 @@ class Endpoint:
     """A connection to the service at `url` (with or without /v1). Closed as a context manager. Every method raises
     EndpointError."""
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
-        """SettingsError when `url` is not an HTTP URL or `api_key` cannot be sent."""
+    def __init__(self, url: str, api_key: str | None = None, certificate: str | None = None) -> None:
+        """certificate: of the service (PEM), to trust it alone under any name; None: what the machine trusts.
+        SettingsError when `url` is not an HTTP URL or `api_key` cannot be sent."""
         self.url = url.rstrip("/").removesuffix("/v1")
         try:
             parsed = httpx.URL(self.url)
@@ -73,6 +75,7 @@ class Endpoint:
             headers={"authorization": f"Bearer {api_key}"} if api_key is not None else {},
             timeout=httpx.Timeout(SILENCE_S, connect=CONNECT_S),
             trust_env=parsed.host not in NEAR,
+            verify=client_context(certificate) if parsed.scheme == "https" else True,
         )
 
     def __enter__(self) -> "Endpoint":

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tandem.cluster.cli.running_service import newest
+from tandem.cluster.cli.running_service import certificate_of, newest
 from tandem.cluster.cli.terminal import say
 from tandem.configs.environment import API_KEY
 from tandem.configs.errors import TandemError
+from tandem.configs.secrets import read_secret
 
 if TYPE_CHECKING:
     from tandem.cluster.cli.client.endpoint import Endpoint
@@ -23,7 +24,12 @@ Model = Annotated[
 ]
 ApiKey = Annotated[
     str | None,
-    typer.Option("--api-key", envvar=API_KEY, show_envvar=False, help=f"API key to send. Default: ${API_KEY}."),
+    typer.Option(
+        "--api-key",
+        envvar=API_KEY,
+        show_envvar=False,
+        help=f"API key to send (or env:NAME, file:PATH). Default: ${API_KEY}.",
+    ),
 ]
 Temperature = Annotated[
     float | None, typer.Option("--temperature", help="Sampling temperature; 0 is greedy. Default: the service's.")
@@ -83,8 +89,14 @@ def _service(url: str | None, api_key: str | None) -> "Iterator[Endpoint]":
     """The service at `url`, else the newest one of this user on this machine. Ctrl-C inside ends with status 130."""
     from tandem.cluster.cli.client.endpoint import Endpoint
 
+    if url is None:
+        run = newest("--url")
+        url, certificate = run.url, run.certificate
+    else:
+        certificate = certificate_of(url)
+    key = None if api_key is None else read_secret(api_key, "--api-key")
     try:
-        with Endpoint(newest("--url").url if url is None else url, api_key) as endpoint:
+        with Endpoint(url, key, certificate) as endpoint:
             yield endpoint
     except KeyboardInterrupt:
         sys.exit(130)

@@ -89,8 +89,8 @@ def remove(name: Name, at: ServiceAt) -> None:
 
     left = _run(at, removed)
     typer.echo(f"{name} removed")
-    if left.is_empty:
-        say("that was the last tenant: a service without --api-key is open to everybody again")
+    if not left.tenants and not left.unreadable:
+        say("that was the last tenant: the service stays closed, and without --api-key it answers nobody")
 
 
 @on_service

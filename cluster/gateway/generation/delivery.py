@@ -17,11 +17,14 @@ from tandem.cluster.gateway.generation.generation import RequestPart, RequestRun
 from tandem.cluster.gateway.http.sse import EventWriter
 from tandem.cluster.gateway.openai.answers import ChoiceAnswer, ResponseFormat
 from tandem.cluster.gateway.services import GatewayState
-from tandem.workers.messages.errors import TandemError
+from tandem.workers.messages.errors import RequestRefused, TandemError
 from tandem.workers.messages.request import TokenLogprobs
 from tandem.workers.text.choice_text import TextDelta
 
 log = logging.getLogger("tandem.gateway")
+TOKEN_BYTES, ENTRY_BYTES = 64, 112
+"""A token with its piece of text, and a log probability, in Python's memory."""
+LARGE_ANSWER_BYTES = 2**20
 
 
 @dataclass
@@ -165,15 +168,22 @@ class GenerationResponse(Response):
 
     async def _deliver_whole(self, send: Send) -> None:
         gathered: dict[int, Gathered] = {}
+        held = 0
         async for step in self._run.steps():
             if not gathered:
                 self._first_token()
             for index, addition in await self._take(step):
                 gathered.setdefault(index, Gathered()).add(addition)
+                held += held_bytes(addition)
+            if held > self._state.settings.max_answer_bytes:
+                raise too_long(self._state.settings.max_answer_bytes)
         usage = await self._run.usage()
         chosen = [entry for part in self._run.parts for entry in self._best(part, gathered)]
         answers = [self._answer(index, entry) for index, entry in enumerate(chosen)]
-        body = self._style.whole(answers, usage)
+        if held > LARGE_ANSWER_BYTES:
+            body = await asyncio.to_thread(self._style.whole, answers, usage)
+        else:
+            body = self._style.whole(answers, usage)
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})
@@ -195,6 +205,21 @@ class GenerationResponse(Response):
             finish_reason=entry.finish_reason,
             stop_reason=entry.stop_reason,
         )
+
+
+def held_bytes(addition: TextDelta) -> int:
+    """Roughly what a delta takes in memory until the answer is sent."""
+    entries = sum(1 + len(entry.top) for entry in addition.logprobs or ())
+    return TOKEN_BYTES * len(addition.token_ids) + ENTRY_BYTES * entries
+
+
+def too_long(limit: int) -> RequestRefused:
+    """The refusal of an answer that is not streamed and takes more than `limit` bytes of memory."""
+    message = (
+        f"The answer takes more than {limit} bytes of memory, the limit for one that is not streamed. Stream it, or "
+        "ask for fewer tokens, choices or log probabilities."
+    )
+    return RequestRefused(message, code="content_too_large", status=413)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -146,11 +146,17 @@ class GroupClient:
         }
 
     async def metrics(self, *, with_tenants: bool) -> str:
-        families, records = Families(self._metrics_prefix), self._fleet.records.values()
-        add_engines(families, records, self._fleet.redis_unavailable, with_tenants=with_tenants)
-        if (adapter_service := self._adapters()) is not None:
-            add_adapters(families, records, adapter_service, with_tenants=with_tenants)
-        return await asyncio.to_thread(families.text)  # a tenth of a second with a thousand tenants
+        records, redis_unavailable = list(self._fleet.records.values()), self._fleet.redis_unavailable
+        adapter_service = self._adapters()
+
+        def text() -> str:
+            families = Families(self._metrics_prefix)
+            add_engines(families, records, redis_unavailable, with_tenants=with_tenants)
+            if adapter_service is not None:
+                add_adapters(families, records, adapter_service, with_tenants=with_tenants)
+            return families.text()
+
+        return await asyncio.to_thread(text)  # a tenth of a second with a thousand tenants
 
     def refuse_all(self, refusal: RequestRefused) -> None:
         """Ends every stream with `refusal`, after the tokens delivered, and refuses later requests."""

@@ -25,6 +25,7 @@ from tandem.workers.messages.request import Abort, GenerationRequest, TokenDelta
 from tandem.workers.text.choice_text import ChoiceText
 
 log = logging.getLogger("tandem.gateway")
+STEPS_AT_ONCE = 64
 
 
 @dataclass(kw_only=True)
@@ -173,13 +174,18 @@ class RequestRun:
         """The steps of several streams as they come: one pump task each, ended by the owner."""
         queue: asyncio.Queue[Step | Exception | None] = asyncio.Queue()
         self._pumps += [self.state.tasks.start(self._pump(part, queue), "pump") for part in self.parts]
+        num_open, num_steps = len(self.parts), 0
         for _ in self.parts:
             while (item := await queue.get()) is not None:
                 if isinstance(item, Exception):
                     raise item
+                was_open = item[0].open_choices > 0
                 yield item
-                if not any(part.open_choices for part in self.parts):
+                num_open -= was_open and not item[0].open_choices
+                if not num_open:
                     return
+                if (num_steps := num_steps + 1) % STEPS_AT_ONCE == 0:
+                    await asyncio.sleep(0)  # a full queue never waits, and others have streams too
         for part in self.parts:
             self._check_whole(part)
 
@@ -214,10 +220,12 @@ class RequestRun:
     async def _submit(self, opened: "asyncio.Future[None]") -> None:
         try:
             await self._admit()
-            for part in self.parts:
+            for number, part in enumerate(self.parts, 1):
                 part.stream = await self.state.backend.submit(part.request)
                 if self._closed.is_set():
                     break
+                if number % STEPS_AT_ONCE == 0:
+                    await asyncio.sleep(0)
             opened.set_result(None)
         except Exception as error:
             self.error = error

@@ -1,7 +1,8 @@
 """Authentication: API keys to tenants. Each route declares its level; routes.py enforces it before the body is read.
 
-Keys are kept as SHA-256 digests; those of settings are compared in constant time. With no keys at all the service is
-open as tenant `default`. StaticKeys are the settings' (all that `tandem run-batch` has), TenantKeys the tenants' too.
+Keys are kept as SHA-256 digests; those of settings are compared in constant time. A service may be open as tenant
+`default` (--auth) until it has its first key or tenant; then it stays closed. StaticKeys are the settings' (all that
+`tandem run-batch` has), TenantKeys the tenants' too.
 """
 
 import enum
@@ -14,9 +15,10 @@ from tandem.workers.messages.errors import RequestRefused
 
 
 class AuthLevel(enum.Enum):
-    """The key that a route requires."""
+    """The key that a route requires. METRICS: a metrics or an admin key where there are metrics keys, else none."""
 
     OPEN = "open"
+    METRICS = "metrics"
     API_KEY = "api_key"
     ADMIN = "admin"
 
@@ -33,11 +35,15 @@ class Authenticator(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """True while there is neither a key nor a tenant. Never waits."""
+        """True while requests need no key. Never waits."""
         ...
 
     def authenticate(self, authorization: str | None) -> Principal:
         """RequestRefused 401 `invalid_api_key` for a missing or unknown key. Never waits."""
+        ...
+
+    def check_metrics(self, authorization: str | None) -> None:
+        """RequestRefused 401 for who may not read the metrics."""
         ...
 
 
@@ -55,7 +61,9 @@ class KnownKeys(Protocol):
         ...
 
     @property
-    def has_tenants(self) -> bool: ...
+    def is_closed(self) -> bool:
+        """There is, or once was, a tenant or a key."""
+        ...
 
     def tenant_of(self, digest: bytes) -> str | None:
         """The tenant whose key has this SHA-256."""
@@ -63,23 +71,18 @@ class KnownKeys(Protocol):
 
 
 class StaticKeys:
-    """The keys of --api-key (all tenant `default`) and the admin keys."""
+    """The keys of --api-key (all tenant `default`), the admin keys, and those for the metrics alone."""
 
-    def __init__(self, api_keys: Iterable[str] = (), admin_keys: Iterable[str] = ()) -> None:
+    def __init__(
+        self, api_keys: Iterable[str] = (), admin_keys: Iterable[str] = (), metrics_keys: Iterable[str] = ()
+    ) -> None:
         self._api_digests = [digest_of(key) for key in api_keys]
         self._admin_digests = [digest_of(key) for key in admin_keys]
-
-    @property
-    def has_api_keys(self) -> bool:
-        return bool(self._api_digests)
-
-    @property
-    def has_admin_keys(self) -> bool:
-        return bool(self._admin_digests)
+        self._metrics_digests = [digest_of(key) for key in metrics_keys]
 
     @property
     def is_open(self) -> bool:
-        return not self.has_api_keys and not self.has_admin_keys
+        return not self._api_digests and not self._admin_digests
 
     def authenticate(self, authorization: str | None) -> Principal:
         if self.is_open:
@@ -89,6 +92,13 @@ class StaticKeys:
         if principal is None:
             raise _unknown_key()
         return principal
+
+    def check_metrics(self, authorization: str | None) -> None:
+        if not self._metrics_digests:
+            return
+        digest = _sent(authorization)
+        if digest is None or not _contains([*self._metrics_digests, *self._admin_digests], digest):
+            raise _unknown_key()
 
     def find(self, digest: bytes) -> Principal | None:
         """The tenant of the key with this SHA-256."""
@@ -100,19 +110,20 @@ class StaticKeys:
 class TenantKeys:
     """The keys of tenants, and the static ones beside them.
 
-    Open as `default` while there are neither tenants nor API keys; admin routes then need an admin key, or none if
-    there is none and `open_admin` (the gateway listens itself, on loopback only). An unknown key is refused
-    with 401 when all keys are known, and with 503 while it may be one that Redis has.
+    may_be_open: requests need no key as long as there is none and there never was a tenant. open_admin: then admin
+    routes neither. An unknown key is refused with 401 when all keys are known, and with 503 while
+    it may be one that Redis has.
     """
 
-    def __init__(self, static: StaticKeys, tenants: KnownKeys, *, open_admin: bool) -> None:
+    def __init__(self, static: StaticKeys, tenants: KnownKeys, *, may_be_open: bool, open_admin: bool) -> None:
         self._static = static
         self._tenants = tenants
+        self._may_be_open = may_be_open and static.is_open
         self._open_admin = open_admin
 
     @property
     def is_open(self) -> bool:
-        return self._static.is_open and self._tenants.is_known and not self._tenants.has_tenants
+        return self._may_be_open and self._tenants.is_known and not self._tenants.is_closed
 
     def authenticate(self, authorization: str | None) -> Principal:
         digest = _sent(authorization)
@@ -121,18 +132,23 @@ class TenantKeys:
                 return principal
             if (tenant := self._tenants.tenant_of(digest)) is not None:
                 return Principal(tenant, is_admin=False)
-        if self._tenants.is_known and not self._tenants.has_tenants and not self._static.has_api_keys:
-            return Principal(DEFAULT_TENANT, is_admin=self._open_admin and not self._static.has_admin_keys)
-        may_be_open = not self._tenants.is_known and not self._static.has_api_keys
-        if may_be_open or (digest is not None and not self._tenants.is_certain):
+        if self.is_open:
+            return Principal(DEFAULT_TENANT, is_admin=self._open_admin)
+        is_unsure = self._may_be_open and not self._tenants.is_closed
+        if is_unsure or (digest is not None and not self._tenants.is_certain):
             message = "The key cannot be checked now, because Redis is away; try again."
             raise RequestRefused(message, code="service_unavailable", status=503)
         raise _unknown_key()
 
+    def check_metrics(self, authorization: str | None) -> None:
+        self._static.check_metrics(authorization)
+
 
 def check_level(level: AuthLevel, authenticator: Authenticator, authorization: str | None) -> Principal:
     """The principal of a request to a route of `level`. RequestRefused 401 or 403."""
-    if level is AuthLevel.OPEN:
+    if level is AuthLevel.METRICS:
+        authenticator.check_metrics(authorization)
+    if level in (AuthLevel.OPEN, AuthLevel.METRICS):
         return Principal(DEFAULT_TENANT, is_admin=False)
     principal = authenticator.authenticate(authorization)
     if level is AuthLevel.ADMIN and not principal.is_admin:

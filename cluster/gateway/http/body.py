@@ -68,7 +68,7 @@ def parse_object(body: bytes, max_depth: int) -> dict[str, Any]:
 
 
 def _check_headers(request: Request) -> None:
-    media, _, parameters = request.headers.get("content-type", "application/json").partition(";")
+    media, _, parameters = request.headers.get("content-type", "").partition(";")
     if not _JSON_TYPE.fullmatch(media.strip()):
         raise RequestRefused("The content type must be application/json.", code="content_type", status=415)
     charset = re.search(r"charset\s*=\s*\"?([\w-]+)", parameters)

@@ -4,8 +4,8 @@ Metrics of the groups come from Backend.metrics(). Route labels are our route te
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -60,7 +60,27 @@ class GatewayMetrics:
             registry=registry,
         ).labels(model_name)
 
+        self._text_seconds = Counter(
+            f"{prefix}:gateway_text_seconds",
+            "CPU seconds of parsing, rendering and tokenizing, on threads or at once on the event loop.",
+            ("model_name", "place"),
+            registry=registry,
+        )
+        self._text_queue = Histogram(
+            f"{prefix}:gateway_text_queue_seconds",
+            "How long text work waited for a thread.",
+            ("model_name",),
+            buckets=TTFT_BUCKETS,
+            registry=registry,
+        ).labels(model_name)
+
         self.tenants = CollectorRegistry()
+        self._tenant_text = Counter(
+            f"{prefix}:tenant_text_seconds",
+            "CPU seconds of the gateway for tenants' text.",
+            ("tenant",),
+            registry=self.tenants,
+        )
         self._tenant_tokens = Counter(
             f"{prefix}:tenant_tokens", "Tokens billed to tenants, by kind.", ("tenant", "kind"), registry=self.tenants
         )
@@ -90,6 +110,13 @@ class GatewayMetrics:
         self._open.dec()
         self._ended.labels(self._model_name, outcome).inc()
         self._e2e.observe(after_s)
+
+    def text_worked(self, tenant: str, cpu_s: float, *, waited_s: float | None) -> None:
+        """See text_workers.Meter. `tenant` is a known one, never a client's word."""
+        self._text_seconds.labels(self._model_name, "loop" if waited_s is None else "thread").inc(cpu_s)
+        self._tenant_text.labels(tenant).inc(cpu_s)
+        if waited_s is not None:
+            self._text_queue.observe(waited_s)
 
     def tenant_billed(self, tenant: str, usage: Usage) -> None:
         """Counts an accepted request that ended. `tenant` is a known one, never a client's word."""
@@ -131,6 +158,27 @@ class Alone:
 
     def in_flight(self) -> int:
         return 0
+
+
+class Scrapes:
+    """Renderings under way, which scrapes share: however many come at once, each kind is rendered once at a time."""
+
+    def __init__(self) -> None:
+        self._under_way: dict[bool, asyncio.Task[bytes]] = {}
+
+    async def text(self, with_tenants: bool, render: Callable[[], Coroutine[Any, Any, bytes]]) -> bytes:
+        """The text of the rendering of this kind that is under way, else of a new one. A client that leaves ends it
+        for nobody else."""
+        task = self._under_way.get(with_tenants)
+        if task is None:
+            task = self._under_way[with_tenants] = asyncio.get_running_loop().create_task(render(), name="metrics")
+            task.add_done_callback(lambda done: self._ended(with_tenants, done))
+        return await asyncio.shield(task)
+
+    def _ended(self, with_tenants: bool, task: "asyncio.Task[bytes]") -> None:
+        del self._under_way[with_tenants]
+        if not task.cancelled():
+            task.exception()  # every scrape may have left
 
 
 class Together:

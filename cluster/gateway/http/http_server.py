@@ -7,6 +7,8 @@ body, a deadline for a whole head, and two for a body. A request that comes in o
 
 import asyncio
 import contextlib
+import socket
+import ssl
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,8 +24,9 @@ from tandem.workers.messages.errors import RequestRefused
 
 @dataclass(frozen=True)
 class HttpLimits:
-    """head_s: from a connection's start, or a request's first byte, to the end of its headers. body_s: between two
-    reads of a body; body_total_s: for all of it. linger_*: what a refused client may still send while it reads why."""
+    """head_s: from a connection's start, or a request's first byte, to the end of its headers; also for a TLS
+    handshake. body_s: between two reads of a body; body_total_s: for all of it. linger_*: what a refused client may
+    still send while it reads why. connections: that are open at a time."""
 
     head_bytes: int = MAX_HEADER_BYTES
     head_s: float = 10.0
@@ -31,14 +34,17 @@ class HttpLimits:
     body_total_s: float = 600.0
     linger_s: float = 2.0
     linger_bytes: int = 2**20
+    connections: int = 8192
 
 
 class QuietServer(uvicorn.Server):
     """A server inside a process that has its own signal handling. It wakes once a second, for the headers' date, and
     when `should_exit` is set; uvicorn's looks ten times a second. Made and used on one event loop."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None, handshake_s: float) -> None:
         self._exits = asyncio.Event()
+        self._tls = tls
+        self._handshake_s = handshake_s
         super().__init__(config)
 
     @property
@@ -51,6 +57,22 @@ class QuietServer(uvicorn.Server):
             self._exits.set()
         else:
             self._exits.clear()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn's for given sockets, with our TLS context and deadline for handshakes."""
+        loop, config = asyncio.get_running_loop(), self.config
+        timeout_s = self._handshake_s if self._tls is not None else None
+
+        def protocol() -> asyncio.Protocol:
+            return config.http_protocol_class(config=config, server_state=self.server_state, app_state={})  # type: ignore[call-arg]
+
+        self.servers = [
+            await loop.create_server(
+                protocol, sock=listener, ssl=self._tls, ssl_handshake_timeout=timeout_s, backlog=config.backlog
+            )
+            for listener in sockets or ()
+        ]
+        self.started = True
 
     async def main_loop(self) -> None:
         while not await self.on_tick(0):
@@ -79,7 +101,10 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._start_timer()
+        if len(self.connections) > self.limits.connections:
+            self._refuse(too_many_connections(self.limits.connections))
+        else:
+            self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -198,8 +223,16 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.abort()
 
 
-def make_server(app: ASGIApp, *, shutdown_timeout_s: float, limits: HttpLimits | None = None) -> QuietServer:
-    """A server for `app` on the running loop; call serve(sockets=[...])."""
+def too_many_connections(limit: int) -> RequestRefused:
+    """The refusal of a connection beyond the limit."""
+    message = f"This gateway has {limit} connections open, which is its limit; try again."
+    return RequestRefused(message, code="service_unavailable", status=503)
+
+
+def make_server(
+    app: ASGIApp, *, shutdown_timeout_s: float, limits: HttpLimits | None = None, tls: ssl.SSLContext | None = None
+) -> QuietServer:
+    """A server for `app` on the running loop; call serve(sockets=[...]). tls: None for plain HTTP."""
     protocol: type[LimitedProtocol] = LimitedProtocol
     if limits is not None:
         protocol = type("LimitedProtocol", (LimitedProtocol,), {"limits": limits})
@@ -214,4 +247,4 @@ def make_server(app: ASGIApp, *, shutdown_timeout_s: float, limits: HttpLimits |
         server_header=False,
         timeout_graceful_shutdown=max(1, int(shutdown_timeout_s)),
     )
-    return QuietServer(config)
+    return QuietServer(config, tls, protocol.limits.head_s)

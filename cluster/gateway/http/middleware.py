@@ -26,11 +26,19 @@ _UNSAFE = re.compile(rb"[^\w.:/+=@-]", re.ASCII)
 class Envelope:
     """Wraps the app."""
 
-    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, draining: Draining, tenancy: Tenancy) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: GatewayMetrics,
+        draining: Draining,
+        tenancy: Tenancy,
+        max_bodies_bytes: int,
+    ) -> None:
         self._app = app
         self._metrics = metrics
         self._draining = draining
         self._tenancy = tenancy
+        self._bodies = Bodies(max_bodies_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -39,11 +47,13 @@ class Envelope:
         request_id = choose_request_id(scope["headers"])
         scope["tandem.request_id"] = request_id.decode("ascii")
         started = False
+        body = self._bodies.of_request()
 
         async def send_with_id(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
+                body.release()
                 own = [(b"x-request-id", request_id), *(CLOSE if self._draining.begun else ())]
                 if (tenant := scope.get("tandem.tenant")) is not None:
                     own += self._tenancy.headers(tenant)
@@ -54,7 +64,7 @@ class Envelope:
         self._draining.enter()
         try:
             _check_headers(scope)
-            await self._app(scope, receive, send_with_id)
+            await self._app(scope, body.counting(receive), send_with_id)
         except Exception as error:
             if started:
                 raise
@@ -62,7 +72,48 @@ class Envelope:
                 log.exception("request %s failed", scope["tandem.request_id"])
             await error_response(error)(scope, receive, send_with_id)
         finally:
+            body.release()
             self._draining.leave()
+
+
+class Bodies:
+    """The bodies that a gateway holds: of requests whose answers have not begun. limit: bytes of all together."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.held = 0
+
+    def of_request(self) -> "HeldBody":
+        """The body of one more request."""
+        return HeldBody(self)
+
+
+class HeldBody:
+    """The bytes of one request's body that have arrived."""
+
+    def __init__(self, bodies: Bodies) -> None:
+        self._bodies = bodies
+        self._size = 0
+
+    def counting(self, receive: Receive) -> Receive:
+        """A `receive` that counts. It raises RequestRefused 503 when all bodies together exceed the limit."""
+
+        async def counted() -> Message:
+            message = await receive()
+            size = len(message.get("body", b""))
+            if self._bodies.held + size > self._bodies.limit:
+                text = f"This gateway holds {self._bodies.limit} bytes of requests, which is its limit; try again."
+                raise RequestRefused(text, code="service_unavailable", status=503)
+            self._size += size
+            self._bodies.held += size
+            return message
+
+        return counted
+
+    def release(self) -> None:
+        """Gives the bytes back. Idempotent."""
+        self._bodies.held -= self._size
+        self._size = 0
 
 
 def choose_request_id(headers: list[tuple[bytes, bytes]]) -> bytes:

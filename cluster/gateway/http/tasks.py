@@ -1,17 +1,13 @@
-"""Tasks with an owner: the gateway's background tasks and its threads for text, both ended with the app.
+"""Tasks with an owner: the gateway's background tasks, ended with the app.
 
 A request's owner task lives here, so that a cancelled HTTP handler never has to await a release. No global state.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
-from tandem.workers.messages.errors import RequestRefused
-
-P = ParamSpec("P")
 T = TypeVar("T")
 log = logging.getLogger("tandem.gateway")
 
@@ -50,29 +46,3 @@ class TaskOwner:
         self._tasks.discard(task)
         if not task.cancelled() and isinstance(error := task.exception(), Exception):
             log.debug("task %s ended with %s", task.get_name(), type(error).__name__)
-
-
-class TextWorkers:
-    """Runs tokenizing and rendering: small inputs at once, large ones on threads with a deadline."""
-
-    INLINE_CHARS = 4096
-
-    def __init__(self, threads: int = 2, timeout_s: float = 30.0) -> None:
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tandem-text")
-        self._timeout_s = timeout_s
-
-    async def run(self, size_chars: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """function(...)'s result. RequestRefused 503 when it is not there in time."""
-        if size_chars < self.INLINE_CHARS:
-            return function(*args, **kwargs)
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await loop.run_in_executor(self._pool, lambda: function(*args, **kwargs))
-        except TimeoutError:
-            message = "The prompt could not be tokenized in time."
-            raise RequestRefused(message, code="service_unavailable", status=503) from None
-
-    def close(self) -> None:
-        """Drops what waits; running work ends by itself."""
-        self._pool.shutdown(wait=False, cancel_futures=True)

@@ -37,10 +37,10 @@ class UnloadBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     lora_name: ShortText
 
 
-async def load_adapter(state: GatewayState, request: Request, _: Principal) -> Response:
+async def load_adapter(state: GatewayState, request: Request, principal: Principal) -> Response:
     """Lists an adapter that lies under --lora-root, or switches a name to other content."""
     adapter_service = _adapter_service(state)
-    body = read(await read_fields(state, request), LoadBody)
+    body = read(await read_fields(state, request, principal), LoadBody)
     if body.base_model_name is not None and body.base_model_name not in state.model_names:
         raise invalid("base_model_name", "This is not the model that is served here.")
     source = allowed_source(body.lora_path, state.adapter_roots)
@@ -56,10 +56,10 @@ async def load_adapter(state: GatewayState, request: Request, _: Principal) -> R
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' {done}.")
 
 
-async def unload_adapter(state: GatewayState, request: Request, _: Principal) -> Response:
+async def unload_adapter(state: GatewayState, request: Request, principal: Principal) -> Response:
     """Unlists an adapter; answers when no request of this gateway uses it any more."""
     adapter_service = _adapter_service(state)
-    body = read(await read_fields(state, request), UnloadBody)
+    body = read(await read_fields(state, request, principal), UnloadBody)
     unload = state.tasks.start(adapter_service.unload(body.lora_name), f"unload {body.lora_name}")
     if (gone := await asyncio.shield(unload)) is None:
         refused = model_not_found(body.lora_name)

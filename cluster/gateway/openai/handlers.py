@@ -4,9 +4,9 @@ Everything that can be refused is refused here, before the request reaches the b
 """
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -18,7 +18,16 @@ from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.http.body import parse_object, read_body
 from tandem.cluster.gateway.openai.answers import AnswerHead, ChatFormat, CompletionFormat, ResponseFormat
 from tandem.cluster.gateway.openai.model_lookup import Served, served_model
-from tandem.cluster.gateway.openai.prompts import Asked, Prompt, chat_prompt, completion_prompts, fit
+from tandem.cluster.gateway.openai.prompts import (
+    Asked,
+    Prompt,
+    chat_prompt,
+    check_choices,
+    check_token_count,
+    completion_prompts,
+    fit,
+    text_prompt,
+)
 from tandem.cluster.gateway.openai.sampling_fields import sampling_params
 from tandem.cluster.gateway.openai.schemas import (
     CommonBody,
@@ -36,24 +45,29 @@ from tandem.workers.messages.request import GenerationRequest, SamplingParams
 from tandem.workers.text.choice_text import ChoiceText
 from tandem.workers.text.tokenizer import check_token_ids
 
+Body = TypeVar("Body")
 DEFAULT_COMPLETION_TOKENS = 16
+PARSED_FASTER = 16
+"""Bytes that are parsed and checked in the time in which one is tokenized, roughly."""
 
 
 async def chat_completions(state: GatewayState, request: Request, principal: Principal) -> Response:
     """One conversation, n choices."""
     began_s = state.clock()
-    body = read_chat(await read_fields(state, request), state.settings)
+    body, size = await received(state, request, principal, lambda fields: read_chat(fields, state.settings))
     with ExitStack() as held:
         model = _held_model(state, body, principal, held)
         wanted, names = body.max_tokens, Asked("messages", "max_tokens")
         if body.max_completion_tokens is not None:
             wanted, names = body.max_completion_tokens, Asked("messages", "max_completion_tokens")
-        prompt, max_tokens = fit(state, await chat_prompt(state, body), body, wanted, names)
+        rendered = await state.text.run(principal.tenant, size, chat_prompt, state, body)
+        prompt, max_tokens = fit(state, rendered, body, wanted, names)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         params = _params(state, body, max_tokens, logprobs)
         head = _head(state, "chatcmpl", model.name)
-        work = [(prompt, params)]
-        run = _run(state, request, principal, head, model, body, work, began_s, is_open_ended=wanted is None)
+        asked = _Asked(request, principal, head, model, body)
+        parts = _parts(state, asked, [(prompt, params)], is_open_ended=wanted is None)
+        run = RequestRun(state=state, parts=parts, tenant=principal.tenant, model=head.model, began_s=began_s)
         run.prompt_field = "messages"
         style = ChatFormat(
             state,
@@ -67,63 +81,84 @@ async def chat_completions(state: GatewayState, request: Request, principal: Pri
 async def completions(state: GatewayState, request: Request, principal: Principal) -> Response:
     """One or several prompts, n choices each."""
     began_s = state.clock()
-    body = read_completion(await read_fields(state, request), state.settings)
+    body, size = await received(state, request, principal, lambda fields: read_completion(fields, state.settings))
     with ExitStack() as held:
         model = _held_model(state, body, principal, held)
         wanted = body.max_tokens if body.max_tokens is not None else DEFAULT_COMPLETION_TOKENS
-        work: list[tuple[Prompt, SamplingParams]] = []
-        for item in await completion_prompts(state, body):
-            prompt, max_tokens = fit(state, item, body, wanted, Asked("prompt", "max_tokens"))
-            work.append((prompt, _params(state, body, max_tokens, body.logprobs)))
-        if len(work) * (body.best_of or body.n or 1) > state.settings.max_messages:
-            raise invalid("n", f"Prompts times n exceed the limit of {state.settings.max_messages} choices.")
+        check_choices(state, body)
         head = _head(state, "cmpl", model.name)
-        run = _run(state, request, principal, head, model, body, work, began_s)
+        asked = _Asked(request, principal, head, model, body)
+        parts, echo = await state.text.run(principal.tenant, size, _completion_parts, state, asked, body, wanted)
+        run = RequestRun(state=state, parts=parts, tenant=principal.tenant, model=head.model, began_s=began_s)
         shown = body.n or 1
-        prompts = [prompt for prompt, _ in work for _ in range(shown)]
+        prompts = [part.request.prompt_token_ids for part in parts for _ in range(shown)]
         style = CompletionFormat(
             state,
             head,
             with_usage=_include_usage(body),
-            prompt_ids=[prompt.token_ids for prompt in prompts] if body.return_token_ids else None,
-            echo=[_echo_text(state, prompt, body) for prompt in prompts] if body.echo else None,
+            prompt_ids=prompts if body.return_token_ids else None,
+            echo=[text for text in echo for _ in range(shown)] if body.echo else None,
         )
         return _answer(state, run, style, body, held, with_logprobs=body.logprobs is not None)
 
 
 async def tokenize(state: GatewayState, request: Request, principal: Principal) -> Response:
     """Token ids of a text or of a rendered conversation."""
-    body = read(await read_fields(state, request), TokenizeBody)
+    body, size = await received(state, request, principal, lambda fields: read(fields, TokenizeBody))
     served_model(state, body.model, principal)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt", "Send either prompt or messages.")
-    if body.messages is not None:
-        ids = (await chat_prompt(state, body)).token_ids
-    else:
-        text = body.prompt or ""
-        special = body.add_special_tokens is not False
-        ids = await state.text.run(len(text), state.tokenizer.encode, text, add_special_tokens=special)
+    return await state.text.run(principal.tenant, size, _tokenized, state, body)
+
+
+async def detokenize(state: GatewayState, request: Request, principal: Principal) -> Response:
+    """The text of token ids, special tokens included."""
+    body, size = await received(state, request, principal, lambda fields: read(fields, DetokenizeBody))
+    served_model(state, body.model, principal)
+    return await state.text.run(principal.tenant, size, _detokenized, state, body)
+
+
+async def received(
+    state: GatewayState, request: Request, principal: Principal, check: Callable[[dict[str, Any]], Body]
+) -> tuple[Body, int]:
+    """The body, read and checked, and its size in bytes."""
+    data = await read_body(request, state.settings.max_body_bytes)
+
+    def parsed() -> Body:
+        return check(parse_object(data, state.settings.max_json_depth))
+
+    return await state.text.run(principal.tenant, len(data) // PARSED_FASTER, parsed), len(data)
+
+
+async def read_fields(state: GatewayState, request: Request, principal: Principal) -> dict[str, Any]:
+    """The body's JSON object."""
+    return (await received(state, request, principal, lambda fields: fields))[0]
+
+
+def _tokenized(state: GatewayState, body: TokenizeBody) -> Response:
+    ids = text_prompt(state, body).token_ids
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": state.max_model_len, "tokens": ids}
     if body.return_token_strs:
         answer["token_strs"] = [state.tokenizer.piece(i) for i in ids]
     return json_response(answer)
 
 
-async def detokenize(state: GatewayState, request: Request, principal: Principal) -> Response:
-    """The text of token ids, special tokens included."""
-    body = read(await read_fields(state, request), DetokenizeBody)
-    served_model(state, body.model, principal)
+def _detokenized(state: GatewayState, body: DetokenizeBody) -> Response:
+    check_token_count(state, len(body.tokens))
     check_token_ids(body.tokens, state.vocab_size, "tokens")
-    decode = state.tokenizer.decode
-    return json_response(
-        {"prompt": await state.text.run(len(body.tokens) * 4, decode, body.tokens, skip_special_tokens=False)}
-    )
+    return json_response({"prompt": state.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
 
-async def read_fields(state: GatewayState, request: Request) -> dict[str, Any]:
-    """The body's JSON object."""
-    body = await read_body(request, state.settings.max_body_bytes)
-    return await state.text.run(len(body) // 16, parse_object, body, state.settings.max_json_depth)
+def _completion_parts(
+    state: GatewayState, asked: "_Asked", body: CompletionBody, wanted: int
+) -> tuple[list[RequestPart], list[str]]:
+    """A part for every prompt, and the prompts' texts where the answer begins with them."""
+    work: list[tuple[Prompt, SamplingParams]] = []
+    for item in completion_prompts(state, body):
+        prompt, max_tokens = fit(state, item, body, wanted, Asked("prompt", "max_tokens"))
+        work.append((prompt, _params(state, body, max_tokens, body.logprobs)))
+    echo = [_echo_text(state, prompt, body) for prompt, _ in work] if body.echo else []
+    return _parts(state, asked, work), echo
 
 
 def json_response(value: Any, status: int = 200) -> Response:
@@ -160,19 +195,23 @@ def _echo_text(state: GatewayState, prompt: Prompt, body: CompletionBody) -> str
     return state.tokenizer.decode(prompt.token_ids, skip_special_tokens=body.skip_special_tokens is not False)
 
 
-def _run(
-    state: GatewayState,
-    request: Request,
-    principal: Principal,
-    head: AnswerHead,
-    model: Served,
-    body: CommonBody,
-    work: Sequence[tuple[Prompt, SamplingParams]],
-    began_s: float,
-    *,
-    is_open_ended: bool = False,
-) -> RequestRun:
-    """The run of all prompts of one HTTP request; request ids are unique even when x-request-id is not."""
+class _Asked(NamedTuple):
+    """One HTTP request: who asks, for what."""
+
+    request: Request
+    principal: Principal
+    head: AnswerHead
+    model: Served
+    body: CommonBody
+
+
+def _parts(
+    state: GatewayState, asked: _Asked, work: Sequence[tuple[Prompt, SamplingParams]], *, is_open_ended: bool = False
+) -> list[RequestPart]:
+    """A part for every prompt of one HTTP request; request ids are unique even when x-request-id is not."""
+    request, principal, head, model, body = asked
+    priority = body.priority if body.priority is not None else state.tenancy.limits(principal.tenant).priority
+    salt = salted(principal.tenant, body.cache_salt)
     parts = []
     for number, (prompt, params) in enumerate(work):
         generation = GenerationRequest(
@@ -181,16 +220,15 @@ def _run(
             sampling=params,
             adapter=model.adapter,
             tenant=principal.tenant,
-            priority=body.priority if body.priority is not None else state.tenancy.limits(principal.tenant).priority,
+            priority=priority,
             deadline_s=state.settings.queue_timeout_s,
-            cache_salt=salted(principal.tenant, body.cache_salt),
+            cache_salt=salt,
             trace_ids={"x-request-id": request.scope.get("tandem.request_id", "")},
         )
         choices = [_choice(state, body, prompt, params) for _ in range(params.n)]
         first = number * params.n
-        part = RequestPart(request=generation, choices=choices, first_choice=first, is_open_ended=is_open_ended)
-        parts.append(part)
-    return RequestRun(state=state, parts=parts, tenant=principal.tenant, model=head.model, began_s=began_s)
+        parts.append(RequestPart(request=generation, choices=choices, first_choice=first, is_open_ended=is_open_ended))
+    return parts
 
 
 def _choice(state: GatewayState, body: CommonBody, prompt: Prompt, params: SamplingParams) -> ChoiceText:

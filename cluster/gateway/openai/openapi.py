@@ -70,7 +70,7 @@ def _operation(path: str, method: str, level: AuthLevel, summary: str) -> dict[s
             **{status: {"description": text, "content": error} for status, text in REFUSALS.items()},
         },
     }
-    if level is not AuthLevel.OPEN:
+    if level in (AuthLevel.API_KEY, AuthLevel.ADMIN):
         operation["security"] = [{"key": []}]
     if names := re.findall(r"{(\w+)", path):
         operation["parameters"] = [

@@ -1,5 +1,6 @@
 """GET routes: models, liveness, readiness, version, load, metrics. Cheap, and none of them changes anything."""
 
+import asyncio
 from importlib.metadata import PackageNotFoundError, version
 
 from prometheus_client import generate_latest
@@ -56,11 +57,17 @@ async def load(state: GatewayState, _: Request, __: Principal) -> Response:
 
 async def metrics(state: GatewayState, request: Request, _: Principal) -> Response:
     """Metrics of the groups, then of the gateways. Families that name tenants are for admins, unless there is neither
-    key nor tenant."""
+    key nor tenant. Scrapes at the same time get the same text."""
     with_tenants = may_see_tenants(state.auth, request.headers.get("authorization"))
+    text = await state.scrapes.text(with_tenants, lambda: _metrics(state, with_tenants=with_tenants))
+    return Response(text, headers={"content-type": PROMETHEUS_TEXT})
+
+
+async def _metrics(state: GatewayState, *, with_tenants: bool) -> bytes:
+    """Renders on threads: with many tenants that takes longer than streams should wait."""
     text = await state.backend.metrics(with_tenants=with_tenants)
     if text and not text.endswith("\n"):
         text += "\n"
-    of_tenants = generate_latest(state.metrics.tenants) if with_tenants else b""
-    of_gateways = await state.peers.merge(generate_latest(state.registry), of_tenants)
-    return Response(text.encode() + of_gateways, headers={"content-type": PROMETHEUS_TEXT})
+    own = await asyncio.to_thread(generate_latest, state.registry)
+    of_tenants = await asyncio.to_thread(generate_latest, state.metrics.tenants) if with_tenants else b""
+    return text.encode() + await state.peers.merge(own, of_tenants)

@@ -1,4 +1,4 @@
-"""From a checked body to prompt token ids that fit the model. Off the event loop when large.
+"""From a checked body to prompt token ids that fit the model: work for the threads of text_workers.py.
 
 Chat: messages -> template -> ids without special tokens. Completions: text with the tokenizer's own special tokens, or
 the ids as given, inside the vocabulary.
@@ -8,9 +8,11 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from tandem.cluster.gateway.openai.schemas import ChatBody, CommonBody, CompletionBody, Message, TokenizeBody, invalid
 from tandem.cluster.gateway.services import GatewayState
-from tandem.workers.messages.errors import ContextLengthExceeded
+from tandem.workers.messages.errors import ContextLengthExceeded, RequestRefused
 from tandem.workers.text.tokenizer import check_token_ids
 
 
@@ -21,28 +23,81 @@ class Prompt(NamedTuple):
     text: str | None
 
 
-async def chat_prompt(state: GatewayState, body: ChatBody | TokenizeBody) -> Prompt:
+def chat_prompt(state: GatewayState, body: ChatBody | TokenizeBody) -> Prompt:
     """Renders and tokenizes a conversation."""
+    if state.chat_template is None:
+        raise invalid("messages", "This model has no chat template; serve it with --chat-template.")
     assert body.messages is not None
-    size = sum(map(message_chars, body.messages))
-    return await state.text.run(size, _render_and_encode, state, body)
+    tools = body.tools if isinstance(body, ChatBody) else None
+    check_text_bytes(state, sum(map(message_bytes, body.messages)) + _json_bytes(tools), "messages")
+    continues = bool(body.continue_final_message)
+    text = state.chat_template.render(
+        [template_message(message, i) for i, message in enumerate(body.messages)],
+        tools=tools,
+        add_generation_prompt=not continues and body.add_generation_prompt is not False,
+        continue_final_message=continues,
+    )
+    truncates = isinstance(body, ChatBody) and body.truncate_prompt_tokens is not None
+    if isinstance(body, ChatBody) and not truncates:
+        state.tokenizer.check_bytes(text, state.max_model_len, "messages")
+    return Prompt(state.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)), text)
 
 
-async def completion_prompts(state: GatewayState, body: CompletionBody) -> list[Prompt]:
+def text_prompt(state: GatewayState, body: TokenizeBody) -> Prompt:
+    """Tokenizes what /tokenize was sent: a text or a conversation."""
+    if body.messages is not None:
+        return chat_prompt(state, body)
+    text = body.prompt or ""
+    check_text_bytes(state, len(text.encode()), "prompt")
+    return Prompt(state.tokenizer.encode(text, add_special_tokens=body.add_special_tokens is not False), text)
+
+
+def completion_prompts(state: GatewayState, body: CompletionBody) -> list[Prompt]:
     """Tokenizes every prompt of a completions body, in order."""
     add_special = body.add_special_tokens is not False
-    truncates = body.truncate_prompt_tokens is not None
+    items = prompt_items(body.prompt)
+    texts = [item for item in items if isinstance(item, str)]
+    if body.truncate_prompt_tokens is None:
+        for text in texts:
+            state.tokenizer.check_bytes(text, state.max_model_len, "prompt")
+    check_text_bytes(state, sum(len(text.encode()) for text in texts), "prompt")
     prompts: list[Prompt] = []
-    for item in prompt_items(body.prompt):
+    for item in items:
         if isinstance(item, str):
-            if not truncates:
-                state.tokenizer.check_bytes(item, state.max_model_len, "prompt")
-            ids = await state.text.run(len(item), state.tokenizer.encode, item, add_special_tokens=add_special)
-            prompts.append(Prompt(ids, item))
+            prompts.append(Prompt(state.tokenizer.encode(item, add_special_tokens=add_special), item))
         else:
             check_token_ids(item, state.vocab_size, "prompt")
             prompts.append(Prompt(item, None))
     return prompts
+
+
+def check_choices(state: GatewayState, body: CompletionBody) -> None:
+    """Refuses more prompts times choices than one request may have, before any is tokenized."""
+    prompts = 1 if isinstance(body.prompt, str) or isinstance(body.prompt[0], int) else len(body.prompt)
+    choices = prompts * (body.best_of or body.n or 1)
+    if choices > state.settings.max_messages:
+        limit = state.settings.max_messages
+        raise invalid("n", f"Prompts times n are {choices} choices, above the limit of {limit}.")
+
+
+def check_text_bytes(state: GatewayState, size: int, param: str) -> None:
+    """Refuses more text than one request may have tokenized, with 413."""
+    limit = state.settings.text_budget(state.max_model_len)
+    if size > limit:
+        raise RequestRefused(
+            f"The request has {size} bytes of text to tokenize, above the limit of {limit} (--max-text-bytes).",
+            code="content_too_large", status=413, param=param,
+        )  # fmt: skip
+
+
+def check_token_count(state: GatewayState, count: int) -> None:
+    """Refuses more token ids than the text of one request may have, with 413."""
+    limit = state.settings.text_budget(state.max_model_len) // 4
+    if count > limit:
+        raise RequestRefused(
+            f"The request has {count} tokens to decode, above the limit of {limit} (a quarter of --max-text-bytes).",
+            code="content_too_large", status=413, param="tokens",
+        )  # fmt: skip
 
 
 def prompt_items(prompt: str | list[str | int | list[int]]) -> Sequence[str | list[int]]:
@@ -88,12 +143,12 @@ def fit(state: GatewayState, prompt: Prompt, body: CommonBody, wanted: int | Non
     return prompt, wanted if wanted is not None else room
 
 
-def message_chars(message: Message) -> int:
-    """Characters of a message's text: an estimate of the work it causes."""
+def message_bytes(message: Message) -> int:
+    """Bytes of a message's text and of its tool calls."""
     content = message.content
-    if isinstance(content, str):
-        return len(content) + 16
-    return 16 + sum(len(part.text) for part in content or ())
+    texts = [content] if isinstance(content, str) else [part.text for part in content or ()]
+    texts += [call.function.arguments for call in message.tool_calls or ()]
+    return sum(len(text.encode()) for text in texts)
 
 
 def template_message(message: Message, at: int) -> dict[str, Any]:
@@ -126,18 +181,5 @@ def _arguments(text: str, at: int) -> Any:
         raise invalid(f"messages[{at}].tool_calls", "The arguments of a tool call must be JSON.") from None
 
 
-def _render_and_encode(state: GatewayState, body: ChatBody | TokenizeBody) -> Prompt:
-    if state.chat_template is None:
-        raise invalid("messages", "This model has no chat template; serve it with --chat-template.")
-    assert body.messages is not None
-    continues = bool(body.continue_final_message)
-    text = state.chat_template.render(
-        [template_message(message, i) for i, message in enumerate(body.messages)],
-        tools=body.tools if isinstance(body, ChatBody) else None,
-        add_generation_prompt=not continues and body.add_generation_prompt is not False,
-        continue_final_message=continues,
-    )
-    truncates = isinstance(body, ChatBody) and body.truncate_prompt_tokens is not None
-    if isinstance(body, ChatBody) and not truncates:
-        state.tokenizer.check_bytes(text, state.max_model_len, "messages")
-    return Prompt(state.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)), text)
+def _json_bytes(tools: Sequence[Any] | None) -> int:
+    return len(msgspec.json.encode(tools)) if tools else 0

@@ -37,9 +37,9 @@ async def list_tenants(state: GatewayState, _: Request, __: Principal) -> Respon
     return json_response({"object": "list", "data": [_shown(tenants[name]) for name in sorted(tenants)]})
 
 
-async def add_tenant(state: GatewayState, request: Request, _: Principal) -> Response:
+async def add_tenant(state: GatewayState, request: Request, principal: Principal) -> Response:
     """Make a tenant; its key is in this answer only."""
-    fields = await _fields(state, request, {"name", *Limits.__struct_fields__})
+    fields = await _fields(state, request, principal, {"name", *Limits.__struct_fields__})
     name = fields.pop("name", None)
     if not isinstance(name, str):
         raise invalid("name", "name must be a string.")
@@ -55,9 +55,9 @@ async def show_tenant(state: GatewayState, request: Request, _: Principal) -> Re
     return json_response(_shown(tenant))
 
 
-async def change_tenant(state: GatewayState, request: Request, _: Principal) -> Response:
+async def change_tenant(state: GatewayState, request: Request, principal: Principal) -> Response:
     """Change the given limits; null lifts one, and token_budget starts anew."""
-    fields = await _fields(state, request, set(Limits.__struct_fields__))
+    fields = await _fields(state, request, principal, set(Limits.__struct_fields__))
     return json_response(_shown(await state.tenants.change(request.path_params["name"], fields)))
 
 
@@ -68,18 +68,18 @@ async def remove_tenant(state: GatewayState, request: Request, _: Principal) -> 
     return json_response({"object": "tenant", "name": name, "deleted": True})
 
 
-async def rotate_key(state: GatewayState, request: Request, _: Principal) -> Response:
+async def rotate_key(state: GatewayState, request: Request, principal: Principal) -> Response:
     """Replace a tenant's keys; the new one is in this answer only."""
-    fields = await _fields(state, request, {"grace_s"})
+    fields = await _fields(state, request, principal, {"grace_s"})
     grace_s = fields.get("grace_s") or 0
     if isinstance(grace_s, bool) or not isinstance(grace_s, int | float):
         raise invalid("grace_s", "grace_s must be a number of seconds.")
     return _keyed(await state.tenants.rotate_key(request.path_params["name"], grace_s))
 
 
-async def _fields(state: GatewayState, request: Request, known: set[str]) -> dict[str, Any]:
+async def _fields(state: GatewayState, request: Request, principal: Principal, known: set[str]) -> dict[str, Any]:
     """The body's fields; what is not known is refused by name."""
-    fields = await read_fields(state, request)
+    fields = await read_fields(state, request, principal)
     for name in fields:
         if name not in known:
             raise unsupported(name, f"The field {printable(name)} is unknown.")

@@ -82,7 +82,7 @@ async def test_what_runs_beside_requests_follows_the_list_and_the_folder(
     watched = settings(lora_watch_dir=str(tmp_path))
     adapter_service = await open_adapter_service(watched, redis, "s1")
     assert adapter_service is not None
-    tasks = start_adapter_tasks(adapter_service, watched)
+    tasks = start_adapter_tasks(adapter_service, watched, redis, "s1")
     async with opened(redis, "s1") as other, asyncio.timeout(20):
         await other.load("elsewhere", str(SHOUT))
         shutil.copytree(SHOUT, tmp_path / "watched")

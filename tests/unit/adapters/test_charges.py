@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tandem.cluster.fleet.charges import ChargeExchange, Charges
+from tandem.cluster.fleet.charges import IDLE_S, ChargeExchange, Charges
 from tandem.cluster.state import keys
 from tandem.cluster.state.redis_client import BackgroundClient, Commands, Part, RedisUnavailable
 
@@ -149,3 +149,21 @@ async def test_what_cannot_be_read_is_nothing(groups: list[Group], redis: Backgr
 async def test_totals_of_a_group_that_is_gone_expire(groups: list[Group], redis: BackgroundClient) -> None:
     await groups[0].update(acme=1.0)
     assert 0 < int(await redis.command("PTTL", keys.charges("s", "g1"))) <= keys.CHARGES_TTL_MS
+
+
+async def test_an_idle_tenant_is_forgotten_and_counts_from_nothing_when_it_is_back(redis: BackgroundClient) -> None:
+    await redis.command("SADD", keys.groups("s"), "g1", "g2")
+    now_s = 0.0
+    one, two = (Group(redis, name, lambda: now_s) for name in ("g1", "g2"))
+    for group in (one, two):
+        await group.update()
+    await one.update(acme=10.0, beta=1.0)
+    assert await two.update() == {"acme": 10.0, "beta": 1.0}
+    now_s += IDLE_S
+    await one.update(beta=1.0)
+    now_s += 1.0
+    await one.update(beta=1.0)
+    assert set(one.exchange._own) == {"beta"}
+    assert await two.update() == {"acme": 10.0, "beta": 3.0}
+    await one.update(acme=3.0)
+    assert await two.update() == {"acme": 13.0, "beta": 3.0}

@@ -7,9 +7,11 @@ import pytest
 
 from tandem.cluster.adapters.adapter_list import AdapterList
 from tandem.cluster.adapters.adapter_service import AdapterService
-from tandem.cluster.adapters.folder_watch import SETTLED_S, FolderWatch
-from tandem.cluster.state.redis_client import RedisUnavailable
+from tandem.cluster.adapters.folder_watch import SETTLED_S, UNSEEN_S, FolderWatch, SharedSightings
+from tandem.cluster.state import keys
+from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
 from tandem.configs.errors import TandemError
+from tests.support.private_redis import private_redis
 
 
 def content(source: str) -> str:
@@ -189,3 +191,66 @@ async def test_while_redis_is_unavailable_it_tries_on(rig: Rig, monkeypatch: pyt
         assert await rig.look() == {}
     monkeypatch.setattr(rig.adapter_service.registry, "replace", replace)
     assert await rig.look() == {"one": "a"}
+
+
+class Others:
+    """What other gateways see; None: Redis is unavailable."""
+
+    def __init__(self) -> None:
+        self.names: set[str] | None = set()
+        self.told: list[str] = []
+
+    async def exchange(self, names: list[str]) -> set[str]:
+        if self.names is None:
+            raise RedisUnavailable("it is away")
+        self.told = names
+        return self.names
+
+
+async def test_what_another_gateway_sees_is_not_unlisted(rig: Rig) -> None:
+    """Two nodes, of which one lost its copy of the folder, or never had it."""
+    others = Others()
+    rig.watch = FolderWatch(rig.folder, rig.adapter_service, lambda: rig.now_s, others)
+    write(rig.folder / "one", "a")
+    await rig.look()
+    assert await rig.look() == {"one": "a"} and others.told == ["one"]
+    others.names = {"one"}
+    (rig.folder / "one" / "adapter_config.json").unlink()
+    for _ in range(5):
+        assert await rig.look() == {"one": "a"} and others.told == []
+    others.names = None
+    for _ in range(5):
+        assert await rig.look() == {"one": "a"}, "what they see is not known"
+    others.names = set()
+    assert await rig.look() == {"one": "a"}
+    assert await rig.look() == {}
+
+
+async def test_a_gateway_that_never_saw_a_folder_waits_for_one_that_may_have_it(rig: Rig) -> None:
+    write(rig.folder / "one", "a")
+    await rig.look()
+    assert await rig.look() == {"one": "a"}
+    (rig.folder / "one" / "adapter_config.json").unlink()
+    others = Others()
+    rig.watch = FolderWatch(rig.folder, rig.adapter_service, lambda: rig.now_s, others)
+    for _ in range(3):
+        assert await rig.look() == {"one": "a"}
+    others.names = {"one"}  # it has started
+    assert await rig.look(2 * UNSEEN_S) == {"one": "a"}
+    others.names = set()
+    assert await rig.look() == {"one": "a"}
+    assert await rig.look(UNSEEN_S) == {}
+
+
+async def test_gateways_tell_each_other_over_redis() -> None:
+    with private_redis() as server:
+        redis = BackgroundClient(server.url)
+        one, two, third = (SharedSightings(redis, "service") for _ in range(3))
+        assert await one.exchange(["a"]) == set()
+        assert await two.exchange(["b", "c"]) == {"a"}
+        assert await one.exchange([]) == {"b", "c"}
+        assert await SharedSightings(redis, "other").exchange(["x"]) == set()
+        assert await third.exchange([]) == {"b", "c"}
+        await redis.command("DEL", keys.sighting("service", two._id))  # its time is over
+        assert await one.exchange([]) == set()
+        await redis.close()

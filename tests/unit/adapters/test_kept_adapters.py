@@ -50,7 +50,7 @@ async def test_it_is_saved_by_itself(redis: BackgroundClient, tmp_path: Path) ->
     watched = settings(state_dir=str(tmp_path))
     adapter_service = await open_adapter_service(watched, redis, "s1")
     assert adapter_service is not None
-    tasks = start_adapter_tasks(adapter_service, watched)
+    tasks = start_adapter_tasks(adapter_service, watched, redis, "s1")
     try:
         async with asyncio.timeout(30):
             while not list(tmp_path.glob("adapters-*.json")):

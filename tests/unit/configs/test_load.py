@@ -73,8 +73,15 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "host": ("0.0.0.0", "0.0.0.0"),
     "port": (9000, 9000),
     "api_server_count": (2, 2),
+    "auth": ("required", "required"),
+    "ssl_certfile": ("c.pem", "c.pem"),
+    "ssl_keyfile": ("k.pem", "k.pem"),
+    "ssl_ca_certs": ("a.pem", "a.pem"),
+    "allowed_origins": (["http://a:1", '["https://b", "*"]'], ("http://a:1", "https://b", "*")),
     "api_key": (["k"], ("k",)),
     "admin_api_key": (["a", "b"], ("a", "b")),
+    "max_text_bytes": ("4M", 4 * 2**20),
+    "metrics_api_key": (["m"], ("m",)),
     "state_dir": ("state", "state"),
     "usage_days": (7, 7),
     "queue_timeout": (30, 30.0),
@@ -108,6 +115,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "seed": {"load_format": "dummy"},
     "kv_disk_path": {"kv_offloading_size": 1, "kv_disk_size": 1},
     "kv_disk_size": {"kv_offloading_size": 1, "kv_disk_path": "kv"},
+    "ssl_keyfile": {"ssl_certfile": "c.pem"},
+    "ssl_ca_certs": {"ssl_certfile": "c.pem"},
 }
 """What a setting does not go without."""
 
@@ -155,6 +164,13 @@ BAD = [
     ("dtype", "int8"),
     ("load_format", "gguf"),
     ("device", "tpu"),
+    ("auth", "off"),
+    ("ssl_keyfile", "k.pem"),
+    ("ssl_ca_certs", "a.pem"),
+    ("allowed_origins", ["chat.example"]),
+    ("allowed_origins", ["https://chat.example/"]),
+    ("allowed_origins", "[1]"),
+    ("allowed_origins", '["x"'),
     ("max_itl_ms", 0),
     ("max_model_len", "12q"),
     ("max_model_len", "1.5"),
@@ -162,6 +178,7 @@ BAD = [
     ("hf_overrides", "[1]"),
     ("api_key", [""]),
     ("admin_api_key", ["a\n"]),
+    ("metrics_api_key", ["a\x00"]),
     ("redis_timeout_ms", 0),
     ("metrics_prefix", ""),
     ("metrics_prefix", "9lives"),
@@ -195,6 +212,22 @@ def test_a_bad_value_is_refused_by_its_flag(name: str, value: Any) -> None:
 def test_a_setting_with_few_values_lists_them(name: str, value: Any, values: str) -> None:
     with pytest.raises(SettingsError, match=f"{value}'? is not one of {values}"):
         build_settings("m", {name: value})
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"host": "0.0.0.0"}, "--host 0.0.0.0 is reachable from elsewhere"),
+        ({"api_key": ["sk"]}, "--api-key"),
+        ({"admin_api_key": ["root"]}, "--admin-api-key"),
+    ],
+)
+def test_a_service_that_cannot_be_open_refuses_to_be(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingsError, match=words) as caught:
+        build_settings("m", {"auth": "open", **values})
+    assert caught.value.flag == "--auth"
+    for auth in (None, "required"):
+        assert build_settings("m", {"auth": auth, **values}).gateway.auth == auth
 
 
 def test_unknown_names_are_refused_with_a_suggestion() -> None:
@@ -237,11 +270,23 @@ def test_a_flag_that_would_have_no_effect_is_refused(
         ("redis://:hush@h:6379/0", "redis://:(hidden)@h:6379/0"),
         ("rediss://user:hush@h/0", "rediss://user:(hidden)@h/0"),
         ("redis://h:6379/0", "redis://h:6379/0"),
+        ("redis://:hu/sh@hush@h:6379/0", "redis://:(hidden)@h:6379/0"),
+        ("redis://h:6379/0?password=hush", "redis://h:6379/0?(hidden)"),
+        ("file:/etc/tandem/redis", "file:/etc/tandem/redis"),
     ],
 )
 def test_resolved_settings_show_no_secrets(url: str, shown: str) -> None:
-    text = resolved_yaml(build_settings("m", {"redis_url": url, "api_key": ["hush"], "admin_api_key": ["hush"]}))
+    keys = {name: ["hush"] for name in ("api_key", "admin_api_key", "metrics_api_key")}
+    text = resolved_yaml(build_settings("m", {"redis_url": url, **keys}))
     assert shown in text and "hush" not in text
+
+
+@pytest.mark.parametrize("name", ["api_key", "admin_api_key", "metrics_api_key", "redis_url"])
+@pytest.mark.parametrize("value", [["hush", 1], {"hush": 1}, ["hush\n"]])
+def test_errors_show_no_secrets(name: str, value: Any) -> None:
+    with pytest.raises(SettingsError) as caught:
+        build_settings("m", {name: value})
+    assert "hush" not in str(caught.value) and caught.value.flag == f"--{name.replace('_', '-')}"
 
 
 def test_gpu_share_is_refused_on_cpu() -> None:

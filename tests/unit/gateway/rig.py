@@ -126,7 +126,7 @@ async def gateway(
     )
     app = build_gateway_app(state)
     transport = httpx.ASGITransport(app, raise_app_exceptions=True)
-    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         rig = Rig(app, state, backend, ledger, client)
         yield rig
         await rig.settle()

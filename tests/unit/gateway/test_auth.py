@@ -14,6 +14,7 @@ from tandem.cluster.gateway.http.auth import (
     may_see_tenants,
 )
 from tandem.cluster.gateway.routes import ROUTES
+from tandem.cluster.gateway.wiring import tenant_keys
 from tandem.cluster.tenants.tenant import digest_of
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.errors import RequestRefused
@@ -44,9 +45,10 @@ async def test_every_route_declares_its_level_and_holds_it() -> None:
             path = route.path.replace("{model:path}", "echo")
             (method,) = (route.methods or set()) - {"HEAD"}
             answer = await rig.client.request(method, path, content=b"not json")
-            assert (answer.status_code == 401) == (level is not AuthLevel.OPEN), path
-            assert (level is AuthLevel.OPEN) == (path in OPEN_PATHS), path
-            if level is AuthLevel.OPEN:
+            assert (answer.status_code == 401) == (level in (AuthLevel.API_KEY, AuthLevel.ADMIN)), path
+            is_free = level in (AuthLevel.OPEN, AuthLevel.METRICS)
+            assert is_free == (path in OPEN_PATHS) and (level is AuthLevel.METRICS) == (path == "/metrics"), path
+            if is_free:
                 assert answer.status_code == 200
             seen.add(route.path)
         assert seen == {spec.path for spec in ROUTES} | {"/openapi.json"}
@@ -105,7 +107,7 @@ class Known:
 
     is_known: bool = True
     is_certain: bool = True
-    has_tenants: bool = True
+    is_closed: bool = True
 
     def tenant_of(self, digest: bytes) -> str | None:
         return "acme" if digest == digest_of("sk-acme") else None
@@ -120,7 +122,7 @@ def status_of(keys: TenantKeys, header: str | None) -> int:
 
 
 NEVER_READ, OLD, FRESH = Known(False, False, False), Known(True, False), Known()
-NOBODY, NOBODY_OF_OLD = Known(has_tenants=False), Known(True, False, False)
+NOBODY, NOBODY_OF_OLD = Known(is_closed=False), Known(True, False, False)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +144,7 @@ def test_a_key_is_refused_for_good_only_when_nobody_could_have_it(
     known: Known, static: tuple[str, ...], without: int, unknown: int
 ) -> None:
     """503 for what Redis may know, and for no key at all while the service may be open; 401 for the rest."""
-    keys = TenantKeys(StaticKeys(static), known, open_admin=True)
+    keys = TenantKeys(StaticKeys(static), known, may_be_open=True, open_admin=True)
     assert status_of(keys, None) == without
     assert status_of(keys, "Bearer sk-nobody") == unknown
     assert keys.authenticate("Bearer sk-acme") == Principal("acme", is_admin=False)
@@ -150,12 +152,19 @@ def test_a_key_is_refused_for_good_only_when_nobody_could_have_it(
         assert keys.authenticate("Bearer sk-static") == Principal("default", is_admin=False)
 
 
-@pytest.mark.parametrize(("open_admin", "admin_keys"), [(True, ()), (False, ()), (True, ("root",)), (False, ("root",))])
-def test_an_open_service_gives_admin_routes_only_where_it_listens_itself_and_has_no_admin_key(
-    open_admin: bool, admin_keys: tuple[str, ...]
-) -> None:
-    keys = TenantKeys(StaticKeys((), admin_keys), NOBODY, open_admin=open_admin)
-    assert keys.authenticate(None) == Principal("default", is_admin=open_admin and not admin_keys)
+@pytest.mark.parametrize("known", [NEVER_READ, OLD, FRESH, NOBODY, NOBODY_OF_OLD])
+@pytest.mark.parametrize("static", [(), ("sk-static",)])
+def test_with_auth_required_nobody_passes_without_a_key(known: Known, static: tuple[str, ...]) -> None:
+    keys = TenantKeys(StaticKeys(static), known, may_be_open=False, open_admin=True)
+    assert status_of(keys, None) == 401 and not keys.is_open
+    assert status_of(keys, "Bearer sk-nobody") == (401 if known.is_certain else 503)
+    assert status_of(keys, "Bearer sk-acme") == 200
+
+
+@pytest.mark.parametrize("open_admin", [True, False])
+def test_an_open_service_gives_admin_routes_only_where_it_listens_itself(open_admin: bool) -> None:
+    keys = TenantKeys(StaticKeys(), NOBODY, may_be_open=True, open_admin=open_admin)
+    assert keys.authenticate(None) == Principal("default", is_admin=open_admin)
 
 
 @pytest.mark.parametrize(
@@ -165,10 +174,31 @@ def test_an_open_service_gives_admin_routes_only_where_it_listens_itself_and_has
 def test_tenants_are_shown_to_anybody_only_while_the_service_is_open(
     known: Known, static: tuple[str, ...], is_open: bool
 ) -> None:
-    keys = TenantKeys(StaticKeys(static), known, open_admin=False)
+    keys = TenantKeys(StaticKeys(static), known, may_be_open=True, open_admin=False)
     assert keys.is_open is is_open
     assert may_see_tenants(keys, None) is is_open
     assert may_see_tenants(keys, "Bearer sk-acme") is is_open
+
+
+@pytest.mark.parametrize(
+    ("settings", "itself", "proxied"),
+    [
+        (GatewaySettings(), True, False),
+        (GatewaySettings(host="0.0.0.0"), False, False),
+        (GatewaySettings(auth="open"), True, True),
+        (GatewaySettings(auth="required"), False, False),
+        (GatewaySettings(api_keys=("sk",)), False, False),
+        (GatewaySettings(admin_keys=("root",)), False, False),
+    ],
+)
+def test_a_service_is_open_on_loopback_or_where_it_is_told_to(
+    settings: GatewaySettings, itself: bool, proxied: bool
+) -> None:
+    """Under `serve run` it is Serve's proxy that listens, wherever Serve's configuration says."""
+    found = [settings.is_open(listens_itself=listens_itself) for listens_itself in (True, False)]
+    assert found == [itself, proxied]
+    keys = [tenant_keys(settings, NOBODY, open_port=open_port).is_open for open_port in (True, False)]
+    assert keys == found
 
 
 def test_an_admin_sees_tenants_and_a_user_does_not() -> None:
@@ -177,6 +207,21 @@ def test_an_admin_sees_tenants_and_a_user_does_not() -> None:
     assert not may_see_tenants(keys, "Bearer user") and not may_see_tenants(keys, None)
     assert may_see_tenants(StaticKeys(), None)
     assert not StaticKeys([], ["root"]).is_open and not StaticKeys(["user"]).is_open
+
+
+async def test_metrics_may_need_a_key_of_their_own() -> None:
+    settings = GatewaySettings(admin_keys=("root",), api_keys=("sk",), metrics_keys=("scrape",))
+    async with gateway(settings=settings) as rig:
+        for key, status, is_told in (("scrape", 200, False), ("root", 200, True), ("sk", 401, False), ("", 401, False)):
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            answer = await rig.client.get("/metrics", headers=headers)
+            assert answer.status_code == status, key
+            assert may_see_tenants(rig.state.auth, headers.get("authorization")) is is_told
+        answer = await rig.client.get("/v1/models", headers={"authorization": "Bearer scrape"})
+        assert answer.status_code == 401, "it opens nothing else"
+    async with gateway(settings=GatewaySettings(metrics_keys=("scrape",))) as rig:
+        assert (await rig.client.get("/v1/models")).status_code == 200
+        assert (await rig.client.get("/metrics")).status_code == 401
 
 
 def test_a_key_may_be_any_of_several_and_both_kinds_at_once() -> None:

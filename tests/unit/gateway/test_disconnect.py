@@ -323,7 +323,7 @@ async def test_a_half_sent_body_of_a_client_that_left_is_no_error() -> None:
     async with gateway() as rig, served(rig.app) as url:
         host, port = url.removeprefix("http://").split(":")
         _, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n")
         writer.write(b'content-length: 100\r\n\r\n{"prompt"')
         await writer.drain()
         writer.close()

@@ -55,13 +55,14 @@ async def test_unknown_models(rig: Rig, path: str) -> None:
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
+        ({"content-type": ""}, 415),
         ({"content-type": "text/plain"}, 415),
         ({"content-type": "application/x-www-form-urlencoded"}, 415),
         ({"content-type": "application/json; charset=latin-1"}, 415),
         ({"content-type": "application/json", "content-encoding": "gzip"}, 415),
         ({"content-type": "application/json; charset=UTF-8"}, 200),
         ({"content-type": "application/vnd.x+json"}, 200),
-        ({}, 200),
+        ({}, 415),
     ],
 )
 async def test_content_types(rig: Rig, headers: dict[str, str], status: int) -> None:

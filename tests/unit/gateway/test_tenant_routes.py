@@ -62,7 +62,7 @@ async def open_door(**backend: Any) -> AsyncIterator[Door]:
         quota = Quota(requests, directory, "g")
         async with gateway(
             FakeBackend(eos_token_ids=frozenset({EOS}), **backend),
-            auth=TenantKeys(StaticKeys((), ["root"]), directory, open_admin=True),
+            auth=TenantKeys(StaticKeys((), ["root"]), directory, may_be_open=True, open_admin=True),
             tenancy=quota,
             tenants=StoreAdmin(store, directory),
         ) as rig:
@@ -304,13 +304,13 @@ async def test_requests_go_on_when_redis_is_unavailable() -> None:
         assert (await door.admin("PATCH", "/acme", json={"concurrency": 1})).status_code == 200
 
 
-async def test_without_tenants_the_api_is_open() -> None:
+async def test_with_an_admin_key_alone_nobody_else_passes() -> None:
     async with open_door() as door:
-        assert (await door.complete({})).status_code == 200
-        assert (await door.rig.client.post("/v1/chat/completions", json={"messages": USER})).status_code == 200
-        assert {row.tenant for row in door.rig.ledger.rows} == {"default"}
-        await door.add("acme")
         assert (await door.complete({})).status_code == 401
+        assert (await door.complete(ROOT)).status_code == 200
+        await door.rig.settle()
+        assert {row.tenant for row in door.rig.ledger.rows} == {"default"}
+        assert (await door.complete(await door.add("acme"))).status_code == 200
 
 
 async def test_only_admins_read_of_tenants_in_the_metrics() -> None:

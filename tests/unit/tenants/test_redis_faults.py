@@ -53,7 +53,7 @@ async def test_a_fault_costs_no_request_no_row_and_no_limit(
         await tenants.start()
         made = await tenants.admin.add("acme", {"token_budget": 100_000, "concurrency": 1000})
         await tenants.admin.add("tight", {"requests_per_minute": MINUTE})
-        auth = TenantKeys(StaticKeys(), tenants.directory, open_admin=True)
+        auth = TenantKeys(StaticKeys(), tenants.directory, may_be_open=True, open_admin=True)
         began_s = time.monotonic()
         let_in = len(await admitted(tenants.quota, 5, name="tight"))
         await serve_all(tenants, 0)
@@ -94,9 +94,9 @@ async def test_a_redis_that_is_absent_at_the_start_is_taken_up_when_it_comes(
     later, new = service(server.url, tmp_path), service(server.url, tmp_path / "new")
     for tenants in (later, new):
         await tenants.start()
-    auth = TenantKeys(StaticKeys(), later.directory, open_admin=True)
+    auth = TenantKeys(StaticKeys(), later.directory, may_be_open=True, open_admin=True)
     assert (status_of(auth, made.key), status_of(auth, "sk-unknown")) == (200, 503)
-    nobodys = TenantKeys(StaticKeys(), new.directory, open_admin=True)
+    nobodys = TenantKeys(StaticKeys(), new.directory, may_be_open=True, open_admin=True)
     assert status_of(nobodys, made.key) == 503, "it has no copy of the tenants, and may have any"
     for number in range(5):
         await serve_one(later, "acme", f"r{number}", TOKENS)

@@ -48,7 +48,7 @@ def test_a_tenant_from_its_first_key_to_its_end(server: RedisServer) -> None:
     assert tandem(server, "tenants", "ls").startswith("acme ")
     tandem(server, "tenants", "add", "beta")
     rest, last = (removed(server, name) for name in ("acme", "beta"))
-    assert "open to everybody" not in rest and "open to everybody" in last
+    assert "stays closed" not in rest and "stays closed" in last
     assert tandem(server, "tenants", "ls") == ""
 
 

@@ -15,7 +15,7 @@ from tandem.cluster.state import keys
 from tandem.cluster.state.notifications import Changes
 from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
 from tandem.cluster.tenants.directory import TenantDirectory
-from tandem.cluster.tenants.store import TenantStore, read_weights
+from tandem.cluster.tenants.store import Reading, TenantStore, read_weights
 from tandem.cluster.tenants.tenant import Limits, digest_of
 from tandem.cluster.tenants.tenant_admin import StoreAdmin
 from tandem.configs.schema import GatewaySettings
@@ -210,7 +210,7 @@ async def test_known_keys_go_on_without_redis_and_unknown_ones_are_503(server: R
     made = await store.add("acme", {})
     now_s = 100.0
     directory = TenantDirectory(store, clock=lambda: now_s)
-    auth = TenantKeys(StaticKeys(["sk-static"]), directory, open_admin=True)
+    auth = TenantKeys(StaticKeys(["sk-static"]), directory, may_be_open=True, open_admin=True)
     await directory.refresh()
     for unavailable in (False, True):
         if unavailable:
@@ -235,7 +235,9 @@ async def test_known_keys_go_on_without_redis_and_unknown_ones_are_503(server: R
 
 async def test_an_open_service_closes_with_its_first_tenant(store: TenantStore) -> None:
     directory = TenantDirectory(store, clock=lambda: 0.0)
-    here, elsewhere = (TenantKeys(StaticKeys(), directory, open_admin=is_local) for is_local in (True, False))
+    here, elsewhere = (
+        TenantKeys(StaticKeys(), directory, may_be_open=True, open_admin=is_local) for is_local in (True, False)
+    )
     with Refused(503, "service_unavailable"):
         here.authenticate(None)  # whether there are tenants is not known yet
     await directory.refresh()
@@ -249,18 +251,91 @@ async def test_an_open_service_closes_with_its_first_tenant(store: TenantStore) 
         here.authenticate("Bearer anything")
 
 
-@pytest.mark.parametrize(("host", "is_admin"), [("127.0.0.1", True), ("0.0.0.0", False)])
 @pytest.mark.parametrize("through_proxy", [False, True])
 async def test_without_keys_admin_routes_are_for_who_listens_on_loopback(
-    store: TenantStore, host: str, is_admin: bool, through_proxy: bool
+    store: TenantStore, through_proxy: bool
 ) -> None:
     """Under `serve run` it is Serve's proxy that listens, wherever Serve's configuration says."""
     directory = TenantDirectory(store, clock=lambda: 0.0)
     await directory.refresh()
-    auth = tenant_keys(GatewaySettings(host=host), directory, open_port=not through_proxy)
-    assert auth.authenticate(None) == Principal("default", is_admin=is_admin and not through_proxy)
-    with_key = GatewaySettings(host=host, admin_keys=("root",))
+    auth = tenant_keys(GatewaySettings(auth="open"), directory, open_port=not through_proxy)
+    assert auth.authenticate(None) == Principal("default", is_admin=not through_proxy)
+    with_key = GatewaySettings(admin_keys=("root",))
     assert tenant_keys(with_key, directory, open_port=not through_proxy).authenticate("Bearer root").is_admin
+
+
+async def test_a_service_stays_closed_when_its_last_tenant_goes(store: TenantStore) -> None:
+    directory, other = (TenantDirectory(store, clock=lambda: 0.0) for _ in range(2))
+    auth = TenantKeys(StaticKeys(), directory, may_be_open=True, open_admin=True)
+    await store.add("acme", {})
+    await directory.refresh()
+    await store.remove("acme")
+    await directory.refresh()
+    await other.refresh()
+    for known in (directory, other):
+        auth = TenantKeys(StaticKeys(), known, may_be_open=True, open_admin=True)
+        assert not known.tenants and not auth.is_open
+        with Refused(401, "invalid_api_key"):
+            auth.authenticate(None)
+
+
+async def test_a_closed_service_stays_closed_when_redis_is_emptied(
+    store: TenantStore, redis: BackgroundClient, tmp_path: Path
+) -> None:
+    """Whether its gateways live on, or start again with what they left in the state folder."""
+    directory = TenantDirectory(store, tmp_path / "tenants.json", clock=lambda: 0.0)
+    await store.add("acme", {})
+    await store.remove("acme")
+    await directory.refresh()
+    await directory.save({})
+    later = TenantDirectory(store, tmp_path / "tenants.json", clock=lambda: 0.0)
+    await later.load()
+    for known in (directory, later):
+        await redis.command("FLUSHALL")
+        await known.refresh()
+        with Refused(401, "invalid_api_key"):
+            TenantKeys(StaticKeys(), known, may_be_open=True, open_admin=True).authenticate(None)
+        assert (await store.mark()).origin is not None, "Redis knows it again"
+
+
+async def test_a_redis_that_is_emptied_while_it_is_read_opens_nothing(
+    store: TenantStore, redis: BackgroundClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = await store.add("acme", {})
+    directory = TenantDirectory(store, clock=lambda: 0.0)
+    await directory.refresh()
+    await store.add("other", {})
+    read = store.read
+
+    async def emptied() -> Reading:
+        monkeypatch.undo()
+        await redis.command("FLUSHALL")
+        return await read()
+
+    monkeypatch.setattr(store, "read", emptied)
+    with pytest.raises(RedisUnavailable):
+        await directory.refresh()
+    auth = TenantKeys(StaticKeys(), directory, may_be_open=True, open_admin=True)
+    assert auth.authenticate(f"Bearer {made.key}").tenant == "acme" and not auth.is_open
+    await directory.refresh()
+    assert set((await store.read()).tenants) == {"acme"}
+
+
+async def test_a_service_that_once_had_keys_of_its_own_stays_closed_without_them(
+    store: TenantStore, redis: BackgroundClient, tmp_path: Path
+) -> None:
+    with_keys = [TenantDirectory(store, tmp_path / "tenants.json", has_keys=True) for _ in range(2)]
+    for directory in with_keys:
+        await directory.refresh()
+    assert len({(await store.mark()).origin, *(d._origin for d in with_keys)}) == 1, "one marker for all gateways"
+    await with_keys[0].save({})
+    without, after_loss = TenantDirectory(store), TenantDirectory(store, tmp_path / "tenants.json")
+    await without.refresh()
+    await redis.command("FLUSHALL")
+    await after_loss.load()
+    await after_loss.refresh()
+    for directory in (without, after_loss):
+        assert not TenantKeys(StaticKeys(), directory, may_be_open=True, open_admin=True).is_open
 
 
 async def test_a_tenant_that_cannot_be_read_keeps_the_service_closed(
@@ -274,20 +349,19 @@ async def test_a_tenant_that_cannot_be_read_keeps_the_service_closed(
     later = TenantDirectory(store, tmp_path / "tenants.json", clock=lambda: 0.0)
     await later.load()
     for known in (directory, later):
-        auth = TenantKeys(StaticKeys(), known, open_admin=True)
+        auth = TenantKeys(StaticKeys(), known, may_be_open=True, open_admin=True)
         with pytest.raises(RequestRefused):
             auth.authenticate(None)
         assert not auth.is_open
 
 
-async def test_an_admin_key_guards_admin_routes_and_leaves_the_api_open(store: TenantStore) -> None:
+async def test_an_admin_key_closes_the_service(store: TenantStore) -> None:
     directory = TenantDirectory(store, clock=lambda: 0.0)
     await directory.refresh()
-    auth = TenantKeys(StaticKeys((), ["root"]), directory, open_admin=True)
-    assert check_level(AuthLevel.API_KEY, auth, None) == Principal("default", is_admin=False)
+    auth = TenantKeys(StaticKeys((), ["root"]), directory, may_be_open=True, open_admin=True)
+    with Refused(401, "invalid_api_key"):
+        check_level(AuthLevel.API_KEY, auth, None)
     assert check_level(AuthLevel.ADMIN, auth, "Bearer root").is_admin
-    with Refused(403, "permission_denied"):
-        check_level(AuthLevel.ADMIN, auth, None)
     made = await store.add("acme", {})
     await directory.refresh()
     with Refused(403, "permission_denied"):

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from tandem.cluster.app import check_open
 from tandem.cluster.deploy.nodes import choose_home, cluster_device
 from tandem.cluster.group.group_engine import loading_note, with_own_step_log
 from tandem.cluster.wire.service_facts import check_home, groups_per_node
@@ -84,3 +85,17 @@ def test_groups_do_not_share_a_step_log() -> None:
     logs = [with_own_step_log(engine, group).step_log for group in ("a1", "b2")]
     assert logs == ["/logs/steps-a1.jsonl", "/logs/steps-b2.jsonl"]
     assert with_own_step_log(build_settings("m", {}).engine, "a1").step_log is None
+
+
+@pytest.mark.parametrize("host", [None, "127.0.0.1", "localhost", "::1"])
+def test_an_open_service_is_behind_a_proxy_on_loopback(host: str | None) -> None:
+    check_open("open", host)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "::"])
+def test_an_open_service_behind_a_public_proxy_is_refused(host: str) -> None:
+    for auth in (None, "required"):
+        check_open(auth, host)
+    with pytest.raises(SettingsError, match=f"loopback only.* host {host}") as caught:
+        check_open("open", host)
+    assert caught.value.flag == "auth"

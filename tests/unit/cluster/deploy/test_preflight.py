@@ -14,7 +14,7 @@ from tandem.cluster.deploy.preflight import (
     check_processes,
     cpu_weight_bytes,
     fit_host_tier,
-    open_to_others,
+    note_on_keys,
 )
 from tandem.cluster.state.redis_client import BackgroundClient
 from tandem.cluster.tenants.store import TenantStore
@@ -134,17 +134,27 @@ def test_without_a_host_tier_there_is_nothing_to_fit(monkeypatch: pytest.MonkeyP
     assert fit_host_tier(asked) == (asked, None)
 
 
-def test_an_api_without_keys_is_warned_of_where_others_reach_it(folder: Path) -> None:
+def test_a_service_whose_every_answer_is_401_says_so(folder: Path) -> None:
     public = service(folder, host="0.0.0.0")
     with private_redis() as server:
-        warning = open_to_others(public, server.url)
-        assert warning is not None and "neither an --api-key nor a tenant" in warning
-        assert open_to_others(service(folder), server.url) is None
-        assert open_to_others(service(folder, host="0.0.0.0", api_key="sk"), server.url) is None
+        note = note_on_keys(public, server.url)
+        assert note is not None and "there is none yet" in note and "tandem tenants add" in note
+        assert note_on_keys(service(folder), server.url) is None
+        assert note_on_keys(service(folder, host="0.0.0.0", api_key="sk"), server.url) is None
         asyncio.run(add_tenant(server.url))
-        assert open_to_others(public, server.url) is None
-    warning = open_to_others(public, server.url)
-    assert warning is not None, "Redis cannot be asked"
+        assert note_on_keys(public, server.url) is None
+        asyncio.run(remove_tenant(server.url))
+        note = note_on_keys(service(folder), server.url)
+        assert note is not None and "stays closed" in note
+    assert note_on_keys(public, server.url) is None, "Redis cannot be asked"
+
+
+async def remove_tenant(url: str) -> None:
+    redis = BackgroundClient(url)
+    try:
+        await TenantStore(redis).remove("acme")
+    finally:
+        await redis.close()
 
 
 async def add_tenant(url: str) -> None:

@@ -464,15 +464,15 @@ def test_only_placement_groups_of_our_groups_end_a_start(monkeypatch: pytest.Mon
         return ReplicaID("abc", DeploymentID(deployment, app)).to_full_id_str()
 
     waiting = {"state": "PENDING", "strategy": "PACK", "bundles": {0: {"CPU": 99.0}}}
-    others = ["", "train", name(COORDINATOR, "other"), name("other", APP)]
+    others = ["", "train", name(COORDINATOR, "other"), name(COORDINATOR, f"{APP}-1"), name("other", APP)]
     table = {str(i): waiting | {"name": other} for i, other in enumerate(others)}
     monkeypatch.setattr(ray.util, "placement_group_table", lambda: table)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
     monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 4.0})
-    serve_app.raise_unplaced()
+    serve_app.raise_unplaced(APP)
     table["ours"] = waiting | {"name": name(COORDINATOR, APP)}
     with pytest.raises(SettingsError, match="CPU 99"):
-        serve_app.raise_unplaced()
+        serve_app.raise_unplaced(APP)
 
 
 async def test_closing_the_stream_aborts_the_request(slow_service: Service) -> None:

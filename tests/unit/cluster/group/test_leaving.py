@@ -44,7 +44,7 @@ class Door:
             times=GatewayTimes(drain_s=60.0),  # what it would take if the group were not told
         )
         transport = httpx.ASGITransport(build_gateway_app(self.state))
-        self.client = httpx.AsyncClient(transport=transport, base_url="http://gateway")
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://localhost")
 
     async def close(self) -> None:
         await self.client.aclose()

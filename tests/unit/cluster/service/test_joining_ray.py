@@ -1,0 +1,65 @@
+"""Whether a Ray that is to be joined asks for tokens, by what its GCS answers to a call without one."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+import ray
+
+from tandem.cluster.service import ray_node
+from tandem.configs.errors import SettingsError
+
+
+class Gcs(grpc.GenericRpcHandler):
+    """Answers every call, or refuses those without a token."""
+
+    def __init__(self, asks: bool) -> None:
+        self.asks = asks
+        self.calls: list[str] = []
+
+    def service(self, details: Any) -> Any:
+        self.calls.append(details.method)
+
+        def answer(_: bytes, context: grpc.ServicerContext) -> bytes:
+            if self.asks:
+                context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken: Authentication token is missing")
+            return b""
+
+        return grpc.unary_unary_rpc_method_handler(answer)
+
+
+@contextmanager
+def gcs(asks: bool) -> Iterator[tuple[str, Gcs]]:
+    server, handler = grpc.server(ThreadPoolExecutor(1)), Gcs(asks)
+    server.add_generic_rpc_handlers((handler,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}", handler
+    finally:
+        server.stop(None).wait()
+
+
+@pytest.mark.parametrize(
+    ("asks", "may_be_open", "joins"), [(True, False, True), (False, False, False), (False, True, True)]
+)
+def test_a_ray_without_tokens_is_joined_only_when_that_is_accepted(
+    asks: bool, may_be_open: bool, joins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gcs(asks) as (address, handler):
+        monkeypatch.setattr(ray, "init", lambda **_: None)
+        monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address=address))
+        if joins:
+            ray_node.join("auto", may_be_open=may_be_open)
+        else:
+            with pytest.raises(
+                SettingsError, match=r"auto: .*RAY_AUTH_MODE=token.*--allow-unauthenticated-ray"
+            ) as caught:
+                ray_node.join("auto", may_be_open=may_be_open)
+            assert caught.value.flag == "--address"
+        assert ray_node.asks_for_token(address) is asks
+        assert set(handler.calls) == {"/ray.rpc.NodeInfoGcsService/GetClusterId"}
