@@ -210,10 +210,7 @@ class Scheduler:
     def _roll_back_rows(self) -> list[tuple[int, int, int]]:
         """(row, known tokens, computed tokens) for the ranks, of the sequences that undo() left running."""
         running = (seq for seq in self._undone if seq.status is Status.RUNNING)
-        return [
-            (seq.row, seq.num_sent if self._relay else seq.num_known, seq.num_scheduled)
-            for seq in sorted(running, key=lambda seq: seq.row)
-        ]
+        return sorted((seq.row, seq.num_known, seq.num_scheduled) for seq in running)
 
     def forget(self, seq: Sequence) -> None:
         """Removes a failed sequence's KV from the index of every tier. finish() follows."""
