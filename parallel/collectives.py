@@ -17,18 +17,15 @@ class Pending(Protocol):
 
 
 class Collectives(Protocol):
-    """Collectives of one group; `source` and `peer` are ranks within the group."""
+    """Collectives of one group; `peer` is a rank within it. Results go to memory of the caller's: none allocates on a
+    device, so none runs out of memory half-way."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the sum over the group, bit-equal on every rank. May overwrite and return `tensor`."""
         ...
 
-    def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the concatenation along the last dim, in rank order."""
-        ...
-
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """Overwrites `tensor` with the values of rank `source`, on every rank, and returns it."""
+    def all_gather(self, parts_R: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        """Fills parts_R [ranks, *tensor's shape], contiguous, with the ranks' tensors in their order; returns it."""
         ...
 
     def isend(self, tensor: torch.Tensor, peer: int) -> Pending:
@@ -45,17 +42,13 @@ class Collectives(Protocol):
 
 
 class SingleRank:
-    """A group of one rank: sums and gathers return the tensor itself, sends and receives are errors."""
+    """A group of one rank: its sum is the tensor itself, sends and receives are errors."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        assert source == 0
-        return tensor
+    def all_gather(self, parts_R: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        return parts_R.copy_(tensor)
 
     def isend(self, tensor: torch.Tensor, peer: int) -> Pending:
         raise AssertionError("a group of one rank sends nothing")
@@ -78,12 +71,12 @@ class TorchCollectives:
         dist.all_reduce(tensor, group=self._group)
         return tensor
 
-    def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
-        parts = [torch.empty_like(tensor) for _ in self._ranks]
-        dist.all_gather(parts, tensor.contiguous(), group=self._group)
-        return torch.cat(parts, dim=-1)
+    def all_gather(self, parts_R: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        dist.all_gather_into_tensor(parts_R, tensor, group=self._group)
+        return parts_R
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """Overwrites `tensor` with the values of rank `source`, on every rank, and returns it."""
         dist.broadcast(tensor, src=self._ranks[source], group=self._group)
         return tensor
 

@@ -1,16 +1,15 @@
 """ParallelContext: a rank's place in its group and its collectives; passed down, never global.
 
-Made by groups.init_parallel, or by ParallelContext.single() for one rank. The layers read it. The model runner reads
-its stage from it and shares sampled tokens through it.
+Made by groups.init_parallel, or by ParallelContext.single() for one rank. The layers read it, and so does the model
+runner, which shares sampled tokens through it.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
-
 from tandem.parallel.collectives import Collectives, SingleRank
 from tandem.parallel.mesh import Mesh
+from tandem.parallel.step_collectives import StepCollectives
 
 
 def _nothing() -> None:
@@ -23,7 +22,7 @@ class ParallelContext:
     stages."""
 
     mesh: Mesh = field(default_factory=Mesh)
-    tp: Collectives = field(default_factory=SingleRank)
+    tp: StepCollectives = field(default_factory=lambda: StepCollectives(SingleRank(), 1))
     world: Collectives = field(default_factory=SingleRank)
     shut_down: Callable[[], None] = _nothing
 
@@ -63,10 +62,6 @@ class ParallelContext:
     @property
     def is_last_stage(self) -> bool:
         return self.mesh.pp_rank == self.mesh.pp_size - 1
-
-    def tp_broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Overwrites `tensor` with tp rank 0's values, on every rank of this stage, and returns it."""
-        return self.tp.broadcast(tensor)
 
     def close(self) -> None:
         """Releases the process groups. Call it once, when no step is under way."""

@@ -80,7 +80,10 @@ class VocabParallelHead:
         part_SV = self._matrix(hidden_SH)
         if self.lora_hook is not None:
             self.lora_hook(part_SV, hidden_SH)
-        return self._context.tp.all_gather_last_dim(part_SV)[:, : self._vocab_size].float()
+        if self._context.tp_size > 1:
+            parts_RSV = part_SV.new_empty(self._context.tp_size, *part_SV.shape)
+            part_SV = torch.cat(self._context.tp.all_gather(parts_RSV, part_SV.contiguous()).unbind(), dim=-1)
+        return part_SV[:, : self._vocab_size].float()
 
     def part(self, name: str) -> LinearPart:
         """Returns the table as a layer of hidden -> vocabulary with sharded outputs; adapters refer to it by `name`."""

@@ -16,6 +16,7 @@ from tandem.parallel.collectives import Collectives, SingleRank, TorchCollective
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.mesh import Mesh
 from tandem.parallel.shared_memory import SharedMemoryCollectives, open_segment
+from tandem.parallel.step_collectives import StepCollectives
 
 RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
@@ -75,7 +76,7 @@ def init_parallel(
     )
     world = TorchCollectives(dist.group.WORLD, list(range(world_size)))
     stage = _stage_group(mesh, backend, ranks_on_node or world_size)
-    return ParallelContext(mesh, stage, world, dist.destroy_process_group)
+    return ParallelContext(mesh, StepCollectives(stage, tp_size), world, dist.destroy_process_group)
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
@@ -112,17 +113,14 @@ def _stage_group(mesh: Mesh, backend: Backend, ranks_on_node: int) -> Collective
     compute in its memory."""
     # A gloo all-reduce of a decode step costs some 200 us, one through shared memory 20. torch requires every rank to
     # take part in making every group.
-    mine: Collectives = SingleRank()
     if mesh.tp_size == 1:
-        return mine
-    for stage in range(mesh.pp_size):
-        ranks = mesh.tp_group(stage)
-        group = dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT)
-        if stage == mesh.pp_rank:
-            mine = TorchCollectives(group, ranks)
+        return SingleRank()
+    stages = [mesh.tp_group(stage) for stage in range(mesh.pp_size)]
+    groups = [dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT) for ranks in stages]
+    mine = TorchCollectives(groups[mesh.pp_rank], stages[mesh.pp_rank])
     if backend.shares_memory:
         segment = open_segment(mine, mesh.tp_rank, mesh.tp_size)
         if segment is not None:
             spins = ranks_on_node <= len(os.sched_getaffinity(0))
-            mine = SharedMemoryCollectives(segment, mesh.tp_rank, mesh.tp_size, mine, spins)
+            return SharedMemoryCollectives(segment, mesh.tp_rank, mesh.tp_size, mine, spins)
     return mine

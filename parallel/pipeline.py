@@ -1,7 +1,8 @@
-"""Sends hidden states between pipeline stages: one tensor [T, H] per step, the residual stream.
+"""Sends hidden states between pipeline stages: one message per step, the residual stream [T, H] and one element that
+is not 0 if a stage has failed.
 
-Called by the model runner around the decoder's forward. Both sides know the step's tokens from the plan, so no shape is
-sent. Ranks of equal tp rank are linked. Sends are asynchronous, so a stage starts its next step while its previous
+Called by step_exchanges.py around the decoder's forward. Both sides know the step's tokens from the plan, so no shape
+is sent. Ranks of equal tp rank are linked. Sends are asynchronous, so a stage starts its next step while its previous
 output is on its way. T tokens, H hidden size.
 """
 
@@ -23,25 +24,44 @@ class StageLink:
         self._device = device
         self._sending: deque[tuple[Pending, torch.Tensor]] = deque()
 
-    def receive(self, num_tokens: int) -> torch.Tensor:
-        """Returns [num_tokens, H] from the previous stage; blocks until it has arrived."""
+    def receive(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns [num_tokens, H] from the previous stage, and [1]: not 0 if that stage or one before it has failed.
+        Blocks until they have arrived."""
         assert not self._context.is_first_stage
-        hidden_TH = torch.empty(num_tokens, self._hidden_size, dtype=self._dtype, device=self._device)
-        return self._context.world.recv(hidden_TH, self._context.rank - self._context.tp_size)
+        count = num_tokens * self._hidden_size
+        message = torch.empty(count + 1, dtype=self._dtype, device=self._device)
+        parts = message[:count].view(num_tokens, self._hidden_size), message[count:]
+        self._context.world.recv(message, self._context.rank - self._context.tp_size)
+        return parts  # and nothing that may fail once it is received
 
-    def send(self, hidden_TH: torch.Tensor) -> None:
-        """Sends to the next stage. Blocks only when as many sends are under way as there are stages."""
-        assert not self._context.is_last_stage
-        while len(self._sending) >= self._context.pp_size:
-            self._wait_oldest()
-        hidden_TH = hidden_TH.contiguous()
-        pending = self._context.world.isend(hidden_TH, self._context.rank + self._context.tp_size)
-        self._sending.append((pending, hidden_TH))
+    def send(self, hidden_TH: torch.Tensor, failed_1: torch.Tensor | None = None) -> None:
+        """Sends to the next stage. failed_1: what the stage before has said of itself; None on the first.
+        Blocks only when as many sends are under way as there are stages."""
+        message = self._message(len(hidden_TH))
+        message[:-1].view_as(hidden_TH).copy_(hidden_TH)
+        message[-1:] = 0 if failed_1 is None else failed_1
+        self._send(message)
+
+    def send_failure(self, num_tokens: int) -> None:
+        """As send(), of a stage that has failed: zeros in place of hidden states."""
+        message = self._message(num_tokens).zero_()
+        message[-1:] = 1
+        self._send(message)
 
     def flush(self) -> None:
         """Returns when every send has been received; call it before the context is closed."""
         while self._sending:
             self._wait_oldest()
+
+    def _message(self, num_tokens: int) -> torch.Tensor:
+        return torch.empty(num_tokens * self._hidden_size + 1, dtype=self._dtype, device=self._device)
+
+    def _send(self, message: torch.Tensor) -> None:
+        assert not self._context.is_last_stage
+        while len(self._sending) >= self._context.pp_size:
+            self._wait_oldest()
+        pending = self._context.world.isend(message, self._context.rank + self._context.tp_size)
+        self._sending.append((pending, message))
 
     def _wait_oldest(self) -> None:
         pending, _ = self._sending.popleft()

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tandem.parallel.collectives import Collectives, Pending
+from tandem.parallel.collectives import Collectives, Pending, TorchCollectives
 
 SLOT_BYTES = 2**20
 LINE_BYTES = 64  # one cache line per flag
@@ -30,7 +30,7 @@ def segment_bytes(size: int) -> int:
     return LINE_BYTES * (1 + size) + 2 * size * SLOT_BYTES
 
 
-def open_segment(group: Collectives, rank: int, size: int) -> mmap.mmap | None:
+def open_segment(group: TorchCollectives, rank: int, size: int) -> mmap.mmap | None:
     """Returns a segment mapped by every rank of `group`, or None on all when any rank cannot map it (other node, other
     CPU).
 
@@ -110,22 +110,14 @@ class SharedMemoryCollectives:
                 piece.copy_(torch.stack(parts).sum(dim=0, dtype=wide))
         return tensor
 
-    def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
-        flat = tensor.contiguous().view(-1)
-        gathered = torch.empty(self._size, flat.shape[0], dtype=tensor.dtype)
+    def all_gather(self, parts_R: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        gathered = parts_R.view(self._size, -1)
         start = 0
-        for piece in self._pieces(flat):
+        for piece in self._pieces(tensor.view(-1)):
             stop = start + piece.shape[0]
             torch.stack(self._exchange(piece), out=gathered[:, start:stop])
             start = stop
-        return torch.cat(list(gathered.view(self._size, *tensor.shape)), dim=-1)
-
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        for piece in self._pieces(tensor.view(-1)):
-            parts = self._exchange(piece if self._rank == source else piece[:0], piece)
-            if self._rank != source:
-                piece.copy_(parts[source])
-        return tensor
+        return parts_R
 
     def isend(self, tensor: torch.Tensor, peer: int) -> Pending:
         return self._others.isend(tensor, peer)
@@ -143,12 +135,11 @@ class SharedMemoryCollectives:
         length = SLOT_BYTES // flat.element_size()
         return iter(flat.split(length)) if flat.shape[0] > length else iter((flat,))
 
-    def _exchange(self, piece: torch.Tensor, like: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """Publishes `piece` and returns all ranks' pieces (as long as `like`), valid until the next exchange."""
+    def _exchange(self, piece: torch.Tensor) -> list[torch.Tensor]:
+        """Publishes `piece` and returns all ranks' pieces, valid until the next exchange."""
         self._count += 1
         turn = self._count & 1
-        like = piece if like is None else like
-        parts = [slots[turn][: like.nbytes].view(like.dtype) for slots in self._slots]
+        parts = [slots[turn][: piece.nbytes].view(piece.dtype) for slots in self._slots]
         if piece.shape[0]:
             parts[self._rank].copy_(piece)
         self._flags[self._rank * self._stride] = self._count

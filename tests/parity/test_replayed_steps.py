@@ -4,6 +4,7 @@ other steps in between.
 bf16, as the captured kernels require; heads of 32 dims. CPUs without these kernels replay nothing.
 """
 
+import contextlib
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -25,6 +26,7 @@ from tandem.workers.models.decoder import Decoder, build_decoder
 from tandem.workers.models.spec.families import load_spec
 from tandem.workers.platforms.cpu import cpu_platform
 from tests.support.adapters import save_random_adapter
+from tests.support.engine_ranks import RunsOut
 from tests.support.lora_ranks import MAX_RANK, put_all, with_adapters
 from tests.support.paged_rows import PagedRows, prompt_ids
 from tests.support.tiny_models import BY_NAME, TINY_MODELS, save_tiny_model
@@ -127,6 +129,25 @@ def test_streamed_layers_that_the_computing_threads_copy(
     folders: Callable[[str], Path], streamed: tuple[int, ...]
 ) -> None:
     check(lambda: decoder_of(folders("qwen3"), streamed=streamed, copier=InlineCopier()))
+
+
+def test_a_step_that_runs_out_of_memory_is_run_again(folders: Callable[[str], Path]) -> None:
+    """Every step at first fails, each at another operation: eager ones, while they are captured, while replayed."""
+    plain, failing = decoder_of(folders("qwen3")), decoder_of(folders("qwen3"))
+    steps = random_steps(3)
+    expected = logits_of(plain, steps, replays=False)
+    rows, logits, num_struck = PagedRows(failing, NUM_ROWS, MAX_LEN, BF16), [], 0
+    for number, work in enumerate(steps):
+        batch = rows.batch(work)
+        with torch.inference_mode():
+            with RunsOut(7 * number % 40) as mode, contextlib.suppress(torch.OutOfMemoryError):
+                failing.forward(batch, rows.kv, None)
+            logits.append(failing.forward(batch, rows.kv, None).clone())
+        num_struck += mode.has_struck
+    assert torch.equal(torch.cat(logits), expected)
+    assert num_struck > len(steps) // 2 and failing.graphs.num_replays >= 8
+    plain.close()
+    failing.close()
 
 
 @pytest.mark.parametrize(("name", "copier"), [("llama-gelu", None), ("qwen3", ThreadCopier)])

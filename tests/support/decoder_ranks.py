@@ -6,7 +6,8 @@ port that no other test is given, and closes it.
 
 import multiprocessing
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -19,6 +20,7 @@ from tandem.parallel.context import ParallelContext
 from tandem.parallel.groups import GLOO, init_parallel
 from tandem.parallel.mesh import layer_range
 from tandem.parallel.pipeline import StageLink
+from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.models.decoder import Decoder, build_decoder
 from tandem.workers.models.spec.families import load_spec
 from tandem.workers.platforms.cpu import cpu_platform
@@ -73,11 +75,24 @@ def run_case(case: DecoderCase, context: ParallelContext) -> torch.Tensor | None
 @torch.inference_mode()
 def _run_step(decoder: Decoder, rows: PagedRows, link: StageLink, context: ParallelContext, work: Work) -> torch.Tensor:
     batch = rows.batch(work)
-    hidden_TH = None if context.is_first_stage else link.receive(batch.num_tokens)
-    output = decoder.forward(batch, rows.kv, hidden_TH)
+    hidden_TH = None if context.is_first_stage else link.receive(batch.num_tokens)[0]
+    with same_collectives(context, batch):
+        output = decoder.forward(batch, rows.kv, hidden_TH)
     if not context.is_last_stage:
         link.send(output)
     return output
+
+
+@contextmanager
+def same_collectives(context: ParallelContext, batch: ForwardBatch) -> Iterator[None]:
+    """A step that asserts the same collectives as the step before: on them relies a rank that runs out of memory."""
+    tp, before = context.tp, context.tp._exchanges
+    tp._exchanges = None
+    tp.begin(batch.num_tokens, len(batch.logits_rows_S))
+    yield
+    tp.end()
+    assert tp.num_exchanges is not None and (tp.num_exchanges > 0) == (context.tp_size > 1)
+    assert before in (None, tp._exchanges)
 
 
 class RankProcesses:

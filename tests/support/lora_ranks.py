@@ -22,7 +22,7 @@ from tandem.workers.models.decoder import build_decoder
 from tandem.workers.models.spec.families import load_spec
 from tandem.workers.platforms.cpu import HostAccelerator, cpu_platform
 from tandem.workers.rank.batch import adapter_segments
-from tests.support.decoder_ranks import Work
+from tests.support.decoder_ranks import Work, same_collectives
 from tests.support.paged_rows import PagedRows
 
 CPU = torch.device("cpu")
@@ -63,8 +63,9 @@ def run_adapted(case: AdaptedCase, context: ParallelContext) -> torch.Tensor | N
     with torch.inference_mode():
         for work in case.steps:
             batch = with_adapters(rows.batch(work, case.all_logits), [case.slots[row] for row, _ in work])
-            hidden_TH = None if context.is_first_stage else link.receive(batch.num_tokens)
-            outputs.append(decoder.forward(batch, rows.kv, hidden_TH))
+            hidden_TH = None if context.is_first_stage else link.receive(batch.num_tokens)[0]
+            with same_collectives(context, batch):
+                outputs.append(decoder.forward(batch, rows.kv, hidden_TH))
             if not context.is_last_stage:
                 link.send(outputs[-1])
     link.flush()

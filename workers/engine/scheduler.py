@@ -50,7 +50,7 @@ class InFlightStep:
     def num_tokens(self) -> int:
         return self.num_decode + self.num_prefill_tokens
 
-    def plan(self, freed_rows: list[int], known_failure: int) -> StepPlan:
+    def plan(self, freed_rows: list[int], known_failure: int, rolled_back: list[tuple[int, int, int]]) -> StepPlan:
         return StepPlan(
             step_id=self.step_id,
             work=self.work,
@@ -59,6 +59,7 @@ class InFlightStep:
             block_copies=self.block_copies,
             awaits=self.awaits,
             known_failure=known_failure,
+            rolled_back=rolled_back,
         )
 
 
@@ -103,6 +104,7 @@ class Scheduler:
         self._next_step = 1
         self._limit = StepLimit(self._budget)
         self._known_failure = 0
+        self._undone: set[Sequence] = set()
 
     # ---- queries ----
 
@@ -159,6 +161,7 @@ class Scheduler:
         if self._any_finished:
             self._running = [seq for seq in self._running if seq.status is Status.RUNNING]
             self._any_finished = False
+        rolled_back = self._roll_back_rows() if self._undone else []
         step = InFlightStep(self._next_step)
         preemptions = self.num_preemptions
         prefills = self._schedule_decodes(step)
@@ -174,7 +177,8 @@ class Scheduler:
         self._next_step += 1
         freed_rows = sorted(self._unsent_freed) if self._unsent_freed else []
         self._unsent_freed.clear()
-        return step, step.plan(freed_rows, self._known_failure)
+        self._undone.clear()
+        return step, step.plan(freed_rows, self._known_failure, rolled_back)
 
     def returned(self, step_id: int) -> None:
         """Notes that the result of step_id has come; results come in order, so earlier plans have returned too."""
@@ -200,7 +204,13 @@ class Scheduler:
             seq.num_known -= work.samples
             if seq.status is Status.RUNNING:
                 seq.num_scheduled -= work.num_tokens
+                self._undone.add(seq)
         return step.sequences[0] if is_first and step.num_tokens == 1 else None
+
+    def _roll_back_rows(self) -> list[tuple[int, int, int]]:
+        """(row, known tokens, computed tokens) for the ranks, of the sequences that undo() left running."""
+        running = (seq for seq in self._undone if seq.status is Status.RUNNING)
+        return sorted((seq.row, seq.num_known, seq.num_scheduled) for seq in running)
 
     def forget(self, seq: Sequence) -> None:
         """Removes a failed sequence's KV from the index of every tier. finish() follows."""

@@ -59,11 +59,13 @@ class RowWork(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=Tr
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="step"):
-    """One step of all ranks. Order: free rows, bind new rows, extend tables, copy blocks, forward, sample.
+    """One step of all ranks. Order: roll back rows, free rows, bind new rows, extend tables, copy blocks, forward,
+    sample.
 
     work: each row at most once. block_copies: (source, destination) block ids on the device. awaits: tickets of loads
     that rows of this plan use; each layer waits for its own part of them (overlapped load). known_failure: the newest
-    plan that was out when the last failure arrived; plans made before that was known fail too.
+    plan that was out when the last failure arrived; plans made before that was known fail too. rolled_back: (row, known
+    tokens, computed tokens) of each row of failed plans, which ranks count as though they had been computed.
     """
 
     step_id: int
@@ -73,6 +75,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="
     block_copies: list[tuple[int, int]] = []
     awaits: list[int] = []
     known_failure: int = 0
+    rolled_back: list[tuple[int, int, int]] = []
 
 
 class RowResult(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=True):
@@ -88,8 +91,8 @@ class StepResult(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only
     """Result of a StepPlan: one RowResult for each sampling RowWork, in the plan's order.
 
     device_s: seconds that the last stage computed. wait_s: seconds that it waited for the plan and for hidden states.
-    failure: why no row of the step was computed, as the device ran out of memory; None otherwise. What the plan freed,
-    bound, copied and appended to block tables stands, and its rows' next tokens are those it was to compute.
+    failure: why the step counts for nothing, as a device ran out of memory; None otherwise. What the plan freed, bound,
+    copied and appended to tables stands; its rows are as they were before it once a plan has rolled them back.
     """
 
     step_id: int

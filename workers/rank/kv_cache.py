@@ -7,6 +7,8 @@ has one float32 scale per token and head, [num_blocks, block_size, num_local_kv_
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from tandem.workers.attention.backend import KVTensors
@@ -75,6 +77,13 @@ class KVCache:
         if block_ids:
             for memory in self._memories():
                 self.platform.clear_blocks(memory, block_ids)
+
+    def clear_slots(self, slots: npt.NDArray[np.int64]) -> None:
+        """Zeroes slots (block id * block size + offset), for the same reason: a failed step may have left NaN there."""
+        if len(slots):
+            at = self.platform.accelerator.to_device(torch.from_numpy(slots))
+            for memory in self._memories():
+                memory.flatten(1, 2).index_fill_(1, at, 0)
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copies whole blocks, (source, destination); every source is read before any destination is written."""

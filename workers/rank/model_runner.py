@@ -1,13 +1,13 @@
 """ModelRunner.launch: one StepPlan on one rank, given to the device; StepHandle.result: its outcome.
 
-Called by rank_server.py; every rank of a group launches every plan, in order. In a plan: free rows, bind rows, extend
-tables, clean new blocks, copy blocks, forward, sample, broadcast to TP peers. It has no plans, requests or transport of
-its own. S rows that sample, T tokens, V vocabulary.
+Called by rank_server.py; every rank of a group launches every plan, in order. In a plan: roll back and free rows, bind
+rows, extend tables, clean new blocks, copy blocks, forward, sample, agree with TP peers. It has no plans, requests or
+transport of its own. S rows that sample, T tokens, V vocabulary.
 """
 
 import logging
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -24,6 +24,7 @@ from tandem.workers.platforms.base import Platform
 from tandem.workers.rank.batch import StepBatch, build_batch
 from tandem.workers.rank.kv_cache import KVCache
 from tandem.workers.rank.row_table import RowTable
+from tandem.workers.rank.step_exchanges import StepExchanges, Verdict
 from tandem.workers.rank.transfers.load_gate import LoadGate
 from tandem.workers.sampling.sampler import NOT_FINITE, Drawn, Sampled, sample
 from tandem.workers.sampling.sampling_table import EDITS
@@ -60,25 +61,37 @@ class _Tokens:
 @dataclass(frozen=True, slots=True)
 class _Computed:
     """A step's work on the device. received: events around the wait for hidden states, where there was one; errors: of
-    its rows, by row."""
+    its rows, by row; verdict: what the ranks agreed on, on the last stage of several ranks."""
 
     batch: StepBatch
-    drawn: Drawn | None
-    tokens: _Tokens | None
-    received: tuple[Event, Event] | None
-    errors: dict[int, str]
+    drawn: Drawn | None = None
+    tokens: _Tokens | None = None
+    received: tuple[Event, Event] | None = None
+    errors: dict[int, str] = field(default_factory=dict)
+    verdict: Verdict | None = None
 
 
 class StepHandle:
     """A step that was launched. Made by ModelRunner."""
 
-    __slots__ = ("_runner", "began", "computed", "done", "failure", "settled", "step_id", "step_result")
+    __slots__ = (
+        "_runner",
+        "began",
+        "computed",
+        "done",
+        "failure",
+        "known_failure",
+        "settled",
+        "step_id",
+        "step_result",
+    )
 
     def __init__(
-        self, runner: "ModelRunner", step_id: int, began: Event, computed: _Computed | None, failure: str | None
+        self, runner: "ModelRunner", plan: StepPlan, began: Event, computed: _Computed | None, failure: str | None
     ) -> None:
         self._runner = runner
-        self.step_id = step_id
+        self.step_id = plan.step_id
+        self.known_failure = plan.known_failure
         self.began = began
         self.computed = computed
         self.failure = failure
@@ -115,7 +128,7 @@ class ModelRunner:
         self.gate: LoadGate | None = None
         self._table = table
         self._platform = platform
-        self._link = link
+        self._exchanges = StepExchanges(context, link, platform)
         self._samples = context.is_last_stage and context.tp_rank == 0
         self._appends = context.pp_size == 1
         self._steps: deque[StepHandle] = deque()  # whose tokens the row table lacks
@@ -129,31 +142,21 @@ class ModelRunner:
         raises.
 
         On CPU the step is computed when it returns. A row with penalties, bias or min_tokens waits for its last token.
-        Alone in its group, a rank that runs out of device memory answers StepResult.failure: rows stay bound with their
-        blocks and known tokens and count as before, and so fails each plan that was made before the engine knew. Ranks
-        of larger groups raise torch.OutOfMemoryError. Blocks are cleaned and copied in any case: once the answer is
-        out they may be given to others.
+
+        A rank that runs out of device memory takes part in the rest of the step's exchanges with zeros, and the step
+        counts for nothing in the whole group: StepResult.failure. So does each plan made before the engine knew. Rows
+        stay bound and count as though they had been computed, until a plan rolls them back. Blocks are cleaned and
+        copied in any case: once the answer is out they may be given to others. Raises torch.OutOfMemoryError, which
+        ends the group, when there is no memory for those copies or for the exchanges either.
         """
         self._platform.accelerator.activate()
         began = self.record()
+        self.kv.clear_slots(self._table.roll_back(plan.rolled_back))
         self.kv.clear(self._table.apply(plan))
         self.kv.copy(plan.block_copies)
         self._awaits += plan.awaits
-        computed, failure = None, None
-        if plan.known_failure < self._failed_step:
-            failure = f"planned before the failure of step {self._failed_step} was known"
-        else:
-            before = self._table.num_computed.copy()
-            try:
-                computed = self._compute(plan)
-            except torch.OutOfMemoryError as error:
-                failure = f"{OUT_OF_MEMORY} in step {plan.step_id}: {error}"
-                if self._context.world_size > 1:
-                    raise torch.OutOfMemoryError(failure) from error
-                log.warning("%s", failure)
-                self._table.num_computed[:] = before
-                self._failed_step = plan.step_id
-        step = StepHandle(self, plan.step_id, began, computed, failure)
+        computed, failure = self._compute_or_fail(plan) if plan.work else (None, None)
+        step = StepHandle(self, plan, began, computed, failure)
         self._steps.append(step)
         if step.done.is_done():
             self.settle(step)
@@ -179,10 +182,30 @@ class ModelRunner:
 
     # ---- launch ----
 
-    def _compute(self, plan: StepPlan) -> _Computed | None:
-        """None for a plan without work."""
-        if not plan.work:
+    def _compute_or_fail(self, plan: StepPlan) -> tuple[_Computed | None, str | None]:
+        """Returns the step's work, or why this rank has not done it."""
+        self._exchanges.begin(plan.work)
+        failure = self._void(plan.step_id, plan.known_failure)
+        if failure is None:
+            try:
+                return self._compute(plan), None
+            except torch.OutOfMemoryError as error:
+                failure = f"{OUT_OF_MEMORY} in step {plan.step_id}: {error}"
+            log.warning("%s", failure)
+            self._failed_step = plan.step_id
+        try:  # outside of the handler above, whose exception keeps the step's memory
+            self._exchanges.make_up()
+        except Exception as error:
+            raise torch.OutOfMemoryError(f"{failure}; its peers cannot go on: {error}") from error
+        return None, failure
+
+    def _void(self, step_id: int, known_failure: int) -> str | None:
+        """Returns why a plan counts for nothing: it was made before the engine knew of a failed step ahead of it."""
+        if not known_failure < self._failed_step < step_id:
             return None
+        return f"planned before the failure of step {self._failed_step} was known"
+
+    def _compute(self, plan: StepPlan) -> _Computed:
         batch = build_batch(plan, self._table, self._platform)
         if self._steps:
             self._take_tokens(batch)
@@ -220,15 +243,15 @@ class ModelRunner:
     def _run(self, batch: StepBatch, kv: KVTensors) -> _Computed:
         """Forward and sampling."""
         hidden_TH, received = None, None
-        if self._link is not None and not self._context.is_first_stage:
+        if not self._context.is_first_stage:
             before = self.record()
-            hidden_TH = self._link.receive(batch.forward.num_tokens)
+            hidden_TH = self._exchanges.receive()
             received = before, self.record()
         output = self._model.forward(batch.forward, kv, hidden_TH)
+        self._exchanges.end_layers()
         if not self._context.is_last_stage:
-            assert self._link is not None
-            self._link.send(output)
-            return _Computed(batch, None, None, received, {})
+            self._exchanges.send(output)
+            return _Computed(batch, received=received)
         drawn, rows_S = None, batch.sample_rows_S
         if self._samples and len(rows_S):
             if self._steps and (self._table.sampling.flags[rows_S] & EDITS).any():
@@ -236,21 +259,19 @@ class ModelRunner:
             drawn = sample(
                 output, rows_S, batch.sample_positions_S, self._table.sampling, self._table.history, self._platform
             )
-        tokens = self._share(rows_S, drawn) if self._appends and len(rows_S) else None
-        return _Computed(batch, drawn, tokens, received, dict(self._table.errors))
+        verdict = self._exchanges.agree(None if drawn is None else drawn.ids_S)
+        tokens = self._tokens(rows_S, drawn, verdict) if self._appends and len(rows_S) else None
+        return _Computed(batch, drawn, tokens, received, dict(self._table.errors), verdict)
 
-    def _share(self, rows_S: Ints, drawn: Drawn | None) -> _Tokens:
+    def _tokens(self, rows_S: Ints, drawn: Drawn | None, verdict: Verdict | None) -> _Tokens:
         """One stage: every TP rank appends what tp0 sampled. A failed row gets some token too, so that a plan made
         before its failure was known still finds what it counts on."""
-        table = self._table
-        if self._context.tp_size == 1:
+        if verdict is None:
             assert drawn is not None
             ids_S, host_ids_S = drawn.ids_S, drawn.host_ids_S
         else:
-            device = self._platform.device
-            ids_S = torch.empty(len(rows_S), dtype=torch.int64, device=device) if drawn is None else drawn.ids_S
-            ids_S = self._context.tp_broadcast(ids_S)
-            host_ids_S = self._platform.accelerator.to_host(ids_S)
+            ids_S, host_ids_S = verdict.ids_S, verdict.host_ids_S
+        table = self._table
         return _Tokens(rows_S, table.reserve(rows_S), table.lives[rows_S], ids_S, host_ids_S)
 
     # ---- results ----
@@ -260,9 +281,10 @@ class ModelRunner:
         received_s = 0.0
         rows: list[RowResult] = []
         if computed is not None:
-            if computed.tokens is not None:
+            step.failure = self._failure_of(step, computed)
+            if computed.tokens is not None and step.failure is None:
                 self._fill(computed.tokens)
-            if computed.drawn is not None:
+            if computed.drawn is not None and step.failure is None:
                 rows = _results(computed.batch.sample_rows_S, computed.drawn.collect(), computed.errors)
             if computed.received is not None:
                 received_s = computed.received[1].seconds_since(computed.received[0])
@@ -275,6 +297,15 @@ class ModelRunner:
                 wait_s=max(0.0, step.began.seconds_since(self._last_done)) + received_s,
             )
         self._last_done = step.done
+
+    def _failure_of(self, step: StepHandle, computed: _Computed) -> str | None:
+        """Why a step that this rank has computed counts for nothing, as far as it can know: a peer has failed, or the
+        step was planned before an earlier one's failure was known."""
+        failure = self._void(step.step_id, step.known_failure)
+        if failure is None and computed.verdict is not None and computed.verdict.is_failed:
+            self._failed_step = step.step_id
+            failure = f"{OUT_OF_MEMORY} in step {step.step_id}, on another rank of the group"
+        return failure
 
     def _fill(self, tokens: _Tokens) -> None:
         """Enters a step's tokens, but for rows that meanwhile belong to other sequences."""

@@ -56,6 +56,20 @@ class RowTable:
                 self._extend(work, fresh)
         return fresh
 
+    def roll_back(self, rows: Sequence[tuple[int, int, int]]) -> Ints:
+        """Sets (row, known tokens, computed tokens) back to what they were before steps that failed.
+
+        Returns the KV slots of the tokens that no longer count as computed, each in a block that only its row holds.
+        """
+        slots = [np.empty(0, np.int64)]
+        for row, num_known, num_computed in rows:
+            positions = np.arange(num_computed, self.num_computed[row])
+            block, offset = np.divmod(positions, self.block_size)
+            slots.append(self.block_ids[row, block].astype(np.int64) * self.block_size + offset)
+            assert num_known <= self.num_known[row], f"row {row}: {num_known} known, here {self.num_known[row]}"
+            self.num_known[row], self.num_computed[row] = num_known, num_computed
+        return np.concatenate(slots)
+
     def reserve(self, rows: Ints) -> Ints:
         """Counts one more known token per row, whose value `fill` brings; returns their positions. Rows are
         distinct."""

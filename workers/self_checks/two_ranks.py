@@ -55,7 +55,7 @@ def _all_reduce() -> str:
     try:
         with _joined(0, port, listener=listener) as context:
             total, best_s = _run(context)
-            uses_memory = isinstance(context.tp, SharedMemoryCollectives)
+            uses_memory = isinstance(context.tp.group, SharedMemoryCollectives)
             expected = ROUNDS * 3 * torch.arange(WIDTH, dtype=torch.float32) + ROUNDS * (ROUNDS - 1)
             require(torch.equal(total, expected), "two ranks got a wrong sum")
             status = child.wait(CHILD_END_S)  # in here: the store of the rendezvous is this process's

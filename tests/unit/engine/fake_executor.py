@@ -127,10 +127,11 @@ class FakeExecutor:
         self.plans.append(plan)
         if self.tiers is not None:
             self.tiers.bring(plan.awaits)
+        self._roll_back(plan)
         self._bind(plan)
         self._name_slots(plan)
         failure = self._failure_of(plan)
-        self._extend(plan, computes=failure is None)
+        self._extend(plan)
         self._check_writes(plan)
         self._owed += plan.block_copies
         results: list[RowResult] = []
@@ -138,6 +139,8 @@ class FakeExecutor:
             self._copy(self._owed)
             self._owed = []
             results = [result for work in plan.work if (result := self._compute(work)) is not None]
+        else:
+            self._spoil(plan)
         device_s = self.device_s(plan)
         self._results.append(StepResult(step_id=plan.step_id, rows=results, device_s=device_s, failure=failure))
         self.most_in_flight = max(self.most_in_flight, len(self._results))
@@ -195,6 +198,25 @@ class FakeExecutor:
         self.failures.append(plan.step_id)
         return "out of memory"
 
+    def _roll_back(self, plan: StepPlan) -> None:
+        """Until then rows count as though failed steps had been computed, on all ranks."""
+        for number, num_known, num_computed in plan.rolled_back:
+            row = self.rows[number]
+            assert num_known <= len(row.tokens) and num_computed < row.computed, "nothing to roll back"
+            del row.tokens[num_known:]
+            row.computed = num_computed
+
+    def _spoil(self, plan: StepPlan) -> None:
+        """A step that failed on some rank: the others have computed nonsense."""
+        for work in plan.work:
+            row = self.rows[work.row]
+            for position in range(row.computed, row.computed + work.num_tokens):
+                for pool in self.pools:
+                    pool[row.blocks[position // self.block_size]][position % self.block_size] = GARBAGE
+            row.computed += work.num_tokens
+            if work.samples and self.stages == 1:
+                row.tokens.append(self.vocab_size)
+
     def _bind(self, plan: StepPlan) -> None:
         for number in plan.freed_rows:
             assert number in self.rows, f"row {number} freed but not bound"
@@ -227,7 +249,7 @@ class FakeExecutor:
         assert held == {wanted}, f"a row that wants {wanted} computes with {held}"
         return f"{root}{wanted}"
 
-    def _extend(self, plan: StepPlan, computes: bool) -> None:
+    def _extend(self, plan: StepPlan) -> None:
         for work in plan.work:
             assert work.row in self.rows, f"row {work.row} used before it was bound"
             row = self.rows[work.row]
@@ -242,8 +264,6 @@ class FakeExecutor:
                 row.blocks[place] = block_id
             assert len(set(row.blocks)) == len(row.blocks), "a block twice in one table"
             assert all(0 <= block_id < self.num_blocks for block_id in row.blocks)
-            if not computes:
-                continue
             end = row.computed + work.num_tokens
             assert work.num_tokens > 0 and end <= len(row.tokens), "work beyond the known tokens"
             assert work.samples == (end == len(row.tokens)), "samples exactly at the last known token"

@@ -18,10 +18,10 @@ def seven(h: Harness) -> list[Any]:
     return requests
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_chunk_is_halved_until_it_fits_and_every_answer_is_whole(asynchronous: bool) -> None:
+@pytest.mark.parametrize(("asynchronous", "stages"), [(False, 1), (True, 1), (False, 3)])
+def test_a_chunk_is_halved_until_it_fits_and_every_answer_is_whole(asynchronous: bool, stages: int) -> None:
     """At first 32 tokens a step, then room for 5."""
-    h = harness(asynchronous=asynchronous, room=lambda step_id: 5)
+    h = harness(asynchronous=asynchronous, stages=stages, room=lambda step_id: 5)
     requests = seven(h)
     h.run()
     assert_as_expected(h, *requests)
@@ -74,21 +74,23 @@ def test_the_limit_goes_when_steps_are_good_again() -> None:
     assert limit.tokens == 1
 
 
-@settings(max_examples=60)
+@settings(max_examples=100)
 @given(
     failing=st.sets(st.integers(1, 60), max_size=25),
     room=st.integers(1, 20),
     asynchronous=st.booleans(),
+    stages=st.sampled_from([1, 2, 3]),
     num_blocks=st.sampled_from([12, 20, 64]),
     host_slots=st.sampled_from([0, 30]),
     aborted=st.integers(0, 12),
 )
 def test_any_steps_may_run_out_of_memory(
-    failing: set[int], room: int, asynchronous: bool, num_blocks: int, host_slots: int, aborted: int
+    failing: set[int], room: int, asynchronous: bool, stages: int, num_blocks: int, host_slots: int, aborted: int
 ) -> None:
     """With preemptions, shared prompts, prefix hits, loads from the host; one request is aborted on the way."""
     h = harness(
         asynchronous=asynchronous,
+        stages=stages,
         num_blocks=num_blocks,
         room=lambda step_id: room if step_id in failing else 99,
         tiers=TierPlan(host_slots=host_slots) if host_slots else None,

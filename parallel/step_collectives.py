@@ -1,0 +1,99 @@
+"""The collectives of one stage's TP ranks, counted step by step, so that a rank that cannot compute can carry out the
+rest of them.
+
+Layers call all_reduce and all_gather. The first step of a rank is recorded: every step of a model makes the same calls,
+and only their first dim differs. T tokens of a step, S rows that sample.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from tandem.parallel.collectives import Collectives
+
+
+class Exchange(NamedTuple):
+    """A sum of [T, *shape], or a gather of [S, *shape]."""
+
+    is_gather: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class StepCollectives:
+    """Collectives of the `size` ranks of a stage; a step's calls stand between begin() and end(), of whatever comes
+    before and after them nothing is noted."""
+
+    def __init__(self, group: Collectives, size: int) -> None:
+        self.group = group
+        self._size = size
+        self._exchanges: list[Exchange] | None = [] if size == 1 else None
+        self._recording: list[Exchange] | None = None
+        self._rows = (0, 0)
+        self._num_done = 0
+        self._is_inside = False
+
+    @property
+    def num_exchanges(self) -> int | None:
+        """The collectives of a step; None before the first step has ended."""
+        return None if self._exchanges is None else len(self._exchanges)
+
+    # ---- layers ----
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the sum over the ranks, bit-equal on each. May overwrite and return `tensor`."""
+        self._note(tensor, is_gather=False)
+        return self._exchange(lambda: self.group.all_reduce(tensor))
+
+    def all_gather(self, parts_R: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        """Fills parts_R [size, *tensor's shape], contiguous, with the ranks' tensors in their order; returns it."""
+        self._note(tensor, is_gather=True)
+        return self._exchange(lambda: self.group.all_gather(parts_R, tensor))
+
+    # ---- steps ----
+
+    def begin(self, num_tokens: int, num_samples: int) -> None:
+        """Starts a step of T tokens and S rows that sample."""
+        self._rows = (num_tokens, num_samples)
+        self._num_done = 0
+        self._is_inside = False
+        self._recording = [] if self._exchanges is None else None
+
+    def end(self) -> None:
+        """Ends a step in which every layer was computed. AssertionError when it made other collectives than the first
+        did: peers of a rank that runs out of memory would wait for ever."""
+        if self._recording is not None:
+            self._exchanges, self._recording = self._recording, None
+        assert self.num_exchanges == self._num_done, f"{self._num_done} collectives, not {self.num_exchanges}"
+
+    def make_up(self) -> None:
+        """Carries out the step's collectives that are left, with zeros. RuntimeError when it is not known which."""
+        if self._is_inside or self._exchanges is None:
+            raise RuntimeError("a collective was interrupted" if self._is_inside else "the first step did not end")
+        for exchange in self._exchanges[self._num_done :]:
+            size = (self._rows[exchange.is_gather], *exchange.shape)
+            zeros = torch.zeros(size, dtype=exchange.dtype, device=exchange.device)
+            if exchange.is_gather:
+                self.all_gather(zeros.new_empty(self._size, *zeros.shape), zeros)
+            else:
+                self.all_reduce(zeros)
+
+    def close(self) -> None:
+        """Releases the group's resources; no call may follow."""
+        self.group.close()
+
+    # ---- inside ----
+
+    def _note(self, tensor: torch.Tensor, is_gather: bool) -> None:
+        if self._recording is not None:
+            assert tensor.shape[0] == self._rows[is_gather], (tensor.shape, self._rows)
+            self._recording.append(Exchange(is_gather, tuple(tensor.shape[1:]), tensor.dtype, tensor.device))
+
+    def _exchange(self, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+        self._is_inside = True
+        result = call()
+        self._is_inside = False
+        self._num_done += 1
+        return result
