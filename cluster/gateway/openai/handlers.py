@@ -1,6 +1,6 @@
 """POST /v1/chat/completions, /v1/completions, /tokenize, /detokenize: from a checked body to an answer.
 
-Everything that can be refused is refused here, before the request reaches the backend.
+Everything that can be refused is refused here, before the request reaches a group.
 """
 
 import uuid
@@ -13,10 +13,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem.cluster.gateway.generation.delivery import GenerationResponse
-from tandem.cluster.gateway.generation.generation import RequestPart, RequestRun
+from tandem.cluster.gateway.generation.generation import Generation
+from tandem.cluster.gateway.generation.part import RequestPart
+from tandem.cluster.gateway.generation.response_format import ResponseFormat
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.http.body import parse_object, read_body
-from tandem.cluster.gateway.openai.answers import AnswerHead, ChatFormat, CompletionFormat, ResponseFormat
+from tandem.cluster.gateway.openai.answers import AnswerHead, ChatFormat, CompletionFormat
 from tandem.cluster.gateway.openai.model_lookup import Served, served_model
 from tandem.cluster.gateway.openai.prompts import Asked, Prompt, chat_prompt, completion_prompts, fit
 from tandem.cluster.gateway.openai.sampling_fields import sampling_params
@@ -53,15 +55,16 @@ async def chat_completions(state: GatewayState, request: Request, principal: Pri
         params = _params(state, body, max_tokens, logprobs)
         head = _head(state, "chatcmpl", model.name)
         work = [(prompt, params)]
-        run = _run(state, request, principal, head, model, body, work, began_s, is_open_ended=wanted is None)
-        run.prompt_field = "messages"
+        generation = _generation(
+            state, request, principal, head, model, body, work, began_s, "messages", is_open_ended=wanted is None
+        )
         style = ChatFormat(
             state,
             head,
             with_usage=_include_usage(body),
             prompt_ids=prompt.token_ids if body.return_token_ids else None,
         )
-        return _answer(state, run, style, body, held, with_logprobs=logprobs is not None)
+        return _answer(state, generation, style, body, held, with_logprobs=logprobs is not None)
 
 
 async def completions(state: GatewayState, request: Request, principal: Principal) -> Response:
@@ -78,7 +81,7 @@ async def completions(state: GatewayState, request: Request, principal: Principa
         if len(work) * (body.best_of or body.n or 1) > state.settings.max_messages:
             raise invalid("n", f"Prompts times n exceed the limit of {state.settings.max_messages} choices.")
         head = _head(state, "cmpl", model.name)
-        run = _run(state, request, principal, head, model, body, work, began_s)
+        generation = _generation(state, request, principal, head, model, body, work, began_s, "prompt")
         shown = body.n or 1
         prompts = [prompt for prompt, _ in work for _ in range(shown)]
         style = CompletionFormat(
@@ -88,7 +91,7 @@ async def completions(state: GatewayState, request: Request, principal: Principa
             prompt_ids=[prompt.token_ids for prompt in prompts] if body.return_token_ids else None,
             echo=[_echo_text(state, prompt, body) for prompt in prompts] if body.echo else None,
         )
-        return _answer(state, run, style, body, held, with_logprobs=body.logprobs is not None)
+        return _answer(state, generation, style, body, held, with_logprobs=body.logprobs is not None)
 
 
 async def tokenize(state: GatewayState, request: Request, principal: Principal) -> Response:
@@ -160,7 +163,7 @@ def _echo_text(state: GatewayState, prompt: Prompt, body: CompletionBody) -> str
     return state.tokenizer.decode(prompt.token_ids, skip_special_tokens=body.skip_special_tokens is not False)
 
 
-def _run(
+def _generation(
     state: GatewayState,
     request: Request,
     principal: Principal,
@@ -169,13 +172,14 @@ def _run(
     body: CommonBody,
     work: Sequence[tuple[Prompt, SamplingParams]],
     began_s: float,
+    prompt_field: str,
     *,
     is_open_ended: bool = False,
-) -> RequestRun:
-    """The run of all prompts of one HTTP request; request ids are unique even when x-request-id is not."""
+) -> Generation:
+    """All prompts of one HTTP request; request ids are unique even when x-request-id is not."""
     parts = []
     for number, (prompt, params) in enumerate(work):
-        generation = GenerationRequest(
+        asked = GenerationRequest(
             request_id=head.id if len(work) == 1 else f"{head.id}-{number}",
             prompt_token_ids=prompt.token_ids,
             sampling=params,
@@ -188,9 +192,16 @@ def _run(
         )
         choices = [_choice(state, body, prompt, params) for _ in range(params.n)]
         first = number * params.n
-        part = RequestPart(request=generation, choices=choices, first_choice=first, is_open_ended=is_open_ended)
+        part = RequestPart(request=asked, choices=choices, first_choice=first, is_open_ended=is_open_ended)
         parts.append(part)
-    return RequestRun(state=state, parts=parts, tenant=principal.tenant, model=head.model, began_s=began_s)
+    return Generation(
+        state.generations,
+        parts,
+        tenant=principal.tenant,
+        model=head.model,
+        began_s=began_s,
+        prompt_field=prompt_field,
+    )
 
 
 def _choice(state: GatewayState, body: CommonBody, prompt: Prompt, params: SamplingParams) -> ChoiceText:
@@ -204,18 +215,18 @@ def _choice(state: GatewayState, body: CommonBody, prompt: Prompt, params: Sampl
 
 def _answer(
     state: GatewayState,
-    run: RequestRun,
+    generation: Generation,
     style: ResponseFormat,
     body: CommonBody,
     held: ExitStack,
     *,
     with_logprobs: bool,
 ) -> GenerationResponse:
-    """The answer to be; what is held passes to the run."""
-    run.held = held.pop_all()
+    """The answer to be; what is held passes to the generation."""
+    generation.held = held.pop_all()
     return GenerationResponse(
-        state,
-        run,
+        state.generations,
+        generation,
         style,
         stream=bool(body.stream),
         include_usage=_include_usage(body),

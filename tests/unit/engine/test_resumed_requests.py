@@ -3,6 +3,8 @@
 import msgspec
 import pytest
 from builders import Harness, assert_as_expected, expected, harness, request
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_engine_outputs import MODES
 
 from tandem.workers.engine.probation import PROBATION_TOKENS
@@ -173,6 +175,44 @@ def test_a_suspect_with_a_small_pool_takes_its_room_from_the_others():
     h.add(suspect)
     h.run()
     assert_as_expected(h, suspect, *others)
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_any_mix_of_suspects_and_others_ends_with_the_right_tokens(data):
+    """Few blocks, so that they preempt each other; aborts at any time; an adapter or none."""
+    mode = data.draw(st.sampled_from([param.values[0] for param in MODES]), "mode")
+    h = harness(**mode, num_blocks=data.draw(st.integers(14, 40), "blocks"), max_num_seqs=data.draw(st.integers(1, 6)))
+    seen = watch_steps(h)
+    asked, aborted = [], set()
+    for number in range(data.draw(st.integers(2, 9), "requests")):
+        n = data.draw(st.integers(1, 3))
+        resumed = data.draw(st.integers(0, 3))
+        req = request(
+            f"r{number}",
+            data.draw(st.integers(1, 20)),
+            data.draw(st.integers(resumed + 1, 12)),
+            n=n,
+            attempt=1,
+            suspect=data.draw(st.booleans()),
+            begun=data.draw(st.booleans()),
+            resume=[[5] * resumed] * n if resumed else None,
+        )
+        asked.append(req)
+        h.add(req)
+        for _ in range(data.draw(st.integers(0, 5))):
+            h.step()
+        if data.draw(st.integers(0, 4)) == 0:
+            gone = data.draw(st.sampled_from(asked))
+            aborted.add(gone.request_id)
+            h.engine.abort(Abort(request_id=gone.request_id, attempt=1))
+    h.run()
+    assert_as_expected(h, *(req for req in asked if req.request_id not in aborted))
+    for req in asked:
+        if not req.suspect:
+            continue
+        mine = [steps for steps in seen if req.request_id in steps[-1]]
+        assert all(steps == [{req.request_id}] for steps in mine[:PROBATION_TOKENS]), "it began with others"
 
 
 # ---- who is to blame ----

@@ -19,8 +19,8 @@ _NOBODY: dict[Sequence, None] = {}
 
 
 class WaitingQueue:
-    """Queued sequences in the order of `tenants`, blocked ones by cause. Blocked sequences count for their tenant, those
-    that wait for what is in UNCOUNTED only once they are queued."""
+    """Queued sequences in the order of `tenants`, blocked ones by cause. Blocked ones count for their tenant, those
+    that wait for what UNCOUNTED names only once they are queued."""
 
     def __init__(self, tenants: FairQueue | None = None) -> None:
         self.tenants = FairQueue() if tenants is None else tenants
