@@ -24,8 +24,9 @@ import uvloop
 from benchmarks.models import DEMO
 from tandem.cluster.gateway.routes import build_gateway_app
 from tandem.cluster.gateway.services import GatewayState, make_state
+from tandem.cluster.routing.route_hint import hint_of
 from tandem.configs.schema import GatewaySettings
-from tandem.workers.messages.request import GenerationRequest, SamplingParams
+from tandem.workers.messages.request import GenerationRequest, SamplingParams, TokenDelta
 from tandem.workers.text.chat_template import find_chat_template
 from tandem.workers.text.tokenizer import ModelTokenizer, load_tokenizer
 from tests.support.fake_backend import FakeBackend
@@ -58,7 +59,7 @@ def new_state(folder: Path, tokenizer: ModelTokenizer, backend: FakeBackend) -> 
         chat_template=find_chat_template(folder, None, tokenizer),
         max_model_len=8192,
         vocab_size=tokenizer.vocab_size,
-        backend=backend,
+        dispatch=backend,
     )
 
 
@@ -71,12 +72,15 @@ async def run_fake(streams: int, tokens: int, ids: list[int], pace_s: float | No
     """Reads the streams of the engine by bare tasks."""
     backend = FakeBackend(step_s=pace_s)
 
+    class Reader:
+        def take(self, deltas: list[TokenDelta]) -> bool:
+            return True
+
     async def read(number: int) -> None:
         request = GenerationRequest(
             request_id=str(number), prompt_token_ids=ids, sampling=SamplingParams(max_tokens=tokens)
         )
-        async for _ in await backend.submit(request):
-            pass
+        await backend.send(request, hint_of(request), Reader()).ended
 
     await asyncio.gather(*(read(number) for number in range(streams)))
 

@@ -1,16 +1,19 @@
-"""The gateway's Backend over one engine in this process, for `tandem run-batch`.
+"""The gateway's Dispatch over one engine in this process, for `tandem run-batch`.
 
-The engine runs on its own thread; streams are asyncio queues on the loop that opened the backend. The service's Backend
-is cluster/gateway/generation/dispatch.py.
+The engine runs on its own thread; attempts belong to the loop that opened the dispatch. The service's Dispatch is
+cluster/gateway/generation/serve_dispatch.py.
 """
 
 import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 
-from tandem.cluster.gateway.generation.backend import GenerationStream
+import msgspec
+
+from tandem.cluster.gateway.generation.dispatch import TokenSink, lost
+from tandem.cluster.routing.route_hint import RouteHint
 from tandem.configs.schema import EngineSettings
 from tandem.workers.build import model_facts, open_executor
 from tandem.workers.engine.engine import Engine
@@ -20,52 +23,43 @@ from tandem.workers.messages.request import Abort, Ended, GenerationRequest, Tok
 from tandem.workers.planning.start_notes import warn_of_pool
 
 log = logging.getLogger("tandem.offline")
-Item = list[TokenDelta] | RequestRefused | GroupLost | None
-StreamKey = tuple[str, int]
+RequestKey = tuple[str, int]
 FLUSH_S = 5.0
 
 
-class LocalStream:
-    """The deltas of one request, a list per step. `items`: those lists, then None or the error that ended it."""
+class LocalAttempt:
+    """Attempt in the engine of this process."""
 
-    def __init__(self, request: GenerationRequest, abort: Callable[[Abort], None]) -> None:
-        self._request = request
-        self._abort = abort
-        self._ended = False
-        self.items: asyncio.Queue[Item] = asyncio.Queue()
+    def __init__(self, owner: "LocalDispatch", request: GenerationRequest, to: TokenSink) -> None:
+        self.request = request
+        self.to = to
+        self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self._owner = owner
 
-    def __aiter__(self) -> GenerationStream:
-        return self
+    def abort(self, abort: Abort) -> None:
+        """Implements Attempt."""
+        self._owner.put(abort)
 
-    async def __anext__(self) -> list[TokenDelta]:
-        if self._ended:
-            raise StopAsyncIteration
-        item = await self.items.get()
-        if isinstance(item, list):
-            return item
-        self._ended = True
-        if item is None:
-            raise StopAsyncIteration
-        raise item
-
-    async def aclose(self) -> None:
-        if not self._ended:
-            self._ended = True
-            self._abort(Abort(request_id=self._request.request_id, attempt=self._request.attempt))
+    def cancel(self) -> None:
+        """Implements Attempt."""
+        if not self.ended.done():
+            self._owner.put(Abort(request_id=self.request.request_id, attempt=self.request.attempt))
 
 
-class LocalBackend:
-    """A Backend that owns an engine and its thread, as an async context manager. The engine's queue limits apply."""
+class LocalDispatch:
+    """A Dispatch that owns an engine and its thread, as an async context manager. The engine's queue limits apply."""
+
+    hold_s = 0.0
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
-        self._streams: dict[StreamKey, LocalStream] = {}
+        self._attempts: dict[RequestKey, LocalAttempt] = {}
         self._inbox: deque[GenerationRequest | Abort] = deque()
         self._wake = threading.Condition()
         self._stopping = False
         self._lost: GroupLost | None = None
 
-    async def __aenter__(self) -> "LocalBackend":
+    async def __aenter__(self) -> "LocalDispatch":
         self._loop = asyncio.get_running_loop()
         opened: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, args=(opened,), name="tandem-engine", daemon=True)
@@ -79,30 +73,31 @@ class LocalBackend:
             self._wake.notify()
         await asyncio.to_thread(self._thread.join)
 
-    # ---- Backend -------------------------------------------------------------------------------------------------
+    # ---- Dispatch ------------------------------------------------------------------------------------------------
 
-    async def submit(self, request: GenerationRequest) -> GenerationStream:
+    def send(self, request: GenerationRequest, hint: RouteHint, to: TokenSink) -> LocalAttempt:
         if self._lost is not None:
-            raise self._lost
-        stream = LocalStream(request, self._put)
-        self._streams[(request.request_id, request.attempt)] = stream
-        self._put(request)
-        return stream
+            raise RequestRefused(str(self._lost), code="service_unavailable", status=503)
+        attempt = LocalAttempt(self, request, to)
+        self._attempts[request.request_id, request.attempt] = attempt
+        self.put(request)
+        return attempt
 
-    async def abort(self, abort: Abort) -> None:
-        self._put(abort)
+    def has_group(self, avoid: Collection[str] = ()) -> bool:
+        return self._lost is None and not avoid
 
     def ready(self) -> bool:
         return self._lost is None
 
     def load(self) -> Mapping[str, float | int | str]:
-        return {"num_requests_running": len(self._streams), "num_requests_waiting": 0}
+        return {"num_requests_running": len(self._attempts), "num_requests_waiting": 0}
 
     async def metrics(self, *, with_tenants: bool) -> str:
         del with_tenants
         return ""
 
-    def _put(self, item: GenerationRequest | Abort) -> None:
+    def put(self, item: GenerationRequest | Abort) -> None:
+        """Hands something to the engine's thread."""
         with self._wake:
             self._inbox.append(item)
             self._wake.notify()
@@ -150,36 +145,36 @@ class LocalBackend:
         try:
             engine.add_request(item)
         except RequestRefused as error:
-            self._loop.call_soon_threadsafe(self._finish, (item.request_id, item.attempt), error)
+            refused = (error.status, error.code, error.param, str(error))
+            told = msgspec.structs.replace(lost(item, str(error), "bystander"), refused=refused, loss=None)
+            self._loop.call_soon_threadsafe(self._finish, told)
 
     def deltas(self, deltas: list[TokenDelta]) -> None:
         """Implements OutputSink. Calls the loop once per step, for all sequences."""
         self._loop.call_soon_threadsafe(self._deliver, deltas)
 
     def ended(self, ended: Ended, request: GenerationRequest) -> None:
-        """Implements OutputSink. Ends the stream of the request, with the refusal if there is one."""
-        refused: RequestRefused | None = None
-        if ended.refused is not None:
-            status, code, param, message = ended.refused
-            refused = RequestRefused(message, code=code, status=status, param=param)
-        self._loop.call_soon_threadsafe(self._finish, (ended.request_id, ended.attempt), refused)
+        """Implements OutputSink."""
+        self._loop.call_soon_threadsafe(self._finish, ended)
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
     def _deliver(self, deltas: list[TokenDelta]) -> None:
-        by_request: dict[StreamKey, list[TokenDelta]] = {}
+        by_request: dict[RequestKey, list[TokenDelta]] = {}
         for delta in deltas:
             by_request.setdefault((delta.request_id, delta.attempt), []).append(delta)
         for key, mine in by_request.items():
-            if key in self._streams:
-                self._streams[key].items.put_nowait(mine)
+            if key in self._attempts:
+                self._attempts[key].to.take(mine)
 
-    def _finish(self, key: StreamKey, error: RequestRefused | GroupLost | None) -> None:
-        stream = self._streams.pop(key, None)
-        if stream is not None:
-            stream.items.put_nowait(error)
+    def _finish(self, ended: Ended) -> None:
+        attempt = self._attempts.pop((ended.request_id, ended.attempt), None)
+        if attempt is not None:
+            attempt.ended.set_result(ended)
 
     def _lose_all(self, error: GroupLost) -> None:
         self._lost = error
-        for key in list(self._streams):
-            self._finish(key, error)
+        for attempt in list(self._attempts.values()):
+            refused = (503, "service_unavailable", None, str(error))
+            told = lost(attempt.request, str(error), "bystander")
+            self._finish(msgspec.structs.replace(told, refused=refused, loss=None))

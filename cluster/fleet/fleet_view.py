@@ -44,7 +44,8 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     stalled_s: how long no step has finished although there is work; 0 without work. notes: choices made at its start
     that its user should know. adapters: None without --enable-lora. loaded_bytes of total_bytes of its weights are in
-    memory, over all its ranks; both are 0 until those have reported.
+    memory, over all its ranks; both are 0 until those have reported. load_s: from the start of its process until it
+    served.
     """
 
     group: str
@@ -64,6 +65,7 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     adapters: AdapterReport | None = None
     loaded_bytes: int = 0
     total_bytes: int = 0
+    load_s: float = 0.0
 
     @property
     def is_ready(self) -> bool:

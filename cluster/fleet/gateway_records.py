@@ -18,7 +18,8 @@ PERIOD_S = 2.0
 
 class GatewayRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One gateway at one moment. ready: it would take a request. in_flight: HTTP requests whose answers are not
-    complete. metrics, tenant_metrics: its own families as Prometheus text, the latter those that name tenants."""
+    complete. metrics, tenant_metrics: its own families as Prometheus text, the latter those that name tenants.
+    quarantined: digests of prompts that have ended a group (gateway/generation/quarantine.py)."""
 
     gateway: str
     host: str
@@ -27,6 +28,7 @@ class GatewayRecord(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int
     metrics: bytes
     tenant_metrics: bytes
+    quarantined: list[str] = []
 
 
 class GatewayHeartbeat(Heartbeat[GatewayRecord]):

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -25,13 +26,15 @@ from tandem.cluster.fleet.fleet_view import FleetView, StartFailure, report_star
 from tandem.cluster.fleet.gateway_records import GatewayHeartbeat, GatewayRecord
 from tandem.cluster.fleet.group_events import Event, write_event
 from tandem.cluster.fleet.hung_groups import HungGroups, RayRemote
-from tandem.cluster.gateway.generation.dispatch import GroupClient
+from tandem.cluster.gateway.generation.draining_groups import DrainingGroups
 from tandem.cluster.gateway.generation.serve_calls import ServeCaller
+from tandem.cluster.gateway.generation.serve_dispatch import ServeDispatch
 from tandem.cluster.gateway.http.draining import LAST_WORDS_S, shutting_down
 from tandem.cluster.gateway.http.gateway_metrics import Together
 from tandem.cluster.gateway.http.http_server import QuietServer, make_server
 from tandem.cluster.gateway.http.tls import server_context
 from tandem.cluster.gateway.wiring import build_gateway_app, build_gateway_state
+from tandem.cluster.routing.serve_router import GroupRouter
 from tandem.cluster.state import keys
 from tandem.cluster.state.notifications import Announcements, Changes
 from tandem.cluster.state.redis_address import MovingRedis
@@ -75,9 +78,17 @@ class Gateway:
         await self._fleet.refresh()
         host = "127.0.0.1" if facts.single_node else ray.util.get_node_ip_address()
         prefix = settings.gateway.metrics_prefix
-        self._client = GroupClient(ServeCaller(groups), self._fleet, facts.secret, host, prefix, lambda: self._adapters)
+        self._dispatch = ServeDispatch(
+            ServeCaller(groups),
+            self._fleet,
+            facts.secret,
+            host,
+            prefix,
+            lambda: self._adapters,
+            DrainingGroups(lambda: GroupRouter.running, settings.shutdown_timeout_s, time.monotonic),
+        )
         self._hung_groups = HungGroups(self._fleet, RayRemote(context.app_name))
-        following = self._fleet.run(self._look_after, self._client.has_requests)
+        following = self._fleet.run(self._look_after, self._dispatch.has_requests)
         self._following = asyncio.get_running_loop().create_task(following, name="fleet")
         self._server: QuietServer | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -97,16 +108,16 @@ class Gateway:
                 )
             self._state = build_gateway_state(
                 settings,
-                self._client,
+                self._dispatch,
                 self._tenants,
                 self._adapters,
                 open_port=facts.open_port,
                 peers=Together(self._id, self._others) if several else None,
+                quarantined=lambda: (digest for record in self._others() for digest in record.quarantined),
             )
         except Exception as error:
             await self._report_failure(error)
             raise
-        self._client.on_moved = self._state.metrics.moved
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Builds the app; Serve calls it once, after the constructor."""
@@ -138,7 +149,7 @@ class Gateway:
         draining = self._state.draining
         draining.begin()
         count = draining.in_flight
-        self._client.refuse_all(shutting_down())
+        self._dispatch.refuse_all(shutting_down())
         await draining.wait_idle(LAST_WORDS_S)
         return count
 
@@ -152,7 +163,7 @@ class Gateway:
             task.cancel()
         self._hung_groups.close()
         await self._changes.close()
-        await self._client.close()
+        await self._dispatch.close()
         if self._adapters is not None and self._adapters.kept is not None:
             await self._adapters.kept.save()
         await self._state.tasks.wait_idle(LAST_WORDS_S)  # owner tasks record what has ended
@@ -163,10 +174,10 @@ class Gateway:
         await self._redis.close()
 
     def _look_after(self) -> None:
-        if self._heartbeat is not None and self._was_ready != self._client.ready():
+        if self._heartbeat is not None and self._was_ready != self._dispatch.ready():
             self._was_ready = not self._was_ready
             self._heartbeat.trigger()
-        self._client.lose_silent()
+        self._dispatch.look_after()
         self._hung_groups.check()
         gone = {record.group for record in self._fleet.missing_for(1.0)} - self._missing
         back = self._missing & self._fleet.records.keys()
@@ -201,10 +212,11 @@ class Gateway:
             gateway=self._id,
             host=socket.gethostname(),
             pid=os.getpid(),
-            ready=self._client.ready(),
+            ready=self._dispatch.ready(),
             in_flight=self._state.draining.in_flight,
             metrics=generate_latest(metrics.registry),
             tenant_metrics=generate_latest(metrics.tenants),
+            quarantined=self._state.quarantine.digests(),
         )
 
     async def _open_port(self, app: FastAPI) -> None:

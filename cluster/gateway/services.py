@@ -1,4 +1,4 @@
-"""Everything the gateway's routes share, built once: settings, text tools, backend, auth, ledger, metrics.
+"""Everything the gateway's routes share, built once: settings, text tools, dispatch, auth, ledger, metrics.
 
 `make_state` fills in what follows from the rest; tests and cluster/gateway/wiring.py call it. Nothing here changes
 later, except inside the objects it points to (tasks, metrics).
@@ -6,14 +6,16 @@ later, except inside the objects it points to (tasks, metrics).
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
 from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.adapters.running import RunningAdapters
-from tandem.cluster.gateway.generation.backend import Backend
+from tandem.cluster.gateway.generation.dispatch import Dispatch
+from tandem.cluster.gateway.generation.generations import GatewayTimes, Generations
+from tandem.cluster.gateway.generation.quarantine import Quarantine
 from tandem.cluster.gateway.http.auth import Authenticator, StaticKeys
 from tandem.cluster.gateway.http.draining import Draining
 from tandem.cluster.gateway.http.gateway_metrics import Alone, GatewayMetrics, Peers, Scrapes
@@ -29,18 +31,6 @@ from tandem.workers.text.tokenizer import ModelTokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayTimes:
-    """Seconds. keep_alive: silence before an SSE comment; stuck_send: a client that does not read; drain: an aborted
-    request's last delta; usage: the counts after a stop string; unload: the last request of an adapter."""
-
-    keep_alive_s: float = 15.0
-    stuck_send_s: float = 60.0
-    drain_s: float = 5.0
-    usage_s: float = 1.0
-    unload_s: float = 600.0
-
-
-@dataclass(frozen=True, kw_only=True)
 class GatewayState:
     """Shared by all routes of one app. adapters: None when none are served; adapter_roots: where clients may load
     from."""
@@ -52,7 +42,9 @@ class GatewayState:
     chat_template: ChatTemplate | None
     max_model_len: int
     vocab_size: int
-    backend: Backend
+    dispatch: Dispatch
+    generations: Generations
+    quarantine: Quarantine
     auth: Authenticator
     tenancy: Tenancy
     tenants: TenantAdmin
@@ -84,7 +76,7 @@ def make_state(
     chat_template: ChatTemplate | None,
     max_model_len: int,
     vocab_size: int,
-    backend: Backend,
+    dispatch: Dispatch,
     engine_eos_token_ids: frozenset[int] | None = None,
     auth: Authenticator | None = None,
     tenancy: Tenancy | None = None,
@@ -99,13 +91,31 @@ def make_state(
     adapters: AdapterService | None = None,
     adapter_roots: tuple[str, ...] = (),
     peers: Peers | None = None,
+    quarantined: Callable[[], Iterable[str]] = lambda: (),
 ) -> GatewayState:
     """A GatewayState. engine_eos_token_ids: what the engine stops at by itself; the tokenizer's other EOS ids are sent
-    with each request as stop ids (None: the engine has them all)."""
+    with each request as stop ids (None: the engine has them all). quarantined: digests that other gateways have."""
     assert model_names, "a service has a model name"
     registry = registry if registry is not None else CollectorRegistry()
     known = tokenizer.eos_token_ids if engine_eos_token_ids is None else engine_eos_token_ids
     metrics = GatewayMetrics(registry, settings.metrics_prefix, model_names[0])
+    tenancy = tenancy if tenancy is not None else OpenTenancy()
+    ledger = ledger if ledger is not None else NoLedger()
+    times = times if times is not None else GatewayTimes()
+    tasks, quarantine = TaskOwner(), Quarantine(clock, quarantined)
+    generations = Generations(
+        dispatch=dispatch,
+        tenancy=tenancy,
+        ledger=ledger,
+        metrics=metrics,
+        tasks=tasks,
+        quarantine=quarantine,
+        times=times,
+        max_answer_bytes=settings.max_answer_bytes,
+        queue_timeout_s=settings.queue_timeout_s,
+        clock=clock,
+        wall_clock=wall_clock,
+    )
     return GatewayState(
         settings=settings,
         model_names=model_names,
@@ -114,17 +124,19 @@ def make_state(
         chat_template=chat_template,
         max_model_len=max_model_len,
         vocab_size=vocab_size,
-        backend=backend,
+        dispatch=dispatch,
+        generations=generations,
+        quarantine=quarantine,
         auth=auth if auth is not None else StaticKeys(settings.api_keys, settings.admin_keys, settings.metrics_keys),
-        tenancy=tenancy if tenancy is not None else OpenTenancy(),
+        tenancy=tenancy,
         tenants=tenants if tenants is not None else NoTenantAdmin(),
-        ledger=ledger if ledger is not None else NoLedger(),
+        ledger=ledger,
         registry=registry,
         metrics=metrics,
-        tasks=TaskOwner(),
+        tasks=tasks,
         text=TextWorkers(meter=metrics),
         draining=Draining(),
-        times=times if times is not None else GatewayTimes(),
+        times=times,
         extra_stop_token_ids=tuple(sorted(tokenizer.eos_token_ids - known)),
         fingerprint=fingerprint,
         created_s=int(wall_clock()),

@@ -4,11 +4,12 @@ Called by the gateway deployment and by `tandem run-batch`. Reads the model fold
 loads no weights and no torch.
 """
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.adapters.sources import roots_of
-from tandem.cluster.gateway.generation.backend import Backend
+from tandem.cluster.gateway.generation.dispatch import Dispatch
 from tandem.cluster.gateway.http.auth import KnownKeys, StaticKeys, TenantKeys
 from tandem.cluster.gateway.http.gateway_metrics import Peers
 from tandem.cluster.gateway.routes import build_gateway_app
@@ -25,17 +26,19 @@ __all__ = ["GatewayState", "build_gateway_app", "build_gateway_state"]
 
 def build_gateway_state(
     settings: ServiceSettings,
-    backend: Backend,
+    dispatch: Dispatch,
     tenants: TenantService | None = None,
     adapters: AdapterService | None = None,
     *,
     open_port: bool = False,
     peers: Peers | None = None,
+    quarantined: Callable[[], Iterable[str]] = lambda: (),
 ) -> GatewayState:
     """The state of one gateway. SettingsError when the model folder lacks what a gateway needs.
 
     tenants: None when there is no Redis to hold any. open_port: the gateway listens itself, at the settings'
-    address; else Serve's proxy does. peers: None for a service with one gateway. `settings.engine.model.model` is a
+    address; else Serve's proxy does. peers: None for a service with one gateway. quarantined: digests of prompts that
+    other gateways have in quarantine. `settings.engine.model.model` is a
     folder here (the launcher resolved it).
     """
     model = settings.engine.model
@@ -50,7 +53,7 @@ def build_gateway_state(
         chat_template=find_chat_template(text_folder, model.chat_template, tokenizer),
         max_model_len=resolve_max_model_len(settings.engine, spec),
         vocab_size=spec.vocab_size,
-        backend=backend,
+        dispatch=dispatch,
         engine_eos_token_ids=frozenset(eos_token_ids(folder, spec)),
         auth=None if tenants is None else tenant_keys(settings.gateway, tenants.directory, open_port=open_port),
         tenancy=None if tenants is None else tenants.quota,
@@ -59,6 +62,7 @@ def build_gateway_state(
         adapters=adapters,
         adapter_roots=roots_of(settings.adapters),
         peers=peers,
+        quarantined=quarantined,
         fingerprint=f"tandem-{model.revision or folder.name}"[:64],
     )
 

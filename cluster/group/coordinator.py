@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -32,7 +32,8 @@ from tandem.cluster.fleet.group_events import Event, write_event
 from tandem.cluster.group.engine_thread import EngineThread
 from tandem.cluster.group.group_engine import GroupEngine
 from tandem.cluster.group.sharing import Sharing, TenantWeights
-from tandem.cluster.routing.outstanding import by_gateway, cost_tokens, gateway_of
+from tandem.cluster.routing.outstanding import by_gateway
+from tandem.cluster.routing.route_hint import RouteHint
 from tandem.cluster.state import keys
 from tandem.cluster.state.notifications import Changes
 from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
@@ -86,6 +87,8 @@ class Coordinator:
         self._loop = asyncio.get_running_loop()
         self._group = serve.get_replica_context().replica_id.unique_id
         self._life = time.time_ns() // 1_000_000
+        self._began_s = time.monotonic()
+        self._load_s = 0.0
         self._model_name = model_name
         self._state: GroupState = "loading"
         self._outstanding: dict[tuple[str, int], tuple[str, int]] = {}
@@ -116,19 +119,21 @@ class Coordinator:
         self._changes.start()
         self._sharing.start()
 
-    async def generate(self, payload: bytes, missing: Sequence[str] = ()) -> bytes:
-        """One request, from its dispatch to its end: GenerationRequest in, Ended out, both msgpack. missing: groups
-        that the router should avoid; it reads the argument, this method does not."""
+    async def generate(self, payload: bytes, hint: RouteHint) -> bytes:
+        """One request, from its dispatch to its end: GenerationRequest in, Ended out, both msgpack."""
         request = msgspec.msgpack.decode(payload, type=GenerationRequest)
         key = (request.request_id, request.attempt)
-        ended: asyncio.Future[Ended] = self._loop.create_future()
-        self._outstanding[key] = gateway_of(request), cost_tokens(request)
+        answer: asyncio.Future[Ended] = self._loop.create_future()
+        self._outstanding[key] = hint.gateway, hint.cost_tokens
         adapters = self._sharing.adapters
         if adapters is not None:
             adapters.enter(request.adapter)
-        self._thread.submit(request, lambda e: self._answer(ended, e))
+        self._thread.submit(request, lambda e: self._answer(answer, e))
         try:
-            return msgspec.msgpack.encode(await ended)
+            ended = await answer
+            if ended.refused is not None:
+                ended = msgspec.structs.replace(ended, group=self._group)
+            return msgspec.msgpack.encode(ended)
         except asyncio.CancelledError:
             self._thread.abort(Abort(request_id=request.request_id, attempt=request.attempt))
             raise
@@ -190,6 +195,7 @@ class Coordinator:
         gc.collect()
         gc.freeze()
         self._state = "serving"
+        self._load_s = time.monotonic() - self._began_s
         self.heartbeat_now()
         self._event_task = self._loop.create_task(self._write_event(Event("serving", self._group)), name="group serves")
         if not self._opened.done():
@@ -294,4 +300,5 @@ class Coordinator:
             adapters=self._sharing.adapters.report() if self._sharing.adapters is not None else None,
             loaded_bytes=loaded_bytes,
             total_bytes=total_bytes,
+            load_s=self._load_s,
         )

@@ -8,6 +8,7 @@ the engine and its executor included, is touched by this thread only.
 
 import logging
 import math
+import re
 import socket
 import threading
 import time
@@ -23,7 +24,7 @@ from tandem.workers.engine.base.stats import EngineStats
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.engine_loop import EngineLoop
 from tandem.workers.messages.errors import GroupLost, RequestRefused
-from tandem.workers.messages.request import Abort, Ended, GenerationRequest, ReplyTo, TokenDelta, Usage
+from tandem.workers.messages.request import Abort, Ended, GenerationRequest, Loss, ReplyTo, TokenDelta, Usage
 
 log = logging.getLogger("tandem.engine")
 GATEWAY_LOST_AFTER_S = 5.0
@@ -31,13 +32,14 @@ REPORT_PERIOD_S = 0.25
 FLUSH_S = 2.0
 """For KV that is on its way to host memory or disk when the group stops."""
 ENDED = "the group is shutting down"
+OUT_OF_MEMORY = re.compile("out of ?memory", re.IGNORECASE)
 
 RequestKey = tuple[str, int]
 OnEnded = Callable[[Ended], None]
 
 
 class Sink:
-    """The engine's OutputSink: hands each step's deltas and each request's end back to the thread."""
+    """The engine's OutputSink: hands each step's deltas and each request's begin and end back to the thread."""
 
     def __init__(self, on_deltas: Callable[[list[TokenDelta]], None], on_ended: OnEnded) -> None:
         self._on_deltas = on_deltas
@@ -45,6 +47,18 @@ class Sink:
 
     def deltas(self, deltas: list[TokenDelta]) -> None:
         self._on_deltas(deltas)
+
+    def begun(self, request: GenerationRequest, cached_tokens: int) -> None:
+        """Tells the gateway that the request has a row, with a delta without tokens."""
+        delta = TokenDelta(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            choice=0,
+            first_position=0,
+            token_ids=[],
+            cached_tokens=cached_tokens,
+        )
+        self._on_deltas([delta])
 
     def ended(self, ended: Ended, request: GenerationRequest) -> None:
         self._on_ended(ended)
@@ -134,7 +148,8 @@ class EngineThread(threading.Thread):
         return 0.0 if self._engine_loop is None else self._engine_loop.stuck_s()
 
     def stop(self) -> None:
-        """Ends the thread after its current step; unfinished requests are answered as lost."""
+        """Ends the thread after its current step; unfinished requests are handed over: their gateways continue them
+        in other groups."""
         self._stopping = True
         self._wake()
 
@@ -161,11 +176,13 @@ class EngineThread(threading.Thread):
             self._engine_loop.flush(FLUSH_S)
         except Exception as error:
             log.exception("the engine stopped") if opened else log.error("the engine did not start: %s", error)
-            self._lose_all(f"the group stopped: {error}")
+            self._lose_inbox(ENDED)
+            self._lose_live(f"the group stopped: {error}", self._losses(error) if opened else {})
             self._report.failed(error, opened)
         finally:
             self._over = True
-            self._lose_all(ENDED)
+            self._lose_inbox(ENDED)
+            self._hand_over()
             self._sender.close()
             if opened:
                 self._engine.close()
@@ -243,11 +260,29 @@ class EngineThread(threading.Thread):
         if live is not None:
             live[1](ended)
 
-    def _lose_all(self, message: str) -> None:
-        """Answers everything that is still open as lost with this group."""
-        self._lose_inbox(message)
+    def _losses(self, error: Exception) -> dict[str, Loss]:
+        """What this end of the engine says of each request. Memory runs out by what all rows have: no row is to blame
+        alone."""
+        try:
+            losses = self._engine.losses()
+        except Exception:
+            log.exception("nobody knows what was in the last step")
+            return {}
+        if OUT_OF_MEMORY.search(str(error)):
+            losses = {name: "suspect" if loss == "alone" else loss for name, loss in losses.items()}
+        return losses
+
+    def _lose_live(self, message: str, losses: Mapping[str, Loss]) -> None:
+        """Answers the engine's requests as lost with this group."""
         for request, on_ended in list(self._live.values()):
-            on_ended(refusal(request, 503, GROUP_LOST, None, message))
+            loss = losses.get(request.request_id, "unknown")
+            on_ended(refusal(request, 503, GROUP_LOST, None, message, loss))
+        self._live.clear()
+
+    def _hand_over(self) -> None:
+        """Answers the engine's requests as those of a group that ends as planned."""
+        for request, on_ended in list(self._live.values()):
+            on_ended(refusal(request, 503, GROUP_ENDED, None, ENDED))
         self._live.clear()
 
     def _lose_inbox(self, message: str) -> None:
@@ -265,7 +300,9 @@ class EngineThread(threading.Thread):
         self._report.stats(self._engine.stats(), self._engine.adapter_residency())
 
 
-def refusal(request: GenerationRequest, status: int, code: str, param: str | None, message: str) -> Ended:
+def refusal(
+    request: GenerationRequest, status: int, code: str, param: str | None, message: str, loss: Loss | None = None
+) -> Ended:
     """The answer to a request that will not run (any further) here."""
     return Ended(
         request_id=request.request_id,
@@ -274,4 +311,5 @@ def refusal(request: GenerationRequest, status: int, code: str, param: str | Non
         finish_reasons=[],
         usage=Usage(prompt_tokens=0, completion_tokens=0),
         refused=(status, code, param, message),
+        loss=loss,
     )

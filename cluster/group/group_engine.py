@@ -48,7 +48,7 @@ class GroupEngine:
         if self._settings.step_log is not None:
             self.notes += (f"every step's plan goes to {self._settings.step_log}",)
         log.info("ranks ready: %s", ready)
-        return Engine(self._settings, facts, self._executor, ready, sink, time.monotonic)
+        return Engine(self._settings, facts, self._executor, ready, sink, time.monotonic, sink.begun)
 
     def loading(self) -> tuple[int, int]:
         """Bytes of weights that are loaded, and of how many; (0, 0) before that is known."""

@@ -1,4 +1,4 @@
-"""Immutable views of each group and of the request, for routing policies. Independent of Ray."""
+"""Immutable views of the groups, for routing policies. Independent of Ray."""
 
 import msgspec
 
@@ -11,9 +11,9 @@ class GroupView(msgspec.Struct, frozen=True, kw_only=True):
     """One group at one moment. Tokens are prompt + allowed output of requests that have not ended.
 
     outstanding_here: those this gateway sent. outstanding_elsewhere: those of other gateways, as last reported.
-    stalled_s: how long it has made no progress although it has work, as last reported. missing: its record and its
-    tokens no longer reach this gateway. adapter: where it has the adapter of the request that is routed; without one:
-    NONE.
+    stalled_s: how long it has made no progress although it has work, as last reported. avoid: the request should not go
+    there (its record no longer reaches the gateway, it has refused the request, or it is taken down). adapter: where it
+    has the adapter of the request that is routed; without one: NONE.
     """
 
     group: str
@@ -21,24 +21,14 @@ class GroupView(msgspec.Struct, frozen=True, kw_only=True):
     outstanding_elsewhere: int = 0
     kv_used: float = 0.0
     stalled_s: float = 0.0
-    missing: bool = False
+    avoid: bool = False
     adapter: Tier = Tier.NONE
 
     @property
     def stalls(self) -> bool:
         """True when it may be frozen or stuck; a step this long is slow at best."""
-        return self.missing or self.stalled_s >= STALLS_AFTER_S
+        return self.avoid or self.stalled_s >= STALLS_AFTER_S
 
     @property
     def outstanding_tokens(self) -> int:
         return self.outstanding_here + self.outstanding_elsewhere
-
-
-class RequestView(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a request that routing uses. `cost_tokens`: prompt + allowed output of all choices. adapter: its key
-    (residency.adapter_key), None without one. gateway: the one that sends it."""
-
-    request_id: str
-    cost_tokens: int
-    gateway: str = ""
-    adapter: str | None = None

@@ -101,11 +101,6 @@ def elsewhere(reported: Mapping[str, int], gateway: str) -> int:
     return sum(tokens for name, tokens in reported.items() if name != gateway)
 
 
-def gateway_of(request: GenerationRequest) -> str:
-    """Names this life of the gateway that sent it."""
-    return request.reply_to.nonce if request.reply_to is not None else ""
-
-
 def cost_tokens(request: GenerationRequest) -> int:
     """Prompt once, and the most output that all choices may produce."""
     return len(request.prompt_token_ids) + request.sampling.max_tokens * request.sampling.n

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, Protocol
 
-from tandem.cluster.routing.group_view import GroupView, RequestView
+from tandem.cluster.routing.group_view import GroupView
 from tandem.cluster.routing.residency import Tier
+from tandem.cluster.routing.route_hint import RouteHint
 
 MISS_TOKENS: Final = 512
 """What loading an adapter from its source is worth in tokens to come, besides MISS_REQUESTS of the request's own size:
@@ -22,7 +23,7 @@ TIER_SHARES: Final[Mapping[Tier, float]] = MappingProxyType(
 class RoutingPolicy(Protocol):
     """Scores groups for one request."""
 
-    def scores(self, groups: Sequence[GroupView], request: RequestView) -> list[float]:
+    def scores(self, groups: Sequence[GroupView], request: RouteHint) -> list[float]:
         """One score per group, in the order given; higher is better."""
         ...
 
@@ -30,7 +31,7 @@ class RoutingPolicy(Protocol):
 class LeastOutstandingTokens:
     """The group with the fewest tokens still to come: a long answer weighs more than many short ones."""
 
-    def scores(self, groups: Sequence[GroupView], request: RequestView) -> list[float]:
+    def scores(self, groups: Sequence[GroupView], request: RouteHint) -> list[float]:
         return [-float(group.outstanding_tokens) for group in groups]
 
 
@@ -42,14 +43,14 @@ class AdapterAffinity:
     more groups hold it. Requests without an adapter are routed by tokens alone.
     """
 
-    def scores(self, groups: Sequence[GroupView], request: RequestView) -> list[float]:
+    def scores(self, groups: Sequence[GroupView], request: RouteHint) -> list[float]:
         miss = 0.0 if request.adapter is None else MISS_TOKENS + MISS_REQUESTS * request.cost_tokens
         return [-(group.outstanding_tokens + TIER_SHARES[group.adapter] * miss) for group in groups]
 
 
-def best_first(policy: RoutingPolicy, groups: Sequence[GroupView], request: RequestView) -> list[int]:
-    """Indices of `groups`, best first, groups that stall last whatever their score; equal scores keep a fixed order by
-    group id, so that gateways agree."""
+def best_first(policy: RoutingPolicy, groups: Sequence[GroupView], request: RouteHint) -> list[int]:
+    """Indices of `groups`, best first, groups that stall or should be avoided last whatever their score; equal scores
+    keep a fixed order by group id, so that gateways agree."""
     scores = policy.scores(groups, request)
     assert len(scores) == len(groups), "a policy scores every group"
     return sorted(range(len(groups)), key=lambda i: (groups[i].stalls, -scores[i], groups[i].group))

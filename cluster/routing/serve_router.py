@@ -1,35 +1,38 @@
 """Ray Serve's request router for groups: our policy in Serve's hooks. One instance per gateway process.
 
 Serve calls choose_replicas for every request and tries the ranks of its answer in order. An exception in there would
-leave the caller hanging for ever, so each hook is guarded and falls back to "no preference".
+leave the caller hanging for ever, so each hook is guarded and falls back to "no preference". All that it needs of a
+request is in its RouteHint: the prompt is not looked at.
 """
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import msgspec
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from tandem.cluster.routing.group_view import GroupView, RequestView
-from tandem.cluster.routing.outstanding import Outstanding, cost_tokens, elsewhere, gateway_of
+from tandem.cluster.routing.group_view import GroupView
+from tandem.cluster.routing.outstanding import Outstanding, elsewhere
 from tandem.cluster.routing.policy import AdapterAffinity, best_first
-from tandem.cluster.routing.residency import Residency, Tier, adapter_key, home_of
-from tandem.workers.messages.request import GenerationRequest
+from tandem.cluster.routing.residency import Residency, Tier, home_of
+from tandem.cluster.routing.route_hint import RouteHint
 
 log = logging.getLogger("ray.serve.tandem")
 
 
 class GroupRouter(RequestRouter):  # type: ignore[misc]
-    """Sends each request to the group with the policy's best score."""
+    """Sends each request to the group with the policy's best score. running: the groups that Serve lists for this
+    process, None before it has listed any; those that it takes down are no longer among them."""
+
+    running: ClassVar[frozenset[str] | None] = None
 
     def initialize_state(self, **kwargs: Any) -> None:
         assert not kwargs, f"unknown router arguments {sorted(kwargs)}"
         self._policy = AdapterAffinity()
         self._outstanding = Outstanding()
         self._residency = Residency()
-        self._decode = msgspec.msgpack.Decoder(GenerationRequest).decode
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -38,9 +41,8 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True  # otherwise a full fleet is a hot loop
         try:
-            missing = pending_request.kwargs.get("missing", ())
-            request = self._request_view(pending_request)
-            views = [self._view(replica, request, missing) for replica in candidate_replicas]
+            request: RouteHint = pending_request.kwargs["hint"]
+            views = [self._view(replica, request) for replica in candidate_replicas]
             if request.adapter is not None:
                 views = self._with_home(views, request.adapter)
             order = best_first(self._policy, views, request)
@@ -55,7 +57,7 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
         this corrects it when the first rank did not take the request."""
         try:
             if self._outstanding.holds(pending_request.metadata.internal_request_id):
-                self._begin(pending_request, replica_id.unique_id, self._request_view(pending_request))
+                self._begin(pending_request, replica_id.unique_id, pending_request.kwargs["hint"])
         except Exception:
             log.exception("a routed request was not counted")
 
@@ -64,18 +66,19 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        alive = [replica.replica_id.unique_id for replica in replicas]
+        alive = frozenset(replica.replica_id.unique_id for replica in replicas)
+        GroupRouter.running = alive
         self._outstanding.keep_only(alive)
         self._residency.keep_only(alive)
 
-    def _begin(self, pending_request: PendingRequest, group: str, request: RequestView) -> None:
+    def _begin(self, pending_request: PendingRequest, group: str, request: RouteHint) -> None:
         call_id = pending_request.metadata.internal_request_id
         now_s = time.monotonic()
         self._outstanding.begin(call_id, group, request.cost_tokens, now_s)
         if request.adapter is not None:
             self._residency.sent(group, request.adapter, now_s)
 
-    def _view(self, replica: RunningReplica, request: RequestView, missing: Sequence[str]) -> GroupView:
+    def _view(self, replica: RunningReplica, request: RouteHint) -> GroupView:
         group = replica.replica_id.unique_id
         stats = replica.routing_stats
         if stats:
@@ -86,7 +89,7 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
             outstanding_elsewhere=elsewhere(stats["outstanding_tokens"], request.gateway) if stats else 0,
             kv_used=float(stats["kv_used"]) if stats else 0.0,
             stalled_s=float(stats.get("stalled_s", 0.0)) if stats else 0.0,
-            missing=group in missing,
+            avoid=group in request.avoid,
             adapter=self._tier(group, request.adapter, stats or {}),
         )
 
@@ -104,12 +107,3 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
             else view
             for view in views
         ]
-
-    def _request_view(self, pending_request: PendingRequest) -> RequestView:
-        request = self._decode(pending_request.args[0])
-        return RequestView(
-            request_id=request.request_id,
-            cost_tokens=cost_tokens(request),
-            gateway=gateway_of(request),
-            adapter=adapter_key(request.adapter.digest) if request.adapter is not None else None,
-        )

@@ -1,4 +1,4 @@
-"""Usage rows: what a request was billed, and reading them back for `tandem usage`. Writing is ledger.py's."""
+"""Billing records: what each request was billed, and reading them back for `tandem usage`. Writing is ledger.py's."""
 
 import datetime
 import re
@@ -21,20 +21,38 @@ _SPAN = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": DAY_S}
 
 
-class UsageRow(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
-    """One request. time_s: wall clock of its end. adapter: name@digest. terminal: stop, length, abort, error, rejected
-    or client_lost. Tokens are those delivered, which an aborted request pays too; cached ones are part of the prompt's.
+class BillingRecord(msgspec.Struct, frozen=True, kw_only=True, tag="bill"):
+    """One accepted request: a line of the journal, and, once it has ended, a row of the ledger.
+
+    time_s: wall clock of its end; until then of its admission. adapter: name@digest. terminal: stop, length, abort,
+    error, rejected or client_lost; None until it has ended. Tokens are those delivered, which an aborted request pays
+    too; cached ones are part of the prompt's.
     """
 
     id: str
     time_s: float
     tenant: str
     model: str
-    adapter: str | None
-    terminal: str
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
+    adapter: str | None = None
+    terminal: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
+
+    def ended(self, terminal: str, usage: Usage, time_s: float) -> "BillingRecord":
+        """Returns the record of the same request at its end."""
+        return msgspec.structs.replace(
+            self,
+            terminal=terminal,
+            time_s=time_s,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            completion_tokens=usage.completion_tokens,
+        )
 
 
 class _Packed(msgspec.Struct, frozen=True, array_like=True):
@@ -62,16 +80,16 @@ class UsageSum(NamedTuple):
     completion_tokens: int
 
 
-def pack(row: UsageRow) -> bytes:
+def pack(row: BillingRecord) -> bytes:
     """Without the id, which is its field."""
     values = msgspec.structs.asdict(row)
     del values["id"]
     return msgspec.msgpack.encode(_Packed(**values))
 
 
-def unpack(row_id: bytes, data: bytes) -> UsageRow:
+def unpack(row_id: bytes, data: bytes) -> BillingRecord:
     """What pack() made."""
-    return UsageRow(id=row_id.decode(), **msgspec.structs.asdict(msgspec.msgpack.decode(data, type=_Packed)))
+    return BillingRecord(id=row_id.decode(), **msgspec.structs.asdict(msgspec.msgpack.decode(data, type=_Packed)))
 
 
 def day_of(time_s: float) -> str:
@@ -91,7 +109,7 @@ def parse_since(text: str, now_s: float) -> float:
     return (moment if moment.tzinfo is not None else moment.replace(tzinfo=datetime.UTC)).timestamp()
 
 
-async def read_usage(redis: Commands, tenant: str | None, since_s: float, until_s: float) -> list[UsageRow]:
+async def read_usage(redis: Commands, tenant: str | None, since_s: float, until_s: float) -> list[BillingRecord]:
     """The rows that ended in [since_s, until_s], oldest first; of one tenant, or of all. RedisUnavailable."""
     since_s = max(since_s, until_s - LONGEST_S)
     days = sorted({day_of(moment) for moment in _moments(since_s, until_s)})
@@ -99,7 +117,7 @@ async def read_usage(redis: Commands, tenant: str | None, since_s: float, until_
     return sorted(rows, key=lambda row: (row.time_s, row.id))
 
 
-def summed(rows: Iterable[UsageRow]) -> list[UsageSum]:
+def summed(rows: Iterable[BillingRecord]) -> list[UsageSum]:
     """One line for each tenant, model and adapter, by name."""
     sums: dict[tuple[str, str, str], UsageSum] = {}
     for row in rows:
@@ -114,7 +132,7 @@ def summed(rows: Iterable[UsageRow]) -> list[UsageSum]:
     return [sums[place] for place in sorted(sums)]
 
 
-async def _read_day(redis: Commands, tenant: str | None, day: str) -> AsyncIterator[UsageRow]:
+async def _read_day(redis: Commands, tenant: str | None, day: str) -> AsyncIterator[BillingRecord]:
     tenants = [tenant] if tenant is not None else await _tenants_of(redis, day)
     for name in tenants:
         seen: set[bytes] = set()  # a scan may show a field twice
@@ -145,45 +163,23 @@ def _moments(since_s: float, until_s: float) -> Iterable[float]:
     yield until_s
 
 
-class Opening(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that its tenant's limits have let in. adapter: name@digest."""
-
-    request_id: str
-    tenant: str
-    model: str
-    adapter: str | None = None
-
-
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How one request ended: the ledger's row. `terminal` is stop, length, abort, error or rejected."""
-
-    request_id: str
-    tenant: str
-    model: str
-    adapter: str | None = None
-    terminal: str
-    usage: Usage
-    began_s: float
-    ended_s: float
-
-
 class Ledger(Protocol):
-    """Takes exactly one Outcome per accepted request."""
+    """Takes two records of each accepted request: at its admission, and at its end."""
 
-    def accepted(self, opening: Opening) -> None:
+    def accepted(self, record: BillingRecord) -> None:
         """A row is owed from now on. Never waits."""
         ...
 
-    async def settle(self, outcome: Outcome) -> None:
-        """Writes the row. Called by the request's owner task, never by an HTTP handler."""
+    async def settle(self, record: BillingRecord) -> None:
+        """Writes the row of a request that has ended. Called by the request's task, never by an HTTP handler."""
         ...
 
 
 class NoLedger:
     """Keeps nothing."""
 
-    def accepted(self, opening: Opening) -> None:
-        del opening
+    def accepted(self, record: BillingRecord) -> None:
+        del record
 
-    async def settle(self, outcome: Outcome) -> None:
-        del outcome
+    async def settle(self, record: BillingRecord) -> None:
+        del record

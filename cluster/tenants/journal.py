@@ -1,7 +1,7 @@
 """The journal of one gateway's life: append-only files of JSON lines, written and synced in batches off the loop.
 
-    accepted(id ...)      the gateway owes a row for this request
-    ended(UsageRow)       the row
+    bill, without an end  the gateway owes a row for this request
+    bill, with its end    the row
     carried_on            the file is full: what it owes is in the next one
 
 A file is locked while its gateway writes it. What an unlocked one still owes ends as client_lost (read_rows), for its
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.cluster.tenants.billing_record import CLIENT_LOST, UsageRow
+from tandem.cluster.tenants.billing_record import CLIENT_LOST, BillingRecord
 
 log = logging.getLogger("tandem.ledger")
 PREFIX, SUFFIX = "usage-", ".jsonl"
@@ -28,21 +28,11 @@ ROTATE_BYTES = 64 * 2**20
 ROTATE_S = 86400.0
 
 
-class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag="accepted"):
-    """A request that got past every refusal. time_s: wall clock."""
-
-    id: str
-    time_s: float
-    tenant: str
-    model: str
-    adapter: str | None
-
-
 class CarriedOn(msgspec.Struct, frozen=True, tag="carried_on"):
     """The last line of a full file: what it owes is in the next one."""
 
 
-Line = Accepted | UsageRow | CarriedOn
+Line = BillingRecord | CarriedOn
 
 
 class Journal:
@@ -60,7 +50,7 @@ class Journal:
         self._opened_s = time.monotonic()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tandem-journal")
         self._lines: list[Line] = []
-        self._owed: dict[str, Accepted] = {}
+        self._owed: dict[str, BillingRecord] = {}
         self._next: asyncio.Event = asyncio.Event()
         self._writing: asyncio.Task[None] | None = None
         self.is_failing = False
@@ -68,10 +58,8 @@ class Journal:
     def note(self, line: Line) -> None:
         """Puts a line into the next batch; never waits."""
         self._lines.append(line)
-        if isinstance(line, Accepted):
-            self._owed[line.id] = line
-        elif isinstance(line, UsageRow):
-            self._owed.pop(line.id, None)
+        if isinstance(line, BillingRecord):
+            _note_owed(self._owed, line)
         if self._writing is None or self._writing.done():
             self._writing = asyncio.get_running_loop().create_task(self._write_all(), name="journal")
 
@@ -103,19 +91,19 @@ class Journal:
             finally:
                 written.set()
 
-    def _write(self, batch: list[Line], owed: list[Accepted]) -> None:
+    def _write(self, batch: list[Line], owed: list[BillingRecord]) -> None:
         """On the thread. A batch without an end needs no sync: it only lists what is owed."""
         data = _encoded(batch)
         if self.is_failing:
             data = b"\n" + data  # after a torn line
         _write_whole(self._descriptor, data)
-        if any(isinstance(line, UsageRow) for line in batch):
+        if any(isinstance(line, BillingRecord) and line.terminal is not None for line in batch):
             os.fdatasync(self._descriptor)
         aged = time.monotonic() - self._opened_s > ROTATE_S
         if aged or os.fstat(self._descriptor).st_size > self._rotate_bytes:
             self._rotate(owed)
 
-    def _rotate(self, owed: list[Accepted]) -> None:
+    def _rotate(self, owed: list[BillingRecord]) -> None:
         """The next file begins with what is owed, then the last one is marked as owing nothing."""
         before, self._descriptor = self._descriptor, self._open()
         self._opened_s = time.monotonic()
@@ -132,19 +120,18 @@ class Journal:
         return descriptor
 
 
-def read_rows(path: Path, *, is_over: bool) -> Iterator[UsageRow]:
+def read_rows(path: Path, *, is_over: bool) -> Iterator[BillingRecord]:
     """The rows of a journal. is_over: its gateway is gone, so what it owes ends as client_lost."""
-    owed: dict[str, Accepted] = {}
+    owed: dict[str, BillingRecord] = {}
     for line in _read_lines(path):
-        if isinstance(line, Accepted):
-            owed[line.id] = line
-        elif isinstance(line, CarriedOn):
+        if isinstance(line, CarriedOn):
             owed.clear()
-        else:
-            owed.pop(line.id, None)
+            continue
+        _note_owed(owed, line)
+        if line.terminal is not None:
             yield line
     if is_over:
-        yield from map(_lost, owed.values())
+        yield from (msgspec.structs.replace(line, terminal=CLIENT_LOST) for line in owed.values())
 
 
 def left_behind(folder: Path, max_age_s: float) -> Iterator[Path]:
@@ -195,15 +182,8 @@ def _write_whole(descriptor: int, data: bytes) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-def _lost(line: Accepted) -> UsageRow:
-    return UsageRow(
-        id=line.id,
-        time_s=line.time_s,
-        tenant=line.tenant,
-        model=line.model,
-        adapter=line.adapter,
-        terminal=CLIENT_LOST,
-        prompt_tokens=0,
-        cached_tokens=0,
-        completion_tokens=0,
-    )
+def _note_owed(owed: dict[str, BillingRecord], record: BillingRecord) -> None:
+    if record.terminal is None:
+        owed[record.id] = record
+    else:
+        owed.pop(record.id, None)

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from tandem.cluster.state import keys
 from tandem.cluster.state.redis_client import Commands, Part, RedisUnavailable
-from tandem.cluster.tenants.billing_record import Opening, Outcome, UsageRow, day_of, pack
-from tandem.cluster.tenants.journal import Accepted, Journal, left_behind, read_rows
+from tandem.cluster.tenants.billing_record import BillingRecord, day_of, pack
+from tandem.cluster.tenants.journal import Journal, left_behind, read_rows
 
 log = logging.getLogger("tandem.ledger")
 BATCH = 256
@@ -40,7 +40,6 @@ class UsageLedger:
         folder: Path,
         gateway: str,
         kept_s: int,
-        wall_clock: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._redis = redis
@@ -49,9 +48,8 @@ class UsageLedger:
         self._journal = Journal(folder, gateway)
         self._written_key = keys.usage_written(gateway)
         self._written = 0
-        self._wall_clock = wall_clock
         self._clock = clock
-        self._waiting: deque[UsageRow] = deque()
+        self._waiting: deque[BillingRecord] = deque()
         self._triggered = asyncio.Event()
         self._sending = asyncio.Lock()
         self._origin: str | None = None
@@ -61,37 +59,18 @@ class UsageLedger:
 
     # ---- Ledger --------------------------------------------------------------------------------------------------
 
-    def accepted(self, opening: Opening) -> None:
-        self._journal.note(
-            Accepted(
-                id=opening.request_id,
-                time_s=self._wall_clock(),
-                tenant=opening.tenant,
-                model=opening.model,
-                adapter=opening.adapter,
-            )
-        )
+    def accepted(self, record: BillingRecord) -> None:
+        self._journal.note(record)
 
-    async def settle(self, outcome: Outcome) -> None:
-        row = UsageRow(
-            id=outcome.request_id,
-            time_s=self._wall_clock(),
-            tenant=outcome.tenant,
-            model=outcome.model,
-            adapter=outcome.adapter,
-            terminal=outcome.terminal,
-            prompt_tokens=outcome.usage.prompt_tokens,
-            cached_tokens=outcome.usage.cached_tokens,
-            completion_tokens=outcome.usage.completion_tokens,
-        )
-        self._journal.note(row)
+    async def settle(self, record: BillingRecord) -> None:
+        self._journal.note(record)
         try:
             await self._journal.sync()
         except asyncio.CancelledError:
             self._must_replay = True
             self._triggered.set()
             raise
-        self._waiting.append(row)
+        self._waiting.append(record)
         if len(self._waiting) > MAX_WAITING and not self._journal.is_failing:
             self._waiting.clear()
             self._must_replay = True
@@ -195,7 +174,7 @@ class UsageLedger:
         while batch := await asyncio.to_thread(lambda: list(islice(rows, BATCH))):
             await self._write(batch)
 
-    async def _write(self, rows: Sequence[UsageRow]) -> None:
+    async def _write(self, rows: Sequence[BillingRecord]) -> None:
         """Rows that are there already stay as they are."""
         commands: list[list[Part]] = [["EXPIRE", keys.USAGE_ORIGIN, self._kept_s]]
         places = {(row.tenant, day_of(row.time_s)) for row in rows}

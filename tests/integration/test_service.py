@@ -474,6 +474,60 @@ async def test_a_frozen_coordinator_costs_no_request_and_its_group_comes_back(
     print(f"both groups serve {time.monotonic() - hit_s:.2f} s after the streams began")
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "terminated"])
+async def test_a_coordinator_that_ends_costs_no_request_and_its_group_comes_back(
+    service: Service, long_answers: list[str], number: signal.Signals
+) -> None:
+    """Nobody can say in which step its group was: its streams run alone for a moment in the other group."""
+    records = await asyncio.to_thread(group_records, service)
+    seen = await hit(service, number, min(record.pid for record in records))
+    print(f"coordinator: gone after {seen.gone_s:.2f} s, longest gap {seen.gap_s:.2f} s")
+    assert seen.answers == long_answers
+    assert seen.gap_s <= 6
+    await asyncio.to_thread(wait_until_healed, service, seen.before)
+
+
+async def test_both_groups_lost_one_after_the_other_cost_no_request(service: Service, long_answers: list[str]) -> None:
+    """The second one as soon as the first one's streams go on in it; then nothing runs until a group is back."""
+    before = {p.pid for p in service.titled("tandem rank")}
+    heard = [0] * 8
+    news = asyncio.Event()
+    async with openai.AsyncOpenAI(base_url=service.url + "/v1", api_key="none", max_retries=0, timeout=300) as client:
+
+        async def one(i: int) -> str:
+            asked = {"model": "demo", "prompt": PROMPTS[i], "max_tokens": LONG, "temperature": 0, "stream": True}
+            pieces: list[str] = []
+            async for chunk in await client.completions.create(**asked, extra_body={"ignore_eos": True}):
+                pieces += [choice.text for choice in chunk.choices]
+                heard[i] += 1
+                news.set()
+            return "".join(pieces)
+
+        async def until_heard(more: int) -> None:
+            wanted = [count + more for count in heard]
+            async with asyncio.timeout(120):
+                while any(count < want for count, want in zip(heard, wanted, strict=True)):
+                    news.clear()
+                    await news.wait()
+
+        running = [asyncio.create_task(one(i)) for i in range(8)]
+        await until_heard(5)
+        groups = {p.pid: title_of(p) for p in service.titled("tandem rank")}
+        first = min(groups)
+        second = next(pid for pid, title in groups.items() if title.split()[2] != groups[first].split()[2])
+        os.kill(first, signal.SIGKILL)
+        await until_heard(20)
+        assert not any(stream.done() for stream in running)
+        os.kill(second, signal.SIGKILL)
+        assert await asyncio.gather(*running) == long_answers
+
+    def healed() -> bool:
+        ranks = {p.pid for p in service.titled("tandem rank") if is_alive(p)}
+        return len(ranks) == 4 and not ranks & before and service.get("/load").json()["groups"] == 2
+
+    await asyncio.to_thread(wait_for, healed, 120, "both groups are replaced")
+
+
 @contextmanager
 def posting(service: Service) -> Iterator[None]:
     """One request after the other while the block runs; none may be refused, and the service stays ready."""

@@ -1,16 +1,27 @@
-"""A Backend without engines: a deterministic model that generates scripted outputs, by default the prompt again.
+"""A Dispatch without engines: a deterministic model that generates scripted outputs, by default the prompt again.
 
 For tests and benchmarks of the gateway. Steps all running requests together, as an engine does; in manual mode only
 when the test calls `step`, so that tests decide what happens when. Records every request and abort it was given.
 """
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from tandem.workers.messages.errors import GroupLost
-from tandem.workers.messages.request import Abort, FinishReason, GenerationRequest, TokenDelta, TokenLogprobs, Usage
+import msgspec
+
+from tandem.cluster.routing.route_hint import RouteHint
+from tandem.workers.messages.errors import GroupLost, RequestRefused
+from tandem.workers.messages.request import (
+    Abort,
+    Ended,
+    FinishReason,
+    GenerationRequest,
+    TokenDelta,
+    TokenLogprobs,
+    Usage,
+)
 
 Script = Callable[[GenerationRequest, int], list[int]]
 
@@ -42,43 +53,40 @@ class FakeChoice:
 
 
 class FakeStream:
-    """GenerationStream fed by FakeBackend.step."""
+    """Attempt fed by FakeBackend.step."""
 
-    def __init__(self, backend: "FakeBackend", request: GenerationRequest, choices: list[FakeChoice]) -> None:
+    def __init__(self, backend: "FakeBackend", request: GenerationRequest, choices: list[FakeChoice], to: Any) -> None:
         self.request = request
         self.choices = choices
-        self.closed = False
+        self.to = to
         self.has_row = False
+        self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._backend = backend
-        self._items: deque[list[TokenDelta] | Exception | None] = deque()
-        self._waiter: asyncio.Future[None] | None = None
 
-    def __aiter__(self) -> "FakeStream":
-        return self
+    def abort(self, abort: Abort) -> None:
+        self._backend.abort(abort)
 
-    async def __anext__(self) -> list[TokenDelta]:
-        while not self._items:
-            if self.closed:
-                raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        item = self._items.popleft()
+    def cancel(self) -> None:
+        self._backend.drop(self.request.request_id)
+
+    def put(self, item: list[TokenDelta] | RequestRefused | GroupLost | None) -> None:
+        """Deltas of a step, or the end: None, or why there is no other group for the request."""
         if isinstance(item, list):
-            return item
-        self.closed = True
-        if item is None:
-            raise StopAsyncIteration
-        raise item
-
-    async def aclose(self) -> None:
-        if not self.closed:
-            self.closed = True
-            self._backend.drop(self.request.request_id)
-
-    def put(self, item: list[TokenDelta] | Exception | None) -> None:
-        self._items.append(item)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+            self.to.take(item)
+            return
+        ended = Ended(
+            request_id=self.request.request_id,
+            attempt=self.request.attempt,
+            positions=[choice.billed for choice in self.choices],
+            finish_reasons=[choice.finish_reason or "abort" for choice in self.choices],
+            usage=self._backend.usage(self),
+        )
+        if isinstance(item, RequestRefused):
+            ended = msgspec.structs.replace(ended, refused=(item.status, item.code, item.param, str(item)))
+        elif isinstance(item, GroupLost):
+            ended = msgspec.structs.replace(ended, refused=(503, "service_unavailable", None, str(item)))
+        if not self.ended.done():
+            self.ended.set_result(ended)
 
 
 @dataclass
@@ -101,22 +109,27 @@ class FakeBackend:
     streams: dict[str, FakeStream] = field(default_factory=dict)
     submitted: asyncio.Event = field(default_factory=asyncio.Event)
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    hold_s: float = 3600.0
     _driver: "asyncio.Task[None] | None" = None
 
-    async def submit(self, request: GenerationRequest) -> FakeStream:
+    def send(self, request: GenerationRequest, hint: RouteHint, to: Any) -> FakeStream:
         self.requests.append(request)
         self.submitted.set()
         if self.refuse is not None:
             raise self.refuse
         choices = [FakeChoice(self.script(request, i)) for i in range(request.sampling.n)]
-        stream = FakeStream(self, request, choices)
+        stream = FakeStream(self, request, choices, to)
         assert request.request_id not in self.streams, "request ids are unique"
         self.streams[request.request_id] = stream
         if not self.manual and (self._driver is None or self._driver.done()):
             self._driver = asyncio.get_running_loop().create_task(self._drive())
         return stream
 
-    async def abort(self, abort: Abort) -> None:
+    def has_group(self, avoid: Collection[str] = ()) -> bool:
+        """There is no other group for what was refused."""
+        return False
+
+    def abort(self, abort: Abort) -> None:
         self.aborts.append(abort)
         self.aborted.set()
         stream = self.streams.get(abort.request_id)
@@ -153,6 +166,16 @@ class FakeBackend:
         """Every request gets a row; no token comes yet."""
         for stream in self.streams.values():
             stream.has_row = True
+            request = stream.request
+            begun = TokenDelta(
+                request_id=request.request_id,
+                attempt=request.attempt,
+                choice=0,
+                first_position=0,
+                token_ids=[],
+                cached_tokens=self.cached_tokens,
+            )
+            stream.put([begun])
 
     def drop(self, request_id: str) -> None:
         self.streams.pop(request_id, None)
@@ -209,7 +232,7 @@ class FakeBackend:
             logprobs=self._logprobs(request, index, ids, first),
             finish_reason=reason,
             stop_reason=stop_id,
-            usage=self._usage(stream) if last else None,
+            usage=self.usage(stream) if last else None,
             error="the fake model failed" if reason == "error" else None,
         )
 
@@ -226,7 +249,7 @@ class FakeBackend:
             entries.append(TokenLogprobs(token_id, best, top))
         return entries
 
-    def _usage(self, stream: FakeStream) -> Usage:
+    def usage(self, stream: FakeStream) -> Usage:
         return Usage(
             prompt_tokens=len(stream.request.prompt_token_ids) if stream.has_row else 0,
             completion_tokens=sum(choice.billed for choice in stream.choices),

@@ -4,15 +4,21 @@ import math
 from collections.abc import Iterable, Mapping
 
 from tandem.workers.engine.base.stats import Collector, EngineStats
+from tandem.workers.engine.probation import PROBATION_TOKENS
 from tandem.workers.messages.errors import GroupLost, QueueFull
 from tandem.workers.messages.request import Abort, AdapterRef, Ended, GenerationRequest, TokenDelta, Usage
 
 
 class FakeEngine:
-    """Engine of cluster/group/engine_thread.py. A prompt of [666] breaks it, one of [429] is refused."""
+    """Engine of cluster/group/engine_thread.py. A prompt of [666] breaks it, one of [429] is refused. Suspects run
+    alone, one at a time, for PROBATION_TOKENS tokens, in every second step."""
 
     def __init__(self, sink: object) -> None:
         self.sink = sink
+        self.in_step: list[str] = []
+        self.is_alone = False
+        self.begun: set[tuple[str, int]] = set()
+        self.cached_tokens = 0
         self.live: dict[str, tuple[GenerationRequest, int]] = {}
         self.aborts: list[Abort] = []
         self.steps = 0
@@ -49,13 +55,35 @@ class FakeEngine:
 
     def turn(self, timeout_s: float) -> bool:
         self.steps += 1
-        deltas = [self._next(request, position) for request, position in list(self.live.values())]
+        self.in_step = self._choose()
+        chosen = [self.live[name] for name in self.in_step]
+        for request, _ in chosen:
+            if (request.request_id, request.attempt) not in self.begun:
+                self.begun.add((request.request_id, request.attempt))
+                self.sink.begun(request, self.cached_tokens)
+        deltas = [self._next(request, position) for request, position in chosen]
         self.sink.deltas(deltas)
         for delta in deltas:
             if delta.finish_reason is not None:
                 request, position = self.live.pop(delta.request_id)
                 self._end(request, position, "length")
         return True
+
+    def losses(self) -> dict[str, str]:
+        found = {name: "suspect" if name in self.in_step else "bystander" for name in self.live}
+        return found | ({self.in_step[0]: "alone"} if self.is_alone else {})
+
+    def _choose(self) -> list[str]:
+        """The requests of the next step."""
+        on_probation = [name for name, live in self.live.items() if self._is_new_suspect(*live)]
+        others = [name for name in self.live if name not in on_probation]
+        self.is_alone = bool(on_probation) and not (self.is_alone and others)
+        return on_probation[:1] if self.is_alone else others
+
+    @staticmethod
+    def _is_new_suspect(request: GenerationRequest, position: int) -> bool:
+        before = len(request.resume_token_ids[0]) if request.resume_token_ids else 0
+        return request.suspect and position - before < PROBATION_TOKENS
 
     def adapter_residency(self) -> dict[str, str]:
         return self.residency

@@ -1,13 +1,14 @@
 """A whole group without Ray: the real engine thread over a fake engine, called like a Serve handle."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
 from tandem.cluster.fleet.fleet_view import GroupRecord
 from tandem.cluster.group.engine_thread import EngineThread
+from tandem.cluster.routing.route_hint import RouteHint
 from tandem.workers.engine.base.stats import EngineStats
 from tandem.workers.messages.request import Abort, Ended, GenerationRequest
 from tests.support.fake_engine import FakeEngine
@@ -26,6 +27,7 @@ class FakeGroup:
         self._loop = asyncio.get_running_loop()
         self._opened = asyncio.Event()
         self._make = engine
+        self.name = name
         self.thread = EngineThread(self._open, lambda: None, self, secret, name)
         self.thread.start()
 
@@ -43,7 +45,8 @@ class FakeGroup:
     def failed(self, error: Exception, opened: bool) -> None:
         self.failures.append((error, opened))
 
-    async def generate(self, payload: bytes) -> bytes:
+    async def generate(self, payload: bytes, hint: RouteHint) -> bytes:
+        del hint
         request = msgspec.msgpack.decode(payload, type=GenerationRequest)
         self.requests.append(request)
         ended: asyncio.Future[Ended] = self._loop.create_future()
@@ -54,7 +57,10 @@ class FakeGroup:
 
         self.thread.submit(request, answer)
         try:
-            return msgspec.msgpack.encode(await ended)
+            answered = await ended
+            if answered.refused is not None:
+                answered = msgspec.structs.replace(answered, group=self.name)
+            return msgspec.msgpack.encode(answered)
         except asyncio.CancelledError:
             self.thread.abort(Abort(request_id=request.request_id, attempt=request.attempt))
             raise
@@ -90,18 +96,20 @@ class FakeCall:
 
 
 class FakeCaller:
-    """Sends each call to the next group of the list."""
+    """Sends each call to the next group of the list, past those that its hint avoids if there are others."""
 
     def __init__(self, groups: list[FakeGroup]) -> None:
         self.groups = groups
         self.made = 0
-        self.told_missing: list[str] = []
+        self.hints: list[RouteHint] = []
 
-    def call(self, payload: bytes, missing: Sequence[str] = ()) -> FakeCall:
-        self.told_missing = list(missing)
-        group = self.groups[self.made % len(self.groups)]
+    def call(self, payload: bytes, hint: RouteHint) -> FakeCall:
+        self.hints.append(hint)
+        turn = self.made % len(self.groups)
+        order = [*self.groups[turn:], *self.groups[:turn]]
+        group = min(order, key=lambda group: group.name.split(":")[0] in hint.avoid)
         self.made += 1
-        return FakeCall(asyncio.get_running_loop().create_task(group.generate(payload)))
+        return FakeCall(asyncio.get_running_loop().create_task(group.generate(payload, hint)))
 
 
 class FakeFleet:

@@ -57,7 +57,7 @@ class _Waiting:
 class QueueLimits:
     """Counts requests (and their prompt tokens) that have never been given a row. A full queue still takes what fits a
     tenant's part, the limit over the tenants that wait, so that a flood of one does not fill it for the others; twice
-    the limit in all is never passed."""
+    the limit in all is never passed. Requests that another group has accepted before pass uncounted."""
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self._max_requests = settings.max_num_queued_reqs
@@ -68,6 +68,8 @@ class QueueLimits:
 
     def enter(self, request: GenerationRequest) -> None:
         """Counts a request in, or raises QueueFull. An empty queue takes a request of any length."""
+        if request.is_resumed:
+            return
         tokens, own = len(request.prompt_token_ids), self._tenants.get(request.tenant, _Waiting())
         if not self._fits(self.num_requests, own.num_requests, 1, self._max_requests, own):
             raise QueueFull(f"{self.num_requests} requests wait already, the limit is {self._max_requests}")
@@ -82,6 +84,9 @@ class QueueLimits:
         self.num_tokens += tokens
 
     def leave(self, request: GenerationRequest) -> None:
+        """Counts out a request that enter() has let in."""
+        if request.is_resumed:
+            return
         own, tokens = self._tenants[request.tenant], len(request.prompt_token_ids)
         own.num_requests -= 1
         own.num_tokens -= tokens

@@ -30,7 +30,7 @@ from tandem.workers.engine.waiting.adapter_cache import AdapterCache
 from tandem.workers.engine.waiting.max_loras import MaxLorasGate
 from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
 from tandem.workers.messages.errors import ContextLengthExceeded, QueueFull, RequestRefused
-from tandem.workers.messages.request import Abort, AdapterRef, Ended, FinishReason, GenerationRequest, TokenDelta
+from tandem.workers.messages.request import Abort, AdapterRef, Ended, FinishReason, GenerationRequest, Loss, TokenDelta
 from tandem.workers.messages.step import StepResult
 from tandem.workers.messages.transfer import TransferResult
 
@@ -55,7 +55,10 @@ class OutputSink(Protocol):
 
 class Engine:
     """Continuous batching over one Executor. `depth` plans may be in flight: one; two when plans are made before the
-    tokens of the last step are known (async scheduling); as many as there are stages with pipeline parallelism."""
+    tokens of the last step are known (async scheduling); as many as there are stages with pipeline parallelism.
+
+    on_begun(request, cached tokens) is called when a request has got its first row: its prompt is billed from then on.
+    """
 
     def __init__(
         self,
@@ -65,10 +68,12 @@ class Engine:
         ready: ExecutorReady,
         sink: OutputSink,
         clock: Callable[[], float] = time.monotonic,
+        on_begun: Callable[[GenerationRequest, int], None] = lambda request, cached_tokens: None,
     ) -> None:
         self._facts = facts
         self._executor = executor
         self._sink = sink
+        self._on_begun = on_begun
         self._clock = clock
         stages = ready.pipeline_parallel_size
         self._depth = stages if stages > 1 else 2 if settings.scheduler.async_scheduling else 1
@@ -259,6 +264,19 @@ class Engine:
             adapters=None if self._adapters is None else self._adapters.stats(),
         )
 
+    def losses(self) -> dict[str, Loss]:
+        """What the loss of the ranks now says of each unfinished request, by id. Suspect is each row of a step that the
+        ranks have not answered; if there is no such step, each row."""
+        failing = list(self._in_flight_steps)[len(self._arrived) :]
+        rows = {seq.state for step in failing for seq in step.sequences}
+        if not failing:
+            rows = {s for s in self._requests.values() if any(seq.status is Status.RUNNING for seq in s.sequences)}
+        alone = self._scheduler.alone if failing and rows == {self._scheduler.alone} else None
+        return {
+            name: "alone" if state is alone else "suspect" if state in rows else "bystander"
+            for name, state in self._requests.items()
+        }
+
     def adapter_residency(self) -> dict[str, str]:
         """The nearest tier that has an adapter, "device" or "host", by digest."""
         return {} if self._adapters is None else self._adapters.residency()
@@ -425,6 +443,9 @@ class Engine:
                 state.admitted = True
                 state.cached_tokens = min(num_cached, seq.prompt_len)
                 self._limits.leave(state.request)
+                self._on_begun(state.request, state.cached_tokens)
+                if state.request.begun:
+                    continue  # an earlier group has counted it
                 collector.queue_time.observe(now_s - state.arrival_s)
                 collector.prompt_tokens += seq.prompt_len
                 collector.prefix_cache_queries += len(seq.tokens)

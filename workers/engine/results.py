@@ -181,7 +181,7 @@ class ResultApplier:
             self._scheduler.unblock(Event(Blocker.FORK, seq.state))
 
     def _first_token(self, seq: Sequence, now_s: float) -> None:
-        if seq.choice == 0:
+        if seq.choice == 0 and not any(seq.state.request.resume_token_ids):
             self._collector.time_to_first_token.observe(now_s - seq.state.arrival_s)
 
     def _fail(self, state: RequestState, error: str, deltas: list[TokenDelta], ended: list[RequestState]) -> None:

@@ -9,7 +9,8 @@ earlier plans that name it, on each stage. Results are therefore attributed by s
 only when the last plan that names them has returned (BlockPool): the index and the tiers read them out of that order.
 
 Adapters: a sequence whose adapter is not on the device is blocked; at most max_loras of them share a step
-(max_loras.py). Between tenants the queue decides, by the tokens charged to each (fairness.py).
+(max_loras.py). Between tenants the queue decides, by the tokens charged to each (fairness.py). A request that may have
+ended a group has its steps to itself for a while (probation.py).
 
 Called by the engine: enqueue, schedule, returned, finish. It has no clock, output or transport.
 """
@@ -20,10 +21,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from tandem.configs.schema import SchedulerSettings
-from tandem.workers.engine.base.blockers import Blocker, Event
-from tandem.workers.engine.base.sequence import Sequence, Status
+from tandem.workers.engine.base.blockers import UNCOUNTED, Blocker, Event
+from tandem.workers.engine.base.sequence import RequestState, Sequence, Status
 from tandem.workers.engine.blocks.block_manager import BlockManager
 from tandem.workers.engine.chunk_limiter import ChunkLimiter
+from tandem.workers.engine.probation import Probation
 from tandem.workers.engine.step_limit import StepLimit
 from tandem.workers.engine.transfers.lower_tiers import LowerTiers, NoTiers, OverlappedLoad
 from tandem.workers.engine.waiting.max_loras import MaxLorasGate
@@ -105,8 +107,14 @@ class Scheduler:
         self._limit = StepLimit(self._budget)
         self._known_failure = 0
         self._undone: set[Sequence] = set()
+        self._probation = Probation()
 
     # ---- queries ----
+
+    @property
+    def alone(self) -> RequestState | None:
+        """The request that has its steps to itself, if any."""
+        return self._probation.current
 
     def check_invariants(self) -> None:
         """Asserts the invariants of blocked sequences and of adapters in a step; for tests."""
@@ -117,7 +125,9 @@ class Scheduler:
     def enqueue(self, seq: Sequence) -> None:
         """Queues a new sequence, or one that unblock() has returned; or blocks it while its adapter or KV of its prefix
         is loaded. With no other sequence it runs at once, and the load overlaps with its first step (_find_prefix)."""
-        if seq.adapter is not None and not self._gate.admit(seq):
+        if not self._probation.may_run(seq.state):
+            self.waiting.block(seq, Blocker.ALONE, seq.state)
+        elif seq.adapter is not None and not self._gate.admit(seq):
             self.waiting.block(seq, Blocker.ADAPTER, seq.adapter)
         elif self._has_tiers and self._is_next(seq) and (ticket := self._tiers.load(seq, self._reserve)) is not None:
             self.waiting.block(seq, Blocker.KV, ticket)
@@ -161,6 +171,17 @@ class Scheduler:
         if self._any_finished:
             self._running = [seq for seq in self._running if seq.status is Status.RUNNING]
             self._any_finished = False
+        if self._probation.is_over and (following := self._probation.next()) is not None:
+            self.unblock(Event(Blocker.ALONE, following))
+        if self._probation.current is None:
+            return self._plan()
+        if self.done_step < self._next_step - 1:
+            return None
+        return self._plan() or self._plan()  # the first one is without work: it is the turn of the others
+
+    def _plan(self) -> tuple[InFlightStep, StepPlan] | None:
+        """Returns a plan for the running sequences that may share it and for those that wait; None without work."""
+        self._probation.alternate()
         rolled_back = self._roll_back_rows() if self._undone else []
         step = InFlightStep(self._next_step)
         preemptions = self.num_preemptions
@@ -221,10 +242,10 @@ class Scheduler:
         """Removes a sequence in any state and releases all it holds. Its results in flight are discarded."""
         if seq.status is Status.WAITING:
             self._charge(seq)
-            is_fork = self.waiting.blocker_of(seq) is Blocker.FORK
+            was_queued = self.waiting.blocker_of(seq) not in UNCOUNTED
             self.waiting.remove(seq)
             self._tiers.drop(seq)
-            if seq.adapter is not None and not is_fork:
+            if seq.adapter is not None and was_queued:
                 self._gate.drop(seq)
         elif seq.status is Status.RUNNING:
             self._any_finished = True
@@ -238,11 +259,12 @@ class Scheduler:
         """Schedules a token for each running row that is one token behind; returns those further behind (prefills)."""
         prefills: list[Sequence] = []
         running: Iterable[Sequence] = self._running
-        if self._limit.is_reduced:
-            running = self._waited_longest(self._limit.tokens)
+        if self._limit.is_reduced or self._probation.current is not None:
+            running = self._some_running()
         one_token, step_id, relay = self._one_token, step.step_id, self._relay
         add_seq, add_work = step.sequences.append, step.work.append
-        most = -(-len(self._running) // self._depth) if relay else len(self._running)
+        in_turns = relay and self.alone is None  # so that each stage has a step
+        most = -(-len(self._running) // self._depth) if in_turns else len(self._running)
         for seq in running:
             known = seq.num_known
             if known - seq.num_scheduled != 1:
@@ -265,12 +287,12 @@ class Scheduler:
             step.num_decode += 1
         return prefills
 
-    def _waited_longest(self, count: int) -> Iterator[Sequence]:
-        """Yields so many running sequences, those that no step has served for longest, in their order; but for those
-        that are preempted meanwhile."""
-        chosen = set(heapq.nsmallest(count, self._running, key=lambda seq: seq.last_step))
-        some = [seq for seq in self._running if seq in chosen]
-        return (seq for seq in some if seq.status is Status.RUNNING)
+    def _some_running(self) -> Iterator[Sequence]:
+        """Yields the running sequences that may share the step, in their order, but for those that are preempted
+        meanwhile; if they are too many, those that no step has served for longest."""
+        some = [seq for seq in self._running if self._probation.shares_step(seq.state)]
+        chosen = set(heapq.nsmallest(self._limit.tokens, some, key=lambda seq: seq.last_step))
+        return (seq for seq in some if seq in chosen and seq.status is Status.RUNNING)
 
     def _grow(self, step: InFlightStep, seq: Sequence) -> RowWork | None:
         """Returns one token of work with new blocks, or with tokens that ranks lack; None if seq gets no blocks."""
@@ -393,7 +415,7 @@ class Scheduler:
                 self.waiting.push(freed)
         if self.waiting.tenants.has_competing_tenants:
             self.charge_running()
-        while budget > 0 and self._free_rows and (seq := self.waiting.peek()) is not None:
+        while budget > 0 and self._free_rows and (seq := self._first_waiting()) is not None:
             if seq.last_step > self.done_step:
                 return  # preempted, with samples still in flight
             if seq.adapter is not None and not self._gate.may_run(seq):
@@ -409,9 +431,18 @@ class Scheduler:
             self.waiting.remove(seq)
             if not seq.bound_step:
                 step.admitted.append((seq, seq.num_scheduled))
-                self.waiting.tenants.charge(seq, prompt_tokens=len(seq.tokens) - seq.num_scheduled)
+                if not seq.state.request.begun:
+                    self.waiting.tenants.charge(seq, prompt_tokens=len(seq.tokens) - seq.num_scheduled)
             self._bind(step, seq)
             budget -= self._give(step, seq, budget, list(seq.table.block_ids))
+
+    def _first_waiting(self) -> Sequence | None:
+        """Returns the first in the queue, if it may share the step; in a step of a request on probation, its first."""
+        if self._probation.is_alone:
+            assert self.alone is not None
+            return next((seq for seq in self.alone.sequences if self.waiting.tenants.is_queued(seq)), None)
+        first = self.waiting.peek()
+        return first if first is None or self._probation.shares_step(first.state) else None
 
     @property
     def _reserve(self) -> int:

@@ -10,6 +10,10 @@ from typing import Literal
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+Loss = Literal["bystander", "suspect", "alone", "unknown"]
+"""What the loss of a group says of a request: it was in no step that may have ended the group; it was in one; it was
+alone in one, after an earlier loss had made it suspect; nobody can tell in which step the group ended.
+"""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -98,6 +102,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
     earlier. deadline_s: longest wait in the queue, in seconds from its acceptance by the engine; None: no limit.
     cache_salt: prefix hits are found only under the same salt. resume_token_ids: empty, or for each choice the tokens
     that another group has delivered. trace_ids: headers of distributed tracing. reply_to: None without a gateway.
+
+    What earlier attempts leave behind: begun: a group has computed the prompt, which is charged and counted once.
+    suspect: a group was lost while it ran this request, so that at first it runs alone. ended_choices: choices that
+    need no further token although their resume_token_ids do not show it (a stop string was found).
     """
 
     request_id: str
@@ -112,6 +120,14 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
     resume_token_ids: list[list[int]] = []
     trace_ids: dict[str, str] = {}
     reply_to: ReplyTo | None = None
+    begun: bool = False
+    suspect: bool = False
+    ended_choices: list[int] = []
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether another group has accepted it before."""
+        return self.attempt > 0 or any(self.resume_token_ids)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -142,6 +158,8 @@ class TokenDelta(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only
     first_position: output position of token_ids[0]. logprobs: one entry for each token, if asked for.
     finish_reason: set in the choice's last delta only. stop_reason: the stop token id that ended the choice; None for
     EOS and for other reasons. usage: set in the request's last delta only. error: why the choice ended with "error".
+    cached_tokens: set in a delta without tokens that tells that the request has got its first row, so that its prompt
+    is billed from now on: the prompt tokens whose KV was found.
     """
 
     request_id: str
@@ -154,6 +172,7 @@ class TokenDelta(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only
     stop_reason: int | None = None
     usage: Usage | None = None
     error: str | None = None
+    cached_tokens: int | None = None
 
 
 class DeltaBatch(msgspec.Struct, frozen=True, array_like=True, tag="deltas"):
@@ -179,7 +198,8 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="abo
 class Ended(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """End of one request, sent exactly once: output tokens and finish reason of each choice, and the billed counts.
 
-    `refused` is (status, code, param, message) of a request that never ran; otherwise None.
+    `refused` is (status, code, param, message) of a request that did not run (to its end) here; otherwise None. group:
+    the group that refused it. loss: set if the group was lost.
     """
 
     request_id: str
@@ -188,3 +208,5 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     finish_reasons: list[FinishReason]
     usage: Usage
     refused: tuple[int, str, str | None, str] | None = None
+    group: str = ""
+    loss: Loss | None = None

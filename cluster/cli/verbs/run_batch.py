@@ -57,7 +57,7 @@ async def _run(settings: ServiceSettings, input_file: Path, output_file: Path) -
 
     from tandem.cluster.adapters.build_adapters import open_adapter_service
     from tandem.cluster.cli.batch_files import read_answered, read_lines, run_lines, succeeded
-    from tandem.cluster.cli.local_dispatch import LocalBackend
+    from tandem.cluster.cli.local_dispatch import LocalDispatch
     from tandem.cluster.gateway.wiring import build_gateway_app, build_gateway_state
     from tandem.workers.build import offline_settings
 
@@ -72,10 +72,10 @@ async def _run(settings: ServiceSettings, input_file: Path, output_file: Path) -
     except OSError as error:
         raise SettingsError(f"{output_file} cannot be written: {error.strerror}", "-o") from error
     with out, tqdm(total=len(lines), initial=len(lines) - len(left), unit="request", desc="batch") as bar:
-        async with LocalBackend(engine) as backend:
-            app = build_gateway_app(build_gateway_state(settings, backend, adapters=adapters))
+        async with LocalDispatch(engine) as dispatch:
+            app = build_gateway_app(build_gateway_state(settings, dispatch, adapters=adapters))
             async for row in run_lines(app, left, at_once=4 * engine.scheduler.max_num_seqs):
-                if not backend.ready():
+                if not dispatch.ready():
                     raise GroupLost(f"the engine stopped; the same command continues {output_file}")
                 out.write(json.dumps(row, ensure_ascii=False) + "\n")
                 out.flush()

@@ -12,7 +12,7 @@ from tandem.cluster.cli.running_service import ServiceAt, on_service, with_redis
 from tandem.cluster.cli.terminal import say, table
 
 if TYPE_CHECKING:
-    from tandem.cluster.tenants.billing_record import UsageRow
+    from tandem.cluster.tenants.billing_record import BillingRecord
 
 
 SINCE = "Start of the period: 24h, 90m, 7d, or a date like 2026-01-31 (UTC). Default: 24h."
@@ -41,15 +41,15 @@ def usage(
         say(f"nothing was used{'' if tenant is None else f' by {tenant}'} in that time")
 
 
-def _print_csv(rows: "Sequence[UsageRow]") -> None:
-    from tandem.cluster.tenants.billing_record import UsageRow
+def _print_csv(rows: "Sequence[BillingRecord]") -> None:
+    from tandem.cluster.tenants.billing_record import BillingRecord
 
     writer = csv.writer(sys.stdout)
-    writer.writerow(UsageRow.__struct_fields__)
-    writer.writerows([getattr(row, name) for name in UsageRow.__struct_fields__] for row in rows)
+    writer.writerow(BillingRecord.__struct_fields__)
+    writer.writerows([getattr(row, name) for name in BillingRecord.__struct_fields__] for row in rows)
 
 
-def _print_json(rows: "Sequence[UsageRow]") -> None:
+def _print_json(rows: "Sequence[BillingRecord]") -> None:
     """Prints one JSON object per line."""
     import msgspec
 
@@ -57,7 +57,7 @@ def _print_json(rows: "Sequence[UsageRow]") -> None:
         typer.echo(msgspec.json.encode(msgspec.structs.asdict(row)))
 
 
-def _print_table(rows: "Sequence[UsageRow]") -> None:
+def _print_table(rows: "Sequence[BillingRecord]") -> None:
     from tandem.cluster.tenants.billing_record import summed
 
     lines = [["tenant", "model", "adapter", "requests", "prompt", "cached", "completion"]]

@@ -1,7 +1,7 @@
 """Runs a generation as an HTTP answer: whole or streamed, watched for the client's leaving.
 
 The status is decided by the first step or a refusal: nothing is sent before. Delivery is a task of its own, so that a
-disconnect, a client that stops reading or a cancelled handler ends it at once; the RequestRun's owner does the rest.
+disconnect, a client that stops reading or a cancelled handler ends it at once; the Generation's task does the rest.
 """
 
 import asyncio
@@ -13,10 +13,11 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tandem.cluster.gateway.generation.generation import RequestPart, RequestRun, Step
+from tandem.cluster.gateway.generation.generation import Generation, Step
+from tandem.cluster.gateway.generation.generations import Generations
+from tandem.cluster.gateway.generation.part import RequestPart
+from tandem.cluster.gateway.generation.response_format import ChoiceAnswer, ResponseFormat
 from tandem.cluster.gateway.http.sse import EventWriter
-from tandem.cluster.gateway.openai.answers import ChoiceAnswer, ResponseFormat
-from tandem.cluster.gateway.services import GatewayState
 from tandem.workers.messages.errors import RequestRefused, TandemError
 from tandem.workers.messages.request import TokenLogprobs
 from tandem.workers.text.choice_text import TextDelta
@@ -56,8 +57,8 @@ class GenerationResponse(Response):
 
     def __init__(
         self,
-        state: GatewayState,
-        run: RequestRun,
+        shared: Generations,
+        generation: Generation,
         style: ResponseFormat,
         *,
         stream: bool,
@@ -66,8 +67,8 @@ class GenerationResponse(Response):
         with_logprobs: bool,
     ) -> None:
         super().__init__(b"")
-        self._state = state
-        self._run = run
+        self._shared = shared
+        self._generation = generation
         self._style = style
         self._stream = stream
         self._include_usage = include_usage
@@ -75,25 +76,25 @@ class GenerationResponse(Response):
         self._with_logprobs = with_logprobs
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer = EventWriter(send, self._state.clock)
+        writer = EventWriter(send, self._shared.clock)
         delivery = self._deliver_stream(writer) if self._stream else self._deliver_whole(send)
         await self._watch(self._guarded(delivery), receive, writer)
 
     async def _guarded(self, delivery: Coroutine[Any, Any, None]) -> None:
-        """The delivery, and the end of the run however it ends."""
+        """The delivery, and the end of the generation however it ends."""
         try:
-            await self._run.open()
+            self._generation.start()
             await delivery
         finally:
             delivery.close()
-            self._run.close()
+            self._generation.close()
 
     async def _watch(self, delivery: Coroutine[Any, Any, None], receive: Receive, writer: EventWriter) -> None:
         """Runs the delivery until it ends, or the client leaves or stops reading. Raises what the delivery raises."""
-        tasks, times = self._state.tasks, self._state.times
+        tasks, times = self._shared.tasks, self._shared.times
         work = tasks.start(delivery, "delivery")
         gone = tasks.start(_disconnected(receive), "disconnect")
-        work.add_done_callback(lambda _: self._run.close())
+        work.add_done_callback(lambda _: self._generation.close())
         try:
             while not work.done() and not gone.done():
                 await asyncio.wait((work, gone), timeout=times.keep_alive_s, return_when=asyncio.FIRST_COMPLETED)
@@ -110,7 +111,7 @@ class GenerationResponse(Response):
         if work.done() and not work.cancelled():
             work.result()
 
-    async def _take(self, step: Step) -> list[tuple[int, TextDelta]]:
+    def _take(self, step: Step) -> list[tuple[int, TextDelta]]:
         """Feeds one step to its choices, and stops choices in the engine where a stop string was found."""
         part, deltas = step
         additions = []
@@ -120,7 +121,7 @@ class GenerationResponse(Response):
                 continue
             additions.append((part.first_choice + delta.choice, addition))
             if addition.abort_at is not None:
-                await self._run.stop_choice(part, delta.choice, addition.abort_at)
+                self._generation.stop_choice(part, delta.choice, addition.abort_at)
         return additions
 
     # ---- streamed ------------------------------------------------------------------------------------------------
@@ -129,20 +130,20 @@ class GenerationResponse(Response):
         try:
             await self._write_steps(writer)
             if self._include_usage:
-                await writer.write(self._style.usage_chunk(await self._run.usage()))
+                await writer.write(self._style.usage_chunk(await self._generation.usage()))
         except Exception as error:
             if not writer.started:
                 raise
             if not isinstance(error, TandemError):
-                log.exception("request %s failed in its stream", self._run.parts[0].request.request_id)
+                log.exception("request %s failed in its stream", self._generation.parts[0].request.request_id)
             await writer.finish(error)
             return
         await writer.finish()
 
     async def _write_steps(self, writer: EventWriter) -> None:
         chunk = self._style.chunk
-        async for step in self._run.steps():
-            additions = await self._take(step)
+        async for step in self._generation.steps():
+            additions = self._take(step)
             if not writer.started:
                 await self._begin(writer)
             if len(additions) == 1:
@@ -156,29 +157,29 @@ class GenerationResponse(Response):
         """Admitted: status, headers, and the events that open each choice."""
         self._first_token()
         await writer.start()
-        indices = [part.first_choice + i for part in self._run.parts for i in range(len(part.choices))]
+        indices = [part.first_choice + i for part in self._generation.parts for i in range(len(part.choices))]
         opening = b"".join(self._style.opening(index) for index in indices)
         if opening:
             await writer.write(opening)
 
     def _first_token(self) -> None:
-        self._state.metrics.first_token(self._state.clock() - self._run.began_s)
+        self._shared.metrics.first_token(self._shared.clock() - self._generation.began_s)
 
     # ---- whole ---------------------------------------------------------------------------------------------------
 
     async def _deliver_whole(self, send: Send) -> None:
         gathered: dict[int, Gathered] = {}
         held = 0
-        async for step in self._run.steps():
+        async for step in self._generation.steps():
             if not gathered:
                 self._first_token()
-            for index, addition in await self._take(step):
+            for index, addition in self._take(step):
                 gathered.setdefault(index, Gathered()).add(addition)
                 held += held_bytes(addition)
-            if held > self._state.settings.max_answer_bytes:
-                raise too_long(self._state.settings.max_answer_bytes)
-        usage = await self._run.usage()
-        chosen = [entry for part in self._run.parts for entry in self._best(part, gathered)]
+            if held > self._shared.max_answer_bytes:
+                raise too_long(self._shared.max_answer_bytes)
+        usage = await self._generation.usage()
+        chosen = [entry for part in self._generation.parts for entry in self._best(part, gathered)]
         answers = [self._answer(index, entry) for index, entry in enumerate(chosen)]
         if held > LARGE_ANSWER_BYTES:
             body = await asyncio.to_thread(self._style.whole, answers, usage)

@@ -1,118 +1,121 @@
-"""One HTTP request's generation: its backend requests, their streams, and the owner task that ends them.
+"""Generation: one HTTP request, from its admission to its bill, in one task.
 
-The HTTP side reads `steps()`; whatever happens to it (a finish, a disconnect, Serve cancelling the handler) it only
-calls `close()`, which never waits. The owner task then aborts what still runs, drains it, gives back what its tenant
-did not use and settles the ledger.
+    admit --> dispatch each prompt --> [ group lost or full --> next group ]* --> settle
 
-    opening --admitted--> running --all choices finished--> finished --close--> settled
-       |           +------ close (disconnect, error) --> aborted --drained--> settled
-       |-- refused by the tenant's limits --> rejected (no row is owed)
-       +-- refused by the backend, no token yet --> rejected --> settled
+The HTTP side iterates steps(); whatever happens to it (a finish, a disconnect, Serve cancelling the handler) it only
+calls close(), which never waits. The task then aborts what still runs, waits a little for the group's count, gives back
+what the tenant did not use, and writes the bill. Each of several prompts is served by a coroutine of that task.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Collection
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from functools import partial
 
-from tandem.cluster.gateway.generation.backend import GenerationStream
-from tandem.cluster.gateway.services import GatewayState
-from tandem.cluster.tenants.billing_record import Opening, Outcome
+import msgspec
+
+from tandem.cluster.gateway.generation.dispatch import Attempt, lost
+from tandem.cluster.gateway.generation.failover import Failover
+from tandem.cluster.gateway.generation.generations import Generations
+from tandem.cluster.gateway.generation.part import RequestPart
+from tandem.cluster.gateway.generation.quarantine import Convicted
+from tandem.cluster.routing.route_hint import hint_of
+from tandem.cluster.tenants.billing_record import BillingRecord
 from tandem.cluster.tenants.tenant_admission import OverLimit, Reservation
 from tandem.workers.messages.errors import GroupLost, RequestRefused
-from tandem.workers.messages.request import Abort, GenerationRequest, TokenDelta, Usage
-from tandem.workers.text.choice_text import ChoiceText
+from tandem.workers.messages.request import Abort, Ended, TokenDelta, Usage
 
 log = logging.getLogger("tandem.gateway")
+GAP_S = 1.0
+"""For last deltas that the group's answer has overtaken."""
+REDISPATCH_S = 0.2
+NO_GROUP_POLL_S = 1.0
 STEPS_AT_ONCE = 64
-
-
-@dataclass(kw_only=True)
-class RequestPart:
-    """One backend request (one prompt) of a run, and where its choices begin in the answer. is_open_ended: the client
-    named no max_tokens, the request has what the context holds."""
-
-    request: GenerationRequest
-    choices: list[ChoiceText]
-    first_choice: int
-    is_open_ended: bool = False
-    stream: GenerationStream | None = None
-    usage: Usage | None = None
-    ended: bool = False
-
-    @property
-    def open_choices(self) -> int:
-        return sum(choice.finished is None for choice in self.choices)
-
-    @property
-    def is_computed(self) -> bool:
-        """Its prompt is known to have been processed: a token came of it, or an end of its own."""
-        return any(choice.tokens or choice.finished in ("stop", "length") for choice in self.choices)
-
-    @property
-    def is_begun(self) -> bool:
-        """True once its group has done more than queue it."""
-        return self.usage is not None and self.usage.prompt_tokens > 0
-
 
 Step = tuple[RequestPart, list[TokenDelta]]
 
 
-@dataclass(kw_only=True)
-class RequestRun:
-    """Owns a request from submission to its ledger row. Create, `await open()`, read `steps()`, `close()`.
-    prompt_field: the prompt's name in the client's body. held: resources that end with it."""
+class Generation:
+    """Owns a request from its admission to its bill: start(), read steps(), close(). prompt_field: the prompt's name
+    in the client's body. began_s: of the gateway's clock. held: resources that end with it."""
 
-    state: GatewayState
-    parts: list[RequestPart]
-    tenant: str
-    model: str
-    began_s: float
-    prompt_field: str = "prompt"
-    error: Exception | None = None
-    held: ExitStack = field(default_factory=ExitStack)
-    _is_open: bool = False
-    _reservation: Reservation | None = None
-    _closed: asyncio.Event = field(default_factory=asyncio.Event)
-    _pumps: "list[asyncio.Task[None]]" = field(default_factory=list)
+    def __init__(
+        self,
+        shared: Generations,
+        parts: list[RequestPart],
+        *,
+        tenant: str,
+        model: str,
+        began_s: float,
+        prompt_field: str = "prompt",
+    ) -> None:
+        self.parts = parts
+        self.began_s = began_s
+        self.held = ExitStack()
+        self.error: Exception | None = None
+        self._shared = shared
+        self._tenant = tenant
+        self._prompt_field = prompt_field
+        adapter = parts[0].request.adapter
+        self._bill = BillingRecord(
+            id=parts[0].request.request_id,
+            time_s=shared.wall_clock(),
+            tenant=tenant,
+            model=model,
+            adapter=None if adapter is None else f"{adapter.name}@{adapter.digest}",
+        )
+        self._now = asyncio.get_running_loop().time
+        self._started_s = self._now()
+        self._steps: deque[Step] = deque()
+        self._news = asyncio.Event()
+        self._is_started = False
+        self._closing = asyncio.Event()
+        self._num_over = 0
+        self._reservation: Reservation | None = None
+        for part in parts:
+            part.on_step = partial(self._take, part)
 
-    async def open(self) -> None:
-        """Submits every part. Safe to cancel: the owner finishes the submission and takes it back."""
-        opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._is_open = True
-        self.state.metrics.generation_began()
-        self.state.tasks.start(self._own(opened), f"request {self.parts[0].request.request_id}")
-        await asyncio.shield(opened)
+    # ---- the HTTP side -------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the task."""
+        self._is_started = True
+        self._shared.metrics.generation_began()
+        self._shared.tasks.start(self._own(), f"request {self._bill.id}")
 
     async def steps(self) -> AsyncIterator[Step]:
-        """(part, its deltas of one step) until every choice has finished. Raises what the streams raise."""
-        steps = self._single(self.parts[0]) if len(self.parts) == 1 else self._merged()
-        try:
-            async for step in steps:
+        """Yields (part, its deltas of one step) until every choice has finished. Raises why it was refused or failed,
+        after what was delivered."""
+        num_steps = 0
+        while any(part.open_choices for part in self.parts):
+            if self._steps:
+                step = self._steps.popleft()
+                self._check_rows(step[1])
                 yield step
-        except Exception as error:
-            if isinstance(error, RequestRefused) and error.param == "prompt":
-                error.param = self.prompt_field  # the engine's field name, as the client has it
-            self.error = error
-            raise
+                if (num_steps := num_steps + 1) % STEPS_AT_ONCE == 0:
+                    await asyncio.sleep(0)  # steps that have come already never wait, and others have streams too
+            elif self.error is not None:
+                raise self.error
+            elif self._num_over == len(self.parts):
+                self._fail(GroupLost("the stream ended early"))
+            else:
+                await self._wait_for_news()
 
-    async def stop_choice(self, part: RequestPart, choice: int, keep: int) -> None:
+    def stop_choice(self, part: RequestPart, choice: int, keep: int) -> None:
         """A stop string was found: the engine ends this choice and bills `keep` tokens of it."""
-        request = part.request
-        abort = Abort(request_id=request.request_id, attempt=request.attempt, choice=choice, keep_positions=keep)
-        await self.state.backend.abort(abort)
+        part.kept[choice] = keep
+        if part.attempt is not None:
+            self._abort(part, part.attempt, choice)
 
     async def usage(self) -> Usage:
-        """The bill: what was delivered, and the cached tokens that the last deltas report (awaited for usage_s)."""
+        """Returns the bill: what was delivered, and the cached tokens, which are awaited for usage_s."""
         try:
-            async with asyncio.timeout(self.state.times.usage_s):
-                if self._pumps:
-                    await asyncio.wait(self._pumps)
-                    return self.counted()
-                for part in self.parts:
-                    await self._read_usage(part)
-        except (TimeoutError, RequestRefused, GroupLost):
+            async with asyncio.timeout(self._shared.times.usage_s):
+                while self._num_over < len(self.parts) and any(part.cached_tokens is None for part in self.parts):
+                    await self._wait_for_news()
+        except TimeoutError:
             pass
         return self.counted()
 
@@ -123,191 +126,239 @@ class RequestRun:
         return Usage(
             prompt_tokens=sum(len(part.request.prompt_token_ids) for part in computed),
             completion_tokens=sum(choice.tokens for part in computed for choice in part.choices),
-            cached_tokens=sum(part.usage.cached_tokens for part in computed if part.usage is not None),
+            cached_tokens=sum(part.cached_tokens or 0 for part in computed),
         )
 
     def close(self) -> None:
         """The HTTP side is done, for whatever reason. Never waits; idempotent."""
-        self._closed.set()
-        if not self._is_open:
+        self._closing.set()
+        for part in self.parts:
+            part.news.set()
+        if not self._is_started:
             self.held.close()
 
-    # ---- reading -------------------------------------------------------------------------------------------------
+    def _check_rows(self, deltas: list[TokenDelta]) -> None:
+        """RequestRefused (500) when a row of the request has failed on the ranks."""
+        for delta in deltas:
+            if delta.finish_reason == "error":
+                message = delta.error or "The request failed in the engine."
+                error = RequestRefused(message, code="internal_error", status=500)
+                self._fail(error)
+                raise error
 
-    def _note(self, part: RequestPart, deltas: list[TokenDelta]) -> bool:
-        """Keeps the values of deltas that are about the whole request. True when they are its last."""
-        last = deltas[-1]
-        if last.usage is not None:
-            part.usage = last.usage
-            part.ended = True
-        if last.finish_reason is not None:
-            for delta in deltas:
-                if delta.finish_reason == "error":
-                    message = delta.error or "The request failed in the engine."
-                    raise RequestRefused(message, code="internal_error", status=500)
-        return part.ended
+    async def _wait_for_news(self) -> None:
+        self._news.clear()
+        await self._news.wait()
 
-    def _check_whole(self, part: RequestPart) -> None:
-        """A stream that ends before its choices do has lost something."""
-        if part.open_choices:
-            raise GroupLost("the stream ended early")
+    # ---- the task ------------------------------------------------------------------------------------------------
 
-    async def _read_usage(self, part: RequestPart) -> None:
-        """Drains a part whose choices all finished until its last delta, which has the usage."""
-        if part.ended or part.stream is None:
-            return
-        async for deltas in part.stream:
-            if self._note(part, deltas):
-                return
-
-    async def _single(self, part: RequestPart) -> AsyncIterator[Step]:
-        assert part.stream is not None
-        async for deltas in part.stream:
-            self._note(part, deltas)
-            yield part, deltas
-            if not part.open_choices:
-                return
-        part.ended = True
-        self._check_whole(part)
-
-    async def _merged(self) -> AsyncIterator[Step]:
-        """The steps of several streams as they come: one pump task each, ended by the owner."""
-        queue: asyncio.Queue[Step | Exception | None] = asyncio.Queue()
-        self._pumps += [self.state.tasks.start(self._pump(part, queue), "pump") for part in self.parts]
-        num_open, num_steps = len(self.parts), 0
-        for _ in self.parts:
-            while (item := await queue.get()) is not None:
-                if isinstance(item, Exception):
-                    raise item
-                was_open = item[0].open_choices > 0
-                yield item
-                num_open -= was_open and not item[0].open_choices
-                if not num_open:
-                    return
-                if (num_steps := num_steps + 1) % STEPS_AT_ONCE == 0:
-                    await asyncio.sleep(0)  # a full queue never waits, and others have streams too
-        for part in self.parts:
-            self._check_whole(part)
-
-    async def _pump(self, part: RequestPart, queue: "asyncio.Queue[Step | Exception | None]") -> None:
-        try:
-            assert part.stream is not None
-            async for deltas in part.stream:
-                self._note(part, deltas)
-                queue.put_nowait((part, deltas))
-                if part.ended:
-                    break
-            else:
-                part.ended = True
-        except Exception as error:
-            queue.put_nowait(error)
-        queue.put_nowait(None)
-
-    # ---- the owner -----------------------------------------------------------------------------------------------
-
-    async def _own(self, opened: "asyncio.Future[None]") -> None:
+    async def _own(self) -> None:
         with self.held:
-            await self._own_to_the_end(opened)
-
-    async def _own_to_the_end(self, opened: "asyncio.Future[None]") -> None:
-        try:
-            await self._submit(opened)
-            await self._closed.wait()
-            await self._release_all()
-        finally:
-            await self._settle()
-
-    async def _submit(self, opened: "asyncio.Future[None]") -> None:
-        try:
-            await self._admit()
-            for number, part in enumerate(self.parts, 1):
-                part.stream = await self.state.backend.submit(part.request)
-                if self._closed.is_set():
-                    break
-                if number % STEPS_AT_ONCE == 0:
-                    await asyncio.sleep(0)
-            opened.set_result(None)
-        except Exception as error:
-            self.error = error
-            opened.set_exception(error)
-            opened.exception()
-            self._closed.set()
-
-    async def _release_all(self) -> None:
-        """Ends every part; what one of them raises keeps nothing of the others."""
-        for task in self._pumps:
-            task.cancel()
-        await asyncio.gather(*self._pumps, return_exceptions=True)
-        ends = await asyncio.gather(*(self._release(part) for part in self.parts), return_exceptions=True)
-        for part, end in zip(self.parts, ends, strict=True):
-            if end is not None:
-                log.error("request %s was not released in order", part.request.request_id, exc_info=end)
+            try:
+                await self._admit()
+                if len(self.parts) == 1:
+                    await self._serve(self.parts[0])
+                else:
+                    await self._serve_all()
+            except Exception as error:
+                self._fail(error)
+            try:
+                await self._closing.wait()
+            finally:
+                await self._settle()
 
     async def _admit(self) -> None:
-        """Reserves what the tenant's request may take. From here on a ledger row is owed."""
+        """Reserves what the tenant's request may take. From here on a bill is owed."""
+        shared = self._shared
+        shared.quarantine.check(part.request for part in self.parts)
         prompt = sum(len(part.request.prompt_token_ids) for part in self.parts)
         output = sum(part.request.sampling.max_tokens * part.request.sampling.n for part in self.parts)
         is_open_ended = any(part.is_open_ended for part in self.parts)
-        self._reservation = await self.state.tenancy.admit(self.tenant, prompt, output, is_open_ended=is_open_ended)
-        self.state.ledger.accepted(
-            Opening(
-                request_id=self.parts[0].request.request_id,
-                tenant=self.tenant,
-                model=self.model,
-                adapter=self._adapter(),
-            )
-        )
+        self._reservation = await shared.tenancy.admit(self._tenant, prompt, output, is_open_ended=is_open_ended)
+        shared.ledger.accepted(self._bill)
 
-    def _adapter(self) -> str | None:
-        adapter = self.parts[0].request.adapter
-        return None if adapter is None else f"{adapter.name}@{adapter.digest}"
+    async def _serve_all(self) -> None:
+        async with asyncio.TaskGroup() as serving:
+            for number, part in enumerate(self.parts, 1):
+                serving.create_task(self._serve(part))
+                if number % STEPS_AT_ONCE == 0:
+                    await asyncio.sleep(0)
 
-    async def _release(self, part: RequestPart) -> None:
-        """Aborts and drains what still runs; closes the stream whatever happens."""
-        if part.stream is None:
-            return
+    async def _serve(self, part: RequestPart) -> None:
+        """One prompt, until its last delta has come, nobody wants it any more, or no group may try it again."""
+        failover = Failover()
         try:
-            if not part.ended:
-                async with asyncio.timeout(self.state.times.drain_s):
-                    await self._abort_and_drain(part, part.stream)
-        except (TimeoutError, RequestRefused, GroupLost):
-            pass
+            while not self._closing.is_set():
+                ended = await self._attempt(part, failover)
+                if ended is None or part.open_choices == 0:  # it is over; or the text of each choice has ended
+                    return
+                await self._prepare_next(part, failover, ended)
+        except RequestRefused as error:
+            self._fail(error)
+        except Exception as error:
+            log.exception("request %s was not served in order", part.request.request_id)
+            self._fail(error)
         finally:
-            await part.stream.aclose()
+            self._num_over += 1
+            self._news.set()
 
-    async def _abort_and_drain(self, part: RequestPart, stream: GenerationStream) -> None:
+    async def _attempt(self, part: RequestPart, failover: Failover) -> Ended | None:
+        """Sends the request to a group and waits for its end. Returns the answer of a group that refused or lost it;
+        None when the request is over."""
+        part.begin_attempt()
+        attempt = self._shared.dispatch.send(part.request, hint_of(part.request, failover.avoid), part)
+        part.attempt = attempt
+        attempt.ended.add_done_callback(lambda _: part.news.set())
+        sent_s = self._now()
+        try:
+            ended = await self._until_ended(part, attempt)
+            if ended is not None and ended.refused is None:
+                return await self._last_deltas(part, ended)
+            if ended is not None and ended.loss not in (None, "unknown"):
+                await self._pause(
+                    part
+                )  # for what it sent before: later tokens of a group that may be frozen are not read
+            part.note_service(sent_s, self._now())
+            return ended
+        finally:
+            part.attempt = None
+            attempt.cancel()
+
+    async def _until_ended(self, part: RequestPart, attempt: Attempt) -> Ended | None:
+        give_up_s = self._give_up_s(part)
+        while not part.is_complete and not attempt.ended.done():
+            if self._closing.is_set():
+                await self._leave(part, attempt)
+                return None
+            left_s = give_up_s - self._now()
+            if part.has_row:
+                await self._wait(part, None)
+            elif not await self._wait(part, NO_GROUP_POLL_S if left_s <= 0 else min(left_s, NO_GROUP_POLL_S)):
+                self._check_hold(give_up_s)
+        return None if part.is_complete else attempt.ended.result()
+
+    def _give_up_s(self, part: RequestPart) -> float:
+        """Returns when a request that no group takes is given up, if there is no group then."""
+        is_limited = self._shared.queue_timeout_s is not None and not part.is_begun
+        return self._hold_s() + (self._started_s if is_limited else self._now())
+
+    def _hold_s(self) -> float:
+        limit_s = self._shared.queue_timeout_s
+        return self._shared.dispatch.hold_s if limit_s is None else limit_s
+
+    def _check_hold(self, give_up_s: float) -> None:
+        """RequestRefused when there has been no group for too long."""
+        if self._now() >= give_up_s and not self._shared.dispatch.has_group():
+            raise RequestRefused("no worker group became ready", code="service_unavailable", status=503)
+
+    async def _last_deltas(self, part: RequestPart, ended: Ended) -> Ended | None:
+        """The group's answer has overtaken the last deltas, or none will come because of an abort."""
+        if not (part.is_aborted and part.has_all(ended)):
+            deadline_s = self._now() + GAP_S
+            while not part.is_complete and (left_s := deadline_s - self._now()) > 0:
+                await self._wait(part, left_s)
+        if self._closing.is_set() or part.is_complete or part.has_all(ended):
+            part.finish(ended)
+            return None
+        return lost(part.request, "its last tokens did not arrive within 1 s", "bystander")
+
+    async def _prepare_next(self, part: RequestPart, failover: Failover, ended: Ended) -> None:
+        """Makes the request for the next attempt, or raises why there is none."""
+        left_s = self._left_s(part)
+
+        def has_group(avoid: Collection[str]) -> bool:
+            return left_s != 0.0 and self._shared.dispatch.has_group(avoid)
+
+        try:
+            goes_on = failover.after(part, ended, has_group)
+        except Convicted:
+            self._shared.quarantine.add(part.request)
+            raise
+        if not goes_on:
+            part.request = msgspec.structs.replace(part.request, deadline_s=left_s)
+            return
+        log.warning("request %s lost its group: %s", part.request.request_id, ended.refused and ended.refused[3])
+        if part.unserved_since_s is not None and self._now() >= part.unserved_since_s + self._hold_s():
+            raise RequestRefused("no worker group took the request", code="service_unavailable", status=503)
+        await self._pause(part)  # by then the router knows which group is gone
+        if not self._closing.is_set():
+            part.next_request(self._left_s(part), is_suspect=failover.is_suspect)
+            self._shared.metrics.moved()
+
+    def _left_s(self, part: RequestPart) -> float | None:
+        """Returns what is left of the request's time in the queue; None: no limit."""
+        limit_s = self._shared.queue_timeout_s
+        return None if limit_s is None or part.is_begun else max(0.0, self._started_s + limit_s - self._now())
+
+    async def _leave(self, part: RequestPart, attempt: Attempt) -> None:
+        """Nobody reads any more: ends what still runs, and waits for the group's count."""
         if part.open_choices:
-            request = part.request
-            await self.state.backend.abort(Abort(request_id=request.request_id, attempt=request.attempt))
-        async for deltas in stream:
-            for delta in deltas:
-                part.choices[delta.choice].take(delta)
-            if deltas[-1].usage is not None:
-                part.usage = deltas[-1].usage
-                return
+            self._abort(part, attempt, None)
+        deadline_s = self._now() + self._shared.times.drain_s
+        while not part.is_complete and not attempt.ended.done() and (left_s := deadline_s - self._now()) > 0:
+            await self._wait(part, left_s)
+        if attempt.ended.done() and (ended := attempt.ended.result()).refused is None:
+            part.finish(ended)
+
+    async def _pause(self, part: RequestPart) -> None:
+        """Waits a moment, unless the client leaves."""
+        part.news.clear()
+        if not self._closing.is_set():
+            await self._wait(part, REDISPATCH_S)
+
+    def _abort(self, part: RequestPart, attempt: Attempt, choice: int | None) -> None:
+        part.is_aborted = True
+        request = part.request
+        keep = None if choice is None else part.kept[choice]
+        attempt.abort(Abort(request_id=request.request_id, attempt=request.attempt, choice=choice, keep_positions=keep))
+
+    async def _wait(self, part: RequestPart, timeout_s: float | None) -> bool:
+        """Waits for news of the part; False when there were none."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await part.news.wait()
+        except TimeoutError:
+            return False
+        part.news.clear()
+        return True
+
+    def _take(self, part: RequestPart, deltas: list[TokenDelta]) -> None:
+        """New deltas of a part: for the reader."""
+        self._steps.append((part, deltas))
+        self._news.set()
+
+    def _fail(self, error: Exception) -> None:
+        """The first error is the request's."""
+        if self.error is None:
+            if isinstance(error, RequestRefused) and error.param == "prompt":
+                error.param = self._prompt_field  # the engine's field name, as the client has it
+            self.error = error
+        self._news.set()
+
+    # ---- the bill ------------------------------------------------------------------------------------------------
 
     async def _settle(self) -> None:
-        now_s = self.state.clock()
-        terminal = self._terminal()
-        self.state.metrics.generation_ended(terminal, now_s - self.began_s)
+        self._count_unread()
+        shared, terminal = self._shared, self._terminal()
+        shared.metrics.generation_ended(terminal, shared.clock() - self.began_s)
         if terminal == "rejected":
-            self.state.metrics.tenant_rejected(self.tenant, self._why_rejected())
+            shared.metrics.tenant_rejected(self._tenant, self._why_rejected())
         if self._reservation is None:
             return
         usage = self.counted() if terminal != "rejected" else Usage(0, 0)
-        self.state.tenancy.settle(self._reservation, usage.prompt_tokens + usage.completion_tokens)
-        self.state.metrics.tenant_billed(self.tenant, usage)
-        outcome = Outcome(
-            request_id=self.parts[0].request.request_id,
-            tenant=self.tenant,
-            model=self.model,
-            adapter=self._adapter(),
-            terminal=terminal,
-            usage=usage,
-            began_s=self.began_s,
-            ended_s=now_s,
-        )
-        await self.state.ledger.settle(outcome)
+        shared.tenancy.settle(self._reservation, usage.prompt_tokens + usage.completion_tokens)
+        shared.metrics.tenant_billed(self._tenant, usage)
+        await shared.ledger.settle(self._bill.ended(terminal, usage, shared.wall_clock()))
+
+    def _count_unread(self) -> None:
+        """What came after the HTTP side had left was generated all the same."""
+        for part, deltas in self._steps:
+            for delta in deltas:
+                try:
+                    part.choices[delta.choice].take(delta)
+                except Exception:
+                    log.exception("unread tokens of request %s were not counted", self._bill.id)
+        self._steps.clear()
 
     def _why_rejected(self) -> str:
         if isinstance(self.error, OverLimit):

@@ -1,7 +1,12 @@
 """Caller over a Serve deployment handle: the control half of a request, one handle call from dispatch to end."""
 
-from collections.abc import Sequence
 from typing import Any
+
+from tandem.cluster.routing.route_hint import RouteHint
+
+MOST_BY_VALUE = 2**20
+"""Bytes of a request that travel in the call itself. Replicas take at most 4 MiB there; the rest of the message is
+small. Larger ones go through Ray's object store, which costs milliseconds and has no limit."""
 
 
 class ServeCall:
@@ -20,12 +25,12 @@ class ServeCall:
 
 
 class ServeCaller:
-    """Calls `generate` of the coordinator deployment over gRPC; the router of cluster/routing picks the group."""
+    """Calls `generate` of the coordinator deployment; the router of cluster/routing picks the group by the hint."""
 
     def __init__(self, handle: Any) -> None:
-        # by value: arguments and answers are small bytes, and the object store costs milliseconds
-        self._method = handle.options(method_name="generate", _by_reference=False)
+        self._by_value = handle.options(method_name="generate", _by_reference=False)
+        self._by_reference = handle.options(method_name="generate", _by_reference=True)
 
-    def call(self, payload: bytes, missing: Sequence[str] = ()) -> ServeCall:
-        options = {"missing": list(missing)} if missing else {}
-        return ServeCall(self._method.remote(payload, **options))
+    def call(self, payload: bytes, hint: RouteHint) -> ServeCall:
+        method = self._by_value if len(payload) <= MOST_BY_VALUE else self._by_reference
+        return ServeCall(method.remote(payload, hint=hint))

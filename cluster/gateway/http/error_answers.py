@@ -67,7 +67,7 @@ def error_response(error: Exception, jitter: int = 0, own_headers: Mapping[str, 
     wait_s = _retry_after_s(refusal, jitter)
     if wait_s is not None:
         headers["retry-after"] = str(wait_s)
-    elif refusal.status == 429:
+    elif refusal.status == 429 or refusal.code == "request_poisoned":
         headers["x-should-retry"] = "false"  # OpenAI's clients heed it
     if refusal.status == 401:
         headers["www-authenticate"] = "Bearer"

@@ -1,6 +1,6 @@
 """POST /v1/chat/completions, /v1/completions, /tokenize, /detokenize: from a checked body to an answer.
 
-Everything that can be refused is refused here, before the request reaches the backend.
+Everything that can be refused is refused here, before the request reaches a group.
 """
 
 import uuid
@@ -13,10 +13,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem.cluster.gateway.generation.delivery import GenerationResponse
-from tandem.cluster.gateway.generation.generation import RequestPart, RequestRun
+from tandem.cluster.gateway.generation.generation import Generation
+from tandem.cluster.gateway.generation.part import RequestPart
+from tandem.cluster.gateway.generation.response_format import ResponseFormat
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.http.body import parse_object, read_body
-from tandem.cluster.gateway.openai.answers import AnswerHead, ChatFormat, CompletionFormat, ResponseFormat
+from tandem.cluster.gateway.openai.answers import AnswerHead, ChatFormat, CompletionFormat
 from tandem.cluster.gateway.openai.model_lookup import Served, served_model
 from tandem.cluster.gateway.openai.prompts import (
     Asked,
@@ -67,15 +69,14 @@ async def chat_completions(state: GatewayState, request: Request, principal: Pri
         head = _head(state, "chatcmpl", model.name)
         asked = _Asked(request, principal, head, model, body)
         parts = _parts(state, asked, [(prompt, params)], is_open_ended=wanted is None)
-        run = RequestRun(state=state, parts=parts, tenant=principal.tenant, model=head.model, began_s=began_s)
-        run.prompt_field = "messages"
+        generation = _generation(state, asked, parts, began_s, "messages")
         style = ChatFormat(
             state,
             head,
             with_usage=_include_usage(body),
             prompt_ids=prompt.token_ids if body.return_token_ids else None,
         )
-        return _answer(state, run, style, body, held, with_logprobs=logprobs is not None)
+        return _answer(state, generation, style, body, held, with_logprobs=logprobs is not None)
 
 
 async def completions(state: GatewayState, request: Request, principal: Principal) -> Response:
@@ -89,7 +90,7 @@ async def completions(state: GatewayState, request: Request, principal: Principa
         head = _head(state, "cmpl", model.name)
         asked = _Asked(request, principal, head, model, body)
         parts, echo = await state.text.run(principal.tenant, size, _completion_parts, state, asked, body, wanted)
-        run = RequestRun(state=state, parts=parts, tenant=principal.tenant, model=head.model, began_s=began_s)
+        generation = _generation(state, asked, parts, began_s, "prompt")
         shown = body.n or 1
         prompts = [part.request.prompt_token_ids for part in parts for _ in range(shown)]
         style = CompletionFormat(
@@ -99,7 +100,7 @@ async def completions(state: GatewayState, request: Request, principal: Principa
             prompt_ids=prompts if body.return_token_ids else None,
             echo=[text for text in echo for _ in range(shown)] if body.echo else None,
         )
-        return _answer(state, run, style, body, held, with_logprobs=body.logprobs is not None)
+        return _answer(state, generation, style, body, held, with_logprobs=body.logprobs is not None)
 
 
 async def tokenize(state: GatewayState, request: Request, principal: Principal) -> Response:
@@ -227,8 +228,22 @@ def _parts(
         )
         choices = [_choice(state, body, prompt, params) for _ in range(params.n)]
         first = number * params.n
-        parts.append(RequestPart(request=generation, choices=choices, first_choice=first, is_open_ended=is_open_ended))
+        part = RequestPart(request=generation, choices=choices, first_choice=first, is_open_ended=is_open_ended)
+        parts.append(part)
     return parts
+
+
+def _generation(
+    state: GatewayState, asked: _Asked, parts: list[RequestPart], began_s: float, prompt_field: str
+) -> Generation:
+    return Generation(
+        state.generations,
+        parts,
+        tenant=asked.principal.tenant,
+        model=asked.head.model,
+        began_s=began_s,
+        prompt_field=prompt_field,
+    )
 
 
 def _choice(state: GatewayState, body: CommonBody, prompt: Prompt, params: SamplingParams) -> ChoiceText:
@@ -242,18 +257,18 @@ def _choice(state: GatewayState, body: CommonBody, prompt: Prompt, params: Sampl
 
 def _answer(
     state: GatewayState,
-    run: RequestRun,
+    generation: Generation,
     style: ResponseFormat,
     body: CommonBody,
     held: ExitStack,
     *,
     with_logprobs: bool,
 ) -> GenerationResponse:
-    """The answer to be; what is held passes to the run."""
-    run.held = held.pop_all()
+    """The answer to be; what is held passes to the generation."""
+    generation.held = held.pop_all()
     return GenerationResponse(
-        state,
-        run,
+        state.generations,
+        generation,
         style,
         stream=bool(body.stream),
         include_usage=_include_usage(body),

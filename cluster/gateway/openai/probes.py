@@ -36,7 +36,7 @@ async def live(_: GatewayState, __: Request, ___: Principal) -> Response:
 async def ready(state: GatewayState, _: Request, __: Principal) -> Response:
     """200 while a group takes requests and makes progress and the service is not on its way out, else 503."""
     state.draining.check()
-    if not state.backend.ready():
+    if not state.dispatch.ready():
         raise RequestRefused("No worker group is ready.", code="service_unavailable", status=503)
     return json_response({"status": "ok"})
 
@@ -52,7 +52,7 @@ async def show_version(_: GatewayState, __: Request, ___: Principal) -> Response
 async def load(state: GatewayState, _: Request, __: Principal) -> Response:
     """Requests running and waiting in the groups, and HTTP requests in flight in the gateways, this one left out."""
     in_flight = state.draining.in_flight - 1 + state.peers.in_flight()
-    return json_response(dict(state.backend.load()) | {"http_requests_in_hand": in_flight})
+    return json_response(dict(state.dispatch.load()) | {"http_requests_in_hand": in_flight})
 
 
 async def metrics(state: GatewayState, request: Request, _: Principal) -> Response:
@@ -65,7 +65,7 @@ async def metrics(state: GatewayState, request: Request, _: Principal) -> Respon
 
 async def _metrics(state: GatewayState, *, with_tenants: bool) -> bytes:
     """Renders on threads: with many tenants that takes longer than streams should wait."""
-    text = await state.backend.metrics(with_tenants=with_tenants)
+    text = await state.dispatch.metrics(with_tenants=with_tenants)
     if text and not text.endswith("\n"):
         text += "\n"
     own = await asyncio.to_thread(generate_latest, state.registry)

@@ -5,7 +5,7 @@ from collections import Counter, OrderedDict
 
 import pytest
 
-from tandem.cluster.routing.group_view import GroupView, RequestView
+from tandem.cluster.routing.group_view import GroupView
 from tandem.cluster.routing.policy import (
     MISS_REQUESTS,
     MISS_TOKENS,
@@ -15,12 +15,13 @@ from tandem.cluster.routing.policy import (
     best_first,
 )
 from tandem.cluster.routing.residency import EXPECTED_S, Residency, Tier, adapter_key, home_of
+from tandem.cluster.routing.route_hint import RouteHint
 
-REQUEST = RequestView(request_id="r", cost_tokens=100, adapter="k")
+REQUEST = RouteHint(request_id="r", cost_tokens=100, adapter="k")
 MISS = MISS_TOKENS + MISS_REQUESTS * REQUEST.cost_tokens
 
 
-def order(views: list[GroupView], request: RequestView = REQUEST) -> str:
+def order(views: list[GroupView], request: RouteHint = REQUEST) -> str:
     return "".join(views[i].group for i in best_first(AdapterAffinity(), views, request))
 
 
@@ -40,13 +41,13 @@ def test_load_beats_residency_beyond_the_worth_of_a_load() -> None:
 
 
 def test_long_answers_alone_are_no_reason_to_load_it_elsewhere() -> None:
-    big = RequestView(request_id="r", cost_tokens=50_000, adapter="k")
+    big = RouteHint(request_id="r", cost_tokens=50_000, adapter="k")
     assert order([view("a", Tier.NONE), view("b", Tier.DEVICE, 50_000)], big) == "ba"
     assert order([view("a", Tier.NONE), view("b", Tier.DEVICE, 150_000)], big) == "ab"
 
 
 def test_without_an_adapter_tokens_decide_alone() -> None:
-    base = RequestView(request_id="r", cost_tokens=100)
+    base = RouteHint(request_id="r", cost_tokens=100)
     views = [view("a", Tier.NONE, 11), view("b", Tier.DEVICE, 12), view("c", Tier.HOST, 10)]
     assert order(views, base) == "cab"
 
@@ -161,7 +162,7 @@ class Outcome:
             tier = residency.tier(group.name, key, now_s, group.reported)
             tier = Tier.HOME if tier is Tier.NONE and group.name == home else tier
             views.append(GroupView(group=group.name, outstanding_here=int(group.work), adapter=tier))
-        request = RequestView(request_id="r", cost_tokens=200, adapter=key)
+        request = RouteHint(request_id="r", cost_tokens=200, adapter=key)
         return self.groups[best_first(policy, views, request)[0]]
 
 

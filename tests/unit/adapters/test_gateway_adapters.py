@@ -13,13 +13,14 @@ from tandem.cluster.adapters.adapter_list import AdapterList
 from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.adapters.entries import AdapterEntry
 from tandem.cluster.adapters.sources import FILES
-from tandem.cluster.gateway.generation.generation import RequestRun
+from tandem.cluster.gateway.generation.generation import Generation
+from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.http.text_workers import TextWorkers
 from tandem.cluster.gateway.services import GatewayTimes
 from tandem.configs.errors import TandemError
 from tandem.workers.messages.errors import RequestRefused
-from tandem.workers.messages.request import AdapterRef
+from tandem.workers.messages.request import AdapterRef, GenerationRequest, SamplingParams
 from tests.support.fake_backend import FakeBackend
 from tests.unit.gateway.rig import EOS, MODEL, Rig, error_of, gateway
 
@@ -335,11 +336,13 @@ async def test_an_unload_waits_for_requests_that_are_being_tokenized(
 async def test_a_request_whose_client_left_before_it_was_opened_holds_nothing(opened: Opened) -> None:
     async with opened() as rig:
         ref = AdapterRef(name="pirate", digest="a" * 64, source="")
-        run = RequestRun(state=rig.state, parts=[], tenant="acme", model="pirate", began_s=0.0)
-        run.held.enter_context(rig.state.running_adapters.request(ref))
+        asked = GenerationRequest(request_id="r", prompt_token_ids=[1], sampling=SamplingParams(max_tokens=1))
+        part = RequestPart(request=asked, choices=[], first_choice=0)
+        generation = Generation(rig.state.generations, [part], tenant="acme", model="pirate", began_s=0.0)
+        generation.held.enter_context(rig.state.running_adapters.request(ref))
         assert rig.state.running_adapters.of(ref) == 1
-        run.close()
-        run.close()
+        generation.close()
+        generation.close()
         assert rig.state.running_adapters.of(ref) == 0
 
 

@@ -41,6 +41,11 @@ class Sink:
     ends: dict[str, Ended] = field(default_factory=dict)
     batches: list[list[TokenDelta]] = field(default_factory=list)
     resumed: dict[tuple[str, int], int] = field(default_factory=dict)
+    begun: dict[str, int] = field(default_factory=dict)
+
+    def on_begun(self, request: GenerationRequest, cached_tokens: int) -> None:
+        assert request.request_id not in self.ends, "a row after the end"
+        self.begun[request.request_id] = cached_tokens
 
     def deltas(self, deltas: list[TokenDelta]) -> None:
         assert deltas, "an empty batch of deltas"
@@ -49,6 +54,7 @@ class Sink:
             key = (delta.request_id, delta.choice)
             assert delta.request_id not in self.ends, "a delta after the end"
             assert key not in self.reasons, "a delta after the last one"
+            assert delta.request_id in self.begun or not delta.token_ids, "a token before the first row"
             have = self.tokens.setdefault(key, [])
             assert delta.first_position == self.resumed.get(key, 0) + len(have), "a gap or a repeat"
             have.extend(delta.token_ids)
@@ -194,7 +200,7 @@ def harness(
         mock.patch("tandem.workers.engine.engine.AdapterCache", adapter_cache),
         mock.patch("tandem.workers.engine.engine.TransferManager", transfers),
     ):
-        engine = Engine(settings, facts, executor, executor.start(), sink, clock)
+        engine = Engine(settings, facts, executor, executor.start(), sink, clock, sink.on_begun)
     return Harness(engine, executor, sink, clock, facts, patience=patience)
 
 
@@ -210,6 +216,9 @@ def request(
     resume: list[list[int]] | None = None,
     adapter: str | None = None,
     tenant: str = "default",
+    begun: bool = False,
+    suspect: bool = False,
+    ended: list[int] | None = None,
     **sampling: Any,
 ) -> GenerationRequest:
     """A request; an int as prompt means that many tokens that no other name has. The seed comes from the name."""
@@ -229,6 +238,9 @@ def request(
         cache_salt=salt,
         deadline_s=deadline_s,
         resume_token_ids=resume or [],
+        begun=begun,
+        suspect=suspect,
+        ended_choices=ended or [],
         adapter=None if adapter is None else AdapterRef(name=adapter, digest=adapter, source=adapter),
     )
 

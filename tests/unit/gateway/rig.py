@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from tandem.cluster.gateway.routes import build_gateway_app
 from tandem.cluster.gateway.services import GatewayState, GatewayTimes, make_state
-from tandem.cluster.tenants.billing_record import Opening, Outcome
+from tandem.cluster.tenants.billing_record import BillingRecord
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.text.chat_template import ChatTemplate
 from tandem.workers.text.detokenizer import byte_level_alphabet
@@ -63,14 +63,14 @@ class ListLedger:
     """Keeps what was settled."""
 
     def __init__(self) -> None:
-        self.opened: list[Opening] = []
-        self.rows: list[Outcome] = []
+        self.opened: list[BillingRecord] = []
+        self.rows: list[BillingRecord] = []
 
-    def accepted(self, opening: Opening) -> None:
-        self.opened.append(opening)
+    def accepted(self, record: BillingRecord) -> None:
+        self.opened.append(record)
 
-    async def settle(self, outcome: Outcome) -> None:
-        self.rows.append(outcome)
+    async def settle(self, record: BillingRecord) -> None:
+        self.rows.append(record)
 
 
 @dataclass
@@ -93,9 +93,9 @@ class Rig:
         """Waits until every owner task has ended, and holds the laws that nothing may break."""
         assert await self.state.tasks.wait_idle(DEADLINE_S), "a task was leaked"
         assert not self.backend.streams, "a stream was leaked"
-        ids = [row.request_id for row in self.ledger.rows]
+        ids = [row.id for row in self.ledger.rows]
         assert len(ids) == len(set(ids)), "a request was settled twice"
-        assert sorted(ids) == sorted(o.request_id for o in self.ledger.opened), "every accepted request has its row"
+        assert sorted(ids) == sorted(o.id for o in self.ledger.opened), "every accepted request has its row"
 
 
 @contextlib.asynccontextmanager
@@ -119,7 +119,7 @@ async def gateway(
         chat_template=ChatTemplate(template, tokenizer.special_tokens) if template is not None else None,
         max_model_len=CONTEXT,
         vocab_size=VOCAB,
-        backend=backend,
+        dispatch=backend,
         ledger=ledger,
         times=times,
         **more,

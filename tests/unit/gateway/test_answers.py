@@ -435,6 +435,6 @@ async def test_the_ledger_has_one_row_per_request_with_the_usage_returned() -> N
         await rig.complete(max_tokens=2)
         assert await rows_after(rig) == ["stop", "length"]
         row = rig.ledger.rows[0]
-        assert row.request_id == answer["id"]
+        assert row.id == answer["id"]
         assert row.usage.completion_tokens == answer["usage"]["completion_tokens"]
-        assert row.ended_s >= row.began_s
+        assert row.time_s >= rig.ledger.opened[0].time_s

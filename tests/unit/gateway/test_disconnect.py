@@ -8,10 +8,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tandem.cluster.gateway.services import GatewayTimes
+from tandem.cluster.gateway.generation.generations import GatewayTimes
+from tandem.cluster.tenants.tenant_admission import OpenTenancy, Reservation
 from tandem.workers.messages.errors import RequestRefused
-from tandem.workers.messages.request import GenerationRequest, Usage
-from tests.support.fake_backend import FakeBackend, FakeStream
+from tandem.workers.messages.request import Usage
+from tests.support.fake_backend import FakeBackend
 from tests.unit.gateway.rig import DEADLINE_S, EOS, Rig, gateway, served
 
 Message = MutableMapping[str, Any]
@@ -138,23 +139,23 @@ async def test_a_cancelled_handler_aborts_too(stream: bool) -> None:
         assert rig.ledger.rows[0].terminal == "abort"
 
 
-async def test_a_handler_cancelled_while_submitting_takes_the_request_back() -> None:
-    class SlowToSubmit(FakeBackend):
-        async def submit(self, request: GenerationRequest) -> FakeStream:
-            self.submitted.set()
+async def test_a_handler_cancelled_while_its_tenant_is_asked_starts_nothing() -> None:
+    class SlowTenancy(OpenTenancy):
+        async def admit(self, *counts: Any, **more: Any) -> Reservation:
+            asked.set()
             await go_on.wait()
-            return await super().submit(request)
+            return await super().admit(*counts, **more)
 
-    go_on = asyncio.Event()
-    async with gateway(SlowToSubmit(manual=True)) as rig:
+    asked, go_on = asyncio.Event(), asyncio.Event()
+    async with gateway(manual(), tenancy=SlowTenancy()) as rig:
         call = Caller(rig, {"prompt": ["abc", "def"]}).start()
-        await within(rig.backend.submitted.wait())
+        await within(asked.wait())
         call.cancel()
         await asyncio.wait({call})
         go_on.set()
         await rig.settle()
-        assert len(rig.backend.requests) == 1
-        assert rig.ledger.rows[0].terminal == "abort"
+        assert not rig.backend.requests
+        assert (rig.ledger.rows[0].terminal, rig.ledger.rows[0].usage) == ("abort", Usage(0, 0))
 
 
 @pytest.mark.parametrize("prompt", ["abc", ["abc", "defg"]])
@@ -179,8 +180,8 @@ async def test_a_stream_that_is_refused_midway_is_billed_what_it_delivered(promp
 
 async def test_a_part_that_cannot_be_released_is_settled_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(FakeBackend):
-        async def abort(self, abort: Any) -> None:
-            await super().abort(abort)
+        def abort(self, abort: Any) -> None:
+            super().abort(abort)
             raise ValueError("no such thing was expected")
 
     async with gateway(Broken(manual=True)) as rig:
@@ -191,7 +192,7 @@ async def test_a_part_that_cannot_be_released_is_settled_all_the_same(caplog: py
         await within(call)
         await rig.settle()
         assert len(rig.ledger.rows) == 1
-    assert "was not released in order" in caplog.text
+    assert "was not served in order" in caplog.text
 
 
 async def test_leaving_several_prompts_aborts_each() -> None:
@@ -270,7 +271,7 @@ async def test_nothing_is_sent_before_the_first_token() -> None:
 
 async def test_an_aborted_request_that_never_answers_is_released_in_time() -> None:
     class Deaf(FakeBackend):
-        async def abort(self, abort: Any) -> None:
+        def abort(self, abort: Any) -> None:
             self.aborts.append(abort)
             self.aborted.set()
 
@@ -286,7 +287,7 @@ async def test_an_aborted_request_that_never_answers_is_released_in_time() -> No
 
 async def test_the_bill_of_a_stopped_choice_does_not_wait_for_ever() -> None:
     class Deaf(FakeBackend):
-        async def abort(self, abort: Any) -> None:
+        def abort(self, abort: Any) -> None:
             self.aborts.append(abort)
             self.aborted.set()
 

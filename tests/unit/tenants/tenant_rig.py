@@ -10,7 +10,7 @@ from typing import Any
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.state.redis_address import MovingRedis
 from tandem.cluster.state.redis_client import BackgroundClient, RequestClient
-from tandem.cluster.tenants.billing_record import Opening, Outcome, read_usage
+from tandem.cluster.tenants.billing_record import BillingRecord, read_usage
 from tandem.cluster.tenants.quota import Quota
 from tandem.cluster.tenants.tenant import Limits, Tenant
 from tandem.cluster.tenants.tenant_admission import OverLimit, Reservation
@@ -106,19 +106,10 @@ def service(
 async def serve_one(tenants: TenantService, name: str, request_id: str, used: int) -> None:
     """A request of the tenant, from admission to its row."""
     reservation = await tenants.quota.admit(name, used, 10)
-    tenants.ledger.accepted(Opening(request_id=request_id, tenant=name, model="m"))
+    record = BillingRecord(id=request_id, time_s=time.time(), tenant=name, model="m")
+    tenants.ledger.accepted(record)
     tenants.quota.settle(reservation, used)
-    await tenants.ledger.settle(
-        Outcome(
-            request_id=request_id,
-            tenant=name,
-            model="m",
-            terminal="stop",
-            usage=Usage(prompt_tokens=used, completion_tokens=0),
-            began_s=0.0,
-            ended_s=1.0,
-        )
-    )
+    await tenants.ledger.settle(record.ended("stop", Usage(prompt_tokens=used, completion_tokens=0), time.time()))
 
 
 async def row_ids(redis: BackgroundClient) -> list[str]:

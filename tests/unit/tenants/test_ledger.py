@@ -11,7 +11,7 @@ import pytest
 from tandem.cluster.state import keys
 from tandem.cluster.state.redis_client import Part, RedisUnavailable
 from tandem.cluster.tenants import ledger as ledger_module
-from tandem.cluster.tenants.billing_record import Opening, Outcome, day_of
+from tandem.cluster.tenants.billing_record import BillingRecord, day_of
 from tandem.cluster.tenants.ledger import LOOK_PERIOD_S, UsageLedger
 from tandem.workers.messages.request import Usage
 
@@ -70,22 +70,13 @@ class Books:
 
     def __init__(self, folder: Path, gateway: str = "g", redis: Memory | None = None) -> None:
         self.redis, self.clock = redis or Memory(), Clock()
-        self.ledger = UsageLedger(self.redis, folder, gateway, KEPT_S, wall_clock=self.clock, clock=self.clock)
+        self.ledger = UsageLedger(self.redis, folder, gateway, KEPT_S, clock=self.clock)
 
     async def settle(self, *numbers: int) -> None:
         for number in numbers:
-            self.ledger.accepted(Opening(request_id=f"r{number}", tenant="t", model="m"))
-            await self.ledger.settle(
-                Outcome(
-                    request_id=f"r{number}",
-                    tenant="t",
-                    model="m",
-                    terminal="stop",
-                    usage=Usage(prompt_tokens=1, completion_tokens=1),
-                    began_s=0.0,
-                    ended_s=1.0,
-                )
-            )
+            record = BillingRecord(id=f"r{number}", time_s=self.clock(), tenant="t", model="m")
+            self.ledger.accepted(record)
+            await self.ledger.settle(record.ended("stop", Usage(prompt_tokens=1, completion_tokens=1), self.clock()))
 
     async def sends(self) -> list[Part]:
         await self.ledger.send()

@@ -1,6 +1,7 @@
 """`tandem tenants` and `tandem usage` over a real Redis: what they print, and the words for what is wrong."""
 
 import asyncio
+import time
 from pathlib import Path
 
 import msgspec
@@ -12,7 +13,7 @@ from tandem.cluster.cli.running_service import ServiceAt, model_on, service_at
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.process.run_files import RunFile
 from tandem.cluster.state import keys
-from tandem.cluster.tenants.billing_record import Opening, Outcome
+from tandem.cluster.tenants.billing_record import BillingRecord
 from tandem.cluster.tenants.ledger import UsageLedger
 from tandem.configs.errors import SettingsError, TandemError
 from tandem.workers.messages.request import Usage
@@ -81,21 +82,10 @@ def test_usage_in_its_three_forms(server: RedisServer, tmp_path: Path) -> None:
         redis = patient(server)
         books = UsageLedger(redis, tmp_path, "g", 86400)
         for number, adapter in enumerate((None, "a@12")):
-            opening = Opening(request_id=f"r{number}", tenant="acme", model="m", adapter=adapter)
+            record = BillingRecord(id=f"r{number}", time_s=time.time(), tenant="acme", model="m", adapter=adapter)
             usage = Usage(prompt_tokens=5, completion_tokens=7, cached_tokens=3)
-            books.accepted(opening)
-            await books.settle(
-                Outcome(
-                    request_id=opening.request_id,
-                    tenant="acme",
-                    model="m",
-                    adapter=adapter,
-                    terminal="stop",
-                    usage=usage,
-                    began_s=0.0,
-                    ended_s=1.0,
-                )
-            )
+            books.accepted(record)
+            await books.settle(record.ended("stop", usage, time.time()))
         await books.close()
         await redis.close()
 

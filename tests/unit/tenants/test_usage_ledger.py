@@ -7,12 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.state import keys
 from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
-from tandem.cluster.tenants.billing_record import Opening, Outcome, UsageRow, day_of, parse_since, read_usage, summed
+from tandem.cluster.tenants.billing_record import BillingRecord, day_of, parse_since, read_usage, summed
 from tandem.cluster.tenants.journal import Journal, left_behind, read_rows
 from tandem.cluster.tenants.ledger import UsageLedger
 from tandem.configs.errors import SettingsError
@@ -23,21 +24,14 @@ NOW_S = 1_800_000_000.0
 KEPT_S = 7 * 86400
 
 
-def outcome(number: int, tenant: str = "acme", terminal: str = "stop") -> Outcome:
-    return Outcome(
-        request_id=f"r{number}",
-        tenant=tenant,
-        model="m",
-        adapter="a@1" if number % 2 else None,
-        terminal=terminal,
-        usage=Usage(prompt_tokens=number, completion_tokens=2 * number, cached_tokens=1),
-        began_s=0.0,
-        ended_s=1.0,
-    )
+def outcome(number: int, tenant: str = "acme", terminal: str = "stop", time_s: float = NOW_S) -> BillingRecord:
+    usage = Usage(prompt_tokens=number, completion_tokens=2 * number, cached_tokens=1)
+    adapter = "a@1" if number % 2 else None
+    return msgspec.structs.replace(opening(number, tenant), adapter=adapter).ended(terminal, usage, time_s)
 
 
-def opening(number: int, tenant: str = "acme") -> Opening:
-    return Opening(request_id=f"r{number}", tenant=tenant, model="m")
+def opening(number: int, tenant: str = "acme", time_s: float = NOW_S) -> BillingRecord:
+    return BillingRecord(id=f"r{number}", time_s=time_s, tenant=tenant, model="m")
 
 
 class Clock:
@@ -52,7 +46,7 @@ class Clock:
 
 def ledger(redis: BackgroundClient, folder: Path, gateway: str = "g", clock: Clock | None = None) -> UsageLedger:
     clock = clock or Clock()
-    return UsageLedger(redis, folder, gateway, KEPT_S, wall_clock=clock, clock=clock)
+    return UsageLedger(redis, folder, gateway, KEPT_S, clock=clock)
 
 
 async def settle(books: UsageLedger, *numbers: int) -> None:
@@ -71,7 +65,7 @@ async def test_rows_come_to_redis_whole_and_once(redis: BackgroundClient, tmp_pa
     for _ in range(3):
         await books.send()
     (row,) = await read_usage(redis, "acme", NOW_S - 1, NOW_S + 1)
-    assert row == UsageRow(
+    assert row == BillingRecord(
         id="r3",
         time_s=NOW_S,
         tenant="acme",
@@ -207,7 +201,7 @@ async def test_a_lost_answer_makes_no_second_row(redis: BackgroundClient, tmp_pa
             return answers
 
     clock = Clock()
-    books = UsageLedger(Breaking(), tmp_path, "g", KEPT_S, wall_clock=clock, clock=clock)
+    books = UsageLedger(Breaking(), tmp_path, "g", KEPT_S, clock=clock)
     await settle(books, 1, 2)
     with pytest.raises(RedisUnavailable):
         await books.send()
@@ -392,7 +386,7 @@ async def test_usage_is_read_by_tenant_and_time(redis: BackgroundClient, tmp_pat
     books = ledger(redis, tmp_path, clock=clock)
     for number, tenant in ((1, "acme"), (2, "beta"), (3, "acme"), (5, "acme")):
         books.accepted(opening(number, tenant))
-        await books.settle(outcome(number, tenant))
+        await books.settle(outcome(number, tenant, time_s=clock.now_s))
         clock.now_s += 20 * 3600
     await books.send()
     assert [row.id for row in await read_usage(redis, None, NOW_S - 1, clock.now_s)] == ["r1", "r2", "r3", "r5"]

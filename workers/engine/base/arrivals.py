@@ -49,6 +49,8 @@ class Arrivals:
 
 def end_of(seq: Sequence) -> FinishReason | None:
     """Returns why a resumed choice needs no further token, None if it needs one."""
+    if seq.choice in seq.state.request.ended_choices:
+        return "stop"
     if seq.num_output and seq.tokens[-1] in seq.stop_ids and len(seq.tokens) >= seq.min_len:
         return "stop"
     return "length" if len(seq.tokens) >= seq.max_len else None

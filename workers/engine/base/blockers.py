@@ -11,13 +11,19 @@ class Blocker(Enum):
     """A reason to wait, with its key.
 
     FORK: the RequestState whose prompt another choice computes. ADAPTER: the digest of an adapter that is not on the
-    device. KV: the ticket of a transfer. TURN: the digest of an adapter that has no place in the step.
+    device. KV: the ticket of a transfer. TURN: the digest of an adapter that has no place in the step. ALONE: the
+    RequestState that must run alone, while another one does.
     """
 
     FORK = "fork"
     ADAPTER = "adapter"
     KV = "kv"
     TURN = "turn"
+    ALONE = "alone"
+
+
+UNCOUNTED = frozenset({Blocker.FORK, Blocker.ALONE})
+"""Sequences that wait for these have not been queued yet: they count for no tenant and hold no adapter."""
 
 
 class Event(NamedTuple):

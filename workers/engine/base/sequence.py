@@ -103,7 +103,8 @@ class RequestState:
     """One accepted request.
 
     arrival_s: of the engine's clock. num_live: choices that are not FINISHED. admitted:
-    some choice has had a row. cached_tokens: prompt tokens found in the prefix cache.
+    some choice has had a row. cached_tokens: prompt tokens found in the prefix cache. is_cleared: it was suspect, ran
+    alone, and nothing happened.
     """
 
     request: GenerationRequest
@@ -112,10 +113,11 @@ class RequestState:
     num_live: int = 0
     admitted: bool = False
     cached_tokens: int = 0
+    is_cleared: bool = False
 
     def usage(self) -> Usage:
         """Returns the billed counts so far: the prompt once, if a choice had a row here or elsewhere; kept output."""
-        is_begun = self.admitted or any(seq.num_output for seq in self.sequences)
+        is_begun = self.admitted or self.request.begun or any(seq.num_output for seq in self.sequences)
         return Usage(
             prompt_tokens=len(self.request.prompt_token_ids) if is_begun else 0,
             completion_tokens=sum(seq.num_billed for seq in self.sequences),

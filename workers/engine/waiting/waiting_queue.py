@@ -1,14 +1,15 @@
 """WaitingQueue: the one owner of sequences that wait. A sequence waits here, has a row, or is finished.
 
 A waiting sequence is queued (it needs only a row and blocks), or blocked by one thing: a choice of its request that
-computes the prompt (FORK), its adapter (ADAPTER), KV of its prefix (KV), or --max-loras (TURN). What it waits for is
-reported as an Event, and unblock() is the one way out. Called by the scheduler, the adapter cache and the engine.
+computes the prompt (FORK), its adapter (ADAPTER), KV of its prefix (KV), --max-loras (TURN), or a request that must run
+alone as it must itself (ALONE). What it waits for is reported as an Event, and unblock() is the one way out. Called by
+the scheduler, the adapter cache and the engine.
 """
 
 from collections.abc import Callable, Hashable
 from typing import TypeVar
 
-from tandem.workers.engine.base.blockers import Blocker, Event
+from tandem.workers.engine.base.blockers import UNCOUNTED, Blocker, Event
 from tandem.workers.engine.base.sequence import Sequence
 from tandem.workers.engine.waiting.fairness import FairQueue
 
@@ -18,8 +19,8 @@ _NOBODY: dict[Sequence, None] = {}
 
 
 class WaitingQueue:
-    """Queued sequences in the order of `tenants`, blocked ones by cause. Forks count for no tenant until they are
-    queued; other blocked sequences do."""
+    """Queued sequences in the order of `tenants`, blocked ones by cause. Blocked ones count for their tenant, those
+    that wait for what UNCOUNTED names only once they are queued."""
 
     def __init__(self, tenants: FairQueue | None = None) -> None:
         self.tenants = FairQueue() if tenants is None else tenants
@@ -67,7 +68,7 @@ class WaitingQueue:
         self._clear(seq)
         self._cause_of[seq] = blocker, key
         self._blocked.setdefault((blocker, key), {})[seq] = None
-        if blocker is not Blocker.FORK:
+        if blocker not in UNCOUNTED:
             self.tenants.block(seq)
             if blocker is not Blocker.ADAPTER:
                 self._note_adapter(seq)
@@ -86,7 +87,7 @@ class WaitingQueue:
 
     def remove(self, seq: Sequence) -> None:
         """Removes a waiting sequence: it gets a row, or it ends."""
-        is_counted = self.blocker_of(seq) is not Blocker.FORK
+        is_counted = self.blocker_of(seq) not in UNCOUNTED
         self._clear(seq)
         if is_counted:
             self.tenants.remove(seq)

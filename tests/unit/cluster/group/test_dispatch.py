@@ -1,4 +1,4 @@
-"""GroupClient and EngineThread against each other over real sockets, with fake engines: every way a request can end.
+"""Generations, ServeDispatch and EngineThread over real sockets, with fake engines: every way a request can end.
 
 Also what else tells of groups: heartbeats through a Redis in memory, the watch over ranks, what the launcher looks at.
 """
@@ -26,8 +26,7 @@ from ray.serve.request_router import ReplicaID
 from tandem.cluster.adapters.adapter_list import AdapterList
 from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.fleet.fleet_view import FleetView, channel_name, group_heartbeat
-from tandem.cluster.gateway.generation import dispatch
-from tandem.cluster.gateway.generation.dispatch import GroupClient
+from tandem.cluster.gateway.generation import generation, serve_dispatch
 from tandem.cluster.group import ray_ranks
 from tandem.cluster.group.engine_thread import EngineThread
 from tandem.cluster.service import serve_app
@@ -38,9 +37,10 @@ from tandem.configs.errors import SettingsError
 from tandem.configs.schema import EngineSettings, ModelSettings
 from tandem.workers.executor import rank_group
 from tandem.workers.messages.errors import GroupLost, RequestRefused
-from tandem.workers.messages.request import Abort, GenerationRequest, SamplingParams, TokenDelta
+from tandem.workers.messages.request import GenerationRequest, SamplingParams, TokenDelta
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_group import FakeCaller, FakeFleet, FakeGroup, serving
+from tests.support.plain_generation import Client
 
 SECRET = "ab" * 32
 
@@ -63,7 +63,7 @@ class Service:
         self.groups = [FakeGroup(SECRET, f"g{i}", engine) for i in range(2)]
         self.caller = FakeCaller(self.groups)
         self.fleet = FakeFleet(serving())
-        self.client = GroupClient(self.caller, self.fleet, SECRET, "127.0.0.1", "tandem")
+        self.client = Client(self.caller, self.fleet, SECRET, "127.0.0.1", "tandem")
 
     async def close(self) -> None:
         await self.client.close()
@@ -127,7 +127,7 @@ async def test_refusing_all_ends_what_runs_and_what_comes_later(slow_service: Se
     with pytest.raises(RequestRefused, match="closing"):
         await read_all(stream)
     with pytest.raises(RequestRefused, match="closing"):
-        await client.submit(request("late"))
+        await read_all(await client.submit(request("late")))
     assert first and slow_service.groups
     await until(lambda: not client._attempts)
 
@@ -151,7 +151,7 @@ async def test_without_a_group_nothing_is_dispatched(service: Service) -> None:
     service.fleet.records = {}
     assert not service.client.ready()
     with pytest.raises(RequestRefused) as caught:
-        await service.client.submit(request("r"))
+        await read_all(await service.client.submit(request("r")))
     assert caught.value.status == 503
     assert service.caller.made == 0
 
@@ -219,7 +219,7 @@ async def test_no_request_is_refused_through_a_flush_and_an_outage(service: Serv
     redis = MemoryRedis(lambda: now_s)
     fleet = FleetView(redis, "s", lambda: asyncio.sleep(0), clock=lambda: now_s)
     heartbeats = [group_heartbeat(redis, "s", lambda r=serving(g)[g]: r) for g in ("g0", "g1")]
-    client = GroupClient(service.caller, fleet, SECRET, "127.0.0.1", "tandem")
+    client = Client(service.caller, fleet, SECRET, "127.0.0.1", "tandem")
     for heartbeat in heartbeats:
         await heartbeat.send_heartbeat()
     await fleet.refresh()
@@ -270,7 +270,7 @@ async def test_a_busy_group_without_progress_is_not_ready() -> None:
     group = StuckGroup(lambda: now_s)
     await group.wait_opened()
     fleet = FakeFleet(serving())
-    client = GroupClient(FakeCaller([group]), fleet, SECRET, "127.0.0.1", "tandem")
+    client = Client(FakeCaller([group]), fleet, SECRET, "127.0.0.1", "tandem")
 
     def ready() -> bool:
         """As the next heartbeat says."""
@@ -348,7 +348,7 @@ async def test_a_thread_that_does_not_come_round_shows_it() -> None:
 async def test_metrics_are_of_groups_and_of_adapters_where_they_are_served(service: Service) -> None:
     adapters = AdapterService(AdapterList(None, "demo"), lambda source: "", ("demo",))
     parts = [FakeCaller([]), service.fleet, SECRET, "127.0.0.1", "vllm"]
-    plain, serving_adapters = GroupClient(*parts), GroupClient(*parts, lambda: adapters)
+    plain, serving_adapters = Client(*parts), Client(*parts, lambda: adapters)
     text, more = await plain.metrics(with_tenants=False), await serving_adapters.metrics(with_tenants=False)
     assert text.startswith("# HELP vllm:num_requests_running ") and text.endswith("\nvllm:redis_away 0.0\n")
     assert more.startswith(text) and more.endswith("\nvllm:adapters_listed 0.0\n")
@@ -361,7 +361,7 @@ async def test_senders_that_have_left_are_forgotten(service: Service) -> None:
     names = [channel_name("g", life) for life in range(3)]
     groups = [FakeGroup(SECRET, name) for name in names]
     caller = FakeCaller(groups)
-    client = GroupClient(caller, service.fleet, SECRET, "127.0.0.1", "tandem")
+    client = Client(caller, service.fleet, SECRET, "127.0.0.1", "tandem")
     for life, group in enumerate(groups):
         await group.wait_opened()
         service.fleet.records = {"g": msgspec.structs.replace(serving()["g"], life=life)}
@@ -501,18 +501,12 @@ async def test_an_abort_with_kept_positions_ends_with_the_bill(slow_service: Ser
         async for deltas in stream:
             got += deltas
             if sum(len(d.token_ids) for d in got) == 3:
-                await slow_service.client.abort(Abort(request_id="r", attempt=0, keep_positions=2))
+                stream.generation.stop_choice(stream.part, 0, 2)
     assert got[-1].usage is not None and got[-1].usage.completion_tokens == 2
     assert got[-1].finish_reason is not None
 
 
-async def test_an_abort_of_an_unknown_request_is_ignored(service: Service) -> None:
-    await service.client.abort(Abort(request_id="nobody", attempt=0))
-
-
 async def test_a_group_that_dies_hands_over_without_gap_or_duplicate(slow_service: Service) -> None:
-    moves: list[str] = []
-    slow_service.client.on_moved = lambda: moves.append("moved")
     slow_service.groups[0].engine.most = 100
     stream = await slow_service.client.submit(request("r", 200))
     got = await anext(stream)
@@ -521,7 +515,7 @@ async def test_a_group_that_dies_hands_over_without_gap_or_duplicate(slow_servic
     slow_service.groups[0].die()
     got += await read_all(stream)
     assert tokens_of(got) == list(range(100, 300))
-    assert moves == ["moved"]
+    assert slow_service.client.counts.moves == 1
     (moved,) = slow_service.groups[1].requests
     assert moved.attempt == 1
     assert 20 <= len(moved.resume_token_ids[0]) < 200
@@ -540,11 +534,13 @@ async def test_what_is_left_of_a_deadline_moves_along_and_ends_with_the_first_to
     waiting = Service(SlowEngine)
     for group in waiting.groups:
         await group.wait_opened()
-    stream = await waiting.client.submit(msgspec.structs.replace(request("bad", prompt=[666]), deadline_s=60.0))
-    with pytest.raises(RequestRefused, match="2 groups"):
-        await read_all(stream)
+    waiting.groups[0].engine.most = 0
+    stream = await waiting.client.submit(msgspec.structs.replace(request("queued"), deadline_s=60.0))
+    await until(lambda: waiting.groups[0].engine.live)
+    waiting.groups[0].die()
+    await read_all(stream)
     (second,) = waiting.groups[1].requests
-    assert second.deadline_s is not None and 0 < second.deadline_s < 60.0 - dispatch.REDISPATCH_S
+    assert second.deadline_s is not None and 0 < second.deadline_s < 60.0 - generation.REDISPATCH_S
     await waiting.close()
 
 
@@ -595,7 +591,7 @@ class FreezingEngine(SlowEngine):
 @pytest.fixture
 async def freezing(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Service]:
     """Two groups with records; the first is frozen with a request of 200 tokens under way."""
-    monkeypatch.setattr(dispatch, "SILENT_S", 0.1)
+    monkeypatch.setattr(serve_dispatch, "SILENT_S", 0.1)
     service = Service(FreezingEngine)
     for group in service.groups:
         group.close()
@@ -616,14 +612,14 @@ async def test_streams_of_a_group_that_is_missing_and_silent_move(freezing: Serv
     freezing.fleet.missing = [freezing.fleet.records.pop("g0")]
 
     def has_moved() -> list[GenerationRequest]:
-        freezing.client.lose_silent()
+        freezing.client.look_after()
         return second.requests
 
     await until(has_moved)
     got += await read_all(stream)
     assert tokens_of(got) == list(range(100, 300))
     assert second.requests[0].attempt == 1 and second.requests[0].resume_token_ids[0]
-    assert freezing.caller.told_missing == ["g0"], "so that the router sends it elsewhere"
+    assert freezing.caller.hints[-1].avoid == ("g0",), "so that the router sends it elsewhere"
     await until(lambda: not first.calls)  # should it thaw, it has nothing left to do
     first.engine.frozen = False
 
@@ -643,7 +639,7 @@ class LoopAt:
 
 
 async def test_a_group_whose_record_is_missing_but_whose_tokens_come_keeps_its_streams(freezing: Service) -> None:
-    loop = freezing.client._loop = LoopAt(freezing.client._loop)  # type: ignore[assignment]
+    loop = freezing.client.loop = LoopAt(freezing.client.loop)  # type: ignore[assignment]
     engine = freezing.groups[0].engine
     engine.most = 20
     stream = await freezing.client.submit(request("r", 300))
@@ -652,8 +648,8 @@ async def test_a_group_whose_record_is_missing_but_whose_tokens_come_keeps_its_s
     reading = asyncio.create_task(read_all(stream))
     (sender,) = freezing.client._last_message_s
     for _ in range(5):
-        loop.now_s += 0.9 * dispatch.SILENT_S
-        freezing.client.lose_silent()
+        loop.now_s += 0.9 * serve_dispatch.SILENT_S
+        freezing.client.look_after()
         engine.most += 20
         await until(lambda: freezing.client._last_message_s[sender] == loop.now_s)  # it says more
     engine.most = math.inf
@@ -668,9 +664,9 @@ async def test_streams_stay_where_they_are_while_there_is_no_other_group(freezin
     freezing.groups[0].engine.frozen = True
     freezing.fleet.missing, freezing.fleet.records = list(freezing.fleet.records.values()), {}
     await asyncio.sleep(0.15)
-    freezing.client.lose_silent()
+    freezing.client.look_after()
     await asyncio.sleep(0.05)
-    freezing.client.lose_silent()
+    freezing.client.look_after()
     freezing.groups[0].engine.frozen = False
     got += await read_all(stream)
     assert tokens_of(got) == list(range(100, 200)) and freezing.caller.made == 1
@@ -707,7 +703,7 @@ async def test_a_group_that_is_given_up_for_a_gap_stops_working_on_the_request(s
     slow_service.groups[0].engine.most = 100
     stream = await slow_service.client.submit(request("r", 2000))
     await anext(stream)
-    slow_service.client._attempts["r"].lost.set()  # as a second after a gap
+    slow_service.client._attempts["r"].lose("a gap", "bystander")  # as a second after a gap
     await until(lambda: slow_service.groups[1].requests)
     await until(lambda: not slow_service.groups[0].engine.live)  # it would never end by itself
     await stream.aclose()
@@ -715,19 +711,12 @@ async def test_a_group_that_is_given_up_for_a_gap_stops_working_on_the_request(s
 
 async def test_a_request_that_breaks_two_groups_is_poisoned(service: Service) -> None:
     poisoned = await service.client.submit(request("bad", prompt=[666]))  # breaks the first group, then the second
-    with pytest.raises(RequestRefused, match="2 groups") as caught:
+    with pytest.raises(RequestRefused, match="alone") as caught:
         await read_all(poisoned)
     assert (caught.value.status, caught.value.code) == (500, "request_poisoned")
     await until(lambda: all(g.failures for g in service.groups))
     assert [len(g.failures) for g in service.groups] == [1, 1]
     assert all(isinstance(g.failures[0][0], GroupLost) for g in service.groups)
-
-
-async def test_the_same_id_twice_is_refused_and_the_first_goes_on(slow_service: Service) -> None:
-    stream = await slow_service.client.submit(request("r", 20))
-    with pytest.raises(RequestRefused):
-        await slow_service.client.submit(request("r", 20))
-    assert len(tokens_of(await read_all(stream))) == 20
 
 
 async def test_closing_the_client_ends_open_streams(slow_service: Service) -> None:
@@ -736,7 +725,7 @@ async def test_closing_the_client_ends_open_streams(slow_service: Service) -> No
     reading = asyncio.create_task(read_all(stream))
     await asyncio.sleep(0)
     await slow_service.client.close()
-    with pytest.raises(GroupLost):
+    with pytest.raises(RequestRefused, match="shutting down"):
         await reading
 
 

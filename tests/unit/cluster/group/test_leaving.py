@@ -1,4 +1,4 @@
-"""A client that leaves before its first token: gateway, GroupClient and a group whose engine gives none, together."""
+"""A client that leaves before its first token: gateway, ServeDispatch and a group whose engine gives none, together."""
 
 import asyncio
 import time
@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from tandem.cluster.gateway.generation.dispatch import GroupClient
+from tandem.cluster.gateway.generation.serve_dispatch import ServeDispatch
 from tandem.cluster.gateway.routes import build_gateway_app
 from tandem.cluster.gateway.services import GatewayState, GatewayTimes, make_state
 from tandem.configs.schema import GatewaySettings
@@ -30,7 +30,7 @@ class Door:
 
     def __init__(self) -> None:
         self.group = FakeGroup(SECRET, "g", SilentEngine)
-        self.backend = GroupClient(FakeCaller([self.group]), FakeFleet(serving()), SECRET, "127.0.0.1", "tandem")
+        self.backend = ServeDispatch(FakeCaller([self.group]), FakeFleet(serving()), SECRET, "127.0.0.1", "tandem")
         self.ledger = ListLedger()
         self.state: GatewayState = make_state(
             settings=GatewaySettings(),
@@ -39,7 +39,7 @@ class Door:
             chat_template=None,
             max_model_len=CONTEXT,
             vocab_size=VOCAB,
-            backend=self.backend,
+            dispatch=self.backend,
             ledger=self.ledger,
             times=GatewayTimes(drain_s=60.0),  # what it would take if the group were not told
         )

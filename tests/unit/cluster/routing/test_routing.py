@@ -4,12 +4,13 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.cluster.routing.group_view import GroupView, RequestView
-from tandem.cluster.routing.outstanding import Outstanding, by_gateway, cost_tokens, elsewhere, gateway_of
+from tandem.cluster.routing.group_view import GroupView
+from tandem.cluster.routing.outstanding import Outstanding, by_gateway, cost_tokens, elsewhere
 from tandem.cluster.routing.policy import LeastOutstandingTokens, best_first
+from tandem.cluster.routing.route_hint import RouteHint, hint_of
 from tandem.workers.messages.request import GenerationRequest, ReplyTo, SamplingParams
 
-REQUEST = RequestView(request_id="r", cost_tokens=10)
+REQUEST = RouteHint(request_id="r", cost_tokens=10)
 
 
 def test_the_group_with_the_fewest_tokens_to_come_is_first() -> None:
@@ -49,8 +50,8 @@ def test_a_report_counts_for_the_gateways_that_did_not_send_it() -> None:
 
 def test_a_gateway_is_known_by_its_life() -> None:
     request = GenerationRequest(request_id="r", prompt_token_ids=[1], sampling=SamplingParams(max_tokens=1))
-    assert gateway_of(request) == ""
-    assert gateway_of(msgspec.structs.replace(request, reply_to=ReplyTo("tcp://x", "life2"))) == "life2"
+    assert hint_of(request).gateway == ""
+    assert hint_of(msgspec.structs.replace(request, reply_to=ReplyTo("tcp://x", "life2"))).gateway == "life2"
 
 
 def test_groups_that_are_gone_are_forgotten() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import pickle
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -9,13 +10,19 @@ from unittest.mock import Mock
 
 import msgspec
 import pytest
+from ray.serve._private.constants import RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH
+from ray.serve.request_router import RequestRouter
 
-from tandem.cluster.gateway.generation.serve_calls import ServeCaller
+from tandem.cluster.gateway.generation.serve_calls import MOST_BY_VALUE, ServeCaller
 from tandem.cluster.group.coordinator import Coordinator
+from tandem.cluster.routing.route_hint import RouteHint, hint_of
 from tandem.cluster.routing.serve_router import GroupRouter
 from tandem.workers.messages.request import AdapterRef, GenerationRequest, ReplyTo, SamplingParams
 
 ONE = "0123456789abcdef" * 4
+LONG = GenerationRequest(
+    request_id="r", prompt_token_ids=[7] * 100_000, sampling=SamplingParams(max_tokens=1), tenant="acme"
+)
 
 
 def replica(name: str, **stats: Any) -> Any:
@@ -25,9 +32,9 @@ def replica(name: str, **stats: Any) -> Any:
 def pending(
     call: str,
     max_tokens: int,
-    payload: bytes | None = None,
     adapter: str | None = None,
     gateway: str = "me",
+    avoid: tuple[str, ...] = (),
     **options: Any,
 ) -> Any:
     request = GenerationRequest(
@@ -38,8 +45,8 @@ def pending(
         reply_to=ReplyTo("tcp://127.0.0.1:1", gateway),
     )
     return SimpleNamespace(
-        args=[payload if payload is not None else msgspec.msgpack.encode(request)],
-        kwargs=options,
+        args=[b"not to be read"],
+        kwargs={"hint": hint_of(request, avoid), **options},
         metadata=SimpleNamespace(internal_request_id=call),
         routing_context=SimpleNamespace(should_backoff=False),
     )
@@ -78,9 +85,9 @@ def test_a_group_that_reports_a_stall_is_avoided_until_it_moves(router: GroupRou
     assert chosen(router, [report(0.0), replica("b")], pending("c2", 100)) == ["a", "b"]
 
 
-def test_a_missing_group_is_the_last_choice(router: GroupRouter) -> None:
+def test_a_group_to_avoid_is_the_last_choice(router: GroupRouter) -> None:
     a, b = replica("a"), replica("b")
-    assert chosen(router, [a, b], pending("c1", 100, missing=["a"])) == ["b", "a"]
+    assert chosen(router, [a, b], pending("c1", 100, avoid=("a",))) == ["b", "a"]
     assert chosen(router, [a, b], pending("c2", 100)) == ["a", "b"]
 
 
@@ -146,7 +153,7 @@ def test_a_burst_for_a_cold_adapter_keeps_together_and_two_adapters_need_not(rou
 
 
 def test_a_request_that_cannot_be_read_goes_anywhere(router: GroupRouter) -> None:
-    request = pending("c", 5, payload=b"\xff")
+    request = pending("c", 5, hint=None)
     assert chosen(router, [replica("b"), replica("a")], request) == ["b", "a"]
     assert request.routing_context.should_backoff
     router.on_request_routed(request, replica("a").replica_id, None)
@@ -161,10 +168,45 @@ def test_no_request_means_no_preference(router: GroupRouter) -> None:
     assert len(chosen(router, [replica("a"), replica("b")], None)) == 2
 
 
-def test_the_groups_to_avoid_reach_the_router_under_the_coordinators_own_argument() -> None:
+def test_the_hint_reaches_the_router_under_the_coordinators_own_argument() -> None:
     """Serve passes a call's arguments to the router and to the coordinator alike."""
-    method = Mock()
-    ServeCaller(Mock(options=lambda **_: method)).call(b"", ["g1"])
+    method, hint = Mock(), RouteHint(request_id="r", cost_tokens=1)
+    ServeCaller(Mock(options=lambda **_: method)).call(b"", hint)
     (call,) = method.remote.call_args_list
     inspect.signature(Coordinator.generate).bind(None, *call.args, **call.kwargs)
-    assert call.kwargs == {"missing": ["g1"]}
+    assert call.kwargs == {"hint": hint}
+
+
+def test_a_request_above_what_a_replica_takes_in_a_message_goes_through_the_object_store() -> None:
+    """128 choices of 8,000 tokens to resume, and a prompt of 100,000: gRPC's limit is 4 MiB."""
+    methods = {False: Mock(), True: Mock()}
+    caller = ServeCaller(Mock(options=lambda method_name, _by_reference: methods[_by_reference]))
+    request = GenerationRequest(
+        request_id="r",
+        attempt=1,
+        prompt_token_ids=list(range(100_000)),
+        sampling=SamplingParams(max_tokens=10_000, n=128),
+        resume_token_ids=[[70_000] * 8_000] * 128,
+    )
+    payload = msgspec.msgpack.encode(request)
+    assert len(payload) > RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH
+    caller.call(payload, hint_of(request))
+    caller.call(b"x" * MOST_BY_VALUE, hint_of(request))
+    assert [len(call.args[0]) for call in methods[True].remote.call_args_list] == [len(payload)]
+    assert [len(call.args[0]) for call in methods[False].remote.call_args_list] == [MOST_BY_VALUE]
+    assert 2 * MOST_BY_VALUE < RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH
+
+
+def test_choosing_a_group_takes_no_longer_for_a_long_prompt(router: GroupRouter) -> None:
+    """The router gets no prompt: what it is given is no encoded request at all."""
+    assert chosen(router, [replica("a"), replica("b")], pending("c", 5)) == ["a", "b"]
+    assert len(pickle.dumps(hint_of(LONG))) < 400
+
+
+def test_groups_that_serve_no_longer_lists_are_known(router: GroupRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GroupRouter, "running", None)
+    monkeypatch.setattr(RequestRouter, "update_replicas", lambda self, replicas: None)
+    router.update_replicas([replica("a"), replica("b")])
+    assert GroupRouter.running == {"a", "b"}
+    router.update_replicas([replica("b")])
+    assert GroupRouter.running == {"b"}

@@ -1,0 +1,65 @@
+"""Failover: what becomes of one prompt after its group has refused or lost it. Pure decisions, without tasks.
+
+After a loss every request that may have ended the group is a suspect, which at first runs alone in its next group
+(workers/engine/probation.py). Who ends a group alone is convicted: its prompt goes to quarantine. So a query of death
+ends two groups, and nobody else's request fails.
+"""
+
+from collections.abc import Callable, Collection
+
+from tandem.cluster.gateway.generation.part import RequestPart
+from tandem.cluster.gateway.generation.quarantine import Convicted
+from tandem.cluster.wire.token_channel import GROUP_ENDED, GROUP_LOST
+from tandem.workers.engine.probation import PROBATION_TOKENS
+from tandem.workers.messages.errors import RequestRefused
+from tandem.workers.messages.request import Ended
+
+MOST_LOSSES = 6
+"""Groups that may be lost one after the other while they ran a request, without a new token of it."""
+MOST_UNKNOWN = 2
+"""Of those, ends in an unknown step while the request was on probation. One may be a coordinator that was killed."""
+MOST_REFUSALS = 3
+"""Groups that are asked after a first one that is full."""
+
+
+class Failover:
+    """The history of one prompt. is_suspect: it runs alone at first. avoid: groups that have refused it or end."""
+
+    def __init__(self) -> None:
+        self.is_suspect = False
+        self.avoid: tuple[str, ...] = ()
+        self._losses = 0
+        self._unknown = 0
+
+    def after(self, part: RequestPart, ended: Ended, has_group: Callable[[Collection[str]], bool]) -> bool:
+        """Returns whether the request goes on as a new attempt; False: the same one is sent to another group. Raises
+        the refusal that the client sees otherwise. has_group: whether there is a group that is not among those."""
+        assert ended.refused is not None
+        status, code, param, message = ended.refused
+        if ended.group:
+            self.avoid += (ended.group,)
+        if part.num_delivered - part.tokens_before >= PROBATION_TOKENS:
+            self.is_suspect = False
+        if code == GROUP_LOST:
+            self._note_loss(part, ended)
+            return True
+        if code == GROUP_ENDED:
+            return True
+        if status in (429, 503) and len(self.avoid) <= MOST_REFUSALS and has_group(self.avoid):
+            return part.request.attempt > 0
+        raise RequestRefused(message, code=code, status=status, param=param)
+
+    def _note_loss(self, part: RequestPart, ended: Ended) -> None:
+        """Judges the part that the request had in the loss of its group. Without a row it had none."""
+        if part.num_delivered > part.tokens_before:
+            self._losses = 0
+        if ended.loss == "bystander" or (ended.loss == "unknown" and not part.has_row):
+            return
+        self._unknown = self._unknown + 1 if self.is_suspect and ended.loss == "unknown" else 0
+        if ended.loss == "alone" or self._unknown >= MOST_UNKNOWN:
+            raise Convicted
+        self.is_suspect = True
+        self._losses += 1
+        if self._losses >= MOST_LOSSES:
+            message = f"{self._losses} worker groups were lost one after the other while they ran this request"
+            raise RequestRefused(message, code="service_unavailable", status=503)

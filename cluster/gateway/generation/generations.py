@@ -1,0 +1,42 @@
+"""Generations: what all requests of one gateway share. Built once (services.py); nothing here changes later, except
+inside the objects it points to."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tandem.cluster.gateway.generation.dispatch import Dispatch
+from tandem.cluster.gateway.generation.quarantine import Quarantine
+from tandem.cluster.gateway.http.gateway_metrics import GatewayMetrics
+from tandem.cluster.gateway.http.tasks import TaskOwner
+from tandem.cluster.tenants.billing_record import Ledger
+from tandem.cluster.tenants.tenant_admission import Tenancy
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayTimes:
+    """Seconds. keep_alive: silence before an SSE comment; stuck_send: a client that does not read; drain: an aborted
+    request's last delta; usage: the counts after a stop string; unload: the last request of an adapter."""
+
+    keep_alive_s: float = 15.0
+    stuck_send_s: float = 60.0
+    drain_s: float = 5.0
+    usage_s: float = 1.0
+    unload_s: float = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generations:
+    """queue_timeout_s: how long a request waits for its first step; None: without a group as long as dispatch says,
+    in a queue for ever. max_answer_bytes: memory of an answer that is not streamed."""
+
+    dispatch: Dispatch
+    tenancy: Tenancy
+    ledger: Ledger
+    metrics: GatewayMetrics
+    tasks: TaskOwner
+    quarantine: Quarantine
+    times: GatewayTimes
+    max_answer_bytes: int
+    queue_timeout_s: float | None
+    clock: Callable[[], float]
+    wall_clock: Callable[[], float]

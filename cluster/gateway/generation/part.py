@@ -1,0 +1,183 @@
+"""RequestPart: one prompt of a generation, with all that outlives an attempt: tokens, stopped choices, counts.
+
+deltas of the present attempt --take--> not yet delivered ones --> the reader of the generation
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from tandem.cluster.gateway.generation.dispatch import Attempt
+from tandem.workers.messages.request import Ended, GenerationRequest, TokenDelta, Usage
+from tandem.workers.text.choice_text import ChoiceText
+
+AT_ONCE_S = 1.0
+
+
+@dataclass(kw_only=True, eq=False)
+class RequestPart:
+    """One prompt, where its choices begin in the answer, and how far they are. Implements TokenSink.
+
+    request: as it was sent last. is_open_ended: the client named no max_tokens, the request has what the context holds.
+    delivered, finished: by choice, as groups have sent them. kept: by choice that a stop string has ended, its output
+    tokens. is_begun: some group has computed the prompt, or part of it; cached_tokens: what the first of them found in
+    its cache. is_complete: the last delta has come. has_row: the present attempt has a row. is_aborted: an abort was
+    sent in the present attempt. tokens_before: tokens delivered before the present attempt. unserved_since_s: since
+    when each attempt has failed at once and without a row; None: the last one did not. on_step receives what is new.
+    news: set by whatever its owner waits for.
+    """
+
+    request: GenerationRequest
+    choices: list[ChoiceText]
+    first_choice: int
+    is_open_ended: bool = False
+    kept: dict[int, int] = field(default_factory=dict)
+    cached_tokens: int | None = None
+    is_begun: bool = False
+    is_complete: bool = False
+    has_row: bool = False
+    is_aborted: bool = False
+    tokens_before: int = 0
+    unserved_since_s: float | None = None
+    attempt: Attempt | None = None
+    on_step: Callable[[list[TokenDelta]], None] = lambda deltas: None
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    delivered: list[list[int]] = field(init=False)
+    finished: list[bool] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.delivered = [[] for _ in range(self.request.sampling.n)]
+        self.finished = [False] * self.request.sampling.n
+
+    @property
+    def open_choices(self) -> int:
+        return sum(choice.finished is None for choice in self.choices)
+
+    @property
+    def num_delivered(self) -> int:
+        return sum(map(len, self.delivered))
+
+    @property
+    def is_computed(self) -> bool:
+        """Its prompt is known to have been processed: a token came of it, or an end of its own."""
+        return any(choice.tokens or choice.finished in ("stop", "length") for choice in self.choices)
+
+    # ---- from its group ----
+
+    def take(self, deltas: list[TokenDelta]) -> bool:
+        """Implements TokenSink. A step that misses tokens for one choice is not taken at all: its other tokens would
+        count as delivered in the next group, and the reader would not get them."""
+        ends: dict[int, int] = {}
+        for delta in deltas:
+            have = ends.get(delta.choice, len(self.delivered[delta.choice]))
+            if delta.first_position > have:
+                return False
+            ends[delta.choice] = max(have, delta.first_position + len(delta.token_ids))
+        fresh = [trimmed for delta in deltas if (trimmed := self._take_one(delta)) is not None]
+        if any(delta.token_ids for delta in deltas):
+            self._begin(None)
+        if fresh:
+            self.on_step(fresh)
+        if self.is_complete:
+            self.news.set()
+        return True
+
+    def _take_one(self, delta: TokenDelta) -> TokenDelta | None:
+        """What is new in a delta, now delivered; None when nothing is."""
+        if delta.cached_tokens is not None:
+            self._begin(delta.cached_tokens)
+            return None
+        trimmed = self._trimmed(delta)
+        if trimmed is not None:
+            self.delivered[delta.choice].extend(trimmed.token_ids)
+            self.finished[delta.choice] |= trimmed.finish_reason is not None
+            if trimmed.usage is not None:
+                self._settle(trimmed.usage)
+        return trimmed
+
+    def _trimmed(self, delta: TokenDelta) -> TokenDelta | None:
+        """Without the tokens that were delivered before (another group sent them); None when nothing is new."""
+        if self.finished[delta.choice]:
+            if delta.usage is None:
+                return None
+            return msgspec.structs.replace(delta, token_ids=[], logprobs=None, finish_reason=None)
+        known = len(self.delivered[delta.choice]) - delta.first_position
+        if known == 0:
+            return delta
+        logprobs = delta.logprobs[known:] if delta.logprobs is not None else None
+        rest = delta.token_ids[known:]
+        if not rest and delta.finish_reason is None and delta.usage is None:
+            return None
+        first = delta.first_position + min(known, len(delta.token_ids))
+        return msgspec.structs.replace(delta, first_position=first, token_ids=rest, logprobs=logprobs)
+
+    def _begin(self, cached_tokens: int | None) -> None:
+        """Its prompt is computed from now on, and billed, once."""
+        self.has_row = True
+        if not self.is_begun:
+            self.is_begun = True
+            self.cached_tokens = cached_tokens
+
+    def _settle(self, usage: Usage) -> None:
+        self.is_complete = True
+        self.is_begun |= usage.prompt_tokens > 0
+        if self.cached_tokens is None and usage.prompt_tokens:
+            self.cached_tokens = usage.cached_tokens
+
+    # ---- from its owner ----
+
+    def begin_attempt(self) -> None:
+        """Expects the deltas of self.request from now on."""
+        self.has_row = self.is_aborted = False
+        self.tokens_before = self.num_delivered
+
+    def note_service(self, sent_s: float, now_s: float) -> None:
+        """Notes that an attempt that was sent at sent_s has failed now."""
+        if self.has_row or now_s - sent_s > AT_ONCE_S:
+            self.unserved_since_s = None
+        elif self.unserved_since_s is None:
+            self.unserved_since_s = sent_s
+
+    def has_all(self, ended: Ended) -> bool:
+        """True when every token that Ended counts was delivered."""
+        return all(len(got) >= want for got, want in zip(self.delivered, ended.positions, strict=False))
+
+    def finish(self, ended: Ended) -> None:
+        """Ends with the group's answer, when the last delta did not or will not come."""
+        if self.is_complete:
+            return
+        closing = self._closing_deltas(ended)
+        self._settle(ended.usage)
+        self.on_step(closing)
+
+    def next_request(self, deadline_s: float | None, *, is_suspect: bool) -> None:
+        """Makes the request for another group. Tokens delivered count as generated, of a stopped choice those that are
+        kept. deadline_s: what is left of its time in the queue."""
+        self.request = msgspec.structs.replace(
+            self.request,
+            attempt=self.request.attempt + 1,
+            resume_token_ids=[tokens[: self.kept.get(i)] for i, tokens in enumerate(self.delivered)],
+            ended_choices=[i for i, done in enumerate(self.finished) if done or i in self.kept],
+            begun=self.is_begun,
+            suspect=is_suspect,
+            deadline_s=deadline_s,
+        )
+
+    def _closing_deltas(self, ended: Ended) -> list[TokenDelta]:
+        """An empty delta for each choice that had no end yet; the last one carries the usage."""
+        open_choices = [i for i, done in enumerate(self.finished) if not done] or [len(self.finished) - 1]
+        last = open_choices[-1]
+        return [
+            TokenDelta(
+                request_id=self.request.request_id,
+                attempt=ended.attempt,
+                choice=choice,
+                first_position=len(self.delivered[choice]),
+                token_ids=[],
+                finish_reason=None if self.finished[choice] else ended.finish_reasons[choice],
+                usage=ended.usage if choice == last else None,
+            )
+            for choice in open_choices
+        ]

@@ -1,0 +1,41 @@
+"""ResponseFormat: how an API words an answer. Implemented by cluster/gateway/openai/answers.py."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tandem.workers.messages.request import TokenLogprobs, Usage
+from tandem.workers.text.choice_text import TextDelta
+
+
+@dataclass(frozen=True)
+class ChoiceAnswer:
+    """A whole choice, for answers that are not streamed."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    offsets: list[int] | None
+    finish_reason: str
+    stop_reason: int | str | None
+
+
+class ResponseFormat(Protocol):
+    """Chat or completions."""
+
+    def whole(self, choices: Sequence[ChoiceAnswer], usage: Usage) -> bytes:
+        """The body of an answer that is not streamed."""
+        ...
+
+    def opening(self, index: int) -> bytes:
+        """Events that open a choice; b"" if there are none."""
+        ...
+
+    def chunk(self, index: int, addition: TextDelta) -> bytes:
+        """Events for one addition; b"" when there is nothing to show."""
+        ...
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        """The chunk with the bill and no choices."""
+        ...

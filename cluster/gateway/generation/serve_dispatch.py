@@ -1,0 +1,318 @@
+"""ServeDispatch: requests go out through the Serve handle, tokens come back over the token channel.
+
+It knows which group runs which attempt, and ends the attempts of groups that are lost, silent or on their way out. What
+follows from an end is the Generation's decision. One event loop only.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Mapping
+from typing import Protocol
+
+import msgspec
+
+from tandem.cluster.adapters.adapter_metrics import add_adapters
+from tandem.cluster.adapters.adapter_service import AdapterService
+from tandem.cluster.fleet.engine_metrics import Families, add_engines
+from tandem.cluster.fleet.fleet_view import FleetView, GroupRecord, channel_name
+from tandem.cluster.gateway.generation.dispatch import TokenSink, lost
+from tandem.cluster.gateway.generation.draining_groups import DrainingGroups
+from tandem.cluster.routing.route_hint import RouteHint
+from tandem.cluster.wire.token_channel import TokenReceiver
+from tandem.workers.messages.errors import RequestRefused
+from tandem.workers.messages.request import Abort, Ended, GenerationRequest, Loss, TokenDelta, Usage
+
+log = logging.getLogger("tandem.groups")
+GAP_S = 1.0
+SILENT_S = 3.5
+"""A group whose record is missing (3 s after its last heartbeat) is lost when it has sent no token for this long."""
+CANCEL_AFTER_S = 5.0
+LINGER_S = 0.25
+"""For the word that a request has begun, when its client leaves before."""
+LEAST_HOLD_S = 30.0
+
+
+class Call(Protocol):
+    """One handle call in flight."""
+
+    async def answer(self) -> bytes:
+        """The coordinator's answer. Raises when it, or the connection to it, broke."""
+        ...
+
+    def cancel(self) -> None: ...
+
+
+class Caller(Protocol):
+    """Makes handle calls; Serve's router chooses the group."""
+
+    def call(self, payload: bytes, hint: RouteHint) -> Call: ...
+
+
+class ServeAttempt:
+    """Attempt over one handle call. sender: the group's name on the token channel, once it has sent something."""
+
+    def __init__(self, owner: "ServeDispatch", request: GenerationRequest, to: TokenSink, call: Call) -> None:
+        self.request = request
+        self.to = to
+        self.ended: asyncio.Future[Ended] = owner.loop.create_future()
+        self.sender: bytes | None = None
+        self.has_last_delta = False
+        self._owner = owner
+        self._call = call
+        self._held_aborts: list[Abort] = []
+        self._is_given_up = False
+        self._waiting = owner.loop.create_task(self._wait(), name=f"call {request.request_id}")
+
+    def abort(self, abort: Abort) -> None:
+        """Implements Attempt. While the group is not known, an abort of one choice is held, and the whole request is
+        ended by cancelling the call."""
+        abort = msgspec.structs.replace(abort, attempt=self.request.attempt)
+        if self.sender is not None:
+            self._owner.send_abort(self.sender, abort)
+            return
+        self._held_aborts.append(abort)
+        if abort.choice is None and abort.keep_positions is None:
+            self._is_given_up = True
+            self._drop()
+            self._owner.loop.call_later(LINGER_S, self._end_uncounted)
+
+    def cancel(self) -> None:
+        """Implements Attempt."""
+        self._owner.forget(self)
+        if not self.has_last_delta:
+            self._drop()
+        elif not self._waiting.done():
+            self._owner.loop.call_later(CANCEL_AFTER_S, self._drop)  # its answer is due
+
+    def learn_sender(self, sender: bytes) -> None:
+        """Its first message has come: its group can be told what was held."""
+        self.sender = sender
+        held, self._held_aborts = self._held_aborts, []
+        for abort in held:
+            self._owner.send_abort(sender, abort)
+
+    def lose(self, message: str, loss: Loss) -> None:
+        """Gives its group up for this request."""
+        self.end(lost(self.request, message, loss))
+
+    def end(self, ended: Ended) -> None:
+        if not self.ended.done():
+            self.ended.set_result(ended)
+
+    def _drop(self) -> None:
+        self._call.cancel()
+        self._waiting.cancel()
+
+    async def _wait(self) -> None:
+        try:
+            self.end(self._owner.decode(await self._call.answer()))
+        except asyncio.CancelledError:
+            if not self._is_given_up:
+                self.lose("its call was cancelled", "bystander")
+            raise
+        except Exception as error:  # whatever way Ray or Serve reports a dead replica
+            loss: Loss = "bystander" if self._owner.is_draining(self.sender) else "unknown"
+            self.lose(f"{type(error).__name__}: {error}".splitlines()[0], loss)
+
+    def _end_uncounted(self) -> None:
+        """Its call was cancelled: whether it had begun is known by now."""
+        nothing = Usage(prompt_tokens=0, completion_tokens=0)
+        ended = Ended(
+            request_id=self.request.request_id,
+            attempt=self.request.attempt,
+            positions=[],
+            finish_reasons=["abort"] * self.request.sampling.n,
+            usage=nothing,
+        )
+        self.end(ended)
+
+
+class ServeDispatch:
+    """All groups of the service, for one gateway. Create and use on one event loop; close() at the end.
+
+    adapters: whose metrics are shown. draining: groups that Serve is taking down.
+    """
+
+    def __init__(
+        self,
+        caller: Caller,
+        fleet: FleetView,
+        secret: str,
+        host: str,
+        metrics_prefix: str,
+        adapters: Callable[[], AdapterService | None] = lambda: None,
+        draining: DrainingGroups | None = None,
+    ) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.decode = msgspec.msgpack.Decoder(Ended).decode
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._caller = caller
+        self._fleet = fleet
+        self._metrics_prefix = metrics_prefix
+        self._adapters = adapters
+        self._draining = draining if draining is not None else DrainingGroups(lambda: None, 0.0, self.loop.time)
+        self._receiver = TokenReceiver(secret, host, self._on_deltas, self._on_gap)
+        self._attempts: dict[str, ServeAttempt] = {}
+        self._last_message_s: dict[bytes, float] = {}
+        self._group_seen = False
+        self._longest_load_s = 0.0
+        self._refusal: RequestRefused | None = None
+
+    # ---- Dispatch ------------------------------------------------------------------------------------------------
+
+    def send(self, request: GenerationRequest, hint: RouteHint, to: TokenSink) -> ServeAttempt:
+        if self._refusal is not None:
+            raise self._refusal
+        if not self._may_dispatch():
+            raise RequestRefused("no worker group is ready", code="service_unavailable", status=503)
+        reply_to = self._receiver.reply_to
+        request = msgspec.structs.replace(request, reply_to=reply_to)
+        avoid = {*hint.avoid, *(record.group for record in self._fleet.missing_for()), *self._draining.groups}
+        hint = msgspec.structs.replace(hint, gateway=reply_to.nonce, avoid=tuple(sorted(avoid)))
+        attempt = ServeAttempt(self, request, to, self._caller.call(self._encode(request), hint))
+        self._attempts[request.request_id] = attempt
+        return attempt
+
+    @property
+    def hold_s(self) -> float:
+        """Twice what a group has taken to load, and some seconds: one that is lost is found, replaced and loaded."""
+        loads = (record.load_s for record in self._fleet.records.values())
+        self._longest_load_s = max(self._longest_load_s, *loads, 0.0)
+        return max(LEAST_HOLD_S, 2 * self._longest_load_s + 10.0)
+
+    def has_group(self, avoid: Collection[str] = ()) -> bool:
+        return self._refusal is None and any(
+            record.state == "serving" and record.group not in avoid for record in self._fleet.records.values()
+        )
+
+    def ready(self) -> bool:
+        return any(record.is_ready for record in self._fleet.records.values())
+
+    def load(self) -> Mapping[str, float | int | str]:
+        records = list(self._fleet.records.values())
+        return {
+            "num_requests_running": sum(r.running for r in records),
+            "num_requests_waiting": sum(r.waiting for r in records),
+            "outstanding_tokens": sum(r.outstanding_tokens for r in records),
+            "kv_cache_usage_perc": max((r.kv_used for r in records), default=0.0),
+            "groups": len(records),
+            "requests_in_this_gateway": len(self._attempts),
+            "redis": "away" if self._fleet.redis_unavailable else "here",
+        }
+
+    async def metrics(self, *, with_tenants: bool) -> str:
+        records, redis_unavailable = list(self._fleet.records.values()), self._fleet.redis_unavailable
+        adapter_service = self._adapters()
+
+        def text() -> str:
+            families = Families(self._metrics_prefix)
+            add_engines(families, records, redis_unavailable, with_tenants=with_tenants)
+            if adapter_service is not None:
+                add_adapters(families, records, adapter_service, with_tenants=with_tenants)
+            return families.text()
+
+        return await asyncio.to_thread(text)  # a tenth of a second with a thousand tenants
+
+    def _may_dispatch(self) -> bool:
+        """True once there may be a group: Serve's router has the groups even when Redis has not."""
+        self._group_seen = self._group_seen or self.has_group()
+        return self._group_seen or self._fleet.redis_unavailable
+
+    # ---- the gateway ---------------------------------------------------------------------------------------------
+
+    def has_requests(self) -> bool:
+        return bool(self._attempts)
+
+    def refuse_all(self, refusal: RequestRefused) -> None:
+        """Ends every request with `refusal`, after the tokens delivered, and refuses later ones."""
+        self._refusal = refusal
+        for attempt in list(self._attempts.values()):
+            told = lost(attempt.request, str(refusal), "bystander")
+            refused = (refusal.status, refusal.code, refusal.param, str(refusal))
+            attempt.end(msgspec.structs.replace(told, refused=refused, loss=None))
+
+    def look_after(self) -> None:
+        """Ends the attempts of groups without heartbeats and tokens, and of groups that are taken down and whose time
+        is nearly over, if there is another group for them. Called about twice a second. A group that sends tokens
+        works, even if its heartbeats do not reach Redis."""
+        names = {name: record.group for name, record in self._channel_names()}
+        self._draining.refresh(self._fleet.records.values())
+        if not self.has_group(self._draining.groups):
+            return
+        silent = self._silent()
+        for attempt in self._attempts.values():
+            if attempt.sender is None or attempt.ended.done():
+                continue
+            if attempt.sender in silent:
+                attempt.lose(f"group {silent[attempt.sender]} gives no sign of life", "unknown")
+            elif self._draining.is_due(names.get(attempt.sender, "")):
+                attempt.lose("its group is taken down", "bystander")
+
+    def is_draining(self, sender: bytes | None) -> bool:
+        """Whether the group behind this name is being taken down by Serve."""
+        return sender is not None and sender.decode(errors="replace").rpartition(":")[0] in self._draining.groups
+
+    async def close(self) -> None:
+        """Refuses what runs and what comes."""
+        self.refuse_all(RequestRefused("the gateway is shutting down", code="service_unavailable", status=503))
+        for attempt in list(self._attempts.values()):
+            attempt.cancel()
+        self._receiver.close()
+
+    def _silent(self) -> dict[bytes, str]:
+        """The groups that have sent nothing for a while and whose records are missing, by channel name."""
+        before_s = self.loop.time() - SILENT_S
+        named = ((channel_name(r.group, r.life).encode(), r.group) for r in self._fleet.missing_for())
+        return {name: group for name, group in named if self._last_message_s.get(name, before_s) <= before_s}
+
+    def _channel_names(self) -> list[tuple[bytes, GroupRecord]]:
+        return [(channel_name(r.group, r.life).encode(), r) for r in self._fleet.records.values()]
+
+    # ---- attempts ------------------------------------------------------------------------------------------------
+
+    def forget(self, attempt: ServeAttempt) -> None:
+        """Ignores its deltas from now on."""
+        if self._attempts.get(attempt.request.request_id) is attempt:
+            del self._attempts[attempt.request.request_id]
+
+    def send_abort(self, sender: bytes, abort: Abort) -> None:
+        self._receiver.send_abort(sender, abort)
+
+    def _on_deltas(self, sender: bytes, deltas: list[TokenDelta]) -> None:
+        if sender in self._last_message_s:
+            self._last_message_s[sender] = self.loop.time()
+        by_request: dict[str, list[TokenDelta]] = {}
+        for delta in deltas:
+            by_request.setdefault(delta.request_id, []).append(delta)
+        for request_id, own in by_request.items():
+            attempt = self._attempts.get(request_id)
+            if attempt is None or own[0].attempt != attempt.request.attempt:
+                continue  # late deltas of a request that has ended or moved
+            if attempt.sender is None:
+                self._meet(sender)
+                attempt.learn_sender(sender)
+            attempt.has_last_delta |= own[-1].usage is not None
+            if not attempt.to.take(own):
+                attempt.has_last_delta = False
+                self._lose_soon(attempt)
+
+    def _lose_soon(self, attempt: ServeAttempt) -> None:
+        self.loop.call_later(GAP_S, attempt.lose, "a message was missing for 1 s", "bystander")
+
+    def _meet(self, sender: bytes) -> None:
+        """Registers a coordinator at its first message, and forgets those that have left the fleet."""
+        if sender in self._last_message_s:
+            return
+        living = {name for name, _ in self._channel_names()}
+        living |= {attempt.sender for attempt in self._attempts.values() if attempt.sender is not None}
+        for gone in self._last_message_s.keys() - living:
+            self._receiver.forget(gone)
+            del self._last_message_s[gone]
+        self._last_message_s[sender] = self.loop.time()
+
+    def _on_gap(self, sender: bytes) -> None:
+        """A message of this sender was lost: its content is unknown, so all its attempts count as lost."""
+        log.warning("a message from %s is missing", sender.decode(errors="replace"))
+        for attempt in self._attempts.values():
+            if attempt.sender == sender:
+                self._lose_soon(attempt)
