@@ -88,12 +88,14 @@ class Generation:
     async def steps(self) -> AsyncIterator[Step]:
         """Yields (part, its deltas of one step) until every choice has finished. Raises why it was refused or failed,
         after what was delivered."""
-        num_steps = 0
-        while any(part.open_choices for part in self.parts):
+        num_open, num_steps = len(self.parts), 0
+        while num_open:
             if self._steps:
-                step = self._steps.popleft()
-                self._check_rows(step[1])
-                yield step
+                part, deltas = self._steps.popleft()
+                self._check_rows(deltas)
+                was_open = part.open_choices > 0
+                yield part, deltas
+                num_open -= was_open and not part.open_choices
                 if (num_steps := num_steps + 1) % STEPS_AT_ONCE == 0:
                     await asyncio.sleep(0)  # steps that have come already never wait, and others have streams too
             elif self.error is not None:
