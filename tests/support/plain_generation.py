@@ -104,6 +104,7 @@ class Client(ServeDispatch):
             tasks=self.tasks,
             quarantine=self.quarantine,
             times=self.times,
+            max_answer_bytes=2**26,
             queue_timeout_s=request.deadline_s,
             clock=self.loop.time,
             wall_clock=lambda: 0.0,

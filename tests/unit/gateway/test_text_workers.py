@@ -258,13 +258,13 @@ async def test_metrics_are_rendered_off_the_loop_and_once_for_all_who_ask(slices
     async with gateway() as rig:
         for number in range(3000):
             rig.state.metrics.tenant_rejected(f"tenant-{number}", "tokens")
-        rendered, plain = [], rig.state.backend.metrics
+        rendered, plain = [], rig.state.dispatch.metrics
 
         async def counted(**options: Any) -> str:
             rendered.append(options)
             return await plain(**options)
 
-        rig.state.backend.metrics = counted  # type: ignore[method-assign]
+        rig.state.dispatch.metrics = counted  # type: ignore[method-assign]
         slices.clear()
         answers = await asyncio.gather(*(rig.client.get("/metrics") for _ in range(8)))
         worst = max(slices)
