@@ -76,7 +76,7 @@ def answered(service: Service) -> dict[str, float]:
 
 def test_any_gateway_speaks_for_all(service: Service) -> None:
     for _ in range(24):
-        assert service.post("/v1/completions", {**ASKED, "max_tokens": 1}).status_code == 200
+        assert service.post("/v1/completions", {**ASKED, "max_tokens": 1}, headers=ADMIN).status_code == 200
 
     def all_are_told() -> bool:
         """By whichever is asked: eight connections go to both, most likely."""
@@ -84,7 +84,7 @@ def test_any_gateway_speaks_for_all(service: Service) -> None:
         return all(len(counts) == 2 and sum(counts.values()) == 24 for counts in told)
 
     wait_for(all_are_told, 60, "both have read the other's record")
-    with stream_on_each(service, {}, max_tokens=1500, n=64):
+    with stream_on_each(service, ADMIN, max_tokens=1500, n=64):
         wait_for(lambda: service.get("/load").json()["http_requests_in_hand"] >= 2, 60, "the other's record")
         shown = run_tandem("status", "--url", service.url, temp=service.temp).stdout
         assert {line.split()[-1] for line in shown.splitlines() if line.startswith("  gateway ")} == {

@@ -55,7 +55,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def wait_until_known(service: Service, headers: dict[str, str]) -> None:
-    """The key is a tenant's; while there is none, every key is as good as no key."""
+    """The key is a tenant's."""
 
     def answers() -> list[int]:
         return [service.get("/v1/models", headers=sent).status_code for sent in ({}, headers)]
@@ -78,7 +78,8 @@ def at_least(count: int, found: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def test_two_tenants_with_limits_and_a_bill(closed: Service) -> None:
-    assert post(closed, {}).status_code == 200, "open until there is a tenant"
+    assert post(closed, {}).status_code == 401, "an admin key closes the service"
+    assert post(closed, ADMIN).status_code == 200, "what an admin asks is the default tenant's"
     small = bearer(tenants(closed, "add", "small", "--requests-per-minute", "3", "--tokens-per-minute", "5000"))
     made = closed.post("/admin/tenants", {"name": "large", "weight": 2}, headers=ADMIN)
     large = bearer(made.json()["key"])
