@@ -45,8 +45,7 @@ class FakeGroup:
     def failed(self, error: Exception, opened: bool) -> None:
         self.failures.append((error, opened))
 
-    async def generate(self, payload: bytes, hint: RouteHint) -> bytes:
-        del hint
+    async def generate(self, payload: bytes) -> bytes:
         request = msgspec.msgpack.decode(payload, type=GenerationRequest)
         self.requests.append(request)
         ended: asyncio.Future[Ended] = self._loop.create_future()
@@ -109,7 +108,7 @@ class FakeCaller:
         order = [*self.groups[turn:], *self.groups[:turn]]
         group = min(order, key=lambda group: group.name.split(":")[0] in hint.avoid)
         self.made += 1
-        return FakeCall(asyncio.get_running_loop().create_task(group.generate(payload, hint)))
+        return FakeCall(asyncio.get_running_loop().create_task(group.generate(payload)))
 
 
 class FakeFleet:

@@ -45,7 +45,7 @@ class Failover:
             return True
         if code == GROUP_ENDED:
             return True
-        if status in (429, 503) and len(self.avoid) <= MOST_REFUSALS and has_group(self.avoid):
+        if status in (429, 503) and ended.group and len(self.avoid) <= MOST_REFUSALS and has_group(self.avoid):
             return part.request.attempt > 0
         raise RequestRefused(message, code=code, status=status, param=param)
 

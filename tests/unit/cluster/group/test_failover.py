@@ -210,6 +210,17 @@ async def test_only_when_every_group_is_full_the_client_hears_of_it(told: Told) 
     await stream.aclose()
 
 
+async def test_an_engine_without_a_name_is_asked_once(told: Told) -> None:
+    """As that of run-batch: there is no other."""
+    stream = await told.client.submit(asked("r"))
+    await told.attempt(0)
+    told.end(*FULL)
+    with pytest.raises(RequestRefused, match="queue is full"):
+        await read(stream)
+    assert len(told.groups.calls) == 1
+    await stream.aclose()
+
+
 async def test_a_wait_that_was_too_long_is_not_begun_again_elsewhere(told: Told) -> None:
     stream = await told.client.submit(asked("r", deadline_s=0.05))
     await told.attempt(0)
