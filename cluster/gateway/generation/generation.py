@@ -217,9 +217,8 @@ class Generation:
             if ended is not None and ended.refused is None:
                 return await self._last_deltas(part, ended)
             if ended is not None and ended.loss not in (None, "unknown"):
-                await self._pause(
-                    part
-                )  # for what it sent before: later tokens of a group that may be frozen are not read
+                # for what it sent before: later tokens of a group that may be frozen are not read
+                await self._pause(part)
             part.note_service(sent_s, self._now())
             return ended
         finally:
