@@ -33,6 +33,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
     (temp := tmp_path / "temp").mkdir()
     monkeypatch.setenv("TMPDIR", str(temp))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(cpu_build, "failures", [])  # which others take for this machine's
     return temp, tmp_path / "cache" / "tandem" / "kernels"
 
 
@@ -159,6 +160,19 @@ def test_a_compiler_that_fails_is_said(
         assert cpu_build._compiled(cpu_build.LORA_SOURCES, torch.float32, None) is None
     assert caplog.messages == ["the CPU kernels cannot be compiled, so torch computes, slower: no room"]
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(
+    ("script", "limit_s", "words"),
+    [("exec sleep 60", 0.2, "gcc has not ended within 0.2 s"), ("exit 3", 60.0, "gcc ended with exit status 3")],
+)
+def test_a_compiler_that_says_nothing_has_a_reason(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, limit_s: float, words: str
+) -> None:
+    monkeypatch.setenv("PATH", compiler(tmp_path / "bin", script))
+    monkeypatch.setattr(cpu_build, "TIMEOUT_S", limit_s)
+    assert cpu_build._compiled(cpu_build.LORA_SOURCES, torch.float32, None) is None
+    assert cpu_build.compiler_words() == f"{tmp_path}/bin/{words}"
 
 
 START = """

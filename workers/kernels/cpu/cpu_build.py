@@ -25,7 +25,8 @@ CACHE_SOURCES = ("cpu_decode_attention.c", "cpu_kv_quant.c")
 SOURCES = (*CACHE_SOURCES, "cpu_chunk_attention.c", "cpu_fused_ops.c", "cpu_skinny_gemm.c")
 LORA_SOURCES = ("cpu_lora.c",)
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0
+"""On cores that many others want, gcc takes more than a minute; without its kernels a service would stay slow."""
 NO_COMPILER = "there is no C compiler (gcc or cc)"
 failures: list[str] = []
 """Why libraries could not be compiled in this process."""
@@ -111,9 +112,14 @@ def _compiled(names: tuple[str, ...], dtype: torch.dtype, storage: torch.dtype |
         store(name, Path(library).read_bytes())
         return loaded
     except (OSError, subprocess.SubprocessError) as error:
-        output = (
-            error.stderr.decode(errors="replace") if isinstance(error, subprocess.CalledProcessError) else str(error)
-        )
-        _note_failure(output[-300:].strip())
+        _note_failure(_words_of(error, compiler)[-300:].strip())
         os.close(built)
         return None
+
+
+def _words_of(error: Exception, compiler: str) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        return str(error.stderr.decode(errors="replace")) or f"{compiler} ended with exit status {error.returncode}"
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"{compiler} has not ended within {error.timeout:g} s"
+    return str(error)
