@@ -112,20 +112,17 @@ class TextWorkers:
             worker.add_done_callback(partial(self._ended, job, waited_s))
 
     def _next(self) -> _Job[Any] | None:
-        """Takes the first job of the tenant that was served the least, of equals the one that came first."""
+        """Takes the first job of the tenant that was served the least, of equals the one that came first. Who was idle
+        has no credit: its time begins where that of the one that began last does (_start_next)."""
         may_be_large = sum(job.is_large for job in self._running) < max(1, self._threads - 1)
         lanes = [lane for lane in self._waiting if may_be_large or not lane[1]]
         if not lanes:
             return None
-        lane = min(lanes, key=lambda lane: (self._rank(lane[0]), self._waiting[lane][0].arrived_s))
+        lane = min(lanes, key=lambda lane: (self._served.get(lane[0], 0.0), self._waiting[lane][0].arrived_s))
         job = self._waiting[lane].popleft()
         if not self._waiting[lane]:
             del self._waiting[lane]
         return job
-
-    def _rank(self, tenant: str) -> float:
-        """A tenant that was idle has no credit: it comes as if served like the one that began last."""
-        return max(self._served.get(tenant, 0.0), self._now)
 
     def _ended(self, job: _Job[Any], waited_s: float, worker: "asyncio.Future[tuple[Any, float]]") -> None:
         self._running.discard(job)

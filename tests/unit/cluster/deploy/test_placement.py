@@ -13,6 +13,7 @@ from tandem.cluster.deploy.placement import (
     min_groups,
 )
 from tandem.cluster.service import serve_app
+from tandem.cluster.wire.service_facts import APP
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import build_settings
 
@@ -56,8 +57,8 @@ def test_an_unplaced_group_is_told_with_what_there_is(monkeypatch: pytest.Monkey
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
     monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 3.5})
     with pytest.raises(SettingsError) as caught:
-        serve_app.raise_unplaced()
+        serve_app.raise_unplaced(APP)
     for words in ("GPU 1", "CPU 0.1", "STRICT_PACK", "has CPU 4 GPU 0", "free CPU 3.5"):
         assert words in str(caught.value)
     table["id"]["state"] = "CREATED"
-    serve_app.raise_unplaced()
+    serve_app.raise_unplaced(APP)
