@@ -221,8 +221,8 @@ class Gateway:
 
     async def _open_port(self, app: FastAPI) -> None:
         gateway = self._settings.gateway
+        tls = server_context(gateway)  # may fail: before there is a socket
         listener = listen(gateway.host, gateway.port, shared=gateway.num_gateways > 1)
-        tls = server_context(gateway)
         self._server = make_server(app, shutdown_timeout_s=self._settings.shutdown_timeout_s, tls=tls)
         self._serving = asyncio.get_running_loop().create_task(
             self._server.serve(sockets=[listener]), name="http server"

@@ -139,15 +139,23 @@ def join(address: str, *, may_be_open: bool = False) -> None:
 
 def asks_for_token(gcs_address: str) -> bool:
     """Whether the Ray there refuses a call without a token. True also for one that speaks TLS only, which asks for
-    certificates."""
+    certificates. Raises SettingsError when its answer does not tell."""
     import grpc
+
+    refusals = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAVAILABLE)
 
     with grpc.insecure_channel(gcs_address) as channel:
         ask = channel.unary_unary(GCS_CALL, request_serializer=bytes, response_deserializer=bytes)
         try:
             ask(b"", timeout=GCS_CALL_S)
-        except grpc.RpcError:
-            return True
+        except grpc.RpcError as error:
+            if (code := error.code()) in refusals:
+                return True
+            raise SettingsError(
+                f"{gcs_address}: cannot tell whether this Ray asks for a token (it answered {code.name}); join it all "
+                "the same with --allow-unauthenticated-ray",
+                "--address",
+            ) from None
     return False
 
 

@@ -139,7 +139,10 @@ class TenantDirectory:
 
     def _saved(self, there: Saved | None, spent: Mapping[str, tuple[int, int]]) -> Saved:
         """The copy at the moment of writing (on a thread), and the file's counts of budgets
-        that are counted now. When that is not known, a later budget replaces an earlier one."""
+        that are counted now. When that is not known, a later budget replaces an earlier one. Where another gateway has
+        written tenants of which this one has not heard, they stay: with them the service stays closed."""
+        if self._origin is None and there is not None and there.origin is not None:
+            return msgspec.structs.replace(there, spent=_most(spent, there.spent, None))
         tenants = self.tenants
         is_whole = self.is_certain and not self._unreadable
         budgets = {name: tenant.budget_id for name, tenant in tenants.items()} if is_whole else None

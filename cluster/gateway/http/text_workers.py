@@ -68,6 +68,7 @@ class TextWorkers:
         self._served: dict[str, float] = {}
         self._now = 0.0  # what the tenant that began last had been served
         self._running: set[_Job[Any]] = set()
+        self._is_closed = False
 
     @property
     def num_waiting(self) -> int:
@@ -83,6 +84,8 @@ class TextWorkers:
                 return function(*args, **kwargs)
             finally:
                 self._meter.text_worked(tenant, time.thread_time() - began_s, waited_s=None)
+        if self._is_closed:
+            raise closing()
         job = _Job(tenant, size, partial(function, *args, **kwargs), self._clock())
         self._waiting.setdefault((tenant, job.is_large), deque()).append(job)
         self._start_next()
@@ -96,7 +99,12 @@ class TextWorkers:
             self._forget(job)
 
     def close(self) -> None:
-        """Drops what waits; running work ends by itself."""
+        """Refuses what waits and what comes; running work ends by itself."""
+        self._is_closed = True
+        for job in [job for lane in self._waiting.values() for job in lane]:
+            if not job.done.done():
+                job.done.set_exception(closing())
+                job.done.exception()  # its handler may have gone
         self._waiting.clear()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -148,6 +156,11 @@ class TextWorkers:
             lane.remove(job)
             if not lane:
                 del self._waiting[job.tenant, job.is_large]
+
+
+def closing() -> RequestRefused:
+    """The refusal of work that comes after the end."""
+    return RequestRefused("The gateway is shutting down.", code="service_unavailable", status=503)
 
 
 class _Raised:

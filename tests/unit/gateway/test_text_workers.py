@@ -96,6 +96,19 @@ async def test_a_tenant_that_floods_waits_behind_one_that_does_not() -> None:
         assert b.began == ["loud0", "quiet0", "loud1", "quiet1", "loud2", "loud3"]
 
 
+async def test_what_waits_or_comes_at_the_end_is_refused_and_not_left_waiting() -> None:
+    async with bench(threads=1) as b:
+        await b.ask("a", "runs", SMALL)
+        await b.until_begun("runs")
+        waiting = asyncio.create_task(b.workers.run("a", SMALL, str))
+        await asyncio.sleep(0)
+        b.workers.close()
+        for refused in (waiting, b.workers.run("a", SMALL, str)):
+            with pytest.raises(RequestRefused, match="shutting down"):
+                await asyncio.wait_for(refused, 30)
+        await b.end("runs")
+
+
 async def test_shares_are_of_bytes_not_of_requests() -> None:
     async with bench(threads=1) as b:
         await b.ask("heavy", "first", SMALL)

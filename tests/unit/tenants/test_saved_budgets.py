@@ -190,6 +190,18 @@ def more(amount: int) -> Callable[[Count | None], Count]:
     return lambda there: Count(amount + (there.number if there is not None else 0))
 
 
+async def test_a_gateway_that_has_not_heard_of_the_tenants_does_not_write_over_them(
+    server: RedisServer, tmp_path: Path
+) -> None:
+    """With them the next start would find an open service."""
+    async with two(server.url, tmp_path) as (one, other):
+        assert other.directory.is_known and not other.directory.tenants
+        await one.admin.add("acme", {})
+        await save(one)
+        stale = other.directory._saved(read_state(tmp_path / TENANTS_FILE, Saved), {})
+        assert stale.origin is not None and [tenant.name for tenant in stale.tenants] == ["acme"]
+
+
 async def test_a_file_is_changed_by_one_at_a_time(tmp_path: Path, slow_writes: None) -> None:
     file = tmp_path / "count.json"
     await asyncio.gather(*(asyncio.to_thread(merge_state, file, Count, more(1)) for _ in range(8)))

@@ -63,3 +63,14 @@ def test_a_ray_without_tokens_is_joined_only_when_that_is_accepted(
             assert caught.value.flag == "--address"
         assert ray_node.asks_for_token(address) is asks
         assert set(handler.calls) == {"/ray.rpc.NodeInfoGcsService/GetClusterId"}
+
+
+def test_an_answer_that_does_not_tell_is_not_taken_for_a_refusal() -> None:
+    server = grpc.server(ThreadPoolExecutor(1))  # which knows no such call
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with pytest.raises(SettingsError, match=r"UNIMPLEMENTED.*--allow-unauthenticated-ray"):
+            ray_node.asks_for_token(f"127.0.0.1:{port}")
+    finally:
+        server.stop(None).wait()
