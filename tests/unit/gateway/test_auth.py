@@ -228,3 +228,12 @@ def test_a_key_may_be_any_of_several_and_both_kinds_at_once() -> None:
     keys = StaticKeys(["one", "two", "both"], ["root", "both", "other"])
     users = [keys.authenticate(f"Bearer {key}").is_admin for key in ("one", "two", "both", "root", "other")]
     assert users == [False, False, True, True, True]
+
+
+def test_a_key_for_the_metrics_holds_beside_tenants_too() -> None:
+    keys = TenantKeys(StaticKeys(metrics_keys=("scrape",)), FRESH, may_be_open=True, open_admin=True)
+    keys.check_metrics("Bearer scrape")
+    for header in (None, "Bearer sk-acme"):
+        with pytest.raises(RequestRefused) as refused:
+            keys.check_metrics(header)
+        assert refused.value.status == 401
