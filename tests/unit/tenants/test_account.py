@@ -95,6 +95,23 @@ def test_a_report_says_what_is_held_and_asked_for() -> None:
     assert asking.kv_tokens == 77
 
 
+def test_an_account_is_idle_when_nothing_runs_and_no_answer_is_awaited() -> None:
+    held = account()
+    assert held.is_idle
+    held.report(0.0, None)
+    assert held.is_idle, "nobody waits for the answer of a report that asks for nothing"
+    first, second = (held.report(0.0, None, reservation(5)) for _ in range(2))
+    assert not held.is_idle and (first.awaited, second.awaited) == ([], [first.number])
+    held.learn(first, verdict(), 0.0)
+    assert not held.is_idle and held.report(0.0, None).awaited == [second.number]
+    held.unreported(second, 0.0)
+    assert held.is_idle
+    held.hold(5)
+    assert not held.is_idle
+    held.release(5)
+    assert held.is_idle
+
+
 def test_what_was_used_less_or_more_than_charged_is_told_once() -> None:
     held = account(tokens_per_minute=600)
     held.learn(held.report(0.0, None), verdict(tokens=500.0), 0.0)
