@@ -237,6 +237,13 @@ class EngineThread(threading.Thread):
             if self._live.get(key, (None, None))[0] is request:
                 del self._live[key]
             on_ended(refusal(request, error.status, error.code, error.param, str(error)))
+        except GroupLost:
+            raise
+        except Exception:
+            log.exception("request %s cannot be taken in", request.request_id)
+            self._live.pop(key, None)
+            on_ended(refusal(request, 500, "internal_error", None, "The request failed in the engine."))
+            engine.abort(Abort(request_id=request.request_id, attempt=request.attempt))
 
     def _take_channel(self, engine: Engine) -> None:
         for abort in self._sender.receive():
@@ -261,15 +268,15 @@ class EngineThread(threading.Thread):
             live[1](ended)
 
     def _losses(self, error: Exception) -> dict[str, Loss]:
-        """What this end of the engine says of each request. Memory runs out by what all rows have: no row is to blame
-        alone."""
+        """What this end of the engine says of each request. Memory runs out by what all rows have, and transfers are of
+        no step: then no row is to blame alone."""
         try:
             losses = self._engine.losses()
         except Exception:
             log.exception("nobody knows what was in the last step")
             return {}
-        if OUT_OF_MEMORY.search(str(error)):
-            losses = {name: "suspect" if loss == "alone" else loss for name, loss in losses.items()}
+        if OUT_OF_MEMORY.search(str(error)) or (isinstance(error, GroupLost) and not error.by_step):
+            losses = {name: "bystander" if loss == "bystander" else "excused" for name, loss in losses.items()}
         return losses
 
     def _lose_live(self, message: str, losses: Mapping[str, Loss]) -> None:

@@ -113,6 +113,7 @@ class Engine:
         self._requests: dict[str, RequestState] = {}
         self._complete_at_start: list[tuple[RequestState, list[TokenDelta]]] = []
         self._in_flight_steps: deque[InFlightStep] = deque()
+        self._applied: InFlightStep | None = None
         self._arrived: deque[StepResult] = deque()
         self._answers: list[TransferResult] = []
 
@@ -122,7 +123,8 @@ class Engine:
         """Accepts a request; its tokens and its end come through the sink, from turn().
 
         Raises RequestRefused, ContextLengthExceeded (naming the number that would fit) or QueueFull, and then nothing
-        has changed and no end will come. A newer attempt of a live request replaces the older one.
+        has changed and no end will come. A newer attempt of a live request replaces the older one. After any other
+        error an abort() removes what there is of the request.
         """
         older = self._requests.get(request.request_id)
         try:
@@ -133,13 +135,13 @@ class Engine:
                 raise RequestRefused(
                     f"request {request.request_id!r} is already running", code="invalid_value", param="request_id"
                 )
+            state = self._arrivals.state_of(request, self._clock())
             self._limits.enter(request)
         except RequestRefused as refusal:
             self._collector.rejected[_cause(refusal)] += 1
             raise
         if older is not None:
             self._supersede(older)
-        state = self._arrivals.state_of(request, self._clock())
         self._requests[request.request_id] = state
         self._deadlines.add(state)
         self._start(state)
@@ -229,13 +231,14 @@ class Engine:
         self._collector.wait_s += now_s - submitted_s
         if result is None:
             return self._take_transfers() or progress
-        step = self._in_flight_steps.popleft()
+        step = self._applied = self._in_flight_steps.popleft()
         if result.failure is None:
             deltas, ended = self._results.apply(step, result, now_s)
             self._chunk_limiter.observe(step.num_prefill_tokens, result.device_s)
             self._costs.observe_step(step.num_prefill_tokens, step.num_decode, result.device_s)
         else:
             deltas, ended = self._results.undo(step, result.failure)
+        self._applied = None
         self._collector.device_s += result.device_s
         if deltas:
             self._sink.deltas(deltas)
@@ -265,9 +268,9 @@ class Engine:
         )
 
     def losses(self) -> dict[str, Loss]:
-        """What the loss of the ranks now says of each unfinished request, by id. Suspect is each row of a step that the
-        ranks have not answered; if there is no such step, each row."""
-        failing = list(self._in_flight_steps)[len(self._arrived) :]
+        """What the end of the group now says of each unfinished request, by id. Suspect is each row of the step whose
+        result could not be applied; else of a step that the ranks have not answered; if there is none, each row."""
+        failing = list(self._in_flight_steps)[len(self._arrived) :] if self._applied is None else [self._applied]
         rows = {seq.state for step in failing for seq in step.sequences}
         if not failing:
             rows = {s for s in self._requests.values() if any(seq.status is Status.RUNNING for seq in s.sequences)}

@@ -112,7 +112,7 @@ class RankGroup:
         self._clock = clock
         self._steps = StepBound(clock)
         self.hellos: tuple[Hello, ...] = ()
-        self._broken: str | None = None
+        self._broken: GroupLost | None = None
         self._reported: str | None = None
         self._reporting = threading.Lock()
         self._is_started = False
@@ -369,16 +369,16 @@ class RankGroup:
     def _fail(self, cause: RankFailed | str) -> None:
         """Breaks the group and raises."""
         if isinstance(cause, RankFailed):
-            self._broken = f"rank {cause.rank}: {cause.message}"
+            self._broken = GroupLost(f"rank {cause.rank}: {cause.message}", by_step=cause.by_step)
             if cause.flag is not None:
                 raise SettingsError(cause.message, cause.flag)
         else:
-            self._broken = cause
-        raise GroupLost(self._broken)
+            self._broken = GroupLost(cause)
+        raise self._broken
 
     def _raise_if_broken(self) -> None:
         if self._broken is not None:
-            raise GroupLost(self._broken)
+            raise self._broken
 
     def _kill_ranks(self) -> None:
         """SIGKILL, which a stopped process obeys too, for the ranks of this machine."""

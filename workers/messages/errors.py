@@ -55,4 +55,9 @@ class AdapterUnreadable(AdapterRefused):
 
 
 class GroupLost(TandemError):
-    """Loss of a group: a rank or its coordinator died or hangs. Its unfinished requests must go to another group."""
+    """Loss of a group: a rank or its coordinator died or hangs. Its unfinished requests must go to another group.
+    by_step: whether the step under way may have caused it."""
+
+    def __init__(self, message: str, *, by_step: bool = True) -> None:
+        super().__init__(message)
+        self.by_step = by_step

@@ -10,9 +10,10 @@ from typing import Literal
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-Loss = Literal["bystander", "suspect", "alone", "unknown"]
+Loss = Literal["bystander", "suspect", "alone", "unknown", "excused"]
 """What the loss of a group says of a request: it was in no step that may have ended the group; it was in one; it was
-alone in one, after an earlier loss had made it suspect; nobody can tell in which step the group ended.
+alone in one, after an earlier loss had made it suspect; nobody can tell in which step the group ended; it was in one,
+but no row is to blame alone (memory ran out, or a transfer failed).
 """
 
 

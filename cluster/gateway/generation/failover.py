@@ -2,7 +2,7 @@
 
 After a loss every request that may have ended the group is a suspect, which at first runs alone in its next group
 (workers/engine/probation.py). Who ends a group alone is convicted: its prompt goes to quarantine. So a query of death
-ends two groups, and nobody else's request fails.
+ends two groups, and nobody else's request fails. Six losses in a row convict too, unless all were excused.
 """
 
 from collections.abc import Callable, Collection
@@ -15,7 +15,8 @@ from tandem.workers.messages.errors import RequestRefused
 from tandem.workers.messages.request import Ended
 
 MOST_LOSSES = 6
-"""Groups that may be lost one after the other while they ran a request, without a new token of it."""
+"""Groups that may be lost one after the other while they ran a request, before it is past where they were lost; and
+while they had it and it had no row."""
 MOST_UNKNOWN = 2
 """Of those, ends in an unknown step while the request was on probation. One may be a coordinator that was killed."""
 MOST_REFUSALS = 3
@@ -30,6 +31,8 @@ class Failover:
         self.avoid: tuple[str, ...] = ()
         self._losses = 0
         self._unknown = 0
+        self._unserved = 0
+        self._is_excused = True
 
     def after(self, part: RequestPart, ended: Ended, has_group: Callable[[Collection[str]], bool]) -> bool:
         """Returns whether the request goes on as a new attempt; False: the same one is sent to another group. Raises
@@ -38,8 +41,10 @@ class Failover:
         status, code, param, message = ended.refused
         if ended.group:
             self.avoid += (ended.group,)
-        if part.num_delivered - part.tokens_before >= PROBATION_TOKENS:
-            self.is_suspect = False
+        if part.has_new_tokens:
+            self._unserved = 0
+        if part.is_past(PROBATION_TOKENS):
+            self.is_suspect, self._is_excused, self._losses = False, True, 0
         if code == GROUP_LOST:
             self._note_loss(part, ended)
             return True
@@ -50,16 +55,28 @@ class Failover:
         raise RequestRefused(message, code=code, status=status, param=param)
 
     def _note_loss(self, part: RequestPart, ended: Ended) -> None:
-        """Judges the part that the request had in the loss of its group. Without a row it had none."""
-        if part.num_delivered > part.tokens_before:
-            self._losses = 0
-        if ended.loss == "bystander" or (ended.loss == "unknown" and not part.has_row):
+        """Judges the part that the request had in the loss of its group. Without a row it had none, as far as anybody
+        knows; but what ends a coordinator before it has a row must not go on for ever. Calls that fail at once are
+        bounded by time: they may be to a group that is gone already."""
+        if ended.loss == "bystander":
+            return
+        if ended.loss == "unknown" and not part.has_row:
+            self._unserved += part.unserved_since_s is None
+            if self._unserved >= MOST_LOSSES:
+                raise _lost_too_often("had")
             return
         self._unknown = self._unknown + 1 if self.is_suspect and ended.loss == "unknown" else 0
         if ended.loss == "alone" or self._unknown >= MOST_UNKNOWN:
             raise Convicted
         self.is_suspect = True
+        self._is_excused &= ended.loss == "excused"
         self._losses += 1
         if self._losses >= MOST_LOSSES:
-            message = f"{self._losses} worker groups were lost one after the other while they ran this request"
-            raise RequestRefused(message, code="service_unavailable", status=503)
+            if not self._is_excused:
+                raise Convicted
+            raise _lost_too_often("ran")
+
+
+def _lost_too_often(did: str) -> RequestRefused:
+    message = f"{MOST_LOSSES} worker groups were lost one after the other while they {did} this request"
+    return RequestRefused(message, code="service_unavailable", status=503)

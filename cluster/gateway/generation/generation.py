@@ -157,17 +157,20 @@ class Generation:
     async def _own(self) -> None:
         with self.held:
             try:
-                await self._admit()
-                if len(self.parts) == 1:
-                    await self._serve(self.parts[0])
-                else:
-                    await self._serve_all()
-            except Exception as error:
-                self._fail(error)
-            try:
+                await self._serve_admitted()
                 await self._closing.wait()
-            finally:
+            finally:  # also when the task is cancelled
                 await self._settle()
+
+    async def _serve_admitted(self) -> None:
+        try:
+            await self._admit()
+            if len(self.parts) == 1:
+                await self._serve(self.parts[0])
+            else:
+                await self._serve_all()
+        except Exception as error:
+            self._fail(error)
 
     async def _admit(self) -> None:
         """Reserves what the tenant's request may take. From here on a bill is owed."""
@@ -192,7 +195,7 @@ class Generation:
         try:
             while not self._closing.is_set():
                 ended = await self._attempt(part, failover)
-                if ended is None or part.open_choices == 0:  # it is over; or the text of each choice has ended
+                if ended is None or part.is_complete or part.open_choices == 0:  # or the text of each choice has ended
                     return
                 await self._prepare_next(part, failover, ended)
         except RequestRefused as error:
@@ -254,10 +257,11 @@ class Generation:
 
     async def _last_deltas(self, part: RequestPart, ended: Ended) -> Ended | None:
         """The group's answer has overtaken the last deltas, or none will come because of an abort."""
-        if not (part.is_aborted and part.has_all(ended)):
-            deadline_s = self._now() + GAP_S
-            while not part.is_complete and (left_s := deadline_s - self._now()) > 0:
-                await self._wait(part, left_s)
+        deadline_s = self._now() + GAP_S
+        while not part.is_complete and (left_s := deadline_s - self._now()) > 0:
+            if part.is_aborted and part.has_all(ended):
+                break
+            await self._wait(part, left_s)
         if self._closing.is_set() or part.is_complete or part.has_all(ended):
             part.finish(ended)
             return None
@@ -302,10 +306,11 @@ class Generation:
             part.finish(ended)
 
     async def _pause(self, part: RequestPart) -> None:
-        """Waits a moment, unless the client leaves."""
+        """Waits a moment, unless the client leaves or the answer gets complete."""
         part.news.clear()
-        if not self._closing.is_set():
-            await self._wait(part, REDISPATCH_S)
+        deadline_s = self._now() + REDISPATCH_S
+        while not (self._closing.is_set() or part.is_complete) and (left_s := deadline_s - self._now()) > 0:
+            await self._wait(part, left_s)
 
     def _abort(self, part: RequestPart, attempt: Attempt, choice: int | None) -> None:
         part.is_aborted = True

@@ -24,7 +24,7 @@ class RequestPart:
     delivered, finished: by choice, as groups have sent them. kept: by choice that a stop string has ended, its output
     tokens. is_begun: some group has computed the prompt, or part of it; cached_tokens: what the first of them found in
     its cache. is_complete: the last delta has come. has_row: the present attempt has a row. is_aborted: an abort was
-    sent in the present attempt. tokens_before: tokens delivered before the present attempt. unserved_since_s: since
+    sent in the present attempt. before: by choice, tokens delivered before the present attempt. unserved_since_s: since
     when each attempt has failed at once and without a row; None: the last one did not. on_step receives what is new.
     news: set by whatever its owner waits for.
     """
@@ -39,25 +39,34 @@ class RequestPart:
     is_complete: bool = False
     has_row: bool = False
     is_aborted: bool = False
-    tokens_before: int = 0
     unserved_since_s: float | None = None
     attempt: Attempt | None = None
     on_step: Callable[[list[TokenDelta]], None] = lambda deltas: None
     news: asyncio.Event = field(default_factory=asyncio.Event)
     delivered: list[list[int]] = field(init=False)
     finished: list[bool] = field(init=False)
+    before: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.delivered = [[] for _ in range(self.request.sampling.n)]
         self.finished = [False] * self.request.sampling.n
+        self.before = [0] * self.request.sampling.n
 
     @property
     def open_choices(self) -> int:
         return sum(choice.finished is None for choice in self.choices)
 
     @property
-    def num_delivered(self) -> int:
-        return sum(map(len, self.delivered))
+    def has_new_tokens(self) -> bool:
+        """Whether the present attempt has delivered any."""
+        return any(len(got) > before for got, before in zip(self.delivered, self.before, strict=True))
+
+    def is_past(self, tokens: int) -> bool:
+        """Whether the present attempt has delivered so many tokens of each choice that has not ended."""
+        return all(
+            done or choice in self.kept or len(got) - before >= tokens
+            for choice, (done, got, before) in enumerate(zip(self.finished, self.delivered, self.before, strict=True))
+        )
 
     @property
     def is_computed(self) -> bool:
@@ -80,7 +89,7 @@ class RequestPart:
             self._begin(None)
         if fresh:
             self.on_step(fresh)
-        if self.is_complete:
+        if self.is_complete or self.is_aborted:
             self.news.set()
         return True
 
@@ -131,7 +140,7 @@ class RequestPart:
     def begin_attempt(self) -> None:
         """Expects the deltas of self.request from now on."""
         self.has_row = self.is_aborted = False
-        self.tokens_before = self.num_delivered
+        self.before = [len(tokens) for tokens in self.delivered]
 
     def note_service(self, sent_s: float, now_s: float) -> None:
         """Notes that an attempt that was sent at sent_s has failed now."""

@@ -1,4 +1,4 @@
-"""Quarantine: prompts that have ended a group by themselves, by digest. They are refused before they are dispatched.
+"""Quarantine: prompts that have ended groups, by digest. They are refused before they are dispatched.
 
 Kept by each gateway for an hour; with several gateways their records carry the digests to the others.
 """
@@ -15,10 +15,10 @@ MOST = 1000
 
 
 class Convicted(RequestRefused):
-    """Refusal of a prompt that has ended a group by itself."""
+    """Refusal of a prompt that has ended a group by itself, or under which too many were lost."""
 
     def __init__(self) -> None:
-        message = "A worker group was lost while it ran this prompt alone. The prompt is not run again."
+        message = "Worker groups were lost while they ran this prompt. The prompt is not run again."
         super().__init__(message, code="request_poisoned", status=500)
 
 

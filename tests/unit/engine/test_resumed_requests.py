@@ -252,6 +252,51 @@ def test_only_a_suspect_in_a_step_of_its_own_is_alone():
     assert told[-1]["s"] == "suspect", "it has joined the others"
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_whose_result_cannot_be_applied_is_known(mode):
+    h = harness(**mode)
+    h.add(request("first", 5, 30))
+    h.step()
+    h.add(request("s", 5, 30, attempt=1, suspect=True))
+    apply = h.engine._results.apply
+
+    def choke(step, result, now_s):
+        if all(seq.state.request.request_id == "s" for seq in step.sequences):
+            raise IndexError("a token too much")
+        return apply(step, result, now_s)
+
+    h.engine._results.apply = choke
+    with pytest.raises(IndexError):
+        h.run()
+    assert h.engine.losses() == {"first": "bystander", "s": "alone"}
+
+
+@pytest.mark.parametrize("broken", ["_arrivals.state_of", "_start"])
+def test_a_request_that_could_not_be_taken_in_leaves_nothing(broken, monkeypatch):
+    """Whether it was queued already or not."""
+    h = harness(max_num_queued_reqs=1)
+    *path, name = broken.split(".")
+    owner = getattr(h.engine, path[0]) if path else h.engine
+    real = getattr(owner, name)
+
+    def fail(state, *more):
+        if name == "_start":
+            real(state)
+        raise TypeError("not a number")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, fail)
+        with pytest.raises(TypeError):
+            h.add(request("bad", 3))
+    h.engine.abort(Abort(request_id="bad", attempt=0))
+    h.engine.check_invariants()
+    assert not h.engine.has_work()
+    good = request("good", 3)
+    h.add(good)  # the queue has room
+    h.run()
+    assert_as_expected(h, good)
+
+
 def test_every_field_of_a_request_survives_the_wire():
     sent = request("a", 5, 9, attempt=2, begun=True, suspect=True, ended=[0])
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=GenerationRequest) == sent

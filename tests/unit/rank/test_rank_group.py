@@ -253,6 +253,21 @@ def test_a_failed_rank_reports_its_reason() -> None:
             f.group.poll(30.0)
 
 
+def test_a_failure_that_no_step_has_caused_says_so_also_later() -> None:
+    def fails(rank: int, message: ToRank) -> FromRank | None:
+        if isinstance(message, StepPlan):
+            return RankFailed(rank=rank, message="its lane channel failed", by_step=False)
+        return good_rank(rank, message)
+
+    with fleet(fails) as f:
+        f.group.start()
+        f.group.submit(StepPlan(step_id=1, work=[]))
+        for ask in (lambda: f.group.poll(30.0), lambda: f.group.submit(StepPlan(step_id=2, work=[]))):
+            with pytest.raises(GroupLost, match="lane channel") as caught:
+                ask()
+            assert not caught.value.by_step
+
+
 def test_a_setting_refused_by_a_rank_is_a_settings_error() -> None:
     def refuses(rank: int, message: ToRank) -> FromRank | None:
         return RankFailed(rank=rank, message="too little", flag="--max-model-len")

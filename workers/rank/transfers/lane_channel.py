@@ -63,7 +63,7 @@ class LaneChannel(threading.Thread):
             linger_ms = FAILURE_LINGER_MS
             reason = f"its lane channel failed: {type(error).__name__}: {error}"
             with suppress(zmq.ContextTerminated):
-                self._socket.send(self._encoder.encode(RankFailed(rank=self._rank, message=reason)))
+                self._socket.send(self._encoder.encode(RankFailed(rank=self._rank, message=reason, by_step=False)))
         finally:
             self._socket.close(linger=linger_ms)
             self._answers.close(linger=0)

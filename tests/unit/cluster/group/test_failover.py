@@ -9,8 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from tandem.cluster.gateway.generation import generation as generation_module
+from tandem.cluster.gateway.generation import part as part_module
 from tandem.cluster.gateway.generation import serve_dispatch
 from tandem.cluster.gateway.generation.draining_groups import DrainingGroups
+from tandem.cluster.gateway.generation.failover import MOST_LOSSES
 from tandem.cluster.gateway.generation.quarantine import MOST, Quarantine, digest_of
 from tandem.cluster.routing.route_hint import RouteHint
 from tandem.workers.engine.probation import PROBATION_TOKENS
@@ -153,13 +156,15 @@ class Told:
             )
         self.client._on_deltas(f"g{len(self.groups.requests) - 1}:1".encode(), built)
 
-    def end(self, *refused: Any, number: int = -1, loss: Any = None, group: str = "") -> None:
+    def end(
+        self, *refused: Any, number: int = -1, loss: Any = None, group: str = "", positions: list[int] | None = None
+    ) -> None:
         request = self.groups.requests[number]
         n = request.sampling.n
         ended = Ended(
             request_id=request.request_id,
             attempt=request.attempt,
-            positions=[0] * n,
+            positions=positions or [0] * n,
             finish_reasons=["abort"] * n,
             usage=Usage(len(request.prompt_token_ids), 0, 7),
             refused=refused or None,  # type: ignore[arg-type]
@@ -609,9 +614,11 @@ async def test_who_has_run_past_where_its_group_ended_is_cleared(told: Told) -> 
     await stream.aclose()
 
 
-async def test_a_request_under_which_groups_are_lost_for_ever_ends(told: Told) -> None:
-    """As when memory runs out whenever it runs: it is not to blame alone, and must not go on."""
-    stream = await judged(told, *["suspect"] * 6)
+@pytest.mark.parametrize("tokens", [0, PROBATION_TOKENS - 1])
+@pytest.mark.parametrize("losses", [["excused"] * 6, ["excused", "bystander", *["excused"] * 5]])
+async def test_a_request_under_which_memory_runs_out_for_ever_ends(told: Told, losses: list[str], tokens: int) -> None:
+    """It is not to blame alone, and must not go on."""
+    stream = await judged(told, *losses, tokens=tokens)
     with pytest.raises(RequestRefused) as caught:
         await read(stream)
     assert (caught.value.status, caught.value.code) == (503, "service_unavailable")
@@ -619,20 +626,145 @@ async def test_a_request_under_which_groups_are_lost_for_ever_ends(told: Told) -
     await stream.aclose()
 
 
-def test_memory_that_runs_out_convicts_nobody() -> None:
+@pytest.mark.parametrize("tokens", [0, PROBATION_TOKENS - 1])
+async def test_a_request_under_which_groups_are_lost_for_ever_is_convicted(told: Told, tokens: int) -> None:
+    """Although it ran alone in none of their last steps."""
+    stream = await judged(told, *["suspect"] * 5, "excused", tokens=tokens)
+    with pytest.raises(RequestRefused) as caught:
+        await read(stream)
+    assert (caught.value.status, caught.value.code) == (500, "request_poisoned")
+    assert told.client.quarantine.digests() == [digest_of(asked("other"))]
+    await stream.aclose()
+
+
+async def test_what_ends_groups_before_it_has_a_row_does_not_go_on_for_ever(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(part_module, "AT_ONCE_S", -1.0)  # each attempt counts as a long one
+    stream = await told.client.submit(asked("r"))
+    for number in range(MOST_LOSSES):
+        await told.attempt(number)
+        told.kill()
+    with pytest.raises(RequestRefused, match="6 worker groups were lost") as caught:
+        await read(stream)
+    assert (caught.value.status, len(told.groups.calls)) == (503, MOST_LOSSES)
+    assert not told.client.quarantine.digests()
+    await stream.aclose()
+
+
+async def test_a_token_shows_that_groups_do_not_end_before_its_row(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(part_module, "AT_ONCE_S", -1.0)
+    stream = await told.client.submit(asked("r"))
+    for number in range(2 * MOST_LOSSES - 2):
+        await told.attempt(number)
+        if number == MOST_LOSSES - 2:
+            told.say((0, 0, [7]))
+        told.kill()
+    await told.attempt(2 * MOST_LOSSES - 2)
+    told.say((0, 1, [8]), end="length")
+    assert await read(stream) == [7, 8]
+    await stream.aclose()
+
+
+async def test_a_request_that_no_engine_takes_in_ends_alone() -> None:
+    class ChokingEngine(SlowEngine):
+        def add_request(self, request: GenerationRequest) -> None:
+            super().add_request(request)
+            if request.prompt_token_ids == [13]:
+                raise TypeError("'<' not supported")
+
+    async with Service(ChokingEngine) as service:
+        stream = await service.client.submit(asked("r", 100))
+        await anext(stream)
+        bad = await service.client.submit(asked("bad", 10**9, prompt=[13]))
+        with pytest.raises(RequestRefused) as caught:
+            await read(bad)
+        assert (caught.value.status, caught.value.code) == (500, "internal_error")
+        await bad.aclose()
+        assert (await read(stream))[-1] == 199
+        await stream.aclose()
+        seen = [request.request_id for group in service.groups for request in group.requests]
+        assert sorted(seen) == ["bad", "r"]
+        assert not any(group.failures or group.engine.live for group in service.groups)
+        await settled(service.client)
+        assert {row.id: row.terminal for row in service.client.books.rows} == {"r": "length", "bad": "error"}
+
+
+async def test_each_choice_has_to_pass_where_its_group_was_lost(told: Told) -> None:
+    stream = await told.client.submit(asked("r", n=3))
+    await told.attempt(0)
+    told.say((0, 0, [7]), (1, 0, [7]), (2, 0, [7]))
+    await anext(stream)
+    stream.stop(2, 1)
+    told.end(*LOST, loss="suspect")
+    assert (await told.attempt(1)).suspect
+    told.say((0, 1, [8] * 9), (1, 1, [8] * (PROBATION_TOKENS - 1)))
+    told.end(*LOST, loss="bystander")
+    assert (await told.attempt(2)).suspect, "its second choice may do it yet"
+    told.say((0, 10, [8] * PROBATION_TOKENS), (1, PROBATION_TOKENS, [8] * PROBATION_TOKENS))
+    told.end(*LOST, loss="bystander")
+    assert not (await told.attempt(3)).suspect, "its third one has ended"
+    await stream.aclose()
+
+
+async def test_an_answer_that_is_complete_is_neither_judged_nor_sent_again(told: Told) -> None:
+    stream = await told.client.submit(asked("r"))
+    await told.attempt(0)
+    told.end(*LOST, loss="alone")
+    await until(lambda: stream.part.attempt is not None and stream.part.attempt.ended.done())
+    told.say((0, 0, [7]), end="length")  # its answer has overtaken it
+    await until(lambda: stream.generation._num_over)
+    assert not told.client.quarantine.digests()
+    assert await read(stream) == [7]
+    await stream.aclose()
+    await settled(told.client)
+    assert (told.client.books.rows[0].terminal, len(told.groups.calls)) == ("length", 1)
+
+
+async def test_tokens_after_an_abort_are_awaited_no_longer_than_they_take(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation_module, "GAP_S", 3600.0)
+    stream = await told.client.submit(asked("r"))
+    await told.attempt(0)
+    told.say((0, 0, [7]))
+    await anext(stream)
+    stream.stop(0, 1)
+    told.end(positions=[2])
+    await until(lambda: stream.part.attempt is None or stream.part.attempt.ended.done())
+    await asyncio.sleep(0)
+    told.say((0, 1, [8]))  # the answer to the abort has overtaken it
+    await until(lambda: stream.generation._num_over)
+    await stream.aclose()
+
+
+async def test_a_generation_whose_task_is_cancelled_is_settled_once(told: Told) -> None:
+    stream = await told.client.submit(asked("r", prompt=[1, 2]))
+    await told.attempt(0)
+    told.say((0, 0, [7]))
+    await anext(stream)
+    released: list[bool] = []
+    stream.generation.held.callback(released.append, True)
+    await told.client.tasks.close(0.0)
+    assert [(row.id, row.usage) for row in told.client.books.rows] == [("r", Usage(2, 1))]
+    assert released == [True] and not len(told.client.tasks)
+
+
+def test_memory_that_runs_out_and_failing_transfers_convict_nobody() -> None:
     from tandem.cluster.group.engine_thread import EngineThread
 
     class Engine:
         def losses(self) -> dict[str, str]:
-            return {"a": "alone", "b": "bystander"}
+            return {"a": "alone", "s": "suspect", "b": "bystander"}
 
     thread: Any = EngineThread.__new__(EngineThread)
     thread._engine = Engine()
-    assert thread._losses(GroupLost("rank 1 failed: torch.OutOfMemoryError: CUDA out of memory")) == {
-        "a": "suspect",
-        "b": "bystander",
-    }
-    assert thread._losses(GroupLost("rank 1 has died")) == {"a": "alone", "b": "bystander"}
+    for error in (
+        GroupLost("rank 1 failed: torch.OutOfMemoryError: CUDA out of memory"),
+        GroupLost("rank 1: its lane channel failed: KeyError: 'placement'", by_step=False),
+    ):
+        assert thread._losses(error) == {"a": "excused", "s": "excused", "b": "bystander"}
+    assert thread._losses(GroupLost("rank 1 has died")) == Engine().losses()
 
 
 def test_quarantine_is_by_prompt_and_adapter_for_an_hour_and_shared() -> None:
