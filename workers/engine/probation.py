@@ -1,7 +1,8 @@
 """Probation: requests that may have ended a group run again one at a time, each at first alone in its steps.
 
 So a request that ends its group again has done it by itself. Others are served in every second step meanwhile. A
-request is cleared once each of its choices is a few tokens past where the group was lost. Called by the scheduler.
+request is cleared once each of its choices is a few tokens past where the group was lost. It leaves its turn to the
+next while all it has waits for its adapter or KV. Called by the scheduler.
 """
 
 from tandem.workers.engine.base.sequence import RequestState, Status
@@ -16,17 +17,15 @@ class Probation:
     def __init__(self) -> None:
         self.current: RequestState | None = None
         self.is_alone = False
-        self._held: dict[RequestState, None] = {}
 
     def may_run(self, state: RequestState) -> bool:
-        """Returns whether sequences of this request may be queued; if not, next() returns it when they may."""
-        if not state.request.suspect or state.is_cleared:
-            return True
-        if self.current is None:
+        """Returns whether sequences of this request may be queued now: it is no suspect, or no other has the turn."""
+        return not _is_suspect(state) or self.current in (None, state)
+
+    def begin(self, state: RequestState) -> None:
+        """Notes that a sequence of this request, which may run, is queued: a suspect has the turn from now on."""
+        if _is_suspect(state):
             self.current = state
-        elif self.current is not state:
-            self._held[state] = None
-        return self.current is state
 
     @property
     def is_over(self) -> bool:
@@ -40,17 +39,11 @@ class Probation:
             for seq, before in zip(state.sequences, resumed, strict=True)
         )
 
-    def next(self) -> RequestState | None:
-        """Clears the request on probation; returns the one that follows it, if any."""
+    def end_turn(self) -> None:
+        """Clears the request on probation if that is over; otherwise it needs another turn."""
         assert self.current is not None
-        self.current.is_cleared, self.current, self.is_alone = True, None, False
-        while self._held:
-            state = next(iter(self._held))
-            del self._held[state]
-            if state.num_live:
-                self.current = state
-                return state
-        return None
+        self.current.is_cleared = self.is_over
+        self.current, self.is_alone = None, False
 
     def alternate(self) -> None:
         """Gives the step that is planned next to the request on probation, if the last one was the others'."""
@@ -59,3 +52,7 @@ class Probation:
     def shares_step(self, state: RequestState) -> bool:
         """Returns whether sequences of this request may be in the step that is being planned."""
         return self.current is None or (state is self.current) is self.is_alone
+
+
+def _is_suspect(state: RequestState) -> bool:
+    return state.request.suspect and not state.is_cleared

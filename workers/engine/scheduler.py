@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from tandem.configs.schema import SchedulerSettings
-from tandem.workers.engine.base.blockers import UNCOUNTED, Blocker, Event
+from tandem.workers.engine.base.blockers import Blocker, Event
 from tandem.workers.engine.base.sequence import RequestState, Sequence, Status
 from tandem.workers.engine.blocks.block_manager import BlockManager
 from tandem.workers.engine.chunk_limiter import ChunkLimiter
@@ -118,6 +118,7 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Asserts the invariants of blocked sequences and of adapters in a step; for tests."""
+        assert self.alone is not None or not self.waiting.keys_of(Blocker.ALONE), "a suspect waits for nobody"
         self._gate.check_invariants([seq for seq in self._running if seq.status is Status.RUNNING])
 
     # ---- commands ----
@@ -125,13 +126,15 @@ class Scheduler:
     def enqueue(self, seq: Sequence) -> None:
         """Queues a new sequence, or one that unblock() has returned; or blocks it while its adapter or KV of its prefix
         is loaded. With no other sequence it runs at once, and the load overlaps with its first step (_find_prefix)."""
-        if not self._probation.may_run(seq.state):
-            self.waiting.block(seq, Blocker.ALONE, seq.state)
-        elif seq.adapter is not None and not self._gate.admit(seq):
+        if seq.adapter is not None and not self._gate.admit(seq):
             self.waiting.block(seq, Blocker.ADAPTER, seq.adapter)
+        elif not self._probation.may_run(seq.state):
+            self._release_loaded(seq)
+            self.waiting.block(seq, Blocker.ALONE, seq.state)
         elif self._has_tiers and self._is_next(seq) and (ticket := self._tiers.load(seq, self._reserve)) is not None:
             self.waiting.block(seq, Blocker.KV, ticket)
         else:
+            self._probation.begin(seq.state)
             self.waiting.push(seq)
 
     def unblock(self, event: Event) -> None:
@@ -171,13 +174,28 @@ class Scheduler:
         if self._any_finished:
             self._running = [seq for seq in self._running if seq.status is Status.RUNNING]
             self._any_finished = False
-        if self._probation.is_over and (following := self._probation.next()) is not None:
-            self.unblock(Event(Blocker.ALONE, following))
+        self._pass_turn()
         if self._probation.current is None:
             return self._plan()
         if self.done_step < self._next_step - 1:
             return None
         return self._plan() or self._plan()  # the first one is without work: it is the turn of the others
+
+    def _pass_turn(self) -> None:
+        """Ends the turn of a request on probation that is over, or whose sequences all wait for what is loaded; gives
+        it to the first of the suspects that can run."""
+        alone = self.alone
+        if alone is None or not (self._probation.is_over or self._is_loading(alone)):
+            return
+        self._probation.end_turn()
+        while self.alone is None and (held := self.waiting.keys_of(Blocker.ALONE)):
+            self.unblock(Event(Blocker.ALONE, held[0]))
+
+    def _is_loading(self, state: RequestState) -> bool:
+        """Returns whether no sequence of this request runs, is queued, or lacks only a place for its adapter in the
+        step."""
+        live = (seq for seq in state.sequences if seq.status is not Status.FINISHED)
+        return all(self.waiting.blocker_of(seq) not in (None, Blocker.TURN) for seq in live)
 
     def _plan(self) -> tuple[InFlightStep, StepPlan] | None:
         """Returns a plan for the running sequences that may share it and for those that wait; None without work."""
@@ -242,16 +260,21 @@ class Scheduler:
         """Removes a sequence in any state and releases all it holds. Its results in flight are discarded."""
         if seq.status is Status.WAITING:
             self._charge(seq)
-            was_queued = self.waiting.blocker_of(seq) not in UNCOUNTED
+            was_queued = self.waiting.blocker_of(seq) is not Blocker.FORK
             self.waiting.remove(seq)
-            self._tiers.drop(seq)
-            if seq.adapter is not None and was_queued:
-                self._gate.drop(seq)
+            if was_queued:
+                self._release_loaded(seq)
         elif seq.status is Status.RUNNING:
             self._any_finished = True
             self._tiers.store(seq.table)
             self._unbind(seq)
         seq.status = Status.FINISHED
+
+    def _release_loaded(self, seq: Sequence) -> None:
+        """Gives up what was loaded for a waiting sequence: its turn is not near, or it has ended."""
+        self._tiers.drop(seq)
+        if seq.adapter is not None:
+            self._gate.drop(seq)
 
     # ---- running ----
 

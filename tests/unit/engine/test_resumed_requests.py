@@ -3,13 +3,19 @@
 import msgspec
 import pytest
 from builders import Harness, assert_as_expected, expected, harness, request
+from fake_adapters import AdapterOp, AdapterPlan
+from fake_tiers import TierPlan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine_outputs import MODES
 
+from tandem.workers.engine.base.blockers import Blocker
 from tandem.workers.engine.probation import PROBATION_TOKENS
 from tandem.workers.messages.errors import QueueFull
 from tandem.workers.messages.request import Abort, GenerationRequest
+from tandem.workers.messages.transfer import FetchAdapter
+
+ADAPTERS = ("a", "b", "s3://c")
 
 
 def names_in_flight(h: Harness) -> list[set[str]]:
@@ -177,12 +183,77 @@ def test_a_suspect_with_a_small_pool_takes_its_room_from_the_others():
     assert_as_expected(h, suspect, *others)
 
 
+def test_suspects_fetch_their_adapters_at_once_and_one_that_waits_for_its_own_holds_up_nobody():
+    held = {"s3://slow"}
+
+    def delay(move: AdapterOp, rank: int) -> int | None:
+        return None if move.adapter.digest in held else 0
+
+    h = harness(adapters=AdapterPlan(delay=delay), num_blocks=200, patience=400)
+    other = request("o", 6, 100)
+    h.add(other)
+    h.step()
+    seen = watch_steps(h)
+    slow = request("s", 6, 30, attempt=1, suspect=True, adapter="s3://slow", n=2)
+    suspects = [
+        request("t", 6, 10, attempt=1, suspect=True),
+        request("u", 6, 10, attempt=1, suspect=True, adapter="fast"),
+    ]
+    h.add(slow, *suspects)
+    h.step()
+    fetched = {move.adapter.digest for move in h.adapters.sent if isinstance(move, FetchAdapter)}
+    assert fetched == {"s3://slow", "fast"}
+    for _ in range(60):
+        h.step()
+    assert_as_expected(h, *suspects)
+    assert h.states("s") == [Blocker.ADAPTER, Blocker.FORK]
+    held.clear()
+    h.run()
+    assert_as_expected(h, slow, other)
+    for name in "stu":
+        mine = [steps for steps in seen if name in steps[-1]]
+        assert all(steps == [{name}] for steps in mine[:PROBATION_TOKENS]), "it began with others"
+
+
+def test_a_suspect_that_waits_for_its_turn_keeps_no_adapter_off_the_device():
+    """Two pages hold one adapter. The suspect before it has a prompt of 2 s."""
+    h = harness(adapters=AdapterPlan(num_pages=2), num_blocks=200, max_num_batched_tokens=2)
+    h.add(request("s", 400, 8, attempt=1, suspect=True))
+    held = request("t", 6, 8, attempt=1, suspect=True, adapter="a")
+    h.add(held)
+    while h.states("t") != [Blocker.ALONE]:
+        h.step()
+    asked_s = h.clock.now_s
+    other = request("other", 6, 4, adapter="b")
+    h.add(other)
+    while "other" not in h.sink.begun:
+        h.step()
+    assert 1.0 < h.clock.now_s - asked_s < 1.5, "the bound, then the copy"
+    assert "t" not in h.sink.begun and ("s", 0) not in h.sink.tokens
+    h.run()
+    assert_as_expected(h, held, other)
+
+
 @settings(max_examples=60)
 @given(data=st.data())
 def test_any_mix_of_suspects_and_others_ends_with_the_right_tokens(data):
-    """Few blocks, so that they preempt each other; aborts at any time; an adapter or none."""
+    """Few blocks, so that they preempt each other, with KV below or without; aborts at any time; an adapter or none,
+    and too few pages for all of them."""
     mode = data.draw(st.sampled_from([param.values[0] for param in MODES]), "mode")
-    h = harness(**mode, num_blocks=data.draw(st.integers(14, 40), "blocks"), max_num_seqs=data.draw(st.integers(1, 6)))
+    delays = data.draw(st.fixed_dictionaries(dict.fromkeys(ADAPTERS, st.integers(0, 30))), "looks at an adapter")
+    pages, host_slots = data.draw(st.integers(2, 6), "pages"), data.draw(st.sampled_from([0, 40]), "host slots")
+    h = harness(
+        **mode,
+        num_blocks=data.draw(st.integers(14, 40), "blocks"),
+        max_num_seqs=data.draw(st.integers(1, 6)),
+        patience=700,
+        tiers=TierPlan(host_slots=host_slots) if host_slots else None,
+        adapters=AdapterPlan(
+            num_pages=pages,
+            max_loras=data.draw(st.integers(1, 3), "max_loras"),
+            delay=lambda move, rank: delays[move.adapter.digest],
+        ),
+    )
     seen = watch_steps(h)
     asked, aborted = [], set()
     for number in range(data.draw(st.integers(2, 9), "requests")):
@@ -197,6 +268,7 @@ def test_any_mix_of_suspects_and_others_ends_with_the_right_tokens(data):
             suspect=data.draw(st.booleans()),
             begun=data.draw(st.booleans()),
             resume=[[5] * resumed] * n if resumed else None,
+            adapter=data.draw(st.sampled_from([None, *ADAPTERS])),
         )
         asked.append(req)
         h.add(req)

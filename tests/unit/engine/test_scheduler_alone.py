@@ -109,10 +109,20 @@ class Bench:
         self.flights: list[InFlightStep] = []
         self._arrivals: Iterator[int] = count()
 
-    def make(self, prompt: int, most: int = 50, *, n: int = 1, tenant: str = "t", priority: int = 0) -> list[Sequence]:
+    def make(
+        self,
+        prompt: int,
+        most: int = 50,
+        *,
+        n: int = 1,
+        tenant: str = "t",
+        priority: int = 0,
+        suspect: bool = False,
+    ) -> list[Sequence]:
         arrival = next(self._arrivals)
         tokens = [100 * arrival + i for i in range(prompt)]
-        state = RequestState(request(f"r{arrival}", tokens, most, n=n, tenant=tenant), 0.0, num_live=n)
+        asked = request(f"r{arrival}", tokens, most, n=n, tenant=tenant, suspect=suspect)
+        state = RequestState(asked, 0.0, num_live=n)
         for choice in range(n):
             table, order = self.manager.new_table(None, ""), (priority, arrival, choice)
             state.sequences.append(
@@ -655,6 +665,58 @@ def test_a_joined_load_is_awaited_and_its_blocks_lead():
     plan = d.planned()
     assert plan.awaits == [5] and plan.work[0].num_tokens == 1 and plan.work[0].new_block_ids[:2] == coming
     assert plan.new_rows[0].num_computed == 8 and tiers.of("load") == []
+
+
+# ---- suspects ----
+
+
+@pytest.mark.parametrize("is_queued", [False, True])
+def test_a_suspect_that_loads_kv_leaves_its_turn_to_the_next_and_gets_it_again(is_queued):
+    tiers = Tiers()
+    d = Bench(tiers=tiers)
+    other = d.add(3)
+    d.step()
+    (slow,) = d.make(3, suspect=True)
+    tiers.loads.append(slow)
+    if is_queued:  # nothing was found when it came, and then something at its turn
+        tiers.loads.clear()
+        d.scheduler.enqueue(slow)
+        assert d.scheduler.alone is slow.state
+        tiers.loads.append(slow)
+    else:
+        d.scheduler.enqueue(slow)
+    fast = d.add(3, suspect=True)
+    if is_queued:
+        assert d.queue.blocker_of(fast) is Blocker.ALONE
+        assert d.step() == {other: 1}
+    assert d.queue.blocker_of(slow) is Blocker.KV
+    assert d.step() == {fast: 3} and d.scheduler.alone is fast.state
+    tiers.loads.clear()
+    d.scheduler.unblock(Event(Blocker.KV, 3))
+    assert d.queue.blocker_of(slow) is Blocker.ALONE and tiers.of("drop")[-1] is slow
+    steps = [d.step() for _ in range(8)]
+    assert steps[:6] == [{other: 1}, {fast: 1}] * 3
+    assert steps[6:] == [{slow: 3}, {other: 1, fast: 1}] and d.scheduler.alone is slow.state
+
+
+def test_a_suspect_that_waits_for_its_adapter_again_or_was_preempted_leaves_its_turn():
+    tiers = Tiers()
+    d = Bench(rows=1, tiers=tiers)
+    other = d.add(3)
+    d.step()
+    slow, fast = d.add(3, suspect=True), d.add(3, suspect=True)
+    assert d.scheduler.alone is slow.state
+    slow.adapter = "x"
+    d.scheduler.withdraw(slow)
+    assert d.step() == {other: 1} and d.scheduler.alone is fast.state
+    d.scheduler.finish(other)
+    assert d.step() == {fast: 3}
+    third = d.add(3, suspect=True)
+    assert d.queue.blocker_of(third) is Blocker.ALONE
+    d.scheduler.roll_back(fast)
+    d.scheduler.schedule()
+    assert d.scheduler.alone is fast.state, "it needs only a row"
+    d.check()
 
 
 # ---- choices ----

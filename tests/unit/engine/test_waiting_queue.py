@@ -12,7 +12,14 @@ from tandem.workers.engine.base.blockers import Blocker, Event
 from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
 from tandem.workers.messages.transfer import Failure
 
-CAUSES = [(Blocker.FORK, "r"), (Blocker.ADAPTER, "x"), (Blocker.ADAPTER, "y"), (Blocker.KV, 1), (Blocker.TURN, "x")]
+CAUSES = [
+    (Blocker.FORK, "r"),
+    (Blocker.ADAPTER, "x"),
+    (Blocker.ADAPTER, "y"),
+    (Blocker.KV, 1),
+    (Blocker.TURN, "x"),
+    (Blocker.ALONE, "r"),
+]
 HUNT = settings(
     max_examples=400, stateful_step_count=40, deadline=None, derandomize=True, phases=[Phase.generate], database=None
 )
@@ -120,6 +127,13 @@ class CountsForks(WaitingQueue):
         self.tenants.block(seq)
 
 
+class ForgetsTheHeld(WaitingQueue):
+    def block(self, seq: Any, blocker: Blocker, key: Any) -> None:
+        super().block(seq, blocker, key)
+        if blocker is Blocker.ALONE:
+            self.tenants.remove(seq)
+
+
 class KeepsUsers(WaitingQueue):
     def _clear(self, seq: Any) -> None:
         adapter, seq.adapter = seq.adapter, None
@@ -132,7 +146,7 @@ class FreesAll(WaitingQueue):
         return super().unblock(event)
 
 
-@pytest.mark.parametrize("defect", [StillWaits, CountsForks, KeepsUsers, FreesAll])
+@pytest.mark.parametrize("defect", [StillWaits, CountsForks, ForgetsTheHeld, KeepsUsers, FreesAll])
 def test_a_seeded_defect_is_caught(defect: type[WaitingQueue]) -> None:
     with pytest.raises((AssertionError, KeyError)):
         run_state_machine_as_test(machine(defect), settings=HUNT)

@@ -12,7 +12,8 @@ class Blocker(Enum):
 
     FORK: the RequestState whose prompt another choice computes. ADAPTER: the digest of an adapter that is not on the
     device. KV: the ticket of a transfer. TURN: the digest of an adapter that has no place in the step. ALONE: the
-    RequestState that must run alone, while another one does.
+    RequestState that must run alone, while another one does. Those that wait for FORK have not been queued yet: they
+    count for no tenant and hold no adapter.
     """
 
     FORK = "fork"
@@ -20,10 +21,6 @@ class Blocker(Enum):
     KV = "kv"
     TURN = "turn"
     ALONE = "alone"
-
-
-UNCOUNTED = frozenset({Blocker.FORK, Blocker.ALONE})
-"""Sequences that wait for these have not been queued yet: they count for no tenant and hold no adapter."""
 
 
 class Event(NamedTuple):

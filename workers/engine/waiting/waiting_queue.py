@@ -9,7 +9,7 @@ the scheduler, the adapter cache and the engine.
 from collections.abc import Callable, Hashable
 from typing import TypeVar
 
-from tandem.workers.engine.base.blockers import UNCOUNTED, Blocker, Event
+from tandem.workers.engine.base.blockers import Blocker, Event
 from tandem.workers.engine.base.sequence import Sequence
 from tandem.workers.engine.waiting.fairness import FairQueue
 
@@ -19,8 +19,8 @@ _NOBODY: dict[Sequence, None] = {}
 
 
 class WaitingQueue:
-    """Queued sequences in the order of `tenants`, blocked ones by cause. Blocked ones count for their tenant, those
-    that wait for what UNCOUNTED names only once they are queued."""
+    """Queued sequences in the order of `tenants`, blocked ones by cause. Blocked ones count for their tenant, forks
+    only once they are queued."""
 
     def __init__(self, tenants: FairQueue | None = None) -> None:
         self.tenants = FairQueue() if tenants is None else tenants
@@ -68,7 +68,7 @@ class WaitingQueue:
         self._clear(seq)
         self._cause_of[seq] = blocker, key
         self._blocked.setdefault((blocker, key), {})[seq] = None
-        if blocker not in UNCOUNTED:
+        if blocker is not Blocker.FORK:
             self.tenants.block(seq)
             if blocker is not Blocker.ADAPTER:
                 self._note_adapter(seq)
@@ -87,7 +87,7 @@ class WaitingQueue:
 
     def remove(self, seq: Sequence) -> None:
         """Removes a waiting sequence: it gets a row, or it ends."""
-        is_counted = self.blocker_of(seq) not in UNCOUNTED
+        is_counted = self.blocker_of(seq) is not Blocker.FORK
         self._clear(seq)
         if is_counted:
             self.tenants.remove(seq)
