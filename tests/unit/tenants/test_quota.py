@@ -224,7 +224,7 @@ class Beats:
         return self.count
 
 
-@pytest.mark.parametrize("news", ["first account", "settled", "refused", "tell again"])
+@pytest.mark.parametrize("news", ["first account", "settled", "refused", "cancelled", "tell again"])
 async def test_news_are_told_at_once_and_nothing_else(news: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quota_module, "HEARTBEAT_S", 3600.0)
     rig = Rig(concurrency=3)
@@ -238,6 +238,13 @@ async def test_news_are_told_at_once_and_nothing_else(news: str, monkeypatch: py
     elif news == "refused":
         rig.redis.answer = no("concurrency")
         await rig.refused()
+    elif news == "cancelled":
+        asking = asyncio.create_task(rig.quota.admit("acme", 1, 0))
+        await rest(0)
+        assert sum(report.admit for report in rig.redis.reports) == 2
+        asking.cancel()  # Redis may have granted it by now
+        await asyncio.wait({asking})
+        assert asking.cancelled()
     elif news == "tell again":
         rig.quota.tell_again()
     else:
