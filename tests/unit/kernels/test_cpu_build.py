@@ -56,8 +56,8 @@ def compiler(folder: Path, script: str) -> str:
 
 
 def counting(folder: Path, log: Path) -> str:
-    """PATH with a gcc that writes a line each time."""
-    return compiler(folder, f'echo asked >> {log}; exec {shutil.which("gcc")} "$@"')
+    """PATH with a gcc that writes a line each time, and does not optimise: what it builds is only loaded."""
+    return compiler(folder, f'echo asked >> {log}; exec {shutil.which("gcc")} "$@" -O0')
 
 
 def test_what_one_process_has_built_the_next_one_takes(folders: tuple[Path, Path], tmp_path: Path) -> None:
