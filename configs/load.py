@@ -328,6 +328,8 @@ def _check_doors(gateway: GatewaySettings) -> None:
     for flag, path in (("--ssl-keyfile", gateway.ssl_keyfile), ("--ssl-ca-certs", gateway.ssl_ca_certs)):
         if path is not None and gateway.ssl_certfile is None:
             raise SettingsError(f"{path}: needs --ssl-certfile", flag)
+    if gateway.ssl_cert_reqs and gateway.ssl_ca_certs is None:
+        raise SettingsError("needs --ssl-ca-certs", "--ssl-cert-reqs")
     if gateway.host == "":
         raise SettingsError("must name an address", "--host")
     check_keys(gateway.metrics_keys, "--metrics-api-key")

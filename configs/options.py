@@ -194,6 +194,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("ssl_ca_certs", "gateway.ssl_ca_certs", str, HTTP,
            "PEM file with CA certificates; clients must have a certificate that one of these signed. Default: no "
            "certificate is asked for."),
+    Option("ssl_cert_reqs", "gateway.ssl_cert_reqs", int, HTTP,
+           "Whether clients need a certificate: 0 none is asked for, 1 one that is sent is checked, 2 they do. "
+           "Default: 2 with --ssl-ca-certs, else 0.", lambda v: v in (0, 1, 2), "0, 1 or 2"),
     Option("auth", "gateway.auth", Auth, HTTP,
            "required: every request needs a key. open: none does, until there is a first key or tenant; on loopback "
            "only. Default: open where `tandem serve` listens on loopback, else required."),

@@ -115,7 +115,9 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     that is later. queue_timeout_s: seconds that a request may wait for its first step; None: no limit. auth None:
     `open` where the gateway itself listens on loopback and has no key, else `required`. max_text_bytes None: 1 MiB, or
     8 bytes for each token of the context if that is more. max_bodies_bytes: of all requests whose answers have not
-    begun (503). max_answer_bytes: roughly what an answer that is not streamed may take in memory (413)."""
+    begun (503). max_answer_bytes: roughly what an answer that is not streamed may take in memory (413). ssl_cert_reqs:
+    0 no certificate of clients is asked for, 1 one that is sent is checked, 2 it is required; None: 2 with
+    ssl_ca_certs, else 0."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -124,6 +126,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
     ssl_ca_certs: str | None = None
+    ssl_cert_reqs: int | None = None
     api_keys: tuple[str, ...] = ()
     admin_keys: tuple[str, ...] = ()
     metrics_keys: tuple[str, ...] = ()

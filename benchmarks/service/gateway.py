@@ -20,14 +20,22 @@ from typing import Any
 
 import uvicorn
 import uvloop
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
 
 from benchmarks.models import DEMO
+from tandem.cluster.gateway.generation.generations import Generations
+from tandem.cluster.gateway.generation.quarantine import Quarantine
+from tandem.cluster.gateway.http.auth import StaticKeys
+from tandem.cluster.gateway.http.gateway_metrics import GatewayMetrics
+from tandem.cluster.gateway.http.text_workers import TextWorkers
 from tandem.cluster.gateway.routes import build_gateway_app
-from tandem.cluster.gateway.services import GatewayState, make_state
+from tandem.cluster.gateway.services import Accounts, TextServices
 from tandem.cluster.routing.route_hint import hint_of
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.request import GenerationRequest, SamplingParams, TokenDelta
 from tandem.workers.text.chat_template import find_chat_template
+from tandem.workers.text.detokenizer import DetokenizerFactory
 from tandem.workers.text.tokenizer import ModelTokenizer, load_tokenizer
 from tests.support.fake_backend import FakeBackend
 
@@ -51,16 +59,31 @@ class Server(uvicorn.Server):
         yield
 
 
-def new_state(folder: Path, tokenizer: ModelTokenizer, backend: FakeBackend) -> GatewayState:
-    return make_state(
-        settings=GatewaySettings(),
+def new_app(folder: Path, tokenizer: ModelTokenizer, backend: FakeBackend) -> FastAPI:
+    settings = GatewaySettings()
+    metrics = GatewayMetrics(CollectorRegistry(), settings.metrics_prefix, "bench")
+    text = TextServices(
+        settings=settings,
         model_names=("bench",),
         tokenizer=tokenizer,
+        detokenizers=DetokenizerFactory(tokenizer),
         chat_template=find_chat_template(folder, None, tokenizer),
         max_model_len=8192,
         vocab_size=tokenizer.vocab_size,
-        dispatch=backend,
+        extra_stop_token_ids=(),
+        workers=TextWorkers(meter=metrics),
     )
+    accounts = Accounts(auth=StaticKeys())
+    generations = Generations(
+        dispatch=backend,
+        tenancy=accounts.tenancy,
+        ledger=accounts.ledger,
+        metrics=metrics,
+        quarantine=Quarantine(time.monotonic),
+        max_answer_bytes=settings.max_answer_bytes,
+        queue_timeout_s=settings.queue_timeout_s,
+    )
+    return build_gateway_app(text, accounts, generations)
 
 
 def body(tokens: int, options: dict[str, Any]) -> bytes:
@@ -85,9 +108,8 @@ async def run_fake(streams: int, tokens: int, ids: list[int], pace_s: float | No
     await asyncio.gather(*(read(number) for number in range(streams)))
 
 
-async def run_app(state: GatewayState, streams: int, payload: bytes) -> None:
+async def run_app(app: FastAPI, streams: int, payload: bytes) -> None:
     """Calls the ASGI app and drops its output."""
-    app = build_gateway_app(state)
 
     async def call() -> None:
         given = False
@@ -131,11 +153,10 @@ def client_process(port: int, streams: int, payload: bytes) -> None:
     uvloop.run(all_streams())
 
 
-async def run_http(state: GatewayState, streams: int, payload: bytes) -> None:
+async def run_http(app: FastAPI, streams: int, payload: bytes) -> None:
     """Runs uvicorn in this process and the client in another."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    app = build_gateway_app(state)
     server = Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", http="httptools"))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     await server.ready.wait()
@@ -162,18 +183,18 @@ def run_all(streams: int, tokens: int, folder: Path, tokenizer: ModelTokenizer) 
     ids = tokenizer.encode(PROMPT * 4, add_special_tokens=True)
     total = streams * tokens
 
-    def state(pace_s: float | None = None) -> GatewayState:
-        return new_state(folder, tokenizer, FakeBackend(step_s=pace_s))
+    def app(pace_s: float | None = None) -> FastAPI:
+        return new_app(folder, tokenizer, FakeBackend(step_s=pace_s))
 
     plain, stops = body(tokens, {}), body(tokens, {"stop": ["\n\nHuman:", "###"]})
     logprobs = body(tokens, {"logprobs": True, "top_logprobs": 5})
     return [
         measure("fake", lambda: run_fake(streams, tokens, ids, None), total),
-        measure("app", lambda: run_app(state(), streams, plain), total),
-        measure("app, stop strings", lambda: run_app(state(), streams, stops), total),
-        measure("app, 5 top logprobs", lambda: run_app(state(), streams, logprobs), total),
-        measure("http", lambda: run_http(state(), streams, plain), total),
-        measure("http paced 10 ms", lambda: run_http(state(PACE_S), streams, plain), total),
+        measure("app", lambda: run_app(app(), streams, plain), total),
+        measure("app, stop strings", lambda: run_app(app(), streams, stops), total),
+        measure("app, 5 top logprobs", lambda: run_app(app(), streams, logprobs), total),
+        measure("http", lambda: run_http(app(), streams, plain), total),
+        measure("http paced 10 ms", lambda: run_http(app(PACE_S), streams, plain), total),
     ]
 
 

@@ -9,8 +9,8 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,8 @@ from tandem.cluster.gateway.http.draining import LAST_WORDS_S, shutting_down
 from tandem.cluster.gateway.http.gateway_metrics import Together
 from tandem.cluster.gateway.http.http_server import QuietServer, make_server
 from tandem.cluster.gateway.http.tls import server_context
-from tandem.cluster.gateway.wiring import build_gateway_app, build_gateway_state
+from tandem.cluster.gateway.routes import build_gateway_app
+from tandem.cluster.gateway.wiring import build_accounts, build_generations, build_metrics, build_text_services
 from tandem.cluster.routing.serve_router import GroupRouter
 from tandem.cluster.state import keys
 from tandem.cluster.state.notifications import Announcements, Changes
@@ -66,62 +67,65 @@ class Gateway:
         self._redis = await open_redis(facts, redis, lambda url: BackgroundClient(url, timeout_s=1.0, retries=1))
         bases = settings.engine.model.served_model_name[:1]
         self._changes = Changes(lambda: self._redis.url, (keys.TENANTS, *map(keys.adapters, bases)))
-        try:
+        async with self._failures_reported():
             self._tenants = open_tenants(settings, facts, self._redis, self._kv_tokens, self._changes)
-        except SettingsError as error:
-            await self._report_failure(error)
-            raise
-        self._adapters: AdapterService | None = None
         self._fleet = FleetView(self._redis, facts.service_id, reseed=self._reseed, on_emptied=self._tenants.tell_again)
-        self._changes.start()
-        await self._tenants.start()
-        await self._fleet.refresh()
-        host = "127.0.0.1" if facts.single_node else ray.util.get_node_ip_address()
-        prefix = settings.gateway.metrics_prefix
-        self._dispatch = ServeDispatch(
-            ServeCaller(groups),
-            self._fleet,
-            facts.secret,
-            host,
-            prefix,
-            lambda: self._adapters,
-            DrainingGroups(lambda: GroupRouter.running, settings.shutdown_timeout_s, time.monotonic),
-        )
-        self._hung_groups = HungGroups(self._fleet, RayRemote(context.app_name))
-        following = self._fleet.run(self._look_after, self._dispatch.has_requests)
-        self._following = asyncio.get_running_loop().create_task(following, name="fleet")
+        self._adapters: AdapterService | None = None
+        self._heartbeat: GatewayHeartbeat | None = None
         self._server: QuietServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self._background: list[asyncio.Task[None]] = []
-        several = settings.gateway.num_gateways > 1
-        is_reported = (
-            several or settings.gateway.ssl_ca_certs is not None
-        )  # the launcher has no certificate to ask with
-        self._heartbeat = GatewayHeartbeat(self._redis, facts.service_id, self._record) if is_reported else None
         self._was_ready = False
         self._missing: set[str] = set()
-        try:
-            self._adapters = await open_adapter_service(settings, self._redis, facts.service_id, self._most_adapters)
-            if self._adapters is not None:
-                self._background = start_adapter_tasks(
-                    self._adapters, settings, self._redis, facts.service_id, self._changes
-                )
-            self._state = build_gateway_state(
-                settings,
-                self._dispatch,
-                self._tenants,
-                self._adapters,
-                open_port=facts.open_port,
-                peers=Together(self._id, self._others) if several else None,
-                quarantined=lambda: (digest for record in self._others() for digest in record.quarantined),
-            )
-        except Exception as error:
-            await self._report_failure(error)
-            raise
+        await self._follow_fleet(groups, context.app_name)
+        async with self._failures_reported():
+            await self._build_services()
+
+    async def _follow_fleet(self, groups: Any, app_name: str) -> None:
+        """Reads the tenants and the fleet, and keeps up with both from now on. groups: their Serve handle."""
+        self._changes.start()
+        await self._tenants.start()
+        await self._fleet.refresh()
+        self._dispatch = ServeDispatch(
+            ServeCaller(groups),
+            self._fleet,
+            self._facts.secret,
+            "127.0.0.1" if self._facts.single_node else ray.util.get_node_ip_address(),
+            self._settings.gateway.metrics_prefix,
+            lambda: self._adapters,
+            DrainingGroups(lambda: GroupRouter.running, self._settings.shutdown_timeout_s, time.monotonic),
+        )
+        self._hung_groups = HungGroups(self._fleet, RayRemote(app_name))
+        following = self._fleet.run(self._look_after, self._dispatch.has_requests)
+        self._following = asyncio.get_running_loop().create_task(following, name="fleet")
+
+    async def _build_services(self) -> None:
+        """Opens the adapters, and makes what the routes use."""
+        settings, facts = self._settings, self._facts
+        gateway = settings.gateway
+        several = gateway.num_gateways > 1
+        if several or gateway.ssl_ca_certs is not None:  # the launcher has no certificate to ask with
+            self._heartbeat = GatewayHeartbeat(self._redis, facts.service_id, self._record)
+        adapters = await open_adapter_service(settings, self._redis, facts.service_id, self._most_adapters)
+        if adapters is not None:
+            self._background = start_adapter_tasks(adapters, settings, self._redis, facts.service_id, self._changes)
+        self._adapters = adapters
+        metrics = build_metrics(settings)
+        self._text = build_text_services(settings, metrics)
+        self._accounts = build_accounts(gateway, self._tenants, open_port=facts.open_port)
+        self._generations = build_generations(
+            settings,
+            self._dispatch,
+            self._accounts,
+            metrics,
+            adapters=adapters,
+            peers=Together(self._id, self._others) if several else None,
+            quarantined=lambda: (digest for record in self._others() for digest in record.quarantined),
+        )
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Builds the app; Serve calls it once, after the constructor."""
-        app = build_gateway_app(self._state)
+        app = build_gateway_app(self._text, self._accounts, self._generations)
         if self._facts.open_port:
             await self._open_port(app)
         if self._heartbeat is not None:  # from now on its requests count
@@ -136,7 +140,7 @@ class Gateway:
 
         `tandem serve` calls this before it deletes the application, while all groups still work.
         """
-        draining = self._state.draining
+        draining = self._generations.draining
         draining.begin()
         if await draining.wait_idle(self._settings.shutdown_timeout_s):
             return 0
@@ -146,7 +150,7 @@ class Gateway:
     async def cut_off(self) -> int:
         """Ends the requests in flight, each with an error as its last event, and returns how many they were.
         `tandem serve` calls it at the second signal."""
-        draining = self._state.draining
+        draining = self._generations.draining
         draining.begin()
         count = draining.in_flight
         self._dispatch.refuse_all(shutting_down())
@@ -166,7 +170,7 @@ class Gateway:
         await self._dispatch.close()
         if self._adapters is not None and self._adapters.kept is not None:
             await self._adapters.kept.save()
-        await self._state.tasks.wait_idle(LAST_WORDS_S)  # owner tasks record what has ended
+        await self._generations.tasks.wait_idle(LAST_WORDS_S)  # owner tasks record what has ended
         await self._tenants.close()
         if self._heartbeat is not None:
             with suppress(RedisUnavailable):
@@ -207,16 +211,16 @@ class Gateway:
 
     def _record(self) -> GatewayRecord:
         """Called on a thread."""
-        metrics = self._state.metrics
+        metrics = self._generations.metrics
         return GatewayRecord(
             gateway=self._id,
             host=socket.gethostname(),
             pid=os.getpid(),
             ready=self._dispatch.ready(),
-            in_flight=self._state.draining.in_flight,
+            in_flight=self._generations.draining.in_flight,
             metrics=generate_latest(metrics.registry),
             tenant_metrics=generate_latest(metrics.tenants),
-            quarantined=self._state.quarantine.digests(),
+            quarantined=self._generations.quarantine.digests(),
         )
 
     async def _open_port(self, app: FastAPI) -> None:
@@ -232,10 +236,16 @@ class Gateway:
         """How many adapters a tenant may have; RequestRefused when there is no such tenant."""
         return adapter_limit(self._tenants.directory.tenants, tenant)
 
-    async def _report_failure(self, error: Exception) -> None:
-        failure = StartFailure(part="the gateway", message=str(error), flag=getattr(error, "flag", None))
-        with suppress(RedisUnavailable):
-            await report_start_failure(self._redis, self._facts.service_id, failure)
+    @asynccontextmanager
+    async def _failures_reported(self) -> AsyncIterator[None]:
+        """Tells the launcher why the gateway cannot start, and raises it."""
+        try:
+            yield
+        except Exception as error:
+            failure = StartFailure(part="the gateway", message=str(error), flag=getattr(error, "flag", None))
+            with suppress(RedisUnavailable):
+                await report_start_failure(self._redis, self._facts.service_id, failure)
+            raise
 
 
 def listen(host: str, port: int, *, shared: bool) -> socket.socket:

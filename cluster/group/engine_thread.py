@@ -243,7 +243,6 @@ class EngineThread(threading.Thread):
             log.exception("request %s cannot be taken in", request.request_id)
             self._live.pop(key, None)
             on_ended(refusal(request, 500, "internal_error", None, "The request failed in the engine."))
-            engine.abort(Abort(request_id=request.request_id, attempt=request.attempt))
 
     def _take_channel(self, engine: Engine) -> None:
         for abort in self._sender.receive():

@@ -122,9 +122,9 @@ class Engine:
     def add_request(self, request: GenerationRequest) -> None:
         """Accepts a request; its tokens and its end come through the sink, from turn().
 
-        Raises RequestRefused, ContextLengthExceeded (naming the number that would fit) or QueueFull, and then nothing
-        has changed and no end will come. A newer attempt of a live request replaces the older one. After any other
-        error an abort() removes what there is of the request.
+        Raises RequestRefused, ContextLengthExceeded (naming the number that would fit) or QueueFull. After these and
+        any other error nothing is left of the request, and no end will come. A newer attempt of a live request
+        replaces the older one.
         """
         older = self._requests.get(request.request_id)
         try:
@@ -140,11 +140,15 @@ class Engine:
         except RequestRefused as refusal:
             self._collector.rejected[_cause(refusal)] += 1
             raise
-        if older is not None:
-            self._supersede(older)
-        self._requests[request.request_id] = state
-        self._deadlines.add(state)
-        self._start(state)
+        try:
+            if older is not None:
+                self._supersede(older)
+            self._requests[request.request_id] = state
+            self._deadlines.add(state)
+            self._start(state)
+        except Exception:
+            self._discard(state)
+            raise
 
     def abort(self, abort: Abort) -> None:
         """Ends a request or one choice; unknown ids, other attempts and repetitions change nothing.
@@ -375,6 +379,17 @@ class Engine:
         self.abort(Abort(request_id=older.request.request_id, attempt=older.request.attempt))
         if older.request.request_id in self._requests:
             self._close(older)
+
+    def _discard(self, state: RequestState) -> None:
+        """Removes a request that could not be taken in, however far it came. It has no end."""
+        for seq in state.sequences:
+            self._scheduler.finish(seq)
+        state.num_live = 0  # its deadline finds nobody
+        if self._requests.get(state.request.request_id) is state:
+            del self._requests[state.request.request_id]
+        self._limits.leave(state.request)
+        if self._adapters is not None:
+            self._adapters.leave(state)
 
     def _start(self, state: RequestState) -> None:
         """Ends choices that were complete when they were resumed; queues the first of the others."""

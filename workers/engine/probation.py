@@ -2,21 +2,27 @@
 
 So a request that ends its group again has done it by itself. Others are served in every second step meanwhile. A
 request is cleared once each of its choices is a few tokens past where the group was lost. It leaves its turn to the
-next while all it has waits for its adapter or KV. Called by the scheduler.
+next while none of it can run: all it has waits for its adapter, its adapter's place in the step, or KV. Called by the
+scheduler.
 """
 
-from tandem.workers.engine.base.sequence import RequestState, Status
+from collections.abc import Iterator
+
+from tandem.workers.engine.base.blockers import Blocker, Event
+from tandem.workers.engine.base.sequence import RequestState, Sequence, Status
+from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
 
 PROBATION_TOKENS = 4
 """More than a group can have computed without delivering it: with async scheduling two tokens of a choice."""
 
 
 class Probation:
-    """current: the request on probation. is_alone: the step that is being planned is its own."""
+    """The turns of suspects. current: the request on probation. is_alone: the step that is being planned is its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, waiting: WaitingQueue) -> None:
         self.current: RequestState | None = None
         self.is_alone = False
+        self._waiting = waiting
 
     def may_run(self, state: RequestState) -> bool:
         """Returns whether sequences of this request may be queued now: it is no suspect, or no other has the turn."""
@@ -27,23 +33,16 @@ class Probation:
         if _is_suspect(state):
             self.current = state
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the request on probation has ended or is past where its group was lost."""
+    def pass_turn(self) -> Iterator[Event]:
+        """Ends the turn of a request that is cleared, has ended or cannot run. Yields the events that unblock the
+        others, one request at a time, until one has the turn. A request that is not cleared needs another turn."""
         state = self.current
-        if state is None:
-            return False
-        resumed = state.request.resume_token_ids or [[]] * len(state.sequences)
-        return all(
-            seq.status is Status.FINISHED or seq.num_output - len(before) >= PROBATION_TOKENS
-            for seq, before in zip(state.sequences, resumed, strict=True)
-        )
-
-    def end_turn(self) -> None:
-        """Clears the request on probation if that is over; otherwise it needs another turn."""
-        assert self.current is not None
-        self.current.is_cleared = self.is_over
+        if state is None or not (self._is_over(state) or self._cannot_run(state)):
+            return
+        state.is_cleared = self._is_over(state)
         self.current, self.is_alone = None, False
+        while self.current is None and (held := self._waiting.keys_of(Blocker.ALONE)):
+            yield Event(Blocker.ALONE, held[0])
 
     def alternate(self) -> None:
         """Gives the step that is planned next to the request on probation, if the last one was the others'."""
@@ -52,6 +51,27 @@ class Probation:
     def shares_step(self, state: RequestState) -> bool:
         """Returns whether sequences of this request may be in the step that is being planned."""
         return self.current is None or (state is self.current) is self.is_alone
+
+    def first_waiting(self) -> Sequence | None:
+        """Returns the first in the queue if it may share the step; in a step of the request on probation, its first."""
+        if self.is_alone:
+            assert self.current is not None
+            return next((seq for seq in self.current.sequences if self._waiting.tenants.is_queued(seq)), None)
+        first = self._waiting.peek()
+        return first if first is None or self.shares_step(first.state) else None
+
+    def _is_over(self, state: RequestState) -> bool:
+        """Returns whether the request has ended or is past where its group was lost."""
+        resumed = state.request.resume_token_ids or [[]] * len(state.sequences)
+        return all(
+            seq.status is Status.FINISHED or seq.num_output - len(before) >= PROBATION_TOKENS
+            for seq, before in zip(state.sequences, resumed, strict=True)
+        )
+
+    def _cannot_run(self, state: RequestState) -> bool:
+        """Returns whether no sequence of this request runs or is queued."""
+        live = (seq for seq in state.sequences if seq.status is not Status.FINISHED)
+        return all(self._waiting.blocker_of(seq) is not None for seq in live)
 
 
 def _is_suspect(state: RequestState) -> bool:

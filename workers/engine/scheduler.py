@@ -107,7 +107,7 @@ class Scheduler:
         self._limit = StepLimit(self._budget)
         self._known_failure = 0
         self._undone: set[Sequence] = set()
-        self._probation = Probation()
+        self._probation = Probation(waiting)
 
     # ---- queries ----
 
@@ -129,13 +129,11 @@ class Scheduler:
         if seq.adapter is not None and not self._gate.admit(seq):
             self.waiting.block(seq, Blocker.ADAPTER, seq.adapter)
         elif not self._probation.may_run(seq.state):
-            self._release_loaded(seq)
-            self.waiting.block(seq, Blocker.ALONE, seq.state)
+            self._hold(seq)
         elif self._has_tiers and self._is_next(seq) and (ticket := self._tiers.load(seq, self._reserve)) is not None:
             self.waiting.block(seq, Blocker.KV, ticket)
         else:
-            self._probation.begin(seq.state)
-            self.waiting.push(seq)
+            self._push(seq)
 
     def unblock(self, event: Event) -> None:
         """Enqueues the sequences that wait for this. failure: those that waited for KV compute it."""
@@ -143,6 +141,16 @@ class Scheduler:
             if event.failure is not None and event.blocker is Blocker.KV:
                 self._tiers.forbid_loads(seq)
             self.enqueue(seq)
+
+    def _push(self, seq: Sequence) -> None:
+        """Queues a sequence that needs only a row and blocks; of a suspect, it has the turn from now on."""
+        self._probation.begin(seq.state)
+        self.waiting.push(seq)
+
+    def _hold(self, seq: Sequence) -> None:
+        """Blocks a suspect's sequence until it has the turn. What was loaded for it may be evicted meanwhile."""
+        self._release_loaded(seq)
+        self.waiting.block(seq, Blocker.ALONE, seq.state)
 
     def _is_next(self, seq: Sequence) -> bool:
         """Returns whether others run or wait, and one step may compute all tokens ahead of seq and begin with seq."""
@@ -174,28 +182,13 @@ class Scheduler:
         if self._any_finished:
             self._running = [seq for seq in self._running if seq.status is Status.RUNNING]
             self._any_finished = False
-        self._pass_turn()
-        if self._probation.current is None:
-            return self._plan()
-        if self.done_step < self._next_step - 1:
+        for event in self._probation.pass_turn():
+            self.unblock(event)
+        if self.alone is None and (planned := self._plan()) is not None:
+            return planned  # without work a suspect may have taken the turn meanwhile
+        if self.alone is None or self.done_step < self._next_step - 1:
             return None
         return self._plan() or self._plan()  # the first one is without work: it is the turn of the others
-
-    def _pass_turn(self) -> None:
-        """Ends the turn of a request on probation that is over, or whose sequences all wait for what is loaded; gives
-        it to the first of the suspects that can run."""
-        alone = self.alone
-        if alone is None or not (self._probation.is_over or self._is_loading(alone)):
-            return
-        self._probation.end_turn()
-        while self.alone is None and (held := self.waiting.keys_of(Blocker.ALONE)):
-            self.unblock(Event(Blocker.ALONE, held[0]))
-
-    def _is_loading(self, state: RequestState) -> bool:
-        """Returns whether no sequence of this request runs, is queued, or lacks only a place for its adapter in the
-        step."""
-        live = (seq for seq in state.sequences if seq.status is not Status.FINISHED)
-        return all(self.waiting.blocker_of(seq) not in (None, Blocker.TURN) for seq in live)
 
     def _plan(self) -> tuple[InFlightStep, StepPlan] | None:
         """Returns a plan for the running sequences that may share it and for those that wait; None without work."""
@@ -260,9 +253,10 @@ class Scheduler:
         """Removes a sequence in any state and releases all it holds. Its results in flight are discarded."""
         if seq.status is Status.WAITING:
             self._charge(seq)
-            was_queued = self.waiting.blocker_of(seq) is not Blocker.FORK
-            self.waiting.remove(seq)
-            if was_queued:
+            is_fork = self.waiting.blocker_of(seq) is Blocker.FORK
+            if self.waiting.has(seq):  # else it failed on its way there
+                self.waiting.remove(seq)
+            if not is_fork:
                 self._release_loaded(seq)
         elif seq.status is Status.RUNNING:
             self._any_finished = True
@@ -435,10 +429,10 @@ class Scheduler:
         its adapter's place in the step see max_loras.py."""
         for event in self._gate.take_events():
             for freed in self.waiting.unblock(event):
-                self.waiting.push(freed)
+                self._push(freed) if self._probation.may_run(freed.state) else self._hold(freed)
         if self.waiting.tenants.has_competing_tenants:
             self.charge_running()
-        while budget > 0 and self._free_rows and (seq := self._first_waiting()) is not None:
+        while budget > 0 and self._free_rows and (seq := self._probation.first_waiting()) is not None:
             if seq.last_step > self.done_step:
                 return  # preempted, with samples still in flight
             if seq.adapter is not None and not self._gate.may_run(seq):
@@ -458,14 +452,6 @@ class Scheduler:
                     self.waiting.tenants.charge(seq, prompt_tokens=len(seq.tokens) - seq.num_scheduled)
             self._bind(step, seq)
             budget -= self._give(step, seq, budget, list(seq.table.block_ids))
-
-    def _first_waiting(self) -> Sequence | None:
-        """Returns the first in the queue, if it may share the step; in a step of a request on probation, its first."""
-        if self._probation.is_alone:
-            assert self.alone is not None
-            return next((seq for seq in self.alone.sequences if self.waiting.tenants.is_queued(seq)), None)
-        first = self.waiting.peek()
-        return first if first is None or self._probation.shares_step(first.state) else None
 
     @property
     def _reserve(self) -> int:

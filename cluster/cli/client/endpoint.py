@@ -10,7 +10,7 @@ from typing import Any, Final
 import httpx
 import msgspec
 
-from tandem.cluster.gateway.http.tls import client_context
+from tandem.cluster.gateway.http.tls import ClientFiles, client_context
 from tandem.configs.errors import SettingsError, TandemError
 
 CONNECT_S: Final = 5.0
@@ -57,9 +57,16 @@ class Endpoint:
     """A connection to the service at `url` (with or without /v1). Closed as a context manager. Every method raises
     EndpointError."""
 
-    def __init__(self, url: str, api_key: str | None = None, certificate: str | None = None) -> None:
-        """certificate: of the service (PEM), to trust it alone under any name; None: what the machine trusts.
-        SettingsError when `url` is not an HTTP URL or `api_key` cannot be sent."""
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None = None,
+        certificate: str | None = None,
+        files: ClientFiles = ClientFiles(),
+    ) -> None:
+        """certificate: of the service (PEM), to trust it alone under any name; None: what the machine trusts. files:
+        the client's own certificate, and whom it trusts instead. SettingsError when `url` is not an HTTP URL, `api_key`
+        cannot be sent, or files do not fit."""
         self.url = url.rstrip("/").removesuffix("/v1")
         try:
             parsed = httpx.URL(self.url)
@@ -69,13 +76,15 @@ class Endpoint:
             raise SettingsError(f"{url!r} must be like http://127.0.0.1:8000", "--url")
         if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key):
             raise SettingsError("a key must be printable ASCII and not empty", "--api-key")
+        files.check(parsed.scheme)
         self._has_key = api_key is not None
+        self._may_lack_certificate = parsed.scheme == "https" and files.certfile is None
         self._client = httpx.Client(
             base_url=self.url,
             headers={"authorization": f"Bearer {api_key}"} if api_key is not None else {},
             timeout=httpx.Timeout(SILENCE_S, connect=CONNECT_S),
             trust_env=parsed.host not in NEAR,
-            verify=client_context(certificate) if parsed.scheme == "https" else True,
+            verify=client_context(certificate, files) if parsed.scheme == "https" else True,
         )
 
     def __enter__(self) -> "Endpoint":
@@ -144,7 +153,8 @@ class Endpoint:
             return EndpointError(f"nothing answers on {self.url}: {error or 'no connection in time'}")
         if isinstance(error, httpx.TimeoutException):
             return EndpointError(f"{self.url} has been silent for {SILENCE_S:.0f} s")
-        return EndpointError(f"the connection to {self.url} broke: {error or type(error).__name__}")
+        advice = "; if it asks for a client's certificate, give --ssl-certfile" if self._may_lack_certificate else ""
+        return EndpointError(f"the connection to {self.url} broke: {error or type(error).__name__}{advice}")
 
 
 def event_data(chunks: Iterable[bytes]) -> Iterator[bytes]:

@@ -31,6 +31,24 @@ ApiKey = Annotated[
         help=f"API key to send (or env:NAME, file:PATH). Default: ${API_KEY}.",
     ),
 ]
+CertFile = Annotated[
+    str | None,
+    typer.Option("--ssl-certfile", help="PEM file with a certificate to show to the service. Default: none is shown."),
+]
+KeyFile = Annotated[
+    str | None,
+    typer.Option(
+        "--ssl-keyfile", help="PEM file with that certificate's private key. Default: it is in --ssl-certfile."
+    ),
+]
+CaCerts = Annotated[
+    str | None,
+    typer.Option(
+        "--ssl-ca-certs",
+        help="PEM file with the CA certificates to trust. Default: a service of yours here is known, for others what "
+        "the machine trusts.",
+    ),
+]
 Temperature = Annotated[
     float | None, typer.Option("--temperature", help="Sampling temperature; 0 is greedy. Default: the service's.")
 ]
@@ -46,6 +64,9 @@ def chat(
     system: Annotated[str | None, typer.Option("--system", help="System message at the start. Default: none.")] = None,
     temperature: Temperature = None,
     max_tokens: MaxTokens = None,
+    ssl_certfile: CertFile = None,
+    ssl_keyfile: KeyFile = None,
+    ssl_ca_certs: CaCerts = None,
 ) -> None:
     """Chat with a running service, line by line.
 
@@ -54,7 +75,7 @@ def chat(
     from tandem.cluster.cli.client.conversation import Conversation
 
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    with _service(url, api_key) as endpoint:
+    with _service(url, api_key, (ssl_certfile, ssl_keyfile, ssl_ca_certs)) as endpoint:
         fields = _fields(endpoint, model, temperature, max_tokens)
         if interactive:
             import readline  # noqa: F401  # line editing and history for input()
@@ -71,6 +92,9 @@ def complete(
     api_key: ApiKey = None,
     temperature: Temperature = None,
     max_tokens: MaxTokens = None,
+    ssl_certfile: CertFile = None,
+    ssl_keyfile: KeyFile = None,
+    ssl_ca_certs: CaCerts = None,
 ) -> None:
     """Continue a text with a running service."""
     from tandem.cluster.cli.client.conversation import show
@@ -79,15 +103,19 @@ def complete(
         text = sys.stdin.read() if prompt == "-" else prompt
     except UnicodeDecodeError as error:
         raise TandemError("the text is not valid UTF-8") from error
-    with _service(url, api_key) as endpoint:
+    with _service(url, api_key, (ssl_certfile, ssl_keyfile, ssl_ca_certs)) as endpoint:
         fields = _fields(endpoint, model, temperature, max_tokens)
         show(endpoint.stream("/v1/completions", {**fields, "prompt": text}), [])
 
 
 @contextmanager
-def _service(url: str | None, api_key: str | None) -> "Iterator[Endpoint]":
-    """The service at `url`, else the newest one of this user on this machine. Ctrl-C inside ends with status 130."""
+def _service(
+    url: str | None, api_key: str | None, files: tuple[str | None, str | None, str | None]
+) -> "Iterator[Endpoint]":
+    """The service at `url`, else the newest one of this user on this machine. files: --ssl-certfile, --ssl-keyfile and
+    --ssl-ca-certs. Ctrl-C inside ends with status 130."""
     from tandem.cluster.cli.client.endpoint import Endpoint
+    from tandem.cluster.gateway.http.tls import ClientFiles
 
     if url is None:
         run = newest("--url")
@@ -96,7 +124,7 @@ def _service(url: str | None, api_key: str | None) -> "Iterator[Endpoint]":
         certificate = certificate_of(url)
     key = None if api_key is None else read_secret(api_key, "--api-key")
     try:
-        with Endpoint(url, key, certificate) as endpoint:
+        with Endpoint(url, key, certificate, ClientFiles(*files)) as endpoint:
             yield endpoint
     except KeyboardInterrupt:
         sys.exit(130)

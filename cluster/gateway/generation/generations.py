@@ -1,12 +1,15 @@
-"""Generations: what all requests of one gateway share. Built once (services.py); nothing here changes later, except
+"""Generations: what all requests of one gateway share. Built once (wiring.py); nothing here changes later, except
 inside the objects it points to."""
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.gateway.generation.dispatch import Dispatch
 from tandem.cluster.gateway.generation.quarantine import Quarantine
-from tandem.cluster.gateway.http.gateway_metrics import GatewayMetrics
+from tandem.cluster.gateway.http.draining import Draining
+from tandem.cluster.gateway.http.gateway_metrics import Alone, GatewayMetrics, Peers
 from tandem.cluster.gateway.http.tasks import TaskOwner
 from tandem.cluster.tenants.billing_record import Ledger
 from tandem.cluster.tenants.tenant_admission import Tenancy
@@ -27,16 +30,21 @@ class GatewayTimes:
 @dataclass(frozen=True, kw_only=True)
 class Generations:
     """queue_timeout_s: how long a request waits for its first step; None: without a group as long as dispatch says,
-    in a queue for ever. max_answer_bytes: memory of an answer that is not streamed."""
+    in a queue for ever. max_answer_bytes: memory of an answer that is not streamed. adapters: None when none are
+    served; adapter_roots: where clients may load from."""
 
     dispatch: Dispatch
     tenancy: Tenancy
     ledger: Ledger
     metrics: GatewayMetrics
-    tasks: TaskOwner
     quarantine: Quarantine
-    times: GatewayTimes
     max_answer_bytes: int
     queue_timeout_s: float | None
-    clock: Callable[[], float]
-    wall_clock: Callable[[], float]
+    tasks: TaskOwner = field(default_factory=TaskOwner)
+    draining: Draining = field(default_factory=Draining)
+    times: GatewayTimes = GatewayTimes()
+    peers: Peers = field(default_factory=Alone)
+    adapters: AdapterService | None = None
+    adapter_roots: tuple[str, ...] = ()
+    clock: Callable[[], float] = time.monotonic
+    wall_clock: Callable[[], float] = time.time

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tandem.cluster.gateway.generation.response_format import ChoiceAnswer
-from tandem.cluster.gateway.services import GatewayState
 from tandem.workers.messages.request import TokenLogprobs, Usage
 from tandem.workers.text.choice_text import TextDelta
+from tandem.workers.text.detokenizer import DetokenizerFactory
 
 _encode = msgspec.json.Encoder().encode
 
@@ -30,9 +30,14 @@ class ChatFormat:
     """chat.completion and chat.completion.chunk."""
 
     def __init__(
-        self, state: GatewayState, head: AnswerHead, *, with_usage: bool, prompt_ids: list[int] | None = None
+        self,
+        detokenizers: DetokenizerFactory,
+        head: AnswerHead,
+        *,
+        with_usage: bool,
+        prompt_ids: list[int] | None = None,
     ) -> None:
-        self._formatter = TokenFormatter(state)
+        self._formatter = TokenFormatter(detokenizers)
         self._head = head
         self._prompt_ids = prompt_ids
         self._frame = ChunkFrame(head, "chat.completion.chunk", with_usage, with_ids=prompt_ids is not None)
@@ -70,14 +75,14 @@ class CompletionFormat:
 
     def __init__(
         self,
-        state: GatewayState,
+        detokenizers: DetokenizerFactory,
         head: AnswerHead,
         *,
         with_usage: bool,
         prompt_ids: Sequence[list[int]] | None = None,
         echo: Sequence[str] | None = None,
     ) -> None:
-        self._formatter = TokenFormatter(state)
+        self._formatter = TokenFormatter(detokenizers)
         self._head = head
         self._prompt_ids = prompt_ids
         self._echo = echo
@@ -163,8 +168,8 @@ class TokenFormatter:
 
     LOWEST = -9999.0
 
-    def __init__(self, state: GatewayState) -> None:
-        self._bytes = state.detokenizers.token_bytes
+    def __init__(self, detokenizers: DetokenizerFactory) -> None:
+        self._bytes = detokenizers.token_bytes
 
     def text(self, token_id: int) -> str:
         """A token's text; bytes that are no whole character become U+FFFD."""

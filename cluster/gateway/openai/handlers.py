@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from tandem.cluster.gateway.generation.delivery import GenerationResponse
 from tandem.cluster.gateway.generation.generation import Generation
+from tandem.cluster.gateway.generation.generations import Generations
 from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.generation.response_format import ResponseFormat
 from tandem.cluster.gateway.http.auth import Principal
@@ -41,7 +42,7 @@ from tandem.cluster.gateway.openai.schemas import (
     read_chat,
     read_completion,
 )
-from tandem.cluster.gateway.services import GatewayState
+from tandem.cluster.gateway.services import TextServices
 from tandem.cluster.tenants.tenant import salted
 from tandem.workers.messages.request import GenerationRequest, SamplingParams
 from tandem.workers.text.choice_text import ChoiceText
@@ -53,113 +54,117 @@ PARSED_FASTER = 16
 """Bytes that are parsed and checked in the time in which one is tokenized, roughly."""
 
 
-async def chat_completions(state: GatewayState, request: Request, principal: Principal) -> Response:
+async def chat_completions(
+    text: TextServices, generations: Generations, request: Request, principal: Principal
+) -> Response:
     """One conversation, n choices."""
-    began_s = state.clock()
-    body, size = await received(state, request, principal, lambda fields: read_chat(fields, state.settings))
+    began_s = generations.clock()
+    body, size = await received(text, request, principal, lambda fields: read_chat(fields, text.settings))
     with ExitStack() as held:
-        model = _held_model(state, body, principal, held)
+        model = _held_model(text, generations, body, principal, held)
         wanted, names = body.max_tokens, Asked("messages", "max_tokens")
         if body.max_completion_tokens is not None:
             wanted, names = body.max_completion_tokens, Asked("messages", "max_completion_tokens")
-        rendered = await state.text.run(principal.tenant, size, chat_prompt, state, body)
-        prompt, max_tokens = fit(state, rendered, body, wanted, names)
+        rendered = await text.workers.run(principal.tenant, size, chat_prompt, text, body)
+        prompt, max_tokens = fit(text, rendered, body, wanted, names)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        params = _params(state, body, max_tokens, logprobs)
-        head = _head(state, "chatcmpl", model.name)
+        params = _params(text, body, max_tokens, logprobs)
+        head = _head(text, generations, "chatcmpl", model.name)
         asked = _Asked(request, principal, head, model, body)
-        parts = _parts(state, asked, [(prompt, params)], is_open_ended=wanted is None)
-        generation = _generation(state, asked, parts, began_s, "messages")
+        parts = _parts(text, generations, asked, [(prompt, params)], is_open_ended=wanted is None)
+        generation = _generation(generations, asked, parts, began_s, "messages")
         style = ChatFormat(
-            state,
+            text.detokenizers,
             head,
             with_usage=_include_usage(body),
             prompt_ids=prompt.token_ids if body.return_token_ids else None,
         )
-        return _answer(state, generation, style, body, held, with_logprobs=logprobs is not None)
+        return _answer(generations, generation, style, body, held, with_logprobs=logprobs is not None)
 
 
-async def completions(state: GatewayState, request: Request, principal: Principal) -> Response:
+async def completions(text: TextServices, generations: Generations, request: Request, principal: Principal) -> Response:
     """One or several prompts, n choices each."""
-    began_s = state.clock()
-    body, size = await received(state, request, principal, lambda fields: read_completion(fields, state.settings))
+    began_s = generations.clock()
+    body, size = await received(text, request, principal, lambda fields: read_completion(fields, text.settings))
     with ExitStack() as held:
-        model = _held_model(state, body, principal, held)
+        model = _held_model(text, generations, body, principal, held)
         wanted = body.max_tokens if body.max_tokens is not None else DEFAULT_COMPLETION_TOKENS
-        check_choices(state, body)
-        head = _head(state, "cmpl", model.name)
+        check_choices(text, body)
+        head = _head(text, generations, "cmpl", model.name)
         asked = _Asked(request, principal, head, model, body)
-        parts, echo = await state.text.run(principal.tenant, size, _completion_parts, state, asked, body, wanted)
-        generation = _generation(state, asked, parts, began_s, "prompt")
+        parts, echo = await text.workers.run(
+            principal.tenant, size, _completion_parts, text, generations, asked, body, wanted
+        )
+        generation = _generation(generations, asked, parts, began_s, "prompt")
         shown = body.n or 1
         prompts = [part.request.prompt_token_ids for part in parts for _ in range(shown)]
         style = CompletionFormat(
-            state,
+            text.detokenizers,
             head,
             with_usage=_include_usage(body),
             prompt_ids=prompts if body.return_token_ids else None,
-            echo=[text for text in echo for _ in range(shown)] if body.echo else None,
+            echo=[prompt for prompt in echo for _ in range(shown)] if body.echo else None,
         )
-        return _answer(state, generation, style, body, held, with_logprobs=body.logprobs is not None)
+        return _answer(generations, generation, style, body, held, with_logprobs=body.logprobs is not None)
 
 
-async def tokenize(state: GatewayState, request: Request, principal: Principal) -> Response:
+async def tokenize(text: TextServices, generations: Generations, request: Request, principal: Principal) -> Response:
     """Token ids of a text or of a rendered conversation."""
-    body, size = await received(state, request, principal, lambda fields: read(fields, TokenizeBody))
-    served_model(state, body.model, principal)
+    body, size = await received(text, request, principal, lambda fields: read(fields, TokenizeBody))
+    served_model(text.model_names, generations.adapters, body.model, principal)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt", "Send either prompt or messages.")
-    return await state.text.run(principal.tenant, size, _tokenized, state, body)
+    return await text.workers.run(principal.tenant, size, _tokenized, text, body)
 
 
-async def detokenize(state: GatewayState, request: Request, principal: Principal) -> Response:
+async def detokenize(text: TextServices, generations: Generations, request: Request, principal: Principal) -> Response:
     """The text of token ids, special tokens included."""
-    body, size = await received(state, request, principal, lambda fields: read(fields, DetokenizeBody))
-    served_model(state, body.model, principal)
-    return await state.text.run(principal.tenant, size, _detokenized, state, body)
+    body, size = await received(text, request, principal, lambda fields: read(fields, DetokenizeBody))
+    served_model(text.model_names, generations.adapters, body.model, principal)
+    return await text.workers.run(principal.tenant, size, _detokenized, text, body)
 
 
 async def received(
-    state: GatewayState, request: Request, principal: Principal, check: Callable[[dict[str, Any]], Body]
+    text: TextServices, request: Request, principal: Principal, check: Callable[[dict[str, Any]], Body]
 ) -> tuple[Body, int]:
     """The body, read and checked, and its size in bytes."""
-    data = await read_body(request, state.settings.max_body_bytes)
+    data = await read_body(request, text.settings.max_body_bytes)
 
     def parsed() -> Body:
-        return check(parse_object(data, state.settings.max_json_depth))
+        return check(parse_object(data, text.settings.max_json_depth))
 
-    return await state.text.run(principal.tenant, len(data) // PARSED_FASTER, parsed), len(data)
+    return await text.workers.run(principal.tenant, len(data) // PARSED_FASTER, parsed), len(data)
 
 
-async def read_fields(state: GatewayState, request: Request, principal: Principal) -> dict[str, Any]:
+async def read_fields(text: TextServices, request: Request, principal: Principal) -> dict[str, Any]:
     """The body's JSON object."""
-    return (await received(state, request, principal, lambda fields: fields))[0]
+    return (await received(text, request, principal, lambda fields: fields))[0]
 
 
-def _tokenized(state: GatewayState, body: TokenizeBody) -> Response:
-    ids = text_prompt(state, body).token_ids
-    answer: dict[str, Any] = {"count": len(ids), "max_model_len": state.max_model_len, "tokens": ids}
+def _tokenized(text: TextServices, body: TokenizeBody) -> Response:
+    ids = text_prompt(text, body).token_ids
+    answer: dict[str, Any] = {"count": len(ids), "max_model_len": text.max_model_len, "tokens": ids}
     if body.return_token_strs:
-        answer["token_strs"] = [state.tokenizer.piece(i) for i in ids]
+        answer["token_strs"] = [text.tokenizer.piece(i) for i in ids]
     return json_response(answer)
 
 
-def _detokenized(state: GatewayState, body: DetokenizeBody) -> Response:
-    check_token_count(state, len(body.tokens))
-    check_token_ids(body.tokens, state.vocab_size, "tokens")
-    return json_response({"prompt": state.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+def _detokenized(text: TextServices, body: DetokenizeBody) -> Response:
+    check_token_count(text, len(body.tokens))
+    check_token_ids(body.tokens, text.vocab_size, "tokens")
+    return json_response({"prompt": text.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
 
 def _completion_parts(
-    state: GatewayState, asked: "_Asked", body: CompletionBody, wanted: int
+    text: TextServices, generations: Generations, asked: "_Asked", body: CompletionBody, wanted: int
 ) -> tuple[list[RequestPart], list[str]]:
     """A part for every prompt, and the prompts' texts where the answer begins with them."""
     work: list[tuple[Prompt, SamplingParams]] = []
-    for item in completion_prompts(state, body):
-        prompt, max_tokens = fit(state, item, body, wanted, Asked("prompt", "max_tokens"))
-        work.append((prompt, _params(state, body, max_tokens, body.logprobs)))
-    echo = [_echo_text(state, prompt, body) for prompt, _ in work] if body.echo else []
-    return _parts(state, asked, work), echo
+    for item in completion_prompts(text, body):
+        prompt, max_tokens = fit(text, item, body, wanted, Asked("prompt", "max_tokens"))
+        work.append((prompt, _params(text, body, max_tokens, body.logprobs)))
+    echo = [_echo_text(text, prompt, body) for prompt, _ in work] if body.echo else []
+    return _parts(text, generations, asked, work), echo
 
 
 def json_response(value: Any, status: int = 200) -> Response:
@@ -167,33 +172,37 @@ def json_response(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
-def _held_model(state: GatewayState, body: CommonBody, principal: Principal, held: ExitStack) -> Served:
+def _held_model(
+    text: TextServices, generations: Generations, body: CommonBody, principal: Principal, held: ExitStack
+) -> Served:
     """The model, whose adapter is in use from now on."""
-    model = served_model(state, body.model, principal)
-    held.enter_context(state.running_adapters.request(model.adapter))
+    adapters = generations.adapters
+    model = served_model(text.model_names, adapters, body.model, principal)
+    if adapters is not None:
+        held.enter_context(adapters.running.request(model.adapter))
     return model
 
 
-def _params(state: GatewayState, body: CommonBody, max_tokens: int, logprobs: int | None) -> SamplingParams:
+def _params(text: TextServices, body: CommonBody, max_tokens: int, logprobs: int | None) -> SamplingParams:
     """Sampling parameters; best_of above n samples more and needs log probabilities to choose."""
     count = body.best_of or body.n or 1
     if count > (body.n or 1) and logprobs is None:
         logprobs = 0
-    return sampling_params(state, body, max_tokens=max_tokens, n=count, logprobs=logprobs)
+    return sampling_params(text, body, max_tokens=max_tokens, n=count, logprobs=logprobs)
 
 
-def _head(state: GatewayState, prefix: str, model: str) -> AnswerHead:
-    return AnswerHead(f"{prefix}-{uuid.uuid4().hex}", int(state.wall_clock()), model, state.fingerprint)
+def _head(text: TextServices, generations: Generations, prefix: str, model: str) -> AnswerHead:
+    return AnswerHead(f"{prefix}-{uuid.uuid4().hex}", int(generations.wall_clock()), model, text.fingerprint)
 
 
 def _include_usage(body: CommonBody) -> bool:
     return body.stream_options is not None and bool(body.stream_options.include_usage)
 
 
-def _echo_text(state: GatewayState, prompt: Prompt, body: CompletionBody) -> str:
+def _echo_text(text: TextServices, prompt: Prompt, body: CompletionBody) -> str:
     if prompt.text is not None and body.truncate_prompt_tokens is None:
         return prompt.text
-    return state.tokenizer.decode(prompt.token_ids, skip_special_tokens=body.skip_special_tokens is not False)
+    return text.tokenizer.decode(prompt.token_ids, skip_special_tokens=body.skip_special_tokens is not False)
 
 
 class _Asked(NamedTuple):
@@ -207,11 +216,16 @@ class _Asked(NamedTuple):
 
 
 def _parts(
-    state: GatewayState, asked: _Asked, work: Sequence[tuple[Prompt, SamplingParams]], *, is_open_ended: bool = False
+    text: TextServices,
+    generations: Generations,
+    asked: _Asked,
+    work: Sequence[tuple[Prompt, SamplingParams]],
+    *,
+    is_open_ended: bool = False,
 ) -> list[RequestPart]:
     """A part for every prompt of one HTTP request; request ids are unique even when x-request-id is not."""
     request, principal, head, model, body = asked
-    priority = body.priority if body.priority is not None else state.tenancy.limits(principal.tenant).priority
+    priority = body.priority if body.priority is not None else generations.tenancy.limits(principal.tenant).priority
     salt = salted(principal.tenant, body.cache_salt)
     parts = []
     for number, (prompt, params) in enumerate(work):
@@ -222,11 +236,11 @@ def _parts(
             adapter=model.adapter,
             tenant=principal.tenant,
             priority=priority,
-            deadline_s=state.settings.queue_timeout_s,
+            deadline_s=generations.queue_timeout_s,
             cache_salt=salt,
             trace_ids={"x-request-id": request.scope.get("tandem.request_id", "")},
         )
-        choices = [_choice(state, body, prompt, params) for _ in range(params.n)]
+        choices = [_choice(text, body, prompt, params) for _ in range(params.n)]
         first = number * params.n
         part = RequestPart(request=generation, choices=choices, first_choice=first, is_open_ended=is_open_ended)
         parts.append(part)
@@ -234,10 +248,10 @@ def _parts(
 
 
 def _generation(
-    state: GatewayState, asked: _Asked, parts: list[RequestPart], began_s: float, prompt_field: str
+    generations: Generations, asked: _Asked, parts: list[RequestPart], began_s: float, prompt_field: str
 ) -> Generation:
     return Generation(
-        state.generations,
+        generations,
         parts,
         tenant=asked.principal.tenant,
         model=asked.head.model,
@@ -246,17 +260,17 @@ def _generation(
     )
 
 
-def _choice(state: GatewayState, body: CommonBody, prompt: Prompt, params: SamplingParams) -> ChoiceText:
+def _choice(text: TextServices, body: CommonBody, prompt: Prompt, params: SamplingParams) -> ChoiceText:
     return ChoiceText(
-        state.detokenizers.make(prompt.token_ids, skip_special_tokens=body.skip_special_tokens is not False),
+        text.detokenizers.make(prompt.token_ids, skip_special_tokens=body.skip_special_tokens is not False),
         params,
         include_stop=bool(body.include_stop_str_in_output),
-        eos_token_ids=state.tokenizer.eos_token_ids,
+        eos_token_ids=text.tokenizer.eos_token_ids,
     )
 
 
 def _answer(
-    state: GatewayState,
+    generations: Generations,
     generation: Generation,
     style: ResponseFormat,
     body: CommonBody,
@@ -267,7 +281,7 @@ def _answer(
     """The answer to be; what is held passes to the generation."""
     generation.held = held.pop_all()
     return GenerationResponse(
-        state.generations,
+        generations,
         generation,
         style,
         stream=bool(body.stream),

@@ -2,11 +2,15 @@
 
 from typing import Any, NamedTuple
 
+from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.adapters.entries import AdapterEntry
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.http.error_answers import model_not_found
-from tandem.cluster.gateway.services import GatewayState
+from tandem.cluster.gateway.services import TextServices
 from tandem.workers.messages.request import AdapterRef
+
+Names = tuple[str, ...]
+Adapters = AdapterService | None
 
 
 class Served(NamedTuple):
@@ -21,29 +25,29 @@ class Served(NamedTuple):
         return self.entry.ref if self.entry is not None else None
 
 
-def served_model(state: GatewayState, name: str | None, principal: Principal) -> Served:
+def served_model(names: Names, adapters: Adapters, name: str | None, principal: Principal) -> Served:
     """The model of a request. RequestRefused 404, with the same text, for an unknown name and another tenant's."""
     if name is None:
-        return Served(state.model_names[0])
-    return _find(state, name, principal.tenant)
+        return Served(names[0])
+    return _find(names, adapters, name, principal.tenant)
 
 
-def shown_model(state: GatewayState, name: str, principal: Principal) -> Served:
+def shown_model(names: Names, adapters: Adapters, name: str, principal: Principal) -> Served:
     """One that may be looked at: by an admin, others' adapters too. RequestRefused 404 as of a request."""
-    return _find(state, name, _looks_for(principal))
+    return _find(names, adapters, name, _looks_for(principal))
 
 
-def all_shown(state: GatewayState, principal: Principal) -> list[Served]:
+def all_shown(names: Names, adapters: Adapters, principal: Principal) -> list[Served]:
     """Every name that this tenant may send as `model`, each once: the base's, then its adapters'. For an admin: every
     adapter's."""
-    entries = state.adapters.visible(_looks_for(principal)) if state.adapters is not None else []
-    return [*map(Served, state.model_names), *(Served(entry.name, entry) for entry in entries)]
+    entries = adapters.visible(_looks_for(principal)) if adapters is not None else []
+    return [*map(Served, names), *(Served(entry.name, entry) for entry in entries)]
 
 
-def _find(state: GatewayState, name: str, tenant: str | None) -> Served:
-    if name in state.model_names:
+def _find(names: Names, adapters: Adapters, name: str, tenant: str | None) -> Served:
+    if name in names:
         return Served(name)
-    entry = state.adapters.entry(name, tenant) if state.adapters is not None else None
+    entry = adapters.entry(name, tenant) if adapters is not None else None
     if entry is None:
         raise model_not_found(name)
     return Served(name, entry)
@@ -54,23 +58,23 @@ def _looks_for(principal: Principal) -> str | None:
     return None if principal.is_admin else principal.tenant
 
 
-def model_object(state: GatewayState, served: Served, principal: Principal) -> dict[str, Any]:
+def model_object(text: TextServices, served: Served, principal: Principal) -> dict[str, Any]:
     """OpenAI's model object with vLLM's additions. A tenant's adapter is owned by that tenant. An adapter's root is its
     source for those who may load adapters, and its version for others, who must not see paths."""
     shown: dict[str, Any] = {
         "id": served.name,
         "object": "model",
-        "created": state.created_s,
+        "created": text.created_s,
         "owned_by": "tandem",
-        "root": state.model_names[0],
+        "root": text.model_names[0],
         "parent": None,
-        "max_model_len": state.max_model_len,
+        "max_model_len": text.max_model_len,
     }
     if (entry := served.entry) is not None:
         version = f"{entry.name}@{entry.digest}"
         shown["created"] = int(entry.listed_at_s)
         shown["owned_by"] = entry.tenant or shown["owned_by"]
         shown["root"] = entry.source if principal.is_admin else version
-        shown["parent"] = state.model_names[0]
+        shown["parent"] = text.model_names[0]
         shown["version"] = version
     return shown

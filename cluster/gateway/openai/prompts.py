@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tandem.cluster.gateway.openai.schemas import ChatBody, CommonBody, CompletionBody, Message, TokenizeBody, invalid
-from tandem.cluster.gateway.services import GatewayState
+from tandem.cluster.gateway.services import TextServices
 from tandem.workers.messages.errors import ContextLengthExceeded, RequestRefused
 from tandem.workers.text.tokenizer import check_token_ids
 
@@ -23,15 +23,15 @@ class Prompt(NamedTuple):
     text: str | None
 
 
-def chat_prompt(state: GatewayState, body: ChatBody | TokenizeBody) -> Prompt:
+def chat_prompt(services: TextServices, body: ChatBody | TokenizeBody) -> Prompt:
     """Renders and tokenizes a conversation."""
-    if state.chat_template is None:
+    if services.chat_template is None:
         raise invalid("messages", "This model has no chat template; serve it with --chat-template.")
     assert body.messages is not None
     tools = body.tools if isinstance(body, ChatBody) else None
-    check_text_bytes(state, sum(map(message_bytes, body.messages)) + _json_bytes(tools), "messages")
+    check_text_bytes(services, sum(map(message_bytes, body.messages)) + _json_bytes(tools), "messages")
     continues = bool(body.continue_final_message)
-    text = state.chat_template.render(
+    text = services.chat_template.render(
         [template_message(message, i) for i, message in enumerate(body.messages)],
         tools=tools,
         add_generation_prompt=not continues and body.add_generation_prompt is not False,
@@ -39,50 +39,50 @@ def chat_prompt(state: GatewayState, body: ChatBody | TokenizeBody) -> Prompt:
     )
     truncates = isinstance(body, ChatBody) and body.truncate_prompt_tokens is not None
     if isinstance(body, ChatBody) and not truncates:
-        state.tokenizer.check_bytes(text, state.max_model_len, "messages")
-    return Prompt(state.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)), text)
+        services.tokenizer.check_bytes(text, services.max_model_len, "messages")
+    return Prompt(services.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)), text)
 
 
-def text_prompt(state: GatewayState, body: TokenizeBody) -> Prompt:
+def text_prompt(services: TextServices, body: TokenizeBody) -> Prompt:
     """Tokenizes what /tokenize was sent: a text or a conversation."""
     if body.messages is not None:
-        return chat_prompt(state, body)
+        return chat_prompt(services, body)
     text = body.prompt or ""
-    check_text_bytes(state, len(text.encode()), "prompt")
-    return Prompt(state.tokenizer.encode(text, add_special_tokens=body.add_special_tokens is not False), text)
+    check_text_bytes(services, len(text.encode()), "prompt")
+    return Prompt(services.tokenizer.encode(text, add_special_tokens=body.add_special_tokens is not False), text)
 
 
-def completion_prompts(state: GatewayState, body: CompletionBody) -> list[Prompt]:
+def completion_prompts(services: TextServices, body: CompletionBody) -> list[Prompt]:
     """Tokenizes every prompt of a completions body, in order."""
     add_special = body.add_special_tokens is not False
     items = prompt_items(body.prompt)
     texts = [item for item in items if isinstance(item, str)]
     if body.truncate_prompt_tokens is None:
         for text in texts:
-            state.tokenizer.check_bytes(text, state.max_model_len, "prompt")
-    check_text_bytes(state, sum(len(text.encode()) for text in texts), "prompt")
+            services.tokenizer.check_bytes(text, services.max_model_len, "prompt")
+    check_text_bytes(services, sum(len(text.encode()) for text in texts), "prompt")
     prompts: list[Prompt] = []
     for item in items:
         if isinstance(item, str):
-            prompts.append(Prompt(state.tokenizer.encode(item, add_special_tokens=add_special), item))
+            prompts.append(Prompt(services.tokenizer.encode(item, add_special_tokens=add_special), item))
         else:
-            check_token_ids(item, state.vocab_size, "prompt")
+            check_token_ids(item, services.vocab_size, "prompt")
             prompts.append(Prompt(item, None))
     return prompts
 
 
-def check_choices(state: GatewayState, body: CompletionBody) -> None:
+def check_choices(services: TextServices, body: CompletionBody) -> None:
     """Refuses more prompts times choices than one request may have, before any is tokenized."""
     prompts = 1 if isinstance(body.prompt, str) or isinstance(body.prompt[0], int) else len(body.prompt)
     choices = prompts * (body.best_of or body.n or 1)
-    if choices > state.settings.max_messages:
-        limit = state.settings.max_messages
+    if choices > services.settings.max_messages:
+        limit = services.settings.max_messages
         raise invalid("n", f"Prompts times n are {choices} choices, above the limit of {limit}.")
 
 
-def check_text_bytes(state: GatewayState, size: int, param: str) -> None:
+def check_text_bytes(services: TextServices, size: int, param: str) -> None:
     """Refuses more text than one request may have tokenized, with 413."""
-    limit = state.settings.text_budget(state.max_model_len)
+    limit = services.settings.text_budget(services.max_model_len)
     if size > limit:
         raise RequestRefused(
             f"The request has {size} bytes of text to tokenize, above the limit of {limit} (--max-text-bytes).",
@@ -90,9 +90,9 @@ def check_text_bytes(state: GatewayState, size: int, param: str) -> None:
         )  # fmt: skip
 
 
-def check_token_count(state: GatewayState, count: int) -> None:
+def check_token_count(services: TextServices, count: int) -> None:
     """Refuses more token ids than the text of one request may have, with 413."""
-    limit = state.settings.text_budget(state.max_model_len) // 4
+    limit = services.settings.text_budget(services.max_model_len) // 4
     if count > limit:
         raise RequestRefused(
             f"The request has {count} tokens to decode, above the limit of {limit} (a quarter of --max-text-bytes).",
@@ -116,12 +116,14 @@ class Asked(NamedTuple):
     max_tokens: str
 
 
-def fit(state: GatewayState, prompt: Prompt, body: CommonBody, wanted: int | None, names: Asked) -> tuple[Prompt, int]:
+def fit(
+    services: TextServices, prompt: Prompt, body: CommonBody, wanted: int | None, names: Asked
+) -> tuple[Prompt, int]:
     """The prompt, cut as asked, and its max_tokens (`wanted`, or all that fits).
 
     ContextLengthExceeded when both do not fit; it names the prompt where that does not fit by itself.
     """
-    limit = state.max_model_len
+    limit = services.max_model_len
     keep = body.truncate_prompt_tokens
     if keep is not None:
         most = limit - (wanted or 1) if keep == -1 else keep

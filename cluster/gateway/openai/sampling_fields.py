@@ -1,7 +1,7 @@
 """From a checked body to SamplingParams: defaults of the model's generation_config.json, a seed for everyone."""
 
 from tandem.cluster.gateway.openai.schemas import CommonBody, invalid
-from tandem.cluster.gateway.services import GatewayState
+from tandem.cluster.gateway.services import TextServices
 from tandem.workers.messages.request import SamplingParams
 from tandem.workers.text.tokenizer import check_token_ids
 
@@ -9,19 +9,19 @@ GREEDY_BELOW = 1e-5
 
 
 def sampling_params(
-    state: GatewayState, body: CommonBody, *, max_tokens: int, n: int, logprobs: int | None
+    text: TextServices, body: CommonBody, *, max_tokens: int, n: int, logprobs: int | None
 ) -> SamplingParams:
     """Resolved parameters of one prompt. RequestRefused when a token id or min_tokens is out of range."""
-    defaults = state.tokenizer.defaults
+    defaults = text.tokenizer.defaults
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
         raise invalid("min_tokens", f"min_tokens {min_tokens} exceeds max_tokens {max_tokens}.")
     temperature = _chosen(body.temperature, defaults.temperature)
     stop_ids = list(body.stop_token_ids or ())
-    check_token_ids(stop_ids, state.vocab_size, "stop_token_ids")
+    check_token_ids(stop_ids, text.vocab_size, "stop_token_ids")
     ignore_eos = bool(body.ignore_eos)
     if not ignore_eos:
-        stop_ids += [i for i in state.extra_stop_token_ids if i not in stop_ids]
+        stop_ids += [i for i in text.extra_stop_token_ids if i not in stop_ids]
     return SamplingParams(
         max_tokens=max_tokens,
         n=n,
@@ -29,7 +29,7 @@ def sampling_params(
         top_k=max(0, body.top_k if body.top_k is not None else defaults.top_k),
         top_p=_chosen(body.top_p, defaults.top_p),
         min_p=_chosen(body.min_p, defaults.min_p),
-        seed=body.seed if body.seed is not None else state.random_seed(),
+        seed=body.seed if body.seed is not None else text.random_seed(),
         min_tokens=min_tokens,
         ignore_eos=ignore_eos,
         stop=stop_strings(body),
@@ -38,7 +38,7 @@ def sampling_params(
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         repetition_penalty=_chosen(body.repetition_penalty, defaults.repetition_penalty),
-        logit_bias=_logit_bias(body.logit_bias or {}, state.vocab_size),
+        logit_bias=_logit_bias(body.logit_bias or {}, text.vocab_size),
     )
 
 

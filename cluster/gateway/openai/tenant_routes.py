@@ -14,7 +14,7 @@ from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.http.body import printable
 from tandem.cluster.gateway.openai.handlers import json_response, read_fields
 from tandem.cluster.gateway.openai.schemas import invalid, unsupported
-from tandem.cluster.gateway.services import GatewayState
+from tandem.cluster.gateway.services import Accounts, TextServices
 from tandem.cluster.tenants.store import KeyedTenant, no_tenant
 from tandem.cluster.tenants.tenant import Limits, Tenant
 
@@ -31,55 +31,55 @@ class RotateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     grace_s: float = 0.0
 
 
-async def list_tenants(state: GatewayState, _: Request, __: Principal) -> Response:
+async def list_tenants(accounts: Accounts, _: Request, __: Principal) -> Response:
     """All tenants and their limits; no keys."""
-    tenants = await state.tenants.all()
+    tenants = await accounts.tenants.all()
     return json_response({"object": "list", "data": [_shown(tenants[name]) for name in sorted(tenants)]})
 
 
-async def add_tenant(state: GatewayState, request: Request, principal: Principal) -> Response:
+async def add_tenant(text: TextServices, accounts: Accounts, request: Request, principal: Principal) -> Response:
     """Make a tenant; its key is in this answer only."""
-    fields = await _fields(state, request, principal, {"name", *Limits.__struct_fields__})
+    fields = await _fields(text, request, principal, {"name", *Limits.__struct_fields__})
     name = fields.pop("name", None)
     if not isinstance(name, str):
         raise invalid("name", "name must be a string.")
-    return _keyed(await state.tenants.add(name, fields), status=201)
+    return _keyed(await accounts.tenants.add(name, fields), status=201)
 
 
-async def show_tenant(state: GatewayState, request: Request, _: Principal) -> Response:
+async def show_tenant(accounts: Accounts, request: Request, _: Principal) -> Response:
     """One tenant."""
     name = request.path_params["name"]
-    tenant = (await state.tenants.all()).get(name)
+    tenant = (await accounts.tenants.all()).get(name)
     if tenant is None:
         raise no_tenant(name[:64])
     return json_response(_shown(tenant))
 
 
-async def change_tenant(state: GatewayState, request: Request, principal: Principal) -> Response:
+async def change_tenant(text: TextServices, accounts: Accounts, request: Request, principal: Principal) -> Response:
     """Change the given limits; null lifts one, and token_budget starts anew."""
-    fields = await _fields(state, request, principal, set(Limits.__struct_fields__))
-    return json_response(_shown(await state.tenants.change(request.path_params["name"], fields)))
+    fields = await _fields(text, request, principal, set(Limits.__struct_fields__))
+    return json_response(_shown(await accounts.tenants.change(request.path_params["name"], fields)))
 
 
-async def remove_tenant(state: GatewayState, request: Request, _: Principal) -> Response:
+async def remove_tenant(accounts: Accounts, request: Request, _: Principal) -> Response:
     """Remove a tenant that has no adapters: its keys stop working, its usage stays in the ledger."""
     name = request.path_params["name"]
-    await state.tenants.remove(name)
+    await accounts.tenants.remove(name)
     return json_response({"object": "tenant", "name": name, "deleted": True})
 
 
-async def rotate_key(state: GatewayState, request: Request, principal: Principal) -> Response:
+async def rotate_key(text: TextServices, accounts: Accounts, request: Request, principal: Principal) -> Response:
     """Replace a tenant's keys; the new one is in this answer only."""
-    fields = await _fields(state, request, principal, {"grace_s"})
+    fields = await _fields(text, request, principal, {"grace_s"})
     grace_s = fields.get("grace_s") or 0
     if isinstance(grace_s, bool) or not isinstance(grace_s, int | float):
         raise invalid("grace_s", "grace_s must be a number of seconds.")
-    return _keyed(await state.tenants.rotate_key(request.path_params["name"], grace_s))
+    return _keyed(await accounts.tenants.rotate_key(request.path_params["name"], grace_s))
 
 
-async def _fields(state: GatewayState, request: Request, principal: Principal, known: set[str]) -> dict[str, Any]:
+async def _fields(text: TextServices, request: Request, principal: Principal, known: set[str]) -> dict[str, Any]:
     """The body's fields; what is not known is refused by name."""
-    fields = await read_fields(state, request, principal)
+    fields = await read_fields(text, request, principal)
     for name in fields:
         if name not in known:
             raise unsupported(name, f"The field {printable(name)} is unknown.")

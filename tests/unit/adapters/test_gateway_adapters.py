@@ -12,12 +12,13 @@ import pytest
 from tandem.cluster.adapters.adapter_list import AdapterList
 from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.adapters.entries import AdapterEntry
+from tandem.cluster.adapters.running import RunningAdapters
 from tandem.cluster.adapters.sources import FILES
 from tandem.cluster.gateway.generation.generation import Generation
+from tandem.cluster.gateway.generation.generations import GatewayTimes
 from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.http.text_workers import TextWorkers
-from tandem.cluster.gateway.services import GatewayTimes
 from tandem.configs.errors import TandemError
 from tandem.workers.messages.errors import RequestRefused
 from tandem.workers.messages.request import AdapterRef, GenerationRequest, SamplingParams
@@ -57,6 +58,12 @@ def write(folder: Path, digest: str) -> str:
 
 
 Opened = Callable[..., Any]
+
+
+def running(rig: Rig) -> RunningAdapters:
+    """The counts of requests by adapter."""
+    assert rig.generations.adapters is not None
+    return rig.generations.adapters.running
 
 
 @pytest.fixture
@@ -308,19 +315,19 @@ async def test_an_unload_waits_for_requests_that_are_being_tokenized(
 
         async def slow(tenant: str, size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if not args:  # the body is parsed and checked
-                return await plain(rig.state.text, tenant, size, function, *args, **kwargs)
+                return await plain(rig.text.workers, tenant, size, function, *args, **kwargs)
             tokenizing.set()
             await go_on.wait()
             if not ends_well:
                 raise RequestRefused("no", code="service_unavailable", status=503)
-            return await plain(rig.state.text, tenant, size, function, *args, **kwargs)
+            return await plain(rig.text.workers, tenant, size, function, *args, **kwargs)
 
-        rig.state.text.run = slow  # type: ignore[method-assign]
+        rig.text.workers.run = slow  # type: ignore[method-assign]
         body = {"model": "pirate", "max_tokens": 1, "prompt": "x", "messages": [{"role": "user", "content": "x"}]}
         del body["prompt" if "chat" in path else "messages"]
         asked = asyncio.create_task(rig.client.post(path, json=body))
         await asyncio.wait_for(tokenizing.wait(), 30)
-        assert rig.state.running_adapters.of(ref) == 1
+        assert running(rig).of(ref) == 1
         unloading = asyncio.create_task(unload(rig, "pirate"))
         async with asyncio.timeout(30):
             while "pirate" in await names(rig):
@@ -330,7 +337,7 @@ async def test_an_unload_waits_for_requests_that_are_being_tokenized(
         assert (await asked).status_code == (200 if ends_well else 503)
         assert (await asyncio.wait_for(unloading, 30)).text == "Success: LoRA adapter 'pirate' removed."
         await rig.settle()
-        assert rig.state.running_adapters.of(ref) == 0
+        assert running(rig).of(ref) == 0
 
 
 async def test_a_request_whose_client_left_before_it_was_opened_holds_nothing(opened: Opened) -> None:
@@ -338,12 +345,12 @@ async def test_a_request_whose_client_left_before_it_was_opened_holds_nothing(op
         ref = AdapterRef(name="pirate", digest="a" * 64, source="")
         asked = GenerationRequest(request_id="r", prompt_token_ids=[1], sampling=SamplingParams(max_tokens=1))
         part = RequestPart(request=asked, choices=[], first_choice=0)
-        generation = Generation(rig.state.generations, [part], tenant="acme", model="pirate", began_s=0.0)
-        generation.held.enter_context(rig.state.running_adapters.request(ref))
-        assert rig.state.running_adapters.of(ref) == 1
+        generation = Generation(rig.generations, [part], tenant="acme", model="pirate", began_s=0.0)
+        generation.held.enter_context(running(rig).request(ref))
+        assert running(rig).of(ref) == 1
         generation.close()
         generation.close()
-        assert rig.state.running_adapters.of(ref) == 0
+        assert running(rig).of(ref) == 0
 
 
 async def test_an_unload_does_not_wait_for_ever(opened: Opened, tmp_path: Path) -> None:
@@ -362,16 +369,16 @@ async def test_a_client_that_leaves_does_not_leave_a_load_half_done(opened: Open
     async with opened() as rig:
         loading = asyncio.create_task(load(rig, "pirate", write(tmp_path / "pirate", "a")))
         async with asyncio.timeout(30):
-            while not len(rig.state.tasks):
+            while not len(rig.generations.tasks):
                 await asyncio.sleep(0)
         loading.cancel()
-        assert await rig.state.tasks.wait_idle(30)
+        assert await rig.generations.tasks.wait_idle(30)
         assert await names(rig) == [MODEL, "alias/echo", "pirate"]
 
 
 async def test_what_others_list_is_served_at_once(opened: Opened) -> None:
     async with opened() as rig:
-        adapter_service = rig.state.adapters
+        adapter_service = rig.generations.adapters
         assert adapter_service is not None
         entry = AdapterEntry(name="pirate", digest="c" * 64, source="/x")
         await adapter_service.registry.replace(None, entry, "pirate")

@@ -77,6 +77,7 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "ssl_certfile": ("c.pem", "c.pem"),
     "ssl_keyfile": ("k.pem", "k.pem"),
     "ssl_ca_certs": ("a.pem", "a.pem"),
+    "ssl_cert_reqs": (1, 1),
     "allowed_origins": (["http://a:1", '["https://b", "*"]'], ("http://a:1", "https://b", "*")),
     "api_key": (["k"], ("k",)),
     "admin_api_key": (["a", "b"], ("a", "b")),
@@ -117,6 +118,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "kv_disk_size": {"kv_offloading_size": 1, "kv_disk_path": "kv"},
     "ssl_keyfile": {"ssl_certfile": "c.pem"},
     "ssl_ca_certs": {"ssl_certfile": "c.pem"},
+    "ssl_cert_reqs": {"ssl_certfile": "c.pem", "ssl_ca_certs": "a.pem"},
 }
 """What a setting does not go without."""
 
@@ -167,6 +169,8 @@ BAD = [
     ("auth", "off"),
     ("ssl_keyfile", "k.pem"),
     ("ssl_ca_certs", "a.pem"),
+    ("ssl_cert_reqs", 3),
+    ("ssl_cert_reqs", 2),
     ("allowed_origins", ["chat.example"]),
     ("allowed_origins", ["https://chat.example/"]),
     ("allowed_origins", "[1]"),

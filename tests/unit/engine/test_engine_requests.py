@@ -1,9 +1,12 @@
 """Refusals, aborts, deadlines, resumption, errors: every accepted request has one end and leaves nothing behind."""
 
 import itertools
+from unittest import mock
 
 import pytest
 from builders import EOS, Harness, assert_as_expected, expected, harness, request
+from fake_adapters import AdapterPlan
+from fake_tiers import TierPlan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine_outputs import MODES
@@ -129,6 +132,54 @@ def test_one_id_runs_once_and_a_newer_attempt_replaces_it():
     h.sink.tokens.clear()
     h.run()
     assert h.sink.ends["a"].attempt == 1
+
+
+def failing(owner: object, name: str, *, before: bool) -> object:
+    """A method that raises, before or after it has done its work."""
+    method = getattr(owner, name)
+
+    def fail(*args: object, **kwargs: object) -> object:
+        if not before:
+            method(*args, **kwargs)
+        raise TypeError("'<' not supported")
+
+    return mock.patch.object(owner, name, fail)
+
+
+PLACES = {
+    "deadlines": lambda h: (h.engine._deadlines, "add"),
+    "adapter": lambda h: (h.engine._adapters, "admit"),
+    "gate": lambda h: (h.engine._scheduler._gate, "admit"),
+    "tiers": lambda h: (h.engine._offload, "load"),
+    "push": lambda h: (h.engine._waiting, "push"),
+    "order": lambda h: (h.engine._waiting.tenants, "push"),
+    "forks": lambda h: (h.engine._waiting, "block"),
+}
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize(
+    ("place", "n"), [*itertools.product(PLACES, [2]), *((place, 1) for place in PLACES if place != "forks")]
+)
+def test_a_request_that_fails_on_its_way_to_the_queue_leaves_nothing(place, n, before):
+    h = harness(adapters=AdapterPlan(), tiers=TierPlan(), num_blocks=200, max_num_queued_reqs=2, patience=400)
+    other = request("other", 6, 20, adapter="a")
+    h.add(other)
+    while "other" not in h.sink.begun:
+        h.step()
+    has_adapter = place in ("adapter", "gate")
+    bad = request("bad", 6, 4, n=n, adapter="a" if has_adapter else None, deadline_s=0.001)
+    with failing(*PLACES[place](h), before=before):
+        with pytest.raises(TypeError):
+            h.engine.add_request(bad)
+    h.engine.check_invariants()
+    assert not h.engine._limits.num_requests and not h.engine._limits.num_tokens
+    h.step()
+    assert h.engine.stats().waiting == 0 and "bad" not in h.sink.ends
+    again = request("bad", 6, 4, n=n)
+    h.add(again)
+    h.run()
+    assert_as_expected(h, other, again)
 
 
 # ---- aborts ----

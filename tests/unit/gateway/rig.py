@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,14 +12,24 @@ from typing import Any
 import httpx
 import uvicorn
 from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from tandem.cluster.gateway.generation.dispatch import Dispatch
+from tandem.cluster.gateway.generation.generations import Generations
+from tandem.cluster.gateway.generation.quarantine import Quarantine
+from tandem.cluster.gateway.http.auth import Authenticator
+from tandem.cluster.gateway.http.gateway_metrics import GatewayMetrics
+from tandem.cluster.gateway.http.text_workers import TextWorkers
 from tandem.cluster.gateway.routes import build_gateway_app
-from tandem.cluster.gateway.services import GatewayState, GatewayTimes, make_state
+from tandem.cluster.gateway.services import Accounts, TextServices, extra_stop_token_ids
+from tandem.cluster.gateway.wiring import static_keys
 from tandem.cluster.tenants.billing_record import BillingRecord
+from tandem.cluster.tenants.tenant_admin import NoTenantAdmin, TenantAdmin
+from tandem.cluster.tenants.tenant_admission import OpenTenancy, Tenancy
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.text.chat_template import ChatTemplate
-from tandem.workers.text.detokenizer import byte_level_alphabet
+from tandem.workers.text.detokenizer import DetokenizerFactory, byte_level_alphabet
 from tandem.workers.text.tokenizer import GenerationDefaults, ModelTokenizer
 from tests.support.fake_backend import FakeBackend
 
@@ -78,7 +89,9 @@ class Rig:
     """One gateway app, its parts, and a client that talks to it in this process."""
 
     app: FastAPI
-    state: GatewayState
+    text: TextServices
+    accounts: Accounts
+    generations: Generations
     backend: FakeBackend
     ledger: ListLedger
     client: httpx.AsyncClient
@@ -91,11 +104,43 @@ class Rig:
 
     async def settle(self) -> None:
         """Waits until every owner task has ended, and holds the laws that nothing may break."""
-        assert await self.state.tasks.wait_idle(DEADLINE_S), "a task was leaked"
+        assert await self.generations.tasks.wait_idle(DEADLINE_S), "a task was leaked"
         assert not self.backend.streams, "a stream was leaked"
         ids = [row.id for row in self.ledger.rows]
         assert len(ids) == len(set(ids)), "a request was settled twice"
         assert sorted(ids) == sorted(o.id for o in self.ledger.opened), "every accepted request has its row"
+
+
+def make_text(
+    settings: GatewaySettings, metrics: GatewayMetrics, tokenizer: ModelTokenizer, **more: Any
+) -> TextServices:
+    """TextServices of MODEL; `more` beats what is given here."""
+    given = {
+        "model_names": (MODEL,),
+        "detokenizers": DetokenizerFactory(tokenizer),
+        "chat_template": None,
+        "max_model_len": CONTEXT,
+        "vocab_size": VOCAB,
+        "extra_stop_token_ids": (),
+        "workers": TextWorkers(meter=metrics),
+    }
+    return TextServices(settings=settings, tokenizer=tokenizer, **(given | more))
+
+
+def make_generations(
+    settings: GatewaySettings, dispatch: Dispatch, accounts: Accounts, metrics: GatewayMetrics, **more: Any
+) -> Generations:
+    """Generations with the limits of the settings."""
+    return Generations(
+        dispatch=dispatch,
+        tenancy=accounts.tenancy,
+        ledger=accounts.ledger,
+        metrics=metrics,
+        quarantine=Quarantine(time.monotonic),
+        max_answer_bytes=settings.max_answer_bytes,
+        queue_timeout_s=settings.queue_timeout_s,
+        **more,
+    )
 
 
 @contextlib.asynccontextmanager
@@ -103,34 +148,44 @@ async def gateway(
     backend: FakeBackend | None = None,
     *,
     settings: GatewaySettings | None = None,
-    times: GatewayTimes | None = None,
     defaults: GenerationDefaults | None = None,
     template: str | None = TEMPLATE,
+    auth: Authenticator | None = None,
+    tenancy: Tenancy | None = None,
+    tenants: TenantAdmin | None = None,
+    engine_eos_token_ids: frozenset[int] = frozenset({EOS}),
+    text: dict[str, Any] | None = None,
     **more: Any,
 ) -> AsyncIterator[Rig]:
-    """A Rig; on leaving, nothing may be left running."""
+    """A Rig; on leaving, nothing may be left running. text: of TextServices, more: of Generations."""
     backend = backend if backend is not None else FakeBackend(eos_token_ids=frozenset({EOS}))
+    settings = settings or GatewaySettings()
     tokenizer = make_tokenizer(defaults)
     ledger = ListLedger()
-    state = make_state(
-        settings=settings or GatewaySettings(),
-        model_names=(MODEL, "alias/echo"),
-        tokenizer=tokenizer,
-        chat_template=ChatTemplate(template, tokenizer.special_tokens) if template is not None else None,
-        max_model_len=CONTEXT,
-        vocab_size=VOCAB,
-        dispatch=backend,
+    metrics = GatewayMetrics(CollectorRegistry(), settings.metrics_prefix, MODEL)
+    accounts = Accounts(
+        auth=auth or static_keys(settings),
+        tenancy=tenancy or OpenTenancy(),
+        tenants=tenants or NoTenantAdmin(),
         ledger=ledger,
-        times=times,
-        **more,
     )
-    app = build_gateway_app(state)
+    services = make_text(
+        settings,
+        metrics,
+        tokenizer,
+        model_names=(MODEL, "alias/echo"),
+        chat_template=ChatTemplate(template, tokenizer.special_tokens) if template is not None else None,
+        extra_stop_token_ids=extra_stop_token_ids(tokenizer, engine_eos_token_ids),
+        **(text or {}),
+    )
+    generations = make_generations(settings, backend, accounts, metrics, **more)
+    app = build_gateway_app(services, accounts, generations)
     transport = httpx.ASGITransport(app, raise_app_exceptions=True)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        rig = Rig(app, state, backend, ledger, client)
+        rig = Rig(app, services, accounts, generations, backend, ledger, client)
         yield rig
         await rig.settle()
-    state.text.close()
+    services.workers.close()
 
 
 class _StartedServer(uvicorn.Server):

@@ -56,7 +56,7 @@ async def test_a_completion_answer_has_all_its_parts() -> None:
 
 async def test_defaults_are_those_of_the_contract() -> None:
     defaults = GenerationDefaults(temperature=0.6, top_k=40, top_p=0.9, repetition_penalty=1.1)
-    async with gateway(saying("x"), defaults=defaults, random_seed=lambda: 77) as rig:
+    async with gateway(saying("x"), defaults=defaults, text={"random_seed": lambda: 77}) as rig:
         await rig.complete()
         await rig.chat()
         completion, chat = (request.sampling for request in rig.backend.requests)

@@ -13,7 +13,7 @@ from tandem.cluster.gateway.http.auth import (
     check_level,
     may_see_tenants,
 )
-from tandem.cluster.gateway.routes import ROUTES
+from tandem.cluster.gateway.routes import route_table
 from tandem.cluster.gateway.wiring import tenant_keys
 from tandem.cluster.tenants.tenant import digest_of
 from tandem.configs.schema import GatewaySettings
@@ -51,7 +51,7 @@ async def test_every_route_declares_its_level_and_holds_it() -> None:
             if is_free:
                 assert answer.status_code == 200
             seen.add(route.path)
-        assert seen == {spec.path for spec in ROUTES} | {"/openapi.json"}
+        assert seen == {spec.path for spec in route_table(rig.text, rig.accounts, rig.generations)} | {"/openapi.json"}
 
 
 @pytest.mark.parametrize("header", WRONG)
@@ -216,7 +216,7 @@ async def test_metrics_may_need_a_key_of_their_own() -> None:
             headers = {"authorization": f"Bearer {key}"} if key else {}
             answer = await rig.client.get("/metrics", headers=headers)
             assert answer.status_code == status, key
-            assert may_see_tenants(rig.state.auth, headers.get("authorization")) is is_told
+            assert may_see_tenants(rig.accounts.auth, headers.get("authorization")) is is_told
         answer = await rig.client.get("/v1/models", headers={"authorization": "Bearer scrape"})
         assert answer.status_code == 401, "it opens nothing else"
     async with gateway(settings=GatewaySettings(metrics_keys=("scrape",))) as rig:

@@ -270,14 +270,14 @@ def json_bytes(value: Any) -> bytes:
 async def test_metrics_are_rendered_off_the_loop_and_once_for_all_who_ask(slices: list[tuple[float, str]]) -> None:
     async with gateway() as rig:
         for number in range(3000):
-            rig.state.metrics.tenant_rejected(f"tenant-{number}", "tokens")
-        rendered, plain = [], rig.state.dispatch.metrics
+            rig.generations.metrics.tenant_rejected(f"tenant-{number}", "tokens")
+        rendered, plain = [], rig.generations.dispatch.metrics
 
         async def counted(**options: Any) -> str:
             rendered.append(options)
             return await plain(**options)
 
-        rig.state.dispatch.metrics = counted  # type: ignore[method-assign]
+        rig.generations.dispatch.metrics = counted  # type: ignore[method-assign]
         slices.clear()
         answers = await asyncio.gather(*(rig.client.get("/metrics") for _ in range(8)))
         worst = max(slices)

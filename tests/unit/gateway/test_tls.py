@@ -8,11 +8,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
+import typer.testing
 
 from tandem.cluster.cli.client.endpoint import Endpoint, EndpointError
+from tandem.cluster.cli.main import build_app
 from tandem.cluster.gateway.http.http_server import HttpLimits, make_server
-from tandem.cluster.gateway.http.tls import client_context, read_certificate, server_context
+from tandem.cluster.gateway.http.tls import ClientFiles, client_context, read_certificate, server_context
 from tandem.configs.errors import SettingsError
 from tandem.configs.schema import GatewaySettings
 from tests.support.certificates import Authority, Issued
@@ -143,6 +146,79 @@ async def test_a_handshake_that_does_not_come_ends_the_connection(issued: Issued
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
         assert await asyncio.wait_for(reader.read(), DEADLINE_S) == b""
         writer.close()
+
+
+@pytest.mark.parametrize(("required", "bare", "strange"), [(0, True, True), (1, True, False), (2, False, False)])
+async def test_whether_clients_need_a_certificate_is_a_setting(
+    authority: Authority, issued: Issued, tmp_path: Path, required: int, bare: bool, strange: bool
+) -> None:
+    stranger = Authority(tmp_path, "stranger").issue("client")
+    settings = msgspec.structs.replace(tls(issued, authority.certfile), ssl_cert_reqs=required)
+    async with serving(settings) as (url, certificate):
+        for files, passes in (
+            (ClientFiles(), bare),
+            (ClientFiles(stranger.certfile, stranger.keyfile), strange),
+            (ClientFiles(*own(authority)), True),
+        ):
+            context = client_context(certificate, files)
+            async with httpx.AsyncClient(verify=context, base_url=url) as client:
+                if passes:
+                    assert (await client.get("/livez")).status_code == 200
+                else:
+                    with pytest.raises((httpx.TransportError, ssl.SSLError)):
+                        await client.get("/livez")
+
+
+def own(authority: Authority) -> tuple[str, str]:
+    """A client's certificate and its key."""
+    issued = authority.issue("client")
+    return issued.certfile, issued.keyfile
+
+
+async def test_the_terminals_client_shows_its_certificate_and_trusts_authorities(
+    authority: Authority, issued: Issued, tmp_path: Path
+) -> None:
+    async with serving(tls(issued, authority.certfile)) as (url, certificate):
+
+        def models(known: str | None, *files: str) -> str:
+            with Endpoint(url, None, known, ClientFiles(*files)) as endpoint:
+                return endpoint.first_model()
+
+        mine = own(authority)
+        assert await asyncio.to_thread(models, certificate, *mine) == "echo"
+        with pytest.raises(EndpointError, match="give --ssl-certfile"):
+            await asyncio.to_thread(models, certificate)
+        with pytest.raises(EndpointError, match="IP address mismatch"):
+            await asyncio.to_thread(models, certificate, *mine, authority.certfile)
+    named = authority.issue("named.example", address="127.0.0.1")
+    async with serving(tls(named, authority.certfile)) as (url, _):
+        assert await asyncio.to_thread(models, None, *mine, authority.certfile) == "echo"
+        with pytest.raises(EndpointError, match="CERTIFICATE_VERIFY_FAILED"):
+            await asyncio.to_thread(models, None, *mine, Authority(tmp_path, "other").certfile)
+
+
+async def test_complete_shows_the_certificate_that_its_flags_name(authority: Authority) -> None:
+    named, mine = authority.issue("named.example", address="127.0.0.1"), authority.issue("client")
+    flags = ["--ssl-certfile", mine.certfile, "--ssl-keyfile", mine.keyfile, "--ssl-ca-certs", authority.certfile]
+    async with serving(tls(named, authority.certfile)) as (url, _):
+        command = ["complete", "Once", "--url", url, "--max-tokens", "4", "--temperature", "0"]
+        done = await asyncio.to_thread(typer.testing.CliRunner().invoke, build_app(), [*command, *flags])
+        assert (done.exit_code, done.stdout) == (0, "Onc\n")
+        done = await asyncio.to_thread(typer.testing.CliRunner().invoke, build_app(), [*command, *flags[4:]])
+        assert isinstance(done.exception, EndpointError)
+
+
+def test_a_clients_files_that_do_not_fit_are_refused_by_flag(authority: Authority, issued: Issued) -> None:
+    for url, files, flag, why in (
+        ("http://x", ClientFiles(issued.certfile), "--ssl-certfile", "plain HTTP"),
+        ("http://x", ClientFiles(None, None, authority.certfile), "--ssl-ca-certs", "plain HTTP"),
+        ("https://x", ClientFiles(None, issued.keyfile), "--ssl-keyfile", "needs --ssl-certfile"),
+        ("https://x", ClientFiles(issued.certfile, "none.pem"), "--ssl-keyfile", "none.pem cannot be read"),
+        ("https://x", ClientFiles(None, None, issued.keyfile), "--ssl-ca-certs", "holds no certificate"),
+    ):
+        with pytest.raises(SettingsError) as caught:
+            Endpoint(url, None, None, files)
+        assert caught.value.flag == flag and why in str(caught.value)
 
 
 async def test_the_terminals_client_talks_to_it(issued: Issued) -> None:

@@ -93,6 +93,10 @@ class FairQueue:
         """The number of queued sequences."""
         return self._num_queued
 
+    def has(self, seq: Sequence) -> bool:
+        """Returns whether a sequence waits, queued or blocked."""
+        return seq in self._waiting
+
     def is_queued(self, seq: Sequence) -> bool:
         return self._waiting.get(seq) is not None
 

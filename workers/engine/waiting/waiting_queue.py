@@ -38,6 +38,10 @@ class WaitingQueue:
         """Returns the next queued sequence: none overtakes it."""
         return self.tenants.peek()
 
+    def has(self, seq: Sequence) -> bool:
+        """Returns whether a sequence is queued or blocked here."""
+        return seq in self._cause_of or self.tenants.has(seq)
+
     def blocker_of(self, seq: Sequence) -> Blocker | None:
         """Returns what a waiting sequence waits for; None if it is queued."""
         cause = self._cause_of.get(seq)

@@ -669,9 +669,9 @@ async def test_a_token_shows_that_groups_do_not_end_before_its_row(told: Told, m
 async def test_a_request_that_no_engine_takes_in_ends_alone() -> None:
     class ChokingEngine(SlowEngine):
         def add_request(self, request: GenerationRequest) -> None:
-            super().add_request(request)
             if request.prompt_token_ids == [13]:
                 raise TypeError("'<' not supported")
+            super().add_request(request)
 
     async with Service(ChokingEngine) as service:
         stream = await service.client.submit(asked("r", 100))

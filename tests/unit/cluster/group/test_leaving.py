@@ -6,14 +6,18 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry
 
+from tandem.cluster.gateway.generation.generations import GatewayTimes
 from tandem.cluster.gateway.generation.serve_dispatch import ServeDispatch
+from tandem.cluster.gateway.http.auth import StaticKeys
+from tandem.cluster.gateway.http.gateway_metrics import GatewayMetrics
 from tandem.cluster.gateway.routes import build_gateway_app
-from tandem.cluster.gateway.services import GatewayState, GatewayTimes, make_state
+from tandem.cluster.gateway.services import Accounts
 from tandem.configs.schema import GatewaySettings
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_group import FakeCaller, FakeFleet, FakeGroup, serving
-from tests.unit.gateway.rig import CONTEXT, MODEL, VOCAB, ListLedger, make_tokenizer
+from tests.unit.gateway.rig import MODEL, ListLedger, make_generations, make_text, make_tokenizer
 
 SECRET = "cd" * 32
 
@@ -32,25 +36,19 @@ class Door:
         self.group = FakeGroup(SECRET, "g", SilentEngine)
         self.backend = ServeDispatch(FakeCaller([self.group]), FakeFleet(serving()), SECRET, "127.0.0.1", "tandem")
         self.ledger = ListLedger()
-        self.state: GatewayState = make_state(
-            settings=GatewaySettings(),
-            model_names=(MODEL,),
-            tokenizer=make_tokenizer(),
-            chat_template=None,
-            max_model_len=CONTEXT,
-            vocab_size=VOCAB,
-            dispatch=self.backend,
-            ledger=self.ledger,
-            times=GatewayTimes(drain_s=60.0),  # what it would take if the group were not told
-        )
-        transport = httpx.ASGITransport(build_gateway_app(self.state))
+        settings, metrics = GatewaySettings(), GatewayMetrics(CollectorRegistry(), "tandem", MODEL)
+        self.text = make_text(settings, metrics, make_tokenizer())
+        accounts = Accounts(auth=StaticKeys(), ledger=self.ledger)
+        times = GatewayTimes(drain_s=60.0)  # what it would take if the group were not told
+        self.generations = make_generations(settings, self.backend, accounts, metrics, times=times)
+        transport = httpx.ASGITransport(build_gateway_app(self.text, accounts, self.generations))
         self.client = httpx.AsyncClient(transport=transport, base_url="http://localhost")
 
     async def close(self) -> None:
         await self.client.aclose()
         await self.backend.close()
         self.group.close()
-        self.state.text.close()
+        self.text.workers.close()
 
 
 @pytest.fixture
@@ -71,9 +69,9 @@ async def test_leaving_before_the_first_token_frees_the_group_at_once(door: Door
             await asyncio.sleep(0.002)
     post.cancel()
     left_s = time.monotonic()
-    async with asyncio.timeout(door.state.times.drain_s / 2):
+    async with asyncio.timeout(door.generations.times.drain_s / 2):
         while door.group.engine.live or door.backend._attempts or not door.ledger.rows:
             await asyncio.sleep(0.002)
     print(f"free {1000 * (time.monotonic() - left_s):.0f} ms after the client had left")
     assert [row.terminal for row in door.ledger.rows] == ["abort"]
-    assert await door.state.tasks.wait_idle(30)
+    assert await door.generations.tasks.wait_idle(30)
