@@ -39,7 +39,7 @@ class AdapterFile:
         """Gives the registry what an earlier life has left."""
         kept = await asyncio.to_thread(read_state, self._file, _Kept)
         if kept is not None and kept.model == self._registry.model:
-            self._registry.adopt(kept.adapters)
+            self._registry.adopt({entry.name: entry for entry in kept.adapters})
 
     async def save(self) -> None:
         """Writes the list when it has changed, and was read at all."""

@@ -18,6 +18,7 @@ from itertools import islice
 from pathlib import Path
 
 from tandem.cluster.state import keys
+from tandem.cluster.state.epoch import Epoch
 from tandem.cluster.state.redis_client import Commands, Part, RedisUnavailable
 from tandem.cluster.tenants.billing_record import BillingRecord, day_of, pack
 from tandem.cluster.tenants.journal import Journal, left_behind, read_rows
@@ -47,12 +48,11 @@ class UsageLedger:
         self._kept_s = kept_s
         self._journal = Journal(folder, gateway)
         self._written_key = keys.usage_written(gateway)
-        self._written = 0
+        self._epoch: Epoch | None = None
         self._clock = clock
         self._waiting: deque[BillingRecord] = deque()
         self._triggered = asyncio.Event()
         self._sending = asyncio.Lock()
-        self._origin: str | None = None
         self._must_replay = True
         self._replayed: set[Path] = set()
         self._look_at_s = clock()
@@ -132,14 +132,13 @@ class UsageLedger:
             ]
         )
         assert isinstance(answers, list), answers
-        if not isinstance(answers[0], bytes):
+        there = Epoch.of(*answers)
+        if there.id is None:
             raise RedisUnavailable("it lost what was just written")
-        origin = answers[0].decode()
-        if origin != self._origin or int(answers[1] or 0) < self._written:
-            if self._origin is not None:
+        if self._epoch is None or there.is_behind(self._epoch):
+            if self._epoch is not None:
                 log.warning("Redis had lost the usage rows: journals are sent again")
-            self._origin = origin
-            self._written = 0
+            self._epoch = there._replace(counter=0)
             self._must_replay = True
             self._replayed.clear()
             self._look_at_s = self._clock()
@@ -185,7 +184,8 @@ class UsageLedger:
             commands.append(["EXPIRE", keys.usage(tenant, day), self._kept_s])
             commands.append(["SADD", keys.usage_tenants(day), tenant])
             commands.append(["EXPIRE", keys.usage_tenants(day), self._kept_s])
-        written = self._written + 1
-        commands.append(["SET", self._written_key, written, "EX", self._kept_s])
+        assert self._epoch is not None, "written after a look"
+        epoch = self._epoch._replace(counter=self._epoch.counter + 1)
+        commands.append(["SET", self._written_key, epoch.counter, "EX", self._kept_s])
         await self._redis.pipeline(commands)
-        self._written = written
+        self._epoch = epoch

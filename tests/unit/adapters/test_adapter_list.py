@@ -77,7 +77,7 @@ async def test_what_is_known_is_served_without_redis(server: RedisServer, redis:
     registry = AdapterList(redis, "demo")
     await registry.replace(None, entry(), "pirate")
     impatient = BackgroundClient(server.url, timeout_s=0.2, retries=0)
-    registry._redis = impatient
+    registry.map.redis = impatient
     server.stop()
     try:
         with pytest.raises(RedisUnavailable):
