@@ -115,6 +115,7 @@ class Gateway:
                 peers=Together(self._id, self._others) if several else None,
                 quarantined=lambda: (digest for record in self._others() for digest in record.quarantined),
             )
+            self._tenants.expose(self._state.metrics.registry, prefix)
         except Exception as error:
             await self._report_failure(error)
             raise
@@ -271,6 +272,7 @@ def open_tenants(
             folder=Path(given) if given is not None else short_temp_folder() / f"tl-{facts.service_id}",
             is_private=given is None,
             usage_days=settings.gateway.usage_days,
+            usage_rows=settings.gateway.usage_rows,
             redis_timeout_s=settings.redis.timeout_ms / 1000,
             gateways=settings.gateway.num_gateways,
             kv_tokens=kv_tokens,

@@ -108,6 +108,20 @@ def usage_written(gateway: str) -> str:
     return f"tandem:usage:written:{gateway}"
 
 
+def usage_sums(day: str) -> str:
+    """Hash of the sums of rows of a UTC day that --usage-rows has no room for (cluster/tenants/billing_record.py). TTL
+    --usage-days. Owner: the gateway that holds USAGE_LEASE."""
+    return f"tandem:usage:sums:{day}"
+
+
+USAGE_SUMMED = "tandem:usage:summed"
+"""Wall clock seconds: rows that ended before are in sums, and none is written any more. TTL --usage-days. Owner: the
+gateway that holds USAGE_LEASE."""
+USAGE_LEASE = "tandem:usage:lease"
+"""The gateway that sums up rows. PX 3 min, renewed each minute. Owner: that gateway."""
+USAGE_LEASE_TTL_MS = 180_000
+
+
 def usage_tenants(day: str) -> str:
     """Set of the tenants that have rows on a UTC day. TTL --usage-days. Owner: gateways."""
     return f"tandem:usage:{day}"
