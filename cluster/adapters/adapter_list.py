@@ -85,6 +85,7 @@ class AdapterList(MapCopy[AdapterEntry]):
         return self._base is not None
 
     async def _repair(self, map: DurableMap[AdapterEntry], there: Epoch) -> None:
-        if self._base is not None or self._pending:
+        must_write = there.is_behind(self._known) or self._of_earlier_life or self._pending
+        if must_write and self._base is not None:
             await map.redis.command("SADD", keys.ADAPTER_MODELS, self.model)
         await super()._repair(map, there)

@@ -44,13 +44,13 @@ class MapCopy(Generic[T]):
         """Of the map, also as an earlier life knew it."""
         self.unreadable = 0
         self.is_known = False
-        """`values` are more than nothing read yet."""
+        """`values` are those of a reading or of an earlier life, and what was changed here since."""
         self.values: Mapping[str, T] = MappingProxyType({})
 
     def adopt(self, values: Mapping[str, T], id: str | None = None, unreadable: int = 0) -> None:
         """Takes entries of an earlier life: served until Redis was read, and written to one that never had any. Before
         the first refresh."""
-        self._of_earlier_life = True
+        self._of_earlier_life = self.is_known = True
         self._take({name: self._hold(value) for name, value in values.items()}, id, unreadable)
 
     def set_here(self, name: str, value: T) -> None:
@@ -148,6 +148,7 @@ class MapCopy(Generic[T]):
         if reading.epoch.is_behind(self._known):
             raise RedisUnavailable("it lost its data at this moment")
         self._known = self._read = reading.epoch
+        self.is_known = True
         return self._take(reading.held, reading.epoch.id, reading.unreadable)
 
     async def _repair(self, map: DurableMap[T], there: Epoch) -> None:
@@ -190,7 +191,7 @@ class MapCopy(Generic[T]):
 
     def _take(self, held: dict[str, Held[T]], id: str | None, unreadable: int) -> bool:
         has_changed = held != self._held
-        self._held, self.id, self.unreadable, self.is_known = held, id, unreadable, True
+        self._held, self.id, self.unreadable = held, id, unreadable
         self.values = MappingProxyType({name: one.value for name, one in sorted(held.items())})
         self._on_taken()
         return has_changed

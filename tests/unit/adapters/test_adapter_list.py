@@ -226,6 +226,23 @@ async def test_who_may_not_publish_may_still_write(server: RedisServer, redis: B
         await redis.command("ACL", "DELUSER", "quiet")
 
 
+async def test_who_may_not_write_follows(server: RedisServer, redis: BackgroundClient) -> None:
+    registry, writer = AdapterList(redis, "demo"), AdapterList(redis, "demo")
+    registry.announce(BaseFacts(folder="/m", max_rank=8))
+    await registry.refresh()
+    await redis.command("ACL", "SETUSER", "reader", "on", ">secret", "~*", "&*", "+@all", "-@write")
+    reader = BackgroundClient(f"unix://reader@{server.socket_path}?password=secret", retries=0)
+    try:
+        registry.map.redis = reader
+        await writer.replace(None, entry(), "pirate")
+        assert await registry.refresh() and set(registry.entries) == {"pirate"}
+        with pytest.raises(RedisUnavailable):
+            await registry.replace(entry(), None, "pirate")
+    finally:
+        await reader.close()
+        await redis.command("ACL", "DELUSER", "reader")
+
+
 async def snapshot(redis: BackgroundClient) -> dict[bytes, bytes]:
     found = await redis.command("HGETALL", keys.adapters("demo"))
     assert isinstance(found, dict)

@@ -101,6 +101,7 @@ async def test_what_cannot_be_read_is_ignored_and_said(
     kept = AdapterFile(tmp_path, fresh)
     await kept.load()
     assert not fresh.entries
+    fresh.keep(entry("shout"))
     assert "cannot be read and is ignored" in caplog.text
     await kept.save()
     assert not file.read_bytes().endswith(b"]}"), "nothing is known: nothing is written over it"
