@@ -175,13 +175,9 @@ class MapCopy(Generic[T]):
         self._of_earlier_life = False
 
     async def _write_pending(self, map: DurableMap[T]) -> None:
-        pending, self._pending = self._pending, {}
-        try:
-            if pending:
-                await map.write(pending)
-        except BaseException:
-            self._pending = pending | self._pending
-            raise
+        if written := dict(self._pending):
+            await map.write(written)
+            self._pending = {name: raw for name, raw in self._pending.items() if written.get(name) != raw}
 
     def _fields(self) -> dict[str, bytes]:
         return {name: held.raw for name, held in self._held.items()} | self._facts

@@ -4,7 +4,7 @@ A row's place in Redis follows from the row (tenant, day of its end, id) and is 
 again changes nothing. After an outage the rows that wait are sent; when Redis has lost them, or a gateway has died,
 whole journals are sent again.
 
-    settle --> journal (synced) --> waiting --batch--> Redis
+    settle --> journal (synced) --> waiting --batch--> Redis --UsageCap--> sums by hour
                   '---- replay: own journal, journals left behind ----^
 """
 
