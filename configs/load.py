@@ -45,6 +45,7 @@ GATEWAY_KEYS = (
     "metrics_api_key",
     "state_dir",
     "usage_days",
+    "usage_rows",
     "max_text_bytes",
     "metrics_prefix",
     "queue_timeout",

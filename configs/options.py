@@ -221,6 +221,9 @@ OPTIONS: tuple[Option, ...] = (
            "Default: a private folder, removed when the service ends, or, with --redis-url, when Redis has all of it."),
     Option("usage_days", "gateway.usage_days", int, HTTP,
            "Days that usage records are kept, in Redis and in --state-dir.", lambda v: 1 <= v <= 366, "from 1 to 366"),
+    Option("usage_rows", "gateway.usage_rows", int, HTTP,
+           "Usage records in Redis, at most, about 200 bytes each. Beyond that the oldest become sums by hour; the "
+           "journal in --state-dir still has them.", at_least(1000), "at least 1000"),
     Option("shutdown_timeout", "shutdown_timeout_s", float, HTTP,
            "Seconds that requests in flight have to finish at shutdown.", at_least(0), "at least 0"),
     Option("metrics_prefix", "gateway.metrics_prefix", str, HTTP,

@@ -132,6 +132,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     metrics_keys: tuple[str, ...] = ()
     state_dir: str | None = None
     usage_days: int = 30
+    usage_rows: int = 1_000_000
     num_gateways: int = 1
     queue_timeout_s: float | None = None
     max_body_bytes: int = 8 * 2**20

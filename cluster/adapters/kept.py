@@ -6,14 +6,13 @@ the content of an unreadable file is lost, and logged.
 
 import asyncio
 import hashlib
-import threading
 from pathlib import Path
 
 import msgspec
 
 from tandem.cluster.adapters.adapter_list import AdapterList
 from tandem.cluster.adapters.entries import AdapterEntry
-from tandem.cluster.state.snapshot_file import read_state, write_state
+from tandem.cluster.state.snapshot_file import merge_state, read_state
 
 PERIOD_S = 1.0
 
@@ -32,31 +31,24 @@ class AdapterFile:
         self._registry = registry
         name = hashlib.sha256(registry.model.encode("utf-8", "surrogatepass")).hexdigest()[:16]
         self._file = folder / f"adapters-{name}.json"
-        self._saved = b""
-        self._writing = threading.Lock()
+        self._saved: list[AdapterEntry] | None = None
 
     async def load(self) -> None:
         """Gives the registry what an earlier life has left."""
         kept = await asyncio.to_thread(read_state, self._file, _Kept)
         if kept is not None and kept.model == self._registry.model:
-            self._registry.adopt(kept.adapters)
+            self._registry.adopt({entry.name: entry for entry in kept.adapters})
 
     async def save(self) -> None:
         """Writes the list when it has changed, and was read at all."""
-        if not self._registry.is_known:
-            return
-        kept = _Kept(model=self._registry.model, adapters=list(self._registry.entries.values()))
-        data = msgspec.json.encode(kept)
-        if data != self._saved:
-            await asyncio.to_thread(self._write, data)
-            self._saved = data
+        adapters = list(self._registry.entries.values())
+        if self._registry.is_known and adapters != self._saved:
+            kept = _Kept(model=self._registry.model, adapters=adapters)
+            await asyncio.to_thread(merge_state, self._file, _Kept, lambda there: kept)
+            self._saved = adapters
 
     async def run(self) -> None:
         """Saves until it is cancelled."""
         while True:
             await self.save()
             await asyncio.sleep(PERIOD_S)
-
-    def _write(self, data: bytes) -> None:
-        with self._writing:  # the thread of a save that was cancelled goes on
-            write_state(self._file, data)

@@ -11,8 +11,10 @@ from msgspec.structs import replace
 
 from tandem.cluster.deploy import devices
 from tandem.cluster.deploy.placement import max_groups
+from tandem.cluster.state.durable_map import Reading
 from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable, check_reachable
-from tandem.cluster.tenants.store import Reading, TenantStore
+from tandem.cluster.tenants.store import TenantStore
+from tandem.cluster.tenants.tenant import Tenant
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import no_gpu_share
 from tandem.configs.schema import CacheSettings, Device, ParallelSettings, ServiceSettings
@@ -178,16 +180,16 @@ def note_on_keys(settings: ServiceSettings, redis_url: str) -> str | None:
     """A line for a service that has no key of its own and answers 401 until there is a tenant, or since it once had
     one, else None."""
     gateway = settings.gateway
-    if gateway.api_keys or (reading := asyncio.run(_tenants(redis_url))) is None or reading.tenants:
+    if gateway.api_keys or (reading := asyncio.run(_tenants(redis_url))) is None or reading.values:
         return None
     if not gateway.is_open(listens_itself=True):
         return "every request needs a key, and there is none yet: `tandem tenants add NAME` makes one (or --api-key)"
-    if reading.mark.origin is not None:
+    if reading.epoch.id is not None:
         return "this service had keys before and stays closed: `tandem tenants add NAME` makes one (or --api-key)"
     return None
 
 
-async def _tenants(redis_url: str) -> Reading | None:
+async def _tenants(redis_url: str) -> Reading[Tenant] | None:
     redis = BackgroundClient(redis_url, timeout_s=1.0, retries=0)
     try:
         return await TenantStore(redis).read()

@@ -15,6 +15,7 @@ from typing import Literal
 import msgspec
 
 from tandem.cluster.state import keys
+from tandem.cluster.state.epoch import Epoch
 from tandem.cluster.state.heartbeat import Heartbeat, Place
 from tandem.cluster.state.redis_client import Commands, Part, RedisUnavailable
 
@@ -116,7 +117,7 @@ class FleetView:
         self._reseed = reseed
         self._on_emptied = on_emptied
         self._clock = clock
-        self._sentinel: str | None = None
+        self._epoch: Epoch | None = None
         self._ids: list[str] = []
         self._complete_at_s = clock()
         self._missing: dict[str, tuple[GroupRecord, float]] = {}
@@ -125,7 +126,7 @@ class FleetView:
 
     async def refresh(self) -> None:
         """Reads the fleet. On failure the last records stay, and `redis_unavailable` is set."""
-        started_s, before = self._clock(), self._sentinel
+        started_s, before = self._clock(), self._epoch
         try:
             found = await self._read()
         except RedisUnavailable as error:
@@ -134,7 +135,7 @@ class FleetView:
             self.redis_unavailable = True
             return
         now_s = self._clock()
-        lost_its_data = before not in (None, self._sentinel)
+        lost_its_data = self._epoch is not None and self._epoch.is_behind(before)
         if self.redis_unavailable or lost_its_data or now_s - started_s >= SLOW_ANSWER_S:
             self._complete_at_s = now_s + RECORD_TTL_S
         known = self.records
@@ -176,9 +177,9 @@ class FleetView:
 
     async def _read(self) -> dict[str, GroupRecord]:
         there, values = await self._look()
-        before, sentinel = self._sentinel, _text(there) if there is not None else await self._seed()
-        self._sentinel = sentinel
-        if before not in (None, sentinel):
+        sentinel = _text(there) if there is not None else await self._seed()
+        before, self._epoch = self._epoch, Epoch(sentinel)
+        if self._epoch.is_behind(before):
             self._on_emptied()  # now: what follows may fail, and the next read finds the same sentinel
         gone = [i for i, value in values.items() if value is None]
         found = {i: r for i, value in values.items() if (r := _decoded(i, value)) is not None}

@@ -111,6 +111,7 @@ class Gateway:
             self._background = start_adapter_tasks(adapters, settings, self._redis, facts.service_id, self._changes)
         self._adapters = adapters
         metrics = build_metrics(settings)
+        self._tenants.expose(metrics.registry, gateway.metrics_prefix)
         self._text = build_text_services(settings, metrics)
         self._accounts = build_accounts(gateway, self._tenants, open_port=facts.open_port)
         self._generations = build_generations(
@@ -281,6 +282,7 @@ def open_tenants(
             folder=Path(given) if given is not None else short_temp_folder() / f"tl-{facts.service_id}",
             is_private=given is None,
             usage_days=settings.gateway.usage_days,
+            usage_rows=settings.gateway.usage_rows,
             redis_timeout_s=settings.redis.timeout_ms / 1000,
             gateways=settings.gateway.num_gateways,
             kv_tokens=kv_tokens,

@@ -13,9 +13,10 @@ from tandem.cluster.adapters.residency_report import GroupAdapters
 from tandem.cluster.fleet.charges import ChargeExchange, Charges
 from tandem.cluster.group.engine_thread import EngineThread
 from tandem.cluster.state import keys
+from tandem.cluster.state.epoch import Epoch
 from tandem.cluster.state.notifications import Announcements, NoAnnouncements
 from tandem.cluster.state.redis_client import Commands, RedisUnavailable
-from tandem.cluster.tenants.store import Mark, TenantStore, read_weights
+from tandem.cluster.tenants.store import TenantStore, read_weights
 from tandem.configs.schema import LoraSettings
 from tandem.workers.engine.engine import Engine
 from tandem.workers.messages.request import AdapterRef
@@ -137,13 +138,13 @@ class TenantWeights:
     """Remembers which state of the tenants was read last."""
 
     def __init__(self) -> None:
-        self._seen: Mark | None = None
+        self._seen: Epoch | None = None
 
     async def changed(self, redis: Commands) -> Mapping[str, float] | None:
         """The weights if they may have changed since the last call, else None. Raises RedisUnavailable."""
-        mark = await TenantStore(redis).mark()
-        if mark == self._seen or (mark.origin is None and self._seen is not None):
+        there = await TenantStore(redis).epoch()
+        if there == self._seen or (there.id is None and self._seen is not None):
             return None  # nothing new, or lost: gateways that have the tenants write them again
         weights = await read_weights(redis)
-        self._seen = mark
+        self._seen = there
         return weights

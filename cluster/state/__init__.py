@@ -1,1 +1,1 @@
-"""Redis: the client and its breaker, every key, heartbeats, notifications, snapshot files."""
+"""Redis: clients, every key, epochs and durable maps, leases and heartbeats, notifications, snapshot files."""

@@ -5,9 +5,32 @@ and outlives a restart does not. Prefix `tandem:`. Changes of desired state are 
 key's name (notifications.py).
 """
 
+from typing import NamedTuple
+
+COUNTER_FIELD = "@version"
+"""The counter of a map that has it among its entries."""
+
+
+class MapKeys(NamedTuple):
+    """The place of a durable map (durable_map.py). entries: a hash of names to values; fields that begin with "@" are
+    no names. id, counter: keys of its epoch. counter None: COUNTER_FIELD of `entries`. owns_id False: the id is another
+    owner's, who writes it after a loss."""
+
+    entries: str
+    id: str
+    counter: str | None = None
+    owns_id: bool = True
+
+
+def absorbed(entries: str) -> str:
+    """Set of the ids of a durable map whose entries, lost before, were written back into the one that is there: who
+    remembers one of them need not do it again. No TTL. Owner: the map."""
+    return f"tandem:absorbed:{entries.removeprefix('tandem:')}"
+
+
 SENTINEL = "tandem:initialized"
-"""Present once durable state was seeded; missing = Redis is unavailable. Another value than before = all data was lost
-in between. No TTL. Owner: the process that seeds."""
+"""Id of the epoch of all of Redis, present once durable state was seeded; missing = Redis is unavailable. No TTL.
+Owner: the process that seeds."""
 
 GROUP_RECORD_TTL_MS = 3000
 GATEWAY_RECORD_TTL_MS = 10_000
@@ -51,15 +74,15 @@ def start_failure(service: str) -> str:
 TENANTS = "tandem:tenants"
 """Hash of a tenant's name to its JSON (Tenant). No TTL: desired state. Owner: cluster/tenants/store.py."""
 TENANTS_VERSION = "tandem:tenants:version"
-"""Counts changes of TENANTS, so that a poll for one is cheap. No TTL. Owner: the store."""
+"""Counter of the epoch of TENANTS. No TTL. Owner: the store."""
 TENANTS_ORIGIN = "tandem:tenants:origin"
-"""Random name of this set of tenants, written with its first change, or when the first gateway with keys starts: a
-service with one is closed for good. Missing or another than before = it was lost, and those who knew it write it again.
-No TTL. Owner: the store."""
+"""Id of the epoch of TENANTS, written with its first change, or when the first gateway with keys starts: a service with
+one is closed for good. No TTL. Owner: the store."""
+TENANTS_MAP = MapKeys(TENANTS, TENANTS_ORIGIN, TENANTS_VERSION)
 QUOTA_TTL_S = 400 * 86400
 USAGE_ORIGIN = "tandem:usage:origin"
-"""Random name of this collection of usage rows; missing = the rows were lost and journals are replayed. TTL
---usage-days, renewed by every batch of rows. Owner: cluster/tenants/ledger.py."""
+"""Id of the epoch of the usage rows; another = they were lost, and journals are replayed. TTL --usage-days, renewed by
+every batch of rows. Owner: cluster/tenants/ledger.py."""
 
 
 def quota(tenant: str) -> str:
@@ -80,9 +103,23 @@ def usage(tenant: str, day: str) -> str:
 
 
 def usage_written(gateway: str) -> str:
-    """Batches that a gateway has written; lower than it remembers = Redis is an older copy of itself. TTL
-    --usage-days. Owner: cluster/tenants/ledger.py."""
+    """Counter of the epoch of the usage rows, as one gateway sees it: its batches. TTL --usage-days. Owner:
+    cluster/tenants/ledger.py."""
     return f"tandem:usage:written:{gateway}"
+
+
+def usage_sums(day: str) -> str:
+    """Hash of the sums of rows of a UTC day that --usage-rows has no room for (cluster/tenants/billing_record.py). TTL
+    --usage-days. Owner: the gateway that holds USAGE_LEASE."""
+    return f"tandem:usage:sums:{day}"
+
+
+USAGE_SUMMED = "tandem:usage:summed"
+"""Wall clock seconds: rows that ended before are in sums, and none is written any more. TTL --usage-days. Owner: the
+gateway that holds USAGE_LEASE."""
+USAGE_LEASE = "tandem:usage:lease"
+"""The gateway that sums up rows. PX 3 min, renewed each minute. Owner: that gateway."""
+USAGE_LEASE_TTL_MS = 180_000
 
 
 def usage_tenants(day: str) -> str:
@@ -92,9 +129,14 @@ def usage_tenants(day: str) -> str:
 
 def adapters(model: str) -> str:
     """Hash of the adapters listed beside a base model: name to AdapterEntry (msgpack), and two fields that are no
-    names, ADAPTERS_VERSION (a counter of changes) and ADAPTERS_BASE (BaseFacts, msgpack). No TTL: desired state. Owner:
-    gateways and `tandem adapters`."""
+    names, ADAPTERS_VERSION (the counter of its epoch) and ADAPTERS_BASE (BaseFacts, msgpack). No TTL: desired state.
+    Owner: gateways and `tandem adapters`."""
     return f"tandem:adapters:{model}"
+
+
+def adapters_map(model: str) -> MapKeys:
+    """The map of adapters(model). Its epoch has the id of all of Redis, SENTINEL."""
+    return MapKeys(adapters(model), SENTINEL, owns_id=False)
 
 
 def sightings(service: str) -> str:
@@ -109,7 +151,7 @@ def sighting(service: str, gateway_id: str) -> str:
 
 
 SIGHTING_TTL_MS = 10_000
-ADAPTERS_VERSION = "@version"
+ADAPTERS_VERSION = COUNTER_FIELD
 ADAPTERS_BASE = "@base"
 ADAPTER_MODELS = "tandem:adapter-models"
 """Set of the base models that have a list of adapters. No TTL: desired state. Owner: gateways."""

@@ -19,7 +19,6 @@ from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 from redis.retry import Retry
 
 from tandem.cluster.state.breaker import Breaker
-from tandem.cluster.state.keys import SENTINEL
 
 T = TypeVar("T")
 Part = str | bytes | int | float
@@ -105,10 +104,6 @@ class BackgroundClient:
     async def pipeline(self, commands: Sequence[Sequence[Part]]) -> list[Any]:
         """Several commands in one transaction; may run twice."""
         return await _translated(lambda: _transaction(self._redis, commands), self._limit_s)
-
-    async def is_initialized(self) -> bool:
-        """Whether durable state was seeded into this Redis."""
-        return bool(await self.command("EXISTS", SENTINEL))
 
     async def close(self) -> None:
         await self._redis.aclose()

@@ -2,6 +2,7 @@
 
 import datetime
 import re
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from typing import NamedTuple, Protocol
 
@@ -12,7 +13,7 @@ from tandem.cluster.state.redis_client import Commands
 from tandem.configs.errors import SettingsError
 from tandem.workers.messages.request import Usage
 
-DAY_S = 86400
+DAY_S, HOUR_S = 86400, 3600
 LONGEST_S = 400 * DAY_S
 PAGE = 1000
 CLIENT_LOST = "client_lost"
@@ -74,10 +75,10 @@ class UsageSum(NamedTuple):
     tenant: str
     model: str
     adapter: str | None
-    requests: int
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
 
 
 def pack(row: BillingRecord) -> bytes:
@@ -111,29 +112,64 @@ def parse_since(text: str, now_s: float) -> float:
 
 async def read_usage(redis: Commands, tenant: str | None, since_s: float, until_s: float) -> list[BillingRecord]:
     """The rows that ended in [since_s, until_s], oldest first; of one tenant, or of all. RedisUnavailable."""
-    since_s = max(since_s, until_s - LONGEST_S)
-    days = sorted({day_of(moment) for moment in _moments(since_s, until_s)})
+    days = _days(since_s, until_s)
     rows = [row for day in days async for row in _read_day(redis, tenant, day) if since_s <= row.time_s <= until_s]
     return sorted(rows, key=lambda row: (row.time_s, row.id))
 
 
-def summed(rows: Iterable[BillingRecord]) -> list[UsageSum]:
-    """One line for each tenant, model and adapter, by name."""
+def summed(rows: Iterable[BillingRecord], earlier: Iterable[UsageSum] = ()) -> list[UsageSum]:
+    """One line for each tenant, model and adapter, by name. earlier: sums of rows that are not there any more."""
     sums: dict[tuple[str, str, str], UsageSum] = {}
-    for row in rows:
-        place = (row.tenant, row.model, row.adapter or "")
-        before = sums.get(place, UsageSum(row.tenant, row.model, row.adapter, 0, 0, 0, 0))
-        sums[place] = before._replace(
-            requests=before.requests + 1,
-            prompt_tokens=before.prompt_tokens + row.prompt_tokens,
-            cached_tokens=before.cached_tokens + row.cached_tokens,
-            completion_tokens=before.completion_tokens + row.completion_tokens,
-        )
+    of_rows = (
+        UsageSum(r.tenant, r.model, r.adapter, 1, r.prompt_tokens, r.cached_tokens, r.completion_tokens) for r in rows
+    )
+    for one in (*earlier, *of_rows):
+        place = (one.tenant, one.model, one.adapter or "")
+        before = sums.get(place, UsageSum(*one[:3]))
+        sums[place] = UsageSum(*one[:3], *(a + b for a, b in zip(before[3:], one[3:], strict=True)))
     return [sums[place] for place in sorted(sums)]
 
 
+KINDS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
+"""What is summed."""
+
+
+class _Part(NamedTuple):
+    """The field of a sum: of one hour (its first second), tenant, model, adapter, kind: one of KINDS."""
+
+    hour_s: int
+    tenant: str
+    model: str
+    adapter: str | None
+    kind: str
+
+
+def sums_by_hour(rows: Iterable[BillingRecord]) -> dict[bytes, int]:
+    """The rows as fields and values of keys.usage_sums()."""
+    sums: Counter[_Part] = Counter()
+    for row in rows:
+        place = (int(row.time_s // HOUR_S) * HOUR_S, row.tenant, row.model, row.adapter)
+        sums[_Part(*place, "requests")] += 1
+        for kind in KINDS[1:]:
+            sums[_Part(*place, kind)] += getattr(row, kind)
+    return {msgspec.json.encode(part): amount for part, amount in sums.items()}
+
+
+async def read_sums(redis: Commands, tenant: str | None, since_s: float, until_s: float) -> list[UsageSum]:
+    """What the rows that were summed up have used, of the hours that overlap [since_s, until_s]. RedisUnavailable."""
+    sums: dict[tuple[str, str, str | None], Counter[str]] = {}
+    for day in _days(since_s, until_s):
+        fields = await redis.command("HGETALL", keys.usage_sums(day))
+        assert isinstance(fields, dict), fields
+        for field, amount in fields.items():
+            part = msgspec.json.decode(field, type=_Part)
+            if part.hour_s + HOUR_S > since_s and part.hour_s <= until_s and tenant in (None, part.tenant):
+                sums.setdefault(part[1:4], Counter())[part.kind] += int(amount)
+    return [UsageSum(*place, *(counts[kind] for kind in KINDS)) for place, counts in sums.items()]
+
+
 async def _read_day(redis: Commands, tenant: str | None, day: str) -> AsyncIterator[BillingRecord]:
-    tenants = [tenant] if tenant is not None else await _tenants_of(redis, day)
+    tenants = [tenant] if tenant is not None else await tenants_of(redis, day)
     for name in tenants:
         seen: set[bytes] = set()  # a scan may show a field twice
         cursor: object = 0
@@ -149,10 +185,15 @@ async def _read_day(redis: Commands, tenant: str | None, day: str) -> AsyncItera
                 break
 
 
-async def _tenants_of(redis: Commands, day: str) -> list[str]:
+async def tenants_of(redis: Commands, day: str) -> list[str]:
+    """Those that have rows on a UTC day, sorted. RedisUnavailable."""
     answer = await redis.command("SMEMBERS", keys.usage_tenants(day))
     assert isinstance(answer, set | list), answer
     return sorted(name.decode() for name in answer)
+
+
+def _days(since_s: float, until_s: float) -> list[str]:
+    return sorted({day_of(moment) for moment in _moments(max(since_s, until_s - LONGEST_S), until_s)})
 
 
 def _moments(since_s: float, until_s: float) -> Iterable[float]:

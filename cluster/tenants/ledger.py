@@ -4,22 +4,35 @@ A row's place in Redis follows from the row (tenant, day of its end, id) and is 
 again changes nothing. After an outage the rows that wait are sent; when Redis has lost them, or a gateway has died,
 whole journals are sent again.
 
-    settle --> journal (synced) --> waiting --batch--> Redis
+    settle --> journal (synced) --> waiting --batch--> Redis --UsageCap--> sums by hour
                   '---- replay: own journal, journals left behind ----^
 """
 
 import asyncio
+import datetime
 import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
 from tandem.cluster.state import keys
+from tandem.cluster.state.epoch import Epoch
+from tandem.cluster.state.lease import Lease
 from tandem.cluster.state.redis_client import Commands, Part, RedisUnavailable
-from tandem.cluster.tenants.billing_record import BillingRecord, day_of, pack
+from tandem.cluster.tenants.billing_record import (
+    DAY_S,
+    HOUR_S,
+    PAGE,
+    BillingRecord,
+    day_of,
+    pack,
+    sums_by_hour,
+    tenants_of,
+    unpack,
+)
 from tandem.cluster.tenants.journal import Journal, left_behind, read_rows
 
 log = logging.getLogger("tandem.ledger")
@@ -29,6 +42,21 @@ MAX_WAITING = 50_000
 PERIOD_S, IDLE_PERIOD_S = 1.0, 5.0
 """Between two looks, whether Redis has lost rows, while something is to be sent and while Redis has everything."""
 LOOK_PERIOD_S = 30.0
+COUNT_PERIOD_S = 60.0
+GRACE_S = 3600.0
+"""Rows are not summed up before: those of an outage may yet come."""
+
+_SUM_UP = """
+local first = 2 + tonumber(ARGV[1])
+for i = 2, first - 1 do
+  if redis.call('HEXISTS', KEYS[1], ARGV[i]) == 0 then return 0 end
+end
+for i = 2, first - 1 do redis.call('HDEL', KEYS[1], ARGV[i]) end
+for i = first + 1, #ARGV, 2 do redis.call('HINCRBY', KEYS[2], ARGV[i], ARGV[i + 1]) end
+redis.call('EXPIRE', KEYS[2], ARGV[first])
+return 1
+"""
+"""How many rows, their ids, how long the sums are kept, fields and amounts. Nothing when one of the rows is gone."""
 
 
 class UsageLedger:
@@ -47,15 +75,17 @@ class UsageLedger:
         self._kept_s = kept_s
         self._journal = Journal(folder, gateway)
         self._written_key = keys.usage_written(gateway)
-        self._written = 0
+        self._epoch: Epoch | None = None
         self._clock = clock
         self._waiting: deque[BillingRecord] = deque()
         self._triggered = asyncio.Event()
         self._sending = asyncio.Lock()
-        self._origin: str | None = None
         self._must_replay = True
         self._replayed: set[Path] = set()
         self._look_at_s = clock()
+        self._summed_s = 0.0
+        self.late_rows = 0
+        """Rows that came to Redis after those of their hour had been summed up: they are in the journal only."""
 
     # ---- Ledger --------------------------------------------------------------------------------------------------
 
@@ -106,7 +136,7 @@ class UsageLedger:
             await self._replay_left_behind()
             while self._waiting:
                 batch = [self._waiting[i] for i in range(min(BATCH, len(self._waiting)))]
-                await self._write(batch)
+                await self._write(self._in_time(batch))
                 for _ in batch:
                     self._waiting.popleft()
 
@@ -128,18 +158,18 @@ class UsageLedger:
         _, answers = await self._redis.pipeline(
             [
                 ["SET", keys.USAGE_ORIGIN, fresh, "NX", "EX", self._kept_s],
-                ["MGET", keys.USAGE_ORIGIN, self._written_key],
+                ["MGET", keys.USAGE_ORIGIN, self._written_key, keys.USAGE_SUMMED],
             ]
         )
         assert isinstance(answers, list), answers
-        if not isinstance(answers[0], bytes):
+        there = Epoch.of(*answers[:2])
+        self._summed_s = float(answers[2] or 0)
+        if there.id is None:
             raise RedisUnavailable("it lost what was just written")
-        origin = answers[0].decode()
-        if origin != self._origin or int(answers[1] or 0) < self._written:
-            if self._origin is not None:
+        if self._epoch is None or there.is_behind(self._epoch):
+            if self._epoch is not None:
                 log.warning("Redis had lost the usage rows: journals are sent again")
-            self._origin = origin
-            self._written = 0
+            self._epoch = there._replace(counter=0)
             self._must_replay = True
             self._replayed.clear()
             self._look_at_s = self._clock()
@@ -172,10 +202,20 @@ class UsageLedger:
             return
         rows = read_rows(path, is_over=is_over)
         while batch := await asyncio.to_thread(lambda: list(islice(rows, BATCH))):
-            await self._write(batch)
+            await self._write([row for row in batch if row.time_s >= self._summed_s])
+
+    def _in_time(self, rows: Sequence[BillingRecord]) -> list[BillingRecord]:
+        """Those whose hour is still kept by rows; the others are logged and counted."""
+        kept = [row for row in rows if row.time_s >= self._summed_s]
+        if late := len(rows) - len(kept):
+            self.late_rows += late
+            log.error("%d usage rows came later than --usage-rows allows: they are in %s only", late, self._folder)
+        return kept
 
     async def _write(self, rows: Sequence[BillingRecord]) -> None:
         """Rows that are there already stay as they are."""
+        if not rows:
+            return
         commands: list[list[Part]] = [["EXPIRE", keys.USAGE_ORIGIN, self._kept_s]]
         places = {(row.tenant, day_of(row.time_s)) for row in rows}
         for row in rows:
@@ -185,7 +225,91 @@ class UsageLedger:
             commands.append(["EXPIRE", keys.usage(tenant, day), self._kept_s])
             commands.append(["SADD", keys.usage_tenants(day), tenant])
             commands.append(["EXPIRE", keys.usage_tenants(day), self._kept_s])
-        written = self._written + 1
-        commands.append(["SET", self._written_key, written, "EX", self._kept_s])
+        assert self._epoch is not None, "written after a look"
+        epoch = self._epoch._replace(counter=self._epoch.counter + 1)
+        commands.append(["SET", self._written_key, epoch.counter, "EX", self._kept_s])
         await self._redis.pipeline(commands)
-        self._written = written
+        self._epoch = epoch
+
+
+class UsageCap:
+    """Keeps at most `most` rows in Redis: beyond that the oldest become sums by hour, so that what a tenant has used
+    stays right. One gateway of a service does it at a time. kept_s: how long Redis keeps sums."""
+
+    def __init__(
+        self, redis: Commands, gateway: str, most: int, kept_s: int, wall_clock: Callable[[], float] = time.time
+    ) -> None:
+        self._redis = redis
+        self._most = most
+        self._kept_s = kept_s
+        self._wall_clock = wall_clock
+        self._lease = Lease(redis, keys.USAGE_LEASE, gateway, keys.USAGE_LEASE_TTL_MS)
+        self.summed_rows = 0
+
+    async def run(self) -> None:
+        """Counts and sums up until it is cancelled."""
+        while True:
+            await asyncio.sleep(COUNT_PERIOD_S)
+            try:
+                await self.enforce()
+            except RedisUnavailable as error:
+                log.debug("usage rows were not counted: %s", error)
+            except Exception:
+                log.exception("usage rows were not counted")
+
+    async def enforce(self) -> None:
+        """Sums up as many hours as it takes, the oldest first, and none of the last GRACE_S."""
+        if not await self._lease.take():
+            return
+        days = {day: await tenants_of(self._redis, day) for day in self._days()}
+        over, before = await self._count(days) - self._most, self.summed_rows
+        for day, until_s in self._ends(days):
+            if over <= 0 or not await self._lease.take():
+                break
+            await self._redis.command("SET", keys.USAGE_SUMMED, until_s, "EX", self._kept_s)
+            for tenant in days[day]:
+                over -= await self._sum_up(tenant, day, until_s)
+        if done := self.summed_rows - before:
+            log.warning("--usage-rows: the %d oldest usage rows are sums now; the journals have the rows", done)
+        if over > 0:
+            log.error("Redis holds %d usage rows more than --usage-rows: they are of the last hour", over)
+
+    async def _count(self, days: dict[str, list[str]]) -> int:
+        places = [keys.usage(tenant, day) for day, tenants in days.items() for tenant in tenants]
+        total = 0
+        for start in range(0, len(places), PAGE):
+            lengths = await self._redis.pipeline([["HLEN", place] for place in places[start : start + PAGE]])
+            total += sum(length for length in lengths if isinstance(length, int))
+        return total
+
+    async def _sum_up(self, tenant: str, day: str, until_s: float) -> int:
+        """How many rows of before until_s it was."""
+        place, cursor, summed = keys.usage(tenant, day), "0", 0
+        while True:
+            answer = await self._redis.command("HSCAN", place, cursor, "COUNT", BATCH)
+            assert isinstance(answer, list | tuple), answer
+            old = [row for field, raw in answer[1].items() if (row := unpack(field, raw)).time_s < until_s]
+            if old and await self._replace(old, place, keys.usage_sums(day)):
+                summed += len(old)
+                self.summed_rows += len(old)
+            cursor = answer[0].decode() if isinstance(answer[0], bytes) else str(answer[0])
+            if cursor == "0":
+                return summed
+
+    async def _replace(self, rows: Iterable[BillingRecord], place: str, sums: str) -> bool:
+        ids = [row.id for row in rows]
+        amounts = [part for pair in sums_by_hour(rows).items() for part in pair]
+        return bool(await self._redis.command("EVAL", _SUM_UP, 2, place, sums, len(ids), *ids, self._kept_s, *amounts))
+
+    def _days(self) -> list[str]:
+        """Those that may have rows, the oldest first."""
+        now_s = self._wall_clock()
+        return [day_of(now_s - age * DAY_S) for age in range(self._kept_s // DAY_S + 1, -1, -1)]
+
+    def _ends(self, days: Iterable[str]) -> Iterator[tuple[str, int]]:
+        """Up to which moments each day can be summed up: its end, or, of a day that has not ended, its hours."""
+        latest_s = self._wall_clock() - GRACE_S
+        for day in days:
+            began_s = int(datetime.datetime.strptime(f"{day}+0000", "%Y%m%d%z").timestamp())
+            hours = range(1, DAY_S // HOUR_S + 1) if began_s + DAY_S > latest_s else (DAY_S // HOUR_S,)
+            yield from ((day, end_s) for hour in hours if (end_s := began_s + hour * HOUR_S) <= latest_s)

@@ -100,7 +100,7 @@ async def _nothing() -> None:
 async def running_requests(redis: Commands) -> dict[str, int | None]:
     """Requests that run, by tenant; as late as a heartbeat of the gateways. None: its limits need no counting, so
     nobody counts. RedisUnavailable."""
-    tenants = (await TenantStore(redis).read()).tenants
+    tenants = (await TenantStore(redis).read()).values
     seconds, micros = _pair(await redis.command("TIME"))
     now_ms = int(seconds) * 1000 + int(micros) // 1000
     running: dict[str, int | None] = dict.fromkeys(sorted(tenants))

@@ -7,9 +7,13 @@ import asyncio
 import logging
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from tandem.cluster.state.notifications import Announcements, NoAnnouncements
 from tandem.cluster.state.redis_address import MovingRedis, RequestRedis
@@ -17,7 +21,7 @@ from tandem.cluster.state.redis_client import RedisUnavailable
 from tandem.cluster.tenants.billing_record import DAY_S
 from tandem.cluster.tenants.directory import TenantDirectory
 from tandem.cluster.tenants.journal import is_in_use
-from tandem.cluster.tenants.ledger import UsageLedger
+from tandem.cluster.tenants.ledger import UsageCap, UsageLedger
 from tandem.cluster.tenants.quota import Quota
 from tandem.cluster.tenants.store import TenantStore
 from tandem.cluster.tenants.tenant_admin import StoreAdmin
@@ -40,6 +44,7 @@ class TenantService:
         folder: Path,
         is_private: bool,
         usage_days: int,
+        usage_rows: int,
         redis_timeout_s: float,
         gateways: int,
         kv_tokens: Callable[[], int],
@@ -57,6 +62,7 @@ class TenantService:
         self.quota = Quota(self._requests, self.directory, gateway, gateways=gateways, kv_tokens=kv_tokens)
         self.admin = StoreAdmin(store, self.directory)
         self.ledger = UsageLedger(redis, folder, gateway, usage_days * DAY_S)
+        self.usage_cap = UsageCap(redis, gateway, usage_rows, usage_days * DAY_S)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -70,9 +76,14 @@ class TenantService:
             "tenants": self.directory.run(changes=self._changes),
             "quotas": self.quota.run(),
             "ledger": self.ledger.run(),
+            "usage rows": self.usage_cap.run(),
             "saving tenants": self._save(),
         }
         self._tasks = [loop.create_task(coroutine, name=name) for name, coroutine in work.items()]
+
+    def expose(self, registry: CollectorRegistry, prefix: str) -> None:
+        """Adds the counts of usage rows to a gateway's metrics."""
+        registry.register(_UsageMetrics(self.ledger, self.usage_cap, prefix))
 
     async def seed(self) -> None:
         """For a Redis that is new or has lost its data; RedisUnavailable."""
@@ -102,6 +113,22 @@ class TenantService:
             with suppress(TimeoutError):
                 async with asyncio.timeout(SAVE_PERIOD_S):
                     await (asyncio.Event() if was_closed else self.directory.closing).wait()
+
+
+class _UsageMetrics(Collector):
+    def __init__(self, ledger: UsageLedger, cap: UsageCap, prefix: str) -> None:
+        self._ledger = ledger
+        self._cap = cap
+        self._prefix = prefix
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry."""
+        name = f"{self._prefix}:usage_rows"
+        yield CounterMetricFamily(
+            f"{name}_summed", "Usage rows that became sums (--usage-rows).", self._cap.summed_rows
+        )
+        text = "Usage rows that came after their hour was summed up, and are in the journal only."
+        yield CounterMetricFamily(f"{name}_late", text, self._ledger.late_rows)
 
 
 async def _end(tasks: list[asyncio.Task[None]]) -> None:

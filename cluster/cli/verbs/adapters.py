@@ -175,7 +175,7 @@ def _change(at: ServiceAt, work: "Callable[[AdapterService], Awaitable[T]]", *, 
             raise TandemError(f"no service with --enable-lora has served {registry.model} from this Redis")
         if checks and not Path(base.folder).is_dir():
             raise TandemError(f"{base.folder}, the model's folder, is not on this machine: adapters cannot be checked")
-        limit = partial(adapter_limit, (await TenantStore(redis).read()).tenants)
+        limit = partial(adapter_limit, (await TenantStore(redis).read()).values)
         names = (registry.model, *base.names)
         adapters = AdapterService(registry, lambda source: checker_of(base)(source), names, limit=limit)
         try:

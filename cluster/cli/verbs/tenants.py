@@ -11,7 +11,8 @@ from tandem.cluster.cli.terminal import say
 from tandem.configs.errors import SettingsError
 
 if TYPE_CHECKING:
-    from tandem.cluster.tenants.store import KeyedTenant, Reading, TenantStore
+    from tandem.cluster.state.durable_map import Reading
+    from tandem.cluster.tenants.store import KeyedTenant, TenantStore
     from tandem.cluster.tenants.tenant import Tenant
 
 T = TypeVar("T")
@@ -83,13 +84,13 @@ def rotate_key(
 def remove(name: Name, at: ServiceAt) -> None:
     """Remove a tenant that has no adapters. Its usage stays in the ledger."""
 
-    async def removed(store: "TenantStore") -> "Reading":
+    async def removed(store: "TenantStore") -> "Reading[Tenant]":
         await store.remove(name)
         return await store.read()
 
     left = _run(at, removed)
     typer.echo(f"{name} removed")
-    if not left.tenants and not left.unreadable:
+    if not left.values and not left.unreadable:
         say("that was the last tenant: the service stays closed, and without --api-key it answers nobody")
 
 
@@ -97,9 +98,9 @@ def remove(name: Name, at: ServiceAt) -> None:
 def show(at: ServiceAt) -> None:
     """List the tenants and their limits."""
     reading = _run(at, lambda store: store.read())
-    for name in sorted(reading.tenants):
-        typer.echo(_line(reading.tenants[name]))
-    if not reading.tenants:
+    for name in sorted(reading.values):
+        typer.echo(_line(reading.values[name]))
+    if not reading.values:
         say("there are no tenants")
 
 

@@ -12,7 +12,8 @@ from tandem.cluster.cli.running_service import ServiceAt, on_service, with_redis
 from tandem.cluster.cli.terminal import say, table
 
 if TYPE_CHECKING:
-    from tandem.cluster.tenants.billing_record import BillingRecord
+    from tandem.cluster.state.redis_client import Commands
+    from tandem.cluster.tenants.billing_record import BillingRecord, UsageSum
 
 
 SINCE = "Start of the period: 24h, 90m, 7d, or a date like 2026-01-31 (UTC). Default: 24h."
@@ -29,15 +30,26 @@ def usage(
 ) -> None:
     """Show the usage of tenants.
 
-    Records are kept for --usage-days of the service. They appear about a second after their requests have ended.
+    Records are kept for --usage-days of the service, the latest --usage-rows of them as rows, earlier ones as sums by
+    hour, which the table includes. They appear about a second after their requests have ended.
     """
-    from tandem.cluster.tenants.billing_record import parse_since, read_usage
+    from tandem.cluster.tenants.billing_record import parse_since, read_sums, read_usage
 
     now_s = time.time()
     since_s = parse_since(since, now_s)
-    rows = with_redis(at.redis_url, lambda redis: read_usage(redis, tenant, since_s, now_s + 1))
-    {"csv": _print_csv, "json": _print_json, "table": _print_table}[form](rows)
-    if not rows:
+
+    async def read(redis: "Commands") -> "tuple[list[BillingRecord], list[UsageSum]]":
+        rows = await read_usage(redis, tenant, since_s, now_s + 1)
+        return rows, await read_sums(redis, tenant, since_s, now_s + 1)
+
+    rows, sums = with_redis(at.redis_url, read)
+    if form == "table":
+        _print_table(rows, sums)
+    else:
+        {"csv": _print_csv, "json": _print_json}[form](rows)
+    if summed := sum(one.requests for one in sums):
+        say(f"{summed} earlier requests are kept as sums by hour, of whole hours, and have no rows (--usage-rows)")
+    if not rows and not sums:
         say(f"nothing was used{'' if tenant is None else f' by {tenant}'} in that time")
 
 
@@ -57,11 +69,11 @@ def _print_json(rows: "Sequence[BillingRecord]") -> None:
         typer.echo(msgspec.json.encode(msgspec.structs.asdict(row)))
 
 
-def _print_table(rows: "Sequence[BillingRecord]") -> None:
+def _print_table(rows: "Sequence[BillingRecord]", sums: "Sequence[UsageSum]") -> None:
     from tandem.cluster.tenants.billing_record import summed
 
     lines = [["tenant", "model", "adapter", "requests", "prompt", "cached", "completion"]]
-    for entry in summed(rows):
+    for entry in summed(rows, sums):
         name, _, digest = (entry.adapter or "-").partition("@")
         adapter = f"{name[:60]}@{digest[:12]}" if digest else name[:60]
         lines.append([entry.tenant, entry.model, adapter, *map(str, entry[3:])])

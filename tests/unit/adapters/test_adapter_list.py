@@ -77,7 +77,7 @@ async def test_what_is_known_is_served_without_redis(server: RedisServer, redis:
     registry = AdapterList(redis, "demo")
     await registry.replace(None, entry(), "pirate")
     impatient = BackgroundClient(server.url, timeout_s=0.2, retries=0)
-    registry._redis = impatient
+    registry.map.redis = impatient
     server.stop()
     try:
         with pytest.raises(RedisUnavailable):
@@ -224,6 +224,23 @@ async def test_who_may_not_publish_may_still_write(server: RedisServer, redis: B
     finally:
         await quiet.close()
         await redis.command("ACL", "DELUSER", "quiet")
+
+
+async def test_who_may_not_write_follows(server: RedisServer, redis: BackgroundClient) -> None:
+    registry, writer = AdapterList(redis, "demo"), AdapterList(redis, "demo")
+    registry.announce(BaseFacts(folder="/m", max_rank=8))
+    await registry.refresh()
+    await redis.command("ACL", "SETUSER", "reader", "on", ">secret", "~*", "&*", "+@all", "-@write")
+    reader = BackgroundClient(f"unix://reader@{server.socket_path}?password=secret", retries=0)
+    try:
+        registry.map.redis = reader
+        await writer.replace(None, entry(), "pirate")
+        assert await registry.refresh() and set(registry.entries) == {"pirate"}
+        with pytest.raises(RedisUnavailable):
+            await registry.replace(entry(), None, "pirate")
+    finally:
+        await reader.close()
+        await redis.command("ACL", "DELUSER", "reader")
 
 
 async def snapshot(redis: BackgroundClient) -> dict[bytes, bytes]:

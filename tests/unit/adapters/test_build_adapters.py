@@ -62,7 +62,7 @@ async def test_redis_may_be_unavailable_at_the_start(redis: BackgroundClient) ->
     unavailable = Unavailable()
     async with opened(unavailable) as adapter_service:
         assert adapter_service.entry("pirate", "anyone") is not None
-        adapter_service.registry._redis = redis
+        adapter_service.registry.map.redis = redis
         await adapter_service.registry.refresh()
     async with opened(redis, "s1", lora_modules=None) as other:
         assert other.entry("pirate", "anyone") is not None, "it is saved by now"

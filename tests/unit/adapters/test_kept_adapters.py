@@ -82,7 +82,7 @@ async def test_without_redis_the_kept_list_is_served_and_written_later(redis: Ba
     await start_anew(redis)
     async with opened(Unavailable(), "s2", state_dir=str(tmp_path), lora_modules=None) as adapter_service:
         assert adapter_service.entry("pirate", "anyone") is not None
-        adapter_service.registry._redis = redis
+        adapter_service.registry.map.redis = redis
         await adapter_service.registry.refresh()
     async with opened(redis, "s2", lora_modules=None) as other:
         assert other.entry("pirate", "anyone") is not None
@@ -101,6 +101,7 @@ async def test_what_cannot_be_read_is_ignored_and_said(
     kept = AdapterFile(tmp_path, fresh)
     await kept.load()
     assert not fresh.entries
+    fresh.keep(entry("shout"))
     assert "cannot be read and is ignored" in caplog.text
     await kept.save()
     assert not file.read_bytes().endswith(b"]}"), "nothing is known: nothing is written over it"

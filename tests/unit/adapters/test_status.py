@@ -19,9 +19,10 @@ from tandem.cluster.routing.residency import adapter_key
 from tandem.cluster.state import keys
 from tandem.cluster.state.redis_client import BackgroundClient, RequestClient
 from tandem.cluster.tenants.quota import Quota
-from tandem.cluster.tenants.store import Reading, TenantStore
+from tandem.cluster.tenants.store import TenantStore
 from tandem.workers.engine.base.stats import OffloadStats
 from tests.support.fake_engine import FakeEngine
+from tests.unit.tenants.tenant_rig import Named
 
 PIRATE, SHOUT = "a" * 64, "b" * 64
 
@@ -49,16 +50,16 @@ def prepare(url: str) -> None:
         for name, limits in (("acme", {"concurrency": 5}), ("free", {"weight": 2}), ("idle", {"kv_share": 0.5})):
             await store.add(name, limits)
         long_ago_ms = int(time.time() * 1000) - 60_000
-        await run_requests(url, await store.read(), "dead", {"acme": 1}, lambda: long_ago_ms)
+        await run_requests(url, Named((await store.read()).values), "dead", {"acme": 1}, lambda: long_ago_ms)
         soon_ms = long_ago_ms + 120_000  # its lease lasts as long as the test may take
-        await run_requests(url, await store.read(), "live", {"acme": 2, "free": 3}, lambda: soon_ms)
+        await run_requests(url, Named((await store.read()).values), "live", {"acme": 2, "free": 3}, lambda: soon_ms)
         await redis.close()
 
     asyncio.run(write())
 
 
 async def run_requests(
-    url: str, tenants: Reading, gateway: str, counts: Mapping[str, int], server_ms: Callable[[], int]
+    url: str, tenants: Named, gateway: str, counts: Mapping[str, int], server_ms: Callable[[], int]
 ) -> None:
     """What a gateway tells Redis of so many requests of each tenant, which never end."""
     client = RequestClient(url, timeout_s=20.0)

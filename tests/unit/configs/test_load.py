@@ -85,6 +85,7 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "metrics_api_key": (["m"], ("m",)),
     "state_dir": ("state", "state"),
     "usage_days": (7, 7),
+    "usage_rows": (5000, 5000),
     "queue_timeout": (30, 30.0),
     "shutdown_timeout": (5, 5.0),
     "metrics_prefix": ("vllm", "vllm"),

@@ -97,6 +97,7 @@ def service(
         folder=folder,
         is_private=is_private,
         usage_days=7,
+        usage_rows=10**6,
         redis_timeout_s=redis_timeout_s,
         gateways=gateways,
         kv_tokens=lambda: 0,

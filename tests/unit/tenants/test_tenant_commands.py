@@ -14,7 +14,7 @@ from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.process.run_files import RunFile
 from tandem.cluster.state import keys
 from tandem.cluster.tenants.billing_record import BillingRecord
-from tandem.cluster.tenants.ledger import UsageLedger
+from tandem.cluster.tenants.ledger import UsageCap, UsageLedger
 from tandem.configs.errors import SettingsError, TandemError
 from tandem.workers.messages.request import Usage
 from tests.unit.tenants.tenant_rig import patient
@@ -101,6 +101,26 @@ def test_usage_in_its_three_forms(server: RedisServer, tmp_path: Path) -> None:
     assert [line.split(",")[4:] for line in lines[1:]] == [["", "stop", "5", "3", "7"], ["a@12", "stop", "5", "3", "7"]]
     assert '"adapter":"a@12"' in tandem(server, "usage", "--format", "json", "--since", "1h").splitlines()[1]
     assert tandem(server, "usage", "--tenant", "other", "--format", "json") == ""
+
+
+def test_usage_includes_what_is_kept_as_sums_and_says_so(server: RedisServer, tmp_path: Path) -> None:
+    async def serve_two() -> None:
+        redis = patient(server)
+        books, now_s = UsageLedger(redis, tmp_path, "g", 86400), time.time()
+        for number, time_s in enumerate((now_s - 5 * 3600, now_s)):
+            record = BillingRecord(id=f"r{number}", time_s=time_s, tenant="acme", model="m")
+            await books.settle(record.ended("stop", Usage(prompt_tokens=5, completion_tokens=7), time_s))
+        await books.send()
+        await UsageCap(redis, "g", 1, 86400).enforce()
+        await books.close()
+        await redis.close()
+
+    asyncio.run(serve_two())
+    done = typer.testing.CliRunner().invoke(build_app(), ("usage", "--redis-url", server.url), catch_exceptions=False)
+    assert done.stdout.splitlines()[1].split() == ["acme", "m", "-", "2", "10", "0", "14"]
+    assert "1 earlier requests are kept as sums by hour" in done.stderr
+    lines = tandem(server, "usage", "--format", "csv").splitlines()[1:]
+    assert [line.partition(",")[0] for line in lines] == ["r1"]
 
 
 def test_nothing_to_show_is_said(server: RedisServer) -> None:

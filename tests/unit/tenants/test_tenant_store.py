@@ -12,11 +12,12 @@ from tandem.cluster.gateway.http.auth import AuthLevel, Principal, StaticKeys, T
 from tandem.cluster.gateway.wiring import tenant_keys
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.state import keys
+from tandem.cluster.state.durable_map import Reading
 from tandem.cluster.state.notifications import Changes
 from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
 from tandem.cluster.tenants.directory import TenantDirectory
-from tandem.cluster.tenants.store import Reading, TenantStore, read_weights
-from tandem.cluster.tenants.tenant import Limits, digest_of
+from tandem.cluster.tenants.store import TenantStore, read_weights
+from tandem.cluster.tenants.tenant import Limits, Tenant, digest_of
 from tandem.cluster.tenants.tenant_admin import StoreAdmin
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.errors import RequestRefused
@@ -51,11 +52,11 @@ async def test_a_tenant_is_made_changed_and_removed(store: TenantStore, redis: B
     assert [k.digest for k in made.tenant.keys] == [digest_of(made.key).hex()]
     changed = await store.change("acme", {"requests_per_minute": None, "concurrency": 3})
     assert changed.limits == Limits(concurrency=3, weight=2.5)
-    assert (await store.read()).tenants == {"acme": changed}
+    assert (await store.read()).values == {"acme": changed}
     assert await read_weights(redis) == {"acme": 2.5}
     await redis.command("HSET", keys.quota("acme"), "at_ms", "1")
     await store.remove("acme")
-    assert (await store.read()).tenants == {}
+    assert (await store.read()).values == {}
     assert not await redis.command("EXISTS", keys.quota("acme"))
 
 
@@ -95,7 +96,7 @@ async def test_what_is_wrong_is_named(store: TenantStore, name: str, limits: dic
     with pytest.raises(RequestRefused) as refused:
         await store.add(name, limits)
     assert (refused.value.status, refused.value.param) == (400, param)
-    assert (await store.read()).tenants == {}
+    assert (await store.read()).values == {}
 
 
 async def test_unknown_and_existing_names_are_refused(store: TenantStore) -> None:
@@ -111,7 +112,7 @@ async def test_writers_at_the_same_time_lose_nothing(store: TenantStore, redis: 
     await store.add("acme", {})
     changes = ({"concurrency": 4}, {"requests_per_minute": 5}, {"tokens_per_minute": 6}, {"max_adapters": 7})
     await asyncio.gather(*(TenantStore(redis).change("acme", change) for change in changes))
-    limits = (await store.read()).tenants["acme"].limits
+    limits = (await store.read()).values["acme"].limits
     assert limits == Limits(concurrency=4, requests_per_minute=5, tokens_per_minute=6, max_adapters=7)
     results = await asyncio.gather(*(TenantStore(redis).add("b", {}) for _ in range(8)), return_exceptions=True)
     assert sum(not isinstance(result, RequestRefused) for result in results) == 1
@@ -295,7 +296,7 @@ async def test_a_closed_service_stays_closed_when_redis_is_emptied(
         await known.refresh()
         with Refused(401, "invalid_api_key"):
             TenantKeys(StaticKeys(), known, may_be_open=True, open_admin=True).authenticate(None)
-        assert (await store.mark()).origin is not None, "Redis knows it again"
+        assert (await store.epoch()).id is not None, "Redis knows it again"
 
 
 async def test_a_redis_that_is_emptied_while_it_is_read_opens_nothing(
@@ -307,7 +308,7 @@ async def test_a_redis_that_is_emptied_while_it_is_read_opens_nothing(
     await store.add("other", {})
     read = store.read
 
-    async def emptied() -> Reading:
+    async def emptied() -> Reading[Tenant]:
         monkeypatch.undo()
         await redis.command("FLUSHALL")
         return await read()
@@ -318,7 +319,7 @@ async def test_a_redis_that_is_emptied_while_it_is_read_opens_nothing(
     auth = TenantKeys(StaticKeys(), directory, may_be_open=True, open_admin=True)
     assert auth.authenticate(f"Bearer {made.key}").tenant == "acme" and not auth.is_open
     await directory.refresh()
-    assert set((await store.read()).tenants) == {"acme"}
+    assert set((await store.read()).values) == {"acme"}
 
 
 async def test_a_service_that_once_had_keys_of_its_own_stays_closed_without_them(
@@ -327,7 +328,7 @@ async def test_a_service_that_once_had_keys_of_its_own_stays_closed_without_them
     with_keys = [TenantDirectory(store, tmp_path / "tenants.json", has_keys=True) for _ in range(2)]
     for directory in with_keys:
         await directory.refresh()
-    assert len({(await store.mark()).origin, *(d._origin for d in with_keys)}) == 1, "one marker for all gateways"
+    assert len({(await store.epoch()).id, *(d.id for d in with_keys)}) == 1, "one marker for all gateways"
     await with_keys[0].save({})
     without, after_loss = TenantDirectory(store), TenantDirectory(store, tmp_path / "tenants.json")
     await without.refresh()
@@ -376,7 +377,7 @@ async def test_an_emptied_redis_gets_the_tenants_back_once(store: TenantStore, r
     await redis.command("FLUSHALL")
     newer = await store.add("beta", {})
     await one.refresh()
-    assert set((await store.read()).tenants) == {"acme", "beta"}
+    assert set((await store.read()).values) == {"acme", "beta"}
     await store.remove("acme")
     await two.refresh()
     assert set(two.tenants) == {"beta"}, "the second gateway sees that they are back, and brings nobody back"
@@ -387,7 +388,7 @@ async def test_a_redis_of_an_older_snapshot_brings_no_removed_tenant_back(
     store: TenantStore, redis: BackgroundClient
 ) -> None:
     gone, old = await store.add("gone", {}), await store.add("acme", {})
-    snapshot, version = await redis.command("HGETALL", keys.TENANTS), (await store.mark()).version
+    snapshot, version = await redis.command("HGETALL", keys.TENANTS), (await store.epoch()).counter
     assert isinstance(snapshot, dict)
     await store.remove("gone")
     fresh = await store.rotate_key("acme")
@@ -403,19 +404,20 @@ async def test_a_redis_of_an_older_snapshot_brings_no_removed_tenant_back(
         assert set(directory.tenants) == {"acme", "beta"}
         assert directory.tenant_of(digest_of(fresh.key)) == "acme"
         assert not any(directory.tenant_of(digest_of(made.key)) for made in (gone, old))
-    assert set((await store.read()).tenants) == {"acme", "beta"}
+    assert set((await store.read()).values) == {"acme", "beta"}
     assert (await store.read()).unreadable == 1, "what cannot be read is left alone"
 
 
 async def test_two_who_seed_at_the_same_time_bring_nobody_back(store: TenantStore, redis: BackgroundClient) -> None:
     acme, beta = (await store.add("acme", {})).tenant, (await store.add("beta", {})).tenant
-    origin = (await store.mark()).origin
+    origin = (await store.epoch()).id
     assert origin is not None
     await redis.command("FLUSHALL")
-    assert await store.seed(origin, [acme, beta])
+    copy = {tenant.name: store.encode(tenant) for tenant in (acme, beta)}
+    assert (await store.seed(copy, origin)).is_written
     await store.remove("acme")
-    assert not await store.seed(origin, [acme, beta])
-    assert set((await store.read()).tenants) == {"beta"}
+    assert not (await store.seed(copy, origin)).is_written
+    assert set((await store.read()).values) == {"beta"}
 
 
 async def test_a_file_keeps_the_tenants_for_a_new_and_empty_redis(
@@ -432,7 +434,7 @@ async def test_a_file_keeps_the_tenants_for_a_new_and_empty_redis(
     assert after.tenant_of(digest_of(made.key)) == "acme" and not after.is_certain
     assert after.saved_spent == {"acme": (made.tenant.budget_id, 3)}
     await after.refresh()
-    assert set((await store.read()).tenants) == {"acme"}
+    assert set((await store.read()).values) == {"acme"}
     await redis.command("FLUSHALL")
     await store.add("beta", {})
     foreign = TenantDirectory(store, file)

@@ -1,0 +1,177 @@
+"""--usage-rows: Redis keeps so many rows, the oldest become sums by hour, and what a tenant has used stays right."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from tandem.cluster.state import keys
+from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
+from tandem.cluster.tenants.billing_record import (
+    BillingRecord,
+    UsageSum,
+    day_of,
+    parse_since,
+    read_sums,
+    read_usage,
+    summed,
+)
+from tandem.cluster.tenants.ledger import UsageCap, UsageLedger
+from tandem.workers.messages.request import Usage
+from tests.unit.tenants.tenant_rig import service
+
+HOUR_S, DAY_S = 3600, 86400
+NOON_S = parse_since("2027-01-15T12:00", 0.0)
+KEPT_S = 7 * DAY_S
+
+
+def row(number: int, time_s: float, tenant: str = "acme") -> BillingRecord:
+    record = BillingRecord(
+        id=f"r{number}", time_s=time_s, tenant=tenant, model="m", adapter="a@1" if number % 2 else None
+    )
+    usage = Usage(prompt_tokens=number, completion_tokens=2 * number, cached_tokens=1)
+    return record.ended("stop", usage, time_s)
+
+
+class Books:
+    """A ledger and the cap of its gateway, at a moment of the wall clock."""
+
+    def __init__(self, redis: BackgroundClient, folder: Path, most: int, gateway: str = "g") -> None:
+        self.redis = redis
+        self.now_s = NOON_S
+        self.ledger = UsageLedger(redis, folder, gateway, KEPT_S, clock=lambda: self.now_s)
+        self.cap = UsageCap(redis, gateway, most, KEPT_S, wall_clock=lambda: self.now_s)
+
+    async def settle(self, rows: Iterable[BillingRecord]) -> None:
+        for one in rows:
+            self.ledger.accepted(msgspec.structs.replace(one, terminal=None))
+            await self.ledger.settle(one)
+        await self.ledger.send()
+
+    async def ids(self) -> list[str]:
+        return [one.id for one in await read_usage(self.redis, None, NOON_S - 6 * DAY_S, NOON_S + DAY_S)]
+
+    async def sums(self, tenant: str | None = None, since_s: float = NOON_S - 6 * DAY_S) -> list[UsageSum]:
+        rows = await read_usage(self.redis, tenant, since_s, NOON_S + DAY_S)
+        return summed(rows, await read_sums(self.redis, tenant, since_s, NOON_S + DAY_S))
+
+
+def three_days() -> list[BillingRecord]:
+    """Rows 1 to 12 of two tenants: four of the day before yesterday, four of yesterday, four of this morning."""
+    times = (
+        [NOON_S - 2 * DAY_S] * 4 + [NOON_S - DAY_S] * 4 + [NOON_S - 10 * HOUR_S, NOON_S - 5 * HOUR_S, NOON_S, NOON_S]
+    )
+    return [row(i, time_s, ("acme", "beta")[i % 3 == 0]) for i, time_s in enumerate(times, 1)]
+
+
+@pytest.mark.parametrize(("most", "left"), [(12, 12), (11, 8), (8, 8), (7, 4), (3, 3), (2, 2), (0, 2)])
+async def test_the_oldest_rows_go_first_and_the_sums_stay(
+    redis: BackgroundClient, tmp_path: Path, most: int, left: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whole days of those that have ended, then hours of today, but none of the last one."""
+    books = Books(redis, tmp_path, most)
+    rows = three_days()
+    await books.settle(rows)
+    await books.cap.enforce()
+    assert await books.ids() == [one.id for one in rows[12 - left :]]
+    assert books.cap.summed_rows == 12 - left
+    for tenant in (None, "acme", "beta"):
+        assert await books.sums(tenant) == summed(one for one in rows if tenant in (None, one.tenant))
+    assert ("more than --usage-rows" in caplog.text) == (left > most)
+    await books.cap.enforce()
+    assert books.cap.summed_rows == 12 - left, "nothing more to do"
+    await books.ledger.close()
+
+
+async def test_sums_are_of_hours(redis: BackgroundClient, tmp_path: Path) -> None:
+    books = Books(redis, tmp_path, 0)
+    rows = three_days()
+    await books.settle(rows)
+    await books.cap.enforce()
+    for since_s, first in ((NOON_S - DAY_S, 5), (NOON_S - DAY_S + HOUR_S, 9), (NOON_S - 9.5 * HOUR_S, 9)):
+        assert await books.sums(since_s=since_s) == summed(rows[first - 1 :]), since_s
+    assert await books.sums(since_s=NOON_S - 9 * HOUR_S) == summed(rows[9:])
+    await books.ledger.close()
+
+
+async def test_a_journal_that_is_sent_again_counts_nothing_twice(redis: BackgroundClient, tmp_path: Path) -> None:
+    rows = three_days()
+    first = Books(redis, tmp_path, 4)
+    await first.settle(rows)
+    await first.cap.enforce()
+    await first.ledger.close()
+    later = Books(redis, tmp_path, 4, "later")  # takes up what the first has left
+    await later.ledger.send()
+    assert await later.ids() == [one.id for one in rows[8:]] and await later.sums() == summed(rows)
+    assert later.ledger.late_rows == 0
+    await redis.command("FLUSHALL")
+    await later.settle([row(13, NOON_S)])
+    await later.cap.enforce()
+    assert await later.sums() == summed([*rows, row(13, NOON_S)]), "with the rows the sums were lost, and come again"
+    await later.ledger.close()
+
+
+async def test_a_row_that_comes_too_late_is_logged_and_counted(
+    redis: BackgroundClient, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    books = Books(redis, tmp_path, 4)
+    await books.settle(three_days())
+    await books.cap.enforce()
+    late = row(99, NOON_S - DAY_S)
+    await books.settle([late])
+    assert "1 usage rows came later than --usage-rows allows" in caplog.text
+    assert books.ledger.late_rows == 1 and "r99" not in await books.ids()
+    await books.ledger.close()
+
+
+async def test_the_counts_are_metrics(redis: BackgroundClient, tmp_path: Path) -> None:
+    tenants = service("redis://127.0.0.1:1", tmp_path)
+    registry = CollectorRegistry()
+    tenants.expose(registry, "tandem")
+    tenants.ledger.late_rows, tenants.usage_cap.summed_rows = 2, 5
+    assert registry.get_sample_value("tandem:usage_rows_late_total") == 2
+    assert registry.get_sample_value("tandem:usage_rows_summed_total") == 5
+    await tenants.close()
+
+
+async def test_one_gateway_at_a_time_sums_up(redis: BackgroundClient, tmp_path: Path) -> None:
+    one, other = Books(redis, tmp_path, 0, "one"), Books(redis, tmp_path, 0, "other")
+    await one.settle(three_days())
+    await other.cap._lease.take()
+    await one.cap.enforce()
+    assert one.cap.summed_rows == 0
+    await other.cap._lease.release()
+    await one.cap.enforce()
+    assert one.cap.summed_rows == 10
+    await one.ledger.close()
+    await other.ledger.close()
+
+
+async def test_two_that_sum_up_the_same_rows_count_them_once(redis: BackgroundClient, tmp_path: Path) -> None:
+    """A gateway that was frozen believes that it still has the lease."""
+    books = Books(redis, tmp_path, 0)
+    rows = three_days()
+    await books.settle(rows)
+    day = day_of(rows[0].time_s)
+    place = keys.usage("acme", day)
+    mine = [one for one in rows[:4] if one.tenant == "acme"]
+    assert await books.cap._replace(mine, place, keys.usage_sums(day))
+    assert not await books.cap._replace(mine, place, keys.usage_sums(day))
+    assert await books.sums() == summed(rows)
+    await books.ledger.close()
+
+
+async def test_a_redis_that_takes_no_writes_loses_no_row(redis: BackgroundClient, tmp_path: Path) -> None:
+    books = Books(redis, tmp_path, 0)
+    rows = three_days()
+    await books.settle(rows)
+    await redis.command("CONFIG", "SET", "maxmemory", "1")
+    with pytest.raises(RedisUnavailable):
+        await books.cap.enforce()
+    await redis.command("CONFIG", "SET", "maxmemory", "0")
+    assert len(await books.ids()) == 12
+    await books.cap.enforce()
+    assert await books.sums() == summed(rows)
+    await books.ledger.close()
