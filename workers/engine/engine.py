@@ -20,8 +20,9 @@ from tandem.workers.engine.base.stats import Collector, EngineStats, TenantCount
 from tandem.workers.engine.blocks.block_manager import BlockManager
 from tandem.workers.engine.chunk_limiter import ChunkLimiter, NoChunkLimiter, StepChunkLimiter
 from tandem.workers.engine.executor import Executor, ExecutorReady
+from tandem.workers.engine.in_flight_step import InFlightStep
 from tandem.workers.engine.results import ResultApplier
-from tandem.workers.engine.scheduler import InFlightStep, Scheduler
+from tandem.workers.engine.scheduler import Scheduler
 from tandem.workers.engine.step_log import StepLog
 from tandem.workers.engine.transfers.copy_costs import CopyCosts
 from tandem.workers.engine.transfers.kv_offload import KVOffload

@@ -8,7 +8,8 @@ from tandem.workers.engine.base.blockers import Blocker, Event
 from tandem.workers.engine.base.sequence import RequestState, Sequence, Status
 from tandem.workers.engine.base.stats import Collector, Histogram
 from tandem.workers.engine.blocks.block_manager import BlockManager
-from tandem.workers.engine.scheduler import InFlightStep, Scheduler
+from tandem.workers.engine.in_flight_step import InFlightStep
+from tandem.workers.engine.scheduler import Scheduler
 from tandem.workers.messages.request import FinishReason, TokenDelta
 from tandem.workers.messages.step import RowResult, StepResult
 

@@ -18,51 +18,20 @@ Called by the engine: enqueue, schedule, returned, finish. It has no clock, outp
 import heapq
 from bisect import insort
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 
 from tandem.configs.schema import SchedulerSettings
 from tandem.workers.engine.base.blockers import Blocker, Event
 from tandem.workers.engine.base.sequence import RequestState, Sequence, Status
 from tandem.workers.engine.blocks.block_manager import BlockManager
 from tandem.workers.engine.chunk_limiter import ChunkLimiter
+from tandem.workers.engine.first_blocks import find_prefix, share_prompt
+from tandem.workers.engine.in_flight_step import InFlightStep
 from tandem.workers.engine.probation import Probation
 from tandem.workers.engine.step_limit import StepLimit
-from tandem.workers.engine.transfers.lower_tiers import LowerTiers, NoTiers, OverlappedLoad
+from tandem.workers.engine.transfers.lower_tiers import LowerTiers, NoTiers
 from tandem.workers.engine.waiting.max_loras import MaxLorasGate
 from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
 from tandem.workers.messages.step import RowInit, RowWork, StepPlan
-
-
-@dataclass(slots=True, eq=False)
-class InFlightStep:
-    """One plan and its sequences: sequences[i] owns work[i]. admitted: sequences that got their first row, and how many
-    of their tokens were found in the prefix cache."""
-
-    step_id: int
-    sequences: list[Sequence] = field(default_factory=list)
-    work: list[RowWork] = field(default_factory=list)
-    new_rows: list[RowInit] = field(default_factory=list)
-    block_copies: list[tuple[int, int]] = field(default_factory=list)
-    admitted: list[tuple[Sequence, int]] = field(default_factory=list)
-    awaits: list[int] = field(default_factory=list)
-    num_decode: int = 0
-    num_prefill_tokens: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_decode + self.num_prefill_tokens
-
-    def plan(self, freed_rows: list[int], known_failure: int, rolled_back: list[tuple[int, int, int]]) -> StepPlan:
-        return StepPlan(
-            step_id=self.step_id,
-            work=self.work,
-            new_rows=self.new_rows,
-            freed_rows=freed_rows,
-            block_copies=self.block_copies,
-            awaits=self.awaits,
-            known_failure=known_failure,
-            rolled_back=rolled_back,
-        )
 
 
 class Scheduler:
@@ -125,7 +94,7 @@ class Scheduler:
 
     def enqueue(self, seq: Sequence) -> None:
         """Queues a new sequence, or one that unblock() has returned; or blocks it while its adapter or KV of its prefix
-        is loaded. With no other sequence it runs at once, and the load overlaps with its first step (_find_prefix)."""
+        is loaded. With no other sequence it runs at once, and the load overlaps with its first step."""
         if seq.adapter is not None and not self._gate.admit(seq):
             self.waiting.block(seq, Blocker.ADAPTER, seq.adapter)
         elif not self._probation.may_run(seq.state):
@@ -320,7 +289,7 @@ class Scheduler:
         replaced: list[tuple[int, int]] = []
         if seq.table.may_share:
             copies = self._manager.make_writable(seq.table, seq.num_scheduled, known, step.step_id)
-            assert copies is not None, "forks leave no shared block to a running writer (see _share_prompt)"
+            assert copies is not None, "forks leave no shared block to a running writer (see share_prompt)"
             step.block_copies.extend((copy.source, copy.destination) for copy in copies)
             replaced = [(copy.table_index, copy.destination) for copy in copies]
         lacking = seq.tokens[seq.num_sent :] if self._relay else []
@@ -442,8 +411,8 @@ class Scheduler:
             if overlapped is None and (ticket := self._tiers.load(seq, self._reserve)) is not None:
                 self.waiting.block(seq, Blocker.KV, ticket)
                 continue
-            admitted = self._share_prompt(step, seq) or self._find_prefix(step, seq, overlapped)
-            if not admitted:
+            shared = share_prompt(self._manager, step, seq, self._reserve, self.done_step)
+            if not shared and not find_prefix(self._manager, step, seq, self._reserve, overlapped):
                 return
             self.waiting.remove(seq)
             if not seq.bound_step:
@@ -458,42 +427,6 @@ class Scheduler:
         """Blocks to leave for running sequences (each takes one per block_size steps), so that a new one is not
         preempted in the next steps. 0 when none runs, so that a sequence that fits the empty pool is admitted."""
         return -(-len(self._running) // 4)
-
-    def _find_prefix(self, step: InFlightStep, seq: Sequence, overlapped: OverlappedLoad | None) -> bool:
-        """Allocates blocks for all known tokens, prefix hits first; returns False if there is no room.
-
-        overlapped: the load of a sequence without others, whose step may wait for it because no decode is delayed.
-        """
-        hits = self._manager.match_prefix(seq.table, seq.tokens) if overlapped is None else overlapped.block_ids
-        admitted = self._manager.admit(seq.table, len(seq.tokens), hits, self._reserve)
-        if overlapped is not None:
-            assert admitted, "there was room for all of it"
-            step.awaits.append(overlapped.ticket)
-        if not admitted:
-            return False
-        seq.num_scheduled = seq.num_computed = len(hits) * self._manager.block_size
-        return True
-
-    def _share_prompt(self, step: InFlightStep, seq: Sequence) -> bool:
-        """Forks a running choice of the same request: shares its prompt blocks and copies the one that will be written.
-        Returns False if there is none or no room, or if more is found by content (its own answer before preemption)."""
-        if len(seq.state.sequences) == 1:
-            return False
-        num_tokens = min(seq.prompt_len, len(seq.tokens) - 1)
-        source = seq.state.fork_source(num_tokens, self.done_step)
-        manager, total = self._manager, len(seq.tokens)
-        whole = num_tokens // manager.block_size
-        if source is None or manager.blocks_for(total) - whole + self._reserve > manager.pool.num_allocatable:
-            return False
-        if seq.num_output and len(manager.match_prefix(seq.table, seq.tokens)) > whole:
-            return False
-        manager.fork(source.table, seq.table, num_tokens)
-        copies = manager.make_writable(seq.table, num_tokens, total, step.step_id)
-        added = manager.extend(seq.table, total)
-        assert copies is not None and added is not None
-        step.block_copies.extend((copy.source, copy.destination) for copy in copies)
-        seq.num_scheduled = seq.num_computed = num_tokens
-        return True
 
     def _bind(self, step: InFlightStep, seq: Sequence) -> None:
         seq.row = self._free_rows.pop()

@@ -11,7 +11,8 @@ from tandem.configs.schema import SchedulerSettings
 from tandem.workers.engine.base.blockers import Blocker, Event
 from tandem.workers.engine.base.sequence import RequestState, Sequence, Status
 from tandem.workers.engine.blocks.block_manager import BlockManager, BlockTable
-from tandem.workers.engine.scheduler import InFlightStep, Scheduler
+from tandem.workers.engine.in_flight_step import InFlightStep
+from tandem.workers.engine.scheduler import Scheduler
 from tandem.workers.engine.transfers.lower_tiers import OverlappedLoad
 from tandem.workers.engine.waiting.fairness import FairQueue, TokenCosts
 from tandem.workers.engine.waiting.max_loras import MaxLorasGate

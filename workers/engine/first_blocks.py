@@ -1,0 +1,49 @@
+"""The blocks of a sequence that gets a row: those of a running choice of its request, or prefix hits and new ones.
+
+Called by the scheduler. `reserve`: blocks that are left for running sequences.
+"""
+
+from tandem.workers.engine.base.sequence import Sequence
+from tandem.workers.engine.blocks.block_manager import BlockManager
+from tandem.workers.engine.in_flight_step import InFlightStep
+from tandem.workers.engine.transfers.lower_tiers import OverlappedLoad
+
+
+def find_prefix(
+    manager: BlockManager, step: InFlightStep, seq: Sequence, reserve: int, overlapped: OverlappedLoad | None
+) -> bool:
+    """Allocates blocks for all known tokens, prefix hits first; returns False if there is no room.
+
+    overlapped: the load of a sequence without others, whose step may wait for it because no decode is delayed.
+    """
+    hits = manager.match_prefix(seq.table, seq.tokens) if overlapped is None else overlapped.block_ids
+    admitted = manager.admit(seq.table, len(seq.tokens), hits, reserve)
+    if overlapped is not None:
+        assert admitted, "there was room for all of it"
+        step.awaits.append(overlapped.ticket)
+    if not admitted:
+        return False
+    seq.num_scheduled = seq.num_computed = len(hits) * manager.block_size
+    return True
+
+
+def share_prompt(manager: BlockManager, step: InFlightStep, seq: Sequence, reserve: int, done_step: int) -> bool:
+    """Forks a running choice of the same request: shares its prompt blocks and copies the one that will be written.
+    Returns False if there is none or no room, or if more is found by content (its own answer before preemption)."""
+    if len(seq.state.sequences) == 1:
+        return False
+    num_tokens = min(seq.prompt_len, len(seq.tokens) - 1)
+    source = seq.state.fork_source(num_tokens, done_step)
+    total = len(seq.tokens)
+    whole = num_tokens // manager.block_size
+    if source is None or manager.blocks_for(total) - whole + reserve > manager.pool.num_allocatable:
+        return False
+    if seq.num_output and len(manager.match_prefix(seq.table, seq.tokens)) > whole:
+        return False
+    manager.fork(source.table, seq.table, num_tokens)
+    copies = manager.make_writable(seq.table, num_tokens, total, step.step_id)
+    added = manager.extend(seq.table, total)
+    assert copies is not None and added is not None
+    step.block_copies.extend((copy.source, copy.destination) for copy in copies)
+    seq.num_scheduled = seq.num_computed = num_tokens
+    return True

@@ -1,0 +1,38 @@
+"""InFlightStep: one plan that the ranks have not answered yet, with the sequences whose work it holds."""
+
+from dataclasses import dataclass, field
+
+from tandem.workers.engine.base.sequence import Sequence
+from tandem.workers.messages.step import RowInit, RowWork, StepPlan
+
+
+@dataclass(slots=True, eq=False)
+class InFlightStep:
+    """One plan and its sequences: sequences[i] owns work[i]. admitted: sequences that got their first row, and how many
+    of their tokens were found in the prefix cache."""
+
+    step_id: int
+    sequences: list[Sequence] = field(default_factory=list)
+    work: list[RowWork] = field(default_factory=list)
+    new_rows: list[RowInit] = field(default_factory=list)
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
+    admitted: list[tuple[Sequence, int]] = field(default_factory=list)
+    awaits: list[int] = field(default_factory=list)
+    num_decode: int = 0
+    num_prefill_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decode + self.num_prefill_tokens
+
+    def plan(self, freed_rows: list[int], known_failure: int, rolled_back: list[tuple[int, int, int]]) -> StepPlan:
+        return StepPlan(
+            step_id=self.step_id,
+            work=self.work,
+            new_rows=self.new_rows,
+            freed_rows=freed_rows,
+            block_copies=self.block_copies,
+            awaits=self.awaits,
+            known_failure=known_failure,
+            rolled_back=rolled_back,
+        )
