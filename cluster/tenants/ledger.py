@@ -263,10 +263,13 @@ class UsageCap:
             return
         days = {day: await tenants_of(self._redis, day) for day in self._days()}
         over, before = await self._count(days) - self._most, self.summed_rows
+        mark = await self._redis.command("GET", keys.USAGE_SUMMED)
+        summed_s = int(mark) if isinstance(mark, bytes) else 0
         for day, until_s in self._ends(days):
             if over <= 0 or not await self._lease.take():
                 break
-            await self._redis.command("SET", keys.USAGE_SUMMED, until_s, "EX", self._kept_s)
+            summed_s = max(summed_s, until_s)  # never less, or a journal that is sent again counts twice
+            await self._redis.command("SET", keys.USAGE_SUMMED, summed_s, "EX", self._kept_s)
             for tenant in days[day]:
                 over -= await self._sum_up(tenant, day, until_s)
         if done := self.summed_rows - before:

@@ -27,7 +27,6 @@ RETIRED = {
     "bring_back": "WaitingQueue.unblock",
     "requeue": "WaitingQueue.unblock",
     "COMPARE_AND_SET": "PUT of cluster/state/durable_map.py",
-    "_FOUND": "SEED of cluster/state/durable_map.py",
     "_was_lost": "cluster/state/epoch.py",
     "_sentinel": "cluster/state/epoch.py",
 }

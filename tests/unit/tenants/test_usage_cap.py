@@ -113,6 +113,28 @@ async def test_a_journal_that_is_sent_again_counts_nothing_twice(redis: Backgrou
     await later.ledger.close()
 
 
+async def test_a_row_that_was_left_of_an_older_day_does_not_bring_newer_ones_back(
+    redis: BackgroundClient, tmp_path: Path
+) -> None:
+    """Another gateway had not yet heard that its hour was summed up when it wrote the row."""
+    rows = three_days()
+    books = Books(redis, tmp_path, 2)
+    await books.settle(rows)
+    await books.cap.enforce()
+    slow = Books(redis, tmp_path / "slow", 2, "slow")
+    await slow.ledger.send()
+    slow.ledger._summed_s = 0.0
+    left = row(13, NOON_S - DAY_S)
+    await slow.ledger._write([left])
+    await books.cap.enforce()
+    await books.ledger.close()
+    later = Books(redis, tmp_path, 2, "later")
+    await later.ledger.send()
+    assert await later.sums() == summed([*rows, left])
+    await later.ledger.close()
+    await slow.ledger.close()
+
+
 async def test_a_row_that_comes_too_late_is_logged_and_counted(
     redis: BackgroundClient, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
