@@ -98,7 +98,7 @@ def make_state(
     assert model_names, "a service has a model name"
     registry = registry if registry is not None else CollectorRegistry()
     known = tokenizer.eos_token_ids if engine_eos_token_ids is None else engine_eos_token_ids
-    metrics = GatewayMetrics(registry, settings.metrics_prefix, model_names[0])
+    metrics = GatewayMetrics(registry, settings.metrics_prefix, model_names[0], clock)
     tenancy = tenancy if tenancy is not None else OpenTenancy()
     ledger = ledger if ledger is not None else NoLedger()
     times = times if times is not None else GatewayTimes()
