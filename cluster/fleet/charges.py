@@ -22,8 +22,11 @@ from tandem.cluster.state.redis_client import Commands, Part, RedisUnavailable
 log = logging.getLogger("tandem.fairness")
 Charges = Mapping[str, float]
 """Tokens by weight, by tenant."""
+PERIOD_S = 1.0
 ALONE_PERIOD_S = 5.0
 """Well below CHARGES_TTL_MS: the totals are renewed by each look."""
+MOST_PER_S = 100
+"""Exchanges of all groups together in a second: with more groups each comes round less often."""
 IDLE_S = 600.0
 """A tenant that no group has charged for so long is forgotten, here and in Redis, and its total begins again."""
 LEAST_TOKENS = 1e-3
@@ -105,6 +108,7 @@ class ChargeExchange:
         self._clock = clock
         self._idle_us = int(idle_s * 1e6)
         self._alone_until_s: float | None = None
+        self._next_at_s = clock()
         self._number = 0
         self._sending: Charges = {}
         self._next: dict[str, float] = {}
@@ -114,12 +118,15 @@ class ChargeExchange:
         self._has_given = False
 
     async def update(self) -> None:
-        """Writes and reads once. Raises RedisUnavailable; the next call makes up for this one."""
+        """Writes and reads once, if this group's turn has come. Called every second. Raises RedisUnavailable; the next
+        call makes up for this one."""
         charged = await self._take()
         for tenant, charge in charged.items():
             self._next[tenant] = self._next.get(tenant, 0.0) + charge
         has_charges = bool(self._next or self._sending)
         if not has_charges and self._alone_until_s is not None and self._clock() < self._alone_until_s:
+            return
+        if self._clock() < self._next_at_s:
             return
         self._alone_until_s = None
         grown: dict[str, float] = {}
@@ -165,6 +172,8 @@ class ChargeExchange:
                 ["SISMEMBER", listed, self._group],
             ]
         )
+        assert isinstance(count, int), count
+        self._next_at_s = self._clock() + count / MOST_PER_S - PERIOD_S / 2 if count > MOST_PER_S else 0.0
         if (count, is_listed) == (1, 1):  # an emptied Redis does not list even this one
             self._alone_until_s = self._clock() + ALONE_PERIOD_S
         assert isinstance(answer, list), answer

@@ -6,7 +6,7 @@ from unittest.mock import ANY
 
 import pytest
 
-from tandem.cluster.fleet.charges import IDLE_S, ChargeExchange, Charges
+from tandem.cluster.fleet.charges import IDLE_S, MOST_PER_S, PERIOD_S, ChargeExchange, Charges
 from tandem.cluster.state import keys
 from tandem.cluster.state.redis_client import BackgroundClient, Commands, Part, RedisUnavailable
 
@@ -154,6 +154,20 @@ async def test_the_only_group_looks_for_others_less_often_while_it_charges_nobod
     assert await one.update() == {"acme": 4.0}
     await two.update(acme=1.0)
     assert await one.update() == {"acme": 5.0}, "it is alone no more"
+
+
+async def test_hundreds_of_groups_take_turns(redis: BackgroundClient) -> None:
+    await redis.command("SADD", keys.groups("s"), *(f"g{i}" for i in range(3 * MOST_PER_S)))
+    now_s = 0.0
+    one, two = (Group(redis, name, lambda: now_s) for name in ("g1", "g2"))
+    await two.update()
+    received = []
+    for _ in range(9):
+        await one.update(acme=1.0)
+        two.exchange._next_at_s = 0.0
+        received.append((await two.update()).get("acme", 0.0))
+        now_s += PERIOD_S
+    assert received == [1, 1, 1, 4, 4, 4, 7, 7, 7], "every third second, and nothing is lost"
 
 
 async def test_what_cannot_be_read_is_nothing(groups: list[Group], redis: BackgroundClient) -> None:
