@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.adapters.entries import AdapterEntry
 from tandem.cluster.fleet.engine_metrics import COUNTER, GAUGE, HISTOGRAM, Families, Table, decode_stats, labels_of
-from tandem.cluster.fleet.fleet_view import AdapterReport, GroupRecord
+from tandem.cluster.fleet.group_reports import AdapterReport, GroupReport
 from tandem.cluster.routing.residency import adapter_key
 
 Reports = list[tuple[tuple[str, str], AdapterReport]]
@@ -28,7 +28,7 @@ GROUP_FAMILIES: Table = (
 
 def add_adapters(
     families: Families,
-    records: Collection[GroupRecord],
+    reports: Collection[GroupReport],
     adapter_service: AdapterService,
     wall_clock: Callable[[], float] = time.time,
     *,
@@ -38,12 +38,12 @@ def add_adapters(
     tenants' own adapters are named too. May be called on a thread."""
     entries, add = dict(adapter_service.registry.entries), families.add
     listed = [entry for entry in entries.values() if with_tenants or entry.tenant is None]
-    serving = [(labels_of(record), record.adapters) for record in records if record.adapters is not None]
+    serving = [(labels_of(report), report.adapters) for report in reports if report.adapters is not None]
     used, labels = _in_use(serving, listed), ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
     add(GAUGE, "lora_requests_info", "Adapters in use.", ((values, wall_clock()) for values in used), *labels)
     held, text = _residency(serving, listed), "1 for each listed adapter that a group holds, and where."
     add(GAUGE, "adapter_residency", text, ((values, 1) for values in held), "adapter", "tier", "pinned")
-    decoded = ((labels_of(record), decode_stats(record)) for record in records if record.adapters is not None)
+    decoded = ((labels_of(report), decode_stats(report)) for report in reports if report.adapters is not None)
     families.add_table(GROUP_FAMILIES, [(labels, s.adapters) for labels, s in decoded if s and s.adapters])
     changes = (((outcome,), count) for outcome, count in dict(adapter_service.counts).items())
     text = "Changes of the list asked of this gateway."

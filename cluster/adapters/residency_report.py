@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from tandem.cluster.adapters.adapter_list import AdapterList
-from tandem.cluster.fleet.fleet_view import AdapterReport
+from tandem.cluster.fleet.group_reports import AdapterReport
 from tandem.cluster.routing.residency import adapter_key
 from tandem.cluster.state.notifications import Announcements, NoAnnouncements
 from tandem.cluster.state.redis_client import Commands
@@ -65,7 +65,7 @@ class GroupAdapters:
         return on_device, [adapter_key(digest) for digest, tier in residency.items() if tier != "device"]
 
     def report(self) -> AdapterReport:
-        """For the group's record."""
+        """For the group's report."""
         on_device, on_host = self.tiers()
         there = set(on_device)
         return AdapterReport(

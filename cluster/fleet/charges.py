@@ -1,16 +1,20 @@
 """Exchange of fairness charges between groups, so that a tenant spread over groups is charged once.
 
-Each coordinator writes its own running totals and reads the others'; by how much those have grown is charged here too.
-Totals make it safe to miss an exchange, to write twice, and to find Redis emptied. When nothing grew or Redis is
-unavailable, the engine gets no charges once, and is fair by itself. The only group, while it charges nobody, looks for
-others every few seconds.
+All groups of a service add to the same totals in Redis, one per tenant, and read those that have changed since their
+last look: what others have added is charged here too. So an exchange is one call of a few bytes per tenant that worked,
+however many groups there are. A group numbers what it adds, and adds it again under the same number until Redis has
+answered: an exchange that is missed or sent twice counts once. Totals of an emptied Redis begin at nothing under a new
+name; what was added to the lost ones and not read yet is not charged elsewhere.
+
+When nothing grew or Redis is unavailable, the engine gets no charges once, and is fair by itself. The only group, while
+it charges nobody, looks for others every few seconds. Tenants that nobody charges for minutes are forgotten.
 """
 
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
-
-import msgspec
+from typing import NamedTuple
 
 from tandem.cluster.state import keys
 from tandem.cluster.state.redis_client import Commands, Part, RedisUnavailable
@@ -18,11 +22,68 @@ from tandem.cluster.state.redis_client import Commands, Part, RedisUnavailable
 log = logging.getLogger("tandem.fairness")
 Charges = Mapping[str, float]
 """Tokens by weight, by tenant."""
+PERIOD_S = 1.0
 ALONE_PERIOD_S = 5.0
 """Well below CHARGES_TTL_MS: the totals are renewed by each look."""
+MOST_PER_S = 100
+"""Exchanges of all groups together in a second: with more groups each comes round less often."""
 IDLE_S = 600.0
-"""A tenant that was not charged for so long is forgotten. The others have had time to read its last total, and count
-from 0 when it is back."""
+"""A tenant that no group has charged for so long is forgotten, here and in Redis, and its total begins again."""
+LEAST_TOKENS = 1e-3
+"""Less is what sums of fractions are rounded by."""
+
+EXCHANGE = """
+local function each(list, call)
+  for first = 1, #list, 1000 do call(unpack(list, first, math.min(first + 999, #list))) end
+end
+local totals, changes, own = KEYS[1], KEYS[2], KEYS[3]
+local ttl, idle, number, origin, since = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5]
+local found = redis.call('HGET', totals, '')
+if not found then
+  redis.call('DEL', totals, changes)
+  found = ARGV[6]
+  redis.call('HSET', totals, '', found)
+end
+if found ~= origin then since = '0' end
+local clock = redis.call('TIME')
+local now = clock[1] * 1000000 + clock[2]
+local last = redis.call('ZREVRANGE', changes, 0, 0, 'WITHSCORES')
+if last[2] and tonumber(last[2]) >= now then now = tonumber(last[2]) + 1 end
+local gone = redis.call('ZRANGEBYSCORE', changes, '-inf', string.format('(%.0f', now - idle))
+each(gone, function(...) redis.call('HDEL', totals, ...) redis.call('ZREM', changes, ...) end)
+if #ARGV > 6 and redis.call('GET', own) ~= number then
+  local names = {}
+  for i = 7, #ARGV, 2 do names[#names + 1] = ARGV[i] end
+  local before, place, sums, scores = {}, 0, {}, {}
+  each(names, function(...) for _, v in ipairs(redis.call('HMGET', totals, ...)) do before[#before + 1] = v end end)
+  local score = string.format('%.0f', now)
+  for i, name in ipairs(names) do
+    sums[2 * i - 1], sums[2 * i] = name, string.format('%.17g', (tonumber(before[i]) or 0) + ARGV[6 + 2 * i])
+    scores[2 * i - 1], scores[2 * i] = score, name
+  end
+  each(sums, function(...) redis.call('HSET', totals, ...) end)
+  each(scores, function(...) redis.call('ZADD', changes, ...) end)
+  redis.call('SET', own, number)
+end
+for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ttl) end
+local names = redis.call('ZRANGEBYSCORE', changes, '(' .. since, '+inf')
+local values = {}
+each(names, function(...) for _, v in ipairs(redis.call('HMGET', totals, ...)) do values[#values + 1] = v end end)
+return {found, string.format('%.0f', now), names, values}
+"""
+"""Adds ARGV[7..] (tenant, charge, ...) unless it has been added under this number; returns what changed since a time.
+
+KEYS: the totals, the times of their last changes in microseconds (or later, so that they only grow), the number of the
+group's last addition. ARGV: TTL in ms, IDLE_S in microseconds, number, the name of the totals that the group knows, the
+time of its last look, a name for new totals. Returns the name, the time, and tenants with their totals.
+"""
+
+
+class _Seen(NamedTuple):
+    """One tenant's total, and the time of the look that found it: at its last change or a little later."""
+
+    total: float
+    at_us: int
 
 
 class ChargeExchange:
@@ -37,6 +98,7 @@ class ChargeExchange:
         take: Callable[[], Awaitable[Charges]],
         give: Callable[[Charges], None],
         clock: Callable[[], float] = time.monotonic,
+        idle_s: float = IDLE_S,
     ) -> None:
         self._redis = redis
         self._service = service
@@ -44,84 +106,105 @@ class ChargeExchange:
         self._take = take
         self._give = give
         self._clock = clock
-        self._others: list[str] = []
+        self._idle_us = int(idle_s * 1e6)
         self._alone_until_s: float | None = None
-        self._own: dict[str, float] = {}
-        self._charged_at_s: dict[str, float] = {}
-        self._last_totals: dict[str, Charges] | None = None
+        self._next_at_s = clock()
+        self._number = 0
+        self._sending: Charges = {}
+        self._next: dict[str, float] = {}
+        self._origin = ""
+        self._since_us = 0
+        self._seen: dict[str, _Seen] = {}
         self._has_given = False
 
     async def update(self) -> None:
-        """Writes and reads once. Raises RedisUnavailable; the next call makes up for this one."""
+        """Writes and reads once, if this group's turn has come. Called every second. Raises RedisUnavailable; the next
+        call makes up for this one."""
         charged = await self._take()
         for tenant, charge in charged.items():
-            self._own[tenant] = self._own.get(tenant, 0.0) + charge
-            self._charged_at_s[tenant] = self._clock()
-        self._forget_idle()
-        if not charged and self._alone_until_s is not None and self._clock() < self._alone_until_s:
+            self._next[tenant] = self._next.get(tenant, 0.0) + charge
+        has_charges = bool(self._next or self._sending)
+        if not has_charges and self._alone_until_s is not None and self._clock() < self._alone_until_s:
+            return
+        if self._clock() < self._next_at_s:
             return
         self._alone_until_s = None
-        try:
-            totals = await self._exchange()
-        except RedisUnavailable:
-            self._pass_on({})
-            raise
-        before = self._last_totals
-        self._last_totals = (before or {}) | totals  # missing groups may come back as they were
-        if before is None:
-            return  # what was charged before this group's time
         grown: dict[str, float] = {}
-        for group, charges in totals.items():
-            known = before.get(group, {})
-            for tenant, total in charges.items():
-                if (more := total - known.get(tenant, 0.0)) > 0:
+        try:
+            while True:
+                for tenant, more in (await self._send()).items():
                     grown[tenant] = grown.get(tenant, 0.0) + more
+                if not self._next:
+                    break  # else what came up while an answer was missing follows at once
+        except RedisUnavailable:
+            self._pass_on(grown)
+            raise
         self._pass_on(grown)
 
-    def _forget_idle(self) -> None:
-        before_s = self._clock() - IDLE_S
-        for tenant in [tenant for tenant, at_s in self._charged_at_s.items() if at_s < before_s]:
-            del self._own[tenant], self._charged_at_s[tenant]
+    async def _send(self) -> Charges:
+        """Adds what is being sent, else what is next; returns what others have added."""
+        if not self._sending and self._next:
+            self._number += 1
+            self._sending, self._next = self._next, {}
+        grown = await self._exchange()
+        self._sending = {}
+        return grown
 
     def _pass_on(self, grown: Charges) -> None:
         if grown or self._has_given:
             self._give(grown)
         self._has_given = bool(grown)
 
-    async def _exchange(self) -> dict[str, Charges]:
-        """One round trip, another when a group is new."""
-        own = keys.charges(self._service, self._group)
-        asked = self._others
-        _, answer, *rest = await self._redis.pipeline(
+    async def _exchange(self) -> Charges:
+        """One round trip: adds what is to be sent, and returns what other groups have added. The first one only learns
+        what was added before this group's time."""
+        listed = keys.groups(self._service)
+        added: list[Part] = [part for tenant, charge in self._sending.items() for part in (tenant, charge)]
+        answer, count, is_listed = await self._redis.pipeline(
             [
-                ["SET", own, msgspec.msgpack.encode(self._own), "PX", keys.CHARGES_TTL_MS],
-                ["SMEMBERS", keys.groups(self._service)],
-                *([self._mget(asked)] if asked else []),
+                [
+                    *("EVAL", EXCHANGE, 3, keys.charges(self._service), keys.charges_changed(self._service)),
+                    keys.charges_number(self._service, self._group),
+                    *(keys.CHARGES_TTL_MS, self._idle_us, self._number, self._origin, self._since_us),
+                    *(secrets.token_hex(8), *added),
+                ],
+                ["SCARD", listed],
+                ["SISMEMBER", listed, self._group],
             ]
         )
-        assert isinstance(answer, set | list), answer
-        groups = {_text(one) for one in answer}
-        if groups == {self._group}:  # an emptied Redis does not list even this one
+        assert isinstance(count, int), count
+        self._next_at_s = self._clock() + count / MOST_PER_S - PERIOD_S / 2 if count > MOST_PER_S else 0.0
+        if (count, is_listed) == (1, 1):  # an emptied Redis does not list even this one
             self._alone_until_s = self._clock() + ALONE_PERIOD_S
-        self._others = sorted(groups - {self._group})
-        if not set(self._others) <= set(asked):
-            asked, rest = self._others, [await self._redis.command(*self._mget(self._others))]
-        values = rest[0] if rest else []
-        assert isinstance(values, list), values
-        totals = dict(zip(asked, values, strict=True))
-        return {other: _decoded(totals[other]) for other in self._others if totals[other] is not None}
+        assert isinstance(answer, list), answer
+        origin, now_us, names, values = answer
+        is_first = not self._origin
+        grown = self._learn(_text(origin), int(now_us), dict(zip(map(_text, names), map(_number, values), strict=True)))
+        return {} if is_first else grown
 
-    def _mget(self, groups: list[str]) -> list[Part]:
-        return ["MGET", *(keys.charges(self._service, group) for group in groups)]
+    def _learn(self, origin: str, now_us: int, totals: Charges) -> Charges:
+        """Takes the totals that have changed, and returns by how much others have raised them."""
+        if origin != self._origin:
+            self._seen = {}
+        before_us = now_us - self._idle_us
+        self._seen = {tenant: seen for tenant, seen in self._seen.items() if seen.at_us >= before_us}
+        self._origin, self._since_us = origin, now_us
+        grown = {}
+        for tenant, total in totals.items():
+            known = self._seen[tenant].total if tenant in self._seen else 0.0
+            if (more := total - known - self._sending.get(tenant, 0.0)) >= LEAST_TOKENS:  # negative: an older copy
+                grown[tenant] = more
+            self._seen[tenant] = _Seen(total, now_us)
+        return grown
 
 
-def _decoded(value: object) -> Charges:
-    """The charges of a group; {} when they are of another version."""
+def _number(value: object) -> float:
+    """A total; 0 when it cannot be read."""
     try:
-        return msgspec.msgpack.decode(value, type=dict[str, float]) if isinstance(value, bytes) else {}
-    except msgspec.DecodeError as error:
-        log.warning("a group's charges cannot be read: %s", error)
-        return {}
+        return float(_text(value))
+    except ValueError as error:
+        log.warning("a total of charges cannot be read: %s", error)
+        return 0.0
 
 
 def _text(value: object) -> str:

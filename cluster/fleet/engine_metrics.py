@@ -1,7 +1,7 @@
 """Metric families of the groups, under vLLM's names with our prefix, and their exposition as Prometheus text.
 
-A gateway makes them from the records that groups renew in Redis each second, so a group that does not answer costs
-nothing. Label values come from settings, group ids and the list of tenants, never from a client.
+A gateway makes them from the reports for which it asks the groups, or from their last ones. Label
+values come from settings, group ids and the list of tenants, never from a client.
 """
 
 import re
@@ -13,7 +13,7 @@ from prometheus_client import Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from tandem.cluster.fleet.fleet_view import GroupRecord
+from tandem.cluster.fleet.group_reports import GroupReport
 from tandem.workers.engine.base.stats import EngineStats, HistogramStats, OffloadStats
 
 GAUGE, COUNTER, HISTOGRAM = GaugeMetricFamily, CounterMetricFamily, HistogramMetricFamily
@@ -110,10 +110,10 @@ class Families(Collector):
 
 
 def add_engines(
-    families: Families, records: Iterable[GroupRecord], redis_unavailable: bool, *, with_tenants: bool = True
+    families: Families, reports: Iterable[GroupReport], redis_unavailable: bool, *, with_tenants: bool = True
 ) -> None:
     """Adds the families of all groups whose statistics can be read. with_tenants: those labelled by tenant too."""
-    engines = [(labels_of(record), stats) for record in records if (stats := decode_stats(record)) is not None]
+    engines = [(labels_of(report), stats) for report in reports if (stats := decode_stats(report)) is not None]
     add = families.add
     families.add_table(ENGINE_FAMILIES, engines)
     ended = (((*labels, reason), n) for labels, s in engines for reason, n in s.finished.items())
@@ -143,14 +143,14 @@ def _add_offload(families: Families, tiers: list[tuple[tuple[str, str], OffloadS
     families.add(GAUGE, "kv_disk_disabled", "1 once the disk tier was switched off.", disabled)
 
 
-def decode_stats(record: GroupRecord) -> EngineStats | None:
-    """A record's statistics; None when there are none yet or they are of another version."""
+def decode_stats(report: GroupReport) -> EngineStats | None:
+    """A report's statistics; None when there are none yet or they are of another version."""
     try:
-        return msgspec.msgpack.decode(record.stats, type=EngineStats) if record.stats else None
+        return msgspec.msgpack.decode(report.stats, type=EngineStats) if report.stats else None
     except msgspec.DecodeError:
         return None
 
 
-def labels_of(record: GroupRecord) -> tuple[str, str]:
+def labels_of(report: GroupReport) -> tuple[str, str]:
     """Values of GROUP_LABELS."""
-    return record.model, record.group
+    return report.model, report.group

@@ -14,6 +14,7 @@ from typing import Literal
 
 import msgspec
 
+from tandem.cluster.fleet.group_reports import ANSWER_S, GroupReport, GroupReports
 from tandem.cluster.state import keys
 from tandem.cluster.state.epoch import Epoch
 from tandem.cluster.state.heartbeat import Heartbeat, Place
@@ -29,24 +30,12 @@ RECORD_TTL_S = keys.GROUP_RECORD_TTL_MS / 1000
 GroupState = Literal["loading", "serving", "draining"]
 
 
-class AdapterReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A group's adapters. on_device, on_host: their keys (routing/residency.py), each in one of them; running, waiting:
-    names of those that requests use, as they lie on the device or not."""
-
-    on_device: list[str] = []
-    on_host: list[str] = []
-    running: list[str] = []
-    waiting: list[str] = []
-    max_loras: int = 0
-
-
 class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One group at one moment. `stats` is msgpack of the engine's statistics; `life` names the group's life.
+    """One group at one moment: what gateways need at once, some 250 bytes. Its statistics are in its GroupReport.
 
-    stalled_s: how long no step has finished although there is work; 0 without work. notes: choices made at its start
-    that its user should know. adapters: None without --enable-lora. loaded_bytes of total_bytes of its weights are in
-    memory, over all its ranks; both are 0 until those have reported. load_s: from the start of its process until it
-    served.
+    `life` names the group's life. kv_tokens: that its KV cache can hold, 0 before it is there. stalled_s: how long no
+    step has finished although there is work; 0 without work. loaded_bytes of total_bytes of its weights are in memory,
+    over all its ranks; both are 0 until those have reported. load_s: from the start of its process until it served.
     """
 
     group: str
@@ -55,15 +44,12 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     state: GroupState
     host: str
     pid: int
-    rank_pids: list[int] = []
     waiting: int = 0
     running: int = 0
     outstanding_tokens: int = 0
     kv_used: float = 0.0
+    kv_tokens: int = 0
     stalled_s: float = 0.0
-    stats: bytes = b""
-    notes: list[str] = []
-    adapters: AdapterReport | None = None
     loaded_bytes: int = 0
     total_bytes: int = 0
     load_s: float = 0.0
@@ -123,6 +109,7 @@ class FleetView:
         self._missing: dict[str, tuple[GroupRecord, float]] = {}
         self.records: dict[str, GroupRecord] = {}
         self.redis_unavailable = False
+        self._reports = GroupReports(redis, service)
 
     async def refresh(self) -> None:
         """Reads the fleet. On failure the last records stay, and `redis_unavailable` is set."""
@@ -142,6 +129,10 @@ class FleetView:
         self.records = known | found if now_s < self._complete_at_s else found
         self.redis_unavailable = False
         self._note_missing(known, now_s)
+
+    async def read_reports(self, answer_s: float = ANSWER_S) -> list[GroupReport]:
+        """Asks the groups for their reports, and returns what is known of each after answer_s at most."""
+        return await self._reports.read(self.records.keys(), answer_s, may_ask=not self.redis_unavailable)
 
     def missing_for(self, seconds: float = 0.0) -> list[GroupRecord]:
         """Last records of groups whose record has been missing for `seconds`, and not for minutes, while Redis answers:

@@ -21,7 +21,6 @@ from ray import serve
 
 from tandem.cluster.adapters.adapter_service import AdapterService, adapter_limit
 from tandem.cluster.adapters.build_adapters import open_adapter_service, start_adapter_tasks
-from tandem.cluster.fleet.engine_metrics import decode_stats
 from tandem.cluster.fleet.fleet_view import FleetView, StartFailure, report_start_failure
 from tandem.cluster.fleet.gateway_records import GatewayHeartbeat, GatewayRecord
 from tandem.cluster.fleet.group_events import Event, write_event
@@ -197,9 +196,8 @@ class Gateway:
                 await write_event(self._redis, self._facts.service_id, event)
 
     def _kv_tokens(self) -> int:
-        """KV tokens of all groups together, 0 before their first statistics."""
-        stats = [found for r in self._fleet.records.values() if (found := decode_stats(r)) is not None]
-        return sum(found.num_blocks * found.block_size for found in stats)
+        """KV tokens of all groups together, 0 before their first records."""
+        return sum(record.kv_tokens for record in self._fleet.records.values())
 
     async def _reseed(self) -> None:
         """Durable state goes back into a Redis that lost its data."""

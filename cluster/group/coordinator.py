@@ -29,6 +29,7 @@ from tandem.cluster.fleet.fleet_view import (
     report_start_failure,
 )
 from tandem.cluster.fleet.group_events import Event, write_event
+from tandem.cluster.fleet.group_reports import GroupReport, ReportWriter
 from tandem.cluster.group.engine_thread import EngineThread
 from tandem.cluster.group.group_engine import GroupEngine
 from tandem.cluster.group.sharing import Sharing, TenantWeights
@@ -103,7 +104,8 @@ class Coordinator:
         self._thread = EngineThread(
             self._open_engine, self._engine.close, _LoopReport(self, self._loop), facts.secret, self._identity()
         )
-        self._changes = Changes(lambda: self._redis.url, (keys.TENANTS, keys.adapters(model_name)))
+        asked = keys.reports_asked(facts.service_id)
+        self._changes = Changes(lambda: self._redis.url, (keys.TENANTS, keys.adapters(model_name), asked))
         self._sharing = Sharing(
             self._redis,
             self._thread,
@@ -114,6 +116,8 @@ class Coordinator:
             read_weights=TenantWeights().changed,
             changes=self._changes,
         )
+        reports = ReportWriter(self._redis, facts.service_id, self._report, self._changes)
+        self._reports_task = self._loop.create_task(reports.run(), name="group reports")
         self._thread.start()
         await self._wait_until_opened()
         self._changes.start()
@@ -156,11 +160,10 @@ class Coordinator:
     async def record_routing_stats(self) -> dict[str, Any]:
         """Statistics for the routers of all gateways, every few seconds; Serve's controller passes on changes.
         on_device, on_host: keys of adapters."""
-        stats, adapters = self.engine_stats, self._sharing.adapters
+        adapters = self._sharing.adapters
         on_device, on_host = adapters.tiers() if adapters is not None else ([], [])
         return {
             "outstanding_tokens": by_gateway(self._outstanding.values()),
-            "kv_used": stats.kv_usage if stats is not None else 0.0,
             "stalled_s": self._stalled_s(),
             "on_device": on_device,
             "on_host": on_host,
@@ -179,6 +182,7 @@ class Coordinator:
         self._stopping, served = True, self._state == "serving"
         self._state = "draining"
         self._heartbeat_task.cancel()
+        self._reports_task.cancel()
         self._sharing.stop()
         await self._changes.close()
         if served:
@@ -289,16 +293,24 @@ class Coordinator:
             state=self._state,
             host=socket.gethostname(),
             pid=os.getpid(),
-            rank_pids=list(self._engine.rank_pids),
             waiting=stats.waiting if stats is not None else 0,
             running=stats.running if stats is not None else 0,
             outstanding_tokens=sum(tokens for _, tokens in self._outstanding.values()),
             kv_used=stats.kv_usage if stats is not None else 0.0,
+            kv_tokens=stats.num_blocks * stats.block_size if stats is not None else 0,
             stalled_s=self._stalled_s(),
-            stats=msgspec.msgpack.encode(stats) if stats is not None else b"",
-            notes=list(self._engine.notes),
-            adapters=self._sharing.adapters.report() if self._sharing.adapters is not None else None,
             loaded_bytes=loaded_bytes,
             total_bytes=total_bytes,
             load_s=self._load_s,
+        )
+
+    def _report(self) -> GroupReport:
+        stats, adapters = self.engine_stats, self._sharing.adapters
+        return GroupReport(
+            group=self._group,
+            model=self._model_name,
+            stats=msgspec.msgpack.encode(stats) if stats is not None else b"",
+            rank_pids=list(self._engine.rank_pids),
+            notes=list(self._engine.notes),
+            adapters=adapters.report() if adapters is not None else None,
         )

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from tandem.cluster.adapters.residency_report import GroupAdapters
-from tandem.cluster.fleet.charges import ChargeExchange, Charges
+from tandem.cluster.fleet.charges import PERIOD_S, ChargeExchange, Charges
 from tandem.cluster.group.engine_thread import EngineThread
 from tandem.cluster.state import keys
 from tandem.cluster.state.epoch import Epoch
@@ -22,7 +22,6 @@ from tandem.workers.engine.engine import Engine
 from tandem.workers.messages.request import AdapterRef
 
 log = logging.getLogger("tandem.fairness")
-PERIOD_S = 1.0
 SUBSCRIBED_POLL_S = 5.0
 """For weights, while their changes are announced."""
 T = TypeVar("T")

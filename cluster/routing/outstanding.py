@@ -49,10 +49,15 @@ class Outstanding:
         """True while this call is counted."""
         return call_id in self._calls
 
-    def reconcile(self, group: str, reported: int, now_s: float) -> None:
-        """Compares the count with the group's last report. Serve gives no notice of a call that was cancelled between
-        choice and dispatch: old calls are forgotten by as many tokens as the count was above every report for a
-        while."""
+    def reconcile(self, reports: Mapping[str, int], now_s: float) -> None:
+        """Compares the counts with the groups' last reports of this gateway's tokens. Serve gives no notice of a call
+        that was cancelled between choice and dispatch: old calls are forgotten by as many tokens as the count was above
+        every report for a while."""
+        for group in [group for group, tokens in self._here.items() if tokens or group in self._beyond]:
+            if group in reports:
+                self._reconcile(group, reports[group], now_s)
+
+    def _reconcile(self, group: str, reported: int, now_s: float) -> None:
         beyond, since_s = self._beyond.get(group, (self.here(group), now_s))
         beyond = min(beyond, self.here(group) - reported)
         if beyond <= 0:
@@ -73,6 +78,11 @@ class Outstanding:
 
     def here(self, group: str) -> int:
         return self._here.get(group, 0)
+
+    def added_to(self, elsewhere: Iterable[tuple[str, int]]) -> list[int]:
+        """The tokens of each group here and elsewhere, in the order given."""
+        here = self._here.get
+        return [here(group, 0) + tokens for group, tokens in elsewhere]
 
     def keep_only(self, groups: Iterable[str]) -> None:
         """Forgets groups that are gone, and the calls that went to them."""

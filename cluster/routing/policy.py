@@ -1,13 +1,14 @@
-"""Which group should take a request: a policy scores every group, the highest score is tried first.
+"""Which group should take a request: a policy gives every group a cost, the request goes to one of the cheapest.
 
-Pure functions of the views; the Serve router calls them and falls back to no preference when one raises.
+Pure functions of the loads; the Serve router calls them and falls back to no preference when one raises.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from heapq import nsmallest
 from types import MappingProxyType
 from typing import Final, Protocol
 
-from tandem.cluster.routing.group_view import GroupView
+from tandem.cluster.routing.group_loads import GroupLoads
 from tandem.cluster.routing.residency import Tier
 from tandem.cluster.routing.route_hint import RouteHint
 
@@ -15,24 +16,32 @@ MISS_TOKENS: Final = 512
 """What loading an adapter from its source is worth in tokens to come, besides MISS_REQUESTS of the request's own size:
 with long answers allowed, one request more is no reason to load it elsewhere."""
 MISS_REQUESTS: Final = 2
-TIER_SHARES: Final[Mapping[Tier, float]] = MappingProxyType(
-    {Tier.DEVICE: 0.0, Tier.HOST: 0.25, Tier.HOME: 0.75, Tier.NONE: 1.0}
-)
+TIER_SHARES: Final[Mapping[Tier, float]] = MappingProxyType({Tier.DEVICE: 0.0, Tier.HOST: 0.25, Tier.HOME: 0.75})
+"""Of a miss; all of it where a group has nothing of the adapter."""
+FEW: Final = 4
+"""Groups that are tried in order; the others only when none of these takes the request."""
+NEAR_REQUESTS: Final = 0.25
+"""Groups whose cost is above the least by at most this share of the request are as good as the cheapest."""
+LAST_COST: Final = 2.0**48
+"""Above every sum of tokens, and small enough to keep the order of what it is added to."""
+
+Pick = Callable[[Sequence[int]], int]
+"""Chooses one of several groups that are as good as each other."""
 
 
 class RoutingPolicy(Protocol):
-    """Scores groups for one request."""
+    """Judges groups for one request."""
 
-    def scores(self, groups: Sequence[GroupView], request: RouteHint) -> list[float]:
-        """One score per group, in the order given; higher is better."""
+    def costs(self, groups: GroupLoads, request: RouteHint) -> list[float]:
+        """A new list with one cost per group, in tokens; lower is better. `last` is not its concern."""
         ...
 
 
 class LeastOutstandingTokens:
     """The group with the fewest tokens still to come: a long answer weighs more than many short ones."""
 
-    def scores(self, groups: Sequence[GroupView], request: RouteHint) -> list[float]:
-        return [-float(group.outstanding_tokens) for group in groups]
+    def costs(self, groups: GroupLoads, request: RouteHint) -> list[float]:
+        return list(groups.outstanding)
 
 
 class AdapterAffinity:
@@ -43,14 +52,28 @@ class AdapterAffinity:
     more groups hold it. Requests without an adapter are routed by tokens alone.
     """
 
-    def scores(self, groups: Sequence[GroupView], request: RouteHint) -> list[float]:
-        miss = 0.0 if request.adapter is None else MISS_TOKENS + MISS_REQUESTS * request.cost_tokens
-        return [-(group.outstanding_tokens + TIER_SHARES[group.adapter] * miss) for group in groups]
+    def costs(self, groups: GroupLoads, request: RouteHint) -> list[float]:
+        if request.adapter is None:
+            return list(groups.outstanding)
+        miss = MISS_TOKENS + MISS_REQUESTS * request.cost_tokens
+        costs: list[float] = [tokens + miss for tokens in groups.outstanding]
+        for tier, indices in groups.tiers.items():
+            cheaper = miss - TIER_SHARES[tier] * miss
+            for index in indices:
+                costs[index] -= cheaper
+        return costs
 
 
-def best_first(policy: RoutingPolicy, groups: Sequence[GroupView], request: RouteHint) -> list[int]:
-    """Indices of `groups`, best first, groups that stall or should be avoided last whatever their score; equal scores
-    keep a fixed order by group id, so that gateways agree."""
-    scores = policy.scores(groups, request)
-    assert len(scores) == len(groups), "a policy scores every group"
-    return sorted(range(len(groups)), key=lambda i: (groups[i].stalls, -scores[i], groups[i].group))
+def best_few(policy: RoutingPolicy, groups: GroupLoads, request: RouteHint, pick: Pick) -> list[int]:
+    """Returns up to FEW groups, best first. The first is one that `pick` chooses among the groups that are as good as
+    the cheapest: gateways see each other's requests seconds late, and without chance all would send theirs to the same
+    group. Those of `last` come last whatever their cost. O(groups)."""
+    costs = policy.costs(groups, request)
+    assert len(costs) == len(groups.groups), "a policy judges every group"
+    for index in groups.last:
+        costs[index] += LAST_COST
+    limit = min(costs) + NEAR_REQUESTS * request.cost_tokens
+    near = [index for index, cost in enumerate(costs) if cost <= limit]
+    first = near[0] if len(near) == 1 else pick(near)
+    few = nsmallest(FEW, range(len(costs)), key=costs.__getitem__)
+    return [first, *(index for index in few if index != first)][:FEW]

@@ -2,28 +2,31 @@
 
 Serve calls choose_replicas for every request and tries the ranks of its answer in order. An exception in there would
 leave the caller hanging for ever, so each hook is guarded and falls back to "no preference". All that it needs of a
-request is in its RouteHint: the prompt is not looked at.
+request is in its RouteHint: the prompt is not looked at. One choice is O(groups) additions and comparisons of numbers;
+what the groups report is read when Serve has a new list of them.
 """
 
 import logging
+import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import msgspec
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from tandem.cluster.routing.group_view import GroupView
+from tandem.cluster.routing.group_loads import STALLS_AFTER_S, GroupLoads
 from tandem.cluster.routing.outstanding import Outstanding, elsewhere
-from tandem.cluster.routing.policy import AdapterAffinity, best_first
-from tandem.cluster.routing.residency import Residency, Tier, home_of
+from tandem.cluster.routing.policy import AdapterAffinity, Pick, best_few
+from tandem.cluster.routing.residency import Homes, Residency, Tier
 from tandem.cluster.routing.route_hint import RouteHint
 
 log = logging.getLogger("ray.serve.tandem")
+RECONCILE_S = 2.0
+"""Between two comparisons of the counts with reports that have not changed."""
 
 
 class GroupRouter(RequestRouter):  # type: ignore[misc]
-    """Sends each request to the group with the policy's best score. running: the groups that Serve lists for this
+    """Sends each request to a group that the policy finds cheap. running: the groups that Serve lists for this
     process, None before it has listed any; those that it takes down are no longer among them."""
 
     running: ClassVar[frozenset[str] | None] = None
@@ -31,8 +34,12 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
     def initialize_state(self, **kwargs: Any) -> None:
         assert not kwargs, f"unknown router arguments {sorted(kwargs)}"
         self._policy = AdapterAffinity()
+        self._pick: Pick = random.choice
         self._outstanding = Outstanding()
         self._residency = Residency()
+        self._homes = Homes()
+        self._reports = _Reports()
+        self._reconcile_at_s = 0.0
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -42,12 +49,12 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
         pending_request.routing_context.should_backoff = True  # otherwise a full fleet is a hot loop
         try:
             request: RouteHint = pending_request.kwargs["hint"]
-            views = [self._view(replica, request) for replica in candidate_replicas]
-            if request.adapter is not None:
-                views = self._with_home(views, request.adapter)
-            order = best_first(self._policy, views, request)
-            self._begin(pending_request, views[order[0]].group, request)
-            return [[candidate_replicas[i]] for i in order]
+            now_s = time.monotonic()
+            self._read_reports(candidate_replicas, request.gateway, now_s)
+            few = best_few(self._policy, self._loads(request, now_s), request, self._pick)
+            self._begin(pending_request, self._reports.groups[few[0]], request)
+            ranks = [[candidate_replicas[i]] for i in few]
+            return ranks if len(few) == len(candidate_replicas) else [*ranks, candidate_replicas]
         except Exception:
             log.exception("routing failed; any group may take this request")
             return [candidate_replicas]
@@ -65,11 +72,17 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
         self._outstanding.end(internal_request_id, replica_id.unique_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Serve calls this with every change of the groups or of their reports, and then uses another list of them."""
         super().update_replicas(replicas)
         alive = frozenset(replica.replica_id.unique_id for replica in replicas)
         GroupRouter.running = alive
         self._outstanding.keep_only(alive)
         self._residency.keep_only(alive)
+        try:
+            if self._reports.replicas:  # not in the next choice: with hundreds of groups it takes longer than that
+                self._read_reports(self._replicas_list, self._reports.gateway, time.monotonic())
+        except Exception:
+            log.exception("the reports of the groups cannot be read")
 
     def _begin(self, pending_request: PendingRequest, group: str, request: RouteHint) -> None:
         call_id = pending_request.metadata.internal_request_id
@@ -78,32 +91,63 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
         if request.adapter is not None:
             self._residency.sent(group, request.adapter, now_s)
 
-    def _view(self, replica: RunningReplica, request: RouteHint) -> GroupView:
-        group = replica.replica_id.unique_id
-        stats = replica.routing_stats
-        if stats:
-            self._outstanding.reconcile(group, stats["outstanding_tokens"].get(request.gateway, 0), time.monotonic())
-        return GroupView(
-            group=group,
-            outstanding_here=self._outstanding.here(group),
-            outstanding_elsewhere=elsewhere(stats["outstanding_tokens"], request.gateway) if stats else 0,
-            kv_used=float(stats["kv_used"]) if stats else 0.0,
-            stalled_s=float(stats.get("stalled_s", 0.0)) if stats else 0.0,
-            avoid=group in request.avoid,
-            adapter=self._tier(group, request.adapter, stats or {}),
+    def _loads(self, request: RouteHint, now_s: float) -> GroupLoads:
+        reports = self._reports
+        last = reports.stalling
+        if request.avoid:
+            last = last | {reports.index[group] for group in request.avoid if group in reports.index}
+        return GroupLoads(
+            groups=reports.groups,
+            outstanding=self._outstanding.added_to(reports.elsewhere),
+            last=last,
+            tiers={} if request.adapter is None else self._tiers(request.adapter, now_s),
         )
 
-    def _tier(self, group: str, key: str | None, stats: Mapping[str, Any]) -> Tier:
-        if key is None:
-            return Tier.NONE
-        return self._residency.tier(group, key, time.monotonic(), stats.get("on_device", ()), stats.get("on_host", ()))
+    def _tiers(self, key: str, now_s: float) -> dict[Tier, list[int]]:
+        tiers: dict[Tier, list[int]] = {Tier.DEVICE: [], Tier.HOST: [], Tier.HOME: []}
+        index, holders = self._reports.index, self._residency.holders(key, now_s)
+        for group, tier in holders.items():
+            if group in index:
+                tiers[tier].append(index[group])
+        if (home := self._homes.home(key)) not in holders:
+            tiers[Tier.HOME].append(index[home])
+        return tiers
 
-    def _with_home(self, views: list[GroupView], key: str) -> list[GroupView]:
-        """The same, knowing which would be the one to load the adapter."""
-        home = home_of(key, (view.group for view in views))
-        return [
-            msgspec.structs.replace(view, adapter=Tier.HOME)
-            if view.adapter is Tier.NONE and view.group == home
-            else view
-            for view in views
-        ]
+    def _read_reports(self, replicas: list[RunningReplica], gateway: str, now_s: float) -> None:
+        """Reads the reports when they may have changed, and compares the counts with them from time to time."""
+        reports = self._reports
+        is_new = replicas is not reports.replicas or gateway != reports.gateway
+        if is_new:
+            reports = self._reports = _Reports(replicas, gateway)
+            self._homes.set_groups(reports.groups)
+            for group, stats in zip(reports.groups, reports.stats, strict=True):
+                self._residency.report(group, stats.get("on_device", ()), stats.get("on_host", ()))
+        if is_new or now_s >= self._reconcile_at_s:
+            self._reconcile_at_s = now_s + RECONCILE_S
+            self._outstanding.reconcile(reports.here, now_s)
+
+
+class _Reports:
+    """What the groups of one list of Serve's have reported: columns that stay as they are until the next list.
+
+    groups: their ids; index: their places. elsewhere: by group the tokens that other gateways have sent; here: those
+    that this one has, of groups that have reported. stalling: places of groups that make no progress.
+    """
+
+    def __init__(self, replicas: Sequence[RunningReplica] = (), gateway: str = "") -> None:
+        self.replicas = replicas
+        self.gateway = gateway
+        self.groups = [replica.replica_id.unique_id for replica in replicas]
+        self.stats: list[Mapping[str, Any]] = [replica.routing_stats or {} for replica in replicas]
+        self.index = {group: place for place, group in enumerate(self.groups)}
+        self.elsewhere: list[tuple[str, int]] = []
+        self.here: dict[str, int] = {}
+        stalling = []
+        for place, (group, stats) in enumerate(zip(self.groups, self.stats, strict=True)):
+            tokens: Mapping[str, int] = stats["outstanding_tokens"] if stats else {}
+            self.elsewhere.append((group, elsewhere(tokens, gateway)))
+            if stats:
+                self.here[group] = tokens.get(gateway, 0)
+                if stats.get("stalled_s", 0.0) >= STALLS_AFTER_S:
+                    stalling.append(place)
+        self.stalling = frozenset(stalling)

@@ -17,6 +17,7 @@ from tandem.cluster.deploy.placement import min_groups
 from tandem.cluster.fleet.engine_metrics import decode_stats
 from tandem.cluster.fleet.fleet_view import FleetView, GroupRecord, bytes_of, read_start_failure
 from tandem.cluster.fleet.gateway_records import read_gateways
+from tandem.cluster.fleet.group_reports import GroupReport
 from tandem.cluster.gateway.http.draining import CUT_OFF_S
 from tandem.cluster.gateway.http.tls import client_context, read_certificate
 from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
@@ -29,6 +30,8 @@ POLL_S = 0.05
 SLOW_POLL_S = 1.0
 DELETE_S = 5.0
 PLACEMENT_S = 20.0
+CHOICES_S = 10.0
+"""For the groups to say what they chose, when they serve."""
 
 
 class ServeApp:
@@ -115,7 +118,7 @@ class ServeApp:
                 await fleet.refresh()
                 loading(*bytes_of(fleet.records.values(), min_groups(self._settings)))
                 if self._groups_serve(list(fleet.records.values())) and await self._gateways_answer(redis):
-                    return [line for record in fleet.records.values() for line in self._choices(record)]
+                    return [line for report in await fleet.read_reports(CHOICES_S) for line in self._choices(report)]
                 await self._raise_failure(redis)
                 if time.monotonic() - checked_s >= SLOW_POLL_S:
                     checked_s = time.monotonic()
@@ -175,13 +178,13 @@ class ServeApp:
             last = next((line for line in reversed(messages[0].strip().splitlines()) if line.strip()), "")
             raise SettingsError(f"Serve could not start the application: {last.strip()}")
 
-    def _choices(self, record: GroupRecord) -> list[str]:
+    def _choices(self, report: GroupReport) -> list[str]:
         parallel = self._settings.engine.parallel
-        stats = decode_stats(record)
+        stats = decode_stats(report)
         kv = f", {stats.num_blocks} KV blocks of {stats.block_size} tokens" if stats is not None else ""
         shape = f"TP {parallel.tensor_parallel_size} x PP {parallel.pipeline_parallel_size}"
-        first = f"group {record.group}: {shape} on {self._facts.device}{kv}"
-        return [first, *(f"group {record.group}: {note}" for note in record.notes)]
+        first = f"group {report.group}: {shape} on {self._facts.device}{kv}"
+        return [first, *(f"group {report.group}: {note}" for note in report.notes)]
 
 
 async def _ask_gateways(app: str, method: str) -> int:

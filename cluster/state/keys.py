@@ -47,6 +47,22 @@ def group(service: str, group_id: str) -> str:
     return f"tandem:{service}:group:{group_id}"
 
 
+GROUP_REPORT_TTL_MS = 30_000
+REPORTS_ASKED_TTL_S = 3600
+"""Longer than a report lives: a counter that begins again meets no report with a higher number."""
+
+
+def group_report(service: str, group_id: str) -> str:
+    """GroupReport (msgpack) of one group: statistics, adapters. PX 30 s, written when somebody has asked. Owner: that
+    group's coordinator."""
+    return f"tandem:{service}:group-report:{group_id}"
+
+
+def reports_asked(service: str) -> str:
+    """Counts questions for reports of the groups, announced. TTL 1 h, renewed by each. Owner: who asks."""
+    return f"tandem:{service}:reports-asked"
+
+
 def gateways(service: str) -> str:
     """Set of gateway ids, where a service has several. TTL 1 h, renewed by every heartbeat. Owner: gateways."""
     return f"tandem:{service}:gateways"
@@ -166,10 +182,22 @@ def modules_listed(service: str) -> str:
 MODULES_LISTED_TTL_S = 30 * 24 * 3600
 
 
-def charges(service: str, group_id: str) -> str:
-    """What a group has charged each tenant since its start (msgpack, tenant -> tokens by weight). PX 30 s, written each
-    second while it changes. Owner: that group's coordinator."""
-    return f"tandem:{service}:charges:{group_id}"
+def charges(service: str) -> str:
+    """Hash of what all groups have charged each tenant (tokens by weight, as text), and of '' to the random name of
+    these totals; another name = they began again. PX 15 min, renewed by each group every second. Owner: coordinators
+    (cluster/fleet/charges.py)."""
+    return f"tandem:{service}:charges"
 
 
-CHARGES_TTL_MS = 30_000
+def charges_changed(service: str) -> str:
+    """Sorted set of tenants by the time of their total's last change (us of the server's clock). PX as charges()."""
+    return f"tandem:{service}:charges-changed"
+
+
+def charges_number(service: str, group_id: str) -> str:
+    """The number of a group's last addition to charges(). PX 15 min, renewed every second. Owner: that group's
+    coordinator."""
+    return f"tandem:{service}:charges-number:{group_id}"
+
+
+CHARGES_TTL_MS = 15 * 60_000

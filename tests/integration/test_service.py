@@ -26,7 +26,7 @@ from tandem import LLM
 from tandem.cluster.fleet.engine_metrics import decode_stats
 from tandem.cluster.fleet.fleet_view import RECORD_TTL_S
 from tests.support.mixed_requests import PREFIX, PROMPTS, answers, greedy
-from tests.support.records import command, group_records
+from tests.support.records import command, group_records, group_reports
 from tests.support.service import Service, is_alive, stopped, title_of, wait_for
 
 pytestmark = pytest.mark.cluster
@@ -278,7 +278,7 @@ def at_rest(service: Service) -> bool:
 
 def aborted(service: Service) -> int:
     """Choices that were aborted, over all groups."""
-    found = [decode_stats(record) for record in group_records(service)]
+    found = [decode_stats(report) for report in group_reports(service)]
     return sum(stats.finished["abort"] for stats in found if stats is not None)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from tandem.cluster.fleet.fleet_view import GroupRecord
+from tandem.cluster.fleet.group_reports import GroupReport
 from tandem.cluster.group.engine_thread import EngineThread
 from tandem.cluster.routing.route_hint import RouteHint
 from tandem.workers.engine.base.stats import EngineStats
@@ -117,7 +118,11 @@ class FakeFleet:
     def __init__(self, records: dict[str, GroupRecord]) -> None:
         self.records = records
         self.missing: list[GroupRecord] = []
+        self.reports: list[GroupReport] = []
         self.redis_unavailable = False
+
+    async def read_reports(self, answer_s: float = 1.0) -> list[GroupReport]:
+        return self.reports
 
     def missing_for(self, seconds: float = 0.0) -> list[GroupRecord]:
         return self.missing

@@ -8,6 +8,7 @@ import msgspec
 import psutil
 
 from tandem.cluster.fleet.fleet_view import GroupRecord
+from tandem.cluster.fleet.group_reports import GroupReport, GroupReports
 from tandem.cluster.state.redis_client import BackgroundClient
 from tests.support.service import Service, wait_for
 
@@ -20,7 +21,7 @@ def command(redis: psutil.Process, *parts: str | bytes) -> Any:
     """To the private server, over the socket beside its configuration file."""
 
     async def send() -> Any:
-        client = BackgroundClient(f"unix://{Path(redis.cmdline()[1]).parent / 'redis.sock'}")
+        client = BackgroundClient(_url(redis))
         try:
             return await client.command(*parts)
         finally:
@@ -35,3 +36,23 @@ def group_records(service: Service) -> list[GroupRecord]:
     names = command(redis, "KEYS", "tandem:*:group:*")
     values = command(redis, "MGET", *names) if names else []
     return [msgspec.msgpack.decode(value, type=GroupRecord) for value in values if value is not None]
+
+
+def group_reports(service: Service) -> list[GroupReport]:
+    """What the groups answer when they are asked for their statistics."""
+    redis, records = redis_process(service), group_records(service)
+    names = command(redis, "KEYS", "tandem:*:groups")
+    service_id = names[0].decode().split(":")[1]
+
+    async def ask() -> list[GroupReport]:
+        client = BackgroundClient(_url(redis))
+        try:
+            return await GroupReports(client, service_id).read([record.group for record in records], 20.0)
+        finally:
+            await client.close()
+
+    return asyncio.run(ask())
+
+
+def _url(redis: psutil.Process) -> str:
+    return f"unix://{Path(redis.cmdline()[1]).parent / 'redis.sock'}"

@@ -40,6 +40,8 @@ __all__ = ["Engine", "ModelFacts", "OutputSink"]
 FLUSH_POLL_S = 0.05
 ADAPTER_WAIT_S = 0.005
 """The longest wait while only adapters move: their sources may be slow, and requests should not wait for them."""
+TENANT_IDLE_S = 600.0
+"""A tenant without requests is forgotten after that, and its counts begin again when it is back."""
 
 
 class OutputSink(Protocol):
@@ -105,6 +107,7 @@ class Engine:
             gate=MaxLorasGate(self._adapters, settings.lora.max_loras, self._waiting),
         )
         self._collector = Collector()
+        self._forget_at_s = clock() + TENANT_IDLE_S
         eos = frozenset(facts.eos_token_ids)
         self._arrivals = Arrivals(self._manager, eos, min(facts.max_model_len, self._manager.num_slots + 1))
         self._results = ResultApplier(self._scheduler, self._manager, self._collector, eos)
@@ -141,6 +144,7 @@ class Engine:
         except RequestRefused as refusal:
             self._collector.rejected[_cause(refusal)] += 1
             raise
+        self._forget_idle_tenants()
         try:
             if older is not None:
                 self._supersede(older)
@@ -200,6 +204,7 @@ class Engine:
 
     def merge_remote_charges(self, charges: Mapping[str, float]) -> None:
         """Adds what tenants' work cost in other groups since the last call, so that it counts once everywhere."""
+        self._forget_idle_tenants()
         self._waiting.tenants.merge_remote_charges(charges)
 
     def set_pinned_adapters(self, refs: Iterable[AdapterRef]) -> None:
@@ -374,6 +379,16 @@ class Engine:
             self._collector.rejected["adapter"] += 1
             self._refuse(state, (refusal.status, refusal.code, refusal.param, str(refusal)))
         return any(events)
+
+    def _forget_idle_tenants(self) -> None:
+        """Drops counts and counters of tenants that had nothing here for TENANT_IDLE_S, and at most twice that."""
+        now_s = self._clock()
+        if now_s < self._forget_at_s:
+            return
+        self._forget_at_s = now_s + TENANT_IDLE_S
+        busy = {state.request.tenant for state in self._requests.values()}
+        for tenant in self._waiting.tenants.forget_idle(busy):
+            self._collector.tenants.pop(tenant, None)
 
     def _supersede(self, older: RequestState) -> None:
         """Ends an older attempt of a request, which the sender of the newer one has given up."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tandem.cluster.adapters.adapter_list import AdapterList
     from tandem.cluster.adapters.adapter_service import AdapterService
     from tandem.cluster.adapters.entries import AdapterEntry
-    from tandem.cluster.fleet.fleet_view import AdapterReport
+    from tandem.cluster.fleet.group_reports import AdapterReport
     from tandem.cluster.state.redis_client import BackgroundClient
 
 T = TypeVar("T")
@@ -139,7 +139,7 @@ async def _reports(redis: "BackgroundClient", base: str) -> _Reports:
         if run.model == base:
             fleet = FleetView(redis, run.service_id)
             await fleet.refresh()
-            reports += [record.adapters for record in fleet.records.values()]
+            reports += [report.adapters for report in await fleet.read_reports()]
     return reports
 
 

@@ -15,15 +15,17 @@ if TYPE_CHECKING:
     from tandem.cluster.adapters.entries import AdapterEntry
     from tandem.cluster.fleet.fleet_view import GroupRecord
     from tandem.cluster.fleet.gateway_records import GatewayRecord
+    from tandem.cluster.fleet.group_reports import GroupReport
     from tandem.cluster.process.run_files import RunFile
     from tandem.cluster.state.redis_client import BackgroundClient
 
 
 class _Reading(NamedTuple):
-    """The state of a service at one moment. gateways: empty where there is only one. running: requests of each tenant,
-    None where no limit needs them counted."""
+    """The state of a service at one moment. reports: of the groups that have answered, by id. gateways: empty where
+    there is only one. running: requests of each tenant, None where no limit needs them counted."""
 
     groups: "Sequence[GroupRecord]"
+    reports: "Mapping[str, GroupReport]"
     gateways: "Sequence[GatewayRecord]"
     redis_unavailable: bool
     adapters: "Sequence[AdapterEntry]"
@@ -48,12 +50,14 @@ def status(
         for gateway in now.gateways:
             typer.echo(f"  gateway {gateway.gateway}  requests in flight {gateway.in_flight}  pid {gateway.pid}")
         for record in now.groups:
+            report = now.reports.get(record.group)
+            pids = () if report is None else report.rank_pids
             typer.echo(
                 f"  group {record.group}  {record.state}  running {record.running}  waiting {record.waiting}  "
                 f"KV {record.kv_used:.0%}  outstanding tokens {record.outstanding_tokens}  "
-                f"pid {record.pid}  ranks {' '.join(map(str, record.rank_pids)) or '-'}"
+                f"pid {record.pid}  ranks {' '.join(map(str, pids)) or '-'}"
             )
-            if (reason := _disk_disabled(record)) is not None:
+            if report is not None and (reason := _disk_disabled(report)) is not None:
                 typer.echo(f"    --kv-disk-path was switched off: {reason}")
         if now.adapters:
             typer.echo(f"  adapters {len(now.adapters)}: {', '.join(_places(entry, now) for entry in now.adapters)}")
@@ -62,17 +66,17 @@ def status(
             typer.echo(f"  tenants {len(now.running)}: {', '.join(shown)}")
 
 
-def _disk_disabled(record: "GroupRecord") -> str | None:
+def _disk_disabled(report: "GroupReport") -> str | None:
     """The reason why a group's disk tier was switched off; None while it is on, or where there is none."""
     from tandem.cluster.fleet.engine_metrics import decode_stats
 
-    stats = decode_stats(record)
+    stats = decode_stats(report)
     return None if stats is None or stats.offload is None else stats.offload.disk_disabled
 
 
 def _places(entry: "AdapterEntry", now: _Reading) -> str:
     """An adapter, and the number of groups that hold it, by tier."""
-    held = held_by((record.adapters for record in now.groups), entry.digest)
+    held = held_by((report.adapters for report in now.reports.values()), entry.digest)
     return f"{entry.name}@{entry.digest[:12]} {' '.join(held) or 'at its source'}"
 
 
@@ -85,6 +89,7 @@ async def _read(run: "RunFile", redis: "BackgroundClient") -> _Reading:
 
     fleet = FleetView(redis, run.service_id)
     await fleet.refresh()
+    reports = {report.group: report for report in await fleet.read_reports()}
     registry, running = AdapterList(redis, run.model), dict[str, int | None]()
     gateways: list[GatewayRecord] = []
     with suppress(RedisUnavailable):
@@ -92,4 +97,4 @@ async def _read(run: "RunFile", redis: "BackgroundClient") -> _Reading:
         await registry.refresh()
         running = await running_requests(redis)
     groups, adapters = list(fleet.records.values()), list(registry.entries.values())
-    return _Reading(groups, gateways, fleet.redis_unavailable, adapters, running)
+    return _Reading(groups, reports, gateways, fleet.redis_unavailable, adapters, running)

@@ -201,14 +201,14 @@ class ServeDispatch:
         }
 
     async def metrics(self, *, with_tenants: bool) -> str:
-        records, redis_unavailable = list(self._fleet.records.values()), self._fleet.redis_unavailable
+        reports, redis_unavailable = await self._fleet.read_reports(), self._fleet.redis_unavailable
         adapter_service = self._adapters()
 
         def text() -> str:
             families = Families(self._metrics_prefix)
-            add_engines(families, records, redis_unavailable, with_tenants=with_tenants)
+            add_engines(families, reports, redis_unavailable, with_tenants=with_tenants)
             if adapter_service is not None:
-                add_adapters(families, records, adapter_service, with_tenants=with_tenants)
+                add_adapters(families, reports, adapter_service, with_tenants=with_tenants)
             return families.text()
 
         return await asyncio.to_thread(text)  # a tenth of a second with a thousand tenants

@@ -4,6 +4,7 @@ Metrics of the groups come from Backend.metrics(). Route labels are our route te
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -18,10 +19,55 @@ TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75
 E2E_BUCKETS = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0)
 
 
+TENANT_IDLE_S = 3600.0
+"""A tenant for which nothing was counted for so long loses its series: removed, or gone."""
+FORGET_PERIOD_S = 60.0
+
+
+class TenantCounters:
+    """Counters with a tenant as their first label, whose series go when a tenant has been idle for TENANT_IDLE_S. When
+    it is back they begin at 0, which a scraper takes for a restart. Used on one event loop; a registry may be rendered
+    on a thread meanwhile."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._used_s: dict[str, float] = {}
+        self._series: dict[str, set[tuple[Counter, tuple[str, ...]]]] = {}
+        self._forget_at_s = 0.0
+
+    def add(self, counter: Counter, amount: float, tenant: str, *labels: str) -> None:
+        """Counts, in the series of the tenant and the other labels."""
+        now_s = self._clock()
+        if now_s >= self._forget_at_s:
+            self._forget_at_s = now_s + FORGET_PERIOD_S
+            self.forget_idle()
+        self._used_s.pop(tenant, None)
+        self._used_s[tenant] = now_s
+        self._series.setdefault(tenant, set()).add((counter, (tenant, *labels)))
+        counter.labels(tenant, *labels).inc(amount)
+
+    def forget_idle(self) -> None:
+        """Removes the series of idle tenants."""
+        before_s = self._clock() - TENANT_IDLE_S
+        while self._used_s:  # in the order of their last use
+            tenant = next(iter(self._used_s))
+            if self._used_s[tenant] > before_s:
+                return
+            del self._used_s[tenant]
+            for counter, labels in self._series.pop(tenant):
+                counter.remove(*labels)
+
+
 class GatewayMetrics:
     """Counters and histograms of one gateway, in the given registry; in `tenants` those that name tenants."""
 
-    def __init__(self, registry: CollectorRegistry, prefix: str, model_name: str) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        prefix: str,
+        model_name: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.registry = registry
         self._model_name = model_name
         self._requests = Counter(
@@ -75,6 +121,7 @@ class GatewayMetrics:
         ).labels(model_name)
 
         self.tenants = CollectorRegistry()
+        self._by_tenant = TenantCounters(clock)
         self._tenant_text = Counter(
             f"{prefix}:tenant_text_seconds",
             "CPU seconds of the gateway for tenants' text.",
@@ -114,23 +161,23 @@ class GatewayMetrics:
     def text_worked(self, tenant: str, cpu_s: float, *, waited_s: float | None) -> None:
         """See text_workers.Meter. `tenant` is a known one, never a client's word."""
         self._text_seconds.labels(self._model_name, "loop" if waited_s is None else "thread").inc(cpu_s)
-        self._tenant_text.labels(tenant).inc(cpu_s)
+        self._by_tenant.add(self._tenant_text, cpu_s, tenant)
         if waited_s is not None:
             self._text_queue.observe(waited_s)
 
     def tenant_billed(self, tenant: str, usage: Usage) -> None:
         """Counts an accepted request that ended. `tenant` is a known one, never a client's word."""
-        self._tenant_requests.labels(tenant).inc()
+        self._by_tenant.add(self._tenant_requests, 1, tenant)
         for kind, tokens in (
             ("prompt", usage.prompt_tokens),
             ("cached", usage.cached_tokens),
             ("completion", usage.completion_tokens),
         ):
-            self._tenant_tokens.labels(tenant, kind).inc(tokens)
+            self._by_tenant.add(self._tenant_tokens, tokens, tenant, kind)
 
     def tenant_rejected(self, tenant: str, reason: str) -> None:
         """Counts a refusal. `reason` is the limit that was exceeded, or the code of another refusal."""
-        self._tenant_rejections.labels(tenant, reason).inc()
+        self._by_tenant.add(self._tenant_rejections, 1, tenant, reason)
 
 
 LABEL = "gateway"

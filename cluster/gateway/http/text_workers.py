@@ -20,6 +20,8 @@ T = TypeVar("T")
 INLINE_BYTES = 4096
 LARGE_BYTES = 64 * 1024
 LEAST_COST = 1024
+MOST_IDLE = 1000
+"""Tenants of which what they were served is kept although they have no more to wait for it than others."""
 
 
 class Meter(Protocol):
@@ -146,8 +148,11 @@ class TextWorkers:
             else:
                 job.done.set_result(outcome)
         if not self._running and not self._waiting:
-            self._served.clear()  # equal again; keeps no tenant for ever
+            self._served.clear()  # equal again
             self._now = 0.0
+        elif len(self._served) > MOST_IDLE:
+            waiting = {tenant for tenant, _ in self._waiting}
+            self._served = {t: s for t, s in self._served.items() if s > self._now or t in waiting}
         self._start_next()
 
     def _forget(self, job: _Job[Any]) -> None:

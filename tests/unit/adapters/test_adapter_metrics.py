@@ -11,15 +11,15 @@ from tandem.cluster.adapters.adapter_metrics import add_adapters
 from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.adapters.entries import AdapterEntry
 from tandem.cluster.fleet.engine_metrics import Families, add_engines
-from tandem.cluster.fleet.fleet_view import AdapterReport, GroupRecord
+from tandem.cluster.fleet.group_reports import AdapterReport, GroupReport
 from tandem.workers.engine.base.stats import AdapterStats, HistogramStats, TenantStats
 from tests.support.fake_engine import FakeEngine
 
 A, B, GONE = ("a" * 64, "b" * 64, "c" * 64)
 
 
-def record(group: str, adapters: AdapterReport | None) -> GroupRecord:
-    return GroupRecord(group=group, life=1, model="demo", state="serving", host="h", pid=1, adapters=adapters)
+def report_of(group: str, adapters: AdapterReport | None) -> GroupReport:
+    return GroupReport(group=group, model="demo", adapters=adapters)
 
 
 def parsed(families: Families) -> dict[str, Metric]:
@@ -27,10 +27,10 @@ def parsed(families: Families) -> dict[str, Metric]:
 
 
 def read(
-    records: list[GroupRecord], adapter_service: AdapterService, now_s: float = 0.0, *, with_tenants: bool = True
+    reports: list[GroupReport], adapter_service: AdapterService, now_s: float = 0.0, *, with_tenants: bool = True
 ) -> dict[str, Metric]:
     families = Families("tandem")
-    add_adapters(families, records, adapter_service, lambda: now_s, with_tenants=with_tenants)
+    add_adapters(families, reports, adapter_service, lambda: now_s, with_tenants=with_tenants)
     return parsed(families)
 
 
@@ -40,7 +40,7 @@ def test_what_a_groups_engine_counts() -> None:
     adapters = AdapterStats(**counts, load_s=load_s, evictions=7, refused=1)
     tenants = {"acme": TenantStats(queue_s=1.5, queued_requests=3, waiting=2)}
     stats = dataclasses.replace(FakeEngine(None).stats(), adapters=adapters, tenants=tenants)
-    found = msgspec.structs.replace(record("g1", AdapterReport()), stats=msgspec.msgpack.encode(stats))
+    found = msgspec.structs.replace(report_of("g1", AdapterReport()), stats=msgspec.msgpack.encode(stats))
     adapter_service = AdapterService(AdapterList(None, "demo"), lambda source: "", ("demo",))
     families = read([found], adapter_service)
     values = {
@@ -69,7 +69,7 @@ def test_only_listed_adapters_are_labels() -> None:
     adapter_service.counts["refused"] += 3
     used = {"running": ["gone", "pirate", "twin"], "waiting": ["shout"]}
     report = AdapterReport(on_device=[A[:16], GONE[:16]], on_host=[B[:16]], max_loras=4, **used)
-    families = read([record("g1", report), record("g2", None)], adapter_service, 1234.5)
+    families = read([report_of("g1", report), report_of("g2", None)], adapter_service, 1234.5)
     held = [sample.labels for sample in families["tandem:adapter_residency"].samples]
     engine = {"model_name": "demo", "engine": "g1"}
     assert held == [
@@ -78,7 +78,7 @@ def test_only_listed_adapters_are_labels() -> None:
         {**engine, "adapter": "shout", "tier": "host", "pinned": "false"},
     ]
     registry.keep(AdapterEntry(name="pirate", digest=A, source="/a", tenant="acme"))
-    public = read([record("g1", report)], adapter_service, with_tenants=False)["tandem:adapter_residency"].samples
+    public = read([report_of("g1", report)], adapter_service, with_tenants=False)["tandem:adapter_residency"].samples
     assert {s.labels["adapter"] for s in public} == {"twin", "shout"}, "a tenant's own is not named to everybody"
     (info,) = families["tandem:lora_requests_info"].samples
     names = {"running_lora_adapters": "pirate,twin", "waiting_lora_adapters": "shout", "max_lora": "4"}

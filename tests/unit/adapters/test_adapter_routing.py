@@ -5,56 +5,59 @@ from collections import Counter, OrderedDict
 
 import pytest
 
-from tandem.cluster.routing.group_view import GroupView
+from tandem.cluster.routing.group_loads import GroupLoads
 from tandem.cluster.routing.policy import (
     MISS_REQUESTS,
     MISS_TOKENS,
+    NEAR_REQUESTS,
     AdapterAffinity,
     LeastOutstandingTokens,
     RoutingPolicy,
-    best_first,
+    best_few,
 )
-from tandem.cluster.routing.residency import EXPECTED_S, Residency, Tier, adapter_key, home_of
+from tandem.cluster.routing.residency import EXPECTED_S, MOST_HOMES, Homes, Residency, Tier, adapter_key, home_of
 from tandem.cluster.routing.route_hint import RouteHint
 
 REQUEST = RouteHint(request_id="r", cost_tokens=100, adapter="k")
 MISS = MISS_TOKENS + MISS_REQUESTS * REQUEST.cost_tokens
 
 
-def order(views: list[GroupView], request: RouteHint = REQUEST) -> str:
-    return "".join(views[i].group for i in best_first(AdapterAffinity(), views, request))
-
-
-def view(group: str, tier: Tier, tokens: int = 0) -> GroupView:
-    return GroupView(group=group, adapter=tier, outstanding_here=tokens)
+def order(groups: dict[str, tuple[int, Tier | None]], request: RouteHint = REQUEST, last: str = "") -> str:
+    """The groups to try, by their tokens to come and where they have the adapter; of equals the first."""
+    names = list(groups)
+    loads = GroupLoads(
+        groups=names,
+        outstanding=[tokens for tokens, _ in groups.values()],
+        last=[names.index(name) for name in last],
+        tiers={tier: [names.index(n) for n, (_, has) in groups.items() if has is tier] for tier in Tier},
+    )
+    return "".join(names[i] for i in best_few(AdapterAffinity(), loads, request, lambda near: near[0]))
 
 
 def test_among_groups_of_similar_load_device_is_before_host_before_none() -> None:
-    views = [view("a", Tier.NONE), view("b", Tier.HOST, 30), view("c", Tier.DEVICE, 90), view("d", Tier.HOME)]
-    assert order(views) == "cbda"
+    groups = {"a": (0, None), "b": (30, Tier.HOST), "c": (90, Tier.DEVICE), "d": (0, Tier.HOME)}
+    assert order(groups) == "cbda"
 
 
 def test_load_beats_residency_beyond_the_worth_of_a_load() -> None:
-    views = [view("a", Tier.NONE), view("b", Tier.DEVICE, MISS - 1)]
-    assert order(views) == "ba"
-    assert order([view("a", Tier.NONE), view("b", Tier.DEVICE, MISS + 1)]) == "ab"
+    near = NEAR_REQUESTS * REQUEST.cost_tokens
+    assert order({"a": (0, None), "b": (int(MISS - near) - 1, Tier.DEVICE)}) == "ba"
+    assert order({"a": (0, None), "b": (int(MISS + near) + 1, Tier.DEVICE)}) == "ab"
 
 
 def test_long_answers_alone_are_no_reason_to_load_it_elsewhere() -> None:
     big = RouteHint(request_id="r", cost_tokens=50_000, adapter="k")
-    assert order([view("a", Tier.NONE), view("b", Tier.DEVICE, 50_000)], big) == "ba"
-    assert order([view("a", Tier.NONE), view("b", Tier.DEVICE, 150_000)], big) == "ab"
+    assert order({"a": (0, None), "b": (50_000, Tier.DEVICE)}, big) == "ba"
+    assert order({"a": (0, None), "b": (150_000, Tier.DEVICE)}, big) == "ab"
 
 
 def test_without_an_adapter_tokens_decide_alone() -> None:
-    base = RouteHint(request_id="r", cost_tokens=100)
-    views = [view("a", Tier.NONE, 11), view("b", Tier.DEVICE, 12), view("c", Tier.HOST, 10)]
-    assert order(views, base) == "cab"
+    base = RouteHint(request_id="r", cost_tokens=1)
+    assert order({"a": (11, None), "b": (12, Tier.DEVICE), "c": (10, Tier.HOST)}, base) == "cab"
 
 
 def test_a_group_that_stalls_is_last_although_it_has_the_adapter() -> None:
-    views = [view("a", Tier.NONE, 5000), GroupView(group="b", adapter=Tier.DEVICE, stalled_s=9.0)]
-    assert order(views) == "ab"
+    assert order({"a": (5000, None), "b": (0, Tier.DEVICE)}, last="b") == "ab"
 
 
 def test_homes_spread_evenly_and_stay_when_a_group_goes() -> None:
@@ -65,29 +68,51 @@ def test_homes_spread_evenly_and_stay_when_a_group_goes() -> None:
     assert all(left[key] == home for key, home in homes.items() if home != "g2")
 
 
+def test_a_home_is_remembered_until_the_groups_change() -> None:
+    homes = Homes()
+    homes.set_groups(["g2", "g1", "g3"])
+    first = {f"k{i}": homes.home(f"k{i}") for i in range(50)}
+    assert first == {key: home_of(key, ["g1", "g2", "g3"]) for key in first}
+    homes.set_groups(["g1", "g3", "g2"])
+    assert {key: homes.home(key) for key in first} == first
+    homes.set_groups(["g1", "g3"])
+    assert {key: homes.home(key) for key in first} == {key: home_of(key, ["g1", "g3"]) for key in first}
+    for i in range(10_000):
+        homes.home(f"x{i}")
+    assert len(homes._homes) <= MOST_HOMES
+
+
 def test_a_report_says_where_an_adapter_is() -> None:
     residency = Residency()
     residency.sent("a", "z", -100.0)
-    tiers = [residency.tier("a", key, 0.0, on_device=["x"], on_host=["y", "x"]) for key in "xyz"]
-    assert tiers == [Tier.DEVICE, Tier.HOST, Tier.NONE]
+    residency.report("a", ["x"], ["y", "x"])
+    assert [residency.holders(key, 0.0) for key in "xyz"] == [{"a": Tier.DEVICE}, {"a": Tier.HOST}, {}]
+    residency.report("a", ["y"], [])
+    assert [residency.holders(key, 0.0) for key in "xyz"] == [{}, {"a": Tier.DEVICE}, {}]
 
 
-def test_what_was_sent_to_a_group_that_is_gone_is_forgotten() -> None:
+def test_what_was_said_of_or_sent_to_a_group_that_is_gone_is_forgotten() -> None:
     residency = Residency()
     for group in "ab":
         residency.sent(group, "x", 0.0)
+        residency.report(group, ["y"])
     residency.keep_only(["b"])
-    assert [residency.tier(group, "x", 0.0) for group in "ab"] == [Tier.NONE, Tier.DEVICE]
+    assert [residency.holders(key, 0.0) for key in "xy"] == [{"b": Tier.DEVICE}] * 2
+    residency.keep_only([])
+    assert not (residency._holders or residency._reports or residency._sent or residency._expected)
 
 
 def test_what_was_sent_counts_until_a_report_could_say_so() -> None:
     residency = Residency()
     residency.sent("a", "x", 10.0)
-    assert residency.tier("a", "x", 10.0 + EXPECTED_S) is Tier.DEVICE
-    assert residency.tier("a", "x", 10.1 + EXPECTED_S) is Tier.NONE
+    residency.report("a", [], ["x"])
+    assert residency.holders("x", 10.0 + EXPECTED_S) == {"a": Tier.DEVICE}
+    assert residency.holders("x", 10.1 + EXPECTED_S) == {"a": Tier.HOST}
     for i in range(1000):
         residency.sent("a", f"k{i}", 100.0 + i)
-    assert len(residency._sent) <= EXPECTED_S + 1, "what is over is forgotten"
+    assert len(residency._sent) <= EXPECTED_S + 1 and len(residency._expected) <= EXPECTED_S + 1, (
+        "the rest is forgotten"
+    )
 
 
 class _Group:
@@ -126,7 +151,7 @@ class Outcome:
     60 % of what the groups serve, 200 tokens each, reports every 2 s."""
 
     def __init__(self, policy: RoutingPolicy, adapters: int = 64, requests: int = 4000, skew: float = 1.0) -> None:
-        rng = random.Random(7)
+        rng, self.rng = random.Random(7), random.Random(8)
         self.groups = [_Group(f"g{i}") for i in range(4)]
         self.holders: Counter[str] = Counter()
         keys = [f"k{i:03}" for i in range(adapters)]
@@ -156,14 +181,19 @@ class Outcome:
         return sum(self.holders[f"k{i:03}"] for i in range(first, last)) / self.reports / (last - first)
 
     def _route(self, policy: RoutingPolicy, residency: Residency, key: str, now_s: float) -> _Group:
-        home = home_of(key, (group.name for group in self.groups))
-        views = []
+        names = [group.name for group in self.groups]
         for group in self.groups:
-            tier = residency.tier(group.name, key, now_s, group.reported)
-            tier = Tier.HOME if tier is Tier.NONE and group.name == home else tier
-            views.append(GroupView(group=group.name, outstanding_here=int(group.work), adapter=tier))
+            residency.report(group.name, group.reported)
+        tiers: dict[Tier, list[int]] = {tier: [] for tier in Tier}
+        holders = residency.holders(key, now_s)
+        for name in names:
+            if name in holders:
+                tiers[holders[name]].append(names.index(name))
+        if (home := home_of(key, names)) not in holders:
+            tiers[Tier.HOME].append(names.index(home))
+        loads = GroupLoads(groups=names, outstanding=[int(group.work) for group in self.groups], tiers=tiers)
         request = RouteHint(request_id="r", cost_tokens=200, adapter=key)
-        return self.groups[best_first(policy, views, request)[0]]
+        return self.groups[best_few(policy, loads, request, self.rng.choice)[0]]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,8 @@ import pytest
 from tandem.cluster.adapters.adapter_list import AdapterList
 from tandem.cluster.adapters.entries import AdapterEntry
 from tandem.cluster.adapters.residency_report import GroupAdapters
-from tandem.cluster.fleet.fleet_view import AdapterReport
+from tandem.cluster.fleet.charges import ChargeExchange, Charges
+from tandem.cluster.fleet.group_reports import AdapterReport
 from tandem.cluster.group.sharing import Sharing, TenantWeights
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.state import keys
@@ -56,10 +57,16 @@ async def test_charges_go_out_and_come_in(redis: BackgroundClient, group: FakeGr
     mine = sharing(redis, group)
     await mine.update()
     await run_one(group, "acme", 3)
-    await redis.command("SET", keys.charges("s", "g2"), msgspec.msgpack.encode({"beta": 7.5}))
-    await mine.update()
-    value = await redis.command("GET", keys.charges("s", "g1"))
-    assert msgspec.msgpack.decode(value) == {"acme": 3.0}
+    others: list[Charges] = [{}, {"beta": 7.5}]
+    received: list[Charges] = []
+
+    async def take() -> Charges:
+        return others.pop(0) if others else {}
+
+    other = ChargeExchange(redis, "s", "g2", take, received.append)
+    for exchange in (other, mine, other, mine, other):
+        await exchange.update()
+    assert received == [{"acme": 3.0}, {}]
     await until(lambda: group.engine.remote_charges == {"beta": 7.5})
 
 

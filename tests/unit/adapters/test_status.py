@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from tandem.cluster.adapters.adapter_list import AdapterList
 from tandem.cluster.adapters.entries import AdapterEntry
 from tandem.cluster.cli.main import build_app
-from tandem.cluster.fleet.fleet_view import AdapterReport, GroupRecord
+from tandem.cluster.fleet.fleet_view import GroupRecord
+from tandem.cluster.fleet.group_reports import AdapterReport, GroupReport
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.process.run_files import RunFile
 from tandem.cluster.routing.residency import adapter_key
@@ -41,11 +42,11 @@ def prepare(url: str) -> None:
         report = AdapterReport(on_device=[adapter_key(PIRATE)])
         offload = OffloadStats(1, 1, 1, {}, {}, 0, 0, 0, 0, disk_disabled="No space left on device")
         stats = msgspec.msgpack.encode(dataclasses.replace(FakeEngine(None).stats(), offload=offload))
-        record = GroupRecord(
-            group="g0", life=1, model="demo", state="serving", host="h", pid=1, adapters=report, stats=stats
-        )
+        record = GroupRecord(group="g0", life=1, model="demo", state="serving", host="h", pid=1)
+        given = GroupReport(group="g0", model="demo", adapters=report, stats=stats, rank_pids=[7])
         await redis.command("SADD", keys.groups("s"), "g0")
         await redis.command("SET", keys.group("s", "g0"), msgspec.msgpack.encode(record))
+        await redis.command("SET", keys.group_report("s", "g0"), msgspec.msgpack.encode(given))
         store = TenantStore(redis)
         for name, limits in (("acme", {"concurrency": 5}), ("free", {"weight": 2}), ("idle", {"kv_share": 0.5})):
             await store.add(name, limits)

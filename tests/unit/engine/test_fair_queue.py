@@ -143,3 +143,37 @@ def test_the_order_is_contested_when_two_tenants_queue():
     assert queue.has_competing_tenants
     queue.charge(first, prompt_tokens=1)
     assert queue.peek().tenant == "two", "who was listed before with less comes later now"
+
+
+def test_a_tenant_is_forgotten_when_it_did_nothing_between_two_calls_and_nothing_of_it_is_there():
+    queue = FairQueue(COSTS)
+    names = ("charged", "waiting", "running", "idle")
+    seqs = {name: seq_of(name) for name in names}
+    for seq in seqs.values():
+        queue.push(seq)
+        queue.charge(seq, prompt_tokens=5)
+    for name in ("charged", "running", "idle"):
+        queue.remove(seqs[name])
+    assert queue.forget_idle({"running"}) == [], "they have all done something"
+    queue.charge(seqs["charged"], prompt_tokens=1)
+    assert queue.forget_idle({"running"}) == ["idle"]
+    queue.check_invariants()
+    assert set(queue.output_tokens()) == {"charged", "waiting", "running"}
+    queue.push(back := seq_of("idle", 9))
+    assert queue.counter(back) == queue.counter(seqs["waiting"]) > 0, "lifted to the least counter of those that wait"
+    assert queue.peek() is seqs["waiting"]
+    queue.check_invariants()
+
+
+def test_entries_of_tenants_that_left_the_queue_do_not_pile_up_behind_one_that_waits():
+    queue = FairQueue(COSTS)
+    queue.push(seq_of("always"))
+    for number in range(10_000):
+        queue.charge(seq := seq_of(f"t{number}"), prompt_tokens=1)
+        queue.push(seq)
+        queue.remove(seq)
+        if number % 500 == 499:
+            queue.forget_idle(())
+            queue.check_invariants()
+            assert len(queue._tenants) <= 1001 and len(queue._heap) <= 1001
+    assert queue.peek().tenant == "always"

@@ -13,6 +13,7 @@ from fake_adapters import AdapterPlan
 from test_engine_outputs import MODES
 
 from tandem.configs.schema import SchedulerSettings
+from tandem.workers.engine.engine import TENANT_IDLE_S
 from tandem.workers.engine.waiting.arrival_queue import ArrivalQueue
 from tandem.workers.engine.waiting.fairness import FairQueue, TokenCosts
 from tandem.workers.messages.errors import QueueFull
@@ -352,3 +353,28 @@ def test_the_queue_against_a_plain_model(tenants: str, seed: int):
         first = queue.peek()
         assert counters[first.tenant] == min(counters.values())
         assert first is min((seq for seq in queued if seq.tenant == first.tenant), key=place)
+
+
+def test_ten_thousand_tenants_come_and_go_and_few_are_kept() -> None:
+    h = serving()
+    for number in range(10_000):
+        h.add(request(f"r{number}", 8, 1, tenant=f"t{number}"))
+        h.clock.now_s += 2.0
+        if number % 50 == 49:
+            h.run()
+    per_idle_time = 2 * TENANT_IDLE_S / 2.0
+    stats, queue = h.engine.stats().tenants, h.engine._waiting.tenants
+    assert per_idle_time / 2 - 2 <= len(stats) <= per_idle_time + 2, "idle for this long, or twice that"
+    assert len(h.engine._collector.tenants) <= per_idle_time + 2 and len(queue._tenants) <= per_idle_time + 2
+    assert "t9999" in stats and stats["t9999"].generation_tokens == 1
+
+
+def test_a_tenant_whose_request_takes_longer_than_idleness_keeps_its_counts() -> None:
+    h = serving()
+    h.add(request("long", 8, 50, tenant="slow"))
+    for number in range(12):
+        h.step()
+        h.clock.now_s += TENANT_IDLE_S / 3
+        h.add(request(f"r{number}", 8, 1, tenant=f"t{number}"))
+    assert h.engine.stats().tenants["slow"].generation_tokens == len(h.sink.tokens["long", 0]) > 5
+    h.run()

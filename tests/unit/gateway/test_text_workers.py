@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tandem.cluster.gateway.http.text_workers import INLINE_BYTES, LARGE_BYTES, TextWorkers
+from tandem.cluster.gateway.http.text_workers import INLINE_BYTES, LARGE_BYTES, MOST_IDLE, TextWorkers
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.errors import RequestRefused
 from tests.unit.gateway.rig import CHAT, COMPLETE, CONTEXT, USER, error_of, gateway
@@ -339,3 +339,19 @@ async def test_text_work_is_metered() -> None:
             assert float(line.rpartition(" ")[2]) > 0
         assert 'tandem:tenant_text_seconds_total{tenant="default"}' in text
         assert "tandem:gateway_text_queue_seconds_count" in text
+
+
+async def test_ten_thousand_tenants_come_and_go_under_load_and_few_are_kept() -> None:
+    workers, most = TextWorkers(2), 0
+
+    async def keep_busy() -> None:
+        for number in range(1, 5_001):
+            await workers.run(f"{id(asyncio.current_task())}-{number}", SMALL, str)
+
+    tasks = [asyncio.create_task(keep_busy()) for _ in range(2)]
+    while not all(task.done() for task in tasks):
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED, timeout=0.01)
+        most = max(most, len(workers._served))
+    print(f"at most {most} of 10,000 tenants were kept")
+    assert most <= MOST_IDLE + 10
+    workers.close()

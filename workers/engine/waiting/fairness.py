@@ -7,7 +7,7 @@ kept free for a tenant. With one tenant the order is that of arrival. Called by 
 """
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from tandem.workers.engine.base.sequence import Sequence
@@ -27,7 +27,7 @@ class TokenCosts:
 @dataclass(slots=True, eq=False)
 class _Tenant:
     """One tenant. counter: cost divided by weight, only grows. own: cost here since drain_charges(). waiting: its
-    sequences that are queued or blocked. listed: it has its one entry in the heap."""
+    sequences that are queued or blocked. listed: it has its one entry in the heap. worked: since forget_idle()."""
 
     name: str
     number: int
@@ -37,6 +37,7 @@ class _Tenant:
     output_tokens: int = 0
     waiting: int = 0
     listed: bool = False
+    worked: bool = True
     queue: ArrivalQueue = field(default_factory=ArrivalQueue)
 
 
@@ -48,6 +49,7 @@ class FairQueue:
     def __init__(self, costs: TokenCosts = TokenCosts()) -> None:
         self._costs = costs
         self._tenants: dict[str, _Tenant] = {}
+        self._num_seen = 0
         self._weights: dict[str, float] = {}
         self._heap: list[tuple[float, int, _Tenant]] = []
         self._waiting: dict[Sequence, int | None] = {}
@@ -115,6 +117,7 @@ class FairQueue:
     def charge(self, seq: Sequence, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
         """Charges its tenant for computed tokens."""
         tenant = self._tenant(seq.tenant)
+        tenant.worked = True
         tenant.output_tokens += output_tokens
         cost = prompt_tokens * self._costs.prompt + output_tokens * self._costs.output
         tenant.own += cost
@@ -129,6 +132,7 @@ class FairQueue:
     def charge_swap(self, seq: Sequence) -> None:
         """Charges the tenant of a sequence for which an adapter was loaded to the device."""
         tenant = self._tenant(seq.tenant)
+        tenant.worked = True
         tenant.own += self._costs.adapter_swap
         tenant.counter += self._costs.adapter_swap / tenant.weight
 
@@ -152,10 +156,25 @@ class FairQueue:
         lifted to the least counter."""
         self._remote = [self._tenant(name) for name, cost in charges.items() if cost > 0]
         for tenant in self._remote:
+            tenant.worked = True
             tenant.counter += charges[tenant.name] / tenant.weight
 
+    def forget_idle(self, busy: Collection[str]) -> list[str]:
+        """Forgets the tenants that nothing was charged to and nothing was queued for since the last call, except `busy`
+        ones, and returns their names. One that is back begins at the least counter, as others that were idle."""
+        idle = [t for t in self._tenants.values() if not (t.worked or t.waiting or t.name in busy)]
+        for tenant in idle:
+            del self._tenants[tenant.name]
+        for tenant in self._tenants.values():
+            tenant.worked = False
+        for entry in self._heap:
+            entry[2].listed = len(entry[2].queue) > 0
+        self._heap = [entry for entry in self._heap if entry[2].listed]
+        heapq.heapify(self._heap)
+        return [tenant.name for tenant in idle]
+
     def output_tokens(self) -> dict[str, int]:
-        """Output tokens charged from the start, by tenant."""
+        """Output tokens charged since it was first seen, by tenant."""
         return {tenant.name: tenant.output_tokens for tenant in self._tenants.values()}
 
     def check_invariants(self) -> None:
@@ -174,7 +193,8 @@ class FairQueue:
     def _tenant(self, name: str) -> _Tenant:
         tenant = self._tenants.get(name)
         if tenant is None:
-            tenant = _Tenant(name, len(self._tenants), self._weights.get(name, 1.0))
+            tenant = _Tenant(name, self._num_seen, self._weights.get(name, 1.0))
+            self._num_seen += 1
             self._tenants[name] = tenant
         return tenant
 
@@ -185,6 +205,7 @@ class FairQueue:
             if not tenant.waiting:
                 tenant.counter = max(tenant.counter, self._level())
             tenant.waiting += 1
+            tenant.worked = True
             self._waiting[seq] = None
         return tenant
 

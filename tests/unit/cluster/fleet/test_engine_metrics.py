@@ -6,24 +6,24 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.cluster.fleet.engine_metrics import Families, add_engines
-from tandem.cluster.fleet.fleet_view import GroupRecord
+from tandem.cluster.fleet.group_reports import GroupReport
 from tandem.workers.engine.base.stats import OffloadStats
 from tests.support.fake_engine import FakeEngine
 
 
-def record(group: str, stats: bytes) -> GroupRecord:
-    return GroupRecord(group=group, life=1, model='a "model"\\', state="serving", host="h", pid=1, stats=stats)
+def report(group: str, stats: bytes) -> GroupReport:
+    return GroupReport(group=group, model='a "model"\\', stats=stats)
 
 
-def text_of(records: list[GroupRecord], prefix: str = "tandem", *, redis_unavailable: bool = False) -> str:
+def text_of(reports: list[GroupReport], prefix: str = "tandem", *, redis_unavailable: bool = False) -> str:
     families = Families(prefix)
-    add_engines(families, records, redis_unavailable)
+    add_engines(families, reports, redis_unavailable)
     return families.text()
 
 
 def test_every_group_is_a_sample_and_each_family_appears_once() -> None:
     stats = msgspec.msgpack.encode(FakeEngine(None).stats())
-    text = text_of([record("g1", stats), record("g2", stats)])
+    text = text_of([report("g1", stats), report("g2", stats)])
     families = {f.name: f for f in text_string_to_metric_families(text)}
     assert text.count("# TYPE tandem:num_requests_running ") == 1
     running = families["tandem:num_requests_running"].samples
@@ -48,20 +48,20 @@ def test_a_disk_tier_that_was_switched_off_shows() -> None:
         recomputed=0,
         loaded_tokens=0,
     )
-    records = []
+    reports = []
     for group, reason in (("g1", None), ("g2", "the disk is full")):
         stats = dataclasses.replace(
             FakeEngine(None).stats(), offload=dataclasses.replace(offload, disk_disabled=reason)
         )
-        records.append(record(group, msgspec.msgpack.encode(stats)))
-    text = text_of(records)
+        reports.append(report(group, msgspec.msgpack.encode(stats)))
+    text = text_of(reports)
     (family,) = [f for f in text_string_to_metric_families(text) if f.name == "tandem:kv_disk_disabled"]
     assert [(s.labels["engine"], s.value) for s in family.samples] == [("g1", 0), ("g2", 1)]
 
 
 def test_a_group_without_readable_statistics_costs_nothing() -> None:
     stats = msgspec.msgpack.encode(FakeEngine(None).stats())
-    text = text_of([record("new", b""), record("odd", b"\x01"), record("good", stats)], "vllm", redis_unavailable=True)
+    text = text_of([report("new", b""), report("odd", b"\x01"), report("good", stats)], "vllm", redis_unavailable=True)
     families = {f.name: f for f in text_string_to_metric_families(text)}
     assert [s.labels["engine"] for s in families["vllm:num_requests_running"].samples] == ["good"]
     assert families["vllm:redis_away"].samples[0].value == 1
@@ -75,7 +75,7 @@ def test_histogram_buckets_are_cumulative() -> None:
     raw = msgspec.msgpack.encode(dataclasses.replace(stats, time_to_first_token_s=first))
     (family,) = [
         f
-        for f in text_string_to_metric_families(text_of([record("g", raw)], "t"))
+        for f in text_string_to_metric_families(text_of([report("g", raw)], "t"))
         if f.name == "t:time_to_first_token_seconds"
     ]
     values = [s.value for s in family.samples if s.name.endswith("_bucket")]

@@ -13,7 +13,7 @@ from tandem.cluster.adapters.adapter_metrics import add_adapters
 from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.adapters.entries import AdapterEntry
 from tandem.cluster.fleet.engine_metrics import Families, add_engines
-from tandem.cluster.fleet.fleet_view import AdapterReport, GroupRecord
+from tandem.cluster.fleet.group_reports import AdapterReport, GroupReport
 from tandem.workers.engine.base.stats import AdapterStats, EngineStats, HistogramStats, OffloadStats, TenantStats
 from tests.support.fake_engine import FakeEngine
 
@@ -60,12 +60,12 @@ def adapters() -> AdapterStats:
     return AdapterStats(**counts, load_s=load_s, evictions=7, refused=1)
 
 
-def records() -> list[GroupRecord]:
+def reports() -> list[GroupReport]:
     tenants = {"acme": TenantStats(queue_s=1.5, queued_requests=3, waiting=2), "other": TenantStats(waiting=1)}
     rich = dataclasses.replace(stats(3), offload=offload(), adapters=adapters(), tenants=tenants)
     used = {"running": ["gone", "pirate", "twin"], "waiting": ["shout"]}
     report = AdapterReport(on_device=[A[:16], "c" * 16], on_host=[B[:16]], max_loras=4, **used)
-    shape = GroupRecord(group="g1", life=1, model='a "model"\\\nline', state="serving", host="h", pid=1)
+    shape = GroupReport(group="g1", model='a "model"\\\nline')
     return [
         msgspec.structs.replace(shape, stats=msgspec.msgpack.encode(rich), adapters=report),
         msgspec.structs.replace(shape, group="g2", model="demo", stats=msgspec.msgpack.encode(stats(1))),
@@ -74,7 +74,7 @@ def records() -> list[GroupRecord]:
     ]
 
 
-def served(found: list[GroupRecord], prefix: str = "tandem", *, with_tenants: bool = True) -> str:
+def served(found: list[GroupReport], prefix: str = "tandem", *, with_tenants: bool = True) -> str:
     registry = AdapterList(None, "demo")
     registry.keep(AdapterEntry(name="pirate", digest=A, source="/a", pinned=True))
     registry.keep(AdapterEntry(name="twin", digest=A, source="/t", tenant="acme"))
@@ -100,7 +100,7 @@ def parsed(text: str) -> dict[str, tuple[str, str, list[tuple[object, ...]]]]:
 
 @pytest.mark.parametrize("prefix", ["tandem", "vllm"])
 def test_it_equals_the_recorded_text(prefix: str) -> None:
-    text, recorded = served(records(), prefix), RECORDED.read_text().replace(" tandem:", f" {prefix}:")
+    text, recorded = served(reports(), prefix), RECORDED.read_text().replace(" tandem:", f" {prefix}:")
     recorded = re.sub(r"^tandem:", f"{prefix}:", recorded, flags=re.M)
     assert parsed(text) == parsed(recorded)
     # the parser gives every counter a _total, so the names that are served are compared too
@@ -110,7 +110,7 @@ def test_it_equals_the_recorded_text(prefix: str) -> None:
 
 
 def test_without_tenants_the_other_families_are_the_same() -> None:
-    everything, public = parsed(served(records())), parsed(served(records(), with_tenants=False))
+    everything, public = parsed(served(reports())), parsed(served(reports(), with_tenants=False))
     hidden = everything.keys() - public.keys()
     assert hidden == {name for name in everything if name.startswith("tandem:tenant_")}
     named = {"tandem:adapter_residency", "tandem:lora_requests_info"}
@@ -119,6 +119,6 @@ def test_without_tenants_the_other_families_are_the_same() -> None:
 
 
 def test_groups_without_tiers_below_the_device_have_no_families_of_them() -> None:
-    everything, without = parsed(served(records())), parsed(served(records()[1:]))
+    everything, without = parsed(served(reports())), parsed(served(reports()[1:]))
     missing = everything.keys() - without.keys()
     assert missing == {name for name in everything if re.match("tandem:kv_(offload|host|disk)", name)}

@@ -1,40 +1,48 @@
-"""Policies on views, and the count of outstanding tokens behind them."""
+"""Policies on loads, and the count of outstanding tokens behind them."""
 
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.cluster.routing.group_view import GroupView
+from tandem.cluster.routing.group_loads import GroupLoads
 from tandem.cluster.routing.outstanding import Outstanding, by_gateway, cost_tokens, elsewhere
-from tandem.cluster.routing.policy import LeastOutstandingTokens, best_first
+from tandem.cluster.routing.policy import FEW, LeastOutstandingTokens, best_few
 from tandem.cluster.routing.route_hint import RouteHint, hint_of
 from tandem.workers.messages.request import GenerationRequest, ReplyTo, SamplingParams
 
 REQUEST = RouteHint(request_id="r", cost_tokens=10)
 
 
+def order(loads: dict[str, int], last: str = "", pick: int = 0) -> str:
+    """The groups to try, when of equals the one at `pick` is chosen."""
+    groups = list(loads)
+    given = GroupLoads(groups=groups, outstanding=list(loads.values()), last=[groups.index(name) for name in last])
+    few = best_few(LeastOutstandingTokens(), given, REQUEST, lambda near: near[pick])
+    return "".join(groups[i] for i in few)
+
+
 def test_the_group_with_the_fewest_tokens_to_come_is_first() -> None:
-    views = [
-        GroupView(group="a", outstanding_here=50),
-        GroupView(group="b", outstanding_here=10, outstanding_elsewhere=100),
-        GroupView(group="c", outstanding_here=20),
-    ]
-    assert best_first(LeastOutstandingTokens(), views, REQUEST) == [2, 0, 1]
+    assert order({"a": 50, "b": 110, "c": 20}) == "cab"
 
 
-def test_equal_groups_keep_the_order_of_their_names() -> None:
-    views = [GroupView(group=name) for name in "cab"]
-    assert best_first(LeastOutstandingTokens(), views, REQUEST) == [1, 2, 0]
+def test_of_equal_groups_any_may_be_first() -> None:
+    assert [order({"c": 5, "a": 5, "b": 5}, pick=pick) for pick in range(3)] == ["cab", "acb", "bca"]
 
 
-def test_a_group_that_stalls_is_the_last_choice_not_none() -> None:
-    views = [
-        GroupView(group="a", stalled_s=2.5),
-        GroupView(group="b", outstanding_here=10_000),
-        GroupView(group="c", outstanding_here=20_000, stalled_s=0.5),
-    ]
-    assert best_first(LeastOutstandingTokens(), views, REQUEST) == [1, 2, 0]
-    assert best_first(LeastOutstandingTokens(), views[:1], REQUEST) == [0]
+def test_a_quarter_of_the_request_makes_no_difference_and_more_does() -> None:
+    assert order({"a": 12, "b": 10}) == "ab"
+    assert order({"a": 13, "b": 10}) == "ba"
+
+
+def test_of_many_groups_only_the_best_few_are_tried_in_order() -> None:
+    loads = {chr(ord("a") + i): 1000 - 100 * i for i in range(10)}
+    assert order(loads) == "jihg" and len("jihg") == FEW
+
+
+def test_a_group_to_choose_last_is_the_last_choice_not_none() -> None:
+    assert order({"a": 0, "b": 10_000, "c": 20_000}, last="a") == "bca"
+    assert order({"a": 0}, last="a") == "a"
+    assert order({"a": 9, "b": 3, "c": 6}, last="abc") == "bca", "among those the fewest tokens decide"
 
 
 def test_cost_counts_the_prompt_once_and_every_choice() -> None:
@@ -99,12 +107,12 @@ def test_a_call_whose_end_is_lost_counts_until_the_groups_report_lacks_it() -> N
     outstanding.begin("lost", "g", 100, 0.0)
     outstanding.begin("long", "g", 40, 1.0)
     for now_s in range(2, 61, 2):
-        outstanding.reconcile("g", 40, float(now_s))
+        outstanding.reconcile({"g": 40}, float(now_s))
     assert outstanding.here("g") == 140, "a report may be older than a call"
-    outstanding.reconcile("g", 40, 62.0)
+    outstanding.reconcile({"g": 40}, 62.0)
     assert outstanding.here("g") == 40 and not outstanding.holds("lost")
     for now_s in range(64, 3600, 2):
-        outstanding.reconcile("g", 40, float(now_s))
+        outstanding.reconcile({"g": 40}, float(now_s))
     assert outstanding.here("g") == 40, "however long an answer takes"
 
 
@@ -123,6 +131,6 @@ def test_lost_calls_are_removed_under_steady_load_and_no_others() -> None:
         running = [call for call in range(max(0, second - 19), second + 1) if not is_lost(call)]
         true.append(100 * len(running))
         if second % 2 == 0 and second >= 4:
-            outstanding.reconcile("g", true[second - 4], float(second))
+            outstanding.reconcile({"g": true[second - 4]}, float(second))
         assert outstanding.here("g") >= true[second], "what runs is counted"
     assert outstanding.here("g") == true[-1] == 2000

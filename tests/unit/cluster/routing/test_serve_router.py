@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import pickle
+import random
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from ray.serve.request_router import RequestRouter
 
 from tandem.cluster.gateway.generation.serve_calls import MOST_BY_VALUE, ServeCaller
 from tandem.cluster.group.coordinator import Coordinator
+from tandem.cluster.routing.policy import FEW
 from tandem.cluster.routing.route_hint import RouteHint, hint_of
 from tandem.cluster.routing.serve_router import GroupRouter
 from tandem.workers.messages.request import AdapterRef, GenerationRequest, ReplyTo, SamplingParams
@@ -56,6 +58,7 @@ def pending(
 def router() -> GroupRouter:
     router = GroupRouter.__new__(GroupRouter)  # Serve's constructor wants a running Serve; ours is initialize_state
     router.initialize_state()
+    router._pick = lambda near: near[0]  # of equals the first, not any
     return router
 
 
@@ -79,10 +82,40 @@ def test_long_answers_keep_others_away_until_they_end(router: GroupRouter) -> No
 
 def test_a_group_that_reports_a_stall_is_avoided_until_it_moves(router: GroupRouter) -> None:
     def report(stalled_s: float) -> Any:
-        return replica("a", outstanding_tokens={}, kv_used=0.0, stalled_s=stalled_s)
+        return replica("a", outstanding_tokens={}, stalled_s=stalled_s)
 
     assert chosen(router, [report(3.0), replica("b")], pending("c1", 100)) == ["b", "a"]
     assert chosen(router, [report(0.0), replica("b")], pending("c2", 100)) == ["a", "b"]
+
+
+def test_of_equal_groups_gateways_choose_by_chance_and_many_are_tried_at_last(router: GroupRouter) -> None:
+    router._pick = random.Random(1).choice
+    replicas = [replica(f"g{i}") for i in range(16)]
+    firsts = set()
+    for i in range(100):
+        order = chosen(router, replicas, pending(f"c{i}", 1))
+        firsts.add(order[0])
+        assert len(set(order[:FEW])) == FEW and order[FEW:] == [r.replica_id.unique_id for r in replicas]
+        router.on_request_completed(replica(order[0]).replica_id, f"c{i}")
+    assert len(firsts) == 16
+
+
+def test_reports_are_read_when_serve_brings_them(router: GroupRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bring(tokens: int) -> list[Any]:
+        """As RequestRouter.update_replicas does."""
+        router._replicas_list = [replica("a", outstanding_tokens={"you": tokens}), replica("b")]
+        router.update_replicas(router._replicas_list)
+        return router._replicas_list
+
+    monkeypatch.setattr(GroupRouter, "running", None)
+    monkeypatch.setattr(RequestRouter, "update_replicas", lambda self, replicas: None)
+    assert chosen(router, bring(0), pending("c1", 1)) == ["a", "b"]
+    router.on_request_completed(replica("a").replica_id, "c1")
+    assert chosen(router, bring(9), pending("c2", 1)) == ["b", "a"]
+    router.on_request_completed(replica("b").replica_id, "c2")
+    router._replicas_list = [replica("a", strange=1)]
+    router.update_replicas(router._replicas_list)  # it never raises into Serve
+    assert len(chosen(router, router._replicas_list, pending("c3", 1))) == 1
 
 
 def test_a_group_to_avoid_is_the_last_choice(router: GroupRouter) -> None:
@@ -105,8 +138,8 @@ def test_a_request_that_another_group_took_counts_there(router: GroupRouter) -> 
 
 
 def test_what_other_gateways_sent_counts(router: GroupRouter) -> None:
-    a = replica("a", outstanding_tokens={"you": 300, "them": 200}, kv_used=0.5)
-    b = replica("b", outstanding_tokens={"you": 20}, kv_used=0.9)
+    a = replica("a", outstanding_tokens={"you": 300, "them": 200})
+    b = replica("b", outstanding_tokens={"you": 20})
     assert chosen(router, [a, b], pending("c", 5)) == ["b", "a"]
 
 
@@ -116,13 +149,13 @@ def test_a_report_that_is_first_seen_after_its_requests_ended_keeps_nobody_away(
     assert [chosen(router, replicas, pending(f"c{i}", 100))[0] for i in range(2)] == ["a", "b"]
     for name, call in (("a", "c0"), ("b", "c1")):
         router.on_request_completed(replica(name).replica_id, call)
-    late = [replica("a", outstanding_tokens={"me": 101}, kv_used=0.5), replica("b", outstanding_tokens={}, kv_used=0.0)]
+    late = [replica("a", outstanding_tokens={"me": 101}), replica("b", outstanding_tokens={})]
     assert [chosen(router, late, pending(f"d{i}", 10))[0] for i in range(4)] == ["a", "b", "a", "b"]
 
 
 def test_a_report_that_lacks_an_old_call_removes_it(router: GroupRouter, monkeypatch: pytest.MonkeyPatch) -> None:
     def owes(tokens: int) -> list[Any]:
-        return [replica("a", outstanding_tokens={"me": tokens}, kv_used=0.0), replica("b")]
+        return [replica("a", outstanding_tokens={"me": tokens}), replica("b")]
 
     assert chosen(router, owes(0), pending("lost", 1000))[0] == "a"
     now_s = time.monotonic()
@@ -133,7 +166,7 @@ def test_a_report_that_lacks_an_old_call_removes_it(router: GroupRouter, monkeyp
 
 def test_a_request_goes_where_its_adapter_is_reported(router: GroupRouter) -> None:
     def report(name: str, tokens: int = 0, **adapters: list[str]) -> Any:
-        return replica(name, outstanding_tokens={"you": tokens}, kv_used=0.0, **adapters)
+        return replica(name, outstanding_tokens={"you": tokens}, **adapters)
 
     key = ONE[:16]
     none, host = report("a"), report("b", on_device=[], on_host=[key])
