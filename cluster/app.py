@@ -4,17 +4,19 @@ The launcher calls build_app(). A Serve config names build() as its import_path,
 LLM (configs/load.py) and two more keys, `single_node` and `allow_unauthenticated_ray`.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 from ray import serve
+from ray._private.state import available_resources_per_node
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from tandem.cluster.deploy import devices
 from tandem.cluster.deploy.nodes import choose_home, cluster_device
-from tandem.cluster.deploy.placement import group_options, max_groups
-from tandem.cluster.deploy.preflight import with_device
+from tandem.cluster.deploy.placement import group_demand, group_options, max_groups, surge_percent
+from tandem.cluster.deploy.preflight import check_memory, with_device
 from tandem.cluster.deploy.ray_tokens import check_token
 from tandem.cluster.deploy.resolved_settings import resolve_settings
 from tandem.cluster.gateway.gateway_replica import Gateway
@@ -29,6 +31,7 @@ from tandem.cluster.wire.service_facts import (
     ServiceFacts,
     groups_per_node,
 )
+from tandem.configs.errors import SettingsError
 from tandem.configs.load import settings_from_serve_args
 from tandem.configs.schema import ServiceSettings
 from tandem.configs.secrets import with_secrets
@@ -65,12 +68,15 @@ def build(args: dict[str, Any]) -> Application:
         groups_on_node=groups_per_node(max_groups(settings), cpu_nodes()),
         home_node=home_node,
     )
-    return build_app(settings, facts)
+    return build_app(settings, facts, list(available_resources_per_node().values()))
 
 
-def build_app(settings: ServiceSettings, facts: ServiceFacts) -> Application:
-    """Builds the application for resolved settings (the model is a folder). Needs a connection to Ray."""
+def build_app(settings: ServiceSettings, facts: ServiceFacts, free: Sequence[Mapping[str, float]] = ()) -> Application:
+    """Builds the application for resolved settings (the model is a folder). Needs a connection to Ray. free: what each
+    node has left, where this version may replace another: as far as there is room, new replicas start first."""
     options = group_options(settings, facts.device, _cluster_gpus(), MAX_ONGOING_REQUESTS)
+    demand = group_demand(settings.engine.parallel.ranks_per_group, facts.device, options["placement_group_strategy"])
+    options["max_surge_percent"] = surge_percent(max_groups(settings), demand, free if _has_memory(settings) else ())
     coordinator = serve.deployment(name=COORDINATOR, request_router_config=ROUTER, logging_config=QUIET, **options)(
         Coordinator
     )
@@ -78,6 +84,7 @@ def build_app(settings: ServiceSettings, facts: ServiceFacts) -> Application:
     gateway = serve.deployment(
         name=GATEWAY,
         num_replicas=settings.gateway.num_gateways,
+        max_surge_percent=surge_percent(settings.gateway.num_gateways, {"CPU": CPU_SHARE}, free),
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         ray_actor_options=_gateway_resources(facts),
         health_check_period_s=2.0,
@@ -100,6 +107,15 @@ def _gateway_resources(facts: ServiceFacts) -> dict[str, Any]:
     """Actor options of a gateway: a share of a CPU, on the node of the service's port if one is named."""
     pinned = {} if facts.gateway_node is None else {"resources": {f"node:{facts.gateway_node}": 0.001}}
     return {"num_cpus": CPU_SHARE} | pinned
+
+
+def _has_memory(settings: ServiceSettings) -> bool:
+    """Whether the host memory that is free now holds all groups once more, as far as settings tell."""
+    try:
+        check_memory(settings)
+    except SettingsError:
+        return False
+    return True
 
 
 def cpu_nodes() -> int:
