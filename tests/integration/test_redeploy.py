@@ -30,9 +30,11 @@ from ray import serve
 from tandem.cluster.app import build
 
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+app = build(json.loads(sys.argv[4]))
 serve.start(http_options={"host": sys.argv[2], "port": int(sys.argv[3])}, logging_config={"log_level": "WARNING"})
-serve.run(build(json.loads(sys.argv[4])), name="tandem")
+serve.run(app, name="tandem")
 """
+DEPLOY_S = 240.0
 
 
 class Cluster:
@@ -48,14 +50,7 @@ class Cluster:
     def deploy(self, args: dict[str, Any], host: str = "127.0.0.1") -> subprocess.CompletedProcess[str]:
         """Returns when the version runs, or why it does not."""
         command = [sys.executable, "-c", DRIVER, self._address, host, str(self.port), json.dumps(args)]
-        return subprocess.run(command, env=self._env, cwd=self.temp, capture_output=True, text=True, timeout=120)
-
-    def run(self, script: str, *arguments: str) -> str:
-        """The last line that a script prints, which gets the address of Ray."""
-        command = [sys.executable, "-c", script, self._address, *arguments]
-        done = subprocess.run(command, env=self._env, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip().splitlines()[-1]
+        return subprocess.run(command, env=self._env, cwd=self.temp, capture_output=True, text=True, timeout=DEPLOY_S)
 
 
 @pytest.fixture
@@ -127,7 +122,7 @@ def test_a_redeploy_keeps_tenants_keys_and_running_streams(cluster: Cluster) -> 
     (old,) = groups(cluster)
     streams = Streams(cluster, key, 3)
     try:
-        wait_for(lambda: len(streams.ends) >= 3, 60, "streams run")
+        wait_for(lambda: streams.ends, 120, "streams run")
         began_s = time.monotonic()
         done = cluster.deploy(changed(max_num_seqs=8))
         assert done.returncode == 0, done.stderr
@@ -144,3 +139,17 @@ def test_a_redeploy_keeps_tenants_keys_and_running_streams(cluster: Cluster) -> 
         cluster.url + "/v1/completions", json=asked, headers={"authorization": f"Bearer {key}"}, timeout=60
     )
     assert answer.status_code == 200, "the tenant and its key are there"
+
+
+def test_a_ray_without_tokens_and_an_open_service_that_others_reach_are_refused() -> None:
+    """The second also where Serve was not running when the application was built."""
+    args = ARGS | {"gateway_config": {"auth": "open"}}
+    with short_folder() as temp, ray_head(temp, asks_for_token=False) as (address, env):
+        cluster = Cluster(address, env, temp)
+        done = cluster.deploy(args)
+        assert done.returncode != 0
+        assert "asks nobody for a token" in done.stderr and "`allow_unauthenticated_ray: true`" in done.stderr
+        # an address that other machines do not reach either, only Serve does not know that
+        done = cluster.deploy(args | {"allow_unauthenticated_ray": True}, host="127.0.0.2")
+        assert done.returncode != 0
+        assert "auth: open: on loopback only, and http_options has host 127.0.0.2" in done.stderr, done.stderr

@@ -31,6 +31,7 @@ def ray_head(temp: Path, *, asks_for_token: bool = True) -> Iterator[tuple[str, 
     token.chmod(0o600)
     env = {"RAY_AUTH_MODE": "token" if asks_for_token else "disabled", "RAY_AUTH_TOKEN_PATH": str(token)}
     env |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "TMPDIR": str(temp)}
+    env["RAY_raylet_start_wait_time_s"] = "120"  # 30 are too few on a machine with other work
     address = f"127.0.0.1:{free_port()}"
     options = ("--include-dashboard=false", "--include-log-monitor=false", "--no-monitor", "--num-cpus=4")
     command = [str(BIN / "ray"), "start", "--head", "--block", f"--port={address.rpartition(':')[2]}", *options]
