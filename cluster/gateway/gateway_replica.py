@@ -50,8 +50,8 @@ from tandem.configs.schema import ServiceSettings
 
 log = logging.getLogger("ray.serve.tandem")
 BACKLOG = 2048
-TAKEN_DOWN_WITHIN_S = 15.0
-"""Serve begins to take an unhealthy replica down: its check fails three times, two seconds apart."""
+TAKEN_DOWN_WITHIN_S = 30.0
+"""For Serve to take an unhealthy replica down: its check fails three times, two seconds apart."""
 
 
 @serve.ingress()
@@ -205,14 +205,19 @@ class Gateway:
         self._leaving = asyncio.get_running_loop().create_task(self._leave(), name="gateway leaves")
 
     async def _leave(self) -> None:
+        if self._server is None and await self._is_taken_down():
+            return  # Serve knows when its proxy has the last bytes, and ends the process then
         try:
-            if self._server is None:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(TAKEN_DOWN_WITHIN_S):
-                        await self._taken_down.wait()
             await self.__del__()
         finally:
             os._exit(0)
+
+    async def _is_taken_down(self) -> bool:
+        """Whether Serve begins to take this replica down, as soon as it does; False when it seems to be gone itself."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TAKEN_DOWN_WITHIN_S):
+                await self._taken_down.wait()
+        return self._taken_down.is_set()
 
     async def _end(self) -> None:
         await self.drain()

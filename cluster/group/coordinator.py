@@ -51,7 +51,7 @@ from tandem.workers.messages.request import Abort, Ended, GenerationRequest
 
 log = logging.getLogger("ray.serve.tandem")
 STUCK_S = 60.0
-EXIT_DELAY_S, LAST_WORDS_S = 0.1, 1.0
+EXIT_DELAY_S, HANDED_OVER_S, LAST_WORDS_S = 0.1, 0.5, 1.0
 JOIN_S = 5.0
 """For the engine's thread, which ends the ranks."""
 SWITCH_INTERVAL_S = 0.001
@@ -274,7 +274,7 @@ class Coordinator:
         try:
             async with asyncio.timeout(JOIN_S + 3 * LAST_WORDS_S):
                 await self.__del__()
-                await asyncio.sleep(EXIT_DELAY_S)  # for the answers that are on their way
+                await asyncio.sleep(HANDED_OVER_S)  # the answers are on their way
         finally:
             os._exit(0)
 
