@@ -1,39 +1,39 @@
-"""The Serve application `tandem`: gateway -> groups (-> private Redis), for `tandem serve` and for `serve run`.
+"""The Serve application `tandem`: gateway -> groups, for `tandem serve` and for `serve run`.
 
 The launcher calls build_app(). A Serve config names build() as its import_path, with `args` in the shape of Ray Serve
-LLM (configs/load.py) and one more key, `single_node`.
+LLM (configs/load.py) and two more keys, `single_node` and `allow_unauthenticated_ray`.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 from ray import serve
+from ray._private.state import available_resources_per_node
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
-from ray.serve.context import _get_global_client
 
 from tandem.cluster.deploy import devices
 from tandem.cluster.deploy.nodes import choose_home, cluster_device
-from tandem.cluster.deploy.placement import group_options, max_groups
-from tandem.cluster.deploy.preflight import with_device
+from tandem.cluster.deploy.placement import group_demand, group_options, max_groups, surge_percent
+from tandem.cluster.deploy.preflight import check_memory, with_device
+from tandem.cluster.deploy.ray_tokens import check_token
 from tandem.cluster.deploy.resolved_settings import resolve_settings
 from tandem.cluster.gateway.gateway_replica import Gateway
 from tandem.cluster.gateway.http.draining import LEAVING_S
+from tandem.cluster.gateway.http.serve_proxy import check_open, proxy_host
 from tandem.cluster.group.coordinator import Coordinator
-from tandem.cluster.wire.redis_deployment import PrivateRedis
 from tandem.cluster.wire.service_facts import (
     COORDINATOR,
     CPU_SHARE,
     GATEWAY,
     MAX_ONGOING_REQUESTS,
-    REDIS,
     ServiceFacts,
     groups_per_node,
-    new_facts,
 )
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import settings_from_serve_args
-from tandem.configs.schema import LOOPBACK, Auth, ServiceSettings
+from tandem.configs.schema import ServiceSettings
 from tandem.configs.secrets import with_secrets
 
 ROUTER = RequestRouterConfig(
@@ -48,42 +48,43 @@ QUIET = {"enable_access_log": False, "log_level": "WARNING"}
 def build(args: dict[str, Any]) -> Application:
     """Builds the application for `import_path: tandem.cluster.app:build`.
 
-    Two keys of args describe nodes that have not joined yet: `device` in engine_kwargs, and `single_node`. Raises
+    Two keys of args describe nodes that have not joined yet: `device` in engine_kwargs, and `single_node`. Replicas
+    find the service's identity by the application's name, whichever version they are of (wire/identity.py). Raises
     SettingsError, which Serve prints.
     """
-    settings = resolve_settings(with_secrets(settings_from_serve_args(args)))
-    check_open(settings.gateway.auth, _proxy_host())
+    settings = settings_from_serve_args(args)
+    if not args.get("allow_unauthenticated_ray"):
+        gcs_address = ray.get_runtime_context().gcs_address
+        check_token("this application", gcs_address, "args", "`allow_unauthenticated_ray: true` in its args")
+    settings = resolve_settings(with_secrets(settings))
+    check_open(settings.gateway.auth, proxy_host())
     device = cluster_device(settings.engine.device.device, _cluster_gpus())
     settings = with_device(settings, device)
     home_node = choose_home(args.get("single_node"), device, _alive_nodes())
-    facts = new_facts(
+    facts = ServiceFacts(
         single_node=home_node is not None,
         redis_url=settings.redis.url,
         device=device,
         groups_on_node=groups_per_node(max_groups(settings), cpu_nodes()),
         home_node=home_node,
     )
-    return build_app(settings, facts)
+    return build_app(settings, facts, list(available_resources_per_node().values()))
 
 
-def check_open(auth: Auth | None, proxy_host: str | None) -> None:
-    """Raises SettingsError for `auth: open` behind a proxy that others can reach. proxy_host: where Serve's proxy
-    listens; None: on loopback only, or nowhere."""
-    if auth == "open" and proxy_host not in (None, *LOOPBACK):
-        raise SettingsError(f"open: on loopback only, and http_options has host {proxy_host}", "auth")
-
-
-def build_app(settings: ServiceSettings, facts: ServiceFacts) -> Application:
-    """Builds the application for resolved settings (the model is a folder). Needs a connection to Ray."""
-    redis = _private_redis(facts) if facts.redis_url is None else None
+def build_app(settings: ServiceSettings, facts: ServiceFacts, free: Sequence[Mapping[str, float]] = ()) -> Application:
+    """Builds the application for resolved settings (the model is a folder). Needs a connection to Ray. free: what each
+    node has left, where this version may replace another: as far as there is room, new replicas start first."""
     options = group_options(settings, facts.device, _cluster_gpus(), MAX_ONGOING_REQUESTS)
+    demand = group_demand(settings.engine.parallel.ranks_per_group, facts.device, options["placement_group_strategy"])
+    options["max_surge_percent"] = surge_percent(max_groups(settings), demand, free if _has_memory(settings) else ())
     coordinator = serve.deployment(name=COORDINATOR, request_router_config=ROUTER, logging_config=QUIET, **options)(
         Coordinator
     )
-    groups = coordinator.bind(settings.engine, facts, public_name(settings), redis)
+    groups = coordinator.bind(settings.engine, facts, public_name(settings))
     gateway = serve.deployment(
         name=GATEWAY,
         num_replicas=settings.gateway.num_gateways,
+        max_surge_percent=surge_percent(settings.gateway.num_gateways, {"CPU": CPU_SHARE}, free),
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         ray_actor_options=_gateway_resources(facts),
         health_check_period_s=2.0,
@@ -93,7 +94,7 @@ def build_app(settings: ServiceSettings, facts: ServiceFacts) -> Application:
         max_constructor_retry_count=3,
         logging_config=QUIET,
     )(Gateway)
-    return gateway.bind(settings, facts, groups, redis)
+    return gateway.bind(settings, facts, groups)
 
 
 def public_name(settings: ServiceSettings) -> str:
@@ -108,27 +109,18 @@ def _gateway_resources(facts: ServiceFacts) -> dict[str, Any]:
     return {"num_cpus": CPU_SHARE} | pinned
 
 
-def _private_redis(facts: ServiceFacts) -> Application:
-    deployment = serve.deployment(
-        name=REDIS,
-        num_replicas=1,
-        ray_actor_options={"num_cpus": 0},
-        logging_config=QUIET,
-        max_ongoing_requests=1000,
-        health_check_period_s=2.0,
-    )(PrivateRedis)
-    return deployment.bind(facts)
+def _has_memory(settings: ServiceSettings) -> bool:
+    """Whether the host memory that is free now holds all groups once more, as far as settings tell."""
+    try:
+        check_memory(settings)
+    except SettingsError:
+        return False
+    return True
 
 
 def cpu_nodes() -> int:
     """The number of nodes that have CPUs, so that groups can be placed there."""
     return sum(float(node["Resources"].get("CPU", 0)) > 0 for node in _alive_nodes())
-
-
-def _proxy_host() -> str | None:
-    """The address that Serve's proxies listen on; Serve tells only its own client."""
-    client = _get_global_client(raise_if_no_controller_running=False)
-    return None if client is None else client.http_config.host
 
 
 def _alive_nodes() -> list[dict[str, Any]]:

@@ -29,6 +29,7 @@ SERVE_KEYS = (
     "redis_config",
     "lora_config",
     "single_node",
+    "allow_unauthenticated_ray",
 )
 SERVE_IMPORT = "tandem.cluster.app:build"
 """The import_path of Tandem's application in a Ray Serve file."""
@@ -159,10 +160,12 @@ def merge_config(path: str | None, model: str | None, flags: Mapping[str, Any]) 
 
 def settings_from_serve_args(args: Mapping[str, Any]) -> ServiceSettings:
     """Builds settings from the `args` of a Ray Serve application, in the shape of Ray Serve LLM's LLMConfig.
-    `single_node` is only checked here; cluster/app.py reads it. SettingsError for an unknown key or a bad value."""
+    `single_node` and `allow_unauthenticated_ray` are only checked here; cluster/app.py reads them. SettingsError for an
+    unknown key or a bad value."""
     _refuse_unknown(args, SERVE_KEYS, "args")
-    if not isinstance(args.get("single_node"), bool | None):
-        raise SettingsError(f"{args['single_node']!r} must be true or false", "single_node")
+    for name in ("single_node", "allow_unauthenticated_ray"):
+        if not isinstance(args.get(name), bool | None):
+            raise SettingsError(f"{args[name]!r} must be true or false", name)
     loading = _section(args, "model_loading_config", ("model_id", "model_source"))
     deployment = _section(args, "deployment_config", ("autoscaling_config", "num_replicas"))
     values = {**_section(args, "engine_kwargs", None)}

@@ -5,6 +5,7 @@ CPU: ranks set their own thread count, and whole cores would only keep groups fr
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tandem.cluster.wire.service_facts import CPU_SHARE
@@ -50,6 +51,28 @@ def declared_cpus(settings: ServiceSettings, device: str, cores: int) -> int:
 def declared_gpus(device: str, devices: int) -> int:
     """The GPU count to start a private Ray with, on a machine that has so many devices: none for ranks on CPU."""
     return devices if device == "cuda" else 0
+
+
+def surge_percent(replicas: int, demand: Mapping[str, float], free: Sequence[Mapping[str, float]]) -> int:
+    """How many more replicas than `replicas` may run while a new version replaces them, in percent of them.
+
+    demand: of one replica, all on one node. free: what each node has left. With room for none Serve stops old replicas
+    before it starts new ones: it would wait for ever for room otherwise.
+    """
+    if any(demand.values()):
+        wanted = {name: amount for name, amount in demand.items() if amount}
+        extra = sum(int(min(node.get(name, 0.0) / amount for name, amount in wanted.items()) + 1e-9) for node in free)
+    else:
+        extra = replicas
+    return min(100, 100 * extra // max(1, replicas))
+
+
+def group_demand(ranks: int, device: str, strategy: str) -> dict[str, float]:
+    """What one group needs of a node; more than any has, where it may be spread over several."""
+    if strategy != "STRICT_PACK":
+        return {"CPU": math.inf}
+    bundles = group_bundles(ranks, device)
+    return {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in ("CPU", "GPU")}
 
 
 def group_options(settings: ServiceSettings, device: str, node_gpus: list[float], max_ongoing: int) -> dict[str, Any]:

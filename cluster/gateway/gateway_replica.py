@@ -28,19 +28,21 @@ from tandem.cluster.fleet.hung_groups import HungGroups, RayRemote
 from tandem.cluster.gateway.generation.draining_groups import DrainingGroups
 from tandem.cluster.gateway.generation.serve_calls import ServeCaller
 from tandem.cluster.gateway.generation.serve_dispatch import ServeDispatch
-from tandem.cluster.gateway.http.draining import LAST_WORDS_S, shutting_down
+from tandem.cluster.gateway.http.draining import LAST_WORDS_S, LEAVING_S, shutting_down
 from tandem.cluster.gateway.http.gateway_metrics import Together
 from tandem.cluster.gateway.http.http_server import QuietServer, make_server
+from tandem.cluster.gateway.http.serve_proxy import check_open, proxy_host
 from tandem.cluster.gateway.http.tls import server_context
 from tandem.cluster.gateway.routes import build_gateway_app
 from tandem.cluster.gateway.wiring import build_accounts, build_generations, build_metrics, build_text_services
+from tandem.cluster.process.replica_end import on_sigterm, on_taken_down
 from tandem.cluster.routing.serve_router import GroupRouter
 from tandem.cluster.state import keys
 from tandem.cluster.state.notifications import Announcements, Changes
 from tandem.cluster.state.redis_address import MovingRedis
 from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
 from tandem.cluster.tenants.tenant_service import TenantService
-from tandem.cluster.wire.redis_deployment import open_redis
+from tandem.cluster.wire.identity import Membership
 from tandem.cluster.wire.service_facts import ServiceFacts, check_node
 from tandem.configs.environment import short_temp_folder
 from tandem.configs.errors import SettingsError
@@ -48,6 +50,8 @@ from tandem.configs.schema import ServiceSettings
 
 log = logging.getLogger("ray.serve.tandem")
 BACKLOG = 2048
+TAKEN_DOWN_WITHIN_S = 30.0
+"""For Serve to take an unhealthy replica down: its check fails three times, two seconds apart."""
 
 
 @serve.ingress()
@@ -55,15 +59,18 @@ class Gateway:
     """One gateway process."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, settings: ServiceSettings, facts: ServiceFacts, groups: Any, redis: Any = None
+        self, settings: ServiceSettings, facts: ServiceFacts, groups: Any
     ) -> None:
         check_node(facts)
+        if not facts.open_port:
+            check_open(settings.gateway.auth, await asyncio.to_thread(proxy_host))
         self._settings = settings
-        self._facts = facts
         context = serve.get_replica_context()
         self._id = context.replica_id.unique_id
+        self._membership = Membership(context.app_name, facts)
+        self._facts = facts = await self._membership.join()
         # no request waits for the fleet, so a loop that is busy with tokens may take its time to read it
-        self._redis = await open_redis(facts, redis, lambda url: BackgroundClient(url, timeout_s=1.0, retries=1))
+        self._redis = await self._membership.open_redis(lambda url: BackgroundClient(url, timeout_s=1.0, retries=1))
         bases = settings.engine.model.served_model_name[:1]
         self._changes = Changes(lambda: self._redis.url, (keys.TENANTS, *map(keys.adapters, bases)))
         async with self._failures_reported():
@@ -74,11 +81,22 @@ class Gateway:
         self._server: QuietServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self._background: list[asyncio.Task[None]] = []
+        self._was_told_to_end = False
+        self._taken_down = asyncio.Event()
+        self._ending: asyncio.Task[None] | None = None
         self._was_ready = False
         self._missing: set[str] = set()
         await self._follow_fleet(groups, context.app_name)
         async with self._failures_reported():
             await self._build_services()
+        loop = asyncio.get_running_loop()
+        on_taken_down(lambda: loop.call_soon_threadsafe(self._end_in_time))
+        on_sigterm(lambda: loop.call_soon_threadsafe(self._end_soon))
+
+    async def check_health(self) -> None:
+        """Raises once the process was told to end, so that Serve starts another gateway beside it."""
+        if self._was_told_to_end:
+            raise RuntimeError("this gateway was told to end")
 
     async def _follow_fleet(self, groups: Any, app_name: str) -> None:
         """Reads the tenants and the fleet, and keeps up with both from now on. groups: their Serve handle."""
@@ -158,7 +176,54 @@ class Gateway:
         return count
 
     async def __del__(self) -> None:
-        """Serve calls this at the end: finishes streams, stops listening, removes the record."""
+        """Serve calls this at the end: finishes streams, stops listening, removes the record. Later calls wait for the
+        first."""
+        if self._ending is None:
+            self._ending = asyncio.get_running_loop().create_task(self._end(), name="gateway ends")
+        await asyncio.shield(self._ending)
+
+    def _end_in_time(self) -> None:
+        """Serve takes this gateway down. It calls __del__ once no request is left, and kills the process after
+        --shutdown-timeout and LEAVING_S: streams that still run shortly before get an error as their last event."""
+        self._taken_down.set()
+        self._background.append(
+            asyncio.get_running_loop().create_task(self._cut_off_late(), name="gateway is taken down")
+        )
+
+    async def _cut_off_late(self) -> None:
+        await asyncio.sleep(self._settings.shutdown_timeout_s)
+        if self._generations.draining.in_flight:
+            log.warning("%d requests are cut off by --shutdown-timeout", self._generations.draining.in_flight)
+            await self.cut_off()
+
+    def _end_soon(self) -> None:
+        """SIGTERM: a port of its own is closed at once, for the next gateway; Serve's proxy goes elsewhere as soon as
+        Serve takes this replica down. The streams go on, for as long as --shutdown-timeout."""
+        if self._was_told_to_end:
+            return
+        log.warning("this gateway was told to end")
+        self._was_told_to_end = True
+        if self._server is not None:
+            self._server.config.timeout_graceful_shutdown = int(self._settings.shutdown_timeout_s + LEAVING_S)
+            self._server.should_exit = True
+        self._leaving = asyncio.get_running_loop().create_task(self._leave(), name="gateway leaves")
+
+    async def _leave(self) -> None:
+        if self._server is None and await self._is_taken_down():
+            return  # Serve knows when its proxy has the last bytes, and ends the process then
+        try:
+            await self.__del__()
+        finally:
+            os._exit(0)
+
+    async def _is_taken_down(self) -> bool:
+        """Whether Serve begins to take this replica down, as soon as it does; False when it seems to be gone itself."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TAKEN_DOWN_WITHIN_S):
+                await self._taken_down.wait()
+        return self._taken_down.is_set()
+
+    async def _end(self) -> None:
         await self.drain()
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
@@ -175,6 +240,7 @@ class Gateway:
         if self._heartbeat is not None:
             with suppress(RedisUnavailable):
                 await self._heartbeat.leave()
+        self._membership.leave()
         await self._redis.close()
 
     def _look_after(self) -> None:

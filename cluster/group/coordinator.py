@@ -1,7 +1,8 @@
 """The group deployment `tandem-coordinator`: one Serve replica = one worker group.
 
 Holds the handle call of each request until the request ends, reports load to Serve and Redis, and exits when its group
-is lost so that Serve replaces it. The engine runs on a thread of its own (engine_thread.py).
+is lost, or its process is told to end, so that Serve replaces it. The engine runs on a thread of its own
+(engine_thread.py).
 Torch-free.
 """
 
@@ -33,13 +34,15 @@ from tandem.cluster.fleet.group_reports import GroupReport, ReportWriter
 from tandem.cluster.group.engine_thread import EngineThread
 from tandem.cluster.group.group_engine import GroupEngine
 from tandem.cluster.group.sharing import Sharing, TenantWeights
+from tandem.cluster.process.replica_end import on_sigterm, on_taken_down
 from tandem.cluster.routing.outstanding import by_gateway
 from tandem.cluster.routing.route_hint import RouteHint
 from tandem.cluster.state import keys
 from tandem.cluster.state.notifications import Changes
 from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
-from tandem.cluster.wire.redis_deployment import open_redis
+from tandem.cluster.wire.identity import Membership
 from tandem.cluster.wire.service_facts import ServiceFacts, check_node
+from tandem.cluster.wire.version import OtherVersion, with_version, without_version
 from tandem.configs.errors import SettingsError
 from tandem.configs.schema import EngineSettings
 from tandem.workers.engine.base.stats import EngineStats
@@ -49,7 +52,9 @@ from tandem.workers.messages.request import Abort, Ended, GenerationRequest
 
 log = logging.getLogger("ray.serve.tandem")
 STUCK_S = 60.0
-EXIT_DELAY_S, LAST_WORDS_S = 0.1, 1.0
+EXIT_DELAY_S, HANDED_OVER_S, LAST_WORDS_S = 0.1, 0.5, 1.0
+JOIN_S = 5.0
+"""For the engine's thread, which ends the ranks."""
 SWITCH_INTERVAL_S = 0.001
 
 
@@ -80,13 +85,15 @@ class Coordinator:
     """A group. The constructor returns once the model is loaded: Serve sends no request before."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, settings: EngineSettings, facts: ServiceFacts, model_name: str, redis: Any = None
+        self, settings: EngineSettings, facts: ServiceFacts, model_name: str
     ) -> None:
         check_node(facts)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self._facts = facts
         self._loop = asyncio.get_running_loop()
-        self._group = serve.get_replica_context().replica_id.unique_id
+        context = serve.get_replica_context()
+        self._group = context.replica_id.unique_id
+        self._membership = Membership(context.app_name, facts)
+        self._facts = facts = await self._membership.join()
         self._life = time.time_ns() // 1_000_000
         self._began_s = time.monotonic()
         self._load_s = 0.0
@@ -96,11 +103,18 @@ class Coordinator:
         self._stopping = False
         self.engine_stats: EngineStats | None = None
         self._opened: asyncio.Future[None] = self._loop.create_future()
-        self._redis = await open_redis(facts, redis, BackgroundClient)
+        self._redis = await self._membership.open_redis(BackgroundClient)
         self._heartbeat = group_heartbeat(self._redis, facts.service_id, self._record)
         self._heartbeat_task = self._loop.create_task(self._heartbeat.run(), name="group heartbeat")
         placement_group = ray.util.get_current_placement_group()
-        self._engine = GroupEngine(settings, facts, self._group, placement_group, lambda m: self._thread.lose(m))
+        self._engine = GroupEngine(
+            settings,
+            facts,
+            self._group,
+            placement_group,
+            lambda message: self._thread.lose(message),
+            lambda: self._thread.expect_end(),
+        )
         self._thread = EngineThread(
             self._open_engine, self._engine.close, _LoopReport(self, self._loop), facts.secret, self._identity()
         )
@@ -118,14 +132,25 @@ class Coordinator:
         )
         reports = ReportWriter(self._redis, facts.service_id, self._report, self._changes)
         self._reports_task = self._loop.create_task(reports.run(), name="group reports")
+        on_taken_down(lambda: self._loop.call_soon_threadsafe(self._leave_fleet))
+        on_sigterm(lambda: self._loop.call_soon_threadsafe(self._end_soon))
         self._thread.start()
         await self._wait_until_opened()
         self._changes.start()
         self._sharing.start()
 
     async def generate(self, payload: bytes, hint: RouteHint) -> bytes:
-        """One request, from its dispatch to its end: GenerationRequest in, Ended out, both msgpack."""
-        request = msgspec.msgpack.decode(payload, type=GenerationRequest)
+        """One request, from its dispatch to its end: GenerationRequest in, Ended out, both msgpack below the line of
+        wire/version.py. A gateway of another version gets that line only."""
+        try:
+            body = without_version(payload)
+        except OtherVersion as error:
+            log.warning("a request of gateway %s is refused: %s", hint.gateway, error)
+            return with_version(b"", self._group)
+        return with_version(await self._generate(body, hint), self._group)
+
+    async def _generate(self, body: memoryview, hint: RouteHint) -> bytes:
+        request = msgspec.msgpack.decode(body, type=GenerationRequest)
         key = (request.request_id, request.attempt)
         answer: asyncio.Future[Ended] = self._loop.create_future()
         self._outstanding[key] = hint.gateway, hint.cost_tokens
@@ -179,17 +204,18 @@ class Coordinator:
 
     async def __del__(self) -> None:
         """Serve calls this when it has drained the replica, before it ends the process."""
-        self._stopping, served = True, self._state == "serving"
+        self._stopping = True
         self._state = "draining"
         self._heartbeat_task.cancel()
         self._reports_task.cancel()
+        self._membership.leave()
         self._sharing.stop()
+        self._thread.stop()  # what still runs is handed over at once
         await self._changes.close()
-        if served:
+        if self._opened.done() and self._opened.exception() is None:
             await self._write_event(Event("left", self._group))
         await self._leave()
-        self._thread.stop()
-        await self._loop.run_in_executor(None, self._thread.join, 5.0)
+        await self._loop.run_in_executor(None, self._thread.join, JOIN_S)
         await self._redis.close()
 
     # ---- called on the loop by the engine's thread ---------------------------------------------------------------
@@ -217,7 +243,8 @@ class Coordinator:
         if not opened and not self._opened.done():
             self._opened.set_exception(error)
         elif opened and not self._stopping:
-            log.error("group %s is lost: %s", self._group, error)
+            what = "ends" if self._thread.is_planned else "is lost"
+            log.error("group %s %s: %s", self._group, what, error)
             self._heartbeat_task.cancel()
             self._exiting = self._loop.create_task(self._exit(error), name="group exits")
 
@@ -227,12 +254,33 @@ class Coordinator:
         """Ends the process, after the streams got their error: so Serve replaces the group without three failed health
         checks."""
         try:
-            lost = Event("lost", self._group, str(error))
+            event = Event("left" if self._thread.is_planned else "lost", self._group, str(error))
             await asyncio.gather(
-                self._write_event(lost), self._leave(), asyncio.sleep(EXIT_DELAY_S), return_exceptions=True
+                self._write_event(event), self._leave(), asyncio.sleep(EXIT_DELAY_S), return_exceptions=True
             )
         finally:
             os._exit(1)
+
+    def _leave_fleet(self) -> None:
+        """Serve takes the group down: everybody sees it before its requests in flight have ended."""
+        if self._state == "serving":
+            self._state = "draining"
+            self.heartbeat_now()
+
+    def _end_soon(self) -> None:
+        """SIGTERM: the group ends as planned; Serve replaces a replica whose process is gone."""
+        if not self._stopping:
+            log.warning("group %s was told to end", self._group)
+            self._stopping = True
+            self._exiting = self._loop.create_task(self._end(), name="group ends")
+
+    async def _end(self) -> None:
+        try:
+            async with asyncio.timeout(JOIN_S + 3 * LAST_WORDS_S):
+                await self.__del__()
+                await asyncio.sleep(HANDED_OVER_S)  # the answers are on their way
+        finally:
+            os._exit(0)
 
     async def _write_event(self, event: Event) -> None:
         """Writes an event for the operator, if Redis answers soon."""

@@ -105,6 +105,7 @@ class EngineThread(threading.Thread):
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._stopping = False
+        self._is_planned = False
         self._over = False
         self._lost: str | None = None
         self._live: dict[RequestKey, tuple[GenerationRequest, OnEnded]] = {}
@@ -134,6 +135,15 @@ class EngineThread(threading.Thread):
         anything."""
         self._lost = message
         self._wake()
+
+    def expect_end(self) -> None:
+        """A rank was told to end: the loss that follows is as planned, and requests are handed over."""
+        self._is_planned = True
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the thread's end is as planned."""
+        return self._is_planned or self._stopping
 
     def stalled_s(self) -> float:
         """Seconds for which no step has finished although there is work; 0 without work."""
@@ -175,9 +185,14 @@ class EngineThread(threading.Thread):
             self._engine_loop.run(lambda: self._stopping)
             self._engine_loop.flush(FLUSH_S)
         except Exception as error:
-            log.exception("the engine stopped") if opened else log.error("the engine did not start: %s", error)
+            self._is_planned |= isinstance(error, GroupLost) and error.is_planned
             self._lose_inbox(ENDED)
-            self._lose_live(f"the group stopped: {error}", self._losses(error) if opened else {})
+            if self._is_planned:
+                log.warning("the group ends: %s", error)
+                self._hand_over()
+            else:
+                log.exception("the engine stopped") if opened else log.error("the engine did not start: %s", error)
+                self._lose_live(f"the group stopped: {error}", self._losses(error) if opened else {})
             self._report.failed(error, opened)
         finally:
             self._over = True

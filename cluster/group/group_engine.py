@@ -22,7 +22,8 @@ log = logging.getLogger("ray.serve.tandem")
 
 
 class GroupEngine:
-    """Opens one engine and closes its ranks. rank_pids, notes, loading() and silent_s() may be read from any thread."""
+    """Opens one engine and closes its ranks. on_lost, on_told: of ray_group(). rank_pids, notes, loading() and
+    silent_s() may be read from any thread."""
 
     def __init__(
         self,
@@ -31,10 +32,11 @@ class GroupEngine:
         group: str,
         placement_group: Any,
         on_lost: Callable[[str], None],
+        on_told: Callable[[], None],
     ) -> None:
         self._settings = with_own_step_log(settings, group)
         host = "127.0.0.1" if facts.single_node else ray.util.get_node_ip_address()
-        self._executor = ray_group(settings, facts, group, placement_group, host, on_lost)
+        self._executor = ray_group(settings, facts, group, placement_group, host, on_lost, on_told)
         self.rank_pids: tuple[int, ...] = ()
         self.notes: tuple[str, ...] = ()
 

@@ -5,6 +5,7 @@ local processes (workers/executor/rank_group.py). A watcher thread sees a dead r
 frozen one within 6 s. Ranks die with this process.
 """
 
+import signal
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,14 +23,19 @@ from tandem.workers.messages.channel import life_secret
 class RankActor:
     """One rank. Gets exactly one call."""
 
-    def run(self, rank: int, endpoint: str, secret: str, group: str, facts: ServiceFacts) -> None:
-        """Runs the rank until the group ends it. Torch is first imported in here."""
+    def run(self, rank: int, endpoint: str, secret: str, group: str, facts: ServiceFacts) -> bool:
+        """Runs the rank until the group ends it. Torch is first imported in here. Returns whether SIGTERM ended it."""
         check_node(facts)
         _use_rays_titles()
-        from tandem.workers.rank.rank_server import run_rank
+        from tandem.workers.rank.rank_server import TOLD_TO_END, ToldToEnd, run_rank
+
+        def end(number: int, frame: Any) -> None:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            raise ToldToEnd
 
         host = "127.0.0.1" if facts.single_node else ray.util.get_node_ip_address()
-        run_rank(rank, endpoint, secret, group=group, host=host)
+        signal.signal(signal.SIGTERM, end)
+        return run_rank(rank, endpoint, secret, group=group, host=host) == TOLD_TO_END
 
 
 def _use_rays_titles() -> None:
@@ -46,11 +52,14 @@ def ray_group(
     placement_group: Any,
     host: str,
     on_lost: Callable[[str], None],
+    on_told: Callable[[], None],
 ) -> RankGroup:
     """Returns an executor over Ray actors, not started. `placement_group` has a bundle per rank, after the
-    coordinator's. on_lost(message) is called once, from a watcher's thread, when a rank has died or is frozen.
+    coordinator's. on_lost(message) is called once, from a watcher's thread, when a rank has died or is frozen;
+    on_told() before it, when that rank was told to end.
     """
-    ranks = RayRanks(settings.parallel.ranks_per_group, facts, group, placement_group, lambda why: made.report(why))
+    num_ranks = settings.parallel.ranks_per_group
+    ranks = RayRanks(num_ranks, facts, group, placement_group, lambda why: made.report(why), on_told)
     made = RankGroup(
         settings,
         ranks,
@@ -66,16 +75,23 @@ def ray_group(
 
 class RayRanks:
     """RankLauncher of num_ranks Ray actors; each asks for all that its bundle holds. on_end(message): called once, from
-    a thread of its own, when the first of them has ended."""
+    a thread of its own, when the first of them has ended; on_told() before it, when SIGTERM has ended that one."""
 
     def __init__(
-        self, num_ranks: int, facts: ServiceFacts, group: str, placement_group: Any, on_end: Callable[[str], None]
+        self,
+        num_ranks: int,
+        facts: ServiceFacts,
+        group: str,
+        placement_group: Any,
+        on_end: Callable[[str], None],
+        on_told: Callable[[], None],
     ) -> None:
         self._num_ranks = num_ranks
         self._facts = facts
         self._group = group
         self._placement_group = placement_group
         self._on_end = on_end
+        self._on_told = on_told
         self._actors: list[Any] = []
         self._runs: list[Any] = []
         self._ended: str | None = None
@@ -111,24 +127,27 @@ class RayRanks:
         """Blocks until the first rank's run() ends, and reports it."""
         try:
             done, _ = ray.wait(runs, num_returns=1)
-            message = f"rank {runs.index(done[0])} of group {self._group} {_how_it_ended(done[0])}"
+            was_told, how = _how_it_ended(done[0])
+            message = f"rank {runs.index(done[0])} of group {self._group} {how}"
+            if was_told:
+                self._on_told()
         except Exception as error:
             message = f"the ranks of group {self._group} can no longer be watched: {_first_line(error)}"
         self._ended = message
         self._on_end(message)
 
 
-def _how_it_ended(run: Any) -> str:
-    """How a rank's run ended, for messages."""
+def _how_it_ended(run: Any) -> tuple[bool, str]:
+    """Whether a rank was told to end, and how its run ended, for messages."""
     try:
-        ray.get(run)
+        was_told = bool(ray.get(run))
     except ray.exceptions.RayActorError:
-        return "has died"
+        return False, "has died"
     except ray.exceptions.RayTaskError as error:
-        return f"failed: {_first_line(error.cause)}"
+        return False, f"failed: {_first_line(error.cause)}"
     except Exception as error:
-        return f"failed: {_first_line(error)}"
-    return "has ended"
+        return False, f"failed: {_first_line(error)}"
+    return was_told, "was told to end" if was_told else "has ended"
 
 
 def _first_line(error: object) -> str:

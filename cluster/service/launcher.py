@@ -38,7 +38,7 @@ from tandem.cluster.process.sidecar import Sidecar, Startable
 from tandem.cluster.process.signals import Signals, StopRequested
 from tandem.cluster.service import ray_node
 from tandem.cluster.service.group_event_log import GroupEventLog
-from tandem.cluster.wire.service_facts import ServiceFacts, groups_per_node, new_facts
+from tandem.cluster.wire.service_facts import ServiceFacts, groups_per_node, new_identity
 from tandem.configs.errors import SettingsError
 from tandem.configs.schema import ServiceSettings
 from tandem.offload.host.host_process import HostProcess
@@ -201,7 +201,10 @@ class Launcher:
             ray_node.start_private(folder.ray, cpus, gpus)
 
     def _facts(self, redis_url: str) -> ServiceFacts:
-        return new_facts(
+        service_id, secret = new_identity()
+        return ServiceFacts(
+            service_id=service_id,
+            secret=secret,
             single_node=self._address is None,
             redis_url=redis_url,
             open_port=True,

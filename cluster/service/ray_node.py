@@ -15,13 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tandem.cluster.deploy.ray_tokens import check_token
 from tandem.cluster.process.signals import unblock
 from tandem.configs.errors import SettingsError
 
 OBJECT_STORE_BYTES = 80 * 2**20
 DRIVER: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "tandem"}
-GCS_CALL, GCS_CALL_S = "/ray.rpc.NodeInfoGcsService/GetClusterId", 10.0
-"""A cheap call of Ray's GCS that takes no arguments."""
 SERVE_SWITCHES = {
     # user code, router and Serve's own work on one loop; gRPC between replicas; buffered logs
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
@@ -129,34 +128,8 @@ def join(address: str, *, may_be_open: bool = False) -> None:
         raise SettingsError(
             f"{address}: no Ray cluster answers there: {str(error).splitlines()[0]}", "--address"
         ) from error
-    if not may_be_open and not asks_for_token(ray.get_runtime_context().gcs_address):
-        raise SettingsError(
-            f"{address}: this Ray asks nobody for a token, so all who reach its ports can run code in it; start it "
-            "with RAY_AUTH_MODE=token, or accept that with --allow-unauthenticated-ray",
-            "--address",
-        )
-
-
-def asks_for_token(gcs_address: str) -> bool:
-    """Whether the Ray there refuses a call without a token. True also for one that speaks TLS only, which asks for
-    certificates. Raises SettingsError when its answer does not tell."""
-    import grpc
-
-    refusals = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAVAILABLE)
-
-    with grpc.insecure_channel(gcs_address) as channel:
-        ask = channel.unary_unary(GCS_CALL, request_serializer=bytes, response_deserializer=bytes)
-        try:
-            ask(b"", timeout=GCS_CALL_S)
-        except grpc.RpcError as error:
-            if (code := error.code()) in refusals:
-                return True
-            raise SettingsError(
-                f"{gcs_address}: cannot tell whether this Ray asks for a token (it answered {code.name}); join it all "
-                "the same with --allow-unauthenticated-ray",
-                "--address",
-            ) from None
-    return False
+    if not may_be_open:
+        check_token(address, ray.get_runtime_context().gcs_address, "--address", "--allow-unauthenticated-ray")
 
 
 def is_alive(left: Any = None) -> bool:

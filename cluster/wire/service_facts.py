@@ -1,6 +1,6 @@
 """Names of the deployments, and the facts that every process of one service gets at its start.
 
-The launcher or cluster/app.py makes the facts once; they travel in deployment init arguments, never on a command line.
+The launcher or cluster/app.py makes the facts; they travel in deployment init arguments, never on a command line.
 """
 
 import math
@@ -14,7 +14,6 @@ from tandem.workers.messages.channel import new_secret
 APP = "tandem"
 GATEWAY = "tandem-gateway"
 COORDINATOR = "tandem-coordinator"
-REDIS = "tandem-redis"
 CPU_SHARE = 0.1
 """CPUs that Ray counts for an actor that is no GPU rank."""
 MAX_ONGOING_REQUESTS = 100_000
@@ -22,19 +21,20 @@ MAX_ONGOING_REQUESTS = 100_000
 
 
 class ServiceFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts of one life of a service.
+    """Facts of a service. Replicas of one version get the same at their start.
 
+    service_id, secret: the identity; empty where replicas learn it from the application's identity actor (identity.py).
     single_node: all processes are on one machine and use loopback. home_node: that machine's Ray node id, when other
-    nodes could join; a process that is placed elsewhere refuses to start. redis_url: None when the tandem-redis
-    deployment has it. open_port: gateways listen themselves. gateway_node: address of the node that gateways must run
+    nodes could join; a process that is placed elsewhere refuses to start. redis_url: None when the identity actor has
+    a private one. open_port: gateways listen themselves. gateway_node: address of the node that gateways must run
     on, because their port is there. groups_on_node: the most groups that may share a machine (groups_per_node).
     host_socket: address of the machine's host-tier process; None when ranks hold the host tier's memory themselves.
     """
 
-    service_id: str
-    secret: str
     single_node: bool
     device: str
+    service_id: str = ""
+    secret: str = ""
     redis_url: str | None = None
     open_port: bool = False
     gateway_node: str | None = None
@@ -50,30 +50,9 @@ def groups_per_node(groups: int, nodes: int) -> int:
     return max(1, math.ceil(groups / max(1, nodes)))
 
 
-def new_facts(
-    *,
-    single_node: bool,
-    device: str,
-    redis_url: str | None = None,
-    open_port: bool = False,
-    gateway_node: str | None = None,
-    groups_on_node: int = 1,
-    home_node: str | None = None,
-    host_socket: str | None = None,
-) -> ServiceFacts:
-    """Makes the facts of a new life, with a fresh id and a fresh secret."""
-    return ServiceFacts(
-        service_id=secrets.token_hex(6),
-        secret=new_secret(),
-        single_node=single_node,
-        redis_url=redis_url,
-        open_port=open_port,
-        device=device,
-        gateway_node=gateway_node,
-        groups_on_node=groups_on_node,
-        home_node=home_node,
-        host_socket=host_socket,
-    )
+def new_identity() -> tuple[str, str]:
+    """A fresh service id and a fresh secret."""
+    return secrets.token_hex(6), new_secret()
 
 
 def check_node(facts: ServiceFacts) -> None:

@@ -200,5 +200,6 @@ def by_gateway(
     return list(gathered.items())
 
 
-GROUP_LOST, GROUP_ENDED = "group_lost", "group_ended"
-"""Codes of refusals: the request ran in a group that was lost; it reached a group that was ending."""
+GROUP_LOST, GROUP_ENDED, GROUP_UNUSABLE = "group_lost", "group_ended", "group_unusable"
+"""Codes of refusals: the request ran in a group that was lost; it ran in, or reached, one that ends as planned; its
+group speaks another version of this channel (version.py)."""

@@ -1,18 +1,16 @@
 """`tandem serve --address`: a service in a Ray of others, which others' applications outlive."""
 
 import os
-import secrets
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.support.private_redis import private_redis
-from tests.support.service import BIN, Service, free_port, wait_for
+from tests.support.ray_head import ray_head, short_folder
+from tests.support.service import BIN, Service, free_port
 
 OTHERS = """
 import ray, sys
@@ -31,35 +29,6 @@ print(serve.get_app_handle("other").remote().result(timeout_s=60), *sorted(serve
 """
 
 
-@contextmanager
-def ray_head(temp: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """A Ray that somebody else runs on this machine: its address, and the environment of who may use it."""
-    token = temp / "token"
-    token.write_text(secrets.token_hex(32))
-    token.chmod(0o600)
-    env = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0"}
-    address = f"127.0.0.1:{free_port()}"
-    options = ("--include-dashboard=false", "--include-log-monitor=false", "--no-monitor", "--num-cpus=4")
-    command = [str(BIN / "ray"), "start", "--head", "--block", f"--port={address.rpartition(':')[2]}", *options]
-    log = temp / "ray.out"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [*command, f"--temp-dir={temp}", "--object-store-memory=80000000", "--node-ip-address=127.0.0.1"],
-            env={**os.environ, **env}, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
-        )  # fmt: skip
-    try:
-        wait_for(lambda: "--block" in log.read_text() or process.poll() is not None, 120, "Ray runs", 0.2)
-        assert process.poll() is None, log.read_text()
-        yield address, env
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(60)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-
-
 def others(address: str, env: dict[str, str], what: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", OTHERS, address, what],
@@ -73,14 +42,9 @@ def others(address: str, env: dict[str, str], what: str) -> str:
 
 
 @pytest.fixture
-def short(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder for Ray's sockets, whose paths must be short."""
-    service = Service([sys.executable, "-c", ""], 0)
-    try:
-        service.process.wait(30)
-        yield service.temp
-    finally:
-        service.clean()
+def short() -> Iterator[Path]:
+    with short_folder() as folder:
+        yield folder
 
 
 def test_a_service_ends_only_its_own_application(short: Path) -> None:

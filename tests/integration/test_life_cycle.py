@@ -120,8 +120,8 @@ def load(service: Service) -> tuple[str, int]:
 
 
 def test_serve_run_with_the_shipped_file(tmp_path: Path) -> None:
-    """Serve's own proxy in front, a private Redis as a deployment, adapters from the folder that Ray Serve LLM's
-    lora_config names; Ctrl-C ends it."""
+    """Serve's own proxy in front, a private Redis that is none of the application's, adapters from the folder that Ray
+    Serve LLM's lora_config names; Ctrl-C ends it."""
     port = free_port()
     folder = tmp_path / "adapters"
     shutil.copytree(PIRATE, folder / "pirate")
@@ -147,11 +147,12 @@ def test_serve_run_with_the_shipped_file(tmp_path: Path) -> None:
         )
         assert [says(service, model) for model in ("pirate", "demo:pirate", "demo")] == pirate_and_plain()
         (redis,) = service.titled("tandem redis")
-        service.titled("ray::ServeReplica:tandem:tandem-redis")[0].kill()
+        service.titled("ray::ServiceIdentity")[0].kill()
         wait_for(lambda: load(service) == ("away", 1), 60, "the gateway notices, and keeps the group")
         again = wait_for(lambda: [p for p in service.titled("tandem redis") if p.pid != redis.pid], 60, "a new Redis")
         assert again, "with a new URL"
         wait_for(lambda: load(service) == ("here", 1), 60, "the gateway finds it, and the group's record in it")
+        assert [says(service, model) for model in ("pirate", "demo")] == pirate_and_plain()[1:], "its adapters too"
         service.stop(signal.SIGINT)
         wait_for(lambda: not service.titled("tandem"), 60, "everything ends")
     finally:

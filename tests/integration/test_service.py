@@ -486,6 +486,55 @@ async def test_a_killed_coordinator_costs_no_request_and_its_group_comes_back(
     await asyncio.to_thread(wait_until_healed, service, seen.before)
 
 
+@pytest.mark.parametrize("part", ["rank", "coordinator"])
+async def test_a_group_that_is_told_to_end_hands_its_streams_over(
+    service: Service, long_answers: list[str], part: str
+) -> None:
+    """SIGTERM is a planned end: the process is gone soon, nobody speaks of a loss, and Serve starts another group."""
+    said = len(service.output)
+    victim = min(await asyncio.to_thread(group_records, service), key=lambda record: record.pid)
+    seen = await hit(service, signal.SIGTERM, victim.pid if part == "coordinator" else victim.rank_pids[0])
+    print(f"{part}: gone after {seen.gone_s:.2f} s, longest gap {seen.gap_s:.2f} s")
+    assert seen.answers == long_answers
+    assert seen.gone_s <= 15
+    await asyncio.to_thread(wait_until_healed, service, seen.before)
+    lines = wait_for(
+        lambda: [
+            line for line in service.output[said:].splitlines() if line.startswith(f"tandem: group {victim.group} ")
+        ],
+        60,
+        "its line",
+    )
+    assert lines == [f"tandem: group {victim.group} has ended"]
+
+
+async def test_a_gateway_that_is_told_to_end_finishes_its_streams(service: Service, long_answers: list[str]) -> None:
+    """Its port is free for the next one while they run."""
+    title = "ray::ServeReplica:tandem:tandem-gateway"
+    (gateway,) = service.titled(title)
+    begun: set[int] = set()
+    all_begun = asyncio.Event()
+    async with openai.AsyncOpenAI(base_url=service.url + "/v1", api_key="none", max_retries=0, timeout=120) as client:
+
+        async def one(i: int) -> str:
+            asked = {"model": "demo", "prompt": PROMPTS[i], "max_tokens": LONG, "temperature": 0, "stream": True}
+            pieces: list[str] = []
+            async for chunk in await client.completions.create(**asked, extra_body={"ignore_eos": True}):
+                pieces += [choice.text for choice in chunk.choices]
+                begun.add(i)
+                if len(begun) == 8:
+                    all_begun.set()
+            return "".join(pieces)
+
+        running = [asyncio.create_task(one(i)) for i in range(8)]
+        await asyncio.wait_for(all_begun.wait(), 60)
+        gateway.terminate()
+        assert await asyncio.gather(*running) == long_answers
+    wait_for(lambda: not is_alive(gateway), 30, "it is gone")
+    wait_for(lambda: [p for p in service.titled(title) if p.pid != gateway.pid], 60, "another is started")
+    service.wait_ready()
+
+
 async def test_both_groups_lost_one_after_the_other_cost_no_request(service: Service, long_answers: list[str]) -> None:
     """The second one as soon as the first one's streams go on in it; then nothing runs until a group is back."""
     before = {p.pid for p in service.titled("tandem rank")}

@@ -369,7 +369,8 @@ class RankGroup:
     def _fail(self, cause: RankFailed | str) -> None:
         """Breaks the group and raises."""
         if isinstance(cause, RankFailed):
-            self._broken = GroupLost(f"rank {cause.rank}: {cause.message}", by_step=cause.by_step)
+            message = f"rank {cause.rank}: {cause.message}"
+            self._broken = GroupLost(message, by_step=cause.by_step, is_planned=cause.is_planned)
             if cause.flag is not None:
                 raise SettingsError(cause.message, cause.flag)
         else:

@@ -56,8 +56,9 @@ class AdapterUnreadable(AdapterRefused):
 
 class GroupLost(TandemError):
     """Loss of a group: a rank or its coordinator died or hangs. Its unfinished requests must go to another group.
-    by_step: whether the step under way may have caused it."""
+    by_step: whether the step under way may have caused it. is_planned: a rank was told to end."""
 
-    def __init__(self, message: str, *, by_step: bool = True) -> None:
+    def __init__(self, message: str, *, by_step: bool = True, is_planned: bool = False) -> None:
         super().__init__(message)
         self.by_step = by_step
+        self.is_planned = is_planned

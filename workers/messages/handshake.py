@@ -111,12 +111,13 @@ class RankReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
 
 class RankFailed(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="failed"):
     """Failure that ends a rank, for the user to read. `flag` names the setting to change, when a change would help.
-    by_step: whether the step under way may have caused it."""
+    by_step: whether the step under way may have caused it. is_planned: the rank was told to end."""
 
     rank: int
     message: str
     flag: str | None = None
     by_step: bool = True
+    is_planned: bool = False
 
 
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):

@@ -8,6 +8,7 @@ never decides what to run and never talks to another rank except through torch.d
 import argparse
 import logging
 import os
+import signal
 import sys
 import time
 from collections import deque
@@ -53,6 +54,8 @@ from tandem.workers.rank.transfers.lanes import Lanes
 log = logging.getLogger(__name__)
 
 FAILURE_LINGER_MS = 1000
+TOLD_TO_END = 128 + signal.SIGTERM
+"""The exit status of a rank that has got ToldToEnd."""
 LOOK_AGAIN_S = 1e-4
 """Between two looks at the device and at the channel, while a step is computed beside the host."""
 LOOPBACK = "127.0.0.1"
@@ -215,8 +218,12 @@ class RankServer:
         self._runner = self._loaded = None
 
 
+class ToldToEnd(BaseException):
+    """Raised in a rank's main thread by the signal handler of whoever runs it."""
+
+
 def run_rank(rank: int, endpoint: str, secret: str, *, group: str = "local", host: str = LOOPBACK) -> int:
-    """Runs a rank process until Shutdown; returns the exit status: 0 after Shutdown, 1 after a failure.
+    """Runs a rank process until Shutdown; returns the exit status: 0 after Shutdown, 1 after a failure, TOLD_TO_END.
 
     host: this machine's address as other ranks reach it. Ends the process by itself when the coordinator is gone.
     """
@@ -249,6 +256,9 @@ def run_rank(rank: int, endpoint: str, secret: str, *, group: str = "local", hos
                 else:
                     send(answer)
         return 0
+    except ToldToEnd:  # its coordinator learns it before the other ranks miss this one
+        send(RankFailed(rank=rank, message="it was told to end", by_step=False, is_planned=True))
+        return TOLD_TO_END
     except Exception as error:
         log.exception("rank %d failed", rank)
         send(_failure_of(rank, error))

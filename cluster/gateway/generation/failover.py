@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 
 from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.generation.quarantine import Convicted
-from tandem.cluster.wire.token_channel import GROUP_ENDED, GROUP_LOST
+from tandem.cluster.wire.token_channel import GROUP_ENDED, GROUP_LOST, GROUP_UNUSABLE
 from tandem.workers.engine.probation import PROBATION_TOKENS
 from tandem.workers.messages.errors import RequestRefused
 from tandem.workers.messages.request import Ended
@@ -48,7 +48,7 @@ class Failover:
         if code == GROUP_LOST:
             self._note_loss(part, ended)
             return True
-        if code == GROUP_ENDED:
+        if code in (GROUP_ENDED, GROUP_UNUSABLE):
             return True
         if status in (429, 503) and ended.group and len(self.avoid) <= MOST_REFUSALS and has_group(self.avoid):
             return part.request.attempt > 0

@@ -3,6 +3,7 @@
 from typing import Any
 
 from tandem.cluster.routing.route_hint import RouteHint
+from tandem.cluster.wire.version import with_version, without_version
 
 MOST_BY_VALUE = 2**20
 """Bytes of a request that travel in the call itself. Replicas take at most 4 MiB there; the rest of the message is
@@ -15,10 +16,11 @@ class ServeCall:
     def __init__(self, response: Any) -> None:
         self._response = response
 
-    async def answer(self) -> bytes:
+    async def answer(self) -> memoryview:
+        """The coordinator's answer. OtherVersion when the group speaks another version of the token channel."""
         result = await self._response
         assert isinstance(result, bytes)
-        return result
+        return without_version(result)
 
     def cancel(self) -> None:
         self._response.cancel()
@@ -33,4 +35,4 @@ class ServeCaller:
 
     def call(self, payload: bytes, hint: RouteHint) -> ServeCall:
         method = self._by_value if len(payload) <= MOST_BY_VALUE else self._by_reference
-        return ServeCall(method.remote(payload, hint=hint))
+        return ServeCall(method.remote(with_version(payload), hint=hint))

@@ -18,7 +18,8 @@ from tandem.cluster.fleet.fleet_view import FleetView, GroupRecord, channel_name
 from tandem.cluster.gateway.generation.dispatch import TokenSink, lost
 from tandem.cluster.gateway.generation.draining_groups import DrainingGroups
 from tandem.cluster.routing.route_hint import RouteHint
-from tandem.cluster.wire.token_channel import TokenReceiver
+from tandem.cluster.wire.token_channel import GROUP_UNUSABLE, TokenReceiver
+from tandem.cluster.wire.version import OtherVersion
 from tandem.workers.messages.errors import RequestRefused
 from tandem.workers.messages.request import Abort, Ended, GenerationRequest, Loss, TokenDelta, Usage
 
@@ -35,8 +36,8 @@ LEAST_HOLD_S = 30.0
 class Call(Protocol):
     """One handle call in flight."""
 
-    async def answer(self) -> bytes:
-        """The coordinator's answer. Raises when it, or the connection to it, broke."""
+    async def answer(self) -> bytes | memoryview:
+        """The coordinator's answer. Raises OtherVersion, and, when it or the connection to it broke, anything."""
         ...
 
     def cancel(self) -> None: ...
@@ -110,6 +111,11 @@ class ServeAttempt:
             if not self._is_given_up:
                 self.lose("its call was cancelled", "bystander")
             raise
+        except OtherVersion as error:
+            self._owner.give_up(error)
+            unusable = (503, GROUP_UNUSABLE, None, str(error))
+            told = lost(self.request, str(error), "bystander")
+            self.end(msgspec.structs.replace(told, refused=unusable, loss=None, group=error.group))
         except Exception as error:  # whatever way Ray or Serve reports a dead replica
             loss: Loss = "bystander" if self._owner.is_draining(self.sender) else "unknown"
             self.lose(f"{type(error).__name__}: {error}".splitlines()[0], loss)
@@ -153,6 +159,7 @@ class ServeDispatch:
         self._draining = draining if draining is not None else DrainingGroups(lambda: None, 0.0, self.loop.time)
         self._receiver = TokenReceiver(secret, host, self._on_deltas, self._on_gap)
         self._attempts: dict[str, ServeAttempt] = {}
+        self._unusable: set[str] = set()
         self._last_message_s: dict[bytes, float] = {}
         self._group_seen = False
         self._longest_load_s = 0.0
@@ -167,7 +174,8 @@ class ServeDispatch:
             raise RequestRefused("no worker group is ready", code="service_unavailable", status=503)
         reply_to = self._receiver.reply_to
         request = msgspec.structs.replace(request, reply_to=reply_to)
-        avoid = {*hint.avoid, *(record.group for record in self._fleet.missing_for()), *self._draining.groups}
+        missing = (record.group for record in self._fleet.missing_for())
+        avoid = {*hint.avoid, *missing, *self._draining.groups, *self._unusable}
         hint = msgspec.structs.replace(hint, gateway=reply_to.nonce, avoid=tuple(sorted(avoid)))
         attempt = ServeAttempt(self, request, to, self._caller.call(self._encode(request), hint))
         self._attempts[request.request_id] = attempt
@@ -182,11 +190,12 @@ class ServeDispatch:
 
     def has_group(self, avoid: Collection[str] = ()) -> bool:
         return self._refusal is None and any(
-            record.state == "serving" and record.group not in avoid for record in self._fleet.records.values()
+            record.state == "serving" and record.group not in avoid and record.group not in self._unusable
+            for record in self._fleet.records.values()
         )
 
     def ready(self) -> bool:
-        return any(record.is_ready for record in self._fleet.records.values())
+        return any(record.is_ready and record.group not in self._unusable for record in self._fleet.records.values())
 
     def load(self) -> Mapping[str, float | int | str]:
         records = list(self._fleet.records.values())
@@ -247,6 +256,12 @@ class ServeDispatch:
                 attempt.lose(f"group {silent[attempt.sender]} gives no sign of life", "unknown")
             elif self._draining.is_due(names.get(attempt.sender, "")):
                 attempt.lose("its group is taken down", "bystander")
+
+    def give_up(self, error: OtherVersion) -> None:
+        """Sends a group of another version nothing more, if another can have it."""
+        if error.group not in self._unusable:
+            log.warning("group %s cannot be used from this gateway: %s", error.group or "of an older release", error)
+        self._unusable = (self._unusable & self._fleet.records.keys()) | ({error.group} - {""})
 
     def is_draining(self, sender: bytes | None) -> bool:
         """Whether the group behind this name is being taken down by Serve."""

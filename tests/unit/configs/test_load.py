@@ -374,6 +374,10 @@ def test_serve_args_in_the_shape_of_ray_serve_llm() -> None:
     [
         ({"lora_config": {"odd": 1}}, "odd is not a setting"),
         ({"model_loading_config": {"model_id": "m"}, "single_node": "yes"}, "single_node: 'yes' must be true or false"),
+        (
+            {"model_loading_config": {"model_id": "m"}, "allow_unauthenticated_ray": 1},
+            "allow_unauthenticated_ray: 1 must be true or false",
+        ),
         ({"engine_kwarg": {}}, "engine_kwarg is not a setting"),
         ({"zzz": {}}, "known are model_loading_config, engine_kwargs,"),
         ({"model_loading_config": {"model_id": "m", "mirror": 1}}, "mirror is not a setting"),

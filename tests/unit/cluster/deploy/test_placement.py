@@ -7,10 +7,12 @@ from tandem.cluster.deploy.placement import (
     declared_cpus,
     declared_gpus,
     group_bundles,
+    group_demand,
     group_options,
     group_strategy,
     max_groups,
     min_groups,
+    surge_percent,
 )
 from tandem.cluster.service import serve_app
 from tandem.cluster.wire.service_facts import APP
@@ -31,6 +33,25 @@ def test_a_group_stays_on_one_node_when_one_can_hold_it(
     ranks: int, device: str, gpus: list[float], strategy: str
 ) -> None:
     assert group_strategy(ranks, device, gpus) == strategy
+
+
+@pytest.mark.parametrize(
+    ("free", "percent"),
+    [
+        ([], 0),
+        ([{"CPU": 8.0}], 0),
+        ([{"CPU": 8.0, "GPU": 1.0}, {"CPU": 8.0, "GPU": 1.0}], 0),
+        ([{"CPU": 8.0, "GPU": 2.0}], 25),
+        ([{"CPU": 2.1, "GPU": 8.0}], 25),
+        ([{"CPU": 8.0, "GPU": 5.0}, {"CPU": 8.0, "GPU": 2.0}], 75),
+        ([{"CPU": 90.0, "GPU": 32.0}], 100),
+    ],
+)
+def test_new_groups_start_beside_old_ones_as_far_as_there_is_room(free: list[dict[str, float]], percent: int) -> None:
+    demand = group_demand(2, "cuda", "STRICT_PACK")
+    assert demand == {"CPU": 2.1, "GPU": 2}
+    assert surge_percent(4, demand, free) == percent
+    assert surge_percent(4, group_demand(2, "cuda", "PACK"), [{"CPU": 90.0, "GPU": 32.0}]) == 0
 
 
 def test_declared_cpus_hold_every_bundle_and_a_replacement() -> None:

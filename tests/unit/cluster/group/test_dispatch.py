@@ -382,6 +382,7 @@ class Wordless(Exception):
     ("error", "words"),
     [
         (None, "rank 1 of group g has ended"),
+        (True, "rank 1 of group g was told to end"),
         (ray.exceptions.RayActorError(), "rank 1 of group g has died"),
         (ray.exceptions.RayTaskError("f", "traceback", Wordless()), "rank 1 of group g failed: Wordless"),
         (ray.exceptions.RayTaskError("f", "traceback", Wordless("\n one\ntwo")), "rank 1 of group g failed: one"),
@@ -391,17 +392,20 @@ class Wordless(Exception):
     ids=lambda v: type(v).__name__,
 )
 def test_a_rank_that_ends_is_reported_however_it_ends(
-    error: Exception | None, words: str, monkeypatch: pytest.MonkeyPatch
+    error: Exception | bool | None, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def get(run: object) -> None:
-        if error is not None:
+    def get(run: object) -> object:
+        if isinstance(error, Exception):
             raise error
+        return error
 
     monkeypatch.setattr(ray, "wait", lambda runs, num_returns: ([runs[1]], [runs[0]]))
     monkeypatch.setattr(ray, "get", get)
     told: list[str] = []
-    ranks = ray_ranks.RayRanks(2, None, "g", None, told.append)
+    ranks = ray_ranks.RayRanks(2, None, "g", None, told.append, lambda: told.append("as planned"))
     ranks._watch(["run 0", "run 1"])
+    if error is True:
+        assert told.pop(0) == "as planned", "before anybody can take it for a loss"
     assert len(told) == 1 and told[0].startswith(words)
     assert ranks.lost() == told[0]
 
@@ -413,7 +417,7 @@ def test_a_rank_asks_ray_for_what_its_bundle_holds(bundle: dict[str, float], mon
     monkeypatch.setattr(ray, "wait", lambda runs, num_returns: (runs, []))
     monkeypatch.setattr(ray, "get", lambda run: None)
     placed = types.SimpleNamespace(bundle_specs=[{"CPU": 0.1, "GPU": 0.0}, bundle])
-    ray_ranks.RayRanks(1, None, "g", placed, lambda message: None).start(0, "endpoint", "secret")
+    ray_ranks.RayRanks(1, None, "g", placed, lambda message: None, lambda: None).start(0, "endpoint", "secret")
     asked = remote(ray_ranks.RankActor).options.call_args.kwargs
     assert (asked["num_cpus"], asked["num_gpus"]) == (bundle["CPU"], bundle.get("GPU", 0))
     assert asked["scheduling_strategy"].placement_group_bundle_index == 1
@@ -425,7 +429,7 @@ def test_a_watch_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(ray, "wait", wait)
     told: list[str] = []
-    ray_ranks.RayRanks(1, None, "g", None, told.append)._watch(["run 0"])
+    ray_ranks.RayRanks(1, None, "g", None, told.append, lambda: None)._watch(["run 0"])
     assert told == ["the ranks of group g can no longer be watched: Wordless"]
 
 
@@ -435,7 +439,7 @@ def test_a_frozen_rank_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None
     told: list[str] = []
     settings = EngineSettings(model=ModelSettings(model="m"))
     facts = types.SimpleNamespace(secret="s", groups_on_node=1, host_socket=None)
-    group = ray_ranks.ray_group(settings, facts, "g", None, "127.0.0.1", told.append)
+    group = ray_ranks.ray_group(settings, facts, "g", None, "127.0.0.1", told.append, lambda: None)
     group.report("rank 0 is frozen")
     group.launcher._watch(["run 0"])  # it was killed, and so has ended
     assert told == ["rank 0 is frozen"] and group.lost() == told[0]

@@ -16,6 +16,7 @@ from tandem.cluster.gateway.generation.draining_groups import DrainingGroups
 from tandem.cluster.gateway.generation.failover import MOST_LOSSES
 from tandem.cluster.gateway.generation.quarantine import MOST, Quarantine, digest_of
 from tandem.cluster.routing.route_hint import RouteHint
+from tandem.cluster.wire.version import OtherVersion
 from tandem.workers.engine.probation import PROBATION_TOKENS
 from tandem.workers.messages.errors import GroupLost, QueueFull, RequestRefused
 from tandem.workers.messages.request import Ended, GenerationRequest, SamplingParams, TokenDelta, Usage
@@ -413,6 +414,59 @@ async def test_a_group_that_is_told_to_stop_hands_over_which_is_no_strike() -> N
             got += [token for delta in await anext(stream) for token in delta.token_ids]
         assert got + await read(stream) == list(range(100, 500))
         await stream.aclose()
+
+
+class EndingEngine(SlowEngine):
+    """One of its ranks is told to end, in the middle of a step."""
+
+    is_told = False
+
+    def turn(self, timeout_s: float) -> bool:
+        if self.is_told:
+            raise GroupLost("rank 1: it was told to end", by_step=False, is_planned=True)
+        return super().turn(timeout_s)
+
+
+@pytest.mark.parametrize("by", ["the rank's last message", "the watch over its process"])
+async def test_a_rank_that_is_told_to_end_is_no_strike(by: str) -> None:
+    async with Service(EndingEngine) as service:
+        stream = await service.client.submit(asked("r", 300))
+        got = [token for delta in await anext(stream) for token in delta.token_ids]
+        first = service.groups[0]
+        if by == "the rank's last message":
+            first.engine.is_told = True
+        else:
+            first.thread.expect_end()
+            first.thread.lose("rank 1 of group g0 was told to end")
+        await until(lambda: service.groups[1].requests)
+        (moved,) = service.groups[1].requests
+        assert not moved.suspect and first.thread.is_planned
+        assert got + await read(stream) == list(range(100, 400))
+        await stream.aclose()
+
+
+# ---- groups of another version ----
+
+
+async def test_a_group_of_another_version_is_left_alone_which_is_no_strike(
+    told: Told, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = await told.client.submit(asked("r", 3))
+    read_all = asyncio.create_task(read(stream))
+    for number, group in enumerate(("g0", "", "", "", "", "", "", "")):  # an older release does not even say its name
+        request = await told.attempt(number)
+        assert not request.suspect
+        told.groups.calls[number].answered.set_exception(OtherVersion("7" if group else "", group))
+    await told.attempt(8)
+    assert "g0" in told.groups.hints[8].avoid and not told.client.has_group(("g1",)), "for every request from here"
+    told.say((0, 0, [1, 2, 3]), end="length")
+    told.end(positions=[3])
+    assert await read_all == [1, 2, 3]
+    (line,) = [line for line in caplog.messages if "group g0 cannot be used" in line]
+    assert "version 7 of the token channel" in line
+    told.fleet.records = serving("g0")
+    assert not told.client.ready() and not told.client.has_group()
+    await stream.aclose()
 
 
 async def test_requests_of_a_group_that_serve_takes_down_move_before_it_is_killed() -> None:

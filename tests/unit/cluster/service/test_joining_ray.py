@@ -10,6 +10,7 @@ import grpc
 import pytest
 import ray
 
+from tandem.cluster.deploy.ray_tokens import asks_for_token
 from tandem.cluster.service import ray_node
 from tandem.configs.errors import SettingsError
 
@@ -61,7 +62,7 @@ def test_a_ray_without_tokens_is_joined_only_when_that_is_accepted(
             ) as caught:
                 ray_node.join("auto", may_be_open=may_be_open)
             assert caught.value.flag == "--address"
-        assert ray_node.asks_for_token(address) is asks
+        assert asks_for_token(address, "--address", "--allow-unauthenticated-ray") is asks
         assert set(handler.calls) == {"/ray.rpc.NodeInfoGcsService/GetClusterId"}
 
 
@@ -71,6 +72,6 @@ def test_an_answer_that_does_not_tell_is_not_taken_for_a_refusal() -> None:
     server.start()
     try:
         with pytest.raises(SettingsError, match=r"UNIMPLEMENTED.*--allow-unauthenticated-ray"):
-            ray_node.asks_for_token(f"127.0.0.1:{port}")
+            asks_for_token(f"127.0.0.1:{port}", "--address", "--allow-unauthenticated-ray")
     finally:
         server.stop(None).wait()

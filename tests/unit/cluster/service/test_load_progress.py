@@ -12,7 +12,7 @@ from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.service.launcher import Console
 from tandem.cluster.service.serve_app import ServeApp
 from tandem.cluster.state.redis_client import BackgroundClient
-from tandem.cluster.wire.service_facts import new_facts
+from tandem.cluster.wire.service_facts import ServiceFacts
 from tandem.configs.load import build_settings
 from tests.support.private_redis import private_redis
 
@@ -138,7 +138,7 @@ async def test_who_waits_for_the_groups_is_told_what_they_say(
 
     monkeypatch.setattr(ServeApp, "_gateways_answer", answer)
     monkeypatch.setattr(ServeApp, "_raise_serve_failure", lambda app: None)
-    facts = new_facts(single_node=True, device="cpu", redis_url=server.url)
+    facts = ServiceFacts(service_id="s", single_node=True, device="cpu", redis_url=server.url)
     app = ServeApp(build_settings("m", {"data_parallel_size": 2}), facts, private=True)
     told: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
     waiting = asyncio.create_task(app._wait_until_ready(lambda: None, lambda *said: told.put_nowait(said)))

@@ -2,7 +2,6 @@
 
 import asyncio
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,6 @@ from tandem.cluster.fleet.fleet_view import FleetView, group_heartbeat
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.state.redis_address import ASK_AFTER_FAILURES, MovingRedis
 from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
-from tandem.cluster.wire.redis_deployment import PrivateRedis
-from tandem.cluster.wire.service_facts import ServiceFacts, new_facts
 from tandem.configs.environment import short_temp_folder
 from tests.support.fake_group import serving
 
@@ -116,46 +113,3 @@ async def test_fleet_and_heartbeat_go_on_with_the_redis_that_takes_its_place(fol
             await client.close()
         for server in servers:
             server.stop()
-
-
-def facts() -> ServiceFacts:
-    return new_facts(single_node=True, device="cpu")
-
-
-class Replica(PrivateRedis):
-    """Serve ends it once, by its __del__; so does the test. The interpreter's call makes a coroutine for nobody."""
-
-    def __del__(self) -> None:  # type: ignore[override]
-        pass
-
-
-async def test_the_replica_answers_while_its_server_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, go_on = threading.Event(), threading.Event()
-    slow = False
-    plain_start = RedisServer.start
-
-    def start(server: RedisServer) -> None:
-        if slow:
-            begun.set()
-            assert go_on.wait(60)
-        plain_start(server)
-
-    monkeypatch.setattr(RedisServer, "start", start)
-    replica = Replica.__new__(Replica)
-    await replica.__init__(facts())  # type: ignore[misc]
-    try:
-        url = await replica.url()
-        slow = True
-        replica._server.stop()
-        assert await asyncio.to_thread(begun.wait, 30), "its watch has seen it"
-        async with asyncio.timeout(20):
-            assert await replica.url() == url
-        assert not go_on.is_set()
-        await replica.check_health()
-        go_on.set()
-        async with asyncio.timeout(30):
-            while not replica._server.is_alive():
-                await asyncio.sleep(0.02)
-    finally:
-        go_on.set()
-        await PrivateRedis.__del__(replica)

@@ -1,0 +1,167 @@
+"""What an application under Serve keeps over its versions: the service's id, its secret, and its private Redis.
+
+A named detached actor outside the application has them, so a redeploy, which restarts every replica, finds them again.
+Replicas join by the application's name, and renew a lease for as long as they live; without a renewal for LEASE_S the
+actor ends itself and its Redis. `tandem serve` makes facts with an identity of its own, and has no such actor.
+
+Ray restarts an actor that dies with the same id and secret, which are its arguments; its Redis takes up what is left of
+its folder, and gateways restore the rest.
+"""
+
+import asyncio
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+from msgspec.structs import replace
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from tandem.cluster.state.redis_address import Client, MovingRedis
+from tandem.cluster.wire.private_redis import PrivateRedis
+from tandem.cluster.wire.service_facts import ServiceFacts, new_identity
+
+log = logging.getLogger("ray.serve.tandem")
+NAMESPACE = "tandem"
+LEASE_S = 600.0
+"""Without a renewal from any replica the identity ends: after `serve delete`, `serve shutdown`, or a failed deploy."""
+RENEW_PERIOD_S = 30.0
+CALL_S = 20.0
+LOOPBACK = "127.0.0.1"
+
+
+class ServiceIdentity:
+    """The actor. Its arguments are the identity; one that exists already keeps its own."""
+
+    def __init__(
+        self, service_id: str, secret: str, lease_s: float = LEASE_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._service_id = service_id
+        self._secret = secret
+        self._lease_s = lease_s
+        self._clock = clock
+        self._renewed_s = clock()
+        self._redis: PrivateRedis | None = None
+        self._changing = asyncio.Lock()
+        self._ending: asyncio.Task[None] | None = None
+
+    async def renew(self) -> tuple[str, str]:
+        """Renews the lease. Returns id and secret."""
+        self._renewed_s = self._clock()
+        if self._ending is None:
+            self._ending = asyncio.get_running_loop().create_task(self._end_unrenewed(), name="identity's lease")
+        return self._service_id, self._secret
+
+    async def redis_url(self, on_loopback: bool) -> str:
+        """The URL of the private Redis, which the first call starts. on_loopback: all who use it are on this machine;
+        a server that is only for those is started again on the node's address when another asks."""
+        async with self._changing:
+            if self._redis is not None and self._redis.host == LOOPBACK and not on_loopback:
+                await self._redis.stop(keep_data=True)
+                self._redis = None
+            if self._redis is None or not self._redis.is_kept:
+                host = LOOPBACK if on_loopback else ray.util.get_node_ip_address()
+                self._redis = PrivateRedis(self._folder(), host)
+                await self._redis.start()
+            return self._redis.url
+
+    async def end(self) -> None:
+        """Ends the Redis server and removes its data."""
+        async with self._changing:
+            if self._redis is not None:
+                await self._redis.stop(keep_data=False)
+                self._redis = None
+        with suppress(OSError):
+            shutil.rmtree(self._folder())
+
+    def is_over(self) -> bool:
+        """Whether nobody has renewed the lease for too long."""
+        return self._clock() - self._renewed_s >= self._lease_s
+
+    def _folder(self) -> Path:
+        """In the folder of Ray's session, which outlives every actor. Its name is short: a socket's path must be."""
+        session = ray._private.worker.global_worker.node.get_session_dir_path()
+        return Path(session) / f"r-{self._service_id[:6]}"
+
+    async def _end_unrenewed(self) -> None:
+        while not self.is_over():
+            await asyncio.sleep(self._lease_s / 20)
+        log.warning("no replica of service %s for %.0f s: its identity ends", self._service_id, self._lease_s)
+        await self.end()
+        ray.kill(ray.get_runtime_context().current_actor)
+
+
+class Membership:
+    """A replica's part in its service: who it is, and where the private Redis is.
+
+    app: the application's name. facts: of the replica's start, whose identity stays the replica's for its whole life.
+    """
+
+    def __init__(self, app: str, facts: ServiceFacts) -> None:
+        self._app = app
+        self.facts = facts
+        self._renewing: asyncio.Task[None] | None = None
+
+    async def join(self) -> ServiceFacts:
+        """Returns the facts with the service's identity. Ray's errors when its actor cannot be reached."""
+        if not self.facts.service_id:
+            service_id, secret = await self._ask(lambda actor: actor.renew.remote())
+            self.facts = replace(self.facts, service_id=service_id, secret=secret)
+            self._renewing = asyncio.get_running_loop().create_task(self._renew(), name="identity's lease")
+        return self.facts
+
+    async def open_redis(self, open_client: Callable[[str], Client]) -> MovingRedis:
+        """Opens the service's Redis: the one of the facts, else the private one, which may move."""
+        if self.facts.redis_url is not None:
+            return MovingRedis(self.facts.redis_url, open_client, None)
+        return MovingRedis(await self._redis_url(), open_client, self._redis_url)
+
+    def leave(self) -> None:
+        """Renews no more."""
+        if self._renewing is not None:
+            self._renewing.cancel()
+
+    async def _redis_url(self) -> str:
+        return str(await self._ask(lambda actor: actor.redis_url.remote(self.facts.single_node)))
+
+    async def _ask(self, call: Callable[[Any], Any]) -> Any:
+        """Calls the actor, which is made, also again, when there is none."""
+        actor = await asyncio.to_thread(identity_actor, self._app, self.facts)
+        async with asyncio.timeout(CALL_S):
+            return await call(actor)
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(RENEW_PERIOD_S)
+            try:
+                service_id, _ = await self._ask(lambda actor: actor.renew.remote())
+            except Exception as error:  # Ray has several types for an actor that is gone or being restarted
+                log.warning("the service's identity was not renewed: %s", str(error).partition("\n")[0])
+                continue
+            if service_id != self.facts.service_id:
+                log.error("this replica is of service %s, and %s has its name", self.facts.service_id, service_id)
+
+
+def identity_actor(app: str, facts: ServiceFacts, lease_s: float = LEASE_S) -> Any:
+    """The handle of the application's identity. Without one it is made: with the identity of the facts, or, if they
+    have none yet, with a new one. Blocks."""
+    service_id, secret = (facts.service_id, facts.secret) if facts.service_id else new_identity()
+    node_id = facts.home_node or ray.get_runtime_context().get_node_id()
+    return (
+        ray.remote(ServiceIdentity)
+        .options(
+            name=f"tandem-identity:{app}",
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            num_cpus=0,
+            # not in the placement group of the replica that asks
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=facts.home_node is None),
+        )
+        .remote(service_id, secret, lease_s)
+    )
