@@ -21,8 +21,8 @@ from tandem.cluster.deploy.ray_tokens import check_token
 from tandem.cluster.deploy.resolved_settings import resolve_settings
 from tandem.cluster.gateway.gateway_replica import Gateway
 from tandem.cluster.gateway.http.draining import LEAVING_S
-from tandem.cluster.gateway.http.serve_proxy import check_open, proxy_host
 from tandem.cluster.group.coordinator import Coordinator
+from tandem.cluster.wire.serve_proxy import check_open, proxy_host
 from tandem.cluster.wire.service_facts import (
     COORDINATOR,
     CPU_SHARE,

@@ -31,7 +31,6 @@ from tandem.cluster.gateway.generation.serve_dispatch import ServeDispatch
 from tandem.cluster.gateway.http.draining import LAST_WORDS_S, LEAVING_S, shutting_down
 from tandem.cluster.gateway.http.gateway_metrics import Together
 from tandem.cluster.gateway.http.http_server import QuietServer, make_server
-from tandem.cluster.gateway.http.serve_proxy import check_open, proxy_host
 from tandem.cluster.gateway.http.tls import server_context
 from tandem.cluster.gateway.routes import build_gateway_app
 from tandem.cluster.gateway.wiring import build_accounts, build_generations, build_metrics, build_text_services
@@ -43,6 +42,7 @@ from tandem.cluster.state.redis_address import MovingRedis
 from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
 from tandem.cluster.tenants.tenant_service import TenantService
 from tandem.cluster.wire.identity import Membership
+from tandem.cluster.wire.serve_proxy import check_open, proxy_host
 from tandem.cluster.wire.service_facts import ServiceFacts, check_node
 from tandem.configs.environment import short_temp_folder
 from tandem.configs.errors import SettingsError
