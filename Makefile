@@ -14,7 +14,7 @@ DOCS    := $(VENV)/.docs-installed
 TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t0 )) s"
 
 .PHONY: install dev serve check check-kernels format test chaos fuzz mutate bench bench-engine bench-serve bench-startup \
-  bench-multiturn bench-weight-stream bench-lora performance docs clean help
+  bench-overload bench-multiturn bench-weight-stream bench-lora performance docs clean help
 
 help: ## show these goals
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -82,6 +82,9 @@ bench-serve: $(DEV) ## the same workload over HTTP and offline, A-B-A-B
 
 bench-startup: $(DEV) ## seconds to the first answer, idle CPU and memory of all processes
 	$(BIN)/python -m benchmarks.service.startup $(ARGS)
+
+bench-overload: $(DEV) ## goodput, refusals and memory at 0.5 to 3 times the capacity
+	$(BIN)/python -m benchmarks.service.overload $(ARGS)
 
 bench-multiturn: $(DEV) ## KV tiers: replay of a conversation trace, one returning turn, copy or recompute
 	$(BIN)/python -m benchmarks.service.trace_replay kv $(ARGS)

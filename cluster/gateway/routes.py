@@ -110,11 +110,12 @@ def _endpoint(state: GatewayState, spec: RouteSpec) -> Callable[[Request], Await
 
 def _document_handler() -> Handler:
     """Serves the OpenAPI document, built once."""
-    summaries = [(s.path, s.method, s.level, (s.handler.__doc__ or "").partition("\n")[0]) for s in ROUTES]
-    answer = handlers.json_response(openapi_document(summaries))
 
     async def document(_: GatewayState, __: Request, ___: Principal) -> Response:
         """This document."""
         return answer
 
+    specs = [*ROUTES, RouteSpec("GET", OPENAPI_PATH, AuthLevel.OPEN, document)]
+    summaries = [(s.path, s.method, s.level, (s.handler.__doc__ or "").partition("\n")[0]) for s in specs]
+    answer = handlers.json_response(openapi_document(summaries))
     return document
