@@ -131,7 +131,8 @@ def _endpoint(spec: RouteSpec, auth: Authenticator, draining: Draining) -> Calla
 
 def _document_handler(specs: Sequence[RouteSpec]) -> Handler:
     """Serves the OpenAPI document, built once."""
-    summaries = [(s.path, s.method, s.level, s.description.partition("\n")[0]) for s in specs]
+    own = (OPENAPI_PATH, "GET", AuthLevel.OPEN, str(_document.__doc__))
+    summaries = [*((s.path, s.method, s.level, s.description.partition("\n")[0]) for s in specs), own]
     return partial(_document, handlers.json_response(openapi_document(summaries)))
 
 

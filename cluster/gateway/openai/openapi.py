@@ -24,6 +24,8 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/load_lora_adapter": LoadBody,
     "/v1/unload_lora_adapter": UnloadBody,
 }
+CREATES = {("POST", "/admin/tenants")}
+"""Routes that answer 201 in place of 200."""
 REFUSALS = {
     "400": "Bad JSON, schema, range, unsupported field, or context too long",
     "401": "Missing or unknown API key",
@@ -66,7 +68,7 @@ def _operation(path: str, method: str, level: AuthLevel, summary: str) -> dict[s
     operation: dict[str, Any] = {
         "summary": summary,
         "responses": {
-            "200": {"description": "OK"},
+            "201" if (method, path) in CREATES else "200": {"description": "OK"},
             **{status: {"description": text, "content": error} for status, text in REFUSALS.items()},
         },
     }

@@ -1,0 +1,81 @@
+"""Requests that schemathesis makes so that they do not fit an OpenAPI document, and the rules of their answers."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import requests
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+if TYPE_CHECKING:
+    from schemathesis import Case
+
+HANG_S = 5.0
+WRONG, RIGHT = 9, 1
+"""Of ten cases of a route that takes anything, so many do not fit the document."""
+
+
+def check_error(body: Any, headers: Any) -> None:
+    """The contract's shape of an error, and nothing beside it."""
+    assert isinstance(body, dict) and set(body) == {"error"}, body
+    error = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}, body
+    assert isinstance(error["message"], str) and error["message"], body
+    assert isinstance(error["type"], str) and error["type"], body
+    assert error["param"] is None or isinstance(error["param"], str), body
+    assert isinstance(error["code"], str) and error["code"], body
+    assert headers["x-request-id"] and headers["content-type"] == "application/json", headers
+
+
+def check_answer(answer: Any, documented: set[str]) -> None:
+    """The rules of every answer. documented: the statuses that the document has for the route."""
+    status, headers = answer.status_code, {name: values[0] for name, values in answer.headers.items()}
+    assert status < 500 and status != 422, (status, answer.text)
+    assert str(status) in documented, (status, answer.text)
+    assert headers["x-request-id"]
+    if status >= 400:
+        check_error(answer.json(), headers)
+
+
+def send_bad_requests(
+    url: str, document: dict[str, Any], headers: Sequence[Mapping[str, str]], count: int
+) -> tuple[dict[str, int], list[str]]:
+    """Sends `count` cases one after the other, each with one of `headers`. Returns the number of answers by route and
+    status, and what broke the rules: of each kind one, as a command that sends it again."""
+    import schemathesis  # takes a second, which collecting tests should not
+
+    schema = schemathesis.openapi.from_dict(document)
+    operations = [found.ok() for found in schema.get_all_operations()]
+    session = requests.Session()
+    seen: dict[str, int] = {}
+    broken: dict[str, str] = {}
+
+    @settings(max_examples=count, phases=[Phase.generate], suppress_health_check=list(HealthCheck), deadline=None)
+    @given(
+        case=st.one_of([strategy for operation in operations for strategy in _cases(operation)]),
+        key=st.sampled_from(headers),
+    )
+    def send(case: "Case[Any]", key: Mapping[str, str]) -> None:
+        place = f"{case.method} {case.path}"
+        try:
+            answer = case.call(base_url=url, session=session, headers=dict(key), timeout=HANG_S)
+            seen[f"{place} {answer.status_code}"] = seen.get(f"{place} {answer.status_code}", 0) + 1
+            check_answer(answer, set(document["paths"][case.path][case.method.lower()]["responses"]))
+        except Exception as error:  # go on: each kind of fault is told
+            broken.setdefault(
+                f"{place}: {type(error).__name__} {str(error)[:400]}", case.as_curl_command(headers=dict(key))
+            )
+
+    send()
+    session.close()
+    return seen, [f"{fault}\n  {command[:2000]}" for fault, command in broken.items()]
+
+
+def _cases(operation: Any) -> "list[st.SearchStrategy[Case[Any]]]":
+    """Of a route that takes a body or parameters: nearly all wrong. Others take nothing that could be wrong."""
+    from schemathesis import GenerationMode
+
+    right = operation.as_strategy(generation_mode=GenerationMode.POSITIVE)
+    if not operation.body and not operation.path_parameters:
+        return [right]
+    return [operation.as_strategy(generation_mode=GenerationMode.NEGATIVE)] * WRONG + [right] * RIGHT
