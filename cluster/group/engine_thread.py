@@ -109,6 +109,8 @@ class EngineThread(threading.Thread):
         self._over = False
         self._lost: str | None = None
         self._live: dict[RequestKey, tuple[GenerationRequest, OnEnded]] = {}
+        self._unheard: set[RequestKey] = set()
+        """Requests whose calls were cancelled: their counts go out over the token channel."""
         self._reported_at_s = 0.0
         self._engine_loop: EngineLoop | None = None
 
@@ -122,6 +124,7 @@ class EngineThread(threading.Thread):
             self._lose_inbox(ENDED)
 
     def abort(self, abort: Abort) -> None:
+        """Ends a request whose call was cancelled. Its gateway gets the count as a last delta, if it still listens."""
         self._inbox.append(abort)
         self._wake()
 
@@ -233,6 +236,7 @@ class EngineThread(threading.Thread):
         while self._inbox:
             item = self._inbox.popleft()
             if isinstance(item, Abort):
+                self._unheard |= {(item.request_id, item.attempt)} & self._live.keys()
                 engine.abort(item)
             elif isinstance(item, EngineCall):
                 item.run(engine)
@@ -277,7 +281,11 @@ class EngineThread(threading.Thread):
         return live[0].reply_to if live is not None else None
 
     def _ended(self, ended: Ended) -> None:
-        live = self._live.pop((ended.request_id, ended.attempt), None)
+        key = (ended.request_id, ended.attempt)
+        if key in self._unheard:
+            self._unheard.discard(key)
+            self._send([last_word(ended)])
+        live = self._live.pop(key, None)
         if live is not None:
             live[1](ended)
 
@@ -319,6 +327,18 @@ class EngineThread(threading.Thread):
     def _publish(self, now_s: float) -> None:
         self._reported_at_s = now_s
         self._report.stats(self._engine.stats(), self._engine.adapter_residency())
+
+
+def last_word(ended: Ended) -> TokenDelta:
+    """The count of a request whose answer nobody waits for, as a delta without tokens."""
+    return TokenDelta(
+        request_id=ended.request_id,
+        attempt=ended.attempt,
+        choice=0,
+        first_position=ended.positions[0] if ended.positions else 0,
+        token_ids=[],
+        usage=ended.usage,
+    )
 
 
 def refusal(

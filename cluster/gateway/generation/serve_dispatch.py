@@ -21,15 +21,13 @@ from tandem.cluster.routing.route_hint import RouteHint
 from tandem.cluster.wire.token_channel import GROUP_UNUSABLE, TokenReceiver
 from tandem.cluster.wire.version import OtherVersion
 from tandem.workers.messages.errors import RequestRefused
-from tandem.workers.messages.request import Abort, Ended, GenerationRequest, Loss, TokenDelta, Usage
+from tandem.workers.messages.request import Abort, Ended, GenerationRequest, Loss, TokenDelta
 
 log = logging.getLogger("tandem.groups")
 GAP_S = 1.0
 SILENT_S = 3.5
 """A group whose record is missing (3 s after its last heartbeat) is lost when it has sent no token for this long."""
 CANCEL_AFTER_S = 5.0
-LINGER_S = 0.25
-"""For the word that a request has begun, when its client leaves before."""
 LEAST_HOLD_S = 30.0
 
 
@@ -66,7 +64,7 @@ class ServeAttempt:
 
     def abort(self, abort: Abort) -> None:
         """Implements Attempt. While the group is not known, an abort of one choice is held, and the whole request is
-        ended by cancelling the call."""
+        ended by cancelling the call: the group then sends its count as a last delta, if it has the request."""
         abort = msgspec.structs.replace(abort, attempt=self.request.attempt)
         if self.sender is not None:
             self._owner.send_abort(self.sender, abort)
@@ -75,7 +73,6 @@ class ServeAttempt:
         if abort.choice is None and abort.keep_positions is None:
             self._is_given_up = True
             self._drop()
-            self._owner.loop.call_later(LINGER_S, self._end_uncounted)
 
     def cancel(self) -> None:
         """Implements Attempt."""
@@ -119,18 +116,6 @@ class ServeAttempt:
         except Exception as error:  # whatever way Ray or Serve reports a dead replica
             loss: Loss = "bystander" if self._owner.is_draining(self.sender) else "unknown"
             self.lose(f"{type(error).__name__}: {error}".splitlines()[0], loss)
-
-    def _end_uncounted(self) -> None:
-        """Its call was cancelled: whether it had begun is known by now."""
-        nothing = Usage(prompt_tokens=0, completion_tokens=0)
-        ended = Ended(
-            request_id=self.request.request_id,
-            attempt=self.request.attempt,
-            positions=[],
-            finish_reasons=["abort"] * self.request.sampling.n,
-            usage=nothing,
-        )
-        self.end(ended)
 
 
 class ServeDispatch:

@@ -399,6 +399,17 @@ async def test_the_word_that_it_has_begun_is_awaited_when_a_client_leaves_at_onc
     assert told.client.books.rows[0].usage == Usage(3, 0, cached_tokens=5)
 
 
+async def test_the_count_of_a_group_is_billed_although_it_has_said_nothing_before() -> None:
+    """The word that the prompt is computed may be as late as the step before it is long."""
+    async with Service(groups=1) as service:
+        service.groups[0].engine.most = 0
+        stream = await service.client.submit(asked("r", prompt=[1, 2, 3]))
+        await until(lambda: service.groups[0].engine.live)
+        await stream.aclose()
+        await settled(service.client)
+        assert [row.usage for row in service.client.books.rows] == [Usage(3, 0)]
+
+
 # ---- planned ends ----
 
 
