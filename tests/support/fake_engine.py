@@ -160,6 +160,6 @@ class FakeEngine:
         )
         self.sink.ended(ended, request)
 
-    @staticmethod
-    def _usage(request: GenerationRequest, completion: int) -> Usage:
-        return Usage(prompt_tokens=len(request.prompt_token_ids), completion_tokens=completion)
+    def _usage(self, request: GenerationRequest, completion: int) -> Usage:
+        is_begun = (request.request_id, request.attempt) in self.begun or request.begun or completion
+        return Usage(prompt_tokens=len(request.prompt_token_ids) if is_begun else 0, completion_tokens=completion)

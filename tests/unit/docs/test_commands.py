@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from tandem.cluster.adapters import adapter_metrics
 from tandem.cluster.fleet import engine_metrics
 from tandem.cluster.gateway.http.gateway_metrics import GatewayMetrics
+from tandem.cluster.tenants import tenant_service
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -43,6 +44,10 @@ def test_the_metrics_that_the_guides_list_exist() -> None:
     code = Path(engine_metrics.__file__).read_text() + Path(adapter_metrics.__file__).read_text()
     known = set(re.findall(r"^# TYPE tandem:(\w+)", served, re.M)) | set(re.findall(r'"(\w+)"|:(\w+)"', code))
     names = {name for pair in known for name in ([pair] if isinstance(pair, str) else pair)}
+    names |= {
+        f"usage_rows_{what}_total"
+        for what in re.findall(r'f"\{name\}_(\w+)"', Path(tenant_service.__file__).read_text())
+    }
     names |= {f"kv_offload_{kind}_bytes" for kind in ("load", "store", "spill", "fetch")}
     listed: set[str] = set()
     for page in ("operations.md", "multi-tenancy.md"):

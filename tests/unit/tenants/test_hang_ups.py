@@ -18,14 +18,10 @@ PROMPT = 300
 class PrefillingEngine(FakeEngine):
     """Gives each request its row, and no token."""
 
-    def __init__(self, sink: object) -> None:
-        super().__init__(sink)
-        self.told: set[str] = set()
-
     def turn(self, timeout_s: float) -> bool:
         for request, _ in self.live.values():
-            if request.request_id not in self.told:
-                self.told.add(request.request_id)
+            if (request.request_id, request.attempt) not in self.begun:
+                self.begun.add((request.request_id, request.attempt))
                 self.sink.begun(request, 0)
         return False
 

@@ -403,6 +403,7 @@ async def test_the_count_of_a_group_is_billed_although_it_has_said_nothing_befor
     """The word that the prompt is computed may be as late as the step before it is long."""
     async with Service(groups=1) as service:
         service.groups[0].engine.most = 0
+        service.groups[0].engine.begun.add(("r", 0))
         stream = await service.client.submit(asked("r", prompt=[1, 2, 3]))
         await until(lambda: service.groups[0].engine.live)
         await stream.aclose()

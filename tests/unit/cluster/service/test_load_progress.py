@@ -7,10 +7,12 @@ from collections.abc import Iterator
 import pytest
 
 from tandem.cluster.fleet.fleet_view import GroupRecord, GroupState, bytes_of, group_heartbeat
+from tandem.cluster.fleet.group_reports import GroupReport, ReportWriter
 from tandem.cluster.process.load_progress import LoadProgress, wipe
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.service.launcher import Console
 from tandem.cluster.service.serve_app import ServeApp
+from tandem.cluster.state.notifications import NoAnnouncements
 from tandem.cluster.state.redis_client import BackgroundClient
 from tandem.cluster.wire.service_facts import ServiceFacts
 from tandem.configs.load import build_settings
@@ -155,11 +157,19 @@ async def test_who_waits_for_the_groups_is_told_what_they_say(
             await asyncio.sleep(0.1)
 
     beating = asyncio.create_task(send_heartbeats())
+    writers = [
+        ReportWriter(
+            redis, facts.service_id, lambda group=group: GroupReport(group=group, model="m"), NoAnnouncements()
+        )  # type: ignore[misc]
+        for group in "ab"
+    ]
+    answering = [asyncio.create_task(writer.run()) for writer in writers]
     async with asyncio.timeout(60):
         for now, wanted in [*steps, (serving[0], (11, 20)), (serving[1], (20, 20))]:
             latest[now.group] = now
             while await told.get() != wanted:
                 assert not waiting.done(), waiting
         assert len(await waiting) == 2
-    beating.cancel()
+    for task in (beating, *answering):
+        task.cancel()
     await redis.close()
