@@ -16,11 +16,16 @@ def redis_process(service: Service) -> psutil.Process:
     return wait_for(lambda: service.titled("tandem redis"), 15, "Redis runs")[0]
 
 
+def redis_url(redis: psutil.Process) -> str:
+    """Of the socket beside its configuration file."""
+    return f"unix://{Path(redis.cmdline()[1]).parent / 'redis.sock'}"
+
+
 def command(redis: psutil.Process, *parts: str | bytes) -> Any:
-    """To the private server, over the socket beside its configuration file."""
+    """To the private server."""
 
     async def send() -> Any:
-        client = BackgroundClient(f"unix://{Path(redis.cmdline()[1]).parent / 'redis.sock'}")
+        client = BackgroundClient(redis_url(redis))
         try:
             return await client.command(*parts)
         finally:

@@ -1,0 +1,126 @@
+"""Every pair of request kind, death and phase, and losses that meet: `make chaos`. Writes docs/reliability-table.md."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.failover import laws, table
+from tests.support.failover.calls import Call
+from tests.support.failover.kinds import KINDS
+from tests.support.failover.pairs import Row, all_pairs
+from tests.support.failover.scene import HEAL_S, Scene, failover_scene
+from tests.support.mixed_requests import PROMPTS
+from tests.support.records import group_records
+from tests.support.service import wait_for
+
+pytestmark = [pytest.mark.cluster, pytest.mark.chaos]
+DEATHS = ("rank", "rank 0", "coordinator", "last stage", "drain", "out of memory")
+PHASES = ("prefill", "decode", "adapter load", "KV copy")
+IN_A_COPY = "memory that runs out in a copy fails the copy, which is tried again or computed; no process ends"
+VOID = {("out of memory", "adapter load"): IN_A_COPY, ("out of memory", "KV copy"): IN_A_COPY}
+SMALL = ("-tp", "1", "--max-num-seqs", "8", "--max-num-queued-reqs", "24")
+
+
+def shape_of(row: Row) -> tuple[str, ...]:
+    """The flags of the service in which the row is played."""
+    return ("-pp", "2") if row[1] == "last stage" else ("-tp", "2")
+
+
+ROWS = all_pairs(tuple(KINDS), DEATHS, PHASES, is_possible=lambda row: row[1:] not in VOID)
+CASES = [(shape_of(row), row) for row in sorted(ROWS, key=shape_of)]
+
+
+@pytest.fixture(scope="module")
+def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    with failover_scene(tmp_path_factory.mktemp("root"), *request.param) as running:
+        yield running
+
+
+@pytest.mark.parametrize(("scene", "row"), CASES, indirect=["scene"], ids=lambda value: " ".join(value))
+def test_no_pair_loses_a_request(scene: Scene, row: Row) -> None:
+    kind, death, phase = row
+    table.add(scene.play(KINDS[kind], death, phase), VOID)
+
+
+# ---- losses that meet ----
+
+
+class Crowd:
+    """64 greedy streams, and what each says undisturbed."""
+
+    def __init__(self, scene: Scene, max_tokens: int = 120) -> None:
+        plain = {"model": "demo", "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
+        self._scene = scene
+        self._bodies = [{**plain, "prompt": prompt, "max_tokens": max_tokens} for prompt in PROMPTS]
+        self._whole = [self._send(body).result() for body in self._bodies]
+        self.calls: list[Call] = []
+
+    def begin(self) -> None:
+        """All at once; who is told to come later does so."""
+        self.calls = [self._send(body) for body in self._bodies * 2]
+
+    def wait_for_tokens(self, count: int) -> None:
+        for call in self.calls:
+            call.wait_for_tokens(count)
+
+    def check(self) -> None:
+        """0 failed of 64, and the laws."""
+        for call, wanted in zip(self.calls, self._whole * 2, strict=True):
+            laws.check_tokens(call.result(), wanted, is_exact=True)
+        assert len([call for call in self.calls if call.is_ok]) == 64
+        self._scene.wait_until_two_serve()
+        laws.check_ledger(self._scene.service, self.calls, frozenset({"length"}))
+        laws.check_kv(self._scene.service)
+        laws.check_alive(self._scene.service, [], self._scene.known)
+
+    def _send(self, body: dict[str, object]) -> Call:
+        return Call(self._scene.service, "/v1/completions", body)
+
+
+@pytest.mark.parametrize("scene", [("-tp", "2")], indirect=True, ids=" ".join)
+def test_two_groups_lost_five_seconds_apart(scene: Scene) -> None:
+    scene.wait_until_two_serve()
+    crowd = Crowd(scene)
+    crowd.begin()
+    first, second = scene.serving()
+    crowd.wait_for_tokens(1)
+    os.kill(first.rank_pids[0], signal.SIGKILL)
+    time.sleep(5)  # that is what is tested
+    os.kill(second.rank_pids[-1], signal.SIGKILL)
+    crowd.check()
+
+
+@pytest.mark.parametrize("scene", [("-tp", "2")], indirect=True, ids=" ".join)
+def test_a_group_lost_while_the_other_one_is_taken_down(scene: Scene) -> None:
+    """Until another one serves, all requests wait."""
+    scene.wait_until_two_serve()
+    crowd = Crowd(scene)
+    crowd.begin()
+    crowd.wait_for_tokens(1)
+    leaving = scene.newest()
+    (staying,) = [record for record in scene.serving() if record.group != leaving.group]
+    scene.scale(1)
+    os.kill(staying.rank_pids[0], signal.SIGKILL)
+    wait_for(lambda: staying.group not in {r.group for r in scene.serving()}, HEAL_S, "it is lost")
+    scene.scale(2)
+    crowd.check()
+
+
+@pytest.mark.parametrize("scene", [SMALL], indirect=True, ids=" ".join)
+def test_a_group_lost_while_the_other_ones_queue_is_full(scene: Scene) -> None:
+    """What was accepted is not refused later."""
+    scene.wait_until_two_serve()
+    crowd = Crowd(scene)
+    scene.faults.hold_step(80)
+    crowd.begin()
+
+    def are_full() -> bool:
+        return [(record.running, record.waiting) for record in group_records(scene.service)] == [(8, 24)] * 2
+
+    wait_for(are_full, HEAL_S, "each has 8 rows and a full queue")
+    os.kill(scene.serving()[0].rank_pids[0], signal.SIGKILL)
+    scene.faults.release()
+    crowd.check()
