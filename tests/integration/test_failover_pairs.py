@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tandem.workers.engine.probation import PROBATION_TOKENS
 from tests.support.failover import laws, table
 from tests.support.failover.calls import Call
 from tests.support.failover.kinds import KINDS
@@ -62,9 +63,10 @@ class Crowd:
         """All at once; who is told to come later does so."""
         self.calls = [self._send(body) for body in self._bodies * 2]
 
-    def wait_for_tokens(self, count: int) -> None:
-        for call in self.calls:
-            call.wait_for_tokens(count)
+    def wait_for_tokens(self, more: int) -> None:
+        """Until each has so many more, or is over."""
+        for call, wanted in [(call, call.num_tokens + more) for call in self.calls]:
+            call.wait_for_tokens(wanted)
 
     def check(self) -> None:
         """0 failed of 64, and the laws."""
@@ -82,13 +84,15 @@ class Crowd:
 
 @pytest.mark.parametrize("scene", [("-tp", "2")], indirect=True, ids=" ".join)
 def test_two_groups_lost_five_seconds_apart(scene: Scene) -> None:
+    """The second one when nobody is examined any more for the first: who runs alone in it is convicted of its end."""
     scene.wait_until_two_serve()
-    crowd = Crowd(scene)
+    crowd = Crowd(scene, max_tokens=400)
     crowd.begin()
     first, second = scene.serving()
     crowd.wait_for_tokens(1)
     os.kill(first.rank_pids[0], signal.SIGKILL)
     time.sleep(5)  # that is what is tested
+    crowd.wait_for_tokens(2 * PROBATION_TOKENS)
     os.kill(second.rank_pids[-1], signal.SIGKILL)
     crowd.check()
 

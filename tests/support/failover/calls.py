@@ -53,6 +53,7 @@ class Call:
         self.gap_s = 0.0
         self.port = 0
         self.ended = False
+        self._over = False
         self._last_s = time.monotonic()
         self._news = threading.Condition()
         self._thread = threading.Thread(target=self._run, args=(service.url + path,), daemon=True)
@@ -69,7 +70,7 @@ class Call:
     def wait_for_tokens(self, count: int) -> None:
         """Until so many have come, or the answer is over."""
         with self._news:
-            assert self._news.wait_for(lambda: self.num_tokens >= count or self.ended, ANSWER_S), "tokens come"
+            assert self._news.wait_for(lambda: self.num_tokens >= count or self._over, ANSWER_S), "tokens come"
 
     def result(self) -> "Call":
         """Waits for the end."""
@@ -98,6 +99,7 @@ class Call:
         except (httpx.HTTPError, httpx.StreamError) as error:
             self.error = self.error or repr(error)
         with self._news:
+            self._over = True
             self._news.notify_all()
 
     def _read_whole(self, url: str) -> None:
