@@ -12,16 +12,17 @@ from tests.support.failover import laws, table
 from tests.support.failover.calls import Call
 from tests.support.failover.kinds import KINDS
 from tests.support.failover.pairs import Row, all_pairs
-from tests.support.failover.scene import HEAL_S, Scene, failover_scene
+from tests.support.failover.scene import HEAL_S, TEST_S, Scene, failover_scene
 from tests.support.mixed_requests import PROMPTS
 from tests.support.records import group_records
 from tests.support.service import wait_for
 
-pytestmark = [pytest.mark.cluster, pytest.mark.chaos]
+pytestmark = [pytest.mark.cluster, pytest.mark.chaos, pytest.mark.timeout(TEST_S)]
 DEATHS = ("rank", "rank 0", "coordinator", "last stage", "drain", "out of memory")
 PHASES = ("prefill", "decode", "adapter load", "KV copy")
 IN_A_COPY = "memory that runs out in a copy fails the copy, which is tried again or computed; no process ends"
 VOID = {("out of memory", "adapter load"): IN_A_COPY, ("out of memory", "KV copy"): IN_A_COPY}
+LONGEST_PROMPT = 100
 SMALL = ("-tp", "1", "--max-num-seqs", "8", "--max-num-queued-reqs", "24")
 
 
@@ -43,7 +44,7 @@ def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize(("scene", "row"), CASES, indirect=["scene"], ids=lambda value: " ".join(value))
 def test_no_pair_loses_a_request(scene: Scene, row: Row) -> None:
     kind, death, phase = row
-    table.add(scene.play(KINDS[kind], death, phase), VOID)
+    table.add(scene.play(KINDS[kind], death, phase), VOID, len(ROWS))
 
 
 # ---- losses that meet ----
@@ -52,7 +53,7 @@ def test_no_pair_loses_a_request(scene: Scene, row: Row) -> None:
 class Crowd:
     """64 greedy streams, and what each says undisturbed."""
 
-    def __init__(self, scene: Scene, max_tokens: int = 120) -> None:
+    def __init__(self, scene: Scene, max_tokens: int = 80) -> None:
         plain = {"model": "demo", "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
         self._scene = scene
         self._bodies = [{**plain, "prompt": prompt, "max_tokens": max_tokens} for prompt in PROMPTS]
@@ -86,7 +87,7 @@ class Crowd:
 def test_two_groups_lost_five_seconds_apart(scene: Scene) -> None:
     """The second one when nobody is examined any more for the first: who runs alone in it is convicted of its end."""
     scene.wait_until_two_serve()
-    crowd = Crowd(scene, max_tokens=400)
+    crowd = Crowd(scene, max_tokens=160)
     crowd.begin()
     first, second = scene.serving()
     crowd.wait_for_tokens(1)
@@ -118,7 +119,7 @@ def test_a_group_lost_while_the_other_ones_queue_is_full(scene: Scene) -> None:
     """What was accepted is not refused later."""
     scene.wait_until_two_serve()
     crowd = Crowd(scene)
-    scene.faults.hold_step(80)
+    scene.faults.hold_step(LONGEST_PROMPT + 10)
     crowd.begin()
 
     def are_full() -> bool:

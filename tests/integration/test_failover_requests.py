@@ -1,5 +1,6 @@
 """What one request, one client or one gateway does to others: nothing. Two groups and two gateways, real processes."""
 
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -14,12 +15,12 @@ from tests.support.failover import laws
 from tests.support.failover.calls import Call
 from tests.support.failover.leaving import PROMPT_TOKENS, Points, connected
 from tests.support.failover.rank_faults import Fault
-from tests.support.failover.scene import HEAL_S, Scene, failover_scene
+from tests.support.failover.scene import HEAL_S, TEST_S, Scene, failover_scene
 from tests.support.mixed_requests import PROMPTS
 from tests.support.records import group_records
 from tests.support.service import is_alive, wait_for
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(TEST_S)]
 TOKEN = 241
 """A token that nobody else sends or is told."""
 GREEDY = {"model": "demo", "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
@@ -74,11 +75,11 @@ def test_a_fault_of_one_row_is_that_rows_alone(scene: Scene, fault: Fault) -> No
 # ---- a query of death ----
 
 
-def poison(phase: str) -> dict[str, Any]:
-    """A prompt that has the token, or one to which the model answers it."""
+def poison(phase: str, salt: int) -> dict[str, Any]:
+    """A prompt that has the token, or one to which the model answers it. salt: what was convicted stays refused."""
     if phase == "prefill":
-        return {"prompt": [428, 422, TOKEN, 260], "max_tokens": 10}
-    return {"prompt": [428, 422, 260, 366], "max_tokens": 10, "logit_bias": {str(TOKEN): 100}}
+        return {"prompt": [428, 422, TOKEN, salt], "max_tokens": 10}
+    return {"prompt": [428, 422, 260, salt], "max_tokens": 10, "logit_bias": {str(TOKEN): 100}}
 
 
 def play_poison(scene: Scene, phase: str, num_others: int, max_tokens: int) -> None:
@@ -90,7 +91,7 @@ def play_poison(scene: Scene, phase: str, num_others: int, max_tokens: int) -> N
     others = streams(scene, num_others, max_tokens)
     for call in others:
         call.wait_for_tokens(1)
-    asked = {"model": "demo", "temperature": 0, **poison(phase)}
+    asked = {"model": "demo", "temperature": 0, **poison(phase, 300 + num_others)}
     with (
         scene.faults.on_token(TOKEN, "kill"),
         openai.OpenAI(base_url=scene.service.url + "/v1", api_key="none", max_retries=5, timeout=HEAL_S) as client,
@@ -131,12 +132,12 @@ def test_a_query_of_death_among_63_others(scene: Scene, phase: str) -> None:
         ("tokenizing", {"stream": True}),
         ("adapter_load", {"stream": False}),
         ("prompt", {"stream": True, "n": 4}),
-        ("prompt", {"stream": False}),
+        pytest.param("prompt", {"stream": False}, marks=pytest.mark.chaos),
         ("decoding", {"stream": True}),
         ("decoding", {"stream": False, "n": 4}),
         ("swapped", {"stream": True}),
         ("migrating", {"stream": True}),
-        ("migrating", {"stream": False, "n": 4}),
+        pytest.param("migrating", {"stream": False, "n": 4}, marks=pytest.mark.chaos),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(f"{k}={v}" for k, v in value.items()),
 )
@@ -172,6 +173,25 @@ def test_a_client_that_leaves_leaves_nothing(scene: Scene, point: str, changes: 
     laws.check_alive(scene.service, [], scene.known)
 
 
+@pytest.mark.chaos
+def test_how_soon_all_is_free_when_clients_leave(scene: Scene) -> None:
+    """CN-01: printed, for a busy machine says more of itself than of the service."""
+    scene.wait_until_two_serve()
+    laws.check_kv(scene.service)
+    waits_s = []
+    for number in range(100):
+        body = {**GREEDY, "max_tokens": 1000, "prompt": PROMPTS[0], "n": 4, "stream": number % 2 == 0}
+        with connected(scene.service, "/v1/completions", body):
+            wait_for(lambda: any(r.kv_used for r in group_records(scene.service)), HEAL_S, "it has blocks", 0.01)
+        left_s = time.monotonic()
+        wait_for(lambda: not any(r.kv_used for r in group_records(scene.service)), HEAL_S, "its blocks are free", 0.01)
+        waits_s.append(time.monotonic() - left_s)
+    waits_s.sort()
+    print(f"blocks are free after {waits_s[50]:.3f} s (p50), {waits_s[98]:.3f} s (p99)")
+    laws.check_kv(scene.service)
+    laws.check_alive(scene.service, [], scene.known)
+
+
 # ---- a gateway ----
 
 
@@ -188,12 +208,15 @@ def test_a_gateway_that_dies_leaves_no_orphan_and_no_clean_end(scene: Scene) -> 
     """FT-05: its clients see a broken transfer, its requests end in their groups, each has a row."""
     scene.wait_until_two_serve()
     aborted = sum_aborted(scene)
-    calls = streams(scene, 8, 1500)
+    calls = streams(scene, 8, 600)
     for call in calls:
-        call.wait_for_tokens(3)
+        call.wait_for_tokens(1)
+    scene.faults.hold_step(200 + max(call.num_tokens for call in calls))
+    wait_for(lambda: len(scene.held()) == 2, HEAL_S, "both groups are held: no stream ends now")
     victim = gateway_of(scene, calls[0])
     cut = [call for call in calls if gateway_of(scene, call).pid == victim.pid]
     victim.kill()
+    scene.faults.release()
     for call in cut:
         call.result()
         assert call.error is not None and not call.ended and not call.is_ok

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.failover.kinds import KINDS
-from tests.support.failover.scene import Scene, failover_scene
+from tests.support.failover.scene import TEST_S, Scene, failover_scene
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(TEST_S)]
 
 
 @pytest.fixture(scope="module")

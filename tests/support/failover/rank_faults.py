@@ -32,9 +32,10 @@ class RankFaults:
         """Holds the fetch of an adapter on each rank."""
         self._hold({"point": "adapter"})
 
-    def hold_copy(self, kind: Literal["load", "store"]) -> None:
-        """Holds a copy of KV on each rank: load is from the host to the device."""
-        self._hold({"point": "copy", "kind": kind})
+    def hold_copy(self, kind: Literal["load", "store"], position: int = -1) -> None:
+        """Holds a copy of KV on each rank: load is from the host to the device. The step that computes this position is
+        held too, in case that the copy is found to be late."""
+        self._hold({"point": "copy", "kind": kind, "position": position})
 
     def hold_text(self) -> None:
         """Holds the threads of gateways that read long prompts."""

@@ -23,7 +23,7 @@ from tests.support.failover.calls import Call
 from tests.support.failover.kinds import PROMPT, Kind, stop_across
 from tests.support.failover.rank_faults import RankFaults
 from tests.support.records import group_records
-from tests.support.service import BIN, REPOSITORY, Service, free_port, is_alive, wait_for
+from tests.support.service import BIN, REPOSITORY, Service, free_port, is_alive, title_of, wait_for
 from tests.support.varied_adapters import save_varied
 
 PIRATE = REPOSITORY / "configs" / "demo" / "adapters" / "pirate"
@@ -32,6 +32,7 @@ SETTINGS = (
     "--kv-offloading-size", "0.25", "--enable-lora", "--max-loras", "2", "--shutdown-timeout", "6",
 )  # fmt: skip
 HEAL_S = 300.0
+TEST_S = 900
 MOST_TRIES = 5
 NO_GROUP = GroupRecord(group="", life=0, model="", state="loading", host="", pid=0)
 ELSEWHERE_S = 10.0
@@ -145,18 +146,17 @@ class Scene:
 
         wait_for(two, HEAL_S, f"two groups serve: {self.service.output}")
 
-    def others(self, lost: GroupRecord) -> list[psutil.Process]:
-        """The processes that a death in this group must not touch."""
-        own = {lost.pid, *lost.rank_pids}
+    def processes(self) -> list[psutil.Process]:
+        """What serves requests: gateways, groups, Redis, the host tier."""
         titles = ("tandem redis", "ray::ServeReplica:tandem:tandem-gateway", "tandem host-tier")
         pids = {process.pid for title in titles for process in self.service.titled(title)}
         pids |= {pid for record in self.serving() for pid in (record.pid, *record.rank_pids)}
-        return [psutil.Process(pid) for pid in pids - own]
+        return [psutil.Process(pid) for pid in pids]
 
     def scale(self, groups: int) -> None:
         """Asks Serve for so many groups."""
-        (raylet,) = [p for p in self.service.descendants() if "/raylet/raylet" in " ".join(p.cmdline())]
-        found = re.search(r"--gcs-address=(\S+)", " ".join(raylet.cmdline()))
+        (raylet,) = [p for p in self.service.descendants() if "/raylet/raylet" in title_of(p)]
+        found = re.search(r"--gcs-address=(\S+)", title_of(raylet))
         assert found is not None
         rays = {name: value for name, value in raylet.environ().items() if name.startswith("RAY_")}
         command = [sys.executable, "-c", SCALE, found[1], str(groups)]
@@ -170,8 +170,9 @@ class Scene:
         self.wait_until_two_serve()
         beside = [self._undisturbed_beside(i) for i in range(len(BESIDE))]
         moved = self.service.metric("request_migrations_total")
+        processes = self.processes()
         scenario = self._bring(kind, death, phase)
-        survivors = self.others(scenario.lost) if death != "drain" else []
+        survivors = [p for p in processes if p.pid not in (scenario.lost.pid, *scenario.lost.rank_pids)]
         began_s = time.monotonic()
         self._die(scenario.lost, death)
         calls = [call.result() for call in (*scenario.tested, *scenario.beside)]
@@ -228,7 +229,7 @@ class Scene:
             self.push_out()
         scenario = Scenario(model, stop, whole, beside=self.beside())
         if phase == "KV copy":
-            self.faults.hold_copy("load")
+            self.faults.hold_copy("load", whole.num_prompt_tokens - 1)
         else:
             before = 0 if phase == "prefill" else kind.cut(whole) if cut is None else cut
             self.faults.hold_step(whole.num_prompt_tokens - 1 + before)

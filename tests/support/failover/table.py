@@ -24,19 +24,20 @@ groups serve again, which on a machine of a few cores is mostly the start of the
 """
 
 
-def render(rows: Mapping[tuple[str, str, str], Outcome], void: Mapping[tuple[str, str], str]) -> str:
-    """The page. void: pairs of death and phase that cannot be, with the reason."""
+def render(rows: Mapping[tuple[str, str, str], Outcome], void: Mapping[tuple[str, str], str], planned: int) -> str:
+    """The page. void: pairs of death and phase that cannot be, with the reason. planned: rows of a whole run."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     lines += [_line(rows[key]) for key in sorted(rows)]
     nothing = [f"- {death}, {phase}: {reason}" for (death, phase), reason in sorted(void.items())]
-    return "\n".join([INTRODUCTION, *lines, "", "## What cannot be", "", *nothing, ""])
+    count = f"{len(rows)} of the {planned} rows of a whole run have been played.\n"
+    return "\n".join([INTRODUCTION, count, *lines, "", "## What cannot be", "", *nothing, ""])
 
 
-def add(outcome: Outcome, void: Mapping[tuple[str, str], str], table: Path = TABLE) -> None:
+def add(outcome: Outcome, void: Mapping[tuple[str, str], str], planned: int, table: Path = TABLE) -> None:
     """Writes one run's row; the others stay."""
     rows = read(table)
     rows[outcome.kind, outcome.death, outcome.phase] = outcome
-    table.write_text(render(rows, void))
+    table.write_text(render(rows, void, planned))
 
 
 def read(table: Path) -> dict[tuple[str, str, str], Outcome]:

@@ -1,9 +1,10 @@
 """Faults in the ranks of a service under test. Python imports this at the start of each process whose PYTHONPATH has
 this folder; TANDEM_TEST_FAULTS names the folder of orders that rank_faults.py writes. Without that it does nothing.
 
-hold.json: a rank that comes to a point writes held.PID and waits there until the order is gone. Points: the step that
-computes a position of some row; the fetch of an adapter; a copy of KV. tokens.json: what a step does that reads a token
-id. fatal.PID: memory runs out in the held step, and for its exchanges with peers too, which ends the rank.
+hold.json: a rank that comes to the order's point writes held.PID and waits there until the order is gone. Points: the
+step that computes a position of some row; the fetch of an adapter; a copy of KV, with which such a step may wait too.
+tokens.json: what a step does that reads a token id. fatal.PID: memory runs out in the held step, and for its exchanges
+with peers too, which ends the rank.
 """
 
 import importlib.abc
@@ -30,21 +31,22 @@ def order(name: str) -> Any:
 
 
 class Holder:
-    """Holds this process once per order."""
+    """Holds this process, once per order and point."""
 
     def __init__(self) -> None:
-        self._done = ""
+        self._done: set[tuple[str, str]] = set()
 
     def reach(self, point: str, is_there: Callable[[dict[str, Any]], bool]) -> None:
-        """Waits if there is an order for this point, and this process has not been held by it before."""
+        """Waits if there is an order that holds what comes to this point, and marks it if that is the order's own."""
         hold = order("hold.json")
-        if hold is None or hold["point"] != point or hold["id"] == self._done or not is_there(hold):
+        if hold is None or (hold["id"], point) in self._done or not is_there(hold):
             return
-        self._done = hold["id"]
+        self._done.add((hold["id"], point))
         mark = Path(FOLDER, f"held.{os.getpid()}")
-        whole = Path(FOLDER, f"new.{os.getpid()}")
-        whole.write_text(point)
-        whole.rename(mark)
+        if hold["point"] == point:
+            whole = Path(FOLDER, f"new.{os.getpid()}")
+            whole.touch()
+            whole.rename(mark)
         while (now := order("hold.json")) is not None and now["id"] == hold["id"]:
             time.sleep(POLL_S)
         mark.unlink(missing_ok=True)
@@ -63,7 +65,7 @@ def change_runner(module: Any) -> None:
     def run_or_fail(self: Any, batch: Any, kv: Any) -> Any:
         forward = batch.forward
         spoiled.clear()
-        holder.reach("step", lambda hold: bool((forward.positions_T == hold["position"]).any()))
+        holder.reach("step", lambda hold: "position" in hold and bool((forward.positions_T == hold["position"]).any()))
         if Path(FOLDER, f"fatal.{os.getpid()}").exists():
             self._exchanges.make_up = no_memory
             no_memory()
@@ -97,7 +99,7 @@ def change_lanes(module: Any) -> None:
 
     def carry_out_later(self: Any, op: Any) -> Any:
         point = points.get(type(op).__name__, "")
-        holder.reach(point, lambda hold: point == "adapter" or op.kind == hold["kind"])
+        holder.reach(point, lambda hold: hold["point"] == point and (point == "adapter" or op.kind == hold["kind"]))
         return carry_out(self, op)
 
     module.LaneThread._carry_out = carry_out_later
@@ -110,7 +112,7 @@ def change_text(module: Any) -> None:
     async def run_later(self: Any, tenant: str, size: int, function: Any, *args: Any, **kwargs: Any) -> Any:
         def function_later(*args: Any, **kwargs: Any) -> Any:
             if size >= module.INLINE_BYTES:  # on a thread
-                holder.reach("text", lambda hold: True)
+                holder.reach("text", lambda hold: hold["point"] == "text")
             return function(*args, **kwargs)
 
         return await run(self, tenant, size, function_later, *args, **kwargs)
