@@ -26,7 +26,7 @@ from tandem import LLM
 from tandem.cluster.fleet.engine_metrics import decode_stats
 from tandem.cluster.fleet.fleet_view import RECORD_TTL_S
 from tests.support.mixed_requests import PREFIX, PROMPTS, answers, greedy
-from tests.support.records import command, group_records, group_reports
+from tests.support.records import command, group_records, group_reports, rank_pids
 from tests.support.service import Service, is_alive, stopped, title_of, wait_for
 
 pytestmark = pytest.mark.cluster
@@ -493,7 +493,8 @@ async def test_a_group_that_is_told_to_end_hands_its_streams_over(
     """SIGTERM is a planned end: the process is gone soon, nobody speaks of a loss, and Serve starts another group."""
     said = len(service.output)
     victim = min(await asyncio.to_thread(group_records, service), key=lambda record: record.pid)
-    seen = await hit(service, signal.SIGTERM, victim.pid if part == "coordinator" else victim.rank_pids[0])
+    ranks = await asyncio.to_thread(rank_pids, service, victim.group)
+    seen = await hit(service, signal.SIGTERM, victim.pid if part == "coordinator" else ranks[0])
     print(f"{part}: gone after {seen.gone_s:.2f} s, longest gap {seen.gap_s:.2f} s")
     assert seen.answers == long_answers
     assert seen.gone_s <= 15

@@ -287,6 +287,8 @@ class Generation:
             raise RequestRefused("no worker group took the request", code="service_unavailable", status=503)
         await self._pause(part)  # by then the router knows which group is gone
         if not self._closing.is_set():
+            if failover.is_suspect or not part.is_begun:  # a copy of it may have been convicted meanwhile
+                self._shared.quarantine.check([part.request])
             part.next_request(self._left_s(part), is_suspect=failover.is_suspect)
             self._shared.metrics.moved()
 

@@ -631,6 +631,35 @@ async def test_a_query_of_death_ends_two_groups_and_no_other_request() -> None:
         assert sorted(row.terminal for row in service.client.books.rows) == ["error", *["length"] * 24]
 
 
+@pytest.mark.parametrize("loss", ["suspect", "bystander"])
+async def test_a_copy_of_a_query_of_death_is_not_tried_in_a_third_group(told: Told, loss: str) -> None:
+    """As of a client that asks again before it is answered. loss: the copy's, when the first one is convicted."""
+    first = await judged(told, "suspect")
+    await told.attempt(1)
+    copy = await told.client.submit(asked("copy"))
+    await told.attempt(2)
+    told.end(*LOST, number=2, loss=loss)
+    told.end(*LOST, number=1, loss="alone")
+    for stream in (first, copy):
+        with pytest.raises(RequestRefused) as caught:
+            await read(stream)
+        assert (caught.value.status, caught.value.code) == (500, "request_poisoned")
+        await stream.aclose()
+    assert len(told.groups.requests) == 3
+
+
+async def test_a_stream_that_is_past_where_its_group_was_lost_goes_on_although_its_prompt_is_in_quarantine(
+    told: Told,
+) -> None:
+    """Others who sent this prompt asked for something else of it."""
+    stream = await judged(told, "suspect", "bystander", tokens=PROBATION_TOKENS)
+    told.client.quarantine.add(asked("other"))
+    await told.attempt(2)
+    told.say((0, 2 * PROBATION_TOKENS, [1]), end="length")
+    assert len(await read(stream)) == 2 * PROBATION_TOKENS + 1
+    await stream.aclose()
+
+
 async def judged(told: Told, *losses: str | None, tokens: int = 0) -> Reading:
     """A request whose groups are lost one after the other, each with a row of it; None: the coordinator is killed."""
     stream = await told.client.submit(asked("r", 1000))

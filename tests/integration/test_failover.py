@@ -1,0 +1,35 @@
+"""No request is lost when processes die: each kind of request, each kind of death and each phase at least once, with
+real processes. The point of each death is exact. `make chaos` covers all pairs (test_failover_pairs.py)."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.failover.kinds import KINDS
+from tests.support.failover.scene import TEST_S, Scene, failover_scene
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(TEST_S)]
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    with failover_scene(tmp_path_factory.mktemp("root"), "-tp", "2") as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("kind", "death", "phase"),
+    [
+        ("greedy", "rank", "decode"),
+        ("stop string", "coordinator", "decode"),
+        ("LoRA", "rank", "adapter load"),
+        ("split UTF-8", "rank 0", "decode"),
+        ("n = 4", "rank 0", "prefill"),
+        ("seeded", "coordinator", "KV copy"),
+        ("unseeded", "drain", "decode"),
+        ("non-streaming", "out of memory", "decode"),
+        ("include_usage", "coordinator", "prefill"),
+    ],
+)
+def test_no_request_is_lost(scene: Scene, kind: str, death: str, phase: str) -> None:
+    print(scene.play(KINDS[kind], death, phase))
