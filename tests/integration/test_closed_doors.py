@@ -113,7 +113,7 @@ import ray
 
 def secrets_of(_):
     import gc
-    ours = [thing for thing in gc.get_objects() if type(thing).__module__.startswith("tandem.")]
+    ours = [thing for thing in gc.get_objects() if str(type(thing).__module__).startswith("tandem.")]
     fields = [(name, value) for thing in ours for name, value in getattr(thing, "__dict__", {}).items()]
     values = [value if name.endswith("secret") else getattr(value, "secret", None) for name, value in fields]
     return [value for value in values if isinstance(value, str)]

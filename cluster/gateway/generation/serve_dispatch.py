@@ -114,6 +114,8 @@ class ServeAttempt:
             told = lost(self.request, str(error), "bystander")
             self.end(msgspec.structs.replace(told, refused=unusable, loss=None, group=error.group))
         except Exception as error:  # whatever way Ray or Serve reports a dead replica
+            if self._is_given_up:  # or a call that was cancelled: its group's count may still come
+                return
             loss: Loss = "bystander" if self._owner.is_draining(self.sender) else "unknown"
             self.lose(f"{type(error).__name__}: {error}".splitlines()[0], loss)
 

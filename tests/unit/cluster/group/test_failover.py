@@ -399,6 +399,30 @@ async def test_the_word_that_it_has_begun_is_awaited_when_a_client_leaves_at_onc
     assert told.client.books.rows[0].usage == Usage(3, 0, cached_tokens=5)
 
 
+async def test_a_call_that_ends_with_an_error_because_it_was_cancelled_is_no_loss(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Serve has an exception of its own for it; the group's count comes over the token channel."""
+
+    async def answer(call: ToldCall) -> bytes:
+        try:
+            return await call.answered
+        except asyncio.CancelledError:
+            raise RuntimeError("the request was cancelled") from None
+
+    monkeypatch.setattr(ToldCall, "answer", answer)
+    stream = await told.client.submit(asked("r", prompt=[1, 2, 3]))
+    await told.attempt(0)
+    closing = asyncio.create_task(stream.aclose())
+    await until(lambda: told.groups.calls[0].answered.done())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    told.say(begun=True)
+    await closing
+    await settled(told.client)
+    assert told.client.books.rows[0].usage == Usage(3, 0, cached_tokens=5)
+
+
 async def test_the_count_of_a_group_is_billed_although_it_has_said_nothing_before() -> None:
     """The word that the prompt is computed may be as late as the step before it is long."""
     async with Service(groups=1) as service:
