@@ -46,6 +46,24 @@ COUNT_PERIOD_S = 60.0
 GRACE_S = 3600.0
 """Rows are not summed up before: those of an outage may yet come."""
 
+_WRITE = """
+local summed_s, places = tonumber(redis.call('GET', KEYS[1]) or '0'), tonumber(ARGV[3])
+local late = {}
+for i = 4 + places, #ARGV, 4 do
+  if tonumber(ARGV[i + 1]) < summed_s then late[#late + 1] = ARGV[i + 2]
+  else redis.call('HSETNX', KEYS[2 + 2 * tonumber(ARGV[i])], ARGV[i + 2], ARGV[i + 3]) end
+end
+redis.call('EXPIRE', KEYS[2], ARGV[1])
+redis.call('SET', KEYS[3], ARGV[2], 'EX', ARGV[1])
+for place = 1, places do
+  redis.call('EXPIRE', KEYS[2 + 2 * place], ARGV[1])
+  redis.call('SADD', KEYS[3 + 2 * place], ARGV[3 + place])
+  redis.call('EXPIRE', KEYS[3 + 2 * place], ARGV[1])
+end
+return late
+"""
+"""How long rows are kept, the counter, how many places, the tenant of each, then for each row its place, time, id and
+value. Answers the ids of those that are not written: their hour is sums. Rows first: a full memory refuses it all."""
 _SUM_UP = """
 local first = 2 + tonumber(ARGV[1])
 for i = 2, first - 1 do
@@ -83,7 +101,6 @@ class UsageLedger:
         self._must_replay = True
         self._replayed: set[Path] = set()
         self._look_at_s = clock()
-        self._summed_s = 0.0
         self.late_rows = 0
         """Rows that came to Redis after those of their hour had been summed up: they are in the journal only."""
 
@@ -136,7 +153,7 @@ class UsageLedger:
             await self._replay_left_behind()
             while self._waiting:
                 batch = [self._waiting[i] for i in range(min(BATCH, len(self._waiting)))]
-                await self._write(self._in_time(batch))
+                self._note_late(await self._write(batch))
                 for _ in batch:
                     self._waiting.popleft()
 
@@ -158,12 +175,11 @@ class UsageLedger:
         _, answers = await self._redis.pipeline(
             [
                 ["SET", keys.USAGE_ORIGIN, fresh, "NX", "EX", self._kept_s],
-                ["MGET", keys.USAGE_ORIGIN, self._written_key, keys.USAGE_SUMMED],
+                ["MGET", keys.USAGE_ORIGIN, self._written_key],
             ]
         )
         assert isinstance(answers, list), answers
-        there = Epoch.of(*answers[:2])
-        self._summed_s = float(answers[2] or 0)
+        there = Epoch.of(*answers)
         if there.id is None:
             raise RedisUnavailable("it lost what was just written")
         if self._epoch is None or there.is_behind(self._epoch):
@@ -202,34 +218,30 @@ class UsageLedger:
             return
         rows = read_rows(path, is_over=is_over)
         while batch := await asyncio.to_thread(lambda: list(islice(rows, BATCH))):
-            await self._write([row for row in batch if row.time_s >= self._summed_s])
+            await self._write(batch)
 
-    def _in_time(self, rows: Sequence[BillingRecord]) -> list[BillingRecord]:
-        """Those whose hour is still kept by rows; the others are logged and counted."""
-        kept = [row for row in rows if row.time_s >= self._summed_s]
-        if late := len(rows) - len(kept):
-            self.late_rows += late
-            log.error("%d usage rows came later than --usage-rows allows: they are in %s only", late, self._folder)
-        return kept
+    def _note_late(self, late: Sequence[BillingRecord]) -> None:
+        if late:
+            self.late_rows += len(late)
+            log.error("%d usage rows came later than --usage-rows allows: they are in %s only", len(late), self._folder)
 
-    async def _write(self, rows: Sequence[BillingRecord]) -> None:
-        """Rows that are there already stay as they are."""
-        if not rows:
-            return
-        commands: list[list[Part]] = [["EXPIRE", keys.USAGE_ORIGIN, self._kept_s]]
-        places = {(row.tenant, day_of(row.time_s)) for row in rows}
-        for row in rows:
-            place = keys.usage(row.tenant, day_of(row.time_s))
-            commands.append(["HSETNX", place, row.id, pack(row)])
-        for tenant, day in sorted(places):
-            commands.append(["EXPIRE", keys.usage(tenant, day), self._kept_s])
-            commands.append(["SADD", keys.usage_tenants(day), tenant])
-            commands.append(["EXPIRE", keys.usage_tenants(day), self._kept_s])
+    async def _write(self, rows: Sequence[BillingRecord]) -> list[BillingRecord]:
+        """Rows that are there already stay as they are. Returns those that are not written, as their hour is sums."""
         assert self._epoch is not None, "written after a look"
         epoch = self._epoch._replace(counter=self._epoch.counter + 1)
-        commands.append(["SET", self._written_key, epoch.counter, "EX", self._kept_s])
-        await self._redis.pipeline(commands)
+        places = sorted({(row.tenant, day_of(row.time_s)) for row in rows})
+        numbers = {place: number for number, place in enumerate(places, 1)}
+        names: list[Part] = [keys.USAGE_SUMMED, keys.USAGE_ORIGIN, self._written_key]
+        values: list[Part] = [self._kept_s, epoch.counter, len(places), *(tenant for tenant, _ in places)]
+        for tenant, day in places:
+            names += [keys.usage(tenant, day), keys.usage_tenants(day)]
+        for row in rows:
+            values += [numbers[row.tenant, day_of(row.time_s)], row.time_s, row.id, pack(row)]
+        answer = await self._redis.command("EVAL", _WRITE, len(names), *names, *values)
+        assert isinstance(answer, list), answer
         self._epoch = epoch
+        late = {row_id.decode() for row_id in answer}
+        return [row for row in rows if row.id in late]
 
 
 class UsageCap:
