@@ -15,11 +15,12 @@ from tandem.cluster.tenants.billing_record import (
     day_of,
     pack,
     parse_since,
-    read_sums,
+    read_rows_and_sums,
     read_usage,
     summed,
 )
 from tandem.cluster.tenants.ledger import UsageCap, UsageLedger
+from tandem.configs.errors import TandemError
 from tandem.workers.messages.request import Usage
 from tests.unit.tenants.tenant_rig import service
 
@@ -55,8 +56,7 @@ class Books:
         return [one.id for one in await read_usage(self.redis, None, NOON_S - 6 * DAY_S, NOON_S + DAY_S)]
 
     async def sums(self, tenant: str | None = None, since_s: float = NOON_S - 6 * DAY_S) -> list[UsageSum]:
-        rows = await read_usage(self.redis, tenant, since_s, NOON_S + DAY_S)
-        return summed(rows, await read_sums(self.redis, tenant, since_s, NOON_S + DAY_S))
+        return summed(*await read_rows_and_sums(self.redis, tenant, since_s, NOON_S + DAY_S))
 
 
 def three_days() -> list[BillingRecord]:
@@ -186,6 +186,49 @@ async def test_the_counts_are_metrics(redis: BackgroundClient, tmp_path: Path) -
     assert registry.get_sample_value("tandem:usage_rows_late_total") == 2
     assert registry.get_sample_value("tandem:usage_rows_summed_total") == 5
     await tenants.close()
+
+
+class SummedWhileRead:
+    """Redis, of which another gateway sums up something more before each reading of the sums, or after each of rows."""
+
+    def __init__(self, redis: BackgroundClient, caps: Iterable[UsageCap], command: str) -> None:
+        self._redis, self._caps, self._command = redis, iter(caps), command
+
+    async def command(self, *parts: Part) -> object:
+        answer = await self._redis.command(*parts) if self._command == "HSCAN" else None
+        if parts[0] == self._command and (cap := next(self._caps, None)) is not None:
+            await cap.enforce()
+        return answer if self._command == "HSCAN" else await self._redis.command(*parts)
+
+    async def pipeline(self, commands: list[list[Part]]) -> list[object]:
+        return await self._redis.pipeline(commands)
+
+
+@pytest.mark.parametrize("command", ["HSCAN", "HGETALL"])
+@pytest.mark.parametrize("tenant", [None, "acme", "beta"])
+async def test_rows_that_become_sums_while_usage_is_read_are_counted_once(
+    redis: BackgroundClient, tmp_path: Path, tenant: str | None, command: str
+) -> None:
+    books = Books(redis, tmp_path, 12)
+    rows = three_days()
+    await books.settle(rows)
+    caps = [UsageCap(redis, "g", most, KEPT_S, wall_clock=lambda: NOON_S) for most in (11, 7, 3)]
+    reading = SummedWhileRead(redis, caps, command)
+    read, sums = await read_rows_and_sums(reading, tenant, NOON_S - 2.5 * DAY_S, NOON_S + DAY_S)
+    assert summed(read, sums) == summed(one for one in rows if tenant in (None, one.tenant))
+    assert next(reading._caps, None) is None, "all of them came in between"
+    await books.ledger.close()
+
+
+async def test_usage_that_never_stands_still_is_not_shown(redis: BackgroundClient, tmp_path: Path) -> None:
+    class Moving(SummedWhileRead):
+        async def command(self, *parts: Part) -> object:
+            if parts[0] == "HGETALL":
+                await redis.command("HINCRBY", str(parts[1]), '[1,"t","m",null,"requests"]', 1)
+            return await redis.command(*parts)
+
+    with pytest.raises(TandemError, match="are becoming sums"):
+        await read_rows_and_sums(Moving(redis, (), ""), None, 0.0, 10.0)
 
 
 async def test_one_gateway_at_a_time_sums_up(redis: BackgroundClient, tmp_path: Path) -> None:
