@@ -33,7 +33,7 @@ from tandem.cluster.tenants.billing_record import (
     tenants_of,
     unpack,
 )
-from tandem.cluster.tenants.journal import Journal, left_behind, read_rows
+from tandem.cluster.tenants.journal import Journal, gateway_of, left_behind, read_rows
 
 log = logging.getLogger("tandem.ledger")
 BATCH = 256
@@ -47,23 +47,27 @@ GRACE_S = 3600.0
 """Rows are not summed up before: those of an outage may yet come."""
 
 _WRITE = """
-local summed_s, places = tonumber(redis.call('GET', KEYS[1]) or '0'), tonumber(ARGV[3])
+local summed_s, places = tonumber(redis.call('GET', KEYS[1]) or '0'), tonumber(ARGV[4])
 local late = {}
-for i = 4 + places, #ARGV, 4 do
+for i = 5 + places, #ARGV, 4 do
   if tonumber(ARGV[i + 1]) < summed_s then late[#late + 1] = ARGV[i + 2]
-  else redis.call('HSETNX', KEYS[2 + 2 * tonumber(ARGV[i])], ARGV[i + 2], ARGV[i + 3]) end
+  else redis.call('HSETNX', KEYS[3 + 2 * tonumber(ARGV[i])], ARGV[i + 2], ARGV[i + 3]) end
 end
 redis.call('EXPIRE', KEYS[2], ARGV[1])
 redis.call('SET', KEYS[3], ARGV[2], 'EX', ARGV[1])
+local sent_s = redis.call('GET', KEYS[4])
+if tonumber(ARGV[3]) > tonumber(sent_s or '0') then sent_s = ARGV[3] end
+if sent_s then redis.call('SET', KEYS[4], sent_s, 'EX', ARGV[1]) end
 for place = 1, places do
-  redis.call('EXPIRE', KEYS[2 + 2 * place], ARGV[1])
-  redis.call('SADD', KEYS[3 + 2 * place], ARGV[3 + place])
   redis.call('EXPIRE', KEYS[3 + 2 * place], ARGV[1])
+  redis.call('SADD', KEYS[4 + 2 * place], ARGV[4 + place])
+  redis.call('EXPIRE', KEYS[4 + 2 * place], ARGV[1])
 end
 return late
 """
-"""How long rows are kept, the counter, how many places, the tenant of each, then for each row its place, time, id and
-value. Answers the ids of those that are not written: their hour is sums. Rows first: a full memory refuses it all."""
+"""How long rows are kept, the counter, up to when all is sent, how many places, the tenant of each, then for each row
+its place, time, id and value. Answers the ids of those that are not written: their hour is sums. Rows are first, so
+that a full memory refuses it all."""
 _SUM_UP = """
 local first = 2 + tonumber(ARGV[1])
 for i = 2, first - 1 do
@@ -92,6 +96,7 @@ class UsageLedger:
         self._folder = folder
         self._kept_s = kept_s
         self._journal = Journal(folder, gateway)
+        self._gateway = gateway
         self._written_key = keys.usage_written(gateway)
         self._epoch: Epoch | None = None
         self._clock = clock
@@ -153,7 +158,8 @@ class UsageLedger:
             await self._replay_left_behind()
             while self._waiting:
                 batch = [self._waiting[i] for i in range(min(BATCH, len(self._waiting)))]
-                self._note_late(await self._write(batch))
+                sent_s = 0.0 if self._must_replay else max(row.time_s for row in batch)
+                self._note_late(await self._write(batch, self._gateway, sent_s))
                 for _ in batch:
                     self._waiting.popleft()
 
@@ -214,25 +220,35 @@ class UsageLedger:
         self._look_at_s = now_s + LOOK_PERIOD_S
 
     async def _replay(self, path: Path, *, is_over: bool) -> None:
+        """Late are the rows that its gateway had not sent; those that wait here are counted when they are sent."""
         if not path.exists():  # removed for its age
             return
-        rows = read_rows(path, is_over=is_over)
+        gateway = gateway_of(path)
+        answer = await self._redis.command("GET", keys.usage_sent(gateway))
+        sent_s, read_s = float(answer) if isinstance(answer, bytes) else 0.0, 0.0
+        rows, late = read_rows(path, is_over=is_over), list[BillingRecord]()
         while batch := await asyncio.to_thread(lambda: list(islice(rows, BATCH))):
-            await self._write(batch)
+            late += [row for row in await self._write(batch, gateway) if row.time_s > sent_s]
+            read_s = max(read_s, *(row.time_s for row in batch))
+        waiting = {row.id for row in self._waiting}
+        self._note_late([row for row in late if row.id not in waiting])
+        if read_s > sent_s:
+            await self._write([], gateway, read_s)
 
     def _note_late(self, late: Sequence[BillingRecord]) -> None:
         if late:
             self.late_rows += len(late)
             log.error("%d usage rows came later than --usage-rows allows: they are in %s only", len(late), self._folder)
 
-    async def _write(self, rows: Sequence[BillingRecord]) -> list[BillingRecord]:
-        """Rows that are there already stay as they are. Returns those that are not written, as their hour is sums."""
+    async def _write(self, rows: Sequence[BillingRecord], gateway: str, sent_s: float = 0.0) -> list[BillingRecord]:
+        """Rows that are there already stay as they are. Returns those that are not written, as their hour is sums.
+        gateway: whose they are. sent_s: with these, all of its rows that ended until then were sent."""
         assert self._epoch is not None, "written after a look"
         epoch = self._epoch._replace(counter=self._epoch.counter + 1)
         places = sorted({(row.tenant, day_of(row.time_s)) for row in rows})
         numbers = {place: number for number, place in enumerate(places, 1)}
-        names: list[Part] = [keys.USAGE_SUMMED, keys.USAGE_ORIGIN, self._written_key]
-        values: list[Part] = [self._kept_s, epoch.counter, len(places), *(tenant for tenant, _ in places)]
+        names: list[Part] = [keys.USAGE_SUMMED, keys.USAGE_ORIGIN, self._written_key, keys.usage_sent(gateway)]
+        values: list[Part] = [self._kept_s, epoch.counter, sent_s, len(places), *(tenant for tenant, _ in places)]
         for tenant, day in places:
             names += [keys.usage(tenant, day), keys.usage_tenants(day)]
         for row in rows:

@@ -31,6 +31,8 @@ class Memory:
 
     async def command(self, *parts: Part) -> object:
         await rest(0)
+        if parts[0] == "GET":
+            return self.values.get(parts[1])
         assert parts[:2] == ("EVAL", ledger_module._WRITE), parts
         if (error := self.fails()) is not None:
             raise error
@@ -47,9 +49,10 @@ class Memory:
     def _write(self, names: list[Part], values: list[Part]) -> list[bytes]:
         """As the script does, with no hour summed up."""
         self.values[names[2]] = str(values[1]).encode()
-        rows = values[3 + int(values[2]) :]
+        self.values[names[3]] = str(max(float(values[2]), float(self.values.get(names[3], 0)))).encode()
+        rows = values[4 + int(values[3]) :]
         for i in range(0, len(rows), 4):
-            self.rows.setdefault((names[1 + 2 * int(rows[i])], rows[i + 2]), rows[i + 3])
+            self.rows.setdefault((names[2 + 2 * int(rows[i])], rows[i + 2]), rows[i + 3])
             self.sent.append(rows[i + 2])
         return []
 

@@ -178,6 +178,62 @@ async def test_a_row_that_comes_too_late_is_logged_and_counted(
     await books.ledger.close()
 
 
+async def summed_until(redis: BackgroundClient, time_s: float) -> None:
+    """As another gateway's cap does that finds no more rows of before."""
+    await redis.command("SET", keys.USAGE_SUMMED, int(time_s))
+
+
+async def test_late_rows_that_only_the_journal_had_are_counted_once(
+    redis: BackgroundClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """More than memory holds wait for longer than an hour, while another gateway's Redis works."""
+    books = Books(redis, tmp_path, 100)
+    await books.settle(row(i, NOON_S - 3 * HOUR_S) for i in range(5))
+    monkeypatch.setattr("tandem.cluster.tenants.ledger.MAX_WAITING", 3)
+    for i in range(10, 16):
+        await books.ledger.settle(row(i, NOON_S - 2 * HOUR_S))
+    assert 0 < len(books.ledger._waiting) < 6, "some are in the journal only, some wait too"
+    await summed_until(redis, NOON_S - HOUR_S)
+    await books.settle([row(20, NOON_S)])
+    assert books.ledger.late_rows == 6 and "usage rows came later than --usage-rows allows" in caplog.text
+    books.ledger._must_replay = True
+    await books.ledger.send()
+    assert books.ledger.late_rows == 6 and "r20" in await books.ids()
+    await books.ledger.close()
+
+
+async def test_late_rows_of_a_journal_that_was_left_are_those_its_gateway_had_not_sent(
+    redis: BackgroundClient, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    killed = Books(redis, tmp_path, 100, "killed")
+    await killed.settle(row(i, NOON_S - 3 * HOUR_S) for i in range(5))
+    for i in range(5, 8):
+        await killed.ledger.settle(row(i, NOON_S - 2 * HOUR_S))
+    await killed.ledger.settle(row(8, NOON_S))
+    await killed.ledger._journal.close()
+    await summed_until(redis, NOON_S - HOUR_S)
+    for gateway, late in (("next", 3), ("one-more", 0)):
+        later = Books(redis, tmp_path, 100, gateway)
+        await later.ledger.send()
+        assert later.ledger.late_rows == late
+        await later.ledger.close()
+    assert caplog.text.count("3 usage rows came later than --usage-rows allows") == 1
+    assert "r8" in await killed.ids()
+
+
+async def test_rows_that_were_lost_and_whose_hour_is_sums_before_they_are_sent_again_are_late(
+    redis: BackgroundClient, tmp_path: Path
+) -> None:
+    """Redis was emptied, and another gateway's rows were summed up before this one was back."""
+    books = Books(redis, tmp_path, 100)
+    await books.settle(row(i, NOON_S - 3 * HOUR_S) for i in range(5))
+    await redis.command("FLUSHALL")
+    await summed_until(redis, NOON_S - HOUR_S)
+    await books.ledger.send()
+    assert books.ledger.late_rows == 5
+    await books.ledger.close()
+
+
 async def test_the_counts_are_metrics(redis: BackgroundClient, tmp_path: Path) -> None:
     tenants = service("redis://127.0.0.1:1", tmp_path)
     registry = CollectorRegistry()

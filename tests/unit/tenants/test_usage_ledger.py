@@ -87,8 +87,15 @@ async def test_a_batch_keeps_its_rows_and_the_lists_of_them_for_their_time(
     await books.send()
     await settle(books, 1)
     await books.send()
-    names = (keys.usage("acme", day), keys.usage_tenants(day), keys.usage_written("g"), keys.USAGE_ORIGIN)
+    names = (
+        keys.usage("acme", day),
+        keys.usage_tenants(day),
+        keys.usage_written("g"),
+        keys.usage_sent("g"),
+        keys.USAGE_ORIGIN,
+    )
     for name in names:
+        assert await redis.command("EXISTS", name)
         await redis.command("PERSIST", name)
     books.accepted(opening(2, "beta"))
     await settle(books, 3)
@@ -109,7 +116,7 @@ async def test_a_full_memory_refuses_a_batch_whole(redis: BackgroundClient, tmp_
     await settle(books, 2)
     await redis.command("CONFIG", "SET", "maxmemory", "1")
     with pytest.raises(RedisUnavailable):
-        await books._write(list(books._waiting))
+        await books._write(list(books._waiting), "g")
     assert await ids(redis) == ["r1"] and await redis.command("GET", keys.usage_written("g")) == b"1"
     await redis.command("CONFIG", "SET", "maxmemory", "0")
     await books.send()
