@@ -69,16 +69,21 @@ return late
 its place, time, id and value. Answers the ids of those that are not written: their hour is sums. Rows are first, so
 that a full memory refuses it all."""
 _SUM_UP = """
-local first = 2 + tonumber(ARGV[1])
-for i = 2, first - 1 do
+local first = 3 + tonumber(ARGV[1])
+for i = 2, first - 2 do
   if redis.call('HEXISTS', KEYS[1], ARGV[i]) == 0 then return 0 end
 end
-for i = 2, first - 1 do redis.call('HDEL', KEYS[1], ARGV[i]) end
+for i = 2, first - 2 do redis.call('HDEL', KEYS[1], ARGV[i]) end
 for i = first + 1, #ARGV, 2 do redis.call('HINCRBY', KEYS[2], ARGV[i], ARGV[i + 1]) end
 redis.call('EXPIRE', KEYS[2], ARGV[first])
+local summed_s = redis.call('GET', KEYS[3])
+if tonumber(ARGV[first - 1]) > tonumber(summed_s or '0') then summed_s = ARGV[first - 1] end
+redis.call('SET', KEYS[3], summed_s, 'EX', ARGV[first])
 return 1
 """
-"""How many rows, their ids, how long the sums are kept, fields and amounts. Nothing when one of the rows is gone."""
+"""How many rows, their ids, until when rows are sums now, how long that is kept, fields and amounts. Nothing when one
+of the rows is gone. Deletes first: a script that has written may write on in a full memory. The moment is never taken
+back, or a journal that is sent again counts twice."""
 
 
 class UsageLedger:
@@ -276,12 +281,16 @@ class UsageCap:
 
     async def run(self) -> None:
         """Counts and sums up until it is cancelled."""
+        is_failing = False
         while True:
             await asyncio.sleep(COUNT_PERIOD_S)
             try:
                 await self.enforce()
+                is_failing = False
             except RedisUnavailable as error:
-                log.debug("usage rows were not counted: %s", error)
+                level = logging.DEBUG if is_failing else logging.WARNING
+                log.log(level, "Redis may hold more usage rows than --usage-rows: they were not counted: %s", error)
+                is_failing = True
             except Exception:
                 log.exception("usage rows were not counted")
 
@@ -291,13 +300,9 @@ class UsageCap:
             return
         days = {day: await tenants_of(self._redis, day) for day in self._days()}
         over, before = await self._count(days) - self._most, self.summed_rows
-        mark = await self._redis.command("GET", keys.USAGE_SUMMED)
-        summed_s = int(mark) if isinstance(mark, bytes) else 0
         for day, until_s in self._ends(days):
             if over <= 0 or not await self._lease.take():
                 break
-            summed_s = max(summed_s, until_s)  # never less, or a journal that is sent again counts twice
-            await self._redis.command("SET", keys.USAGE_SUMMED, summed_s, "EX", self._kept_s)
             for tenant in days[day]:
                 over -= await self._sum_up(tenant, day, until_s)
         if done := self.summed_rows - before:
@@ -313,24 +318,26 @@ class UsageCap:
             total += sum(length for length in lengths if isinstance(length, int))
         return total
 
-    async def _sum_up(self, tenant: str, day: str, until_s: float) -> int:
+    async def _sum_up(self, tenant: str, day: str, until_s: int) -> int:
         """How many rows of before until_s it was."""
         place, cursor, summed = keys.usage(tenant, day), "0", 0
         while True:
             answer = await self._redis.command("HSCAN", place, cursor, "COUNT", BATCH)
             assert isinstance(answer, list | tuple), answer
             old = [row for field, raw in answer[1].items() if (row := unpack(field, raw)).time_s < until_s]
-            if old and await self._replace(old, place, keys.usage_sums(day)):
+            if old and await self._replace(old, place, keys.usage_sums(day), until_s):
                 summed += len(old)
                 self.summed_rows += len(old)
             cursor = answer[0].decode() if isinstance(answer[0], bytes) else str(answer[0])
             if cursor == "0":
                 return summed
 
-    async def _replace(self, rows: Iterable[BillingRecord], place: str, sums: str) -> bool:
+    async def _replace(self, rows: Iterable[BillingRecord], place: str, sums: str, until_s: int) -> bool:
         ids = [row.id for row in rows]
         amounts = [part for pair in sums_by_hour(rows).items() for part in pair]
-        return bool(await self._redis.command("EVAL", _SUM_UP, 2, place, sums, len(ids), *ids, self._kept_s, *amounts))
+        names, kept = (place, sums, keys.USAGE_SUMMED), (until_s, self._kept_s)
+        answer = await self._redis.command("EVAL", _SUM_UP, len(names), *names, len(ids), *ids, *kept, *amounts)
+        return bool(answer)
 
     def _days(self) -> list[str]:
         """Those that may have rows, the oldest first."""

@@ -1,5 +1,6 @@
 """--usage-rows: Redis keeps so many rows, the oldest become sums by hour, and what a tenant has used stays right."""
 
+import asyncio
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -308,8 +309,9 @@ async def test_two_that_sum_up_the_same_rows_count_them_once(redis: BackgroundCl
     day = day_of(rows[0].time_s)
     place = keys.usage("acme", day)
     mine = [one for one in rows[:4] if one.tenant == "acme"]
-    assert await books.cap._replace(mine, place, keys.usage_sums(day))
-    assert not await books.cap._replace(mine, place, keys.usage_sums(day))
+    until_s = int(NOON_S - DAY_S)
+    assert await books.cap._replace(mine, place, keys.usage_sums(day), until_s)
+    assert not await books.cap._replace(mine, place, keys.usage_sums(day), until_s)
     assert await books.sums() == summed(rows)
     await books.ledger.close()
 
@@ -318,11 +320,53 @@ async def test_a_redis_that_takes_no_writes_loses_no_row(redis: BackgroundClient
     books = Books(redis, tmp_path, 0)
     rows = three_days()
     await books.settle(rows)
-    await redis.command("CONFIG", "SET", "maxmemory", "1")
+    await redis.command("CONFIG", "SET", "min-replicas-to-write", "1")
     with pytest.raises(RedisUnavailable):
         await books.cap.enforce()
-    await redis.command("CONFIG", "SET", "maxmemory", "0")
+    await redis.command("CONFIG", "SET", "min-replicas-to-write", "0")
     assert len(await books.ids()) == 12
     await books.cap.enforce()
     assert await books.sums() == summed(rows)
     await books.ledger.close()
+
+
+async def test_a_full_memory_is_when_rows_make_room(redis: BackgroundClient, tmp_path: Path) -> None:
+    """Also by a gateway that has the lease already, and one whose lease has ended."""
+    books = Books(redis, tmp_path, 8)
+    rows = three_days()
+    await books.settle(rows)
+    await redis.command("CONFIG", "SET", "maxmemory", "1")
+    with pytest.raises(RedisUnavailable):
+        await redis.command("SET", "x", "1")
+    for most, left in ((8, 8), (4, 4), (0, 2)):
+        books.cap._most = most
+        await books.cap.enforce()
+        assert await books.ids() == [one.id for one in rows[12 - left :]] and await books.sums() == summed(rows)
+        if most == 4:
+            await books.cap._lease.release()
+    assert await redis.command("GET", keys.USAGE_SUMMED) == str(int(NOON_S - 5 * HOUR_S) + HOUR_S).encode()
+    assert 0 < await redis.command("TTL", keys.USAGE_SUMMED) <= KEPT_S
+    await redis.command("CONFIG", "SET", "maxmemory", "0")
+    await books.ledger.close()
+
+
+async def test_a_cap_that_fails_says_so_once_until_it_works_again(
+    redis: BackgroundClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cap = UsageCap(redis, "g", 0, KEPT_S)
+    outcomes = iter([RedisUnavailable("full"), RedisUnavailable("full"), None, RedisUnavailable("full again")])
+
+    async def enforce() -> None:
+        try:
+            outcome = next(outcomes)
+        except StopIteration:
+            raise asyncio.CancelledError from None
+        if outcome is not None:
+            raise outcome
+
+    monkeypatch.setattr(cap, "enforce", enforce)
+    monkeypatch.setattr("tandem.cluster.tenants.ledger.COUNT_PERIOD_S", 0.0)
+    with caplog.at_level("DEBUG", "tandem.ledger"), pytest.raises(asyncio.CancelledError):
+        await cap.run()
+    said = [(one.levelname, one.getMessage().rpartition(": ")[2]) for one in caplog.records]
+    assert said == [("WARNING", "full"), ("DEBUG", "full"), ("WARNING", "full again")]
