@@ -124,6 +124,12 @@ def usage_written(gateway: str) -> str:
     return f"tandem:usage:written:{gateway}"
 
 
+def usage_sent(gateway: str) -> str:
+    """Wall clock seconds: the rows of a gateway that ended until then were all sent, by itself or from its journals.
+    TTL --usage-days, renewed by its batches. Owner: cluster/tenants/ledger.py."""
+    return f"tandem:usage:sent:{gateway}"
+
+
 def usage_sums(day: str) -> str:
     """Hash of the sums of rows of a UTC day that --usage-rows has no room for (cluster/tenants/billing_record.py). TTL
     --usage-days. Owner: the gateway that holds USAGE_LEASE."""

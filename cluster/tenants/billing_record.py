@@ -10,12 +10,14 @@ import msgspec
 
 from tandem.cluster.state import keys
 from tandem.cluster.state.redis_client import Commands
-from tandem.configs.errors import SettingsError
+from tandem.configs.errors import SettingsError, TandemError
 from tandem.workers.messages.request import Usage
 
 DAY_S, HOUR_S = 86400, 3600
 LONGEST_S = 400 * DAY_S
 PAGE = 1000
+TRIES = 100
+"""Readings of a day until its sums stay as they are: one that is being summed up has fewer rows at each."""
 CLIENT_LOST = "client_lost"
 """Terminal state of a request whose gateway died: nothing that was delivered can be shown, so nothing is billed."""
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
@@ -155,17 +157,48 @@ def sums_by_hour(rows: Iterable[BillingRecord]) -> dict[bytes, int]:
     return {msgspec.json.encode(part): amount for part, amount in sums.items()}
 
 
-async def read_sums(redis: Commands, tenant: str | None, since_s: float, until_s: float) -> list[UsageSum]:
-    """What the rows that were summed up have used, of the hours that overlap [since_s, until_s]. RedisUnavailable."""
-    sums: dict[tuple[str, str, str | None], Counter[str]] = {}
+async def read_rows_and_sums(
+    redis: Commands, tenant: str | None, since_s: float, until_s: float
+) -> tuple[list[BillingRecord], list[UsageSum]]:
+    """As read_usage(), with what the rows that are not there any more have used, of the hours that overlap the period.
+
+    No request is in both, and none in neither, also when rows become sums meanwhile: every row that does raises a sum
+    of its day, so the sums are read before the rows and after, until they are the same. TandemError when they are not
+    after TRIES, RedisUnavailable."""
+    rows: list[BillingRecord] = []
+    sums: list[dict[_Part, int]] = []
     for day in _days(since_s, until_s):
-        fields = await redis.command("HGETALL", keys.usage_sums(day))
-        assert isinstance(fields, dict), fields
-        for field, amount in fields.items():
-            part = msgspec.json.decode(field, type=_Part)
-            if part.hour_s + HOUR_S > since_s and part.hour_s <= until_s and tenant in (None, part.tenant):
-                sums.setdefault(part[1:4], Counter())[part.kind] += int(amount)
-    return [UsageSum(*place, *(counts[kind] for kind in KINDS)) for place, counts in sums.items()]
+        after = await _sums_of(redis, tenant, day, since_s, until_s)
+        for _ in range(TRIES):
+            before = after
+            of_day = [row async for row in _read_day(redis, tenant, day) if since_s <= row.time_s <= until_s]
+            after = await _sums_of(redis, tenant, day, since_s, until_s)
+            if after == before:
+                break
+        else:
+            raise TandemError(f"usage rows of {day} are becoming sums (--usage-rows): ask again in a minute")
+        rows += of_day
+        sums.append(after)
+    return sorted(rows, key=lambda row: (row.time_s, row.id)), _by_place(sums)
+
+
+async def _sums_of(redis: Commands, tenant: str | None, day: str, since_s: float, until_s: float) -> dict[_Part, int]:
+    fields = await redis.command("HGETALL", keys.usage_sums(day))
+    assert isinstance(fields, dict), fields
+    parts = ((msgspec.json.decode(field, type=_Part), int(amount)) for field, amount in fields.items())
+    return {
+        part: amount
+        for part, amount in parts
+        if part.hour_s + HOUR_S > since_s and part.hour_s <= until_s and tenant in (None, part.tenant)
+    }
+
+
+def _by_place(sums: Iterable[dict[_Part, int]]) -> list[UsageSum]:
+    """The hours of each tenant, model and adapter together."""
+    counts: dict[tuple[str, str, str | None], Counter[str]] = {}
+    for part, amount in (item for of_day in sums for item in of_day.items()):
+        counts.setdefault(part[1:4], Counter())[part.kind] += amount
+    return [UsageSum(*place, *(count[kind] for kind in KINDS)) for place, count in counts.items()]
 
 
 async def _read_day(redis: Commands, tenant: str | None, day: str) -> AsyncIterator[BillingRecord]:

@@ -120,6 +120,11 @@ class Journal:
         return descriptor
 
 
+def gateway_of(path: Path) -> str:
+    """The gateway that has written a journal."""
+    return path.name.removeprefix(PREFIX).rpartition("-")[0]
+
+
 def read_rows(path: Path, *, is_over: bool) -> Iterator[BillingRecord]:
     """The rows of a journal. is_over: its gateway is gone, so what it owes ends as client_lost."""
     owed: dict[str, BillingRecord] = {}

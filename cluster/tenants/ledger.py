@@ -33,7 +33,7 @@ from tandem.cluster.tenants.billing_record import (
     tenants_of,
     unpack,
 )
-from tandem.cluster.tenants.journal import Journal, left_behind, read_rows
+from tandem.cluster.tenants.journal import Journal, gateway_of, left_behind, read_rows
 
 log = logging.getLogger("tandem.ledger")
 BATCH = 256
@@ -46,17 +46,44 @@ COUNT_PERIOD_S = 60.0
 GRACE_S = 3600.0
 """Rows are not summed up before: those of an outage may yet come."""
 
+_WRITE = """
+local summed_s, places = tonumber(redis.call('GET', KEYS[1]) or '0'), tonumber(ARGV[4])
+local late = {}
+for i = 5 + places, #ARGV, 4 do
+  if tonumber(ARGV[i + 1]) < summed_s then late[#late + 1] = ARGV[i + 2]
+  else redis.call('HSETNX', KEYS[3 + 2 * tonumber(ARGV[i])], ARGV[i + 2], ARGV[i + 3]) end
+end
+redis.call('EXPIRE', KEYS[2], ARGV[1])
+redis.call('SET', KEYS[3], ARGV[2], 'EX', ARGV[1])
+local sent_s = redis.call('GET', KEYS[4])
+if tonumber(ARGV[3]) > tonumber(sent_s or '0') then sent_s = ARGV[3] end
+if sent_s then redis.call('SET', KEYS[4], sent_s, 'EX', ARGV[1]) end
+for place = 1, places do
+  redis.call('EXPIRE', KEYS[3 + 2 * place], ARGV[1])
+  redis.call('SADD', KEYS[4 + 2 * place], ARGV[4 + place])
+  redis.call('EXPIRE', KEYS[4 + 2 * place], ARGV[1])
+end
+return late
+"""
+"""How long rows are kept, the counter, up to when all is sent, how many places, the tenant of each, then for each row
+its place, time, id and value. Answers the ids of those that are not written: their hour is sums. Rows are first, so
+that a full memory refuses it all."""
 _SUM_UP = """
-local first = 2 + tonumber(ARGV[1])
-for i = 2, first - 1 do
+local first = 3 + tonumber(ARGV[1])
+for i = 2, first - 2 do
   if redis.call('HEXISTS', KEYS[1], ARGV[i]) == 0 then return 0 end
 end
-for i = 2, first - 1 do redis.call('HDEL', KEYS[1], ARGV[i]) end
+for i = 2, first - 2 do redis.call('HDEL', KEYS[1], ARGV[i]) end
 for i = first + 1, #ARGV, 2 do redis.call('HINCRBY', KEYS[2], ARGV[i], ARGV[i + 1]) end
 redis.call('EXPIRE', KEYS[2], ARGV[first])
+local summed_s = redis.call('GET', KEYS[3])
+if tonumber(ARGV[first - 1]) > tonumber(summed_s or '0') then summed_s = ARGV[first - 1] end
+redis.call('SET', KEYS[3], summed_s, 'EX', ARGV[first])
 return 1
 """
-"""How many rows, their ids, how long the sums are kept, fields and amounts. Nothing when one of the rows is gone."""
+"""How many rows, their ids, until when rows are sums now, how long that is kept, fields and amounts. Nothing when one
+of the rows is gone. Deletes first: a script that has written may write on in a full memory. The moment is never taken
+back, or a journal that is sent again counts twice."""
 
 
 class UsageLedger:
@@ -74,6 +101,7 @@ class UsageLedger:
         self._folder = folder
         self._kept_s = kept_s
         self._journal = Journal(folder, gateway)
+        self._gateway = gateway
         self._written_key = keys.usage_written(gateway)
         self._epoch: Epoch | None = None
         self._clock = clock
@@ -83,7 +111,6 @@ class UsageLedger:
         self._must_replay = True
         self._replayed: set[Path] = set()
         self._look_at_s = clock()
-        self._summed_s = 0.0
         self.late_rows = 0
         """Rows that came to Redis after those of their hour had been summed up: they are in the journal only."""
 
@@ -136,7 +163,8 @@ class UsageLedger:
             await self._replay_left_behind()
             while self._waiting:
                 batch = [self._waiting[i] for i in range(min(BATCH, len(self._waiting)))]
-                await self._write(self._in_time(batch))
+                sent_s = 0.0 if self._must_replay else max(row.time_s for row in batch)
+                self._note_late(await self._write(batch, self._gateway, sent_s))
                 for _ in batch:
                     self._waiting.popleft()
 
@@ -158,12 +186,11 @@ class UsageLedger:
         _, answers = await self._redis.pipeline(
             [
                 ["SET", keys.USAGE_ORIGIN, fresh, "NX", "EX", self._kept_s],
-                ["MGET", keys.USAGE_ORIGIN, self._written_key, keys.USAGE_SUMMED],
+                ["MGET", keys.USAGE_ORIGIN, self._written_key],
             ]
         )
         assert isinstance(answers, list), answers
-        there = Epoch.of(*answers[:2])
-        self._summed_s = float(answers[2] or 0)
+        there = Epoch.of(*answers)
         if there.id is None:
             raise RedisUnavailable("it lost what was just written")
         if self._epoch is None or there.is_behind(self._epoch):
@@ -198,38 +225,44 @@ class UsageLedger:
         self._look_at_s = now_s + LOOK_PERIOD_S
 
     async def _replay(self, path: Path, *, is_over: bool) -> None:
+        """Late are the rows that its gateway had not sent; those that wait here are counted when they are sent."""
         if not path.exists():  # removed for its age
             return
-        rows = read_rows(path, is_over=is_over)
+        gateway = gateway_of(path)
+        answer = await self._redis.command("GET", keys.usage_sent(gateway))
+        sent_s, read_s = float(answer) if isinstance(answer, bytes) else 0.0, 0.0
+        rows, late = read_rows(path, is_over=is_over), list[BillingRecord]()
         while batch := await asyncio.to_thread(lambda: list(islice(rows, BATCH))):
-            await self._write([row for row in batch if row.time_s >= self._summed_s])
+            late += [row for row in await self._write(batch, gateway) if row.time_s > sent_s]
+            read_s = max(read_s, *(row.time_s for row in batch))
+        waiting = {row.id for row in self._waiting}
+        self._note_late([row for row in late if row.id not in waiting])
+        if read_s > sent_s:
+            await self._write([], gateway, read_s)
 
-    def _in_time(self, rows: Sequence[BillingRecord]) -> list[BillingRecord]:
-        """Those whose hour is still kept by rows; the others are logged and counted."""
-        kept = [row for row in rows if row.time_s >= self._summed_s]
-        if late := len(rows) - len(kept):
-            self.late_rows += late
-            log.error("%d usage rows came later than --usage-rows allows: they are in %s only", late, self._folder)
-        return kept
+    def _note_late(self, late: Sequence[BillingRecord]) -> None:
+        if late:
+            self.late_rows += len(late)
+            log.error("%d usage rows came later than --usage-rows allows: they are in %s only", len(late), self._folder)
 
-    async def _write(self, rows: Sequence[BillingRecord]) -> None:
-        """Rows that are there already stay as they are."""
-        if not rows:
-            return
-        commands: list[list[Part]] = [["EXPIRE", keys.USAGE_ORIGIN, self._kept_s]]
-        places = {(row.tenant, day_of(row.time_s)) for row in rows}
-        for row in rows:
-            place = keys.usage(row.tenant, day_of(row.time_s))
-            commands.append(["HSETNX", place, row.id, pack(row)])
-        for tenant, day in sorted(places):
-            commands.append(["EXPIRE", keys.usage(tenant, day), self._kept_s])
-            commands.append(["SADD", keys.usage_tenants(day), tenant])
-            commands.append(["EXPIRE", keys.usage_tenants(day), self._kept_s])
+    async def _write(self, rows: Sequence[BillingRecord], gateway: str, sent_s: float = 0.0) -> list[BillingRecord]:
+        """Rows that are there already stay as they are. Returns those that are not written, as their hour is sums.
+        gateway: whose they are. sent_s: with these, all of its rows that ended until then were sent."""
         assert self._epoch is not None, "written after a look"
         epoch = self._epoch._replace(counter=self._epoch.counter + 1)
-        commands.append(["SET", self._written_key, epoch.counter, "EX", self._kept_s])
-        await self._redis.pipeline(commands)
+        places = sorted({(row.tenant, day_of(row.time_s)) for row in rows})
+        numbers = {place: number for number, place in enumerate(places, 1)}
+        names: list[Part] = [keys.USAGE_SUMMED, keys.USAGE_ORIGIN, self._written_key, keys.usage_sent(gateway)]
+        values: list[Part] = [self._kept_s, epoch.counter, sent_s, len(places), *(tenant for tenant, _ in places)]
+        for tenant, day in places:
+            names += [keys.usage(tenant, day), keys.usage_tenants(day)]
+        for row in rows:
+            values += [numbers[row.tenant, day_of(row.time_s)], row.time_s, row.id, pack(row)]
+        answer = await self._redis.command("EVAL", _WRITE, len(names), *names, *values)
+        assert isinstance(answer, list), answer
         self._epoch = epoch
+        late = {row_id.decode() for row_id in answer}
+        return [row for row in rows if row.id in late]
 
 
 class UsageCap:
@@ -248,12 +281,16 @@ class UsageCap:
 
     async def run(self) -> None:
         """Counts and sums up until it is cancelled."""
+        is_failing = False
         while True:
             await asyncio.sleep(COUNT_PERIOD_S)
             try:
                 await self.enforce()
+                is_failing = False
             except RedisUnavailable as error:
-                log.debug("usage rows were not counted: %s", error)
+                level = logging.DEBUG if is_failing else logging.WARNING
+                log.log(level, "Redis may hold more usage rows than --usage-rows: they were not counted: %s", error)
+                is_failing = True
             except Exception:
                 log.exception("usage rows were not counted")
 
@@ -263,13 +300,9 @@ class UsageCap:
             return
         days = {day: await tenants_of(self._redis, day) for day in self._days()}
         over, before = await self._count(days) - self._most, self.summed_rows
-        mark = await self._redis.command("GET", keys.USAGE_SUMMED)
-        summed_s = int(mark) if isinstance(mark, bytes) else 0
         for day, until_s in self._ends(days):
             if over <= 0 or not await self._lease.take():
                 break
-            summed_s = max(summed_s, until_s)  # never less, or a journal that is sent again counts twice
-            await self._redis.command("SET", keys.USAGE_SUMMED, summed_s, "EX", self._kept_s)
             for tenant in days[day]:
                 over -= await self._sum_up(tenant, day, until_s)
         if done := self.summed_rows - before:
@@ -285,24 +318,26 @@ class UsageCap:
             total += sum(length for length in lengths if isinstance(length, int))
         return total
 
-    async def _sum_up(self, tenant: str, day: str, until_s: float) -> int:
+    async def _sum_up(self, tenant: str, day: str, until_s: int) -> int:
         """How many rows of before until_s it was."""
         place, cursor, summed = keys.usage(tenant, day), "0", 0
         while True:
             answer = await self._redis.command("HSCAN", place, cursor, "COUNT", BATCH)
             assert isinstance(answer, list | tuple), answer
             old = [row for field, raw in answer[1].items() if (row := unpack(field, raw)).time_s < until_s]
-            if old and await self._replace(old, place, keys.usage_sums(day)):
+            if old and await self._replace(old, place, keys.usage_sums(day), until_s):
                 summed += len(old)
                 self.summed_rows += len(old)
             cursor = answer[0].decode() if isinstance(answer[0], bytes) else str(answer[0])
             if cursor == "0":
                 return summed
 
-    async def _replace(self, rows: Iterable[BillingRecord], place: str, sums: str) -> bool:
+    async def _replace(self, rows: Iterable[BillingRecord], place: str, sums: str, until_s: int) -> bool:
         ids = [row.id for row in rows]
         amounts = [part for pair in sums_by_hour(rows).items() for part in pair]
-        return bool(await self._redis.command("EVAL", _SUM_UP, 2, place, sums, len(ids), *ids, self._kept_s, *amounts))
+        names, kept = (place, sums, keys.USAGE_SUMMED), (until_s, self._kept_s)
+        answer = await self._redis.command("EVAL", _SUM_UP, len(names), *names, len(ids), *ids, *kept, *amounts)
+        return bool(answer)
 
     def _days(self) -> list[str]:
         """Those that may have rows, the oldest first."""

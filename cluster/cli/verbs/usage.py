@@ -33,14 +33,13 @@ def usage(
     Records are kept for --usage-days of the service, the latest --usage-rows of them as rows, earlier ones as sums by
     hour, which the table includes. They appear about a second after their requests have ended.
     """
-    from tandem.cluster.tenants.billing_record import parse_since, read_sums, read_usage
+    from tandem.cluster.tenants.billing_record import parse_since, read_rows_and_sums
 
     now_s = time.time()
     since_s = parse_since(since, now_s)
 
     async def read(redis: "Commands") -> "tuple[list[BillingRecord], list[UsageSum]]":
-        rows = await read_usage(redis, tenant, since_s, now_s + 1)
-        return rows, await read_sums(redis, tenant, since_s, now_s + 1)
+        return await read_rows_and_sums(redis, tenant, since_s, now_s + 1)
 
     rows, sums = with_redis(at.redis_url, read)
     if form == "table":

@@ -13,7 +13,7 @@ import pytest
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.state import keys
 from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
-from tandem.cluster.tenants.billing_record import BillingRecord, day_of, parse_since, read_usage, summed
+from tandem.cluster.tenants.billing_record import BillingRecord, day_of, parse_since, read_usage, summed, tenants_of
 from tandem.cluster.tenants.journal import Journal, left_behind, read_rows
 from tandem.cluster.tenants.ledger import UsageLedger
 from tandem.configs.errors import SettingsError
@@ -77,6 +77,50 @@ async def test_rows_come_to_redis_whole_and_once(redis: BackgroundClient, tmp_pa
         completion_tokens=6,
     )
     assert 0 < await redis.command("TTL", keys.usage("acme", day_of(NOW_S))) <= KEPT_S
+    await books.close()
+
+
+async def test_a_batch_keeps_its_rows_and_the_lists_of_them_for_their_time(
+    redis: BackgroundClient, tmp_path: Path
+) -> None:
+    books, day = ledger(redis, tmp_path), day_of(NOW_S)
+    await books.send()
+    await settle(books, 1)
+    await books.send()
+    names = (
+        keys.usage("acme", day),
+        keys.usage_tenants(day),
+        keys.usage_written("g"),
+        keys.usage_sent("g"),
+        keys.USAGE_ORIGIN,
+    )
+    for name in names:
+        assert await redis.command("EXISTS", name)
+        await redis.command("PERSIST", name)
+    books.accepted(opening(2, "beta"))
+    await settle(books, 3)
+    await books.settle(outcome(2, "beta"))
+    await books.send()
+    for name in (*names, keys.usage("beta", day)):
+        assert 0 < await redis.command("TTL", name) <= KEPT_S, name
+    assert await tenants_of(redis, day) == ["acme", "beta"]
+    assert await redis.command("GET", keys.usage_written("g")) == b"2", "batches"
+    await books.close()
+
+
+async def test_a_full_memory_refuses_a_batch_whole(redis: BackgroundClient, tmp_path: Path) -> None:
+    books = ledger(redis, tmp_path)
+    await books.send()
+    await settle(books, 1)
+    await books.send()
+    await settle(books, 2)
+    await redis.command("CONFIG", "SET", "maxmemory", "1")
+    with pytest.raises(RedisUnavailable):
+        await books._write(list(books._waiting), "g")
+    assert await ids(redis) == ["r1"] and await redis.command("GET", keys.usage_written("g")) == b"1"
+    await redis.command("CONFIG", "SET", "maxmemory", "0")
+    await books.send()
+    assert await ids(redis) == ["r1", "r2"]
     await books.close()
 
 
@@ -191,14 +235,14 @@ async def test_a_lost_answer_makes_no_second_row(redis: BackgroundClient, tmp_pa
         breaks = 1
 
         async def command(self, *parts: str | bytes | int | float) -> object:
-            return await redis.command(*parts)
-
-        async def pipeline(self, commands: list[list[str | bytes | int | float]]) -> list[object]:
-            answers = await redis.pipeline(commands)
-            if self.breaks:
+            answer = await redis.command(*parts)
+            if self.breaks and parts[0] == "EVAL":
                 self.breaks -= 1
                 raise RedisUnavailable("the answer was lost")
-            return answers
+            return answer
+
+        async def pipeline(self, commands: list[list[str | bytes | int | float]]) -> list[object]:
+            return await redis.pipeline(commands)
 
     clock = Clock()
     books = UsageLedger(Breaking(), tmp_path, "g", KEPT_S, clock=clock)
