@@ -146,12 +146,15 @@ async def test_what_the_settings_ask_for_is_listed_without_redis_and_saved_later
     assert other.entries["pirate"] == entry()
 
 
-async def test_modules_are_listed_once_in_a_life_of_the_service(redis: BackgroundClient) -> None:
+async def test_the_modules_listed_last_are_not_listed_again(redis: BackgroundClient) -> None:
     registry = AdapterList(redis, "demo")
-    assert not await registry.modules_are_listed("s1")
-    await registry.note_modules_listed("s1")
-    assert await registry.modules_are_listed("s1")
-    assert not await registry.modules_are_listed("s2")
+    assert not await registry.modules_are_listed("s1", "d1")
+    await registry.note_modules_listed("s1", "d1")
+    assert await registry.modules_are_listed("s1", "d1")
+    assert not await registry.modules_are_listed("s2", "d1")
+    assert not await registry.modules_are_listed("s1", "d2"), "another version has others"
+    await registry.note_modules_listed("s1", "d2")
+    assert not await registry.modules_are_listed("s1", "d1"), "a version that comes back lists its own again"
 
 
 async def test_run_reports_changes_and_outlives_whatever_is_raised(redis: BackgroundClient) -> None:
