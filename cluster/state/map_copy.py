@@ -141,7 +141,7 @@ class MapCopy(Generic[T]):
         there = await map.epoch()
         if there.id is None and not map.place.owns_id:
             raise RedisUnavailable("its data is gone")
-        if there == self._read == self._known and not self._pending:
+        if there == self._read == self._known and not self._pending and not self._is_refused:
             return False
         refused = await self._write_back(map, there)
         if refused is not None and there == self._read == self._known:
