@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
+from msgspec.structs import replace
 from ray import serve
 from ray._private.state import available_resources_per_node
 from ray.serve import Application
@@ -35,6 +36,7 @@ from tandem.configs.errors import SettingsError
 from tandem.configs.load import settings_from_serve_args
 from tandem.configs.schema import ServiceSettings
 from tandem.configs.secrets import with_secrets
+from tandem.workers.planning.model_source import model_digest
 
 ROUTER = RequestRouterConfig(
     request_router_class="tandem.cluster.routing.serve_router.GroupRouter",
@@ -74,6 +76,7 @@ def build(args: dict[str, Any]) -> Application:
 def build_app(settings: ServiceSettings, facts: ServiceFacts, free: Sequence[Mapping[str, float]] = ()) -> Application:
     """Builds the application for resolved settings (the model is a folder). Needs a connection to Ray. free: what each
     node has left, where this version may replace another: as far as there is room, new replicas start first."""
+    facts = replace(facts, model_digest=model_digest(settings.engine.model))
     options = group_options(settings, facts.device, _cluster_gpus(), MAX_ONGOING_REQUESTS)
     demand = group_demand(settings.engine.parallel.ranks_per_group, facts.device, options["placement_group_strategy"])
     options["max_surge_percent"] = surge_percent(max_groups(settings), demand, free if _has_memory(settings) else ())

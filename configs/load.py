@@ -51,6 +51,9 @@ GATEWAY_KEYS = (
     "metrics_prefix",
     "queue_timeout",
 )
+PORT_KEYS = ("host", "port", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs")
+"""Of a port that gateways listen on themselves; under Serve its proxy does."""
+NOT_ENGINE_KEYS = (*PORT_KEYS, "redis_url", "queue_timeout")
 LORA_SIZES = ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_memory_bytes")
 AUTOSCALING_KEYS = (
     "min_replicas",
@@ -174,8 +177,8 @@ def settings_from_serve_args(args: Mapping[str, Any]) -> ServiceSettings:
         ("redis_config", ("redis_url", "redis_timeout_ms")),
     ):
         values |= _section(args, section, names)
-    for name in ("host", "port", "redis_url", "queue_timeout"):
-        if name in _section(args, "engine_kwargs", None):
+    for name in _section(args, "engine_kwargs", None):
+        if name.replace("-", "_") in NOT_ENGINE_KEYS:
             raise SettingsError(f"{name} does not belong to engine_kwargs", name)
     values = {**_lora_values(args), **values}
     model = loading.get("model_source") or loading.get("model_id")

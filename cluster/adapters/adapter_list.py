@@ -54,21 +54,22 @@ class AdapterList(MapCopy[AdapterEntry]):
         value = await self.map.redis.command("HGET", self.map.place.entries, keys.ADAPTERS_BASE)
         return msgspec.msgpack.decode(value, type=BaseFacts) if isinstance(value, bytes) else None
 
-    async def modules_are_listed(self, service: str) -> bool:
-        """Has a gateway of this life of the service listed --lora-modules? Not known, so no, while Redis is
-        unavailable."""
+    async def modules_are_listed(self, service: str, modules: str) -> bool:
+        """Has a gateway of the service listed this --lora-modules, and none another since? modules: its digest. Not
+        known, so no, while Redis is unavailable."""
         if self.map is None:
             return False
         try:
-            return await self.map.redis.command("EXISTS", keys.modules_listed(service)) == 1
+            return await self.map.redis.command("GET", keys.modules_listed(service)) == modules.encode()
         except RedisUnavailable:
             return False
 
-    async def note_modules_listed(self, service: str) -> None:
-        """So that a gateway that comes later leaves them as they are by then."""
+    async def note_modules_listed(self, service: str, modules: str) -> None:
+        """So that a gateway with the same --lora-modules that comes later leaves them as they are by then."""
         if self.map is not None:
+            note = keys.modules_listed(service)
             with suppress(RedisUnavailable):
-                await self.map.redis.command("SET", keys.modules_listed(service), 1, "EX", keys.MODULES_LISTED_TTL_S)
+                await self.map.redis.command("SET", note, modules, "EX", keys.MODULES_LISTED_TTL_S)
 
     async def run(
         self,

@@ -13,7 +13,7 @@ from tandem.cluster.adapters.adapter_list import AdapterList
 from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.adapters.folder_watch import FolderWatch, SharedSightings
 from tandem.cluster.adapters.kept import AdapterFile
-from tandem.cluster.adapters.sources import modules_of
+from tandem.cluster.adapters.sources import modules_digest, modules_of
 from tandem.cluster.state.notifications import Announcements, NoAnnouncements
 from tandem.cluster.state.redis_client import Commands, RedisUnavailable
 from tandem.configs.schema import ServiceSettings
@@ -43,9 +43,11 @@ async def open_adapter_service(
     adapter_service = AdapterService(registry, checker_of(facts), names, limit=limit, kept=kept)
     with suppress(RedisUnavailable):
         await registry.refresh()
-    if not await registry.modules_are_listed(service):
-        await adapter_service.list_modules(modules_of(settings.adapters, names))
-        await registry.note_modules_listed(service)
+    modules = modules_of(settings.adapters, names)
+    digest = modules_digest(names[0], modules)
+    if not await registry.modules_are_listed(service, digest):
+        await adapter_service.list_modules(modules)
+        await registry.note_modules_listed(service, digest)
     return adapter_service
 
 

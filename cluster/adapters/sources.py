@@ -4,7 +4,9 @@ Called by the launcher (every path becomes absolute before it changes folder), t
 at paths only; what lies there is checked by cluster/adapters/checks.py.
 """
 
-from collections.abc import Collection, Iterable
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,6 +60,12 @@ def modules_of(settings: AdapterSettings, bases: Iterable[str]) -> list[Module]:
             raise SettingsError(f"{name} is the name of the model itself", "--lora-modules")
         found.append(Module(name, source))
     return found
+
+
+def modules_digest(base: str, modules: Sequence[Module]) -> str:
+    """Names --lora-modules beside a base model: their names and where they come from, not what lies there."""
+    text = json.dumps([base, *sorted(modules)])
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def roots_of(settings: AdapterSettings) -> tuple[str, ...]:

@@ -104,7 +104,7 @@ class Gateway:
         await self._tenants.start()
         await self._fleet.refresh()
         self._dispatch = ServeDispatch(
-            ServeCaller(groups),
+            ServeCaller(groups, self._facts.model_digest),
             self._fleet,
             self._facts.secret,
             "127.0.0.1" if self._facts.single_node else ray.util.get_node_ip_address(),

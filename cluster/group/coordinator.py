@@ -141,13 +141,13 @@ class Coordinator:
 
     async def generate(self, payload: bytes, hint: RouteHint) -> bytes:
         """One request, from its dispatch to its end: GenerationRequest in, Ended out, both msgpack below the line of
-        wire/version.py. A gateway of another version gets that line only."""
+        wire/version.py. A gateway of another version, or with another model, gets that line only."""
         try:
-            body = without_version(payload)
+            body = without_version(payload, self._facts.model_digest)
         except OtherVersion as error:
             log.warning("a request of gateway %s is refused: %s", hint.gateway, error)
-            return with_version(b"", self._group)
-        return with_version(await self._generate(body, hint), self._group)
+            return with_version(b"", self._group, self._facts.model_digest)
+        return with_version(await self._generate(body, hint), self._group, self._facts.model_digest)
 
     async def _generate(self, body: memoryview, hint: RouteHint) -> bytes:
         request = msgspec.msgpack.decode(body, type=GenerationRequest)

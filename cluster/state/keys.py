@@ -180,8 +180,8 @@ ADAPTER_MODELS = "tandem:adapter-models"
 
 
 def modules_listed(service: str) -> str:
-    """Present once the adapters of --lora-modules were listed in this life of the service: a gateway that comes later
-    must not list again what was unloaded since. TTL 30 days. Owner: gateways."""
+    """Digest of the --lora-modules that were listed last: a gateway with the same ones that comes later must not list
+    again what was unloaded since, one of a version with others lists them. TTL 30 days. Owner: gateways."""
     return f"tandem:{service}:modules-listed"
 
 

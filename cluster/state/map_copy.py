@@ -39,6 +39,7 @@ class MapCopy(Generic[T]):
         """Fields that Redis shall have, whatever it has now."""
         self._facts: dict[str, bytes] = {}
         """Fields beside the entries, written with them."""
+        self._is_refused = False
         self._refreshing = asyncio.Lock()
         self.id: str | None = None
         """Of the map, also as an earlier life knew it."""
@@ -140,16 +141,33 @@ class MapCopy(Generic[T]):
         there = await map.epoch()
         if there.id is None and not map.place.owns_id:
             raise RedisUnavailable("its data is gone")
-        if there == self._read == self._known and not self._pending:
+        if there == self._read == self._known and not self._pending and not self._is_refused:
             return False
-        await self._repair(map, there)
-        await self._write_pending(map)
+        refused = await self._write_back(map, there)
+        if refused is not None and there == self._read == self._known:
+            return False  # read already, and nothing of it has changed
         reading = await map.read()
-        if reading.epoch.is_behind(self._known):
-            raise RedisUnavailable("it lost its data at this moment")
+        if reading.epoch.is_behind(self._known) or (self._of_earlier_life and not reading.epoch.counter):
+            raise refused or RedisUnavailable("it lost its data at this moment")
         self._known = self._read = reading.epoch
+        self._of_earlier_life = False
         self.is_known = True
-        return self._take(reading.held, reading.epoch.id, reading.unreadable)
+        pending = {name: one for name, one in self._held.items() if self._pending.get(name) == one.raw}
+        return self._take(reading.held | pending, reading.epoch.id, reading.unreadable)
+
+    async def _write_back(self, map: DurableMap[T], there: Epoch) -> RedisUnavailable | None:
+        """Writes what Redis shall have and has not; why it refuses that. One that takes no writes (memory or disk full)
+        can still be read; what was to be written is kept for later."""
+        refused = None
+        try:
+            await self._repair(map, there)
+            await self._write_pending(map)
+        except RedisUnavailable as error:
+            refused = error
+            if not self._is_refused:
+                log.warning("Redis takes no changes of the %s (%s): they wait here", map.what, error)
+        self._is_refused = refused is not None
+        return refused
 
     async def _repair(self, map: DurableMap[T], there: Epoch) -> None:
         """Writes back what Redis does not have any more, or never had."""

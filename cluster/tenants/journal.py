@@ -24,6 +24,8 @@ from tandem.cluster.tenants.billing_record import CLIENT_LOST, BillingRecord
 
 log = logging.getLogger("tandem.ledger")
 PREFIX, SUFFIX = "usage-", ".jsonl"
+NEW = "new-"
+OPEN_TRIES = 5
 ROTATE_BYTES = 64 * 2**20
 ROTATE_S = 86400.0
 
@@ -42,7 +44,6 @@ class Journal:
     """
 
     def __init__(self, folder: Path, gateway: str, rotate_bytes: int = ROTATE_BYTES) -> None:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._stem = folder / f"{PREFIX}{gateway}"
         self._rotate_bytes = rotate_bytes
         self.paths: list[Path] = []
@@ -113,9 +114,19 @@ class Journal:
         os.close(before)
 
     def _open(self) -> int:
+        """The file has its name when it is locked: one that is not is nobody's."""
         path = self._stem.with_name(f"{self._stem.name}-{len(self.paths)}{SUFFIX}")
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        fresh = path.with_name(f"{NEW}{path.name}")
+        for tries_left in reversed(range(OPEN_TRIES)):
+            try:
+                fresh.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+                break
+            except FileNotFoundError:  # the last gateway before has just removed the folder
+                if not tries_left:
+                    raise
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fresh.rename(path)
         self.paths.append(path)
         return descriptor
 
@@ -163,6 +174,19 @@ def is_in_use(folder: Path) -> bool:
             except BlockingIOError:
                 return True
     return False
+
+
+def remove_unlocked(folder: Path) -> bool:
+    """Removes the journals that nobody writes. False: somebody writes one by now."""
+    is_unused = True
+    for path in folder.glob(f"{PREFIX}*{SUFFIX}"):
+        with suppress(FileNotFoundError), path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                path.unlink()
+            except BlockingIOError:
+                is_unused = False
+    return is_unused
 
 
 def _read_lines(path: Path) -> Iterable[Line]:

@@ -6,7 +6,6 @@ Made by the gateway deployment; the rest of the gateway sees Tenancy, TenantAdmi
 import asyncio
 import logging
 import secrets
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +19,7 @@ from tandem.cluster.state.redis_address import MovingRedis, RequestRedis
 from tandem.cluster.state.redis_client import RedisUnavailable
 from tandem.cluster.tenants.billing_record import DAY_S
 from tandem.cluster.tenants.directory import TenantDirectory
-from tandem.cluster.tenants.journal import is_in_use
+from tandem.cluster.tenants.journal import is_in_use, remove_unlocked
 from tandem.cluster.tenants.ledger import UsageCap, UsageLedger
 from tandem.cluster.tenants.quota import Quota
 from tandem.cluster.tenants.store import TenantStore
@@ -144,5 +143,10 @@ async def _end(tasks: list[asyncio.Task[None]]) -> None:
 
 
 def _remove_if_unused(folder: Path) -> None:
-    if not is_in_use(folder):
-        shutil.rmtree(folder, ignore_errors=True)
+    """Never a journal that is written: a gateway of another version may begin to use the folder meanwhile."""
+    if is_in_use(folder) or not remove_unlocked(folder):
+        return
+    with suppress(OSError):
+        for file in folder.glob(f"{TENANTS_FILE}*"):
+            file.unlink()
+        folder.rmdir()  # not when it has a new journal

@@ -35,7 +35,8 @@ LOOPBACK = "127.0.0.1"
 
 
 class ServiceIdentity:
-    """The actor. Its arguments are the identity; one that exists already keeps its own."""
+    """The actor. Its arguments are the identity; one that exists already keeps its own. Its lease runs from the start:
+    one that Ray restarts when nobody is left ends, too. Made on the event loop."""
 
     def __init__(
         self, service_id: str, secret: str, lease_s: float = LEASE_S, clock: Callable[[], float] = time.monotonic
@@ -47,19 +48,22 @@ class ServiceIdentity:
         self._renewed_s = clock()
         self._redis: PrivateRedis | None = None
         self._changing = asyncio.Lock()
-        self._ending: asyncio.Task[None] | None = None
+        self._has_ended = False
+        loop = asyncio.get_running_loop()
+        self._ending = loop.create_task(self._end_unrenewed(), name="identity's lease")
 
     async def renew(self) -> tuple[str, str]:
-        """Renews the lease. Returns id and secret."""
+        """Renews the lease. Returns id and secret. RuntimeError once the identity has ended."""
+        self._check_lives()
         self._renewed_s = self._clock()
-        if self._ending is None:
-            self._ending = asyncio.get_running_loop().create_task(self._end_unrenewed(), name="identity's lease")
         return self._service_id, self._secret
 
     async def redis_url(self, on_loopback: bool) -> str:
         """The URL of the private Redis, which the first call starts. on_loopback: all who use it are on this machine;
-        a server that is only for those is started again on the node's address when another asks."""
+        a server that is only for those is started again on the node's address when another asks. RuntimeError once the
+        identity has ended."""
         async with self._changing:
+            self._check_lives()
             if self._redis is not None and self._redis.host == LOOPBACK and not on_loopback:
                 await self._redis.stop(keep_data=True)
                 self._redis = None
@@ -70,13 +74,14 @@ class ServiceIdentity:
             return self._redis.url
 
     async def end(self) -> None:
-        """Ends the Redis server and removes its data."""
+        """Ends the Redis server and removes its data; calls are refused from now on."""
+        self._has_ended = True
         async with self._changing:
             if self._redis is not None:
                 await self._redis.stop(keep_data=False)
                 self._redis = None
-        with suppress(OSError):
-            shutil.rmtree(self._folder())
+            with suppress(OSError):
+                shutil.rmtree(self._folder())
 
     def is_over(self) -> bool:
         """Whether nobody has renewed the lease for too long."""
@@ -91,8 +96,18 @@ class ServiceIdentity:
         while not self.is_over():
             await asyncio.sleep(self._lease_s / 20)
         log.warning("no replica of service %s for %.0f s: its identity ends", self._service_id, self._lease_s)
-        await self.end()
+        try:
+            await self.end()
+        except Exception:
+            log.exception("the data of service %s may be left in %s", self._service_id, self._folder())
+        self._exit()
+
+    def _exit(self) -> None:
         ray.kill(ray.get_runtime_context().current_actor)
+
+    def _check_lives(self) -> None:
+        if self._has_ended:
+            raise RuntimeError(f"the identity of service {self._service_id} has ended")
 
 
 class Membership:

@@ -28,6 +28,7 @@ class ServiceFacts(msgspec.Struct, frozen=True, kw_only=True):
     nodes could join; a process that is placed elsewhere refuses to start. redis_url: None when the identity actor has
     a private one. open_port: gateways listen themselves. gateway_node: address of the node that gateways must run
     on, because their port is there. groups_on_node: the most groups that may share a machine (groups_per_node).
+    model_digest: of the model that this version serves, empty: not known.
     host_socket: address of the machine's host-tier process; None when ranks hold the host tier's memory themselves.
     """
 
@@ -40,6 +41,7 @@ class ServiceFacts(msgspec.Struct, frozen=True, kw_only=True):
     gateway_node: str | None = None
     groups_on_node: int = 1
     home_node: str | None = None
+    model_digest: str = ""
     host_socket: str | None = None
 
 

@@ -1,9 +1,10 @@
-"""The version of what gateways and coordinators send each other: handle calls and the token channel.
+"""The version of what gateways and coordinators send each other, and the model that they send it for.
 
-While a service is updated, replicas of two releases see each other. Each message of a handle call, which also names the
-gateway's end of the token channel, begins with a line that says the version; this line never changes.
+While a service is updated, replicas of two releases see each other, and of two models. Each message of a handle call,
+which also names the gateway's end of the token channel, begins with a line that says the version and the model; this
+line only ever gains words at its end.
 
-    tandem VERSION GROUP\\n      GROUP: the coordinator's, in its answers
+    tandem VERSION GROUP MODEL\\n      GROUP: the coordinator's, in its answers; MODEL: digest, empty: not known
 """
 
 WIRE_VERSION = 1
@@ -23,17 +24,28 @@ class OtherVersion(Exception):
         super().__init__(f"{said} of the token channel was sent, this process has version {WIRE_VERSION}")
 
 
-def with_version(body: bytes, group: str = "") -> bytes:
-    """Puts the line of this process's version in front of a body."""
-    return b"%s %d %s\n%s" % (_NAME, WIRE_VERSION, group.encode(), body)
+class OtherModel(OtherVersion):
+    """A message for another model than ours. model, ours: digests."""
+
+    def __init__(self, version: str, group: str, model: str, ours: str) -> None:
+        super().__init__(version, group)
+        self.args = (f"it is for another model ({model}), this process has {ours}",)
 
 
-def without_version(message: bytes) -> memoryview:
-    """The body of a message. OtherVersion when it is not of this process's version."""
+def with_version(body: bytes, group: str = "", model: str = "") -> bytes:
+    """Puts the line of this process's version in front of a body. model: digest of this process's."""
+    return b"%s %d %s %s\n%s" % (_NAME, WIRE_VERSION, group.encode(), model.encode(), body)
+
+
+def without_version(message: bytes, model: str = "") -> memoryview:
+    """The body of a message. OtherVersion when it is not of this process's version, or, as OtherModel, not for `model`;
+    a release that names none is taken to have the same."""
     end = message.find(b"\n", 0, _LONGEST_LINE)
-    name, version, group = (*message[: max(end, 0)].split(b" "), b"", b"")[:3]
+    name, version, group, theirs = (*message[: max(end, 0)].split(b" "), b"", b"", b"")[:4]
     if name != _NAME:
         raise OtherVersion("", "")
     if version != b"%d" % WIRE_VERSION:
         raise OtherVersion(version.decode(errors="replace"), group.decode(errors="replace"))
+    if model and theirs and theirs != model.encode():
+        raise OtherModel(version.decode(), group.decode(errors="replace"), theirs.decode(errors="replace"), model)
     return memoryview(message)[end + 1 :]

@@ -4,7 +4,9 @@ Called by LLM (workers/offline.py), and for the verbs of the command line by clu
 that all of them take the same names. Torch-free.
 """
 
+import json
 import re
+from hashlib import blake2b
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -16,6 +18,14 @@ from tandem.configs.schema import ModelSettings
 DEMO = "demo"
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "LICENSE*")
+DIGESTED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+)
+"""What a model's ids mean and how its weights are computed with, in small files."""
 INSTEAD = "give the folder of a model, or fill that cache where the hub can be reached (`hf download`)"
 
 
@@ -36,6 +46,22 @@ def resolve_model(model: ModelSettings) -> ModelSettings:
     )
     _check_remote_code(folder, resolved)
     return resolved
+
+
+def model_digest(model: ModelSettings) -> str:
+    """16 hex digits that differ for two models: a request made for one is nothing for the other. Of resolved settings.
+    Covers the folder (of the hub's cache: also the revision), its config, quantization and tokenizer, and the settings
+    that change what is computed; the weights are not read, so others that took their place in the folder are not seen.
+    """
+    overrides = json.dumps(model.hf_overrides, sort_keys=True)
+    dummy = model.seed if model.load_format == "dummy" else None
+    digest = blake2b(repr((model.model, model.revision, overrides, dummy)).encode(), digest_size=8)
+    for folder in dict.fromkeys((model.model, model.tokenizer or model.model)):
+        for name in DIGESTED:
+            file = Path(folder) / name
+            data = file.read_bytes() if file.is_file() else b""
+            digest.update(f"{name}|{len(data)}|".encode() + data)
+    return digest.hexdigest()
 
 
 def find_model(name: str, revision: str | None, flag: str, files: tuple[str, ...] = FILES) -> Path:

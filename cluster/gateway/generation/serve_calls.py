@@ -11,28 +11,32 @@ small. Larger ones go through Ray's object store, which costs milliseconds and h
 
 
 class ServeCall:
-    """A handle call in flight."""
+    """A handle call in flight. model: digest of the gateway's."""
 
-    def __init__(self, response: Any) -> None:
+    def __init__(self, response: Any, model: str = "") -> None:
         self._response = response
+        self._model = model
 
     async def answer(self) -> memoryview:
-        """The coordinator's answer. OtherVersion when the group speaks another version of the token channel."""
+        """The coordinator's answer. OtherVersion when the group speaks another version of the token channel or has
+        another model."""
         result = await self._response
         assert isinstance(result, bytes)
-        return without_version(result)
+        return without_version(result, self._model)
 
     def cancel(self) -> None:
         self._response.cancel()
 
 
 class ServeCaller:
-    """Calls `generate` of the coordinator deployment; the router of cluster/routing picks the group by the hint."""
+    """Calls `generate` of the coordinator deployment; the router of cluster/routing picks the group by the hint. model:
+    digest of the gateway's."""
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: Any, model: str = "") -> None:
+        self._model = model
         self._by_value = handle.options(method_name="generate", _by_reference=False)
         self._by_reference = handle.options(method_name="generate", _by_reference=True)
 
     def call(self, payload: bytes, hint: RouteHint) -> ServeCall:
         method = self._by_value if len(payload) <= MOST_BY_VALUE else self._by_reference
-        return ServeCall(method.remote(with_version(payload), hint=hint))
+        return ServeCall(method.remote(with_version(payload, model=self._model), hint=hint), self._model)

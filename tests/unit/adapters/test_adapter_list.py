@@ -146,12 +146,66 @@ async def test_what_the_settings_ask_for_is_listed_without_redis_and_saved_later
     assert other.entries["pirate"] == entry()
 
 
-async def test_modules_are_listed_once_in_a_life_of_the_service(redis: BackgroundClient) -> None:
+async def test_a_redis_that_takes_no_writes_is_still_read(
+    redis: BackgroundClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its memory is full while a gateway starts, which has to say what it serves."""
+    facts = BaseFacts(folder="/m", max_rank=8)
+    writer, fresh = AdapterList(redis, "demo"), AdapterList(redis, "demo")
+    await writer.replace(None, entry(), "pirate")
+    fresh.announce(facts)
+    await redis.command("CONFIG", "SET", "maxmemory", "1")
+    try:
+        assert await fresh.refresh()
+        assert fresh.is_known and dict(fresh.entries) == {"pirate": entry()}
+        fresh.keep(entry("mine"))
+        for _ in range(3):
+            await fresh.refresh()
+            assert set(fresh.entries) == {"mine", "pirate"}, "what waits to be written is served"
+        assert len([line for line in caplog.messages if "takes no changes of the adapters" in line]) == 1
+    finally:
+        await redis.command("CONFIG", "SET", "maxmemory", "0")
+    assert await writer.replace(entry(), None, "pirate")
+    await fresh.refresh()
+    await writer.refresh()
+    assert dict(writer.entries) == dict(fresh.entries) == {"mine": entry("mine")}
+    assert await writer.base() == facts and await redis.command("SISMEMBER", keys.ADAPTER_MODELS, "demo") == 1
+
+
+async def test_what_was_known_stays_while_a_redis_without_it_takes_no_writes(redis: BackgroundClient) -> None:
+    """A list that was lost, and one of an earlier life that Redis never had."""
+    known, adopted = AdapterList(redis, "demo"), AdapterList(redis, "kept")
+    for one in (known, adopted):
+        one.announce(BaseFacts(folder="/m", max_rank=8))
+    await known.refresh()
+    await known.replace(None, entry(), "pirate")
+    adopted.adopt({"pirate": entry()})
+    await redis.command("FLUSHALL")
+    await redis.command("SET", keys.SENTINEL, "another")
+    await redis.command("CONFIG", "SET", "maxmemory", "1")
+    try:
+        for one in (known, adopted):
+            with pytest.raises(RedisUnavailable, match="maxmemory"):
+                await one.refresh()
+            assert dict(one.entries) == {"pirate": entry()}
+    finally:
+        await redis.command("CONFIG", "SET", "maxmemory", "0")
+    for one in (known, adopted):
+        await one.refresh()
+        later = AdapterList(redis, one.model)
+        await later.refresh()
+        assert dict(later.entries) == dict(one.entries) == {"pirate": entry()}
+
+
+async def test_the_modules_listed_last_are_not_listed_again(redis: BackgroundClient) -> None:
     registry = AdapterList(redis, "demo")
-    assert not await registry.modules_are_listed("s1")
-    await registry.note_modules_listed("s1")
-    assert await registry.modules_are_listed("s1")
-    assert not await registry.modules_are_listed("s2")
+    assert not await registry.modules_are_listed("s1", "d1")
+    await registry.note_modules_listed("s1", "d1")
+    assert await registry.modules_are_listed("s1", "d1")
+    assert not await registry.modules_are_listed("s2", "d1")
+    assert not await registry.modules_are_listed("s1", "d2"), "another version has others"
+    await registry.note_modules_listed("s1", "d2")
+    assert not await registry.modules_are_listed("s1", "d1"), "a version that comes back lists its own again"
 
 
 async def test_run_reports_changes_and_outlives_whatever_is_raised(redis: BackgroundClient) -> None:

@@ -1,4 +1,4 @@
-"""A gateway's start: what is durable and what the settings name is listed, once in a life of the service."""
+"""A gateway's start: what is durable and what the settings name is listed, once for each list of modules."""
 
 import asyncio
 import shutil
@@ -56,6 +56,22 @@ async def test_the_settings_win_over_what_a_name_had_before_a_restart(redis: Bac
     async with opened(redis, "s2") as adapter_service:
         entry = adapter_service.registry.entries["pirate"]
         assert (entry.digest, entry.source, entry.pinned) == (digest, str(PIRATE), True)
+
+
+async def test_another_version_of_the_service_lists_its_own_modules(redis: BackgroundClient, tmp_path: Path) -> None:
+    """The service, and what it has in Redis, live over its versions."""
+    shutil.copytree(SHOUT, moved := tmp_path / "pirate")
+    async with opened(redis) as adapter_service:
+        before = adapter_service.registry.entries["pirate"].digest
+        await adapter_service.unload("pirate")
+    async with opened(redis, lora_modules=[f"pirate={moved}", f"more={SHOUT}"]) as adapter_service:
+        after = adapter_service.registry.entries["pirate"]
+        assert set(adapter_service.registry.entries) == {"more", "pirate"} and after.source == str(moved)
+        assert after.digest != before
+    async with opened(redis) as adapter_service:
+        assert adapter_service.registry.entries["pirate"].digest == before, "the first version was deployed again"
+    async with opened(redis, served_model_name=["renamed"]) as adapter_service:
+        assert set(adapter_service.registry.entries) == {"pirate"}, "which has a list of its own"
 
 
 async def test_redis_may_be_unavailable_at_the_start(redis: BackgroundClient) -> None:

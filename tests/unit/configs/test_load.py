@@ -384,7 +384,17 @@ def test_serve_args_in_the_shape_of_ray_serve_llm() -> None:
         ({"model_loading_config": {"model_id": "m"}, "redis_config": {"redis_sentinel_url": 5}}, "not a setting"),
         ({"model_loading_config": {}}, "must name a model"),
         ({"model_loading_config": {"model_id": "m"}, "engine_kwargs": {"tp": 2}}, "tp is not a setting"),
-        ({"model_loading_config": {"model_id": "m"}, "engine_kwargs": {"port": 2}}, "does not belong"),
+        *(
+            ({"model_loading_config": {"model_id": "m"}, "engine_kwargs": {key: value}}, f"{key} does not belong")
+            for key, value in (
+                ("port", 2),
+                ("ssl_certfile", "a.pem"),
+                ("ssl_keyfile", "a.pem"),
+                ("ssl_ca_certs", "a.pem"),
+                ("ssl_cert_reqs", 2),
+                ("ssl-certfile", "a.pem"),
+            )
+        ),
         (
             {"model_loading_config": {"model_id": "m"}, "deployment_config": {"max_ongoing_requests": 2}},
             "not a setting",

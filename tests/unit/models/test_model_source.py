@@ -1,5 +1,6 @@
 """A hub id is downloaded or found in the hub's cache, by the command line and by LLM alike."""
 
+import re
 import shutil
 import socket
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from tandem.cluster.deploy.resolved_settings import resolve_settings
 from tandem.configs.bundled import DEMO_MODEL
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import build_settings
-from tandem.workers.planning.model_source import find_model
+from tandem.workers.planning.model_source import find_model, model_digest
 from tests.support.hub_server import Hub, point_at, running_hub
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -147,3 +148,55 @@ def test_a_download_that_breaks_is_said(hub: Hub, monkeypatch: pytest.MonkeyPatc
 def test_what_cannot_be_a_hub_id_is_a_folder(cache: Path) -> None:
     for name in ("./org", "/org/name", "~/org", "a/b/c", "org name"):
         assert refusal(name)[0] == f"MODEL: {name}: no such folder"
+
+
+# ---- which model it is ----
+
+
+def digest(model: str, **more: object) -> str:
+    return model_digest(resolve_settings(build_settings(model, more)).engine.model)
+
+
+def test_the_same_model_with_other_settings_is_the_same_model(tmp_path: Path) -> None:
+    (template := tmp_path / "other.jinja").write_text("{{ messages }}")
+    others = {
+        "served_model_name": ["renamed"],
+        "max_model_len": 64,
+        "tensor_parallel_size": 2,
+        "max_num_seqs": 3,
+        "kv_cache_memory_bytes": "8M",
+        "chat_template": str(template),
+        "enable_lora": True,
+    }
+    assert digest("demo") == digest(str(DEMO_MODEL)) == digest(str(DEMO_MODEL), **others)
+    assert re.fullmatch("[0-9a-f]{16}", digest("demo"))
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_another_config_or_tokenizer_is_another_model(tmp_path: Path, name: str) -> None:
+    shutil.copytree(DEMO_MODEL, folder := tmp_path / "model")
+    before = digest(str(folder))
+    assert before == digest(str(folder))
+    (folder / name).write_text((folder / name).read_text() + "\n")
+    assert digest(str(folder)) != before
+
+
+def test_another_folder_tokenizer_or_overrides_are_another_model(tmp_path: Path) -> None:
+    shutil.copytree(DEMO_MODEL, folder := tmp_path / "model")
+    overrides = {"rope_theta": 7.0}
+    found = [
+        digest("demo"),
+        digest(str(folder)),
+        digest("demo", tokenizer=str(folder), hf_overrides=overrides),
+        digest("demo", hf_overrides=overrides),
+        digest("demo", load_format="dummy"),
+        digest("demo", load_format="dummy", seed=1),
+    ]
+    (folder / "tokenizer.json").unlink()
+    found.append(digest("demo", tokenizer=str(folder)))
+    assert len(set(found)) == len(found)
+
+
+def test_two_revisions_of_the_hub_are_two_models(cached: Path) -> None:
+    shutil.copytree(cached, cached.parent / ("f" * 40))
+    assert digest("org/name") == digest("org/name", revision=COMMIT) != digest("org/name", revision="f" * 40)

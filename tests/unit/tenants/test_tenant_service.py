@@ -1,11 +1,18 @@
 """One gateway's tenants from start to end: what its tasks do by themselves, and what they leave behind."""
 
 import asyncio
+import os
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.state import keys
 from tandem.cluster.state.redis_client import BackgroundClient
+from tandem.cluster.tenants import journal, tenant_service
+from tandem.cluster.tenants.directory import TenantDirectory
+from tandem.cluster.tenants.journal import Journal
 from tandem.cluster.tenants.store import TenantStore
 from tests.support.private_redis import private_redis
 from tests.unit.tenants.tenant_rig import patient, row_ids, serve_one, service, until
@@ -65,6 +72,60 @@ async def test_a_private_folder_goes_with_the_last_gateway(server: RedisServer, 
     assert folder.exists(), "the other one writes there"
     await two.close()
     assert not folder.exists()
+
+
+async def test_a_gateway_that_comes_while_the_last_one_leaves_keeps_its_journal(
+    server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Versions of a service share the folder."""
+    folder = tmp_path / "tl-1"
+    leaving = service(server.url, folder, is_private=True)
+    await leaving.start()
+    came: list[Journal] = []
+
+    def is_in_use(folder: Path) -> bool:
+        was_in_use = journal.is_in_use(folder)
+        came.append(Journal(folder, "next"))
+        return was_in_use
+
+    monkeypatch.setattr(tenant_service, "is_in_use", is_in_use)
+    await leaving.close()
+    (next_one,) = came
+    assert list(folder.glob("usage-*")) == next_one.paths, "only its own are gone"
+    await next_one.close()
+
+
+async def test_a_folder_that_is_removed_while_a_journal_begins_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := tmp_path / "tl-1").mkdir()
+    open_plainly = os.open
+
+    def open_late(path: Any, *more: Any) -> int:
+        monkeypatch.undo()
+        folder.rmdir()
+        return open_plainly(path, *more)
+
+    monkeypatch.setattr(os, "open", open_late)
+    begun = Journal(folder, "next")
+    assert list(folder.iterdir()) == begun.paths
+    await begun.close()
+
+
+async def test_a_closed_service_says_so_when_its_redis_takes_writes_again(
+    server: RedisServer, redis: BackgroundClient, tmp_path: Path
+) -> None:
+    """Its memory is full while the first gateway starts."""
+    directory = TenantDirectory(TenantStore(redis), tmp_path / "tenants.json", has_keys=True)
+    await redis.command("CONFIG", "SET", "maxmemory", "1")
+    try:
+        await directory.refresh()
+        await directory.refresh()
+    finally:
+        await redis.command("CONFIG", "SET", "maxmemory", "0")
+    assert await redis.command("GET", keys.TENANTS_ORIGIN) is None
+    await directory.refresh()
+    assert await redis.command("GET", keys.TENANTS_ORIGIN) is not None
 
 
 async def test_rows_that_redis_never_heard_of_are_not_removed(server: RedisServer, tmp_path: Path) -> None:

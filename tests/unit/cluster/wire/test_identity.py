@@ -23,10 +23,16 @@ FACTS = ServiceFacts(single_node=True, device="cpu")
 class Identity(ServiceIdentity):
     """Keeps its Redis in a folder of the test's."""
 
-    def __init__(self, folder: Path, service_id: str = "a1b2c3d4e5f6", secret: str = "ab" * 32) -> None:
+    def __init__(
+        self, folder: Path, service_id: str = "a1b2c3d4e5f6", secret: str = "ab" * 32, lease_s: float = 60.0
+    ) -> None:
         self.now_s = 100.0
         self.folder = folder
-        super().__init__(service_id, secret, lease_s=60.0, clock=lambda: self.now_s)
+        self.exited = asyncio.Event()
+        super().__init__(service_id, secret, lease_s=lease_s, clock=lambda: self.now_s)
+
+    def _exit(self) -> None:
+        self.exited.set()
 
     def _folder(self) -> Path:
         return self.folder / "r"
@@ -37,8 +43,7 @@ async def actor() -> AsyncIterator[Identity]:
     with tempfile.TemporaryDirectory(prefix="tr-", dir=short_temp_folder()) as name:
         actor = Identity(Path(name))
         yield actor
-        if actor._ending is not None:
-            actor._ending.cancel()
+        actor._ending.cancel()
         await actor.end()
         assert list(Path(name).iterdir()) == [], "nothing of it is left"
 
@@ -56,6 +61,44 @@ async def test_the_lease_is_over_when_nobody_renews_it(actor: Identity) -> None:
     assert not actor.is_over()
     actor.now_s += 1.0
     assert actor.is_over()
+
+
+async def test_an_actor_that_nobody_asks_ends(tmp_path: Path) -> None:
+    """Ray has restarted it after the last replica was gone."""
+    restarted = Identity(tmp_path, lease_s=0.2)
+    (tmp_path / "r").mkdir()
+    restarted.now_s += 0.2
+    async with asyncio.timeout(30):
+        await restarted.exited.wait()
+    assert not (tmp_path / "r").exists()
+
+
+async def test_one_that_cannot_end_its_redis_still_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    actor = Identity(tmp_path, lease_s=0.2)
+
+    async def end() -> None:
+        raise OSError("the server does not stop")
+
+    monkeypatch.setattr(actor, "end", end)
+    actor.now_s += 0.2
+    async with asyncio.timeout(30):
+        await actor.exited.wait()
+    assert "the server does not stop" in caplog.text
+
+
+async def test_who_comes_while_it_ends_is_refused(actor: Identity) -> None:
+    """Not told of a server whose data is about to be removed."""
+    await actor.redis_url(True)
+    assert isinstance(private := actor._redis, PrivateRedis)
+    ending = asyncio.create_task(actor.end())
+    asked = asyncio.create_task(actor.redis_url(True))
+    for call in (asked, asyncio.create_task(actor.renew())):
+        with pytest.raises(RuntimeError, match="a1b2c3d4e5f6 has ended"):
+            await call
+    await ending
+    assert actor._redis is None and not private.is_kept
 
 
 async def test_one_redis_for_all_who_ask(actor: Identity) -> None:
@@ -93,6 +136,7 @@ async def test_one_that_is_made_again_takes_up_what_is_left(actor: Identity) -> 
         assert await redis.command("GET", "tenant") == b"acme"
         await redis.close()
     finally:
+        again._ending.cancel()
         await again.end()
 
 
@@ -137,14 +181,19 @@ class Cluster:
         self.folder = folder
         self.actors: dict[str, Identity] = {}
         self.made: list[Identity] = []
+        self._loop = asyncio.get_running_loop()
 
     def actor(self, app: str, facts: ServiceFacts) -> Any:
         if app not in self.actors:
             known = (facts.service_id, facts.secret) if facts.service_id else new_identity()
-            self.actors[app] = Identity(self.folder, *known)
+            self.actors[app] = asyncio.run_coroutine_threadsafe(self._make(*known), self._loop).result(30)
             self.made.append(self.actors[app])
         found = self.actors[app]
         return type("Handle", (), {"renew": Method(found.renew), "redis_url": Method(found.redis_url)})
+
+    async def _make(self, service_id: str, secret: str) -> Identity:
+        """On the loop, as Ray calls the constructor of an actor with async methods."""
+        return Identity(self.folder, service_id, secret)
 
 
 @pytest.fixture
@@ -153,8 +202,7 @@ async def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncItera
     monkeypatch.setattr(identity, "identity_actor", cluster.actor)
     yield cluster
     for actor in cluster.made:
-        if actor._ending is not None:
-            actor._ending.cancel()
+        actor._ending.cancel()
 
 
 async def test_replicas_of_all_versions_of_an_application_are_one_service(cluster: Cluster) -> None:

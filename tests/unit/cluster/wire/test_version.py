@@ -1,9 +1,18 @@
 """The line in front of each message of a handle call."""
 
+from typing import Any
+from unittest.mock import Mock
+
+import msgspec
 import pytest
 
+from tandem.cluster.gateway.generation.serve_calls import ServeCaller
+from tandem.cluster.group.coordinator import Coordinator
+from tandem.cluster.routing.route_hint import RouteHint
 from tandem.cluster.wire import version
-from tandem.cluster.wire.version import OtherVersion, with_version, without_version
+from tandem.cluster.wire.service_facts import ServiceFacts
+from tandem.cluster.wire.version import OtherModel, OtherVersion, with_version, without_version
+from tandem.workers.messages.request import GenerationRequest, SamplingParams
 
 
 @pytest.mark.parametrize("body", [b"", b"\n", b"a b\nc", bytes(range(256))])
@@ -26,3 +35,58 @@ def test_a_message_that_says_no_version_is_of_another(message: bytes) -> None:
     with pytest.raises(OtherVersion, match="no version") as refused:
         without_version(message)
     assert (refused.value.version, refused.value.group) == ("", "")
+
+
+def test_a_message_for_another_model_is_refused_with_what_it_says() -> None:
+    message = with_version(b"body", "g1", "aaaa")
+    assert without_version(message, "aaaa") == b"body"
+    with pytest.raises(OtherModel, match=r"for another model \(aaaa\), this process has bbbb") as refused:
+        without_version(message, "bbbb")
+    assert refused.value.group == "g1"
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("", "aaaa"), ("aaaa", ""), ("", "")])
+def test_a_model_that_is_not_known_is_taken_to_be_the_same(theirs: str, ours: str) -> None:
+    assert without_version(with_version(b"body", "g1", theirs), ours) == b"body"
+
+
+def test_a_release_that_names_no_model_and_this_one_read_each_other() -> None:
+    assert without_version(b"tandem 1 g1\nbody", "aaaa") == b"body"
+    line = with_version(b"", "g1", "aaaa").rstrip(b"\n")
+    assert line.split(b" ")[:3] == [b"tandem", b"1", b"g1"], "it reads three words"
+
+
+class Group:
+    """A group of one model, whose engine is not there: what it takes is written down."""
+
+    generate = Coordinator.generate
+
+    def __init__(self, model: str) -> None:
+        self._group = f"group of {model}".replace(" ", "-")
+        self._facts = ServiceFacts(single_node=True, device="cpu", model_digest=model)
+        self.taken: list[bytes] = []
+
+    async def _generate(self, body: memoryview, hint: RouteHint) -> bytes:
+        self.taken.append(bytes(body))
+        return b"ended"
+
+
+def call(gateways_model: str, group: Group) -> Any:
+    """A request of a gateway, through the handle that both have."""
+    method = Mock(remote=lambda payload, hint: group.generate(payload, hint))
+    request = GenerationRequest(request_id="r", attempt=1, prompt_token_ids=[1], sampling=SamplingParams(max_tokens=1))
+    caller = ServeCaller(Mock(options=lambda **_: method), gateways_model)
+    return caller.call(msgspec.msgpack.encode(request), RouteHint(request_id="r", cost_tokens=1, gateway="old"))
+
+
+async def test_a_group_of_another_model_takes_no_prompt_that_was_made_for_ours(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """While a service is updated to another model, its old gateways see its new groups."""
+    same, other = Group("aaaa"), Group("bbbb")
+    assert await call("aaaa", same).answer() == b"ended"
+    with pytest.raises(OtherVersion, match="for another model") as refused:
+        await call("aaaa", other).answer()
+    assert refused.value.group == "group-of-bbbb", "which the gateway avoids from now on"
+    assert len(same.taken) == 1 and not other.taken
+    assert "a request of gateway old is refused: it is for another model (aaaa), this process has bbbb" in caplog.text
