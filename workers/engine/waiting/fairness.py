@@ -161,8 +161,10 @@ class FairQueue:
 
     def forget_idle(self, busy: Collection[str]) -> list[str]:
         """Forgets the tenants that nothing was charged to and nothing was queued for since the last call, except `busy`
-        ones, and returns their names. One that is back begins at the least counter, as others that were idle."""
-        idle = [t for t in self._tenants.values() if not (t.worked or t.waiting or t.name in busy)]
+        ones and those with a given weight, and returns their names. One that is back begins at the least counter, as
+        others that were idle."""
+        kept = {*busy, *self._weights}
+        idle = [t for t in self._tenants.values() if not (t.worked or t.waiting or t.name in kept)]
         for tenant in idle:
             del self._tenants[tenant.name]
         for tenant in self._tenants.values():
