@@ -153,9 +153,15 @@ class FairQueue:
     def merge_remote_charges(self, charges: Mapping[str, float]) -> None:
         """Adds what tenants cost in other groups (their drain_charges) since the last call, so that it counts here too.
         The tenants named in the last call are active in other groups, and count when a tenant that begins to wait is
-        lifted to the least counter."""
-        self._remote = [self._tenant(name) for name, cost in charges.items() if cost > 0]
-        for tenant in self._remote:
+        lifted to the least counter; one that begins there, and does not wait here, is lifted in the same way."""
+        remote = [self._tenant(name) for name, cost in charges.items() if cost > 0]
+        active = set(self._remote)
+        begin = [tenant for tenant in remote if not tenant.waiting and tenant not in active]
+        level = self._level() if begin else 0.0
+        for tenant in begin:
+            tenant.counter = max(tenant.counter, level)
+        self._remote = remote
+        for tenant in remote:
             tenant.worked = True
             tenant.counter += charges[tenant.name] / tenant.weight
 
