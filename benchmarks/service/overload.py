@@ -5,7 +5,8 @@
 First the capacity: clients that each wait for their answer, a few more than there are rows. Then open loop: Poisson
 arrivals at each level times the capacity, whatever comes back. Goodput counts the tokens of requests that were answered
 in full, with the first token within --ttft-s. Each refusal is timed from when it was due. The client shares the
-machine: its cores and how late it sent are printed, and what other processes took. JSON and a plot go to
+machine: its cores and how late it sent are printed, and what other processes took. Other statuses, and streams that
+end with an error or without all tokens, are failures, of which there may be none. JSON and a plot go to
 out/benchmarks.
 """
 
@@ -58,17 +59,22 @@ def parse_arguments() -> argparse.Namespace:
 
 @dataclass
 class Request:
-    """One request and what became of it. Times are seconds of perf_counter; status 0: no answer."""
+    """One request and what became of it. Times are seconds of perf_counter; status 0: no answer, or one that was cut
+    off; is_ended: its stream came to `[DONE]` without an error."""
 
     due_s: float
     sent_s: float = 0.0
     status: int = 0
     end_s: float = 0.0
+    is_ended: bool = False
     token_times_s: list[float] = field(default_factory=list)
 
+    def is_answered(self, output_len: int) -> bool:
+        """Whether the answer is whole: all its tokens, and no error among them or after."""
+        return self.status == 200 and self.is_ended and len(self.token_times_s) == output_len
+
     def is_good(self, output_len: int, ttft_s: float) -> bool:
-        tokens = self.token_times_s
-        return self.status == 200 and len(tokens) == output_len and tokens[0] - self.due_s <= ttft_s
+        return self.is_answered(output_len) and self.token_times_s[0] - self.due_s <= ttft_s
 
 
 @dataclass(frozen=True)
@@ -152,11 +158,16 @@ class Client:
         headers = {"content-type": "application/json"}
         try:
             async with session.post(self._url, data=body, headers=headers) as response:
+                has_error = False
                 async for line in response.content:
                     if line.startswith(b"data: {") and response.status == 200:
-                        choices = json.loads(line[6:]).get("choices") or [{}]
+                        event = json.loads(line[6:])
+                        has_error |= "error" in event
+                        choices = event.get("choices") or [{}]
                         count = len(choices[0].get("token_ids") or ())
                         request.token_times_s.extend([time.perf_counter()] * count)
+                    elif line.startswith(b"data: [DONE]"):
+                        request.is_ended = not has_error
                 request.status = response.status
         except (aiohttp.ClientError, TimeoutError):
             request.status = 0
@@ -231,7 +242,7 @@ def measure_level(
         load_average = os.getloadavg()[0]
     good = [request for request in sent if request.is_good(options.output_len, options.ttft_s)]
     refused = [request for request in sent if request.status == 429]
-    answered = sum(request.status == 200 for request in sent)
+    answered = sum(request.is_answered(options.output_len) for request in sent)
     return Level(
         level=level,
         offered_per_s=per_s,
@@ -250,16 +261,18 @@ def measure_level(
 
 
 def verdicts(levels: Sequence[Level]) -> dict[str, tuple[float, float, bool]]:
-    """Each bar: the figure, what it may be, and whether it holds. Of the highest level."""
+    """Each bar: the figure, what it may be, and whether it holds. Of the highest level; failures are of all."""
     first, last = levels[0], max(levels, key=lambda level: level.level)
     best = max(level.goodput_tokens_per_s for level in levels)
     goodput = last.goodput_tokens_per_s / best
     refusal_ms = last.refusal_ms.get("p99", float("inf"))  # nothing was refused: it was no overload
+    failed = sum(level.failed for level in levels)
     memory = max(last.memory_mib[name][2] / first.memory_mib[name][2] for name in TITLES)
     return {
         "goodput over the best": (goodput, GOODPUT_BAR, goodput >= GOODPUT_BAR),
         "refusals, p99 ms": (refusal_ms, REFUSAL_BAR_MS, refusal_ms < REFUSAL_BAR_MS),
         "memory over the first level's": (memory, MEMORY_BAR, memory <= MEMORY_BAR),
+        "failed": (failed, 0.0, failed == 0),
     }
 
 

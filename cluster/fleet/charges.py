@@ -4,7 +4,8 @@ All groups of a service add to the same totals in Redis, one per tenant, and rea
 last look: what others have added is charged here too. So an exchange is one call of a few bytes per tenant that worked,
 however many groups there are. A group numbers what it adds, and adds it again under the same number until Redis has
 answered: an exchange that is missed or sent twice counts once. Totals of an emptied Redis begin at nothing under a new
-name; what was added to the lost ones and not read yet is not charged elsewhere.
+name; what was added to the lost ones and not read yet is not charged elsewhere. A group that could not look for longer
+than tenants are remembered begins like a new one: what others have added before is not charged here.
 
 When nothing grew or Redis is unavailable, the engine gets no charges once, and is fair by itself. The only group, while
 it charges nobody, looks for others every few seconds. Tenants that nobody charges for minutes are forgotten.
@@ -156,8 +157,8 @@ class ChargeExchange:
         self._has_given = bool(grown)
 
     async def _exchange(self) -> Charges:
-        """One round trip: adds what is to be sent, and returns what other groups have added. The first one only learns
-        what was added before this group's time."""
+        """One round trip: adds what is to be sent, and returns what other groups have added. The first one, and one so
+        long after the last that tenants were forgotten meanwhile, only learns what was added before."""
         listed = keys.groups(self._service)
         added: list[Part] = [part for tenant, charge in self._sending.items() for part in (tenant, charge)]
         answer, count, is_listed = await self._redis.pipeline(
@@ -178,7 +179,9 @@ class ChargeExchange:
             self._alone_until_s = self._clock() + ALONE_PERIOD_S
         assert isinstance(answer, list), answer
         origin, now_us, names, values = answer
-        is_first = not self._origin
+        is_first = not self._origin or int(now_us) - self._since_us > self._idle_us
+        if is_first:
+            self._seen = {}
         grown = self._learn(_text(origin), int(now_us), dict(zip(map(_text, names), map(_number, values), strict=True)))
         return {} if is_first else grown
 
@@ -186,7 +189,7 @@ class ChargeExchange:
         """Takes the totals that have changed, and returns by how much others have raised them."""
         if origin != self._origin:
             self._seen = {}
-        before_us = now_us - self._idle_us
+        before_us = self._since_us - self._idle_us  # of the last look: Redis may have kept all that was changed later
         self._seen = {tenant: seen for tenant, seen in self._seen.items() if seen.at_us >= before_us}
         self._origin, self._since_us = origin, now_us
         grown = {}

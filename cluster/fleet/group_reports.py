@@ -1,13 +1,15 @@
 """Reports of groups: their statistics, adapters and notes, written only when somebody asks.
 
 A heartbeat carries what routing, readiness, drain and failover need; the rest is large, and wanted by a scrape of
-/metrics, `tandem status` and the like. They ask by raising a counter in Redis, which is announced. Each group answers
-once with a report that names the number it answers; who asks waits for that a second at most, and goes on with what it
-knows. However many ask at the same time, a group writes at most 20 reports a second.
+/metrics, `tandem status` and the like. They ask by raising a counter in Redis, which is announced. It begins at the
+wall clock's milliseconds, so that no number comes twice even when Redis has lost it. Each group answers once with a
+report that names the number it answers; who asks waits for that a second at most, and goes on with what it knows.
+However many ask at the same time, a group writes at most 20 reports a second.
 """
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
@@ -109,8 +111,13 @@ class GroupReports:
     async def _ask(self, missing: set[str]) -> None:
         """Until every group has answered."""
         key, pause_s = keys.reports_asked(self._service), FIRST_LOOK_S
-        number, *_ = await self._redis.pipeline(
-            [["INCR", key], ["EXPIRE", key, keys.REPORTS_ASKED_TTL_S], announcement(key)]
+        _, _, number, _ = await self._redis.pipeline(
+            [
+                ["EXPIRE", key, keys.REPORTS_ASKED_TTL_S],
+                ["SET", key, time.time_ns() // 1_000_000, "EX", keys.REPORTS_ASKED_TTL_S, "NX"],
+                ["INCR", key],
+                announcement(key),
+            ]
         )
         assert isinstance(number, int), number
         while missing:

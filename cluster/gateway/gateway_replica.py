@@ -127,7 +127,7 @@ class Gateway:
         if adapters is not None:
             self._background = start_adapter_tasks(adapters, settings, self._redis, facts.service_id, self._changes)
         self._adapters = adapters
-        metrics = build_metrics(settings)
+        metrics = build_metrics(settings, self._tenants)
         self._tenants.expose(metrics.registry, gateway.metrics_prefix)
         self._text = build_text_services(settings, metrics)
         self._accounts = build_accounts(gateway, self._tenants, open_port=facts.open_port)

@@ -28,9 +28,13 @@ from tandem.workers.text.detokenizer import DetokenizerFactory
 from tandem.workers.text.tokenizer import load_tokenizer
 
 
-def build_metrics(settings: ServiceSettings) -> GatewayMetrics:
-    """The metrics of one gateway, in a registry of their own."""
-    return GatewayMetrics(CollectorRegistry(), settings.gateway.metrics_prefix, model_names(settings)[0])
+def build_metrics(settings: ServiceSettings, tenants: TenantService | None = None) -> GatewayMetrics:
+    """The metrics of one gateway, in a registry of their own. tenants: None when there is no Redis to hold any."""
+    registry, name = CollectorRegistry(), model_names(settings)[0]
+    if tenants is None:
+        return GatewayMetrics(registry, settings.gateway.metrics_prefix, name)
+    directory = tenants.directory
+    return GatewayMetrics(registry, settings.gateway.metrics_prefix, name, known=lambda: directory.tenants)
 
 
 def build_text_services(settings: ServiceSettings, metrics: GatewayMetrics) -> TextServices:

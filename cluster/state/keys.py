@@ -59,7 +59,8 @@ def group_report(service: str, group_id: str) -> str:
 
 
 def reports_asked(service: str) -> str:
-    """Counts questions for reports of the groups, announced. TTL 1 h, renewed by each. Owner: who asks."""
+    """Counts questions for reports of the groups, from the wall clock's milliseconds on, announced. TTL 1 h, renewed by
+    each. Owner: who asks."""
     return f"tandem:{service}:reports-asked"
 
 

@@ -12,9 +12,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from tandem.workers.messages import request
 from tandem.workers.messages.errors import RequestRefused
 
-DEFAULT_TENANT = "default"
+DEFAULT_TENANT = request.DEFAULT_TENANT
 """The tenant of requests without a tenant's key: all of an open API, and those with an --api-key."""
 KEY_PREFIX = "sk-tandem-"
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")

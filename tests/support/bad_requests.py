@@ -1,6 +1,6 @@
 """Requests that schemathesis makes so that they do not fit an OpenAPI document, and the rules of their answers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import requests
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 HANG_S = 5.0
 WRONG, RIGHT = 9, 1
 """Of ten cases of a route that takes anything, so many do not fit the document."""
+MANY, FEW = 3, 1
+"""Cases of a route that takes anything for those of one that does not."""
 
 
 def check_error(body: Any, headers: Any) -> None:
@@ -40,9 +42,11 @@ def check_answer(answer: Any, documented: set[str]) -> None:
 def send_bad_requests(
     url: str, document: dict[str, Any], headers: Sequence[Mapping[str, str]], count: int
 ) -> tuple[dict[str, int], list[str]]:
-    """Sends `count` cases one after the other, each with one of `headers`. Returns the number of answers by route and
-    status, and what broke the rules: of each kind one, as a command that sends it again."""
+    """Sends a case that fits to each route and then `count` cases, one after the other, each with one of `headers`.
+    Returns the number of answers by route and status, and what broke the rules: of each kind one, as a command that
+    sends it again."""
     import schemathesis  # takes a second, which collecting tests should not
+    from schemathesis import GenerationMode
 
     schema = schemathesis.openapi.from_dict(document)
     operations = [found.ok() for found in schema.get_all_operations()]
@@ -50,11 +54,6 @@ def send_bad_requests(
     seen: dict[str, int] = {}
     broken: dict[str, str] = {}
 
-    @settings(max_examples=count, phases=[Phase.generate], suppress_health_check=list(HealthCheck), deadline=None)
-    @given(
-        case=st.one_of([strategy for operation in operations for strategy in _cases(operation)]),
-        key=st.sampled_from(headers),
-    )
     def send(case: "Case[Any]", key: Mapping[str, str]) -> None:
         place = f"{case.method} {case.path}"
         try:
@@ -66,16 +65,39 @@ def send_bad_requests(
                 f"{place}: {type(error).__name__} {str(error)[:400]}", case.as_curl_command(headers=dict(key))
             )
 
-    send()
+    for operation in operations:
+        draw(send, 1, case=operation.as_strategy(generation_mode=GenerationMode.POSITIVE), key=st.sampled_from(headers))
+    draw(send, count, case=cases(operations), key=st.sampled_from(headers))
     session.close()
     return seen, [f"{fault}\n  {command[:2000]}" for fault, command in broken.items()]
 
 
-def _cases(operation: Any) -> "list[st.SearchStrategy[Case[Any]]]":
-    """Of a route that takes a body or parameters: nearly all wrong. Others take nothing that could be wrong."""
+def draw(test: Callable[..., None], count: int, **drawn: st.SearchStrategy[Any]) -> None:
+    """Calls test with `count` examples."""
+    every = settings(
+        max_examples=count, phases=[Phase.generate], suppress_health_check=list(HealthCheck), deadline=None
+    )
+    every(given(**drawn)(test))()
+
+
+def cases(operations: Sequence[Any]) -> "st.SearchStrategy[Case[Any]]":
+    """Cases of all these routes, MANY for a route that takes anything to FEW for one that does not."""
+    weighed = [index for index, one in enumerate(operations) for _ in range(MANY if _takes_any(one) else FEW)]
+    return st.sampled_from(weighed).flatmap(lambda index: _cases(operations[index]))
+
+
+def _cases(operation: Any) -> "st.SearchStrategy[Case[Any]]":
+    """Of a route that takes a body or parameters: nearly all wrong. Others take nothing that could be wrong.
+
+    A number is drawn first: st.one_of would take a strategy that is there nine times as one."""
     from schemathesis import GenerationMode
 
     right = operation.as_strategy(generation_mode=GenerationMode.POSITIVE)
-    if not operation.body and not operation.path_parameters:
-        return [right]
-    return [operation.as_strategy(generation_mode=GenerationMode.NEGATIVE)] * WRONG + [right] * RIGHT
+    if not _takes_any(operation):
+        return right
+    wrong = operation.as_strategy(generation_mode=GenerationMode.NEGATIVE)
+    return st.integers(0, WRONG + RIGHT - 1).flatmap(lambda number: wrong if number < WRONG else right)
+
+
+def _takes_any(operation: Any) -> bool:
+    return bool(operation.body or operation.path_parameters)

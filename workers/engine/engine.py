@@ -31,7 +31,16 @@ from tandem.workers.engine.waiting.adapter_cache import AdapterCache
 from tandem.workers.engine.waiting.max_loras import MaxLorasGate
 from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
 from tandem.workers.messages.errors import ContextLengthExceeded, QueueFull, RequestRefused
-from tandem.workers.messages.request import Abort, AdapterRef, Ended, FinishReason, GenerationRequest, Loss, TokenDelta
+from tandem.workers.messages.request import (
+    DEFAULT_TENANT,
+    Abort,
+    AdapterRef,
+    Ended,
+    FinishReason,
+    GenerationRequest,
+    Loss,
+    TokenDelta,
+)
 from tandem.workers.messages.step import StepResult
 from tandem.workers.messages.transfer import TransferResult
 
@@ -381,12 +390,13 @@ class Engine:
         return any(events)
 
     def _forget_idle_tenants(self) -> None:
-        """Drops counts and counters of tenants that had nothing here for TENANT_IDLE_S, and at most twice that."""
+        """Drops counts and counters of tenants that had nothing here for TENANT_IDLE_S, and at most twice that, and are
+        not known: they have no weight, and are not the one of requests without a tenant."""
         now_s = self._clock()
         if now_s < self._forget_at_s:
             return
         self._forget_at_s = now_s + TENANT_IDLE_S
-        busy = {state.request.tenant for state in self._requests.values()}
+        busy = {DEFAULT_TENANT, *(state.request.tenant for state in self._requests.values())}
         for tenant in self._waiting.tenants.forget_idle(busy):
             self._collector.tenants.pop(tenant, None)
 

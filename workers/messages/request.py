@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+DEFAULT_TENANT = "default"
 FinishReason = Literal["stop", "length", "abort", "error"]
 Loss = Literal["bystander", "suspect", "alone", "unknown", "excused"]
 """What the loss of a group says of a request: it was in no step that may have ended the group; it was in one; it was
@@ -114,7 +115,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
     prompt_token_ids: list[int]
     sampling: SamplingParams
     adapter: AdapterRef | None = None
-    tenant: str = "default"
+    tenant: str = DEFAULT_TENANT
     priority: int = 0
     deadline_s: float | None = None
     cache_salt: str = ""

@@ -5,7 +5,7 @@ Metrics of the groups come from Backend.metrics(). Route labels are our route te
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Container, Coroutine, Iterable, Sequence
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.cluster.fleet.engine_metrics import Families
 from tandem.cluster.fleet.gateway_records import GatewayRecord
+from tandem.cluster.tenants.tenant import DEFAULT_TENANT
 from tandem.workers.messages.request import Usage
 
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 60.0)
@@ -20,17 +21,18 @@ E2E_BUCKETS = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20
 
 
 TENANT_IDLE_S = 3600.0
-"""A tenant for which nothing was counted for so long loses its series: removed, or gone."""
+"""A removed tenant for which nothing was counted for so long loses its series."""
 FORGET_PERIOD_S = 60.0
 
 
 class TenantCounters:
-    """Counters with a tenant as their first label, whose series go when a tenant has been idle for TENANT_IDLE_S. When
-    it is back they begin at 0, which a scraper takes for a restart. Used on one event loop; a registry may be rendered
-    on a thread meanwhile."""
+    """Counters with a tenant as their first label. Those of known tenants and of `default` stay, however idle: a series
+    that goes and comes back at 1 never grows for a scraper. Those of others, which were removed, go when nothing was
+    counted for TENANT_IDLE_S. Used on one event loop; a registry may be rendered on a thread meanwhile."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float], known: Callable[[], Container[str]]) -> None:
         self._clock = clock
+        self._known = known
         self._used_s: dict[str, float] = {}
         self._series: dict[str, set[tuple[Counter, tuple[str, ...]]]] = {}
         self._forget_at_s = 0.0
@@ -40,26 +42,28 @@ class TenantCounters:
         now_s = self._clock()
         if now_s >= self._forget_at_s:
             self._forget_at_s = now_s + FORGET_PERIOD_S
-            self.forget_idle()
+            self.forget_removed()
         self._used_s.pop(tenant, None)
         self._used_s[tenant] = now_s
         self._series.setdefault(tenant, set()).add((counter, (tenant, *labels)))
         counter.labels(tenant, *labels).inc(amount)
 
-    def forget_idle(self) -> None:
-        """Removes the series of idle tenants."""
-        before_s = self._clock() - TENANT_IDLE_S
-        while self._used_s:  # in the order of their last use
-            tenant = next(iter(self._used_s))
-            if self._used_s[tenant] > before_s:
+    def forget_removed(self) -> None:
+        """Removes the series of tenants that are idle and not known any more."""
+        before_s, known = self._clock() - TENANT_IDLE_S, self._known()
+        for tenant, used_s in list(self._used_s.items()):  # in the order of their last use
+            if used_s > before_s:
                 return
+            if tenant in known or tenant == DEFAULT_TENANT:
+                continue
             del self._used_s[tenant]
             for counter, labels in self._series.pop(tenant):
                 counter.remove(*labels)
 
 
 class GatewayMetrics:
-    """Counters and histograms of one gateway, in the given registry; in `tenants` those that name tenants."""
+    """Counters and histograms of one gateway, in the given registry; in `tenants` those that name tenants. known: the
+    names of the tenants that there are now, whose series are kept."""
 
     def __init__(
         self,
@@ -67,6 +71,7 @@ class GatewayMetrics:
         prefix: str,
         model_name: str,
         clock: Callable[[], float] = time.monotonic,
+        known: Callable[[], Container[str]] = lambda: (),
     ) -> None:
         self.registry = registry
         self._model_name = model_name
@@ -121,7 +126,7 @@ class GatewayMetrics:
         ).labels(model_name)
 
         self.tenants = CollectorRegistry()
-        self._by_tenant = TenantCounters(clock)
+        self._by_tenant = TenantCounters(clock, known)
         self._tenant_text = Counter(
             f"{prefix}:tenant_text_seconds",
             "CPU seconds of the gateway for tenants' text.",

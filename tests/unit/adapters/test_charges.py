@@ -203,6 +203,35 @@ async def test_an_idle_tenant_is_forgotten_and_counts_from_nothing_when_it_is_ba
     assert await two.update() == {"acme": 13.0, "beta": 5.0}
 
 
+async def test_a_group_that_was_cut_off_for_longer_than_tenants_are_remembered_begins_like_a_new_one(
+    groups: list[Group],
+) -> None:
+    one, two, _ = groups
+    await one.update(acme=10.0, beta=1.0)
+    assert await two.update() == {"acme": 10.0, "beta": 1.0}
+    two.exchange._since_us -= int(IDLE_S * 1e6)
+    two.exchange._seen = {
+        tenant: seen._replace(at_us=seen.at_us - int(IDLE_S * 1e6)) for tenant, seen in two.exchange._seen.items()
+    }
+    await one.update(acme=1.0)
+    assert await two.update(beta=5.0) == {"acme": 10.0, "beta": 1.0}, "no history is charged again"
+    assert await one.update() == {"beta": 5.0}, "what it has charged itself counts elsewhere"
+    await one.update(acme=2.0, beta=3.0)
+    assert await two.update() == {"acme": 12.0, "beta": 4.0}
+
+
+async def test_a_tenant_that_is_back_just_before_redis_forgets_it_is_charged_for_what_is_new(
+    groups: list[Group],
+) -> None:
+    one, two, _ = groups
+    await one.update(acme=10.0)
+    assert await two.update() == {"acme": 10.0}
+    seen = two.exchange._seen["acme"]
+    two.exchange._seen["acme"] = seen._replace(at_us=two.exchange._since_us - int(IDLE_S * 1e6))
+    await one.update(acme=1.0)
+    assert await two.update() == {"acme": 11.0}
+
+
 async def test_tenants_come_and_go_and_neither_redis_nor_groups_keep_them(groups: list[Group]) -> None:
     one, two, three = groups
     for group in groups:

@@ -110,6 +110,36 @@ def test_the_least_that_works_elsewhere_counts_as_one_that_waits():
     assert queue.counter(seq_of("there")) == 60 and queue.counter(seq_of("idle")) == 0
 
 
+def test_who_begins_elsewhere_is_lifted_like_one_that_begins_here():
+    queue = FairQueue(COSTS)
+    queue.push(busy := seq_of("busy"))
+    queue.charge(busy, prompt_tokens=100_000)
+    queue.charge(seq_of("back"), prompt_tokens=20)
+    for _ in range(2):
+        queue.forget_idle(())
+    queue.merge_remote_charges({"back": 10.0})
+    queue.push(new := seq_of("new", 1))
+    assert queue.counter(new) == 100_000, "it passes nobody"
+    queue.charge(busy, prompt_tokens=500)
+    queue.merge_remote_charges({"back": 10.0})
+    assert queue.counter(seq_of("back")) == 100_020, "lifted once, while it goes on there"
+    queue.merge_remote_charges({})
+    queue.remove(new)
+    queue.merge_remote_charges({"back": 10.0})
+    assert queue.counter(seq_of("back")) == 100_510, "and again when it is back"
+
+
+def test_charges_elsewhere_lift_nobody_who_waits_here():
+    queue = FairQueue(COSTS)
+    queue.push(seq_of("waits"))
+    queue.push(busy := seq_of("busy"))
+    queue.charge(busy, prompt_tokens=1000)
+    queue.block(blocked := seq_of("waits", 1))
+    queue.remove(blocked)
+    queue.merge_remote_charges({"waits": 10.0})
+    assert queue.counter(seq_of("waits")) == 10
+
+
 def test_charges_elsewhere_are_divided_by_the_weight_and_not_told_on():
     queue = FairQueue(COSTS)
     queue.set_weights({"there": 2.0})

@@ -369,6 +369,27 @@ def test_ten_thousand_tenants_come_and_go_and_few_are_kept() -> None:
     assert "t9999" in stats and stats["t9999"].generation_tokens == 1
 
 
+def test_known_tenants_with_rare_requests_keep_their_counts_and_removed_ones_do_not() -> None:
+    h = serving()
+    h.engine.set_weights({"rare": 1.0})
+    counts = []
+    for number in range(3):
+        for tenant in ("rare", "removed", "default"):
+            h.add(request(f"{tenant}{number}", 8, 1, tenant=tenant))
+        h.run()
+        stats = h.engine.stats().tenants
+        counts.append([stats[tenant].queued_requests for tenant in ("rare", "removed", "default")])
+        assert all(stats[tenant].generation_tokens == stats[tenant].queued_requests for tenant in stats)
+        for _ in range(3):
+            h.clock.now_s += TENANT_IDLE_S
+            h.engine.merge_remote_charges({})
+    assert counts == [[1, 1, 1], [2, 1, 2], [3, 1, 3]]
+    h.engine.set_weights({})
+    h.clock.now_s += TENANT_IDLE_S
+    h.engine.merge_remote_charges({})
+    assert set(h.engine.stats().tenants) == {"default"}
+
+
 def test_a_tenant_whose_request_takes_longer_than_idleness_keeps_its_counts() -> None:
     h = serving()
     h.add(request("long", 8, 50, tenant="slow"))

@@ -5,7 +5,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.bad_requests import send_bad_requests
+from tests.support.bad_requests import RIGHT, WRONG, cases, draw, send_bad_requests
 from tests.unit.gateway.listener import (
     ADMIN_HEADERS,
     KNOWN_ANSWER,
@@ -17,6 +17,25 @@ from tests.unit.gateway.listener import (
 
 NOBODY = {"authorization": "Bearer sk-of-nobody"}
 KEYS = [ADMIN_HEADERS] * 6 + [USER_HEADERS] * 2 + [NOBODY, {}]
+
+
+@pytest.mark.hypothesis
+def test_nearly_all_cases_of_a_route_that_takes_anything_are_wrong() -> None:
+    import schemathesis
+    from schemathesis import GenerationMode
+
+    body = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    post = {
+        "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+        "responses": {"200": {"description": "done"}},
+    }
+    document = {"openapi": "3.1.0", "info": {"title": "t", "version": "1"}, "paths": {"/a": {"post": post}}}
+    operations = [found.ok() for found in schemathesis.openapi.from_dict(document).get_all_operations()]
+    modes: list[GenerationMode] = []
+    draw(lambda case: modes.append(case.meta.generation.mode), 200, case=cases(operations))
+    wrong = modes.count(GenerationMode.NEGATIVE)
+    assert len(modes) == 200
+    assert 0.75 * len(modes) < wrong < len(modes), f"{wrong} of {len(modes)}, not about {WRONG} of {WRONG + RIGHT}"
 
 
 @pytest.mark.hypothesis

@@ -1,4 +1,4 @@
-"""Series that name tenants: a tenant that is idle for long loses them, and counts from nothing when it is back."""
+"""Series that name tenants: they stay as long as the tenant is known; one that was removed loses them."""
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -12,7 +12,8 @@ USAGE = Usage(prompt_tokens=5, completion_tokens=2)
 class Rig:
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.metrics = GatewayMetrics(CollectorRegistry(), "tandem", "demo", lambda: self.now_s)
+        self.known: set[str] = set()
+        self.metrics = GatewayMetrics(CollectorRegistry(), "tandem", "demo", lambda: self.now_s, lambda: self.known)
 
     def series(self) -> dict[str, dict[tuple[str, ...], float]]:
         """Values by tenant, then by family and other labels."""
@@ -24,7 +25,32 @@ class Rig:
         return found
 
 
-def test_an_idle_tenant_loses_every_series_and_begins_again() -> None:
+def test_a_known_tenant_with_a_rare_request_keeps_its_counts() -> None:
+    rig = Rig()
+    rig.known = {"rare"}
+    counts = []
+    for _ in range(3):
+        for tenant in ("rare", "default"):
+            rig.metrics.tenant_billed(tenant, USAGE)
+        counts.append([rig.series()[tenant]["tandem:tenant_requests_total",] for tenant in ("rare", "default")])
+        rig.now_s += 2 * TENANT_IDLE_S
+    assert counts == [[1, 1], [2, 2], [3, 3]]
+    rig.known = set()
+    rig.metrics.tenant_billed("default", USAGE)
+    assert set(rig.series()) == {"default"}, "a removed one goes"
+
+
+def test_a_known_tenant_before_removed_ones_does_not_keep_them() -> None:
+    rig = Rig()
+    rig.known = {"first", "last"}
+    for tenant in ("first", "removed", "last"):
+        rig.metrics.tenant_rejected(tenant, "rate")
+    rig.now_s = TENANT_IDLE_S + FORGET_PERIOD_S
+    rig.metrics.tenant_rejected("last", "rate")
+    assert set(rig.series()) == {"first", "last"}
+
+
+def test_an_idle_removed_tenant_loses_every_series_and_begins_again() -> None:
     rig = Rig()
     for tenant in ("idle", "busy"):
         rig.metrics.tenant_billed(tenant, USAGE)

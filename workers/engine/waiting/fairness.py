@@ -153,16 +153,24 @@ class FairQueue:
     def merge_remote_charges(self, charges: Mapping[str, float]) -> None:
         """Adds what tenants cost in other groups (their drain_charges) since the last call, so that it counts here too.
         The tenants named in the last call are active in other groups, and count when a tenant that begins to wait is
-        lifted to the least counter."""
-        self._remote = [self._tenant(name) for name, cost in charges.items() if cost > 0]
-        for tenant in self._remote:
+        lifted to the least counter; one that begins there, and does not wait here, is lifted in the same way."""
+        remote = [self._tenant(name) for name, cost in charges.items() if cost > 0]
+        active = set(self._remote)
+        begin = [tenant for tenant in remote if not tenant.waiting and tenant not in active]
+        level = self._level() if begin else 0.0
+        for tenant in begin:
+            tenant.counter = max(tenant.counter, level)
+        self._remote = remote
+        for tenant in remote:
             tenant.worked = True
             tenant.counter += charges[tenant.name] / tenant.weight
 
     def forget_idle(self, busy: Collection[str]) -> list[str]:
         """Forgets the tenants that nothing was charged to and nothing was queued for since the last call, except `busy`
-        ones, and returns their names. One that is back begins at the least counter, as others that were idle."""
-        idle = [t for t in self._tenants.values() if not (t.worked or t.waiting or t.name in busy)]
+        ones and those with a given weight, and returns their names. One that is back begins at the least counter, as
+        others that were idle."""
+        kept = {*busy, *self._weights}
+        idle = [t for t in self._tenants.values() if not (t.worked or t.waiting or t.name in kept)]
         for tenant in idle:
             del self._tenants[tenant.name]
         for tenant in self._tenants.values():

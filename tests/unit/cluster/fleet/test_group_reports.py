@@ -7,13 +7,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import msgspec
+import pytest
 
 from tandem.cluster.fleet.fleet_view import FleetView, GroupRecord
 from tandem.cluster.fleet.group_reports import GroupReport, GroupReports, ReportWriter
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.state import keys
 from tandem.cluster.state.notifications import Announcements, NoAnnouncements
-from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
+from tandem.cluster.state.redis_client import BackgroundClient, Part, RedisUnavailable
 from tests.support.subscribed import subscribed
 
 PATIENT_S = 30.0
@@ -54,6 +55,20 @@ async def test_each_question_is_answered_once_by_each_group(server: RedisServer,
                 (report,) = await reports.read(["g1"], PATIENT_S)
                 assert (report.group, report.rank_pids) == ("g1", [count])
         assert group.times == 3
+
+
+@pytest.mark.parametrize("loss", [["DEL", keys.reports_asked("s")], ["FLUSHALL"]])
+async def test_a_question_after_the_counter_is_lost_is_answered_as_well(
+    server: RedisServer, redis: BackgroundClient, loss: list[Part]
+) -> None:
+    async with subscribed(server.url, keys.reports_asked("s")) as changes:
+        group = Group(redis, "g1", changes)
+        async with running(group.writer):
+            await GroupReports(redis, "s").read(["g1"], PATIENT_S)
+            await redis.command(*loss)
+            (report,) = await GroupReports(redis, "s").read(["g1"], PATIENT_S)
+    assert report.rank_pids == [2]
+    assert 0 < int(await redis.command("TTL", keys.reports_asked("s"))) <= keys.REPORTS_ASKED_TTL_S
 
 
 async def test_without_a_question_nothing_is_written(redis: BackgroundClient) -> None:
@@ -115,9 +130,10 @@ async def test_a_view_asks_for_reports_unless_redis_is_unavailable(redis: Backgr
     async with running(group.writer):
         (report,) = await view.read_reports(PATIENT_S)
     assert report.rank_pids == [group.times] == [1]
+    asked = await redis.command("GET", keys.reports_asked("s"))
     view.redis_unavailable = True
     assert await view.read_reports() == [report]
-    assert int(await redis.command("GET", keys.reports_asked("s"))) == 1
+    assert await redis.command("GET", keys.reports_asked("s")) == asked
 
 
 async def test_a_writer_goes_on_through_an_outage(redis: BackgroundClient) -> None:
