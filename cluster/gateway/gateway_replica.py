@@ -18,6 +18,7 @@ import ray
 from fastapi import FastAPI
 from prometheus_client import generate_latest
 from ray import serve
+from starlette.types import Lifespan
 
 from tandem.cluster.adapters.adapter_service import AdapterService, adapter_limit
 from tandem.cluster.adapters.build_adapters import open_adapter_service, start_adapter_tasks
@@ -144,6 +145,7 @@ class Gateway:
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Builds the app; Serve calls it once, after the constructor."""
         app = build_gateway_app(self._text, self._accounts, self._generations)
+        app.router.lifespan_context = self._drained_first(app.router.lifespan_context)
         if self._facts.open_port:
             await self._open_port(app)
         if self._heartbeat is not None:  # from now on its requests count
@@ -151,6 +153,18 @@ class Gateway:
                 asyncio.get_running_loop().create_task(self._heartbeat.run(), name="gateway heartbeat")
             )
         return app
+
+    def _drained_first(self, lifespan: Lifespan[Any]) -> Lifespan[Any]:
+        """The app's lifespan, whose end waits for streams: Serve ends it before it calls __del__, and does not know of
+        requests on a port of our own."""
+
+        @asynccontextmanager
+        async def drained_first(app: Any) -> AsyncIterator[Any]:
+            async with lifespan(app) as state:
+                yield state
+                await self.drain()
+
+        return drained_first
 
     async def drain(self) -> int:
         """Refuses new work, waits until the requests in flight have ended or the timeout is over, and returns how many
