@@ -65,7 +65,7 @@ class ReportWriter:
         self._answered = 0
 
     async def run(self) -> None:
-        while True:
+        while not _is_cancelled():
             try:
                 await self.answer()
             except RedisUnavailable as error:
@@ -85,6 +85,13 @@ class ReportWriter:
         key = keys.group_report(self._service, report.group)
         await self._redis.command("SET", key, msgspec.msgpack.encode(report), "PX", keys.GROUP_REPORT_TTL_MS)
         self._answered = asked
+
+
+def _is_cancelled() -> bool:
+    """Whether this task was told to end: a call of the Redis library may lose the cancellation that comes with its
+    result."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 class GroupReports:

@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import msgspec
 import pytest
@@ -159,6 +159,32 @@ async def test_a_writer_goes_on_through_an_outage(redis: BackgroundClient) -> No
     async with running(ReportWriter(Shaky(), "s", Group(redis, "g1")._read, Soon())), asyncio.timeout(PATIENT_S):
         while not await redis.command("EXISTS", keys.group_report("s", "g1")):
             await asyncio.sleep(0)
+
+
+async def test_a_writer_ends_although_its_client_loses_the_cancellation() -> None:
+    asked = asyncio.Event()
+
+    class Losing:
+        async def command(self, *parts: object) -> object:
+            asked.set()
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(3600)
+            return None
+
+        async def pipeline(self, commands: object) -> list[object]:
+            raise AssertionError(commands)
+
+    class Soon:
+        is_subscribed = False
+
+        async def wait(self, key: str, timeout_s: float) -> None:
+            await asyncio.sleep(0)
+
+    running = asyncio.create_task(ReportWriter(Losing(), "s", lambda: GroupReport(group="g", model="m"), Soon()).run())
+    await asked.wait()
+    running.cancel()
+    async with asyncio.timeout(PATIENT_S):
+        await running
 
 
 def test_a_heartbeat_is_small_and_nothing_in_it_grows() -> None:
