@@ -41,6 +41,7 @@ def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize(("scene", "row"), CASES, indirect=["scene"], ids=lambda value: " ".join(value))
 def test_no_pair_loses_a_request(scene: Scene, row: Row) -> None:
     kind, death, phase = row
+    table.remove((kind, death, phase), VOID, len(ROWS))
     table.add(scene.play(KINDS[kind], death, phase), VOID, len(ROWS))
 
 

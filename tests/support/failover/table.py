@@ -13,14 +13,16 @@ TABLE = REPOSITORY / "docs" / "reliability-table.md"
 COLUMNS = ("request", "death", "phase", "sent", "ok", "resumed", "failed", "longest gap, s", "recovery, s")
 INTRODUCTION = """# Reliability table
 
-Runs of real services of two groups in which one dies at an exact point of a request. `make chaos` writes this page: its
-rows cover every pair of request kind, death and phase, and after each the laws are checked: one row in the ledger for
-each request with the tokens of its usage, no block, adapter, ticket or place in a queue held, the tokens of the
-undisturbed run, and the processes that were not hit answer as before.
+Runs of real services of two groups in which one dies at an exact point of a request. `make chaos` writes this page. The
+rows of a whole run cover every pair of request kind, death and phase. After each the laws are checked: one row in the
+ledger for each request with the tokens of its usage, no block, adapter, ticket or place in a queue held, the tokens of
+the undisturbed run, and the processes that were not hit answer as before. A run in which one does not hold ends `make
+chaos` with an error and has no row.
 
 Sent: the request, its copy in the other group if there is one, and three streams beside it. Resumed: moves of a
 request to another group. Longest gap: the longest silence of one of the streams. Recovery: from the death until two
-groups serve again, which on a machine of a few cores is mostly the start of the new processes.
+groups serve again, which on a machine of a few cores is mostly the start of the new processes. Both grow with what else
+the machine does; they are shown, not bounded.
 """
 
 
@@ -38,6 +40,13 @@ def add(outcome: Outcome, void: Mapping[tuple[str, str], str], planned: int, tab
     rows = read(table)
     rows[outcome.kind, outcome.death, outcome.phase] = outcome
     table.write_text(render(rows, void, planned))
+
+
+def remove(key: tuple[str, str, str], void: Mapping[tuple[str, str], str], planned: int, table: Path = TABLE) -> None:
+    """Takes out the row of an earlier run."""
+    rows = read(table)
+    if rows.pop(key, None) is not None:
+        table.write_text(render(rows, void, planned))
 
 
 def read(table: Path) -> dict[tuple[str, str, str], Outcome]:

@@ -36,6 +36,8 @@ def test_a_table_keeps_its_rows_and_replaces_a_run_that_is_repeated(tmp_path: Pa
         table.add(outcome, {("drain", "decode"): "no reason"}, 72, page)
     assert list(table.read(page).values()) == [other, replace(first, resumed=1)]
     assert "- drain, decode: no reason\n" in page.read_text()
+    table.remove(("n = 4", "rank 0", "KV copy"), {}, 72, page)
+    assert list(table.read(page).values()) == [other]
 
 
 def test_a_request_that_failed_shows() -> None:
