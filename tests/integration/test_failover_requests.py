@@ -112,6 +112,7 @@ def play_poison(scene: Scene, phase: str, num_others: int, max_tokens: int) -> N
     laws.check_alive(scene.service, [], scene.known)
 
 
+@pytest.mark.chaos
 def test_a_query_of_death_ends_two_groups_and_no_other_request(scene: Scene) -> None:
     play_poison(scene, "decode", 7, 300)
 

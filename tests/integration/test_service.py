@@ -423,7 +423,6 @@ def group_readiness(service: Service) -> list[bool]:
     return [record.is_ready for record in group_records(service)]
 
 
-@pytest.mark.chaos  # test_failover.py has such losses at exact points
 async def test_a_killed_rank_costs_no_request_and_its_group_comes_back(
     service: Service, long_answers: list[str]
 ) -> None:
@@ -446,9 +445,7 @@ async def test_a_killed_rank_costs_no_request_and_its_group_comes_back(
     assert serves == f"tandem: group {new} serves"
 
 
-@pytest.mark.parametrize(
-    "choose", [pytest.param(min, id="the first rank"), pytest.param(max, id="the last rank", marks=pytest.mark.chaos)]
-)
+@pytest.mark.parametrize("choose", [min, max], ids=["the first rank", "the last rank"])
 async def test_a_frozen_rank_costs_no_request_and_its_group_comes_back(
     service: Service, long_answers: list[str], choose: Callable[[set[int]], int]
 ) -> None:
@@ -477,7 +474,6 @@ async def test_a_frozen_coordinator_costs_no_request_and_its_group_comes_back(
     print(f"both groups serve {time.monotonic() - hit_s:.2f} s after the streams began")
 
 
-@pytest.mark.chaos  # test_failover.py has such losses at exact points
 async def test_a_killed_coordinator_costs_no_request_and_its_group_comes_back(
     service: Service, long_answers: list[str]
 ) -> None:
@@ -540,7 +536,6 @@ async def test_a_gateway_that_is_told_to_end_finishes_its_streams(service: Servi
     service.wait_ready()
 
 
-@pytest.mark.chaos  # test_failover.py has such losses at exact points
 async def test_both_groups_lost_one_after_the_other_cost_no_request(service: Service, long_answers: list[str]) -> None:
     """The second one as soon as the first one's streams go on in it; then nothing runs until a group is back."""
     before = {p.pid for p in service.titled("tandem rank")}
