@@ -61,7 +61,7 @@ def test_a_service_ends_only_its_own_application(short: Path) -> None:
             said, *apps = others(address, env, "look").split(" other ")
             assert said == "still here" and len(apps) == 1 and apps[0].startswith("tandem-"), apps
             assert service.stop() == 0, service.output
-            # Serve deletes it on, when --shutdown-timeout is over for whoever waits
+            # on a busy machine Serve goes on with the deletion after the launcher has ended
             wait_for(lambda: others(address, env, "look") == "still here other", 120, "only theirs is left", 1.0)
         finally:
             service.clean()
