@@ -7,70 +7,30 @@ JSON is read as it is; lines of printed output are found by pattern, and a missi
 Needs the standard library only.
 """
 
-import json
-import re
 import statistics
 import textwrap
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
-LATEST = ROOT / "benchmarks" / "results" / "latest"
+from tools import result_files
+from tools.result_files import (
+    NUMBER,
+    ROOT,
+    MissingFigureError,
+    Table,
+    found,
+    one,
+    percent,
+    read_json,
+    span,
+    table,
+    whole,
+)
+from tools.service_figures import cluster_section, overload_section
+
 PAGE = ROOT / "docs" / "performance.md"
 SHAPES = {"qwen3-0.6b": "Qwen3-0.6B shape", "llama-135m": "135M Llama shape", "demo": "demo model (2.4M)"}
-NUMBER = r"([\d.]+)"
 ROOFLINE = "(?:floor|roofline)"  # of older and newer outputs; so below with run and eager
-Table = Sequence[Sequence[str]]
-
-
-class MissingFigureError(ValueError):
-    """A line that the page needs is missing from a result file."""
-
-
-def read_text(name: str) -> str:
-    """A printed output with every run of white space as one space: consoles wrap lines where they are full."""
-    return " ".join((LATEST / name).read_text().split())
-
-
-def read_json(name: str) -> Any:
-    return json.loads((LATEST / name).read_text())
-
-
-def found(pattern: str, name: str) -> list[tuple[str, ...]]:
-    """The groups of every match of `pattern` in a printed output, at least one."""
-    matches = [match.groups() for match in re.finditer(pattern, read_text(name))]
-    if not matches:
-        raise MissingFigureError(f"{name}: nothing matches {pattern!r}")
-    return matches
-
-
-def one(pattern: str, name: str) -> tuple[str, ...]:
-    """The groups of the only match."""
-    matches = found(pattern, name)
-    if len(matches) != 1:
-        raise MissingFigureError(f"{name}: {len(matches)} matches of {pattern!r}")
-    return matches[0]
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-
-def whole(value: float) -> str:
-    return f"{value:,.0f}"
-
-
-def span(values: Iterable[float], digits: int = 2) -> str:
-    """`0.84 to 1.00`, or one figure where they are equal."""
-    ordered = sorted(values)
-    low, high = (f"{value:.{digits}f}" for value in (ordered[0], ordered[-1]))
-    return low if low == high else f"{low} to {high}"
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
 
 
 # ---- offline and HTTP ----
@@ -85,7 +45,7 @@ class Offline(NamedTuple):
 
 
 def offline(model: str) -> Offline:
-    if (LATEST / f"throughput-{model}.json").exists():
+    if (result_files.LATEST / f"throughput-{model}.json").exists():
         run = read_json(f"throughput-{model}.json")
         return Offline(
             statistics.median(repeat["tokens_per_s"] for repeat in run["ours"]),
@@ -102,7 +62,7 @@ def offline(model: str) -> Offline:
 
 def http(model: str) -> tuple[float, float]:
     """Median tokens/s through the engine in process and over HTTP, in turns in one run."""
-    if (LATEST / f"serve-{model}.json").exists():
+    if (result_files.LATEST / f"serve-{model}.json").exists():
         run = read_json(f"serve-{model}.json")
         sides = [[repeat["tokens_per_s"] for repeat in run[side]] for side in ("offline", "http")]
     else:
@@ -412,13 +372,15 @@ def render() -> str:
     sections = [
         throughput_section(),
         startup_section(),
+        overload_section(),
+        cluster_section(),
         offload_section(),
         decode_section(),
         weights_section(),
         lora_section(),
     ]
     blocks = "\n\n".join([HEAD, *sections]).split("\n\n")
-    return "\n\n".join(block if block[0] in "#|<" else filled(block) for block in blocks) + "\n"
+    return "\n\n".join(block if block[0] in "#|<!" else filled(block) for block in blocks) + "\n"
 
 
 def filled(paragraph: str) -> str:

@@ -15,6 +15,7 @@ import asyncio
 import json
 import os
 import random
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -50,7 +51,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompt-len", type=int, default=64)
     parser.add_argument("--output-len", type=int, default=32)
     parser.add_argument("--rows", type=int, default=16, help="--max-num-seqs of the service")
-    parser.add_argument("--queue", type=int, default=16, help="--max-num-queued-reqs of the service")
+    parser.add_argument("--queue", type=int, default=32, help="--max-num-queued-reqs of the service")
     parser.add_argument("--ttft-s", type=float, default=10.0, help="what comes later is no goodput")
     parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 1) - 1), help="of the rank")
     parser.add_argument("--quiet-s", type=float, default=60.0, help="longest wait for other processes to rest")
@@ -223,7 +224,7 @@ def tokens_per_s(good: Sequence[Request], began_s: float, ended_s: float) -> flo
 
 def measure_capacity(client: Client, options: argparse.Namespace) -> float:
     """Requests per second while there is always one that waits for a row."""
-    clients = options.rows + max(1, options.queue // 4)
+    clients = min(options.queue, options.rows + max(1, options.queue // 8))  # at first all of them wait
     began_s = time.perf_counter()
     sent, _ = run_client(lambda session: client.closed_loop(session, clients, options.seconds))
     good = [request for request in sent if request.is_good(options.output_len, float("inf"))]
@@ -340,7 +341,7 @@ def service_flags(options: argparse.Namespace) -> list[str]:
 
 def main() -> None:
     options = parse_arguments()
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 180)
     folder = find_model(options.model)
     name = f"overload-{Path(options.model).name}"
     with Service(str(folder), service_flags(options), RESULTS / f"{name}.log") as service:

@@ -12,8 +12,8 @@ from typing import Protocol
 
 from tandem.workers.engine.engine import Engine
 
-RESULT_WAIT_S = 0.05
-"""The longest wait for a result before requests and aborts are taken in again."""
+RESULT_WAIT_S = 0.01
+"""The longest wait for a result before requests and aborts are taken in again: who is refused hears of it so soon."""
 COPY_POLL_S = 0.005
 """The same without work, while transfers are in flight."""
 NO_PROGRESS_WAIT_S = 0.001

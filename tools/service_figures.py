@@ -1,0 +1,67 @@
+"""The sections of docs/performance.md about a service that has more requests, groups or tenants than others."""
+
+from typing import Any
+
+from tools.result_files import percent, read_json, table, whole
+
+
+def overload_section() -> str:
+    """What happens beyond the capacity, with the plot."""
+    found = read_json("overload-llama-135m.json")
+    options, bars = found["options"], found["bars"]
+
+    def row(level: dict[str, Any]) -> list[str]:
+        refusal_ms = level["refusal_ms"]
+        return [
+            f"{level['level']:g} × capacity",
+            whole(level["goodput_tokens_per_s"]),
+            str(level["answered"]),
+            str(level["refused"]),
+            str(level["failed"]),
+            f"{level['ttft_ms']['p50'] / 1e3:.1f} / {level['ttft_ms']['p99'] / 1e3:.1f}",
+            " / ".join(f"{refusal_ms[q]:.0f}" for q in ("p50", "p99")) if refusal_ms else "",
+            whole(sum(most for _, most, _ in level["memory_mib"].values())),
+        ]
+
+    head = [
+        "load", "goodput, tokens/s", "answered", "refused", "failed", "first token p50 / p99, s",
+        "refusal p50 / p99, ms", "gateway and coordinator, MiB",
+    ]  # fmt: skip
+    return f"""## Overload
+
+`make bench-overload` sends requests of {options["prompt_len"]} prompt and {options["output_len"]} output tokens to a
+service of the 135M Llama shape with {options["rows"]} rows and a queue of {options["queue"]}, one group of one thread.
+Its capacity is measured first, {found["capacity_per_s"]:.1f} requests/s; then requests come as a Poisson process,
+whatever became of those before, for {options["seconds"]:.0f} s at each rate. Goodput counts the tokens of whole answers
+whose first token came within {options["ttft_s"]:.0f} s; the client shares the two cores.
+
+{table(head, [row(level) for level in found["levels"]])}
+
+At the highest load goodput is {percent(bars["goodput over the best"]["value"])} of the best, and memory
+{bars["memory over the first level's"]["value"]:.2f} times that at the lowest.
+
+![Goodput, times and memory by load](overload.png)"""
+
+
+def cluster_section() -> str:
+    """What one gateway and one Redis have to do for many groups."""
+    routing, charges = read_json("routing.json"), read_json("charges.json")
+    rows = []
+    for groups in routing["options"]["groups"]:
+        for adapter in ("none", "held", "missing"):
+            found = [c for c in routing["choices"] if (c["groups"], c["adapter"]) == (groups, adapter)]
+            p50, p99 = (max(c[name] for c in found) for name in ("p50_us", "p99_us"))
+            rows.append([str(groups), adapter, f"{p50:.0f}", f"{p99:.0f}"])
+    options = charges["options"]
+    return f"""## Many groups
+
+`make bench-routing` times the choice of a group in a gateway, with prompts of 100 and 100,000 tokens (the slower is
+shown: the router reads none of it), and with an adapter that one group has, or none.
+
+{table(["groups", "adapter", "p50, µs", "p99, µs"], rows)}
+
+Groups tell each other what each tenant's work cost, so that shares hold over the cluster.
+`python -m benchmarks.service.charges` plays {options["groups"]} groups that each served
+{whole(options["charged"])} tenants in a second: an exchange is {charges["bytes_per_exchange"] / 1e3:.0f} kB,
+all together {charges["bytes_per_s"] / 1e6:.1f} MB/s, and Redis is busy for {percent(charges["redis_cpu_s_per_s"])} of
+a core."""
