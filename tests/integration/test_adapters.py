@@ -21,6 +21,7 @@ from tandem.cluster.adapters.entries import AdapterEntry
 from tandem.cluster.state import keys
 from tandem.cluster.state.redis_client import BackgroundClient
 from tandem.workers.messages.request import AdapterRef, SamplingParams
+from tests.support.plain_http import plain_http
 from tests.support.service import BIN, Service, free_port, is_alive, tandem_serve, wait_for
 from tests.support.varied_adapters import save_varied, zipf
 
@@ -157,7 +158,7 @@ def test_a_reload_under_running_streams(lora_service: Service, folders: tuple[Pa
     def stream(i: int) -> str:
         body = {**asked, "stream": True, "messages": [{"role": "user", "content": QUESTIONS[i % 2]}]}
         pieces = []
-        with httpx.stream("POST", lora_service.url + "/v1/chat/completions", json=body, timeout=120) as response:
+        with plain_http.stream("POST", lora_service.url + "/v1/chat/completions", json=body, timeout=120) as response:
             for line in response.iter_lines():
                 if line.startswith("data: {"):
                     delta = json.loads(line.removeprefix("data: "))["choices"][0]["delta"]

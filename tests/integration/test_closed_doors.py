@@ -15,6 +15,7 @@ import yaml
 from tandem.cluster.gateway.http.tls import client_context
 from tandem.workers.messages.channel import new_secret
 from tests.support.certificates import Authority
+from tests.support.plain_http import plain_http
 from tests.support.private_redis import private_redis
 from tests.support.service import BIN, REPOSITORY, Service, free_port, run_tandem, wait_for
 
@@ -161,7 +162,7 @@ class Rest:
 
     def text(self) -> str:
         """What it says of the applications: their whole configuration, among other things."""
-        answer = httpx.get(f"{self.url}/api/serve/applications/", headers=self._headers, timeout=30)
+        answer = plain_http.get(f"{self.url}/api/serve/applications/", headers=self._headers, timeout=30)
         assert answer.status_code == 200, answer.text
         return answer.text
 

@@ -7,8 +7,7 @@ import pytest
 from tests.support.failover.kinds import KINDS
 from tests.support.failover.scene import TEST_S, Scene, failover_scene
 
-pytestmark = [pytest.mark.cluster, pytest.mark.chaos, pytest.mark.timeout(TEST_S)]
-"""chaos: a rank that is held for longer than a step may take is a loss of its own, on a machine with other work."""
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(TEST_S)]
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.plain_http import plain_http
 from tests.support.service import Service, run_tandem, tandem_serve, wait_for
 
 pytestmark = pytest.mark.cluster
@@ -44,7 +45,9 @@ def stream_on_each(service: Service, headers: dict[str, str], **body: int) -> It
     with ExitStack() as kept:
         for _ in range(64):
             with ExitStack() as stack:
-                opening = httpx.stream("POST", service.url + "/v1/completions", json=asked, headers=headers, timeout=60)
+                opening = plain_http.stream(
+                    "POST", service.url + "/v1/completions", json=asked, headers=headers, timeout=60
+                )
                 response = stack.enter_context(opening)
                 assert response.status_code == 200
                 if found.setdefault(gateway_of(service, response), response) is response:

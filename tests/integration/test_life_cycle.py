@@ -6,13 +6,13 @@ import signal
 import threading
 from pathlib import Path
 
-import httpx
 import pytest
 import yaml
 
 from tandem import LLM
 from tandem.workers.messages.request import SamplingParams
 from tests.support.mixed_requests import answers, greedy
+from tests.support.plain_http import plain_http
 from tests.support.service import (
     BIN,
     REPOSITORY,
@@ -139,7 +139,7 @@ def test_serve_run_with_the_shipped_file(tmp_path: Path) -> None:
         answer = service.post("/v1/completions", {"model": "demo", "prompt": PROMPT, "max_tokens": 8})
         assert answer.status_code == 200, answer.text
         asked = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "stream": True}
-        with httpx.stream("POST", service.url + "/v1/chat/completions", json=asked, timeout=60) as response:
+        with plain_http.stream("POST", service.url + "/v1/chat/completions", json=asked, timeout=60) as response:
             lines = [line for line in response.iter_lines() if line]
         assert lines[-1] == "data: [DONE]"
         wait_for(

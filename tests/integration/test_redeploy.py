@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.plain_http import plain_http
 from tests.support.ray_head import ray_head, short_folder
 from tests.support.service import free_port, wait_for
 
@@ -61,7 +62,7 @@ def cluster() -> Iterator[Cluster]:
 
 def groups(cluster: Cluster) -> set[str]:
     """The groups that the gateway which answers knows."""
-    lines = httpx.get(cluster.url + "/metrics", timeout=30).text.splitlines()
+    lines = plain_http.get(cluster.url + "/metrics", timeout=30).text.splitlines()
     found = (line for line in lines if line.startswith("tandem:num_requests_running{"))
     return {line.partition('engine="')[2].partition('"')[0] for line in found}
 
@@ -91,7 +92,7 @@ class Streams:
         while not self._stop.is_set():
             began_s, last = time.monotonic(), ""
             try:
-                with httpx.stream(
+                with plain_http.stream(
                     "POST", self._cluster.url + "/v1/completions", json=asked, headers=headers, timeout=90
                 ) as answer:
                     for line in answer.iter_lines():
@@ -106,7 +107,9 @@ class Streams:
     def _knock(self) -> None:
         asked = {"model": "demo", "prompt": "Once", "max_tokens": 1}
         while not self._stop.wait(0.1):
-            self.keyless.append(httpx.post(self._cluster.url + "/v1/completions", json=asked, timeout=90).status_code)
+            self.keyless.append(
+                plain_http.post(self._cluster.url + "/v1/completions", json=asked, timeout=90).status_code
+            )
 
 
 def changed(**engine: Any) -> dict[str, Any]:
@@ -116,7 +119,7 @@ def changed(**engine: Any) -> dict[str, Any]:
 def test_a_redeploy_keeps_tenants_keys_and_running_streams(cluster: Cluster) -> None:
     done = cluster.deploy(ARGS)
     assert done.returncode == 0, done.stderr
-    made = httpx.post(cluster.url + "/admin/tenants", json={"name": "acme"}, headers=ADMIN, timeout=60)
+    made = plain_http.post(cluster.url + "/admin/tenants", json={"name": "acme"}, headers=ADMIN, timeout=60)
     assert made.status_code == 201, made.text
     key = made.json()["key"]
     (old,) = groups(cluster)
@@ -135,7 +138,7 @@ def test_a_redeploy_keeps_tenants_keys_and_running_streams(cluster: Cluster) -> 
     assert any(began < began_s < end for began, end, _ in streams.ends), "one ran when the redeploy began"
     assert streams.keyless and set(streams.keyless) == {401}, "keys are required all the time"
     asked = {"model": "demo", "prompt": "Once", "max_tokens": 4}
-    answer = httpx.post(
+    answer = plain_http.post(
         cluster.url + "/v1/completions", json=asked, headers={"authorization": f"Bearer {key}"}, timeout=60
     )
     assert answer.status_code == 200, "the tenant and its key are there"

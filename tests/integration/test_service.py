@@ -26,6 +26,7 @@ from tandem import LLM
 from tandem.cluster.fleet.engine_metrics import decode_stats
 from tandem.cluster.fleet.fleet_view import RECORD_TTL_S
 from tests.support.mixed_requests import PREFIX, PROMPTS, answers, greedy
+from tests.support.plain_http import plain_http
 from tests.support.records import command, group_records, group_reports, rank_pids
 from tests.support.service import Service, is_alive, stopped, title_of, wait_for
 
@@ -116,7 +117,7 @@ async def test_32_at_once_equal_the_offline_engine(service: Service, offline: LL
     ids=lambda v: str(v)[:40],
 )
 def test_a_bad_body_is_refused_in_openais_words(service: Service, body: bytes, status: int) -> None:
-    answer = httpx.post(service.url + "/v1/completions", content=body, headers=JSON, timeout=60)
+    answer = plain_http.post(service.url + "/v1/completions", content=body, headers=JSON, timeout=60)
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["message"]
     assert answer.headers["x-request-id"]
@@ -166,7 +167,7 @@ def deal_pairs(service: Service, choices: int = 4) -> tuple[int, Counter[str]]:
     @contextmanager
     def stream() -> Iterator[None]:
         asked = {"model": "demo", "prompt": "The", "max_tokens": 2000, "n": choices, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", service.url + "/v1/completions", json=asked, timeout=60) as response:
+        with plain_http.stream("POST", service.url + "/v1/completions", json=asked, timeout=60) as response:
             lines = response.iter_lines()
             assert next(lines).startswith("data: ")
             yield
@@ -184,7 +185,7 @@ def deal_pairs(service: Service, choices: int = 4) -> tuple[int, Counter[str]]:
 
 def test_a_client_that_leaves_frees_its_blocks(service: Service) -> None:
     asked = {"model": "demo", "prompt": PREFIX, "max_tokens": 1500, "n": 24, "stream": True, "ignore_eos": True}
-    with httpx.stream("POST", service.url + "/v1/completions", json=asked, timeout=60) as response:
+    with plain_http.stream("POST", service.url + "/v1/completions", json=asked, timeout=60) as response:
         lines = response.iter_lines()  # kept: the stream is closed with its last reference
         line = next(lines)
         assert response.status_code == 200, line

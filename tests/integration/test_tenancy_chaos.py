@@ -8,11 +8,11 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-import httpx
 import pytest
 
 from tandem import LLM
 from tandem.workers.messages.request import AdapterRef, SamplingParams
+from tests.support.plain_http import plain_http
 from tests.support.service import REPOSITORY, Service, tandem_serve, wait_for
 from tests.support.varied_adapters import save_varied, zipf
 
@@ -31,7 +31,7 @@ def first_and_all(service: Service, path: str, headers: dict[str, str], **body: 
     pieces: list[str] = []
     first_s = 0.0
     began_s = time.monotonic()
-    with httpx.stream("POST", service.url + path, json=asked, headers=headers, timeout=120) as response:
+    with plain_http.stream("POST", service.url + path, json=asked, headers=headers, timeout=120) as response:
         assert response.status_code == 200, response.read()
         for line in response.iter_lines():
             if line.startswith("data: {"):

@@ -14,6 +14,7 @@ import pytest
 
 from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
 from tandem.workers.messages.step import StepPlan
+from tests.support.plain_http import plain_http
 from tests.support.service import Service, run_tandem, tandem_serve, wait_for
 
 pytestmark = pytest.mark.cluster
@@ -88,7 +89,7 @@ def test_two_tenants_with_limits_and_a_bill(closed: Service) -> None:
     first = post(closed, small)
     assert first.status_code == 200, first.text
     assert first.headers["x-ratelimit-limit-requests"] == "3"
-    with httpx.stream(
+    with plain_http.stream(
         "POST", closed.url + "/v1/completions", json={**ASKED, "stream": True}, headers=small, timeout=60
     ) as stream:
         assert int(stream.headers["x-ratelimit-remaining-requests"]) < 3
@@ -150,7 +151,7 @@ def test_a_flood_of_one_tenant_delays_no_other_and_leaves_no_row_idle(closed: Se
     wait_until_known(closed, quiet)
     flood = {**ASKED, "prompt": [[20] * SHORT] * FLOOD, "max_tokens": 80, "stream": True}
     first, sent = len(plans(step_log)), []
-    with httpx.stream("POST", closed.url + "/v1/completions", json=flood, headers=loud, timeout=60) as response:
+    with plain_http.stream("POST", closed.url + "/v1/completions", json=flood, headers=loud, timeout=60) as response:
         assert response.status_code == 200
         wait_for(lambda: closed.get("/load").json()["num_requests_waiting"] > FLOOD / 2, 30, "they wait")
         for i in range(FEW):
@@ -225,8 +226,8 @@ def test_places_are_held_by_streams_and_freed_by_those_who_leave(closed: Service
     first = {**ASKED, **MANY, "stream": True}
     second = {**first, "priority": -1}  # before those of the first that wait
     with (
-        httpx.stream("POST", closed.url + "/v1/completions", json=first, headers=busy, timeout=60) as one,
-        httpx.stream("POST", closed.url + "/v1/completions", json=second, headers=busy, timeout=60) as two,
+        plain_http.stream("POST", closed.url + "/v1/completions", json=first, headers=busy, timeout=60) as one,
+        plain_http.stream("POST", closed.url + "/v1/completions", json=second, headers=busy, timeout=60) as two,
     ):
         assert (one.status_code, two.status_code) == (200, 200)
         refused = post(closed, busy, max_tokens=1)
@@ -248,7 +249,7 @@ def test_a_kv_share_bounds_what_is_in_flight_and_is_free_again_when_that_ends(cl
     wait_until_known(closed, aside)
     held = {**ASKED, "prompt": [20] * 8, "n": 128, "max_tokens": 920, "stream": True}
     long: dict[str, object] = {"prompt": [20] * 400, "max_tokens": 8}
-    with httpx.stream("POST", closed.url + "/v1/completions", json=held, headers=sharing, timeout=60) as stream:
+    with plain_http.stream("POST", closed.url + "/v1/completions", json=held, headers=sharing, timeout=60) as stream:
         assert stream.status_code == 200
         refused = post(closed, sharing, **long)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
@@ -270,7 +271,7 @@ def test_a_gateway_that_dies_leaves_a_row_and_no_place_taken(closed: Service) ->
     wait_until_known(closed, frail)
     asked = {**ASKED, **MANY, "stream": True}
     (gateway,) = closed.titled("ray::ServeReplica:tandem:tandem-gateway")
-    with httpx.stream("POST", closed.url + "/v1/completions", json=asked, headers=frail, timeout=60) as stream:
+    with plain_http.stream("POST", closed.url + "/v1/completions", json=asked, headers=frail, timeout=60) as stream:
         assert stream.status_code == 200
         gateway.kill()
         with pytest.raises(httpx.HTTPError):

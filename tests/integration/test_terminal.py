@@ -12,9 +12,9 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
 
+from tests.support.plain_http import plain_http
 from tests.support.service import BIN, REPOSITORY, Service, tandem_serve, wait_for
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -67,7 +67,7 @@ def test_who_waits_too_long_for_a_first_step_gets_a_503_and_others_go_on(vllm_na
     of its request."""
     asked = {"model": "demo", "prompt": "The", "max_tokens": 1000, "ignore_eos": True}
     many = {**asked, "n": 100, "stream": True}
-    with httpx.stream("POST", vllm_named.url + "/v1/completions", json=many, timeout=60) as long:
+    with plain_http.stream("POST", vllm_named.url + "/v1/completions", json=many, timeout=60) as long:
         assert long.status_code == 200
         lines = long.iter_lines()
         next(lines)

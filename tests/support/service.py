@@ -20,6 +20,7 @@ import httpx
 import psutil
 
 from tandem.configs.environment import short_temp_folder
+from tests.support.plain_http import plain_http
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEMO = REPOSITORY / "configs" / "demo" / "model"
@@ -98,10 +99,10 @@ class Service:
         return [p for p in self.descendants() if title_of(p).startswith(title)]
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=30, **options)
+        return plain_http.get(self.url + path, timeout=30, **options)
 
     def post(self, path: str, json: Any = None, **options: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=json, timeout=60, **options)
+        return plain_http.post(self.url + path, json=json, timeout=60, **options)
 
     def metric(self, name: str) -> float:
         """Sum of a metric over its labels."""
@@ -144,7 +145,7 @@ class Service:
         if self.process.poll() is not None:
             return True
         try:
-            return httpx.get(self.url + "/readyz", timeout=2).status_code == 200
+            return plain_http.get(self.url + "/readyz", timeout=2).status_code == 200
         except httpx.HTTPError:
             return False
 

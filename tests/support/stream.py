@@ -4,6 +4,7 @@ import threading
 
 import httpx
 
+from tests.support.plain_http import plain_http
 from tests.support.service import Service
 
 
@@ -23,7 +24,7 @@ class Stream:
 
     def _read(self, url: str, asked: dict[str, object]) -> None:
         try:
-            with httpx.stream("POST", url + "/v1/completions", json=asked, timeout=60) as response:
+            with plain_http.stream("POST", url + "/v1/completions", json=asked, timeout=60) as response:
                 for line in response.iter_lines():
                     if line:
                         self._lines.append(line)

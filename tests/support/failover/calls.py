@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from tests.support.plain_http import plain_http
 from tests.support.service import Service
 
 ANSWER_S = 240.0
@@ -103,7 +104,7 @@ class Call:
             self._news.notify_all()
 
     def _read_whole(self, url: str) -> None:
-        response = httpx.post(url, json=self.body, timeout=ANSWER_S)
+        response = plain_http.post(url, json=self.body, timeout=ANSWER_S)
         self.status, self.headers = response.status_code, response.headers
         answer = response.json()
         self._tick()
@@ -114,7 +115,7 @@ class Call:
         self.ended = True
 
     def _read_stream(self, url: str) -> None:
-        with httpx.stream("POST", url, json=self.body, timeout=ANSWER_S) as response:
+        with plain_http.stream("POST", url, json=self.body, timeout=ANSWER_S) as response:
             self.status, self.headers = response.status_code, response.headers
             self.port = response.extensions["network_stream"].get_extra_info("client_addr")[1]
             if self.status != 200:

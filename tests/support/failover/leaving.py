@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,11 +30,13 @@ def connected(service: Service, path: str, body: dict[str, Any]) -> Iterator[soc
 
 class Points:
     """Ways to bring a request of PROMPT_TOKENS tokens to a point and to know that it is there. Each is called before
-    the request is sent, and returns a wait for it. fillers: requests that were sent for it; their clients stay."""
+    the request is sent, and returns a wait for it. fillers: requests that were sent for it; their clients stay, and
+    num_waiting of them have no row."""
 
     def __init__(self, scene: Scene) -> None:
         self._scene = scene
         self.fillers: list[Call] = []
+        self.num_waiting = 0
 
     def queued(self) -> Wait:
         """Behind requests that are held, one in each group."""
@@ -42,10 +44,21 @@ class Points:
         faults.hold_step(position)
         asked = {"model": "demo", "prompt": [9] * PROMPT_TOKENS, "max_tokens": 120, "return_token_ids": True}
         asked |= {"ignore_eos": True, "temperature": 0, "stream": True}
-        for number in (1, 2):
+        while len(faults.held()) < 2:
             self.fillers.append(Call(self._scene.service, "/v1/completions", asked))
-            wait_for(lambda n=number: len(self._scene.held()) == n, HEAL_S, "a group is held")
-        return self._until(lambda stats: stats.waiting > 0, "it waits")
+            wait_for(self._are_all_held, HEAL_S, "a group is held")
+        self.num_waiting = self._count("waiting")
+
+        def wait() -> None:
+            wait_for(lambda: self._count("waiting") > self.num_waiting, HEAL_S, "it waits")
+
+        return wait
+
+    def _are_all_held(self) -> bool:
+        """Whether both groups are held, or the one that is has all requests."""
+        groups = {record.group for record in self._scene.held()}
+        has_all = self._count("running", "waiting", groups=groups) == len(self.fillers)
+        return len(groups) == 2 or (len(groups) == 1 and has_all)
 
     def tokenizing(self) -> Wait:
         self._scene.faults.hold_text()
@@ -83,8 +96,8 @@ class Points:
     def _until_held(self) -> None:
         self._scene.faults.wait_held()
 
-    def _until(self, is_there: Callable[[Any], bool], what: str) -> Wait:
-        def wait() -> None:
-            wait_for(lambda: any(is_there(decode_stats(r)) for r in group_reports(self._scene.service)), HEAL_S, what)
-
-        return wait
+    def _count(self, *names: str, groups: Collection[str] = ()) -> int:
+        """Requests in these states, of some groups or of all."""
+        found = [(r.group, decode_stats(r)) for r in group_reports(self._scene.service)]
+        asked = [stats for group, stats in found if stats is not None and (not groups or group in groups)]
+        return sum(getattr(stats, name) for stats in asked for name in names)

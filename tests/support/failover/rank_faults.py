@@ -28,6 +28,10 @@ class RankFaults:
         """Holds each rank that is about to compute this position of a row, counted from the start of its prompt."""
         self._hold({"point": "step", "position": position})
 
+    def hold_any_step(self) -> None:
+        """Holds each rank before its next step."""
+        self._hold({"point": "step"})
+
     def hold_adapter(self) -> None:
         """Holds the fetch of an adapter on each rank."""
         self._hold({"point": "adapter"})

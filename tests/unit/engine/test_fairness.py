@@ -12,7 +12,6 @@ from builders import Harness, assert_as_expected, harness, request
 from fake_adapters import AdapterPlan
 from test_engine_outputs import MODES
 
-from tandem.configs.schema import SchedulerSettings
 from tandem.workers.engine.engine import TENANT_IDLE_S
 from tandem.workers.engine.waiting.arrival_queue import ArrivalQueue
 from tandem.workers.engine.waiting.fairness import FairQueue, TokenCosts
@@ -109,7 +108,7 @@ def p95(values: list[float]) -> float:
 def test_tn_06_a_flood_leaves_the_other_tenant_its_first_tokens(mode):
     """The flood: 120 requests to one, twice of what rows can take. With stages a row is free later after its end."""
     solo = first_token_waits(FairQueue, mode, 0)
-    for max_queued in (100_000, SchedulerSettings().max_num_queued_reqs, 40):
+    for max_queued in (100_000, 40):
         beside = first_token_waits(FairQueue, mode, 120, max_queued)
         assert p95(beside) <= (3 if "stages" in mode else 2) * p95(solo), (max_queued, p95(solo), p95(beside))
 
@@ -355,9 +354,9 @@ def test_the_queue_against_a_plain_model(tenants: str, seed: int):
         assert first is min((seq for seq in queued if seq.tenant == first.tenant), key=place)
 
 
-def test_ten_thousand_tenants_come_and_go_and_few_are_kept() -> None:
+def test_thousands_of_tenants_come_and_go_and_few_are_kept() -> None:
     h = serving()
-    for number in range(10_000):
+    for number in range(4000):
         h.add(request(f"r{number}", 8, 1, tenant=f"t{number}"))
         h.clock.now_s += 2.0
         if number % 50 == 49:
@@ -366,7 +365,7 @@ def test_ten_thousand_tenants_come_and_go_and_few_are_kept() -> None:
     stats, queue = h.engine.stats().tenants, h.engine._waiting.tenants
     assert per_idle_time / 2 - 2 <= len(stats) <= per_idle_time + 2, "idle for this long, or twice that"
     assert len(h.engine._collector.tenants) <= per_idle_time + 2 and len(queue._tenants) <= per_idle_time + 2
-    assert "t9999" in stats and stats["t9999"].generation_tokens == 1
+    assert "t3999" in stats and stats["t3999"].generation_tokens == 1
 
 
 def test_known_tenants_with_rare_requests_keep_their_counts_and_removed_ones_do_not() -> None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 
 from tandem.cluster.adapters.adapter_list import AdapterList
@@ -27,6 +26,7 @@ from tandem.cluster.tenants.directory import TenantDirectory
 from tandem.cluster.tenants.quota import Quota
 from tandem.cluster.tenants.store import TenantStore
 from tandem.cluster.tenants.tenant_admin import StoreAdmin
+from tests.support.plain_http import plain_http
 from tests.support.private_redis import private_redis
 from tests.support.service import REPOSITORY
 from tests.unit.gateway.rig import MODEL, Rig, gateway
@@ -125,7 +125,7 @@ ALIVE_S = 2.0
 def known_tokens(url: str, timeout_s: float = ALIVE_S) -> list[int]:
     """The tokens of the known prompt's answer, which are KNOWN_ANSWER as long as the gateway lives."""
     asked = {"prompt": KNOWN, "max_tokens": len(KNOWN_ANSWER), "return_token_ids": True}
-    answer = httpx.post(f"{url}/v1/completions", json=asked, headers=USER_HEADERS, timeout=timeout_s)
+    answer = plain_http.post(f"{url}/v1/completions", json=asked, headers=USER_HEADERS, timeout=timeout_s)
     assert answer.status_code == 200, answer.text
     tokens: list[int] = answer.json()["choices"][0]["token_ids"]
     return tokens

@@ -17,6 +17,7 @@ import pytest
 
 from tandem.configs.schema import GatewaySettings
 from tests.support.bad_requests import check_error, send_bad_requests
+from tests.support.plain_http import plain_http
 from tests.support.service import wait_for
 from tests.unit.gateway.listener import (
     ADMIN_HEADERS,
@@ -108,7 +109,7 @@ def alive(attacked: Attacked) -> Iterator[list[float]]:
 
 def test_five_thousand_bad_requests(attacked: Attacked) -> None:
     assert known_tokens(attacked.url) == KNOWN_ANSWER
-    document = httpx.get(f"{attacked.url}/openapi.json").json()
+    document = plain_http.get(f"{attacked.url}/openapi.json").json()
     with Memory(attacked) as memory:
         seen, broken = send_bad_requests(attacked.url, document, [ADMIN_HEADERS] * 6 + [USER_HEADERS] * 2 + [{}], 5000)
     assert not broken, "\n".join(broken)
@@ -226,7 +227,7 @@ def test_a_body_beyond_the_cap_is_not_read(attacked: Attacked) -> None:
     headers = {**USER_HEADERS, "content-type": "application/json"}
     with alive(attacked), Memory(attacked) as memory:
         with contextlib.suppress(httpx.WriteError):  # closed while it sends
-            answer = httpx.post(attacked.url + "/v1/completions", content=chunks(), headers=headers, timeout=60)
+            answer = plain_http.post(attacked.url + "/v1/completions", content=chunks(), headers=headers, timeout=60)
             assert answer.status_code == 413, answer.text
             check_error(json.loads(answer.text), answer.headers)
     assert memory.most < memory.before + 4 * BODY, memory
@@ -236,7 +237,7 @@ def test_a_body_beyond_the_cap_is_not_read(attacked: Attacked) -> None:
 def test_deep_bodies(attacked: Attacked, level: int) -> None:
     body = b'{"prompt": ' + b"[" * level + b"]" * level + b"}"
     with alive(attacked):
-        answer = httpx.post(
+        answer = plain_http.post(
             attacked.url + "/v1/completions",
             content=body,
             headers={**USER_HEADERS, "content-type": "application/json"},

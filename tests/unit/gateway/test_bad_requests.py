@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.support.bad_requests import RIGHT, WRONG, cases, draw, send_bad_requests
+from tests.support.plain_http import plain_http
 from tests.unit.gateway.listener import (
     ADMIN_HEADERS,
     KNOWN_ANSWER,
@@ -41,7 +41,7 @@ def test_nearly_all_cases_of_a_route_that_takes_anything_are_wrong() -> None:
 @pytest.mark.hypothesis
 def test_bad_requests_get_the_contracts_refusals_and_leave_the_gateway_alive(tmp_path: Path) -> None:
     with listening(lambda: full_gateway(tmp_path)) as listener:
-        document = httpx.get(f"{listener.url}/openapi.json").json()
+        document = plain_http.get(f"{listener.url}/openapi.json").json()
         assert known_tokens(listener.url) == KNOWN_ANSWER
         seen, broken = send_bad_requests(listener.url, document, KEYS, 500)
         assert known_tokens(listener.url) == KNOWN_ANSWER

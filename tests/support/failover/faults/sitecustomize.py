@@ -2,9 +2,9 @@
 this folder; TANDEM_TEST_FAULTS names the folder of orders that rank_faults.py writes. Without that it does nothing.
 
 hold.json: a rank that comes to the order's point writes held.PID and waits there until the order is gone. Points: the
-step that computes a position of some row; the fetch of an adapter; a copy of KV, with which such a step may wait too.
-tokens.json: what a step does that reads a token id. fatal.PID: memory runs out in the held step, and for its exchanges
-with peers too, which ends the rank.
+step that computes a position of some row, or any step; the fetch of an adapter; a copy of KV, with which such a step
+may wait too. tokens.json: what a step does that reads a token id. fatal.PID: memory runs out in the held step, and for
+its exchanges with peers too, which ends the rank.
 """
 
 import importlib.abc
@@ -62,10 +62,15 @@ def change_runner(module: Any) -> None:
     run, sample = module.ModelRunner._run, module.sample
     spoiled: list[int] = []
 
+    def is_held(hold: dict[str, Any], positions_T: Any) -> bool:
+        if "position" in hold:
+            return bool((positions_T == hold["position"]).any())
+        return hold["point"] == "step"
+
     def run_or_fail(self: Any, batch: Any, kv: Any) -> Any:
         forward = batch.forward
         spoiled.clear()
-        holder.reach("step", lambda hold: "position" in hold and bool((forward.positions_T == hold["position"]).any()))
+        holder.reach("step", lambda hold: is_held(hold, forward.positions_T))
         if Path(FOLDER, f"fatal.{os.getpid()}").exists():
             self._exchanges.make_up = no_memory
             no_memory()
