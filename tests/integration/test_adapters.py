@@ -307,7 +307,7 @@ def test_a_group_that_is_replaced_serves_an_adapter_on_first_request(lora_servic
         now = {p.pid for p in lora_service.titled("tandem rank") if is_alive(p)}
         return len(now) == 2 and not now & old and lora_service.get("/readyz").status_code == 200
 
-    wait_for(are_new, 90, "both groups are replaced")
+    wait_for(are_new, 180, "both groups are replaced")
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda i: text_of(chat(lora_service, "pirate", QUESTIONS[i])), range(4)))
     assert answers == wanted(offline, "pirate")

@@ -42,6 +42,6 @@ def freeze_and_wait(service: Service) -> None:
     print(f"not ready {time.monotonic() - frozen_s:.2f} s after a rank froze")
     assert service.get("/livez").status_code == 200, "the gateway itself is well"
     wait_for(lambda: not is_alive(frozen), 15, "it is ended")
-    wait_for(lambda: service.get("/readyz").status_code == 200, 60, "the group is replaced")
+    wait_for(lambda: service.get("/readyz").status_code == 200, 180, "the group is replaced")
     print(f"ready again {time.monotonic() - frozen_s:.2f} s after a rank froze")
     assert len({p.pid for p in service.titled("tandem rank")} - before) == 2

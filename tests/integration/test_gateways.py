@@ -87,7 +87,7 @@ def test_any_gateway_speaks_for_all(service: Service) -> None:
         return all(len(counts) == 2 and sum(counts.values()) == 24 for counts in told)
 
     wait_for(all_are_told, 60, "both have read the other's record")
-    with stream_on_each(service, ADMIN, max_tokens=1500, n=64):
+    with stream_on_each(service, ADMIN, max_tokens=1500, n=16):
         wait_for(lambda: service.get("/load").json()["http_requests_in_hand"] >= 2, 60, "the other's record")
         shown = run_tandem("status", "--url", service.url, temp=service.temp).stdout
         assert {line.split()[-1] for line in shown.splitlines() if line.startswith("  gateway ")} == {

@@ -2,12 +2,13 @@
 
 import os
 import secrets
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import psutil
 
 from tests.support.service import BIN, Service, free_port, wait_for
 
@@ -46,9 +47,14 @@ def ray_head(temp: Path, *, asks_for_token: bool = True) -> Iterator[tuple[str, 
         assert process.poll() is None, log.read_text()
         yield address, env
     finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(60)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+        end_all(process)
+
+
+def end_all(head: "subprocess.Popen[bytes]") -> None:
+    """At once: an orderly end of Ray waits half a minute for what runs in it, and no test is about that."""
+    started = [] if head.poll() is not None else psutil.Process(head.pid).children(recursive=True)
+    for process in (*started, head):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    head.wait(60)
+    psutil.wait_procs(started, 60)
