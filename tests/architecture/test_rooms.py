@@ -54,3 +54,9 @@ def test_the_order_is_held_against_an_import_that_goes_up() -> None:
     assert against_the_order([Import("workers/engine/engine", "workers/rank/batch")], "workers")
     assert against_the_order([Import("workers/rank/batch", "workers/engine/engine")], "workers")
     assert not against_the_order([Import("workers/executor/rank_group", "workers/engine/engine")], "workers")
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """pytest imports them by their names alone: one run, as `make chaos`, could not collect both."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert not {name for name, count in names.items() if count > 1}

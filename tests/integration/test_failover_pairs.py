@@ -14,6 +14,7 @@ from tests.support.failover.kinds import KINDS
 from tests.support.failover.pairs import Row, all_pairs
 from tests.support.failover.scene import HEAL_S, TEST_S, Scene, failover_scene
 from tests.support.mixed_requests import PROMPTS
+from tests.support.records import group_records
 from tests.support.service import wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.chaos, pytest.mark.timeout(TEST_S)]
@@ -111,3 +112,30 @@ def test_a_group_lost_while_the_other_one_is_taken_down(scene: Scene) -> None:
     wait_for(lambda: staying.group not in {r.group for r in scene.serving()}, HEAL_S, "it is lost")
     scene.scale(2)
     crowd.check()
+
+
+ROWS_OF_A_GROUP, QUEUE_OF_A_GROUP = 8, 24
+FULL = ("-tp", "2", "--max-num-seqs", str(ROWS_OF_A_GROUP), "--max-num-queued-reqs", str(QUEUE_OF_A_GROUP))
+
+
+@pytest.mark.parametrize("scene", [FULL], indirect=True, ids=["small queues"])
+def test_a_group_lost_while_the_other_ones_queue_is_full(scene: Scene) -> None:
+    """More requests than both groups take: some get 429 at once. Then a group is lost, whose requests pass the limit of
+    the other one's queue."""
+    scene.wait_until_two_serve()
+    crowd = Crowd(scene)
+    room = 2 * (ROWS_OF_A_GROUP + QUEUE_OF_A_GROUP)
+    scene.faults.hold_any_step()
+    crowd.begin(room + 16)
+    wait_for(lambda: waiting(scene) == [QUEUE_OF_A_GROUP] * 2, HEAL_S, "both queues are full")
+    wait_for(lambda: sum(call.is_over for call in crowd.calls) == 16, HEAL_S, "the rest is refused")
+    refused = [call for call in crowd.calls if call.is_over]
+    assert {call.status for call in refused} == {429}
+    crowd.calls = [call for call in crowd.calls if call not in refused]
+    os.kill(scene.ranks(scene.serving()[0])[0], signal.SIGKILL)
+    scene.faults.release()
+    crowd.check()
+
+
+def waiting(scene: Scene) -> list[int]:
+    return [record.waiting for record in group_records(scene.service)]

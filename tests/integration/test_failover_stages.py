@@ -1,4 +1,4 @@
-"""No request is lost when a stage of a pipeline dies: the rest of the named cases of test_failover.py."""
+"""No request is lost when a stage of a pipeline dies: the rest of the named cases of test_failover_ranks.py."""
 
 from collections.abc import Iterator
 
