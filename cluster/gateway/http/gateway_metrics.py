@@ -6,6 +6,7 @@ Metrics of the groups come from Backend.metrics(). Route labels are our route te
 import asyncio
 import time
 from collections.abc import Callable, Container, Coroutine, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
@@ -74,74 +75,39 @@ class GatewayMetrics:
         known: Callable[[], Container[str]] = lambda: (),
     ) -> None:
         self.registry = registry
-        self._model_name = model_name
-        self._requests = Counter(
-            f"{prefix}:http_requests", "HTTP answers by route and status.", ("route", "status"), registry=registry
-        )
-        self._ended = Counter(
-            f"{prefix}:gateway_requests",
-            "Generation requests by how they ended.",
-            ("model_name", "outcome"),
-            registry=registry,
-        )
-        self._open = Gauge(
-            f"{prefix}:gateway_requests_open",
-            "Generation requests in this gateway.",
-            ("model_name",),
-            registry=registry,
-        ).labels(model_name)
-        self._moved = Counter(
-            f"{prefix}:request_migrations",
-            "Requests that went on with another group because theirs was lost.",
-            ("model_name",),
-            registry=registry,
-        ).labels(model_name)
-        self._ttft = Histogram(
-            f"{prefix}:gateway_time_to_first_token_seconds",
-            "From the request's arrival to its first token, at the gateway.",
-            ("model_name",),
-            buckets=TTFT_BUCKETS,
-            registry=registry,
-        ).labels(model_name)
-        self._e2e = Histogram(
-            f"{prefix}:gateway_request_seconds",
-            "From the request's arrival to its last byte, at the gateway.",
-            ("model_name",),
-            buckets=E2E_BUCKETS,
-            registry=registry,
-        ).labels(model_name)
-
-        self._text_seconds = Counter(
-            f"{prefix}:gateway_text_seconds",
-            "CPU seconds of parsing, rendering and tokenizing, on threads or at once on the event loop.",
-            ("model_name", "place"),
-            registry=registry,
-        )
-        self._text_queue = Histogram(
-            f"{prefix}:gateway_text_queue_seconds",
-            "How long text work waited for a thread.",
-            ("model_name",),
-            buckets=TTFT_BUCKETS,
-            registry=registry,
-        ).labels(model_name)
-
         self.tenants = CollectorRegistry()
+        self._model_name = model_name
+
+        def counter(name: str, text: str, *labels: str, registry: CollectorRegistry = registry) -> Counter:
+            return Counter(f"{prefix}:{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            name = f"{prefix}:{name}_seconds"
+            return Histogram(name, text, ("model_name",), buckets=buckets, registry=registry).labels(model_name)
+
+        self._requests = counter("http_requests", "HTTP answers by route and status.", "route", "status")
+        text = "Generation requests by how they ended."
+        self._ended = counter("gateway_requests", text, "model_name", "outcome")
+        text = "Generation requests in this gateway."
+        gauge = Gauge(f"{prefix}:gateway_requests_open", text, ("model_name",), registry=registry)
+        self._open = gauge.labels(model_name)
+        text = "Requests that went on with another group because theirs was lost."
+        self._moved = counter("request_migrations", text, "model_name").labels(model_name)
+        text = "From the request's arrival to its first token, at the gateway."
+        self._ttft = histogram("gateway_time_to_first_token", text, TTFT_BUCKETS)
+        text = "From the request's arrival to its last byte, at the gateway."
+        self._e2e = histogram("gateway_request", text, E2E_BUCKETS)
+        text = "CPU seconds of parsing, rendering and tokenizing, on threads or at once on the event loop."
+        self._text_seconds = counter("gateway_text_seconds", text, "model_name", "place")
+        self._text_queue = histogram("gateway_text_queue", "How long text work waited for a thread.", TTFT_BUCKETS)
+
         self._by_tenant = TenantCounters(clock, known)
-        self._tenant_text = Counter(
-            f"{prefix}:tenant_text_seconds",
-            "CPU seconds of the gateway for tenants' text.",
-            ("tenant",),
-            registry=self.tenants,
-        )
-        self._tenant_tokens = Counter(
-            f"{prefix}:tenant_tokens", "Tokens billed to tenants, by kind.", ("tenant", "kind"), registry=self.tenants
-        )
-        self._tenant_requests = Counter(
-            f"{prefix}:tenant_requests", "Requests that tenants were billed for.", ("tenant",), registry=self.tenants
-        )
-        self._tenant_rejections = Counter(
-            f"{prefix}:tenant_rejections", "Requests of tenants refused.", ("tenant", "reason"), registry=self.tenants
-        )
+        of_tenants = partial(counter, registry=self.tenants)
+        text = "CPU seconds of the gateway for tenants' text."
+        self._tenant_text = of_tenants("tenant_text_seconds", text, "tenant")
+        self._tenant_tokens = of_tenants("tenant_tokens", "Tokens billed to tenants, by kind.", "tenant", "kind")
+        self._tenant_requests = of_tenants("tenant_requests", "Requests that tenants were billed for.", "tenant")
+        self._tenant_rejections = of_tenants("tenant_rejections", "Requests of tenants refused.", "tenant", "reason")
 
     def http_answered(self, route: str, status: int) -> None:
         """Counts one HTTP answer; `route` is a template of ours, or "unknown"."""
