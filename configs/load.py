@@ -228,7 +228,8 @@ def _checked(option: Option, value: Any) -> Any:
             value = parse_size(value)
         except NotSizeError as error:
             raise SettingsError(f"{value!r} is not a size such as 4096, 32k or 2G", option.flag) from error
-    if get_origin(option.kind) is dict and isinstance(value, str):
+    is_object = get_origin(option.kind) is dict or hasattr(option.kind, "__struct_fields__")
+    if is_object and isinstance(value, str):
         value = _json_object(option, value)
     if get_origin(option.kind) is tuple and isinstance(value, str):
         value = [value]
@@ -306,6 +307,9 @@ def _check_together(settings: ServiceSettings) -> None:
         raise SettingsError("the disk is below host memory: this needs --kv-offloading-size", "--kv-disk-path")
     if (cache.kv_disk_path is None) != (cache.kv_disk_gib is None):
         raise SettingsError("--kv-disk-path and --kv-disk-size go together", "--kv-disk-size")
+    if engine.speculative is not None and engine.parallel.pipeline_parallel_size > 1:
+        stages = engine.parallel.pipeline_parallel_size
+        raise SettingsError(f"does not work with --pipeline-parallel-size {stages} yet", "--speculative-config")
     _check_adapters(settings)
     _check_doors(settings.gateway)
     if any(not name.strip() for name in engine.model.served_model_name):

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from tandem.configs.schema import Auth, Device, DType, KVCacheDType
+from tandem.configs.schema import Auth, Device, DType, KVCacheDType, SpeculativeSettings
 
 Check = Callable[[Any], bool]
 
@@ -60,6 +60,11 @@ def at_least(low: float) -> Check:
     return lambda value: bool(value >= low)
 
 
+def _drafts(value: SpeculativeSettings) -> bool:
+    fewest, most = value.lookup_range
+    return 1 <= value.num_speculative_tokens <= MAX_DRAFTS and 1 <= fewest <= most
+
+
 def _port(value: int) -> bool:
     return 1 <= value <= 65535
 
@@ -71,6 +76,8 @@ def _origin(value: str) -> bool:
 def _metric_name(value: str) -> bool:
     return re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", value) is not None
 
+
+MAX_DRAFTS = 16
 
 MODEL, PARALLEL, CACHE, STEP, LORA, HTTP, MACHINE, COORDINATION = (
     "Model",
@@ -151,6 +158,10 @@ OPTIONS: tuple[Option, ...] = (
     Option("max_itl_ms", "engine.scheduler.max_itl_ms", float, STEP,
            "Milliseconds that a step, and so the time between two tokens, should stay below. Prefill chunks are sized "
            "for it. Default: no limit.", lambda v: v > 0, "above 0"),
+    Option("speculative_config", "engine.speculative", SpeculativeSettings, STEP,
+           "Speculative decoding, as a JSON object with vLLM's keys: method (ngram), num_speculative_tokens, "
+           "prompt_lookup_max, prompt_lookup_min. Default: off.", _drafts,
+           f"num_speculative_tokens from 1 to {MAX_DRAFTS}, and prompt_lookup_min from 1 to prompt_lookup_max"),
     Option("step_log", "engine.step_log", str, STEP,
            "File for the plan of every step, one JSON line each. In a service, each group writes its own: "
            "NAME-GROUP.SUFFIX."),

@@ -12,6 +12,7 @@ DType = Literal["auto", "bfloat16", "float16", "float32"]
 KVCacheDType = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "int8"]
 Device = Literal["cpu", "cuda"]
 Auth = Literal["required", "open"]
+NGRAM_TOKENS = 5
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -97,6 +98,25 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.device
 
 
+class SpeculativeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Speculative decoding, the object of --speculative-config, with vLLM's keys. num_speculative_tokens: the most
+    drafts of a row in a step. prompt_lookup_max, prompt_lookup_min: the most and fewest last tokens of a sequence that
+    method "ngram" looks for in it; as in vLLM, 5 each if neither is given, else the other's value."""
+
+    method: Literal["ngram"]
+    num_speculative_tokens: int
+    prompt_lookup_max: int | None = None
+    prompt_lookup_min: int | None = None
+
+    @property
+    def lookup_range(self) -> tuple[int, int]:
+        """(fewest, most) tokens to look for."""
+        fewest, most = self.prompt_lookup_min, self.prompt_lookup_max
+        if fewest is None:
+            fewest = NGRAM_TOKENS if most is None else most
+        return fewest, fewest if most is None else most
+
+
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of one group: its coordinator and its ranks. step_log: path of the file for every step's plan."""
 
@@ -106,6 +126,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     scheduler: SchedulerSettings = SchedulerSettings()
     device: DeviceSettings = DeviceSettings()
     lora: LoraSettings = LoraSettings()
+    speculative: SpeculativeSettings | None = None
     step_log: str | None = None
 
 

@@ -50,15 +50,17 @@ class ReplayableStep(AttentionStep, Protocol):
     """A step whose calls may be captured and replayed (workers/graphs/cpu_graphs.py)."""
 
     def set_batch(self, batch: ForwardBatch) -> None:
-        """Points the captured calls at another batch of as many rows, one query each, with its slots in the same
-        memory."""
+        """Points the captured calls at another batch of as many tokens, of rows with at most decode_queries, with
+        its slots in the same memory."""
         ...
 
 
 class AttentionBackend(Protocol):
-    """One way to compute attention on a device."""
+    """One way to compute attention on a device. decode_queries: the most queries of a row that it takes one by one, as
+    decodes, so that the calls of a step of such rows depend on nothing but the number of tokens."""
 
     name: str
+    decode_queries: int
 
     def prepare(self, batch: ForwardBatch) -> AttentionStep:
         """Groups the rows of a step. The batch must stay unchanged until the step has finished."""

@@ -7,6 +7,7 @@ no compiler. The cache may have any dtype that kernel and store were compiled fo
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Final
 
 import torch
 
@@ -17,11 +18,16 @@ from tandem.workers.kernels.cpu.cpu_chunk_attention import CpuChunkAttention
 from tandem.workers.kernels.cpu.cpu_decode_attention import CpuDecodeAttention, DecodeWork, Rows
 from tandem.workers.kernels.kv_store import KVStore, LayerKV
 
+DECODE_QUERIES: Final = 17
+"""The most queries of a row that the decode kernel takes one by one: a token and its drafts. They need no gather of the
+row's context, and come out as in steps of one token each."""
+
 
 class CpuAttention:
     """The backend. It keeps scratch memory between steps, so one instance serves one decoder on one thread."""
 
     name = "cpu-paged"
+    decode_queries = DECODE_QUERIES
 
     def __init__(self, kernel: CpuDecodeAttention, store: KVStore, chunk_kernel: CpuChunkAttention | None) -> None:
         self._kernel = kernel
@@ -104,18 +110,20 @@ class _CpuStep:
         chunks = [
             chunk_of(batch, row, start, window, is_exact)
             for row, (start, num_queries) in enumerate(zip(starts, batch.query_lens_list, strict=False))
-            if num_queries != 1
+            if num_queries > DECODE_QUERIES
         ]
         decodes = _decodes(batch, window)
         return _Layout(DecodeWork(decodes, batch.block_table_RN, batch.block_size) if decodes else None, chunks)
 
 
 def _decodes(batch: ForwardBatch, window: int | None) -> Rows:
-    """Returns the rows with one query."""
+    """Returns the queries of rows with few of them, each as a row of its own: the context of one ends where the next
+    token's begins."""
     starts = accumulate(batch.query_lens_list, initial=0)
     rows = zip(starts, batch.query_lens_list, batch.seq_lens_list, strict=False)
     return [
-        (row, start, 0 if window is None else max(0, seq_len - window), seq_len)
+        (row, start + query, 0 if window is None else max(0, end - window), end)
         for row, (start, num_queries, seq_len) in enumerate(rows)
-        if num_queries == 1
+        if num_queries <= DECODE_QUERIES
+        for query, end in enumerate(range(seq_len - num_queries + 1, seq_len + 1))
     ]

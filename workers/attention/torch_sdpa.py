@@ -39,6 +39,7 @@ class TorchAttention:
     instance serves one decoder on one thread."""
 
     name = "torch-sdpa"
+    decode_queries = 1
 
     def __init__(self, to_device: ToDevice = in_place, *, is_bounded: bool = False) -> None:
         self._to_device = to_device

@@ -19,6 +19,7 @@ from tandem.workers.engine.base.sequence import RequestState, Sequence, Status
 from tandem.workers.engine.base.stats import Collector, EngineStats, TenantCounts, engine_stats
 from tandem.workers.engine.blocks.block_manager import BlockManager
 from tandem.workers.engine.chunk_limiter import ChunkLimiter, NoChunkLimiter, StepChunkLimiter
+from tandem.workers.engine.drafting import Drafting
 from tandem.workers.engine.executor import Executor, ExecutorReady
 from tandem.workers.engine.in_flight_step import InFlightStep
 from tandem.workers.engine.results import ResultApplier
@@ -105,6 +106,8 @@ class Engine:
             self._offload = KVOffload(self._manager, ready.store, self._transfers, self._costs, clock)
         self._adapters = self._open_adapters(settings, ready) if settings.lora.enable_lora else None
         self._block_bytes = ready.block_bytes
+        speculative = settings.speculative
+        self._drafting = None if speculative is None else Drafting(speculative.num_speculative_tokens)
         self._scheduler = Scheduler(
             settings.scheduler,
             self._manager,
@@ -114,12 +117,13 @@ class Engine:
             depth=self._depth,
             tiers=self._offload,
             gate=MaxLorasGate(self._adapters, settings.lora.max_loras, self._waiting),
+            drafting=self._drafting,
         )
         self._collector = Collector()
         self._forget_at_s = clock() + TENANT_IDLE_S
         eos = frozenset(facts.eos_token_ids)
         self._arrivals = Arrivals(self._manager, eos, min(facts.max_model_len, self._manager.num_slots + 1))
-        self._results = ResultApplier(self._scheduler, self._manager, self._collector, eos)
+        self._results = ResultApplier(self._scheduler, self._manager, self._collector, eos, self._drafting)
         self._limits = QueueLimits(settings.scheduler)
         self._deadlines = Deadlines()
         self._log = StepLog(settings.step_log) if settings.step_log else None
@@ -255,6 +259,9 @@ class Engine:
             deltas, ended = self._results.apply(step, result, now_s)
             self._chunk_limiter.observe(step.num_prefill_tokens, result.device_s)
             self._costs.observe_step(step.num_prefill_tokens, step.num_decode, result.device_s)
+            if self._drafting is not None and not step.num_prefill_tokens:
+                num_drafts = sum(row.num_drafts for row in result.rows)
+                self._drafting.observe_step(step.num_decode + num_drafts, result.device_s)
         else:
             deltas, ended = self._results.undo(step, result.failure)
         self._applied = None
@@ -284,6 +291,7 @@ class Engine:
             preemptions=self._scheduler.num_preemptions,
             offload=None if self._offload is None else self._offload.stats(self._block_bytes),
             adapters=None if self._adapters is None else self._adapters.stats(),
+            drafts=None if self._drafting is None else self._drafting.stats(),
         )
 
     def losses(self) -> dict[str, Loss]:

@@ -9,7 +9,7 @@ from tandem.workers.messages.step import RowInit, RowWork, StepPlan
 @dataclass(slots=True, eq=False)
 class InFlightStep:
     """One plan and its sequences: sequences[i] owns work[i]. admitted: sequences that got their first row, and how many
-    of their tokens were found in the prefix cache."""
+    of their tokens were found in the prefix cache. num_drafts: the most that its rows may have together."""
 
     step_id: int
     sequences: list[Sequence] = field(default_factory=list)
@@ -19,11 +19,12 @@ class InFlightStep:
     admitted: list[tuple[Sequence, int]] = field(default_factory=list)
     awaits: list[int] = field(default_factory=list)
     num_decode: int = 0
+    num_drafts: int = 0
     num_prefill_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
-        return self.num_decode + self.num_prefill_tokens
+        return self.num_decode + self.num_drafts + self.num_prefill_tokens
 
     def plan(self, freed_rows: list[int], known_failure: int, rolled_back: list[tuple[int, int, int]]) -> StepPlan:
         return StepPlan(

@@ -8,6 +8,7 @@ from tandem.workers.engine.base.blockers import Blocker, Event
 from tandem.workers.engine.base.sequence import RequestState, Sequence, Status
 from tandem.workers.engine.base.stats import Collector, Histogram
 from tandem.workers.engine.blocks.block_manager import BlockManager
+from tandem.workers.engine.drafting import Drafting
 from tandem.workers.engine.in_flight_step import InFlightStep
 from tandem.workers.engine.scheduler import Scheduler
 from tandem.workers.messages.request import FinishReason, TokenDelta
@@ -39,12 +40,18 @@ class ResultApplier:
     """Turns (InFlightStep, StepResult) into deltas and ended requests."""
 
     def __init__(
-        self, scheduler: Scheduler, manager: BlockManager, collector: Collector, eos_token_ids: frozenset[int]
+        self,
+        scheduler: Scheduler,
+        manager: BlockManager,
+        collector: Collector,
+        eos_token_ids: frozenset[int],
+        drafting: Drafting | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._manager = manager
         self._collector = collector
         self._eos = eos_token_ids
+        self._drafting = drafting
 
     def apply(
         self, step: InFlightStep, result: StepResult, now_s: float
@@ -68,6 +75,8 @@ class ResultApplier:
                 if row is not None:
                     self._collector.wasted_tokens += len(row.token_ids)
                 continue
+            if work.max_drafts:
+                seq.num_drafts -= work.max_drafts
             if row is None:
                 self._after_chunk(seq)
             elif row.error is not None or not row.token_ids:
@@ -112,12 +121,14 @@ class ResultApplier:
         gaps: TokenGaps,
         now_s: float,
     ) -> None:
-        """The sampled token of one row (exactly one; speculation will accept more)."""
-        (token,) = row.token_ids
+        """Takes the sampled token of one row, and those behind its accepted drafts."""
         tokens, request = seq.tokens, seq.state.request
         position = len(tokens) - seq.prompt_len
-        tokens.append(token)
-        self._collector.generation_tokens += 1
+        if row.num_drafts:
+            row = self._accept_drafts(seq, row)
+        tokens += row.token_ids
+        token = tokens[-1]
+        self._collector.generation_tokens += len(row.token_ids)
         if seq.last_token_s is None:
             self._first_token(seq, now_s)
         else:
@@ -147,10 +158,34 @@ class ResultApplier:
             )
         )
 
+    def _accept_drafts(self, seq: Sequence, row: RowResult) -> RowResult:
+        """Counts a row's accepted drafts as known and computed; returns the row without tokens behind its end."""
+        assert self._drafting is not None
+        num_accepted = len(row.token_ids) - 1
+        self._drafting.observe(seq.drafting, row.num_drafts, num_accepted)
+        num_tokens = self._num_until_end(seq, row.token_ids)
+        if num_tokens <= num_accepted:
+            self._collector.wasted_tokens += num_accepted + 1 - num_tokens
+            logprobs = None if row.logprobs is None else row.logprobs[:num_tokens]
+            row = RowResult(row=row.row, token_ids=row.token_ids[:num_tokens], logprobs=logprobs)
+        seq.num_known += num_tokens - 1
+        if seq.status is Status.RUNNING:
+            seq.num_scheduled += num_tokens - 1
+            seq.num_computed += num_tokens - 1
+        return row
+
+    def _num_until_end(self, seq: Sequence, token_ids: list[int]) -> int:
+        """Returns how many of the new tokens there are up to the one that ends the sequence, or all."""
+        length = len(seq.tokens)
+        for count, token in enumerate(token_ids, 1):
+            if length + count >= seq.max_len or (token in seq.stop_ids and length + count >= seq.min_len):
+                return count
+        return len(token_ids)
+
     def _last_delta(
         self, seq: Sequence, row: RowResult, position: int, reason: FinishReason, ended: list[RequestState]
     ) -> TokenDelta:
-        state, token = seq.state, row.token_ids[0]
+        state, token = seq.state, row.token_ids[-1]
         last = self.finish(seq, reason)
         if last:
             ended.append(state)

@@ -24,6 +24,7 @@ from tandem.workers.engine.base.blockers import Blocker, Event
 from tandem.workers.engine.base.sequence import RequestState, Sequence, Status
 from tandem.workers.engine.blocks.block_manager import BlockManager
 from tandem.workers.engine.chunk_limiter import ChunkLimiter
+from tandem.workers.engine.drafting import Drafting
 from tandem.workers.engine.first_blocks import find_prefix, share_prompt
 from tandem.workers.engine.in_flight_step import InFlightStep
 from tandem.workers.engine.probation import Probation
@@ -39,7 +40,8 @@ class Scheduler:
 
     relay (PP > 1): sampled tokens return to the ranks in plans, so a sequence waits for its sample; otherwise ranks
     append it themselves, and the next step may be planned before it is known. depth: plans that may be in flight.
-    tiers: the tiers below the device; None: none. gate: None: no request has an adapter.
+    tiers: the tiers below the device; None: none. gate: None: no request has an adapter. drafting: None: no speculative
+    decoding; it does not go with `relay`.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Scheduler:
         depth: int,
         tiers: LowerTiers | None = None,
         gate: MaxLorasGate | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         self.waiting = waiting
         self.num_preemptions = 0
@@ -63,6 +66,7 @@ class Scheduler:
         self._gate = MaxLorasGate(None, 1, waiting) if gate is None else gate
         self._chunk_limiter = chunk_limiter
         self._relay = relay
+        self._drafting = drafting
         self._depth = depth
         self._budget = settings.max_num_batched_tokens
         num_rows = min(settings.max_num_seqs, self._budget)
@@ -166,7 +170,7 @@ class Scheduler:
         step = InFlightStep(self._next_step)
         preemptions = self.num_preemptions
         prefills = self._schedule_decodes(step)
-        budget = self._limit.tokens - step.num_decode
+        budget = self._limit.tokens - step.num_decode - step.num_drafts
         if self._limits_prefill and step.num_decode and (prefills or len(self.waiting)):
             budget = min(budget, self._chunk_limiter.limit())
         if prefills:
@@ -203,6 +207,7 @@ class Scheduler:
             if step.step_id <= seq.void_until or seq.status is Status.FINISHED:
                 continue
             seq.num_known -= work.samples
+            seq.num_drafts -= work.max_drafts
             if seq.status is Status.RUNNING:
                 seq.num_scheduled -= work.num_tokens
                 self._undone.add(seq)
@@ -247,7 +252,7 @@ class Scheduler:
         running: Iterable[Sequence] = self._running
         if self._limit.is_reduced or self._probation.current is not None:
             running = self._some_running()
-        one_token, step_id, relay = self._one_token, step.step_id, self._relay
+        one_token, step_id, relay, drafting = self._one_token, step.step_id, self._relay, self._drafting
         add_seq, add_work = step.sequences.append, step.work.append
         in_turns = relay and self.alone is None  # so that each stage has a step
         most = -(-len(self._running) // self._depth) if in_turns else len(self._running)
@@ -258,9 +263,11 @@ class Scheduler:
                 continue
             if known >= seq.max_len or (relay and (known != len(seq.tokens) or step.num_decode >= most)):
                 continue
-            table = seq.table
-            if relay or known > table.capacity or table.may_share:
-                work = self._grow(step, seq)
+            table, num_drafts = seq.table, 0
+            if drafting is not None and (num_drafts := self._num_drafts(step, seq)) is None:
+                continue
+            if relay or known + seq.num_drafts + num_drafts > table.capacity or table.may_share or num_drafts:
+                work = self._grow(step, seq, num_drafts)
                 if work is None:
                     continue
                 add_work(work)
@@ -280,22 +287,47 @@ class Scheduler:
         chosen = set(heapq.nsmallest(self._limit.tokens, some, key=lambda seq: seq.last_step))
         return (seq for seq in some if seq in chosen and seq.status is Status.RUNNING)
 
-    def _grow(self, step: InFlightStep, seq: Sequence) -> RowWork | None:
-        """Returns one token of work with new blocks, or with tokens that ranks lack; None if seq gets no blocks."""
+    def _num_drafts(self, step: InFlightStep, seq: Sequence) -> int | None:
+        """Returns how many drafts seq may have in the step; None if the plans in flight may bring its last token."""
+        assert self._drafting is not None
+        room = seq.max_len - seq.num_known - seq.num_drafts
+        if room <= 0:
+            return None
+        rows = len(self._running)
+        if self._limit.is_reduced or room == 1:
+            return 0
+        most = min(room - 1, self._budget - rows - step.num_drafts)
+        return max(0, min(most, self._drafting.budget(seq.drafting, seq.num_known, rows)))
+
+    def _grow(self, step: InFlightStep, seq: Sequence, num_drafts: int) -> RowWork | None:
+        """Returns one token of work with drafts, new blocks or tokens that ranks lack; None if seq gets no blocks. For
+        drafts alone nobody is preempted, and no block is taken that running sequences will need soon."""
         known = seq.num_known
-        added = self._extend_or_preempt(seq, known)
+        most = known + seq.num_drafts
+        missing = self._manager.blocks_for(most + num_drafts) - len(seq.table.block_ids)
+        if missing > max(0, self._manager.pool.num_allocatable - self._reserve):
+            num_drafts = 0
+        added = self._extend_or_preempt(seq, most + num_drafts)
         if added is None:
             return None
         replaced: list[tuple[int, int]] = []
         if seq.table.may_share:
-            copies = self._manager.make_writable(seq.table, seq.num_scheduled, known, step.step_id)
+            copies = self._manager.make_writable(seq.table, seq.num_scheduled, most + num_drafts, step.step_id)
             assert copies is not None, "forks leave no shared block to a running writer (see share_prompt)"
             step.block_copies.extend((copy.source, copy.destination) for copy in copies)
             replaced = [(copy.table_index, copy.destination) for copy in copies]
         lacking = seq.tokens[seq.num_sent :] if self._relay else []
         seq.num_sent = known
+        seq.num_drafts += num_drafts
+        step.num_drafts += num_drafts
         return RowWork(
-            row=seq.row, num_tokens=1, samples=True, new_block_ids=added, token_ids=lacking, replaced_blocks=replaced
+            row=seq.row,
+            num_tokens=1,
+            samples=True,
+            new_block_ids=added,
+            token_ids=lacking,
+            replaced_blocks=replaced,
+            max_drafts=num_drafts,
         )
 
     def _extend_or_preempt(self, seq: Sequence, num_tokens: int) -> list[int] | None:
@@ -353,7 +385,7 @@ class Scheduler:
             seq.num_scheduled = seq.num_computed = 0
             self.waiting.push(seq)
         if seq.status is not Status.FINISHED:
-            seq.num_known = len(seq.tokens)
+            seq.num_known, seq.num_drafts = len(seq.tokens), 0
             seq.void_until = self._next_step - 1
 
     def _unbind(self, seq: Sequence) -> None:

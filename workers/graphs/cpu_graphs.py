@@ -1,10 +1,10 @@
 """Runs a step through a rank's layers; on CPU, decode steps with the same graph key replay captured kernel calls.
 
-The graph key: as many rows of one token each, and the same adapters on the same rows. Such steps call the same kernels
-on the same memory; only the inputs differ, which are copied to the captured ones. Replay skips the Python between the
-kernels (workers/kernels/cpu/cpu_calls.py). On a GPU the equivalent is one CUDA graph per batch size. Other steps run
-eagerly: prefill, blocks loading from a host tier, TP, layers that stream by a thread, and layers of other operations
-than kernels, views and copies. T tokens, H hidden size.
+The graph key: as many tokens of rows that decode (with drafts, several tokens of a row), and the same adapters on the
+same tokens. Such steps call the same kernels on the same memory; only the inputs differ, which are copied to the
+captured ones. Replay skips the Python between the kernels (workers/kernels/cpu/cpu_calls.py). On a GPU the equivalent
+is one CUDA graph per batch size. Other steps run eagerly: prefill, blocks loading from a host tier, TP, layers that
+stream by a thread, and layers of other operations than kernels, views and copies. T tokens, H hidden size.
 """
 
 import logging
@@ -103,8 +103,7 @@ class CpuGraphRunner:
         self._captures.clear()
 
     def _is_plain(self, batch: ForwardBatch, kv: KVTensors) -> bool:
-        rows = len(batch.query_lens_list)
-        is_decode = batch.num_tokens == rows <= MAX_ROWS
+        is_decode = batch.num_tokens <= MAX_ROWS and max(batch.query_lens_list) <= self._attention.decode_queries
         return self.can_replay and is_decode and isinstance(kv.layers, list)
 
     def _walk(self, inputs: Inputs, step: AttentionStep, kv: KVTensors, arena: Arena | None = None) -> torch.Tensor:

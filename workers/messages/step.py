@@ -43,11 +43,13 @@ class RowInit(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class RowWork(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=True):
-    """Work of one row in a step: the next num_tokens tokens are computed.
+    """Work of one row in a step: the next num_tokens tokens are computed, and up to max_drafts guesses behind them.
 
     Ranks keep the row's computed count and derive positions from it. samples: the work reaches the last known token, so
-    one token is sampled. token_ids: known tokens that the ranks lack (with PP > 1, the ones sampled earlier).
-    new_block_ids: appended to the row's block table. replaced_blocks: (index, new block id) after a copy-on-write.
+    one token is sampled, and one more for each guess (draft) that proves equal to the token sampled in its place
+    (speculative decoding). max_drafts is above 0 only for a row with one token left. token_ids: known tokens that the
+    ranks lack (with PP > 1, the ones sampled earlier). new_block_ids: appended to the row's block table.
+    replaced_blocks: (index, new block id) after a copy-on-write.
     """
 
     row: int
@@ -56,6 +58,7 @@ class RowWork(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=Tr
     new_block_ids: list[int] = []
     token_ids: list[int] = []
     replaced_blocks: list[tuple[int, int]] = []
+    max_drafts: int = 0
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="step"):
@@ -79,12 +82,15 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="
 
 
 class RowResult(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=True):
-    """Result of one RowWork with samples=True: the sampled token in a list, or `error`, why there is none."""
+    """Result of one RowWork with samples=True: the sampled token and those behind accepted drafts, or `error`, why
+    there is none. So many drafts were accepted as there are tokens, less one; num_drafts: of how many. logprobs: one
+    entry for each token, if asked for."""
 
     row: int
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
+    num_drafts: int = 0
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=True, tag="result"):

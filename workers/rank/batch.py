@@ -30,7 +30,8 @@ class Adapters:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """The model's inputs and what sampling needs, int64 [S]: rows of the table, positions of the tokens to choose.
+    """The model's inputs and what sampling needs, int64 [S]: rows of the table, positions of the tokens to choose. A
+    row with drafts is there once for its last token and once for each draft.
 
     rows_R, begin_R, starts: the rows of the step, the positions of their first tokens, and the places of these among
     all tokens.
@@ -44,15 +45,18 @@ class StepBatch:
     sample_positions_S: Ints
 
 
-def build_batch(plan: StepPlan, table: RowTable, platform: Platform) -> StepBatch:
-    """The batch of a plan that has work; the table has applied the plan. Advances the rows' computed counts."""
+def build_batch(plan: StepPlan, table: RowTable, platform: Platform, num_drafts_R: Ints | None = None) -> StepBatch:
+    """The batch of a plan that has work; the table has applied the plan and holds the drafts. Advances the rows'
+    computed counts, drafts included. num_drafts_R: of each row of the plan; None: no row has any."""
     count = len(plan.work)
     rows_R = np.fromiter((w.row for w in plan.work), np.int64, count)
     lens_R = np.fromiter((w.num_tokens for w in plan.work), np.int64, count)
     samples_R = np.fromiter((w.samples for w in plan.work), np.bool_, count)
+    drafts_R = np.zeros(count, np.int64) if num_drafts_R is None else num_drafts_R
+    lens_R += drafts_R
     begin_R = table.num_computed[rows_R]
     end_R = begin_R + lens_R
-    _check(table, rows_R, lens_R, end_R, samples_R)
+    _check(table, rows_R, lens_R, end_R, samples_R, drafts_R)
     table.num_computed[rows_R] = end_R
     starts = np.zeros(count + 1, np.int64)
     np.cumsum(lens_R, out=starts[1:])
@@ -65,10 +69,24 @@ def build_batch(plan: StepPlan, table: RowTable, platform: Platform) -> StepBatc
     slots_T = table.block_ids[row_T, block_T].astype(np.int64) * table.block_size + offset_T
     width = int(-(-end_R.max() // table.block_size))
     table_RN = _own_blocks(table, rows_R, width)
-    long = [table.token_ids[row_T, positions_T].astype(np.int64), positions_T, slots_T, starts[1:][samples_R] - 1]
-    adapters = _adapters(table.adapter_slots[rows_R], lens_R, starts, samples_R) if table.num_adapted else None
+    row_S, back_S = _samples(samples_R, num_drafts_R)
+    logits_rows_S = starts[1:][row_S] - back_S
+    long = [table.token_ids[row_T, positions_T].astype(np.int64), positions_T, slots_T, logits_rows_S]
+    adapters = _adapters(table.adapter_slots[rows_R], lens_R, starts, row_S) if table.num_adapted else None
     forward = _to_device(long, starts, end_R, table_RN, lens_R, adapters, table.block_size, platform)
-    return StepBatch(forward, rows_R, begin_R, starts, rows_R[samples_R], end_R[samples_R])
+    return StepBatch(forward, rows_R, begin_R, starts, rows_R[row_S], end_R[row_S] + 1 - back_S)
+
+
+def _samples(samples_R: npt.NDArray[np.bool_], num_drafts_R: Ints | None) -> tuple[Ints, Ints]:
+    """For each token to choose, int64 [S]: the place of its row in the plan, and how many tokens from the row's end its
+    logits are, counted from 1."""
+    row_S = np.flatnonzero(samples_R)
+    if num_drafts_R is None:
+        return row_S, np.ones(len(row_S), np.int64)
+    counts = 1 + num_drafts_R[row_S]
+    ends = np.cumsum(counts)
+    row_S = np.repeat(row_S, counts)
+    return row_S, np.repeat(ends, counts) - np.arange(len(row_S))
 
 
 def _own_blocks(table: RowTable, rows_R: Ints, width: int) -> npt.NDArray[np.int32]:
@@ -81,9 +99,12 @@ def _own_blocks(table: RowTable, rows_R: Ints, width: int) -> npt.NDArray[np.int
     return np.where(own_RN, block_table_RN, block_table_RN[:, :1])
 
 
-def _check(table: RowTable, rows_R: Ints, lens_R: Ints, end_R: Ints, samples_R: npt.NDArray[np.bool_]) -> None:
-    """Our own invariants: a plan never computes unknown tokens or writes beyond a row's blocks."""
-    known_R = table.num_known[rows_R]
+def _check(
+    table: RowTable, rows_R: Ints, lens_R: Ints, end_R: Ints, samples_R: npt.NDArray[np.bool_], drafts_R: Ints
+) -> None:
+    """Our own invariants: a plan never computes tokens that are neither known nor drafts, or writes beyond a row's
+    blocks."""
+    known_R = table.num_known[rows_R] + drafts_R
     ok_R = (lens_R > 0) & (end_R <= known_R) & (~samples_R | (end_R == known_R))
     ok_R &= end_R <= table.num_blocks[rows_R] * table.block_size
     if not ok_R.all():
@@ -127,12 +148,12 @@ def _to_device(
     )
 
 
-def _adapters(slots_R: Ints, lens_R: Ints, starts: Ints, samples_R: npt.NDArray[np.bool_]) -> Adapters | None:
-    """None when no row of the step has one."""
+def _adapters(slots_R: Ints, lens_R: Ints, starts: Ints, row_S: Ints) -> Adapters | None:
+    """None when no row of the step has one. row_S: as in _samples."""
     segments = adapter_segments(slots_R, starts)
     if not segments:
         return None
-    slots_S = slots_R[samples_R]
+    slots_S = slots_R[row_S]
     sample_segments = adapter_segments(slots_S, np.arange(len(slots_S) + 1))
     return Adapters(np.repeat(slots_R, lens_R).astype(np.int32), segments, slots_S.astype(np.int32), sample_segments)
 

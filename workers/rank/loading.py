@@ -34,6 +34,7 @@ from tandem.workers.rank.row_table import RowTable
 from tandem.workers.rank.transfers.adapter_lanes import open_adapter_lanes
 from tandem.workers.rank.transfers.kv_lanes import open_kv_lanes
 from tandem.workers.rank.transfers.lanes import Lanes
+from tandem.workers.speculation.proposer import make_proposer
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,8 @@ class LoadedRank:
         link = None
         if context.pp_size > 1:
             link = StageLink(context, self.spec.hidden_size, self.dtype, self.platform.device)
-        runner = ModelRunner(decoder, context, kv, table, self.platform, link)
+        proposer = make_proposer(self.settings.speculative)
+        runner = ModelRunner(decoder, context, kv, table, self.platform, link, proposer)
         _warm_up(runner, self.max_model_len, block_size, relays=context.pp_size > 1)
         return runner
 

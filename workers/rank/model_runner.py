@@ -1,8 +1,8 @@
 """ModelRunner.launch: one StepPlan on one rank, given to the device; StepHandle.result: its outcome.
 
 Called by rank_server.py; every rank of a group launches every plan, in order. In a plan: roll back and free rows, bind
-rows, extend tables, clean new blocks, copy blocks, forward, sample, agree with TP peers. It has no plans, requests or
-transport of its own. S rows that sample, T tokens, V vocabulary.
+rows, extend tables, clean new blocks, copy blocks, propose drafts, forward, sample, agree with TP peers. It has no
+plans, requests or transport of its own. S rows that sample, T tokens, V vocabulary.
 """
 
 import logging
@@ -22,12 +22,15 @@ from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.messages.step import RowResult, StepPlan, StepResult
 from tandem.workers.platforms.base import Platform
 from tandem.workers.rank.batch import StepBatch, build_batch
+from tandem.workers.rank.drafts import NOT_FINITE_ID, Accepted, Drafts, propose
 from tandem.workers.rank.kv_cache import KVCache
+from tandem.workers.rank.row_results import row_results
 from tandem.workers.rank.row_table import RowTable
 from tandem.workers.rank.step_exchanges import StepExchanges, Verdict
 from tandem.workers.rank.transfers.load_gate import LoadGate
-from tandem.workers.sampling.sampler import NOT_FINITE, Drawn, Sampled, sample
+from tandem.workers.sampling.sampler import Drawn, sample
 from tandem.workers.sampling.sampling_table import EDITS
+from tandem.workers.speculation.proposer import Proposer
 
 Ints = npt.NDArray[np.int64]
 OUT_OF_MEMORY = "device out of memory"
@@ -48,12 +51,12 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """The sampled tokens of a step on the way to the row table: their rows, positions and those rows' lives; the ids on
-    the device, and where they arrive on the host."""
+    """The sampled tokens of a step on the way to the row table: the rows that sample, the position of each one's first
+    token and those rows' lives; the ids on the device, and where they arrive on the host."""
 
-    rows_S: Ints
-    positions_S: Ints
-    lives_S: Ints
+    rows: Ints
+    positions: Ints
+    lives: Ints
     ids_S: torch.Tensor
     host_ids_S: torch.Tensor
 
@@ -64,6 +67,7 @@ class _Computed:
     its rows, by row; verdict: what the ranks agreed on, on the last stage of several ranks."""
 
     batch: StepBatch
+    drafts: Drafts | None = None
     drawn: Drawn | None = None
     tokens: _Tokens | None = None
     received: tuple[Event, Event] | None = None
@@ -111,7 +115,8 @@ class StepHandle:
 
 
 class ModelRunner:
-    """One rank's shard, its KV tensors and its row table. `link` is None when the pipeline has one stage."""
+    """One rank's shard, its KV tensors and its row table. `link` is None when the pipeline has one stage, `proposer`
+    without speculative decoding."""
 
     def __init__(
         self,
@@ -121,6 +126,7 @@ class ModelRunner:
         table: RowTable,
         platform: Platform,
         link: StageLink | None = None,
+        proposer: Proposer | None = None,
     ) -> None:
         self._model = model
         self._context = context
@@ -128,6 +134,7 @@ class ModelRunner:
         self.gate: LoadGate | None = None
         self._table = table
         self._platform = platform
+        self._proposer = proposer
         self._exchanges = StepExchanges(context, link, platform)
         self._samples = context.is_last_stage and context.tp_rank == 0
         self._appends = context.pp_size == 1
@@ -141,7 +148,8 @@ class ModelRunner:
         """Does a plan's work on the host and gives the device its own, without waiting for it. No fault of a single row
         raises.
 
-        On CPU the step is computed when it returns. A row with penalties, bias or min_tokens waits for its last token.
+        On CPU the step is computed when it returns. A row with penalties, bias, min_tokens or drafts waits for its last
+        token.
 
         A rank that runs out of device memory takes part in the rest of the step's exchanges with zeros, and the step
         counts for nothing in the whole group: StepResult.failure. So does each plan made before the engine knew. Rows
@@ -151,6 +159,8 @@ class ModelRunner:
         """
         self._platform.accelerator.activate()
         began = self.record()
+        if self._steps and self._has_drafts(self._steps[-1]):  # its rows' counts depend on what was sampled
+            self.settle(self._steps[-1])
         self.kv.clear_slots(self._table.roll_back(plan.rolled_back))
         self.kv.clear(self._table.apply(plan))
         self.kv.copy(plan.block_copies)
@@ -184,11 +194,12 @@ class ModelRunner:
 
     def _compute_or_fail(self, plan: StepPlan) -> tuple[_Computed | None, str | None]:
         """Returns the step's work, or why this rank has not done it."""
-        self._exchanges.begin(plan.work)
+        drafts = self._propose(plan)
+        self._exchanges.begin(plan.work, 0 if drafts is None else drafts.total)
         failure = self._void(plan.step_id, plan.known_failure)
         if failure is None:
             try:
-                return self._compute(plan), None
+                return self._compute(plan, drafts), None
             except torch.OutOfMemoryError as error:
                 failure = f"{OUT_OF_MEMORY} in step {plan.step_id}: {error}"
             log.warning("%s", failure)
@@ -199,17 +210,32 @@ class ModelRunner:
             raise torch.OutOfMemoryError(f"{failure}; its peers cannot go on: {error}") from error
         return None, failure
 
+    def _propose(self, plan: StepPlan) -> Drafts | None:
+        """Returns the step's drafts, which are guessed from all tokens sampled so far. None of a plan that counts for
+        nothing, as all ranks know by then."""
+        if self._proposer is None or not any(work.max_drafts for work in plan.work):
+            return None
+        if self._steps:
+            self.settle(self._steps[-1])
+        if self._void(plan.step_id, plan.known_failure) is not None:
+            return None
+        return propose(self._proposer, plan, self._table)
+
+    @staticmethod
+    def _has_drafts(step: StepHandle) -> bool:
+        return step.computed is not None and step.computed.drafts is not None
+
     def _void(self, step_id: int, known_failure: int) -> str | None:
         """Returns why a plan counts for nothing: it was made before the engine knew of a failed step ahead of it."""
         if not known_failure < self._failed_step < step_id:
             return None
         return f"planned before the failure of step {self._failed_step} was known"
 
-    def _compute(self, plan: StepPlan) -> _Computed:
-        batch = build_batch(plan, self._table, self._platform)
+    def _compute(self, plan: StepPlan, drafts: Drafts | None) -> _Computed:
+        batch = build_batch(plan, self._table, self._platform, None if drafts is None else drafts.counts_R)
         if self._steps:
             self._take_tokens(batch)
-        computed = self._run(batch, self._tensors())
+        computed = self._run(batch, drafts, self._tensors())
         self._awaits.clear()
         return computed
 
@@ -222,10 +248,10 @@ class ModelRunner:
             if tokens is None:
                 continue
             place_of = np.full(len(table.num_known), -1)
-            place_of[tokens.rows_S] = np.arange(len(tokens.rows_S))
+            place_of[tokens.rows] = np.arange(len(tokens.rows))
             place_R = place_of[batch.rows_R]
-            offset_R = tokens.positions_S[place_R] - batch.begin_R
-            own_R = (place_R >= 0) & (tokens.lives_S[place_R] == table.lives[batch.rows_R])
+            offset_R = tokens.positions[place_R] - batch.begin_R
+            own_R = (place_R >= 0) & (tokens.lives[place_R] == table.lives[batch.rows_R])
             taken = np.flatnonzero(own_R & (offset_R >= 0) & (offset_R < lens_R))
             if len(taken):
                 at = to_device(torch.from_numpy(batch.starts[taken] + offset_R[taken]))
@@ -240,7 +266,7 @@ class ModelRunner:
         assert self.gate is not None, "an overlapped load without a memory lane"
         return replace(tensors, layers=self.gate.in_turn(tensors.layers, tuple(self._awaits)))
 
-    def _run(self, batch: StepBatch, kv: KVTensors) -> _Computed:
+    def _run(self, batch: StepBatch, drafts: Drafts | None, kv: KVTensors) -> _Computed:
         """Forward and sampling."""
         hidden_TH, received = None, None
         if not self._context.is_first_stage:
@@ -259,11 +285,14 @@ class ModelRunner:
             drawn = sample(
                 output, rows_S, batch.sample_positions_S, self._table.sampling, self._table.history, self._platform
             )
+            if drafts is not None:
+                drawn = drawn.marked(NOT_FINITE_ID, self._platform.accelerator.to_host)
         verdict = self._exchanges.agree(None if drawn is None else drawn.ids_S)
-        tokens = self._tokens(rows_S, drawn, verdict) if self._appends and len(rows_S) else None
-        return _Computed(batch, drawn, tokens, received, dict(self._table.errors), verdict)
+        rows = rows_S if drafts is None else rows_S[np.diff(rows_S, prepend=-1) != 0]  # once each
+        tokens = self._tokens(rows, drawn, verdict) if self._appends and len(rows_S) else None
+        return _Computed(batch, drafts, drawn, tokens, received, dict(self._table.errors), verdict)
 
-    def _tokens(self, rows_S: Ints, drawn: Drawn | None, verdict: Verdict | None) -> _Tokens:
+    def _tokens(self, rows: Ints, drawn: Drawn | None, verdict: Verdict | None) -> _Tokens:
         """One stage: every TP rank appends what tp0 sampled. A failed row gets some token too, so that a plan made
         before its failure was known still finds what it counts on."""
         if verdict is None:
@@ -272,7 +301,7 @@ class ModelRunner:
         else:
             ids_S, host_ids_S = verdict.ids_S, verdict.host_ids_S
         table = self._table
-        return _Tokens(rows_S, table.reserve(rows_S), table.lives[rows_S], ids_S, host_ids_S)
+        return _Tokens(rows, table.reserve(rows), table.lives[rows], ids_S, host_ids_S)
 
     # ---- results ----
 
@@ -282,10 +311,8 @@ class ModelRunner:
         rows: list[RowResult] = []
         if computed is not None:
             step.failure = self._failure_of(step, computed)
-            if computed.tokens is not None and step.failure is None:
-                self._fill(computed.tokens)
-            if computed.drawn is not None and step.failure is None:
-                rows = _results(computed.batch.sample_rows_S, computed.drawn.collect(), computed.errors)
+            if step.failure is None:
+                rows = self._take(computed)
             if computed.received is not None:
                 received_s = computed.received[1].seconds_since(computed.received[0])
         if self._samples:
@@ -307,29 +334,30 @@ class ModelRunner:
             failure = f"{OUT_OF_MEMORY} in step {step.step_id}, on another rank of the group"
         return failure
 
+    def _take(self, computed: _Computed) -> list[RowResult]:
+        """Enters a step's tokens into the row table; returns the rows' results where this rank samples."""
+        rows_S, accepted = computed.batch.sample_rows_S, None
+        if computed.tokens is not None:
+            if computed.drafts is None:
+                self._fill(computed.tokens)
+            else:
+                accepted = computed.drafts.accept(rows_S, computed.tokens.host_ids_S.numpy())
+                self._fill_accepted(computed.tokens, accepted)
+        if computed.drawn is None:
+            return []
+        return row_results(rows_S.tolist(), computed.drawn.collect(), computed.errors, accepted)
+
     def _fill(self, tokens: _Tokens) -> None:
         """Enters a step's tokens, but for rows that meanwhile belong to other sequences."""
         ids = tokens.host_ids_S.numpy()
-        live = np.flatnonzero(self._table.lives[tokens.rows_S] == tokens.lives_S)
-        self._table.fill(tokens.rows_S[live], tokens.positions_S[live], ids[live])
+        live = np.flatnonzero(self._table.lives[tokens.rows] == tokens.lives)
+        self._table.fill(tokens.rows[live], tokens.positions[live], ids[live])
 
-
-def _results(rows_S: Ints, sampled: Sampled, errors: dict[int, str]) -> list[RowResult]:
-    rows = rows_S.tolist()
-    if not any(sampled.failed) and not errors:
-        return [
-            RowResult(row=row, token_ids=[token], logprobs=None if entry is None else [entry])
-            for row, token, entry in zip(rows, sampled.token_ids, sampled.logprobs, strict=True)
-        ]
-    return [_result_of(row, place, sampled, errors) for place, row in enumerate(rows)]
-
-
-def _result_of(row: int, place: int, sampled: Sampled, errors: dict[int, str]) -> RowResult:
-    """One row's answer when some row of the step went wrong."""
-    error = errors.get(row)
-    if error is None and sampled.failed[place]:
-        error = NOT_FINITE
-    if error is not None:
-        return RowResult(row=row, token_ids=[], error=error)
-    entry = sampled.logprobs[place]
-    return RowResult(row=row, token_ids=[sampled.token_ids[place]], logprobs=None if entry is None else [entry])
+    def _fill_accepted(self, tokens: _Tokens, accepted: list[Accepted]) -> None:
+        """As _fill, after a step with drafts, before any later plan."""
+        ids = tokens.host_ids_S.tolist()
+        for row in accepted:
+            own = ids[row.first : row.first + row.count]
+            rejected = self._table.accept(row.row, [max(0, token) for token in own], row.num_drafts)
+            if NOT_FINITE_ID in ids[row.first : row.first + row.num_drafts + 1]:
+                self.kv.clear_slots(rejected)  # attention may read what it then weighs with 0

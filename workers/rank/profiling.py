@@ -4,7 +4,6 @@ memory of their own.
 Called by loading.py once the weights are in memory; all TP ranks run them together, stages apart from each other.
 """
 
-import numpy as np
 import torch
 
 from tandem.configs.schema import EngineSettings
@@ -72,7 +71,7 @@ def run_fullest_steps(
             hidden_TH = torch.zeros(batch.forward.num_tokens, hidden_size, dtype=dtype, device=platform.device)
         output = decoder.forward(batch.forward, kv.tensors, hidden_TH)
         if context.is_last_stage and context.tp_rank == 0:
-            positions_S = np.zeros(len(batch.sample_rows_S), np.int64)
+            positions_S = batch.sample_positions_S
             sample(output, batch.sample_rows_S, positions_S, table.sampling, table.history, platform)
         used_bytes = max(used_bytes, kv.nbytes)
     return used_bytes

@@ -63,9 +63,7 @@ class RowTable:
         """
         slots = [np.empty(0, np.int64)]
         for row, num_known, num_computed in rows:
-            positions = np.arange(num_computed, self.num_computed[row])
-            block, offset = np.divmod(positions, self.block_size)
-            slots.append(self.block_ids[row, block].astype(np.int64) * self.block_size + offset)
+            slots.append(self._slots(row, num_computed, int(self.num_computed[row]) - num_computed))
             assert num_known <= self.num_known[row], f"row {row}: {num_known} known, here {self.num_known[row]}"
             self.num_known[row], self.num_computed[row] = num_known, num_computed
         return np.concatenate(slots)
@@ -81,9 +79,33 @@ class RowTable:
         """Sets reserved tokens."""
         self.token_ids[rows, positions] = token_ids
 
-    def history(self, row: int) -> tuple[npt.NDArray[np.int32], int]:
-        """The row's known tokens (a view) and the length of its prompt."""
-        return self.token_ids[row, : self.num_known[row]], int(self.prompt_len[row])
+    def history(self, row: int, position: int) -> tuple[npt.NDArray[np.int32], int]:
+        """The row's tokens before a position (a view), drafts included, and the length of its prompt."""
+        return self.token_ids[row, :position], int(self.prompt_len[row])
+
+    def known(self, row: int) -> npt.NDArray[np.int32]:
+        """The row's known tokens, a view."""
+        return self.token_ids[row, : self.num_known[row]]
+
+    def draft(self, row: int, token_ids: Sequence[int]) -> None:
+        """Writes drafts behind the row's known tokens. They do not count as known."""
+        start = int(self.num_known[row])
+        self.token_ids[row, start : start + len(token_ids)] = token_ids
+
+    def accept(self, row: int, token_ids: Sequence[int], num_drafts: int) -> Ints:
+        """Sets the tokens that a step with drafts has sampled, of which `reserve` has counted the first. Their drafts
+        count as computed, the others no longer do. Returns the KV slots of the latter."""
+        start = int(self.num_known[row]) - 1
+        self.token_ids[row, start : start + len(token_ids)] = token_ids
+        self.num_known[row] += len(token_ids) - 1
+        rejected = num_drafts - (len(token_ids) - 1)
+        self.num_computed[row] -= rejected
+        return self._slots(row, int(self.num_computed[row]), rejected)
+
+    def _slots(self, row: int, start: int, count: int) -> Ints:
+        """The KV slots of `count` positions from `start` on."""
+        block, offset = np.divmod(np.arange(start, start + count), self.block_size)
+        return self.block_ids[row, block].astype(np.int64) * self.block_size + offset
 
     def _clear(self, row: int) -> None:
         if row < len(self.num_known):

@@ -49,11 +49,11 @@ class StepExchanges:
         self._failed_1: torch.Tensor | None = None
         self._is_over = False
 
-    def begin(self, work: Sequence[RowWork]) -> None:
-        """Starts a step, of at least one row."""
+    def begin(self, work: Sequence[RowWork], num_drafts: int = 0) -> None:
+        """Starts a step, of at least one row. num_drafts: of all rows together."""
         if self._context.world_size > 1:
-            self._num_tokens = sum(row.num_tokens for row in work)
-            self._num_samples = sum(row.samples for row in work)
+            self._num_tokens = sum(row.num_tokens for row in work) + num_drafts
+            self._num_samples = sum(row.samples for row in work) + num_drafts
             self._failed_1, self._is_over = None, False
             self._context.tp.begin(self._num_tokens, self._num_samples)
 

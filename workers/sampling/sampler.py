@@ -8,7 +8,7 @@ its position alone. S rows that sample, R of them random, V vocabulary.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ from tandem.workers.sampling.processors.adjust import RowHistory, adjust
 from tandem.workers.sampling.sampling_table import EDITS, LOGPROBS, RANDOM, TRUNCATES, SamplingTable
 
 Ints = npt.NDArray[np.int64]
-History = Callable[[int], tuple[npt.NDArray[np.int32], int]]
+History = Callable[[int, int], tuple[npt.NDArray[np.int32], int]]
 NOT_FINITE = "the model's output for this request is not finite"
 
 
@@ -38,14 +38,21 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The chosen ids_S on the device, and host tensors that hold them, whether each row's logits are finite, and its
-    log probabilities, once the device has run the step. with_logprobs: places of the rows that want them."""
+    """The chosen ids_S on the device and which of them come from finite logits (is_finite_S), and host tensors that
+    hold both and the log probabilities of rows, once the device has run the step. with_logprobs: places of the rows
+    that want them."""
 
     ids_S: torch.Tensor
+    is_finite_S: torch.Tensor
     host_ids_S: torch.Tensor
     finite_S: torch.Tensor
     logprobs: ChosenLogprobs | None
     with_logprobs: list[int]
+
+    def marked(self, mark: int, to_host: Callable[[torch.Tensor], torch.Tensor]) -> "Drawn":
+        """Returns the same with `mark` in place of the ids of logits that are not finite."""
+        ids_S = self.ids_S.where(self.is_finite_S, mark)
+        return replace(self, ids_S=ids_S, host_ids_S=to_host(ids_S))
 
     def collect(self) -> Sampled:
         """Reads the outcome; an event recorded after `sample` must be done."""
@@ -67,8 +74,9 @@ def sample(
 ) -> Drawn:
     """Chooses a token per row. logits_SV (float32) is overwritten.
 
-    rows_S: rows of the table. positions_S: index in its sequence of the token to choose. history(row) gives the row's
-    tokens so far and the length of its prompt; it is asked only for rows with penalties, bias or min_tokens.
+    rows_S: rows of the table, several times a row with drafts. positions_S: index in its sequence of the token to
+    choose. history(row, position) gives the row's tokens before that and the length of its prompt; it is asked only for
+    rows with penalties, bias or min_tokens.
     """
     flags_S = table.flags[rows_S]
     used = int(np.bitwise_or.reduce(flags_S))
@@ -80,20 +88,20 @@ def sample(
         raw = RawLogprobs.of(logits_SV[at], wanted)
     if used & EDITS:
         places = np.flatnonzero(flags_S & EDITS)
-        histories = [_history(int(s), int(rows_S[s]), table, history) for s in places]
+        histories = [_history(int(s), int(rows_S[s]), int(positions_S[s]), table, history) for s in places]
         adjust(logits_SV, histories, accelerator.to_device)
     best_S, ids_S = logits_SV.max(dim=-1)
     if used & RANDOM:
         _draw_random(logits_SV, best_S, ids_S, flags_S, rows_S, positions_S, table, platform)
     if raw is not None:
         logprobs = raw.of_tokens(ids_S[at], accelerator.to_host)
-    finite_S = accelerator.to_host(torch.isfinite(best_S))
+    is_finite_S = torch.isfinite(best_S)
     asked = [] if with_logprobs is None else with_logprobs.tolist()
-    return Drawn(ids_S, accelerator.to_host(ids_S), finite_S, logprobs, asked)
+    return Drawn(ids_S, is_finite_S, accelerator.to_host(ids_S), accelerator.to_host(is_finite_S), logprobs, asked)
 
 
-def _history(place: int, row: int, table: SamplingTable, history: History) -> RowHistory:
-    token_ids, prompt_len = history(row)
+def _history(place: int, row: int, position: int, table: SamplingTable, history: History) -> RowHistory:
+    token_ids, prompt_len = history(row, position)
     return RowHistory(place, table.of(row), token_ids, prompt_len)
 
 

@@ -19,6 +19,7 @@ from tandem.configs.load import (
     settings_from_serve_args,
 )
 from tandem.configs.options import OPTIONS, parse_size
+from tandem.configs.schema import SpeculativeSettings
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
@@ -55,6 +56,10 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "max_num_queued_reqs": (9, 9),
     "max_num_queued_tokens": (10, 10),
     "max_itl_ms": (50, 50.0),
+    "speculative_config": (
+        '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}',
+        SpeculativeSettings(method="ngram", num_speculative_tokens=3, prompt_lookup_max=4),
+    ),
     "step_log": ("s.jsonl", "s.jsonl"),
     "kv_offloading_size": (2, 2.0),
     "kv_disk_path": ("kv", "kv"),
@@ -177,6 +182,19 @@ BAD = [
     ("allowed_origins", "[1]"),
     ("allowed_origins", '["x"'),
     ("max_itl_ms", 0),
+    ("speculative_config", "ngram"),
+    ("speculative_config", "{}"),
+    ("speculative_config", {"method": "eagle", "num_speculative_tokens": 3}),
+    ("speculative_config", {"method": "ngram"}),
+    ("speculative_config", {"method": "ngram", "num_speculative_tokens": 0}),
+    ("speculative_config", {"method": "ngram", "num_speculative_tokens": 17}),
+    ("speculative_config", {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 0}),
+    ("speculative_config", {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": -1}),
+    ("speculative_config", {"method": "ngram", "num_speculative_tokens": 3, "model": "draft"}),
+    (
+        "speculative_config",
+        {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 4, "prompt_lookup_max": 3},
+    ),
     ("max_model_len", "12q"),
     ("max_model_len", "1.5"),
     ("hf_overrides", "{"),

@@ -21,7 +21,14 @@ from tandem.workers.messages.request import Abort, AdapterRef, GenerationRequest
 DIGESTS = ("a", "b", "c", "s3://d", "s3://e", "f")
 BIG = "f"
 """It takes the whole device."""
-MODES: tuple[dict[str, Any], ...] = ({"asynchronous": False}, {"asynchronous": True}, {"stages": 2}, {"stages": 4})
+MODES: tuple[dict[str, Any], ...] = (
+    {"asynchronous": False},
+    {"asynchronous": True},
+    {"stages": 2},
+    {"stages": 4},
+    {"drafts": 3},
+    {"drafts": 4, "asynchronous": True},
+)
 LONG_ENOUGH = 700
 """Steps of 10 ms in which every waiting request advances, whatever is in the way."""
 

@@ -8,7 +8,14 @@ from fake_adapters import AdapterPlan, FakeAdapters
 from fake_executor import FakeExecutor, chain_of, fake_token
 from fake_tiers import FakeTiers, TierPlan
 
-from tandem.configs.schema import CacheSettings, EngineSettings, LoraSettings, ModelSettings, SchedulerSettings
+from tandem.configs.schema import (
+    CacheSettings,
+    EngineSettings,
+    LoraSettings,
+    ModelSettings,
+    SchedulerSettings,
+    SpeculativeSettings,
+)
 from tandem.workers.engine.base.blockers import Blocker
 from tandem.workers.engine.base.sequence import Status
 from tandem.workers.engine.engine import Engine, ModelFacts
@@ -164,10 +171,12 @@ def harness(
     adapter_cache: type[AdapterCache] = AdapterCache,
     transfers: type[TransferManager] = TransferManager,
     patience: int = 1,
+    drafts: int = 0,
     **scheduler: Any,
 ) -> Harness:
     """An engine over a FakeExecutor; further keywords are SchedulerSettings' fields. patience: steps without progress
-    that are no sign of a standstill (late transfers). adapter_cache, transfers: the real ones or defective."""
+    that are no sign of a standstill (late transfers). drafts: --speculative-config's num_speculative_tokens; 0: off.
+    adapter_cache, transfers: the real ones or defective."""
     limits = SchedulerSettings(
         **{"max_num_seqs": 8, "max_num_batched_tokens": 32, "async_scheduling": asynchronous, **scheduler}
     )
@@ -179,6 +188,7 @@ def harness(
         if adapters is None
         else LoraSettings(enable_lora=True, max_loras=adapters.max_loras, max_cpu_loras=adapters.max_cpu_loras),
         step_log=step_log,
+        speculative=SpeculativeSettings(method="ngram", num_speculative_tokens=drafts) if drafts else None,
     )
     executor = FakeExecutor(
         num_blocks,

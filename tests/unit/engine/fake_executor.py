@@ -59,8 +59,9 @@ class FakeExecutor:
 
     roots: the root of a request's KV by its seed (plans do not carry it). fail_at: (seed, choice, output position) of
     rows that come back with an error. room: by step, the most tokens for which the device has memory. stalls: how many
-    looks at the ranks give nothing before each result. wanted, filled by tests: the adapter of a request by its seed,
-    or None.
+    looks at the ranks give nothing before each result. proposes: gives, of a row's tokens, how many of its max_drafts
+    are guessed, and how many of these rightly; any function will do. wanted, filled by tests: the adapter of a request
+    by its seed, or None.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class FakeExecutor:
         fail_at: frozenset[tuple[int, int, int]] = frozenset(),
         device_s: Callable[[StepPlan], float] = lambda plan: 0.0,
         stalls: int = 0,
+        proposes: Callable[[int], tuple[int, int]] = lambda context: (context % 7, context // 7 % 7),
         room: Callable[[int], float] = lambda step_id: math.inf,
         tiers: TierPlan | None = None,
         adapters: AdapterPlan | None = None,
@@ -82,6 +84,8 @@ class FakeExecutor:
         self.num_blocks, self.block_size, self.num_rows = num_blocks, block_size, num_rows
         self.stages, self.vocab_size = stages, vocab_size
         self.roots = roots or {}
+        self.proposes = proposes
+        self.num_accepted = self.num_rejected = 0
         self.fail_at, self.device_s, self.stalls, self.room = fail_at, device_s, stalls, room
         self.failures: list[int] = []
         self._owed: list[tuple[int, int]] = []
@@ -193,7 +197,7 @@ class FakeExecutor:
         """Why nothing of a plan is computed: there is no memory, or it was made before such a failure was known."""
         if self.failures and plan.known_failure < self.failures[-1]:
             return "planned in ignorance"
-        if sum(work.num_tokens for work in plan.work) <= self.room(plan.step_id):
+        if sum(work.num_tokens + work.max_drafts for work in plan.work) <= self.room(plan.step_id):
             return None
         self.failures.append(plan.step_id)
         return "out of memory"
@@ -210,7 +214,7 @@ class FakeExecutor:
         """A step that failed on some rank: the others have computed nonsense."""
         for work in plan.work:
             row = self.rows[work.row]
-            for position in range(row.computed, row.computed + work.num_tokens):
+            for position in range(row.computed, row.computed + work.num_tokens + work.max_drafts):
                 for pool in self.pools:
                     pool[row.blocks[position // self.block_size]][position % self.block_size] = GARBAGE
             row.computed += work.num_tokens
@@ -267,33 +271,37 @@ class FakeExecutor:
             end = row.computed + work.num_tokens
             assert work.num_tokens > 0 and end <= len(row.tokens), "work beyond the known tokens"
             assert work.samples == (end == len(row.tokens)), "samples exactly at the last known token"
-            assert end <= len(row.blocks) * self.block_size, "the block table does not cover the tokens"
+            assert end + work.max_drafts <= len(row.blocks) * self.block_size, "the table does not cover the tokens"
+            assert not work.max_drafts or (self.stages == 1 and work.samples and work.num_tokens == 1), "drafts"
 
     def _check_writes(self, plan: StepPlan) -> None:
         """No block is written that another row of this plan, or of a plan in flight, reads or writes."""
         named: dict[int, set[int]] = {}
         for work in plan.work:
             row = self.rows[work.row]
-            used = -(-(row.computed + work.num_tokens) // self.block_size)
+            used = -(-(row.computed + work.num_tokens + work.max_drafts) // self.block_size)
             for block_id in row.blocks[:used]:
                 named.setdefault(block_id, set()).add(id(row))
         for work in plan.work:
             row = self.rows[work.row]
-            first, end = row.computed // self.block_size, -(-(row.computed + work.num_tokens) // self.block_size)
-            for block_id in row.blocks[first:end]:
+            for block_id in row.blocks[self._written(row, work)]:
                 for users in (named, *self._named):
                     others = users.get(block_id, set()) - {id(row)}
                     assert not others, f"block {block_id} written by row {work.row} while another row names it"
         self._named.append(named)
         self._note_touched(plan, set(named))
 
+    def _written(self, row: Row, work: RowWork) -> slice:
+        """The row's blocks that a plan may write, by their places."""
+        end = row.computed + work.num_tokens + work.max_drafts
+        return slice(row.computed // self.block_size, -(-end // self.block_size))
+
     def _note_touched(self, plan: StepPlan, named: set[int]) -> None:
         """Blocks that the plan reads or writes in whatever way, for transfers, which keep no order with plans."""
         written = {destination for _, destination in plan.block_copies}
         for work in plan.work:
             row = self.rows[work.row]
-            first, end = row.computed // self.block_size, -(-(row.computed + work.num_tokens) // self.block_size)
-            written.update(row.blocks[first:end])
+            written.update(row.blocks[self._written(row, work)])
         named = named | written | {source for source, _ in plan.block_copies}
         self._touched.append((named, written))
         if self.tiers is not None:
@@ -327,13 +335,50 @@ class FakeExecutor:
             )
             self.tiers.num_failed_loads += 1
             chain = [GARBAGE[1]] * len(chain)
+        drafts = self._propose(row, chain, work.max_drafts) if work.max_drafts else []
+        chain = self._extended(chain, drafts)
         end = row.computed + work.num_tokens
-        for position in range(row.computed, end):
+        for position in range(row.computed, end + len(drafts)):
             for pool in self.pools:
                 value = (position, chain[position]) if row.failed_load_of is None else GARBAGE
                 pool[row.blocks[position // size]][position % size] = value
         row.computed = end
+        if drafts:
+            return self._verify(work.row, row, chain, drafts)
         return self._sample(work.row, row, chain[-1]) if work.samples else None
+
+    def _extended(self, chain: list[int], tokens: list[int]) -> list[int]:
+        """The chain with more tokens."""
+        chain = [*chain]
+        for token in tokens:
+            chain.append(GARBAGE[1] if chain[-1] == GARBAGE[1] else hash((chain[-1], token)))
+        return chain
+
+    def _propose(self, row: Row, chain: list[int], max_drafts: int) -> list[int]:
+        """Drafts of which the first ones are what will be sampled, the next one is not."""
+        count, num_right = self.proposes(chain[-1])
+        drafts: list[int] = []
+        for place in range(min(count, max_drafts)):
+            length = len(row.tokens) + place
+            context = self._extended(chain, drafts)[-1]
+            token = fake_token(row.sampling, context, length, length - row.prompt_len, self.vocab_size)
+            drafts.append(token if place < num_right else (token + 1) % self.vocab_size)
+        return drafts
+
+    def _verify(self, number: int, row: Row, chain: list[int], drafts: list[int]) -> RowResult:
+        """Samples behind the row's last token and its drafts, up to the first one that is not as drafted."""
+        tokens: list[int] = []
+        for draft in [*drafts, None]:
+            result = self._sample(number, row, chain[row.computed - 1])
+            if result.error is not None:
+                return RowResult(row=number, token_ids=[], error=result.error, num_drafts=len(drafts))
+            tokens += result.token_ids
+            if result.token_ids != [draft]:
+                break
+            row.computed += 1
+        self.num_accepted += len(tokens) - 1
+        self.num_rejected += len(drafts) - (len(tokens) - 1)
+        return RowResult(row=number, token_ids=tokens, num_drafts=len(drafts))
 
     def _sample(self, number: int, row: Row, context: int) -> RowResult:
         num_output = len(row.tokens) - row.prompt_len

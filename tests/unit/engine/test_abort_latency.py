@@ -9,6 +9,7 @@ MODES = [
     pytest.param({"asynchronous": False}, 1, id="depth1"),
     pytest.param({"asynchronous": True}, 2, id="async"),
     pytest.param({"stages": 2}, 2, id="pp2"),
+    pytest.param({"drafts": 3, "asynchronous": True}, 2, id="async drafts"),
 ]
 BLOCK = 4
 

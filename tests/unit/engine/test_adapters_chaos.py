@@ -14,11 +14,17 @@ from tandem.workers.messages.request import Abort, GenerationRequest
 
 pytestmark = pytest.mark.chaos
 
-MODES = [{"asynchronous": False}, {"asynchronous": True}, {"stages": 2}, {"stages": 4}]
+MODES = [
+    {"asynchronous": False},
+    {"asynchronous": True},
+    {"stages": 2},
+    {"stages": 4},
+    {"drafts": 4, "asynchronous": True},
+]
 ADAPTERS = 500
 
 
-@pytest.mark.parametrize("mode", MODES, ids=["depth1", "async", "pp2", "pp4"])
+@pytest.mark.parametrize("mode", MODES, ids=["depth1", "async", "pp2", "pp4", "drafts"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("seed", range(3))
 def test_tn_03_five_hundred_adapters_of_three_tenants(mode, num_ranks, seed):

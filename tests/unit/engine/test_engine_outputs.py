@@ -10,6 +10,8 @@ MODES = [
     pytest.param({"asynchronous": True}, id="async"),
     pytest.param({"stages": 2}, id="pp2"),
     pytest.param({"stages": 4}, id="pp4"),
+    pytest.param({"drafts": 3}, id="drafts"),
+    pytest.param({"drafts": 5, "asynchronous": True}, id="async drafts"),
 ]
 
 
@@ -57,7 +59,7 @@ def test_choices_fork_the_prompt(mode, prompt_len, caching):
     h.add(req)
     h.run()
     assert_as_expected(h, req)
-    computed = sum(work.num_tokens for plan in h.executor.plans for work in plan.work)
+    computed = sum(work.num_tokens for plan in h.executor.plans for work in plan.work) + h.executor.num_accepted
     assert computed == prompt_len + 4 + 5 * 8, "the prompt is computed once, each other choice computes one token of it"
 
 

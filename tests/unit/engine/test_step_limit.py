@@ -79,18 +79,24 @@ def test_the_limit_goes_when_steps_are_good_again() -> None:
     failing=st.sets(st.integers(1, 60), max_size=25),
     room=st.integers(1, 20),
     asynchronous=st.booleans(),
-    stages=st.sampled_from([1, 2, 3]),
+    shape=st.sampled_from([{"stages": 1}, {"stages": 2}, {"stages": 3}, {"drafts": 4}]),
     num_blocks=st.sampled_from([12, 20, 64]),
     host_slots=st.sampled_from([0, 30]),
     aborted=st.integers(0, 12),
 )
 def test_any_steps_may_run_out_of_memory(
-    failing: set[int], room: int, asynchronous: bool, stages: int, num_blocks: int, host_slots: int, aborted: int
+    failing: set[int],
+    room: int,
+    asynchronous: bool,
+    shape: dict[str, int],
+    num_blocks: int,
+    host_slots: int,
+    aborted: int,
 ) -> None:
     """With preemptions, shared prompts, prefix hits, loads from the host; one request is aborted on the way."""
     h = harness(
         asynchronous=asynchronous,
-        stages=stages,
+        **shape,
         num_blocks=num_blocks,
         room=lambda step_id: room if step_id in failing else 99,
         tiers=TierPlan(host_slots=host_slots) if host_slots else None,

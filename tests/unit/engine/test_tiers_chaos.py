@@ -10,10 +10,16 @@ from tandem.workers.messages.request import Abort, GenerationRequest
 
 pytestmark = pytest.mark.chaos
 
-MODES = [{"asynchronous": False}, {"asynchronous": True}, {"stages": 2}, {"stages": 4}]
+MODES = [
+    {"asynchronous": False},
+    {"asynchronous": True},
+    {"stages": 2},
+    {"stages": 4},
+    {"drafts": 4, "asynchronous": True},
+]
 
 
-@pytest.mark.parametrize("mode", MODES, ids=["depth1", "async", "pp2", "pp4"])
+@pytest.mark.parametrize("mode", MODES, ids=["depth1", "async", "pp2", "pp4", "drafts"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("seed", range(4))
 def test_kv_02_eight_clients_thrash_tiny_tiers(mode, num_ranks, seed):

@@ -20,6 +20,8 @@ MODES = [
     pytest.param({"asynchronous": True}, id="async"),
     pytest.param({"stages": 2}, id="pp2"),
     pytest.param({"stages": 4}, id="pp4"),
+    pytest.param({"drafts": 3}, id="drafts"),
+    pytest.param({"drafts": 5, "asynchronous": True}, id="async drafts"),
 ]
 PATIENCE = 60
 """Steps that a sequence may wait for a copy before it is given up (0.5 s of the fake clock, 10 ms a step)."""
@@ -172,7 +174,8 @@ def test_a_request_is_preempted_whole_and_its_choices_share_again(mode):
             lost += (len(row.token_ids) - 1) // 4 * 4 - row.num_computed
             behind_prompt += row.num_computed == four_len and len(row.token_ids) > four_len + 7
     assert 4 in went
-    assert lost < known / 10, "blocks that were loaded are evicted again now and then, not as a rule"
+    part = 4 if "drafts" in mode else 10  # others' next tokens come faster, while the copies take as long
+    assert lost < known / part, "blocks that were loaded are evicted again now and then, not as a rule"
     assert behind_prompt <= 1, "choices took over another's prompt though they had more"
 
 

@@ -29,7 +29,7 @@ def run(logits_SV: torch.Tensor, rows: list[Row]) -> Sampled:
         np.arange(len(rows)),
         np.array([len(tokens) for _, tokens, _ in rows]),
         table,
-        lambda row: (np.array(rows[row][1], np.int32), rows[row][2]),
+        lambda row, position: (np.array(rows[row][1], np.int32), rows[row][2]),
         PLATFORM,
     ).collect()
 
@@ -179,7 +179,7 @@ def test_only_rows_that_change_logits_are_asked_for_their_history() -> None:
         table.bind(row, sampling)
     asked: list[int] = []
 
-    def history(row: int) -> tuple[Any, int]:
+    def history(row: int, position: int) -> tuple[Any, int]:
         asked.append(row)
         return np.zeros(1, np.int32), 1
 

@@ -6,13 +6,16 @@ Token counts of a sequence (positions from 0):
       KV done,             KV in plans             known, not yet       samples in flight: a plan will
       result applied       in flight               scheduled            have produced these tokens
 
-Every step closes a part of num_known - num_scheduled; prefill and decode differ in nothing else.
+Every step closes a part of num_known - num_scheduled; prefill and decode differ in nothing else. With drafts, plans in
+flight may bring up to num_drafts tokens more than that: both numbers then count what is certain, and move on with the
+result.
 """
 
 from dataclasses import dataclass, field
 from enum import Enum
 
 from tandem.workers.engine.blocks.block_manager import BlockTable
+from tandem.workers.engine.drafting import DraftRecord
 from tandem.workers.messages.request import Ended, FinishReason, GenerationRequest, Usage
 from tandem.workers.messages.step import RowSampling
 
@@ -32,11 +35,11 @@ class Sequence:
     tokens: prompt, then output. max_len: len(tokens) at which it ends with "length" (max_tokens, context or KV pool).
     min_len: len(tokens) below which no stop id ends it. order: (priority, arrival, choice), the smaller the earlier.
     adapter: digest of its LoRA adapter. row: its row in the ranks' tables while RUNNING, else -1. num_known,
-    num_scheduled, num_computed: see the module. num_sent: leading tokens that the ranks know (PP > 1). bound_step: the
-    first plan of its present or last row, 0: it never had one. last_step: the newest plan that names it. num_loads:
-    waits for a lower tier since it last lost its blocks. void_until: results of plans up to this one are discarded,
-    because KV that they used did not arrive. num_charged: leading tokens that its tenant was charged for or never will
-    be. kept: output tokens that are billed; None: all.
+    num_scheduled, num_computed, num_drafts: see the module. drafting: what became of its drafts. num_sent: leading
+    tokens that the ranks know (PP > 1). bound_step: the first plan of its present or last row, 0: it never had one.
+    last_step: the newest plan that names it. num_loads: waits for a lower tier since it last lost its blocks.
+    void_until: results of plans up to this one are discarded, because KV that they used did not arrive. num_charged:
+    leading tokens that its tenant was charged for or never will be. kept: output tokens that are billed; None: all.
     """
 
     state: "RequestState"
@@ -54,6 +57,8 @@ class Sequence:
     num_known: int = 0
     num_scheduled: int = 0
     num_computed: int = 0
+    num_drafts: int = 0
+    drafting: DraftRecord = field(default_factory=DraftRecord)
     num_sent: int = 0
     bound_step: int = 0
     last_step: int = 0

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from tandem.workers.engine.base.sequence import RequestState, Sequence, Status
 from tandem.workers.engine.blocks.block_manager import BlockManager
+from tandem.workers.engine.drafting import DraftStats
 
 TTFT_BOUNDS_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
@@ -153,6 +154,7 @@ class EngineStats:
     offload: OffloadStats | None = None
     adapters: AdapterStats | None = None
     tenants: dict[str, TenantStats] = field(default_factory=dict)
+    drafts: DraftStats | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -199,6 +201,7 @@ def engine_stats(
     preemptions: int,
     offload: OffloadStats | None,
     adapters: AdapterStats | None,
+    drafts: DraftStats | None,
 ) -> EngineStats:
     """Returns a frozen copy of all counts; O(live sequences). output_tokens: charged by tenant, from the start."""
     pool = manager.pool
@@ -234,6 +237,7 @@ def engine_stats(
         offload=offload,
         adapters=adapters,
         tenants=_tenants(live, collector.tenants, dict(output_tokens)),
+        drafts=drafts,
     )
 
 

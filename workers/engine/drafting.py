@@ -1,0 +1,116 @@
+"""Drafting: how many draft tokens a sequence may have in its next step, from what became of earlier ones.
+
+Called by the scheduler and the result applier. A draft costs the time of one more token in a step; each one accepted
+saves a step's share of one token. So a sequence drafts while the share that is accepted, times a step's time for each
+token that it yields, exceeds the time of a token more. What is accepted is counted for each sequence; both times come
+from a line through the steps measured so far. A sequence whose drafts do not pay stops, and tries again after a pause
+that doubles. The ranks decide what is guessed, and may guess fewer (speculation/proposer.py).
+"""
+
+from dataclasses import dataclass
+
+FORGET = 0.98
+"""Weight of all earlier steps in the measured line, with each new one."""
+PRIOR_DRAFTS, PRIOR_ACCEPTED = 8.0, 4.0
+"""Drafts, and accepted ones, that count before a sequence has any."""
+AGAIN_DRAFTS, AGAIN_ACCEPTED = 4.0, 1.0
+"""The same after a pause."""
+OLDER = 0.9
+"""Weight of a sequence's earlier drafts with each new step."""
+FIRST_PAUSE, LONGEST_PAUSE = 16, 1024
+"""Output tokens without drafts after they have not paid."""
+
+
+@dataclass(slots=True, eq=False)
+class DraftRecord:
+    """What became of one sequence's drafts. num_drafts, num_accepted: with weights that fade. resume_at: the number of
+    the sequence's tokens from which it drafts again; pause: the last pause, in tokens."""
+
+    num_drafts: float = PRIOR_DRAFTS
+    num_accepted: float = PRIOR_ACCEPTED
+    resume_at: int = 0
+    pause: int = 0
+
+    @property
+    def acceptance(self) -> float:
+        """The share of drafts that are accepted, 0 to 1."""
+        return self.num_accepted / self.num_drafts
+
+
+@dataclass(frozen=True)
+class DraftStats:
+    """Counts from the start, frozen. num_drafts: rows of steps that had drafts; num_draft_tokens, num_accepted: the
+    drafts, and those accepted; accepted_per_position: the latter by place, the first draft of a row at 0."""
+
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted: int
+    accepted_per_position: tuple[int, ...]
+
+
+class StepLine:
+    """Seconds of a step by its number of tokens: the line a + b * tokens through steps measured so far, the latest
+    ones weighing most."""
+
+    def __init__(self) -> None:
+        self._count = self._x = self._y = self._xx = self._xy = 0.0
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Adds a step."""
+        x, y = float(num_tokens), seconds
+        self._count, self._x, self._y = FORGET * self._count + 1, FORGET * self._x + x, FORGET * self._y + y
+        self._xx, self._xy = FORGET * self._xx + x * x, FORGET * self._xy + x * y
+
+    def seconds(self, num_tokens: int) -> tuple[float, float]:
+        """(seconds of a step of so many tokens, seconds of one token more), none below 0; zeros before any step."""
+        if not self._count:
+            return 0.0, 0.0
+        mean_x, mean_y = self._x / self._count, self._y / self._count
+        spread = self._xx / self._count - mean_x * mean_x
+        slope = (self._xy / self._count - mean_x * mean_y) / spread if spread > 1e-9 else 0.0
+        slope = max(0.0, slope)
+        return max(0.0, mean_y + slope * (num_tokens - mean_x)), slope
+
+
+class Drafting:
+    """The draft budgets of one engine. most: drafts of a row in a step, at most."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._num_drafts = self._num_draft_tokens = 0
+        self._accepted = [0] * most
+        self._line = StepLine()
+
+    def budget(self, record: DraftRecord, num_tokens: int, num_rows: int) -> int:
+        """Returns how many drafts a sequence may have in the next step. num_tokens: its own so far; num_rows: rows that
+        decode in that step."""
+        if num_tokens < record.resume_at:
+            return 0
+        step_s, token_s = self._line.seconds(num_rows)
+        if record.acceptance * step_s >= token_s * num_rows:
+            return self.most
+        record.pause = min(max(FIRST_PAUSE, 2 * record.pause), LONGEST_PAUSE)
+        record.resume_at = num_tokens + record.pause
+        record.num_drafts, record.num_accepted = AGAIN_DRAFTS, AGAIN_ACCEPTED
+        return 0
+
+    def observe(self, record: DraftRecord, num_drafts: int, num_accepted: int) -> None:
+        """Counts what became of a row's drafts in a step."""
+        if not num_drafts:
+            return
+        record.num_drafts = OLDER * record.num_drafts + num_drafts
+        record.num_accepted = OLDER * record.num_accepted + num_accepted
+        if num_accepted == num_drafts:
+            record.pause = 0
+        self._num_drafts += 1
+        self._num_draft_tokens += num_drafts
+        for position in range(num_accepted):
+            self._accepted[position] += 1
+
+    def stats(self) -> DraftStats:
+        """Returns a frozen copy of all counts."""
+        return DraftStats(self._num_drafts, self._num_draft_tokens, sum(self._accepted), tuple(self._accepted))
+
+    def observe_step(self, num_tokens: int, seconds: float) -> None:
+        """Adds a step that only decoded. num_tokens: computed ones, rejected drafts included."""
+        self._line.observe(num_tokens, seconds)
