@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from tandem.cluster.fleet.group_reports import GroupReport
 from tandem.workers.engine.base.stats import EngineStats, HistogramStats, OffloadStats
+from tandem.workers.engine.drafting import DraftStats
 
 GAUGE, COUNTER, HISTOGRAM = GaugeMetricFamily, CounterMetricFamily, HistogramMetricFamily
 Kind = type[GaugeMetricFamily] | type[CounterMetricFamily] | type[HistogramMetricFamily]
@@ -62,6 +63,11 @@ OFFLOAD_FAMILIES: Table = (
     (GAUGE, "kv_offload_open_tickets", "Moves of KV blocks that not every rank has answered.", "open_tickets"),
     (GAUGE, "kv_host_blocks", "KV blocks held in host memory.", "host_blocks"),
     (GAUGE, "kv_host_slots", "KV blocks that host memory can hold.", "host_slots"),
+)
+DRAFT_FAMILIES: Table = (
+    (COUNTER, "spec_decode_num_drafts_total", "Rows of steps that had drafts.", "num_drafts"),
+    (COUNTER, "spec_decode_num_draft_tokens_total", "Draft tokens.", "num_draft_tokens"),
+    (COUNTER, "spec_decode_num_accepted_tokens_total", "Draft tokens that were accepted.", "num_accepted"),
 )
 _NO_TOTAL = re.compile(r"^((?:# \w+ )?[^\s{]+:kv_offload_\w+_bytes)_total\b", re.M)
 """Counters that are served without the _total that prometheus_client gives to every counter."""
@@ -121,6 +127,7 @@ def add_engines(
     rejected = (((*labels, reason), n) for labels, s in engines for reason, n in s.rejected.items())
     add(COUNTER, "admission_rejections_total", "Requests refused, by reason.", rejected, "reason")
     _add_offload(families, [(labels, s.offload) for labels, s in engines if s.offload is not None])
+    _add_drafts(families, [(labels, s.drafts) for labels, s in engines if s.drafts is not None])
     if with_tenants:
         shares = [((*labels, tenant), share) for labels, s in engines for tenant, share in s.tenants.items()]
         families.add_table(TENANT_FAMILIES, shares, "tenant")
@@ -141,6 +148,16 @@ def _add_offload(families: Families, tiers: list[tuple[tuple[str, str], OffloadS
     families.add_table(OFFLOAD_FAMILIES, tiers)
     disabled = ((labels, int(t.disk_disabled is not None)) for labels, t in tiers)
     families.add(GAUGE, "kv_disk_disabled", "1 once the disk tier was switched off.", disabled)
+
+
+def _add_drafts(families: Families, drafting: list[tuple[tuple[str, str], DraftStats]]) -> None:
+    """Adds the families of groups with speculative decoding, none when no group has."""
+    if not drafting:
+        return
+    families.add_table(DRAFT_FAMILIES, drafting)
+    name, text = "spec_decode_num_accepted_tokens_per_pos_total", "Draft tokens that were accepted, by place."
+    places = (((*labels, str(at)), n) for labels, d in drafting for at, n in enumerate(d.accepted_per_position))
+    families.add(COUNTER, name, text, places, "position")
 
 
 def decode_stats(report: GroupReport) -> EngineStats | None:

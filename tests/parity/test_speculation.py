@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem import LLM, SamplingParams
-from tandem.workers.offline import RequestOutput
 from tandem.workers.messages.request import AdapterRef
+from tandem.workers.offline import RequestOutput
 from tests.support.adapters import save_random_adapter
 from tests.support.paged_rows import prompt_ids
 
@@ -38,7 +38,9 @@ STOPS = (" dog", "was", ". ", "little red", "time there")
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, LLM]]:
     """One engine with drafts, one without; both with one adapter."""
     threads = torch.get_num_threads()
-    more = {"max_num_seqs": 8, "enable_lora": True, "dtype": "float32", "cpu_threads": 1} | CASES[request.param]
+    more: dict[str, Any] = {"max_num_seqs": 8, "enable_lora": True, "dtype": "float32", "cpu_threads": 1} | CASES[
+        request.param
+    ]
     with LLM("demo", speculative_config=NGRAM, **more) as drafting, LLM("demo", **more) as plain:
         yield drafting, plain
     torch.set_num_threads(threads)
@@ -47,6 +49,10 @@ def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_random_adapter(BASE, tmp_path_factory.mktemp("adapter") / "a", rank=8, seed=3, modules=("q_proj",))
+
+
+def params_of(fields: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "top_k": 4, "seed": 17, **fields})
 
 
 PARAMS = st.fixed_dictionaries(
@@ -64,7 +70,7 @@ PARAMS = st.fixed_dictionaries(
         "min_p": st.just(0.05),
         "top_p": st.just(0.9),
     },
-).map(lambda fields: SamplingParams(**{"temperature": 0.0, "top_k": 4, "seed": 17, **fields}))
+).map(params_of)
 PROMPT_IDS = st.builds(
     lambda seed, length, times: prompt_ids(length, VOCAB, seed=seed) * times,
     st.integers(0, 5),

@@ -263,8 +263,9 @@ class Scheduler:
                 continue
             if known >= seq.max_len or (relay and (known != len(seq.tokens) or step.num_decode >= most)):
                 continue
-            table, num_drafts = seq.table, 0
-            if drafting is not None and (num_drafts := self._num_drafts(step, seq)) is None:
+            table = seq.table
+            num_drafts = 0 if drafting is None else self._num_drafts(step, seq)
+            if num_drafts is None:
                 continue
             if relay or known + seq.num_drafts + num_drafts > table.capacity or table.may_share or num_drafts:
                 work = self._grow(step, seq, num_drafts)

@@ -1,0 +1,200 @@
+"""n-gram speculation: acceptance on texts that quote their prompt, speed-up by acceptance, cost where none is accepted.
+
+    python -m benchmarks.engine.speculation [--model llama-135m | qwen3-0.6b | FOLDER] [--rows 1] [--repeats 3]
+
+First the demo model, which has learnt to repeat: acceptance and speed-up of prompts that are to be repeated (as an edit
+repeats most of a text) and of stories that go on. Then a model of --model's shape with random weights, whose drafts are
+the true next tokens with a given probability and wrong otherwise: the speed-up at each acceptance, beside the one that
+the measured times of steps predict. At acceptance 0 the budget switches drafts off; the goal is 0.97 of the speed
+without speculation. Each pair runs A-B-A-B in one process; ratios are medians. JSON goes to out/benchmarks.
+"""
+
+import argparse
+import os
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from msgspec.structs import replace
+from rich.console import Console
+
+from benchmarks.engine.engine_run import TimelineSink, cpu_settings, drain, opened_engine, run_jobs
+from benchmarks.models import DEMO, MODELS, find_model
+from benchmarks.record import RESULTS, write_record
+from benchmarks.workload import Job
+from tandem.configs.schema import SpeculativeSettings
+from tandem.workers.engine.engine import Engine
+from tandem.workers.models.spec.families import load_spec
+from tandem.workers.rank.model_runner import ModelRunner
+from tandem.workers.speculation.proposer import ProposalRow
+from tandem.workers.text.tokenizer import load_tokenizer
+from tests.support.in_process import runner_of
+
+DRAFTS = 5
+OUTPUT = 128
+ACCEPTANCES = (0.0, 0.25, 0.5, 0.75, 1.0)
+NGRAM = SpeculativeSettings(method="ngram", num_speculative_tokens=DRAFTS, prompt_lookup_max=4, prompt_lookup_min=2)
+SENTENCES = (
+    "the red boat sails over the quiet lake",
+    "my little dog likes to run in the garden",
+    "a green bird sings near the old house",
+    "the cat sleeps under the big table",
+)
+REPEATED = [f"<|im_start|>user\nSay: {text}<|im_end|>\n<|im_start|>assistant\n" for text in SENTENCES]
+STORIES = [f"Once upon a time {text}. Once upon a time {text}. Once upon a time" for text in SENTENCES]
+
+
+class Scripted:
+    """A Proposer that knows the text: each draft is the true next token with probability `acceptance`, else wrong."""
+
+    def __init__(self, acceptance: float, texts: Sequence[Sequence[int]], vocab_size: int) -> None:
+        self._acceptance = acceptance
+        self._texts = {tuple(text[:16]): text for text in texts}
+        self._vocab_size = vocab_size
+        self._rng = random.Random(5)
+
+    def propose(self, rows: Sequence[ProposalRow]) -> list[Sequence[int]]:
+        return [self._guess(row) for row in rows]
+
+    def _guess(self, row: ProposalRow) -> list[int]:
+        text, length = self._texts[tuple(row.token_ids[:16].tolist())], len(row.token_ids)
+        true = text[length : length + row.max_drafts]
+        return [t if self._rng.random() < self._acceptance else (t + 1) % self._vocab_size for t in true]
+
+
+@dataclass
+class Outcome:
+    """One comparison. acceptance: accepted drafts over drafts; speed_up: seconds without speculation over seconds with
+    it, by pair; predicted: by the times of steps; share_drafted: steps' rows that had drafts, of all tokens."""
+
+    name: str
+    acceptance: float
+    tokens_per_step: float
+    speed_up: list[float]
+    predicted: float | None = None
+
+    def line(self) -> str:
+        """One line for the console."""
+        ratio = statistics.median(self.speed_up)
+        spread = f"{min(self.speed_up):.2f} to {max(self.speed_up):.2f}"
+        said = "" if self.predicted is None else f", predicted {self.predicted:.2f}"
+        return (
+            f"{self.name:<28} accepted {self.acceptance:5.1%}  {self.tokens_per_step:.2f} tokens a row and step  "
+            f"speed-up {ratio:.2f} ({spread}){said}"
+        )
+
+
+class Bench:
+    """One model with and without speculation: two engines in this process, of which one runs at a time."""
+
+    def __init__(self, rows: int, plain: Engine, drafting: Engine, sinks: Sequence[TimelineSink]) -> None:
+        self.rows = rows
+        self._engines, self._sinks = (plain, drafting), sinks
+        self._runs = 0
+
+    def seconds(self, with_drafts: bool, jobs: Sequence[Job]) -> float:
+        """Time of all jobs."""
+        engine, sink = self._engines[with_drafts], self._sinks[with_drafts]
+        self._runs += 1
+        began_s = time.perf_counter()
+        run_jobs(engine, sink, jobs, self.rows, f"run{self._runs}")
+        took_s = time.perf_counter() - began_s
+        drain(engine)
+        return took_s
+
+    def texts(self, jobs: Sequence[Job]) -> list[list[int]]:
+        """Prompts with their outputs, without speculation."""
+        self.seconds(False, jobs)
+        tokens = self._sinks[0].tokens
+        return [[*job.prompt, *tokens[f"run{self._runs}-{place}"]] for place, job in enumerate(jobs)]
+
+    def compare(self, name: str, jobs: Sequence[Job], repeats: int) -> Outcome:
+        """A-B-A-B."""
+        before, steps = self._engines[1].stats().drafts, self._engines[1].stats().steps
+        speed_up = [self.seconds(False, jobs) / self.seconds(True, jobs) for _ in range(repeats)]
+        after = self._engines[1].stats().drafts
+        assert before is not None and after is not None
+        drafts = after.num_draft_tokens - before.num_draft_tokens
+        acceptance = (after.num_accepted - before.num_accepted) / drafts if drafts else 0.0
+        tokens = repeats * sum(job.output_len for job in jobs)
+        row_steps = (self._engines[1].stats().steps - steps) * min(self.rows, len(jobs))
+        return Outcome(name, acceptance, tokens / row_steps, speed_up)
+
+    def predicted(self, acceptance: float) -> float:
+        """The speed-up at an acceptance by the measured line of step times: tokens of a step over its relative time."""
+        drafting = self._engines[1]._drafting
+        assert drafting is not None
+        tokens = sum(acceptance**place for place in range(DRAFTS + 1))
+        plain_s, _ = drafting._line.seconds(self.rows)
+        drafted_s, _ = drafting._line.seconds(self.rows * (1 + DRAFTS))
+        return tokens * plain_s / drafted_s
+
+
+def bench_of(model: Path, options: argparse.Namespace, stack: ExitStack) -> tuple[Bench, ModelRunner]:
+    """Opens both engines; `stack` keeps them open."""
+    settings = cpu_settings(model, options.threads, 1024, dtype=options.dtype, rows=options.rows)
+    sinks = TimelineSink(), TimelineSink()
+    plain, _ = stack.enter_context(opened_engine(settings, sinks[0]))
+    drafting, _ = stack.enter_context(opened_engine(replace(settings, speculative=NGRAM), sinks[1]))
+    return Bench(options.rows, plain, drafting, sinks), runner_of(drafting._executor)
+
+
+def quoting(options: argparse.Namespace, stack: ExitStack) -> Iterator[Outcome]:
+    """The demo model on texts that quote their prompts."""
+    bench, _ = bench_of(DEMO, options, stack)
+    tokenizer = load_tokenizer(DEMO)
+    for name, texts, length in (("repeat a phrase", REPEATED, 12), ("go on with a story", STORIES, 64)):
+        prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        jobs = [Job(prompt, length) for prompt in prompts]
+        bench.compare(name, jobs, 1)
+        yield bench.compare(f"demo: {name}", jobs, options.repeats)
+
+
+def scripted(options: argparse.Namespace, stack: ExitStack) -> Iterator[Outcome]:
+    """Drafts of known acceptance, on a model of a real shape."""
+    folder = find_model(options.model, options.dtype)
+    vocab_size = load_spec(folder).vocab_size
+    bench, runner = bench_of(folder, options, stack)
+    rng = random.Random(1)
+    jobs = [Job([rng.randrange(2, vocab_size) for _ in range(64)], OUTPUT) for _ in range(options.rows)]
+    texts = bench.texts(jobs)
+    for acceptance in ACCEPTANCES:
+        runner._proposer = Scripted(acceptance, texts, vocab_size)
+        bench.compare("warm", jobs, 1)
+        outcome = bench.compare(f"drafts right {acceptance:.0%}", jobs, options.repeats)
+        outcome.predicted = max(1.0, bench.predicted(acceptance))
+        yield outcome
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-135m", help=MODELS)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--rows", type=int, default=1, help="sequences at once")
+    parser.add_argument("--repeats", type=int, default=3, help="A-B pairs")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_arguments()
+    console = Console(width=160)
+    outcomes: list[Outcome] = []
+    for part in (quoting, scripted):
+        with ExitStack() as stack:
+            for outcome in part(options, stack):
+                console.print(outcome.line())
+                outcomes.append(outcome)
+    write_record(
+        RESULTS / f"speculation-{Path(options.model).name}-{options.rows}.json",
+        options,
+        outcomes=[asdict(outcome) for outcome in outcomes],
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Draft budgets: what pays goes on, what does not pauses; and that defects of several tokens a row are noticed."""
+
+from itertools import pairwise
+
+import pytest
+from builders import assert_as_expected, harness, request
+from fake_tiers import TierPlan
+
+from tandem.workers.engine.drafting import FIRST_PAUSE, LONGEST_PAUSE, Drafting, DraftRecord, StepLine
+from tandem.workers.engine.results import ResultApplier
+from tandem.workers.engine.scheduler import Scheduler
+from tandem.workers.messages.step import RowResult
+
+MOST = 5
+
+
+def measured(step_s: float, token_s: float) -> Drafting:
+    """A budget that has seen steps of step_s seconds and token_s more for each token."""
+    drafting = Drafting(MOST)
+    for num_tokens in (1, 6, 2, 4, 1, 6):
+        drafting.observe_step(num_tokens, step_s + token_s * num_tokens)
+    return drafting
+
+
+def test_the_line_goes_through_the_latest_steps() -> None:
+    line = StepLine()
+    assert line.seconds(7) == (0.0, 0.0)
+    line.observe(3, 0.5)
+    assert line.seconds(9) == (pytest.approx(0.5), 0.0), "one size tells no slope"
+    for _ in range(400):
+        for num_tokens in (1, 4, 9):
+            line.observe(num_tokens, 0.02 + 0.001 * num_tokens)
+    assert line.seconds(5) == (pytest.approx(0.025, rel=1e-3), pytest.approx(0.001, rel=1e-2))
+
+
+def test_a_sequence_whose_drafts_are_accepted_goes_on() -> None:
+    drafting, record = measured(0.01, 0.001), DraftRecord()
+    for length in range(10, 600, 6):
+        assert drafting.budget(record, length, 1) == MOST
+        drafting.observe(record, MOST, MOST)
+    assert drafting.stats().accepted_per_position == (99,) * MOST
+    assert drafting.stats().num_accepted == drafting.stats().num_draft_tokens == 99 * MOST
+
+
+def test_a_sequence_whose_drafts_are_not_accepted_pauses_ever_longer() -> None:
+    drafting, record, asked = measured(0.01, 0.001), DraftRecord(), []
+    for length in range(20_000):
+        if drafting.budget(record, length, 1):
+            asked.append(length)
+            drafting.observe(record, MOST, 0)
+    gaps = [later - earlier for earlier, later in pairwise(asked) if later - earlier > 1]
+    assert gaps[0] >= FIRST_PAUSE and gaps == sorted(gaps) and gaps[-1] >= LONGEST_PAUSE
+    assert len(asked) < 20_000 * 0.01, "drafts that nobody needs are rare"
+
+
+def test_no_draft_where_a_token_costs_as_much_as_a_step() -> None:
+    """As in a batch that is limited by computation: a draft costs what its token would."""
+    drafting, record = measured(0.0001, 0.01), DraftRecord()
+    assert drafting.budget(record, 10, 32) == 0
+    assert drafting.budget(record, 10 + FIRST_PAUSE - 1, 1) == 0
+    assert measured(0.01, 0.0001).budget(DraftRecord(), 10, 32) == MOST
+
+
+def test_what_was_not_guessed_says_nothing() -> None:
+    drafting, record = measured(0.01, 0.001), DraftRecord()
+    before = record.acceptance
+    drafting.observe(record, 0, 0)
+    assert record.acceptance == before and drafting.stats().num_drafts == 0
+
+
+def test_drafts_are_accepted_up_to_the_end_of_the_sequence() -> None:
+    """Tokens behind a stop id or max_tokens are dropped, and neither said nor billed."""
+    for max_tokens in range(1, 12):
+        h = harness(drafts=4, num_blocks=40)
+        h.executor.proposes = lambda context: (4, 4)
+        stops, least = tuple(range(2, 97, 9)), 3 if max_tokens > 3 else 0
+        one = request("one", 9, max_tokens, stop_token_ids=stops, min_tokens=least)
+        h.add(one)
+        h.run()
+        assert_as_expected(h, one)
+        stats = h.engine.stats()
+        assert stats.generation_tokens == h.sink.ends["one"].usage.completion_tokens
+
+
+def all_kinds_of_histories(tiers: TierPlan | None = None) -> None:
+    """Prompts that share, go on where others ended, and thrash a small pool: a wrong block is soon found by content."""
+    for seed in range(12):
+        h = harness(drafts=4, num_blocks=24, asynchronous=bool(seed % 2), max_num_seqs=3, tiers=tiers, patience=60)
+        first = [request(f"a{seed}{i}", [2 + j % 7 for j in range(5 + i)], 12) for i in range(4)]
+        h.add(*first)
+        h.run()
+        again = []
+        for one in first:
+            said = h.sink.tokens[one.request_id, 0]
+            again.append(request(one.request_id + "b", [*one.prompt_token_ids, *said], 6))
+        h.add(*again)
+        h.run()
+        assert_as_expected(h, *first, *again)
+
+
+TIERS = pytest.mark.parametrize("tiers", [None, TierPlan(host_slots=40)], ids=["device", "host tier"])
+
+
+@TIERS
+def test_histories_without_a_defect(tiers: TierPlan | None) -> None:
+    all_kinds_of_histories(tiers)
+
+
+@TIERS
+def test_a_commit_and_a_store_of_rejected_tokens_are_caught(
+    tiers: TierPlan | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept = ResultApplier._accept_drafts
+
+    def defective(self, seq, row: RowResult) -> RowResult:  # type: ignore[no-untyped-def]
+        result = accept(self, seq, row)
+        seq.num_computed += row.num_drafts - (len(row.token_ids) - 1)
+        return result
+
+    monkeypatch.setattr(ResultApplier, "_accept_drafts", defective)
+    with pytest.raises((AssertionError, IndexError)):  # wrong KV is found; or there are no tokens for a block's key
+        all_kinds_of_histories(tiers)
+
+
+def test_drafts_without_blocks_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    extend = Scheduler._extend_or_preempt
+
+    def defective(self, seq, num_tokens: int):  # type: ignore[no-untyped-def]
+        return extend(self, seq, min(num_tokens, seq.num_known))
+
+    monkeypatch.setattr(Scheduler, "_extend_or_preempt", defective)
+    with pytest.raises(AssertionError, match="the table does not cover the tokens"):
+        all_kinds_of_histories()
+
+
+def test_drafts_in_flight_that_are_forgotten_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of the next step are then too few for what the ranks may know by then."""
+    grow = Scheduler._grow
+
+    def defective(self, step, seq, num_drafts: int):  # type: ignore[no-untyped-def]
+        work = grow(self, step, seq, num_drafts)
+        seq.num_drafts = 0
+        return work
+
+    monkeypatch.setattr(Scheduler, "_grow", defective)
+    with pytest.raises(AssertionError):
+        all_kinds_of_histories()
