@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from itertools import cycle, islice
 
 import pytest
 
@@ -61,8 +62,8 @@ class Crowd:
 
     def begin(self, count: int = 64) -> None:
         """So many more at once."""
-        bodies = (self._bodies * 2)[len(self.calls) :]
-        self.calls += [self._send(body) for body in bodies[:count]]
+        bodies = islice(cycle(self._bodies), len(self.calls), len(self.calls) + count)
+        self.calls += [self._send(body) for body in bodies]
 
     def wait_for_tokens(self, more: int) -> None:
         """Until each has so many more, or is over."""
