@@ -19,6 +19,7 @@ from tandem.workers.messages.errors import RequestRefused
 log = logging.getLogger("tandem.gateway")
 MAX_HEADER_BYTES = 32 * 1024
 MAX_ID_CHARS = 128
+SMALL_BYTES = 64 * 1024
 CLOSE = ((b"connection", b"close"),)
 _UNSAFE = re.compile(rb"[^\w.:/+=@-]", re.ASCII)
 
@@ -77,11 +78,17 @@ class Envelope:
 
 
 class Bodies:
-    """The bodies that a gateway holds: of requests whose answers have not begun. limit: bytes of all together."""
+    """The bodies that a gateway holds: of requests whose answers have not begun. limit: bytes of all together, of which
+    large bodies leave an eighth to small ones."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.held = 0
+
+    def room_for(self, size: int) -> int:
+        """Bytes that may still come for a body of which `size` bytes are known."""
+        limit = self.limit if size <= SMALL_BYTES else self.limit - self.limit // 8
+        return limit - self.held
 
     def of_request(self) -> "HeldBody":
         """The body of one more request."""
@@ -101,7 +108,7 @@ class HeldBody:
         async def counted() -> Message:
             message = await receive()
             size = len(message.get("body", b""))
-            if self._bodies.held + size > self._bodies.limit:
+            if size > self._bodies.room_for(self._size + size):
                 text = f"This gateway holds {self._bodies.limit} bytes of requests, which is its limit; try again."
                 raise RequestRefused(text, code="service_unavailable", status=503)
             self._size += size

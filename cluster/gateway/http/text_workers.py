@@ -7,6 +7,7 @@ seconds of somebody else's.
 
 import asyncio
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -99,6 +100,7 @@ class TextWorkers:
             raise RequestRefused(message, code="service_unavailable", status=503) from None
         finally:
             self._forget(job)
+            del job  # its error's frames refer to it, in a circle
 
     def close(self) -> None:
         """Refuses what waits and what comes; running work ends by itself."""
@@ -182,5 +184,18 @@ def _timed(work: Callable[[], T]) -> tuple[T | _Raised, float]:
     try:
         outcome = work()
     except Exception as error:
-        outcome = _Raised(error)
+        outcome = _Raised(_without_frames(error))
     return outcome, time.thread_time() - began_s
+
+
+def _without_frames(error: Exception) -> Exception:
+    """Returns the error without what it holds in memory, such as a parsed body in a frame that it has passed: in a
+    circle with its frames it would stay until the garbage collector comes, which may be gigabytes later."""
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        if isinstance(link, RequestRefused):
+            link.__context__ = None  # JSONDecodeError, for one, has all of the text
+        link = link.__context__
+    assert error.__traceback__ is not None
+    return error.with_traceback(error.__traceback__.tb_next)

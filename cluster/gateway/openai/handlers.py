@@ -26,6 +26,7 @@ from tandem.cluster.gateway.openai.prompts import (
     Prompt,
     chat_prompt,
     check_choices,
+    check_ids_fit,
     check_token_count,
     completion_prompts,
     fit,
@@ -50,6 +51,7 @@ from tandem.workers.text.tokenizer import check_token_ids
 
 Body = TypeVar("Body")
 DEFAULT_COMPLETION_TOKENS = 16
+COMPLETION_FIELDS = Asked("prompt", "max_tokens")
 PARSED_FASTER = 16
 """Bytes that are parsed and checked in the time in which one is tokenized, roughly."""
 
@@ -85,10 +87,10 @@ async def chat_completions(
 async def completions(text: TextServices, generations: Generations, request: Request, principal: Principal) -> Response:
     """One or several prompts, n choices each."""
     began_s = generations.clock()
-    body, size = await received(text, request, principal, lambda fields: read_completion(fields, text.settings))
+    body, size = await received(text, request, principal, lambda fields: _read_completion(text, fields))
     with ExitStack() as held:
         model = _held_model(text, generations, body, principal, held)
-        wanted = body.max_tokens if body.max_tokens is not None else DEFAULT_COMPLETION_TOKENS
+        wanted = _wanted(body)
         check_choices(text, body)
         head = _head(text, generations, "cmpl", model.name)
         asked = _Asked(request, principal, head, model, body)
@@ -150,9 +152,21 @@ def _tokenized(text: TextServices, body: TokenizeBody) -> Response:
 
 
 def _detokenized(text: TextServices, body: DetokenizeBody) -> Response:
-    check_token_count(text, len(body.tokens))
+    check_token_count(text, len(body.tokens), "tokens")
     check_token_ids(body.tokens, text.vocab_size, "tokens")
     return json_response({"prompt": text.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+
+def _read_completion(text: TextServices, fields: dict[str, Any]) -> CompletionBody:
+    """A completions body. Token ids that do not fit are refused here: their lists are several times as large as the
+    body, and would wait for their turn."""
+    body = read_completion(fields, text.settings)
+    check_ids_fit(text, body, _wanted(body), COMPLETION_FIELDS)
+    return body
+
+
+def _wanted(body: CompletionBody) -> int:
+    return DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
 
 
 def _completion_parts(
@@ -161,7 +175,7 @@ def _completion_parts(
     """A part for every prompt, and the prompts' texts where the answer begins with them."""
     work: list[tuple[Prompt, SamplingParams]] = []
     for item in completion_prompts(text, body):
-        prompt, max_tokens = fit(text, item, body, wanted, Asked("prompt", "max_tokens"))
+        prompt, max_tokens = fit(text, item, body, wanted, COMPLETION_FIELDS)
         work.append((prompt, _params(text, body, max_tokens, body.logprobs)))
     echo = [_echo_text(text, prompt, body) for prompt, _ in work] if body.echo else []
     return _parts(text, generations, asked, work), echo

@@ -90,14 +90,26 @@ def check_text_bytes(services: TextServices, size: int, param: str) -> None:
         )  # fmt: skip
 
 
-def check_token_count(services: TextServices, count: int) -> None:
+def check_token_count(services: TextServices, count: int, param: str) -> None:
     """Refuses more token ids than the text of one request may have, with 413."""
     limit = services.settings.text_budget(services.max_model_len) // 4
     if count > limit:
         raise RequestRefused(
-            f"The request has {count} tokens to decode, above the limit of {limit} (a quarter of --max-text-bytes).",
-            code="content_too_large", status=413, param="tokens",
+            f"The request has {count} token ids, above the limit of {limit} (a quarter of --max-text-bytes).",
+            code="content_too_large", status=413, param=param,
         )  # fmt: skip
+
+
+def check_ids_fit(services: TextServices, body: CompletionBody, wanted: int, names: "Asked") -> None:
+    """Refuses, as fit() does, token ids that do not fit. Those that are to be cut may be as many as text gives."""
+    if isinstance(body.prompt, str):
+        return
+    prompts = [body.prompt] if isinstance(body.prompt[0], int) else body.prompt
+    for count in (len(ids) for ids in prompts if isinstance(ids, list)):
+        if body.truncate_prompt_tokens is not None:
+            check_token_count(services, count, "prompt")
+        elif count > services.max_model_len:
+            fit(services, Prompt([0] * count, None), body, wanted, names)
 
 
 def prompt_items(prompt: str | list[str | int | list[int]]) -> Sequence[str | list[int]]:

@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 from tandem.cluster.gateway.http.draining import Draining
 from tandem.cluster.gateway.http.gateway_metrics import GatewayMetrics
 from tandem.cluster.gateway.http.http_server import HttpLimits, make_server
-from tandem.cluster.gateway.http.middleware import Bodies, Envelope
+from tandem.cluster.gateway.http.middleware import SMALL_BYTES, Bodies, Envelope
 from tandem.cluster.tenants.tenant_admission import OpenTenancy
 from tandem.configs.schema import GatewaySettings
 from tests.unit.gateway.rig import CHAT, COMPLETE, USER, Rig, error_of, gateway
@@ -43,6 +43,20 @@ def held(rig: Rig) -> Bodies:
         layer = layer.app
     bodies: Bodies = layer._bodies
     return bodies
+
+
+async def test_large_bodies_leave_room_for_small_ones() -> None:
+    limit = 8 * SMALL_BYTES
+    async with gateway(settings=GatewaySettings(max_bodies_bytes=limit)) as rig:
+        slow = Slow(b'{"prompt": "' + b"x" * (limit - SMALL_BYTES - 1000), b'", "max_tokens": 1}')
+        first = asyncio.create_task(rig.client.post(COMPLETE, content=slow, headers=JSON))
+        await asyncio.wait_for(slow.began.wait(), DEADLINE_S)
+        large = await rig.complete(prompt="y" * (SMALL_BYTES + 1))
+        assert (large.status_code, error_of(large)["code"]) == (503, "service_unavailable")
+        assert (await rig.complete(prompt="y", max_tokens=1)).status_code == 200
+        slow.go_on.set()
+        await first
+    assert held(rig).held == 0
 
 
 async def test_bodies_in_flight_are_bounded_together() -> None:

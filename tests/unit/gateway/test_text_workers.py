@@ -4,6 +4,7 @@ import asyncio
 import gc
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -355,3 +356,36 @@ async def test_ten_thousand_tenants_come_and_go_under_load_and_few_are_kept() ->
     print(f"at most {most} of 10,000 tenants were kept")
     assert most <= MOST_IDLE + 10
     workers.close()
+
+
+class Parsed:
+    """What a body was parsed into; can be referred to weakly."""
+
+
+async def test_what_was_parsed_goes_with_the_refusal() -> None:
+    """Without the garbage collector, which may come gigabytes later."""
+    left: list[weakref.ref[Parsed]] = []
+
+    def refuse() -> None:
+        value = Parsed()
+        left.append(weakref.ref(value))
+        try:
+            raise ValueError(value)
+        except ValueError:
+            raise RequestRefused(f"{value} is wrong", code="invalid_value") from None
+
+    def fail() -> None:
+        value = Parsed()
+        left.append(weakref.ref(value))
+        raise KeyError("a defect")
+
+    async with bench() as b:
+        gc.disable()
+        try:
+            for work, error in ((refuse, RequestRefused), (fail, KeyError)):
+                for size in (LARGE, SMALL):
+                    with pytest.raises(error):
+                        await b.workers.run("a", size, work)
+            assert [ref() for ref in left] == [None] * 4
+        finally:
+            gc.enable()
