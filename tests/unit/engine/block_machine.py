@@ -149,15 +149,15 @@ def machine(manager_class: type[BlockManager]) -> type[RuleBasedStateMachine]:
         @precondition(lambda self: any(not h.in_flight and h.computed < len(h.tokens) for h in self.model.held))
         @rule(data=st.data())
         def compute(self, data: st.DataObject) -> None:
-            """A plan for one sequence: take blocks for some tokens, copy what is shared, write their KV; the result comes
-            later."""
+            """A plan for one sequence: take blocks for some tokens, copy what is shared, write KV; a late result."""
             model = self.model
             ready = [h for h in model.held if not h.in_flight and h.computed < len(h.tokens)]
             held = data.draw(st.sampled_from(ready))
             end = held.computed + data.draw(st.integers(1, len(held.tokens) - held.computed))
             idle, before = model.idle(), list(held.table.block_ids)
             added = self.manager.take_reserved(held.table, end)
-            assert held.table.block_ids == before + added and len(held.table.block_ids) * model.size >= end
+            assert held.table.block_ids == before + added
+            assert len(held.table.block_ids) == max(len(before), -(-end // model.size)), "not the blocks of its tokens"
             model.take(added, idle)
             idle, allocatable = model.idle(), model.num_allocatable()
             copies = self.manager.make_writable(held.table, held.computed, end, self.next_step)
@@ -196,7 +196,7 @@ def machine(manager_class: type[BlockManager]) -> type[RuleBasedStateMachine]:
         @precondition(lambda self: self.model.held)
         @rule(data=st.data(), whole=st.booleans())
         def fork(self, data: st.DataObject, whole: bool) -> None:
-            """A child of computed tokens; whole: it will compute the parent's other tokens too, and reserves for that."""
+            """A child of computed tokens; whole: it will compute the parent's others too, and reserves for them."""
             parent, model = self.pick(data), self.model
             num_tokens = data.draw(st.integers(0, parent.computed))
             table, tokens = self.manager.new_table(*parent.root), parent.tokens[: max(num_tokens, 1)]
@@ -231,7 +231,9 @@ def machine(manager_class: type[BlockManager]) -> type[RuleBasedStateMachine]:
                 return
             model, pool = self.model, self.manager.pool
             self.manager.check_invariants(held.table for held in model.held)
-            assert pool.num_allocatable == model.num_allocatable() >= 0
+            for held in model.held:
+                assert held.table.num_reserved == model.lacking(held), "what it lacks is not what is reserved for it"
+            assert pool.num_allocatable == model.num_allocatable() >= 0, "idle blocks less the reserved ones"
             assert pool.num_cached == sum(b in model.published for b in model.idle())
             for held in model.held:
                 for position in range(held.computed):

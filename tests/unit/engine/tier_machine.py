@@ -220,8 +220,7 @@ def machine(
         @precondition(lambda self: any(not s.in_flight and s.computed < len(s.tokens) for s in self.in_state("held")))
         @rule(data=st.data())
         def compute(self, data: st.DataObject) -> None:
-            """A plan for one sequence: take blocks for some tokens, copy what is shared, write their KV; the result comes
-            later."""
+            """A plan for one sequence: take blocks for some tokens, copy what is shared, write KV; a late result."""
             ready = [s for s in self.in_state("held") if not s.in_flight and s.computed < len(s.tokens)]
             seq = data.draw(st.sampled_from(ready))
             self.compute_one(seq, seq.computed + data.draw(st.integers(1, len(seq.tokens) - seq.computed)))

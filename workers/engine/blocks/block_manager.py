@@ -1,10 +1,11 @@
-"""Block tables of sequences over one BlockPool: prefix hits, reservations, growth, fork, copy-on-write, commit, release.
+"""Block tables of sequences over one BlockPool: prefix hits, reservation, growth, fork, copy-on-write, commit, release.
 
 A table lists the blocks of a sequence's leading tokens: token t is slot t % block_size of block_ids[t // block_size].
 Only running sequences hold or reserve blocks, so waiting sequences cannot lock the pool. A prompt reserves all blocks
-that it lacks when it is admitted, and each of its chunks takes its own, which nobody else can have got meanwhile. The scheduler and the result applier call
-it; it moves no bytes, and returns the copies for the StepPlan. Block tables are vLLM's PagedAttention (Kwon et al.
-2023); sharing of prefixes by content is vLLM's automatic prefix caching and SGLang's RadixAttention."""
+that it lacks when it is admitted, and each of its chunks takes its own, which nobody else can have got meanwhile. The
+scheduler and the result applier call it; it moves no bytes, and returns the copies for the StepPlan. Block tables are
+vLLM's PagedAttention (Kwon et al. 2023); sharing of prefixes by content is vLLM's automatic prefix caching and SGLang's
+RadixAttention."""
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence

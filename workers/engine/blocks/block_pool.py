@@ -9,8 +9,8 @@ A block is in exactly one of four states. Invariants: their counts add up to num
 
 A block whose last user released it stays `pending` while a plan in flight names it or a copy reads it (hold). A part of
 the free and cached blocks is reserved: a count without ids, so that cached ones can be found until somebody needs them.
-The block manager and the KV offload call it; it never touches KV bytes. Paged KV with reference counts is vLLM's PagedAttention
-(Kwon et al. 2023); eviction is least recently used, unpublished blocks first.
+The block manager and the KV offload call it; it never touches KV bytes. Paged KV with reference counts is vLLM's
+PagedAttention (Kwon et al. 2023); eviction is least recently used, unpublished blocks first.
 """
 
 from collections import OrderedDict
@@ -40,7 +40,7 @@ class BlockPool:
 
     @property
     def num_allocatable(self) -> int:
-        """Blocks that anybody can allocate or reserve now: free ones, then cached ones by eviction, less the reserved."""
+        """Blocks that anybody may take or reserve now: free ones, then cached ones by eviction, less the reserved."""
         return len(self._free) + len(self._cached) - self.num_reserved
 
     @property
@@ -73,7 +73,7 @@ class BlockPool:
     # ---- commands ----
 
     def reserve(self, count: int) -> bool:
-        """Keeps `count` more blocks from everybody; returns False if fewer are left. allocate() or unreserve() ends it."""
+        """Keeps `count` more blocks for allocate(reserved=...) or until unreserve(); returns False if fewer are left."""
         if count > self.num_allocatable:
             return False
         self.num_reserved += count
