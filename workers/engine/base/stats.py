@@ -135,9 +135,6 @@ class EngineStats:
     used_blocks: int
     cached_blocks: int
     kv_usage: float
-    reserved_blocks: int
-    allocated_slots: int
-    empty_slots: int
     prefix_cache_queries: int
     prefix_cache_hits: int
     preemptions: int
@@ -148,6 +145,9 @@ class EngineStats:
     schedule_s: float
     wait_s: float
     device_s: float
+    reserved_blocks: int
+    allocated_slots: int
+    empty_slots: int
     finished: dict[str, int]
     rejected: dict[str, int]
     time_to_first_token_s: HistogramStats

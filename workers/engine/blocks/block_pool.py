@@ -73,7 +73,7 @@ class BlockPool:
     # ---- commands ----
 
     def reserve(self, count: int) -> bool:
-        """Keeps `count` more blocks for allocate(reserved=...) or until unreserve(); returns False if fewer are left."""
+        """Keeps `count` more blocks for allocate(reserved=...), until unreserve(); returns False if fewer are left."""
         if count > self.num_allocatable:
             return False
         self.num_reserved += count
