@@ -378,13 +378,12 @@ class Scheduler:
                 budget -= self._give(step, seq, budget, [])
         return budget
 
-    def _give(self, step: InFlightStep, seq: Sequence, budget: int, held: list[int]) -> int:
-        """Schedules up to `budget` of the tokens that seq lacks, and a sample if that reaches the last known token.
-        held: blocks that the ranks are told of besides the chunk's own."""
+    def _give(self, step: InFlightStep, seq: Sequence, budget: int, hits: list[int]) -> int:
+        """Schedules up to `budget` of the tokens that seq lacks, and a sample if that reaches the last known token."""
         behind = seq.num_known - seq.num_scheduled
         num_tokens = min(behind, budget)
         samples = num_tokens == behind
-        new_block_ids = held + self._manager.take_reserved(seq.table, seq.num_scheduled + num_tokens)
+        new_block_ids = hits + self._manager.take_reserved(seq.table, seq.num_scheduled + num_tokens)
         step.sequences.append(seq)
         step.work.append(RowWork(row=seq.row, num_tokens=num_tokens, samples=samples, new_block_ids=new_block_ids))
         step.num_prefill_tokens += num_tokens

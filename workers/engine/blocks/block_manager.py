@@ -140,7 +140,9 @@ class BlockManager:
         missing = self.blocks_for(num_tokens) - len(table.block_ids)
         if missing <= 0:
             return []
-        reserved = min(missing, table.num_reserved)
+        reserved = table.num_reserved
+        if reserved > missing:
+            reserved = missing
         added = self.pool.allocate(missing, reserved)
         if added is not None:
             table.num_reserved -= reserved

@@ -89,7 +89,7 @@ class BlockPool:
         reserved: how many of them were reserved before; these are always there.
         """
         free = self._free
-        if count - reserved > self.num_allocatable:
+        if count - reserved > len(free) + len(self._cached) - self.num_reserved:
             return None
         self.num_reserved -= reserved
         taken = [free.pop() if free else self._evict() for _ in range(count)]
