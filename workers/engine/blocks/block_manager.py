@@ -119,11 +119,10 @@ class BlockManager:
 
     def reserve(self, table: BlockTable, num_tokens: int) -> bool:
         """Reserves the blocks that the table lacks for num_tokens tokens; returns False if the pool has too few."""
-        missing = self.blocks_for(num_tokens) - len(table.block_ids) - table.num_reserved
-        if missing > 0:
-            if not self.pool.reserve(missing):
-                return False
-            table.num_reserved += missing
+        missing = max(0, self.blocks_for(num_tokens) - len(table.block_ids) - table.num_reserved)
+        if not self.pool.reserve(missing):
+            return False
+        table.num_reserved += missing
         return True
 
     def take_reserved(self, table: BlockTable, num_tokens: int) -> list[int]:
@@ -140,9 +139,7 @@ class BlockManager:
         missing = self.blocks_for(num_tokens) - len(table.block_ids)
         if missing <= 0:
             return []
-        reserved = table.num_reserved
-        if reserved > missing:
-            reserved = missing
+        reserved = min(missing, table.num_reserved)
         added = self.pool.allocate(missing, reserved)
         if added is not None:
             table.num_reserved -= reserved
