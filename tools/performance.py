@@ -103,7 +103,12 @@ The same requests run over HTTP and in process, alternating. The client shares t
 
 HTTP costs little where a step takes tens of milliseconds. The demo model's steps take about two, so there the
 gateway and
-the engine compete for the two cores."""
+the engine compete for the two cores.
+
+`make bench-serve` also prints the KV waste of both sides: the share of allocated KV slots that hold no token, averaged
+over time. A slot has room for one token; allocated are all slots of the blocks that running sequences use, and a slot
+holds a token once a plan that computes it has been sent. A prompt takes blocks chunk by chunk, so what is empty is the
+end of each sequence's last block, half a block on average."""
 
 
 # ---- start and idle ----

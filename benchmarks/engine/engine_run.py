@@ -4,7 +4,7 @@ Loads torch. Times are seconds of perf_counter.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,10 +97,11 @@ def run_jobs(
     concurrency: int,
     tag: str,
     adapters: Sequence[AdapterRef | None] = (None,),
+    watch: Callable[[], None] = lambda: None,
 ) -> list[Timeline]:
     """Runs all jobs, at most `concurrency` at once, each with the next of `adapters` in turn.
 
-    All count as submitted at the start. `tag` begins the ids of their requests.
+    All count as submitted at the start. `tag` begins the ids of their requests. `watch` is called after each turn.
     """
     start = time.perf_counter()
     requests = [
@@ -116,6 +117,7 @@ def run_jobs(
             running.add(pending.request_id)
             pending = next(waiting, None)
         engine.turn(0.05)
+        watch()
         running -= sink.ended_ids
     return [sink.timelines[request.request_id] for request in requests]
 

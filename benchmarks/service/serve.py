@@ -4,7 +4,7 @@
 
 Both sides run on the CPU with the same threads and the same jobs (token ids in, EOS ignored), at most 16 at once. The
 same run has `transformers` on jobs of that workload and the roofline of benchmarks/engine/throughput.py. The client
-shares the machine; its CPU share is printed. JSON goes to out/benchmarks.
+shares the machine; its CPU share is printed. KV waste (kv_waste.py) should be under 4 %. JSON goes to out/benchmarks.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from benchmarks.engine.transformers_peer import TransformersPeer
 from benchmarks.machine import OtherCpu, measure_machine
 from benchmarks.models import MODELS, find_model
 from benchmarks.record import RESULTS, write_record
+from benchmarks.service.kv_waste import EngineWatch, KVWaste, watched
 from benchmarks.service.serving import Service, stream_completion
 from benchmarks.workload import Job, Summary, Timeline, describe, mixed_workload, summarize
 from tandem.workers.engine.engine import Engine
@@ -49,8 +50,9 @@ def service_flags(options: argparse.Namespace, max_model_len: int) -> list[str]:
     return [*flags, "--device", "cpu", "--cpu-threads", str(options.threads), "--no-enable-prefix-caching"]
 
 
-async def run_http(service: Service, jobs: list[Job]) -> tuple[list[Timeline], float]:
-    """Runs all jobs, at most CONCURRENCY at once; their timelines, and the client's CPU seconds per second."""
+async def run_http(service: Service, jobs: list[Job], waste: KVWaste) -> tuple[list[Timeline], float]:
+    """Runs all jobs, at most CONCURRENCY at once; their timelines, and the client's CPU seconds per second. waste: the
+    service's, noted while they run."""
     start, cpu = time.perf_counter(), time.process_time()
     timelines = [Timeline(start) for _ in jobs]
     places = asyncio.Semaphore(CONCURRENCY)
@@ -60,7 +62,10 @@ async def run_http(service: Service, jobs: list[Job]) -> tuple[list[Timeline], f
             await stream_completion(session, service, job, timeline)
 
     timeout = aiohttp.ClientTimeout(total=1800)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+    async with (
+        aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session,
+        watched(session, service.url, waste),
+    ):
         await asyncio.gather(*(placed(session, job, t) for job, t in zip(jobs, timelines, strict=True)))
     return timelines, (time.process_time() - cpu) / (time.perf_counter() - start)
 
@@ -85,7 +90,7 @@ def main() -> None:
         )
         console.print(str(speed))
         run_jobs(engine, sink, jobs[:2], CONCURRENCY, "warm")
-        asyncio.run(run_http(service, jobs[:2]))
+        asyncio.run(run_http(service, jobs[:2], KVWaste()))
         result = compare(options, console, service, engine, sink, jobs, peer)
     roofline = sum(job.output_len for job in jobs) / roofline_s(jobs, spec, ready, speed, options.dtype)
     report(options, console, result, roofline)
@@ -96,6 +101,8 @@ def main() -> None:
         offline=[asdict(summary) for summary in result.offline],
         http=[asdict(summary) for summary in result.http],
         ratio=result.ratio,
+        offline_kv_waste=result.offline_waste.share,
+        http_kv_waste=result.http_waste.share,
         transformers_sequential_tokens_per_s=result.peer,
         roofline_tokens_per_s=roofline,
     )
@@ -103,11 +110,13 @@ def main() -> None:
 
 @dataclass
 class Result:
-    """Every run of each side; `peer` in tokens/s, empty without a peer."""
+    """Every run of each side, and the KV waste of all of its runs; `peer` in tokens/s, empty without a peer."""
 
     offline: list[Summary] = field(default_factory=list)
     http: list[Summary] = field(default_factory=list)
     peer: list[float] = field(default_factory=list)
+    offline_waste: KVWaste = field(default_factory=KVWaste)
+    http_waste: KVWaste = field(default_factory=KVWaste)
 
     @property
     def http_median(self) -> float:
@@ -133,12 +142,13 @@ def compare(
 ) -> Result:
     """Runs one side after the other, `repeats` times."""
     result = Result()
+    watch = EngineWatch(engine.stats, result.offline_waste)
     for repeat in range(options.repeats):
         with OtherCpu() as other:
-            result.offline.append(summarize(run_jobs(engine, sink, jobs, CONCURRENCY, f"run{repeat}")))
+            result.offline.append(summarize(run_jobs(engine, sink, jobs, CONCURRENCY, f"run{repeat}", watch=watch)))
         console.print(describe(f"offline [{repeat}]", result.offline[-1]), f"other_cpu {other.share:.2f}")
         with OtherCpu() as other:
-            timelines, client = asyncio.run(run_http(service, jobs))
+            timelines, client = asyncio.run(run_http(service, jobs, result.http_waste))
         result.http.append(summarize(timelines))
         console.print(
             describe(f"http [{repeat}]", result.http[-1]), f"client {client:.2f} core  other_cpu {other.share:.2f}"
@@ -158,6 +168,10 @@ def report(options: argparse.Namespace, console: Console, result: Result, roofli
     console.print(
         f"roofline {roofline:.0f} tok/s; HTTP reached {result.http_median / roofline:.2f} of it, "
         f"offline {result.offline_median / roofline:.2f}"
+    )
+    console.print(
+        f"KV waste (allocated slots without a token): HTTP {result.http_waste.share:.2%}, "
+        f"offline {result.offline_waste.share:.2%}"
     )
     if result.peer:
         console.print(f"HTTP over sequential transformers: {result.http_median / statistics.median(result.peer):.2f}x")

@@ -29,6 +29,8 @@ ENGINE_FAMILIES: Table = (
     (GAUGE, "num_requests_running", "Requests that hold a row.", "running"),
     (GAUGE, "num_requests_waiting", "Requests that wait to be processed.", "waiting"),
     (GAUGE, "kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", "kv_usage"),
+    (GAUGE, "kv_allocated_slots", "Tokens that the KV blocks with a user can hold.", "allocated_slots"),
+    (GAUGE, "kv_empty_slots", "Those of the allocated slots that hold no token.", "empty_slots"),
     (COUNTER, "prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", "prefix_cache_queries"),
     (COUNTER, "prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", "prefix_cache_hits"),
     (COUNTER, "num_preemptions_total", "Sequences that lost their blocks to others.", "preemptions"),

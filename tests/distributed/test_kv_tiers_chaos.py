@@ -172,7 +172,8 @@ def assert_nothing_is_held(engine: Engine, disk: Path, num_ranks: int) -> DiskTi
     engine.check_invariants()
     stats, offload = engine.stats(), engine._offload
     assert offload is not None and stats.used_blocks == 0
-    assert not offload._open and not offload._arriving and not offload._loading and not offload._reserved
+    assert not offload._open and not offload._arriving
+    assert engine._manager.pool.num_reserved == engine._manager.num_promised == 0
     host, tier = offload._store.host, offload._store.disk
     assert host.num_available == host.num_slots == HOST_SLOTS, "a slot is pinned or being written"
     assert isinstance(tier, DiskTier) and tier.disabled_reason is None

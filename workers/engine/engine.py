@@ -21,6 +21,7 @@ from tandem.workers.engine.blocks.block_manager import BlockManager
 from tandem.workers.engine.chunk_limiter import ChunkLimiter, NoChunkLimiter, StepChunkLimiter
 from tandem.workers.engine.drafting import Drafting
 from tandem.workers.engine.executor import Executor, ExecutorReady
+from tandem.workers.engine.first_blocks import check_reservations
 from tandem.workers.engine.in_flight_step import InFlightStep
 from tandem.workers.engine.results import ResultApplier
 from tandem.workers.engine.scheduler import Scheduler
@@ -318,7 +319,9 @@ class Engine:
         if self._adapters is not None:
             running = (seq for state in self._requests.values() for seq in state.sequences if seq.row >= 0)
             self._adapters.check_invariants(running)
-        tables = (seq.table for state in self._requests.values() for seq in state.sequences)
+        sequences = [seq for state in self._requests.values() for seq in state.sequences]
+        check_reservations(self._manager, sequences)
+        tables = (seq.table for seq in sequences)
         if self._offload is None:
             self._manager.check_invariants(tables)
             return

@@ -1,9 +1,12 @@
-"""The blocks of a sequence that gets a row: those of a running choice of its request, or prefix hits and new ones.
+"""The first blocks of a sequence that gets a row: those of a running choice of its request, or prefix hits. The others
+that its known tokens need are reserved, and taken chunk by chunk (BlockManager.take_reserved).
 
 Called by the scheduler. `reserve`: blocks that are left for running sequences.
 """
 
-from tandem.workers.engine.base.sequence import Sequence
+from collections.abc import Iterable
+
+from tandem.workers.engine.base.sequence import Sequence, Status
 from tandem.workers.engine.blocks.block_manager import BlockManager
 from tandem.workers.engine.in_flight_step import InFlightStep
 from tandem.workers.engine.transfers.lower_tiers import OverlappedLoad
@@ -12,7 +15,7 @@ from tandem.workers.engine.transfers.lower_tiers import OverlappedLoad
 def find_prefix(
     manager: BlockManager, step: InFlightStep, seq: Sequence, reserve: int, overlapped: OverlappedLoad | None
 ) -> bool:
-    """Allocates blocks for all known tokens, prefix hits first; returns False if there is no room.
+    """Takes the prefix hits and reserves blocks for all other known tokens; returns False if there is no room.
 
     overlapped: the load of a sequence without others, whose step may wait for it because no decode is delayed.
     """
@@ -42,8 +45,21 @@ def share_prompt(manager: BlockManager, step: InFlightStep, seq: Sequence, reser
         return False
     manager.fork(source.table, seq.table, num_tokens)
     copies = manager.make_writable(seq.table, num_tokens, total, step.step_id)
-    added = manager.extend(seq.table, total)
-    assert copies is not None and added is not None
+    is_reserved = manager.reserve(seq.table, total)
+    assert copies is not None and is_reserved
     step.block_copies.extend((copy.source, copy.destination) for copy in copies)
     seq.num_scheduled = seq.num_computed = num_tokens
     return True
+
+
+def check_reservations(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
+    """Asserts that only running sequences hold or reserve blocks, and that a prompt has those of all its tokens."""
+    for seq in sequences:
+        table = seq.table
+        have, need = len(table.block_ids) + table.num_reserved, manager.blocks_for(len(seq.tokens))
+        if seq.status is not Status.RUNNING:
+            assert have == 0, "a sequence without a row holds or reserves blocks"
+        elif table.num_reserved:
+            assert have == need, f"a prompt that needs {need} blocks holds and reserves {have}"
+        elif seq.num_scheduled < max(seq.prompt_len, len(seq.tokens) - 1):
+            assert have >= need, f"a prompt that needs {need} blocks holds {have}, and reserves none"

@@ -405,17 +405,18 @@ class Scheduler:
             seq.num_charged = num_tokens
 
     def _schedule_prefills(self, step: InFlightStep, prefills: list[Sequence], budget: int) -> int:
-        """Schedules the next chunks of running prefills, earliest first. They have all their blocks since admission."""
+        """Schedules the next chunks of running prefills, earliest first. Their blocks are reserved since admission."""
         for seq in prefills:
             if seq.status is Status.RUNNING and budget > 0:
                 budget -= self._give(step, seq, budget, [])
         return budget
 
-    def _give(self, step: InFlightStep, seq: Sequence, budget: int, new_block_ids: list[int]) -> int:
+    def _give(self, step: InFlightStep, seq: Sequence, budget: int, hits: list[int]) -> int:
         """Schedules up to `budget` of the tokens that seq lacks, and a sample if that reaches the last known token."""
         behind = seq.num_known - seq.num_scheduled
         num_tokens = min(behind, budget)
         samples = num_tokens == behind
+        new_block_ids = hits + self._manager.take_reserved(seq.table, seq.num_scheduled + num_tokens)
         step.sequences.append(seq)
         step.work.append(RowWork(row=seq.row, num_tokens=num_tokens, samples=samples, new_block_ids=new_block_ids))
         step.num_prefill_tokens += num_tokens

@@ -51,9 +51,17 @@ def machine(
             num_blocks=st.integers(8, 30),
             rows=st.integers(1, 5),
             host_slots=st.sampled_from([0, 0, 6, 40]),
+            budget=st.sampled_from([3, 6, 32]),
         )
         def build(
-            self, mode: dict[str, Any], num_pages: int, num_blocks: int, rows: int, host_slots: int, **plan: int
+            self,
+            mode: dict[str, Any],
+            num_pages: int,
+            num_blocks: int,
+            rows: int,
+            host_slots: int,
+            budget: int,
+            **plan: int,
         ) -> None:
             self.slow: dict[tuple[int, int], int] = {}
             self.held: set[str] = set()
@@ -64,6 +72,7 @@ def machine(
                 **mode,
                 num_blocks=num_blocks,
                 max_num_seqs=rows,
+                max_num_batched_tokens=budget,
                 patience=LONG_ENOUGH,
                 adapter_cache=adapter_cache,
                 transfers=transfers,
@@ -101,7 +110,7 @@ def machine(
 
         @rule(
             adapter=st.sampled_from((*DIGESTS, None)),
-            prompt_len=st.integers(1, 12),
+            prompt_len=st.integers(1, 16),
             max_tokens=st.integers(1, 14),
             n=st.sampled_from([1, 1, 1, 3]),
             tenant=st.sampled_from(["t", "t", "u"]),

@@ -1,7 +1,8 @@
 """A naive model of block tables, and a state machine that drives a BlockManager beside it.
 
 The model knows nothing of free lists or reference counts: it counts uses by looking, and remembers what was written
-where. It takes the ids that the manager chose and asserts that each choice was allowed.
+where, and for how many tokens a sequence was admitted. It takes the ids that the manager chose and asserts that each
+choice was allowed.
 """
 
 from dataclasses import dataclass, field
@@ -16,13 +17,14 @@ Content = tuple[str, ...]
 
 @dataclass(eq=False)
 class Held:
-    """The model's picture of one admitted sequence."""
+    """The model's picture of one admitted sequence. admitted: tokens whose blocks it holds or has reserved."""
 
     root: tuple[str | None, str]
     tokens: list[int]
     computed: int
     table: BlockTable
     committed: int
+    admitted: int
     in_flight: int = 0
     last_step: int = 0
 
@@ -46,6 +48,13 @@ class Model:
 
     def is_idle(self, block: int) -> bool:
         return self.named.get(block, 0) <= self.done and not any(block in h.table.block_ids for h in self.held)
+
+    def lacking(self, held: Held) -> int:
+        """Blocks that were reserved for a sequence and that it has not taken."""
+        return max(0, -(-held.admitted // self.size) - len(held.table.block_ids))
+
+    def num_allocatable(self) -> int:
+        return len(self.idle()) - sum(map(self.lacking, self.held))
 
     def idle(self) -> list[int]:
         return [b for b in range(self.num_blocks) if self.is_idle(b)]
@@ -108,29 +117,31 @@ def machine(manager_class: type[BlockManager]) -> type[RuleBasedStateMachine]:
         @rule(tokens=TOKENS, adapter=st.sampled_from([None, "x"]), salt=st.sampled_from(["", "s"]))
         def admit(self, tokens: list[int], adapter: str | None, salt: str) -> None:
             manager, model = self.manager, self.model
-            held = Held((adapter, salt), tokens, 0, manager.new_table(adapter, salt), 0)
+            held = Held((adapter, salt), tokens, 0, manager.new_table(adapter, salt), 0, len(tokens))
             hits = manager.match_prefix(held.table, tokens)
             for i, block in enumerate(hits):
                 assert model.published.get(block) == held.content((i + 1) * model.size), "a hit on other content"
             assert len(hits) == model.longest_hit(held.root, tokens), "not the longest prefix"
-            idle = model.idle()
-            fresh = -(-len(tokens) // model.size) - len(hits)
-            fits = fresh <= len(set(idle) - set(hits))
+            need = -(-len(tokens) // model.size) - len(hits) + len(set(model.idle()) & set(hits))
+            fits = need <= model.num_allocatable()
             assert manager.admit(held.table, len(tokens), hits) == fits
             if fits:
-                model.take(held.table.block_ids[len(hits) :], [b for b in idle if b not in hits])
+                assert held.table.block_ids == hits, "blocks taken before they are needed"
                 held.committed, held.computed = len(hits), len(hits) * model.size
                 model.held.append(held)
 
-        @precondition(lambda self: self.model.held)
+        @precondition(lambda self: any(not self.model.lacking(h) for h in self.model.held))
         @rule(data=st.data(), token=st.integers(0, 1))
         def append(self, data: st.DataObject, token: int) -> None:
-            held, idle = self.pick(data), self.model.idle()
+            """The next token of a sequence whose other tokens have blocks."""
+            held = data.draw(st.sampled_from([h for h in self.model.held if not self.model.lacking(h)]))
+            idle, allocatable = self.model.idle(), self.model.num_allocatable()
             before = list(held.table.block_ids)
             added = self.manager.extend(held.table, len(held.tokens) + 1)
             if added is None:
-                assert not idle, "refused though a block is idle"
+                assert not allocatable, "refused though a block is idle that nobody has reserved"
                 return
+            assert len(added) <= allocatable, "a block taken that others have reserved"
             assert held.table.block_ids == before + added
             self.model.take(added, idle)
             held.tokens.append(token)
@@ -138,12 +149,17 @@ def machine(manager_class: type[BlockManager]) -> type[RuleBasedStateMachine]:
         @precondition(lambda self: any(not h.in_flight and h.computed < len(h.tokens) for h in self.model.held))
         @rule(data=st.data())
         def compute(self, data: st.DataObject) -> None:
-            """A plan for one sequence: copy what is shared, write the KV of some tokens; the result comes later."""
+            """A plan for one sequence: take blocks for some tokens, copy what is shared, write KV; a late result."""
             model = self.model
             ready = [h for h in model.held if not h.in_flight and h.computed < len(h.tokens)]
             held = data.draw(st.sampled_from(ready))
             end = held.computed + data.draw(st.integers(1, len(held.tokens) - held.computed))
-            idle = model.idle()
+            idle, before = model.idle(), list(held.table.block_ids)
+            added = self.manager.take_reserved(held.table, end)
+            assert held.table.block_ids == before + added
+            assert len(held.table.block_ids) == max(len(before), -(-end // model.size)), "not the blocks of its tokens"
+            model.take(added, idle)
+            idle, allocatable = model.idle(), model.num_allocatable()
             copies = self.manager.make_writable(held.table, held.computed, end, self.next_step)
             if copies is None:
                 return
@@ -152,6 +168,7 @@ def machine(manager_class: type[BlockManager]) -> type[RuleBasedStateMachine]:
                     if (copy.source, slot) in model.memory:
                         model.memory[copy.destination, slot] = model.memory[copy.source, slot]
                 model.named[copy.source] = self.next_step
+            assert len(copies) <= allocatable, "a copy into a block that others have reserved"
             model.take([copy.destination for copy in copies], idle)
             for position in range(held.computed, end):
                 block = held.table.block_ids[position // model.size]
@@ -177,15 +194,22 @@ def machine(manager_class: type[BlockManager]) -> type[RuleBasedStateMachine]:
                 self.model.commit(held)
 
         @precondition(lambda self: self.model.held)
-        @rule(data=st.data())
-        def fork(self, data: st.DataObject) -> None:
-            parent = self.pick(data)
+        @rule(data=st.data(), whole=st.booleans())
+        def fork(self, data: st.DataObject, whole: bool) -> None:
+            """A child of computed tokens; whole: it will compute the parent's others too, and reserves for them."""
+            parent, model = self.pick(data), self.model
             num_tokens = data.draw(st.integers(0, parent.computed))
             table, tokens = self.manager.new_table(*parent.root), parent.tokens[: max(num_tokens, 1)]
-            child = Held(parent.root, tokens, num_tokens, table, num_tokens // self.model.size)
+            child = Held(parent.root, tokens, num_tokens, table, num_tokens // model.size, num_tokens)
             self.manager.fork(parent.table, child.table, num_tokens)
-            if child.table.block_ids:
-                self.model.held.append(child)
+            if whole:
+                allocatable, total = model.num_allocatable(), len(parent.tokens)
+                fits = -(-total // model.size) - len(child.table.block_ids) <= allocatable
+                assert self.manager.reserve(child.table, total) == fits
+                if fits:
+                    child.tokens, child.admitted = list(parent.tokens), total
+            if child.table.block_ids or child.admitted:
+                model.held.append(child)
 
         @precondition(lambda self: self.model.held)
         @rule(data=st.data(), wrong=st.integers(0, 9))
@@ -207,7 +231,9 @@ def machine(manager_class: type[BlockManager]) -> type[RuleBasedStateMachine]:
                 return
             model, pool = self.model, self.manager.pool
             self.manager.check_invariants(held.table for held in model.held)
-            assert pool.num_allocatable == len(model.idle())
+            for held in model.held:
+                assert held.table.num_reserved == model.lacking(held), "what it lacks is not what is reserved for it"
+            assert pool.num_allocatable == model.num_allocatable() >= 0, "idle blocks less the reserved ones"
             assert pool.num_cached == sum(b in model.published for b in model.idle())
             for held in model.held:
                 for position in range(held.computed):

@@ -1,5 +1,6 @@
 """What the engine's tests share: short builders, a sink that checks the stream invariants, a clock, and the oracle."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -18,6 +19,7 @@ from tandem.configs.schema import (
 )
 from tandem.workers.engine.base.blockers import Blocker
 from tandem.workers.engine.base.sequence import Status
+from tandem.workers.engine.blocks.block_manager import BlockManager, BlockTable
 from tandem.workers.engine.engine import Engine, ModelFacts
 from tandem.workers.engine.transfers.transfer_manager import TransferManager
 from tandem.workers.engine.waiting.adapter_cache import AdapterCache
@@ -144,6 +146,8 @@ class Harness:
         """Quiescence of KV: nothing is used when nothing runs."""
         stats = self.engine.stats()
         assert (stats.running, stats.waiting, stats.in_flight_steps, stats.used_blocks) == (0, 0, 0, 0)
+        manager = self.engine._manager
+        assert manager.pool.num_reserved == manager.num_promised == 0, "a block is reserved or promised still"
         if self.executor.tiers is not None:
             assert not self.tiers.under_way, "a ticket is open"
         if stats.adapters is not None:
@@ -253,6 +257,14 @@ def request(
         ended_choices=ended or [],
         adapter=None if adapter is None else AdapterRef(name=adapter, digest=adapter, source=adapter),
     )
+
+
+def filled(manager: BlockManager, table: BlockTable, num_tokens: int, hits: Iterable[int] = ()) -> bool:
+    """Whether there was room for an empty table of num_tokens tokens, which then has all its blocks."""
+    if not manager.admit(table, num_tokens, list(hits)):
+        return False
+    manager.take_reserved(table, num_tokens)
+    return True
 
 
 def expected(req: GenerationRequest, choice: int, max_len: int, root: str = "") -> tuple[list[int], str]:

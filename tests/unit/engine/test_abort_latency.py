@@ -49,8 +49,9 @@ def test_in_the_middle_of_a_chunked_prefill(mode, depth, steps):
     h.add(request("a", 100, 5))
     for _ in range(steps):
         h.step()
-    assert ("a", 0) not in h.sink.tokens and used(h) >= 100 // BLOCK
-    assert steps_until_free(h, "a") <= depth
+    assert ("a", 0) not in h.sink.tokens and h.engine.stats().reserved_blocks > 0
+    assert used(h) + h.engine.stats().reserved_blocks == 100 // BLOCK, "what its chunks have taken, and the rest"
+    assert steps_until_free(h, "a") <= depth and h.engine.stats().reserved_blocks == 0
     h.run()
     assert sum(work.num_tokens for plan in h.executor.plans for work in plan.work) <= 8 * (steps + depth), (
         "no chunk is planned after the abort"

@@ -2,6 +2,7 @@
 
 import pytest
 from block_machine import machine
+from builders import filled
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
@@ -81,7 +82,7 @@ def test_reuse_while_a_step_names_the_block_is_caught():
 def test_a_copy_source_stays_named_until_the_plan_with_the_copy_returns():
     m = manager()
     parent, child = m.new_table(None, ""), m.new_table(None, "")
-    assert m.admit(parent, 3)
+    assert filled(m, parent, 3)
     m.fork(parent, child, 3)
     copies = m.make_writable(child, 3, 4, step_id=9)
     assert copies is not None and [copy.source for copy in copies] == [parent.block_ids[1]]
@@ -135,7 +136,7 @@ def manager(num_blocks: int = 8, block_size: int = 2) -> BlockManager:
 def test_allocation_is_all_or_nothing():
     m = manager(num_blocks=3)
     one, two = m.new_table(None, ""), m.new_table(None, "")
-    assert m.admit(one, 4) and not m.admit(two, 4)
+    assert filled(m, one, 4) and not m.admit(two, 4)
     assert two.block_ids == [] and m.pool.num_allocatable == 1
     assert m.extend(one, 9) is None and len(one.block_ids) == 2
 
@@ -144,7 +145,7 @@ def test_a_prefix_is_found_after_its_owner_is_gone_until_it_is_evicted():
     m = manager(num_blocks=4)
     tokens = [1, 2, 3, 4, 5]
     first = m.new_table(None, "")
-    assert m.admit(first, 5)
+    assert filled(m, first, 5)
     m.commit(first, tokens, 5)
     blocks = list(first.block_ids)
     m.release(first, 0)
@@ -152,7 +153,7 @@ def test_a_prefix_is_found_after_its_owner_is_gone_until_it_is_evicted():
     assert m.match_prefix(m.new_table(None, ""), [1, 2, 9, 9, 9]) == blocks[:1]
     assert m.match_prefix(m.new_table(None, ""), [1, 2, 3, 4]) == blocks[:1], "one token is always left to compute"
     filler = m.new_table(None, "")
-    assert m.admit(filler, 6)
+    assert filled(m, filler, 6)
     assert m.match_prefix(m.new_table(None, ""), tokens) == blocks[:1], "the tail goes first"
 
 
@@ -160,9 +161,9 @@ def test_a_running_prefix_is_shared_not_copied():
     m = manager()
     tokens = [1, 2, 3, 4, 5]
     one, two = m.new_table(None, ""), m.new_table(None, "")
-    assert m.admit(one, 5)
+    assert filled(m, one, 5)
     m.commit(one, tokens, 4)
-    assert m.admit(two, 5, m.match_prefix(two, tokens))
+    assert filled(m, two, 5, m.match_prefix(two, tokens))
     assert two.block_ids[:2] == one.block_ids[:2] and two.block_ids[2] != one.block_ids[2]
     m.check_invariants([one, two])
 
@@ -176,7 +177,7 @@ def test_reserve_keeps_blocks_back():
 def test_blocks_named_by_a_step_in_flight_come_back_when_it_returns():
     m = manager(num_blocks=2)
     table = m.new_table(None, "")
-    assert m.admit(table, 4)
+    assert filled(m, table, 4)
     m.release(table, 7)
     assert (m.pool.num_allocatable, m.pool.num_pending, m.pool.num_used) == (0, 2, 2)
     m.pool.retire(6)
@@ -188,7 +189,7 @@ def test_blocks_named_by_a_step_in_flight_come_back_when_it_returns():
 def test_without_caching_nothing_is_found():
     m = BlockManager(8, 2, model_revision="m", kv_dtype="d", enable_prefix_caching=False)
     table = m.new_table(None, "")
-    assert m.admit(table, 4)
+    assert filled(m, table, 4)
     assert table.next_commit > 10**9
     assert m.match_prefix(m.new_table(None, ""), [1, 2, 3, 4, 5]) == []
 
@@ -196,7 +197,7 @@ def test_without_caching_nothing_is_found():
 def test_a_table_says_when_its_next_block_can_be_published():
     m, tokens = manager(), [1, 2, 3, 4, 5, 6, 7]
     table = m.new_table(None, "")
-    assert m.admit(table, 7)
+    assert filled(m, table, 7)
     seen = [(table.num_committed, table.next_commit)]
     for computed in (1, 2, 5, 7):
         m.commit(table, tokens, computed)
@@ -205,14 +206,14 @@ def test_a_table_says_when_its_next_block_can_be_published():
     m.release(table, 0)
     assert (table.num_committed, table.next_commit, table.capacity) == (0, NEVER, 0)
     again = m.new_table(None, "")
-    assert m.admit(again, 7, m.match_prefix(again, tokens))
+    assert filled(m, again, 7, m.match_prefix(again, tokens))
     assert (again.num_committed, again.next_commit) == (3, 8)
 
 
 def test_a_table_says_whether_a_block_of_it_may_have_another_user():
     m = manager()
     parent, child = m.new_table(None, ""), m.new_table(None, "")
-    assert m.admit(parent, 3)
+    assert filled(m, parent, 3)
     assert not parent.may_share and not child.may_share
     m.fork(parent, child, 3)
     assert parent.may_share and child.may_share
@@ -225,7 +226,7 @@ def test_a_table_says_whether_a_block_of_it_may_have_another_user():
 def test_only_what_will_be_written_is_copied():
     m = manager(num_blocks=9)
     parent, child = m.new_table(None, ""), m.new_table(None, "")
-    assert m.admit(parent, 6)
+    assert filled(m, parent, 6)
     m.fork(parent, child, 6)
     copies = m.make_writable(child, 3, 4, step_id=1)
     assert [copy.table_index for copy in copies or []] == [1]
@@ -238,7 +239,7 @@ def test_only_what_will_be_written_is_copied():
 def test_a_fork_shares_what_is_computed_and_has_published_its_whole_blocks_only():
     m = manager()
     parent, child = m.new_table(None, ""), m.new_table(None, "")
-    assert m.admit(parent, 6)
+    assert filled(m, parent, 6)
     m.fork(parent, child, 3)
     assert child.block_ids == parent.block_ids[:2]
     assert (child.num_committed, child.next_commit, child.capacity) == (1, 4, 4)
@@ -247,7 +248,7 @@ def test_a_fork_shares_what_is_computed_and_has_published_its_whole_blocks_only(
 def test_a_copy_for_which_there_is_no_block_changes_nothing():
     m = manager(num_blocks=2)
     parent, child = m.new_table(None, ""), m.new_table(None, "")
-    assert m.admit(parent, 3)
+    assert filled(m, parent, 3)
     m.fork(parent, child, 3)
     assert m.make_writable(child, 0, 3, step_id=1) is None
     assert child.block_ids == parent.block_ids and child.may_share
@@ -257,20 +258,20 @@ def test_a_copy_for_which_there_is_no_block_changes_nothing():
 def test_admission_counts_hits_that_nobody_uses_as_taken():
     m, tokens = manager(num_blocks=4), [1, 2, 3, 4, 5]
     first = m.new_table(None, "")
-    assert m.admit(first, 5)
+    assert filled(m, first, 5)
     m.commit(first, tokens, 5)
     m.release(first, 0)
     second = m.new_table(None, "")
     hits = m.match_prefix(second, tokens)
     assert len(hits) == 2 and not m.admit(second, 5, hits, reserve=2)
     assert second.block_ids == [] and m.pool.num_allocatable == 4
-    assert m.admit(second, 5, hits, reserve=1)
+    assert m.admit(second, 5, hits, reserve=1) and second.block_ids == hits
 
 
 def test_a_forgotten_table_keeps_its_blocks_and_nobody_finds_them():
     m, tokens = manager(), [1, 2, 3, 4, 5]
     table = m.new_table(None, "")
-    assert m.admit(table, 5)
+    assert filled(m, table, 5)
     m.commit(table, tokens, 5)
     m.forget(table)
     assert len(table.block_ids) == 3 and table.num_committed == 0

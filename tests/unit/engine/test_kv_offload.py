@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import FakeClock, request
+from builders import FakeClock, filled, request
 
 from tandem.offload.kv.disk_tier import DiskTier
 from tandem.offload.kv.eviction import make_policy
@@ -64,6 +64,7 @@ class Rig:
     clock: FakeClock = field(default_factory=FakeClock)
     prices: Prices = field(default_factory=Prices)
     sent: list[CopyKV] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.transfers = TransferManager(self.send, 2, self.clock)
@@ -104,6 +105,7 @@ class Rig:
         table = self.manager.new_table(None, "")
         seq = Sequence(state, 0, tokens, len(tokens), 100, len(tokens), frozenset(), (0, 0, 0), table)
         state.sequences.append(seq)
+        self.sequences.append(seq)
         return seq
 
     def newcomer(self, tiers: str, first: int = 0) -> Sequence:
@@ -128,7 +130,7 @@ class Rig:
         """A running sequence's table, with so many published blocks."""
         tokens = tokens_of(num_blocks * SIZE, first)
         table = self.manager.new_table(None, "")
-        assert self.manager.admit(table, len(tokens))
+        assert filled(self.manager, table, len(tokens))
         self.manager.commit(table, tokens, len(tokens))
         return table
 
@@ -141,7 +143,8 @@ class Rig:
 
     def check(self, *tables: BlockTable) -> None:
         self.offload.check_invariants(self.waiting.keys_of(Blocker.KV))
-        self.manager.check_invariants(tables, self.offload.table_uses(), self.offload.held())
+        waiting = (seq.table for seq in self.sequences)
+        self.manager.check_invariants([*tables, *waiting], self.offload.table_uses(), self.offload.held())
 
 
 def rig(num_blocks: int = 16, host_slots: int = 16, disk_keys: int = 0) -> Rig:
@@ -420,7 +423,7 @@ def test_published_blocks_are_stored_once_the_deeper_the_dearer():
 def test_a_table_without_a_published_block_goes_nowhere():
     r = rig()
     table = r.manager.new_table(None, "")
-    assert r.manager.admit(table, 3)
+    assert filled(r.manager, table, 3)
     r.offload.store(table)
     r.offload.swap_out(table)
     counts = r.offload.counts

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from builders import EOS, request
+from builders import EOS, filled, request
 
 from tandem.workers.engine.base.blockers import Blocker, Event
 from tandem.workers.engine.base.sequence import RequestState, Sequence, Status
@@ -61,7 +61,7 @@ class Rig:
         self.state = RequestState(request("r", 4, 6, n=n, **sampling), arrival_s=40.0, num_live=n, admitted=True)
         for choice in range(n):
             table = self.manager.new_table(None, "")
-            assert self.manager.admit(table, 10)
+            assert filled(self.manager, table, 10)
             tokens = list(self.state.request.prompt_token_ids)
             stops = frozenset({EOS, STOP})
             seq = Sequence(self.state, choice, tokens, 4, 10, 6, stops, (0, 0, choice), table, status=Status.RUNNING)

@@ -5,7 +5,7 @@ from itertools import count
 from typing import Any
 
 import pytest
-from builders import request
+from builders import filled, request
 
 from tandem.configs.schema import SchedulerSettings
 from tandem.workers.engine.base.blockers import Blocker, Event
@@ -763,7 +763,7 @@ def test_a_choice_whose_answer_is_found_too_takes_that():
     first, second = d.make(6, n=2)
     second.tokens += [1, 2, 3]
     table = d.manager.new_table(None, "")
-    assert d.manager.admit(table, 8)
+    assert filled(d.manager, table, 8)
     d.manager.commit(table, second.tokens, 8)
     d.manager.release(table, 0)
     d.scheduler.enqueue(first)

@@ -198,7 +198,7 @@ def machine(
             hits = manager.match_prefix(seq.table, seq.tokens)
             if manager.admit(seq.table, len(seq.tokens), hits):
                 seq.state, seq.computed = "held", len(hits) * manager.block_size
-                self.check_fresh(seq, seq.table.block_ids[len(hits) :])
+                assert seq.table.block_ids == hits, "blocks taken before they are needed"
 
         def check_fresh(self, seq: Seq, blocks: list[int]) -> None:
             for block in blocks:
@@ -208,10 +208,10 @@ def machine(
                 assert not others and self.memory.named.get(block, 0) <= self.memory.done, "given out while in use"
                 self.memory.assert_untouched(block, "store", "load")
 
-        @precondition(lambda self: self.in_state("held"))
+        @precondition(lambda self: any(not seq.table.num_reserved for seq in self.in_state("held")))
         @rule(data=st.data(), token=st.integers(0, 1))
         def append(self, data: st.DataObject, token: int) -> None:
-            seq = self.pick(data, "held")
+            seq = data.draw(st.sampled_from([seq for seq in self.in_state("held") if not seq.table.num_reserved]))
             added = self.manager.extend(seq.table, len(seq.tokens) + 1)
             if added is not None:
                 self.check_fresh(seq, added)
@@ -220,13 +220,14 @@ def machine(
         @precondition(lambda self: any(not s.in_flight and s.computed < len(s.tokens) for s in self.in_state("held")))
         @rule(data=st.data())
         def compute(self, data: st.DataObject) -> None:
-            """A plan for one sequence: copy what is shared, write the KV of some tokens; the result comes later."""
+            """A plan for one sequence: take blocks for some tokens, copy what is shared, write KV; a late result."""
             ready = [s for s in self.in_state("held") if not s.in_flight and s.computed < len(s.tokens)]
             seq = data.draw(st.sampled_from(ready))
             self.compute_one(seq, seq.computed + data.draw(st.integers(1, len(seq.tokens) - seq.computed)))
 
         def compute_one(self, seq: Seq, end: int) -> bool:
             memory, size = self.memory, self.manager.block_size
+            self.check_fresh(seq, self.manager.take_reserved(seq.table, end))
             copies = self.manager.make_writable(seq.table, seq.computed, end, self.next_step)
             if copies is None:
                 return False
@@ -399,6 +400,7 @@ def machine(
                 self.memory.done = step
             self.move_all()
             assert not self.offload.is_busy and self.manager.pool.num_used == 0
+            assert self.manager.pool.num_reserved == self.manager.num_promised == 0, "blocks are kept for nobody"
             self.check_all()
 
     return TierMachine

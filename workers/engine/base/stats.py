@@ -119,7 +119,9 @@ class EngineStats:
     """Counts of one engine at one moment. Tokens, seconds and events count from its start.
 
     running: sequences with a row. waiting: all other live sequences. waiting_tokens: known tokens of those.
-    kv_usage: share of blocks in use, 0 to 1. prefix_cache_queries, prefix_cache_hits: tokens looked up and found.
+    kv_usage: share of blocks in use, 0 to 1. reserved_blocks: those of the others that chunks of running prompts will
+    take. allocated_slots: tokens that the blocks with a user can hold. empty_slots: those of them for which no plan has
+    a token yet; their share is the KV waste. prefix_cache_queries, prefix_cache_hits: tokens looked up and found.
     wasted_tokens: generated, but neither delivered nor billed. schedule_s: seconds of planning and applying results.
     wait_s: of waiting for ranks. device_s: of steps, measured by the last stage. finished: by reason and choice.
     rejected: by cause and request.
@@ -144,6 +146,9 @@ class EngineStats:
     schedule_s: float
     wait_s: float
     device_s: float
+    reserved_blocks: int
+    allocated_slots: int
+    empty_slots: int
     finished: dict[str, int]
     rejected: dict[str, int]
     time_to_first_token_s: HistogramStats
@@ -207,6 +212,7 @@ def engine_stats(
     pool = manager.pool
     live = [seq for state in requests for seq in state.sequences if seq.status is not Status.FINISHED]
     queued = [seq for seq in live if seq.status is not Status.RUNNING]
+    running = (seq for seq in live if seq.status is Status.RUNNING)
     return EngineStats(
         running=len(live) - len(queued),
         waiting=len(queued),
@@ -217,6 +223,9 @@ def engine_stats(
         used_blocks=pool.num_used,
         cached_blocks=pool.num_cached,
         kv_usage=pool.num_used / pool.num_blocks,
+        reserved_blocks=pool.num_reserved,
+        allocated_slots=(pool.num_used - pool.num_pending) * manager.block_size,
+        empty_slots=sum(seq.table.capacity - seq.num_scheduled for seq in running),
         prefix_cache_queries=collector.prefix_cache_queries,
         prefix_cache_hits=collector.prefix_cache_hits,
         preemptions=preemptions,

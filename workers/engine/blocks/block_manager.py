@@ -1,9 +1,11 @@
-"""Block tables of sequences over one BlockPool: prefix hits, growth, fork, copy-on-write, commit, release.
+"""Block tables of sequences over one BlockPool: prefix hits, reservation, growth, fork, copy-on-write, commit, release.
 
 A table lists the blocks of a sequence's leading tokens: token t is slot t % block_size of block_ids[t // block_size].
-Only running sequences hold blocks, so waiting sequences cannot lock the pool. The scheduler and the result applier call
-it; it moves no bytes, and returns the copies for the StepPlan. Block tables are vLLM's PagedAttention (Kwon et al.
-2023); sharing of prefixes by content is vLLM's automatic prefix caching and SGLang's RadixAttention."""
+Only running sequences hold or reserve blocks, so waiting sequences cannot lock the pool. A prompt reserves all blocks
+that it lacks when it is admitted, and each of its chunks takes its own, which nobody else can have got meanwhile. The
+scheduler and the result applier call it; it moves no bytes, and returns the copies for the StepPlan. Block tables are
+vLLM's PagedAttention (Kwon et al. 2023); sharing of prefixes by content is vLLM's automatic prefix caching and SGLang's
+RadixAttention."""
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,7 +34,8 @@ class BlockTable:
     root: key of the empty prefix (model, KV dtype, adapter, salt). keys: chained keys of the leading full blocks,
     computed when first needed. capacity: tokens that block_ids can hold. num_committed: leading blocks already
     published. next_commit: computed tokens at which another block can be published. may_share: a block that will be
-    written may have another user.
+    written may have another user. num_reserved: blocks that the pool keeps for tokens that block_ids cannot hold yet.
+    num_promised: blocks that loads for others leave to this table, while its sequence waits.
     """
 
     root: bytes
@@ -42,10 +45,14 @@ class BlockTable:
     num_committed: int = 0
     next_commit: int = NEVER
     may_share: bool = False
+    num_reserved: int = 0
+    num_promised: int = 0
 
 
 class BlockManager:
     """Block tables over one BlockPool. Each operation happens whole or changes nothing.
+
+    num_promised: the sum over all tables. A promise binds only those who promise, not those who run or get a row.
 
     model_revision, kv_dtype: part of every block's key. enable_prefix_caching: False: no block is found by content.
     """
@@ -61,6 +68,7 @@ class BlockManager:
     ) -> None:
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
+        self.num_promised = 0
         self._model_revision = model_revision
         self._kv_dtype = kv_dtype
         self._caching = enable_prefix_caching
@@ -97,7 +105,7 @@ class BlockManager:
         return islice(self._keys(table, token_ids, count), count)
 
     def admit(self, table: BlockTable, num_tokens: int, hits: Sequence[int] = (), reserve: int = 0) -> bool:
-        """Fills an empty table for num_tokens tokens: `hits` (from match_prefix) first, then new blocks.
+        """Gives an empty table `hits` (from match_prefix), and reserves the other blocks that num_tokens tokens need.
 
         Returns False, with nothing changed, if fewer than `reserve` allocatable blocks would be left.
         """
@@ -107,20 +115,52 @@ class BlockManager:
         if fresh + idle_hits + reserve > self.pool.num_allocatable:
             return False
         self._share(table, hits, len(hits))
-        added = self.pool.allocate(fresh)
-        assert added is not None
-        self._append(table, added)
+        return self.reserve(table, num_tokens)
+
+    def reserve(self, table: BlockTable, num_tokens: int) -> bool:
+        """Reserves the blocks that the table lacks for num_tokens tokens; returns False if the pool has too few."""
+        missing = max(0, self.blocks_for(num_tokens) - len(table.block_ids) - table.num_reserved)
+        if not self.pool.reserve(missing):
+            return False
+        table.num_reserved += missing
         return True
 
+    def take_reserved(self, table: BlockTable, num_tokens: int) -> list[int]:
+        """Appends reserved blocks until the table holds num_tokens tokens; returns them."""
+        missing = self.blocks_for(num_tokens) - len(table.block_ids)
+        assert missing <= table.num_reserved, f"a chunk takes {missing} blocks, {table.num_reserved} are reserved"
+        added = self.extend(table, num_tokens)
+        assert added is not None, "reserved blocks are always there"
+        return added
+
     def extend(self, table: BlockTable, num_tokens: int) -> list[int] | None:
-        """Appends blocks until the table holds num_tokens tokens; returns them, or None if the pool has too few."""
+        """Appends blocks until the table holds num_tokens tokens, its reserved ones first; returns them, or None if the
+        pool has too few."""
         missing = self.blocks_for(num_tokens) - len(table.block_ids)
         if missing <= 0:
             return []
-        added = self.pool.allocate(missing)
+        reserved = min(missing, table.num_reserved)
+        added = self.pool.allocate(missing, reserved)
         if added is not None:
+            table.num_reserved -= reserved
             self._append(table, added)
         return added
+
+    def promise(self, table: BlockTable, num_tokens: int, reserve: int) -> bool:
+        """Promises a waiting sequence the blocks of num_tokens tokens, so that loads for others do not evict what is
+        loaded for it. Returns False if fewer than `reserve` blocks would be left beside it and earlier promises.
+        """
+        blocks = self.blocks_for(num_tokens)
+        if blocks + reserve + self.num_promised > self.pool.num_allocatable:
+            return False
+        self.num_promised += blocks
+        table.num_promised += blocks
+        return True
+
+    def withdraw_promise(self, table: BlockTable) -> None:
+        """Ends a promise, if there is one: the sequence gets a row, looks again or has ended."""
+        self.num_promised -= table.num_promised
+        table.num_promised = 0
 
     def fork(self, parent: BlockTable, child: BlockTable, num_tokens: int) -> None:
         """Shares the parent's blocks of the first num_tokens computed tokens with an empty child."""
@@ -153,7 +193,10 @@ class BlockManager:
         self._set_committed(table, max(full, table.num_committed))
 
     def release(self, table: BlockTable, step_id: int) -> None:
-        """Releases every block; step_id is the last plan that names them. Tails are evicted before heads."""
+        """Releases every block, and what is left of the reservation; step_id is the last plan that names the blocks.
+        Tails are evicted before heads."""
+        self.pool.unreserve(table.num_reserved)
+        table.num_reserved = 0
         self.pool.release(reversed(table.block_ids), step_id)
         table.block_ids.clear()
         table.capacity = table.num_committed = 0
@@ -197,14 +240,18 @@ class BlockManager:
     def check_invariants(
         self, tables: Iterable[BlockTable], loading: Iterable[int] = (), storing: Iterable[int] = ()
     ) -> None:
-        """Asserts the pool's invariants. tables: all that hold blocks. loading, storing: blocks that open tickets write
-        or read, one entry for each use."""
+        """Asserts the invariants of tables and pool. tables: all that hold blocks, or have reservations or promises.
+        loading, storing: blocks that open tickets write or read, one entry for each use."""
         uses: dict[int, int] = {}
+        reserved = promised = 0
         for table in tables:
+            reserved, promised = reserved + table.num_reserved, promised + table.num_promised
             assert table.capacity == len(table.block_ids) * self.block_size
             assert len(set(table.block_ids)) == len(table.block_ids), "a block is twice in one table"
             for block_id in table.block_ids:
                 uses[block_id] = uses.get(block_id, 0) + 1
+        assert self.pool.num_reserved == reserved, "reserved blocks are not the sum of the tables' reservations"
+        assert self.num_promised == promised, "promised blocks are not the sum of the tables' promises"
         for block_id in loading:
             uses[block_id] = uses.get(block_id, 0) + 1
         holds: dict[int, int] = {}

@@ -7,9 +7,10 @@ A block is in exactly one of four states. Invariants: their counts add up to num
       |                   |   `--- no step names it ---'                        |
       `---- evicted ------+------------------------ acquire (prefix hit) -------'
 
-A block whose last user released it stays `pending` while a plan in flight names it or a copy reads it (hold). The block
-manager and the KV offload call it; it never touches KV bytes. Paged KV with reference counts is vLLM's PagedAttention
-(Kwon et al. 2023); eviction is least recently used, unpublished blocks first.
+A block whose last user released it stays `pending` while a plan in flight names it or a copy reads it (hold). A part of
+the free and cached blocks is reserved: a count without ids, so that cached ones can be found until somebody needs them.
+The block manager and the KV offload call it; it never touches KV bytes. Paged KV with reference counts is vLLM's
+PagedAttention (Kwon et al. 2023); eviction is least recently used, unpublished blocks first.
 """
 
 from collections import OrderedDict
@@ -23,6 +24,7 @@ class BlockPool:
         assert num_blocks > 0, "a pool needs a block"
         self.num_blocks = num_blocks
         self.num_pending = 0
+        self.num_reserved = 0
         self.done_step = 0
         self._refs = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
@@ -38,8 +40,8 @@ class BlockPool:
 
     @property
     def num_allocatable(self) -> int:
-        """Blocks that allocate() can return now: free ones, then cached ones by eviction."""
-        return len(self._free) + len(self._cached)
+        """Blocks that anybody may take or reserve now: free ones, then cached ones by eviction, less the reserved."""
+        return len(self._free) + len(self._cached) - self.num_reserved
 
     @property
     def num_cached(self) -> int:
@@ -49,7 +51,7 @@ class BlockPool:
     @property
     def num_used(self) -> int:
         """Blocks that have a user, or that a plan in flight or a copy still needs."""
-        return self.num_blocks - self.num_allocatable
+        return self.num_blocks - len(self._free) - len(self._cached)
 
     @property
     def num_held(self) -> int:
@@ -61,7 +63,7 @@ class BlockPool:
         return self._index.get(key)
 
     def is_idle(self, block_id: int) -> bool:
-        """Returns whether the block is free or cached: to acquire it lowers num_allocatable."""
+        """Returns whether the block is free or cached: to acquire it lowers num_allocatable, which must allow it."""
         return self._refs[block_id] == 0 and not self._pending[block_id]
 
     def is_exclusive(self, block_id: int) -> bool:
@@ -70,11 +72,26 @@ class BlockPool:
 
     # ---- commands ----
 
-    def allocate(self, count: int) -> list[int] | None:
-        """Returns `count` blocks with one reference each, or None. Evicts cached blocks when no free one is left."""
+    def reserve(self, count: int) -> bool:
+        """Keeps `count` more blocks for allocate(reserved=...), until unreserve(); returns False if fewer are left."""
+        if count > self.num_allocatable:
+            return False
+        self.num_reserved += count
+        return True
+
+    def unreserve(self, count: int) -> None:
+        """Gives up `count` reserved blocks."""
+        self.num_reserved -= count
+
+    def allocate(self, count: int, reserved: int = 0) -> list[int] | None:
+        """Returns `count` blocks with one reference each, or None. Evicts cached blocks when no free one is left.
+
+        reserved: how many of them were reserved before; these are always there.
+        """
         free = self._free
-        if count > len(free) + len(self._cached):
+        if count - reserved > len(free) + len(self._cached) - self.num_reserved:
             return None
+        self.num_reserved -= reserved
         taken = [free.pop() if free else self._evict() for _ in range(count)]
         refs = self._refs
         for block_id in taken:
@@ -192,6 +209,7 @@ class BlockPool:
             "free + referenced + cached != total"
         )
         assert self.num_pending == len(pending)
+        assert 0 <= self.num_reserved <= len(free) + len(cached), "more blocks are reserved than are idle"
         assert all(step_id > self.done_step for step_id in self._pending_by_step), "blocks wait for a step that is over"
         for block_id in range(self.num_blocks):
             assert self._refs[block_id] == uses.get(block_id, 0), f"ref({block_id}) is not its number of uses"

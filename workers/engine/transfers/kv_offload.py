@@ -84,7 +84,6 @@ class KVOffload:
         self._clock = clock
         self._open: dict[int, _Open] = {}
         self._arriving: dict[bytes, _Open] = {}
-        self._reserved: dict[Sequence, int] = {}
         self._failed_loads: list[Sequence] = []
         self._events: list[Event] = []
 
@@ -120,7 +119,7 @@ class KVOffload:
     # ---- the scheduler's side: LowerTiers ----
 
     def load(self, seq: Sequence, reserve: int) -> int | None:
-        self._reserved.pop(seq, None)
+        self._manager.withdraw_promise(seq.table)
         if seq.num_loads >= MAX_LOADS:
             return None
         found = self._find(seq)
@@ -140,7 +139,7 @@ class KVOffload:
         seq.num_loads = MAX_LOADS
 
     def load_overlapped(self, seq: Sequence) -> OverlappedLoad | None:
-        self._reserved.pop(seq, None)
+        self._manager.withdraw_promise(seq.table)
         if seq.num_loads >= MAX_LOADS:
             return None
         found = self._find(seq)
@@ -151,7 +150,7 @@ class KVOffload:
         opened = self._load(seq, found, reserve=0)
         if opened is None:
             return None
-        del self._reserved[seq]
+        self._manager.withdraw_promise(seq.table)
         seq.num_loads += 1
         opened.overlapped = seq
         loaded = iter(opened.move.block_ids)
@@ -159,7 +158,7 @@ class KVOffload:
         return OverlappedLoad(opened.ticket, block_ids)
 
     def drop(self, seq: Sequence) -> None:
-        self._reserved.pop(seq, None)
+        self._manager.withdraw_promise(seq.table)
 
     def store(self, table: BlockTable) -> None:
         if table.num_committed:
@@ -245,16 +244,12 @@ class KVOffload:
     def _load(self, seq: Sequence, found: _Found, reserve: int) -> _Open | None:
         """Starts a load if all of it has room beside the blocks reserved for others, which loads must not evict."""
         manager, pool = self._manager, self._manager.pool
-        blocks = manager.blocks_for(len(seq.tokens))
-        if blocks + reserve + sum(self._reserved.values()) > pool.num_allocatable:
+        if not manager.promise(seq.table, len(seq.tokens), reserve):
             return None
         for block_id in found.on_device:
             pool.acquire(block_id)
         block_ids = pool.allocate(len(found.from_host))
-        if block_ids is None:
-            pool.release(reversed(found.on_device), 0)
-            return None
-        self._reserved[seq] = blocks
+        assert block_ids is not None, "they are fewer than those of the sequence"
         self.counts.loaded_tokens += len(block_ids) * manager.block_size
         return self._start(self._store.load(found.from_host, block_ids), kept=found.on_device)
 
