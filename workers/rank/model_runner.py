@@ -26,7 +26,7 @@ from tandem.workers.rank.kv_cache import KVCache
 from tandem.workers.rank.row_table import RowTable
 from tandem.workers.rank.step_exchanges import StepExchanges, Verdict
 from tandem.workers.rank.transfers.load_gate import LoadGate
-from tandem.workers.sampling.sampler import NOT_FINITE, Drawn, Sampled, sample
+from tandem.workers.sampling.sampler import Drawn, Sampled, sample
 from tandem.workers.sampling.sampling_table import EDITS
 
 Ints = npt.NDArray[np.int64]
@@ -328,7 +328,7 @@ def _result_of(row: int, place: int, sampled: Sampled, errors: dict[int, str]) -
     """One row's answer when some row of the step went wrong."""
     error = errors.get(row)
     if error is None and sampled.failed[place]:
-        error = NOT_FINITE
+        error = sampled.reasons[place]
     if error is not None:
         return RowResult(row=row, token_ids=[], error=error)
     entry = sampled.logprobs[place]

@@ -81,9 +81,9 @@ class RowTable:
         """Sets reserved tokens."""
         self.token_ids[rows, positions] = token_ids
 
-    def history(self, row: int) -> tuple[npt.NDArray[np.int32], int]:
-        """The row's known tokens (a view) and the length of its prompt."""
-        return self.token_ids[row, : self.num_known[row]], int(self.prompt_len[row])
+    def history(self, row: int, position: int) -> tuple[npt.NDArray[np.int32], int]:
+        """The row's tokens before a position (a view), which may be drafts, and the length of its prompt."""
+        return self.token_ids[row, :position], int(self.prompt_len[row])
 
     def _clear(self, row: int) -> None:
         if row < len(self.num_known):
@@ -93,6 +93,7 @@ class RowTable:
             self.num_adapted -= int(self.adapter_slots[row] >= 0)
             self.adapter_slots[row] = -1
             self.errors.pop(row, None)
+            self.sampling.free(row)
 
     def _bind(self, init: RowInit) -> None:
         row = init.row

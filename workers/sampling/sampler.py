@@ -7,7 +7,6 @@ others their tokens. Randomness is philox.py's, so the result of a row is a func
 its position alone. S rows that sample, R of them random, V vocabulary.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,31 +18,36 @@ from tandem.workers.platforms.base import Platform
 from tandem.workers.sampling.draw import draw, thresholds
 from tandem.workers.sampling.logprobs import ChosenLogprobs, RawLogprobs
 from tandem.workers.sampling.philox import uniforms
-from tandem.workers.sampling.processors.adjust import RowHistory, adjust
+from tandem.workers.sampling.processors.logits_processor import FORBIDDEN, History
 from tandem.workers.sampling.sampling_table import EDITS, LOGPROBS, RANDOM, TRUNCATES, SamplingTable
 
 Ints = npt.NDArray[np.int64]
-History = Callable[[int], tuple[npt.NDArray[np.int32], int]]
 NOT_FINITE = "the model's output for this request is not finite"
+NOTHING_LEFT = (
+    "every token is forbidden for this request, by its allowed_token_ids, bad_words, logit_bias or min_tokens together"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One token per row (meaningless where `failed`), logprobs where asked for."""
+    """One token per place (meaningless where `failed`), logprobs where asked for; reasons: why places failed."""
 
     token_ids: list[int]
     failed: list[bool]
     logprobs: list[TokenLogprobs | None]
+    reasons: dict[int, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The chosen ids_S on the device, and host tensors that hold them, whether each row's logits are finite, and its
-    log probabilities, once the device has run the step. with_logprobs: places of the rows that want them."""
+    """The chosen ids_S on the device, and host tensors that hold them, the greatest logit of each row, and its log
+    probabilities, once the device has run the step. edited_S: whether logits processors have changed it. with_logprobs:
+    places of the rows that want them."""
 
     ids_S: torch.Tensor
     host_ids_S: torch.Tensor
-    finite_S: torch.Tensor
+    best_S: torch.Tensor
+    edited_S: npt.NDArray[np.bool_]
     logprobs: ChosenLogprobs | None
     with_logprobs: list[int]
 
@@ -54,7 +58,13 @@ class Drawn:
         if self.logprobs is not None:
             for place, entry in zip(self.with_logprobs, self.logprobs.entries(), strict=True):
                 logprobs[place] = entry
-        return Sampled(ids, (~self.finite_S).tolist(), logprobs)
+        best_S = self.best_S.numpy()
+        failed_S = ~np.isfinite(best_S)
+        reasons = {
+            place: NOTHING_LEFT if self.edited_S[place] and best_S[place] == FORBIDDEN else NOT_FINITE
+            for place in np.flatnonzero(failed_S).tolist()
+        }
+        return Sampled(ids, failed_S.tolist(), logprobs, reasons)
 
 
 def sample(
@@ -65,10 +75,11 @@ def sample(
     history: History,
     platform: Platform,
 ) -> Drawn:
-    """Chooses a token per row. logits_SV (float32) is overwritten.
+    """Chooses a token per place. logits_SV (float32) is overwritten.
 
-    rows_S: rows of the table. positions_S: index in its sequence of the token to choose. history(row) gives the row's
-    tokens so far and the length of its prompt; it is asked only for rows with penalties, bias or min_tokens.
+    rows_S: rows of the table; a row with drafts stands several times, with consecutive positions. positions_S: index in
+    its sequence of the token to choose. history(row, position) gives the row's tokens before that position, drafts too,
+    and the length of its prompt; only logits processors ask for it.
     """
     flags_S = table.flags[rows_S]
     used = int(np.bitwise_or.reduce(flags_S))
@@ -79,22 +90,15 @@ def sample(
         at = accelerator.to_device(torch.from_numpy(with_logprobs))
         raw = RawLogprobs.of(logits_SV[at], wanted)
     if used & EDITS:
-        places = np.flatnonzero(flags_S & EDITS)
-        histories = [_history(int(s), int(rows_S[s]), table, history) for s in places]
-        adjust(logits_SV, histories, accelerator.to_device)
+        table.chain.apply(logits_SV, rows_S, positions_S, history, accelerator.to_device)
     best_S, ids_S = logits_SV.max(dim=-1)
     if used & RANDOM:
         _draw_random(logits_SV, best_S, ids_S, flags_S, rows_S, positions_S, table, platform)
     if raw is not None:
         logprobs = raw.of_tokens(ids_S[at], accelerator.to_host)
-    finite_S = accelerator.to_host(torch.isfinite(best_S))
     asked = [] if with_logprobs is None else with_logprobs.tolist()
-    return Drawn(ids_S, accelerator.to_host(ids_S), finite_S, logprobs, asked)
-
-
-def _history(place: int, row: int, table: SamplingTable, history: History) -> RowHistory:
-    token_ids, prompt_len = history(row)
-    return RowHistory(place, table.of(row), token_ids, prompt_len)
+    edited_S = (flags_S & EDITS).astype(np.bool_)
+    return Drawn(ids_S, accelerator.to_host(ids_S), accelerator.to_host(best_S), edited_S, logprobs, asked)
 
 
 def _draw_random(

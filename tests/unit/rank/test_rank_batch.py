@@ -121,8 +121,9 @@ def test_history_is_prompt_and_output() -> None:
     table.apply(StepPlan(step_id=1, work=[], new_rows=[init(0, [3, 4])]))
     row = np.array([0])
     table.fill(row, table.reserve(row), [9])
-    tokens, prompt_len = table.history(0)
+    tokens, prompt_len = table.history(0, 3)
     assert (tokens.tolist(), prompt_len) == ([3, 4, 9], 2)
+    assert table.history(0, 2)[0].tolist() == [3, 4], "what was chosen at a position does not count for it"
 
 
 def test_a_row_with_foreign_tokens_is_marked_and_forgotten_when_freed() -> None:

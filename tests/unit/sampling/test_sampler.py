@@ -29,7 +29,7 @@ def run(logits_SV: torch.Tensor, rows: list[Row]) -> Sampled:
         np.arange(len(rows)),
         np.array([len(tokens) for _, tokens, _ in rows]),
         table,
-        lambda row: (np.array(rows[row][1], np.int32), rows[row][2]),
+        lambda row, position: (np.array(rows[row][1], np.int32), rows[row][2]),
         PLATFORM,
     ).collect()
 
@@ -52,6 +52,8 @@ sampling_params = st.builds(
     frequency_penalty=st.sampled_from([0.0, 0.0, 0.7, -0.4]),
     repetition_penalty=st.sampled_from([1.0, 1.0, 1.3, 0.8]),
     logit_bias=st.sampled_from([(), ((3, 5.0), (7, -100.0))]),
+    allowed_token_ids=st.sampled_from([None, None, None, (3, 5, 18, 19)]),
+    bad_words_token_ids=st.sampled_from([(), (), ((2,), (3, 5), (0, 1, 2))]),
 )
 a_row = st.tuples(sampling_params, st.lists(st.integers(0, 19), min_size=1, max_size=12), st.integers(0, 3))
 
@@ -179,7 +181,7 @@ def test_only_rows_that_change_logits_are_asked_for_their_history() -> None:
         table.bind(row, sampling)
     asked: list[int] = []
 
-    def history(row: int) -> tuple[Any, int]:
+    def history(row: int, position: int) -> tuple[Any, int]:
         asked.append(row)
         return np.zeros(1, np.int32), 1
 
