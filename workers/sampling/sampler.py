@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tandem.workers.kernels.sampling_ops import Draws
 from tandem.workers.messages.request import TokenLogprobs
 from tandem.workers.platforms.base import Platform
-from tandem.workers.sampling.draw import draw, thresholds
 from tandem.workers.sampling.logprobs import ChosenLogprobs, RawLogprobs
 from tandem.workers.sampling.philox import uniforms
 from tandem.workers.sampling.processors.logits_processor import FORBIDDEN, History
-from tandem.workers.sampling.sampling_table import EDITS, LOGPROBS, RANDOM, TRUNCATES, SamplingTable
+from tandem.workers.sampling.sampling_table import EDITS, LOGPROBS, RANDOM, SamplingTable
 
 Ints = npt.NDArray[np.int64]
 NOT_FINITE = "the model's output for this request is not finite"
@@ -91,9 +91,11 @@ def sample(
         raw = RawLogprobs.of(logits_SV[at], wanted)
     if used & EDITS:
         table.chain.apply(logits_SV, rows_S, positions_S, history, accelerator.to_device)
-    best_S, ids_S = logits_SV.max(dim=-1)
+    ops = platform.sampling_ops()
+    best_S, ids_S = ops.best(logits_SV)
     if used & RANDOM:
-        _draw_random(logits_SV, best_S, ids_S, flags_S, rows_S, positions_S, table, platform)
+        places = np.flatnonzero(flags_S & RANDOM)
+        ops.draw(logits_SV, best_S, ids_S, _draws(places, rows_S[places], positions_S[places], table))
     if raw is not None:
         logprobs = raw.of_tokens(ids_S[at], accelerator.to_host)
     asked = [] if with_logprobs is None else with_logprobs.tolist()
@@ -101,39 +103,12 @@ def sample(
     return Drawn(ids_S, accelerator.to_host(ids_S), accelerator.to_host(best_S), edited_S, logprobs, asked)
 
 
-def _draw_random(
-    logits_SV: torch.Tensor,
-    best_S: torch.Tensor,
-    ids_S: torch.Tensor,
-    flags_S: npt.NDArray[np.uint8],
-    rows_S: Ints,
-    positions_S: Ints,
-    table: SamplingTable,
-    platform: Platform,
-) -> None:
-    """Overwrites ids_S for the rows with temperature, and their logits with weights."""
-    places = np.flatnonzero(flags_S & RANDOM)
-    rows = rows_S[places]
-    every = len(places) == len(rows_S)
-    to_device = platform.accelerator.to_device
-    at = to_device(torch.from_numpy(places))
-    weights_RV = logits_SV if every else logits_SV[at]
-    best_R = best_S if every else best_S[at]
-    temperature_R = to_device(torch.from_numpy(table.temperature[rows].astype(np.float32)))
-    weights_RV.sub_(best_R[:, None]).div_(temperature_R[:, None]).exp_()
-    truncating = np.flatnonzero(flags_S[places] & TRUNCATES)
-    if len(truncating):
-        _truncate(weights_RV, truncating, rows[truncating], table, platform)
-    u_R = to_device(torch.from_numpy(uniforms(table.seed[rows], table.choice[rows], positions_S[places])))
-    ids_S[at] = draw(weights_RV, u_R)
-
-
-def _truncate(weights_RV: torch.Tensor, places: Ints, rows: Ints, table: SamplingTable, platform: Platform) -> None:
-    """Sets to 0, in place, what top-k, top-p and min-p leave out."""
-    every = len(places) == weights_RV.shape[0]
-    at = platform.accelerator.to_device(torch.from_numpy(places))
-    some_RV = weights_RV if every else weights_RV[at]
-    floor_R = thresholds(some_RV, table.top_k[rows], table.top_p[rows], table.min_p[rows], platform)
-    some_RV.masked_fill_(some_RV < floor_R[:, None], 0.0)
-    if not every:
-        weights_RV[at] = some_RV
+def _draws(places_R: Ints, rows_R: Ints, positions_R: Ints, table: SamplingTable) -> Draws:
+    return Draws(
+        places=places_R,
+        temperature=table.temperature[rows_R].astype(np.float32),
+        top_k=table.top_k[rows_R],
+        top_p=table.top_p[rows_R],
+        min_p=table.min_p[rows_R].astype(np.float32),
+        uniforms=uniforms(table.seed[rows_R], table.choice[rows_R], positions_R),
+    )

@@ -14,9 +14,8 @@ from tandem.workers.sampling.processors.chain import ProcessorChain, all_process
 from tandem.workers.sampling.processors.logits_processor import LogitsProcessor
 
 RANDOM: Final = 1  # temperature above 0
-TRUNCATES: Final = 2  # top-k, top-p or min-p
-EDITS: Final = 4  # some logits processor changes the logits before the choice
-LOGPROBS: Final = 8
+EDITS: Final = 2  # some logits processor changes the logits before the choice
+LOGPROBS: Final = 4
 GREEDY_BELOW: Final = 1e-5  # as in vLLM: a temperature this small is greedy
 
 
@@ -26,8 +25,7 @@ COLUMNS: Final = ("flags", "temperature", "top_k", "top_p", "min_p", "seed", "ch
 def flags_of(sampling: RowSampling) -> int:
     """What this row needs beyond argmax and logits processors, as bits."""
     random = sampling.temperature >= GREEDY_BELOW
-    truncates = random and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
-    return RANDOM * random + TRUNCATES * truncates + LOGPROBS * (sampling.logprobs is not None)
+    return RANDOM * random + LOGPROBS * (sampling.logprobs is not None)
 
 
 class SamplingTable:

@@ -3,27 +3,33 @@
 import torch
 
 from tandem.workers.messages.step import RowSampling
-from tandem.workers.sampling.processors.logits_processor import FORBIDDEN, Ids, SampledRows, known_ids
+from tandem.workers.sampling.processors.logits_processor import FORBIDDEN, SampledRows, known_ids
 
 
 class AllowedTokens:
-    """Per row its allowed ids."""
+    """Per row a mask of the vocabulary, True where a token is forbidden: it is on the logits' device after its first
+    step."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._rows: dict[int, Ids] = {}
+        self._rows: dict[int, torch.Tensor] = {}
+        self._on_device: set[int] = set()
 
     def bind(self, row: int, sampling: RowSampling) -> bool:
         if sampling.allowed_token_ids is None:
             return False
-        self._rows[row] = known_ids(sampling.allowed_token_ids, self._vocab_size)
+        mask_V = torch.ones(self._vocab_size, dtype=torch.bool)
+        mask_V[torch.from_numpy(known_ids(sampling.allowed_token_ids, self._vocab_size))] = False
+        self._rows[row] = mask_V
         return True
 
     def apply(self, logits_SV: torch.Tensor, rows: SampledRows) -> None:
-        at = rows.at([self._rows[row] for row, _ in rows])
-        kept = logits_SV[at]
-        logits_SV.index_fill_(0, rows.to_device(torch.from_numpy(rows.places_P)), FORBIDDEN)
-        logits_SV[at] = kept
+        for place, (row, _) in zip(rows.places_P.tolist(), rows, strict=True):
+            if row not in self._on_device:
+                self._rows[row] = rows.to_device(self._rows[row])
+                self._on_device.add(row)
+            logits_SV[place].masked_fill_(self._rows[row], FORBIDDEN)
 
     def free(self, row: int) -> None:
         del self._rows[row]
+        self._on_device.discard(row)

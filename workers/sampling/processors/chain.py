@@ -52,7 +52,7 @@ class ProcessorChain:
     def free(self, row: int) -> None:
         """Forgets the row. Idempotent."""
         if self._needs[row].any():
-            for place in np.flatnonzero(self._needs[row]):
+            for place in np.flatnonzero(self._needs[row]).tolist():
                 self._processors[place].free(row)
             self._needs[row] = False
 
@@ -65,7 +65,7 @@ class ProcessorChain:
     ) -> None:
         """Changes logits_SV in place. Arguments as for sample()."""
         needs_SP = self._needs[rows_S]
-        for which in np.flatnonzero(needs_SP.any(axis=0)):
+        for which in np.flatnonzero(needs_SP.any(axis=0)).tolist():
             places = np.flatnonzero(needs_SP[:, which])
             rows = SampledRows(places, rows_S[places], positions_S[places], history, to_device)
             self._processors[which].apply(logits_SV, rows)
