@@ -202,9 +202,7 @@ def _sampling(shapes: Sequence[tuple[int, int]]) -> str:
         ids = torch.randperm(vocab, generator=torch.Generator().manual_seed(2))[: 8 * rows].view(rows, 8).sort(1).values
         best, greedy = ops.best(logits)
         twin = TorchSampling(lambda host: host).best(logits)
-        require(
-            torch.equal(best, twin[0]) and torch.equal(greedy, twin[1]), "a best token differs from its torch twin's"
-        )
+        require(torch.equal(best, twin[0]) and torch.equal(greedy, twin[1]), "a best token is not its torch twin's")
         logits.scatter_(1, ids, 20.0)
         places = np.arange(rows)
         draws = Draws(
