@@ -1,7 +1,10 @@
 """SamplingOps, compiled and in torch, against whole sorts and one cumulative sum in numpy."""
 
 import ctypes
+import subprocess
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,22 +12,43 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.workers.kernels.cpu.cpu_build import cpu_sampling_library
+from tandem.workers.kernels.cpu import cpu_build
+from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER
 from tandem.workers.kernels.cpu.cpu_sampling import SCRATCH_FLOATS, CpuSampling
 from tandem.workers.kernels.sampling_ops import CHUNK, Draws, SamplingOps, TorchSampling, drawn, thresholds
 from tests.unit.sampling.sorted_twin import Floats, mass_from, sorted_floor
 
-LIBRARY = cpu_sampling_library()
+
+def portable_library() -> ctypes.CDLL:
+    """The same source without the instructions of this CPU, as on one without AVX512."""
+    source = Path(cpu_build.__file__).parent / "src" / "cpu_sampling.c"
+    flags = [flag for flag in cpu_build.FLAGS if flag != "-march=native"]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            str(cpu_build._compiler()),
+            *flags,
+            "-DELEMENT=0",
+            "-DSTORED=0",
+            source,
+            "-o",
+            f"{folder}/x.so",
+            "-lm",
+        ]
+        subprocess.run(command, check=True)
+        return ctypes.CDLL(f"{folder}/x.so")
+
+
+LIBRARY = cpu_build.cpu_sampling_library()
+LIBRARIES = {} if LIBRARY is None else {"compiled": LIBRARY, "portable": portable_library()}
 needs_compiler = pytest.mark.skipif(LIBRARY is None, reason="there is no C compiler")
-KINDS = ["torch", pytest.param("compiled", marks=needs_compiler)]
+KINDS = ["torch", *(pytest.param(kind, marks=needs_compiler) for kind in ("compiled", "portable"))]
 VOCABS = [1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 10 * CHUNK + 17]
 
 
 def ops_of(kind: str) -> SamplingOps:
     if kind == "torch":
         return TorchSampling(lambda host: host)
-    assert LIBRARY is not None
-    return CpuSampling(LIBRARY)
+    return CpuSampling(LIBRARIES[kind])
 
 
 def floor_of(kind: str, weights: Floats, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> float:
@@ -33,18 +57,17 @@ def floor_of(kind: str, weights: Floats, top_k: int = 0, top_p: float = 1.0, min
         row = torch.from_numpy(weights)[None]
         columns = np.array([top_k]), np.array([top_p]), np.array([min_p], np.float32)
         return float(thresholds(row, *columns, lambda host: host)[0])
-    assert LIBRARY is not None
-    function = LIBRARY["floor_of"]
+    function = LIBRARIES[kind]["floor_of"]
     function.restype = ctypes.c_float
-    vocab = len(weights)
+    function.argtypes = [POINTER, NUMBER, COUNT, NUMBER, ctypes.c_double, ctypes.c_double, *[POINTER] * 3]
+    vocab, least = len(weights), float(np.float32(min_p))
     kept = np.where(weights >= np.float32(min_p), weights, np.float32(0))  # as draw_tokens gives it
-    room = [np.full(vocab + SCRATCH_FLOATS, np.nan, np.float32) for _ in range(2)]
-    addresses = [ctypes.c_void_p(array.ctypes.data) for array in (kept, *room)]
-    total = ctypes.c_double(float(kept.astype(np.float64).sum()))
-    least = function(
-        addresses[0], ctypes.c_long(vocab), ctypes.c_long(top_k), ctypes.c_double(top_p), total, *addresses[1:]
-    )
-    return max(float(least), float(np.float32(min_p)))
+    total = float(kept.astype(np.float64).sum())
+    room = [np.full(vocab + SCRATCH_FLOATS, np.nan, np.float32) for _ in range(3)]
+    row, *buffers = (array.ctypes.data for array in (kept, *room))
+    dense, sparse = (max(function(row, vocab, way, top_k, top_p, total, *buffers), least) for way in (0, 1))
+    assert same_kept(weights, dense, sparse)
+    return dense
 
 
 def draw(kind: str, logits: torch.Tensor, uniforms: list[float], **columns: float) -> list[int]:
@@ -73,8 +96,9 @@ def random_weights(vocab: int, seed: int = 0) -> Floats:
 
 
 def same_kept(weights: Floats, one: float, other: float) -> bool:
-    """Whether two thresholds keep the same tokens: one of 0 and the least weight do."""
-    return bool(((weights >= one) == (weights >= other)).all())
+    """Whether two thresholds keep the same tokens: one of 0 and the least weight do. Weights of 0 are never drawn."""
+    some = weights[weights > 0]
+    return bool(((some >= one) == (some >= other)).all())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -191,7 +215,7 @@ def test_rounding_leads_to_no_token_without_weight(vocab: int) -> None:
 
 
 def ops_here() -> list[str]:
-    return ["torch"] if LIBRARY is None else ["torch", "compiled"]
+    return ["torch", *LIBRARIES]
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
@@ -246,7 +270,7 @@ def test_the_compiled_draw_is_the_twins(scale: float, limits: dict[str, float]) 
         uniforms=np.array([0.11, 0.5, 0.93]),
     )
     found = []
-    for kind in ("torch", "compiled"):
+    for kind in ("torch", "compiled", "portable"):
         ops, logits = ops_of(kind), padded.clone()[:, :vocab]
         best, ids = ops.best(logits)
         greedy = ids.clone()
@@ -255,7 +279,7 @@ def test_the_compiled_draw_is_the_twins(scale: float, limits: dict[str, float]) 
         rest = np.setdiff1d(np.arange(rows), places)
         assert torch.equal(ids[rest], greedy[rest]) and torch.equal(greedy, logits.argmax(1))
         found.append(ids[places].tolist())
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
 
 
 @needs_compiler

@@ -131,4 +131,3 @@ def test_temperature_and_truncations(kind: str, seed: int, limits: dict[str, flo
         pytest.skip("there is no C compiler")
     kept = kept_by(kind, logits_of(seed), **limits)
     assert len(kept) == limits.get("top_k", len(kept)) or "top_p" in limits
-    assert len(kept) > 4 or limits.get("top_k") == 1 or limits.get("top_p") == 0.4

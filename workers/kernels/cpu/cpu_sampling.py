@@ -13,7 +13,7 @@ from tandem.workers.kernels.sampling_ops import Draws
 
 KINDS = ("l", "f", "l", "d", "f", "d")
 SCRATCH_FLOATS = 80
-"""For each thread, beside three for each token of the vocabulary."""
+"""For each thread, beside four for each token of the vocabulary."""
 
 
 class CpuSampling:
@@ -44,7 +44,7 @@ class CpuSampling:
         assert tuple(column.dtype.char for column in columns) == KINDS, "as Draws says"
         assert all(column.flags.c_contiguous for column in columns)
         places, *numbers = (column.ctypes.data for column in columns)
-        self._scratch.reserve(threads * (3 * vocab + SCRATCH_FLOATS))
+        self._scratch.reserve(threads * (4 * vocab + SCRATCH_FLOATS))
         self._draw(
             logits_SV.data_ptr(), logits_SV.stride(0), vocab, best_S.data_ptr(), ids_S.data_ptr(), places,
             len(draws.places), *numbers, self._scratch.address, threads,

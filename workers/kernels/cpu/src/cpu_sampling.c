@@ -80,9 +80,9 @@ void best_tokens(const float *logits, long stride, long rows, long vocab, float 
   }
 }
 
-/* Logits to weights exp((x - best) * factor) in place, 0 below min_p and below e^-87; sums of chunks into `sums`. */
-static void weigh(float *row, long vocab, float best, float factor, float min_p, double *sums) {
-  const float lowest = min_p > 0 ? fmaxf(-87.0f, logf(min_p) - 0.001f) : -87.0f; /* below it no weight can be kept */
+/* Logits to weights exp((x - best) * factor) in place, 0 below min_p and where the exponent is below `lowest`; sums of
+   chunks into `sums`. */
+static void weigh(float *row, long vocab, float best, float factor, float min_p, float lowest, double *sums) {
   const floats least = all_lanes(min_p);
   for (long begin = 0; begin < vocab; begin += CHUNK) {
     const long end = begin + CHUNK < vocab ? begin + CHUNK : vocab;
@@ -195,7 +195,7 @@ static void sort_few(const float *from, long count, float *sorted) {
   }
 }
 
-/* Two weights between which the cut probably lies; infinity, and -1, where there is none on that side. `spare`: what may
+/* Two values between which the cut probably lies; an infinity where there is none on that side. `spare`: what may
    lie below the cut. Equal pivots when `one`, so that every partition makes progress. */
 static void choose_pivots(const float *from, long count, double spare, int by_mass, int one, float *low, float *high) {
   float taken[SAMPLE], sorted[SAMPLE];
@@ -214,11 +214,11 @@ static void choose_pivots(const float *from, long count, double spare, int by_ma
   const long place = at < 0 ? 0 : at;
   const long margin = 2 + (long)(2 * sqrt((double)place * (SAMPLE - place) / SAMPLE));
   *high = at - margin >= 0 ? sorted[at - margin] : INFINITY;
-  *low = at + margin < SAMPLE ? sorted[at + margin] : -1.0f;
+  *low = at + margin < SAMPLE ? sorted[at + margin] : -INFINITY;
 }
 
-/* The greatest weight such that those of at least this weight reach `target`, in number or in mass; the least weight if
-   they never do. a and b: room for `count` + 16 weights each. all: the count and mass of `from`. */
+/* The greatest value such that those of at least this value reach `target`, in number or in mass; the least value if they
+   never do. a and b: room for `count` + 16 values each. all: the count and mass of `from`. */
 static float cut(const float *from, part all, double target, int by_mass, float *a, float *b) {
   double reached = 0; /* by weights above the candidates */
   int one = 0;
@@ -232,14 +232,14 @@ static float cut(const float *from, part all, double target, int by_mass, float 
     part ignored;
     if (above.count && reached + up >= target) {
       all = partition(from, all.count, nextafterf(high, INFINITY), INFINITY, into, &ignored);
-    } else if (low < 0 || reached + up + in >= target) {
+    } else if (low == -INFINITY || reached + up + in >= target) {
       if (low == high) return low;
       all = inside;
       reached += up;
     } else {
       const long below = all.count - above.count - inside.count;
       if (below == 0) return low;
-      all = partition(from, all.count, -1.0f, nextafterf(low, -1.0f), into, &ignored);
+      all = partition(from, all.count, -INFINITY, nextafterf(low, -INFINITY), into, &ignored);
       reached += up + in;
     }
     from = into;
@@ -254,18 +254,37 @@ static float cut(const float *from, part all, double target, int by_mass, float 
   return sorted[all.count - 1];
 }
 
-/* The least weight that top-k, then top-p leave, 0 where both keep all. total: of all weights. */
-float floor_of(const float *row, long vocab, long top_k, double top_p, double total, float *a, float *b) {
+/* The least weight that top-k, then top-p leave, 0 where both keep all. sparse: many weights are 0. total: of all
+   weights. a, b and c: room for vocab + 16 weights each. */
+float floor_of(const float *row, long vocab, int sparse, long top_k, double top_p, double total, float *a, float *b,
+               float *c) {
   part all = {vocab, total}, ignored;
   float least = 0.0f;
-  if (top_k > 0 && top_k < vocab) least = cut(row, all, top_k, 0, a, b);
+  if (sparse) {
+    all = partition(row, vocab, 0x1p-149f, INFINITY, c, &ignored);
+    row = c;
+  }
+  if (top_k > 0 && top_k < all.count) least = cut(row, all, top_k, 0, a, b);
   if (top_p >= 1) return least;
   if (least > 0) {
-    all = partition(row, vocab, least, INFINITY, a, &ignored);
+    all = partition(row, all.count, least, INFINITY, a, &ignored);
     row = a;
   }
   const float edge = cut(row, all, top_p * all.mass, 1, a, b);
   return edge > least ? edge : least;
+}
+
+/* An exponent below which no weight can be kept. Found among the logits, since most weights then need no exp. */
+static float lowest_exponent(const float *row, long vocab, float best, float factor, float min_p, long top_k, float *a,
+                             float *b) {
+  const float slack = 0.001f; /* more than the rounding of exp */
+  float lowest = -87.0f;
+  if (min_p > 0) lowest = fmaxf(lowest, logf(min_p) - slack);
+  if (top_k > 0 && top_k < vocab) {
+    const part all = {vocab, 0.0};
+    lowest = fmaxf(lowest, (cut(row, all, top_k, 0, a, b) - best) * factor - slack);
+  }
+  return lowest;
 }
 
 /* The first id whose cumulative weight, of weights of at least `least`, exceeds u times their sum. */
@@ -290,22 +309,24 @@ static long draw_one(const float *row, long vocab, float least, double u, const 
 }
 
 /* Draws a token for each given row of the logits, which become weights. Rows whose best logit is not finite keep their
-   ids. scratch: 3 * vocab + 80 floats for each thread. */
+   ids. scratch: 4 * vocab + 80 floats for each thread. */
 void draw_tokens(float *logits, long stride, long vocab, const float *best, int64_t *ids, const int64_t *places,
                  long rows, const float *temperature, const int64_t *top_k, const double *top_p, const float *min_p,
                  const double *uniforms, float *scratch, int threads) {
-  const long room = (3 * vocab + 79) / 16 * 16;
+  const long room = (4 * vocab + 79) / 16 * 16;
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (rows * vocab >= PARALLEL_ELEMENTS)
   for (long r = 0; r < rows; r++) {
     const long place = places[r];
     if (!isfinite(best[place])) continue;
     float *row = logits + place * stride;
     double *sums = (double *)(scratch + omp_get_thread_num() * room);
-    float *a = (float *)sums + vocab + 16, *b = a + vocab + 16;
-    weigh(row, vocab, best[place], 1.0f / temperature[r], min_p[r], sums);
+    float *a = (float *)sums + vocab + 16, *b = a + vocab + 16, *c = b + vocab + 16;
+    const float factor = 1.0f / temperature[r];
+    const float lowest = lowest_exponent(row, vocab, best[place], factor, min_p[r], top_k[r], a, b);
+    weigh(row, vocab, best[place], factor, min_p[r], lowest, sums);
     double total = 0;
     for (long c = 0; c < (vocab + CHUNK - 1) / CHUNK; c++) total += sums[c];
-    const float least = floor_of(row, vocab, top_k[r], top_p[r], total, a, b);
+    const float least = floor_of(row, vocab, lowest > -87.0f, top_k[r], top_p[r], total, a, b, c);
     if (least > 0) sum_chunks(row, vocab, least, sums);
     ids[place] = draw_one(row, vocab, least, uniforms[r], sums);
   }
