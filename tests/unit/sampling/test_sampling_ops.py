@@ -3,6 +3,7 @@
 import ctypes
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -280,6 +281,33 @@ def test_the_compiled_draw_is_the_twins(scale: float, limits: dict[str, float]) 
         assert torch.equal(ids[rest], greedy[rest]) and torch.equal(greedy, logits.argmax(1))
         found.append(ids[places].tolist())
     assert found[0] == found[1] == found[2]
+
+
+@needs_compiler
+def test_models_of_one_process_may_draw_at_once() -> None:
+    """Several threads, one object, rows that need its scratch memory."""
+    assert LIBRARY is not None
+    ops, rows = CpuSampling(LIBRARY), 4
+    logits = torch.randn(rows, 60_000, generator=torch.Generator().manual_seed(1))
+    best, greedy = ops.best(logits)
+
+    def drawn_with(top_p: float) -> list[int]:
+        draws = Draws(
+            places=np.arange(rows),
+            temperature=np.ones(rows, np.float32),
+            top_k=np.zeros(rows, np.int64),
+            top_p=np.full(rows, top_p),
+            min_p=np.zeros(rows, np.float32),
+            uniforms=np.full(rows, 0.7),
+        )
+        ids = greedy.clone()
+        ops.draw(logits.clone(), best, ids, draws)
+        return [int(i) for i in ids]
+
+    shares = [0.2 + 0.01 * i for i in range(40)]
+    alone = list(map(drawn_with, shares))
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(drawn_with, shares)) == alone
 
 
 @needs_compiler

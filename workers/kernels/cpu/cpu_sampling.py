@@ -5,6 +5,7 @@ below e^-87 they are 0, and sums are made in another order; so a draw may differ
 """
 
 import ctypes
+import threading
 
 import torch
 
@@ -16,8 +17,15 @@ SCRATCH_FLOATS = 80
 """For each thread, beside four for each token of the vocabulary."""
 
 
+class _Own(threading.local):
+    """A thread's scratch memory: ranks of several models in one process share the operations."""
+
+    def __init__(self) -> None:
+        self.scratch = Scratch()
+
+
 class CpuSampling:
-    """The compiled operations, on float32 logits."""
+    """The compiled operations, on float32 logits. Serves several threads."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._best = Kernel(library, "best_tokens", POINTER, NUMBER, NUMBER, NUMBER, POINTER, POINTER, COUNT)
@@ -25,7 +33,7 @@ class CpuSampling:
             library, "draw_tokens", POINTER, NUMBER, NUMBER, POINTER, POINTER, POINTER, NUMBER, POINTER, POINTER,
             POINTER, POINTER, POINTER, POINTER, COUNT,
         )  # fmt: skip
-        self._scratch = Scratch()
+        self._own = _Own()
 
     def best(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows, vocab = logits_SV.shape
@@ -44,8 +52,9 @@ class CpuSampling:
         assert tuple(column.dtype.char for column in columns) == KINDS, "as Draws says"
         assert all(column.flags.c_contiguous for column in columns)
         places, *numbers = (column.ctypes.data for column in columns)
-        self._scratch.reserve(threads * (4 * vocab + SCRATCH_FLOATS))
+        scratch = self._own.scratch
+        scratch.reserve(threads * (4 * vocab + SCRATCH_FLOATS))
         self._draw(
             logits_SV.data_ptr(), logits_SV.stride(0), vocab, best_S.data_ptr(), ids_S.data_ptr(), places,
-            len(draws.places), *numbers, self._scratch.address, threads,
+            len(draws.places), *numbers, scratch.address, threads,
         )  # fmt: skip
