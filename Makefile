@@ -14,7 +14,8 @@ DOCS    := $(VENV)/.docs-installed
 TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t0 )) s"
 
 .PHONY: install dev serve check check-kernels format test chaos fuzz mutate bench bench-engine bench-serve bench-startup \
-  bench-routing bench-overload bench-multiturn bench-speculation bench-weight-stream bench-lora performance docs clean help
+  bench-sampling bench-speculation bench-routing bench-overload bench-multiturn bench-weight-stream bench-lora \
+  performance docs clean help
 
 help: ## show these goals
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -76,6 +77,9 @@ bench: bench-engine bench-serve ## every benchmark that compares; results under 
 
 bench-engine: $(DEV) ## offline throughput beside the roofline and transformers
 	$(BIN)/python -m benchmarks.engine.throughput $(ARGS)
+
+bench-sampling: $(DEV) ## milliseconds of a step's sampling with all fields, without each and with each alone
+	$(BIN)/python -m benchmarks.engine.sampling $(ARGS)
 
 bench-serve: $(DEV) ## the same workload over HTTP and offline, A-B-A-B
 	$(BIN)/python -m benchmarks.service.serve $(ARGS)

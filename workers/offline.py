@@ -37,7 +37,7 @@ from tandem.workers.messages.request import (
 )
 from tandem.workers.messages.sampling_check import checked_sampling
 from tandem.workers.offline_inbox import OfflineInbox
-from tandem.workers.offline_inputs import Prompt, as_conversations, as_prompts, one_for_each
+from tandem.workers.offline_inputs import Prompt, as_conversations, as_prompts, one_for_each, with_bad_word_ids
 from tandem.workers.planning.model_source import resolve_model
 from tandem.workers.planning.resolve import read_spec
 from tandem.workers.planning.start_notes import warn_of_pool
@@ -331,7 +331,8 @@ class LLM:
         each = [given] if isinstance(given, SamplingParams) else list(given)
         if wrong := [one for one in each if not isinstance(one, SamplingParams)]:
             raise TypeError(f"sampling_params: {wrong[0]!r:.80} is no SamplingParams")
-        each = [checked_sampling(params, self._facts.vocab_size) for params in each]
+        vocab_size = self._facts.vocab_size
+        each = [with_bad_word_ids(checked_sampling(params, vocab_size), self.tokenizer) for params in each]
         if isinstance(given, SamplingParams):
             return each * count
         if len(each) != count:

@@ -1,4 +1,4 @@
-"""Converts arguments of LLM (prompts, conversations, adapters) to lists of plain values, or raises TypeError.
+"""Converts arguments of LLM (prompts, conversations, adapters, bad words) to plain values, or raises TypeError.
 
 Called by workers/offline.py before anything runs. The engine decides whether a prompt can be served.
 """
@@ -7,7 +7,11 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from tandem.workers.messages.request import AdapterRef
+import msgspec
+
+from tandem.workers.messages.request import AdapterRef, SamplingParams
+from tandem.workers.text.bad_word_ids import bad_word_ids
+from tandem.workers.text.tokenizer import ModelTokenizer
 
 Prompt = str | Sequence[int]
 NO_PROMPT = "a prompt is text or a list of token ids, not"
@@ -45,6 +49,14 @@ def one_for_each(given: AdapterRef | Sequence[AdapterRef | None] | None, count: 
     if len(adapters) != count:
         raise ValueError(f"{len(adapters)} lora_requests for {count} prompts")
     return adapters
+
+
+def with_bad_word_ids(params: SamplingParams, tokenizer: ModelTokenizer) -> SamplingParams:
+    """Returns checked parameters in which the ids of bad_words are among bad_words_token_ids."""
+    if not params.bad_words:
+        return params
+    ids = (*params.bad_words_token_ids, *bad_word_ids(tokenizer, params.bad_words))
+    return msgspec.structs.replace(params, bad_words=(), bad_words_token_ids=ids)
 
 
 def _as_ids(prompt: Any) -> list[int]:

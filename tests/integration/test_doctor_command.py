@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TANDEM = Path(sys.executable).parent / "tandem"
 SECTION = (ROOT / "docs" / "operations.md").read_text().partition("## Check a machine")[2].partition("\n## ")[0]
 COMMANDS = re.findall(r"^    \.venv/bin/tandem (doctor.*)$", SECTION, re.MULTILINE)
-CHOSEN = ["device", "dtype", "attention", "fused ops", "linear", "LoRA ops", "collectives", "graphs"]
+CHOSEN = ["device", "dtype", "attention", "fused ops", "linear", "LoRA ops", "sampling", "collectives", "graphs"]
 
 
 def run(command: str) -> subprocess.CompletedProcess[str]:

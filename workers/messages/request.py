@@ -45,9 +45,14 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     repetition_penalty: divides positive and multiplies other logits of tokens of prompt and output (CTRL, Keskar et
         al. 2019); above 0, 1: off.
     logit_bias: pairs (token id, value), each value added to that token's logit; minus infinity forbids the token.
+    allowed_token_ids: the only token ids that can be sampled, at least one; None: all.
+    bad_words: texts that are not generated, each with and without a space before it; none of them is empty. The last
+        token of such a text cannot be sampled where the output ends with the tokens before it.
+    bad_words_token_ids: the same as token ids, in addition to those of bad_words.
     """
 
-    # The gateway looks for `stop` texts, which need a detokenizer; the engine looks for ids.
+    # The gateway looks for `stop` texts, which need a detokenizer; the engine looks for ids. It does
+    # not read bad_words, which gateway and LLM turn into ids.
 
     max_tokens: int = 16
     n: int = 1
@@ -65,6 +70,9 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
 
 
 class ReplyTo(msgspec.Struct, frozen=True, array_like=True):

@@ -34,6 +34,9 @@ RANGES: Final[Mapping[str, Any]] = {
     "frequency_penalty": Signed,
     "repetition_penalty": Annotated[float, Meta(gt=0, le=MOST)],
     "logit_bias": tuple[tuple[Whole, Annotated[float, Meta(le=MOST)]], ...],
+    "allowed_token_ids": Annotated[tuple[Whole, ...], Meta(min_length=1)] | None,
+    "bad_words": tuple[Annotated[str, Meta(min_length=1)], ...],
+    "bad_words_token_ids": tuple[Annotated[tuple[Whole, ...], Meta(min_length=1)], ...],
 }
 """Type and range of every parameter. A bias may be minus infinity, which forbids the token."""
 
@@ -53,7 +56,12 @@ def checked_sampling(given: SamplingParams, vocab_size: int) -> SamplingParams:
     params = msgspec.structs.replace(given, **plain)
     if params.min_tokens > params.max_tokens:
         raise ValueError(f"min_tokens={params.min_tokens} exceeds max_tokens={params.max_tokens}")
-    for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", [i for i, _ in params.logit_bias])):
+    for name, ids in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", [i for i, _ in params.logit_bias]),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+        ("bad_words_token_ids", [i for word in params.bad_words_token_ids for i in word]),
+    ):
         if bad := [i for i in ids if i >= vocab_size]:
             raise ValueError(f"{name}: token id {bad[0]} is outside the vocabulary, 0 to {vocab_size - 1}")
     return params

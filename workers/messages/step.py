@@ -8,7 +8,7 @@ from tandem.workers.messages.request import TokenLogprobs
 class RowSampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Sampling parameters of one row, as in SamplingParams. `choice` selects the random numbers of one choice.
 
-    stop_token_ids: ids, EOS included, that cannot be sampled before min_tokens.
+    stop_token_ids: ids, EOS included, that cannot be sampled before min_tokens. allowed_token_ids: None: all.
     """
 
     temperature: float
@@ -24,6 +24,8 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
 
 
 class RowInit(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

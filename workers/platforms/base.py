@@ -21,6 +21,7 @@ from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.graphs.cpu_graphs import CpuGraphRunner
 from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.kernels.lora_ops import LoraOps
+from tandem.workers.kernels.sampling_ops import SamplingOps
 
 Array = npt.NDArray[np.generic]
 
@@ -54,9 +55,9 @@ class Platform:
     move while the rank computes without taking from it. packs: whether matrices of a dtype are packed. graphs: makes
     the runner of a stage's layers, as CpuGraphRunner is made. weight_copier: takes the bytes of the streamed layers.
     upload: a step's int64 and int32 arrays to tensors. zeros: zeroed memory of a shape. clear_blocks: zeroes blocks,
-    which are in dim 1. copy_pages: host memory to device memory, for adapters. descending: the greatest weights of each
-    row, at least as many as asked for, sorted. kernel_notes: lines for the user about kernels for a dtype that could
-    not be had, as far as they have been asked for.
+    which are in dim 1. copy_pages: host memory to device memory, for adapters. sampling_ops: from logits to tokens; the
+    first call may compile. kernel_notes: lines for the user about kernels for a dtype that could not be had, as far as
+    they have been asked for.
     """
 
     name: Device
@@ -77,5 +78,5 @@ class Platform:
     zeros: Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
     clear_blocks: Callable[[torch.Tensor, Sequence[int]], None]
     copy_pages: Callable[[torch.Tensor, torch.Tensor], None]
-    descending: Callable[[torch.Tensor, int], torch.Tensor]
+    sampling_ops: Callable[[], SamplingOps]
     kernel_notes: Callable[[torch.dtype], tuple[str, ...]]

@@ -23,6 +23,7 @@ from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.graphs.cpu_graphs import CpuGraphRunner
 from tandem.workers.kernels.fused_ops import FusedOps, TorchFusedOps
 from tandem.workers.kernels.lora_ops import LoraOps, TorchLora
+from tandem.workers.kernels.sampling_ops import TorchSampling
 from tandem.workers.platforms.base import Array, DeviceMemory, Platform
 from tandem.workers.platforms.cpu import open_cpu
 
@@ -174,7 +175,7 @@ def platform_on(
         zeros=partial(_zeros, device),
         clear_blocks=partial(_clear_blocks, accelerator),
         copy_pages=_copy_pages,
-        descending=_descending,
+        sampling_ops=partial(TorchSampling, accelerator.to_device),
         kernel_notes=lambda dtype: (),
     )
 
@@ -240,9 +241,3 @@ def _clear_blocks(accelerator: Accelerator, memory: torch.Tensor, block_ids: Seq
 
 def _copy_pages(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source, non_blocking=True)
-
-
-def _descending(weights_RV: torch.Tensor, most: int) -> torch.Tensor:
-    if most < weights_RV.shape[1]:
-        return weights_RV.topk(most, dim=1).values
-    return weights_RV.sort(dim=1, descending=True).values

@@ -12,6 +12,7 @@ import torch
 from tandem.workers.attention.cpu_paged import CpuAttention
 from tandem.workers.kernels.cpu.cpu_build import obstacle
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
+from tandem.workers.kernels.cpu.cpu_sampling import CpuSampling
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
 from tandem.workers.kernels.lora_ops import TorchLora
 from tandem.workers.platforms.base import Platform
@@ -40,7 +41,7 @@ def _on_cpu(platform: Platform, dtype: torch.dtype) -> list[PlatformChoice]:
     missing = obstacle(dtype)
     instead = missing or "there is no such kernel for this machine"
     has_attention, has_fused = isinstance(attention, CpuAttention), isinstance(fused, CpuFusedOps)
-    has_gemm = skinny_gemm(dtype) is not None
+    has_gemm, has_sampling = skinny_gemm(dtype) is not None, isinstance(platform.sampling_ops(), CpuSampling)
     shares = platform.backend.shares_memory and sys.platform == "linux" and machine() in ("x86_64", "AMD64")
     return [
         PlatformChoice("attention", attention.name, compiled if has_attention else instead),
@@ -49,6 +50,7 @@ def _on_cpu(platform: Platform, dtype: torch.dtype) -> list[PlatformChoice]:
         PlatformChoice(
             "LoRA ops", "torch" if lora is TorchLora else "compiled", instead if lora is TorchLora else compiled
         ),
+        PlatformChoice("sampling", "compiled" if has_sampling else "torch", compiled if has_sampling else instead),
         PlatformChoice(
             "collectives",
             "shared memory" if shares else platform.backend.name,
@@ -85,6 +87,7 @@ def _on_gpu(platform: Platform, dtype: torch.dtype) -> list[PlatformChoice]:
             "torch" if lora is TorchLora else "Triton",
             "Triton is not installed" if lora is TorchLora else "Triton is installed",
         ),
+        PlatformChoice("sampling", "torch", "there are no kernels for GPUs yet"),
         PlatformChoice("collectives", platform.backend.name, "between GPUs"),
         PlatformChoice("graphs", "none", "CUDA graphs are not there yet"),
     ]

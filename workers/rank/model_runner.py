@@ -137,6 +137,8 @@ class ModelRunner:
         self._proposer = proposer
         self._exchanges = StepExchanges(context, link, platform)
         self._samples = context.is_last_stage and context.tp_rank == 0
+        if self._samples:
+            platform.sampling_ops()  # compiled now, not in the first step
         self._appends = context.pp_size == 1
         self._steps: deque[StepHandle] = deque()  # whose tokens the row table lacks
         self._awaits: list[int] = []

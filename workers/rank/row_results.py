@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from tandem.workers.messages.step import RowResult
 from tandem.workers.rank.drafts import Accepted
-from tandem.workers.sampling.sampler import NOT_FINITE, Sampled
+from tandem.workers.sampling.sampler import Sampled
 
 
 def row_results(
@@ -28,7 +28,7 @@ def _result_of(outcome: Accepted, sampled: Sampled, errors: Mapping[int, str]) -
     own = slice(outcome.first, outcome.first + outcome.count)
     error = errors.get(outcome.row)
     if error is None and any(sampled.failed[own]):
-        error = NOT_FINITE
+        error = next(sampled.reasons[place] for place in range(own.start, own.stop) if sampled.failed[place])
     if error is not None:
         return RowResult(row=outcome.row, token_ids=[], error=error, num_drafts=outcome.num_drafts)
     entries = [entry for entry in sampled.logprobs[own] if entry is not None]

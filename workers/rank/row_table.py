@@ -115,6 +115,7 @@ class RowTable:
             self.num_adapted -= int(self.adapter_slots[row] >= 0)
             self.adapter_slots[row] = -1
             self.errors.pop(row, None)
+            self.sampling.free(row)
 
     def _bind(self, init: RowInit) -> None:
         row = init.row

@@ -14,44 +14,48 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tandem.workers.kernels.sampling_ops import Draws
 from tandem.workers.messages.request import TokenLogprobs
 from tandem.workers.platforms.base import Platform
-from tandem.workers.sampling.draw import draw, thresholds
 from tandem.workers.sampling.logprobs import ChosenLogprobs, RawLogprobs
 from tandem.workers.sampling.philox import uniforms
-from tandem.workers.sampling.processors.adjust import RowHistory, adjust
-from tandem.workers.sampling.sampling_table import EDITS, LOGPROBS, RANDOM, TRUNCATES, SamplingTable
+from tandem.workers.sampling.processors.logits_processor import FORBIDDEN, History
+from tandem.workers.sampling.sampling_table import EDITS, LOGPROBS, RANDOM, SamplingTable
 
 Ints = npt.NDArray[np.int64]
-History = Callable[[int, int], tuple[npt.NDArray[np.int32], int]]
 NOT_FINITE = "the model's output for this request is not finite"
+NOTHING_LEFT = (
+    "every token is forbidden for this request, by its allowed_token_ids, bad_words, logit_bias or min_tokens together"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One token per row (meaningless where `failed`), logprobs where asked for."""
+    """One token per place (meaningless where `failed`), logprobs where asked for; reasons: why places failed."""
 
     token_ids: list[int]
     failed: list[bool]
     logprobs: list[TokenLogprobs | None]
+    reasons: dict[int, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The chosen ids_S on the device and which of them come from finite logits (is_finite_S), and host tensors that
-    hold both and the log probabilities of rows, once the device has run the step. with_logprobs: places of the rows
-    that want them."""
+    """The chosen ids_S and the greatest logit of each row on the device, and host tensors that hold both and the row's
+    log probabilities, once the device has run the step. edited_S: whether logits processors have changed it.
+    with_logprobs: places of the rows that want them."""
 
     ids_S: torch.Tensor
-    is_finite_S: torch.Tensor
+    device_best_S: torch.Tensor
     host_ids_S: torch.Tensor
-    finite_S: torch.Tensor
+    best_S: torch.Tensor
+    edited_S: npt.NDArray[np.bool_]
     logprobs: ChosenLogprobs | None
     with_logprobs: list[int]
 
     def marked(self, mark: int, to_host: Callable[[torch.Tensor], torch.Tensor]) -> "Drawn":
         """Returns the same with `mark` in place of the ids of logits that are not finite."""
-        ids_S = self.ids_S.where(self.is_finite_S, mark)
+        ids_S = self.ids_S.where(torch.isfinite(self.device_best_S), mark)
         return replace(self, ids_S=ids_S, host_ids_S=to_host(ids_S))
 
     def collect(self) -> Sampled:
@@ -61,7 +65,13 @@ class Drawn:
         if self.logprobs is not None:
             for place, entry in zip(self.with_logprobs, self.logprobs.entries(), strict=True):
                 logprobs[place] = entry
-        return Sampled(ids, (~self.finite_S).tolist(), logprobs)
+        best_S = self.best_S.numpy()
+        failed_S = ~np.isfinite(best_S)
+        reasons = {
+            place: NOTHING_LEFT if self.edited_S[place] and best_S[place] == FORBIDDEN else NOT_FINITE
+            for place in np.flatnonzero(failed_S).tolist()
+        }
+        return Sampled(ids, failed_S.tolist(), logprobs, reasons)
 
 
 def sample(
@@ -72,11 +82,11 @@ def sample(
     history: History,
     platform: Platform,
 ) -> Drawn:
-    """Chooses a token per row. logits_SV (float32) is overwritten.
+    """Chooses a token per place. logits_SV (float32) is overwritten.
 
-    rows_S: rows of the table, several times a row with drafts. positions_S: index in its sequence of the token to
-    choose. history(row, position) gives the row's tokens before that and the length of its prompt; it is asked only for
-    rows with penalties, bias or min_tokens.
+    rows_S: rows of the table; a row with drafts stands several times, with consecutive positions. positions_S: index in
+    its sequence of the token to choose. history(row, position) gives the row's tokens before that position, drafts too,
+    and the length of its prompt; only logits processors ask for it.
     """
     flags_S = table.flags[rows_S]
     used = int(np.bitwise_or.reduce(flags_S))
@@ -87,57 +97,25 @@ def sample(
         at = accelerator.to_device(torch.from_numpy(with_logprobs))
         raw = RawLogprobs.of(logits_SV[at], wanted)
     if used & EDITS:
-        places = np.flatnonzero(flags_S & EDITS)
-        histories = [_history(int(s), int(rows_S[s]), int(positions_S[s]), table, history) for s in places]
-        adjust(logits_SV, histories, accelerator.to_device)
-    best_S, ids_S = logits_SV.max(dim=-1)
+        table.chain.apply(logits_SV, rows_S, positions_S, history, accelerator.to_device)
+    ops = platform.sampling_ops()
+    best_S, ids_S = ops.best(logits_SV)
     if used & RANDOM:
-        _draw_random(logits_SV, best_S, ids_S, flags_S, rows_S, positions_S, table, platform)
+        places = np.flatnonzero(flags_S & RANDOM)
+        ops.draw(logits_SV, best_S, ids_S, _draws(places, rows_S[places], positions_S[places], table))
     if raw is not None:
         logprobs = raw.of_tokens(ids_S[at], accelerator.to_host)
-    is_finite_S = torch.isfinite(best_S)
     asked = [] if with_logprobs is None else with_logprobs.tolist()
-    return Drawn(ids_S, is_finite_S, accelerator.to_host(ids_S), accelerator.to_host(is_finite_S), logprobs, asked)
+    edited_S = (flags_S & EDITS).astype(np.bool_)
+    return Drawn(ids_S, best_S, accelerator.to_host(ids_S), accelerator.to_host(best_S), edited_S, logprobs, asked)
 
 
-def _history(place: int, row: int, position: int, table: SamplingTable, history: History) -> RowHistory:
-    token_ids, prompt_len = history(row, position)
-    return RowHistory(place, table.of(row), token_ids, prompt_len)
-
-
-def _draw_random(
-    logits_SV: torch.Tensor,
-    best_S: torch.Tensor,
-    ids_S: torch.Tensor,
-    flags_S: npt.NDArray[np.uint8],
-    rows_S: Ints,
-    positions_S: Ints,
-    table: SamplingTable,
-    platform: Platform,
-) -> None:
-    """Overwrites ids_S for the rows with temperature, and their logits with weights."""
-    places = np.flatnonzero(flags_S & RANDOM)
-    rows = rows_S[places]
-    every = len(places) == len(rows_S)
-    to_device = platform.accelerator.to_device
-    at = to_device(torch.from_numpy(places))
-    weights_RV = logits_SV if every else logits_SV[at]
-    best_R = best_S if every else best_S[at]
-    temperature_R = to_device(torch.from_numpy(table.temperature[rows].astype(np.float32)))
-    weights_RV.sub_(best_R[:, None]).div_(temperature_R[:, None]).exp_()
-    truncating = np.flatnonzero(flags_S[places] & TRUNCATES)
-    if len(truncating):
-        _truncate(weights_RV, truncating, rows[truncating], table, platform)
-    u_R = to_device(torch.from_numpy(uniforms(table.seed[rows], table.choice[rows], positions_S[places])))
-    ids_S[at] = draw(weights_RV, u_R)
-
-
-def _truncate(weights_RV: torch.Tensor, places: Ints, rows: Ints, table: SamplingTable, platform: Platform) -> None:
-    """Sets to 0, in place, what top-k, top-p and min-p leave out."""
-    every = len(places) == weights_RV.shape[0]
-    at = platform.accelerator.to_device(torch.from_numpy(places))
-    some_RV = weights_RV if every else weights_RV[at]
-    floor_R = thresholds(some_RV, table.top_k[rows], table.top_p[rows], table.min_p[rows], platform)
-    some_RV.masked_fill_(some_RV < floor_R[:, None], 0.0)
-    if not every:
-        weights_RV[at] = some_RV
+def _draws(places_R: Ints, rows_R: Ints, positions_R: Ints, table: SamplingTable) -> Draws:
+    return Draws(
+        places=places_R,
+        temperature=table.temperature[rows_R].astype(np.float32),
+        top_k=table.top_k[rows_R],
+        top_p=table.top_p[rows_R],
+        min_p=table.min_p[rows_R].astype(np.float32),
+        uniforms=uniforms(table.seed[rows_R], table.choice[rows_R], positions_R),
+    )

@@ -1,38 +1,38 @@
 """SamplingTable: each row's sampling parameters as columns of numpy arrays, so that a step reads them at once.
 
-Written when a row is bound, read by sampler.py every step. Holds no tokens and no tensors. What a request could send
-to break a step (ids outside the vocabulary) is dropped here.
+Written when a row is bound, read by sampler.py every step. Owns the chain of logits processors; holds no tokens and no
+tensors. What a request could send to break a step (ids outside the vocabulary) is dropped here and by the processors.
 """
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
 from tandem.workers.messages.step import RowSampling
+from tandem.workers.sampling.processors.chain import ProcessorChain, all_processors
+from tandem.workers.sampling.processors.logits_processor import LogitsProcessor
 
 RANDOM: Final = 1  # temperature above 0
-TRUNCATES: Final = 2  # top-k, top-p or min-p
-EDITS: Final = 4  # penalties, bias or min_tokens: the logits are changed before the choice
-LOGPROBS: Final = 8
+EDITS: Final = 2  # some logits processor changes the logits before the choice
+LOGPROBS: Final = 4
 GREEDY_BELOW: Final = 1e-5  # as in vLLM: a temperature this small is greedy
 
 
+COLUMNS: Final = ("flags", "temperature", "top_k", "top_p", "min_p", "seed", "choice")
+
+
 def flags_of(sampling: RowSampling) -> int:
-    """What this row needs beyond argmax, as bits."""
+    """What this row needs beyond argmax and logits processors, as bits."""
     random = sampling.temperature >= GREEDY_BELOW
-    truncates = random and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
-    edits = bool(sampling.logit_bias) or sampling.min_tokens > 0 or penalizes(sampling)
-    return RANDOM * random + TRUNCATES * truncates + EDITS * edits + LOGPROBS * (sampling.logprobs is not None)
-
-
-def penalizes(sampling: RowSampling) -> bool:
-    return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0)
+    return RANDOM * random + LOGPROBS * (sampling.logprobs is not None)
 
 
 class SamplingTable:
-    """Columns indexed by row; `params[row]` is the whole RowSampling, for what is rare."""
+    """Columns indexed by row; `params[row]` is the whole RowSampling, for what is rare. processors: which, in which
+    order, change the logits; default: all."""
 
-    def __init__(self, capacity: int, vocab_size: int) -> None:
+    def __init__(self, capacity: int, vocab_size: int, processors: Sequence[LogitsProcessor] | None = None) -> None:
         self.vocab_size = vocab_size
         self.flags = np.zeros(capacity, np.uint8)
         self.temperature = np.ones(capacity, np.float64)
@@ -42,10 +42,11 @@ class SamplingTable:
         self.seed = np.zeros(capacity, np.uint64)
         self.choice = np.zeros(capacity, np.int64)
         self.params: list[RowSampling | None] = [None] * capacity
+        self.chain = ProcessorChain(all_processors(vocab_size) if processors is None else processors, capacity)
 
     def bind(self, row: int, sampling: RowSampling) -> None:
         """Replaces what the row held."""
-        self.flags[row] = flags_of(sampling)
+        self.flags[row] = flags_of(sampling) + EDITS * self.chain.bind(row, sampling)
         self.temperature[row] = sampling.temperature
         self.top_k[row] = min(sampling.top_k, self.vocab_size)
         self.top_p[row] = sampling.top_p
@@ -56,12 +57,15 @@ class SamplingTable:
 
     def grow(self, capacity: int) -> None:
         """Makes room for rows below `capacity`; rows keep what they hold."""
-        grown = SamplingTable(capacity, self.vocab_size)
-        held = len(self.params)
-        for name in ("flags", "temperature", "top_k", "top_p", "min_p", "seed", "choice"):
-            getattr(grown, name)[:held] = getattr(self, name)
-        grown.params[:held] = self.params
-        self.__dict__.update(grown.__dict__)
+        more = capacity - len(self.params)
+        for name in COLUMNS:
+            setattr(self, name, np.pad(getattr(self, name), (0, more)))
+        self.params += [None] * more
+        self.chain.grow(capacity)
+
+    def free(self, row: int) -> None:
+        """Forgets what the row held; its columns stay until it is bound again."""
+        self.chain.free(row)
 
     def of(self, row: int) -> RowSampling:
         """The parameters of a bound row."""

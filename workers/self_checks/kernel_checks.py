@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from itertools import accumulate
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -18,6 +19,7 @@ from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
 from tandem.workers.kernels.fused_ops import FusedOps, TorchFusedOps
 from tandem.workers.kernels.kv_store import LARGEST, SCALE_DTYPE, LayerKV, TorchKVStore, as_indexable
 from tandem.workers.kernels.lora_ops import AdapterRows, ProjectionTables, TorchLora
+from tandem.workers.kernels.sampling_ops import Draws, TorchSampling
 from tandem.workers.platforms.cpu import cpu_platform
 from tandem.workers.self_checks.outcome import Check, NotHere, relative_error, require
 
@@ -40,6 +42,7 @@ def kernel_checks() -> list[Check]:
         Check("kernel chunk attention", lambda: _attention((([9], 4, 2), ([70, 33], 8, 8), ([300], 16, 2)), 9)),
         Check("kernel KV quantization", lambda: _kv_store(((1, 2, 128), (33, 8, 64), (100, 4, 128)))),
         Check("kernel skinny GEMM", lambda: _skinny_gemm(((1, 1024, 1024), (7, 2048, 1000), (64, 512, 4096)))),
+        Check("kernel sampling", lambda: _sampling(((1, 1000), (7, 32_000), (8, 151_936)))),
         Check("kernel grouped LoRA", lambda: _lora(((1, 1024, 1024), (7, 2048, 512), (64, 512, 3072)))),
     ]
 
@@ -187,6 +190,31 @@ def _skinny_gemm(shapes: Sequence[tuple[int, int, int]]) -> str:
         matrix = platform.matrices(BF16)(weight, None)
         errors.append(relative_error(matrix(x), x.float() @ weight.float().T))
     return _worst(errors)
+
+
+def _sampling(shapes: Sequence[tuple[int, int]]) -> str:
+    """Draws under all limits, of numbers that lie in the middle of 8 equal weights, beside the best tokens."""
+    ops, drawn = cpu_platform().sampling_ops(), 0
+    if isinstance(ops, TorchSampling):
+        raise _no_kernel()
+    for rows, vocab in shapes:
+        logits = _noise(rows, vocab, dtype=torch.float32)
+        ids = torch.randperm(vocab, generator=torch.Generator().manual_seed(2))[: 8 * rows].view(rows, 8).sort(1).values
+        best, greedy = ops.best(logits)
+        twin = TorchSampling(lambda host: host).best(logits)
+        require(torch.equal(best, twin[0]) and torch.equal(greedy, twin[1]), "a best token is not its torch twin's")
+        logits.scatter_(1, ids, 20.0)
+        places = np.arange(rows)
+        draws = Draws(
+            places, np.ones(rows, np.float32), np.full(rows, 8), np.full(rows, 0.95), np.full(rows, 0.5, np.float32),
+            (places % 8 + 0.5) / 8,
+        )  # fmt: skip
+        best, chosen = ops.best(logits)
+        ops.draw(logits, best, chosen, draws)
+        expected = ids[torch.from_numpy(places), torch.from_numpy(places % 8)]
+        require(torch.equal(chosen, expected), "a token is drawn that its number does not belong to")
+        drawn += rows
+    return f"{len(shapes)} shapes, {drawn} draws"
 
 
 def _lora(shapes: Sequence[tuple[int, int, int]]) -> str:

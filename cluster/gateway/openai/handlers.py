@@ -32,7 +32,7 @@ from tandem.cluster.gateway.openai.prompts import (
     fit,
     text_prompt,
 )
-from tandem.cluster.gateway.openai.sampling_fields import sampling_params
+from tandem.cluster.gateway.openai.sampling_fields import bad_words_size, sampling_params
 from tandem.cluster.gateway.openai.schemas import (
     CommonBody,
     CompletionBody,
@@ -70,7 +70,9 @@ async def chat_completions(
         rendered = await text.workers.run(principal.tenant, size, chat_prompt, text, body)
         prompt, max_tokens = fit(text, rendered, body, wanted, names)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        params = _params(text, body, max_tokens, logprobs)
+        params = await text.workers.run(
+            principal.tenant, bad_words_size(body), _params, text, body, max_tokens, logprobs
+        )
         head = _head(text, generations, "chatcmpl", model.name)
         asked = _Asked(request, principal, head, model, body)
         parts = _parts(text, generations, asked, [(prompt, params)], is_open_ended=wanted is None)

@@ -3,6 +3,7 @@
 from tandem.cluster.gateway.openai.schemas import CommonBody, invalid
 from tandem.cluster.gateway.services import TextServices
 from tandem.workers.messages.request import SamplingParams
+from tandem.workers.text.bad_word_ids import bad_word_ids
 from tandem.workers.text.tokenizer import check_token_ids
 
 GREEDY_BELOW = 1e-5
@@ -11,7 +12,8 @@ GREEDY_BELOW = 1e-5
 def sampling_params(
     text: TextServices, body: CommonBody, *, max_tokens: int, n: int, logprobs: int | None
 ) -> SamplingParams:
-    """Resolved parameters of one prompt. RequestRefused when a token id or min_tokens is out of range."""
+    """Resolved parameters of one prompt, its bad words tokenized. RequestRefused when a token id or min_tokens is out
+    of range."""
     defaults = text.tokenizer.defaults
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
@@ -39,7 +41,14 @@ def sampling_params(
         frequency_penalty=body.frequency_penalty or 0.0,
         repetition_penalty=_chosen(body.repetition_penalty, defaults.repetition_penalty),
         logit_bias=_logit_bias(body.logit_bias or {}, text.vocab_size),
+        allowed_token_ids=_allowed_token_ids(body.allowed_token_ids, text.vocab_size),
+        bad_words_token_ids=bad_word_ids(text.tokenizer, body.bad_words or ()),
     )
+
+
+def bad_words_size(body: CommonBody) -> int:
+    """The characters of the bad words, which are tokenized."""
+    return sum(map(len, body.bad_words or ()))
 
 
 def stop_strings(body: CommonBody) -> tuple[str, ...]:
@@ -49,6 +58,13 @@ def stop_strings(body: CommonBody) -> tuple[str, ...]:
 
 def _chosen(given: float | None, default: float) -> float:
     return default if given is None else given
+
+
+def _allowed_token_ids(given: list[int] | None, vocab_size: int) -> tuple[int, ...] | None:
+    if given is None:
+        return None
+    check_token_ids(given, vocab_size, "allowed_token_ids")
+    return tuple(dict.fromkeys(given))
 
 
 def _logit_bias(biases: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:

@@ -19,10 +19,13 @@ from tandem.workers.messages.errors import RequestRefused
 
 SEED_LIMIT = 2**63
 MAX_STOP_TOKEN_IDS = 256
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
 Count = Annotated[int, Meta(ge=1, lt=2**31)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 Seed = Annotated[int, Meta(ge=-SEED_LIMIT, le=SEED_LIMIT - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 ShortText = Annotated[str, Meta(max_length=1024)]
 
 
@@ -87,6 +90,8 @@ class CommonBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
+    bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
     skip_special_tokens: bool | None = None
@@ -183,8 +188,6 @@ NEUTRAL: Mapping[str, Neutral] = {
     "guided_choice": NEVER,
     "guided_grammar": NEVER,
     "logits_processors": _is([]),
-    "bad_words": _is([]),
-    "allowed_token_ids": NEVER,
     "safety_identifier": _any(str, "a string"),
     "prompt_cache_key": _any(str, "a string"),
     "echo": _is(False),

@@ -50,7 +50,7 @@ def test_it_is_refused_by_name(name: str) -> None:
     [
         {"tools": [], "tool_choice": "none", "functions": [], "function_call": "none", "parallel_tool_calls": True},
         {"response_format": {"type": "text"}, "structured_outputs": {}, "reasoning_effort": "none"},
-        {"chat_template_kwargs": {}, "documents": [], "bad_words": [], "logits_processors": []},
+        {"chat_template_kwargs": {}, "documents": [], "logits_processors": []},
         {"use_beam_search": False, "length_penalty": 1, "suffix": "", "echo": False, "verbosity": "medium"},
         {"spaces_between_special_tokens": True, "modalities": ["text"], "store": False, "service_tier": "auto"},
         {"metadata": {"a": "b"}, "safety_identifier": "x", "prompt_cache_key": "y"},

@@ -92,6 +92,8 @@ async def test_all_fields_reach_the_engine() -> None:
             presence_penalty=0.5,
             frequency_penalty=-0.5,
             logit_bias={"5": 10, "6": -100},
+            allowed_token_ids=[9, 5, 9],
+            bad_words=["no", " a", "no"],
             priority=-2,
             cache_salt="salt",
             logprobs=True,
@@ -105,6 +107,12 @@ async def test_all_fields_reach_the_engine() -> None:
         assert (params.stop_token_ids, params.ignore_eos, params.seed) == ((7,), True, 5)
         assert (params.presence_penalty, params.frequency_penalty) == (0.5, -0.5)
         assert params.logit_bias == ((5, 10.0), (6, -100.0))
+        assert params.allowed_token_ids == (9, 5)
+        space, words = 32, [b"no", b"a"]
+        ids = [tuple(rig.text.tokenizer.encode(word.decode(), add_special_tokens=False)) for word in words]
+        (blank,) = rig.text.tokenizer.encode(chr(space), add_special_tokens=False)
+        assert params.bad_words_token_ids == (ids[0], (blank, *ids[0]), ids[1], (blank, *ids[1]))
+        assert not params.bad_words, "words stay at the gateway"
         assert (request.priority, request.cache_salt, request.tenant) == (-2, "default/salt", "default")
 
 

@@ -208,7 +208,7 @@ def test_the_budget_of_sampling_is_exact(kind: str) -> None:
         table.bind(int(row), sampling)
     logits = torch.randn(3, 97, generator=torch.Generator().manual_seed(0))
     graph = RecordedGraph.capture(
-        lambda: sample(logits.clone(), rows, rows + 9, table, lambda _: (np.zeros(0, np.int32), 0), GPU),
+        lambda: sample(logits.clone(), rows, rows + 9, table, lambda *_: (np.zeros(0, np.int32), 0), GPU),
         frozenset(budget),
     )
     assert set(graph.refused) == budget

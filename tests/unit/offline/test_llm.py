@@ -107,6 +107,12 @@ def test_a_prompt_that_does_not_fit_fails_alone(llm: LLM) -> None:
         ({"stop_token_ids": (1, 10**6)}, "stop_token_ids: token id 1000000 is outside the vocabulary, 0 to"),
         ({"logit_bias": ((10**6, 1.0),)}, "logit_bias: token id 1000000 is outside"),
         ({"logit_bias": ((1, math.nan),)}, "logit_bias="),
+        ({"allowed_token_ids": ()}, r"allowed_token_ids=\(\): Expected `array` of length >= 1"),
+        ({"allowed_token_ids": (1, 10**6)}, "allowed_token_ids: token id 1000000 is outside the vocabulary, 0 to"),
+        ({"bad_words": "word"}, "bad_words='word': Expected `array`"),
+        ({"bad_words": ("",)}, "bad_words="),
+        ({"bad_words_token_ids": ((),)}, "bad_words_token_ids="),
+        ({"bad_words_token_ids": ((1, 10**6),)}, "bad_words_token_ids: token id 1000000 is outside"),
         ({"repetition_penalty": 0}, "repetition_penalty=0: "),
         ({"seed": 2**64}, "seed=18446744073709551616: "),
         ({"stop_token_ids": np.array(5)}, r"stop_token_ids=array\(5\): Expected `array`"),
@@ -127,6 +133,37 @@ def test_every_parameter_has_its_range(llm: LLM) -> None:
     assert set(RANGES) == set(SamplingParams.__struct_fields__)
     odd = SamplingParams(max_tokens=4, temperature=0, top_k=-1, stop=["zzz"], logit_bias=((5, -math.inf),))  # type: ignore[arg-type]
     assert llm.generate("Once upon a time", odd, use_tqdm=False)[0].outputs[0].finish_reason == "length"
+
+
+def test_bad_words_are_not_written_and_only_allowed_tokens_are(llm: LLM) -> None:
+    """In one batch; a word of one token and one of several, inside a text and at its start."""
+    prompt = "Once upon a time there was a"
+    plain = llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0]
+    first, *_ = words = [word for word in plain.text.split() if word.isalpha()][:3]
+    assert len(words) == 3
+    digits = [llm.tokenizer.encode(digit, add_special_tokens=False)[0] for digit in "37"]
+    without = SamplingParams(max_tokens=40, temperature=0, bad_words=tuple(words))
+    by_ids = llm.tokenizer.encode(f" {first}", add_special_tokens=False)
+    without_one = SamplingParams(max_tokens=40, temperature=0, bad_words_token_ids=(tuple(by_ids),))
+    only = SamplingParams(max_tokens=9, temperature=1.0, seed=1, allowed_token_ids=tuple(digits))
+    texts = llm.generate([prompt] * 4, [without, without_one, only, GREEDY], use_tqdm=False)
+    answers = [text.outputs[0] for text in texts]
+    assert not set(words) & set(answers[0].text.split())
+    assert first not in answers[1].text.split()
+    assert len(answers[2].token_ids) == 9 and set(answers[2].token_ids) <= set(digits)
+    assert answers[3].token_ids == plain.token_ids
+
+
+def test_a_request_that_forbids_every_token_fails_alone_and_says_why(llm: LLM) -> None:
+    (token,) = llm.tokenizer.encode("3", add_special_tokens=False)[:1]
+    nothing = SamplingParams(max_tokens=9, temperature=0, allowed_token_ids=(token,), bad_words_token_ids=((token,),))
+    drawn = SamplingParams(max_tokens=9, seed=1, allowed_token_ids=(token,), logit_bias=((token, -math.inf),))
+    outputs = llm.generate(["Once upon a time"] * 3, [nothing, drawn, GREEDY], use_tqdm=False)
+    plain = llm.generate("Once upon a time", GREEDY, use_tqdm=False)[0]
+    for output in outputs[:2]:
+        assert output.outputs[0].finish_reason == "error"
+        assert "every token is forbidden" in str(output.outputs[0].error)
+    assert outputs[2].outputs[0].token_ids == plain.outputs[0].token_ids
 
 
 NO_PROMPTS: list[Any] = [

@@ -20,7 +20,7 @@ ROWS, PROMPT = 4, 9
 GREEDY = RowSampling(temperature=0.0)
 NUCLEUS = RowSampling(temperature=1.0, top_p=0.9)
 OPERATORS_PER_LAYER = 20
-UPLOADS = {"greedy": 3, "nucleus": 10}
+UPLOADS = {"greedy": 3, "nucleus": 9}
 DOWNLOADS = 2
 
 

@@ -126,6 +126,7 @@ def test_history_is_prompt_and_output() -> None:
     table.draft(0, [5, 6])
     assert table.known(0).tolist() == [3, 4, 9], "drafts are not known"
     assert table.history(0, 4)[0].tolist() == [3, 4, 9, 5]
+    assert table.history(0, 2)[0].tolist() == [3, 4], "what was chosen at a position does not count for it"
 
 
 def test_a_row_with_foreign_tokens_is_marked_and_forgotten_when_freed() -> None:

@@ -14,6 +14,11 @@ def adjusted(logits: Floats, sampling: RowSampling, tokens: list[int], prompt_le
     output = tokens[prompt_len:]
     if len(output) < sampling.min_tokens:
         out[list(sampling.stop_token_ids)] = -np.inf
+    if sampling.allowed_token_ids is not None:
+        out[[i for i in range(len(out)) if i not in sampling.allowed_token_ids]] = -np.inf
+    for *start, last in sampling.bad_words_token_ids:
+        if start == output[max(0, len(output) - len(start)) :][: len(start)]:
+            out[last] = -np.inf
     for i, bias in sampling.logit_bias:
         out[i] += bias
     for i in set(tokens):

@@ -19,8 +19,10 @@ from tandem.workers.kernels.cpu import cpu_build, cpu_skinny_gemm
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
 from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
 from tandem.workers.kernels.cpu.cpu_lora import CpuLora
+from tandem.workers.kernels.cpu.cpu_sampling import CpuSampling
 from tandem.workers.kernels.fused_ops import TorchFusedOps
 from tandem.workers.kernels.lora_ops import TorchLora
+from tandem.workers.kernels.sampling_ops import TorchSampling
 from tandem.workers.platforms import platform_choices
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import cpu_platform
@@ -41,6 +43,14 @@ def result_spoiled(original: Callable[..., Any]) -> Callable[..., Any]:
         out = original(*args)
         out.view(-1)[:] *= 1.05
         return out
+
+    return spoiled
+
+
+def first_spoiled(original: Callable[..., Any]) -> Callable[..., Any]:
+    def spoiled(*args: Any) -> Any:
+        best, ids = original(*args)
+        return best, ids + 1
 
     return spoiled
 
@@ -74,6 +84,8 @@ def replay_spoiled(original: Callable[..., Any]) -> Callable[..., Any]:
         ("kernel KV quantization", CpuKVStore, "write", nothing_done, "keys in torch.int8 differ"),
         ("kernel KV quantization", CpuKVStore, "gather", result_spoiled, "what is read from torch.int8 differs"),
         ("kernel skinny GEMM", cpu_skinny_gemm._Product, "__call__", result_spoiled, "differs from its torch twin"),
+        ("kernel sampling", CpuSampling, "draw", nothing_done, "a token is drawn that its number does not belong to"),
+        ("kernel sampling", CpuSampling, "best", first_spoiled, "a best token is not its torch twin's"),
         ("kernel grouped LoRA", CpuLora, "add", nothing_done, "differs from its torch twin"),
         ("kernel decode attention", CpuAttention, "prepare", attention_spoiled, "differs from its torch twin"),
         ("kernel chunk attention", CpuAttention, "prepare", attention_spoiled, "differs from its torch twin"),
@@ -120,6 +132,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Platform:
         attention=lambda *_: TorchAttention(),
         fused_ops=lambda _: TorchFusedOps(),
         lora_ops=lambda _: TorchLora(),
+        sampling_ops=lambda: TorchSampling(lambda host: host),
     )
     for module in (kernel_checks, step_checks):
         monkeypatch.setattr(module, "cpu_platform", lambda: made)
@@ -158,7 +171,7 @@ def test_a_missing_compiler_is_not_blamed_on_the_cpu(
 
 def test_choices_are_said_with_their_reasons() -> None:
     here = {one.subject: one for one in choices(cpu_platform())}
-    assert list(here) == ["attention", "fused ops", "linear", "LoRA ops", "collectives", "graphs"]
+    assert list(here) == ["attention", "fused ops", "linear", "LoRA ops", "sampling", "collectives", "graphs"]
     assert here["attention"].chosen == cpu_platform().attention(torch.bfloat16, 128).name
     traced = traced_platform(TracedAccelerator())
     platform = replace(traced, backend=replace(traced.backend, name="nccl"), lora_ops=lambda _: SimpleNamespace())
@@ -178,6 +191,7 @@ def test_choices_without_kernels(without_kernels: Platform, packs: bool, linear:
         "fused ops": "torch",
         "linear": linear,
         "LoRA ops": "torch",
+        "sampling": "torch",
         "collectives": "",
         "graphs": "none",
     }

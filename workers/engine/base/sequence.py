@@ -100,6 +100,8 @@ class Sequence:
             frequency_penalty=params.frequency_penalty,
             repetition_penalty=params.repetition_penalty,
             logit_bias=params.logit_bias,
+            allowed_token_ids=params.allowed_token_ids,
+            bad_words_token_ids=params.bad_words_token_ids,
         )
 
 

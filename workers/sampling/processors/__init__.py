@@ -1,1 +1,1 @@
-"""Changes logits before a token is drawn."""
+"""Changes logits before a token is chosen: one module per logits processor, and the chain that calls them."""

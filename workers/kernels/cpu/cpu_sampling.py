@@ -1,0 +1,60 @@
+"""SamplingOps compiled for CPUs: one thread per row, a few passes over a row that stays in its cache.
+
+Definitions as in sampling_ops.py, whose TorchSampling is the twin. Weights differ from the twin's by rounding of exp,
+below e^-87 they are 0, and sums are made in another order; so a draw may differ where it lies that near a border.
+"""
+
+import ctypes
+import threading
+
+import torch
+
+from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, Kernel, Scratch
+from tandem.workers.kernels.sampling_ops import Draws
+
+KINDS = ("l", "f", "l", "d", "f", "d")
+SCRATCH_FLOATS = 80
+"""For each thread, beside four for each token of the vocabulary."""
+
+
+class _Own(threading.local):
+    """A thread's scratch memory: ranks of several models in one process share the operations."""
+
+    def __init__(self) -> None:
+        self.scratch = Scratch()
+
+
+class CpuSampling:
+    """The compiled operations, on float32 logits. Serves several threads."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._best = Kernel(library, "best_tokens", POINTER, NUMBER, NUMBER, NUMBER, POINTER, POINTER, COUNT)
+        self._draw = Kernel(
+            library, "draw_tokens", POINTER, NUMBER, NUMBER, POINTER, POINTER, POINTER, NUMBER, POINTER, POINTER,
+            POINTER, POINTER, POINTER, POINTER, COUNT,
+        )  # fmt: skip
+        self._own = _Own()
+
+    def best(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, vocab = logits_SV.shape
+        assert logits_SV.dtype is torch.float32 and logits_SV.stride(1) == 1
+        best_S, ids_S = torch.empty(rows, dtype=torch.float32), torch.empty(rows, dtype=torch.int64)
+        self._best(
+            logits_SV.data_ptr(), logits_SV.stride(0), rows, vocab, best_S.data_ptr(), ids_S.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return best_S, ids_S
+
+    def draw(self, logits_SV: torch.Tensor, best_S: torch.Tensor, ids_S: torch.Tensor, draws: Draws) -> None:
+        vocab, threads = logits_SV.shape[1], torch.get_num_threads()
+        assert logits_SV.dtype is torch.float32 and logits_SV.stride(1) == 1
+        columns = (draws.places, draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.uniforms)
+        assert tuple(column.dtype.char for column in columns) == KINDS, "as Draws says"
+        assert all(column.flags.c_contiguous for column in columns)
+        places, *numbers = (column.ctypes.data for column in columns)
+        scratch = self._own.scratch
+        scratch.reserve(threads * (4 * vocab + SCRATCH_FLOATS))
+        self._draw(
+            logits_SV.data_ptr(), logits_SV.stride(0), vocab, best_S.data_ptr(), ids_S.data_ptr(), places,
+            len(draws.places), *numbers, scratch.address, threads,
+        )  # fmt: skip

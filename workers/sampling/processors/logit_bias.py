@@ -1,0 +1,32 @@
+"""LogitBias: a number added to the logits of the tokens that a row names. See logits_processor.py."""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tandem.workers.messages.step import RowSampling
+from tandem.workers.sampling.processors.logits_processor import Ids, SampledRows
+
+
+class LogitBias:
+    """Per row its ids and what is added to each."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._rows: dict[int, tuple[Ids, npt.NDArray[np.float32]]] = {}
+
+    def bind(self, row: int, sampling: RowSampling) -> bool:
+        bias = {i: value for i, value in sampling.logit_bias if 0 <= i < self._vocab_size}
+        if not bias:
+            return False
+        self._rows[row] = np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)
+        return True
+
+    def apply(self, logits_SV: torch.Tensor, rows: SampledRows) -> None:
+        held = [self._rows[row] for row, _ in rows]
+        values = rows.to_device(torch.from_numpy(np.concatenate([values for _, values in held])))
+        at = rows.at([ids for ids, _ in held])
+        logits_SV[at] = logits_SV[at] + values
+
+    def free(self, row: int) -> None:
+        del self._rows[row]
