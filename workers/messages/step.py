@@ -2,7 +2,7 @@
 
 import msgspec
 
-from tandem.workers.messages.request import TokenLogprobs
+from tandem.workers.messages.request import Pool, TokenLogprobs
 
 
 class RowSampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -31,7 +31,7 @@ class RowInit(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     token_ids: all known tokens, prompt first, then output. The first num_computed of them have KV in the blocks that
     the row's first RowWork names. prompt_len: tokens of the prompt, for penalties and min_tokens. adapter_slot: device
-    slot of the LoRA adapter; None: the base model.
+    slot of the LoRA adapter; None: the base model. pool: the row ends with an embedding in place of a token.
     """
 
     row: int
@@ -40,13 +40,15 @@ class RowInit(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_computed: int
     sampling: RowSampling
     adapter_slot: int | None = None
+    pool: Pool | None = None
 
 
 class RowWork(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=True):
     """Work of one row in a step: the next num_tokens tokens are computed.
 
     Ranks keep the row's computed count and derive positions from it. samples: the work reaches the last known token, so
-    one token is sampled. token_ids: known tokens that the ranks lack (with PP > 1, the ones sampled earlier).
+    one token is sampled, or the row's embedding is made. token_ids: known tokens that the ranks lack (with PP > 1, the
+    ones sampled earlier).
     new_block_ids: appended to the row's block table. replaced_blocks: (index, new block id) after a copy-on-write.
     """
 
@@ -79,12 +81,14 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="
 
 
 class RowResult(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=True):
-    """Result of one RowWork with samples=True: the sampled token in a list, or `error`, why there is none."""
+    """Result of one RowWork with samples=True: the sampled token in a list, or the embedding of a row with a Pool
+    (float32, little-endian), or `error`, why there is neither."""
 
     row: int
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
+    embedding: bytes | None = None
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=True, tag="result"):

@@ -23,6 +23,7 @@ from tandem.workers.messages.step import RowResult, StepPlan, StepResult
 from tandem.workers.platforms.base import Platform
 from tandem.workers.rank.batch import StepBatch, build_batch
 from tandem.workers.rank.kv_cache import KVCache
+from tandem.workers.rank.pooler import Pooled, Pooler
 from tandem.workers.rank.row_table import RowTable
 from tandem.workers.rank.step_exchanges import StepExchanges, Verdict
 from tandem.workers.rank.transfers.load_gate import LoadGate
@@ -39,6 +40,13 @@ class Model(Protocol):
 
     def forward(self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None) -> torch.Tensor:
         """Hidden states [T, H], or on the last stage logits [S, V] (float32, whole at least on tp rank 0)."""
+        ...
+
+    def forward_and_pool(
+        self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None, rows_P: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """On the last stage: logits [S, V] as above, and the hidden states [P, H] of some tokens after the final
+        norm."""
         ...
 
     def close(self) -> None:
@@ -61,7 +69,7 @@ class _Tokens:
 @dataclass(frozen=True, slots=True)
 class _Computed:
     """A step's work on the device. received: events around the wait for hidden states, where there was one; errors: of
-    its rows, by row; verdict: what the ranks agreed on, on the last stage of several ranks."""
+    its rows, by row; verdict: what the ranks agreed on, on the last stage of several ranks; pooled: its embeddings."""
 
     batch: StepBatch
     drawn: Drawn | None = None
@@ -69,6 +77,7 @@ class _Computed:
     received: tuple[Event, Event] | None = None
     errors: dict[int, str] = field(default_factory=dict)
     verdict: Verdict | None = None
+    pooled: Pooled | None = None
 
 
 class StepHandle:
@@ -131,6 +140,7 @@ class ModelRunner:
         self._exchanges = StepExchanges(context, link, platform)
         self._samples = context.is_last_stage and context.tp_rank == 0
         self._appends = context.pp_size == 1
+        self._pooler = Pooler(platform.accelerator, steps_in_flight=max(2, context.pp_size))
         self._steps: deque[StepHandle] = deque()  # whose tokens the row table lacks
         self._awaits: list[int] = []
         self._failed_step = -1
@@ -184,7 +194,7 @@ class ModelRunner:
 
     def _compute_or_fail(self, plan: StepPlan) -> tuple[_Computed | None, str | None]:
         """Returns the step's work, or why this rank has not done it."""
-        self._exchanges.begin(plan.work)
+        self._exchanges.begin(plan.work, self._table.pooled)
         failure = self._void(plan.step_id, plan.known_failure)
         if failure is None:
             try:
@@ -209,7 +219,7 @@ class ModelRunner:
         batch = build_batch(plan, self._table, self._platform)
         if self._steps:
             self._take_tokens(batch)
-        computed = self._run(batch, self._tensors())
+        computed = self._run(plan, batch, self._tensors())
         self._awaits.clear()
         return computed
 
@@ -240,14 +250,14 @@ class ModelRunner:
         assert self.gate is not None, "an overlapped load without a memory lane"
         return replace(tensors, layers=self.gate.in_turn(tensors.layers, tuple(self._awaits)))
 
-    def _run(self, batch: StepBatch, kv: KVTensors) -> _Computed:
-        """Forward and sampling."""
+    def _run(self, plan: StepPlan, batch: StepBatch, kv: KVTensors) -> _Computed:
+        """Forward, sampling and pooling."""
         hidden_TH, received = None, None
         if not self._context.is_first_stage:
             before = self.record()
             hidden_TH = self._exchanges.receive()
             received = before, self.record()
-        output = self._model.forward(batch.forward, kv, hidden_TH)
+        output, pooled = self._forward(plan, batch, kv, hidden_TH)
         self._exchanges.end_layers()
         if not self._context.is_last_stage:
             self._exchanges.send(output)
@@ -261,7 +271,19 @@ class ModelRunner:
             )
         verdict = self._exchanges.agree(None if drawn is None else drawn.ids_S)
         tokens = self._tokens(rows_S, drawn, verdict) if self._appends and len(rows_S) else None
-        return _Computed(batch, drawn, tokens, received, dict(self._table.errors), verdict)
+        return _Computed(batch, drawn, tokens, received, dict(self._table.errors), verdict, pooled)
+
+    def _forward(
+        self, plan: StepPlan, batch: StepBatch, kv: KVTensors, hidden_TH: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Pooled | None]:
+        """The model's output and, where this rank pools rows of the step, their embeddings."""
+        table, step = self._table, None
+        if table.pooled and self._samples:
+            step = self._pooler.begin(plan.work, batch.begin_R, batch.starts, table.pooled)
+        if step is None:
+            return self._model.forward(batch.forward, kv, hidden_TH), None
+        output, hidden_PH = self._model.forward_and_pool(batch.forward, kv, hidden_TH, step.rows_P)
+        return output, self._pooler.pool(step, hidden_PH)
 
     def _tokens(self, rows_S: Ints, drawn: Drawn | None, verdict: Verdict | None) -> _Tokens:
         """One stage: every TP rank appends what tp0 sampled. A failed row gets some token too, so that a plan made
@@ -286,6 +308,8 @@ class ModelRunner:
                 self._fill(computed.tokens)
             if computed.drawn is not None and step.failure is None:
                 rows = _results(computed.batch.sample_rows_S, computed.drawn.collect(), computed.errors)
+            if computed.pooled is not None and step.failure is None:
+                rows = computed.pooled.merged(rows, computed.errors)
             if computed.received is not None:
                 received_s = computed.received[1].seconds_since(computed.received[0])
         if self._samples:
