@@ -28,6 +28,7 @@ from tandem.cluster.tenants.billing_record import BillingRecord
 from tandem.cluster.tenants.tenant_admin import NoTenantAdmin, TenantAdmin
 from tandem.cluster.tenants.tenant_admission import OpenTenancy, Tenancy
 from tandem.configs.schema import GatewaySettings
+from tandem.workers.models.spec.pooling_config import PoolingFacts
 from tandem.workers.text.chat_template import ChatTemplate
 from tandem.workers.text.detokenizer import DetokenizerFactory, byte_level_alphabet
 from tandem.workers.text.tokenizer import GenerationDefaults, ModelTokenizer
@@ -122,6 +123,7 @@ def make_text(
         "max_model_len": CONTEXT,
         "vocab_size": VOCAB,
         "extra_stop_token_ids": (),
+        "pooling": PoolingFacts(size=8),
         "workers": TextWorkers(meter=metrics),
     }
     return TextServices(settings=settings, tokenizer=tokenizer, **(given | more))
