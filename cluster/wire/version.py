@@ -7,7 +7,7 @@ line only ever gains words at its end.
     tandem VERSION GROUP MODEL\\n      GROUP: the coordinator's, in its answers; MODEL: digest, empty: not known
 """
 
-WIRE_VERSION = 2
+WIRE_VERSION = 1
 """Counts up with each change of handle calls or of the token channel that the other end cannot read."""
 _NAME = b"tandem"
 _LONGEST_LINE = 200
