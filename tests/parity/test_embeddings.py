@@ -2,6 +2,7 @@
 generate, after prefix hits and preemption, over TP and PP ranks, and when memory runs out on the way.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -108,6 +109,19 @@ def test_chunks_beside_rows_that_generate(tiny_folder: Folder, tp: int, pp: int,
 def test_families(tiny_folder: Folder, name: str) -> None:
     requests = pools((1, 30))
     check(serve(EngineCase(tiny_folder(name), 1, 1, requests))[0], tiny_folder(name), requests)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-untied"])
+def test_a_checkpoint_without_a_head(tiny_folder: Folder, tmp_path: Path, name: str) -> None:
+    """As embedding models are saved: no tensor is called model.something, and there is no lm_head; the second one also
+    says that its head is a table of its own, which an override takes back."""
+    load_peer(tiny_folder(name)).model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3Model"]
+    changed = {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config | changed))
+    requests = pools((2, 30))
+    check(serve(EngineCase(tmp_path, 2, 1, requests))[0], tiny_folder(name), requests)
 
 
 def test_batch_mates_and_chunks_do_not_matter(tiny_folder: Folder) -> None:

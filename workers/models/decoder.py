@@ -220,7 +220,7 @@ def build_decoder(
     else:
         names = family_of(spec.architecture).names
         ignored = names.ignored_suffixes + ((f"{names.head}.weight",) if spec.tie_word_embeddings else ())
-        source = SafetensorsSource(folder, all_tensor_names(spec, names), ignored)
+        source = SafetensorsSource(folder, all_tensor_names(spec, names), ignored, names.base_prefix)
     decoder.load(
         source, dtype=dtype, device=platform.device, progress=progress and context.rank == 0, on_bytes=on_bytes
     )

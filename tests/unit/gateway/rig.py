@@ -46,10 +46,12 @@ USER = [{"role": "user", "content": "hi"}]
 DEADLINE_S = 30.0
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 BOTH = (CHAT, COMPLETE)
-ALL = (*BOTH, "/tokenize", "/detokenize")
+EMBED = "/v1/embeddings"
+ALL = (*BOTH, EMBED, "/tokenize", "/detokenize")
 MINIMAL: dict[str, dict[str, Any]] = {
     CHAT: {"messages": USER},
     COMPLETE: {"prompt": "x"},
+    EMBED: {"input": "x"},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [1]},
 }
