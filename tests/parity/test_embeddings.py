@@ -163,12 +163,13 @@ def test_preempted_rows_begin_again(tiny_folder: Folder, tp: int, pp: int, kind:
 )
 def test_a_step_without_memory_is_taken_back(tiny_folder: Folder, tp: int, pp: int, late: bool) -> None:
     """Means keep the sum of the steps that count: on the rank that fails, and on its peers."""
-    folder, requests = tiny_folder("llama-gqa"), (*generations(1), *pools((30, 37)))
+    means = [request for request in pools((37,)) if request.pool is not None and request.pool.kind == "mean"]
+    folder, requests = tiny_folder("llama-gqa"), (*means, *generations(1), *pools((13,))[:1])
     for rank in range(tp * pp):
-        faults = tuple(Fault(rank, step, 0, 9) for step in (1, 4, 5, 11))
-        case = EngineCase(folder, tp, pp, requests, faults, late, max_num_batched_tokens=9)
+        faults = tuple(Fault(rank, step, 0, 9) for step in (1, 6))
+        case = EngineCase(folder, tp, pp, requests, faults, late, max_num_batched_tokens=12)
         told = serve(case)
-        assert told[rank].num_struck >= 3 and len(told[0].failures) >= 3
+        assert told[rank].num_struck == 2 <= len(told[0].failures)
         check(told[0], folder, requests)
 
 
