@@ -11,6 +11,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from tandem.cluster.gateway.openai.embeddings import AT_ONCE
+from tandem.cluster.tenants.tenant_admission import OpenTenancy, Reservation
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.request import NO_TOKENS, Pool
 from tandem.workers.models.spec.pooling_config import PoolingFacts
@@ -184,6 +185,20 @@ async def test_a_client_that_leaves_ends_what_still_runs() -> None:
         await rig.settle()
         assert len(backend.requests) == AT_ONCE, "the others were never sent"
         assert [row.terminal for row in rig.ledger.rows] == ["abort"]
+
+
+async def test_tenants_reserve_the_prompts_and_no_output() -> None:
+    class Noting(OpenTenancy):
+        async def admit(
+            self, tenant: str, prompt_tokens: int, output_tokens: int, *, is_open_ended: bool = False
+        ) -> Reservation:
+            admitted.append((prompt_tokens, output_tokens, is_open_ended))
+            return await super().admit(tenant, prompt_tokens, output_tokens, is_open_ended=is_open_ended)
+
+    admitted: list[tuple[int, int, bool]] = []
+    async with gateway(tenancy=Noting()) as rig:
+        await embed(rig, [[1, 2, 3], [4]])
+    assert admitted == [(4, 0, False)]
 
 
 async def test_the_official_client_reads_it() -> None:
