@@ -110,6 +110,9 @@ OPTIONS: tuple[Option, ...] = (
            "Accept a model folder that contains Python files. They are never run."),
     Option("hf_overrides", "engine.model.hf_overrides", dict[str, Any], MODEL,
            "JSON object whose keys replace those of the model's config.json."),
+    Option("pooler_config", "engine.model.pooler_config", dict[str, Any], MODEL,
+           "JSON object that says how embeddings are made: pooling_type LAST or MEAN, normalize true or false. "
+           "Default: as sentence-transformers' files in the model's folder say, else LAST and true."),
     Option("tensor_parallel_size", "engine.parallel.tensor_parallel_size", int, PARALLEL,
            "Tensor parallelism: ranks that share each layer.", at_least(1), "at least 1", ("-tp",)),
     Option("pipeline_parallel_size", "engine.parallel.pipeline_parallel_size", int, PARALLEL,

@@ -83,14 +83,19 @@ class SafetensorsSource:
     config.json's.
 
     `expected`: all tensor names of the model, on whatever rank; tensors with one of ignored_suffixes may be present
-    too.
+    too. base_prefix: what names begin with unless the checkpoint is of the model without its head, as embedding models
+    are saved (model.layers.0... and layers.0...).
     """
 
-    def __init__(self, folder: Path, expected: Iterable[str], ignored_suffixes: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, folder: Path, expected: Iterable[str], ignored_suffixes: tuple[str, ...] = (), base_prefix: str = ""
+    ) -> None:
         self._folder = folder
         self._files: dict[str, Any] = {}
-        self._file_of = self._index()
         wanted = set(expected)
+        stored = self._index()
+        self._stored_name = dict(zip(_whole_names(stored, wanted, base_prefix), stored, strict=True))
+        self._file_of = {name: stored[theirs] for name, theirs in self._stored_name.items()}
         for name, file in sorted(self._file_of.items()):
             if name not in wanted and not name.endswith(ignored_suffixes):
                 raise SettingsError(f"{folder / file}: tensor {name} does not belong to the model", "MODEL")
@@ -101,7 +106,7 @@ class SafetensorsSource:
     def read(self, part: Slice, init: Init) -> torch.Tensor:
         file = self._file_of[part.name]
         try:
-            view = self._open(file).get_slice(part.name)
+            view = self._open(file).get_slice(self._stored_name[part.name])
         except SafetensorError as error:
             raise SettingsError(f"{self._folder / file}: tensor {part.name}: {error}", "MODEL") from error
         shape = tuple(view.get_shape())
@@ -137,6 +142,14 @@ class SafetensorsSource:
             except (OSError, SafetensorError) as error:
                 raise SettingsError(f"cannot read {path}: {error}", "MODEL") from error
         return self._files[file]
+
+
+def _whole_names(stored: Iterable[str], wanted: set[str], base_prefix: str) -> list[str]:
+    """Returns the stored names, in their order, as a checkpoint with a head would have them."""
+    names = list(stored)
+    if any(name.startswith(base_prefix) for name in names):
+        return names
+    return [base_prefix + name if base_prefix + name in wanted else name for name in names]
 
 
 class DummySource:

@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tandem.workers.messages.request import SamplingParams
     from tandem.workers.offline import LLM
+    from tandem.workers.offline_embeddings import PoolingParams
 
     __version__: str
 
-PUBLIC = {"LLM": "tandem.workers.offline", "SamplingParams": "tandem.workers.messages.request"}
-__all__ = ["LLM", "SamplingParams", "__version__"]
+PUBLIC = {
+    "LLM": "tandem.workers.offline",
+    "PoolingParams": "tandem.workers.offline_embeddings",
+    "SamplingParams": "tandem.workers.messages.request",
+}
+__all__ = ["LLM", "PoolingParams", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,8 +7,9 @@ thread may use an LLM at a time.
 import itertools
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +27,29 @@ from tandem.workers.engine.engine_loop import EngineLoop
 from tandem.workers.lora.peft.adapter_check import AdapterChecker
 from tandem.workers.messages.errors import AdapterRefused, GroupLost, RequestRefused
 from tandem.workers.messages.request import (
+    NO_TOKENS,
     Abort,
     AdapterRef,
     Ended,
     GenerationRequest,
+    Pool,
     SamplingParams,
     TokenDelta,
     TokenLogprobs,
     is_url,
 )
 from tandem.workers.messages.sampling_check import checked_sampling
+from tandem.workers.offline_embeddings import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    EmbeddingRun,
+    PoolingParams,
+    pools_of,
+)
 from tandem.workers.offline_inbox import OfflineInbox
 from tandem.workers.offline_inputs import Prompt, as_conversations, as_prompts, one_for_each, with_bad_word_ids
 from tandem.workers.planning.model_source import resolve_model
-from tandem.workers.planning.resolve import read_spec
+from tandem.workers.planning.resolve import pooling_facts, read_spec
 from tandem.workers.planning.start_notes import warn_of_pool
 from tandem.workers.text.chat_template import ChatTemplate, find_chat_template
 from tandem.workers.text.choice_text import ChoiceText
@@ -156,13 +166,14 @@ class LLM:
         **flags: Any,
     ) -> None:
         self.settings = _engine_settings(model, flags)
+        self._pooling = pooling_facts(self.settings)
         text_folder = Path(self.settings.model.tokenizer or self.settings.model.model)
         self.tokenizer = load_tokenizer(text_folder)
         self._template: ChatTemplate | None = find_chat_template(text_folder, chat_template, self.tokenizer)
         self._factory = DetokenizerFactory(self.tokenizer)
         self._executor = open_executor(self.settings)
         self._closed: str | None = None
-        self._run = _Run(tqdm(disable=True))
+        self._run: _Run | EmbeddingRun = _Run(tqdm(disable=True))
         self._names = itertools.count()
         try:
             ready = self._executor.start()
@@ -210,27 +221,28 @@ class LLM:
         params = self._checked(sampling_params, len(many))
         adapters = one_for_each(lora_request, len(many))
         with tqdm(total=len(many), disable=not use_tqdm, desc="generating", unit="prompt") as bar:
-            self._run = _Run(bar)
-            inbox = OfflineInbox(self._run.stops)
-            try:
-                with inbox:
-                    names = self._run_all(inbox, list(zip(many, params, adapters, strict=True)))
-            finally:
-                if inbox.has_cut:
-                    self._end("this LLM is closed: a second Ctrl-C interrupted it in the middle of a step")
-        return [self._run.outputs[name] for name in names]
+            run = self._run = _Run(bar)
+            names = self._run_all(zip(repeat(run), many, params, adapters), self._add)
+        return [run.outputs[name] for name in names]
 
-    def _run_all(
-        self,
-        inbox: OfflineInbox,
-        many: Sequence[tuple[Prompt | RequestRefused, SamplingParams, AdapterRef | None]],
-    ) -> list[str]:
-        """Runs all prompts to their ends and returns the requests' names. After an error the engine has none of them,
-        unless a second Ctrl-C has cut it short."""
+    def _run_all(self, many: Iterable[tuple[Any, ...]], add: Callable[..., str]) -> list[str]:
+        """Runs all prompts to their ends in self._run. many: the arguments of each one's `add`. Returns the requests'
+        names."""
+        inbox = OfflineInbox(self._run.stops)
+        try:
+            with inbox:
+                return self._run_added(inbox, many, add)
+        finally:
+            if inbox.has_cut:
+                self._end("this LLM is closed: a second Ctrl-C interrupted it in the middle of a step")
+
+    def _run_added(self, inbox: OfflineInbox, many: Iterable[tuple[Any, ...]], add: Callable[..., str]) -> list[str]:
+        """As _run_all(). After an error the engine has none of the requests, unless a second Ctrl-C has cut it
+        short."""
         names: list[str] = []
         try:
             for each in many:
-                names.append(self._add(*each))
+                names.append(add(*each))
             EngineLoop(self._engine, inbox).run(lambda: not self._engine.has_work())
             inbox.check()
         except BaseException:
@@ -273,6 +285,46 @@ class LLM:
             return template.render(list(conversation), add_generation_prompt=True)
         except RequestRefused as error:
             return error
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+        lora_request: AdapterRef | Sequence[AdapterRef | None] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Embeds all prompts and returns one EmbeddingRequestOutput for each, in order. Any model can.
+
+        prompts, use_tqdm, lora_request: as in generate(). pooling_params: one for all prompts, or one for each. How
+        hidden states become an embedding is the model's (LLM's pooler_config changes it; docs/offline.md).
+
+        A prompt that cannot be served, for example one that is too long, gets the reason as outputs.error; the others
+        run. Raises ValueError for `dimensions` that the model does not have, otherwise as generate().
+        """
+        if self._closed is not None:
+            raise RuntimeError(self._closed)
+        many = as_prompts(prompts)
+        pools = pools_of(self._pooling, pooling_params, len(many))
+        adapters = one_for_each(lora_request, len(many))
+        with tqdm(total=len(many), disable=not use_tqdm, desc="embedding", unit="prompt") as bar:
+            run = self._run = EmbeddingRun(bar)
+            names = self._run_all(zip(repeat(run), many, pools, adapters), self._add_embedding)
+        return [run.outputs[name] for name in names]
+
+    def _add_embedding(self, run: EmbeddingRun, prompt: Prompt, pool: Pool, adapter: AdapterRef | None) -> str:
+        name, ids = f"offline-{next(self._names)}", self._token_ids(prompt)
+        text = prompt if isinstance(prompt, str) else None
+        output = EmbeddingRequestOutput(request_id=name, prompt=text, prompt_token_ids=ids, outputs=EmbeddingOutput())
+        run.outputs[name] = output
+        try:
+            check_token_ids(ids, self._facts.vocab_size, "prompts")
+            self._engine.add_request(
+                GenerationRequest(request_id=name, prompt_token_ids=ids, sampling=NO_TOKENS, adapter=adapter, pool=pool)
+            )
+        except RequestRefused as error:
+            output.outputs.error, output.finished = str(error), True
+        return name
 
     def load_adapter(self, source: str | Path, name: str | None = None) -> AdapterRef:
         """Checks a LoRA adapter in PEFT's format and returns a reference to it for generate() and chat().
@@ -339,17 +391,19 @@ class LLM:
             raise ValueError(f"{len(each)} sampling_params for {count} prompts")
         return each
 
-    def _add(self, prompt: Prompt | RequestRefused, params: SamplingParams, adapter: AdapterRef | None) -> str:
+    def _add(
+        self, run: _Run, prompt: Prompt | RequestRefused, params: SamplingParams, adapter: AdapterRef | None
+    ) -> str:
         text = prompt if isinstance(prompt, str) else None
         ids = self._token_ids(prompt)
         name = f"offline-{next(self._names)}"
         output = RequestOutput(
             prompt=text, prompt_token_ids=ids, outputs=[Completion(index=index) for index in range(params.n)]
         )
-        self._run.outputs[name] = output
+        run.outputs[name] = output
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=secrets.randbits(63))
-        self._run.choices[name] = [_Choice(done, self._choice_text(ids, params)) for done in output.outputs]
+        run.choices[name] = [_Choice(done, self._choice_text(ids, params)) for done in output.outputs]
         try:
             if isinstance(prompt, RequestRefused):
                 raise prompt

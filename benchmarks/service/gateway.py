@@ -34,6 +34,7 @@ from tandem.cluster.gateway.services import Accounts, TextServices
 from tandem.cluster.routing.route_hint import hint_of
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.request import GenerationRequest, SamplingParams, TokenDelta
+from tandem.workers.models.spec.pooling_config import PoolingFacts
 from tandem.workers.text.chat_template import find_chat_template
 from tandem.workers.text.detokenizer import DetokenizerFactory
 from tandem.workers.text.tokenizer import ModelTokenizer, load_tokenizer
@@ -71,6 +72,7 @@ def new_app(folder: Path, tokenizer: ModelTokenizer, backend: FakeBackend) -> Fa
         max_model_len=8192,
         vocab_size=tokenizer.vocab_size,
         extra_stop_token_ids=(),
+        pooling=PoolingFacts(size=64),
         workers=TextWorkers(meter=metrics),
     )
     accounts = Accounts(auth=StaticKeys())

@@ -15,7 +15,7 @@ import httpx
 
 from tandem.configs.errors import SettingsError
 
-URLS = ("/v1/chat/completions", "/v1/completions")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 ASGIApp = Callable[..., Any]
 
 

@@ -24,7 +24,7 @@ from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.sizes import rank_weights
 from tandem.workers.planning.adapter_room import adapter_room
 from tandem.workers.planning.budget import available_bytes, check_offload
-from tandem.workers.planning.resolve import DTYPE_BYTES, read_spec, resolve_dtype, resolve_max_model_len
+from tandem.workers.planning.resolve import DTYPE_BYTES, pooling_facts, read_spec, resolve_dtype, resolve_max_model_len
 
 RANK_BYTES, COORDINATOR_BYTES = 250 * 2**20, 100 * 2**20
 """Resident memory of an idle process of each kind (torch, Ray), as `make bench-startup` measures it."""
@@ -56,6 +56,7 @@ def check_model(settings: ServiceSettings) -> ArchSpec:
     if model.load_format == "safetensors" and not any(Path(model.model).glob("*.safetensors")):
         raise SettingsError(f"{model.model} holds no .safetensors file", "MODEL")
     resolve_max_model_len(settings.engine, spec)
+    pooling_facts(settings.engine)
     return spec
 
 

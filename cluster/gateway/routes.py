@@ -23,7 +23,7 @@ from tandem.cluster.gateway.http.error_answers import on_tandem_error
 from tandem.cluster.gateway.http.gateway_metrics import Scrapes
 from tandem.cluster.gateway.http.middleware import Envelope
 from tandem.cluster.gateway.http.origins import Origins
-from tandem.cluster.gateway.openai import adapter_routes, handlers, probes, tenant_routes
+from tandem.cluster.gateway.openai import adapter_routes, embeddings, handlers, probes, tenant_routes
 from tandem.cluster.gateway.openai.openapi import openapi_document
 from tandem.cluster.gateway.services import Accounts, TextServices
 from tandem.workers.messages.errors import TandemError
@@ -56,6 +56,7 @@ def route_table(text: TextServices, accounts: Accounts, generations: Generations
     return (
         RouteSpec("POST", "/v1/chat/completions", key, partial(handlers.chat_completions, *serving)),
         RouteSpec("POST", "/v1/completions", key, partial(handlers.completions, *serving)),
+        RouteSpec("POST", "/v1/embeddings", key, partial(embeddings.embeddings, *serving)),
         RouteSpec("GET", "/v1/models", key, partial(probes.models, *serving)),
         RouteSpec("GET", "/v1/models/{model:path}", key, partial(probes.model, *serving)),
         RouteSpec("POST", "/tokenize", key, partial(handlers.tokenize, *serving)),

@@ -15,6 +15,7 @@ from tandem.cluster.tenants.billing_record import Ledger, NoLedger
 from tandem.cluster.tenants.tenant_admin import NoTenantAdmin, TenantAdmin
 from tandem.cluster.tenants.tenant_admission import OpenTenancy, Tenancy
 from tandem.configs.schema import GatewaySettings
+from tandem.workers.models.spec.pooling_config import PoolingFacts
 from tandem.workers.text.chat_template import ChatTemplate
 from tandem.workers.text.detokenizer import DetokenizerFactory
 from tandem.workers.text.tokenizer import ModelTokenizer
@@ -25,7 +26,8 @@ class TextServices:
     """From bodies to prompts and from tokens to answers, for one model. settings: the limits of bodies and texts.
     model_names: all names of the base, at least one. chat_template: None when the model has none. max_model_len:
     tokens. vocab_size: the model's, which may be more than the tokenizer's. extra_stop_token_ids: see
-    extra_stop_token_ids(). created_s: Unix time. random_seed: the seed of a request that gives none."""
+    extra_stop_token_ids(). pooling: how embeddings are made. created_s: Unix time. random_seed: the seed of a request
+    that gives none."""
 
     settings: GatewaySettings
     model_names: tuple[str, ...]
@@ -35,6 +37,7 @@ class TextServices:
     max_model_len: int
     vocab_size: int
     extra_stop_token_ids: tuple[int, ...]
+    pooling: PoolingFacts
     workers: TextWorkers
     fingerprint: str = "tandem"
     created_s: int = field(default_factory=lambda: int(time.time()))

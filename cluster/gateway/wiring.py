@@ -23,6 +23,7 @@ from tandem.cluster.tenants.tenant_service import TenantService
 from tandem.configs.schema import GatewaySettings, ServiceSettings
 from tandem.workers.build import eos_token_ids, resolve_max_model_len
 from tandem.workers.models.spec.families import load_spec
+from tandem.workers.planning.resolve import pooling_facts
 from tandem.workers.text.chat_template import find_chat_template
 from tandem.workers.text.detokenizer import DetokenizerFactory
 from tandem.workers.text.tokenizer import load_tokenizer
@@ -54,6 +55,7 @@ def build_text_services(settings: ServiceSettings, metrics: GatewayMetrics) -> T
         max_model_len=resolve_max_model_len(settings.engine, spec),
         vocab_size=spec.vocab_size,
         extra_stop_token_ids=extra_stop_token_ids(tokenizer, frozenset(eos_token_ids(folder, spec))),
+        pooling=pooling_facts(settings.engine),
         workers=TextWorkers(meter=metrics),
         fingerprint=f"tandem-{model.revision or folder.name}"[:64],
     )

@@ -101,6 +101,25 @@ async def test_32_at_once_equal_the_offline_engine(service: Service, offline: LL
     wait_for(both_report, 60, "the other group may have come later")
 
 
+def test_embeddings_are_the_offline_engines_beside_requests_that_generate(
+    service: Service, client: openai.OpenAI, offline: LLM
+) -> None:
+    """By the official client, which asks for base64; two groups of two ranks share 32 inputs and some texts."""
+    wanted = [output.outputs.embedding for output in offline.embed(PROMPTS, use_tqdm=False)]
+    asked = {"model": "demo", "prompt": "The", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    with ThreadPoolExecutor(4) as pool:
+        texts = [pool.submit(service.post, "/v1/completions", asked) for _ in range(3)]
+        answer = client.embeddings.create(model="demo", input=PROMPTS)
+        assert {text.result().json()["choices"][0]["text"] for text in texts} == set(greedy(offline, ["The"], [60]))
+    assert [item.index for item in answer.data] == list(range(len(PROMPTS)))
+    for item, vector in zip(answer.data, wanted, strict=True):
+        assert max(abs(a - b) for a, b in zip(item.embedding, vector, strict=True)) < 1e-5
+    (plain,) = client.embeddings.create(model="demo", input=PROMPTS[:1], encoding_format="float").data
+    assert max(abs(a - b) for a, b in zip(plain.embedding, wanted[0], strict=True)) < 1e-5
+    with pytest.raises(openai.BadRequestError, match="dimensions"):
+        client.embeddings.create(model="demo", input="x", dimensions=8)
+
+
 @pytest.mark.parametrize(
     ("body", "status"),
     [

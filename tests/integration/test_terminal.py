@@ -3,6 +3,7 @@ Before that, in the same service: what README.md and docs/serving.md tell to pas
 and who waits longer than --queue-timeout is told so.
 """
 
+import json
 import os
 import re
 import shutil
@@ -54,6 +55,15 @@ def test_the_curl_commands(vllm_named: Service, page: str, answer: str) -> None:
     commands = re.findall(r"^    (curl .*\\\n.*)$", pasted(page, vllm_named), re.MULTILINE)
     assert commands
     assert answer in run(["bash", "-c", 'curl() { command curl --silent --no-buffer "$@"; }\n' + commands[0]])
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
+def test_the_embeddings_command(vllm_named: Service) -> None:
+    section = pasted("docs/serving.md", vllm_named).partition("### Embeddings\n")[2].partition("\n### ")[0]
+    (command,) = re.findall(r"^    (curl .*\\\n.*)$", section, re.MULTILINE)
+    answer = json.loads(run(["bash", "-c", command.replace("curl ", "curl --silent ", 1)]))
+    assert [item["index"] for item in answer["data"]] == [0, 1] and answer["usage"]["completion_tokens"] == 0
+    assert all(abs(sum(x * x for x in item["embedding"]) - 1) < 1e-5 for item in answer["data"])
 
 
 def test_the_openai_example(vllm_named: Service) -> None:

@@ -25,7 +25,7 @@ from tandem.parallel.context import ParallelContext
 from tandem.workers.build import model_facts
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.executor import ExecutorReady
-from tandem.workers.messages.request import Ended, GenerationRequest, TokenDelta
+from tandem.workers.messages.request import Ended, GenerationRequest, TokenDelta, Usage
 from tandem.workers.messages.step import StepPlan, StepResult
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import cpu_platform
@@ -95,25 +95,33 @@ class EngineCase:
 
 @dataclass
 class Told:
-    """What the engine said: every choice's tokens, the ends of requests, and the steps that failed. num_alone: of these
-    the ones with one token, whose request ends. num_struck: faults that found an operation to fail at."""
+    """What the engine said: every choice's tokens or embedding, the ends of requests, and the steps that failed.
+    num_alone: of these the ones with one token, whose request ends. num_struck: faults that found an operation to fail
+    at."""
 
     tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    embeddings: dict[str, bytes] = field(default_factory=dict)
+    usages: dict[str, Usage] = field(default_factory=dict)
     reasons: dict[str, list[str | None]] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     num_alone: int = 0
     num_struck: int = 0
+    num_preempted: int = 0
 
     def deltas(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:
             tokens = self.tokens.setdefault((delta.request_id, delta.choice), [])
             assert delta.first_position == len(tokens), "a gap or a repeat"
             tokens += delta.token_ids
+            if delta.embedding is not None:
+                assert delta.request_id not in self.embeddings and delta.finish_reason == "stop"
+                self.embeddings[delta.request_id] = delta.embedding
             self.errors += [] if delta.error is None else [delta.error]
 
     def ended(self, ended: Ended, request: GenerationRequest) -> None:
         self.reasons[request.request_id] = list(ended.finish_reasons)
+        self.usages[request.request_id] = ended.usage
 
 
 class RunsOut(TorchDispatchMode):
@@ -234,6 +242,7 @@ def _serve(case: EngineCase, context: ParallelContext, platform: Platform, share
         engine.check_invariants()
     assert not engine.has_work(), "it is stuck"
     assert engine.stats().used_blocks == 0
+    told.num_preempted = engine.stats().preemptions
     runner.close()
     return told
 

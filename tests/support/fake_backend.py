@@ -5,6 +5,7 @@ when the test calls `step`, so that tests decide what happens when. Records ever
 """
 
 import asyncio
+import struct
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,13 @@ def fixed_script(*outputs: list[int]) -> Script:
 def logprob_of(position: int) -> float:
     """The fake model's log probability of the token at an output position."""
     return -0.125 * (position % 8 + 1)
+
+
+def embedding_of(request: GenerationRequest) -> list[float]:
+    """The fake model's embedding: eight components, or as many as were asked for; exact in float32."""
+    ids, pool = request.prompt_token_ids, request.pool
+    assert pool is not None
+    return [ids[i % len(ids)] + i / 8 for i in range(8)][: pool.dimensions]
 
 
 @dataclass
@@ -199,6 +207,11 @@ class FakeBackend:
         self._send(stream, deltas)
 
     def _next(self, stream: FakeStream, index: int, choice: FakeChoice) -> TokenDelta:
+        if stream.request.pool is not None:
+            choice.finish_reason = "error" if self.fail_at_position is not None else "stop"
+            vector = embedding_of(stream.request)
+            embedding = struct.pack(f"<{len(vector)}f", *vector) if choice.finish_reason == "stop" else None
+            return msgspec.structs.replace(self._delta(stream, index, [], choice.finish_reason), embedding=embedding)
         limit = stream.request.sampling.max_tokens
         ids = choice.script[choice.position : min(choice.position + self.tokens_per_step, limit)]
         ends = self.eos_token_ids | set(stream.request.sampling.stop_token_ids)

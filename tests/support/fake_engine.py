@@ -1,6 +1,7 @@
 """An engine without a model: token i of a request is (last prompt token + i), one token a step. For transport tests."""
 
 import math
+import struct
 from collections.abc import Iterable, Mapping
 
 from tandem.workers.engine.base.stats import Collector, EngineStats
@@ -66,7 +67,7 @@ class FakeEngine:
         for delta in deltas:
             if delta.finish_reason is not None:
                 request, position = self.live.pop(delta.request_id)
-                self._end(request, position, "length")
+                self._end(request, position, delta.finish_reason)
         return True
 
     def losses(self) -> dict[str, str]:
@@ -142,6 +143,9 @@ class FakeEngine:
             raise GroupLost("rank 0 has died")
         self.live[request.request_id] = (request, position + 1)
         self.charged_here[request.tenant] = self.charged_here.get(request.tenant, 0.0) + 1.0
+        if request.pool is not None:
+            self.live[request.request_id] = (request, 0)
+            return self._embedded(request)
         last = position + 1 >= request.sampling.max_tokens
         return TokenDelta(
             request_id=request.request_id,
@@ -151,6 +155,19 @@ class FakeEngine:
             token_ids=[request.prompt_token_ids[-1] + position],
             finish_reason="length" if last else None,
             usage=self._usage(request, position + 1) if last else None,
+        )
+
+    def _embedded(self, request: GenerationRequest) -> TokenDelta:
+        """The embedding of a request with a Pool: its last token and its length."""
+        return TokenDelta(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            choice=0,
+            first_position=0,
+            token_ids=[],
+            finish_reason="stop",
+            usage=self._usage(request, 0),
+            embedding=struct.pack("<2f", request.prompt_token_ids[-1], len(request.prompt_token_ids)),
         )
 
     def _end(self, request: GenerationRequest, position: int, reason: str) -> None:

@@ -14,23 +14,40 @@ Fault = Literal["out of memory at once", "out of memory at the end", "nan"]
 
 @dataclass
 class FaultyModel:
-    """`model` with faults by the number of the forward pass, from 0; "nan" spoils the step's first row of logits."""
+    """`model` with faults by the number of the forward pass, from 0; "nan" spoils the step's first row of logits, or
+    the first hidden state where it pools."""
 
     model: Model
     faults: dict[int, Fault] = field(default_factory=dict)
     calls: int = 0
 
     def forward(self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None) -> torch.Tensor:
+        fault = self._begin()
+        output = self.model.forward(batch, kv, hidden_TH)
+        self._end(fault, output)
+        return output
+
+    def forward_and_pool(
+        self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None, rows_P: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        fault = self._begin()
+        output, hidden_PH = self.model.forward_and_pool(batch, kv, hidden_TH, rows_P)
+        self._end(fault, hidden_PH)
+        return output, hidden_PH
+
+    def close(self) -> None:
+        self.model.close()
+
+    def _begin(self) -> Fault | None:
         fault = self.faults.get(self.calls)
         self.calls += 1
         if fault == "out of memory at once":
             raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB")
-        output = self.model.forward(batch, kv, hidden_TH)
+        return fault
+
+    @staticmethod
+    def _end(fault: Fault | None, output: torch.Tensor) -> None:
         if fault == "out of memory at the end":
             raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
         if fault == "nan":
             output[:1] = float("nan")
-        return output
-
-    def close(self) -> None:
-        self.model.close()

@@ -79,6 +79,8 @@ class ResultApplier:
                 seq.num_drafts -= work.max_drafts
             if row is None:
                 self._after_chunk(seq)
+            elif row.embedding is not None:
+                self._accept_embedding(seq, row.embedding, deltas, ended)
             elif row.error is not None or not row.token_ids:
                 self._fail(seq.state, row.error or "the ranks returned no token", deltas, ended)
             else:
@@ -181,6 +183,26 @@ class ResultApplier:
             if length + count >= seq.max_len or (token in seq.stop_ids and length + count >= seq.min_len):
                 return count
         return len(token_ids)
+
+    def _accept_embedding(
+        self, seq: Sequence, embedding: bytes, deltas: list[TokenDelta], ended: list[RequestState]
+    ) -> None:
+        """The embedding of one row, which ends its request."""
+        self._after_chunk(seq)
+        if self.finish(seq, "stop"):
+            ended.append(seq.state)
+        deltas.append(
+            TokenDelta(
+                request_id=seq.state.request.request_id,
+                attempt=seq.state.request.attempt,
+                choice=seq.choice,
+                first_position=0,
+                token_ids=[],
+                finish_reason="stop",
+                usage=seq.state.usage(),
+                embedding=embedding,
+            )
+        )
 
     def _last_delta(
         self, seq: Sequence, row: RowResult, position: int, reason: FinishReason, ended: list[RequestState]

@@ -477,6 +477,7 @@ class Scheduler:
                 num_computed=seq.num_scheduled,
                 sampling=seq.row_sampling(),
                 adapter_slot=slot,
+                pool=seq.state.request.pool,
             )
         )
         if not self._running or self._running[-1].order < seq.order:

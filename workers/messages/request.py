@@ -5,7 +5,7 @@ result has the id of what it answers. Structs with many instances have gc=False,
 ints; positions count a sequence's tokens from 0, output positions count its generated tokens from 0. Torch-free.
 """
 
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -75,6 +75,22 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
 
 
+class Pool(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Task of a request that wants the embedding of its prompt in place of new tokens.
+
+    kind: "last" takes the hidden state of the last token, "mean" the mean over all tokens, both after the final norm.
+    dimensions: how many leading components to keep; None: all. normalize: the result has length 1 (L2).
+    """
+
+    kind: Literal["last", "mean"] = "last"
+    normalize: bool = True
+    dimensions: int | None = None
+
+
+NO_TOKENS: Final = SamplingParams(max_tokens=0, temperature=0.0)
+"""The sampling parameters of a request with a Pool: it has one choice, of no tokens."""
+
+
 class ReplyTo(msgspec.Struct, frozen=True, array_like=True):
     """Destination of token deltas: the gateway's ZeroMQ endpoint, and the nonce of the present life of that gateway."""
 
@@ -106,7 +122,7 @@ class AdapterRef(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Request for `sampling.n` choices of one prompt.
+    """Request for `sampling.n` choices of one prompt, or for its embedding.
 
     attempt: which dispatch of the request this is, from 0; a newer one replaces an older one. priority: the smaller the
     earlier. deadline_s: longest wait in the queue, in seconds from its acceptance by the engine; None: no limit.
@@ -116,6 +132,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
     What earlier attempts leave behind: begun: a group has computed the prompt, which is charged and counted once.
     suspect: a group was lost while it ran this request, so that at first it runs alone. ended_choices: choices that
     need no further token although their resume_token_ids do not show it (a stop string was found).
+
+    pool: None to generate; else the prompt is embedded, and sampling is NO_TOKENS.
     """
 
     request_id: str
@@ -133,6 +151,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
     begun: bool = False
     suspect: bool = False
     ended_choices: list[int] = []
+    pool: Pool | None = None
 
     @property
     def is_resumed(self) -> bool:
@@ -169,7 +188,8 @@ class TokenDelta(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only
     finish_reason: set in the choice's last delta only. stop_reason: the stop token id that ended the choice; None for
     EOS and for other reasons. usage: set in the request's last delta only. error: why the choice ended with "error".
     cached_tokens: set in a delta without tokens that tells that the request has got its first row, so that its prompt
-    is billed from now on: the prompt tokens whose KV was found.
+    is billed from now on: the prompt tokens whose KV was found. embedding: of a request with a Pool, in its last delta:
+    the components as float32, little-endian.
     """
 
     request_id: str
@@ -183,6 +203,7 @@ class TokenDelta(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only
     usage: Usage | None = None
     error: str | None = None
     cached_tokens: int | None = None
+    embedding: bytes | None = None
 
 
 class DeltaBatch(msgspec.Struct, frozen=True, array_like=True, tag="deltas"):

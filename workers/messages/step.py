@@ -2,7 +2,7 @@
 
 import msgspec
 
-from tandem.workers.messages.request import TokenLogprobs
+from tandem.workers.messages.request import Pool, TokenLogprobs
 
 
 class RowSampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -33,7 +33,7 @@ class RowInit(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     token_ids: all known tokens, prompt first, then output. The first num_computed of them have KV in the blocks that
     the row's first RowWork names. prompt_len: tokens of the prompt, for penalties and min_tokens. adapter_slot: device
-    slot of the LoRA adapter; None: the base model.
+    slot of the LoRA adapter; None: the base model. pool: the row ends with an embedding in place of a token.
     """
 
     row: int
@@ -42,6 +42,7 @@ class RowInit(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_computed: int
     sampling: RowSampling
     adapter_slot: int | None = None
+    pool: Pool | None = None
 
 
 class RowWork(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=True):
@@ -49,9 +50,9 @@ class RowWork(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=Tr
 
     Ranks keep the row's computed count and derive positions from it. samples: the work reaches the last known token, so
     one token is sampled, and one more for each guess (draft) that proves equal to the token sampled in its place
-    (speculative decoding). max_drafts is above 0 only for a row with one token left. token_ids: known tokens that the
-    ranks lack (with PP > 1, the ones sampled earlier). new_block_ids: appended to the row's block table.
-    replaced_blocks: (index, new block id) after a copy-on-write.
+    (speculative decoding), or the row's embedding is made. max_drafts is above 0 only for a row with one token left.
+    token_ids: known tokens that the ranks lack (with PP > 1, the ones sampled earlier). new_block_ids: appended to the
+    row's block table. replaced_blocks: (index, new block id) after a copy-on-write.
     """
 
     row: int
@@ -84,15 +85,16 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="
 
 
 class RowResult(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=True):
-    """Result of one RowWork with samples=True: the sampled token and those behind accepted drafts, or `error`, why
-    there is none. So many drafts were accepted as there are tokens, less one; num_drafts: of how many. logprobs: one
-    entry for each token, if asked for."""
+    """Result of one RowWork with samples=True: the sampled token and those behind accepted drafts, or the embedding of
+    a row with a Pool (float32, little-endian), or `error`, why there is neither. So many drafts were accepted as there
+    are tokens, less one; num_drafts: of how many. logprobs: one entry for each token, if asked for."""
 
     row: int
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
     num_drafts: int = 0
+    embedding: bytes | None = None
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=True, tag="result"):

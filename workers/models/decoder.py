@@ -97,17 +97,38 @@ class Decoder:
         Returns the residual stream [T, H] in the weights' dtype for the next stage, or on the last stage logits [S, V]
         in float32, whole on every tp rank, for the batch's `logits_rows_S`.
         """
+        branch_TH, residual_TH = self._run_layers(batch, kv, hidden_TH)
+        if self._head is None:
+            return residual_TH + branch_TH
+        return self._head(self._normed(branch_TH, residual_TH, batch.logits_rows_S))
+
+    def forward_and_pool(
+        self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None, rows_P: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As forward(), on the last stage. Returns the logits [S, V] and, for the tokens at rows_P (indices into T),
+        the hidden states [P, H] after the final norm, in the weights' dtype, whole on every tp rank."""
+        assert self._head is not None, "only the last stage has the hidden states after all layers"
+        branch_TH, residual_TH = self._run_layers(batch, kv, hidden_TH)
+        hidden_PH = self._normed(branch_TH, residual_TH, rows_P)
+        return self._head(self._normed(branch_TH, residual_TH, batch.logits_rows_S)), hidden_PH
+
+    def _run_layers(
+        self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (the last layer's MLP output, the residual to add it to), both [T, H]; the next step may overwrite
+        both."""
         if self._adapters is not None:
             self._adapters.begin(batch)
         residual_TH = self._embedding(batch.input_ids_T) if self._embedding is not None else hidden_TH
         assert residual_TH is not None, "a later stage needs the hidden states of the one before"
         angles = self._positions.angles(batch.positions_T, residual_TH.dtype)
         adapters = None if self._adapters is None else self._adapters.name
-        branch_TH, residual_TH = self.graphs.run(batch, residual_TH, angles, kv, adapters)
-        if self._head is None or self._final_norm is None:
-            return residual_TH + branch_TH
-        rows_S = batch.logits_rows_S
-        return self._head(self._final_norm(branch_TH[rows_S], residual_TH[rows_S]))
+        return self.graphs.run(batch, residual_TH, angles, kv, adapters)
+
+    def _normed(self, branch_TH: torch.Tensor, residual_TH: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Returns new hidden states [len(rows), H] after the final norm."""
+        assert self._final_norm is not None
+        return self._final_norm(branch_TH[rows], residual_TH[rows])
 
     def linears(self) -> Iterator[AdaptableLinear]:
         """Yields the linear layers of this rank, in the order of the model's."""
@@ -199,7 +220,7 @@ def build_decoder(
     else:
         names = family_of(spec.architecture).names
         ignored = names.ignored_suffixes + ((f"{names.head}.weight",) if spec.tie_word_embeddings else ())
-        source = SafetensorsSource(folder, all_tensor_names(spec, names), ignored)
+        source = SafetensorsSource(folder, all_tensor_names(spec, names), ignored, names.base_prefix)
     decoder.load(
         source, dtype=dtype, device=platform.device, progress=progress and context.rank == 0, on_bytes=on_bytes
     )

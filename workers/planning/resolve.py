@@ -13,6 +13,7 @@ from tandem.configs.errors import SettingsError, UnsupportedModelError
 from tandem.configs.schema import EngineSettings
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.families import load_spec
+from tandem.workers.models.spec.pooling_config import PoolingFacts, read_pooling
 
 SAMPLE_BYTES = 2**16
 SAMPLES = 16
@@ -31,6 +32,13 @@ def read_spec(settings: EngineSettings) -> ArchSpec:
         raise UnsupportedModelError(str(error), error.flag or "MODEL") from error
     spec.check_parallel(settings.parallel.tensor_parallel_size, settings.parallel.pipeline_parallel_size)
     return spec
+
+
+def pooling_facts(settings: EngineSettings) -> PoolingFacts:
+    """How the model makes embeddings. Raises as read_pooling() does."""
+    model = settings.model
+    size = read_spec(settings).hidden_size
+    return read_pooling(Path(model.model), size, model.hf_overrides, model.pooler_config)
 
 
 def resolve_max_model_len(settings: EngineSettings, spec: ArchSpec) -> int:

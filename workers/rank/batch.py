@@ -57,6 +57,8 @@ def build_batch(plan: StepPlan, table: RowTable, platform: Platform, num_drafts_
     begin_R = table.num_computed[rows_R]
     end_R = begin_R + lens_R
     _check(table, rows_R, lens_R, end_R, samples_R, drafts_R)
+    if table.pooled:  # these end with an embedding
+        samples_R &= np.fromiter((w.row not in table.pooled for w in plan.work), np.bool_, count)
     table.num_computed[rows_R] = end_R
     starts = np.zeros(count + 1, np.int64)
     np.cumsum(lens_R, out=starts[1:])

@@ -24,6 +24,7 @@ from tandem.workers.platforms.base import Platform
 from tandem.workers.rank.batch import StepBatch, build_batch
 from tandem.workers.rank.drafts import NOT_FINITE_ID, Accepted, Drafts, propose
 from tandem.workers.rank.kv_cache import KVCache
+from tandem.workers.rank.pooler import Pooled, Pooler
 from tandem.workers.rank.row_results import row_results
 from tandem.workers.rank.row_table import RowTable
 from tandem.workers.rank.step_exchanges import StepExchanges, Verdict
@@ -42,6 +43,13 @@ class Model(Protocol):
 
     def forward(self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None) -> torch.Tensor:
         """Hidden states [T, H], or on the last stage logits [S, V] (float32, whole at least on tp rank 0)."""
+        ...
+
+    def forward_and_pool(
+        self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None, rows_P: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """On the last stage: logits [S, V] as above, and the hidden states [P, H] of some tokens after the final
+        norm."""
         ...
 
     def close(self) -> None:
@@ -64,7 +72,7 @@ class _Tokens:
 @dataclass(frozen=True, slots=True)
 class _Computed:
     """A step's work on the device. received: events around the wait for hidden states, where there was one; errors: of
-    its rows, by row; verdict: what the ranks agreed on, on the last stage of several ranks."""
+    its rows, by row; verdict: what the ranks agreed on, on the last stage of several ranks; pooled: its embeddings."""
 
     batch: StepBatch
     drafts: Drafts | None = None
@@ -73,6 +81,7 @@ class _Computed:
     received: tuple[Event, Event] | None = None
     errors: dict[int, str] = field(default_factory=dict)
     verdict: Verdict | None = None
+    pooled: Pooled | None = None
 
 
 class StepHandle:
@@ -140,6 +149,7 @@ class ModelRunner:
         if self._samples:
             platform.sampling_ops()  # compiled now, not in the first step
         self._appends = context.pp_size == 1
+        self._pooler = Pooler(platform.accelerator, steps_in_flight=max(2, context.pp_size))
         self._steps: deque[StepHandle] = deque()  # whose tokens the row table lacks
         self._awaits: list[int] = []
         self._failed_step = -1
@@ -197,7 +207,7 @@ class ModelRunner:
     def _compute_or_fail(self, plan: StepPlan) -> tuple[_Computed | None, str | None]:
         """Returns the step's work, or why this rank has not done it."""
         drafts = self._propose(plan)
-        self._exchanges.begin(plan.work, 0 if drafts is None else drafts.total)
+        self._exchanges.begin(plan.work, 0 if drafts is None else drafts.total, self._table.pooled)
         failure = self._void(plan.step_id, plan.known_failure)
         if failure is None:
             try:
@@ -237,7 +247,7 @@ class ModelRunner:
         batch = build_batch(plan, self._table, self._platform, None if drafts is None else drafts.counts_R)
         if self._steps:
             self._take_tokens(batch)
-        computed = self._run(batch, drafts, self._tensors())
+        computed = self._run(plan, batch, drafts, self._tensors())
         self._awaits.clear()
         return computed
 
@@ -268,14 +278,14 @@ class ModelRunner:
         assert self.gate is not None, "an overlapped load without a memory lane"
         return replace(tensors, layers=self.gate.in_turn(tensors.layers, tuple(self._awaits)))
 
-    def _run(self, batch: StepBatch, drafts: Drafts | None, kv: KVTensors) -> _Computed:
-        """Forward and sampling."""
+    def _run(self, plan: StepPlan, batch: StepBatch, drafts: Drafts | None, kv: KVTensors) -> _Computed:
+        """Forward, sampling and pooling."""
         hidden_TH, received = None, None
         if not self._context.is_first_stage:
             before = self.record()
             hidden_TH = self._exchanges.receive()
             received = before, self.record()
-        output = self._model.forward(batch.forward, kv, hidden_TH)
+        output, pooled = self._forward(plan, batch, kv, hidden_TH)
         self._exchanges.end_layers()
         if not self._context.is_last_stage:
             self._exchanges.send(output)
@@ -292,7 +302,19 @@ class ModelRunner:
         verdict = self._exchanges.agree(None if drawn is None else drawn.ids_S)
         rows = rows_S if drafts is None else rows_S[np.diff(rows_S, prepend=-1) != 0]  # once each
         tokens = self._tokens(rows, drawn, verdict) if self._appends and len(rows_S) else None
-        return _Computed(batch, drafts, drawn, tokens, received, dict(self._table.errors), verdict)
+        return _Computed(batch, drafts, drawn, tokens, received, dict(self._table.errors), verdict, pooled)
+
+    def _forward(
+        self, plan: StepPlan, batch: StepBatch, kv: KVTensors, hidden_TH: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Pooled | None]:
+        """The model's output and, where this rank pools rows of the step, their embeddings."""
+        table, step = self._table, None
+        if table.pooled and self._samples:
+            step = self._pooler.begin(plan.work, batch.begin_R, batch.starts, table.pooled)
+        if step is None:
+            return self._model.forward(batch.forward, kv, hidden_TH), None
+        output, hidden_PH = self._model.forward_and_pool(batch.forward, kv, hidden_TH, step.rows_P)
+        return output, self._pooler.pool(step, hidden_PH)
 
     def _tokens(self, rows: Ints, drawn: Drawn | None, verdict: Verdict | None) -> _Tokens:
         """One stage: every TP rank appends what tp0 sampled. A failed row gets some token too, so that a plan made
@@ -315,6 +337,8 @@ class ModelRunner:
             step.failure = self._failure_of(step, computed)
             if step.failure is None:
                 rows = self._take(computed)
+                if computed.pooled is not None:
+                    rows = computed.pooled.merged(rows, computed.errors)
             if computed.received is not None:
                 received_s = computed.received[1].seconds_since(computed.received[0])
         if self._samples:

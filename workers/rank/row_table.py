@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.workers.messages.step import RowInit, RowWork, StepPlan
+from tandem.workers.rank.pooler import PooledRow
 from tandem.workers.sampling.sampling_table import SamplingTable
 
 Ints = npt.NDArray[np.int64]
@@ -21,7 +22,8 @@ class RowTable:
 
     adapter_slots: int64 [rows], -1 without an adapter; num_adapted: rows with one.
     lives: int64 [rows], counts the sequences that a row was bound to, so that a late token finds its own.
-    `errors[row]`: why nothing can be sampled for it (its tokens are outside the vocabulary); it runs on harmlessly.
+    pooled: rows that end with an embedding. `errors[row]`: why nothing can be sampled for it (its tokens are outside
+    the vocabulary); it runs on harmlessly.
     """
 
     def __init__(self, capacity: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
@@ -39,6 +41,7 @@ class RowTable:
         self.lives = np.zeros(capacity, np.int64)
         self.adapter_slots = np.full(capacity, -1, np.int64)
         self.num_adapted = 0
+        self.pooled: dict[int, PooledRow] = {}
         self.errors: dict[int, str] = {}
 
     def apply(self, plan: StepPlan) -> list[int]:
@@ -114,6 +117,7 @@ class RowTable:
             self.lives[row] += 1
             self.num_adapted -= int(self.adapter_slots[row] >= 0)
             self.adapter_slots[row] = -1
+            self.pooled.pop(row, None)
             self.errors.pop(row, None)
             self.sampling.free(row)
 
@@ -126,6 +130,8 @@ class RowTable:
         if init.adapter_slot is not None:
             self.adapter_slots[row] = init.adapter_slot
             self.num_adapted += 1
+        if init.pool is not None:
+            self.pooled[row] = PooledRow(init.pool)
         self.sampling.bind(row, init.sampling)
         self._append_tokens(row, init.token_ids)
 

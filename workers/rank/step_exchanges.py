@@ -5,7 +5,7 @@ makes up the rest of them with zeros. The last stage learns of it from a number 
 along the pipeline, and with the sampled tokens between TP ranks. T tokens, S rows that sample.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 import torch
@@ -49,11 +49,12 @@ class StepExchanges:
         self._failed_1: torch.Tensor | None = None
         self._is_over = False
 
-    def begin(self, work: Sequence[RowWork], num_drafts: int = 0) -> None:
-        """Starts a step, of at least one row. num_drafts: of all rows together."""
+    def begin(self, work: Sequence[RowWork], num_drafts: int = 0, pooled: Container[int] = ()) -> None:
+        """Starts a step, of at least one row. num_drafts: of all rows together. pooled: rows for which nothing is
+        sampled."""
         if self._context.world_size > 1:
             self._num_tokens = sum(row.num_tokens for row in work) + num_drafts
-            self._num_samples = sum(row.samples for row in work) + num_drafts
+            self._num_samples = sum(row.samples and row.row not in pooled for row in work) + num_drafts
             self._failed_1, self._is_over = None, False
             self._context.tp.begin(self._num_tokens, self._num_samples)
 

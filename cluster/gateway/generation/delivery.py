@@ -53,32 +53,20 @@ class Gathered:
 
 
 class GenerationResponse(Response):
-    """An answer that is made while it is sent. `shown`: choices to show per prompt (best_of runs more)."""
+    """An answer that is made while it is sent."""
 
-    def __init__(
-        self,
-        shared: Generations,
-        generation: Generation,
-        style: ResponseFormat,
-        *,
-        stream: bool,
-        include_usage: bool,
-        shown: int,
-        with_logprobs: bool,
-    ) -> None:
+    def __init__(self, shared: Generations, generation: Generation) -> None:
         super().__init__(b"")
         self._shared = shared
         self._generation = generation
-        self._style = style
-        self._stream = stream
-        self._include_usage = include_usage
-        self._shown = shown
-        self._with_logprobs = with_logprobs
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer = EventWriter(send, self._shared.clock)
-        delivery = self._deliver_stream(writer) if self._stream else self._deliver_whole(send)
-        await self._watch(self._guarded(delivery), receive, writer)
+        await self._watch(self._guarded(self._deliver(send, writer)), receive, writer)
+
+    async def _deliver(self, send: Send, writer: EventWriter) -> None:
+        """Sends the whole answer; writer: for one in events."""
+        raise NotImplementedError
 
     async def _guarded(self, delivery: Coroutine[Any, Any, None]) -> None:
         """The delivery, and the end of the generation however it ends."""
@@ -110,6 +98,37 @@ class GenerationResponse(Response):
             work.cancel()
         if work.done() and not work.cancelled():
             work.result()
+
+    @staticmethod
+    async def _send_json(send: Send, body: bytes) -> None:
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+class TextResponse(GenerationResponse):
+    """The answer with the texts of choices. `shown`: choices to show per prompt (best_of runs more)."""
+
+    def __init__(
+        self,
+        shared: Generations,
+        generation: Generation,
+        style: ResponseFormat,
+        *,
+        stream: bool,
+        include_usage: bool,
+        shown: int,
+        with_logprobs: bool,
+    ) -> None:
+        super().__init__(shared, generation)
+        self._style = style
+        self._stream = stream
+        self._include_usage = include_usage
+        self._shown = shown
+        self._with_logprobs = with_logprobs
+
+    async def _deliver(self, send: Send, writer: EventWriter) -> None:
+        await (self._deliver_stream(writer) if self._stream else self._deliver_whole(send))
 
     def _take(self, step: Step) -> list[tuple[int, TextDelta]]:
         """Feeds one step to its choices, and stops choices in the engine where a stop string was found."""
@@ -185,9 +204,7 @@ class GenerationResponse(Response):
             body = await asyncio.to_thread(self._style.whole, answers, usage)
         else:
             body = self._style.whole(answers, usage)
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body, "more_body": False})
+        await self._send_json(send, body)
 
     def _best(self, part: RequestPart, gathered: dict[int, Gathered]) -> Sequence[Gathered]:
         """The choices of one prompt to show: all, or with best_of those of the highest mean log probability."""

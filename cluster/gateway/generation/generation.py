@@ -39,7 +39,8 @@ Step = tuple[RequestPart, list[TokenDelta]]
 
 class Generation:
     """Owns a request from its admission to its bill: start(), read steps(), close(). prompt_field: the prompt's name
-    in the client's body. began_s: of the gateway's clock. held: resources that end with it."""
+    in the client's body. began_s: of the gateway's clock. at_once: parts that are dispatched at a time; None: all.
+    held: resources that end with it."""
 
     def __init__(
         self,
@@ -50,6 +51,7 @@ class Generation:
         model: str,
         began_s: float,
         prompt_field: str = "prompt",
+        at_once: int | None = None,
     ) -> None:
         self.parts = parts
         self.began_s = began_s
@@ -58,6 +60,7 @@ class Generation:
         self._shared = shared
         self._tenant = tenant
         self._prompt_field = prompt_field
+        self._free = asyncio.Semaphore(at_once or len(parts))
         adapter = parts[0].request.adapter
         self._bill = BillingRecord(
             id=parts[0].request.request_id,
@@ -185,9 +188,13 @@ class Generation:
     async def _serve_all(self) -> None:
         async with asyncio.TaskGroup() as serving:
             for number, part in enumerate(self.parts, 1):
-                serving.create_task(self._serve(part))
+                serving.create_task(self._serve_in_turn(part))
                 if number % STEPS_AT_ONCE == 0:
                     await asyncio.sleep(0)
+
+    async def _serve_in_turn(self, part: RequestPart) -> None:
+        async with self._free:
+            await self._serve(part)
 
     async def _serve(self, part: RequestPart) -> None:
         """One prompt, until its last delta has come, nobody wants it any more, or no group may try it again."""

@@ -4,16 +4,35 @@ deltas of the present attempt --take--> not yet delivered ones --> the reader of
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 
 from tandem.cluster.gateway.generation.dispatch import Attempt
-from tandem.workers.messages.request import Ended, GenerationRequest, TokenDelta, Usage
-from tandem.workers.text.choice_text import ChoiceText
+from tandem.workers.messages.request import Ended, FinishReason, GenerationRequest, TokenDelta, Usage
+from tandem.workers.text.choice_text import TextDelta
 
 AT_ONCE_S = 1.0
+
+
+class Choice(Protocol):
+    """What becomes of one choice's deltas: its text (ChoiceText), or the embedding of its prompt (EmbeddingChoice)."""
+
+    @property
+    def tokens(self) -> int:
+        """The tokens to bill."""
+        ...
+
+    @property
+    def finished(self) -> FinishReason | None:
+        """Why it has ended; None while it goes on."""
+        ...
+
+    def take(self, delta: TokenDelta) -> TextDelta | None:
+        """Adds a delta; None where it adds no text."""
+        ...
 
 
 @dataclass(kw_only=True, eq=False)
@@ -30,7 +49,7 @@ class RequestPart:
     """
 
     request: GenerationRequest
-    choices: list[ChoiceText]
+    choices: Sequence[Choice]
     first_choice: int
     is_open_ended: bool = False
     kept: dict[int, int] = field(default_factory=dict)
@@ -150,7 +169,9 @@ class RequestPart:
             self.unserved_since_s = sent_s
 
     def has_all(self, ended: Ended) -> bool:
-        """True when every token that Ended counts was delivered."""
+        """True when every token that Ended counts was delivered, or the embedding."""
+        if self.request.pool is not None and ended.finish_reasons == ["stop"] and not self.finished[0]:
+            return False
         return all(len(got) >= want for got, want in zip(self.delivered, ended.positions, strict=False))
 
     def finish(self, ended: Ended) -> None:

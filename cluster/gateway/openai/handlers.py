@@ -12,7 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tandem.cluster.gateway.generation.delivery import GenerationResponse
+from tandem.cluster.gateway.generation.delivery import GenerationResponse, TextResponse
 from tandem.cluster.gateway.generation.generation import Generation
 from tandem.cluster.gateway.generation.generations import Generations
 from tandem.cluster.gateway.generation.part import RequestPart
@@ -63,7 +63,7 @@ async def chat_completions(
     began_s = generations.clock()
     body, size = await received(text, request, principal, lambda fields: read_chat(fields, text.settings))
     with ExitStack() as held:
-        model = _held_model(text, generations, body, principal, held)
+        model = held_model(text, generations, body.model, principal, held)
         wanted, names = body.max_tokens, Asked("messages", "max_tokens")
         if body.max_completion_tokens is not None:
             wanted, names = body.max_completion_tokens, Asked("messages", "max_completion_tokens")
@@ -91,7 +91,7 @@ async def completions(text: TextServices, generations: Generations, request: Req
     began_s = generations.clock()
     body, size = await received(text, request, principal, lambda fields: _read_completion(text, fields))
     with ExitStack() as held:
-        model = _held_model(text, generations, body, principal, held)
+        model = held_model(text, generations, body.model, principal, held)
         wanted = _wanted(body)
         check_choices(text, body)
         head = _head(text, generations, "cmpl", model.name)
@@ -188,12 +188,12 @@ def json_response(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
-def _held_model(
-    text: TextServices, generations: Generations, body: CommonBody, principal: Principal, held: ExitStack
+def held_model(
+    text: TextServices, generations: Generations, name: str | None, principal: Principal, held: ExitStack
 ) -> Served:
-    """The model, whose adapter is in use from now on."""
+    """The model of that name, whose adapter is in use from now on."""
     adapters = generations.adapters
-    model = served_model(text.model_names, adapters, body.model, principal)
+    model = served_model(text.model_names, adapters, name, principal)
     if adapters is not None:
         held.enter_context(adapters.running.request(model.adapter))
     return model
@@ -296,7 +296,7 @@ def _answer(
 ) -> GenerationResponse:
     """The answer to be; what is held passes to the generation."""
     generation.held = held.pop_all()
-    return GenerationResponse(
+    return TextResponse(
         generations,
         generation,
         style,

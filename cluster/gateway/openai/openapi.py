@@ -9,6 +9,7 @@ import msgspec
 from tandem.cluster.gateway.http.auth import AuthLevel
 from tandem.cluster.gateway.http.error_answers import ErrorBody
 from tandem.cluster.gateway.openai.adapter_routes import LoadBody, UnloadBody
+from tandem.cluster.gateway.openai.embeddings import EmbeddingBody
 from tandem.cluster.gateway.openai.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from tandem.cluster.gateway.openai.tenant_routes import RotateBody, TenantBody
 from tandem.cluster.tenants.tenant import Limits
@@ -16,6 +17,7 @@ from tandem.cluster.tenants.tenant import Limits
 BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
+    "/v1/embeddings": EmbeddingBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
     "/admin/tenants": TenantBody,

@@ -54,19 +54,35 @@ def text_prompt(services: TextServices, body: TokenizeBody) -> Prompt:
 
 def completion_prompts(services: TextServices, body: CompletionBody) -> list[Prompt]:
     """Tokenizes every prompt of a completions body, in order."""
-    add_special = body.add_special_tokens is not False
-    items = prompt_items(body.prompt)
+    return tokenized(
+        services,
+        prompt_items(body.prompt),
+        "prompt",
+        add_special_tokens=body.add_special_tokens is not False,
+        truncates=body.truncate_prompt_tokens is not None,
+    )
+
+
+def tokenized(
+    services: TextServices,
+    items: Sequence[str | list[int]],
+    param: str,
+    *,
+    add_special_tokens: bool,
+    truncates: bool,
+) -> list[Prompt]:
+    """Tokenizes texts and checks token ids, in order. param: the field's name; truncates: too long a text is cut."""
     texts = [item for item in items if isinstance(item, str)]
-    if body.truncate_prompt_tokens is None:
+    if not truncates:
         for text in texts:
-            services.tokenizer.check_bytes(text, services.max_model_len, "prompt")
-    check_text_bytes(services, sum(len(text.encode()) for text in texts), "prompt")
+            services.tokenizer.check_bytes(text, services.max_model_len, param)
+    check_text_bytes(services, sum(len(text.encode()) for text in texts), param)
     prompts: list[Prompt] = []
     for item in items:
         if isinstance(item, str):
-            prompts.append(Prompt(services.tokenizer.encode(item, add_special_tokens=add_special), item))
+            prompts.append(Prompt(services.tokenizer.encode(item, add_special_tokens=add_special_tokens), item))
         else:
-            check_token_ids(item, services.vocab_size, "prompt")
+            check_token_ids(item, services.vocab_size, param)
             prompts.append(Prompt(item, None))
     return prompts
 

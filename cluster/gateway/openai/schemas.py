@@ -241,7 +241,7 @@ def read_completion(fields: dict[str, Any], settings: GatewaySettings) -> Comple
     """A completions body. RequestRefused naming the field at fault."""
     body = read(fields, CompletionBody)
     _check_common(body, settings)
-    _check_prompt(body.prompt, settings)
+    check_prompt(body.prompt, settings, "prompt")
     if body.logprobs is not None:
         _cap("logprobs", body.logprobs, settings.max_logprobs)
         if body.echo:
@@ -353,16 +353,16 @@ def _check_common(body: CommonBody, settings: GatewaySettings) -> None:
             raise invalid("stop", f"Each stop string must have 1 to {settings.max_stop_chars} characters.")
 
 
-def _check_prompt(prompt: str | list[str | int | list[int]], settings: GatewaySettings) -> None:
-    """A list holds one kind only: texts, ids, or lists of ids."""
+def check_prompt(prompt: str | list[str | int | list[int]], settings: GatewaySettings, param: str) -> None:
+    """A list holds one kind only: texts, ids, or lists of ids. param: the field's name."""
     if isinstance(prompt, str):
         return
     if len({type(item) for item in prompt}) != 1:
-        raise invalid("prompt", "A prompt list must hold only texts, only token ids, or only lists of token ids.")
+        raise invalid(param, f"A list of {param}s must hold only texts, only token ids, or only lists of token ids.")
     if not isinstance(prompt[0], int):
-        _cap("prompt", len(prompt), settings.max_messages)
+        _cap(param, len(prompt), settings.max_messages)
         if any(item == [] for item in prompt):
-            raise invalid("prompt", "A prompt must hold at least one token.")
+            raise invalid(param, f"Each {param} must hold at least one token.")
 
 
 def _cap(param: str, value: int, most: int) -> None:

@@ -131,6 +131,17 @@ async def test_an_adapter_is_loaded_named_and_unloaded(opened: Opened, tmp_path:
         assert (again.status_code, error_of(again)["code"]) == (404, "model_not_found")
 
 
+async def test_an_adapter_embeds_under_its_name(opened: Opened, tmp_path: Path) -> None:
+    async with opened() as rig:
+        await load(rig, "pirate", write(tmp_path / "p", "a"))
+        answer = await rig.client.post("/v1/embeddings", json={"model": "pirate", "input": ["x", "y"]})
+        assert (answer.status_code, answer.json()["model"]) == (200, "pirate")
+        assert [request.adapter and request.adapter.name for request in rig.backend.requests] == ["pirate"] * 2
+        await rig.settle()
+        assert rig.ledger.rows[-1].adapter is not None and rig.ledger.rows[-1].adapter.startswith("pirate@")
+        assert running(rig).of(rig.backend.requests[0].adapter) == 0
+
+
 async def test_the_model_object_has_root_and_parent(opened: Opened, tmp_path: Path) -> None:
     async with opened() as rig:
         path = write(tmp_path / "pirate", "a")

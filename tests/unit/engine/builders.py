@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import msgspec
 from fake_adapters import AdapterPlan, FakeAdapters
-from fake_executor import FakeExecutor, chain_of, fake_token
+from fake_executor import FakeExecutor, chain_of, fake_embedding, fake_token
 from fake_tiers import FakeTiers, TierPlan
 
 from tandem.configs.schema import (
@@ -23,7 +24,7 @@ from tandem.workers.engine.blocks.block_manager import BlockManager, BlockTable
 from tandem.workers.engine.engine import Engine, ModelFacts
 from tandem.workers.engine.transfers.transfer_manager import TransferManager
 from tandem.workers.engine.waiting.adapter_cache import AdapterCache
-from tandem.workers.messages.request import AdapterRef, Ended, GenerationRequest, SamplingParams, TokenDelta
+from tandem.workers.messages.request import AdapterRef, Ended, GenerationRequest, Pool, SamplingParams, TokenDelta
 from tandem.workers.messages.step import RowSampling
 
 EOS = 1
@@ -51,6 +52,7 @@ class Sink:
     batches: list[list[TokenDelta]] = field(default_factory=list)
     resumed: dict[tuple[str, int], int] = field(default_factory=dict)
     begun: dict[str, int] = field(default_factory=dict)
+    embeddings: dict[str, bytes] = field(default_factory=dict)
 
     def on_begun(self, request: GenerationRequest, cached_tokens: int) -> None:
         assert request.request_id not in self.ends, "a row after the end"
@@ -67,6 +69,9 @@ class Sink:
             have = self.tokens.setdefault(key, [])
             assert delta.first_position == self.resumed.get(key, 0) + len(have), "a gap or a repeat"
             have.extend(delta.token_ids)
+            if delta.embedding is not None:
+                assert delta.finish_reason == "stop" and delta.usage is not None
+                self.embeddings[delta.request_id] = delta.embedding
             if delta.finish_reason is not None:
                 self.reasons[key] = delta.finish_reason
                 self.stop_reasons[key] = delta.stop_reason
@@ -265,6 +270,26 @@ def filled(manager: BlockManager, table: BlockTable, num_tokens: int, hits: Iter
         return False
     manager.take_reserved(table, num_tokens)
     return True
+
+
+def embedding(name: str, prompt: list[int] | int, kind: Any = "last", **more: Any) -> GenerationRequest:
+    """A request for the embedding of a prompt; as request()."""
+    generates = request(name, prompt, **more)
+    sampling = msgspec.structs.replace(generates.sampling, max_tokens=0)
+    return msgspec.structs.replace(generates, sampling=sampling, pool=Pool(kind=kind))
+
+
+def assert_embedded(h: Harness, *requests: GenerationRequest, root: str = "") -> None:
+    """These finished requests have the oracle's embeddings, and the bill of a prompt."""
+    for req in requests:
+        assert req.pool is not None
+        of_row = root if req.adapter is None else f"{root}{req.adapter.digest}"
+        wanted = fake_embedding(req.pool.kind, chain_of(of_row, req.prompt_token_ids))
+        assert h.sink.embeddings[req.request_id] == wanted, f"{req.request_id}: another embedding"
+        ended = h.sink.ends[req.request_id]
+        assert (ended.finish_reasons, ended.positions, ended.refused) == (["stop"], [0], None)
+        usage = ended.usage
+        assert (usage.prompt_tokens, usage.completion_tokens) == (len(req.prompt_token_ids), 0)
 
 
 def expected(req: GenerationRequest, choice: int, max_len: int, root: str = "") -> tuple[list[int], str]:

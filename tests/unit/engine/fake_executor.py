@@ -11,6 +11,7 @@ A slot holds (position, chain): chain stands for the root and all tokens up to t
 """
 
 import math
+import struct
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from fake_adapters import AdapterPlan, FakeAdapters
 from fake_tiers import GARBAGE, FakeTiers, Slot, TierPlan
 
 from tandem.workers.engine.executor import ExecutorReady
+from tandem.workers.messages.request import Pool
 from tandem.workers.messages.step import RowInit, RowResult, RowSampling, RowWork, StepPlan, StepResult
 from tandem.workers.messages.transfer import CopyKV, TransferOp, TransferResult
 
@@ -40,9 +42,14 @@ def fake_token(sampling: RowSampling, context: int, position: int, num_output: i
     return token
 
 
+def fake_embedding(kind: str, chain: list[int]) -> bytes:
+    """The embedding of a fake model, of the chain of all positions: of the last one's state, or of the sum of all."""
+    return struct.pack("<q", chain[-1] if kind == "last" else sum(chain) % 2**62)
+
+
 @dataclass(eq=False)
 class Row:
-    """What a rank keeps of one bound row."""
+    """What a rank keeps of one bound row. states: of a mean, by position, computed since the row was bound."""
 
     tokens: list[int]
     prompt_len: int
@@ -52,6 +59,8 @@ class Row:
     slot: int | None = None
     unsent: int | None = None
     failed_load_of: int | None = None
+    pool: Pool | None = None
+    states: dict[int, int] = field(default_factory=dict)
 
 
 class FakeExecutor:
@@ -218,7 +227,7 @@ class FakeExecutor:
                 for pool in self.pools:
                     pool[row.blocks[position // self.block_size]][position % self.block_size] = GARBAGE
             row.computed += work.num_tokens
-            if work.samples and self.stages == 1:
+            if work.samples and self.stages == 1 and row.pool is None:
                 row.tokens.append(self.vocab_size)
 
     def _bind(self, plan: StepPlan) -> None:
@@ -233,7 +242,8 @@ class FakeExecutor:
             self.rows[init.row] = self._new_row(init)
 
     def _new_row(self, init: RowInit) -> Row:
-        return Row(list(init.token_ids), init.prompt_len, init.num_computed, init.sampling, slot=init.adapter_slot)
+        sampling, slot = init.sampling, init.adapter_slot
+        return Row(list(init.token_ids), init.prompt_len, init.num_computed, sampling, slot=slot, pool=init.pool)
 
     def _name_slots(self, plan: StepPlan) -> None:
         slots = {slot for work in plan.work if (slot := self.rows[work.row].slot) is not None}
@@ -342,10 +352,22 @@ class FakeExecutor:
             for pool in self.pools:
                 value = (position, chain[position]) if row.failed_load_of is None else GARBAGE
                 pool[row.blocks[position // size]][position % size] = value
+        row.states |= {position: chain[position] for position in range(row.computed, end)}
         row.computed = end
+        if not work.samples:
+            return None
         if drafts:
             return self._verify(work.row, row, chain, drafts)
-        return self._sample(work.row, row, chain[-1]) if work.samples else None
+        return self._sample(work.row, row, chain[-1]) if row.pool is None else self._pool(work.row, row, chain)
+
+    def _pool(self, number: int, row: Row, chain: list[int]) -> RowResult:
+        assert row.pool is not None and len(row.tokens) == row.prompt_len, "it generates"
+        if (row.sampling.seed, row.sampling.choice, 0) in self.fail_at:
+            return RowResult(row=number, token_ids=[], error="hidden states are not finite")
+        if row.pool.kind == "mean":
+            assert sorted(row.states) == list(range(row.computed)), "a mean lacks states"
+            chain = [row.states[position] for position in range(row.computed)]
+        return RowResult(row=number, token_ids=[], embedding=fake_embedding(row.pool.kind, chain))
 
     def _extended(self, chain: list[int], tokens: list[int]) -> list[int]:
         """The chain with more tokens."""

@@ -28,6 +28,7 @@ from tandem.cluster.tenants.billing_record import BillingRecord
 from tandem.cluster.tenants.tenant_admin import NoTenantAdmin, TenantAdmin
 from tandem.cluster.tenants.tenant_admission import OpenTenancy, Tenancy
 from tandem.configs.schema import GatewaySettings
+from tandem.workers.models.spec.pooling_config import PoolingFacts
 from tandem.workers.text.chat_template import ChatTemplate
 from tandem.workers.text.detokenizer import DetokenizerFactory, byte_level_alphabet
 from tandem.workers.text.tokenizer import GenerationDefaults, ModelTokenizer
@@ -45,10 +46,12 @@ USER = [{"role": "user", "content": "hi"}]
 DEADLINE_S = 30.0
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 BOTH = (CHAT, COMPLETE)
-ALL = (*BOTH, "/tokenize", "/detokenize")
+EMBED = "/v1/embeddings"
+ALL = (*BOTH, EMBED, "/tokenize", "/detokenize")
 MINIMAL: dict[str, dict[str, Any]] = {
     CHAT: {"messages": USER},
     COMPLETE: {"prompt": "x"},
+    EMBED: {"input": "x"},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [1]},
 }
@@ -122,6 +125,7 @@ def make_text(
         "max_model_len": CONTEXT,
         "vocab_size": VOCAB,
         "extra_stop_token_ids": (),
+        "pooling": PoolingFacts(size=8),
         "workers": TextWorkers(meter=metrics),
     }
     return TextServices(settings=settings, tokenizer=tokenizer, **(given | more))

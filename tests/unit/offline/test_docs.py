@@ -1,5 +1,6 @@
 """docs/offline.md: its Python examples and its batch lines are run as they stand."""
 
+import json
 import re
 import subprocess
 import sys
@@ -37,7 +38,7 @@ def run_batch(command: str, line: str, folder: Path) -> str:
 
 
 def test_the_page_holds_what_is_run_here() -> None:
-    assert (len(EXAMPLES), len(LINES), len(COMMANDS)) == (3, 2, 2)
+    assert (len(EXAMPLES), len(LINES), len(COMMANDS)) == (4, 3, 2)
 
 
 def test_the_python_example_answers(tmp_path: Path) -> None:
@@ -51,13 +52,23 @@ def test_the_example_with_forbidden_and_allowed_tokens_obeys_them(tmp_path: Path
 
 
 def test_the_batch_command_and_line_work(tmp_path: Path) -> None:
-    assert "2 + 3 = 5" in run_batch(COMMANDS[0], LINES[0], tmp_path)
+    assert "2 + 3 = 5" in run_batch(COMMANDS[0], LINES[1], tmp_path)
+
+
+def test_the_example_with_embeddings_finds_the_question_that_is_nearer(tmp_path: Path) -> None:
+    near, far = map(float, answers_of(EXAMPLES[2], tmp_path / "example.py", tmp_path))
+    assert far + 0.1 < near < 1
+
+
+def test_the_batch_line_with_embeddings_works(tmp_path: Path) -> None:
+    answer = json.loads(run_batch(COMMANDS[0], LINES[0], tmp_path))["response"]["body"]
+    assert [(item["index"], len(item["embedding"]) > 64) for item in answer["data"]] == [(0, True), (1, True)]
 
 
 def test_the_example_with_adapters_answers_three_times(tmp_path: Path) -> None:
-    plain, pirate, shout = answers_of(EXAMPLES[2], tmp_path / "example.py", ROOT)
+    plain, pirate, shout = answers_of(EXAMPLES[3], tmp_path / "example.py", ROOT)
     assert not plain.startswith("Arr!") and pirate.startswith("Arr!") and shout == shout.upper()
 
 
 def test_the_batch_command_with_an_adapter_and_its_line_work(tmp_path: Path) -> None:
-    assert "Arr!" in run_batch(COMMANDS[1], LINES[1], tmp_path)
+    assert "Arr!" in run_batch(COMMANDS[1], LINES[2], tmp_path)

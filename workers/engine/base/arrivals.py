@@ -31,20 +31,35 @@ class Arrivals:
         resumed = request.resume_token_ids[choice] if request.resume_token_ids else []
         eos = frozenset() if params.ignore_eos else self._eos
         digest = None if request.adapter is None else request.adapter.digest
+        table = self._manager.new_table(digest, request.cache_salt)
+        table.finds_prefix = not _needs_all_positions(request)
         return Sequence(
             state=state,
             choice=choice,
             tokens=[*prompt, *resumed],
             prompt_len=len(prompt),
-            max_len=min(len(prompt) + params.max_tokens, self._max_len),
+            max_len=_max_len(request, self._max_len),
             min_len=len(prompt) + params.min_tokens,
             stop_ids=eos.union(params.stop_token_ids),
             order=(request.priority, self._count, choice),
-            table=self._manager.new_table(digest, request.cache_salt),
+            table=table,
             adapter=digest,
             num_known=len(prompt) + len(resumed),
             num_charged=len(prompt) + len(resumed),
         )
+
+
+def _max_len(request: GenerationRequest, most: int) -> int:
+    """Returns len(tokens) at which a choice ends. An embedding takes the place of one token, wherever the prompt
+    ends."""
+    if request.pool is not None:
+        return len(request.prompt_token_ids) + 1
+    return min(len(request.prompt_token_ids) + request.sampling.max_tokens, most)
+
+
+def _needs_all_positions(request: GenerationRequest) -> bool:
+    """Returns whether every token of the prompt must be computed, as its hidden state is part of the answer."""
+    return request.pool is not None and request.pool.kind == "mean"
 
 
 def end_of(seq: Sequence) -> FinishReason | None:

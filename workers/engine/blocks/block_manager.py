@@ -35,7 +35,8 @@ class BlockTable:
     computed when first needed. capacity: tokens that block_ids can hold. num_committed: leading blocks already
     published. next_commit: computed tokens at which another block can be published. may_share: a block that will be
     written may have another user. num_reserved: blocks that the pool keeps for tokens that block_ids cannot hold yet.
-    num_promised: blocks that loads for others leave to this table, while its sequence waits.
+    num_promised: blocks that loads for others leave to this table, while its sequence waits. finds_prefix: whether
+    tokens whose KV exists already need not be computed.
     """
 
     root: bytes
@@ -47,6 +48,7 @@ class BlockTable:
     may_share: bool = False
     num_reserved: int = 0
     num_promised: int = 0
+    finds_prefix: bool = True
 
 
 class BlockManager:
@@ -100,8 +102,9 @@ class BlockManager:
         return found
 
     def prefix_keys(self, table: BlockTable, token_ids: Sequence[int]) -> Iterator[bytes]:
-        """Returns the keys of the leading full blocks that a prefix hit may use: all but the last token's block."""
-        count = (len(token_ids) - 1) // self.block_size
+        """Returns the keys of the leading full blocks that a prefix hit may use: all but the last token's block; none
+        for a table that does not look for its prefix."""
+        count = (len(token_ids) - 1) // self.block_size if table.finds_prefix else 0
         return islice(self._keys(table, token_ids, count), count)
 
     def admit(self, table: BlockTable, num_tokens: int, hits: Sequence[int] = (), reserve: int = 0) -> bool:

@@ -33,7 +33,8 @@ def check_base_tables(adapter: PeftAdapter, model_folder: Path, spec: ArchSpec) 
             continue
         tied = module.name == names.head and spec.tie_word_embeddings
         rows = sampled_rows(module.base.shape[0])
-        theirs = read_rows(model_folder, f"{names.embedding if tied else module.name}.weight", rows)
+        name = f"{names.embedding if tied else module.name}.weight"
+        theirs = read_rows(model_folder, (name, name.removeprefix(names.base_prefix)), rows)
         copy = adapter.bytes_of(module.base).reshape(module.base.shape[0], -1)[rows]
         if not np.allclose(as_floats(copy, module.base.dtype), theirs, rtol=ROUNDING, atol=SMALLEST):
             raise AdapterRefused(f"tensor {module.base.name} is not this model's table: the adapter changes its base")
@@ -44,15 +45,17 @@ def sampled_rows(count: int) -> list[int]:
     return sorted(set(np.linspace(0, count - 1, min(count, SAMPLED_ROWS)).round().astype(int).tolist()))
 
 
-def read_rows(folder: Path, name: str, rows: list[int]) -> Floats:
-    """Reads rows of a matrix of a checkpoint, float32 [rows, columns]. AdapterRefused if no file has it."""
+def read_rows(folder: Path, names: tuple[str, ...], rows: list[int]) -> Floats:
+    """Reads rows of a matrix of a checkpoint, float32 [rows, columns], which has one of these names. AdapterRefused if
+    no file has it."""
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(length, MOST_HEADER_BYTES)))
-            if name in header:
-                return _read(file, 8 + length, header[name], rows)
-    raise AdapterRefused(f"the model's files have no {name} to compare the adapter's table with")
+            for name in names:
+                if name in header:
+                    return _read(file, 8 + length, header[name], rows)
+    raise AdapterRefused(f"the model's files have no {names[0]} to compare the adapter's table with")
 
 
 def _read(file: BinaryIO, data_start: int, entry: dict[str, list[int]], rows: list[int]) -> Floats:

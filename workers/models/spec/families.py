@@ -104,6 +104,8 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "attention_multiplier": (None,),
     "logits_scaling": (None, 1.0),
     "is_encoder_decoder": (None, False),
+    "is_causal": (None, True),  # of encoders made of decoders, each token sees all others
+    "use_bidirectional_attention": (None, False),
 }
 
 

@@ -11,7 +11,8 @@ from tandem.workers.models.spec.arch import ArchSpec
 
 @dataclass(frozen=True, slots=True)
 class WeightNames:
-    """Stems without `.weight`/`.bias`; a layer's stems follow `layer_prefix` with the layer's index filled in."""
+    """Stems without `.weight`/`.bias`; a layer's stems follow `layer_prefix` with the layer's index filled in.
+    base_prefix: the beginning that names lack in a checkpoint without a head."""
 
     embedding: str = "model.embed_tokens"
     final_norm: str = "model.norm"
@@ -28,6 +29,7 @@ class WeightNames:
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
+    base_prefix: str = "model."
     ignored_suffixes: tuple[str, ...] = ("rotary_emb.inv_freq",)
 
     def of_layer(self, layer: int, stem: str) -> str:

@@ -1,0 +1,223 @@
+"""POST /v1/embeddings: one or several inputs, each an engine request of its own that ends with an embedding."""
+
+import asyncio
+import base64
+import struct
+import uuid
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Send
+
+from tandem.cluster.gateway.generation.delivery import LARGE_ANSWER_BYTES, GenerationResponse
+from tandem.cluster.gateway.generation.generation import Generation
+from tandem.cluster.gateway.generation.generations import Generations
+from tandem.cluster.gateway.generation.part import RequestPart
+from tandem.cluster.gateway.http.auth import Principal
+from tandem.cluster.gateway.http.sse import EventWriter
+from tandem.cluster.gateway.openai.answers import usage_object
+from tandem.cluster.gateway.openai.handlers import held_model, received
+from tandem.cluster.gateway.openai.model_lookup import Served
+from tandem.cluster.gateway.openai.prompts import prompt_items, tokenized
+from tandem.cluster.gateway.openai.schemas import Count, ShortText, TokenId, check_prompt, invalid, read
+from tandem.cluster.gateway.services import TextServices
+from tandem.cluster.tenants.tenant import salted
+from tandem.configs.schema import GatewaySettings
+from tandem.workers.messages.errors import ContextLengthExceeded, RequestRefused
+from tandem.workers.messages.request import NO_TOKENS, FinishReason, GenerationRequest, Pool, TokenDelta, Usage
+
+AT_ONCE = 64
+"""Inputs of one body that are in a group at once: a long list must not fill the queue for other requests."""
+FLOAT_BYTES, BASE64_BYTES = 56, 8
+"""A component of an answer in Python's memory: a float and its digits in JSON, or its part of a base64 text."""
+Format = Literal["float", "base64"]
+
+
+class EmbeddingBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/embeddings. `input`: text, texts, token ids, or lists of token ids."""
+
+    input: str | list[str | int | list[TokenId]]
+    model: ShortText | None = None
+    encoding_format: Format | None = None
+    dimensions: Count | None = None
+    normalize: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
+    add_special_tokens: bool | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    user: ShortText | None = None
+
+
+def read_embedding(fields: dict[str, Any], settings: GatewaySettings) -> EmbeddingBody:
+    """An embeddings body. RequestRefused naming the field at fault."""
+    body = read(fields, EmbeddingBody)
+    check_prompt(body.input, settings, "input")
+    if body.truncate_prompt_tokens == 0:
+        raise invalid("truncate_prompt_tokens", "It must be -1 or at least 1.")
+    return body
+
+
+async def embeddings(text: TextServices, generations: Generations, request: Request, principal: Principal) -> Response:
+    """One or several inputs, an embedding each."""
+    began_s = generations.clock()
+    body, size = await received(text, request, principal, lambda fields: read_embedding(fields, text.settings))
+    with ExitStack() as held:
+        model = held_model(text, generations, body.model, principal, held)
+        asked = _Asked(request, principal, model, body, _pool_of(text, body))
+        parts = await text.workers.run(principal.tenant, size, _parts, text, generations, asked)
+        generation = Generation(
+            generations,
+            parts,
+            tenant=principal.tenant,
+            model=model.name,
+            began_s=began_s,
+            prompt_field="input",
+            at_once=AT_ONCE,
+        )
+        generation.held = held.pop_all()
+        return EmbeddingResponse(generations, generation, model.name, body.encoding_format or "float")
+
+
+class _Asked(NamedTuple):
+    """One HTTP request: who asks, for what."""
+
+    request: Request
+    principal: Principal
+    model: Served
+    body: EmbeddingBody
+    pool: Pool
+
+
+def _pool_of(text: TextServices, body: EmbeddingBody) -> Pool:
+    try:
+        return text.pooling.pool(dimensions=body.dimensions, normalize=body.normalize)
+    except ValueError as error:
+        raise invalid("dimensions", f"dimensions {error}.") from error
+
+
+def _parts(text: TextServices, generations: Generations, asked: _Asked) -> list[RequestPart]:
+    """A part for every input."""
+    request, principal, model, body, pool = asked
+    inputs = _inputs(text, body)
+    _check_answer(len(inputs), pool.dimensions or text.pooling.size, body.encoding_format, generations.max_answer_bytes)
+    name = f"embd-{uuid.uuid4().hex}"
+    priority = body.priority if body.priority is not None else generations.tenancy.limits(principal.tenant).priority
+    salt = salted(principal.tenant, body.cache_salt)
+    parts = []
+    for number, token_ids in enumerate(inputs):
+        asks = GenerationRequest(
+            request_id=name if len(inputs) == 1 else f"{name}-{number}",
+            prompt_token_ids=token_ids,
+            sampling=NO_TOKENS,
+            adapter=model.adapter,
+            tenant=principal.tenant,
+            priority=priority,
+            deadline_s=generations.queue_timeout_s,
+            cache_salt=salt,
+            trace_ids={"x-request-id": request.scope.get("tandem.request_id", "")},
+            pool=pool,
+        )
+        parts.append(RequestPart(request=asks, choices=[EmbeddingChoice()], first_choice=number))
+    return parts
+
+
+def _inputs(text: TextServices, body: EmbeddingBody) -> list[list[int]]:
+    """The token ids of each input, cut as asked: the last ones stay, as in vLLM."""
+    limit, keep = text.max_model_len, body.truncate_prompt_tokens
+    prompts = tokenized(
+        text,
+        prompt_items(body.input),
+        "input",
+        add_special_tokens=body.add_special_tokens is not False,
+        truncates=keep is not None,
+    )
+    found = []
+    for prompt in prompts:
+        token_ids = prompt.token_ids if keep is None else prompt.token_ids[-(limit if keep == -1 else keep) :]
+        if not token_ids:
+            raise invalid("input", "An input is empty: it must hold at least one token.")
+        if len(token_ids) > limit:
+            raise ContextLengthExceeded(
+                f"This model's context is {limit} tokens; an input has {len(token_ids)}. Shorten it, or send "
+                "truncate_prompt_tokens -1.",
+                "input",
+            )
+        found.append(token_ids)
+    return found
+
+
+def _check_answer(count: int, size: int, encoding: Format | None, most: int) -> None:
+    """RequestRefused when so many embeddings would take too much memory, before any is computed."""
+    needed = count * size * (BASE64_BYTES if encoding == "base64" else FLOAT_BYTES)
+    if needed > most:
+        message = (
+            f"{count} embeddings of {size} components take about {needed} bytes of memory, above the limit of {most}. "
+            "Send fewer inputs, or encoding_format base64."
+        )
+        raise RequestRefused(message, code="content_too_large", status=413, param="input")
+
+
+class EmbeddingChoice:
+    """The embedding of one input, as float32 in little-endian order, once it has come."""
+
+    tokens = 0
+
+    def __init__(self) -> None:
+        self.finished: FinishReason | None = None
+        self.embedding = b""
+
+    def take(self, delta: TokenDelta) -> None:
+        """Adds a delta, of which only the last one says anything."""
+        if self.finished is None and delta.finish_reason is not None:
+            self.finished = delta.finish_reason
+            self.embedding = delta.embedding or b""
+
+
+class EmbeddingResponse(GenerationResponse):
+    """The list of embeddings, in the order of the inputs. model: its name in the answer."""
+
+    def __init__(self, shared: Generations, generation: Generation, model: str, encoding: Format) -> None:
+        super().__init__(shared, generation)
+        self._head = {"id": generation.parts[0].request.request_id, "created": int(shared.wall_clock())}
+        self._model = model
+        self._encoding = encoding
+
+    async def _deliver(self, send: Send, writer: EventWriter) -> None:
+        del writer
+        async for part, deltas in self._generation.steps():
+            for delta in deltas:
+                part.choices[delta.choice].take(delta)
+        vectors = [_vector_of(part) for part in self._generation.parts]
+        usage = await self._generation.usage()
+        if sum(map(len, vectors)) * 8 > LARGE_ANSWER_BYTES:
+            body = await asyncio.to_thread(self._body, vectors, usage)
+        else:
+            body = self._body(vectors, usage)
+        await self._send_json(send, body)
+
+    def _body(self, vectors: Sequence[bytes], usage: Usage) -> bytes:
+        shown = _as_base64 if self._encoding == "base64" else _as_floats
+        data = [{"object": "embedding", "index": i, "embedding": shown(vector)} for i, vector in enumerate(vectors)]
+        answer = {**self._head, "object": "list", "data": data, "model": self._model, "usage": usage_object(usage)}
+        return msgspec.json.encode(answer)
+
+
+def _vector_of(part: RequestPart) -> bytes:
+    """Raises RequestRefused for an input that ended without an embedding."""
+    (choice,) = part.choices
+    if not isinstance(choice, EmbeddingChoice) or not choice.embedding:
+        raise RequestRefused("The request ended without an embedding.", code="internal_error", status=500)
+    return choice.embedding
+
+
+def _as_base64(vector: bytes) -> str:
+    return base64.b64encode(vector).decode("ascii")
+
+
+def _as_floats(vector: bytes) -> tuple[float, ...]:
+    return struct.unpack(f"<{len(vector) // 4}f", vector)

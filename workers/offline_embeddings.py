@@ -1,0 +1,94 @@
+"""What LLM.embed() takes and returns, and the OutputSink of one call. Torch-free."""
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from tandem.workers.messages.request import Abort, Ended, GenerationRequest, Pool, TokenDelta
+from tandem.workers.models.spec.pooling_config import PoolingFacts
+
+
+class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Parameters of one embedding, for LLM.embed(), with vLLM's names.
+
+    dimensions: how many components to keep, where the model says that it has Matryoshka embeddings; None: all.
+    normalize: whether the embedding has length 1 (L2); None: as the model does it.
+    """
+
+    dimensions: int | None = None
+    normalize: bool | None = None
+
+
+class EmbeddingOutput(msgspec.Struct, kw_only=True):
+    """The embedding of one prompt, float32 numbers; empty if the prompt was refused, and `error` says why."""
+
+    embedding: list[float] = []
+    error: str | None = None
+
+    @property
+    def hidden_size(self) -> int:
+        """The number of components."""
+        return len(self.embedding)
+
+
+class EmbeddingRequestOutput(msgspec.Struct, kw_only=True):
+    """Result of one prompt of LLM.embed(), with vLLM's names.
+
+    prompt: the text, None if token ids were given. cached_tokens: prompt tokens whose KV was found in the prefix cache.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    cached_tokens: int = 0
+    finished: bool = False
+
+
+class EmbeddingRun:
+    """OutputSink of one call of embed(): collects the embeddings. bar: progress, told of each end."""
+
+    def __init__(self, bar: Any) -> None:
+        self.outputs: dict[str, EmbeddingRequestOutput] = {}
+        self.stops: list[Abort] = []
+        self._bar = bar
+
+    def deltas(self, deltas: list[TokenDelta]) -> None:
+        for delta in deltas:
+            told = self.outputs[delta.request_id].outputs
+            told.error = delta.error
+            if delta.embedding is not None:
+                told.embedding = list(struct.unpack(f"<{len(delta.embedding) // 4}f", delta.embedding))
+
+    def ended(self, ended: Ended, request: GenerationRequest) -> None:
+        output = self.outputs[ended.request_id]
+        output.cached_tokens = ended.usage.cached_tokens
+        output.finished = True
+        if ended.refused is not None:
+            output.outputs.error = ended.refused[3]
+        self._bar.update()
+
+
+def pools_of(facts: PoolingFacts, given: PoolingParams | Sequence[PoolingParams] | None, count: int) -> list[Pool]:
+    """Returns the task of each of `count` prompts. ValueError for dimensions that the model has not, and for another
+    number of parameters; TypeError for something else."""
+    each = [given or PoolingParams()] * count if given is None or isinstance(given, PoolingParams) else list(given)
+    if wrong := [one for one in each if not isinstance(one, PoolingParams)]:
+        raise TypeError(f"pooling_params: {wrong[0]!r:.80} is no PoolingParams")
+    if len(each) != count:
+        raise ValueError(f"{len(each)} pooling_params for {count} prompts")
+    return [_pool_of(facts, params) for params in each]
+
+
+def _pool_of(facts: PoolingFacts, params: PoolingParams) -> Pool:
+    dimensions, normalize = params.dimensions, params.normalize
+    if isinstance(dimensions, bool) or not isinstance(dimensions, int | None):
+        raise ValueError(f"dimensions={dimensions!r:.80} must be a whole number")
+    if not isinstance(normalize, bool | None):
+        raise ValueError(f"normalize={normalize!r:.80} must be True or False")
+    try:
+        return facts.pool(dimensions=dimensions, normalize=normalize)
+    except ValueError as error:
+        raise ValueError(f"dimensions={error}") from error
