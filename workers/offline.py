@@ -37,7 +37,7 @@ from tandem.workers.messages.request import (
 )
 from tandem.workers.messages.sampling_check import checked_sampling
 from tandem.workers.offline_inbox import OfflineInbox
-from tandem.workers.offline_inputs import Prompt, as_conversations, as_prompts, one_for_each
+from tandem.workers.offline_inputs import GivenPrompt, Prompt, as_conversations, as_prompts, one_for_each
 from tandem.workers.planning.model_source import resolve_model
 from tandem.workers.planning.resolve import read_spec
 from tandem.workers.planning.start_notes import warn_of_pool
@@ -183,7 +183,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generates completions of all prompts and returns one RequestOutput for each, in order.
 
-        prompts: a text, a list or array of token ids, or a sequence of these.
+        prompts: a text, a list or array of token ids, vLLM's {"prompt": text} or {"prompt_token_ids": ids}, or a
+            sequence of these. A mapping may have a "cache_salt" too.
         sampling_params: one for all prompts, or one for each. A seed of None is drawn anew for each prompt.
         use_tqdm: shows a progress bar on standard error.
         lora_request: an adapter from load_adapter() for all prompts, one (or None) for each, or None: the base model.
@@ -199,7 +200,7 @@ class LLM:
 
     def _generate(
         self,
-        many: Sequence[Prompt | RequestRefused],
+        many: Sequence[GivenPrompt | RequestRefused],
         sampling_params: SamplingParams | Sequence[SamplingParams],
         use_tqdm: bool,
         lora_request: AdapterRef | Sequence[AdapterRef | None] | None,
@@ -223,7 +224,7 @@ class LLM:
     def _run_all(
         self,
         inbox: OfflineInbox,
-        many: Sequence[tuple[Prompt | RequestRefused, SamplingParams, AdapterRef | None]],
+        many: Sequence[tuple[GivenPrompt | RequestRefused, SamplingParams, AdapterRef | None]],
     ) -> list[str]:
         """Runs all prompts to their ends and returns the requests' names. After an error the engine has none of them,
         unless a second Ctrl-C has cut it short."""
@@ -259,11 +260,9 @@ class LLM:
         if self._template is None:
             raise SettingsError("the model has no chat template", "chat_template")
         texts = [self._rendered(self._template, conversation) for conversation in as_conversations(messages)]
-        ids = [self.tokenizer.encode(t, add_special_tokens=False) if isinstance(t, str) else t for t in texts]
-        outputs = self._generate(ids, sampling_params, use_tqdm, lora_request)
-        for output, text in zip(outputs, texts, strict=True):
-            output.prompt = text if isinstance(text, str) else None
-        return outputs
+        encode = self.tokenizer.encode
+        prompts = [GivenPrompt(t, encode(t, add_special_tokens=False)) if isinstance(t, str) else t for t in texts]
+        return self._generate(prompts, sampling_params, use_tqdm, lora_request)
 
     @staticmethod
     def _rendered(template: ChatTemplate, conversation: Sequence[Mapping[str, Any]]) -> str | RequestRefused:
@@ -338,9 +337,8 @@ class LLM:
             raise ValueError(f"{len(each)} sampling_params for {count} prompts")
         return each
 
-    def _add(self, prompt: Prompt | RequestRefused, params: SamplingParams, adapter: AdapterRef | None) -> str:
-        text = prompt if isinstance(prompt, str) else None
-        ids = self._token_ids(prompt)
+    def _add(self, prompt: GivenPrompt | RequestRefused, params: SamplingParams, adapter: AdapterRef | None) -> str:
+        text, ids, salt = self._read(prompt)
         name = f"offline-{next(self._names)}"
         output = RequestOutput(
             prompt=text, prompt_token_ids=ids, outputs=[Completion(index=index) for index in range(params.n)]
@@ -354,17 +352,23 @@ class LLM:
                 raise prompt
             check_token_ids(ids, self._facts.vocab_size, "prompts")
             self._engine.add_request(
-                GenerationRequest(request_id=name, prompt_token_ids=ids, sampling=params, adapter=adapter)
+                GenerationRequest(
+                    request_id=name, prompt_token_ids=ids, sampling=params, adapter=adapter, cache_salt=salt
+                )
             )
         except RequestRefused as error:
             for completion in output.outputs:
                 completion.finish_reason, completion.error = "error", str(error)
         return name
 
-    def _token_ids(self, prompt: Prompt | RequestRefused) -> list[int]:
+    def _read(self, prompt: GivenPrompt | RequestRefused) -> tuple[str | None, list[int], str]:
+        """Returns a prompt's text, if there is one, its token ids and its salt."""
         if isinstance(prompt, RequestRefused):
-            return []
-        return self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
+            return None, [], ""
+        ids = prompt.token_ids
+        if ids is None:
+            ids = self.tokenizer.encode(prompt.text or "", add_special_tokens=True)
+        return prompt.text, ids, prompt.cache_salt
 
     def _choice_text(self, prompt: list[int], params: SamplingParams) -> ChoiceText:
         eos = frozenset(self._facts.eos_token_ids)

@@ -37,11 +37,16 @@ def run_batch(command: str, line: str, folder: Path) -> str:
 
 
 def test_the_page_holds_what_is_run_here() -> None:
-    assert (len(EXAMPLES), len(LINES), len(COMMANDS)) == (2, 2, 2)
+    assert (len(EXAMPLES), len(LINES), len(COMMANDS)) == (3, 2, 2)
 
 
 def test_the_python_example_answers(tmp_path: Path) -> None:
     assert answers_of(EXAMPLES[0], tmp_path / "example.py", tmp_path) == [f"{n} + 4 = {n + 4}" for n in range(5)]
+
+
+def test_the_three_ways_to_write_a_prompt_are_one(tmp_path: Path) -> None:
+    answers = answers_of(EXAMPLES[1], tmp_path / "example.py", tmp_path)
+    assert len(answers) == 3 and len(set(answers)) == 1
 
 
 def test_the_batch_command_and_line_work(tmp_path: Path) -> None:
@@ -49,7 +54,7 @@ def test_the_batch_command_and_line_work(tmp_path: Path) -> None:
 
 
 def test_the_example_with_adapters_answers_three_times(tmp_path: Path) -> None:
-    plain, pirate, shout = answers_of(EXAMPLES[1], tmp_path / "example.py", ROOT)
+    plain, pirate, shout = answers_of(EXAMPLES[2], tmp_path / "example.py", ROOT)
     assert not plain.startswith("Arr!") and pirate.startswith("Arr!") and shout == shout.upper()
 
 
