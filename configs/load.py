@@ -15,6 +15,7 @@ import msgspec
 import yaml
 
 from tandem.configs.errors import SettingsError
+from tandem.configs.lora_modules import module_text
 from tandem.configs.options import OPTIONS, NotSizeError, Option, option_named, parse_size
 from tandem.configs.schema import GatewaySettings, ServiceSettings
 from tandem.configs.secrets import HIDDEN, check_keys, without_password
@@ -230,8 +231,10 @@ def _checked(option: Option, value: Any) -> Any:
             raise SettingsError(f"{value!r} is not a size such as 4096, 32k or 2G", option.flag) from error
     if get_origin(option.kind) is dict and isinstance(value, str):
         value = _json_object(option, value)
-    if get_origin(option.kind) is tuple and isinstance(value, str):
+    if get_origin(option.kind) is tuple and isinstance(value, str | Mapping):
         value = [value]
+    if option.name == "lora_modules" and isinstance(value, list | tuple):
+        value = [module_text(item) for item in value]
     if option.name == "allowed_origins" and isinstance(value, list | tuple):
         value = [origin for item in value for origin in _spliced(item)]
     if get_origin(option.kind) is Literal and value not in get_args(option.kind):

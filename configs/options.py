@@ -156,7 +156,8 @@ OPTIONS: tuple[Option, ...] = (
            "NAME-GROUP.SUFFIX."),
     Option("enable_lora", "engine.lora.enable_lora", bool, LORA, "Serve LoRA adapters of the model."),
     Option("lora_modules", "adapters.modules", tuple[str, ...], LORA,
-           "name=path of a PEFT folder to serve from the start; repeat for several.",
+           'name=path of a PEFT folder to serve from the start, or {"name": ..., "path": ...}. Several may follow one '
+           "flag.",
            lambda v: all("=" in m.strip("=") for m in v), "name=path"),
     Option("max_loras", "engine.lora.max_loras", int, LORA, "Maximum number of distinct adapters in one step.",
            at_least(1), "at least 1"),

@@ -19,7 +19,7 @@ from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.generation.response_format import ResponseFormat
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.http.body import parse_object, read_body
-from tandem.cluster.gateway.openai.answers import AnswerHead, ChatFormat, CompletionFormat
+from tandem.cluster.gateway.openai.answers import AnswerHead, ChatFormat, ChunkCounts, CompletionFormat
 from tandem.cluster.gateway.openai.model_lookup import Served, served_model
 from tandem.cluster.gateway.openai.prompts import (
     Asked,
@@ -77,6 +77,7 @@ async def chat_completions(
             text.detokenizers,
             head,
             with_usage=_include_usage(body),
+            counts=_counts(body, parts),
             prompt_ids=prompt.token_ids if body.return_token_ids else None,
         )
         return _answer(generations, generation, style, body, held, with_logprobs=logprobs is not None)
@@ -102,6 +103,7 @@ async def completions(text: TextServices, generations: Generations, request: Req
             text.detokenizers,
             head,
             with_usage=_include_usage(body),
+            counts=_counts(body, parts),
             prompt_ids=prompts if body.return_token_ids else None,
             echo=[prompt for prompt in echo for _ in range(shown)] if body.echo else None,
         )
@@ -196,7 +198,15 @@ def _head(text: TextServices, generations: Generations, prefix: str, model: str)
 
 
 def _include_usage(body: CommonBody) -> bool:
-    return body.stream_options is not None and bool(body.stream_options.include_usage)
+    options = body.stream_options
+    return options is not None and bool(options.include_usage or options.continuous_usage_stats)
+
+
+def _counts(body: CommonBody, parts: Sequence[RequestPart]) -> ChunkCounts | None:
+    """What counts in every chunk, if that is asked for."""
+    if body.stream_options is None or not body.stream_options.continuous_usage_stats:
+        return None
+    return ChunkCounts([len(part.request.prompt_token_ids) for part in parts for _ in part.choices])
 
 
 def _echo_text(text: TextServices, prompt: Prompt, body: CompletionBody) -> str:
