@@ -324,6 +324,11 @@ def _refuse_unused(settings: ServiceSettings, given: Collection[str]) -> None:
             engine.cache.kv_offloading_gib is None,
             "needs --kv-offloading-size",
         ),
+        (
+            ("batching_max_delay_ms",),
+            engine.scheduler.batching_policy != "dynamic",
+            "needs --batching-policy dynamic",
+        ),
         (LORA_SIZES, not engine.lora.enable_lora, "needs --enable-lora"),
         (("seed",), engine.model.load_format != "dummy", "seeds dummy weights; requests have a `seed` of their own"),
         (("cpu_threads",), engine.device.device == "cuda", "is for ranks on CPU"),

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from tandem.configs.schema import Auth, Device, DType, KVCacheDType
+from tandem.configs.schema import Auth, BatchingPolicyName, Device, DType, KVCacheDType
 
 Check = Callable[[Any], bool]
 
@@ -151,6 +151,13 @@ OPTIONS: tuple[Option, ...] = (
     Option("max_itl_ms", "engine.scheduler.max_itl_ms", float, STEP,
            "Milliseconds that a step, and so the time between two tokens, should stay below. Prefill chunks are sized "
            "for it. Default: no limit.", lambda v: v > 0, "above 0"),
+    Option("batching_policy", "engine.scheduler.batching_policy", BatchingPolicyName, STEP,
+           "Who joins running requests. continuous: whoever there is room for, in every step. static: nobody; when all "
+           "have ended, those that wait are the next batch. dynamic: the same, but a batch begins when it is full or "
+           "its oldest request has waited --batching-max-delay-ms."),
+    Option("batching_max_delay_ms", "engine.scheduler.batching_max_delay_ms", float, STEP,
+           "Milliseconds that a dynamic batch which is not full waits for more requests.",
+           lambda v: 0 < v <= 10_000, "above 0, up to 10000"),
     Option("step_log", "engine.step_log", str, STEP,
            "File for the plan of every step, one JSON line each. In a service, each group writes its own: "
            "NAME-GROUP.SUFFIX."),
