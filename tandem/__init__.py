@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tandem.workers.messages.request import SamplingParams
     from tandem.workers.offline import LLM
+    from tandem.workers.text.beam_search import BeamSearchParams
 
     __version__: str
 
-PUBLIC = {"LLM": "tandem.workers.offline", "SamplingParams": "tandem.workers.messages.request"}
-__all__ = ["LLM", "SamplingParams", "__version__"]
+PUBLIC = {
+    "LLM": "tandem.workers.offline",
+    "SamplingParams": "tandem.workers.messages.request",
+    "BeamSearchParams": "tandem.workers.text.beam_search",
+}
+__all__ = ["LLM", "BeamSearchParams", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -32,15 +32,17 @@ from tandem.workers.messages.request import (
     GenerationRequest,
     SamplingParams,
     TokenDelta,
-    TokenLogprobs,
     is_url,
 )
 from tandem.workers.messages.sampling_check import checked_sampling
+from tandem.workers.offline_beams import BeamSearchOutput, PromptSearch, Step, run_searches
 from tandem.workers.offline_inbox import OfflineInbox
 from tandem.workers.offline_inputs import GivenPrompt, Prompt, as_conversations, as_prompts, one_for_each
+from tandem.workers.offline_outputs import Completion, OfflineRun, OpenChoice, RequestOutput
 from tandem.workers.planning.model_source import resolve_model
 from tandem.workers.planning.resolve import read_spec
 from tandem.workers.planning.start_notes import warn_of_pool
+from tandem.workers.text.beam_search import BeamSearchParams
 from tandem.workers.text.chat_template import ChatTemplate, find_chat_template
 from tandem.workers.text.choice_text import ChoiceText
 from tandem.workers.text.detokenizer import DetokenizerFactory
@@ -52,87 +54,6 @@ log = logging.getLogger("tandem.offline")
 FLUSH_S = 5.0
 SERVICE_ONLY = frozenset(("served_model_name", "data_parallel_size", "max_num_queued_reqs", "max_num_queued_tokens"))
 """Engine flags that LLM refuses: they concern only a service."""
-
-
-class Completion(msgspec.Struct, kw_only=True):
-    """One choice of a prompt.
-
-    index: its number, from 0. text, token_ids: the output; text ends before a stop string. finish_reason: "stop",
-    "length" or "error". logprobs: natural log probabilities, one entry for each token, if asked for. error: the reason
-    of "error".
-    """
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = []
-    finish_reason: str | None = None
-    logprobs: list[TokenLogprobs] = []
-    error: str | None = None
-
-
-class RequestOutput(msgspec.Struct, kw_only=True):
-    """Result of one prompt: its `n` completions in `outputs`, in order.
-
-    prompt: the text, None if token ids were given. cached_tokens: prompt tokens whose KV was found in the prefix cache.
-    """
-
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[Completion]
-    cached_tokens: int = 0
-
-    @property
-    def text(self) -> str:
-        """Text of the first completion."""
-        return self.outputs[0].text
-
-
-class _Choice:
-    """One unfinished choice: a Completion that ChoiceText fills."""
-
-    def __init__(self, completion: Completion, text: ChoiceText) -> None:
-        self.completion = completion
-        self._text = text
-
-    def take(self, delta: TokenDelta) -> int | None:
-        """Adds a delta; returns the number of tokens to keep if a stop string was completed, else None."""
-        added = self._text.take(delta)
-        if added is None:
-            return None
-        done = self.completion
-        done.text += added.text
-        done.token_ids += added.token_ids
-        done.logprobs += added.logprobs or []
-        done.finish_reason, done.error = added.finish_reason, delta.error
-        return added.abort_at
-
-
-class _Run:
-    """OutputSink of one call of generate(): collects all requests' tokens, and aborts for completed stop strings."""
-
-    def __init__(self, bar: "tqdm[Any]") -> None:
-        self.choices: dict[str, list[_Choice]] = {}
-        self.outputs: dict[str, RequestOutput] = {}
-        self.stops: list[Abort] = []
-        self.ended_ids: list[str] = []
-        self._bar = bar
-
-    def deltas(self, deltas: list[TokenDelta]) -> None:
-        for delta in deltas:
-            keep = self.choices[delta.request_id][delta.choice].take(delta)
-            if keep is not None:
-                self.stops.append(
-                    Abort(request_id=delta.request_id, attempt=delta.attempt, choice=delta.choice, keep_positions=keep)
-                )
-
-    def ended(self, ended: Ended, request: GenerationRequest) -> None:
-        output = self.outputs[ended.request_id]
-        output.cached_tokens = ended.usage.cached_tokens
-        if ended.refused is not None:
-            for completion in output.outputs:
-                completion.finish_reason, completion.error = "error", ended.refused[3]
-        self.ended_ids.append(ended.request_id)
-        self._bar.update()
 
 
 class LLM:
@@ -162,11 +83,12 @@ class LLM:
         self._factory = DetokenizerFactory(self.tokenizer)
         self._executor = open_executor(self.settings)
         self._closed: str | None = None
-        self._run = _Run(tqdm(disable=True))
+        self._run = OfflineRun(tqdm(disable=True))
         self._names = itertools.count()
         try:
             ready = self._executor.start()
             self._facts = model_facts(self.settings, ready)
+            self._max_len = min(self._facts.max_model_len, ready.num_blocks * self.settings.cache.block_size + 1)
             warn_of_pool(self.settings.cache, self._facts.max_model_len, log)
             self._engine = Engine(self.settings, self._facts, self._executor, ready, self)
         except BaseException:
@@ -211,7 +133,7 @@ class LLM:
         params = self._checked(sampling_params, len(many))
         adapters = one_for_each(lora_request, len(many))
         with tqdm(total=len(many), disable=not use_tqdm, desc="generating", unit="prompt") as bar:
-            self._run = _Run(bar)
+            self._run = OfflineRun(bar)
             inbox = OfflineInbox(self._run.stops)
             try:
                 with inbox:
@@ -263,6 +185,37 @@ class LLM:
         encode = self.tokenizer.encode
         prompts = [GivenPrompt(t, encode(t, add_special_tokens=False)) if isinstance(t, str) else t for t in texts]
         return self._generate(prompts, sampling_params, use_tqdm, lora_request)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        lora_request: AdapterRef | Sequence[AdapterRef | None] | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Finds the most probable outputs of each prompt by beam search; returns one BeamSearchOutput for each.
+
+        prompts, lora_request: as in generate(). use_tqdm: shows a progress bar of tokens.
+        A prompt that cannot be served has no sequences, and the reason in `error`. Raises as generate() does.
+        """
+        params.check()
+        given = [self._read(prompt) for prompt in as_prompts(prompts)]
+        adapters = one_for_each(lora_request, len(given))
+        searches = [PromptSearch(ids, params, self._facts.eos_token_ids, self._max_len) for _, ids, _ in given]
+
+        def ask(wanted: list[tuple[int, list[int], SamplingParams]]) -> list[Step]:
+            outputs = self._generate(
+                [GivenPrompt(None, ids, given[number][2]) for number, ids, _ in wanted],
+                [one for *_, one in wanted],
+                False,
+                [adapters[number] for number, *_ in wanted],
+            )
+            ends = [output.outputs[0] for output in outputs]
+            return [Step(end.logprobs[0] if end.logprobs else None, end.error) for end in ends]
+
+        run_searches(searches, ask, params.max_tokens, use_tqdm)
+        return [search.output(self.tokenizer.decode) for search in searches]
 
     @staticmethod
     def _rendered(template: ChatTemplate, conversation: Sequence[Mapping[str, Any]]) -> str | RequestRefused:
@@ -346,7 +299,7 @@ class LLM:
         self._run.outputs[name] = output
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=secrets.randbits(63))
-        self._run.choices[name] = [_Choice(done, self._choice_text(ids, params)) for done in output.outputs]
+        self._run.choices[name] = [OpenChoice(done, self._choice_text(ids, params)) for done in output.outputs]
         try:
             if isinstance(prompt, RequestRefused):
                 raise prompt

@@ -12,6 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tandem.cluster.gateway.generation.beam_generation import BeamGeneration
 from tandem.cluster.gateway.generation.delivery import GenerationResponse
 from tandem.cluster.gateway.generation.generation import Generation
 from tandem.cluster.gateway.generation.generations import Generations
@@ -20,6 +21,7 @@ from tandem.cluster.gateway.generation.response_format import ResponseFormat
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.http.body import parse_object, read_body
 from tandem.cluster.gateway.openai.answers import AnswerHead, ChatFormat, ChunkCounts, CompletionFormat
+from tandem.cluster.gateway.openai.beam_fields import checked_beams
 from tandem.cluster.gateway.openai.model_lookup import Served, served_model
 from tandem.cluster.gateway.openai.prompts import (
     Asked,
@@ -59,7 +61,9 @@ async def chat_completions(
 ) -> Response:
     """One conversation, n choices."""
     began_s = generations.clock()
-    body, size = await received(text, request, principal, lambda fields: read_chat(fields, text.settings))
+    body, size = await received(
+        text, request, principal, lambda fields: checked_beams(read_chat(fields, text.settings))
+    )
     with ExitStack() as held:
         model = _held_model(text, generations, body, principal, held)
         wanted, names = body.max_tokens, Asked("messages", "max_tokens")
@@ -72,7 +76,7 @@ async def chat_completions(
         head = _head(text, generations, "chatcmpl", model.name)
         asked = _Asked(request, principal, head, model, body)
         parts = _parts(text, generations, asked, [(prompt, params)], is_open_ended=wanted is None)
-        generation = _generation(generations, asked, parts, began_s, "messages")
+        generation = _generation(text, generations, asked, parts, began_s, "messages")
         style = ChatFormat(
             text.detokenizers,
             head,
@@ -86,7 +90,9 @@ async def chat_completions(
 async def completions(text: TextServices, generations: Generations, request: Request, principal: Principal) -> Response:
     """One or several prompts, n choices each."""
     began_s = generations.clock()
-    body, size = await received(text, request, principal, lambda fields: read_completion(fields, text.settings))
+    body, size = await received(
+        text, request, principal, lambda fields: checked_beams(read_completion(fields, text.settings))
+    )
     with ExitStack() as held:
         model = _held_model(text, generations, body, principal, held)
         wanted = body.max_tokens if body.max_tokens is not None else DEFAULT_COMPLETION_TOKENS
@@ -96,7 +102,7 @@ async def completions(text: TextServices, generations: Generations, request: Req
         parts, echo = await text.workers.run(
             principal.tenant, size, _completion_parts, text, generations, asked, body, wanted
         )
-        generation = _generation(generations, asked, parts, began_s, "prompt")
+        generation = _generation(text, generations, asked, parts, began_s, "prompt")
         shown = body.n or 1
         prompts = [part.request.prompt_token_ids for part in parts for _ in range(shown)]
         style = CompletionFormat(
@@ -258,16 +264,25 @@ def _parts(
 
 
 def _generation(
-    generations: Generations, asked: _Asked, parts: list[RequestPart], began_s: float, prompt_field: str
+    text: TextServices,
+    generations: Generations,
+    asked: _Asked,
+    parts: list[RequestPart],
+    began_s: float,
+    prompt_field: str,
 ) -> Generation:
-    return Generation(
-        generations,
-        parts,
-        tenant=asked.principal.tenant,
-        model=asked.head.model,
-        began_s=began_s,
-        prompt_field=prompt_field,
-    )
+    named: dict[str, Any] = {
+        "tenant": asked.principal.tenant,
+        "model": asked.head.model,
+        "began_s": began_s,
+        "prompt_field": prompt_field,
+    }
+    body = asked.body
+    if not body.use_beam_search:
+        return Generation(generations, parts, **named)
+    penalty = 1.0 if body.length_penalty is None else body.length_penalty
+    eos = text.tokenizer.eos_token_ids
+    return BeamGeneration(generations, parts, length_penalty=penalty, eos_token_ids=eos, **named)
 
 
 def _choice(text: TextServices, body: CommonBody, prompt: Prompt, params: SamplingParams) -> ChoiceText:

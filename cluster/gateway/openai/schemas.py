@@ -83,6 +83,8 @@ class CommonBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ignore_eos: bool | None = None
     n: Annotated[int, Meta(ge=1)] | None = None
     best_of: Annotated[int, Meta(ge=1)] | None = None
+    use_beam_search: bool | None = None
+    length_penalty: Annotated[float, Meta(ge=-100, le=100)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     presence_penalty: Penalty | None = None
@@ -178,8 +180,6 @@ NEUTRAL: Mapping[str, Neutral] = {
     "chat_template": NEVER,
     "chat_template_kwargs": _is({}),
     "documents": _is([]),
-    "use_beam_search": _is(False),
-    "length_penalty": _is(1.0, 1),
     "guided_json": NEVER,
     "guided_regex": NEVER,
     "guided_choice": NEVER,

@@ -37,7 +37,7 @@ def run_batch(command: str, line: str, folder: Path) -> str:
 
 
 def test_the_page_holds_what_is_run_here() -> None:
-    assert (len(EXAMPLES), len(LINES), len(COMMANDS)) == (3, 2, 2)
+    assert (len(EXAMPLES), len(LINES), len(COMMANDS)) == (4, 2, 2)
 
 
 def test_the_python_example_answers(tmp_path: Path) -> None:
@@ -49,12 +49,20 @@ def test_the_three_ways_to_write_a_prompt_are_one(tmp_path: Path) -> None:
     assert len(answers) == 3 and len(set(answers)) == 1
 
 
+def test_the_example_of_beam_search_prints_the_beams_best_first(tmp_path: Path) -> None:
+    lines = answers_of(EXAMPLES[2], tmp_path / "example.py", tmp_path)
+    beams = [line.split(" ", 1) for line in lines]
+    assert [text.startswith("Once upon a time") for _, text in beams] == [True] * 3 + [False] * 3
+    assert [text.startswith("The cat") for _, text in beams] == [False] * 3 + [True] * 3
+    assert len({text for _, text in beams}) == 6 and all(float(score) < 0 for score, _ in beams)
+
+
 def test_the_batch_command_and_line_work(tmp_path: Path) -> None:
     assert "2 + 3 = 5" in run_batch(COMMANDS[0], LINES[0], tmp_path)
 
 
 def test_the_example_with_adapters_answers_three_times(tmp_path: Path) -> None:
-    plain, pirate, shout = answers_of(EXAMPLES[2], tmp_path / "example.py", ROOT)
+    plain, pirate, shout = answers_of(EXAMPLES[3], tmp_path / "example.py", ROOT)
     assert not plain.startswith("Arr!") and pirate.startswith("Arr!") and shout == shout.upper()
 
 
