@@ -7,8 +7,9 @@ Static batches are then known before: the jobs in order, as many as there are ro
 longest output has tokens, so its rows are busy for the sum of its outputs out of rows x longest. The mean over batches
 of (longest output x rows) / (sum of outputs) is the loss that idle rows predict, if a step takes the same time however
 many of its rows are busy. Beside it stands the loss of time that is measured: the throughput of continuous batching
-over that of the policy. As a check, the slots of a policy are counted too: rows x steps over output tokens. JSON and a
-plot go to out/benchmarks.
+over that of the policy. As a check, the slots of a policy are counted too: rows x steps over output tokens. A run in
+which other processes took more than --quiet of the machine is made again, up to --tries times. JSON and a plot go to
+out/benchmarks.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import msgspec
 from rich.console import Console
 
 from benchmarks.engine.engine_run import CONCURRENCY, TimelineSink, cpu_settings, opened_engine, run_jobs
-from benchmarks.machine import OtherCpu
+from benchmarks.machine import OtherCpu, wait_until_quiet
 from benchmarks.models import MODELS, find_model
 from benchmarks.record import RESULTS, write_record
 from benchmarks.workload import Job, Summary, describe, mixed_workload, summarize
@@ -53,6 +54,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="runs of each policy")
     parser.add_argument("--jobs", type=int, default=64)
     parser.add_argument("--rows", type=int, default=CONCURRENCY, help="max_num_seqs")
+    parser.add_argument("--quiet", type=float, default=0.05, help="share of the machine that others may take in a run")
+    parser.add_argument("--tries", type=int, default=10, help="of each run, until others took no more than that")
+    parser.add_argument(
+        "--quiet-s", type=float, default=20.0, help="longest wait for other processes to rest, each try"
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     return parser.parse_args()
 
@@ -76,6 +82,19 @@ def measured(engine: Engine, sink: TimelineSink, jobs: list[Job], rows: int, tag
         summary = summarize(run_jobs(engine, sink, jobs, len(jobs), tag))
     steps = engine.stats().steps - before
     return Run(summary, rows * steps / summary.output_tokens, other.share, os.getloadavg()[0])
+
+
+def quietest(engine: Engine, sink: TimelineSink, jobs: list[Job], options: argparse.Namespace, tag: str) -> Run:
+    """The first run in which others took no more than they may, or the best of all tries."""
+    best: Run | None = None
+    for attempt in range(options.tries):
+        wait_until_quiet(options.quiet_s)
+        run = measured(engine, sink, jobs, options.rows, f"{tag}-{attempt}")
+        best = run if best is None or run.other_cpu < best.other_cpu else best
+        if best.other_cpu <= options.quiet:
+            break
+    assert best is not None, "--tries is at least 1"
+    return best
 
 
 def losses(runs: dict[str, list[Run]]) -> dict[str, float]:
@@ -129,7 +148,7 @@ def main() -> None:
             run_jobs(engine, sink, jobs[:2], 2, "warm")
         for repeat in range(options.repeats):
             for policy, (engine, sink) in engines.items():
-                run = measured(engine, sink, jobs, options.rows, f"run{repeat}")
+                run = quietest(engine, sink, jobs, options, f"run{repeat}")
                 runs[policy].append(run)
                 load = f"other_cpu {run.other_cpu:.2f}  load average {run.load_average:.1f}"
                 console.print(describe(f"{policy} [{repeat}]", run.summary), load)

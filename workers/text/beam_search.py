@@ -20,6 +20,7 @@ import msgspec
 from tandem.workers.messages.request import FinishReason, SamplingParams, TokenLogprobs
 
 MAX_BEAM_WIDTH = 1024
+MAX_LENGTH_PENALTY = 10.0
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,8 +49,8 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
         if self.beam_width > MAX_BEAM_WIDTH:
             raise ValueError(f"beam_width={self.beam_width} must be at most {MAX_BEAM_WIDTH}")
         penalty = self.length_penalty
-        if isinstance(penalty, bool) or not isinstance(penalty, int | float) or not abs(penalty) <= 100:
-            raise ValueError(f"length_penalty={penalty!r} must be a number from -100 to 100")
+        if isinstance(penalty, bool) or not isinstance(penalty, int | float) or not abs(penalty) <= MAX_LENGTH_PENALTY:
+            raise ValueError(f"length_penalty={penalty!r} must be a number from -10 to 10")
         if self.temperature not in (0, 1):
             raise ValueError(f"temperature={self.temperature!r} must be 0 or 1: beam search does not sample")
         if not isinstance(self.ignore_eos, bool):
@@ -73,14 +74,22 @@ class Beam(NamedTuple):
 class BeamSearch:
     """One prompt's search. live: the beams that want a token, best first; one without tokens at the start.
 
-    eos_token_ids: tokens that end a beam. max_tokens: as in BeamSearchParams, within the room in the context.
+    eos_token_ids: tokens that end a beam. max_tokens: as in BeamSearchParams, within the room in the context. num_top:
+    candidates that a beam keeps in the entry of each of its tokens; None: all that it was given.
     """
 
-    def __init__(self, params: BeamSearchParams, eos_token_ids: Collection[int], max_tokens: int) -> None:
+    def __init__(
+        self,
+        params: BeamSearchParams,
+        eos_token_ids: Collection[int],
+        max_tokens: int,
+        num_top: int | None = None,
+    ) -> None:
         self._width = params.beam_width
         self._penalty = params.length_penalty
         self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._max_tokens = max_tokens
+        self._num_top = num_top
         self._finished: list[Beam] = []
         self.live = [Beam([], 0.0, [])]
 
@@ -111,13 +120,18 @@ class BeamSearch:
         going_on: list[Beam] = []
         for rank, (total, place, token_id, logprob) in enumerate(chosen):
             before = self.live[place]
-            entry = TokenLogprobs(token_id, logprob, entries[place].top)
+            ends = token_id in self._eos
+            if (ends or len(before.token_ids) + 1 >= self._max_tokens) and rank >= self._width:
+                continue  # it only stands by
+            if not ends and len(going_on) == self._width:
+                continue
+            entry = TokenLogprobs(token_id, logprob, entries[place].top[: self._num_top])
             grown = Beam([*before.token_ids, token_id], total, [*before.logprobs, entry])
-            if token_id in self._eos:
-                self._finish(grown, "stop", rank)
+            if ends:
+                self._finish(grown, "stop")
             elif len(grown.token_ids) >= self._max_tokens:
-                self._finish(grown, "length", rank)
-            elif len(going_on) < self._width:
+                self._finish(grown, "length")
+            else:
                 going_on.append(grown)
         self.live = going_on if self._may_improve(going_on) else []
 
@@ -127,11 +141,10 @@ class BeamSearch:
         many = [*self._finished, *(beam for beam in self.live if beam.token_ids)]
         return sorted(many, key=self._score, reverse=True)[: self._width]
 
-    def _finish(self, beam: Beam, reason: FinishReason, rank: int) -> None:
-        """Keeps a beam that ends, if it is of the best beam_width candidates: the others only stand by."""
-        if rank < self._width:
-            self._finished.append(beam._replace(finish_reason=reason))
-            self._finished = heapq.nlargest(self._width, self._finished, key=self._score)
+    def _finish(self, beam: Beam, reason: FinishReason) -> None:
+        """Keeps a beam that ends, if it is of the best so far."""
+        self._finished.append(beam._replace(finish_reason=reason))
+        self._finished = heapq.nlargest(self._width, self._finished, key=self._score)
 
     def _may_improve(self, live: Sequence[Beam]) -> bool:
         """Returns whether a live beam may still get a score above the worst of enough finished ones: log probabilities

@@ -53,7 +53,7 @@ class BeamGeneration(Generation):
             length_penalty=self._length_penalty,
             ignore_eos=sampling.ignore_eos,
         )
-        search = BeamSearch(params, self._eos, sampling.max_tokens)
+        search = BeamSearch(params, self._eos, sampling.max_tokens, num_top=sampling.logprobs or 0)
         number = 0
         while not search.is_over and not self._closing.is_set():
             beams = [
@@ -103,7 +103,7 @@ class BeamGeneration(Generation):
     def _deliver(self, part: RequestPart, best: list[Beam]) -> None:
         """Gives the beams to the reader, each as a choice with one step. A vocabulary smaller than the beams leaves
         choices empty."""
-        wanted = part.request.sampling.logprobs
+        sampling = part.request.sampling
         cut: FinishReason = "abort" if self._closing.is_set() else "length"
         beams = [*best, *[Beam([], 0.0, [])] * (len(part.choices) - len(best))]
         usage = Usage(
@@ -118,7 +118,7 @@ class BeamGeneration(Generation):
                 choice=choice,
                 first_position=0,
                 token_ids=beam.token_ids,
-                logprobs=None if wanted is None else [_cut(entry, wanted) for entry in beam.logprobs],
+                logprobs=None if sampling.logprobs is None else beam.logprobs,
                 finish_reason=beam.finish_reason or cut,
                 usage=usage if choice == len(beams) - 1 else None,
             )
@@ -159,7 +159,3 @@ class _NextToken:
 
     def _entries(self) -> list[TokenLogprobs]:
         return [entry for delta in self.deltas for entry in delta.logprobs or ()]
-
-
-def _cut(entry: TokenLogprobs, count: int) -> TokenLogprobs:
-    return TokenLogprobs(entry.token_id, entry.logprob, entry.top[:count])

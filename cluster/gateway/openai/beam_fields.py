@@ -22,8 +22,10 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
 """Fields that beam search does not honour, and the values that ask for nothing."""
 
 
-def checked_beams(body: Body) -> Body:
-    """Returns the body. RequestRefused for a field that does not go with use_beam_search, or not without it."""
+def checked_beams(body: Body, max_logprobs: int) -> Body:
+    """Returns the body. RequestRefused for a field that does not go with use_beam_search, or not without it, and for
+    more beams than half of max_logprobs: each step asks for the log probabilities of twice as many tokens, as in vLLM.
+    """
     if not body.use_beam_search:
         if body.length_penalty not in (None, 1):
             raise invalid("length_penalty", "length_penalty needs use_beam_search true.")
@@ -32,6 +34,8 @@ def checked_beams(body: Body) -> Body:
         raise unsupported("stream", "An answer of beam search cannot be streamed: it is known at the end.")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise unsupported("best_of", "With use_beam_search n is the number of beams and of answers.")
+    if 2 * (body.n or 1) > max_logprobs:
+        raise invalid("n", f"n: {body.n} beams exceed the limit of {max_logprobs // 2}.")
     for name, allowed in WITHOUT_EFFECT.items():
         value = getattr(body, name)
         if value is not None and value not in allowed:

@@ -35,6 +35,7 @@ from tandem.cluster.gateway.openai.prompts import (
 )
 from tandem.cluster.gateway.openai.sampling_fields import sampling_params
 from tandem.cluster.gateway.openai.schemas import (
+    ChatBody,
     CommonBody,
     CompletionBody,
     DetokenizeBody,
@@ -61,9 +62,7 @@ async def chat_completions(
 ) -> Response:
     """One conversation, n choices."""
     began_s = generations.clock()
-    body, size = await received(
-        text, request, principal, lambda fields: checked_beams(read_chat(fields, text.settings))
-    )
+    body, size = await received(text, request, principal, lambda fields: _chat_body(text, fields))
     with ExitStack() as held:
         model = _held_model(text, generations, body, principal, held)
         wanted, names = body.max_tokens, Asked("messages", "max_tokens")
@@ -90,9 +89,7 @@ async def chat_completions(
 async def completions(text: TextServices, generations: Generations, request: Request, principal: Principal) -> Response:
     """One or several prompts, n choices each."""
     began_s = generations.clock()
-    body, size = await received(
-        text, request, principal, lambda fields: checked_beams(read_completion(fields, text.settings))
-    )
+    body, size = await received(text, request, principal, lambda fields: _completion_body(text, fields))
     with ExitStack() as held:
         model = _held_model(text, generations, body, principal, held)
         wanted = body.max_tokens if body.max_tokens is not None else DEFAULT_COMPLETION_TOKENS
@@ -147,6 +144,14 @@ async def received(
 async def read_fields(text: TextServices, request: Request, principal: Principal) -> dict[str, Any]:
     """The body's JSON object."""
     return (await received(text, request, principal, lambda fields: fields))[0]
+
+
+def _chat_body(text: TextServices, fields: dict[str, Any]) -> ChatBody:
+    return checked_beams(read_chat(fields, text.settings), text.settings.max_logprobs)
+
+
+def _completion_body(text: TextServices, fields: dict[str, Any]) -> CompletionBody:
+    return checked_beams(read_completion(fields, text.settings), text.settings.max_logprobs)
 
 
 def _tokenized(text: TextServices, body: TokenizeBody) -> Response:

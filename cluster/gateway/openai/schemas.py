@@ -84,7 +84,7 @@ class CommonBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     n: Annotated[int, Meta(ge=1)] | None = None
     best_of: Annotated[int, Meta(ge=1)] | None = None
     use_beam_search: bool | None = None
-    length_penalty: Annotated[float, Meta(ge=-100, le=100)] | None = None
+    length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     presence_penalty: Penalty | None = None

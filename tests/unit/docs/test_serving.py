@@ -89,7 +89,7 @@ def test_the_bodies_on_the_page_are_those_that_are_tried_here() -> None:
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: "-".join(body))
 async def test_the_bodies_on_the_page_are_answered(body: dict[str, Any]) -> None:
-    checked_beams(read_completion(body, GatewaySettings()))
+    checked_beams(read_completion(body, GatewaySettings()), 20)
     async with gateway() as rig:
         asked = {**body, "model": MODEL, "max_tokens": 1}
         answer = await rig.client.post("/v1/completions", json=asked)

@@ -223,11 +223,18 @@ async def test_what_it_does_not_honour_is_refused_by_name(name: str) -> None:
         assert (await rig.complete(**{"n": 2, "max_tokens": 2, **BEAMS, name: allowed})).status_code == 200
 
 
+async def test_more_beams_than_half_of_the_log_probabilities_are_refused() -> None:
+    async with gateway(backend()) as rig:
+        error = error_of(await rig.complete(n=11, **BEAMS))
+        assert (error["param"], error["message"]) == ("n", "n: 11 beams exceed the limit of 10.")
+        assert (await rig.complete(n=10, max_tokens=2, **BEAMS)).status_code == 200
+
+
 async def test_a_length_penalty_belongs_to_a_beam_search() -> None:
     async with gateway(backend()) as rig:
         error = error_of(await rig.complete(length_penalty=0.5))
         assert (error["param"], error["code"]) == ("length_penalty", "invalid_value")
-        error = error_of(await rig.complete(**BEAMS, length_penalty=101))
+        error = error_of(await rig.complete(**BEAMS, length_penalty=11))
         assert error["param"] == "length_penalty"
         error = error_of(await rig.complete(use_beam_search="yes"))
         assert error["param"] == "use_beam_search"

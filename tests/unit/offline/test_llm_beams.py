@@ -65,6 +65,7 @@ def test_each_prompt_may_have_its_adapter(llm: LLM) -> None:
         ({"max_tokens": 0}, "max_tokens=0 must"),
         ({"max_tokens": 2.5}, "max_tokens=2.5 must"),
         ({"length_penalty": float("nan")}, "length_penalty=nan must"),
+        ({"length_penalty": 10.5}, "length_penalty=10.5 must"),
         ({"length_penalty": "1"}, "length_penalty='1' must"),
         ({"temperature": 0.7}, "temperature=0.7 must be 0 or 1"),
         ({"ignore_eos": 1}, "ignore_eos=1 must"),
