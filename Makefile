@@ -14,8 +14,8 @@ DOCS    := $(VENV)/.docs-installed
 TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t0 )) s"
 
 .PHONY: install dev serve check check-kernels format test chaos fuzz mutate bench bench-engine bench-serve bench-startup \
-  bench-sampling bench-speculation bench-routing bench-overload bench-multiturn bench-weight-stream bench-lora \
-  performance docs clean help
+  bench-sampling bench-speculation bench-routing bench-overload bench-batching bench-multiturn bench-weight-stream \
+  bench-lora performance docs clean help
 
 help: ## show these goals
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -95,6 +95,9 @@ bench-overload: $(DEV) ## goodput, refusals and memory at 0.5 to 3 times the cap
 
 bench-speculation: $(DEV) ## n-gram speculation: acceptance, and speed-up by acceptance, A-B-A-B
 	$(BIN)/python -m benchmarks.engine.speculation $(ARGS)
+
+bench-batching: $(DEV) ## continuous, dynamic and static batching, and what idle rows predict
+	$(BIN)/python -m benchmarks.engine.batching $(ARGS)
 
 bench-multiturn: $(DEV) ## KV tiers: replay of a conversation trace, one returning turn, copy or recompute
 	$(BIN)/python -m benchmarks.service.trace_replay kv $(ARGS)

@@ -15,6 +15,7 @@ import msgspec
 import yaml
 
 from tandem.configs.errors import SettingsError
+from tandem.configs.lora_modules import module_text
 from tandem.configs.options import OPTIONS, NotSizeError, Option, option_named, parse_size
 from tandem.configs.schema import GatewaySettings, ServiceSettings
 from tandem.configs.secrets import HIDDEN, check_keys, without_password
@@ -231,8 +232,10 @@ def _checked(option: Option, value: Any) -> Any:
     is_object = get_origin(option.kind) is dict or hasattr(option.kind, "__struct_fields__")
     if is_object and isinstance(value, str):
         value = _json_object(option, value)
-    if get_origin(option.kind) is tuple and isinstance(value, str):
+    if get_origin(option.kind) is tuple and isinstance(value, str | Mapping):
         value = [value]
+    if option.name == "lora_modules" and isinstance(value, list | tuple):
+        value = [module_text(item) for item in value]
     if option.name == "allowed_origins" and isinstance(value, list | tuple):
         value = [origin for item in value for origin in _spliced(item)]
     if get_origin(option.kind) is Literal and value not in get_args(option.kind):
@@ -324,6 +327,11 @@ def _refuse_unused(settings: ServiceSettings, given: Collection[str]) -> None:
             ("kv_eviction",),
             engine.cache.kv_offloading_gib is None,
             "needs --kv-offloading-size",
+        ),
+        (
+            ("batching_max_delay_ms",),
+            engine.scheduler.batching_policy != "dynamic",
+            "needs --batching-policy dynamic",
         ),
         (LORA_SIZES, not engine.lora.enable_lora, "needs --enable-lora"),
         (("seed",), engine.model.load_format != "dummy", "seeds dummy weights; requests have a `seed` of their own"),

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from tandem.configs.schema import Auth, Device, DType, KVCacheDType, SpeculativeSettings
+from tandem.configs.schema import Auth, BatchingPolicyName, Device, DType, KVCacheDType, SpeculativeSettings
 
 Check = Callable[[Any], bool]
 
@@ -165,12 +165,20 @@ OPTIONS: tuple[Option, ...] = (
            "Speculative decoding, as a JSON object with vLLM's keys: method (ngram), num_speculative_tokens, "
            "prompt_lookup_max, prompt_lookup_min. Default: off.", _drafts,
            f"num_speculative_tokens from 1 to {MAX_DRAFTS}, and prompt_lookup_min from 1 to prompt_lookup_max"),
+    Option("batching_policy", "engine.scheduler.batching_policy", BatchingPolicyName, STEP,
+           "Who joins running requests. continuous: whoever there is room for, in every step. static: nobody; when all "
+           "have ended, those that wait are the next batch. dynamic: the same, but a batch begins when it is full or "
+           "its oldest request has waited --batching-max-delay-ms."),
+    Option("batching_max_delay_ms", "engine.scheduler.batching_max_delay_ms", float, STEP,
+           "Milliseconds that a dynamic batch which is not full waits for more requests.",
+           lambda v: 0 < v <= 10_000, "above 0, up to 10000"),
     Option("step_log", "engine.step_log", str, STEP,
            "File for the plan of every step, one JSON line each. In a service, each group writes its own: "
            "NAME-GROUP.SUFFIX."),
     Option("enable_lora", "engine.lora.enable_lora", bool, LORA, "Serve LoRA adapters of the model."),
     Option("lora_modules", "adapters.modules", tuple[str, ...], LORA,
-           "name=path of a PEFT folder to serve from the start; repeat for several.",
+           'name=path of a PEFT folder to serve from the start, or {"name": ..., "path": ...}. Several may follow one '
+           "flag.",
            lambda v: all("=" in m.strip("=") for m in v), "name=path"),
     Option("max_loras", "engine.lora.max_loras", int, LORA, "Maximum number of distinct adapters in one step.",
            at_least(1), "at least 1"),

@@ -13,6 +13,7 @@ KVCacheDType = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "int8"]
 Device = Literal["cpu", "cuda"]
 Auth = Literal["required", "open"]
 NGRAM_TOKENS = 5
+BatchingPolicyName = Literal["continuous", "dynamic", "static"]
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -62,7 +63,8 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits of one step and of a group's queue. max_itl_ms: milliseconds of a step, held by sizing prefill chunks."""
+    """Limits of one step and of a group's queue. max_itl_ms: milliseconds of a step, held by sizing prefill chunks.
+    batching_max_delay_ms: how long a dynamic batch that is not full waits for more."""
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
@@ -70,6 +72,8 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     max_num_queued_tokens: int | None = None
     max_itl_ms: float | None = None
     async_scheduling: bool = True
+    batching_policy: BatchingPolicyName = "continuous"
+    batching_max_delay_ms: float = 50.0
 
 
 class LoraSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -11,15 +11,17 @@ if TYPE_CHECKING:
     from tandem.workers.messages.request import SamplingParams
     from tandem.workers.offline import LLM
     from tandem.workers.offline_embeddings import PoolingParams
+    from tandem.workers.text.beam_search import BeamSearchParams
 
     __version__: str
 
 PUBLIC = {
     "LLM": "tandem.workers.offline",
+    "BeamSearchParams": "tandem.workers.text.beam_search",
     "PoolingParams": "tandem.workers.offline_embeddings",
     "SamplingParams": "tandem.workers.messages.request",
 }
-__all__ = ["LLM", "PoolingParams", "SamplingParams", "__version__"]
+__all__ = ["LLM", "BeamSearchParams", "PoolingParams", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -35,10 +35,10 @@ from tandem.workers.messages.request import (
     Pool,
     SamplingParams,
     TokenDelta,
-    TokenLogprobs,
     is_url,
 )
 from tandem.workers.messages.sampling_check import checked_sampling
+from tandem.workers.offline_beams import BeamSearchOutput, PromptSearch, Step, run_searches
 from tandem.workers.offline_embeddings import (
     EmbeddingOutput,
     EmbeddingRequestOutput,
@@ -47,10 +47,19 @@ from tandem.workers.offline_embeddings import (
     pools_of,
 )
 from tandem.workers.offline_inbox import OfflineInbox
-from tandem.workers.offline_inputs import Prompt, as_conversations, as_prompts, one_for_each, with_bad_word_ids
+from tandem.workers.offline_inputs import (
+    GivenPrompt,
+    Prompt,
+    as_conversations,
+    as_prompts,
+    one_for_each,
+    with_bad_word_ids,
+)
+from tandem.workers.offline_outputs import Completion, OfflineRun, OpenChoice, RequestOutput
 from tandem.workers.planning.model_source import resolve_model
 from tandem.workers.planning.resolve import pooling_facts, read_spec
 from tandem.workers.planning.start_notes import warn_of_pool
+from tandem.workers.text.beam_search import BeamSearchParams
 from tandem.workers.text.chat_template import ChatTemplate, find_chat_template
 from tandem.workers.text.choice_text import ChoiceText
 from tandem.workers.text.detokenizer import DetokenizerFactory
@@ -62,87 +71,6 @@ log = logging.getLogger("tandem.offline")
 FLUSH_S = 5.0
 SERVICE_ONLY = frozenset(("served_model_name", "data_parallel_size", "max_num_queued_reqs", "max_num_queued_tokens"))
 """Engine flags that LLM refuses: they concern only a service."""
-
-
-class Completion(msgspec.Struct, kw_only=True):
-    """One choice of a prompt.
-
-    index: its number, from 0. text, token_ids: the output; text ends before a stop string. finish_reason: "stop",
-    "length" or "error". logprobs: natural log probabilities, one entry for each token, if asked for. error: the reason
-    of "error".
-    """
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = []
-    finish_reason: str | None = None
-    logprobs: list[TokenLogprobs] = []
-    error: str | None = None
-
-
-class RequestOutput(msgspec.Struct, kw_only=True):
-    """Result of one prompt: its `n` completions in `outputs`, in order.
-
-    prompt: the text, None if token ids were given. cached_tokens: prompt tokens whose KV was found in the prefix cache.
-    """
-
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[Completion]
-    cached_tokens: int = 0
-
-    @property
-    def text(self) -> str:
-        """Text of the first completion."""
-        return self.outputs[0].text
-
-
-class _Choice:
-    """One unfinished choice: a Completion that ChoiceText fills."""
-
-    def __init__(self, completion: Completion, text: ChoiceText) -> None:
-        self.completion = completion
-        self._text = text
-
-    def take(self, delta: TokenDelta) -> int | None:
-        """Adds a delta; returns the number of tokens to keep if a stop string was completed, else None."""
-        added = self._text.take(delta)
-        if added is None:
-            return None
-        done = self.completion
-        done.text += added.text
-        done.token_ids += added.token_ids
-        done.logprobs += added.logprobs or []
-        done.finish_reason, done.error = added.finish_reason, delta.error
-        return added.abort_at
-
-
-class _Run:
-    """OutputSink of one call of generate(): collects all requests' tokens, and aborts for completed stop strings."""
-
-    def __init__(self, bar: "tqdm[Any]") -> None:
-        self.choices: dict[str, list[_Choice]] = {}
-        self.outputs: dict[str, RequestOutput] = {}
-        self.stops: list[Abort] = []
-        self.ended_ids: list[str] = []
-        self._bar = bar
-
-    def deltas(self, deltas: list[TokenDelta]) -> None:
-        for delta in deltas:
-            keep = self.choices[delta.request_id][delta.choice].take(delta)
-            if keep is not None:
-                self.stops.append(
-                    Abort(request_id=delta.request_id, attempt=delta.attempt, choice=delta.choice, keep_positions=keep)
-                )
-
-    def ended(self, ended: Ended, request: GenerationRequest) -> None:
-        output = self.outputs[ended.request_id]
-        output.cached_tokens = ended.usage.cached_tokens
-        if ended.refused is not None:
-            for completion in output.outputs:
-                completion.finish_reason, completion.error = "error", ended.refused[3]
-        self.ended_ids.append(ended.request_id)
-        self._bar.update()
 
 
 class LLM:
@@ -173,11 +101,12 @@ class LLM:
         self._factory = DetokenizerFactory(self.tokenizer)
         self._executor = open_executor(self.settings)
         self._closed: str | None = None
-        self._run: _Run | EmbeddingRun = _Run(tqdm(disable=True))
+        self._run: OfflineRun | EmbeddingRun = OfflineRun(tqdm(disable=True))
         self._names = itertools.count()
         try:
             ready = self._executor.start()
             self._facts = model_facts(self.settings, ready)
+            self._max_len = min(self._facts.max_model_len, ready.num_blocks * self.settings.cache.block_size + 1)
             warn_of_pool(self.settings.cache, self._facts.max_model_len, log)
             self._engine = Engine(self.settings, self._facts, self._executor, ready, self)
         except BaseException:
@@ -194,7 +123,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generates completions of all prompts and returns one RequestOutput for each, in order.
 
-        prompts: a text, a list or array of token ids, or a sequence of these.
+        prompts: a text, a list or array of token ids, vLLM's {"prompt": text} or {"prompt_token_ids": ids}, or a
+            sequence of these. A mapping may have a "cache_salt" too.
         sampling_params: one for all prompts, or one for each. A seed of None is drawn anew for each prompt.
         use_tqdm: shows a progress bar on standard error.
         lora_request: an adapter from load_adapter() for all prompts, one (or None) for each, or None: the base model.
@@ -210,7 +140,7 @@ class LLM:
 
     def _generate(
         self,
-        many: Sequence[Prompt | RequestRefused],
+        many: Sequence[GivenPrompt | RequestRefused],
         sampling_params: SamplingParams | Sequence[SamplingParams],
         use_tqdm: bool,
         lora_request: AdapterRef | Sequence[AdapterRef | None] | None,
@@ -221,7 +151,7 @@ class LLM:
         params = self._checked(sampling_params, len(many))
         adapters = one_for_each(lora_request, len(many))
         with tqdm(total=len(many), disable=not use_tqdm, desc="generating", unit="prompt") as bar:
-            run = self._run = _Run(bar)
+            run = self._run = OfflineRun(bar)
             names = self._run_all(zip(repeat(run), many, params, adapters), self._add)
         return [run.outputs[name] for name in names]
 
@@ -271,11 +201,40 @@ class LLM:
         if self._template is None:
             raise SettingsError("the model has no chat template", "chat_template")
         texts = [self._rendered(self._template, conversation) for conversation in as_conversations(messages)]
-        ids = [self.tokenizer.encode(t, add_special_tokens=False) if isinstance(t, str) else t for t in texts]
-        outputs = self._generate(ids, sampling_params, use_tqdm, lora_request)
-        for output, text in zip(outputs, texts, strict=True):
-            output.prompt = text if isinstance(text, str) else None
-        return outputs
+        encode = self.tokenizer.encode
+        prompts = [GivenPrompt(t, encode(t, add_special_tokens=False)) if isinstance(t, str) else t for t in texts]
+        return self._generate(prompts, sampling_params, use_tqdm, lora_request)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        lora_request: AdapterRef | Sequence[AdapterRef | None] | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Finds the most probable outputs of each prompt by beam search; returns one BeamSearchOutput for each.
+
+        prompts, lora_request: as in generate(). use_tqdm: shows a progress bar of tokens.
+        A prompt that cannot be served has no sequences, and the reason in `error`. Raises as generate() does.
+        """
+        params.check()
+        given = [self._read(prompt) for prompt in as_prompts(prompts)]
+        adapters = one_for_each(lora_request, len(given))
+        searches = [PromptSearch(ids, params, self._facts.eos_token_ids, self._max_len) for _, ids, _ in given]
+
+        def ask(wanted: list[tuple[int, list[int], SamplingParams]]) -> list[Step]:
+            outputs = self._generate(
+                [GivenPrompt(None, ids, given[number][2]) for number, ids, _ in wanted],
+                [one for *_, one in wanted],
+                False,
+                [adapters[number] for number, *_ in wanted],
+            )
+            ends = [output.outputs[0] for output in outputs]
+            return [Step(end.logprobs[0] if end.logprobs else None, end.error) for end in ends]
+
+        run_searches(searches, ask, params.max_tokens, use_tqdm)
+        return [search.output(self.tokenizer.decode) for search in searches]
 
     @staticmethod
     def _rendered(template: ChatTemplate, conversation: Sequence[Mapping[str, Any]]) -> str | RequestRefused:
@@ -312,15 +271,22 @@ class LLM:
             names = self._run_all(zip(repeat(run), many, pools, adapters), self._add_embedding)
         return [run.outputs[name] for name in names]
 
-    def _add_embedding(self, run: EmbeddingRun, prompt: Prompt, pool: Pool, adapter: AdapterRef | None) -> str:
-        name, ids = f"offline-{next(self._names)}", self._token_ids(prompt)
-        text = prompt if isinstance(prompt, str) else None
+    def _add_embedding(self, run: EmbeddingRun, prompt: GivenPrompt, pool: Pool, adapter: AdapterRef | None) -> str:
+        text, ids, salt = self._read(prompt)
+        name = f"offline-{next(self._names)}"
         output = EmbeddingRequestOutput(request_id=name, prompt=text, prompt_token_ids=ids, outputs=EmbeddingOutput())
         run.outputs[name] = output
         try:
             check_token_ids(ids, self._facts.vocab_size, "prompts")
             self._engine.add_request(
-                GenerationRequest(request_id=name, prompt_token_ids=ids, sampling=NO_TOKENS, adapter=adapter, pool=pool)
+                GenerationRequest(
+                    request_id=name,
+                    prompt_token_ids=ids,
+                    sampling=NO_TOKENS,
+                    adapter=adapter,
+                    cache_salt=salt,
+                    pool=pool,
+                )
             )
         except RequestRefused as error:
             output.outputs.error, output.finished = str(error), True
@@ -392,10 +358,13 @@ class LLM:
         return each
 
     def _add(
-        self, run: _Run, prompt: Prompt | RequestRefused, params: SamplingParams, adapter: AdapterRef | None
+        self,
+        run: OfflineRun,
+        prompt: GivenPrompt | RequestRefused,
+        params: SamplingParams,
+        adapter: AdapterRef | None,
     ) -> str:
-        text = prompt if isinstance(prompt, str) else None
-        ids = self._token_ids(prompt)
+        text, ids, salt = self._read(prompt)
         name = f"offline-{next(self._names)}"
         output = RequestOutput(
             prompt=text, prompt_token_ids=ids, outputs=[Completion(index=index) for index in range(params.n)]
@@ -403,23 +372,29 @@ class LLM:
         run.outputs[name] = output
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=secrets.randbits(63))
-        run.choices[name] = [_Choice(done, self._choice_text(ids, params)) for done in output.outputs]
+        run.choices[name] = [OpenChoice(done, self._choice_text(ids, params)) for done in output.outputs]
         try:
             if isinstance(prompt, RequestRefused):
                 raise prompt
             check_token_ids(ids, self._facts.vocab_size, "prompts")
             self._engine.add_request(
-                GenerationRequest(request_id=name, prompt_token_ids=ids, sampling=params, adapter=adapter)
+                GenerationRequest(
+                    request_id=name, prompt_token_ids=ids, sampling=params, adapter=adapter, cache_salt=salt
+                )
             )
         except RequestRefused as error:
             for completion in output.outputs:
                 completion.finish_reason, completion.error = "error", str(error)
         return name
 
-    def _token_ids(self, prompt: Prompt | RequestRefused) -> list[int]:
+    def _read(self, prompt: GivenPrompt | RequestRefused) -> tuple[str | None, list[int], str]:
+        """Returns a prompt's text, if there is one, its token ids and its salt."""
         if isinstance(prompt, RequestRefused):
-            return []
-        return self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
+            return None, [], ""
+        ids = prompt.token_ids
+        if ids is None:
+            ids = self.tokenizer.encode(prompt.text or "", add_special_tokens=True)
+        return prompt.text, ids, prompt.cache_salt
 
     def _choice_text(self, prompt: list[int], params: SamplingParams) -> ChoiceText:
         eos = frozenset(self._facts.eos_token_ids)

@@ -5,7 +5,7 @@ Called by workers/offline.py before anything runs. The engine decides whether a 
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -13,18 +13,29 @@ from tandem.workers.messages.request import AdapterRef, SamplingParams
 from tandem.workers.text.bad_word_ids import bad_word_ids
 from tandem.workers.text.tokenizer import ModelTokenizer
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]
 NO_PROMPT = "a prompt is text or a list of token ids, not"
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
-def as_prompts(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Returns the prompts as a list, each a text or a list of token ids. TypeError for any other type."""
-    if isinstance(given, str):
-        return [given]
+class GivenPrompt(NamedTuple):
+    """One prompt of a caller: its text, its token ids, or both, of which the ids are served. cache_salt: KV of the
+    prefix cache is found only under the same salt."""
+
+    text: str | None
+    token_ids: list[int] | None = None
+    cache_salt: str = ""
+
+
+def as_prompts(given: Prompt | Sequence[Prompt]) -> list[GivenPrompt]:
+    """Returns the prompts as a list. Each is a text, a list of token ids, or one of vLLM's mappings ({"prompt": text}
+    or {"prompt_token_ids": ids}, with "cache_salt" if wanted). TypeError for other types, and for keys by name."""
+    if isinstance(given, str | Mapping):
+        return [_as_prompt(given)]
     many = _items(given)
     if many and _is_id(many[0]):
-        return [_as_ids(many)]
-    return [prompt if isinstance(prompt, str) else _as_ids(prompt) for prompt in many]
+        return [_as_prompt(many)]
+    return [_as_prompt(prompt) for prompt in many]
 
 
 def as_conversations(given: Any) -> list[Sequence[Mapping[str, Any]]]:
@@ -57,6 +68,22 @@ def with_bad_word_ids(params: SamplingParams, tokenizer: ModelTokenizer) -> Samp
         return params
     ids = (*params.bad_words_token_ids, *bad_word_ids(tokenizer, params.bad_words))
     return msgspec.structs.replace(params, bad_words=(), bad_words_token_ids=ids)
+
+
+def _as_prompt(prompt: Any) -> GivenPrompt:
+    if isinstance(prompt, str):
+        return GivenPrompt(prompt)
+    if not isinstance(prompt, Mapping):
+        return GivenPrompt(None, _as_ids(prompt))
+    if unknown := [key for key in prompt if key not in PROMPT_KEYS]:
+        raise TypeError(f"a prompt has no key {unknown[0]!r:.80}; it may have {', '.join(PROMPT_KEYS)}")
+    text, ids, salt = (prompt.get(key) for key in PROMPT_KEYS)
+    if text is None and ids is None:
+        raise TypeError(f"a prompt needs the key prompt or prompt_token_ids: {prompt!r:.80}")
+    for key, value in (("prompt", text), ("cache_salt", salt)):
+        if not isinstance(value, str | None):
+            raise TypeError(f"the key {key} of a prompt is text, not {value!r:.80}")
+    return GivenPrompt(text, None if ids is None else _as_ids(ids), salt or "")
 
 
 def _as_ids(prompt: Any) -> list[int]:

@@ -5,12 +5,20 @@ from typing import Any
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperOption
 
+from tandem.configs.lora_modules import FLAG as LORA_MODULES
+from tandem.configs.lora_modules import looks_like_module, repeat_flag
+
 
 class GroupedHelp(TyperCommand):
     """A verb whose `--help` lists options under their groups (`rich_help_panel`) and wraps long lines.
 
     Typer's own tables shorten long flags with an ellipsis at 80 columns; click's definition lists keep them whole.
+    Several adapters may follow one --lora-modules, for which typer has no options.
     """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Called by typer with the words behind the verb."""
+        return super().parse_args(ctx, repeat_flag(args, LORA_MODULES, looks_like_module))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Called by typer. Writes a section per group, in the order of the options."""

@@ -30,6 +30,7 @@ from tandem.workers.engine.transfers.copy_costs import CopyCosts
 from tandem.workers.engine.transfers.kv_offload import KVOffload
 from tandem.workers.engine.transfers.transfer_manager import TransferManager
 from tandem.workers.engine.waiting.adapter_cache import AdapterCache
+from tandem.workers.engine.waiting.batching_policy import batching_policy
 from tandem.workers.engine.waiting.max_loras import MaxLorasGate
 from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
 from tandem.workers.messages.errors import ContextLengthExceeded, QueueFull, RequestRefused
@@ -119,6 +120,7 @@ class Engine:
             tiers=self._offload,
             gate=MaxLorasGate(self._adapters, settings.lora.max_loras, self._waiting),
             drafting=self._drafting,
+            batching=batching_policy(settings.scheduler, self._waiting, clock),
         )
         self._collector = Collector()
         self._forget_at_s = clock() + TENANT_IDLE_S

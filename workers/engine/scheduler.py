@@ -10,7 +10,8 @@ only when the last plan that names them has returned (BlockPool): the index and 
 
 Adapters: a sequence whose adapter is not on the device is blocked; at most max_loras of them share a step
 (max_loras.py). Between tenants the queue decides, by the tokens charged to each (fairness.py). A request that may have
-ended a group has its steps to itself for a while (probation.py).
+ended a group has its steps to itself for a while (probation.py). Who may join those that run is --batching-policy
+(batching_policy.py).
 
 Called by the engine: enqueue, schedule, returned, finish. It has no clock, output or transport.
 """
@@ -30,6 +31,7 @@ from tandem.workers.engine.in_flight_step import InFlightStep
 from tandem.workers.engine.probation import Probation
 from tandem.workers.engine.step_limit import StepLimit
 from tandem.workers.engine.transfers.lower_tiers import LowerTiers, NoTiers
+from tandem.workers.engine.waiting.batching_policy import NEXT_BATCH, BatchingPolicy, ContinuousBatching
 from tandem.workers.engine.waiting.max_loras import MaxLorasGate
 from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
 from tandem.workers.messages.step import RowInit, RowWork, StepPlan
@@ -41,7 +43,7 @@ class Scheduler:
     relay (PP > 1): sampled tokens return to the ranks in plans, so a sequence waits for its sample; otherwise ranks
     append it themselves, and the next step may be planned before it is known. depth: plans that may be in flight.
     tiers: the tiers below the device; None: none. gate: None: no request has an adapter. drafting: None: no speculative
-    decoding; it does not go with `relay`.
+    decoding; it does not go with `relay`. batching: None: continuous.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Scheduler:
         tiers: LowerTiers | None = None,
         gate: MaxLorasGate | None = None,
         drafting: Drafting | None = None,
+        batching: BatchingPolicy | None = None,
     ) -> None:
         self.waiting = waiting
         self.num_preemptions = 0
@@ -64,6 +67,7 @@ class Scheduler:
         self._tiers: LowerTiers = NoTiers() if tiers is None else tiers
         self._has_tiers = tiers is not None
         self._gate = MaxLorasGate(None, 1, waiting) if gate is None else gate
+        self._batching: BatchingPolicy = ContinuousBatching() if batching is None else batching
         self._chunk_limiter = chunk_limiter
         self._relay = relay
         self._drafting = drafting
@@ -102,7 +106,7 @@ class Scheduler:
         if seq.adapter is not None and not self._gate.admit(seq):
             self.waiting.block(seq, Blocker.ADAPTER, seq.adapter)
         elif not self._probation.may_run(seq.state):
-            self._hold(seq)
+            self._hold(seq, Event(Blocker.ALONE, seq.state))
         elif self._has_tiers and self._is_next(seq) and (ticket := self._tiers.load(seq, self._reserve)) is not None:
             self.waiting.block(seq, Blocker.KV, ticket)
         else:
@@ -120,10 +124,10 @@ class Scheduler:
         self._probation.begin(seq.state)
         self.waiting.push(seq)
 
-    def _hold(self, seq: Sequence) -> None:
-        """Blocks a suspect's sequence until it has the turn. What was loaded for it may be evicted meanwhile."""
+    def _hold(self, seq: Sequence, until: Event) -> None:
+        """Blocks a sequence that is not served soon. What was loaded for it may be evicted meanwhile."""
         self._release_loaded(seq)
-        self.waiting.block(seq, Blocker.ALONE, seq.state)
+        self.waiting.block(seq, until.blocker, until.key)
 
     def _is_next(self, seq: Sequence) -> bool:
         """Returns whether others run or wait, and one step may compute all tokens ahead of seq and begin with seq."""
@@ -432,12 +436,20 @@ class Scheduler:
         its adapter's place in the step see max_loras.py."""
         for event in self._gate.take_events():
             for freed in self.waiting.unblock(event):
-                self._push(freed) if self._probation.may_run(freed.state) else self._hold(freed)
+                if self._probation.may_run(freed.state):
+                    self._push(freed)
+                else:
+                    self._hold(freed, Event(Blocker.ALONE, freed.state))
+        if self._batching.begins():
+            self.unblock(NEXT_BATCH)
         if self.waiting.tenants.has_competing_tenants:
             self.charge_running()
         while budget > 0 and self._free_rows and (seq := self._probation.first_waiting()) is not None:
             if seq.last_step > self.done_step:
                 return  # preempted, with samples still in flight
+            if not self._batching.admits(seq):
+                self._hold(seq, NEXT_BATCH)
+                continue
             if seq.adapter is not None and not self._gate.may_run(seq):
                 continue
             alone = not self._running and not step.work

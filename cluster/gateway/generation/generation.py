@@ -197,14 +197,9 @@ class Generation:
             await self._serve(part)
 
     async def _serve(self, part: RequestPart) -> None:
-        """One prompt, until its last delta has come, nobody wants it any more, or no group may try it again."""
-        failover = Failover()
+        """One prompt, until its last delta has come, nobody wants it any more, or it has failed."""
         try:
-            while not self._closing.is_set():
-                ended = await self._attempt(part, failover)
-                if ended is None or part.is_complete or part.open_choices == 0:  # or the text of each choice has ended
-                    return
-                await self._prepare_next(part, failover, ended)
+            await self._serve_prompt(part)
         except RequestRefused as error:
             self._fail(error)
         except Exception as error:
@@ -213,6 +208,20 @@ class Generation:
         finally:
             self._num_over += 1
             self._news.set()
+
+    async def _serve_prompt(self, part: RequestPart) -> None:
+        """Hands the part's deltas to the reader until the last one. Raises why there are no more."""
+        await self._attempts(part)
+
+    async def _attempts(self, part: RequestPart) -> None:
+        """Attempts of one request, until its last delta has come or nobody wants it any more. Raises when no group may
+        try it again."""
+        failover = Failover()
+        while not self._closing.is_set():
+            ended = await self._attempt(part, failover)
+            if ended is None or part.is_complete or part.open_choices == 0:  # or the text of each choice has ended
+                return
+            await self._prepare_next(part, failover, ended)
 
     async def _attempt(self, part: RequestPart, failover: Failover) -> Ended | None:
         """Sends the request to a group and waits for its end. Returns the answer of a group that refused or lost it;

@@ -26,8 +26,30 @@ class AnswerHead(NamedTuple):
     fingerprint: str
 
 
+class ChunkCounts:
+    """The counts in every chunk of a stream (vLLM's continuous_usage_stats): of the chunk's choice, as in vLLM.
+
+    prompt_tokens: by choice, those of its prompt. The output tokens are those whose text has been formatted, whichever
+    group they came from.
+    """
+
+    def __init__(self, prompt_tokens: Sequence[int]) -> None:
+        self._prompt_tokens = prompt_tokens
+        self._completion_tokens = [0] * len(prompt_tokens)
+
+    def add(self, index: int, num_tokens: int) -> None:
+        """Counts new tokens of a choice, whether or not a chunk shows them."""
+        self._completion_tokens[index] += num_tokens
+
+    def tail(self, index: int) -> bytes:
+        """The end of a chunk of this choice."""
+        prompt, output = self._prompt_tokens[index], self._completion_tokens[index]
+        counts = b'"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d' % (prompt, prompt + output, output)
+        return b',"usage":{%b}}\n\n' % counts
+
+
 class ChatFormat:
-    """chat.completion and chat.completion.chunk."""
+    """chat.completion and chat.completion.chunk. counts: None where chunks have no usage."""
 
     def __init__(
         self,
@@ -35,12 +57,13 @@ class ChatFormat:
         head: AnswerHead,
         *,
         with_usage: bool,
+        counts: ChunkCounts | None = None,
         prompt_ids: list[int] | None = None,
     ) -> None:
         self._formatter = TokenFormatter(detokenizers)
         self._head = head
         self._prompt_ids = prompt_ids
-        self._frame = ChunkFrame(head, "chat.completion.chunk", with_usage, with_ids=prompt_ids is not None)
+        self._frame = ChunkFrame(head, "chat.completion.chunk", with_usage, counts, with_ids=prompt_ids is not None)
 
     def whole(self, choices: Sequence[ChoiceAnswer], usage: Usage) -> bytes:
         entries = []
@@ -71,7 +94,7 @@ class ChatFormat:
 
 
 class CompletionFormat:
-    """text_completion, streamed or not. `echo` and `prompt_ids`: per choice, if asked for."""
+    """text_completion, streamed or not. `echo` and `prompt_ids`: per choice, if asked for. counts: as in ChatFormat."""
 
     def __init__(
         self,
@@ -79,6 +102,7 @@ class CompletionFormat:
         head: AnswerHead,
         *,
         with_usage: bool,
+        counts: ChunkCounts | None = None,
         prompt_ids: Sequence[list[int]] | None = None,
         echo: Sequence[str] | None = None,
     ) -> None:
@@ -86,7 +110,7 @@ class CompletionFormat:
         self._head = head
         self._prompt_ids = prompt_ids
         self._echo = echo
-        self._frame = ChunkFrame(head, "text_completion", with_usage, with_ids=prompt_ids is not None)
+        self._frame = ChunkFrame(head, "text_completion", with_usage, counts, with_ids=prompt_ids is not None)
 
     def whole(self, choices: Sequence[ChoiceAnswer], usage: Usage) -> bytes:
         entries = []
@@ -122,16 +146,21 @@ class ChunkFrame:
     """The frame of both formats' chunks around the text: the head, serialized once, and the end. `content` is a
     choice's `"delta":...` or `"text":...`."""
 
-    def __init__(self, head: AnswerHead, kind: str, with_usage: bool, *, with_ids: bool) -> None:
+    def __init__(
+        self, head: AnswerHead, kind: str, with_usage: bool, counts: ChunkCounts | None, *, with_ids: bool
+    ) -> None:
         constant = _encode(_head_fields(head, kind))[:-1]  # lacks its closing brace
         self._with_ids = with_ids
         self._start = b"data: " + constant + b',"choices":[{"index":'
         self._usage_start = b"data: " + constant + b',"choices":[],"usage":'
         self._tail = b',"usage":null}\n\n' if with_usage else b"}\n\n"
+        self._counts = counts
 
     def chunk(self, index: int, content: bytes, logprobs: dict[str, Any] | None, addition: TextDelta) -> bytes:
         """One addition; b"" when there is nothing to show. The end comes with the last text, if any."""
         text, token_ids, entries, _, finish, stop_reason, _ = addition
+        if self._counts is not None:
+            self._counts.add(index, len(token_ids))
         if finish is None and entries is None and not self._with_ids:
             return self.going_on(index, content) if text else b""
         if not text and not token_ids and finish is None:
@@ -144,7 +173,7 @@ class ChunkFrame:
             _encode(finish),
             _encode(stop_reason),
             b',"token_ids":' + _encode(token_ids) if self._with_ids else b"",
-            self._tail,
+            self._tail if self._counts is None else self._counts.tail(index),
         )
 
     def going_on(self, index: int, content: bytes, *, inside: bytes = b"", beside: bytes = b"") -> bytes:
@@ -155,7 +184,7 @@ class ChunkFrame:
             content,
             inside,
             beside,
-            self._tail,
+            self._tail if self._counts is None else self._counts.tail(index),
         )
 
     def usage_chunk(self, usage: Usage) -> bytes:

@@ -12,6 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tandem.cluster.gateway.generation.beam_generation import BeamGeneration
 from tandem.cluster.gateway.generation.delivery import GenerationResponse, TextResponse
 from tandem.cluster.gateway.generation.generation import Generation
 from tandem.cluster.gateway.generation.generations import Generations
@@ -19,7 +20,8 @@ from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.generation.response_format import ResponseFormat
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.http.body import parse_object, read_body
-from tandem.cluster.gateway.openai.answers import AnswerHead, ChatFormat, CompletionFormat
+from tandem.cluster.gateway.openai.answers import AnswerHead, ChatFormat, ChunkCounts, CompletionFormat
+from tandem.cluster.gateway.openai.beam_fields import checked_beams
 from tandem.cluster.gateway.openai.model_lookup import Served, served_model
 from tandem.cluster.gateway.openai.prompts import (
     Asked,
@@ -34,6 +36,7 @@ from tandem.cluster.gateway.openai.prompts import (
 )
 from tandem.cluster.gateway.openai.sampling_fields import bad_words_size, sampling_params
 from tandem.cluster.gateway.openai.schemas import (
+    ChatBody,
     CommonBody,
     CompletionBody,
     DetokenizeBody,
@@ -61,7 +64,7 @@ async def chat_completions(
 ) -> Response:
     """One conversation, n choices."""
     began_s = generations.clock()
-    body, size = await received(text, request, principal, lambda fields: read_chat(fields, text.settings))
+    body, size = await received(text, request, principal, lambda fields: _chat_body(text, fields))
     with ExitStack() as held:
         model = held_model(text, generations, body.model, principal, held)
         wanted, names = body.max_tokens, Asked("messages", "max_tokens")
@@ -76,11 +79,12 @@ async def chat_completions(
         head = _head(text, generations, "chatcmpl", model.name)
         asked = _Asked(request, principal, head, model, body)
         parts = _parts(text, generations, asked, [(prompt, params)], is_open_ended=wanted is None)
-        generation = _generation(generations, asked, parts, began_s, "messages")
+        generation = _generation(text, generations, asked, parts, began_s, "messages")
         style = ChatFormat(
             text.detokenizers,
             head,
             with_usage=_include_usage(body),
+            counts=_counts(body, parts),
             prompt_ids=prompt.token_ids if body.return_token_ids else None,
         )
         return _answer(generations, generation, style, body, held, with_logprobs=logprobs is not None)
@@ -89,7 +93,7 @@ async def chat_completions(
 async def completions(text: TextServices, generations: Generations, request: Request, principal: Principal) -> Response:
     """One or several prompts, n choices each."""
     began_s = generations.clock()
-    body, size = await received(text, request, principal, lambda fields: _read_completion(text, fields))
+    body, size = await received(text, request, principal, lambda fields: _completion_body(text, fields))
     with ExitStack() as held:
         model = held_model(text, generations, body.model, principal, held)
         wanted = _wanted(body)
@@ -99,13 +103,14 @@ async def completions(text: TextServices, generations: Generations, request: Req
         parts, echo = await text.workers.run(
             principal.tenant, size, _completion_parts, text, generations, asked, body, wanted
         )
-        generation = _generation(generations, asked, parts, began_s, "prompt")
+        generation = _generation(text, generations, asked, parts, began_s, "prompt")
         shown = body.n or 1
         prompts = [part.request.prompt_token_ids for part in parts for _ in range(shown)]
         style = CompletionFormat(
             text.detokenizers,
             head,
             with_usage=_include_usage(body),
+            counts=_counts(body, parts),
             prompt_ids=prompts if body.return_token_ids else None,
             echo=[prompt for prompt in echo for _ in range(shown)] if body.echo else None,
         )
@@ -145,6 +150,18 @@ async def read_fields(text: TextServices, request: Request, principal: Principal
     return (await received(text, request, principal, lambda fields: fields))[0]
 
 
+def _chat_body(text: TextServices, fields: dict[str, Any]) -> ChatBody:
+    return checked_beams(read_chat(fields, text.settings), text.settings.max_logprobs)
+
+
+def _completion_body(text: TextServices, fields: dict[str, Any]) -> CompletionBody:
+    """A completions body. Token ids that do not fit are refused here: their lists are several times as large as the
+    body, and would wait for their turn."""
+    body = checked_beams(read_completion(fields, text.settings), text.settings.max_logprobs)
+    check_ids_fit(text, body, _wanted(body), COMPLETION_FIELDS)
+    return body
+
+
 def _tokenized(text: TextServices, body: TokenizeBody) -> Response:
     ids = text_prompt(text, body).token_ids
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": text.max_model_len, "tokens": ids}
@@ -157,14 +174,6 @@ def _detokenized(text: TextServices, body: DetokenizeBody) -> Response:
     check_token_count(text, len(body.tokens), "tokens")
     check_token_ids(body.tokens, text.vocab_size, "tokens")
     return json_response({"prompt": text.tokenizer.decode(body.tokens, skip_special_tokens=False)})
-
-
-def _read_completion(text: TextServices, fields: dict[str, Any]) -> CompletionBody:
-    """A completions body. Token ids that do not fit are refused here: their lists are several times as large as the
-    body, and would wait for their turn."""
-    body = read_completion(fields, text.settings)
-    check_ids_fit(text, body, _wanted(body), COMPLETION_FIELDS)
-    return body
 
 
 def _wanted(body: CompletionBody) -> int:
@@ -212,7 +221,15 @@ def _head(text: TextServices, generations: Generations, prefix: str, model: str)
 
 
 def _include_usage(body: CommonBody) -> bool:
-    return body.stream_options is not None and bool(body.stream_options.include_usage)
+    options = body.stream_options
+    return options is not None and bool(options.include_usage or options.continuous_usage_stats)
+
+
+def _counts(body: CommonBody, parts: Sequence[RequestPart]) -> ChunkCounts | None:
+    """What counts in every chunk, if that is asked for."""
+    if body.stream_options is None or not body.stream_options.continuous_usage_stats:
+        return None
+    return ChunkCounts([len(part.request.prompt_token_ids) for part in parts for _ in part.choices])
 
 
 def _echo_text(text: TextServices, prompt: Prompt, body: CompletionBody) -> str:
@@ -264,16 +281,25 @@ def _parts(
 
 
 def _generation(
-    generations: Generations, asked: _Asked, parts: list[RequestPart], began_s: float, prompt_field: str
+    text: TextServices,
+    generations: Generations,
+    asked: _Asked,
+    parts: list[RequestPart],
+    began_s: float,
+    prompt_field: str,
 ) -> Generation:
-    return Generation(
-        generations,
-        parts,
-        tenant=asked.principal.tenant,
-        model=asked.head.model,
-        began_s=began_s,
-        prompt_field=prompt_field,
-    )
+    named: dict[str, Any] = {
+        "tenant": asked.principal.tenant,
+        "model": asked.head.model,
+        "began_s": began_s,
+        "prompt_field": prompt_field,
+    }
+    body = asked.body
+    if not body.use_beam_search:
+        return Generation(generations, parts, **named)
+    penalty = 1.0 if body.length_penalty is None else body.length_penalty
+    eos = text.tokenizer.eos_token_ids
+    return BeamGeneration(generations, parts, length_penalty=penalty, eos_token_ids=eos, **named)
 
 
 def _choice(text: TextServices, body: CommonBody, prompt: Prompt, params: SamplingParams) -> ChoiceText:

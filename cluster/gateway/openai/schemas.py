@@ -30,9 +30,11 @@ ShortText = Annotated[str, Meta(max_length=1024)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """include_usage: a last chunk with the bill and no choices."""
+    """include_usage: a last chunk with the bill and no choices. continuous_usage_stats: the counts of a chunk's choice
+    in every chunk; it implies include_usage."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class FunctionCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -84,6 +86,8 @@ class CommonBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ignore_eos: bool | None = None
     n: Annotated[int, Meta(ge=1)] | None = None
     best_of: Annotated[int, Meta(ge=1)] | None = None
+    use_beam_search: bool | None = None
+    length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     presence_penalty: Penalty | None = None
@@ -181,8 +185,6 @@ NEUTRAL: Mapping[str, Neutral] = {
     "chat_template": NEVER,
     "chat_template_kwargs": _is({}),
     "documents": _is([]),
-    "use_beam_search": _is(False),
-    "length_penalty": _is(1.0, 1),
     "guided_json": NEVER,
     "guided_regex": NEVER,
     "guided_choice": NEVER,
@@ -343,6 +345,9 @@ def _check_common(body: CommonBody, settings: GatewaySettings) -> None:
         raise unsupported("best_of", "best_of above n cannot be streamed.")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options needs stream true.")
+    options = body.stream_options or StreamOptions()
+    if options.continuous_usage_stats and options.include_usage is False:
+        raise invalid("stream_options.continuous_usage_stats", "It excludes include_usage false.")
     _cap("logit_bias", len(body.logit_bias or ()), settings.max_logit_bias)
     if body.truncate_prompt_tokens == 0:
         raise invalid("truncate_prompt_tokens", "It must be -1 or at least 1.")

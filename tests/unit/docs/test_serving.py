@@ -1,18 +1,25 @@
 """docs/serving.md lists the fields that are refused: all that the gateway knows by name, and others of clients."""
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tandem.cluster.gateway.openai.beam_fields import checked_beams
 from tandem.cluster.gateway.openai.schemas import NEUTRAL, ChatBody, CompletionBody, read_chat, read_completion
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.errors import RequestRefused
+from tests.unit.gateway.rig import MODEL, events, gateway
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "serving.md").read_text()
 SECTION = PAGE.partition("### Refused fields")[2].partition("\n### ")[0]
 ROWS = re.findall(r"^\| [^|]+ \| (.*?) \| ?(.*?) ?\|$", SECTION, re.MULTILINE)[1:]
 REFUSED = sorted({name for cell, _ in ROWS for name in re.findall(r"`([a-z_]+)`", cell)})
+BODIES: list[dict[str, Any]] = [
+    json.loads(body) for body in re.findall(r"/v1/completions -H [^{]*?-d '(\{.*?\})'", PAGE, re.DOTALL)
+]
 SERVED = {"parallel_tool_calls", "metadata", "safety_identifier", "prompt_cache_key"}
 """Accepted with any value of their type, and without effect."""
 
@@ -51,7 +58,7 @@ def test_it_is_refused_by_name(name: str) -> None:
         {"tools": [], "tool_choice": "none", "functions": [], "function_call": "none", "parallel_tool_calls": True},
         {"response_format": {"type": "text"}, "structured_outputs": {}, "reasoning_effort": "none"},
         {"chat_template_kwargs": {}, "documents": [], "logits_processors": []},
-        {"use_beam_search": False, "length_penalty": 1, "suffix": "", "echo": False, "verbosity": "medium"},
+        {"suffix": "", "echo": False, "verbosity": "medium"},
         {"spaces_between_special_tokens": True, "modalities": ["text"], "store": False, "service_tier": "auto"},
         {"metadata": {"a": "b"}, "safety_identifier": "x", "prompt_cache_key": "y"},
     ],
@@ -72,3 +79,24 @@ def test_thinking_and_parts_of_messages_are_refused_as_the_page_says() -> None:
 def test_no_served_field_is_listed_as_refused() -> None:
     served = set(ChatBody.__struct_fields__) & set(CompletionBody.__struct_fields__)
     assert not served & set(REFUSED)
+
+
+def test_the_bodies_on_the_page_are_those_that_are_tried_here() -> None:
+    assert len(BODIES) == 3
+    assert sum("use_beam_search" in body for body in BODIES) == 1
+    assert sum("stream_options" in body for body in BODIES) == 1
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: "-".join(body))
+async def test_the_bodies_on_the_page_are_answered(body: dict[str, Any]) -> None:
+    checked_beams(read_completion(body, GatewaySettings()), 20)
+    async with gateway() as rig:
+        asked = {**body, "model": MODEL, "max_tokens": 1}
+        answer = await rig.client.post("/v1/completions", json=asked)
+        assert answer.status_code == 200
+        if body.get("stream"):
+            *chunks, done = events(answer.text)
+            assert done == "[DONE]"
+            assert all(chunk.get("usage") for chunk in chunks) is ("stream_options" in body)
+        else:
+            assert len(answer.json()["choices"]) == body["n"] == 3

@@ -87,7 +87,10 @@ COMMON_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"store": 0}, "store", UNSUPPORTED),
     ({"service_tier": "priority"}, "service_tier", UNSUPPORTED),
     ({"metadata": "x"}, "metadata", UNSUPPORTED),
-    ({"use_beam_search": True}, "use_beam_search", UNSUPPORTED),
+    ({"use_beam_search": True, "stream": True}, "stream", UNSUPPORTED),
+    ({"use_beam_search": True, "top_p": 0.5}, "top_p", UNSUPPORTED),
+    ({"use_beam_search": 1}, "use_beam_search", INVALID),
+    ({"length_penalty": 2}, "length_penalty", INVALID),
     ({"guided_regex": "a*"}, "guided_regex", UNSUPPORTED),
     ({"chat_template": "{{ x }}"}, "chat_template", UNSUPPORTED),
 ]

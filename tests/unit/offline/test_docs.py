@@ -38,7 +38,7 @@ def run_batch(command: str, line: str, folder: Path) -> str:
 
 
 def test_the_page_holds_what_is_run_here() -> None:
-    assert (len(EXAMPLES), len(LINES), len(COMMANDS)) == (4, 3, 2)
+    assert (len(EXAMPLES), len(LINES), len(COMMANDS)) == (6, 3, 2)
 
 
 def test_the_python_example_answers(tmp_path: Path) -> None:
@@ -46,9 +46,22 @@ def test_the_python_example_answers(tmp_path: Path) -> None:
 
 
 def test_the_example_with_forbidden_and_allowed_tokens_obeys_them(tmp_path: Path) -> None:
-    without, only = answers_of(EXAMPLES[1], tmp_path / "example.py", tmp_path)
+    without, only = answers_of(EXAMPLES[2], tmp_path / "example.py", tmp_path)
     assert without.startswith("3, 4, 5") and "6" not in without
     assert only and set(only) <= set("123")
+
+
+def test_the_three_ways_to_write_a_prompt_are_one(tmp_path: Path) -> None:
+    answers = answers_of(EXAMPLES[1], tmp_path / "example.py", tmp_path)
+    assert len(answers) == 3 and len(set(answers)) == 1
+
+
+def test_the_example_of_beam_search_prints_the_beams_best_first(tmp_path: Path) -> None:
+    lines = answers_of(EXAMPLES[4], tmp_path / "example.py", tmp_path)
+    beams = [line.split(" ", 1) for line in lines]
+    assert [text.startswith("Once upon a time") for _, text in beams] == [True] * 3 + [False] * 3
+    assert [text.startswith("The cat") for _, text in beams] == [False] * 3 + [True] * 3
+    assert len({text for _, text in beams}) == 6 and all(float(score) < 0 for score, _ in beams)
 
 
 def test_the_batch_command_and_line_work(tmp_path: Path) -> None:
@@ -56,7 +69,7 @@ def test_the_batch_command_and_line_work(tmp_path: Path) -> None:
 
 
 def test_the_example_with_embeddings_finds_the_question_that_is_nearer(tmp_path: Path) -> None:
-    near, far = map(float, answers_of(EXAMPLES[2], tmp_path / "example.py", tmp_path))
+    near, far = map(float, answers_of(EXAMPLES[3], tmp_path / "example.py", tmp_path))
     assert far + 0.1 < near < 1
 
 
@@ -66,7 +79,7 @@ def test_the_batch_line_with_embeddings_works(tmp_path: Path) -> None:
 
 
 def test_the_example_with_adapters_answers_three_times(tmp_path: Path) -> None:
-    plain, pirate, shout = answers_of(EXAMPLES[3], tmp_path / "example.py", ROOT)
+    plain, pirate, shout = answers_of(EXAMPLES[5], tmp_path / "example.py", ROOT)
     assert not plain.startswith("Arr!") and pirate.startswith("Arr!") and shout == shout.upper()
 
 

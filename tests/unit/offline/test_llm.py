@@ -167,8 +167,8 @@ def test_a_request_that_forbids_every_token_fails_alone_and_says_why(llm: LLM) -
 
 
 NO_PROMPTS: list[Any] = [
-    [None], [{"prompt": "a"}], [["a"]], [[True]], {"prompt": "a"}, 5, [5, "a"], [5, True], b"abc", [b"abc"], [{5}],
-    np.array(5), np.array([0.5]), np.array([True]), [np.array([[5, 6]])],
+    [None], [["a"]], [[True]], 5, [5, "a"], [5, True], b"abc", [b"abc"], [{5}], np.array(5), np.array([0.5]),
+    np.array([True]), [np.array([[5, 6]])], {"prompt_token_ids": "a"}, [{"prompt_token_ids": [0.5]}],
 ]  # fmt: skip
 
 
@@ -176,6 +176,53 @@ NO_PROMPTS: list[Any] = [
 def test_what_is_no_prompt_is_a_type_error(llm: LLM, prompts: Any) -> None:
     with pytest.raises(TypeError, match="a prompt is text or a list of token ids, not"):
         llm.generate(prompts, GREEDY, use_tqdm=False)
+
+
+BAD_MAPPINGS: list[tuple[dict[str, Any], str]] = [
+    ({}, "needs the key prompt or prompt_token_ids"),
+    ({"prompt": None}, "needs the key prompt or prompt_token_ids"),
+    ({"cache_salt": "x"}, "needs the key prompt or prompt_token_ids"),
+    ({"prompt": "a", "multi_modal_data": {}}, "has no key 'multi_modal_data'; it may have prompt, prompt_token_ids"),
+    ({"prompt_ids": [5]}, "has no key 'prompt_ids'"),
+    ({"prompt": [5]}, r"the key prompt of a prompt is text, not \[5\]"),
+    ({"prompt": "a", "cache_salt": 5}, "the key cache_salt of a prompt is text, not 5"),
+]
+
+
+@pytest.mark.parametrize(("mapping", "words"), BAD_MAPPINGS, ids=str)
+def test_keys_of_a_prompt_that_cannot_be_honoured_are_named(llm: LLM, mapping: Any, words: str) -> None:
+    for prompts in (mapping, ["Once upon a time", mapping]):
+        with pytest.raises(TypeError, match=words):
+            llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert not llm._engine.has_work(), "nothing has begun"
+
+
+def test_mappings_are_prompts_as_in_vllm(llm: LLM) -> None:
+    plain = llm.generate("Once upon a time", GREEDY, use_tqdm=False)[0]
+    ids = plain.prompt_token_ids
+    mixed: list[Any] = [
+        {"prompt": "Once upon a time"},
+        "Once upon a time",
+        {"prompt_token_ids": np.array(ids)},
+        ids,
+        {"prompt_token_ids": ids, "prompt": "as it was written"},
+    ]
+    outputs = llm.generate(mixed, GREEDY, use_tqdm=False)
+    assert [output.text for output in outputs] == [plain.text] * len(mixed)
+    assert [output.prompt_token_ids for output in outputs] == [ids] * len(mixed)
+    words = ["Once upon a time"] * 2 + [None, None, "as it was written"]
+    assert [output.prompt for output in outputs] == words
+    for one in mixed:
+        assert llm.generate(one, GREEDY, use_tqdm=False)[0].text == plain.text
+
+
+def test_a_salt_hides_the_prefix_from_others(llm: LLM) -> None:
+    prompt = "A prompt with a salt, which is long enough for several blocks of the cache to be full of it. " * 3
+    cached = [
+        llm.generate({"prompt": prompt, "cache_salt": salt}, GREEDY, use_tqdm=False)[0].cached_tokens
+        for salt in ("a", "b", "a")
+    ]
+    assert cached[:2] == [0, 0] and cached[2] > 0
 
 
 @pytest.mark.parametrize("messages", ["hi", [["hi"]], [5], {"role": "user"}])

@@ -12,7 +12,8 @@ class Blocker(Enum):
 
     FORK: the RequestState whose prompt another choice computes. ADAPTER: the digest of an adapter that is not on the
     device. KV: the ticket of a transfer. TURN: the digest of an adapter that has no place in the step. ALONE: the
-    RequestState that must run alone, while another one does. Those that wait for FORK have not been queued yet: they
+    RequestState that must run alone, while another one does. BATCH: "next", the batch behind the one that runs
+    (batching_policy.py). Those that wait for FORK have not been queued yet: they
     count for no tenant and hold no adapter.
     """
 
@@ -21,6 +22,7 @@ class Blocker(Enum):
     KV = "kv"
     TURN = "turn"
     ALONE = "alone"
+    BATCH = "batch"
 
 
 class Event(NamedTuple):

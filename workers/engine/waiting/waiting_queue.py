@@ -1,9 +1,9 @@
 """WaitingQueue: the one owner of sequences that wait. A sequence waits here, has a row, or is finished.
 
 A waiting sequence is queued (it needs only a row and blocks), or blocked by one thing: a choice of its request that
-computes the prompt (FORK), its adapter (ADAPTER), KV of its prefix (KV), --max-loras (TURN), or a request that must run
-alone as it must itself (ALONE). What it waits for is reported as an Event, and unblock() is the one way out. Called by
-the scheduler, the adapter cache and the engine.
+computes the prompt (FORK), its adapter (ADAPTER), KV of its prefix (KV), --max-loras (TURN), a request that must run
+alone as it must itself (ALONE), or the batch that runs (BATCH). What it waits for is reported as an Event, and
+unblock() is the one way out. Called by the scheduler, the adapter cache and the engine.
 """
 
 from collections.abc import Callable, Hashable

@@ -1,0 +1,58 @@
+"""The two ways to write an adapter of --lora-modules, as in vLLM: name=path, and JSON with the keys name and path.
+
+Several may follow one flag. Both become name=path, which is what AdapterSettings holds.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tandem.configs.errors import SettingsError
+
+FLAG = "--lora-modules"
+KEYS = ("name", "path", "base_model_name")
+
+
+def looks_like_module(word: str) -> bool:
+    """Returns whether a word of a command line is an adapter: name=path, or a JSON object."""
+    return word.startswith("{") or ("=" in word and not word.startswith("-"))
+
+
+def repeat_flag(words: Sequence[str], flag: str, follows: Callable[[str], bool]) -> list[str]:
+    """Returns a command line in which every value has a flag of its own. A flag's first value is the word behind it;
+    further ones are the words after it for which `follows` is true. Words behind "--" stay as they are."""
+    spread: list[str] = []
+    at = 0
+    while at < len(words) and words[at] != "--":
+        spread.append(words[at])
+        at += 1
+        if spread[-1] != flag or at == len(words):
+            continue
+        spread.append(words[at])
+        at += 1
+        while at < len(words) and follows(words[at]):
+            spread += [flag, words[at]]
+            at += 1
+    return [*spread, *words[at:]]
+
+
+def module_text(item: Any) -> Any:
+    """Returns name=path of an adapter that is a mapping or a JSON object; other values as they are, unchecked.
+    SettingsError for JSON that cannot be read, for an unknown or missing key, and for a base_model_name."""
+    if isinstance(item, str) and item.lstrip().startswith("{"):
+        try:
+            item = json.loads(item)
+        except ValueError as error:
+            raise SettingsError(f"{item!r} is not JSON: {error}", FLAG) from error
+    if not isinstance(item, Mapping):
+        return item
+    if unknown := [key for key in item if key not in KEYS]:
+        raise SettingsError(f"{dict(item)!r}: {unknown[0]} is not a key; known are name and path", FLAG)
+    if item.get("base_model_name") is not None:
+        raise SettingsError(f"{dict(item)!r}: base_model_name: every adapter is one of the served model", FLAG)
+    for key in ("name", "path"):
+        if not isinstance(item.get(key), str) or not item[key]:
+            raise SettingsError(f"{dict(item)!r}: {key} must be a text", FLAG)
+    if "=" in item["name"]:
+        raise SettingsError(f"{item['name']!r} must be a name without =", FLAG)
+    return f"{item['name']}={item['path']}"

@@ -1,0 +1,66 @@
+"""--lora-modules: several values behind one flag, and vLLM's JSON beside name=path."""
+
+from typing import Any
+
+import pytest
+import typer.testing
+
+from tandem.cluster.cli.main import build_app
+from tandem.configs.errors import SettingsError
+from tandem.configs.load import build_settings, read_config_file
+from tandem.configs.lora_modules import looks_like_module, repeat_flag
+
+JSON = '{"name": "c", "path": "z"}'
+
+
+@pytest.mark.parametrize(
+    ("words", "spread"),
+    [
+        ("--lora-modules a=x b=y", "--lora-modules a=x --lora-modules b=y"),
+        ("demo --lora-modules a=x b=y --port 5", "demo --lora-modules a=x --lora-modules b=y --port 5"),
+        ("--lora-modules a=x b=y demo", "--lora-modules a=x --lora-modules b=y demo"),
+        ("--lora-modules a=x --lora-modules b=y", "--lora-modules a=x --lora-modules b=y"),
+        ("--lora-modules a=x --dtype=float32 b=y", "--lora-modules a=x --dtype=float32 b=y"),
+        ("--lora-modules", "--lora-modules"),
+        ("--lora-modules a=x -- b=y", "--lora-modules a=x -- b=y"),
+        ("-- --lora-modules a=x b=y", "-- --lora-modules a=x b=y"),
+        ("demo -o b=y c=z", "demo -o b=y c=z"),
+    ],
+)
+def test_every_value_gets_its_own_flag(words: str, spread: str) -> None:
+    assert repeat_flag(words.split(), "--lora-modules", looks_like_module) == spread.split()
+
+
+@pytest.mark.parametrize("given", [["a=x", "b=y", JSON], ["a=x", {"name": "b", "path": "y"}, JSON]], ids=str)
+def test_all_ways_to_write_an_adapter_are_one(given: list[Any]) -> None:
+    settings = build_settings("m", {"enable_lora": True, "lora_modules": given})
+    assert settings.adapters.modules == ("a=x", "b=y", "c=z")
+    same = build_settings(
+        "m", {"enable_lora": True, "lora_modules": {"name": "c", "path": "z", "base_model_name": None}}
+    )
+    assert same.adapters.modules == ("c=z",)
+
+
+def test_json_that_cannot_be_honoured_is_named() -> None:
+    for given, words in (
+        ('{"name"', "is not JSON"),
+        ('{"name": "a", "path": "x", "rank": 8}', "rank is not a key"),
+        ('{"name": "a", "path": "x", "base_model_name": "b"}', "base_model_name"),
+        ('{"name": "a"}', "path must be a text"),
+    ):
+        with pytest.raises(SettingsError, match=f"^--lora-modules: .*{words}"):
+            build_settings("m", {"enable_lora": True, "lora_modules": [given]})
+
+
+def test_a_config_file_may_use_each_form(tmp_path: Any) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("enable_lora: true\nlora-modules: [a=x, {name: b, path: y}]\n")
+    values = read_config_file(str(file))
+    assert build_settings("m", values).adapters.modules == ("a=x", "b=y")
+
+
+def test_the_command_line_takes_several_behind_one_flag() -> None:
+    """The error names the adapter whose name comes again last, so all were read as adapters."""
+    words = ["serve", "demo", "--enable-lora", "--lora-modules", "a=x", JSON, "c=y"]
+    done = typer.testing.CliRunner().invoke(build_app(), words)
+    assert str(done.exception) == "--lora-modules: c is given twice"
