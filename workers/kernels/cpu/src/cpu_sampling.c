@@ -149,6 +149,7 @@ static part partition(const float *from, long count, float low, float high, floa
   long i = 0;
 #ifdef __AVX512F__
   const __m512 lows = _mm512_set1_ps(low), highs = _mm512_set1_ps(high);
+  long num_above = 0;
   doubles in_low = {}, in_high = {}, up_low = {}, up_high = {};
   while (i + LANES <= count) {
     const long end = i + CHUNK < count ? i + CHUNK : count;
@@ -157,21 +158,18 @@ static part partition(const float *from, long count, float low, float high, floa
       const __m512 x = _mm512_loadu_ps(from + i);
       const __mmask16 up = _mm512_cmp_ps_mask(x, highs, _CMP_GT_OQ);
       const __mmask16 in = _mm512_mask_cmp_ps_mask(_mm512_knot(up), x, lows, _CMP_GE_OQ);
-      if (up) {
-        up_sum += (floats)_mm512_maskz_mov_ps(up, x);
-        above->count += __builtin_popcount(up);
-      }
-      if (in) {
-        in_sum += (floats)_mm512_maskz_mov_ps(in, x);
-        _mm512_storeu_ps(into + inside.count, _mm512_maskz_compress_ps(in, x));
-        inside.count += __builtin_popcount(in);
-      }
+      up_sum += (floats)_mm512_maskz_mov_ps(up, x); /* no branch: half of them would be guessed wrong */
+      in_sum += (floats)_mm512_maskz_mov_ps(in, x);
+      _mm512_storeu_ps(into + inside.count, _mm512_maskz_compress_ps(in, x));
+      inside.count += __builtin_popcount(in);
+      num_above += __builtin_popcount(up);
     }
     add_lanes(&in_low, &in_high, in_sum);
     add_lanes(&up_low, &up_high, up_sum);
   }
   inside.mass = sum_doubles(in_low, in_high);
   above->mass = sum_doubles(up_low, up_high);
+  above->count = num_above;
 #endif
   for (; i < count; i++) {
     const float x = from[i];
