@@ -2,10 +2,11 @@
 rest of them.
 
 Layers call all_reduce and all_gather. The first step of a rank is recorded: every step of a model makes the same calls,
-and only their first dim differs. T tokens of a step, S rows that sample.
+and only their first dim differs. Behind them the last one, the head's gather, may come again for other rows (log
+probabilities of prompts). T tokens of a step, S rows that sample.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ class StepCollectives:
         self._exchanges: list[Exchange] | None = [] if size == 1 else None
         self._recording: list[Exchange] | None = None
         self._rows = (0, 0)
+        self._more: Sequence[int] = ()
         self._num_done = 0
         self._is_inside = False
 
@@ -54,9 +56,11 @@ class StepCollectives:
 
     # ---- steps ----
 
-    def begin(self, num_tokens: int, num_samples: int) -> None:
-        """Starts a step of T tokens and S rows that sample."""
+    def begin(self, num_tokens: int, num_samples: int, more_gathers: Sequence[int] = ()) -> None:
+        """Starts a step of T tokens and S rows that sample. more_gathers: the rows of each gather that follows that of
+        the S rows."""
         self._rows = (num_tokens, num_samples)
+        self._more = more_gathers if self._size > 1 else ()
         self._num_done = 0
         self._is_inside = False
         self._recording = [] if self._exchanges is None else None
@@ -66,15 +70,18 @@ class StepCollectives:
         did: peers of a rank that runs out of memory would wait for ever."""
         if self._recording is not None:
             self._exchanges, self._recording = self._recording, None
-        assert self.num_exchanges == self._num_done, f"{self._num_done} collectives, not {self.num_exchanges}"
+        assert self._exchanges is not None
+        expected = len(self._exchanges) + len(self._more)
+        assert expected == self._num_done, f"{self._num_done} collectives, not {expected}"
 
     def make_up(self) -> None:
         """Carries out the step's collectives that are left, with zeros. RuntimeError when it is not known which."""
         if self._is_inside or self._exchanges is None:
             raise RuntimeError("a collective was interrupted" if self._is_inside else "the first step did not end")
-        for exchange in self._exchanges[self._num_done :]:
-            size = (self._rows[exchange.is_gather], *exchange.shape)
-            zeros = torch.zeros(size, dtype=exchange.dtype, device=exchange.device)
+        calls = [(exchange, self._rows[exchange.is_gather]) for exchange in self._exchanges]
+        calls += [(self._exchanges[-1], num_rows) for num_rows in self._more]
+        for exchange, num_rows in calls[self._num_done :]:
+            zeros = torch.zeros((num_rows, *exchange.shape), dtype=exchange.dtype, device=exchange.device)
             if exchange.is_gather:
                 self.all_gather(zeros.new_empty(self._size, *zeros.shape), zeros)
             else:
@@ -88,6 +95,8 @@ class StepCollectives:
 
     def _note(self, tensor: torch.Tensor, is_gather: bool) -> None:
         if self._recording is not None:
+            if is_gather and self._recording and self._recording[-1].is_gather:
+                return  # one of the further gathers
             assert tensor.shape[0] == self._rows[is_gather], (tensor.shape, self._rows)
             self._recording.append(Exchange(is_gather, tuple(tensor.shape[1:]), tensor.dtype, tensor.device))
 

@@ -367,7 +367,10 @@ class LLM:
         text, ids, salt = self._read(prompt)
         name = f"offline-{next(self._names)}"
         output = RequestOutput(
-            prompt=text, prompt_token_ids=ids, outputs=[Completion(index=index) for index in range(params.n)]
+            prompt=text,
+            prompt_token_ids=ids,
+            outputs=[Completion(index=index) for index in range(params.n)],
+            prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
         run.outputs[name] = output
         if params.seed is None:

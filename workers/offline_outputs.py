@@ -28,13 +28,15 @@ class Completion(msgspec.Struct, kw_only=True):
 class RequestOutput(msgspec.Struct, kw_only=True):
     """Result of one prompt: its `n` completions in `outputs`, in order.
 
-    prompt: the text, None if token ids were given. cached_tokens: prompt tokens whose KV was found in the prefix cache.
+    prompt: the text, None if token ids were given. cached_tokens: prompt tokens whose KV was found in the
+    prefix cache. prompt_logprobs: if asked for, one entry for each token of the prompt, None for the first.
     """
 
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[Completion]
     cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
     def text(self) -> str:
@@ -74,6 +76,11 @@ class OfflineRun:
 
     def deltas(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:
+            if delta.prompt_logprobs is not None:
+                prompt = self.outputs[delta.request_id].prompt_logprobs
+                assert prompt is not None and len(prompt) == delta.prompt_logprobs.first_position
+                prompt += delta.prompt_logprobs.entries
+                continue
             keep = self.choices[delta.request_id][delta.choice].take(delta)
             if keep is not None:
                 self.stops.append(

@@ -25,7 +25,7 @@ from tandem.parallel.context import ParallelContext
 from tandem.workers.build import model_facts
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.executor import ExecutorReady
-from tandem.workers.messages.request import Ended, GenerationRequest, TokenDelta, Usage
+from tandem.workers.messages.request import Ended, GenerationRequest, TokenDelta, TokenLogprobs, Usage
 from tandem.workers.messages.step import StepPlan, StepResult
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import cpu_platform
@@ -101,6 +101,7 @@ class Told:
 
     tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     embeddings: dict[str, bytes] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     usages: dict[str, Usage] = field(default_factory=dict)
     reasons: dict[str, list[str | None]] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
@@ -117,6 +118,11 @@ class Told:
             if delta.embedding is not None:
                 assert delta.request_id not in self.embeddings and delta.finish_reason == "stop"
                 self.embeddings[delta.request_id] = delta.embedding
+            if delta.prompt_logprobs is not None:
+                assert not tokens and delta.finish_reason is None
+                entries = self.prompt_logprobs.setdefault(delta.request_id, [])
+                assert delta.prompt_logprobs.first_position == len(entries) + 1, "a gap or a repeat"
+                entries += delta.prompt_logprobs.entries
             self.errors += [] if delta.error is None else [delta.error]
 
     def ended(self, ended: Ended, request: GenerationRequest) -> None:
@@ -170,11 +176,11 @@ class FaultyRank:
         runner._exchanges.make_up = self._fail_again if faults and faults[0].again else self._make_up
         self._handles.append((runner.launch(plan), sum(work.num_tokens for work in plan.work)))
 
-    def _fail(self, fault: Fault, plan: StepPlan) -> Any:
+    def _fail(self, fault: Fault, *arguments: Any) -> Any:
         tp = self._runner._context.tp
         with RunsOut(fault.operations, lambda: tp._num_done >= fault.collectives and not self._is_settling) as mode:
             try:
-                return self._compute(plan)
+                return self._compute(*arguments)
             finally:
                 self._told.num_struck += mode.has_struck
 

@@ -7,6 +7,7 @@ import torch
 
 from tandem.workers.attention.backend import KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.kernels.lora_ops import AdapterRows
 from tandem.workers.rank.model_runner import Model
 
 Fault = Literal["out of memory at once", "out of memory at the end", "nan"]
@@ -34,6 +35,9 @@ class FaultyModel:
         output, hidden_PH = self.model.forward_and_pool(batch, kv, hidden_TH, rows_P)
         self._end(fault, hidden_PH)
         return output, hidden_PH
+
+    def logits(self, hidden_PH: torch.Tensor, adapters: AdapterRows | None) -> torch.Tensor:
+        return self.model.logits(hidden_PH, adapters)
 
     def close(self) -> None:
         self.model.close()

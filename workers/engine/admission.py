@@ -113,17 +113,17 @@ def check_request(request: GenerationRequest, facts: ModelFacts, num_slots: int,
             raise _invalid(f"token ids must lie in 0..{facts.vocab_size - 1}", param)
     if params.n < 1:
         raise _invalid("n must be at least 1", "n")
-    if params.max_tokens < 1 and request.pool is None:
-        raise _invalid("max_tokens must be at least 1", "max_tokens")
+    if params.max_tokens < 0:
+        raise _invalid("max_tokens must be at least 0", "max_tokens")
     if len(request.resume_token_ids) not in (0, params.n):
         raise _invalid(f"{len(request.resume_token_ids)} resumed choices, but n is {params.n}", "n")
     if request.adapter is not None and not has_adapters:
         raise RequestRefused("this group has no adapters enabled", code="model_not_found", status=404, param="model")
-    check_fit(len(prompt), facts, num_slots, num_output=0 if request.pool is not None else 1)
+    check_fit(len(prompt), facts, num_slots, num_output=min(1, params.max_tokens))
 
 
 def check_fit(prompt_len: int, facts: ModelFacts, num_slots: int, num_output: int = 1) -> None:
-    """A prompt needs a KV slot for each of its tokens, and a position for an output token unless it is embedded."""
+    """A prompt needs a KV slot for each of its tokens, and a position for an output token if it is continued."""
     fits = min(facts.max_model_len - num_output, num_slots)
     if prompt_len > fits:
         raise ContextLengthExceeded(

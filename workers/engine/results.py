@@ -11,7 +11,7 @@ from tandem.workers.engine.blocks.block_manager import BlockManager
 from tandem.workers.engine.drafting import Drafting
 from tandem.workers.engine.in_flight_step import InFlightStep
 from tandem.workers.engine.scheduler import Scheduler
-from tandem.workers.messages.request import FinishReason, TokenDelta
+from tandem.workers.messages.request import FinishReason, PromptLogprobs, TokenDelta
 from tandem.workers.messages.step import RowResult, StepResult
 
 
@@ -65,7 +65,7 @@ class ResultApplier:
         rows = iter(result.rows)
         running = Status.RUNNING
         for seq, work in zip(step.sequences, step.work, strict=True):
-            row = next(rows) if work.samples else None
+            row = next(rows) if work.samples or work.num_scored else None
             if step.step_id <= seq.void_until:
                 self._collector.wasted_tokens += len(row.token_ids) if row is not None else 0
                 continue
@@ -77,15 +77,20 @@ class ResultApplier:
                 continue
             if work.max_drafts:
                 seq.num_drafts -= work.max_drafts
-            if row is None:
+            if row is not None and row.prompt_logprobs is not None:
+                self._pass_on(seq, row.prompt_logprobs, deltas)
+            if row is None or not (work.samples or row.error):
                 self._after_chunk(seq)
             elif row.embedding is not None:
-                self._accept_embedding(seq, row.embedding, deltas, ended)
+                self._end_of_prompt(seq, "stop", row.embedding, deltas, ended)
             elif row.error is not None or not row.token_ids:
                 self._fail(seq.state, row.error or "the ranks returned no token", deltas, ended)
+            elif not seq.state.request.sampling.max_tokens:
+                self._collector.wasted_tokens += len(row.token_ids)
+                self._end_of_prompt(seq, "length", None, deltas, ended)
             else:
                 self._accept(seq, row, deltas, ended, gaps, now_s)
-        assert next(rows, None) is None, "one RowResult per sampling RowWork"
+        assert next(rows, None) is None, "one RowResult per RowWork that has one"
         gaps.flush()
         return deltas, ended
 
@@ -184,12 +189,41 @@ class ResultApplier:
                 return count
         return len(token_ids)
 
-    def _accept_embedding(
-        self, seq: Sequence, embedding: bytes, deltas: list[TokenDelta], ended: list[RequestState]
+    def _pass_on(self, seq: Sequence, got: PromptLogprobs, deltas: list[TokenDelta]) -> None:
+        """Delivers the log probabilities of a part of the prompt, without those that a row before a preemption had."""
+        state = seq.state
+        first = state.num_prompt_logprobs + 1
+        assert got.first_position <= first, f"log probabilities from {got.first_position} on, not from {first}"
+        entries = got.entries[first - got.first_position :]
+        if not entries:
+            return
+        state.num_prompt_logprobs += len(entries)
+        if not state.wants_prompt_logprobs:
+            for other in state.sequences:
+                other.table.finds_prefix = True  # should it be computed again
+        deltas.append(
+            TokenDelta(
+                request_id=state.request.request_id,
+                attempt=state.request.attempt,
+                choice=seq.choice,
+                first_position=seq.num_output,
+                token_ids=[],
+                prompt_logprobs=PromptLogprobs(first, entries),
+            )
+        )
+
+    def _end_of_prompt(
+        self,
+        seq: Sequence,
+        reason: FinishReason,
+        embedding: bytes | None,
+        deltas: list[TokenDelta],
+        ended: list[RequestState],
     ) -> None:
-        """The embedding of one row, which ends its request."""
+        """Ends a choice that has no tokens: its prompt is embedded, or max_tokens is 0."""
         self._after_chunk(seq)
-        if self.finish(seq, "stop"):
+        last = self.finish(seq, reason)
+        if last:
             ended.append(seq.state)
         deltas.append(
             TokenDelta(
@@ -198,8 +232,8 @@ class ResultApplier:
                 choice=seq.choice,
                 first_position=0,
                 token_ids=[],
-                finish_reason="stop",
-                usage=seq.state.usage(),
+                finish_reason=reason,
+                usage=seq.state.usage() if last else None,
                 embedding=embedding,
             )
         )

@@ -422,7 +422,16 @@ class Scheduler:
         samples = num_tokens == behind
         new_block_ids = hits + self._manager.take_reserved(seq.table, seq.num_scheduled + num_tokens)
         step.sequences.append(seq)
-        step.work.append(RowWork(row=seq.row, num_tokens=num_tokens, samples=samples, new_block_ids=new_block_ids))
+        num_scored = seq.num_scored(num_tokens)
+        step.work.append(
+            RowWork(
+                row=seq.row,
+                num_tokens=num_tokens,
+                samples=samples,
+                new_block_ids=new_block_ids,
+                num_scored=num_scored,
+            )
+        )
         step.num_prefill_tokens += num_tokens
         seq.num_scheduled += num_tokens
         seq.num_known += samples

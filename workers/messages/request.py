@@ -24,7 +24,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     The names, defaults and order of application are vLLM's. The constructor checks nothing: LLM.generate() raises
     ValueError for a value outside its range, naming the parameter.
 
-    max_tokens: most tokens to generate for each choice, at least 1. A choice also ends with finish_reason "length" at
+    max_tokens: most tokens to generate for each choice, at least 1; 0 in the service only, for a prompt that is
+        computed and not continued. A choice also ends with finish_reason "length" at
         the end of the model's context or of the KV pool.
     n: choices for each prompt, at least 1. They share the prompt's KV blocks.
     temperature: divisor of the logits, at least 0; 0 (and anything below 1e-5) takes the best token.
@@ -49,6 +50,9 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     bad_words: texts that are not generated, each with and without a space before it; none of them is empty. The last
         token of such a text cannot be sampled where the output ends with the tokens before it.
     bad_words_token_ids: the same as token ids, in addition to those of bad_words.
+    prompt_logprobs: k adds, for each token of the prompt but the first, its natural log probability after the tokens
+        before it, and those of the k best, from the model's logits; 0: of the token only; None: none. All of such a
+        prompt is computed, whatever the prefix cache has.
     """
 
     # The gateway looks for `stop` texts, which need a detokenizer; the engine looks for ids. It does
@@ -73,6 +77,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    prompt_logprobs: int | None = None
 
 
 class Pool(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -160,13 +165,24 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """Natural log probabilities of one output position: the chosen token's, and in `top` those of the best tokens, as
-    (token id, logprob), best first.
+    """Natural log probabilities of one position: its token's, and in `top` those of the best tokens, as (token id,
+    logprob), best first. rank: 1 + the number of tokens that are more probable; counted for tokens of a prompt only,
+    else 0.
     """
 
     token_id: int
     logprob: float
     top: list[tuple[int, float]] = []
+    rank: int = 0
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Log probabilities of consecutive tokens of a prompt. first_position: the position of entries[0] in the prompt,
+    at least 1.
+    """
+
+    first_position: int
+    entries: list[TokenLogprobs]
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -189,7 +205,8 @@ class TokenDelta(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only
     EOS and for other reasons. usage: set in the request's last delta only. error: why the choice ended with "error".
     cached_tokens: set in a delta without tokens that tells that the request has got its first row, so that its prompt
     is billed from now on: the prompt tokens whose KV was found. embedding: of a request with a Pool, in its last delta:
-    the components as float32, little-endian.
+    the components as float32, little-endian. prompt_logprobs: of a request that asks for them, in deltas without tokens
+    that come before the first token; `choice` is the one that computes the prompt for all.
     """
 
     request_id: str
@@ -204,6 +221,7 @@ class TokenDelta(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only
     error: str | None = None
     cached_tokens: int | None = None
     embedding: bytes | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class DeltaBatch(msgspec.Struct, frozen=True, array_like=True, tag="deltas"):

@@ -37,6 +37,7 @@ RANGES: Final[Mapping[str, Any]] = {
     "allowed_token_ids": Annotated[tuple[Whole, ...], Meta(min_length=1)] | None,
     "bad_words": tuple[Annotated[str, Meta(min_length=1)], ...],
     "bad_words_token_ids": tuple[Annotated[tuple[Whole, ...], Meta(min_length=1)], ...],
+    "prompt_logprobs": Whole | None,
 }
 """Type and range of every parameter. A bias may be minus infinity, which forbids the token."""
 

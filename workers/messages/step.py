@@ -2,7 +2,7 @@
 
 import msgspec
 
-from tandem.workers.messages.request import Pool, TokenLogprobs
+from tandem.workers.messages.request import Pool, PromptLogprobs, TokenLogprobs
 
 
 class RowSampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -26,6 +26,7 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    prompt_logprobs: int | None = None
 
 
 class RowInit(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -52,7 +53,8 @@ class RowWork(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=Tr
     one token is sampled, and one more for each guess (draft) that proves equal to the token sampled in its place
     (speculative decoding), or the row's embedding is made. max_drafts is above 0 only for a row with one token left.
     token_ids: known tokens that the ranks lack (with PP > 1, the ones sampled earlier). new_block_ids: appended to the
-    row's block table. replaced_blocks: (index, new block id) after a copy-on-write.
+    row's block table. replaced_blocks: (index, new block id) after a copy-on-write. num_scored: of so many of the
+    tokens, from the first on, the log probabilities of the token behind are wanted (prompt_logprobs).
     """
 
     row: int
@@ -62,6 +64,7 @@ class RowWork(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=Tr
     token_ids: list[int] = []
     replaced_blocks: list[tuple[int, int]] = []
     max_drafts: int = 0
+    num_scored: int = 0
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="step"):
@@ -85,9 +88,13 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="
 
 
 class RowResult(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=True):
-    """Result of one RowWork with samples=True: the sampled token and those behind accepted drafts, or the embedding of
-    a row with a Pool (float32, little-endian), or `error`, why there is neither. So many drafts were accepted as there
-    are tokens, less one; num_drafts: of how many. logprobs: one entry for each token, if asked for."""
+    """Result of one RowWork that samples or has num_scored.
+
+    If it samples: the sampled token and those behind accepted drafts, or the embedding of a row with a Pool (float32,
+    little-endian), or `error`, why there is neither. So many drafts were accepted as there are tokens, less one;
+    num_drafts: of how many. logprobs: one entry for each token, if asked for. prompt_logprobs: of the tokens of the
+    prompt behind the num_scored ones.
+    """
 
     row: int
     token_ids: list[int]
@@ -95,10 +102,11 @@ class RowResult(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=
     error: str | None = None
     num_drafts: int = 0
     embedding: bytes | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=True, tag="result"):
-    """Result of a StepPlan: one RowResult for each sampling RowWork, in the plan's order.
+    """Result of a StepPlan: one RowResult for each RowWork that has one, in the plan's order.
 
     device_s: seconds that the last stage computed. wait_s: seconds that it waited for the plan and for hidden states.
     failure: why the step counts for nothing, as a device ran out of memory; None otherwise. What the plan freed, bound,

@@ -20,6 +20,7 @@ from tandem.parallel.mesh import layer_range
 from tandem.parallel.params import ParameterSlot
 from tandem.workers.attention.backend import AttentionBackend, KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.kernels.lora_ops import AdapterRows
 from tandem.workers.models.layers.decoder_layer import DecoderLayer
 from tandem.workers.models.layers.norms import RMSNorm
 from tandem.workers.models.layers.positions import RotaryPositions
@@ -38,6 +39,10 @@ class Adapters(Protocol):
     """Identifies the work of the step that has begun: equal names mean the same adapters on the same rows."""
 
     def begin(self, batch: ForwardBatch) -> None: ...
+
+    def begin_head(self, rows: AdapterRows | None) -> None:
+        """Runs before the head computes further rows of the step."""
+        ...
 
 
 class Table(NamedTuple):
@@ -111,6 +116,14 @@ class Decoder:
         branch_TH, residual_TH = self._run_layers(batch, kv, hidden_TH)
         hidden_PH = self._normed(branch_TH, residual_TH, rows_P)
         return self._head(self._normed(branch_TH, residual_TH, batch.logits_rows_S)), hidden_PH
+
+    def logits(self, hidden_PH: torch.Tensor, adapters: AdapterRows | None) -> torch.Tensor:
+        """Returns the logits [P, V], float32, whole on every tp rank, of hidden states that forward_and_pool() has
+        returned, in the same step. adapters: those of the rows P."""
+        assert self._head is not None, "only the last stage has the head"
+        if self._adapters is not None:
+            self._adapters.begin_head(adapters)
+        return self._head(hidden_PH)
 
     def _run_layers(
         self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None

@@ -19,6 +19,7 @@ from tandem.parallel.context import ParallelContext
 from tandem.parallel.pipeline import StageLink
 from tandem.workers.attention.backend import KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.kernels.lora_ops import AdapterRows
 from tandem.workers.messages.step import RowResult, StepPlan, StepResult
 from tandem.workers.platforms.base import Platform
 from tandem.workers.rank.batch import StepBatch, build_batch
@@ -29,6 +30,7 @@ from tandem.workers.rank.row_results import row_results
 from tandem.workers.rank.row_table import RowTable
 from tandem.workers.rank.step_exchanges import StepExchanges, Verdict
 from tandem.workers.rank.transfers.load_gate import LoadGate
+from tandem.workers.sampling.prompt_logprobs import PromptScorer, Scored, ScoredRows
 from tandem.workers.sampling.sampler import Drawn, sample
 from tandem.workers.sampling.sampling_table import EDITS
 from tandem.workers.speculation.proposer import Proposer
@@ -52,6 +54,10 @@ class Model(Protocol):
         norm."""
         ...
 
+    def logits(self, hidden_PH: torch.Tensor, adapters: AdapterRows | None) -> torch.Tensor:
+        """On the last stage: logits [P, V] as above, of such hidden states of the step, with the rows' adapters."""
+        ...
+
     def close(self) -> None:
         """Ends what runs beside steps. Idempotent; no step may follow."""
         ...
@@ -72,7 +78,8 @@ class _Tokens:
 @dataclass(frozen=True, slots=True)
 class _Computed:
     """A step's work on the device. received: events around the wait for hidden states, where there was one; errors: of
-    its rows, by row; verdict: what the ranks agreed on, on the last stage of several ranks; pooled: its embeddings."""
+    its rows, by row; verdict: what the ranks agreed on, on the last stage of several ranks; pooled: its embeddings;
+    scored: the log probabilities of its prompts."""
 
     batch: StepBatch
     drafts: Drafts | None = None
@@ -82,6 +89,7 @@ class _Computed:
     errors: dict[int, str] = field(default_factory=dict)
     verdict: Verdict | None = None
     pooled: Pooled | None = None
+    scored: Scored | None = None
 
 
 class StepHandle:
@@ -150,6 +158,7 @@ class ModelRunner:
             platform.sampling_ops()  # compiled now, not in the first step
         self._appends = context.pp_size == 1
         self._pooler = Pooler(platform.accelerator, steps_in_flight=max(2, context.pp_size))
+        self._scorer = PromptScorer(platform.accelerator, reads=self._samples)
         self._steps: deque[StepHandle] = deque()  # whose tokens the row table lacks
         self._awaits: list[int] = []
         self._failed_step = -1
@@ -207,7 +216,8 @@ class ModelRunner:
     def _compute_or_fail(self, plan: StepPlan) -> tuple[_Computed | None, str | None]:
         """Returns the step's work, or why this rank has not done it."""
         drafts = self._propose(plan)
-        self._exchanges.begin(plan.work, 0 if drafts is None else drafts.total, self._table.pooled)
+        num_scored = sum(work.num_scored for work in plan.work) if self._table.scored else 0
+        self._exchanges.begin(plan.work, 0 if drafts is None else drafts.total, self._table.pooled, num_scored)
         failure = self._void(plan.step_id, plan.known_failure)
         if failure is None:
             try:
@@ -285,7 +295,7 @@ class ModelRunner:
             before = self.record()
             hidden_TH = self._exchanges.receive()
             received = before, self.record()
-        output, pooled = self._forward(plan, batch, kv, hidden_TH)
+        output, pooled, scored = self._forward(plan, batch, kv, hidden_TH)
         self._exchanges.end_layers()
         if not self._context.is_last_stage:
             self._exchanges.send(output)
@@ -302,19 +312,27 @@ class ModelRunner:
         verdict = self._exchanges.agree(None if drawn is None else drawn.ids_S)
         rows = rows_S if drafts is None else rows_S[np.diff(rows_S, prepend=-1) != 0]  # once each
         tokens = self._tokens(rows, drawn, verdict) if self._appends and len(rows_S) else None
-        return _Computed(batch, drafts, drawn, tokens, received, dict(self._table.errors), verdict, pooled)
+        return _Computed(batch, drafts, drawn, tokens, received, dict(self._table.errors), verdict, pooled, scored)
 
     def _forward(
         self, plan: StepPlan, batch: StepBatch, kv: KVTensors, hidden_TH: torch.Tensor | None
-    ) -> tuple[torch.Tensor, Pooled | None]:
-        """The model's output and, where this rank pools rows of the step, their embeddings."""
-        table, step = self._table, None
+    ) -> tuple[torch.Tensor, Pooled | None, Scored | None]:
+        """The model's output and, where this rank pools rows of the step or scores prompts, the outcome of that."""
+        table, step, scored = self._table, None, None
         if table.pooled and self._samples:
             step = self._pooler.begin(plan.work, batch.begin_R, batch.starts, table.pooled)
-        if step is None:
-            return self._model.forward(batch.forward, kv, hidden_TH), None
-        output, hidden_PH = self._model.forward_and_pool(batch.forward, kv, hidden_TH, step.rows_P)
-        return output, self._pooler.pool(step, hidden_PH)
+        if table.scored and self._context.is_last_stage:
+            rows = ScoredRows(batch.begin_R, batch.starts, table.token_ids, table.adapter_slots, table.sampling.of)
+            scored = self._scorer.begin(plan.work, rows)
+        wanted = [each.rows_P for each in (step, scored) if each is not None]
+        if not wanted:
+            return self._model.forward(batch.forward, kv, hidden_TH), None, None
+        output, hidden_PH = self._model.forward_and_pool(batch.forward, kv, hidden_TH, torch.cat(wanted))
+        num_pooled = 0 if step is None else len(step.rows_P)
+        pooled = None if step is None else self._pooler.pool(step, hidden_PH[:num_pooled])
+        if scored is None:
+            return output, pooled, None
+        return output, pooled, self._scorer.score(scored, hidden_PH[num_pooled:], self._model.logits)
 
     def _tokens(self, rows: Ints, drawn: Drawn | None, verdict: Verdict | None) -> _Tokens:
         """One stage: every TP rank appends what tp0 sampled. A failed row gets some token too, so that a plan made
@@ -339,6 +357,8 @@ class ModelRunner:
                 rows = self._take(computed)
                 if computed.pooled is not None:
                     rows = computed.pooled.merged(rows, computed.errors)
+                if computed.scored is not None:
+                    rows = computed.scored.merged(rows)
             if computed.received is not None:
                 received_s = computed.received[1].seconds_since(computed.received[0])
         if self._samples:

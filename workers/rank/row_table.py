@@ -22,8 +22,8 @@ class RowTable:
 
     adapter_slots: int64 [rows], -1 without an adapter; num_adapted: rows with one.
     lives: int64 [rows], counts the sequences that a row was bound to, so that a late token finds its own.
-    pooled: rows that end with an embedding. `errors[row]`: why nothing can be sampled for it (its tokens are outside
-    the vocabulary); it runs on harmlessly.
+    pooled: rows that end with an embedding. scored: rows with prompt_logprobs. `errors[row]`: why nothing can be
+    sampled for it (its tokens are outside the vocabulary); it runs on harmlessly.
     """
 
     def __init__(self, capacity: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
@@ -42,6 +42,7 @@ class RowTable:
         self.adapter_slots = np.full(capacity, -1, np.int64)
         self.num_adapted = 0
         self.pooled: dict[int, PooledRow] = {}
+        self.scored: set[int] = set()
         self.errors: dict[int, str] = {}
 
     def apply(self, plan: StepPlan) -> list[int]:
@@ -118,6 +119,7 @@ class RowTable:
             self.num_adapted -= int(self.adapter_slots[row] >= 0)
             self.adapter_slots[row] = -1
             self.pooled.pop(row, None)
+            self.scored.discard(row)
             self.errors.pop(row, None)
             self.sampling.free(row)
 
@@ -132,6 +134,8 @@ class RowTable:
             self.num_adapted += 1
         if init.pool is not None:
             self.pooled[row] = PooledRow(init.pool)
+        if init.sampling.prompt_logprobs is not None:
+            self.scored.add(row)
         self.sampling.bind(row, init.sampling)
         self._append_tokens(row, init.token_ids)
 

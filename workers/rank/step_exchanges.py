@@ -14,6 +14,7 @@ from tandem.parallel.context import ParallelContext
 from tandem.parallel.pipeline import StageLink
 from tandem.workers.messages.step import RowWork
 from tandem.workers.platforms.base import Platform
+from tandem.workers.sampling.prompt_logprobs import pieces_of
 
 
 class Verdict(NamedTuple):
@@ -49,14 +50,17 @@ class StepExchanges:
         self._failed_1: torch.Tensor | None = None
         self._is_over = False
 
-    def begin(self, work: Sequence[RowWork], num_drafts: int = 0, pooled: Container[int] = ()) -> None:
-        """Starts a step, of at least one row. num_drafts: of all rows together. pooled: rows for which nothing is
-        sampled."""
+    def begin(
+        self, work: Sequence[RowWork], num_drafts: int = 0, pooled: Container[int] = (), num_scored: int = 0
+    ) -> None:
+        """Starts a step, of at least one row. num_drafts, num_scored: of all rows together. pooled: rows for which
+        nothing is sampled."""
         if self._context.world_size > 1:
             self._num_tokens = sum(row.num_tokens for row in work) + num_drafts
             self._num_samples = sum(row.samples and row.row not in pooled for row in work) + num_drafts
             self._failed_1, self._is_over = None, False
-            self._context.tp.begin(self._num_tokens, self._num_samples)
+            more = pieces_of(num_scored) if self._context.is_last_stage else []
+            self._context.tp.begin(self._num_tokens, self._num_samples, more)
 
     def receive(self) -> torch.Tensor:
         """Returns the hidden states [T, H] of the stage before."""

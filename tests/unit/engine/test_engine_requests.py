@@ -59,7 +59,7 @@ def test_growing_beyond_the_whole_pool_ends_with_length():
         ({"prompt": [97]}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
         ({"n": 0}, "n"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"resume": [[1], [2]]}, "n"),
         ({"adapter": "digest"}, "model"),
     ],

@@ -32,7 +32,7 @@ class Arrivals:
         eos = frozenset() if params.ignore_eos else self._eos
         digest = None if request.adapter is None else request.adapter.digest
         table = self._manager.new_table(digest, request.cache_salt)
-        table.finds_prefix = not _needs_all_positions(request)
+        table.finds_prefix = not (_needs_all_positions(request) or state.wants_prompt_logprobs)
         return Sequence(
             state=state,
             choice=choice,
@@ -50,9 +50,9 @@ class Arrivals:
 
 
 def _max_len(request: GenerationRequest, most: int) -> int:
-    """Returns len(tokens) at which a choice ends. An embedding takes the place of one token, wherever the prompt
-    ends."""
-    if request.pool is not None:
+    """Returns len(tokens) at which a choice ends. An embedding, and the end of a prompt that is not continued, take the
+    place of one token, wherever the prompt ends."""
+    if not request.sampling.max_tokens:
         return len(request.prompt_token_ids) + 1
     return min(len(request.prompt_token_ids) + request.sampling.max_tokens, most)
 

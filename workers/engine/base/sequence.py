@@ -83,6 +83,13 @@ class Sequence:
         """Output tokens that the request is billed for."""
         return self.num_output if self.kept is None else self.kept
 
+    def num_scored(self, num_tokens: int) -> int:
+        """Returns behind how many of the next num_tokens tokens stands one of the prompt whose log probability is
+        still to be delivered."""
+        if not self.state.wants_prompt_logprobs:
+            return 0
+        return max(0, min(num_tokens, self.prompt_len - 1 - self.num_scheduled))
+
     def row_sampling(self) -> RowSampling:
         """Returns the sampling parameters for the ranks; the ids masked before min_tokens are those that end it."""
         params = self.state.request.sampling
@@ -102,6 +109,7 @@ class Sequence:
             logit_bias=params.logit_bias,
             allowed_token_ids=params.allowed_token_ids,
             bad_words_token_ids=params.bad_words_token_ids,
+            prompt_logprobs=params.prompt_logprobs,
         )
 
 
@@ -109,9 +117,9 @@ class Sequence:
 class RequestState:
     """One accepted request.
 
-    arrival_s: of the engine's clock. num_live: choices that are not FINISHED. admitted:
-    some choice has had a row. cached_tokens: prompt tokens found in the prefix cache. is_cleared: it was suspect, ran
-    alone, and nothing happened.
+    arrival_s: of the engine's clock. num_live: choices that are not FINISHED. admitted: some choice has had a row.
+    cached_tokens: prompt tokens found in the prefix cache. is_cleared: it was suspect, ran alone, and nothing happened.
+    num_prompt_logprobs: prompt tokens whose log probabilities have been delivered.
     """
 
     request: GenerationRequest
@@ -121,6 +129,15 @@ class RequestState:
     admitted: bool = False
     cached_tokens: int = 0
     is_cleared: bool = False
+    num_prompt_logprobs: int = 0
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log probabilities of the prompt are still to be delivered."""
+        request = self.request
+        if request.sampling.prompt_logprobs is None:
+            return False
+        return self.num_prompt_logprobs < len(request.prompt_token_ids) - 1
 
     def usage(self) -> Usage:
         """Returns the billed counts so far: the prompt once, if a choice had a row here or elsewhere; kept output."""

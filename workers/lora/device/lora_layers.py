@@ -41,6 +41,10 @@ class LoraLayers:
             self._chosen_for = wanted
             self._chosen.clear()
 
+    def begin_head(self, rows: AdapterRows | None) -> None:
+        """From now on the head computes these rows of the step."""
+        self.sample_rows = rows
+
     def attach(self, linears: Iterable[AdaptableLinear]) -> int:
         """The slab's first projections are the parts of `linears`, in its order; how many those are."""
         first = 0
