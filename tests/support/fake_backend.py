@@ -19,6 +19,7 @@ from tandem.workers.messages.request import (
     Ended,
     FinishReason,
     GenerationRequest,
+    PromptLogprobs,
     TokenDelta,
     TokenLogprobs,
     Usage,
@@ -68,6 +69,7 @@ class FakeStream:
         self.choices = choices
         self.to = to
         self.has_row = False
+        self.is_scored = False
         self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._backend = backend
 
@@ -196,6 +198,8 @@ class FakeBackend:
     def _step_stream(self, stream: FakeStream) -> None:
         deltas = []
         stream.has_row = True
+        if stream.request.sampling.prompt_logprobs is not None and not stream.is_scored:
+            self._score(stream)
         for index, choice in enumerate(stream.choices):
             if choice.finish_reason is not None:
                 continue
@@ -205,6 +209,19 @@ class FakeBackend:
                 return
             deltas.append(self._next(stream, index, choice))
         self._send(stream, deltas)
+
+    def _score(self, stream: FakeStream) -> None:
+        """The log probabilities of the prompt, three tokens at a time."""
+        stream.is_scored = True
+        request = stream.request
+        wanted, ids = request.sampling.prompt_logprobs or 0, request.prompt_token_ids
+        entries = [
+            TokenLogprobs(ids[i], logprob_of(i), [(ids[i] + k, logprob_of(i) - k) for k in range(wanted)], 1)
+            for i in range(1, len(ids))
+        ]
+        for first in range(0, len(entries), 3):
+            chunk = PromptLogprobs(first + 1, entries[first : first + 3])
+            stream.put([msgspec.structs.replace(self._delta(stream, 0, [], None), prompt_logprobs=chunk)])
 
     def _next(self, stream: FakeStream, index: int, choice: FakeChoice) -> TokenDelta:
         if stream.request.pool is not None:

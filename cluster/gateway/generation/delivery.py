@@ -126,6 +126,7 @@ class TextResponse(GenerationResponse):
         self._include_usage = include_usage
         self._shown = shown
         self._with_logprobs = with_logprobs
+        self._prompts: dict[int, list[TokenLogprobs]] = {}
 
     async def _deliver(self, send: Send, writer: EventWriter) -> None:
         await (self._deliver_stream(writer) if self._stream else self._deliver_whole(send))
@@ -135,6 +136,9 @@ class TextResponse(GenerationResponse):
         part, deltas = step
         additions = []
         for delta in deltas:
+            if delta.prompt_logprobs is not None:
+                self._prompts.setdefault(part.first_choice, []).extend(delta.prompt_logprobs.entries)
+                continue
             addition = part.choices[delta.choice].take(delta)
             if addition is None:
                 continue
@@ -190,16 +194,18 @@ class TextResponse(GenerationResponse):
         gathered: dict[int, Gathered] = {}
         held = 0
         async for step in self._generation.steps():
-            if not gathered:
+            additions = self._take(step)
+            if additions and not gathered:
                 self._first_token()
-            for index, addition in self._take(step):
+            for index, addition in additions:
                 gathered.setdefault(index, Gathered()).add(addition)
                 held += held_bytes(addition)
+            held += sum(entries_bytes(d.prompt_logprobs.entries) for d in step[1] if d.prompt_logprobs is not None)
             if held > self._shared.max_answer_bytes:
                 raise too_long(self._shared.max_answer_bytes)
         usage = await self._generation.usage()
-        chosen = [entry for part in self._generation.parts for entry in self._best(part, gathered)]
-        answers = [self._answer(index, entry) for index, entry in enumerate(chosen)]
+        chosen = [(part, entry) for part in self._generation.parts for entry in self._best(part, gathered)]
+        answers = [self._answer(index, part, entry) for index, (part, entry) in enumerate(chosen)]
         if held > LARGE_ANSWER_BYTES:
             body = await asyncio.to_thread(self._style.whole, answers, usage)
         else:
@@ -213,7 +219,7 @@ class TextResponse(GenerationResponse):
             entries.sort(key=Gathered.mean_logprob, reverse=True)
         return entries[: self._shown]
 
-    def _answer(self, index: int, entry: Gathered) -> ChoiceAnswer:
+    def _answer(self, index: int, part: RequestPart, entry: Gathered) -> ChoiceAnswer:
         return ChoiceAnswer(
             index=index,
             text="".join(entry.parts),
@@ -222,13 +228,18 @@ class TextResponse(GenerationResponse):
             offsets=entry.offsets if self._with_logprobs else None,
             finish_reason=entry.finish_reason,
             stop_reason=entry.stop_reason,
+            prompt_logprobs=self._prompts.get(part.first_choice, []),
         )
 
 
 def held_bytes(addition: TextDelta) -> int:
     """Roughly what a delta takes in memory until the answer is sent."""
-    entries = sum(1 + len(entry.top) for entry in addition.logprobs or ())
-    return TOKEN_BYTES * len(addition.token_ids) + ENTRY_BYTES * entries
+    return TOKEN_BYTES * len(addition.token_ids) + entries_bytes(addition.logprobs or ())
+
+
+def entries_bytes(entries: Sequence[TokenLogprobs]) -> int:
+    """The same of log probabilities."""
+    return ENTRY_BYTES * sum(1 + len(entry.top) for entry in entries)
 
 
 def too_long(limit: int) -> RequestRefused:

@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from tandem.cluster.gateway.generation.dispatch import Attempt
-from tandem.workers.messages.request import Ended, FinishReason, GenerationRequest, TokenDelta, Usage
+from tandem.workers.messages.request import Ended, FinishReason, GenerationRequest, PromptLogprobs, TokenDelta, Usage
 from tandem.workers.text.choice_text import TextDelta
 
 AT_ONCE_S = 1.0
@@ -44,7 +44,8 @@ class RequestPart:
     tokens. is_begun: some group has computed the prompt, or part of it; cached_tokens: what the first of them found in
     its cache. is_complete: the last delta has come. has_row: the present attempt has a row. is_aborted: an abort was
     sent in the present attempt. before: by choice, tokens delivered before the present attempt. unserved_since_s: since
-    when each attempt has failed at once and without a row; None: the last one did not. on_step receives what is new.
+    when each attempt has failed at once and without a row; None: the last one did not. num_prompt_logprobs: prompt
+    tokens whose log probabilities have been delivered. on_step receives what is new.
     news: set by whatever its owner waits for.
     """
 
@@ -62,6 +63,7 @@ class RequestPart:
     attempt: Attempt | None = None
     on_step: Callable[[list[TokenDelta]], None] = lambda deltas: None
     news: asyncio.Event = field(default_factory=asyncio.Event)
+    num_prompt_logprobs: int = 0
     delivered: list[list[int]] = field(init=False)
     finished: list[bool] = field(init=False)
     before: list[int] = field(init=False)
@@ -88,6 +90,13 @@ class RequestPart:
         )
 
     @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log probabilities of its prompt are still to come."""
+        if self.request.sampling.prompt_logprobs is None:
+            return False
+        return self.num_prompt_logprobs < len(self.request.prompt_token_ids) - 1
+
+    @property
     def is_computed(self) -> bool:
         """Its prompt is known to have been processed: a token came of it, or an end of its own."""
         return any(choice.tokens or choice.finished in ("stop", "length") for choice in self.choices)
@@ -98,7 +107,13 @@ class RequestPart:
         """Implements TokenSink. A step that misses tokens for one choice is not taken at all: its other tokens would
         count as delivered in the next group, and the reader would not get them."""
         ends: dict[int, int] = {}
+        scored = self.num_prompt_logprobs
         for delta in deltas:
+            if (got := delta.prompt_logprobs) is not None:
+                if got.first_position > scored + 1:
+                    return False
+                scored = max(scored, got.first_position + len(got.entries) - 1)
+                continue
             have = ends.get(delta.choice, len(self.delivered[delta.choice]))
             if delta.first_position > have:
                 return False
@@ -117,6 +132,9 @@ class RequestPart:
         if delta.cached_tokens is not None:
             self._begin(delta.cached_tokens)
             return None
+        if delta.prompt_logprobs is not None:
+            self._begin(None)
+            return self._scores(delta, delta.prompt_logprobs)
         trimmed = self._trimmed(delta)
         if trimmed is not None:
             self.delivered[delta.choice].extend(trimmed.token_ids)
@@ -124,6 +142,15 @@ class RequestPart:
             if trimmed.usage is not None:
                 self._settle(trimmed.usage)
         return trimmed
+
+    def _scores(self, delta: TokenDelta, got: PromptLogprobs) -> TokenDelta | None:
+        """The log probabilities of prompt tokens that no earlier group has delivered; None when there are none."""
+        first = self.num_prompt_logprobs + 1
+        entries = got.entries[first - got.first_position :]
+        if not entries:
+            return None
+        self.num_prompt_logprobs += len(entries)
+        return msgspec.structs.replace(delta, prompt_logprobs=PromptLogprobs(first, entries))
 
     def _trimmed(self, delta: TokenDelta) -> TokenDelta | None:
         """Without the tokens that were delivered before (another group sent them); None when nothing is new."""
@@ -169,8 +196,10 @@ class RequestPart:
             self.unserved_since_s = sent_s
 
     def has_all(self, ended: Ended) -> bool:
-        """True when every token that Ended counts was delivered, or the embedding."""
+        """True when every token that Ended counts was delivered, or the embedding, and what was asked of the prompt."""
         if self.request.pool is not None and ended.finish_reasons == ["stop"] and not self.finished[0]:
+            return False
+        if self.wants_prompt_logprobs and any(reason in ("stop", "length") for reason in ended.finish_reasons):
             return False
         return all(len(got) >= want for got, want in zip(self.delivered, ended.positions, strict=False))
 
@@ -185,8 +214,12 @@ class RequestPart:
     def next_request(self, deadline_s: float | None, *, is_suspect: bool) -> None:
         """Makes the request for another group. Tokens delivered count as generated, of a stopped choice those that are
         kept. deadline_s: what is left of its time in the queue."""
+        sampling = self.request.sampling
+        if not self.wants_prompt_logprobs and sampling.prompt_logprobs is not None:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         self.request = msgspec.structs.replace(
             self.request,
+            sampling=sampling,
             attempt=self.request.attempt + 1,
             resume_token_ids=[tokens[: self.kept.get(i)] for i, tokens in enumerate(self.delivered)],
             ended_choices=[i for i, done in enumerate(self.finished) if done or i in self.kept],

@@ -1,7 +1,7 @@
 """ResponseFormat: how an API words an answer. Implemented by cluster/gateway/openai/answers.py."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from tandem.workers.messages.request import TokenLogprobs, Usage
@@ -10,7 +10,7 @@ from tandem.workers.text.choice_text import TextDelta
 
 @dataclass(frozen=True)
 class ChoiceAnswer:
-    """A whole choice, for answers that are not streamed."""
+    """A whole choice, for answers that are not streamed. prompt_logprobs: of the prompt's tokens but the first."""
 
     index: int
     text: str
@@ -19,6 +19,7 @@ class ChoiceAnswer:
     offsets: list[int] | None
     finish_reason: str
     stop_reason: int | str | None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 class ResponseFormat(Protocol):

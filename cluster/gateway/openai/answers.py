@@ -59,10 +59,12 @@ class ChatFormat:
         with_usage: bool,
         counts: ChunkCounts | None = None,
         prompt_ids: list[int] | None = None,
+        with_prompt_logprobs: bool = False,
     ) -> None:
         self._formatter = TokenFormatter(detokenizers)
         self._head = head
         self._prompt_ids = prompt_ids
+        self._with_prompt_logprobs = with_prompt_logprobs
         self._frame = ChunkFrame(head, "chat.completion.chunk", with_usage, counts, with_ids=prompt_ids is not None)
 
     def whole(self, choices: Sequence[ChoiceAnswer], usage: Usage) -> bytes:
@@ -74,7 +76,9 @@ class ChatFormat:
             if self._prompt_ids is not None:
                 entry["token_ids"] = choice.token_ids
             entries.append(entry)
-        extra = {"prompt_token_ids": self._prompt_ids} if self._prompt_ids is not None else {}
+        extra: dict[str, Any] = {"prompt_token_ids": self._prompt_ids} if self._prompt_ids is not None else {}
+        if self._with_prompt_logprobs:
+            extra["prompt_logprobs"] = self._formatter.prompt(choices[0].prompt_logprobs)
         return _whole(self._head, "chat.completion", entries, usage, extra)
 
     def opening(self, index: int) -> bytes:
@@ -94,7 +98,8 @@ class ChatFormat:
 
 
 class CompletionFormat:
-    """text_completion, streamed or not. `echo` and `prompt_ids`: per choice, if asked for. counts: as in ChatFormat."""
+    """text_completion, streamed or not. `echo` and `prompt_ids`: per choice, if asked for; echo_ids: prompt_ids
+    where the log probabilities cover the prompt too. counts: as in ChatFormat."""
 
     def __init__(
         self,
@@ -105,7 +110,14 @@ class CompletionFormat:
         counts: ChunkCounts | None = None,
         prompt_ids: Sequence[list[int]] | None = None,
         echo: Sequence[str] | None = None,
+        echo_ids: Sequence[list[int]] | None = None,
+        skip_special_tokens: bool = True,
+        with_prompt_logprobs: bool = False,
     ) -> None:
+        self._detokenizers = detokenizers
+        self._echo_ids = echo_ids
+        self._skip_special_tokens = skip_special_tokens
+        self._with_prompt_logprobs = with_prompt_logprobs
         self._formatter = TokenFormatter(detokenizers)
         self._head = head
         self._prompt_ids = prompt_ids
@@ -119,12 +131,33 @@ class CompletionFormat:
             shown = None
             if choice.logprobs is not None:
                 shown = self._formatter.completion(choice.logprobs, choice.offsets or [])
+                if self._echo_ids is not None:
+                    shown = self._echoed(choice, shown)
             entry = _entry(choice, {"text": text}, shown)
+            if self._with_prompt_logprobs:
+                entry["prompt_logprobs"] = self._formatter.prompt(choice.prompt_logprobs)
             if self._prompt_ids is not None:
                 entry["token_ids"] = choice.token_ids
                 entry["prompt_token_ids"] = self._prompt_ids[choice.index]
             entries.append(entry)
         return _whole(self._head, "text_completion", entries, usage, {})
+
+    def _echoed(self, choice: ChoiceAnswer, shown: dict[str, Any]) -> dict[str, Any]:
+        """The lists of the prompt, whose first token has no log probability, before those of the output."""
+        assert self._echo is not None and self._echo_ids is not None
+        ids, size = self._echo_ids[choice.index], len(self._echo[choice.index])
+        detokenizer = self._detokenizers.make([], skip_special_tokens=self._skip_special_tokens)
+        offsets, chars = [], 0
+        for token_id in ids:
+            offsets.append(min(chars, size))
+            chars += len(detokenizer.push(token_id))
+        prompt = self._formatter.completion(choice.prompt_logprobs, offsets[1:])
+        return {
+            "tokens": [self._formatter.text(ids[0]), *prompt["tokens"], *shown["tokens"]],
+            "token_logprobs": [None, *prompt["token_logprobs"], *shown["token_logprobs"]],
+            "top_logprobs": [None, *prompt["top_logprobs"], *shown["top_logprobs"]],
+            "text_offset": [*offsets, *(size + offset for offset in shown["text_offset"])],
+        }
 
     def opening(self, index: int) -> bytes:
         text = self._echo[index] if self._echo else ""
@@ -222,6 +255,19 @@ class TokenFormatter:
             "top_logprobs": tops,
             "text_offset": list(offsets[: len(entries)]),
         }
+
+    def prompt(self, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any] | None]:
+        """vLLM's prompt_logprobs: nothing of the first token, then by token id its own and those of the best tokens."""
+        shown: list[dict[str, Any] | None] = [None]
+        for entry in entries:
+            found = [(entry.token_id, entry.logprob, entry.rank)]
+            found += [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top, 1)]
+            one: dict[str, Any] = {}
+            for token_id, logprob, rank in found:
+                item = {"logprob": self._finite(logprob), "rank": rank, "decoded_token": self.text(token_id)}
+                one.setdefault(str(token_id), item)
+            shown.append(one)
+        return shown
 
     def _item(self, token_id: int, logprob: float) -> dict[str, Any]:
         raw = self._bytes(token_id)

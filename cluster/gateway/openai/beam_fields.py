@@ -3,7 +3,7 @@ vLLM. Beams are ranked by the model's own log probabilities, so what changes tho
 
 from typing import Any, TypeVar
 
-from tandem.cluster.gateway.openai.schemas import CommonBody, invalid, unsupported
+from tandem.cluster.gateway.openai.schemas import CommonBody, CompletionBody, invalid, unsupported
 
 Body = TypeVar("Body", bound=CommonBody)
 WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
@@ -36,6 +36,11 @@ def checked_beams(body: Body, max_logprobs: int) -> Body:
         raise unsupported("best_of", "With use_beam_search n is the number of beams and of answers.")
     if 2 * (body.n or 1) > max_logprobs:
         raise invalid("n", f"n: {body.n} beams exceed the limit of {max_logprobs // 2}.")
+    if body.prompt_logprobs is not None:
+        raise unsupported("prompt_logprobs", "An answer of beam search has no prompt_logprobs.")
+    if isinstance(body, CompletionBody) and body.echo and (body.logprobs is not None or body.max_tokens == 0):
+        name = "max_tokens" if body.max_tokens == 0 else "logprobs"
+        raise unsupported(name, "With use_beam_search echo gives the text of the prompt only.")
     for name, allowed in WITHOUT_EFFECT.items():
         value = getattr(body, name)
         if value is not None and value not in allowed:

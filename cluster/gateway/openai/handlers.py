@@ -86,6 +86,7 @@ async def chat_completions(
             with_usage=_include_usage(body),
             counts=_counts(body, parts),
             prompt_ids=prompt.token_ids if body.return_token_ids else None,
+            with_prompt_logprobs=body.prompt_logprobs is not None,
         )
         return _answer(generations, generation, style, body, held, with_logprobs=logprobs is not None)
 
@@ -113,6 +114,9 @@ async def completions(text: TextServices, generations: Generations, request: Req
             counts=_counts(body, parts),
             prompt_ids=prompts if body.return_token_ids else None,
             echo=[prompt for prompt in echo for _ in range(shown)] if body.echo else None,
+            echo_ids=prompts if body.echo and body.logprobs is not None else None,
+            skip_special_tokens=body.skip_special_tokens is not False,
+            with_prompt_logprobs=body.prompt_logprobs is not None,
         )
         return _answer(generations, generation, style, body, held, with_logprobs=body.logprobs is not None)
 
@@ -209,11 +213,15 @@ def held_model(
 
 
 def _params(text: TextServices, body: CommonBody, max_tokens: int, logprobs: int | None) -> SamplingParams:
-    """Sampling parameters; best_of above n samples more and needs log probabilities to choose."""
+    """Sampling parameters; best_of above n samples more and needs log probabilities to choose; with echo, logprobs are
+    those of the prompt too."""
     count = body.best_of or body.n or 1
+    of_prompt = body.prompt_logprobs
+    if isinstance(body, CompletionBody) and body.echo and body.logprobs is not None:
+        of_prompt = body.logprobs
     if count > (body.n or 1) and logprobs is None:
         logprobs = 0
-    return sampling_params(text, body, max_tokens=max_tokens, n=count, logprobs=logprobs)
+    return sampling_params(text, body, max_tokens=max_tokens, n=count, logprobs=logprobs, prompt_logprobs=of_prompt)
 
 
 def _head(text: TextServices, generations: Generations, prefix: str, model: str) -> AnswerHead:

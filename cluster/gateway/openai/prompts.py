@@ -152,16 +152,17 @@ def fit(
     ContextLengthExceeded when both do not fit; it names the prompt where that does not fit by itself.
     """
     limit = services.max_model_len
+    needed = 1 if wanted is None else wanted
     keep = body.truncate_prompt_tokens
     if keep is not None:
-        most = limit - (wanted or 1) if keep == -1 else keep
+        most = limit - needed if keep == -1 else keep
         if len(prompt.token_ids) > most > 0:
             prompt = prompt._replace(token_ids=prompt.token_ids[-most:])
     length = len(prompt.token_ids)
     if length == 0:
         raise invalid(names.prompt, "The prompt is empty: it must hold at least one token.")
     room = limit - length
-    if room < (wanted or 1):
+    if room < needed:
         wish = f"{wanted} for the completion ({names.max_tokens})" if wanted is not None else "1 for the completion"
         beside = wanted if wanted is not None and wanted < limit else 1
         advice = f"or ask for at most {room} tokens" if room > 0 else f"to at most {limit - beside} tokens"

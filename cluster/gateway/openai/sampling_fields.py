@@ -10,7 +10,13 @@ GREEDY_BELOW = 1e-5
 
 
 def sampling_params(
-    text: TextServices, body: CommonBody, *, max_tokens: int, n: int, logprobs: int | None
+    text: TextServices,
+    body: CommonBody,
+    *,
+    max_tokens: int,
+    n: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """Resolved parameters of one prompt, its bad words tokenized. RequestRefused when a token id or min_tokens is out
     of range."""
@@ -43,6 +49,7 @@ def sampling_params(
         logit_bias=_logit_bias(body.logit_bias or {}, text.vocab_size),
         allowed_token_ids=_allowed_token_ids(body.allowed_token_ids, text.vocab_size),
         bad_words_token_ids=bad_word_ids(text.tokenizer, body.bad_words or ()),
+        prompt_logprobs=prompt_logprobs,
     )
 
 

@@ -74,6 +74,7 @@ class CommonBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     model: ShortText | None = None
     max_tokens: Count | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0)] | None = None
     min_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -119,9 +120,10 @@ class ChatBody(CommonBody, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class CompletionBody(CommonBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/completions. `prompt`: text, texts, token ids, or lists of token ids."""
+    """POST /v1/completions. `prompt`: text, texts, token ids, or lists of token ids. max_tokens: 0 with echo only."""
 
     prompt: str | list[str | int | list[TokenId]]
+    max_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
     logprobs: Annotated[int, Meta(ge=0)] | None = None
     echo: bool | None = None
 
@@ -175,7 +177,6 @@ NEUTRAL: Mapping[str, Neutral] = {
     "functions": _is([]),
     "function_call": _is("none"),
     "suffix": _is(""),
-    "prompt_logprobs": NEVER,
     "structured_outputs": _is({}),
     "audio": NEVER,
     "prediction": NEVER,
@@ -246,8 +247,12 @@ def read_completion(fields: dict[str, Any], settings: GatewaySettings) -> Comple
     check_prompt(body.prompt, settings, "prompt")
     if body.logprobs is not None:
         _cap("logprobs", body.logprobs, settings.max_logprobs)
-        if body.echo:
-            raise unsupported("logprobs", "logprobs together with echo are not supported.")
+        if body.echo and body.stream:
+            raise unsupported("logprobs", "logprobs together with echo cannot be streamed.")
+        if body.echo and body.prompt_logprobs is not None and body.prompt_logprobs != body.logprobs:
+            raise invalid("prompt_logprobs", "With echo and logprobs it may only be equal to logprobs.")
+    if body.max_tokens == 0 and not body.echo:
+        raise invalid("max_tokens", "max_tokens may be 0 only with echo true.")
     return body
 
 
@@ -348,6 +353,10 @@ def _check_common(body: CommonBody, settings: GatewaySettings) -> None:
     options = body.stream_options or StreamOptions()
     if options.continuous_usage_stats and options.include_usage is False:
         raise invalid("stream_options.continuous_usage_stats", "It excludes include_usage false.")
+    if body.prompt_logprobs is not None:
+        _cap("prompt_logprobs", body.prompt_logprobs, settings.max_logprobs)
+        if body.stream:
+            raise unsupported("prompt_logprobs", "prompt_logprobs cannot be streamed.")
     _cap("logit_bias", len(body.logit_bias or ()), settings.max_logit_bias)
     if body.truncate_prompt_tokens == 0:
         raise invalid("truncate_prompt_tokens", "It must be -1 or at least 1.")

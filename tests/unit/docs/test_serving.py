@@ -72,7 +72,8 @@ def test_thinking_and_parts_of_messages_are_refused_as_the_page_says() -> None:
     assert refused_param({"chat_template_kwargs": {"enable_thinking": False}}) == "chat_template_kwargs"
     picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     assert refused_param({"messages": picture}) == "messages[0].content[0]"
-    assert refused_param({"echo": True, "logprobs": 1}, completion=True) == "logprobs"
+    assert refused_param({"echo": True, "logprobs": 1, "stream": True}, completion=True) == "logprobs"
+    assert refused_param({"prompt_logprobs": 1, "stream": True}) == "prompt_logprobs"
     assert refused_param({"best_of": 3, "n": 2, "stream": True}, completion=True) == "best_of"
 
 
@@ -82,7 +83,8 @@ def test_no_served_field_is_listed_as_refused() -> None:
 
 
 def test_the_bodies_on_the_page_are_those_that_are_tried_here() -> None:
-    assert len(BODIES) == 3
+    assert len(BODIES) == 4
+    assert sum("echo" in body for body in BODIES) == 1
     assert sum("use_beam_search" in body for body in BODIES) == 1
     assert sum("stream_options" in body for body in BODIES) == 1
 
@@ -91,12 +93,16 @@ def test_the_bodies_on_the_page_are_those_that_are_tried_here() -> None:
 async def test_the_bodies_on_the_page_are_answered(body: dict[str, Any]) -> None:
     checked_beams(read_completion(body, GatewaySettings()), 20)
     async with gateway() as rig:
-        asked = {**body, "model": MODEL, "max_tokens": 1}
+        asked = {**body, "model": MODEL, "max_tokens": min(1, body.get("max_tokens", 1))}
         answer = await rig.client.post("/v1/completions", json=asked)
         assert answer.status_code == 200
         if body.get("stream"):
             *chunks, done = events(answer.text)
             assert done == "[DONE]"
             assert all(chunk.get("usage") for chunk in chunks) is ("stream_options" in body)
+        elif body.get("echo"):
+            (choice,) = answer.json()["choices"]
+            assert choice["text"] == body["prompt"] == "".join(choice["logprobs"]["tokens"][1:])
+            assert choice["logprobs"]["token_logprobs"][0] is None
         else:
             assert len(answer.json()["choices"]) == body["n"] == 3
