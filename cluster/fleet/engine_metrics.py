@@ -14,8 +14,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from tandem.cluster.fleet.group_reports import GroupReport
+from tandem.workers.engine.base.drafting import DraftStats
 from tandem.workers.engine.base.stats import EngineStats, HistogramStats, OffloadStats
-from tandem.workers.engine.drafting import DraftStats
 
 GAUGE, COUNTER, HISTOGRAM = GaugeMetricFamily, CounterMetricFamily, HistogramMetricFamily
 Kind = type[GaugeMetricFamily] | type[CounterMetricFamily] | type[HistogramMetricFamily]

@@ -20,6 +20,7 @@ from tandem.configs.schema import (
     ModelSettings,
     ParallelSettings,
     SchedulerSettings,
+    SpeculativeSettings,
 )
 from tandem.parallel.context import ParallelContext
 from tandem.workers.build import model_facts
@@ -29,6 +30,7 @@ from tandem.workers.messages.request import Ended, GenerationRequest, TokenDelta
 from tandem.workers.messages.step import StepPlan, StepResult
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.rank.drafts import Drafts
 from tandem.workers.rank.loading import load_rank
 from tandem.workers.rank.model_runner import ModelRunner, StepHandle
 from tests.support.traced_accelerator import TracedAccelerator, traced_platform
@@ -69,7 +71,8 @@ class Fault:
 
 @dataclass(frozen=True)
 class EngineCase:
-    """One history. late: a step's outcome is on the device until somebody waits for it, as on a GPU."""
+    """One history. drafts: of a row in a step, at most. late: a step's outcome is on the device until somebody waits
+    for it, as on a GPU."""
 
     folder: Path
     tp_size: int
@@ -80,6 +83,7 @@ class EngineCase:
     num_blocks: int = 64
     max_num_batched_tokens: int = 16
     most_rows: int = 4
+    drafts: int = 0
 
     def settings(self) -> EngineSettings:
         return EngineSettings(
@@ -90,6 +94,11 @@ class EngineCase:
                 max_num_seqs=self.most_rows, max_num_batched_tokens=self.max_num_batched_tokens
             ),
             device=DeviceSettings(device="cpu"),
+            speculative=SpeculativeSettings(
+                method="ngram", num_speculative_tokens=self.drafts, prompt_lookup_max=2, prompt_lookup_min=1
+            )
+            if self.drafts
+            else None,
         )
 
 
@@ -174,13 +183,13 @@ class FaultyRank:
         runner: Any = self._runner
         runner._compute = partial(self._fail, faults[0]) if faults else self._compute
         runner._exchanges.make_up = self._fail_again if faults and faults[0].again else self._make_up
-        self._handles.append((runner.launch(plan), sum(work.num_tokens for work in plan.work)))
+        self._handles.append((runner.launch(plan), sum(work.num_tokens + work.max_drafts for work in plan.work)))
 
-    def _fail(self, fault: Fault, *arguments: Any) -> Any:
+    def _fail(self, fault: Fault, plan: StepPlan, drafts: Drafts | None) -> Any:
         tp = self._runner._context.tp
         with RunsOut(fault.operations, lambda: tp._num_done >= fault.collectives and not self._is_settling) as mode:
             try:
-                return self._compute(*arguments)
+                return self._compute(plan, drafts)
             finally:
                 self._told.num_struck += mode.has_struck
 

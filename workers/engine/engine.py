@@ -15,11 +15,11 @@ from tandem.configs.schema import EngineSettings, SchedulerSettings
 from tandem.workers.engine.admission import Deadlines, ModelFacts, QueueLimits, check_request
 from tandem.workers.engine.base.arrivals import Arrivals, closing_delta, end_of
 from tandem.workers.engine.base.blockers import Blocker
+from tandem.workers.engine.base.drafting import Drafting
 from tandem.workers.engine.base.sequence import RequestState, Sequence, Status
 from tandem.workers.engine.base.stats import Collector, EngineStats, TenantCounts, engine_stats
 from tandem.workers.engine.blocks.block_manager import BlockManager
 from tandem.workers.engine.chunk_limiter import ChunkLimiter, NoChunkLimiter, StepChunkLimiter
-from tandem.workers.engine.drafting import Drafting
 from tandem.workers.engine.executor import Executor, ExecutorReady
 from tandem.workers.engine.first_blocks import check_reservations
 from tandem.workers.engine.in_flight_step import InFlightStep

@@ -5,10 +5,10 @@ the meantime is discarded (its row overran); one whose sequence was preempted st
 """
 
 from tandem.workers.engine.base.blockers import Blocker, Event
+from tandem.workers.engine.base.drafting import Drafting
 from tandem.workers.engine.base.sequence import RequestState, Sequence, Status
 from tandem.workers.engine.base.stats import Collector, Histogram
 from tandem.workers.engine.blocks.block_manager import BlockManager
-from tandem.workers.engine.drafting import Drafting
 from tandem.workers.engine.in_flight_step import InFlightStep
 from tandem.workers.engine.scheduler import Scheduler
 from tandem.workers.messages.request import FinishReason, PromptLogprobs, TokenDelta

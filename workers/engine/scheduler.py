@@ -22,10 +22,10 @@ from collections.abc import Iterable, Iterator
 
 from tandem.configs.schema import SchedulerSettings
 from tandem.workers.engine.base.blockers import Blocker, Event
+from tandem.workers.engine.base.drafting import Drafting
 from tandem.workers.engine.base.sequence import RequestState, Sequence, Status
 from tandem.workers.engine.blocks.block_manager import BlockManager
 from tandem.workers.engine.chunk_limiter import ChunkLimiter
-from tandem.workers.engine.drafting import Drafting
 from tandem.workers.engine.first_blocks import find_prefix, share_prompt
 from tandem.workers.engine.in_flight_step import InFlightStep
 from tandem.workers.engine.probation import Probation

@@ -21,7 +21,6 @@ from tandem.cluster.gateway.generation.response_format import ResponseFormat
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.http.body import parse_object, read_body
 from tandem.cluster.gateway.openai.answers import AnswerHead, ChatFormat, ChunkCounts, CompletionFormat
-from tandem.cluster.gateway.openai.beam_fields import checked_beams
 from tandem.cluster.gateway.openai.model_lookup import Served, served_model
 from tandem.cluster.gateway.openai.prompts import (
     Asked,
@@ -34,7 +33,7 @@ from tandem.cluster.gateway.openai.prompts import (
     fit,
     text_prompt,
 )
-from tandem.cluster.gateway.openai.sampling_fields import bad_words_size, sampling_params
+from tandem.cluster.gateway.openai.sampling_fields import bad_words_size, checked_beams, sampling_params
 from tandem.cluster.gateway.openai.schemas import (
     ChatBody,
     CommonBody,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.gateway.openai.beam_fields import checked_beams
+from tandem.cluster.gateway.openai.sampling_fields import checked_beams
 from tandem.cluster.gateway.openai.schemas import NEUTRAL, ChatBody, CompletionBody, read_chat, read_completion
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.errors import RequestRefused

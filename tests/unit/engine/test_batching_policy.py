@@ -247,7 +247,7 @@ class BatchingMachine(machine()):  # type: ignore[misc]
 
 
 TestBatchingPolicies = BatchingMachine.TestCase
-TestBatchingPolicies.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestBatchingPolicies.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
 
 
 def test_a_batch_whose_waiting_block_those_that_come_back_is_caught() -> None:

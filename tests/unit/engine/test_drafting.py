@@ -6,7 +6,7 @@ import pytest
 from builders import assert_as_expected, harness, request
 from fake_tiers import TierPlan
 
-from tandem.workers.engine.drafting import FIRST_PAUSE, LONGEST_PAUSE, Drafting, DraftRecord, StepLine
+from tandem.workers.engine.base.drafting import FIRST_PAUSE, LONGEST_PAUSE, Drafting, DraftRecord, StepLine
 from tandem.workers.engine.results import ResultApplier
 from tandem.workers.engine.scheduler import Scheduler
 from tandem.workers.messages.step import RowResult

@@ -13,6 +13,8 @@ MODES = [
     pytest.param({"drafts": 3}, id="drafts"),
     pytest.param({"drafts": 5, "asynchronous": True}, id="async drafts"),
 ]
+ONE_TOKEN_MODES = [mode for mode in MODES if "drafts" not in mode.values[0]]
+"""In which a step gives a sequence one token."""
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -9,7 +9,7 @@ from fake_adapters import AdapterPlan
 from fake_tiers import TierPlan
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_engine_outputs import MODES
+from test_engine_outputs import MODES, ONE_TOKEN_MODES
 
 from tandem.workers.messages.errors import ContextLengthExceeded, QueueFull, RequestRefused
 from tandem.workers.messages.request import Abort
@@ -226,7 +226,7 @@ def test_keep_positions_trims_the_bill_and_reads_as_stop(mode):
     assert h.engine.stats().wasted_tokens >= produced - 4
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ONE_TOKEN_MODES)
 @pytest.mark.parametrize("choice", [0, 1, 2])
 @pytest.mark.parametrize("steps", [0, 1, 3, 8])
 def test_one_choice_is_aborted_and_the_others_go_on(mode, choice, steps):

@@ -71,7 +71,8 @@ def compete(h: Harness, *tenants: str, steps: int, numbers: Iterator[int]) -> di
             keep_waiting(h, tenant, 20, numbers)
         if i and h.executor.most_in_flight == 1:
             work = h.executor.plans[-1].work
-            assert len(work) == ROWS or sum(row.num_tokens for row in work) == BUDGET, "a row idles though work waits"
+            num_tokens = sum(row.num_tokens + row.max_drafts for row in work)
+            assert len(work) == ROWS or num_tokens == BUDGET, "a row idles though work waits"
     after = work_of(h)
     return {tenant: after[tenant] - before.get(tenant, 0) for tenant in tenants}
 

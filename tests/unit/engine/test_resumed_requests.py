@@ -7,7 +7,7 @@ from fake_adapters import AdapterOp, AdapterPlan
 from fake_tiers import TierPlan
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_engine_outputs import MODES
+from test_engine_outputs import MODES, ONE_TOKEN_MODES
 
 from tandem.workers.engine.base.blockers import Blocker
 from tandem.workers.engine.probation import PROBATION_TOKENS
@@ -121,7 +121,7 @@ def test_a_choice_that_was_stopped_elsewhere_is_not_decoded_on(mode):
 # ---- alone ----
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ONE_TOKEN_MODES)
 @pytest.mark.parametrize("n", [1, 3])
 def test_suspects_run_alone_one_after_the_other_and_then_with_the_others(mode, n):
     h = harness(**mode, num_blocks=200)
@@ -324,7 +324,8 @@ def test_any_mix_of_suspects_and_others_ends_with_the_right_tokens(data):
         if not req.suspect:
             continue
         mine = [steps for steps in seen if req.request_id in steps[-1]]
-        assert all(steps == [{req.request_id}] for steps in mine[:PROBATION_TOKENS]), "it began with others"
+        alone = 1 if "drafts" in mode else PROBATION_TOKENS  # with drafts so many tokens may come in fewer steps
+        assert all(steps == [{req.request_id}] for steps in mine[:alone]), "it began with others"
 
 
 # ---- who is to blame ----

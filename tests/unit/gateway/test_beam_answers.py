@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.gateway.openai.beam_fields import WITHOUT_EFFECT
+from tandem.cluster.gateway.openai.sampling_fields import WITHOUT_EFFECT
 from tandem.workers.messages.errors import QueueFull
 from tandem.workers.messages.request import GenerationRequest, TokenLogprobs
 from tandem.workers.text.beam_search import Beam, BeamSearch, BeamSearchParams

@@ -15,6 +15,7 @@ from tandem import LLM, PoolingParams, SamplingParams
 from tandem.configs.bundled import DEMO_MODEL
 from tandem.configs.errors import SettingsError
 from tests.support.adapters import load_adapted_peer, save_random_adapter
+from tests.support.in_process import runner_of
 from tests.support.tiny_models import load_peer
 
 TEXTS = ["Once upon a time there was a little girl", "The sun", "What is 2 + 3?"]
@@ -61,6 +62,19 @@ def test_adapters_are_those_of_merged_models(tmp_path: Path) -> None:
         for vector, peer in zip(vectors, peers, strict=True):
             np.testing.assert_allclose(vector, pooled(peer, ids[0], kind.lower()), atol=1e-5)
         assert not np.allclose(vectors[0], vectors[1], atol=1e-2) and not np.allclose(vectors[1], vectors[2], atol=1e-2)
+
+
+def test_steps_that_are_replayed_give_the_same() -> None:
+    """Prompts of one token look like decodes to a rank, which captures and replays their steps."""
+    with LLM("demo", dtype="bfloat16", max_num_seqs=4) as llm:
+        graphs: Any = runner_of(llm._executor)._model.graphs  # type: ignore[attr-defined]
+        outputs = llm.embed([[5 + i % 4] for i in range(40)], use_tqdm=False)
+        if not graphs.can_replay:
+            pytest.skip("no kernels here")
+    assert graphs.num_replays > 2
+    for i, output in enumerate(outputs):
+        np.testing.assert_allclose(output.outputs.embedding, outputs[i % 4].outputs.embedding, atol=1e-3)
+    assert not np.allclose(outputs[0].outputs.embedding, outputs[1].outputs.embedding, atol=1e-2)
 
 
 def test_text_and_ids_and_generation_between_them(llm: LLM) -> None:

@@ -52,9 +52,11 @@ def wanted(folder: Path) -> Told:
     return told
 
 
-def serve(folder: Path, tp: int, pp: int, *faults: Fault, late: bool = False, large: int = 13) -> list[Told]:
+def serve(
+    folder: Path, tp: int, pp: int, *faults: Fault, late: bool = False, large: int = 13, drafts: int = 0
+) -> list[Told]:
     torch.set_num_threads(1)
-    case = EngineCase(folder, tp, pp, requests_of(2, 9, large), faults, late)
+    case = EngineCase(folder, tp, pp, requests_of(2, 9, large), faults, late, drafts=drafts)
     return ThreadRanks().call(run_engine, tp, pp, case)  # type: ignore[no-any-return]
 
 
@@ -159,7 +161,8 @@ def faults_of(num_ranks: int) -> st.SearchStrategy[list[Fault]]:
 def test_any_rank_may_run_out_at_any_operation(
     folder: Path, wanted: Told, group: tuple[int, int], data: st.DataObject
 ) -> None:
-    check(serve(folder, *group, *data.draw(faults_of(group[0] * group[1]))), wanted)
+    drafts = data.draw(st.sampled_from([0, 3]), "drafts") if group[1] == 1 else 0
+    check(serve(folder, *group, *data.draw(faults_of(group[0] * group[1])), drafts=drafts), wanted)
 
 
 @settings(max_examples=8)
@@ -167,4 +170,5 @@ def test_any_rank_may_run_out_at_any_operation(
 def test_so_it_is_where_the_host_learns_of_it_a_step_late(
     folder: Path, wanted: Told, group: tuple[int, int], data: st.DataObject
 ) -> None:
-    check(serve(folder, *group, *data.draw(faults_of(group[0] * group[1])), late=True), wanted)
+    drafts = data.draw(st.sampled_from([0, 3]), "drafts") if group[1] == 1 else 0
+    check(serve(folder, *group, *data.draw(faults_of(group[0] * group[1])), late=True, drafts=drafts), wanted)

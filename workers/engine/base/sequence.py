@@ -14,8 +14,8 @@ result.
 from dataclasses import dataclass, field
 from enum import Enum
 
+from tandem.workers.engine.base.drafting import DraftRecord
 from tandem.workers.engine.blocks.block_manager import BlockTable
-from tandem.workers.engine.drafting import DraftRecord
 from tandem.workers.messages.request import Ended, FinishReason, GenerationRequest, Usage
 from tandem.workers.messages.step import RowSampling
 
