@@ -24,7 +24,16 @@ from tandem.workers.engine.blocks.block_manager import BlockManager, BlockTable
 from tandem.workers.engine.engine import Engine, ModelFacts
 from tandem.workers.engine.transfers.transfer_manager import TransferManager
 from tandem.workers.engine.waiting.adapter_cache import AdapterCache
-from tandem.workers.messages.request import AdapterRef, Ended, GenerationRequest, Pool, SamplingParams, TokenDelta
+from tandem.workers.messages.request import (
+    AdapterRef,
+    Ended,
+    GenerationRequest,
+    Pool,
+    PromptLogprobs,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprobs,
+)
 from tandem.workers.messages.step import RowSampling
 
 EOS = 1
@@ -53,6 +62,7 @@ class Sink:
     resumed: dict[tuple[str, int], int] = field(default_factory=dict)
     begun: dict[str, int] = field(default_factory=dict)
     embeddings: dict[str, bytes] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
 
     def on_begun(self, request: GenerationRequest, cached_tokens: int) -> None:
         assert request.request_id not in self.ends, "a row after the end"
@@ -69,6 +79,9 @@ class Sink:
             have = self.tokens.setdefault(key, [])
             assert delta.first_position == self.resumed.get(key, 0) + len(have), "a gap or a repeat"
             have.extend(delta.token_ids)
+            if delta.prompt_logprobs is not None:
+                self._score(delta, delta.prompt_logprobs)
+                continue
             if delta.embedding is not None:
                 assert delta.finish_reason == "stop" and delta.usage is not None
                 self.embeddings[delta.request_id] = delta.embedding
@@ -77,6 +90,12 @@ class Sink:
                 self.stop_reasons[key] = delta.stop_reason
             else:
                 assert delta.token_ids and delta.usage is None
+
+    def _score(self, delta: TokenDelta, got: PromptLogprobs) -> None:
+        assert not delta.token_ids and delta.usage is None and delta.finish_reason is None
+        entries = self.prompt_logprobs.setdefault(delta.request_id, [])
+        assert got.entries and got.first_position == len(entries) + 1, "a gap or a repeat"
+        entries += got.entries
 
     def ended(self, ended: Ended, request: GenerationRequest) -> None:
         assert ended.request_id == request.request_id

@@ -16,11 +16,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 from fake_adapters import AdapterPlan, FakeAdapters
 from fake_tiers import GARBAGE, FakeTiers, Slot, TierPlan
 
 from tandem.workers.engine.executor import ExecutorReady
-from tandem.workers.messages.request import Pool
+from tandem.workers.messages.request import Pool, PromptLogprobs, TokenLogprobs
 from tandem.workers.messages.step import RowInit, RowResult, RowSampling, RowWork, StepPlan, StepResult
 from tandem.workers.messages.transfer import CopyKV, TransferOp, TransferResult
 
@@ -40,6 +41,12 @@ def fake_token(sampling: RowSampling, context: int, position: int, num_output: i
     while num_output < sampling.min_tokens and token in sampling.stop_token_ids:
         token = (token + 1) % vocab_size
     return token
+
+
+def fake_prompt_logprobs(root: str, tokens: list[int]) -> list[TokenLogprobs]:
+    """What a fake model says of each token but the first, by the chain of those before it."""
+    chain = chain_of(root, tokens)
+    return [TokenLogprobs(token, -float(value % 1000)) for token, value in zip(tokens[1:], chain[:-1], strict=True)]
 
 
 def fake_embedding(kind: str, chain: list[int]) -> bytes:
@@ -151,7 +158,7 @@ class FakeExecutor:
         if failure is None:
             self._copy(self._owed)
             self._owed = []
-            results = [result for work in plan.work if (result := self._compute(work)) is not None]
+            results = [result for work in plan.work if (result := self._result(work)) is not None]
         else:
             self._spoil(plan)
         device_s = self.device_s(plan)
@@ -324,6 +331,17 @@ class FakeExecutor:
         for source, destination in copies:
             for pool in self.pools:
                 pool[destination][:] = pool[source]
+
+    def _result(self, work: RowWork) -> RowResult | None:
+        row = self.rows[work.row]
+        first, result = row.computed, self._compute(work)
+        if not work.num_scored:
+            return result
+        assert row.sampling.prompt_logprobs is not None and work.num_scored <= work.num_tokens
+        assert first + work.num_scored < row.prompt_len, "no token of the prompt is behind it"
+        entries = fake_prompt_logprobs(self._root(row), row.tokens[: first + work.num_scored + 1])[first:]
+        got = PromptLogprobs(first + 1, entries)
+        return msgspec.structs.replace(result or RowResult(row=work.row, token_ids=[]), prompt_logprobs=got)
 
     def _compute(self, work: RowWork) -> RowResult | None:
         row, size = self.rows[work.row], self.block_size
