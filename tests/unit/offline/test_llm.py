@@ -94,6 +94,7 @@ def test_a_prompt_that_does_not_fit_fails_alone(llm: LLM) -> None:
     ("params", "words"),
     [
         ({"max_tokens": 0}, r"max_tokens=0: Expected `int` >= 1"),
+        ({"prompt_logprobs": -1}, r"prompt_logprobs=-1: Expected `int` >= 0"),
         ({"max_tokens": "5"}, r"max_tokens='5': Expected `int`, got `str`"),
         ({"n": 0}, "n=0: "),
         ({"temperature": -0.1}, "temperature=-0.1: "),
