@@ -171,7 +171,7 @@ OPTIONS: tuple[Option, ...] = (
            "its oldest request has waited --batching-max-delay-ms."),
     Option("batching_max_delay_ms", "engine.scheduler.batching_max_delay_ms", float, STEP,
            "Milliseconds that a dynamic batch which is not full waits for more requests.",
-           lambda v: 0 < v <= 10_000, "above 0, up to 10000"),
+           lambda v: 0 < v <= 1000, "above 0, up to 1000"),
     Option("step_log", "engine.step_log", str, STEP,
            "File for the plan of every step, one JSON line each. In a service, each group writes its own: "
            "NAME-GROUP.SUFFIX."),

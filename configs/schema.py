@@ -134,6 +134,17 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     speculative: SpeculativeSettings | None = None
     step_log: str | None = None
 
+    @property
+    def max_drafts(self) -> int:
+        """The most drafts of a sequence in one step."""
+        return 0 if self.speculative is None else self.speculative.num_speculative_tokens
+
+    @property
+    def most_samples(self) -> int:
+        """The most tokens that one step samples."""
+        scheduler = self.scheduler
+        return min(scheduler.max_num_seqs * (1 + self.max_drafts), scheduler.max_num_batched_tokens)
+
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The HTTP side. A request above one of the max_ limits gets a 400 (413 for the body). state_dir: the folder for

@@ -22,6 +22,7 @@ from tandem.cluster.gateway.services import Accounts, TextServices, extra_stop_t
 from tandem.cluster.tenants.tenant_service import TenantService
 from tandem.configs.schema import GatewaySettings, ServiceSettings
 from tandem.workers.build import eos_token_ids, resolve_max_model_len
+from tandem.workers.engine.probation import probation_tokens
 from tandem.workers.models.spec.families import load_spec
 from tandem.workers.planning.resolve import pooling_facts
 from tandem.workers.text.chat_template import find_chat_template
@@ -97,6 +98,7 @@ def build_generations(
         peers=peers if peers is not None else Alone(),
         adapters=adapters,
         adapter_roots=roots_of(settings.adapters),
+        probation_tokens=probation_tokens(settings.engine.max_drafts),
     )
 
 

@@ -18,6 +18,7 @@ class ReferenceAttention:
     """The reference backend."""
 
     name: str = "reference"
+    decode_queries = 1
 
     def prepare(self, batch: ForwardBatch) -> AttentionStep:
         return _ReferenceStep(batch)

@@ -108,8 +108,7 @@ class Engine:
             self._offload = KVOffload(self._manager, ready.store, self._transfers, self._costs, clock)
         self._adapters = self._open_adapters(settings, ready) if settings.lora.enable_lora else None
         self._block_bytes = ready.block_bytes
-        speculative = settings.speculative
-        self._drafting = None if speculative is None else Drafting(speculative.num_speculative_tokens)
+        self._drafting = Drafting(settings.max_drafts) if settings.max_drafts else None
         self._scheduler = Scheduler(
             settings.scheduler,
             self._manager,

@@ -16,10 +16,17 @@ PROBATION_TOKENS = 4
 """More than a group can have computed without delivering it: with async scheduling two tokens of a choice."""
 
 
-class Probation:
-    """The turns of suspects. current: the request on probation. is_alone: the step that is being planned is its own."""
+def probation_tokens(max_drafts: int) -> int:
+    """Returns PROBATION_TOKENS of groups whose steps bring up to max_drafts tokens more (speculative decoding)."""
+    return PROBATION_TOKENS + 2 * max_drafts
 
-    def __init__(self, waiting: WaitingQueue) -> None:
+
+class Probation:
+    """The turns of suspects. max_drafts: of a row in a step. current: the request on probation. is_alone: the step that
+    is being planned is its own."""
+
+    def __init__(self, waiting: WaitingQueue, max_drafts: int = 0) -> None:
+        self._num_tokens = probation_tokens(max_drafts)
         self.current: RequestState | None = None
         self.is_alone = False
         self._waiting = waiting
@@ -64,7 +71,7 @@ class Probation:
         """Returns whether the request has ended or is past where its group was lost."""
         resumed = state.request.resume_token_ids or [[]] * len(state.sequences)
         return all(
-            seq.status is Status.FINISHED or seq.num_output - len(before) >= PROBATION_TOKENS
+            seq.status is Status.FINISHED or seq.num_output - len(before) >= self._num_tokens
             for seq, before in zip(state.sequences, resumed, strict=True)
         )
 

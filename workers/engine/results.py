@@ -12,7 +12,7 @@ from tandem.workers.engine.blocks.block_manager import BlockManager
 from tandem.workers.engine.in_flight_step import InFlightStep
 from tandem.workers.engine.scheduler import Scheduler
 from tandem.workers.messages.request import FinishReason, PromptLogprobs, TokenDelta
-from tandem.workers.messages.step import RowResult, StepResult
+from tandem.workers.messages.step import RowResult, RowWork, StepResult
 
 
 class TokenGaps:
@@ -24,7 +24,11 @@ class TokenGaps:
         self._since_s = now_s
         self._rows = 0
 
-    def add(self, since_s: float) -> None:
+    def add(self, since_s: float, num_tokens: int) -> None:
+        """Counts a row's gap; several tokens share it."""
+        if num_tokens > 1:
+            self._histogram.observe((self._now_s - since_s) / num_tokens, num_tokens)
+            return
         if since_s != self._since_s:
             self.flush()
             self._since_s = since_s
@@ -76,7 +80,7 @@ class ResultApplier:
                     self._collector.wasted_tokens += len(row.token_ids)
                 continue
             if work.max_drafts:
-                seq.num_drafts -= work.max_drafts
+                self._return_drafts(seq, work, row)
             if row is not None and row.prompt_logprobs is not None:
                 self._pass_on(seq, row.prompt_logprobs, deltas)
             if row is None or not (work.samples or row.error):
@@ -84,7 +88,10 @@ class ResultApplier:
             elif row.embedding is not None:
                 self._end_of_prompt(seq, "stop", row.embedding, deltas, ended)
             elif row.error is not None or not row.token_ids:
-                self._fail(seq.state, row.error or "the ranks returned no token", deltas, ended)
+                if row.token_ids:  # behind accepted drafts something went wrong
+                    self._accept(seq, row, deltas, ended, gaps, now_s)
+                if seq.finish_reason is None:
+                    self._fail(seq.state, row.error or "the ranks returned no token", deltas, ended)
             elif not seq.state.request.sampling.max_tokens:
                 self._collector.wasted_tokens += len(row.token_ids)
                 self._end_of_prompt(seq, "length", None, deltas, ended)
@@ -139,7 +146,7 @@ class ResultApplier:
         if seq.last_token_s is None:
             self._first_token(seq, now_s)
         else:
-            gaps.add(seq.last_token_s)
+            gaps.add(seq.last_token_s, len(row.token_ids))
         seq.last_token_s = now_s
         if seq.num_computed >= seq.table.next_commit:
             self._manager.commit(seq.table, tokens, seq.num_computed)
@@ -164,6 +171,12 @@ class ResultApplier:
                 logprobs=row.logprobs,
             )
         )
+
+    def _return_drafts(self, seq: Sequence, work: RowWork, row: RowResult | None) -> None:
+        """Notes that a plan with drafts has returned; nothing may have been guessed."""
+        seq.num_drafts -= work.max_drafts
+        if self._drafting is not None and row is not None and not row.num_drafts:
+            self._drafting.observe_none(seq.drafting, len(seq.tokens))
 
     def _accept_drafts(self, seq: Sequence, row: RowResult) -> RowResult:
         """Counts a row's accepted drafts as known and computed; returns the row without tokens behind its end."""

@@ -84,7 +84,7 @@ class Scheduler:
         self._limit = StepLimit(self._budget)
         self._known_failure = 0
         self._undone: set[Sequence] = set()
-        self._probation = Probation(waiting)
+        self._probation = Probation(waiting, 0 if drafting is None else drafting.most)
 
     # ---- queries ----
 
@@ -299,9 +299,9 @@ class Scheduler:
         if room <= 0:
             return None
         rows = len(self._running)
-        if self._limit.is_reduced or room == 1:
+        if self._limit.is_reduced or room == 1 or seq.state is self.alone:
             return 0
-        most = min(room - 1, self._budget - rows - step.num_drafts)
+        most = min(room - 1, self._budget // 2 - rows - step.num_drafts)  # half is left for prefills
         return max(0, min(most, self._drafting.budget(seq.drafting, seq.num_known, rows)))
 
     def _grow(self, step: InFlightStep, seq: Sequence, num_drafts: int) -> RowWork | None:

@@ -129,7 +129,7 @@ def least_bytes(
     kv = cache.kv_cache_memory_bytes or -(-max_model_len // cache.block_size) * block
     if cache.num_blocks is not None:
         kv = cache.num_blocks * block
-    tokens, seqs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    tokens, seqs = scheduler.max_num_batched_tokens, settings.most_samples
     adapters = adapter_room(settings.lora, spec, mesh, DTYPE_BYTES[dtype]).device_bytes
     activations = activation_bytes(spec, mesh.tp_size, tokens, seqs, DTYPE_BYTES[dtype])
     return kv + adapters + activations + ATTENTION_BYTES
@@ -179,7 +179,7 @@ def _stage(
         needed = weights.total_bytes + least_bytes(settings, spec, mesh, dtype, kv_dtype, max_model_len)
         save = bytes_to_save(needed, budget, save)
     placement = place_layers(weights.num_layers, weights.layer_bytes, save)
-    tokens, seqs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    tokens, seqs = scheduler.max_num_batched_tokens, settings.most_samples
     activations = activation_bytes(spec, mesh.tp_size, tokens, seqs, element)
     activations += ATTENTION_BYTES if not memory.is_shared else 0
     room = adapter_room(settings.lora, spec, mesh, element)

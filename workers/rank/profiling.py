@@ -4,6 +4,7 @@ memory of their own.
 Called by loading.py once the weights are in memory; all TP ranks run them together, stages apart from each other.
 """
 
+import numpy as np
 import torch
 
 from tandem.configs.schema import EngineSettings
@@ -17,11 +18,12 @@ from tandem.workers.rank.row_table import RowTable
 from tandem.workers.sampling.sampler import sample
 
 
-def fullest_plan(rows: int, max_num_tokens: int, max_model_len: int, block_size: int) -> StepPlan:
-    """A plan that spends the budget of tokens on equal chunks of `rows` rows, each at the end of the longest context.
-    All blocks of a context are the few that its chunk would fill."""
+def fullest_plan(rows: int, max_num_tokens: int, max_model_len: int, block_size: int, max_drafts: int = 0) -> StepPlan:
+    """A plan that spends the budget of tokens on equal chunks of `rows` rows, each at the end of the longest context,
+    with up to max_drafts of them as drafts. All blocks of a context are the few that its chunk would fill."""
     rows = min(rows, max_num_tokens)
     length = min(max_num_tokens // rows, max_model_len)
+    drafts = min(max_drafts, length - 1)
     own, all_blocks = (-(-tokens // block_size) for tokens in (length, max_model_len))
     blocks = [place % own for place in range(all_blocks)]
     sampling = RowSampling(temperature=1.0, top_p=0.9)
@@ -30,14 +32,17 @@ def fullest_plan(rows: int, max_num_tokens: int, max_model_len: int, block_size:
         new_rows=[
             RowInit(
                 row=row,
-                token_ids=[0] * max_model_len,
-                prompt_len=max_model_len,
+                token_ids=[0] * (max_model_len - drafts),
+                prompt_len=max_model_len - drafts,
                 num_computed=max_model_len - length,
                 sampling=sampling,
             )
             for row in range(rows)
         ],
-        work=[RowWork(row=row, num_tokens=length, samples=True, new_block_ids=blocks) for row in range(rows)],
+        work=[
+            RowWork(row=row, num_tokens=length - drafts, samples=True, new_block_ids=blocks, max_drafts=drafts)
+            for row in range(rows)
+        ],
     )
 
 
@@ -60,12 +65,12 @@ def run_fullest_steps(
     heads, head_dim = decoder.num_local_kv_heads, decoder.head_dim
     used_bytes = 0
     for rows in (scheduler.max_num_seqs, 1):
-        plan = fullest_plan(rows, scheduler.max_num_batched_tokens, max_model_len, size)
+        plan = fullest_plan(rows, scheduler.max_num_batched_tokens, max_model_len, size, settings.max_drafts)
         num_blocks = 1 + max(plan.work[0].new_block_ids)
         kv = KVCache.allocate(decoder.num_local_layers, num_blocks, size, heads, head_dim, kv_dtype, platform)
         table = RowTable(len(plan.work), max_model_len, size, vocab_size)
         table.apply(plan)
-        batch = build_batch(plan, table, platform)
+        batch = build_batch(plan, table, platform, np.array([work.max_drafts for work in plan.work]))
         hidden_TH = None
         if not context.is_first_stage:
             hidden_TH = torch.zeros(batch.forward.num_tokens, hidden_size, dtype=dtype, device=platform.device)

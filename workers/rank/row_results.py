@@ -25,13 +25,19 @@ def row_results(
 
 
 def _result_of(outcome: Accepted, sampled: Sampled, errors: Mapping[int, str]) -> RowResult:
+    """The tokens up to the first that could not be sampled, and why."""
     own = slice(outcome.first, outcome.first + outcome.count)
     error = errors.get(outcome.row)
-    if error is None and any(sampled.failed[own]):
-        error = next(sampled.reasons[place] for place in range(own.start, own.stop) if sampled.failed[place])
     if error is not None:
         return RowResult(row=outcome.row, token_ids=[], error=error, num_drafts=outcome.num_drafts)
+    if any(sampled.failed[own]):
+        own = slice(own.start, sampled.failed.index(True, own.start))
+        error = sampled.reasons[own.stop]
     entries = [entry for entry in sampled.logprobs[own] if entry is not None]
     return RowResult(
-        row=outcome.row, token_ids=sampled.token_ids[own], logprobs=entries or None, num_drafts=outcome.num_drafts
+        row=outcome.row,
+        token_ids=sampled.token_ids[own],
+        logprobs=entries or None,
+        error=error,
+        num_drafts=outcome.num_drafts,
     )

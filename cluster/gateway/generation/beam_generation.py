@@ -94,6 +94,7 @@ class BeamGeneration(Generation):
             sampling=search.sampling(beam),
             resume_token_ids=[list(beam.token_ids)] if beam.token_ids else [],
             begun=part.is_begun,
+            deadline_s=None if part.is_begun else part.request.deadline_s,
         )
         choice = ChoiceText(_NoText(), request.sampling, include_stop=False, eos_token_ids=frozenset())
         one = RequestPart(request=request, choices=[choice], first_choice=0, is_begun=part.is_begun)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection
 from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.generation.quarantine import Convicted
 from tandem.cluster.wire.token_channel import GROUP_ENDED, GROUP_LOST, GROUP_UNUSABLE
-from tandem.workers.engine.probation import PROBATION_TOKENS
 from tandem.workers.messages.errors import RequestRefused
 from tandem.workers.messages.request import Ended
 
@@ -24,9 +23,11 @@ MOST_REFUSALS = 3
 
 
 class Failover:
-    """The history of one prompt. is_suspect: it runs alone at first. avoid: groups that have refused it or end."""
+    """The history of one prompt. probation_tokens: see probation.py. is_suspect: it runs alone at first. avoid: groups
+    that have refused it or end."""
 
-    def __init__(self) -> None:
+    def __init__(self, probation_tokens: int) -> None:
+        self._probation_tokens = probation_tokens
         self.is_suspect = False
         self.avoid: tuple[str, ...] = ()
         self._losses = 0
@@ -43,7 +44,7 @@ class Failover:
             self.avoid += (ended.group,)
         if part.has_new_tokens:
             self._unserved = 0
-        if part.is_past(PROBATION_TOKENS):
+        if part.is_past(self._probation_tokens):
             self.is_suspect, self._is_excused, self._losses = False, True, 0
         if code == GROUP_LOST:
             self._note_loss(part, ended)

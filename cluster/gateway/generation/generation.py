@@ -216,7 +216,7 @@ class Generation:
     async def _attempts(self, part: RequestPart) -> None:
         """Attempts of one request, until its last delta has come or nobody wants it any more. Raises when no group may
         try it again."""
-        failover = Failover()
+        failover = Failover(self._shared.probation_tokens)
         while not self._closing.is_set():
             ended = await self._attempt(part, failover)
             if ended is None or part.is_complete or part.open_choices == 0:  # or the text of each choice has ended

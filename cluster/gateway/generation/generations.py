@@ -13,6 +13,7 @@ from tandem.cluster.gateway.http.gateway_metrics import Alone, GatewayMetrics, P
 from tandem.cluster.gateway.http.tasks import TaskOwner
 from tandem.cluster.tenants.billing_record import Ledger
 from tandem.cluster.tenants.tenant_admission import Tenancy
+from tandem.workers.engine.probation import PROBATION_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class GatewayTimes:
 class Generations:
     """queue_timeout_s: how long a request waits for its first step; None: without a group as long as dispatch says,
     in a queue for ever. max_answer_bytes: memory of an answer that is not streamed. adapters: None when none are
-    served; adapter_roots: where clients may load from."""
+    served; adapter_roots: where clients may load from. probation_tokens: how far a suspect must come to be none."""
 
     dispatch: Dispatch
     tenancy: Tenancy
@@ -46,5 +47,6 @@ class Generations:
     peers: Peers = field(default_factory=Alone)
     adapters: AdapterService | None = None
     adapter_roots: tuple[str, ...] = ()
+    probation_tokens: int = PROBATION_TOKENS
     clock: Callable[[], float] = time.monotonic
     wall_clock: Callable[[], float] = time.time

@@ -411,7 +411,7 @@ class FakeExecutor:
         for draft in [*drafts, None]:
             result = self._sample(number, row, chain[row.computed - 1])
             if result.error is not None:
-                return RowResult(row=number, token_ids=[], error=result.error, num_drafts=len(drafts))
+                return RowResult(row=number, token_ids=tokens, error=result.error, num_drafts=len(drafts))
             tokens += result.token_ids
             if result.token_ids != [draft]:
                 break

@@ -3,10 +3,21 @@
 from itertools import pairwise
 
 import pytest
-from builders import assert_as_expected, harness, request
+from builders import assert_as_expected, expected, harness, request
 from fake_tiers import TierPlan
 
-from tandem.workers.engine.base.drafting import FIRST_PAUSE, LONGEST_PAUSE, Drafting, DraftRecord, StepLine
+from tandem.configs.options import MAX_DRAFTS
+from tandem.workers.attention.cpu_paged import DECODE_QUERIES
+from tandem.workers.engine.base.drafting import (
+    EMPTY_STEPS,
+    FIRST_PAUSE,
+    LONGEST_EMPTY_PAUSE,
+    LONGEST_PAUSE,
+    Drafting,
+    DraftRecord,
+    StepLine,
+)
+from tandem.workers.engine.probation import PROBATION_TOKENS, probation_tokens
 from tandem.workers.engine.results import ResultApplier
 from tandem.workers.engine.scheduler import Scheduler
 from tandem.workers.messages.step import RowResult
@@ -145,3 +156,59 @@ def test_drafts_in_flight_that_are_forgotten_are_caught(monkeypatch: pytest.Monk
     monkeypatch.setattr(Scheduler, "_grow", defective)
     with pytest.raises(AssertionError):
         all_kinds_of_histories()
+
+
+def test_a_budget_for_nothing_pauses_shortly_and_a_guess_ends_that() -> None:
+    drafting, record = measured(0.01, 0.001), DraftRecord()
+    asked = []
+    for length in range(400):
+        if drafting.budget(record, length, 1):
+            asked.append(length)
+            drafting.observe_none(record, length)
+    gaps = [later - earlier for earlier, later in pairwise(asked)]
+    assert gaps[: EMPTY_STEPS - 1] == [1] * (EMPTY_STEPS - 1) and max(gaps) == LONGEST_EMPTY_PAUSE
+    drafting.observe(record, MOST, 2)
+    assert record.num_empty == 0
+
+
+def test_drafts_leave_half_of_a_step_to_prefills() -> None:
+    """Rows that decode with many drafts, and more requests than fit at once: these get their rows soon."""
+    h = harness(drafts=16, num_blocks=400, max_num_seqs=8, max_num_batched_tokens=32)
+    h.add(*(request(f"a{i}", 4, 60) for i in range(2)))
+    for _ in range(4):
+        h.step()
+    h.add(*(request(f"b{i}", 4, 4) for i in range(6)))
+    h.step()
+    plan = h.executor.plans[-1]
+    assert sum(work.max_drafts for work in plan.work) <= 16 and len(plan.new_rows) >= 3
+    h.run()
+
+
+def test_a_request_on_probation_has_no_drafts_and_comes_further() -> None:
+    h = harness(drafts=4, num_blocks=200)
+    h.executor.proposes = lambda context: (4, 4)
+    h.add(request("suspect", 4, 40, suspect=True), request("other", 4, 40))
+    h.step()
+    seq = h.engine._requests["suspect"].sequences[0]
+    while h.engine._scheduler.alone is not None:
+        h.step()
+        last = h.executor.plans[-1]
+        if seq.row in [work.row for work in last.work] and h.engine._scheduler.alone is not None:
+            assert [work.max_drafts for work in last.work] == [0]
+    assert h.engine._requests["suspect"].sequences[0].num_output >= probation_tokens(4) > PROBATION_TOKENS
+    h.run()
+
+
+def test_tokens_before_an_error_behind_drafts_are_delivered() -> None:
+    bad = request("bad", 5, 20)
+    h = harness(drafts=4, fail_at=frozenset({(bad.sampling.seed, 0, 7)}))
+    h.executor.proposes = lambda context: (4, 4)
+    h.add(bad)
+    h.run()
+    tokens, _ = expected(bad, 0, 512)
+    assert h.sink.tokens["bad", 0] == tokens[:7] and h.sink.reasons["bad", 0] == "error"
+    assert h.sink.ends["bad"].usage.completion_tokens == 7
+
+
+def test_the_decode_kernel_takes_a_token_and_all_its_drafts() -> None:
+    assert 1 + MAX_DRAFTS <= DECODE_QUERIES

@@ -111,7 +111,8 @@ def test_tn_06_a_flood_leaves_the_other_tenant_its_first_tokens(mode):
     solo = first_token_waits(FairQueue, mode, 0)
     for max_queued in (100_000, 40):
         beside = first_token_waits(FairQueue, mode, 120, max_queued)
-        assert p95(beside) <= (3 if "stages" in mode else 2) * p95(solo), (max_queued, p95(solo), p95(beside))
+        times = 3 if {"stages", "drafts"} & set(mode) else 2  # drafts make the solo ones faster too
+        assert p95(beside) <= times * p95(solo), (max_queued, p95(solo), p95(beside))
 
 
 def test_arrival_order_would_not_withstand_the_flood():

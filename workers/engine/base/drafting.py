@@ -17,6 +17,8 @@ AGAIN_DRAFTS, AGAIN_ACCEPTED = 4.0, 1.0
 """The same after a pause."""
 OLDER = 0.9
 """Weight of a sequence's earlier drafts with each new step."""
+EMPTY_STEPS, LONGEST_EMPTY_PAUSE = 4, 16
+"""Steps without a guess before a pause, and the longest such pause in output tokens."""
 FIRST_PAUSE, LONGEST_PAUSE = 16, 1024
 """Output tokens without drafts after they have not paid."""
 
@@ -24,12 +26,14 @@ FIRST_PAUSE, LONGEST_PAUSE = 16, 1024
 @dataclass(slots=True, eq=False)
 class DraftRecord:
     """What became of one sequence's drafts. num_drafts, num_accepted: with weights that fade. resume_at: the number of
-    the sequence's tokens from which it drafts again; pause: the last pause, in tokens."""
+    the sequence's tokens from which it drafts again; pause: the last pause, in tokens. num_empty: steps in a row for
+    which nothing was guessed."""
 
     num_drafts: float = PRIOR_DRAFTS
     num_accepted: float = PRIOR_ACCEPTED
     resume_at: int = 0
     pause: int = 0
+    num_empty: int = 0
 
     @property
     def acceptance(self) -> float:
@@ -98,6 +102,7 @@ class Drafting:
         """Counts what became of a row's drafts in a step."""
         if not num_drafts:
             return
+        record.num_empty = 0
         record.num_drafts = OLDER * record.num_drafts + num_drafts
         record.num_accepted = OLDER * record.num_accepted + num_accepted
         if num_accepted == num_drafts:
@@ -106,6 +111,13 @@ class Drafting:
         self._num_draft_tokens += num_drafts
         for position in range(num_accepted):
             self._accepted[position] += 1
+
+    def observe_none(self, record: DraftRecord, num_tokens: int) -> None:
+        """Notes that nothing was guessed for a sequence of num_tokens tokens: a budget for nothing holds blocks, and on
+        a GPU the step before. After some such steps it pauses shortly, the longer the more there were."""
+        record.num_empty += 1
+        if record.num_empty >= EMPTY_STEPS:
+            record.resume_at = num_tokens + min(record.num_empty, LONGEST_EMPTY_PAUSE)
 
     def stats(self) -> DraftStats:
         """Returns a frozen copy of all counts."""
