@@ -24,7 +24,7 @@ class TokenGaps:
         self._since_s = now_s
         self._rows = 0
 
-    def add(self, since_s: float, num_tokens: int) -> None:
+    def add(self, since_s: float, num_tokens: int = 1) -> None:
         """Counts a row's gap; several tokens share it."""
         if num_tokens > 1:
             self._histogram.observe((self._now_s - since_s) / num_tokens, num_tokens)

@@ -143,7 +143,7 @@ def test_the_request_ends_with_its_last_choice():
 
 
 def test_a_row_that_failed_ends_its_request_and_is_found_no_more():
-    for result, error in ((row(9, error="broken"), "broken"), (row(), "the ranks returned no token")):
+    for result, error in ((row(error="broken"), "broken"), (row(), "the ranks returned no token")):
         r = Rig(n=3)
         over, first, second = r.state.sequences
         assert not r.applier.finish(over, "abort")
