@@ -135,6 +135,7 @@ def check_the_bill(service: Service, step_log: Path, tenant: str, count: int) ->
     began_s = time.monotonic()
     hang_up_together(service, key, begun, count)
     wait_for(lambda: service.get("/load").json()["http_requests_in_hand"] == 0, WAIT_S, "all have left")
+    wait_for(lambda: service.metric("gateway_requests_open") == 0, WAIT_S, "all are settled")
 
     def billed() -> list[BillingRecord]:
         rows = [row for row in bill(service, tenant) if row.prompt_tokens]

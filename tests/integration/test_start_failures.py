@@ -118,7 +118,7 @@ def test_a_bad_config_file(tmp_path: Path) -> None:
     assert "tensor_paralel_size" in text and "tensor_parallel_size" in text
 
 
-@pytest.mark.parametrize("flag", ["--quantization", "--speculative-config", "--no-such-flag"])
+@pytest.mark.parametrize("flag", ["--quantization", "--no-such-flag"])
 def test_a_flag_that_does_not_exist_is_refused(flag: str) -> None:
     assert flag in refused("demo", flag, "x")
 
@@ -134,7 +134,7 @@ def test_help_shows_groups_and_defaults() -> None:
         "Default: 64",
     ):
         assert words in text
-    for absent in ("--quantization", "--speculative-config"):
+    for absent in ("--quantization",):
         assert absent not in text
 
 

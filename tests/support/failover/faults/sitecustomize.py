@@ -67,7 +67,7 @@ def change_runner(module: Any) -> None:
             return bool((positions_T == hold["position"]).any())
         return hold["point"] == "step"
 
-    def run_or_fail(self: Any, batch: Any, kv: Any) -> Any:
+    def run_or_fail(self: Any, plan: Any, batch: Any, *rest: Any) -> Any:
         forward = batch.forward
         spoiled.clear()
         holder.reach("step", lambda hold: is_held(hold, forward.positions_T))
@@ -84,7 +84,7 @@ def change_runner(module: Any) -> None:
                 last = forward.query_starts[1:].long() - 1  # of each row
                 rows = torch.searchsorted(last, places)
                 spoiled.extend(torch.nonzero(torch.isin(forward.logits_rows_S, last[rows])).flatten().tolist())
-        return run(self, batch, kv)
+        return run(self, plan, batch, *rest)
 
     def sample_spoiled(output: Any, *args: Any, **kwargs: Any) -> Any:
         output[spoiled] = float("nan")
