@@ -115,7 +115,8 @@ class Launcher:
     def _start(self) -> None:
         with self._phase("checks"):
             self._check()
-            folder = PrivateFolder()
+            with self._signals.held():
+                folder = PrivateFolder()
             os.chdir("/")  # Ray's workers import from their driver's folder first: a user's may hold a redis.py
         with self._phase("redis", None if self._settings.redis.url is not None else "starting Redis ..."):
             url = self._start_redis(folder.redis)
