@@ -50,6 +50,7 @@ GATEWAY_KEYS = (
     "usage_rows",
     "max_text_bytes",
     "metrics_prefix",
+    "per_request_spec_decode_metrics",
     "queue_timeout",
 )
 PORT_KEYS = ("host", "port", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs")

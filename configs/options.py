@@ -8,7 +8,15 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from tandem.configs.schema import Auth, BatchingPolicyName, Device, DType, KVCacheDType, SpeculativeSettings
+from tandem.configs.schema import (
+    Auth,
+    BatchingPolicyName,
+    Device,
+    DType,
+    KVCacheDType,
+    SpecDecodeMetrics,
+    SpeculativeSettings,
+)
 
 Check = Callable[[Any], bool]
 
@@ -251,6 +259,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("metrics_prefix", "gateway.metrics_prefix", str, HTTP,
            "Prefix of metric names, before a colon. vllm: the names that vLLM's dashboards expect.",
            _metric_name, "letters, digits, _ and :, and no digit first"),
+    Option("per_request_spec_decode_metrics", "gateway.per_request_spec_decode_metrics", SpecDecodeMetrics, HTTP,
+           "What an answer with one choice reports of its draft tokens, in metrics.speculative_decoding as in vLLM. "
+           "summary: rates and histograms. detailed: each step too. Default: none."),
     Option("redis_url", "redis.url", str, COORDINATION,
            "redis://, rediss:// or unix:// URL of the Redis to use, or env:NAME or file:PATH that hold it. Default: a "
            "private one is started.", secret=True),

@@ -12,6 +12,7 @@ DType = Literal["auto", "bfloat16", "float16", "float32"]
 KVCacheDType = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "int8"]
 Device = Literal["cpu", "cuda"]
 Auth = Literal["required", "open"]
+SpecDecodeMetrics = Literal["none", "summary", "detailed"]
 NGRAM_TOKENS = 5
 BatchingPolicyName = Literal["continuous", "dynamic", "static"]
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -154,7 +155,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     8 bytes for each token of the context if that is more. max_bodies_bytes: of all requests whose answers have not
     begun (503). max_answer_bytes: roughly what an answer that is not streamed may take in memory (413). ssl_cert_reqs:
     0 no certificate of clients is asked for, 1 one that is sent is checked, 2 it is required; None: 2 with
-    ssl_ca_certs, else 0."""
+    ssl_ca_certs, else 0. per_request_spec_decode_metrics: what answers report of their draft tokens."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -185,6 +186,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_text_bytes: int | None = None
     max_answer_bytes: int = 64 * 2**20
     metrics_prefix: str = "tandem"
+    per_request_spec_decode_metrics: SpecDecodeMetrics = "none"
 
     @property
     def is_local(self) -> bool:

@@ -26,8 +26,8 @@ class TextServices:
     """From bodies to prompts and from tokens to answers, for one model. settings: the limits of bodies and texts.
     model_names: all names of the base, at least one. chat_template: None when the model has none. max_model_len:
     tokens. vocab_size: the model's, which may be more than the tokenizer's. extra_stop_token_ids: see
-    extra_stop_token_ids(). pooling: how embeddings are made. created_s: Unix time. random_seed: the seed of a request
-    that gives none."""
+    extra_stop_token_ids(). pooling: how embeddings are made. max_drafts: draft tokens of a step, 0 without speculative
+    decoding. created_s: Unix time. random_seed: the seed of a request that gives none."""
 
     settings: GatewaySettings
     model_names: tuple[str, ...]
@@ -39,6 +39,7 @@ class TextServices:
     extra_stop_token_ids: tuple[int, ...]
     pooling: PoolingFacts
     workers: TextWorkers
+    max_drafts: int = 0
     fingerprint: str = "tandem"
     created_s: int = field(default_factory=lambda: int(time.time()))
     random_seed: Callable[[], int] = lambda: secrets.randbits(63)

@@ -58,6 +58,7 @@ def build_text_services(settings: ServiceSettings, metrics: GatewayMetrics) -> T
         extra_stop_token_ids=extra_stop_token_ids(tokenizer, frozenset(eos_token_ids(folder, spec))),
         pooling=pooling_facts(settings.engine),
         workers=TextWorkers(meter=metrics),
+        max_drafts=settings.engine.max_drafts,
         fingerprint=f"tandem-{model.revision or folder.name}"[:64],
     )
 

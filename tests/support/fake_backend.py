@@ -101,11 +101,13 @@ class FakeStream:
 
 @dataclass
 class FakeBackend:
-    """See the module. `step_s` None: as fast as the loop turns; manual: only `step()` advances."""
+    """See the module. `step_s` None: as fast as the loop turns; manual: only `step()` advances. num_drafts: those of
+    every step, of which all tokens of the step but one are accepted ones."""
 
     script: Script = echo_script
     eos_token_ids: frozenset[int] = frozenset()
     tokens_per_step: int = 1
+    num_drafts: int | None = None
     step_s: float | None = None
     manual: bool = False
     is_ready: bool = True
@@ -264,6 +266,7 @@ class FakeBackend:
             stop_reason=stop_id,
             usage=self.usage(stream) if last else None,
             error="the fake model failed" if reason == "error" else None,
+            drafts=(self.num_drafts, len(ids) - 1) if self.num_drafts is not None and ids else None,
         )
 
     def _logprobs(

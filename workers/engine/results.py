@@ -11,7 +11,7 @@ from tandem.workers.engine.base.stats import Collector, Histogram
 from tandem.workers.engine.blocks.block_manager import BlockManager
 from tandem.workers.engine.in_flight_step import InFlightStep
 from tandem.workers.engine.scheduler import Scheduler
-from tandem.workers.messages.request import FinishReason, PromptLogprobs, TokenDelta
+from tandem.workers.messages.request import FinishReason, PromptLogprobs, TokenDelta, Usage
 from tandem.workers.messages.step import RowResult, RowWork, StepResult
 
 
@@ -138,7 +138,9 @@ class ResultApplier:
         """Takes the sampled token of one row, and those behind its accepted drafts."""
         tokens, request = seq.tokens, seq.state.request
         position = len(tokens) - seq.prompt_len
+        drafts: tuple[int, int] | None = None
         if row.num_drafts:
+            drafts = row.num_drafts, len(row.token_ids) - 1
             row = self._accept_drafts(seq, row)
         tokens += row.token_ids
         token = tokens[-1]
@@ -152,15 +154,13 @@ class ResultApplier:
             self._manager.commit(seq.table, tokens, seq.num_computed)
         if len(seq.state.sequences) > 1:
             self._release_forks(seq)
+        reason: FinishReason | None = None
         if len(tokens) >= seq.max_len or token in seq.stop_ids:
-            reason: FinishReason | None = None
             if token in seq.stop_ids and len(tokens) >= seq.min_len:
                 reason = "stop"
             elif len(tokens) >= seq.max_len:
                 reason = "length"
-            if reason is not None:
-                deltas.append(self._last_delta(seq, row, position, reason, ended))
-                return
+        stop_reason, usage = (None, None) if reason is None else self._end(seq, token, reason, ended)
         deltas.append(
             TokenDelta(
                 request_id=request.request_id,
@@ -169,6 +169,10 @@ class ResultApplier:
                 first_position=position,
                 token_ids=row.token_ids,
                 logprobs=row.logprobs,
+                finish_reason=reason,
+                stop_reason=stop_reason,
+                usage=usage,
+                drafts=drafts,
             )
         )
 
@@ -251,24 +255,15 @@ class ResultApplier:
             )
         )
 
-    def _last_delta(
-        self, seq: Sequence, row: RowResult, position: int, reason: FinishReason, ended: list[RequestState]
-    ) -> TokenDelta:
-        state, token = seq.state, row.token_ids[-1]
-        last = self.finish(seq, reason)
-        if last:
-            ended.append(state)
-        return TokenDelta(
-            request_id=state.request.request_id,
-            attempt=state.request.attempt,
-            choice=seq.choice,
-            first_position=position,
-            token_ids=row.token_ids,
-            logprobs=row.logprobs,
-            finish_reason=reason,
-            stop_reason=token if reason == "stop" and not self._is_eos(seq, token) else None,
-            usage=state.usage() if last else None,
-        )
+    def _end(
+        self, seq: Sequence, token: int, reason: FinishReason, ended: list[RequestState]
+    ) -> tuple[int | None, Usage | None]:
+        """Ends a choice with its last token; returns the stop token id to name, and the bill if it was the last."""
+        is_last = self.finish(seq, reason)
+        if is_last:
+            ended.append(seq.state)
+        named = token if reason == "stop" and not self._is_eos(seq, token) else None
+        return named, seq.state.usage() if is_last else None
 
     def _is_eos(self, seq: Sequence, token: int) -> bool:
         return token in self._eos and not seq.state.request.sampling.ignore_eos

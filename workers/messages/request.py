@@ -206,7 +206,8 @@ class TokenDelta(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only
     cached_tokens: set in a delta without tokens that tells that the request has got its first row, so that its prompt
     is billed from now on: the prompt tokens whose KV was found. embedding: of a request with a Pool, in its last delta:
     the components as float32, little-endian. prompt_logprobs: of a request that asks for them, in deltas without tokens
-    that come before the first token; `choice` is the one that computes the prompt for all.
+    that come before the first token; `choice` is the one that computes the prompt for all. drafts: (guessed, accepted)
+    draft tokens of the step, if its row had any; accepted ones behind the end of the choice are counted, not sent.
     """
 
     request_id: str
@@ -222,6 +223,7 @@ class TokenDelta(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only
     cached_tokens: int | None = None
     embedding: bytes | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    drafts: tuple[int, int] | None = None
 
 
 class DeltaBatch(msgspec.Struct, frozen=True, array_like=True, tag="deltas"):

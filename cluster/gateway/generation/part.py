@@ -11,6 +11,7 @@ from typing import Protocol
 import msgspec
 
 from tandem.cluster.gateway.generation.dispatch import Attempt
+from tandem.cluster.gateway.generation.draft_acceptance import DraftAcceptance
 from tandem.workers.messages.request import Ended, FinishReason, GenerationRequest, PromptLogprobs, TokenDelta, Usage
 from tandem.workers.text.choice_text import TextDelta
 
@@ -45,7 +46,8 @@ class RequestPart:
     its cache. is_complete: the last delta has come. has_row: the present attempt has a row. is_aborted: an abort was
     sent in the present attempt. before: by choice, tokens delivered before the present attempt. unserved_since_s: since
     when each attempt has failed at once and without a row; None: the last one did not. num_prompt_logprobs: prompt
-    tokens whose log probabilities have been delivered. on_step receives what is new.
+    tokens whose log probabilities have been delivered. acceptance: counts draft tokens of all groups, if asked for.
+    on_step receives what is new.
     news: set by whatever its owner waits for.
     """
 
@@ -64,6 +66,7 @@ class RequestPart:
     on_step: Callable[[list[TokenDelta]], None] = lambda deltas: None
     news: asyncio.Event = field(default_factory=asyncio.Event)
     num_prompt_logprobs: int = 0
+    acceptance: DraftAcceptance | None = None
     delivered: list[list[int]] = field(init=False)
     finished: list[bool] = field(init=False)
     before: list[int] = field(init=False)
@@ -141,6 +144,8 @@ class RequestPart:
             self.finished[delta.choice] |= trimmed.finish_reason is not None
             if trimmed.usage is not None:
                 self._settle(trimmed.usage)
+            if self.acceptance is not None and trimmed.drafts is not None:
+                self.acceptance.add(*trimmed.drafts)
         return trimmed
 
     def _scores(self, delta: TokenDelta, got: PromptLogprobs) -> TokenDelta | None:

@@ -4,7 +4,7 @@ Streaming is the hot path: what is constant in a chunk is serialized once per an
 Tokens come only in TextDeltas.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,6 +15,8 @@ from tandem.workers.text.choice_text import TextDelta
 from tandem.workers.text.detokenizer import DetokenizerFactory
 
 _encode = msgspec.json.Encoder().encode
+Metrics = Callable[[], dict[str, Any]] | None
+"""Makes the object `metrics` beside `usage`; None: answers have none."""
 
 
 class AnswerHead(NamedTuple):
@@ -49,7 +51,7 @@ class ChunkCounts:
 
 
 class ChatFormat:
-    """chat.completion and chat.completion.chunk. counts: None where chunks have no usage."""
+    """chat.completion and chat.completion.chunk. counts: None where chunks have no usage. metrics: see Metrics."""
 
     def __init__(
         self,
@@ -60,12 +62,16 @@ class ChatFormat:
         counts: ChunkCounts | None = None,
         prompt_ids: list[int] | None = None,
         with_prompt_logprobs: bool = False,
+        metrics: Metrics = None,
     ) -> None:
         self._formatter = TokenFormatter(detokenizers)
         self._head = head
         self._prompt_ids = prompt_ids
         self._with_prompt_logprobs = with_prompt_logprobs
-        self._frame = ChunkFrame(head, "chat.completion.chunk", with_usage, counts, with_ids=prompt_ids is not None)
+        self._metrics = metrics
+        self._frame = ChunkFrame(
+            head, "chat.completion.chunk", with_usage, counts, metrics, with_ids=prompt_ids is not None
+        )
 
     def whole(self, choices: Sequence[ChoiceAnswer], usage: Usage) -> bytes:
         entries = []
@@ -79,7 +85,7 @@ class ChatFormat:
         extra: dict[str, Any] = {"prompt_token_ids": self._prompt_ids} if self._prompt_ids is not None else {}
         if self._with_prompt_logprobs:
             extra["prompt_logprobs"] = self._formatter.prompt(choices[0].prompt_logprobs)
-        return _whole(self._head, "chat.completion", entries, usage, extra)
+        return _whole(self._head, "chat.completion", entries, usage, {**extra, **_shown(self._metrics)})
 
     def opening(self, index: int) -> bytes:
         ids = b',"prompt_token_ids":' + _encode(self._prompt_ids) if self._prompt_ids is not None else b""
@@ -99,7 +105,7 @@ class ChatFormat:
 
 class CompletionFormat:
     """text_completion, streamed or not. `echo` and `prompt_ids`: per choice, if asked for; echo_ids: prompt_ids
-    where the log probabilities cover the prompt too. counts: as in ChatFormat."""
+    where the log probabilities cover the prompt too. counts, metrics: as in ChatFormat."""
 
     def __init__(
         self,
@@ -113,16 +119,18 @@ class CompletionFormat:
         echo_ids: Sequence[list[int]] | None = None,
         skip_special_tokens: bool = True,
         with_prompt_logprobs: bool = False,
+        metrics: Metrics = None,
     ) -> None:
         self._detokenizers = detokenizers
         self._echo_ids = echo_ids
         self._skip_special_tokens = skip_special_tokens
         self._with_prompt_logprobs = with_prompt_logprobs
+        self._metrics = metrics
         self._formatter = TokenFormatter(detokenizers)
         self._head = head
         self._prompt_ids = prompt_ids
         self._echo = echo
-        self._frame = ChunkFrame(head, "text_completion", with_usage, counts, with_ids=prompt_ids is not None)
+        self._frame = ChunkFrame(head, "text_completion", with_usage, counts, metrics, with_ids=prompt_ids is not None)
 
     def whole(self, choices: Sequence[ChoiceAnswer], usage: Usage) -> bytes:
         entries = []
@@ -140,7 +148,7 @@ class CompletionFormat:
                 entry["token_ids"] = choice.token_ids
                 entry["prompt_token_ids"] = self._prompt_ids[choice.index]
             entries.append(entry)
-        return _whole(self._head, "text_completion", entries, usage, {})
+        return _whole(self._head, "text_completion", entries, usage, _shown(self._metrics))
 
     def _echoed(self, choice: ChoiceAnswer, shown: dict[str, Any]) -> dict[str, Any]:
         """The lists of the prompt, whose first token has no log probability, before those of the output."""
@@ -180,7 +188,14 @@ class ChunkFrame:
     choice's `"delta":...` or `"text":...`."""
 
     def __init__(
-        self, head: AnswerHead, kind: str, with_usage: bool, counts: ChunkCounts | None, *, with_ids: bool
+        self,
+        head: AnswerHead,
+        kind: str,
+        with_usage: bool,
+        counts: ChunkCounts | None,
+        metrics: Metrics,
+        *,
+        with_ids: bool,
     ) -> None:
         constant = _encode(_head_fields(head, kind))[:-1]  # lacks its closing brace
         self._with_ids = with_ids
@@ -188,6 +203,7 @@ class ChunkFrame:
         self._usage_start = b"data: " + constant + b',"choices":[],"usage":'
         self._tail = b',"usage":null}\n\n' if with_usage else b"}\n\n"
         self._counts = counts
+        self._metrics = metrics
 
     def chunk(self, index: int, content: bytes, logprobs: dict[str, Any] | None, addition: TextDelta) -> bytes:
         """One addition; b"" when there is nothing to show. The end comes with the last text, if any."""
@@ -222,7 +238,8 @@ class ChunkFrame:
 
     def usage_chunk(self, usage: Usage) -> bytes:
         """The chunk with the bill and no choices."""
-        return self._usage_start + _encode(usage_object(usage)) + b"}\n\n"
+        metrics = b"" if self._metrics is None else b',"metrics":' + _encode(self._metrics())
+        return self._usage_start + _encode(usage_object(usage)) + metrics + b"}\n\n"
 
 
 class TokenFormatter:
@@ -307,6 +324,10 @@ def _entry(choice: ChoiceAnswer, content: dict[str, Any], logprobs: dict[str, An
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
     }
+
+
+def _shown(metrics: Metrics) -> dict[str, Any]:
+    return {} if metrics is None else {"metrics": metrics()}
 
 
 def _whole(head: AnswerHead, kind: str, choices: list[dict[str, Any]], usage: Usage, extra: dict[str, Any]) -> bytes:

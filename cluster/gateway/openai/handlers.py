@@ -14,13 +14,14 @@ from starlette.responses import Response
 
 from tandem.cluster.gateway.generation.beam_generation import BeamGeneration
 from tandem.cluster.gateway.generation.delivery import GenerationResponse, TextResponse
+from tandem.cluster.gateway.generation.draft_acceptance import DraftAcceptance
 from tandem.cluster.gateway.generation.generation import Generation
 from tandem.cluster.gateway.generation.generations import Generations
 from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.generation.response_format import ResponseFormat
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.http.body import parse_object, read_body
-from tandem.cluster.gateway.openai.answers import AnswerHead, ChatFormat, ChunkCounts, CompletionFormat
+from tandem.cluster.gateway.openai.answers import AnswerHead, ChatFormat, ChunkCounts, CompletionFormat, Metrics
 from tandem.cluster.gateway.openai.model_lookup import Served, served_model
 from tandem.cluster.gateway.openai.prompts import (
     Asked,
@@ -86,6 +87,7 @@ async def chat_completions(
             counts=_counts(body, parts),
             prompt_ids=prompt.token_ids if body.return_token_ids else None,
             with_prompt_logprobs=body.prompt_logprobs is not None,
+            metrics=_metrics(text, body, parts),
         )
         return _answer(generations, generation, style, body, held, with_logprobs=logprobs is not None)
 
@@ -116,6 +118,7 @@ async def completions(text: TextServices, generations: Generations, request: Req
             echo_ids=prompts if body.echo and body.logprobs is not None else None,
             skip_special_tokens=body.skip_special_tokens is not False,
             with_prompt_logprobs=body.prompt_logprobs is not None,
+            metrics=_metrics(text, body, parts),
         )
         return _answer(generations, generation, style, body, held, with_logprobs=body.logprobs is not None)
 
@@ -237,6 +240,17 @@ def _counts(body: CommonBody, parts: Sequence[RequestPart]) -> ChunkCounts | Non
     if body.stream_options is None or not body.stream_options.continuous_usage_stats:
         return None
     return ChunkCounts([len(part.request.prompt_token_ids) for part in parts for _ in part.choices])
+
+
+def _metrics(text: TextServices, body: CommonBody, parts: Sequence[RequestPart]) -> Metrics:
+    """`metrics` of the answer, where the service reports it: acceptance of drafts, of a single choice only."""
+    level = text.settings.per_request_spec_decode_metrics
+    if level == "none":
+        return None
+    if len(parts) > 1 or len(parts[0].choices) > 1 or body.use_beam_search or not text.max_drafts:
+        return lambda: {"speculative_decoding": None}
+    acceptance = parts[0].acceptance = DraftAcceptance(text.max_drafts, detailed=level == "detailed")
+    return lambda: {"speculative_decoding": acceptance.report()}
 
 
 def _echo_text(text: TextServices, prompt: Prompt, body: CompletionBody) -> str:

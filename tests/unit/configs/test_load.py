@@ -97,6 +97,7 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "queue_timeout": (30, 30.0),
     "shutdown_timeout": (5, 5.0),
     "metrics_prefix": ("vllm", "vllm"),
+    "per_request_spec_decode_metrics": ("summary", "summary"),
     "redis_url": ("redis://h:1", "redis://h:1"),
     "redis_timeout_ms": (20, 20.0),
 }

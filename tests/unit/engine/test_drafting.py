@@ -212,3 +212,16 @@ def test_tokens_before_an_error_behind_drafts_are_delivered() -> None:
 
 def test_the_decode_kernel_takes_a_token_and_all_its_drafts() -> None:
     assert 1 + MAX_DRAFTS <= DECODE_QUERIES
+
+
+def test_each_step_tells_its_drafts_with_its_tokens() -> None:
+    """The sums are those of /metrics, with drafts behind the end of a choice, and where none was guessed."""
+    h = harness(drafts=4, num_blocks=200)
+    h.executor.proposes = lambda context: (context % 5, context % 3)
+    h.add(*(request(f"r{i}", 4 + i, 30 + i) for i in range(4)))
+    h.run()
+    told = [delta.drafts for batch in h.sink.batches for delta in batch if delta.drafts is not None]
+    stats = h.engine._drafting.stats()
+    assert all(0 <= accepted <= guessed and guessed >= 1 for guessed, accepted in told)
+    assert (len(told), sum(g for g, _ in told)) == (stats.num_drafts, stats.num_draft_tokens)
+    assert sum(accepted for _, accepted in told) == stats.num_accepted > 0
