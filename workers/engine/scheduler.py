@@ -32,6 +32,7 @@ from tandem.workers.engine.probation import Probation
 from tandem.workers.engine.step_limit import StepLimit
 from tandem.workers.engine.transfers.lower_tiers import LowerTiers, NoTiers
 from tandem.workers.engine.waiting.batching_policy import NEXT_BATCH, BatchingPolicy, ContinuousBatching
+from tandem.workers.engine.waiting.least_share import gives_way
 from tandem.workers.engine.waiting.max_loras import MaxLorasGate
 from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
 from tandem.workers.messages.step import RowInit, RowWork, StepPlan
@@ -83,6 +84,7 @@ class Scheduler:
         self._next_step = 1
         self._limit = StepLimit(self._budget)
         self._known_failure = 0
+        self._lacks_blocks: Sequence | None = None
         self._undone: set[Sequence] = set()
         self._probation = Probation(waiting, 0 if drafting is None else drafting.most)
 
@@ -171,6 +173,8 @@ class Scheduler:
         """Returns a plan for the running sequences that may share it and for those that wait; None without work."""
         self._probation.alternate()
         rolled_back = self._roll_back_rows() if self._undone else []
+        if not self._free_rows or self._lacks_blocks is not None:
+            self._make_way()
         step = InFlightStep(self._next_step)
         preemptions = self.num_preemptions
         prefills = self._schedule_decodes(step)
@@ -393,6 +397,21 @@ class Scheduler:
             seq.num_known, seq.num_drafts = len(seq.tokens), 0
             seq.void_until = self._next_step - 1
 
+    def _make_way(self) -> None:
+        """Preempts a sequence of another tenant if the first in the queue is of one that runs nothing and lacks a row,
+        or blocks. Blocks come free when plans in flight return; until then no more are taken."""
+        first, starved = self.waiting.peek(), self._lacks_blocks
+        self._lacks_blocks = None
+        if first is None or not self._batching.joins_running or self._limit.is_reduced or self.alone is not None:
+            return
+        if self._free_rows and (first is not starved or self._manager.pool.num_pending):
+            return
+        self.charge_running()
+        victim = gives_way(first, self._running, self.waiting.tenants)
+        if victim is not None:
+            self._running.remove(victim)
+            self._preempt(victim)
+
     def _unbind(self, seq: Sequence) -> None:
         self._charge(seq)
         if seq.adapter is not None:
@@ -468,6 +487,7 @@ class Scheduler:
                 continue
             shared = share_prompt(self._manager, step, seq, self._reserve, self.done_step)
             if not shared and not find_prefix(self._manager, step, seq, self._reserve, overlapped):
+                self._lacks_blocks = seq
                 return
             self.waiting.remove(seq)
             if not seq.bound_step:

@@ -21,7 +21,10 @@ NEXT_BATCH = Event(Blocker.BATCH, "next")
 
 
 class BatchingPolicy(Protocol):
-    """Admission beside running requests. One instance for each scheduler."""
+    """Admission beside running requests. One instance for each scheduler. joins_running: a request may join those that
+    run, so that one of these may be preempted for it."""
+
+    joins_running: bool
 
     def begins(self) -> bool:
         """Returns whether a batch begins now: sequences that wait for NEXT_BATCH are to be enqueued again."""
@@ -35,6 +38,8 @@ class BatchingPolicy(Protocol):
 
 class ContinuousBatching:
     """Requests join and leave in every step."""
+
+    joins_running = True
 
     def begins(self) -> bool:
         """Returns False: nobody waits for a batch."""
@@ -53,6 +58,8 @@ class WholeBatches:
     A request with more choices than there are rows is a batch by itself. Whoever finds no room before one of the batch
     has ended waits for the next.
     """
+
+    joins_running = False
 
     def __init__(
         self, num_rows: int, waiting: WaitingQueue, clock: Callable[[], float], max_delay_s: float = 0.0

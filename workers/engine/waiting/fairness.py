@@ -3,7 +3,8 @@
 Virtual token counters (Sheng et al. 2024, "Fairness in Serving Large Language Models"): each tenant's counter grows by
 the cost of its work, divided by its weight; the least counter goes first, then priority, then arrival. A tenant that
 begins to wait is lifted to the least counter of those that wait, so that idling earns nothing. No rows or blocks are
-kept free for a tenant. With one tenant the order is that of arrival. Called by the scheduler; knows no clock.
+kept free for a tenant; one that runs nothing may take those of the tenant served most (least_share.py). With one tenant
+the order is that of arrival. Called by the scheduler; knows no clock.
 """
 
 import heapq
