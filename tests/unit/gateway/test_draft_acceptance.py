@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.cluster.gateway.generation.draft_acceptance import DraftAcceptance
 from tandem.configs.schema import GatewaySettings, SpecDecodeMetrics
+from tandem.workers.speculation.acceptance import DraftAcceptance
 from tests.support.fake_backend import fixed_script
 from tests.support.resuming_backend import ResumingBackend
 from tests.unit.gateway.rig import BOS, EOS, events, gateway
