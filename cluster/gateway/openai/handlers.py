@@ -247,7 +247,7 @@ def _metrics(text: TextServices, body: CommonBody, parts: Sequence[RequestPart])
     level = text.settings.per_request_spec_decode_metrics
     if level == "none":
         return None
-    if len(parts) > 1 or len(parts[0].choices) > 1 or body.use_beam_search or not text.max_drafts:
+    if len(parts) > 1 or len(parts[0].choices) > 1 or body.use_beam_search:
         return lambda: {"speculative_decoding": None}
     acceptance = parts[0].acceptance = DraftAcceptance(text.max_drafts, detailed=level == "detailed")
     return lambda: {"speculative_decoding": acceptance.report()}
