@@ -334,6 +334,11 @@ def _refuse_unused(settings: ServiceSettings, given: Collection[str]) -> None:
             engine.scheduler.batching_policy != "dynamic",
             "needs --batching-policy dynamic",
         ),
+        (
+            ("per_request_spec_decode_metrics",),
+            engine.speculative is None and settings.gateway.per_request_spec_decode_metrics != "none",
+            "needs --speculative-config",
+        ),
         (LORA_SIZES, not engine.lora.enable_lora, "needs --enable-lora"),
         (("seed",), engine.model.load_format != "dummy", "seeds dummy weights; requests have a `seed` of their own"),
         (("cpu_threads",), engine.device.device == "cuda", "is for ranks on CPU"),

@@ -129,9 +129,9 @@ class Bench:
         drafting = self._engines[1]._drafting
         assert drafting is not None
         tokens = sum(acceptance**place for place in range(DRAFTS + 1))
-        plain_s, _ = drafting._line.seconds(self.rows)
-        drafted_s, _ = drafting._line.seconds(self.rows * (1 + DRAFTS))
-        return tokens * plain_s / drafted_s
+        plain, drafted = (drafting.step_seconds(self.rows * tokens) for tokens in (1, 1 + DRAFTS))
+        assert plain is not None and drafted is not None, "no step times were measured"
+        return tokens * plain[0] / drafted[0]
 
 
 def bench_of(model: Path, options: argparse.Namespace, stack: ExitStack) -> tuple[Bench, ModelRunner]:

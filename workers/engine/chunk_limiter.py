@@ -1,6 +1,6 @@
-"""Limits the prefill tokens of a step so that decodes keep their inter-token bound, from measured step times.
+"""Limits the prefill and draft tokens of a step so that decodes keep their inter-token bound, from measured step times.
 
-A step of n prefill tokens takes t(n): at least `base` (a step of decodes alone), then more with n. The smaller of two
+A step of n such tokens takes t(n): at least `base` (a step of decodes alone), then more with n. The smaller of two
 safe estimates counts:
 
     slope   (bound - base) / s, s = (t - base) / n: exact while t is affine, however far below the last chunk
@@ -19,11 +19,11 @@ FIRST_CHUNK = 64
 
 
 class ChunkLimiter(Protocol):
-    """Bound of the prefill tokens in a step that also has decodes."""
+    """Bound of the prefill and draft tokens in a step that also has decodes."""
 
     def limit(self) -> int: ...
 
-    def observe(self, prefill_tokens: int, device_s: float) -> None: ...
+    def observe(self, num_tokens: int, device_s: float) -> None: ...
 
 
 class StepChunkLimiter:
@@ -38,22 +38,22 @@ class StepChunkLimiter:
         self._growth = float(FIRST_CHUNK)
 
     def limit(self) -> int:
-        """Returns the most prefill tokens for the next step; before any measurement, a small first chunk."""
+        """Returns the most such tokens for the next step; before any measurement, a small first chunk."""
         tokens = self._growth
         if self._per_token_s:
             tokens = min(tokens, (self._bound_s - (self._base_s or 0.0)) / self._per_token_s)
         return max(self._min_chunk, min(self._max_chunk, int(tokens)))
 
-    def observe(self, prefill_tokens: int, device_s: float) -> None:
+    def observe(self, num_tokens: int, device_s: float) -> None:
         """Notes one finished step. A chunk well below the limit (a prompt's last one) counts only if it was slow."""
         if device_s <= 0.0:
             return
-        if prefill_tokens == 0:
+        if num_tokens == 0:
             self._base_s = _follow(self._base_s, device_s)
-        elif 2 * prefill_tokens >= self.limit() or device_s > self._bound_s:
-            slope_s = max(0.0, device_s - (self._base_s or 0.0)) / prefill_tokens
+        elif 2 * num_tokens >= self.limit() or device_s > self._bound_s:
+            slope_s = max(0.0, device_s - (self._base_s or 0.0)) / num_tokens
             self._per_token_s = _follow(self._per_token_s, slope_s)
-            self._growth = prefill_tokens * self._bound_s / device_s
+            self._growth = num_tokens * self._bound_s / device_s
 
 
 class NoChunkLimiter:
@@ -65,7 +65,7 @@ class NoChunkLimiter:
     def limit(self) -> int:
         return self._max_chunk
 
-    def observe(self, prefill_tokens: int, device_s: float) -> None:
+    def observe(self, num_tokens: int, device_s: float) -> None:
         """Measures nothing."""
 
 

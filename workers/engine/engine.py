@@ -259,11 +259,14 @@ class Engine:
         step = self._applied = self._in_flight_steps.popleft()
         if result.failure is None:
             deltas, ended = self._results.apply(step, result, now_s)
-            self._chunk_limiter.observe(step.num_prefill_tokens, result.device_s)
             self._costs.observe_step(step.num_prefill_tokens, step.num_decode, result.device_s)
-            if self._drafting is not None and not step.num_prefill_tokens:
+            num_drafts = 0
+            if self._drafting is not None:
                 num_drafts = sum(row.num_drafts for row in result.rows)
-                self._drafting.observe_step(step.num_decode + num_drafts, result.device_s)
+                num_tokens = step.num_decode + step.num_prefill_tokens + num_drafts
+                self._drafting.observe_step(num_tokens, step.num_prefill_tokens, result.device_s)
+            self._chunk_limiter.observe(step.num_prefill_tokens + num_drafts, result.device_s)
+            self._collector.iteration_tokens.observe(step.num_decode + step.num_prefill_tokens + num_drafts)
         else:
             deltas, ended = self._results.undo(step, result.failure)
         self._applied = None
@@ -492,7 +495,6 @@ class Engine:
     def _count_plan(self, step: InFlightStep, now_s: float) -> None:
         collector = self._collector
         collector.steps += 1
-        collector.iteration_tokens.observe(step.num_decode + step.num_prefill_tokens)
         for seq, num_cached in step.admitted:
             state = seq.state
             if not state.admitted:

@@ -180,7 +180,7 @@ class Scheduler:
         prefills = self._schedule_decodes(step)
         budget = self._limit.tokens - step.num_decode - step.num_drafts
         if self._limits_prefill and step.num_decode and (prefills or len(self.waiting)):
-            budget = min(budget, self._chunk_limiter.limit())
+            budget = min(budget, self._chunk_limiter.limit() - step.num_drafts)
         if prefills:
             budget = self._schedule_prefills(step, prefills, budget)
         if budget > 0 and self._free_rows and preemptions == self.num_preemptions:
@@ -305,7 +305,8 @@ class Scheduler:
         rows = len(self._running)
         if self._limit.is_reduced or room == 1 or seq.state is self.alone:
             return 0
-        most = min(room - 1, self._budget // 2 - rows - step.num_drafts)  # half is left for prefills
+        half = min(self._budget // 2 - rows, self._chunk_limiter.limit() // 2)  # the other one is left for prefills
+        most = min(room - 1, half - step.num_drafts)
         return max(0, min(most, self._drafting.budget(seq.drafting, seq.num_known, rows)))
 
     def _grow(self, step: InFlightStep, seq: Sequence, num_drafts: int) -> RowWork | None:

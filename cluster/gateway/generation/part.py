@@ -11,8 +11,8 @@ from typing import Protocol
 import msgspec
 
 from tandem.cluster.gateway.generation.dispatch import Attempt
-from tandem.cluster.gateway.generation.draft_acceptance import DraftAcceptance
 from tandem.workers.messages.request import Ended, FinishReason, GenerationRequest, PromptLogprobs, TokenDelta, Usage
+from tandem.workers.speculation.acceptance import DraftAcceptance
 from tandem.workers.text.choice_text import TextDelta
 
 AT_ONCE_S = 1.0

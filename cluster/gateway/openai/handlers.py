@@ -14,7 +14,6 @@ from starlette.responses import Response
 
 from tandem.cluster.gateway.generation.beam_generation import BeamGeneration
 from tandem.cluster.gateway.generation.delivery import GenerationResponse, TextResponse
-from tandem.cluster.gateway.generation.draft_acceptance import DraftAcceptance
 from tandem.cluster.gateway.generation.generation import Generation
 from tandem.cluster.gateway.generation.generations import Generations
 from tandem.cluster.gateway.generation.part import RequestPart
@@ -49,6 +48,7 @@ from tandem.cluster.gateway.openai.schemas import (
 from tandem.cluster.gateway.services import TextServices
 from tandem.cluster.tenants.tenant import salted
 from tandem.workers.messages.request import GenerationRequest, SamplingParams
+from tandem.workers.speculation.acceptance import DraftAcceptance
 from tandem.workers.text.choice_text import ChoiceText
 from tandem.workers.text.tokenizer import check_token_ids
 
@@ -247,7 +247,7 @@ def _metrics(text: TextServices, body: CommonBody, parts: Sequence[RequestPart])
     level = text.settings.per_request_spec_decode_metrics
     if level == "none":
         return None
-    if len(parts) > 1 or len(parts[0].choices) > 1 or body.use_beam_search or not text.max_drafts:
+    if len(parts) > 1 or len(parts[0].choices) > 1 or body.use_beam_search:
         return lambda: {"speculative_decoding": None}
     acceptance = parts[0].acceptance = DraftAcceptance(text.max_drafts, detailed=level == "detailed")
     return lambda: {"speculative_decoding": acceptance.report()}

@@ -37,19 +37,56 @@ def measured(step_s: float, token_s: float) -> Drafting:
     """A budget that has seen steps of step_s seconds and token_s more for each token."""
     drafting = Drafting(MOST)
     for num_tokens in (1, 6, 2, 4, 1, 6):
-        drafting.observe_step(num_tokens, step_s + token_s * num_tokens)
+        drafting.observe_step(num_tokens, 0, step_s + token_s * num_tokens)
     return drafting
 
 
 def test_the_line_goes_through_the_latest_steps() -> None:
     line = StepLine()
-    assert line.seconds(7) == (0.0, 0.0)
-    line.observe(3, 0.5)
-    assert line.seconds(9) == (pytest.approx(0.5), 0.0), "one size tells no slope"
+    assert not line.is_known
+    for _ in range(100):
+        line.observe(3, 0.5)
+    assert not line.is_known, "one size tells no slope"
     for _ in range(400):
         for num_tokens in (1, 4, 9):
             line.observe(num_tokens, 0.02 + 0.001 * num_tokens)
     assert line.seconds(5) == (pytest.approx(0.025, rel=1e-3), pytest.approx(0.001, rel=1e-2))
+
+
+@pytest.mark.parametrize("num_prefill", [0, 64], ids=["decodes", "prefills in every step"])
+@pytest.mark.parametrize("step_s", [0.0, 0.01], ids=["time of a step", "time of a token"])
+def test_it_switches_off_when_all_steps_are_alike(num_prefill: int, step_s: float) -> None:
+    """From a fresh start: nothing was measured, then steps of one size; drafts are never right."""
+    drafting, record, drafted = Drafting(MOST), DraftRecord(), 0
+    for length in range(600):
+        num_drafts = drafting.budget(record, length, 1)
+        drafted += num_drafts > 0
+        drafting.observe(record, num_drafts, 0)
+        num_tokens = 1 + num_drafts + num_prefill
+        drafting.observe_step(num_tokens, num_prefill, 0.01 + (0.01 - step_s) * num_tokens)
+    assert drafted <= 30, f"{drafted} of 600 steps drafted"
+
+
+def test_steps_of_one_size_are_measured_beside_one_without_drafts() -> None:
+    """Three of five are right in each, and a token takes as long as a step: that does not pay, once it is seen."""
+    drafting, drafted = Drafting(MOST), 0
+    records = [DraftRecord() for _ in range(8)]
+    for length in range(400):
+        budgets = [drafting.budget(record, length, 8) for record in records]
+        for record, num_drafts in zip(records, budgets, strict=True):
+            drafting.observe(record, num_drafts, min(3, num_drafts))
+        drafted += sum(budgets) > 0
+        drafting.observe_step(8 + sum(budgets), 0, 0.0001 + 0.001 * (8 + sum(budgets)))
+    assert drafted <= 40, f"{drafted} of 400 steps drafted"
+
+
+@pytest.mark.parametrize("mode", [{}, {"asynchronous": True}], ids=["depth1", "async"])
+def test_an_engine_stops_drafting_what_is_never_accepted(mode: dict[str, bool]) -> None:
+    h = harness(**mode, drafts=4, num_blocks=200, device_s=lambda plan: 0.01)
+    h.executor.proposes = lambda context: (4, 0)
+    h.add(request("r", 4, 400))
+    h.run()
+    assert h.engine.stats().drafts.num_drafts <= 30
 
 
 def test_a_sequence_whose_drafts_are_accepted_goes_on() -> None:

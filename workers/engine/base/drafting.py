@@ -3,8 +3,10 @@
 Called by the scheduler and the result applier. A draft costs the time of one more token in a step; each one accepted
 saves a step's share of one token. So a sequence drafts while the share that is accepted, times a step's time for each
 token that it yields, exceeds the time of a token more. What is accepted is counted for each sequence; both times come
-from a line through the steps measured so far. A sequence whose drafts do not pay stops, and tries again after a pause
-that doubles. The ranks decide what is guessed, and may guess fewer (speculation/proposer.py).
+from a line through the steps measured so far: those without prefill, or as long as none was measured, those with one.
+Steps of one size show no line. Then it drafts while a fair share is accepted, and some steps go without drafts, so that
+there is another size. A sequence whose drafts do not pay stops, and tries again after a pause that doubles. The ranks
+decide what is guessed, and may guess fewer (speculation/proposer.py).
 """
 
 from dataclasses import dataclass
@@ -19,6 +21,14 @@ OLDER = 0.9
 """Weight of a sequence's earlier drafts with each new step."""
 EMPTY_STEPS, LONGEST_EMPTY_PAUSE = 4, 16
 """Steps without a guess before a pause, and the longest such pause in output tokens."""
+BLIND_ACCEPTANCE = 0.2
+"""The share of drafts that must be accepted as long as no line of step times is known."""
+LEAST_ACCEPTANCE = 0.05
+"""The same at any step times: a guess takes time on the ranks that no step shows."""
+FLAT = 0.005
+"""Variance of the steps' sizes, by the square of their mean, below which their times show no line."""
+PROBE_EVERY = 8
+"""While they show none, one step in so many goes without drafts."""
 FIRST_PAUSE, LONGEST_PAUSE = 16, 1024
 """Output tokens without drafts after they have not paid."""
 
@@ -65,13 +75,18 @@ class StepLine:
         self._count, self._x, self._y = FORGET * self._count + 1, FORGET * self._x + x, FORGET * self._y + y
         self._xx, self._xy = FORGET * self._xx + x * x, FORGET * self._xy + x * y
 
-    def seconds(self, num_tokens: int) -> tuple[float, float]:
-        """(seconds of a step of so many tokens, seconds of one token more), none below 0; zeros before any step."""
+    @property
+    def is_known(self) -> bool:
+        """Whether steps of different sizes have been measured, not too long ago."""
         if not self._count:
-            return 0.0, 0.0
+            return False
+        mean = self._x / self._count
+        return self._xx / self._count - mean * mean > FLAT * mean * mean
+
+    def seconds(self, num_tokens: int) -> tuple[float, float]:
+        """(seconds of a step of so many tokens, seconds of one token more), none below 0; for a line that is known."""
         mean_x, mean_y = self._x / self._count, self._y / self._count
-        spread = self._xx / self._count - mean_x * mean_x
-        slope = (self._xy / self._count - mean_x * mean_y) / spread if spread > 1e-9 else 0.0
+        slope = (self._xy / self._count - mean_x * mean_y) / (self._xx / self._count - mean_x * mean_x)
         slope = max(0.0, slope)
         return max(0.0, mean_y + slope * (num_tokens - mean_x)), slope
 
@@ -83,16 +98,16 @@ class Drafting:
         self.most = most
         self._num_drafts = self._num_draft_tokens = 0
         self._accepted = [0] * most
-        self._line = StepLine()
+        self._num_steps = 0
+        self._decodes, self._mixed = StepLine(), StepLine()
 
     def budget(self, record: DraftRecord, num_tokens: int, num_rows: int) -> int:
         """Returns how many drafts a sequence may have in the next step. num_tokens: its own so far; num_rows: rows that
-        decode in that step."""
+        run."""
         if num_tokens < record.resume_at:
             return 0
-        step_s, token_s = self._line.seconds(num_rows)
-        if record.acceptance * step_s >= token_s * num_rows:
-            return self.most
+        if self._pays(record, num_rows):
+            return 0 if self._probes() else self.most
         record.pause = min(max(FIRST_PAUSE, 2 * record.pause), LONGEST_PAUSE)
         record.resume_at = num_tokens + record.pause
         record.num_drafts, record.num_accepted = AGAIN_DRAFTS, AGAIN_ACCEPTED
@@ -123,6 +138,26 @@ class Drafting:
         """Returns a frozen copy of all counts."""
         return DraftStats(self._num_drafts, self._num_draft_tokens, sum(self._accepted), tuple(self._accepted))
 
-    def observe_step(self, num_tokens: int, seconds: float) -> None:
-        """Adds a step that only decoded. num_tokens: computed ones, rejected drafts included."""
-        self._line.observe(num_tokens, seconds)
+    def observe_step(self, num_tokens: int, num_prefill_tokens: int, seconds: float) -> None:
+        """Adds a step. num_tokens: computed ones, with those of prefills and rejected drafts."""
+        self._num_steps += 1
+        (self._mixed if num_prefill_tokens else self._decodes).observe(num_tokens, seconds)
+
+    def step_seconds(self, num_tokens: int) -> tuple[float, float] | None:
+        """(seconds of a step of so many tokens, of one token more) by the measured line; None if none is known."""
+        line = next((line for line in (self._decodes, self._mixed) if line.is_known), None)
+        return None if line is None else line.seconds(num_tokens)
+
+    # ---- inside ----
+
+    def _pays(self, record: DraftRecord, num_rows: int) -> bool:
+        """Whether drafts of this sequence save more time than they take, as far as is known."""
+        times = self.step_seconds(num_rows)
+        if times is None:
+            return record.acceptance >= BLIND_ACCEPTANCE
+        step_s, token_s = times
+        return record.acceptance >= LEAST_ACCEPTANCE and record.acceptance * step_s >= token_s * num_rows
+
+    def _probes(self) -> bool:
+        """Whether the next step goes without drafts, to be of another size than the last ones."""
+        return self._num_steps % PROBE_EVERY == PROBE_EVERY - 1 and self.step_seconds(1) is None
