@@ -2,10 +2,11 @@
 
     python -m benchmarks.engine.speculation [--model llama-135m | qwen3-0.6b | FOLDER] [--rows 1] [--repeats 3]
 
-First the demo model, which has learnt to repeat: acceptance and speed-up of prompts that are to be repeated (as an edit
-repeats most of a text) and of stories that go on. Then a model of --model's shape with random weights, whose drafts are
-the true next tokens with a given probability and wrong otherwise: the speed-up at each acceptance, beside the one that
-the measured times of steps predict. At acceptance 0 the budget switches drafts off; the goal is 0.97 of the speed
+First the demo model, which has learnt to repeat a phrase and to tell stories: acceptance and speed-up of what it writes
+itself. Then a model of --model's shape with random weights. It is made to write edits and extractive summaries of
+passages in its prompts (dictated.py), with real lookups. Last its drafts are the true next tokens with a given
+probability and wrong otherwise: the speed-up at each acceptance, beside the one that the measured times of steps
+predict. At acceptance 0 the budget switches drafts off; the goal is 0.97 of the speed
 without speculation. Each pair runs A-B-A-B in one process; ratios are medians. JSON goes to out/benchmarks.
 """
 
@@ -22,6 +23,7 @@ from pathlib import Path
 from msgspec.structs import replace
 from rich.console import Console
 
+from benchmarks.engine.dictated import KEY, dictate, quoting_jobs
 from benchmarks.engine.engine_run import TimelineSink, cpu_settings, drain, opened_engine, run_jobs
 from benchmarks.models import DEMO, MODELS, find_model
 from benchmarks.record import RESULTS, write_record
@@ -69,7 +71,7 @@ class Scripted:
 @dataclass
 class Outcome:
     """One comparison. acceptance: accepted drafts over drafts; speed_up: seconds without speculation over seconds with
-    it, by pair; predicted: by the times of steps; share_drafted: steps' rows that had drafts, of all tokens."""
+    it, by pair; predicted: by the times of steps."""
 
     name: str
     acceptance: float
@@ -134,13 +136,16 @@ class Bench:
         return tokens * plain[0] / drafted[0]
 
 
-def bench_of(model: Path, options: argparse.Namespace, stack: ExitStack) -> tuple[Bench, ModelRunner]:
-    """Opens both engines; `stack` keeps them open."""
+def bench_of(
+    model: Path, options: argparse.Namespace, stack: ExitStack
+) -> tuple[Bench, tuple[ModelRunner, ModelRunner]]:
+    """Opens both engines, without and with speculation; `stack` keeps them open."""
     settings = cpu_settings(model, options.threads, 1024, dtype=options.dtype, rows=options.rows)
     sinks = TimelineSink(), TimelineSink()
     plain, _ = stack.enter_context(opened_engine(settings, sinks[0]))
     drafting, _ = stack.enter_context(opened_engine(replace(settings, speculative=NGRAM), sinks[1]))
-    return Bench(options.rows, plain, drafting, sinks), runner_of(drafting._executor)
+    runners = runner_of(plain._executor), runner_of(drafting._executor)
+    return Bench(options.rows, plain, drafting, sinks), runners
 
 
 def quoting(options: argparse.Namespace, stack: ExitStack) -> Iterator[Outcome]:
@@ -154,11 +159,26 @@ def quoting(options: argparse.Namespace, stack: ExitStack) -> Iterator[Outcome]:
         yield bench.compare(f"demo: {name}", jobs, options.repeats)
 
 
+def dictated(options: argparse.Namespace, stack: ExitStack) -> Iterator[Outcome]:
+    """Edits and summaries that a model of a real shape is made to write."""
+    bench, runners = bench_of(find_model(options.model, options.dtype), options, stack)
+    for kind in ("edit", "summarize"):
+        jobs, answers = quoting_jobs(kind, max(4, options.rows), OUTPUT)
+        for runner in runners:
+            dictate(runner, answers)
+        for text, job in zip(bench.texts(jobs), jobs, strict=True):
+            assert text[len(job.prompt) :] == answers[tuple(job.prompt[:KEY])], "it writes what it is made to"
+        bench.compare("warm", jobs, 1)
+        outcome = bench.compare(f"{kind} a passage", jobs, options.repeats)
+        outcome.predicted = max(1.0, bench.predicted(outcome.acceptance))
+        yield outcome
+
+
 def scripted(options: argparse.Namespace, stack: ExitStack) -> Iterator[Outcome]:
     """Drafts of known acceptance, on a model of a real shape."""
     folder = find_model(options.model, options.dtype)
     vocab_size = load_spec(folder).vocab_size
-    bench, runner = bench_of(folder, options, stack)
+    bench, (_, runner) = bench_of(folder, options, stack)
     rng = random.Random(1)
     jobs = [Job([rng.randrange(2, vocab_size) for _ in range(64)], OUTPUT) for _ in range(options.rows)]
     texts = bench.texts(jobs)
@@ -184,7 +204,7 @@ def main() -> None:
     options = parse_arguments()
     console = Console(width=160)
     outcomes: list[Outcome] = []
-    for part in (quoting, scripted):
+    for part in (quoting, dictated, scripted):
         with ExitStack() as stack:
             for outcome in part(options, stack):
                 console.print(outcome.line())

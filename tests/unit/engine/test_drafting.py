@@ -16,6 +16,7 @@ from tandem.workers.engine.base.drafting import (
     FIRST_PAUSE,
     LONGEST_EMPTY_PAUSE,
     LONGEST_PAUSE,
+    PROBE_EVERY,
     Drafting,
     DraftRecord,
     StepLine,
@@ -87,6 +88,38 @@ def test_an_engine_stops_drafting_what_is_never_accepted(mode: dict[str, bool]) 
     h.add(request("r", 4, 400))
     h.run()
     assert h.engine.stats().drafts.num_drafts <= 30
+
+
+def test_a_line_needs_sizes_that_differ_by_some_percent() -> None:
+    for sizes, is_known in (((100, 108), False), ((100, 130), True), ((2, 3), True)):
+        line = StepLine()
+        for num_tokens in sizes * 50:
+            line.observe(num_tokens, 0.01)
+        assert line.is_known is is_known, sizes
+
+
+def test_older_drafts_count_less() -> None:
+    drafting, record = Drafting(MOST), DraftRecord(num_drafts=10.0, num_accepted=5.0)
+    drafting.observe(record, 4, 1)
+    assert (record.num_drafts, record.num_accepted) == (pytest.approx(13.0), pytest.approx(5.5))
+
+
+def test_at_the_bounds_it_drafts() -> None:
+    assert Drafting(MOST).budget(DraftRecord(num_drafts=10.0, num_accepted=2.0), 5, 1) == MOST
+    assert Drafting(MOST).budget(DraftRecord(num_drafts=10.0, num_accepted=1.9), 5, 1) == 0
+    least = DraftRecord(num_drafts=100.0, num_accepted=5.0)
+    assert measured(0.01, 0.0).budget(least, 5, 1) == measured(0.0, 0.0).budget(least, 5, 1) == MOST
+    assert measured(0.01, 0.0).budget(DraftRecord(num_drafts=100.0, num_accepted=4.9), 5, 1) == 0
+
+
+def test_one_step_in_eight_goes_without_drafts_while_nothing_else_tells_their_cost() -> None:
+    drafting, record = Drafting(MOST), DraftRecord()
+    budgets = []
+    for length in range(80):
+        budgets.append(drafting.budget(record, length, 1))
+        drafting.observe(record, MOST, MOST)
+        drafting.observe_step(64, 0, 0.01)
+    assert budgets.count(0) == 80 // PROBE_EVERY and budgets.count(MOST) == 80 - 80 // PROBE_EVERY
 
 
 def test_a_sequence_whose_drafts_are_accepted_goes_on() -> None:
@@ -262,7 +295,8 @@ def test_a_budget_for_nothing_pauses_shortly_and_a_guess_ends_that() -> None:
             asked.append(length)
             drafting.observe_none(record, length)
     gaps = [later - earlier for earlier, later in pairwise(asked)]
-    assert gaps[: EMPTY_STEPS - 1] == [1] * (EMPTY_STEPS - 1) and max(gaps) == LONGEST_EMPTY_PAUSE
+    assert gaps[: EMPTY_STEPS - 1] == [1] * (EMPTY_STEPS - 1) and gaps[EMPTY_STEPS - 1] == EMPTY_STEPS
+    assert max(gaps) == LONGEST_EMPTY_PAUSE
     drafting.observe(record, MOST, 2)
     assert record.num_empty == 0
 

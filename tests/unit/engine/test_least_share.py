@@ -113,6 +113,19 @@ def test_the_tenant_served_most_gives_way_its_latest() -> None:
     assert running(h).count("other") == 2
 
 
+def test_who_was_served_as_little_gives_way_to_nobody() -> None:
+    h = engine({})
+    flood(h)
+    h.engine._scheduler.charge_running()
+    running, tenants = h.engine._scheduler._running, h.engine._waiting.tenants
+    first = request("quiet", 9, 3, tenant="quiet")
+    h.add(first)
+    seq = h.engine._requests["quiet"].sequences[0]
+    assert scheduler.gives_way(seq, running, tenants) is None, "it was lifted to the other's counter"
+    tenants.charge(running[0], output_tokens=1)
+    assert scheduler.gives_way(seq, running, tenants) is not None
+
+
 def test_batches_are_not_broken_up() -> None:
     h = engine({}, batching_policy="static")
     flood(h, rows=ROWS)
