@@ -69,6 +69,10 @@ def at_least(low: float) -> Check:
 
 
 def _drafts(value: SpeculativeSettings) -> bool:
+    common = ("method", "num_speculative_tokens")
+    given = {key for key in value.__struct_fields__ if key not in common and getattr(value, key) is not None}
+    if value.method not in DRAFT_METHODS or not given <= set(DRAFT_METHODS[value.method]):
+        return False
     fewest, most = value.lookup_range
     return 1 <= value.num_speculative_tokens <= MAX_DRAFTS and 1 <= fewest <= most
 
@@ -86,6 +90,8 @@ def _metric_name(value: str) -> bool:
 
 
 MAX_DRAFTS = 16
+DRAFT_METHODS: dict[str, tuple[str, ...]] = {"ngram": ("prompt_lookup_max", "prompt_lookup_min")}
+"""The methods of --speculative-config, each with its own keys: fields of SpeculativeSettings."""
 
 MODEL, PARALLEL, CACHE, STEP, LORA, HTTP, MACHINE, COORDINATION = (
     "Model",
@@ -170,9 +176,10 @@ OPTIONS: tuple[Option, ...] = (
            "Milliseconds that a step, and so the time between two tokens, should stay below. Prefill chunks are sized "
            "for it. Default: no limit.", lambda v: v > 0, "above 0"),
     Option("speculative_config", "engine.speculative", SpeculativeSettings, STEP,
-           "Speculative decoding, as a JSON object with vLLM's keys: method (ngram), num_speculative_tokens, "
-           "prompt_lookup_max, prompt_lookup_min. Default: off.", _drafts,
-           f"num_speculative_tokens from 1 to {MAX_DRAFTS}, and prompt_lookup_min from 1 to prompt_lookup_max"),
+           f"Speculative decoding, as a JSON object with vLLM's keys: method ({', '.join(DRAFT_METHODS)}), "
+           "num_speculative_tokens, prompt_lookup_max, prompt_lookup_min. Default: off.", _drafts,
+           f"of method {' or '.join(DRAFT_METHODS)}, with that method's keys alone, num_speculative_tokens from 1 to "
+           f"{MAX_DRAFTS}, and prompt_lookup_min from 1 to prompt_lookup_max"),
     Option("batching_policy", "engine.scheduler.batching_policy", BatchingPolicyName, STEP,
            "Who joins running requests. continuous: whoever there is room for, in every step. static: nobody; when all "
            "have ended, those that wait are the next batch. dynamic: the same, but a batch begins when it is full or "

@@ -105,11 +105,12 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class SpeculativeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Speculative decoding, the object of --speculative-config, with vLLM's keys. num_speculative_tokens: the most
-    drafts of a row in a step. prompt_lookup_max, prompt_lookup_min: the most and fewest last tokens of a sequence that
-    method "ngram" looks for in it; as in vLLM, 5 each if neither is given, else the other's value."""
+    """Speculative decoding, the object of --speculative-config, with vLLM's keys. method: one of DRAFT_METHODS
+    (configs/options.py), each with its own keys. num_speculative_tokens: the most drafts of a row in a step.
+    prompt_lookup_max, prompt_lookup_min: the most and fewest last tokens of a sequence that method "ngram" looks for in
+    it; as in vLLM, 5 each if neither is given, else the other's value."""
 
-    method: Literal["ngram"]
+    method: str
     num_speculative_tokens: int
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None

@@ -1,7 +1,8 @@
 """A real service with tiers below the device: returning turns, a rank killed amid copies, a restart with weights that
-stream; then nothing is left."""
+stream and with drafts; then nothing is left."""
 
 import asyncio
+import json
 import random
 import signal
 import threading
@@ -15,6 +16,7 @@ import pytest
 
 from tandem import LLM
 from tests.support.mixed_requests import answers, greedy
+from tests.support.plain_http import plain_http
 from tests.support.service import Service, tandem_serve, wait_for
 
 pytestmark = pytest.mark.cluster
@@ -23,6 +25,12 @@ FLAGS = (
     "--device", "cpu", "--dtype", "float32", "-tp", "2", "--num-gpu-blocks-override", "96",
     "--kv-offloading-size", "0.25", "--kv-disk-size", "0.25",
 )  # fmt: skip
+MOST_DRAFTS, LONG = 4, 300
+NGRAM = {
+    "method": "ngram", "num_speculative_tokens": MOST_DRAFTS, "prompt_lookup_max": 3, "prompt_lookup_min": 1,
+}  # fmt: skip
+DRAFTS = ("--speculative-config", json.dumps(NGRAM), "--per-request-spec-decode-metrics", "summary")
+STORY = "Once upon a time there was a little dog. The little dog was red. "
 CONVERSATION = [10 + i * 7 % 300 for i in range(400)]
 
 
@@ -86,9 +94,36 @@ def kill_a_rank_amid_copies(service: Service) -> None:
     wait_for(lambda: service.metric("kv_offload_open_tickets") == 0, 60, "no ticket is open")
 
 
+def check_drafts(service: Service, llm: LLM) -> None:
+    """The first requests, of a prompt that repeats itself: the text is that of an engine without drafts, the answer and
+    /metrics tell what became of the drafts, and a stream tells it in its usage. How many drafts there are is a matter
+    of measured times; at first, before any is known, there are some."""
+    asked = {"model": "demo", "prompt": STORY * 2, "max_tokens": LONG, "temperature": 0, "ignore_eos": True}
+    whole = service.post("/v1/completions", asked).json()
+    (wanted,) = greedy(llm, [STORY * 2], [LONG])
+    assert whole["choices"][0]["text"] == wanted
+    told = whole["metrics"]["speculative_decoding"]
+    assert 0 < told["num_accepted_draft_tokens"] <= told["num_draft_tokens"] <= MOST_DRAFTS * told["num_spec_steps"]
+    assert told["num_accepted_draft_tokens"] + told["num_spec_steps"] <= LONG, "each step brings one token more"
+    assert told["num_spec_tokens"] == MOST_DRAFTS and "per_step_accepted" not in told
+    body = {**asked, "stream": True, "stream_options": {"include_usage": True}}
+    with plain_http.stream("POST", service.url + "/v1/completions", json=body, timeout=60) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: {")]
+    chunks = [json.loads(line) for line in lines]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"]) == wanted
+    streamed = chunks[-1]["metrics"]["speculative_decoding"]
+    sums = [told[name] + streamed[name] for name in ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")]
+    wait_for(lambda: draft_counts(service) == [*sums, sums[-1]], 60, f"{sums} in /metrics, and by place")
+
+
+def draft_counts(service: Service) -> list[float]:
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
+    return [service.metric(f"spec_decode_{name}_total") for name in names]
+
+
 def test_a_conversation_survives_eviction_a_killed_rank_and_a_restart(tmp_path: Path) -> None:
-    """After the restart the weights stream from host memory: what KV is on disk is of use to that service too, and it
-    says what the offline engine says."""
+    """After the restart the weights stream from host memory and rows have drafts: what KV is on disk is of use to that
+    service too, and it says what the offline engine says."""
     flags = [*FLAGS, "--kv-disk-path", str(tmp_path / "kv")]
     with tandem_serve("demo", *flags) as service:
         wait_for(lambda: "serving demo" in service.output, 30, "the launcher says what it chose")
@@ -103,14 +138,16 @@ def test_a_conversation_survives_eviction_a_killed_rank_and_a_restart(tmp_path: 
         assert ask(service, CONVERSATION) == (wanted, 384), "the memory has outlived the group"
         assert service.stop(signal.SIGINT) == 0
         service.check_gone()
-    with tandem_serve("demo", *flags, "--cpu-offload-gb", "1") as service:
+    streaming = ("--cpu-offload-gb", "1")
+    with (
+        LLM("demo", dtype="float32", device="cpu") as llm,
+        tandem_serve("demo", *flags, *streaming, *DRAFTS) as service,
+    ):
         wait_for(lambda: "serving demo" in service.output, 30, "the launcher says what it chose")
         assert "0 layers and the tables resident" in service.output, "less than 1 GiB in all: every layer streams"
+        check_drafts(service, llm)
         assert ask(service, CONVERSATION) == (wanted, 384), "read from disk"
         wait_for(lambda: service.metric("kv_offload_fetch_bytes") > 0, 60, "it shows in the metrics")
-        with LLM("demo", dtype="float32", device="cpu") as llm:
-            assert asyncio.run(answers(service.url)) == greedy(llm), (
-                "of the model on one rank, no layer of it streaming"
-            )
+        assert asyncio.run(answers(service.url)) == greedy(llm), "of the model on one rank, no layer of it streaming"
         assert service.stop(signal.SIGINT) == 0
         service.check_gone()

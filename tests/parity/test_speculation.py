@@ -1,22 +1,33 @@
 """n-gram speculation changes no token: random requests of every kind on one engine with drafts and one without, in
-float32, whatever happens to them on the way (prefix hits, preemption, lower tiers, adapters, TP2, resumption).
+float32, whatever happens to them on the way (prefix hits, preemption, lower tiers, adapters, TP2), and requests that
+another engine resumes, as a second group does when the first is lost.
 
 Prompts repeat themselves, so that there is something to look up. Sampling is among a few tokens: among hundreds, some
 draw falls nearer to a border than float32 can tell.
 """
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tqdm import tqdm
 
 from tandem import LLM, SamplingParams
-from tandem.workers.messages.request import AdapterRef
+from tandem.workers.engine.base.drafting import Drafting
+from tandem.workers.engine.engine_loop import EngineLoop
+from tandem.workers.engine.transfers.copy_costs import CopyCosts
+from tandem.workers.messages.request import AdapterRef, GenerationRequest, TokenLogprobs
 from tandem.workers.offline import RequestOutput
+from tandem.workers.offline_inbox import OfflineInbox
+from tandem.workers.offline_inputs import as_prompts
+from tandem.workers.offline_outputs import OfflineRun
 from tests.support.adapters import save_random_adapter
 from tests.support.paged_rows import prompt_ids
 
@@ -30,20 +41,47 @@ CASES: dict[str, dict[str, Any]] = {
     "small chunks": {"max_num_batched_tokens": 24},
     "tp2": {"tensor_parallel_size": 2},
 }
+CROWDED = {"preemption": {"preempted"}, "offload": {"preempted", "found", "loaded"}}
+"""What must happen to a crowd in these cases; in the others prefixes are found."""
+COMMON: dict[str, Any] = {"max_num_seqs": 8, "enable_lora": True, "dtype": "float32", "cpu_threads": 1}
+NEAR = 1e-3
+"""Of log probabilities; float32, sums in another order."""
 STORY = "Once upon a time there was a little dog. The little dog was red. "
 STOPS = (" dog", "was", ". ", "little red", "time there")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _no_measured_times() -> Iterator[None]:
+    """However slow the machine is: copies of KV always pay, and drafts do while they are accepted."""
+    with (
+        mock.patch.object(CopyCosts, "recompute_s", return_value=math.inf),
+        mock.patch.object(Drafting, "step_seconds", return_value=(1.0, 0.0)),
+    ):
+        yield
+
+
 @pytest.fixture(scope="module", params=CASES)
-def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, LLM]]:
+def case(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def engines(case: str) -> Iterator[tuple[LLM, LLM]]:
     """One engine with drafts, one without; both with one adapter."""
     threads = torch.get_num_threads()
-    more: dict[str, Any] = {"max_num_seqs": 8, "enable_lora": True, "dtype": "float32", "cpu_threads": 1} | CASES[
-        request.param
-    ]
-    with LLM("demo", speculative_config=NGRAM, **more) as drafting, LLM("demo", **more) as plain:
+    with (
+        LLM("demo", speculative_config=NGRAM, **COMMON, **CASES[case]) as drafting,
+        LLM("demo", **COMMON, **CASES[case]) as plain,
+    ):
         yield drafting, plain
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def second() -> Iterator[LLM]:
+    """The group that resumes: with drafts too, and nobody's KV."""
+    with LLM("demo", speculative_config=NGRAM, **COMMON) as llm:
+        yield llm
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +107,9 @@ PARAMS = st.fixed_dictionaries(
         "logit_bias": st.just(((40, 3.0), (77, -5.0))),
         "min_p": st.just(0.05),
         "top_p": st.just(0.9),
+        "bad_words": st.lists(st.sampled_from(STOPS), min_size=1, max_size=2).map(tuple),
+        "allowed_token_ids": st.integers(40, 400).map(lambda end: tuple(range(3, end))),
+        "prompt_logprobs": st.integers(0, 2),
     },
 ).map(params_of)
 PROMPT_IDS = st.builds(
@@ -80,23 +121,30 @@ PROMPT_IDS = st.builds(
 PROMPTS = PROMPT_IDS | st.integers(1, 3).map(lambda times: STORY * times)
 
 
-def compared(outputs: list[RequestOutput]) -> list[Any]:
-    """All that must be equal: tokens, texts, reasons, ids of the best tokens; log probabilities to a rounding."""
-    return [
-        [
-            (
-                choice.token_ids,
-                choice.text,
-                choice.finish_reason,
-                choice.error,
-                None
-                if choice.logprobs is None
-                else [(entry.token_id, round(entry.logprob, 2)) for entry in choice.logprobs],
-            )
-            for choice in output.outputs
-        ]
-        for output in outputs
-    ]
+def assert_same(one: list[RequestOutput], other: list[RequestOutput]) -> None:
+    """Equal are tokens, texts, reasons and the ids of the best tokens; log probabilities to a rounding."""
+    for first, again in zip(one, other, strict=True):
+        assert_near(first.prompt_logprobs, again.prompt_logprobs)
+        for a, b in zip(first.outputs, again.outputs, strict=True):
+            assert (a.token_ids, a.text, a.finish_reason, a.error) == (b.token_ids, b.text, b.finish_reason, b.error)
+            assert_near(a.logprobs, b.logprobs)
+
+
+Logprobs = list[TokenLogprobs] | list[TokenLogprobs | None] | None
+
+
+def assert_near(one: Logprobs, other: Logprobs) -> None:
+    ids, values = zip(*map(split, (one, other)), strict=True)
+    assert ids[0] == ids[1]
+    assert values[0] == pytest.approx(values[1], abs=NEAR)
+
+
+def split(entries: Logprobs) -> tuple[Any, list[float]]:
+    """(all ids and ranks, all log probabilities)."""
+    given = [entry for entry in entries or [] if entry is not None]
+    ids = [(entry.token_id, entry.rank, [token for token, _ in entry.top]) for entry in given]
+    values = [value for entry in given for value in (entry.logprob, *(value for _, value in entry.top))]
+    return (entries is None, ids), values
 
 
 @given(batch=st.lists(st.tuples(PROMPTS, PARAMS, st.booleans()), min_size=3, max_size=6))
@@ -107,17 +155,110 @@ def test_drafts_change_no_token(engines: tuple[LLM, LLM], adapter: Path, batch: 
     for llm in engines:
         ref = llm.load_adapter(adapter)
         refs: list[AdapterRef | None] = [ref if adapted else None for _, _, adapted in batch]
-        answers.append(compared(llm.generate(prompts, params, use_tqdm=False, lora_request=refs)))
-    assert answers[0] == answers[1]
+        answers.append(llm.generate(prompts, params, use_tqdm=False, lora_request=refs))
+    assert_same(*answers)
 
 
-def test_drafts_are_accepted_and_refused(engines: tuple[LLM, LLM]) -> None:
-    """The comparisons above compare something: after them, and a story, both have happened."""
+def test_drafts_are_accepted_and_refused(case: str, engines: tuple[LLM, LLM]) -> None:
+    """The comparisons above compare something: to prompts that come twice everything happens that the case is for."""
     drafting, plain = engines
-    params = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
-    texts = [llm.generate([STORY * 2], params, use_tqdm=False)[0].text for llm in engines]
-    assert texts[0] == texts[1]
-    drafts = drafting._engine.stats().drafts
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    others = 7 if case in CROWDED else 0
+    crowd = [STORY * 2, *(prompt_ids(20, VOCAB, seed=10 + i) * 3 for i in range(others))]
+    for _ in range(2):
+        assert_same(*(llm.generate(crowd, params, use_tqdm=False) for llm in engines))
+    stats = drafting._engine.stats()
+    drafts = stats.drafts
     assert drafts is not None and plain._engine.stats().drafts is None
     assert 0 < drafts.num_accepted < drafts.num_draft_tokens
     assert drafts.num_accepted == sum(drafts.accepted_per_position)
+    counts = {
+        "preempted": stats.preemptions,
+        "found": stats.prefix_cache_hits,
+        "loaded": 0 if stats.offload is None else stats.offload.blocks["load"],
+    }
+    assert {name for name, count in counts.items() if count} >= CROWDED.get(case, {"found"})
+
+
+# ---- failover ----
+
+
+def run_until(llm: LLM, run: OfflineRun, num_tokens: float = math.inf) -> None:
+    """Turns the engine until its requests have ended, or `run` has so many tokens."""
+
+    def is_over() -> bool:
+        told = (choice.token_ids for output in run.outputs.values() for choice in output.outputs)
+        return not llm._engine.has_work() or sum(map(len, told)) >= num_tokens
+
+    llm._run = run
+    EngineLoop(llm._engine, OfflineInbox(run.stops)).run(is_over)
+
+
+def moved(
+    first: LLM, then: LLM, prompt: Any, given: SamplingParams, folder: Path | None, cut: int, suspect: bool
+) -> tuple[RequestOutput, bool]:
+    """The answer that a client gets whose group `first` is lost once it has sent `cut` tokens, as a gateway goes on in
+    `then`; and whether something was left to do there."""
+    (params,) = first._checked(given, 1)
+    run = OfflineRun(tqdm(disable=True))
+    refs = [None if folder is None else llm.load_adapter(folder) for llm in (first, then)]
+    name = first._add(run, as_prompts(prompt)[0], params, refs[0])
+    run_until(first, run, cut)
+    first._abort_all([name])
+    run_until(first, OfflineRun(tqdm(disable=True)))
+    output = run.outputs[name]
+    ended = [choice.index for choice in output.outputs if choice.finish_reason is not None]
+    if len(ended) == params.n:
+        return output, False
+    again = GenerationRequest(
+        request_id=name,
+        attempt=1,
+        prompt_token_ids=output.prompt_token_ids,
+        sampling=msgspec.structs.replace(params, prompt_logprobs=None),  # delivered before the first token
+        adapter=refs[1],
+        resume_token_ids=[[*choice.token_ids] for choice in output.outputs],
+        begun=True,
+        suspect=suspect,
+        ended_choices=ended,
+    )
+    run.stops.clear()
+    then._run = run
+    then._engine.add_request(again)
+    run_until(then, run)
+    return output, True
+
+
+@pytest.mark.parametrize("case", ["room for all", "offload"], indirect=True)
+@given(prompt=PROMPTS, params=PARAMS, adapted=st.booleans(), cut=st.integers(1, 40), suspect=st.booleans())
+@settings(max_examples=6, deadline=None)
+def test_a_stream_that_another_group_resumes(
+    engines: tuple[LLM, LLM],
+    second: LLM,
+    adapter: Path,
+    prompt: Any,
+    params: SamplingParams,
+    adapted: bool,
+    cut: int,
+    suspect: bool,
+) -> None:
+    """Lost by a group with drafts or one without, resumed by one with drafts."""
+    drafting, plain = engines
+    ref = plain.load_adapter(adapter) if adapted else None
+    whole = plain.generate([prompt], params, use_tqdm=False, lora_request=ref)
+    for first in (drafting, plain):
+        output, _ = moved(first, second, prompt, params, adapter if adapted else None, cut, suspect)
+        assert_same(whole, [output])
+
+
+@pytest.mark.parametrize("case", ["room for all"], indirect=True)
+def test_a_story_is_drafted_on_by_the_group_that_resumes_it(engines: tuple[LLM, LLM], second: LLM) -> None:
+    drafting, plain = engines
+    params = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True, seed=3, n=2, logprobs=2)
+    whole = plain.generate([STORY * 2], params, use_tqdm=False)
+    for cut in (1, 20, 50):
+        before = second._engine.stats().drafts
+        output, is_moved = moved(drafting, second, STORY * 2, params, None, cut, suspect=False)
+        after = second._engine.stats().drafts
+        assert_same(whole, [output])
+        assert is_moved and before is not None and after is not None
+        assert after.num_accepted > before.num_accepted

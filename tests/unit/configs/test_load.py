@@ -269,6 +269,14 @@ def test_a_service_that_cannot_be_open_refuses_to_be(values: dict[str, Any], wor
         assert build_settings("m", {"auth": auth, **values}).gateway.auth == auth
 
 
+def test_drafts_beside_several_stages_are_refused() -> None:
+    values = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    assert build_settings("m", {**values, "tensor_parallel_size": 2}).engine.max_drafts == 3
+    with pytest.raises(SettingsError, match="--pipeline-parallel-size 2") as caught:
+        build_settings("m", {**values, "pipeline_parallel_size": 2})
+    assert caught.value.flag == "--speculative-config"
+
+
 def test_unknown_names_are_refused_with_a_suggestion() -> None:
     with pytest.raises(SettingsError, match="tensor_parallel_size"):
         build_settings("m", {"tensor_paralel_size": 2})

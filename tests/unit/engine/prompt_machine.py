@@ -16,7 +16,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from tandem.workers.messages.request import Abort, GenerationRequest
 from tandem.workers.messages.transfer import CopyKV
 
-MODES: tuple[dict[str, Any], ...] = ({"asynchronous": False}, {"asynchronous": True}, {"stages": 2}, {"stages": 4})
+MODES: tuple[dict[str, Any], ...] = (
+    {"asynchronous": False},
+    {"asynchronous": True},
+    {"drafts": 3, "max_num_batched_tokens": 10},
+    {"stages": 2},
+    {"stages": 4},
+)
+"""With drafts, which take up to half of a step, steps are larger, and still smaller than the longest prompt."""
 PATIENCE = 20
 """Steps without progress while fake ranks copy KV."""
 
@@ -38,11 +45,10 @@ class PromptMachine(RuleBasedStateMachine):
         self.memory: dict[int, int] = {}
         self.copies_fail = False
         self.h = harness(
-            **mode,
+            **{"max_num_batched_tokens": budget, **mode},
             num_blocks=num_blocks,
             block_size=2,
             max_num_seqs=rows,
-            max_num_batched_tokens=budget,
             room=lambda step_id: self.memory.get(step_id, float("inf")),
             tiers=TierPlan(host_slots=host_slots, fails=self.fails) if host_slots else None,
             patience=PATIENCE,

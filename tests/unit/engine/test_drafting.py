@@ -1,6 +1,9 @@
 """Draft budgets: what pays goes on, what does not pauses; and that defects of several tokens a row are noticed."""
 
+import itertools
+from collections import Counter
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from builders import assert_as_expected, expected, harness, request
@@ -18,12 +21,17 @@ from tandem.workers.engine.base.drafting import (
     DraftRecord,
     StepLine,
 )
+from tandem.workers.engine.base.sequence import Sequence, Status
+from tandem.workers.engine.blocks.block_manager import BlockTable
+from tandem.workers.engine.in_flight_step import InFlightStep
 from tandem.workers.engine.probation import PROBATION_TOKENS, probation_tokens
 from tandem.workers.engine.results import ResultApplier
 from tandem.workers.engine.scheduler import Scheduler
-from tandem.workers.messages.step import RowResult
+from tandem.workers.engine.transfers.kv_offload import KVOffload
+from tandem.workers.messages.step import RowResult, RowWork
 
 MOST = 5
+DEPTH1, ASYNC = {"asynchronous": False}, {"asynchronous": True}
 
 
 def measured(step_s: float, token_s: float) -> Drafting:
@@ -163,20 +171,34 @@ def test_drafts_are_accepted_up_to_the_end_of_the_sequence() -> None:
         assert stats.generation_tokens == h.sink.ends["one"].usage.completion_tokens
 
 
-def all_kinds_of_histories(tiers: TierPlan | None = None) -> None:
-    """Prompts that share, go on where others ended, and thrash a small pool: a wrong block is soon found by content."""
-    for seed in range(12):
-        h = harness(drafts=4, num_blocks=24, asynchronous=bool(seed % 2), max_num_seqs=3, tiers=tiers, patience=60)
-        first = [request(f"a{seed}{i}", [2 + j % 7 for j in range(5 + i)], 12) for i in range(4)]
+def all_kinds_of_histories(
+    tiers: TierPlan | None = None, modes: tuple[dict[str, Any], ...] = (DEPTH1, ASYNC)
+) -> Counter[str]:
+    """Requests that share prompts, end amid drafts and go on where others ended, in a large pool and in one that they
+    thrash: a wrong block is soon found by content. Returns how many sequences were preempted and how many tokens were
+    found or loaded."""
+    counts: Counter[str] = Counter()
+    for seed, mode, num_blocks in itertools.product(range(6), modes, (14, 60)):
+        h = harness(drafts=4, num_blocks=num_blocks, max_num_seqs=3, tiers=tiers, patience=60, **mode)
+        h.executor.proposes = lambda context: (4, context % 4)
+        stops = tuple(range(5, 97, 11))
+        first = [
+            request(f"a{seed}{i}", [2 + j % 7 for j in range(5 + i)], 12, stop_token_ids=stops if i % 4 else ())
+            for i in range(8)
+        ]
         h.add(*first)
         h.run()
         again = []
         for one in first:
             said = h.sink.tokens[one.request_id, 0]
-            again.append(request(one.request_id + "b", [*one.prompt_token_ids, *said], 6))
+            again.append(request(one.request_id + "b", [*one.prompt_token_ids, *said, 9], 6))
         h.add(*again)
         h.run()
         assert_as_expected(h, *first, *again)
+        stats = h.engine.stats()
+        counts += Counter(preempted=stats.preemptions, found=stats.prefix_cache_hits)
+        counts += Counter(loaded=0 if stats.offload is None else stats.offload.loaded_tokens)
+    return counts
 
 
 TIERS = pytest.mark.parametrize("tiers", [None, TierPlan(host_slots=40)], ids=["device", "host tier"])
@@ -184,29 +206,66 @@ TIERS = pytest.mark.parametrize("tiers", [None, TierPlan(host_slots=40)], ids=["
 
 @TIERS
 def test_histories_without_a_defect(tiers: TierPlan | None) -> None:
-    all_kinds_of_histories(tiers)
+    """And what they are for has happened in them."""
+    happens = {"preempted", "found"} | ({"loaded"} if tiers is not None else set())
+    assert all_kinds_of_histories(tiers).keys() == happens
 
 
-@TIERS
-def test_a_commit_and_a_store_of_rejected_tokens_are_caught(
-    tiers: TierPlan | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_commit_of_rejected_tokens_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last known token's slot holds the KV of the draft that was rejected in its place. With a step in flight
+    behind it that step would make it right."""
     accept = ResultApplier._accept_drafts
 
-    def defective(self, seq, row: RowResult) -> RowResult:  # type: ignore[no-untyped-def]
-        result = accept(self, seq, row)
-        seq.num_computed += row.num_drafts - (len(row.token_ids) - 1)
-        return result
+    def defective(self: ResultApplier, seq: Sequence, row: RowResult) -> RowResult:
+        kept = accept(self, seq, row)
+        if seq.status is Status.RUNNING:
+            known = [*seq.tokens, *kept.token_ids]
+            num_rejected = row.num_drafts - (len(row.token_ids) - 1)
+            self._manager.commit(seq.table, known, min(seq.num_computed + num_rejected, len(known)))
+        return kept
 
     monkeypatch.setattr(ResultApplier, "_accept_drafts", defective)
-    with pytest.raises((AssertionError, IndexError)):  # wrong KV is found; or there are no tokens for a block's key
-        all_kinds_of_histories(tiers)
+    with pytest.raises(AssertionError, match="wrong KV at position"):
+        all_kinds_of_histories(modes=(DEPTH1,))
+
+
+@pytest.mark.parametrize(
+    ("mode", "because"),
+    [(DEPTH1, "wrong KV at position"), (ASYNC, r"block\(s\) .* of a store written by a plan in flight")],
+    ids=["depth1", "async"],
+)
+def test_a_store_of_rejected_tokens_is_caught(
+    mode: dict[str, Any], because: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index of the device is right; the host gets the block of the last known token too, and others find it."""
+    accept, store = ResultApplier._accept, KVOffload._store_blocks
+    rejecting: dict[BlockTable, Sequence] = {}
+
+    def noted(self: ResultApplier, seq: Sequence, row: RowResult, *more: Any) -> None:
+        rejecting.pop(seq.table, None)
+        if row.num_drafts > len(row.token_ids) - 1:
+            rejecting[seq.table] = seq
+        accept(self, seq, row, *more)
+
+    def defective(self: KVOffload, table: BlockTable) -> None:
+        num_committed = table.num_committed
+        if table in rejecting:
+            tokens, manager = rejecting[table].tokens, self._manager
+            table.num_committed = len(tokens) // manager.block_size
+            manager._keys(table, tokens, table.num_committed)
+        store(self, table)
+        table.num_committed = num_committed
+
+    monkeypatch.setattr(ResultApplier, "_accept", noted)
+    monkeypatch.setattr(KVOffload, "_store_blocks", defective)
+    with pytest.raises(AssertionError, match=because):
+        all_kinds_of_histories(TierPlan(host_slots=40), (mode,))
 
 
 def test_drafts_without_blocks_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     extend = Scheduler._extend_or_preempt
 
-    def defective(self, seq, num_tokens: int):  # type: ignore[no-untyped-def]
+    def defective(self: Scheduler, seq: Sequence, num_tokens: int) -> list[int] | None:
         return extend(self, seq, min(num_tokens, seq.num_known))
 
     monkeypatch.setattr(Scheduler, "_extend_or_preempt", defective)
@@ -218,13 +277,13 @@ def test_drafts_in_flight_that_are_forgotten_are_caught(monkeypatch: pytest.Monk
     """The blocks of the next step are then too few for what the ranks may know by then."""
     grow = Scheduler._grow
 
-    def defective(self, step, seq, num_drafts: int):  # type: ignore[no-untyped-def]
+    def defective(self: Scheduler, step: InFlightStep, seq: Sequence, num_drafts: int) -> RowWork | None:
         work = grow(self, step, seq, num_drafts)
         seq.num_drafts = 0
         return work
 
     monkeypatch.setattr(Scheduler, "_grow", defective)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="the table does not cover the tokens"):
         all_kinds_of_histories()
 
 

@@ -14,6 +14,7 @@ from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.adapters.entries import AdapterEntry
 from tandem.cluster.fleet.engine_metrics import Families, add_engines
 from tandem.cluster.fleet.group_reports import AdapterReport, GroupReport
+from tandem.workers.engine.base.drafting import DraftStats
 from tandem.workers.engine.base.stats import AdapterStats, EngineStats, HistogramStats, OffloadStats, TenantStats
 from tests.support.fake_engine import FakeEngine
 
@@ -62,13 +63,15 @@ def adapters() -> AdapterStats:
 
 def reports() -> list[GroupReport]:
     tenants = {"acme": TenantStats(queue_s=1.5, queued_requests=3, waiting=2), "other": TenantStats(waiting=1)}
-    rich = dataclasses.replace(stats(3), offload=offload(), adapters=adapters(), tenants=tenants)
+    drafts = [DraftStats(1000, 4100, 2300, (900, 800, 400, 200)), DraftStats(7, 19, 5, (3, 2))]
+    rich = dataclasses.replace(stats(3), offload=offload(), adapters=adapters(), tenants=tenants, drafts=drafts[0])
+    plain = dataclasses.replace(stats(1), drafts=drafts[1])
     used = {"running": ["gone", "pirate", "twin"], "waiting": ["shout"]}
     report = AdapterReport(on_device=[A[:16], "c" * 16], on_host=[B[:16]], max_loras=4, **used)
     shape = GroupReport(group="g1", model='a "model"\\\nline')
     return [
         msgspec.structs.replace(shape, stats=msgspec.msgpack.encode(rich), adapters=report),
-        msgspec.structs.replace(shape, group="g2", model="demo", stats=msgspec.msgpack.encode(stats(1))),
+        msgspec.structs.replace(shape, group="g2", model="demo", stats=msgspec.msgpack.encode(plain)),
         msgspec.structs.replace(shape, group="new", adapters=AdapterReport()),
         msgspec.structs.replace(shape, group="odd", stats=b"\x01"),
     ]
@@ -122,3 +125,13 @@ def test_groups_without_tiers_below_the_device_have_no_families_of_them() -> Non
     everything, without = parsed(served(reports())), parsed(served(reports()[1:]))
     missing = everything.keys() - without.keys()
     assert missing == {name for name in everything if re.match("tandem:kv_(offload|host|disk)", name)}
+
+
+def test_groups_without_speculative_decoding_have_no_families_of_it() -> None:
+    """Nor do others get samples for them."""
+    one, other, *rest = reports()
+    without = msgspec.structs.replace(other, stats=msgspec.msgpack.encode(stats(1)))
+    named = r'tandem:spec_decode_\w+\{[^}]*engine="(\w+)"'
+    assert set(re.findall(named, served([one, other, *rest]))) == {"g1", "g2"}
+    assert set(re.findall(named, served([one, without, *rest]))) == {"g1"}
+    assert "spec_decode" not in served([without, *rest])
