@@ -176,6 +176,17 @@ async def test_streamed_and_whole_answers_are_equal(kind: str, tokens_per_step: 
         assert chunks[-2]["usage"] == whole["usage"]
 
 
+async def test_what_lm_eval_sends_to_generate_until() -> None:
+    """Its local-completions model: all of a task's `until` and the tokenizer's EOS, uncut."""
+    until = ["\n\n", "Question:", "</s>", "<|im_end|>", "Q:", "<eos>"]
+    async with gateway(saying("It is 4. Q: And now?")) as rig:
+        body = {"max_tokens": 50, "temperature": 0, "stop": until, "seed": 1234}
+        answer = (await rig.complete(**body)).json()["choices"][0]
+        assert (answer["text"], answer["finish_reason"], answer["stop_reason"]) == ("It is 4. ", "stop", "Q:")
+        chunks = events((await rig.complete(stream=True, **body)).text)
+        assert joined(chunks) == "It is 4. "
+
+
 async def test_a_stop_string_across_tokens_ends_the_choice_and_aborts_at_its_token() -> None:
     async with gateway(saying("one and two and three", ends=False, manual=False)) as rig:
         answer = (await rig.complete(stop=[" and", "zzz"], max_tokens=50)).json()
