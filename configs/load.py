@@ -49,6 +49,7 @@ GATEWAY_KEYS = (
     "usage_days",
     "usage_rows",
     "max_text_bytes",
+    "max_answer_bytes",
     "metrics_prefix",
     "per_request_spec_decode_metrics",
     "queue_timeout",

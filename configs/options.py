@@ -246,6 +246,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("max_text_bytes", "gateway.max_text_bytes", int, HTTP,
            "Bytes of text, all prompts or messages together, that one request may have tokenized, e.g. 4M. Default: 1 "
            "MiB, or 8 bytes for each token of the context if that is more.", at_least(1), "at least 1", size=True),
+    Option("max_answer_bytes", "gateway.max_answer_bytes", int, HTTP,
+           "Bytes of memory, roughly, that an answer which is not streamed may take before it gets 413, e.g. 256M.",
+           at_least(1), "at least 1", size=True),
     Option("state_dir", "gateway.state_dir", str, HTTP,
            "Folder for the usage journal and a copy of the tenants and the adapter list; the next start reads it. "
            "Default: a private folder, removed when the service ends, or, with --redis-url, when Redis has all of it."),

@@ -351,4 +351,11 @@ def _answer(
         include_usage=_include_usage(body),
         shown=body.n or 1,
         with_logprobs=with_logprobs,
+        is_streamable=_is_streamable(body, generation),
     )
+
+
+def _is_streamable(body: CommonBody, generation: Generation) -> bool:
+    """Whether the body would be accepted with `stream` true (schemas.py, checked_beams())."""
+    sampling = generation.parts[0].request.sampling
+    return sampling.prompt_logprobs is None and sampling.n == (body.n or 1) and not body.use_beam_search

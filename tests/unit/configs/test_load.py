@@ -90,6 +90,7 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "api_key": (["k"], ("k",)),
     "admin_api_key": (["a", "b"], ("a", "b")),
     "max_text_bytes": ("4M", 4 * 2**20),
+    "max_answer_bytes": ("256M", 2**28),
     "metrics_api_key": (["m"], ("m",)),
     "state_dir": ("state", "state"),
     "usage_days": (7, 7),
@@ -219,6 +220,8 @@ BAD = [
     ("admin_api_key", ["a\n"]),
     ("metrics_api_key", ["a\x00"]),
     ("redis_timeout_ms", 0),
+    ("max_answer_bytes", 0),
+    ("max_answer_bytes", "64q"),
     ("metrics_prefix", ""),
     ("metrics_prefix", "9lives"),
     ("metrics_prefix", "a-b"),
@@ -398,10 +401,11 @@ def test_serve_args_in_the_shape_of_ray_serve_llm() -> None:
             "model_loading_config": {"model_id": "name", "model_source": "source"},
             "engine_kwargs": {"tensor_parallel_size": 2, "max_num_seqs": 3},
             "deployment_config": {"autoscaling_config": {"min_replicas": 1, "max_replicas": 2}},
-            "gateway_config": {"api_key": "k", "metrics_prefix": "vllm"},
+            "gateway_config": {"api_key": "k", "metrics_prefix": "vllm", "max_answer_bytes": "2G"},
         }
     )
     assert settings.gateway.metrics_prefix == "vllm"
+    assert settings.gateway.max_answer_bytes == 2**31
     assert settings.engine.model.model == "source"
     assert settings.engine.model.served_model_name == ("name",)
     assert settings.engine.parallel.tensor_parallel_size == 2
