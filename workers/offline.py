@@ -216,8 +216,11 @@ class LLM:
         """Finds the most probable outputs of each prompt by beam search; returns one BeamSearchOutput for each.
 
         prompts, lora_request: as in generate(). use_tqdm: shows a progress bar of tokens.
-        A prompt that cannot be served has no sequences, and the reason in `error`. Raises as generate() does.
+        A prompt that cannot be served has no sequences, and the reason in `error`. Raises SettingsError where another
+        batching_policy than continuous would keep each token waiting for the next batch, otherwise as generate().
         """
+        if (policy := self.settings.scheduler.batching_policy) != "continuous":
+            raise SettingsError(f"{policy}: beam search needs continuous", "batching_policy")
         params.check()
         given = [self._read(prompt) for prompt in as_prompts(prompts)]
         adapters = one_for_each(lora_request, len(given))

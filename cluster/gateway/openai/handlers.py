@@ -157,13 +157,13 @@ async def read_fields(text: TextServices, request: Request, principal: Principal
 
 
 def _chat_body(text: TextServices, fields: dict[str, Any]) -> ChatBody:
-    return checked_beams(read_chat(fields, text.settings), text.settings.max_logprobs)
+    return checked_beams(read_chat(fields, text.settings), text.settings.max_logprobs, text.batching_policy)
 
 
 def _completion_body(text: TextServices, fields: dict[str, Any]) -> CompletionBody:
     """A completions body. Token ids that do not fit are refused here: their lists are several times as large as the
     body, and would wait for their turn."""
-    body = checked_beams(read_completion(fields, text.settings), text.settings.max_logprobs)
+    body = checked_beams(read_completion(fields, text.settings), text.settings.max_logprobs, text.batching_policy)
     check_ids_fit(text, body, _wanted(body), COMPLETION_FIELDS)
     return body
 
