@@ -16,7 +16,7 @@ import yaml
 
 from tandem.configs.errors import SettingsError
 from tandem.configs.lora_modules import module_text
-from tandem.configs.options import OPTIONS, NotSizeError, Option, option_named, parse_size
+from tandem.configs.options import OPTIONS, NotSizeError, Option, not_needed, option_named, parse_size
 from tandem.configs.schema import GatewaySettings, ServiceSettings
 from tandem.configs.secrets import HIDDEN, check_keys, without_password
 
@@ -396,5 +396,7 @@ def _refuse_unknown(mapping: Mapping[str, Any], known: Iterable[str], where: str
 
 
 def _did_you_mean(name: str, known: list[str]) -> str:
+    if why := not_needed(name):
+        return f": {why}"
     close = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
     return f"; did you mean {close[0]}?" if close else ""

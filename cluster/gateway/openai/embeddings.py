@@ -30,6 +30,7 @@ from tandem.cluster.tenants.tenant import salted
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.errors import ContextLengthExceeded, RequestRefused
 from tandem.workers.messages.request import NO_TOKENS, FinishReason, GenerationRequest, Pool, TokenDelta, Usage
+from tandem.workers.text.tokenizer import last_tokens
 
 AT_ONCE = 64
 """Inputs of one body that are in a group at once: a long list must not fill the queue for other requests."""
@@ -127,7 +128,7 @@ def _parts(text: TextServices, generations: Generations, asked: _Asked) -> list[
 
 
 def _inputs(text: TextServices, body: EmbeddingBody) -> list[list[int]]:
-    """The token ids of each input, cut as asked: the last ones stay, as in vLLM."""
+    """The token ids of each input, cut as asked."""
     limit, keep = text.max_model_len, body.truncate_prompt_tokens
     prompts = tokenized(
         text,
@@ -138,7 +139,7 @@ def _inputs(text: TextServices, body: EmbeddingBody) -> list[list[int]]:
     )
     found = []
     for prompt in prompts:
-        token_ids = prompt.token_ids if keep is None else prompt.token_ids[-(limit if keep == -1 else keep) :]
+        token_ids = last_tokens(prompt.token_ids, keep, limit)
         if not token_ids:
             raise invalid("input", "An input is empty: it must hold at least one token.")
         if len(token_ids) > limit:
