@@ -16,7 +16,7 @@ import yaml
 
 from tandem.configs.errors import SettingsError
 from tandem.configs.lora_modules import module_text
-from tandem.configs.options import OPTIONS, NotSizeError, Option, option_named, parse_size
+from tandem.configs.options import OPTIONS, NotSizeError, Option, not_needed, option_named, parse_size
 from tandem.configs.schema import GatewaySettings, ServiceSettings
 from tandem.configs.secrets import HIDDEN, check_keys, without_password
 
@@ -49,6 +49,7 @@ GATEWAY_KEYS = (
     "usage_days",
     "usage_rows",
     "max_text_bytes",
+    "max_answer_bytes",
     "metrics_prefix",
     "per_request_spec_decode_metrics",
     "queue_timeout",
@@ -395,5 +396,7 @@ def _refuse_unknown(mapping: Mapping[str, Any], known: Iterable[str], where: str
 
 
 def _did_you_mean(name: str, known: list[str]) -> str:
+    if why := not_needed(name):
+        return f": {why}"
     close = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
     return f"; did you mean {close[0]}?" if close else ""

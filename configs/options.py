@@ -253,6 +253,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("max_text_bytes", "gateway.max_text_bytes", int, HTTP,
            "Bytes of text, all prompts or messages together, that one request may have tokenized, e.g. 4M. Default: 1 "
            "MiB, or 8 bytes for each token of the context if that is more.", at_least(1), "at least 1", size=True),
+    Option("max_answer_bytes", "gateway.max_answer_bytes", int, HTTP,
+           "Bytes of memory, roughly, that an answer which is not streamed may take before it gets 413, e.g. 256M.",
+           at_least(1), "at least 1", size=True),
     Option("state_dir", "gateway.state_dir", str, HTTP,
            "Folder for the usage journal and a copy of the tenants and the adapter list; the next start reads it. "
            "Default: a private folder, removed when the service ends, or, with --redis-url, when Redis has all of it."),
@@ -276,6 +279,16 @@ OPTIONS: tuple[Option, ...] = (
            "Milliseconds that a request waits for Redis before it goes on without it.", lambda v: 0 < v <= 10_000,
            "above 0, up to 10000"),
 )  # fmt: skip
+
+
+NOT_NEEDED = dict.fromkeys(("runner", "convert", "task"), "every model generates and embeds; leave it out")
+"""Flags of vLLM that there is nothing to choose with, by name, and why."""
+
+
+def not_needed(name: str) -> str | None:
+    """Says why there is no setting of this name, spelled as a flag, with dashes or with underscores. None for names
+    that nobody misses."""
+    return NOT_NEEDED.get(name.lstrip("-").replace("-", "_"))
 
 
 def option_named(name: str) -> Option | None:

@@ -179,7 +179,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_json_depth: int = 64
     max_choices: int = 128
     max_logprobs: int = 20
-    max_stop_strings: int = 4
+    max_stop_strings: int = 32
     max_stop_chars: int = 256
     max_logit_bias: int = 300
     max_tools: int = 128

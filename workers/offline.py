@@ -44,6 +44,7 @@ from tandem.workers.offline_embeddings import (
     EmbeddingRequestOutput,
     EmbeddingRun,
     PoolingParams,
+    checked_truncation,
     pools_of,
 )
 from tandem.workers.offline_inbox import OfflineInbox
@@ -63,7 +64,7 @@ from tandem.workers.text.beam_search import BeamSearchParams
 from tandem.workers.text.chat_template import ChatTemplate, find_chat_template
 from tandem.workers.text.choice_text import ChoiceText
 from tandem.workers.text.detokenizer import DetokenizerFactory
-from tandem.workers.text.tokenizer import check_token_ids, load_tokenizer
+from tandem.workers.text.tokenizer import check_token_ids, last_tokens, load_tokenizer
 
 __all__ = ["LLM", "Completion", "RequestOutput", "SamplingParams"]
 
@@ -216,8 +217,11 @@ class LLM:
         """Finds the most probable outputs of each prompt by beam search; returns one BeamSearchOutput for each.
 
         prompts, lora_request: as in generate(). use_tqdm: shows a progress bar of tokens.
-        A prompt that cannot be served has no sequences, and the reason in `error`. Raises as generate() does.
+        A prompt that cannot be served has no sequences, and the reason in `error`. Raises SettingsError where another
+        batching_policy than continuous would keep each token waiting for the next batch, otherwise as generate().
         """
+        if (policy := self.settings.scheduler.batching_policy) != "continuous":
+            raise SettingsError(f"{policy}: beam search needs continuous", "batching_policy")
         params.check()
         given = [self._read(prompt) for prompt in as_prompts(prompts)]
         adapters = one_for_each(lora_request, len(given))
@@ -249,30 +253,36 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
+        truncate_prompt_tokens: int | None = None,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool = True,
         lora_request: AdapterRef | Sequence[AdapterRef | None] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Embeds all prompts and returns one EmbeddingRequestOutput for each, in order. Any model can.
 
-        prompts, use_tqdm, lora_request: as in generate(). pooling_params: one for all prompts, or one for each. How
-        hidden states become an embedding is the model's (LLM's pooler_config changes it; docs/offline.md).
+        prompts, use_tqdm, lora_request: as in generate(). truncate_prompt_tokens: keeps so many tokens of each prompt,
+        the last ones; -1: as many as the context has; None: all. pooling_params: one for all prompts, or one for each.
+        How hidden states become an embedding is the model's (LLM's pooler_config changes it; docs/offline.md).
 
         A prompt that cannot be served, for example one that is too long, gets the reason as outputs.error; the others
-        run. Raises ValueError for `dimensions` that the model does not have, otherwise as generate().
+        run. Raises ValueError for `dimensions` that the model does not have and for a truncate_prompt_tokens without
+        meaning, otherwise as generate().
         """
         if self._closed is not None:
             raise RuntimeError(self._closed)
-        many = as_prompts(prompts)
+        keep, many = checked_truncation(truncate_prompt_tokens), as_prompts(prompts)
         pools = pools_of(self._pooling, pooling_params, len(many))
         adapters = one_for_each(lora_request, len(many))
         with tqdm(total=len(many), disable=not use_tqdm, desc="embedding", unit="prompt") as bar:
             run = self._run = EmbeddingRun(bar)
-            names = self._run_all(zip(repeat(run), many, pools, adapters), self._add_embedding)
+            names = self._run_all(zip(repeat(run), many, repeat(keep), pools, adapters), self._add_embedding)
         return [run.outputs[name] for name in names]
 
-    def _add_embedding(self, run: EmbeddingRun, prompt: GivenPrompt, pool: Pool, adapter: AdapterRef | None) -> str:
+    def _add_embedding(
+        self, run: EmbeddingRun, prompt: GivenPrompt, keep: int | None, pool: Pool, adapter: AdapterRef | None
+    ) -> str:
         text, ids, salt = self._read(prompt)
+        ids = last_tokens(ids, keep, self._facts.max_model_len)
         name = f"offline-{next(self._names)}"
         output = EmbeddingRequestOutput(request_id=name, prompt=text, prompt_token_ids=ids, outputs=EmbeddingOutput())
         run.outputs[name] = output

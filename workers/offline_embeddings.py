@@ -82,6 +82,13 @@ def pools_of(facts: PoolingFacts, given: PoolingParams | Sequence[PoolingParams]
     return [_pool_of(facts, params) for params in each]
 
 
+def checked_truncation(keep: int | None) -> int | None:
+    """Returns truncate_prompt_tokens. ValueError for what is neither None, -1 nor a number of tokens."""
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < -1 or not keep):
+        raise ValueError(f"truncate_prompt_tokens={keep!r:.80} must be -1 or a whole number of at least 1")
+    return keep
+
+
 def _pool_of(facts: PoolingFacts, params: PoolingParams) -> Pool:
     dimensions, normalize = params.dimensions, params.normalize
     if isinstance(dimensions, bool) or not isinstance(dimensions, int | None):

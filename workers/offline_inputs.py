@@ -29,7 +29,8 @@ class GivenPrompt(NamedTuple):
 
 def as_prompts(given: Prompt | Sequence[Prompt]) -> list[GivenPrompt]:
     """Returns the prompts as a list. Each is a text, a list of token ids, or one of vLLM's mappings ({"prompt": text}
-    or {"prompt_token_ids": ids}, with "cache_salt" if wanted). TypeError for other types, and for keys by name."""
+    or {"prompt_token_ids": ids}, with "cache_salt" if wanted; other keys may be None). TypeError for other types, and
+    for keys by name."""
     if isinstance(given, str | Mapping):
         return [_as_prompt(given)]
     many = _items(given)
@@ -75,7 +76,7 @@ def _as_prompt(prompt: Any) -> GivenPrompt:
         return GivenPrompt(prompt)
     if not isinstance(prompt, Mapping):
         return GivenPrompt(None, _as_ids(prompt))
-    if unknown := [key for key in prompt if key not in PROMPT_KEYS]:
+    if unknown := [key for key, value in prompt.items() if key not in PROMPT_KEYS and value is not None]:
         raise TypeError(f"a prompt has no key {unknown[0]!r:.80}; it may have {', '.join(PROMPT_KEYS)}")
     text, ids, salt = (prompt.get(key) for key in PROMPT_KEYS)
     if text is None and ids is None:

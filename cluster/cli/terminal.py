@@ -5,8 +5,10 @@ from typing import Any
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperOption
 
+from tandem.configs.errors import SettingsError
 from tandem.configs.lora_modules import FLAG as LORA_MODULES
 from tandem.configs.lora_modules import looks_like_module, repeat_flag
+from tandem.configs.options import not_needed
 
 
 class GroupedHelp(TyperCommand):
@@ -17,8 +19,14 @@ class GroupedHelp(TyperCommand):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Called by typer with the words behind the verb."""
-        return super().parse_args(ctx, repeat_flag(args, LORA_MODULES, looks_like_module))
+        """Called by typer with the words behind the verb. SettingsError for a flag of vLLM that is not needed here."""
+        try:
+            return super().parse_args(ctx, repeat_flag(args, LORA_MODULES, looks_like_module))
+        except Exception as error:
+            flag = getattr(error, "option_name", None)  # of click's NoSuchOption, which typer keeps to itself
+            if isinstance(flag, str) and (why := not_needed(flag)):
+                raise SettingsError(why, flag) from error
+            raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Called by typer. Writes a section per group, in the order of the options."""

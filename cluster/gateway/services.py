@@ -14,7 +14,7 @@ from tandem.cluster.gateway.http.text_workers import TextWorkers
 from tandem.cluster.tenants.billing_record import Ledger, NoLedger
 from tandem.cluster.tenants.tenant_admin import NoTenantAdmin, TenantAdmin
 from tandem.cluster.tenants.tenant_admission import OpenTenancy, Tenancy
-from tandem.configs.schema import GatewaySettings
+from tandem.configs.schema import BatchingPolicyName, GatewaySettings
 from tandem.workers.models.spec.pooling_config import PoolingFacts
 from tandem.workers.text.chat_template import ChatTemplate
 from tandem.workers.text.detokenizer import DetokenizerFactory
@@ -27,7 +27,8 @@ class TextServices:
     model_names: all names of the base, at least one. chat_template: None when the model has none. max_model_len:
     tokens. vocab_size: the model's, which may be more than the tokenizer's. extra_stop_token_ids: see
     extra_stop_token_ids(). pooling: how embeddings are made. max_drafts: draft tokens of a step, 0 without speculative
-    decoding. created_s: Unix time. random_seed: the seed of a request that gives none."""
+    decoding. batching_policy: that of all groups. created_s: Unix time. random_seed: the seed of a
+    request that gives none."""
 
     settings: GatewaySettings
     model_names: tuple[str, ...]
@@ -42,6 +43,7 @@ class TextServices:
     max_drafts: int = 0
     fingerprint: str = "tandem"
     created_s: int = field(default_factory=lambda: int(time.time()))
+    batching_policy: BatchingPolicyName = "continuous"
     random_seed: Callable[[], int] = lambda: secrets.randbits(63)
 
     def __post_init__(self) -> None:

@@ -59,6 +59,7 @@ def build_text_services(settings: ServiceSettings, metrics: GatewayMetrics) -> T
         pooling=pooling_facts(settings.engine),
         workers=TextWorkers(meter=metrics),
         max_drafts=settings.engine.max_drafts,
+        batching_policy=settings.engine.scheduler.batching_policy,
         fingerprint=f"tandem-{model.revision or folder.name}"[:64],
     )
 

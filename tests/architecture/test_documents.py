@@ -10,6 +10,7 @@ import typer
 import yaml
 
 from tandem.cluster.cli.main import build_app
+from tandem.workers.engine.base.blockers import Blocker
 from tools import house
 from tools.check_links import CODE_SPAN, ROOT, broken_links, documents
 
@@ -87,6 +88,24 @@ def test_the_glossary_has_each_word_once_and_in_order() -> None:
     words = re.findall(r"^\| ([a-z][^|]*?) \|", glossary, re.MULTILINE)[1:]
     assert 30 <= len(words) <= 60
     assert words == sorted(set(words))
+
+
+def test_the_page_names_every_blocker_once() -> None:
+    """The list below "blocked by one thing at a time"; and no row of a table stands in another one too."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    listed = re.findall(r"^- `([A-Z]+)`:", page.partition("blocked by one thing")[2], re.MULTILINE)
+    assert sorted(listed) == sorted(Blocker.__members__)
+    rows = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith("| state | event")]
+    assert len(rows) == len(set(rows))
+
+
+def test_metrics_of_drafts_are_spelled_out() -> None:
+    """Every counter of speculative decoding, by its whole name, for those who search the page for it."""
+    source = (ROOT / "cluster" / "fleet" / "engine_metrics.py").read_text()
+    names = set(re.findall(r'"(spec_decode_\w+)"', source))
+    page = (ROOT / "docs" / "operations.md").read_text()
+    assert len(names) == 4
+    assert not [name for name in names if not re.search(rf"`{name}\W", page)]
 
 
 def test_the_link_checker_finds_broken_links(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
         batch (counter-based Philox numbers of seed, choice and position). None: the gateway or LLM draws one.
     min_tokens: stop tokens, EOS included, cannot be sampled before so many tokens; 0 to max_tokens.
     ignore_eos: True: the model's end-of-sequence tokens do not end a choice.
-    stop: texts that end a choice; none of them is empty. The output ends before the text found.
+    stop: texts that end a choice; none of them is empty. The output ends before the text found. LLM takes one text too.
     stop_token_ids: token ids that end a choice, in addition to EOS; the output includes the id.
     logprobs: k adds the natural log probability of each chosen token and of the k best, from the model's logits before
         any adjustment; 0: of the chosen token only; None: no log probabilities.
@@ -45,7 +45,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     frequency_penalty: subtracted from a token's logit once for each time the output has it; finite, 0: off.
     repetition_penalty: divides positive and multiplies other logits of tokens of prompt and output (CTRL, Keskar et
         al. 2019); above 0, 1: off.
-    logit_bias: pairs (token id, value), each value added to that token's logit; minus infinity forbids the token.
+    logit_bias: pairs (token id, value), each value added to that token's logit; minus infinity forbids the token. LLM
+        takes a dict too.
     allowed_token_ids: the only token ids that can be sampled, at least one; None: all.
     bad_words: texts that are not generated, each with and without a space before it; none of them is empty. The last
         token of such a text cannot be sampled where the output ends with the tokens before it.

@@ -40,10 +40,13 @@ RANGES: Final[Mapping[str, Any]] = {
     "prompt_logprobs": Whole | None,
 }
 """Type and range of every parameter. A bias may be minus infinity, which forbids the token."""
+NONE_MEANS_EMPTY: Final = ("stop", "stop_token_ids", "logit_bias", "bad_words")
+"""Parameters whose default is None in vLLM."""
 
 
 def checked_sampling(given: SamplingParams, vocab_size: int) -> SamplingParams:
     """Returns `given` with plain numbers and tuples; numbers and sequences of numpy and other libraries are converted.
+    So is what vLLM takes too: one text for `stop`, a mapping for `logit_bias`, None for what may be empty.
 
     Raises ValueError with the parameter's name, its value and its range, and for token ids outside the vocabulary.
     """
@@ -51,7 +54,7 @@ def checked_sampling(given: SamplingParams, vocab_size: int) -> SamplingParams:
     for name, kind in RANGES.items():
         value = getattr(given, name)
         try:
-            plain[name] = msgspec.convert(_plain(value), kind)
+            plain[name] = msgspec.convert(_plain(_as_tuple(name, value)), kind)
         except msgspec.ValidationError as error:
             raise ValueError(f"{name}={value!r:.80}: {error}") from error
     params = msgspec.structs.replace(given, **plain)
@@ -66,6 +69,17 @@ def checked_sampling(given: SamplingParams, vocab_size: int) -> SamplingParams:
         if bad := [i for i in ids if i >= vocab_size]:
             raise ValueError(f"{name}: token id {bad[0]} is outside the vocabulary, 0 to {vocab_size - 1}")
     return params
+
+
+def _as_tuple(name: str, value: Any) -> Any:
+    """Converts the ways in which vLLM writes a parameter to the tuple that it is here."""
+    if value is None and name in NONE_MEANS_EMPTY:
+        return ()
+    if name == "stop" and isinstance(value, str):
+        return (value,)
+    if name == "logit_bias" and isinstance(value, Mapping):
+        return tuple(value.items())
+    return value
 
 
 def _plain(value: Any) -> Any:

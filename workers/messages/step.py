@@ -1,5 +1,7 @@
 """Messages between coordinator and ranks for one step: StepPlan and StepResult. Encoded as in request.py."""
 
+from typing import Final
+
 import msgspec
 
 from tandem.workers.messages.request import Pool, PromptLogprobs, TokenLogprobs
@@ -85,6 +87,10 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="
     awaits: list[int] = []
     known_failure: int = 0
     rolled_back: list[tuple[int, int, int]] = []
+
+
+NOT_FINITE: Final = "the model's output for this request is not finite"
+"""The error of a row whose logits, of its prompt or behind it, or whose embedding are not finite."""
 
 
 class RowResult(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=True):

@@ -18,10 +18,9 @@ import torch.nn.functional as F
 
 from tandem.offload.copies.accelerator import Accelerator
 from tandem.workers.messages.request import Pool
-from tandem.workers.messages.step import RowResult, RowWork
+from tandem.workers.messages.step import NOT_FINITE, RowResult, RowWork
 
 Ints = npt.NDArray[np.int64]
-NOT_FINITE = "the model's output for this request is not finite"
 
 
 class PartialSum(NamedTuple):

@@ -19,13 +19,12 @@ import torch
 from tandem.offload.copies.accelerator import Accelerator
 from tandem.workers.kernels.lora_ops import AdapterRows
 from tandem.workers.messages.request import PromptLogprobs, TokenLogprobs
-from tandem.workers.messages.step import RowResult, RowSampling, RowWork
+from tandem.workers.messages.step import NOT_FINITE, RowResult, RowSampling, RowWork
 from tandem.workers.sampling.logprobs import ChosenLogprobs, RawLogprobs
 
 Ints = npt.NDArray[np.int64]
 Head = Callable[[torch.Tensor, AdapterRows | None], torch.Tensor]
 PIECE_ROWS = 256
-NOT_FINITE = "the model's output for this prompt is not finite"
 
 
 def pieces_of(count: int) -> list[int]:

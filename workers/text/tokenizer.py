@@ -105,6 +105,12 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
         )
 
 
+def last_tokens(token_ids: list[int], keep: int | None, max_model_len: int) -> list[int]:
+    """Returns a prompt that is to be embedded, cut as truncate_prompt_tokens (`keep`) says: its last tokens stay, as in
+    vLLM. -1: as many as the context holds; None: all."""
+    return token_ids if keep is None else token_ids[-(max_model_len if keep == -1 else keep) :]
+
+
 def load_tokenizer(folder: Path | str) -> ModelTokenizer:
     """Loads the tokenizer of a model folder. SettingsError when tokenizer.json is missing or broken."""
     folder = Path(folder)

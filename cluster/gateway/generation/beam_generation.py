@@ -2,9 +2,10 @@
 
     admit --> [ one token for each live beam, in whatever group ]* --> the best beams, each in one step --> settle
 
-A beam's next token is a request of its own: one that is resumed with the beam's tokens, for one token more. So it waits
-in no queue once the prompt has begun, finds the KV of its prefix, is tried again in another group when its own is lost,
-and is aborted when the client leaves. The engine and its scheduler know nothing of beams. The bill is that of any
+A beam's next token is a request of its own: one that is resumed with the beam's tokens, for one token more. It waits
+for a row as any request does, but once the prompt has begun no limit of a queue refuses it. It finds the KV of its
+prefix, or without prefix caching computes all of it; it is tried again in another group when its own is lost, and is
+aborted when the client leaves. The engine and its scheduler know nothing of beams. The bill is that of any
 request: the prompt once, and the tokens of the beams that are the answer.
 """
 

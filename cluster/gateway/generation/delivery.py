@@ -107,7 +107,8 @@ class GenerationResponse(Response):
 
 
 class TextResponse(GenerationResponse):
-    """The answer with the texts of choices. `shown`: choices to show per prompt (best_of runs more)."""
+    """The answer with the texts of choices. `shown`: choices to show per prompt (best_of runs more). is_streamable:
+    whether it could be streamed; for the advice where it is too long."""
 
     def __init__(
         self,
@@ -119,8 +120,10 @@ class TextResponse(GenerationResponse):
         include_usage: bool,
         shown: int,
         with_logprobs: bool,
+        is_streamable: bool,
     ) -> None:
         super().__init__(shared, generation)
+        self._is_streamable = is_streamable
         self._style = style
         self._stream = stream
         self._include_usage = include_usage
@@ -202,7 +205,7 @@ class TextResponse(GenerationResponse):
                 held += held_bytes(addition)
             held += sum(entries_bytes(d.prompt_logprobs.entries) for d in step[1] if d.prompt_logprobs is not None)
             if held > self._shared.max_answer_bytes:
-                raise too_long(self._shared.max_answer_bytes)
+                raise too_long(self._shared.max_answer_bytes, is_streamable=self._is_streamable)
         usage = await self._generation.usage()
         chosen = [(part, entry) for part in self._generation.parts for entry in self._best(part, gathered)]
         answers = [self._answer(index, part, entry) for index, (part, entry) in enumerate(chosen)]
@@ -242,11 +245,13 @@ def entries_bytes(entries: Sequence[TokenLogprobs]) -> int:
     return ENTRY_BYTES * sum(1 + len(entry.top) for entry in entries)
 
 
-def too_long(limit: int) -> RequestRefused:
-    """The refusal of an answer that is not streamed and takes more than `limit` bytes of memory."""
+def too_long(limit: int, *, is_streamable: bool) -> RequestRefused:
+    """The refusal of an answer that is not streamed and takes more than `limit` bytes of memory. is_streamable: whether
+    the same answer could be streamed."""
     message = (
-        f"The answer takes more than {limit} bytes of memory, the limit for one that is not streamed. Stream it, or "
-        "ask for fewer tokens, choices or log probabilities."
+        f"The answer takes more than {limit} bytes of memory, the limit for one that is not streamed "
+        f"(--max-answer-bytes). {'Stream it, or ask' if is_streamable else 'Ask'} for fewer tokens, choices or log "
+        "probabilities."
     )
     return RequestRefused(message, code="content_too_large", status=413)
 

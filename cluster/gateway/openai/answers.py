@@ -260,11 +260,14 @@ class TokenFormatter:
         return {**self._item(entry.token_id, entry.logprob), "top_logprobs": top}
 
     def completion(self, entries: Sequence[TokenLogprobs], offsets: Sequence[int]) -> dict[str, Any]:
-        """The parallel lists of completions; the chosen token is always among its top_logprobs."""
+        """The parallel lists of completions; the chosen token is always among its top_logprobs. These are by text: of
+        tokens with one text (as parts of characters have, U+FFFD) the chosen one is shown, else the best."""
         tops: list[dict[str, float]] = []
         for entry in entries:
-            top = {self.text(token_id): self._finite(logprob) for token_id, logprob in entry.top}
-            top.setdefault(self.text(entry.token_id), self._finite(entry.logprob))
+            top: dict[str, float] = {}
+            for token_id, logprob in entry.top:
+                top.setdefault(self.text(token_id), self._finite(logprob))
+            top[self.text(entry.token_id)] = self._finite(entry.logprob)
             tops.append(top)
         return {
             "tokens": [self.text(entry.token_id) for entry in entries],

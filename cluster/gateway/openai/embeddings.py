@@ -6,7 +6,7 @@ import struct
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -21,15 +21,14 @@ from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.http.sse import EventWriter
 from tandem.cluster.gateway.openai.answers import usage_object
-from tandem.cluster.gateway.openai.handlers import held_model, received
-from tandem.cluster.gateway.openai.model_lookup import Served
+from tandem.cluster.gateway.openai.handlers import Posted, engine_requests, held_model, received
 from tandem.cluster.gateway.openai.prompts import prompt_items, tokenized
 from tandem.cluster.gateway.openai.schemas import Count, ShortText, TokenId, check_prompt, invalid, read
 from tandem.cluster.gateway.services import TextServices
-from tandem.cluster.tenants.tenant import salted
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.errors import ContextLengthExceeded, RequestRefused
-from tandem.workers.messages.request import NO_TOKENS, FinishReason, GenerationRequest, Pool, TokenDelta, Usage
+from tandem.workers.messages.request import NO_TOKENS, FinishReason, Pool, TokenDelta, Usage
+from tandem.workers.text.tokenizer import last_tokens
 
 AT_ONCE = 64
 """Inputs of one body that are in a group at once: a long list must not fill the queue for other requests."""
@@ -68,8 +67,9 @@ async def embeddings(text: TextServices, generations: Generations, request: Requ
     body, size = await received(text, request, principal, lambda fields: read_embedding(fields, text.settings))
     with ExitStack() as held:
         model = held_model(text, generations, body.model, principal, held)
-        asked = _Asked(request, principal, model, body, _pool_of(text, body))
-        parts = await text.workers.run(principal.tenant, size, _parts, text, generations, asked)
+        asked = Posted(request, principal, model, f"embd-{uuid.uuid4().hex}", body)
+        pool = _pool_of(text, body)
+        parts = await text.workers.run(principal.tenant, size, _parts, text, generations, asked, pool)
         generation = Generation(
             generations,
             parts,
@@ -83,16 +83,6 @@ async def embeddings(text: TextServices, generations: Generations, request: Requ
         return EmbeddingResponse(generations, generation, model.name, body.encoding_format or "float")
 
 
-class _Asked(NamedTuple):
-    """One HTTP request: who asks, for what."""
-
-    request: Request
-    principal: Principal
-    model: Served
-    body: EmbeddingBody
-    pool: Pool
-
-
 def _pool_of(text: TextServices, body: EmbeddingBody) -> Pool:
     try:
         return text.pooling.pool(dimensions=body.dimensions, normalize=body.normalize)
@@ -100,34 +90,19 @@ def _pool_of(text: TextServices, body: EmbeddingBody) -> Pool:
         raise invalid("dimensions", f"dimensions {error}.") from error
 
 
-def _parts(text: TextServices, generations: Generations, asked: _Asked) -> list[RequestPart]:
+def _parts(text: TextServices, generations: Generations, asked: Posted[EmbeddingBody], pool: Pool) -> list[RequestPart]:
     """A part for every input."""
-    request, principal, model, body, pool = asked
-    inputs = _inputs(text, body)
-    _check_answer(len(inputs), pool.dimensions or text.pooling.size, body.encoding_format, generations.max_answer_bytes)
-    name = f"embd-{uuid.uuid4().hex}"
-    priority = body.priority if body.priority is not None else generations.tenancy.limits(principal.tenant).priority
-    salt = salted(principal.tenant, body.cache_salt)
-    parts = []
-    for number, token_ids in enumerate(inputs):
-        asks = GenerationRequest(
-            request_id=name if len(inputs) == 1 else f"{name}-{number}",
-            prompt_token_ids=token_ids,
-            sampling=NO_TOKENS,
-            adapter=model.adapter,
-            tenant=principal.tenant,
-            priority=priority,
-            deadline_s=generations.queue_timeout_s,
-            cache_salt=salt,
-            trace_ids={"x-request-id": request.scope.get("tandem.request_id", "")},
-            pool=pool,
-        )
-        parts.append(RequestPart(request=asks, choices=[EmbeddingChoice()], first_choice=number))
-    return parts
+    inputs, encoding = _inputs(text, asked.body), asked.body.encoding_format
+    _check_answer(len(inputs), pool.dimensions or text.pooling.size, encoding, generations.max_answer_bytes)
+    requests = engine_requests(generations, asked, [(token_ids, NO_TOKENS) for token_ids in inputs], pool)
+    return [
+        RequestPart(request=request, choices=[EmbeddingChoice()], first_choice=number)
+        for number, request in enumerate(requests)
+    ]
 
 
 def _inputs(text: TextServices, body: EmbeddingBody) -> list[list[int]]:
-    """The token ids of each input, cut as asked: the last ones stay, as in vLLM."""
+    """The token ids of each input, cut as asked."""
     limit, keep = text.max_model_len, body.truncate_prompt_tokens
     prompts = tokenized(
         text,
@@ -138,7 +113,7 @@ def _inputs(text: TextServices, body: EmbeddingBody) -> list[list[int]]:
     )
     found = []
     for prompt in prompts:
-        token_ids = prompt.token_ids if keep is None else prompt.token_ids[-(limit if keep == -1 else keep) :]
+        token_ids = last_tokens(prompt.token_ids, keep, limit)
         if not token_ids:
             raise invalid("input", "An input is empty: it must hold at least one token.")
         if len(token_ids) > limit:

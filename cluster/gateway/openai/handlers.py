@@ -6,7 +6,7 @@ Everything that can be refused is refused here, before the request reaches a gro
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -47,16 +47,41 @@ from tandem.cluster.gateway.openai.schemas import (
 )
 from tandem.cluster.gateway.services import TextServices
 from tandem.cluster.tenants.tenant import salted
-from tandem.workers.messages.request import GenerationRequest, SamplingParams
+from tandem.workers.messages.request import GenerationRequest, Pool, SamplingParams
 from tandem.workers.speculation.acceptance import DraftAcceptance
 from tandem.workers.text.choice_text import ChoiceText
 from tandem.workers.text.tokenizer import check_token_ids
 
 Body = TypeVar("Body")
+Fields = TypeVar("Fields", bound="QueueFields", covariant=True)
 DEFAULT_COMPLETION_TOKENS = 16
 COMPLETION_FIELDS = Asked("prompt", "max_tokens")
 PARSED_FASTER = 16
 """Bytes that are parsed and checked in the time in which one is tokenized, roughly."""
+
+
+class QueueFields(Protocol):
+    """The fields of every body that groups serve, of the queue and the prefix cache."""
+
+    @property
+    def priority(self) -> int | None:
+        """Of the request; None: the tenant's."""
+        ...
+
+    @property
+    def cache_salt(self) -> str | None:
+        """KV of the prefix cache is found under it only."""
+        ...
+
+
+class Posted(NamedTuple, Generic[Fields]):
+    """One HTTP request: who asks, for which model, with what body. name: its id in the answer."""
+
+    request: Request
+    principal: Principal
+    model: Served
+    name: str
+    body: Fields
 
 
 async def chat_completions(
@@ -77,7 +102,7 @@ async def chat_completions(
             principal.tenant, bad_words_size(body), _params, text, body, max_tokens, logprobs
         )
         head = _head(text, generations, "chatcmpl", model.name)
-        asked = _Asked(request, principal, head, model, body)
+        asked = Posted(request, principal, model, head.id, body)
         parts = _parts(text, generations, asked, [(prompt, params)], is_open_ended=wanted is None)
         generation = _generation(text, generations, asked, parts, began_s, "messages")
         style = ChatFormat(
@@ -101,7 +126,7 @@ async def completions(text: TextServices, generations: Generations, request: Req
         wanted = _wanted(body)
         check_choices(text, body)
         head = _head(text, generations, "cmpl", model.name)
-        asked = _Asked(request, principal, head, model, body)
+        asked = Posted(request, principal, model, head.id, body)
         parts, echo = await text.workers.run(
             principal.tenant, size, _completion_parts, text, generations, asked, body, wanted
         )
@@ -157,13 +182,13 @@ async def read_fields(text: TextServices, request: Request, principal: Principal
 
 
 def _chat_body(text: TextServices, fields: dict[str, Any]) -> ChatBody:
-    return checked_beams(read_chat(fields, text.settings), text.settings.max_logprobs)
+    return checked_beams(read_chat(fields, text.settings), text.settings.max_logprobs, text.batching_policy)
 
 
 def _completion_body(text: TextServices, fields: dict[str, Any]) -> CompletionBody:
     """A completions body. Token ids that do not fit are refused here: their lists are several times as large as the
     body, and would wait for their turn."""
-    body = checked_beams(read_completion(fields, text.settings), text.settings.max_logprobs)
+    body = checked_beams(read_completion(fields, text.settings), text.settings.max_logprobs, text.batching_policy)
     check_ids_fit(text, body, _wanted(body), COMPLETION_FIELDS)
     return body
 
@@ -187,7 +212,7 @@ def _wanted(body: CompletionBody) -> int:
 
 
 def _completion_parts(
-    text: TextServices, generations: Generations, asked: "_Asked", body: CompletionBody, wanted: int
+    text: TextServices, generations: Generations, asked: "Posted[CompletionBody]", body: CompletionBody, wanted: int
 ) -> tuple[list[RequestPart], list[str]]:
     """A part for every prompt, and the prompts' texts where the answer begins with them."""
     work: list[tuple[Prompt, SamplingParams]] = []
@@ -259,44 +284,50 @@ def _echo_text(text: TextServices, prompt: Prompt, body: CompletionBody) -> str:
     return text.tokenizer.decode(prompt.token_ids, skip_special_tokens=body.skip_special_tokens is not False)
 
 
-class _Asked(NamedTuple):
-    """One HTTP request: who asks, for what."""
-
-    request: Request
-    principal: Principal
-    head: AnswerHead
-    model: Served
-    body: CommonBody
-
-
-def _parts(
-    text: TextServices,
+def engine_requests(
     generations: Generations,
-    asked: _Asked,
-    work: Sequence[tuple[Prompt, SamplingParams]],
-    *,
-    is_open_ended: bool = False,
-) -> list[RequestPart]:
-    """A part for every prompt of one HTTP request; request ids are unique even when x-request-id is not."""
-    request, principal, head, model, body = asked
+    asked: Posted[QueueFields],
+    work: Sequence[tuple[list[int], SamplingParams]],
+    pool: Pool | None = None,
+) -> list[GenerationRequest]:
+    """The requests of one HTTP request to the groups, for each prompt one; their ids are unique even when x-request-id
+    is not. work: token ids and sampling parameters of the prompts."""
+    request, principal, model, name, body = asked
     priority = body.priority if body.priority is not None else generations.tenancy.limits(principal.tenant).priority
     salt = salted(principal.tenant, body.cache_salt)
-    parts = []
-    for number, (prompt, params) in enumerate(work):
-        generation = GenerationRequest(
-            request_id=head.id if len(work) == 1 else f"{head.id}-{number}",
-            prompt_token_ids=prompt.token_ids,
+    trace_ids = {"x-request-id": request.scope.get("tandem.request_id", "")}
+    return [
+        GenerationRequest(
+            request_id=name if len(work) == 1 else f"{name}-{number}",
+            prompt_token_ids=token_ids,
             sampling=params,
             adapter=model.adapter,
             tenant=principal.tenant,
             priority=priority,
             deadline_s=generations.queue_timeout_s,
             cache_salt=salt,
-            trace_ids={"x-request-id": request.scope.get("tandem.request_id", "")},
+            trace_ids=trace_ids,
+            pool=pool,
         )
-        choices = [_choice(text, body, prompt, params) for _ in range(params.n)]
+        for number, (token_ids, params) in enumerate(work)
+    ]
+
+
+def _parts(
+    text: TextServices,
+    generations: Generations,
+    asked: Posted[CommonBody],
+    work: Sequence[tuple[Prompt, SamplingParams]],
+    *,
+    is_open_ended: bool = False,
+) -> list[RequestPart]:
+    """A part for every prompt of one HTTP request."""
+    requests = engine_requests(generations, asked, [(prompt.token_ids, params) for prompt, params in work])
+    parts = []
+    for number, (request, (prompt, params)) in enumerate(zip(requests, work, strict=True)):
+        choices = [_choice(text, asked.body, prompt, params) for _ in range(params.n)]
         first = number * params.n
-        part = RequestPart(request=generation, choices=choices, first_choice=first, is_open_ended=is_open_ended)
+        part = RequestPart(request=request, choices=choices, first_choice=first, is_open_ended=is_open_ended)
         parts.append(part)
     return parts
 
@@ -304,14 +335,14 @@ def _parts(
 def _generation(
     text: TextServices,
     generations: Generations,
-    asked: _Asked,
+    asked: Posted[CommonBody],
     parts: list[RequestPart],
     began_s: float,
     prompt_field: str,
 ) -> Generation:
     named: dict[str, Any] = {
         "tenant": asked.principal.tenant,
-        "model": asked.head.model,
+        "model": asked.model.name,
         "began_s": began_s,
         "prompt_field": prompt_field,
     }
@@ -351,4 +382,11 @@ def _answer(
         include_usage=_include_usage(body),
         shown=body.n or 1,
         with_logprobs=with_logprobs,
+        is_streamable=_is_streamable(body, generation),
     )
+
+
+def _is_streamable(body: CommonBody, generation: Generation) -> bool:
+    """Whether the body would be accepted with `stream` true (schemas.py, checked_beams())."""
+    sampling = generation.parts[0].request.sampling
+    return sampling.prompt_logprobs is None and sampling.n == (body.n or 1) and not body.use_beam_search

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from tandem.cluster.gateway.openai.schemas import CommonBody, CompletionBody, invalid, unsupported
 from tandem.cluster.gateway.services import TextServices
+from tandem.configs.schema import BatchingPolicyName
 from tandem.workers.messages.request import SamplingParams
 from tandem.workers.text.bad_word_ids import bad_word_ids
 from tandem.workers.text.tokenizer import check_token_ids
@@ -105,14 +106,17 @@ def _logit_bias(biases: dict[str, float], vocab_size: int) -> tuple[tuple[int, f
     return tuple(pairs.items())
 
 
-def checked_beams(body: Body, max_logprobs: int) -> Body:
+def checked_beams(body: Body, max_logprobs: int, batching: BatchingPolicyName = "continuous") -> Body:
     """Returns the body. RequestRefused for a field that does not go with use_beam_search, or not without it, and for
     more beams than half of max_logprobs: each step asks for the log probabilities of twice as many tokens, as in vLLM.
+    Refuses beam search where another batching policy would keep each token of it waiting for the next batch.
     """
     if not body.use_beam_search:
         if body.length_penalty not in (None, 1):
             raise invalid("length_penalty", "length_penalty needs use_beam_search true.")
         return body
+    if batching != "continuous":
+        raise unsupported("use_beam_search", f"Beam search is not served with --batching-policy {batching}.")
     if body.stream:
         raise unsupported("stream", "An answer of beam search cannot be streamed: it is known at the end.")
     if body.best_of is not None and body.best_of != (body.n or 1):

@@ -90,6 +90,7 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "api_key": (["k"], ("k",)),
     "admin_api_key": (["a", "b"], ("a", "b")),
     "max_text_bytes": ("4M", 4 * 2**20),
+    "max_answer_bytes": ("256M", 2**28),
     "metrics_api_key": (["m"], ("m",)),
     "state_dir": ("state", "state"),
     "usage_days": (7, 7),
@@ -219,6 +220,8 @@ BAD = [
     ("admin_api_key", ["a\n"]),
     ("metrics_api_key", ["a\x00"]),
     ("redis_timeout_ms", 0),
+    ("max_answer_bytes", 0),
+    ("max_answer_bytes", "64q"),
     ("metrics_prefix", ""),
     ("metrics_prefix", "9lives"),
     ("metrics_prefix", "a-b"),
@@ -280,6 +283,19 @@ def test_drafts_beside_several_stages_are_refused() -> None:
 def test_unknown_names_are_refused_with_a_suggestion() -> None:
     with pytest.raises(SettingsError, match="tensor_parallel_size"):
         build_settings("m", {"tensor_paralel_size": 2})
+
+
+@pytest.mark.parametrize("name", ["runner", "convert", "task"])
+def test_what_vllm_needs_to_embed_is_to_be_left_out(name: str, tmp_path: Path) -> None:
+    said = re.escape(f"{name} is not a setting: every model generates and embeds; leave it out")
+    with pytest.raises(SettingsError, match=said):
+        build_settings("m", {name: "pooling"})
+    with pytest.raises(SettingsError, match=said):
+        settings_from_serve_args({"model_loading_config": {"model_id": "m"}, "engine_kwargs": {name: "embed"}})
+    file = tmp_path / "c.yaml"
+    file.write_text(f"{name}: embed")
+    with pytest.raises(SettingsError, match=said):
+        read_config_file(str(file))
 
 
 @pytest.mark.parametrize("spelled", ["redis_sentinel_url", "redis-sentinel-url"])
@@ -406,10 +422,11 @@ def test_serve_args_in_the_shape_of_ray_serve_llm() -> None:
             "model_loading_config": {"model_id": "name", "model_source": "source"},
             "engine_kwargs": {"tensor_parallel_size": 2, "max_num_seqs": 3},
             "deployment_config": {"autoscaling_config": {"min_replicas": 1, "max_replicas": 2}},
-            "gateway_config": {"api_key": "k", "metrics_prefix": "vllm"},
+            "gateway_config": {"api_key": "k", "metrics_prefix": "vllm", "max_answer_bytes": "2G"},
         }
     )
     assert settings.gateway.metrics_prefix == "vllm"
+    assert settings.gateway.max_answer_bytes == 2**31
     assert settings.engine.model.model == "source"
     assert settings.engine.model.served_model_name == ("name",)
     assert settings.engine.parallel.tensor_parallel_size == 2

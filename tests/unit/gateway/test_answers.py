@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 
+from tandem.cluster.gateway.openai.answers import TokenFormatter
 from tandem.configs.schema import GatewaySettings
-from tandem.workers.messages.request import Abort
+from tandem.workers.messages.request import Abort, TokenLogprobs
+from tandem.workers.text.detokenizer import DetokenizerFactory
 from tandem.workers.text.tokenizer import GenerationDefaults
 from tests.support.fake_backend import FakeBackend, fixed_script, logprob_of
-from tests.unit.gateway.rig import BOS, CONTEXT, EOS, MODEL, TURN, USER, Rig, events, gateway
+from tests.unit.gateway.rig import BOS, CONTEXT, EOS, MODEL, TURN, USER, Rig, events, gateway, make_tokenizer
 
 
 def saying(*texts: str, ends: bool = True, **options: Any) -> FakeBackend:
@@ -176,6 +178,17 @@ async def test_streamed_and_whole_answers_are_equal(kind: str, tokens_per_step: 
         assert chunks[-2]["usage"] == whole["usage"]
 
 
+async def test_what_lm_eval_sends_to_generate_until() -> None:
+    """Its local-completions model: all of a task's `until` and the tokenizer's EOS, uncut."""
+    until = ["\n\n", "Question:", "</s>", "<|im_end|>", "Q:", "<eos>"]
+    async with gateway(saying("It is 4. Q: And now?")) as rig:
+        body = {"max_tokens": 50, "temperature": 0, "stop": until, "seed": 1234}
+        answer = (await rig.complete(**body)).json()["choices"][0]
+        assert (answer["text"], answer["finish_reason"], answer["stop_reason"]) == ("It is 4. ", "stop", "Q:")
+        chunks = events((await rig.complete(stream=True, **body)).text)
+        assert joined(chunks) == "It is 4. "
+
+
 async def test_a_stop_string_across_tokens_ends_the_choice_and_aborts_at_its_token() -> None:
     async with gateway(saying("one and two and three", ends=False, manual=False)) as rig:
         answer = (await rig.complete(stop=[" and", "zzz"], max_tokens=50)).json()
@@ -257,6 +270,17 @@ async def test_completion_logprobs() -> None:
         assert logprobs["token_logprobs"] == [logprob_of(i) for i in range(4)]
         assert logprobs["text_offset"] == [0, 1, 1, 2]
         assert logprobs["top_logprobs"][0] == {"a": logprob_of(0)}
+
+
+def test_of_tokens_with_one_text_the_chosen_one_is_shown_and_else_the_best() -> None:
+    """Bytes that are no whole character all read U+FFFD."""
+    piece, other, third, a = 0x98, 0x9F, 0xF0, 97
+    top = [(piece, -0.5), (a, -1.5), (other, -2.5), (third, -3.5)]
+    shown = TokenFormatter(DetokenizerFactory(make_tokenizer())).completion(
+        [TokenLogprobs(a, -1.5, top), TokenLogprobs(piece, -0.5, top), TokenLogprobs(third, -3.5, top[:2])], [0, 1, 1]
+    )
+    assert shown["token_logprobs"] == [-1.5, -0.5, -3.5]
+    assert shown["top_logprobs"] == [{"\ufffd": -0.5, "a": -1.5}] * 2 + [{"\ufffd": -3.5, "a": -1.5}]
 
 
 async def test_logprobs_of_impossible_tokens_are_finite() -> None:

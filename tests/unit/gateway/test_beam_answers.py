@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 from tandem.cluster.gateway.openai.sampling_fields import WITHOUT_EFFECT
+from tandem.cluster.gateway.wiring import build_metrics, build_text_services
+from tandem.configs.bundled import DEMO_MODEL
+from tandem.configs.load import build_settings
 from tandem.workers.messages.errors import QueueFull
 from tandem.workers.messages.request import GenerationRequest, TokenLogprobs
 from tandem.workers.text.beam_search import Beam, BeamSearch, BeamSearchParams
@@ -71,6 +74,25 @@ def wanted(
 
 def text_of(beam: Beam) -> str:
     return bytes(token for token in beam.token_ids if token < 256).decode()
+
+
+@pytest.mark.parametrize("policy", ["static", "dynamic"])
+async def test_whole_batches_refuse_it(policy: str) -> None:
+    """Each token of each beam would wait for the next batch."""
+    async with gateway(backend(), text={"batching_policy": policy}) as rig:
+        for answer in (await rig.complete(n=2, **BEAMS), await rig.chat(n=2, **BEAMS)):
+            error = error_of(answer)
+            assert (answer.status_code, error["param"]) == (400, "use_beam_search")
+            assert error["message"] == f"Beam search is not served with --batching-policy {policy}."
+        assert not rig.backend.requests
+        assert (await rig.complete(max_tokens=1, temperature=0, logprobs=1)).status_code == 200
+
+
+def test_a_service_knows_its_batching_policy() -> None:
+    settings = build_settings(str(DEMO_MODEL), {"batching_policy": "dynamic"})
+    text = build_text_services(settings, build_metrics(settings))
+    text.workers.close()
+    assert text.batching_policy == "dynamic"
 
 
 @pytest.mark.parametrize("penalty", [None, 0.0, 3.0])

@@ -123,6 +123,25 @@ async def test_an_answer_that_is_held_whole_is_bounded(path: str) -> None:
         assert (await rig.client.post(path, json={**asked, "n": 1, "max_tokens": 2})).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (COMPLETE, {"prompt_logprobs": 5}),
+        (CHAT, {"prompt_logprobs": 5}),
+        (COMPLETE, {"echo": True, "logprobs": 5}),
+        (COMPLETE, {"best_of": 4, "logprobs": 5}),
+        (COMPLETE, {"use_beam_search": True, "n": 4, "temperature": 0, "logprobs": 5}),
+    ],
+)
+async def test_streaming_is_no_advice_where_it_is_refused(path: str, fields: dict[str, Any]) -> None:
+    asked = {**({"messages": USER} if path == CHAT else {"prompt": "x" * 20}), "max_tokens": 20, **fields}
+    async with gateway(settings=GatewaySettings(max_answer_bytes=1_000)) as rig:
+        answer = await rig.client.post(path, json=asked)
+        assert (answer.status_code, error_of(answer)["code"]) == (413, "content_too_large")
+        assert "(--max-answer-bytes). Ask for fewer" in error_of(answer)["message"]
+        assert (await rig.client.post(path, json={**asked, "stream": True})).status_code == 400
+
+
 @contextlib.asynccontextmanager
 async def serving(connections: int) -> AsyncIterator[int]:
     listener = socket.socket()

@@ -33,7 +33,7 @@ COMMON_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"seed": "x"}, "seed", INVALID),
     ({"stop": ""}, "stop", INVALID),
     ({"stop": ["a", ""]}, "stop", INVALID),
-    ({"stop": ["a"] * 5}, "stop", INVALID),
+    ({"stop": ["a"] * 33}, "stop", INVALID),
     ({"stop": "x" * 257}, "stop", INVALID),
     ({"stop": [1]}, "stop[0]", INVALID),
     ({"stop": {"a": 1}}, "stop", INVALID),

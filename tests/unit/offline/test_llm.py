@@ -103,10 +103,13 @@ def test_a_prompt_that_does_not_fit_fails_alone(llm: LLM) -> None:
         ({"top_p": 1.5}, "top_p=1.5: "),
         ({"top_k": -2}, "top_k=-2: "),
         ({"min_tokens": 9}, "min_tokens=9 exceeds max_tokens=8"),
-        ({"stop": "end"}, "stop='end': Expected `array`, got `str`"),
+        ({"stop": ""}, "stop='': Expected `str` of length >= 1"),
+        ({"stop": 5}, "stop=5: Expected `array`, got `int`"),
         ({"stop": ("",)}, "stop="),
         ({"stop_token_ids": (1, 10**6)}, "stop_token_ids: token id 1000000 is outside the vocabulary, 0 to"),
         ({"logit_bias": ((10**6, 1.0),)}, "logit_bias: token id 1000000 is outside"),
+        ({"logit_bias": {10**6: 1.0}}, "logit_bias: token id 1000000 is outside"),
+        ({"logit_bias": {"a": 1.0}}, "logit_bias={'a': 1.0}: Expected `int`, got `str`"),
         ({"logit_bias": ((1, math.nan),)}, "logit_bias="),
         ({"allowed_token_ids": ()}, r"allowed_token_ids=\(\): Expected `array` of length >= 1"),
         ({"allowed_token_ids": (1, 10**6)}, "allowed_token_ids: token id 1000000 is outside the vocabulary, 0 to"),
@@ -134,6 +137,24 @@ def test_every_parameter_has_its_range(llm: LLM) -> None:
     assert set(RANGES) == set(SamplingParams.__struct_fields__)
     odd = SamplingParams(max_tokens=4, temperature=0, top_k=-1, stop=["zzz"], logit_bias=((5, -math.inf),))  # type: ignore[arg-type]
     assert llm.generate("Once upon a time", odd, use_tqdm=False)[0].outputs[0].finish_reason == "length"
+
+
+def test_what_vllm_takes_for_a_tuple_is_taken(llm: LLM) -> None:
+    text = llm.generate("Once upon a time", GREEDY, use_tqdm=False)[0].text
+    stop, (first, *_) = text[5:8], llm.tokenizer.encode(text, add_special_tokens=False)
+    for ours, theirs in (
+        ({"stop": (stop,)}, {"stop": stop}),
+        ({"logit_bias": ((first, -math.inf), (5, 3.0))}, {"logit_bias": {np.int64(first): -math.inf, 5: 3}}),
+        ({}, {"stop": None, "stop_token_ids": None, "logit_bias": None, "bad_words": None}),
+    ):
+        texts = [
+            llm.generate("Once upon a time", SamplingParams(max_tokens=20, temperature=0, **more), use_tqdm=False)[
+                0
+            ].text  # type: ignore[arg-type]
+            for more in (ours, theirs)
+        ]
+        assert texts[0] == texts[1]
+        assert not ours or texts[0] != text
 
 
 def test_bad_words_are_not_written_and_only_allowed_tokens_are(llm: LLM) -> None:
@@ -207,11 +228,12 @@ def test_mappings_are_prompts_as_in_vllm(llm: LLM) -> None:
         {"prompt_token_ids": np.array(ids)},
         ids,
         {"prompt_token_ids": ids, "prompt": "as it was written"},
+        {"prompt": "Once upon a time", "multi_modal_data": None, "mm_processor_kwargs": None},
     ]
     outputs = llm.generate(mixed, GREEDY, use_tqdm=False)
     assert [output.text for output in outputs] == [plain.text] * len(mixed)
     assert [output.prompt_token_ids for output in outputs] == [ids] * len(mixed)
-    words = ["Once upon a time"] * 2 + [None, None, "as it was written"]
+    words = ["Once upon a time"] * 2 + [None, None, "as it was written", "Once upon a time"]
     assert [output.prompt for output in outputs] == words
     for one in mixed:
         assert llm.generate(one, GREEDY, use_tqdm=False)[0].text == plain.text

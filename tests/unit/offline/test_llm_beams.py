@@ -11,6 +11,7 @@ import pytest
 
 from tandem import LLM, BeamSearchParams
 from tandem.configs.bundled import DEMO_MODEL
+from tandem.configs.errors import SettingsError
 
 PROMPTS = ["Once upon a time", "The cat sat"]
 THREE = BeamSearchParams(beam_width=3, max_tokens=10)
@@ -74,6 +75,15 @@ def test_each_prompt_may_have_its_adapter(llm: LLM) -> None:
 def test_parameters_without_meaning_are_refused_by_name(llm: LLM, params: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         llm.beam_search(PROMPTS, BeamSearchParams(**{"beam_width": 2, "max_tokens": 4, **params}))
+
+
+def test_whole_batches_refuse_it() -> None:
+    with (
+        LLM("demo", batching_policy="static") as static,
+        pytest.raises(SettingsError, match="static: beam search needs continuous") as caught,
+    ):
+        static.beam_search(PROMPTS, THREE)
+    assert caught.value.flag == "batching_policy"
 
 
 def test_unknown_parameters_are_refused() -> None:

@@ -93,6 +93,23 @@ def test_a_prompt_that_cannot_be_served_says_why_and_the_others_run(llm: LLM) ->
     assert all(output.finished and not output.outputs.embedding for output in (long, empty, wrong))
 
 
+def test_a_prompt_is_cut_to_its_last_tokens_as_over_rest(llm: LLM) -> None:
+    ids = llm.tokenizer.encode(TEXTS[0], add_special_tokens=True)
+    limit = llm._facts.max_model_len
+    for keep, kept in ((3, ids[-3:]), (100, ids), (-1, ids), (None, ids)):
+        cut = llm.embed([TEXTS[0], ids], truncate_prompt_tokens=keep, use_tqdm=False)
+        (wanted,) = llm.embed([kept], use_tqdm=False)
+        for output in cut:
+            assert output.prompt_token_ids == kept
+            np.testing.assert_allclose(output.outputs.embedding, wanted.outputs.embedding, atol=1e-5)
+        assert cut[0].prompt == TEXTS[0]
+    (long,) = llm.embed([[5] * (limit + 3)], truncate_prompt_tokens=-1, use_tqdm=False)
+    assert len(long.prompt_token_ids) == limit and long.outputs.embedding
+    for wrong in (0, -2, 1.5, True, "3"):
+        with pytest.raises(ValueError, match=f"truncate_prompt_tokens={wrong!r} must be -1 or a whole number"):
+            llm.embed(TEXTS, truncate_prompt_tokens=wrong)  # type: ignore[arg-type]
+
+
 def test_wrong_arguments_raise_before_anything_runs(llm: LLM) -> None:
     with pytest.raises(TypeError, match="pooling_params: 5 is no PoolingParams"):
         llm.embed("x", pooling_params=[5])  # type: ignore[list-item]

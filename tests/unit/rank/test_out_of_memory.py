@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from tandem.parallel.context import ParallelContext
-from tandem.workers.messages.step import RowInit, RowWork, StepPlan, StepResult
+from tandem.workers.messages.step import NOT_FINITE, RowInit, RowWork, StepPlan, StepResult
 from tandem.workers.platforms.cpu import cpu_platform
 from tandem.workers.rank.kv_cache import KVCache
 from tandem.workers.rank.model_runner import OUT_OF_MEMORY, ModelRunner
 from tandem.workers.rank.row_table import RowTable
-from tandem.workers.sampling.sampler import NOT_FINITE
 from tests.support.faulty_model import Fault, FaultyModel
 from tests.unit.rank.test_model_runner import GREEDY, VOCAB, HashDecoder, expected
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tandem.parallel.context import ParallelContext
 from tandem.workers.messages.request import GenerationRequest, SamplingParams
+from tandem.workers.messages.step import NOT_FINITE
 from tandem.workers.rank.model_runner import OUT_OF_MEMORY
-from tandem.workers.sampling.sampler import NOT_FINITE
 from tests.support.engine_ranks import EngineCase, Fault, Share, Told, run_engine
 from tests.support.thread_ranks import ThreadRanks
 from tests.support.tiny_models import TinyModel, save_tiny_model

@@ -45,6 +45,19 @@ def test_the_list_of_verbs_is_not_cut() -> None:
         assert f"\n  {verb} " in text
 
 
+@pytest.mark.parametrize("words", [("--runner", "pooling"), ("--task=embed",), ("--convert", "embed")])
+def test_flags_of_vllm_for_embeddings_are_to_be_left_out(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tandem", "serve", "demo", *words])
+    with pytest.raises(SystemExit) as ended:
+        run_verb()
+    flag = words[0].partition("=")[0]
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert flag in said and "every model generates and embeds; leave it out" in said
+
+
 def test_the_version_is_the_packages() -> None:
     assert printed("--version") == f"tandem {version('tandem-serve')}\n"
 
