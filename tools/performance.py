@@ -27,6 +27,7 @@ from tools.result_files import (
     whole,
 )
 from tools.service_figures import cluster_section, overload_section
+from tools.token_figures import batching_section, sampling_section, speculation_section
 
 PAGE = ROOT / "docs" / "performance.md"
 SHAPES = {"qwen3-0.6b": "Qwen3-0.6B shape", "llama-135m": "135M Llama shape", "demo": "demo model (2.4M)"}
@@ -90,6 +91,8 @@ def throughput_section() -> str:
     for model in ("qwen3-0.6b", "llama-135m", "demo"):
         inside, over_http = http(model)
         served.append([SHAPES[model], whole(inside), whole(over_http), f"{over_http / inside:.2f}"])
+    waste = read_json("serve-demo.json")
+    wasted = f"{waste['http_kv_waste']:.1%} over HTTP, {waste['offline_kv_waste']:.1%} in process"
     return f"""## Throughput
 
 The workload is 32 requests with prompts of 16 to 512 and outputs of 16 to 256 tokens, at most 16 at a time. The peer is
@@ -108,7 +111,7 @@ the engine compete for the two cores.
 `make bench-serve` also prints the KV waste of both sides: the share of allocated KV slots that hold no token, averaged
 over time. A slot has room for one token; allocated are all slots of the blocks that running sequences use, and a slot
 holds a token once a plan that computes it has been sent. A prompt takes blocks chunk by chunk, so what is empty is the
-end of each sequence's last block, half a block on average."""
+end of each sequence's last block, half a block on average: {wasted} for the demo model."""
 
 
 # ---- start and idle ----
@@ -377,6 +380,9 @@ def render() -> str:
     sections = [
         throughput_section(),
         startup_section(),
+        speculation_section(),
+        sampling_section(),
+        batching_section(),
         overload_section(),
         cluster_section(),
         offload_section(),

@@ -43,7 +43,7 @@ FIELDS: dict[str, dict[str, object]] = {
 TRUNCATION = ("top_k", "top_p", "min_p")
 """Fields that do something to a random row only."""
 BESIDE = ("allowed_token_ids",)
-"""Fields measured alone, not among all."""
+"""Fields that leave little to do for others: measured alone and in a case of their own, not among all."""
 
 
 class Case:
@@ -84,7 +84,7 @@ def cases_of(options: argparse.Namespace, rows: int) -> list[Case]:
         return Case(name, RowSampling(**{"temperature": 0.0, **merged}), options, rows, where)
 
     among = [field for field in FIELDS if field not in BESIDE]
-    found = [case("greedy", []), case("all", among)]
+    found = [case("greedy", []), case("all", among), case("all and allowed_token_ids", list(FIELDS))]
     found += [case(f"all but {field}", [f for f in among if f != field]) for field in among]
     found += [case(field, ["temperature", field] if field in TRUNCATION else [field]) for field in FIELDS]
     if options.torch:

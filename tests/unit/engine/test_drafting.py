@@ -98,6 +98,17 @@ def test_a_line_needs_sizes_that_differ_by_some_percent() -> None:
         assert line.is_known is is_known, sizes
 
 
+def test_a_step_in_which_the_machine_did_something_else_changes_little() -> None:
+    drafting, record = measured(0.01, 0.001), DraftRecord()
+    drafting.observe_step(6, 0, 5.0)
+    assert drafting.budget(record, 20, 1) == MOST
+    slower = measured(0.01, 0.001)
+    for _ in range(100):
+        for num_tokens in (1, 6):
+            slower.observe_step(num_tokens, 0, 0.1 + 0.01 * num_tokens)
+    assert slower.step_seconds(4)[0] == pytest.approx(0.14, rel=0.05), "it follows what goes on"
+
+
 def test_older_drafts_count_less() -> None:
     drafting, record = Drafting(MOST), DraftRecord(num_drafts=10.0, num_accepted=5.0)
     drafting.observe(record, 4, 1)

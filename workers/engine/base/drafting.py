@@ -29,6 +29,8 @@ FLAT = 0.005
 """Variance of the steps' sizes, by the square of their mean, below which their times show no line."""
 PROBE_EVERY = 8
 """While they show none, one step in so many goes without drafts."""
+HICCUP = 3.0
+"""No step counts for more than so many times what the line says: the machine did something else meanwhile."""
 FIRST_PAUSE, LONGEST_PAUSE = 16, 1024
 """Output tokens without drafts after they have not paid."""
 
@@ -71,6 +73,8 @@ class StepLine:
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Adds a step."""
+        if self.is_known and (expected_s := self.seconds(num_tokens)[0]) > 0:
+            seconds = min(seconds, HICCUP * expected_s)
         x, y = float(num_tokens), seconds
         self._count, self._x, self._y = FORGET * self._count + 1, FORGET * self._x + x, FORGET * self._y + y
         self._xx, self._xy = FORGET * self._xx + x * x, FORGET * self._xy + x * y

@@ -1,0 +1,88 @@
+"""The sections of docs/performance.md about tokens of a step: speculation, sampling and batching policies."""
+
+import statistics
+from typing import Any
+
+from tools.result_files import percent, read_json, span, table
+
+
+def speculation_section() -> str:
+    """What n-gram drafts bring by acceptance, at one row and at several."""
+    files = [read_json(f"speculation-llama-135m-{rows}.json") for rows in (1, 4)]
+
+    def cells(outcome: dict[str, Any]) -> list[str]:
+        speed_up, predicted = outcome["speed_up"], outcome["predicted"]
+        return [
+            percent(outcome["acceptance"]),
+            f"{outcome['tokens_per_step']:.2f}",
+            f"{statistics.median(speed_up):.2f} ({span(speed_up)})",
+            "" if predicted is None else f"{predicted:.2f}",
+        ]
+
+    names = [outcome["name"] for outcome in files[0]["outcomes"]]
+    by_file = [{outcome["name"]: cells(outcome) for outcome in file["outcomes"]} for file in files]
+    pairs = list(zip(files, by_file, strict=True))
+    rows = [[name, str(file["options"]["rows"]), *by[name]] for name in names for file, by in pairs]
+    head = ["text", "rows", "accepted", "tokens a row and step", "times as fast (runs)", "predicted"]
+    options = files[0]["options"]
+    return f"""## Speculative decoding
+
+`make bench-speculation` compares n-gram speculation (five drafts, lookups of two to four tokens) with none,
+{options["repeats"]} pairs each in turn. The first two texts are the demo model's own. The others run on the 135M Llama
+shape with random weights: it is made to write edits and extractive summaries of passages in its prompts; then drafts
+are right with a given probability. Right drafts behind a wrong one are rejected too, so fewer are accepted. Predicted
+is what the measured times of steps give for that acceptance, at least 1.
+
+{table(head, rows)}
+
+Where nothing is accepted, drafting switches itself off after some steps of each answer."""
+
+
+def sampling_section() -> str:
+    """What the fields of a request cost in a step."""
+    found = read_json("sampling.json")
+    options = found["options"]
+    (rows, best_ms), *_ = found["best_ms"].items()
+    greedy, step_ms = best_ms["greedy"], options["step_ms"]
+    names = [name for name in best_ms if not name.startswith("all but")]
+    lines = [
+        [name, f"{best_ms[name]:.2f}", f"{best_ms[name] - greedy:+.2f}", f"{(best_ms[name] - greedy) / step_ms:+.1%}"]
+        for name in names
+    ]
+    return f"""## Sampling
+
+`make bench-sampling` times the sampling of a step of {rows} rows over a vocabulary of {options["vocab"]:,} tokens.
+Every row has the field. The share is that of a decode step of the Qwen3-0.6B shape with as many rows, {step_ms:g} ms
+in the same hour. All means all but `allowed_token_ids`, which leave the others little to do.
+
+{table(["fields", "ms", "more than greedy, ms", "share of a step"], lines)}"""
+
+
+def batching_section() -> str:
+    """What static and dynamic batches lose to continuous batching, with the plot."""
+    found = read_json("batching-llama-135m.json")
+    options, runs = found["options"], found["runs"]
+    rows = [
+        [
+            policy,
+            span((run["summary"]["tokens_per_s"] for run in of_policy), 0),
+            f"{found['slots_per_token'][policy]:.2f}",
+            f"{found['measured_loss'][policy]:.2f}",
+        ]
+        for policy, of_policy in runs.items()
+    ]
+    busy = max(run["other_cpu"] for of_policy in runs.values() for run in of_policy)
+    head = ["policy", "output tokens/s", "rows × steps / tokens", "time over continuous"]
+    return f"""## Batching policies
+
+`make bench-batching` submits {options["jobs"]} requests of the mixed workload to engines of the 135M Llama shape with
+{options["rows"]} rows, {options["repeats"]} times each in turn. In static batches rows idle until the longest answer is
+done: longest output × rows over the sum of outputs, its mean over the batches, predicts {found["predicted_loss"]:.2f}
+times the time of full rows, if a step takes the same time however many rows are busy. Others took at most
+{percent(busy)} of the machine.
+
+{table(head, rows)}
+
+A step with fewer busy rows is shorter on a CPU, so that less time is lost than rows idle.
+
+![Throughput by policy; loss of static batching](batching.png)"""
