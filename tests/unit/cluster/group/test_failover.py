@@ -14,6 +14,7 @@ from tandem.cluster.gateway.generation import part as part_module
 from tandem.cluster.gateway.generation import serve_dispatch
 from tandem.cluster.gateway.generation.draining_groups import DrainingGroups
 from tandem.cluster.gateway.generation.failover import MOST_LOSSES
+from tandem.cluster.gateway.generation.generations import GatewayTimes
 from tandem.cluster.gateway.generation.quarantine import MOST, Quarantine, digest_of
 from tandem.cluster.routing.route_hint import RouteHint
 from tandem.cluster.wire.version import OtherVersion
@@ -185,6 +186,8 @@ async def told() -> AsyncIterator[Told]:
     await told.client.close()
 
 
+SHORT = GatewayTimes(drain_s=0.2)
+"""Nothing more is to come, and nobody should wait long for it."""
 FULL = (429, "slow_down", None, "the queue is full")
 LOST = (503, "group_lost", None, "rank 0 has died")
 ENDED = (503, "group_ended", None, "the group is shutting down")
@@ -375,6 +378,7 @@ async def test_a_request_that_only_queued_is_begun_by_the_next_group(told: Told)
 
 
 async def test_a_prompt_that_was_computed_is_billed_although_no_token_came(told: Told) -> None:
+    told.client.times = SHORT
     for name, begun in (("computed", True), ("queued", False)):
         stream = await told.client.submit(asked(name, prompt=[1, 2, 3]))
         await until(lambda name=name: told.groups.requests and told.groups.requests[-1].request_id == name)
@@ -390,6 +394,7 @@ async def test_a_prompt_that_was_computed_is_billed_although_no_token_came(told:
 
 
 async def test_the_word_that_it_has_begun_is_awaited_when_a_client_leaves_at_once(told: Told) -> None:
+    told.client.times = SHORT
     stream = await told.client.submit(asked("r", prompt=[1, 2, 3]))
     await told.attempt(0)
     await stream.aclose()
@@ -403,6 +408,7 @@ async def test_a_call_that_ends_with_an_error_because_it_was_cancelled_is_no_los
     told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Serve has an exception of its own for it; the group's count comes over the token channel."""
+    told.client.times = SHORT
 
     async def answer(call: ToldCall) -> bytes:
         try:
