@@ -35,7 +35,7 @@ from tandem.cluster.gateway.http.http_server import QuietServer, make_server
 from tandem.cluster.gateway.http.tls import server_context
 from tandem.cluster.gateway.routes import build_gateway_app
 from tandem.cluster.gateway.wiring import build_accounts, build_generations, build_metrics, build_text_services
-from tandem.cluster.process.replica_end import on_sigterm, on_taken_down
+from tandem.cluster.process.replica_end import on_sigterm, on_taken_down, skip_draining_period
 from tandem.cluster.routing.serve_router import GroupRouter
 from tandem.cluster.state import keys
 from tandem.cluster.state.notifications import Announcements, Changes
@@ -93,6 +93,8 @@ class Gateway:
         loop = asyncio.get_running_loop()
         on_taken_down(lambda: loop.call_soon_threadsafe(self._end_in_time))
         on_sigterm(lambda: loop.call_soon_threadsafe(self._end_soon))
+        if facts.open_port:
+            skip_draining_period()
 
     async def check_health(self) -> None:
         """Raises once the process was told to end, so that Serve starts another gateway beside it."""

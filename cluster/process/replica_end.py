@@ -13,9 +13,11 @@ from types import FunctionType
 from typing import Any
 
 from ray._private import worker as ray_worker
+from ray.serve._private import replica as serve_replica
 
 log = logging.getLogger("ray.serve.tandem")
 EXIT_NAME = "raise_sys_exit_with_custom_error_message"
+DRAINING_NAME = "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"
 
 
 def on_sigterm(call: Callable[[], object]) -> None:
@@ -50,3 +52,13 @@ def on_taken_down(call: Callable[[], object]) -> None:
         await graceful_shutdown()
 
     replica.perform_graceful_shutdown = shut_down
+
+
+def skip_draining_period() -> None:
+    """Lets Serve take this replica down as soon as it has no request. Serve otherwise keeps a replica with routes for
+    30 s, so that load balancers stop sending to it; of no use where a gateway listens on a port of its own, which it
+    closes first."""
+    if not hasattr(serve_replica, DRAINING_NAME):
+        log.warning("this Serve's draining period is not known: this replica may stay for half a minute at its end")
+        return
+    setattr(serve_replica, DRAINING_NAME, 0.0)
