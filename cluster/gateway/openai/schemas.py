@@ -359,7 +359,7 @@ def _check_common(body: CommonBody, settings: GatewaySettings) -> None:
             raise unsupported("prompt_logprobs", "prompt_logprobs cannot be streamed.")
     _cap("logit_bias", len(body.logit_bias or ()), settings.max_logit_bias)
     if body.truncate_prompt_tokens == 0:
-        raise invalid("truncate_prompt_tokens", "It must be -1 or at least 1.")
+        raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens: 0 must be -1 or at least 1.")
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     _cap("stop", len(stops), settings.max_stop_strings)
     for stop in stops:
@@ -371,6 +371,8 @@ def check_prompt(prompt: str | list[str | int | list[int]], settings: GatewaySet
     """A list holds one kind only: texts, ids, or lists of ids. param: the field's name."""
     if isinstance(prompt, str):
         return
+    if not prompt:
+        raise invalid(param, f"{param} is empty: it must hold at least one text or token.")
     if len({type(item) for item in prompt}) != 1:
         raise invalid(param, f"A list of {param}s must hold only texts, only token ids, or only lists of token ids.")
     if not isinstance(prompt[0], int):

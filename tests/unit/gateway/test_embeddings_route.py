@@ -151,6 +151,12 @@ async def test_refusals_name_the_field(body: dict[str, Any], status: int, code: 
         assert rig.backend.requests == []
 
 
+async def test_an_empty_input_is_named_as_such() -> None:
+    async with gateway() as rig:
+        assert error_of(await embed(rig, []))["message"].startswith("input is empty")
+        assert (await embed(rig, ["a", "b"])).json()["id"].count("-") == 1
+
+
 async def test_the_whole_context_may_be_embedded() -> None:
     async with gateway() as rig:
         assert (await embed(rig, [1] * CONTEXT)).status_code == 200
