@@ -54,7 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     prompt_logprobs: k adds, for each token of the prompt but the first, its natural log probability after the tokens
         before it, and those of the k best, from the model's logits; 0: of the token only; None: none. All of such a
         prompt is computed, whatever the prefix cache has.
-    skip_special_tokens: False: the text shows special tokens, such as the one that ends it.
+    skip_special_tokens: False: the text shows special tokens too, but for the one that ends it (see the next field).
     include_stop_str_in_output: True: the text includes the stop text or the stop token's text that ends it.
     """
 
