@@ -275,7 +275,7 @@ def read(fields: dict[str, Any], body_type: type[Body]) -> Body:
     try:
         return msgspec.convert(kept, body_type)
     except msgspec.ValidationError as error:
-        raise _refused(str(error), body_type) from None
+        raise _refused(str(error), body_type, kept) from None
 
 
 def _plain_message(index: int, message: Any) -> Any:
@@ -304,8 +304,9 @@ def _not_neutral(name: str, words: str) -> str:
     return f"The field {name} is not supported with this value; it may be {words}."
 
 
-def _refused(problem: str, body_type: type[msgspec.Struct]) -> RequestRefused:
-    """msgspec's message, with the path in the body as `param`; for an enumerated field, its values."""
+def _refused(problem: str, body_type: type[msgspec.Struct], fields: Mapping[str, Any]) -> RequestRefused:
+    """msgspec's message, with the path in the body as `param`; for an enumerated field, its values.
+    fields: the body."""
     where = _PATH.search(problem) or _KEY_PATH.search(problem)
     path = where[1].lstrip(".") if where is not None else ""
     text = problem[: where.start()] if where is not None else problem
@@ -317,7 +318,8 @@ def _refused(problem: str, body_type: type[msgspec.Struct]) -> RequestRefused:
         values = allowed_values(body_type, name)
         return invalid(name, f"The field {name} is required{f': {_one_of(values)}' if values else ''}.")
     if values := allowed_values(body_type, path):
-        return invalid(path[:128], f"{path} must be {_one_of(values)}.")
+        given = f", not {json.dumps(fields[path])[:80]}" if path in fields else ""
+        return invalid(path[:128], f"{path} must be {_one_of(values)}{given}.")
     return invalid(path[:128] or None, f"{path or 'body'}: {text}.")
 
 
