@@ -15,10 +15,11 @@ import msgspec
 import yaml
 
 from tandem.configs.errors import SettingsError
-from tandem.configs.lora_modules import module_text
+from tandem.configs.lora_modules import module_text, served_names
 from tandem.configs.options import OPTIONS, NotSizeError, Option, not_needed, option_named, parse_size
 from tandem.configs.schema import GatewaySettings, ServiceSettings
 from tandem.configs.secrets import HIDDEN, check_keys, without_password
+from tandem.configs.speculative_config import draft_settings
 
 PRESETS = Path(__file__).parent / "presets"
 FILE_ONLY_KEYS = ("model", "autoscaling_config")
@@ -78,12 +79,13 @@ def build_settings(
     """Builds the settings of a service for `model`. values: by option name, with dashes or underscores; None is as if
     not given. SettingsError for an unknown name, a value out of range, or settings that exclude each other."""
     tree: dict[str, Any] = {"engine": {"model": {"model": model}}}
+    served = served_names(model, values)
     for name, value in values.items():
         option = option_named(name)
         if option is None:
             raise SettingsError(f"{name} is not a setting{_did_you_mean(name, [o.name for o in OPTIONS])}", name)
         if value is not None:
-            _place(tree, option.path, _checked(option, value))
+            _place(tree, option.path, _checked(option, value, served))
     if autoscaling_config is not None:
         tree["autoscaling_config"] = _autoscaling(autoscaling_config, values)
     settings = msgspec.convert(tree, ServiceSettings)
@@ -223,9 +225,9 @@ def default_of(option: Option) -> Any:
     return value
 
 
-def _checked(option: Option, value: Any) -> Any:
+def _checked(option: Option, value: Any, served: Collection[str]) -> Any:
     """Converts a value to the option's kind and checks its range. SettingsError names the flag, and the value unless it
-    is a secret."""
+    is a secret. served: names of the model, which an adapter may repeat."""
     if option.size and isinstance(value, str):
         try:
             value = parse_size(value)
@@ -237,9 +239,11 @@ def _checked(option: Option, value: Any) -> Any:
     if get_origin(option.kind) is tuple and isinstance(value, str | Mapping):
         value = [value]
     if option.name == "lora_modules" and isinstance(value, list | tuple):
-        value = [module_text(item) for item in value]
+        value = [module_text(item, served) for item in value]
     if option.name == "allowed_origins" and isinstance(value, list | tuple):
         value = [origin for item in value for origin in _spliced(item)]
+    if option.name == "speculative_config":
+        value = draft_settings(value)
     if get_origin(option.kind) is Literal and value not in get_args(option.kind):
         raise SettingsError(f"{value!r} is not one of {', '.join(get_args(option.kind))}", option.flag)
     shown = HIDDEN if option.secret else repr(value)
@@ -341,7 +345,11 @@ def _refuse_unused(settings: ServiceSettings, given: Collection[str]) -> None:
             "needs --speculative-config",
         ),
         (LORA_SIZES, not engine.lora.enable_lora, "needs --enable-lora"),
-        (("seed",), engine.model.load_format != "dummy", "seeds dummy weights; requests have a `seed` of their own"),
+        (
+            ("seed",),
+            engine.model.load_format != "dummy",
+            "leave it out: it seeds dummy weights only; requests have a `seed` of their own",
+        ),
         (("cpu_threads",), engine.device.device == "cuda", "is for ranks on CPU"),
     ):
         for name in names:

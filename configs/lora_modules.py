@@ -4,7 +4,7 @@ Several may follow one flag. Both become name=path, which is what AdapterSetting
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from tandem.configs.errors import SettingsError
@@ -36,20 +36,29 @@ def repeat_flag(words: Sequence[str], flag: str, follows: Callable[[str], bool])
     return [*spread, *words[at:]]
 
 
-def module_text(item: Any) -> Any:
-    """Returns name=path of an adapter that is a mapping or a JSON object; other values as they are, unchecked.
-    SettingsError for JSON that cannot be read, for an unknown or missing key, and for a base_model_name."""
+def served_names(model: str, values: Mapping[str, Any]) -> Collection[str]:
+    """Returns the names that `model` is served under, by the settings `values`, of which nothing is checked yet."""
+    given = values.get("served_model_name") or values.get("served-model-name") or [model]
+    return [given] if isinstance(given, str) else [name for name in given if isinstance(name, str)]
+
+
+def module_text(item: Any, served: Collection[str]) -> Any:
+    """Returns name=path of an adapter that is a mapping or a JSON object; name=path and what is no text, as it is.
+    SettingsError for another text, for JSON that cannot be read, for an unknown or missing key, and for a
+    base_model_name that is none of the `served` names."""
     if isinstance(item, str) and item.lstrip().startswith("{"):
         try:
             item = json.loads(item)
         except ValueError as error:
             raise SettingsError(f"{item!r} is not JSON: {error}", FLAG) from error
+    if isinstance(item, str) and "=" not in item.strip("="):
+        raise SettingsError(f"{item!r} must be name=path", FLAG)
     if not isinstance(item, Mapping):
         return item
     if unknown := [key for key in item if key not in KEYS]:
         raise SettingsError(f"{dict(item)!r}: {unknown[0]} is not a key; known are name and path", FLAG)
-    if item.get("base_model_name") is not None:
-        raise SettingsError(f"{dict(item)!r}: base_model_name: every adapter is one of the served model", FLAG)
+    if (base := item.get("base_model_name")) is not None and base not in served:
+        raise SettingsError(f"{dict(item)!r}: base_model_name: remove it or give {' or '.join(served)}", FLAG)
     for key in ("name", "path"):
         if not isinstance(item.get(key), str) or not item[key]:
             raise SettingsError(f"{dict(item)!r}: {key} must be a text", FLAG)

@@ -68,15 +68,6 @@ def at_least(low: float) -> Check:
     return lambda value: bool(value >= low)
 
 
-def _drafts(value: SpeculativeSettings) -> bool:
-    common = ("method", "num_speculative_tokens")
-    given = {key for key in value.__struct_fields__ if key not in common and getattr(value, key) is not None}
-    if value.method not in DRAFT_METHODS or not given <= set(DRAFT_METHODS[value.method]):
-        return False
-    fewest, most = value.lookup_range
-    return 1 <= value.num_speculative_tokens <= MAX_DRAFTS and 1 <= fewest <= most
-
-
 def _port(value: int) -> bool:
     return 1 <= value <= 65535
 
@@ -177,9 +168,7 @@ OPTIONS: tuple[Option, ...] = (
            "for it. Default: no limit.", lambda v: v > 0, "above 0"),
     Option("speculative_config", "engine.speculative", SpeculativeSettings, STEP,
            f"Speculative decoding, as a JSON object with vLLM's keys: method ({', '.join(DRAFT_METHODS)}), "
-           "num_speculative_tokens, prompt_lookup_max, prompt_lookup_min. Default: off.", _drafts,
-           f"of method {' or '.join(DRAFT_METHODS)}, with that method's keys alone, num_speculative_tokens from 1 to "
-           f"{MAX_DRAFTS}, and prompt_lookup_min from 1 to prompt_lookup_max"),
+           "num_speculative_tokens, prompt_lookup_max, prompt_lookup_min. Default: off."),
     Option("batching_policy", "engine.scheduler.batching_policy", BatchingPolicyName, STEP,
            "Who joins running requests. continuous: whoever there is room for, in every step. static: nobody; when all "
            "have ended, those that wait are the next batch. dynamic: the same, but a batch begins when it is full or "
@@ -193,8 +182,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("enable_lora", "engine.lora.enable_lora", bool, LORA, "Serve LoRA adapters of the model."),
     Option("lora_modules", "adapters.modules", tuple[str, ...], LORA,
            'name=path of a PEFT folder to serve from the start, or {"name": ..., "path": ...}. Several may follow one '
-           "flag.",
-           lambda v: all("=" in m.strip("=") for m in v), "name=path"),
+           "flag."),
     Option("max_loras", "engine.lora.max_loras", int, LORA, "Maximum number of distinct adapters in one step.",
            at_least(1), "at least 1"),
     Option("max_lora_rank", "engine.lora.max_lora_rank", int, LORA, "Highest LoRA rank that an adapter may have.",

@@ -222,6 +222,8 @@ class LLM:
         """
         if (policy := self.settings.scheduler.batching_policy) != "continuous":
             raise SettingsError(f"{policy}: beam search needs continuous", "batching_policy")
+        if not isinstance(params, BeamSearchParams):
+            raise TypeError(f"params: {params!r:.80} is no BeamSearchParams")
         params.check()
         given = [self._read(prompt) for prompt in as_prompts(prompts)]
         adapters = one_for_each(lora_request, len(given))
@@ -356,7 +358,7 @@ class LLM:
 
     def _checked(self, given: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
         """Returns checked parameters for each of `count` prompts. ValueError for another number or a bad value."""
-        each = [given] if isinstance(given, SamplingParams) else list(given)
+        each = [given] if isinstance(given, SamplingParams | BeamSearchParams) else list(given)
         if wrong := [one for one in each if not isinstance(one, SamplingParams)]:
             raise TypeError(f"sampling_params: {wrong[0]!r:.80} is no SamplingParams")
         vocab_size = self._facts.vocab_size
@@ -411,7 +413,8 @@ class LLM:
 
     def _choice_text(self, prompt: list[int], params: SamplingParams) -> ChoiceText:
         eos = frozenset(self._facts.eos_token_ids)
-        return ChoiceText(self._factory.make(prompt), params, include_stop=False, eos_token_ids=eos)
+        tokens = self._factory.make(prompt, skip_special_tokens=params.skip_special_tokens)
+        return ChoiceText(tokens, params, include_stop=params.include_stop_str_in_output, eos_token_ids=eos)
 
     def _abort_all(self, names: Sequence[str]) -> None:
         """Aborts requests, after which the engine is usable again."""

@@ -114,6 +114,7 @@ class FakeBackend:
     refuse: Exception | None = None
     lose_at_position: int | None = None
     fail_at_position: int | None = None
+    fail_with: str = "the fake model failed"
     cached_tokens: int = 0
     logprob: Callable[[int, int], float] = lambda choice, position: logprob_of(position)
     requests: list[GenerationRequest] = field(default_factory=list)
@@ -265,7 +266,7 @@ class FakeBackend:
             finish_reason=reason,
             stop_reason=stop_id,
             usage=self.usage(stream) if last else None,
-            error="the fake model failed" if reason == "error" else None,
+            error=self.fail_with if reason == "error" else None,
             drafts=(self.num_drafts, len(ids) - 1) if self.num_drafts is not None and ids else None,
         )
 

@@ -54,10 +54,13 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     prompt_logprobs: k adds, for each token of the prompt but the first, its natural log probability after the tokens
         before it, and those of the k best, from the model's logits; 0: of the token only; None: none. All of such a
         prompt is computed, whatever the prefix cache has.
+    skip_special_tokens: False: the text shows special tokens too, but for the one that ends it (see the next field).
+    include_stop_str_in_output: True: the text includes the stop text or the stop token's text that ends it.
     """
 
     # The gateway looks for `stop` texts, which need a detokenizer; the engine looks for ids. It does
-    # not read bad_words, which gateway and LLM turn into ids.
+    # not read bad_words, which gateway and LLM turn into ids. Only LLM reads the last two fields: the gateway has them
+    # from the client's body.
 
     max_tokens: int = 16
     n: int = 1
@@ -79,6 +82,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     bad_words: tuple[str, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
 
 
 class Pool(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

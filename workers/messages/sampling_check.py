@@ -38,6 +38,8 @@ RANGES: Final[Mapping[str, Any]] = {
     "bad_words": tuple[Annotated[str, Meta(min_length=1)], ...],
     "bad_words_token_ids": tuple[Annotated[tuple[Whole, ...], Meta(min_length=1)], ...],
     "prompt_logprobs": Whole | None,
+    "skip_special_tokens": bool,
+    "include_stop_str_in_output": bool,
 }
 """Type and range of every parameter. A bias may be minus infinity, which forbids the token."""
 NONE_MEANS_EMPTY: Final = ("stop", "stop_token_ids", "logit_bias", "bad_words")

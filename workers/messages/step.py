@@ -91,6 +91,10 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="
 
 NOT_FINITE: Final = "the model's output for this request is not finite"
 """The error of a row whose logits, of its prompt or behind it, or whose embedding are not finite."""
+NOTHING_LEFT: Final = (
+    "every token is forbidden for this request, by its allowed_token_ids, bad_words, logit_bias or min_tokens together"
+)
+"""The error of a row whose own parameters leave no token to choose."""
 
 
 class RowResult(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=True):

@@ -16,7 +16,7 @@ import torch
 
 from tandem.workers.kernels.sampling_ops import Draws
 from tandem.workers.messages.request import TokenLogprobs
-from tandem.workers.messages.step import NOT_FINITE
+from tandem.workers.messages.step import NOT_FINITE, NOTHING_LEFT
 from tandem.workers.platforms.base import Platform
 from tandem.workers.sampling.logprobs import ChosenLogprobs, RawLogprobs
 from tandem.workers.sampling.philox import uniforms
@@ -24,9 +24,6 @@ from tandem.workers.sampling.processors.logits_processor import FORBIDDEN, Histo
 from tandem.workers.sampling.sampling_table import EDITS, LOGPROBS, RANDOM, SamplingTable
 
 Ints = npt.NDArray[np.int64]
-NOTHING_LEFT = (
-    "every token is forbidden for this request, by its allowed_token_ids, bad_words, logit_bias or min_tokens together"
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,7 @@ class BeamGeneration(Generation):
         if self._closing.is_set():
             return None
         for beam in beams:
-            self._check_rows(beam.deltas)
+            self._check_rows(beam.part, beam.deltas)
         return None if any(beam.is_cut for beam in beams) else [beam.entry() for beam in beams]
 
     def _continuation(self, part: RequestPart, search: BeamSearch, beam: Beam, name: str) -> "_NextToken":

@@ -26,6 +26,7 @@ from tandem.cluster.tenants.billing_record import BillingRecord
 from tandem.cluster.tenants.tenant_admission import OverLimit, Reservation
 from tandem.workers.messages.errors import GroupLost, RequestRefused
 from tandem.workers.messages.request import Abort, Ended, TokenDelta, Usage
+from tandem.workers.messages.step import NOTHING_LEFT
 
 log = logging.getLogger("tandem.gateway")
 GAP_S = 1.0
@@ -95,7 +96,7 @@ class Generation:
         while num_open:
             if self._steps:
                 part, deltas = self._steps.popleft()
-                self._check_rows(deltas)
+                self._check_rows(part, deltas)
                 was_open = part.open_choices > 0
                 yield part, deltas
                 num_open -= was_open and not part.open_choices
@@ -142,12 +143,16 @@ class Generation:
         if not self._is_started:
             self.held.close()
 
-    def _check_rows(self, deltas: list[TokenDelta]) -> None:
-        """RequestRefused (500) when a row of the request has failed on the ranks."""
+    def _check_rows(self, part: RequestPart, deltas: list[TokenDelta]) -> None:
+        """RequestRefused when a row of the request has failed on the ranks: 400 if its own parameters leave no token,
+        else 500."""
         for delta in deltas:
             if delta.finish_reason == "error":
                 message = delta.error or "The request failed in the engine."
                 error = RequestRefused(message, code="internal_error", status=500)
+                if delta.error == NOTHING_LEFT:
+                    param = None if part.request.sampling.allowed_token_ids is None else "allowed_token_ids"
+                    error = RequestRefused(message, code="invalid_value", param=param)
                 self._fail(error)
                 raise error
 

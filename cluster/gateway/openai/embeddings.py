@@ -57,7 +57,7 @@ def read_embedding(fields: dict[str, Any], settings: GatewaySettings) -> Embeddi
     body = read(fields, EmbeddingBody)
     check_prompt(body.input, settings, "input")
     if body.truncate_prompt_tokens == 0:
-        raise invalid("truncate_prompt_tokens", "It must be -1 or at least 1.")
+        raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens: 0 must be -1 or at least 1.")
     return body
 
 
@@ -80,7 +80,7 @@ async def embeddings(text: TextServices, generations: Generations, request: Requ
             at_once=AT_ONCE,
         )
         generation.held = held.pop_all()
-        return EmbeddingResponse(generations, generation, model.name, body.encoding_format or "float")
+        return EmbeddingResponse(generations, generation, asked, body.encoding_format or "float")
 
 
 def _pool_of(text: TextServices, body: EmbeddingBody) -> Pool:
@@ -154,12 +154,14 @@ class EmbeddingChoice:
 
 
 class EmbeddingResponse(GenerationResponse):
-    """The list of embeddings, in the order of the inputs. model: its name in the answer."""
+    """The list of embeddings, in the order of the inputs."""
 
-    def __init__(self, shared: Generations, generation: Generation, model: str, encoding: Format) -> None:
+    def __init__(
+        self, shared: Generations, generation: Generation, asked: Posted[EmbeddingBody], encoding: Format
+    ) -> None:
         super().__init__(shared, generation)
-        self._head = {"id": generation.parts[0].request.request_id, "created": int(shared.wall_clock())}
-        self._model = model
+        self._head = {"id": asked.name, "created": int(shared.wall_clock())}
+        self._model = asked.model.name
         self._encoding = encoding
 
     async def _deliver(self, send: Send, writer: EventWriter) -> None:

@@ -275,7 +275,7 @@ def read(fields: dict[str, Any], body_type: type[Body]) -> Body:
     try:
         return msgspec.convert(kept, body_type)
     except msgspec.ValidationError as error:
-        raise _refused(str(error), body_type) from None
+        raise _refused(str(error), body_type, kept) from None
 
 
 def _plain_message(index: int, message: Any) -> Any:
@@ -304,8 +304,9 @@ def _not_neutral(name: str, words: str) -> str:
     return f"The field {name} is not supported with this value; it may be {words}."
 
 
-def _refused(problem: str, body_type: type[msgspec.Struct]) -> RequestRefused:
-    """msgspec's message, with the path in the body as `param`; for an enumerated field, its values."""
+def _refused(problem: str, body_type: type[msgspec.Struct], fields: Mapping[str, Any]) -> RequestRefused:
+    """msgspec's message, with the path in the body as `param`; for an enumerated field, its values.
+    fields: the body."""
     where = _PATH.search(problem) or _KEY_PATH.search(problem)
     path = where[1].lstrip(".") if where is not None else ""
     text = problem[: where.start()] if where is not None else problem
@@ -317,7 +318,8 @@ def _refused(problem: str, body_type: type[msgspec.Struct]) -> RequestRefused:
         values = allowed_values(body_type, name)
         return invalid(name, f"The field {name} is required{f': {_one_of(values)}' if values else ''}.")
     if values := allowed_values(body_type, path):
-        return invalid(path[:128], f"{path} must be {_one_of(values)}.")
+        given = f", not {json.dumps(fields[path])[:80]}" if path in fields else ""
+        return invalid(path[:128], f"{path} must be {_one_of(values)}{given}.")
     return invalid(path[:128] or None, f"{path or 'body'}: {text}.")
 
 
@@ -359,7 +361,7 @@ def _check_common(body: CommonBody, settings: GatewaySettings) -> None:
             raise unsupported("prompt_logprobs", "prompt_logprobs cannot be streamed.")
     _cap("logit_bias", len(body.logit_bias or ()), settings.max_logit_bias)
     if body.truncate_prompt_tokens == 0:
-        raise invalid("truncate_prompt_tokens", "It must be -1 or at least 1.")
+        raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens: 0 must be -1 or at least 1.")
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     _cap("stop", len(stops), settings.max_stop_strings)
     for stop in stops:
@@ -371,6 +373,8 @@ def check_prompt(prompt: str | list[str | int | list[int]], settings: GatewaySet
     """A list holds one kind only: texts, ids, or lists of ids. param: the field's name."""
     if isinstance(prompt, str):
         return
+    if not prompt:
+        raise invalid(param, f"{param} is empty: it must hold at least one text or token.")
     if len({type(item) for item in prompt}) != 1:
         raise invalid(param, f"A list of {param}s must hold only texts, only token ids, or only lists of token ids.")
     if not isinstance(prompt[0], int):

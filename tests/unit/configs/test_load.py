@@ -1,5 +1,6 @@
 """configs/load.py: every flag lands in its place, everything else is refused by name."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -280,6 +281,33 @@ def test_drafts_beside_several_stages_are_refused() -> None:
     assert caught.value.flag == "--speculative-config"
 
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"method": "eagle", "num_speculative_tokens": 3}, "method 'eagle': one of ngram"),
+        ({**NGRAM, "num_speculative_tokens": 99}, "num_speculative_tokens 99: from 1 to 16"),
+        ({**NGRAM, "num_speculative_tokens": 0}, "num_speculative_tokens 0: from 1 to 16"),
+        ({**NGRAM, "prompt_lookup_max": 0}, "prompt_lookup_max 0: at least 1"),
+        ({**NGRAM, "prompt_lookup_min": -1}, "prompt_lookup_min -1: at least 1"),
+        ({**NGRAM, "prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_min 4: at most prompt_lookup_max 3"),
+        ({"model": "tiny"}, "model 'tiny': draft models are not supported yet; method ngram needs none"),
+        (
+            {**NGRAM, "draft_tensor_parallel_size": 1},
+            "draft_tensor_parallel_size 1: draft models are not supported yet",
+        ),
+        ({**NGRAM, "lookup": 1}, "lookup 1: not a key; known are method, num_speculative_tokens, prompt_lookup_max"),
+    ],
+)
+def test_the_key_of_speculative_config_that_is_wrong_is_named(given: dict[str, Any], words: str) -> None:
+    for value in (given, json.dumps(given)):
+        with pytest.raises(SettingsError) as caught:
+            build_settings("m", {"speculative_config": value})
+        assert str(caught.value).startswith(f"--speculative-config: {words}")
+
+
 def test_unknown_names_are_refused_with_a_suggestion() -> None:
     with pytest.raises(SettingsError, match="tensor_parallel_size"):
         build_settings("m", {"tensor_paralel_size": 2})
@@ -319,7 +347,7 @@ def test_an_unknown_setting_is_refused(spelled: str) -> None:
             "--per-request-spec-decode-metrics",
             "needs --speculative-config",
         ),
-        ({"seed": 0}, "--seed", "dummy weights"),
+        ({"seed": 0}, "--seed", "leave it out: it seeds dummy weights only"),
         ({"cpu_threads": 2, "device": "cuda"}, "--cpu-threads", "on CPU"),
     ],
 )

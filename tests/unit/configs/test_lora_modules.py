@@ -45,11 +45,21 @@ def test_json_that_cannot_be_honoured_is_named() -> None:
     for given, words in (
         ('{"name"', "is not JSON"),
         ('{"name": "a", "path": "x", "rank": 8}', "rank is not a key"),
-        ('{"name": "a", "path": "x", "base_model_name": "b"}', "base_model_name"),
+        ('{"name": "a", "path": "x", "base_model_name": "b"}', "base_model_name: remove it or give m"),
+        ("pirate", "'pirate' must be name=path"),
         ('{"name": "a"}', "path must be a text"),
     ):
         with pytest.raises(SettingsError, match=f"^--lora-modules: .*{words}"):
             build_settings("m", {"enable_lora": True, "lora_modules": [given]})
+
+
+@pytest.mark.parametrize("served", [None, "demo", ["other", "demo"]], ids=str)
+def test_an_adapter_may_name_the_served_model(served: Any) -> None:
+    module = '{"name": "a", "path": "x", "base_model_name": "demo"}'
+    values = {"enable_lora": True, "lora_modules": [module], "served_model_name": served}
+    assert build_settings("demo" if served is None else "folder", values).adapters.modules == ("a=x",)
+    with pytest.raises(SettingsError, match="remove it or give x or y"):
+        build_settings("demo", {**values, "served_model_name": ["x", "y"]})
 
 
 def test_a_config_file_may_use_each_form(tmp_path: Any) -> None:

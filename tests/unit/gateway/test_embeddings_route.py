@@ -151,6 +151,14 @@ async def test_refusals_name_the_field(body: dict[str, Any], status: int, code: 
         assert rig.backend.requests == []
 
 
+async def test_what_is_wrong_is_named_and_the_id_is_the_requests() -> None:
+    async with gateway() as rig:
+        assert error_of(await embed(rig, []))["message"].startswith("input is empty")
+        wrong = error_of(await embed(rig, "a", encoding_format="hex"))
+        assert wrong["message"] == 'encoding_format must be one of "base64", "float", not "hex".'
+        assert (await embed(rig, ["a", "b"])).json()["id"].count("-") == 1
+
+
 async def test_the_whole_context_may_be_embedded() -> None:
     async with gateway() as rig:
         assert (await embed(rig, [1] * CONTEXT)).status_code == 200

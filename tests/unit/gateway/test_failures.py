@@ -1,10 +1,12 @@
 """What goes wrong behind the gateway: a status before the first byte, the last event after it."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from tandem.workers.messages.errors import ContextLengthExceeded, GroupLost, QueueFull, RequestRefused
+from tandem.workers.messages.step import NOTHING_LEFT
 from tests.support.fake_backend import FakeBackend
 from tests.unit.gateway.rig import EOS, error_of, events, gateway
 
@@ -82,6 +84,30 @@ async def test_errors_after_the_first_byte_are_the_last_event(backend: FakeBacke
         await rig.settle()
         assert rig.ledger.rows[0].terminal == "error"
         assert rig.ledger.rows[0].usage.completion_tokens >= 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"), [({"allowed_token_ids": [97]}, "allowed_token_ids"), ({"bad_words": ["a"]}, None)]
+)
+async def test_a_request_that_forbids_every_token_is_the_clients_error(
+    fields: dict[str, Any], param: str | None
+) -> None:
+    async with gateway(FakeBackend(fail_at_position=0, fail_with=NOTHING_LEFT)) as rig:
+        for stream in (False, True):
+            answer = await rig.complete(stream=stream, **fields)
+            assert (answer.status_code, error_of(answer)["code"]) == (400, "invalid_value")
+            assert (error_of(answer)["param"], error_of(answer)["message"]) == (param, NOTHING_LEFT)
+        await rig.settle()
+        assert [(row.terminal, row.usage.completion_tokens) for row in rig.ledger.rows] == [("rejected", 0)] * 2
+
+
+async def test_a_stream_that_comes_to_forbid_every_token_ends_with_the_clients_error() -> None:
+    async with gateway(FakeBackend(fail_at_position=3, fail_with=NOTHING_LEFT)) as rig:
+        *chunks, error, done = events((await rig.complete(stream=True, max_tokens=10, bad_words=["a"])).text)
+        assert len(chunks) >= 2 and done == "[DONE]"
+        assert (error["error"]["code"], error["error"]["type"]) == ("invalid_value", "invalid_request_error")
+        await rig.settle()
+        assert rig.ledger.rows[0].terminal == "error"
 
 
 async def test_eos_first_gives_an_empty_answer() -> None:

@@ -188,6 +188,16 @@ def test_a_request_that_forbids_every_token_fails_alone_and_says_why(llm: LLM) -
     assert outputs[2].outputs[0].token_ids == plain.outputs[0].token_ids
 
 
+def test_the_text_includes_what_ended_it_if_asked_for(llm: LLM) -> None:
+    whole = llm.generate("Once upon a time", GREEDY, use_tqdm=False)[0].text
+    stop, include = whole[10:14], {"max_tokens": 40, "temperature": 0, "include_stop_str_in_output": True}
+    cut = llm.generate("Once upon a time", SamplingParams(stop=(stop,), **include), use_tqdm=False)[0]  # type: ignore[arg-type]
+    assert cut.text == whole[: whole.index(stop) + len(stop)]
+    assert ask(llm, "What is 2 + 3?", SamplingParams(**include)) == ask(llm, "What is 2 + 3?")  # type: ignore[arg-type]
+    shown = ask(llm, "What is 2 + 3?", SamplingParams(skip_special_tokens=False, **include))  # type: ignore[arg-type]
+    assert shown.removeprefix(ask(llm, "What is 2 + 3?")) == "<|im_end|>"
+
+
 NO_PROMPTS: list[Any] = [
     [None], [["a"]], [[True]], 5, [5, "a"], [5, True], b"abc", [b"abc"], [{5}], np.array(5), np.array([0.5]),
     np.array([True]), [np.array([[5, 6]])], {"prompt_token_ids": "a"}, [{"prompt_token_ids": [0.5]}],

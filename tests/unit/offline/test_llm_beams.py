@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tandem import LLM, BeamSearchParams
+from tandem import LLM, BeamSearchParams, SamplingParams
 from tandem.configs.bundled import DEMO_MODEL
 from tandem.configs.errors import SettingsError
 
@@ -89,6 +89,14 @@ def test_whole_batches_refuse_it() -> None:
 def test_unknown_parameters_are_refused() -> None:
     with pytest.raises(TypeError, match="include_stop_str_in_output"):
         BeamSearchParams(beam_width=2, max_tokens=4, include_stop_str_in_output=True)  # type: ignore[call-arg]
+
+
+def test_parameters_of_the_other_kind_are_a_type_error(llm: LLM) -> None:
+    with pytest.raises(TypeError, match="is no BeamSearchParams"):
+        llm.beam_search(PROMPTS, SamplingParams(max_tokens=4))  # type: ignore[arg-type]
+    for given in (THREE, [THREE] * len(PROMPTS)):
+        with pytest.raises(TypeError, match=r"BeamSearchParams.* is no SamplingParams"):
+            llm.generate(PROMPTS, given, use_tqdm=False)  # type: ignore[arg-type]
 
 
 def test_rest_and_offline_have_the_same_beams(llm: LLM, tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.workers.kernels.sampling_ops import TorchSampling
-from tandem.workers.messages.step import NOT_FINITE, RowSampling
+from tandem.workers.messages.step import NOT_FINITE, NOTHING_LEFT, RowSampling
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import cpu_platform
-from tandem.workers.sampling.sampler import NOTHING_LEFT, Sampled, sample
+from tandem.workers.sampling.sampler import Sampled, sample
 from tandem.workers.sampling.sampling_table import SamplingTable
 from tests.unit.sampling.naive_twin import adjusted, choose, kept, softmax
 
