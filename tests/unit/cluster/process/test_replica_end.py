@@ -1,5 +1,6 @@
 """Serve's and Ray's words to a replica that it is to end, and that the installed Ray still says them like that."""
 
+import inspect
 import signal
 from types import CodeType, SimpleNamespace
 from typing import Any
@@ -9,7 +10,13 @@ from ray._private import worker as ray_worker
 from ray.serve._private import replica as serve_replica
 
 from tandem.cluster.process import replica_end
-from tandem.cluster.process.replica_end import EXIT_NAME, on_sigterm, on_taken_down
+from tandem.cluster.process.replica_end import (
+    DRAINING_NAME,
+    EXIT_NAME,
+    on_sigterm,
+    on_taken_down,
+    skip_draining_period,
+)
 
 
 def rays_handler() -> Any:
@@ -75,3 +82,17 @@ def test_without_a_replica_there_is_a_warning(
     monkeypatch.setattr(ray_worker.global_worker, "actors", {})
     on_taken_down(lambda: None)
     assert "this Serve's replica is not known" in caplog.text
+
+
+def test_a_gateway_with_a_port_of_its_own_waits_for_no_load_balancer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The name is Serve's, and its replica reads it when it ends."""
+    assert getattr(serve_replica, DRAINING_NAME) > 0
+    assert DRAINING_NAME in inspect.getsource(serve_replica).partition("def _perform_graceful_shutdown")[2]
+    monkeypatch.setattr(serve_replica, DRAINING_NAME, 30.0)
+    skip_draining_period()
+    assert getattr(serve_replica, DRAINING_NAME) == 0 and not caplog.text
+    monkeypatch.delattr(serve_replica, DRAINING_NAME)
+    skip_draining_period()
+    assert "draining period is not known" in caplog.text
