@@ -43,6 +43,7 @@ class Switch:
     def __init__(self, backends: dict[torch.dtype, AttentionBackend]) -> None:
         self._backends = backends
         self.kv_dtype = next(iter(backends))
+        self.decode_queries = min(backend.decode_queries for backend in backends.values())
 
     def prepare(self, batch: ForwardBatch) -> AttentionStep:
         return self._backends[self.kv_dtype].prepare(batch)
