@@ -29,6 +29,8 @@ def test_a_signal_during_the_start_leaves_nothing(number: int) -> None:
         service.clean()
 
 
+NO_PYTHON_YET = "Fatal Python error: init_"
+"""What the interpreter says, with status 1, if SIGINT comes while it begins itself, before any of our code."""
 MOMENTS_S = {
     signal.SIGINT: (0.3, 0.8, 1.2, 1.6, 2.2, 3.0),
     signal.SIGTERM: (0.6, 1.0, 1.4, 1.8, 2.4, 2.8),
@@ -52,7 +54,7 @@ def test_a_signal_to_every_process_ends_the_start_soon_whenever_it_comes(number:
             took_s = time.monotonic() - signalled_s
             print(f"{number.name} after {moment_s:.1f} s: {service.process.returncode} after {took_s:.2f} s")
             ends = {128 + number, -number}  # the latter before the launcher listens
-            assert service.process.returncode in ends, service.output
+            assert service.process.returncode in ends or NO_PYTHON_YET in service.output, service.output
             assert "Traceback" not in service.output or "starting" not in service.output
             service.check_gone()
             wait_for(lambda s=service: not naming(s.temp), 5, f"no process of Ray's runs: {moment_s}")
