@@ -19,7 +19,10 @@ from tests.support.service import Service, tandem_serve, wait_for
 if TYPE_CHECKING:
     from tests.support.decoder_ranks import RankProcesses
 
-SHARED = ("demo", "-tp", "2", "-dp", "2", "--device", "cpu", "--dtype", "float32", "--num-gpu-blocks-override", "512")
+SHARED = (
+    "demo", "-tp", "2", "-dp", "2", "--device", "cpu", "--dtype", "float32", "--num-gpu-blocks-override", "512",
+    "--shutdown-timeout", "120",  # longer than any stream lasts on a busy machine
+)  # fmt: skip
 
 # Every run draws the same examples and none is too slow on a busy machine; `make fuzz` draws others.
 settings.register_profile("fuzz", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)

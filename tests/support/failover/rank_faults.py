@@ -37,8 +37,8 @@ class RankFaults:
         self._hold({"point": "adapter"})
 
     def hold_copy(self, kind: Literal["load", "store"], position: int = -1) -> None:
-        """Holds a copy of KV on each rank: load is from the host to the device. The step that computes this position is
-        held too, in case that the copy is found to be late."""
+        """Holds a copy of KV on each rank: load is from the host to the device. Where a copy is
+        held, so is the step that computes this position, in case that the copy is found to be late."""
         self._hold({"point": "copy", "kind": kind, "position": position})
 
     def hold_text(self) -> None:

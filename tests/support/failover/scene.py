@@ -228,7 +228,8 @@ class Scene:
             return scenario
         model = "pirate" if kind.adapted else "demo"
         stop, cut = stop_across(self.call(kind, model).result()) if kind.stops else (None, None)
-        whole = self.call(kind, model, stop=stop).result()
+        both = [self.call(kind, model, stop=stop) for _ in range(2 if phase == "KV copy" else 1)]  # one in each group
+        whole, *_ = [call.result() for call in both]
         if phase == "KV copy":
             self.push_out()
         scenario = Scenario(model, stop, whole, beside=self.beside())

@@ -3,8 +3,8 @@ this folder; TANDEM_TEST_FAULTS names the folder of orders that rank_faults.py w
 
 hold.json: a rank that comes to the order's point writes held.PID and waits there until the order is gone. Points: the
 step that computes a position of some row, or any step; the fetch of an adapter; a copy of KV, with which such a step
-may wait too. tokens.json: what a step does that reads a token id. fatal.PID: memory runs out in the held step, and for
-its exchanges with peers too, which ends the rank.
+waits too if it comes after the copy has begun. tokens.json: what a step does that reads a token id. fatal.PID: memory
+runs out in the held step, and for its exchanges with peers too, which ends the rank.
 """
 
 import importlib.abc
@@ -51,6 +51,10 @@ class Holder:
             time.sleep(POLL_S)
         mark.unlink(missing_ok=True)
 
+    def has_come(self, hold: dict[str, Any]) -> bool:
+        """Whether this process has come to the order's own point."""
+        return (hold["id"], hold["point"]) in self._done
+
 
 holder = Holder()
 
@@ -63,9 +67,11 @@ def change_runner(module: Any) -> None:
     spoiled: list[int] = []
 
     def is_held(hold: dict[str, Any], positions_T: Any) -> bool:
-        if "position" in hold:
-            return bool((positions_T == hold["position"]).any())
-        return hold["point"] == "step"
+        if "position" not in hold:
+            return hold["point"] == "step"
+        if hold["point"] == "copy" and not holder.has_come(hold):
+            return False  # nothing is copied in this group
+        return bool((positions_T == hold["position"]).any())
 
     def run_or_fail(self: Any, plan: Any, batch: Any, *rest: Any) -> Any:
         forward = batch.forward
