@@ -4,7 +4,9 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import cycle, islice
+from pathlib import Path
 
 import pytest
 
@@ -34,10 +36,31 @@ ROWS = all_pairs(tuple(KINDS), DEATHS, PHASES, is_possible=lambda row: row[1:] n
 CASES = [(shape_of(row), row) for row in sorted(ROWS, key=shape_of)]
 
 
+class Scenes:
+    """The scene of the last flags, until others are asked for: pytest would start one for each test."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._flags: tuple[str, ...] = ()
+        self._scene: Scene | None = None
+
+    def scene(self, flags: tuple[str, ...], root: Path) -> Scene:
+        if self._scene is None or self._flags != flags:
+            self._scene = None
+            self._stack.close()
+            self._scene, self._flags = self._stack.enter_context(failover_scene(root, *flags)), flags
+        return self._scene
+
+
 @pytest.fixture(scope="module")
-def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    with failover_scene(tmp_path_factory.mktemp("root"), *request.param) as running:
-        yield running
+def scenes() -> Iterator[Scenes]:
+    with ExitStack() as stack:
+        yield Scenes(stack)
+
+
+@pytest.fixture
+def scene(request: pytest.FixtureRequest, scenes: Scenes, tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    return scenes.scene(request.param, tmp_path_factory.mktemp("root"))
 
 
 @pytest.mark.parametrize(("scene", "row"), CASES, indirect=["scene"], ids=lambda value: " ".join(value))
@@ -103,6 +126,7 @@ def test_two_groups_lost_five_seconds_apart(scene: Scene) -> None:
 def test_a_group_lost_while_the_other_one_is_taken_down(scene: Scene) -> None:
     """Until another one serves, all requests wait."""
     scene.wait_until_two_serve()
+    scene.begin_one_after_the_other()
     crowd = Crowd(scene)
     crowd.begin()
     crowd.wait_for_tokens(1)

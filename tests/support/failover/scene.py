@@ -35,6 +35,7 @@ HEAL_S = 300.0
 TEST_S = 900
 MOST_TRIES = 5
 NO_GROUP = GroupRecord(group="", life=0, model="", state="loading", host="", pid=0)
+TOGETHER_MS = 5000
 ELSEWHERE_S = 10.0
 """For a copy that may have gone to a group that is held already."""
 BESIDE = ("The sun", "A bird", "Her mother")
@@ -172,6 +173,8 @@ class Scene:
     def play(self, kind: Kind, death: str, phase: str) -> Outcome:
         """Runs a request of this kind beside others, lets its group die in this phase, and checks the laws."""
         self.wait_until_two_serve()
+        if death == "drain":
+            self.begin_one_after_the_other()
         beside = [self._undisturbed_beside(i) for i in range(len(BESIDE))]
         moved = self.service.metric("request_migrations_total")
         processes = self.processes()
@@ -257,8 +260,18 @@ class Scene:
         pids = self.faults.held()
         return [record for record in group_records(self.service) if pids & set(self.ranks(record))] if pids else []
 
+    def begin_one_after_the_other(self) -> None:
+        """Replaces one of two groups that began together: it is the one that Serve saw ready last which it takes down,
+        and now that is the one that began last."""
+        first, last = sorted(record.life for record in self.serving())
+        if last - first < TOGETHER_MS:
+            self.scale(1)
+            wait_for(lambda: len(self.serving()) == 1, HEAL_S, "one group is left")
+            self.scale(2)
+            self.wait_until_two_serve()
+
     def newest(self) -> GroupRecord:
-        """The group that Serve takes down first."""
+        """The group that Serve takes down first, after begin_one_after_the_other()."""
         return max(self.serving(), key=lambda record: record.life)
 
     def _die(self, lost: GroupRecord, death: str) -> None:
