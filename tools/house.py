@@ -29,7 +29,7 @@ ORDERS: dict[str, tuple[str, ...]] = {
         "service",
         "cli",
     ),
-    "cluster/gateway": ("http", "generation", "services", "openai", "routes", "*"),
+    "cluster/gateway": ("http", "generation", "services", "openai", "chat", "responses anthropic", "routes", "*"),
     "workers": (
         "messages",
         "text",

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from tandem.cluster.gateway.chat.chat_completions import chat_completions
 from tandem.cluster.gateway.generation.generations import Generations
 from tandem.cluster.gateway.http.auth import Authenticator, AuthLevel, Principal, check_level
 from tandem.cluster.gateway.http.draining import Draining
@@ -54,7 +55,7 @@ def route_table(text: TextServices, accounts: Accounts, generations: Generations
     serving = (text, generations)
     tenants = (text, accounts)
     return (
-        RouteSpec("POST", "/v1/chat/completions", key, partial(handlers.chat_completions, *serving)),
+        RouteSpec("POST", "/v1/chat/completions", key, partial(chat_completions, *serving)),
         RouteSpec("POST", "/v1/completions", key, partial(handlers.completions, *serving)),
         RouteSpec("POST", "/v1/embeddings", key, partial(embeddings.embeddings, *serving)),
         RouteSpec("GET", "/v1/models", key, partial(probes.models, *serving)),

@@ -162,9 +162,9 @@ class TextResponse(GenerationResponse):
                 raise
             if not isinstance(error, TandemError):
                 log.exception("request %s failed in its stream", self._generation.parts[0].request.request_id)
-            await writer.finish(error)
+            await writer.finish(self._style.closing(error))
             return
-        await writer.finish()
+        await writer.finish(self._style.closing(None))
 
     async def _write_steps(self, writer: EventWriter) -> None:
         chunk = self._style.chunk

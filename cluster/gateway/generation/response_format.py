@@ -1,4 +1,4 @@
-"""ResponseFormat: how an API words an answer. Implemented by cluster/gateway/openai/answers.py."""
+"""ResponseFormat: how an API words an answer. Implemented beside the routes of each API."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ class ChoiceAnswer:
 
 
 class ResponseFormat(Protocol):
-    """Chat or completions."""
+    """The words of one answer, streamed or not."""
 
     def whole(self, choices: Sequence[ChoiceAnswer], usage: Usage) -> bytes:
         """The body of an answer that is not streamed."""
@@ -39,4 +39,8 @@ class ResponseFormat(Protocol):
 
     def usage_chunk(self, usage: Usage) -> bytes:
         """The chunk with the bill and no choices."""
+        ...
+
+    def closing(self, error: Exception | None) -> bytes:
+        """The last events of a stream. error: what has ended it, None after a whole answer."""
         ...

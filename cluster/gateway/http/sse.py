@@ -1,7 +1,7 @@
 """Server-sent events over raw ASGI: framing, keep-alive comments, errors after the first byte, a cut that stays a cut.
 
 One write per step and stream. Never buffers and never swallows a failure: a stream that cannot go on ends without the
-final empty body, so the client sees a broken transfer unless `[DONE]` was sent.
+final empty body, so the client sees a broken transfer unless the API's last event was sent.
 """
 
 from collections.abc import Callable
@@ -49,7 +49,11 @@ class EventWriter:
         """How long the write under way has waited for the client."""
         return 0.0 if self.began_write_s is None else self._clock() - self.began_write_s
 
-    async def finish(self, error: Exception | None = None) -> None:
-        """The end: an error event if there was an error, `[DONE]`, and the end of the body."""
-        events = DONE if error is None else b"data: " + error_json(as_refusal(error)) + b"\n\n" + DONE
+    async def finish(self, events: bytes) -> None:
+        """The last events of the API, and the end of the body."""
         await self._send({"type": "http.response.body", "body": events, "more_body": False})
+
+
+def openai_end(error: Exception | None) -> bytes:
+    """OpenAI's last events: an error event if there was an error, and `[DONE]`."""
+    return DONE if error is None else b"data: " + error_json(as_refusal(error)) + b"\n\n" + DONE

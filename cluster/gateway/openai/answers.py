@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tandem.cluster.gateway.generation.response_format import ChoiceAnswer
+from tandem.cluster.gateway.http.sse import openai_end
 from tandem.workers.messages.request import TokenLogprobs, Usage
 from tandem.workers.text.choice_text import TextDelta
 from tandem.workers.text.detokenizer import DetokenizerFactory
@@ -99,6 +100,9 @@ class ChatFormat:
     def usage_chunk(self, usage: Usage) -> bytes:
         return self._frame.usage_chunk(usage)
 
+    def closing(self, error: Exception | None) -> bytes:
+        return openai_end(error)
+
     def _logprobs(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         return {"content": [self._formatter.chat(item) for item in entries]}
 
@@ -181,6 +185,9 @@ class CompletionFormat:
 
     def usage_chunk(self, usage: Usage) -> bytes:
         return self._frame.usage_chunk(usage)
+
+    def closing(self, error: Exception | None) -> bytes:
+        return openai_end(error)
 
 
 class ChunkFrame:

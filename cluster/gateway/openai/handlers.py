@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions, /v1/completions, /tokenize, /detokenize: from a checked body to an answer.
+"""POST /v1/completions, /tokenize, /detokenize: from a checked body to an answer; and what other routes share.
 
 Everything that can be refused is refused here, before the request reaches a group.
 """
@@ -20,12 +20,11 @@ from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.generation.response_format import ResponseFormat
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.http.body import parse_object, read_body
-from tandem.cluster.gateway.openai.answers import AnswerHead, ChatFormat, ChunkCounts, CompletionFormat, Metrics
+from tandem.cluster.gateway.openai.answers import AnswerHead, ChunkCounts, CompletionFormat, Metrics
 from tandem.cluster.gateway.openai.model_lookup import Served, served_model
 from tandem.cluster.gateway.openai.prompts import (
     Asked,
     Prompt,
-    chat_prompt,
     check_choices,
     check_ids_fit,
     check_token_count,
@@ -33,16 +32,14 @@ from tandem.cluster.gateway.openai.prompts import (
     fit,
     text_prompt,
 )
-from tandem.cluster.gateway.openai.sampling_fields import bad_words_size, checked_beams, sampling_params
+from tandem.cluster.gateway.openai.sampling_fields import checked_beams, sampling_params
 from tandem.cluster.gateway.openai.schemas import (
-    ChatBody,
     CommonBody,
     CompletionBody,
     DetokenizeBody,
     TokenizeBody,
     invalid,
     read,
-    read_chat,
     read_completion,
 )
 from tandem.cluster.gateway.services import TextServices
@@ -84,39 +81,6 @@ class Posted(NamedTuple, Generic[Fields]):
     body: Fields
 
 
-async def chat_completions(
-    text: TextServices, generations: Generations, request: Request, principal: Principal
-) -> Response:
-    """One conversation, n choices."""
-    began_s = generations.clock()
-    body, size = await received(text, request, principal, lambda fields: _chat_body(text, fields))
-    with ExitStack() as held:
-        model = held_model(text, generations, body.model, principal, held)
-        wanted, names = body.max_tokens, Asked("messages", "max_tokens")
-        if body.max_completion_tokens is not None:
-            wanted, names = body.max_completion_tokens, Asked("messages", "max_completion_tokens")
-        rendered = await text.workers.run(principal.tenant, size, chat_prompt, text, body)
-        prompt, max_tokens = fit(text, rendered, body, wanted, names)
-        logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        params = await text.workers.run(
-            principal.tenant, bad_words_size(body), _params, text, body, max_tokens, logprobs
-        )
-        head = _head(text, generations, "chatcmpl", model.name)
-        asked = Posted(request, principal, model, head.id, body)
-        parts = _parts(text, generations, asked, [(prompt, params)], is_open_ended=wanted is None)
-        generation = _generation(text, generations, asked, parts, began_s, "messages")
-        style = ChatFormat(
-            text.detokenizers,
-            head,
-            with_usage=_include_usage(body),
-            counts=_counts(body, parts),
-            prompt_ids=prompt.token_ids if body.return_token_ids else None,
-            with_prompt_logprobs=body.prompt_logprobs is not None,
-            metrics=_metrics(text, body, parts),
-        )
-        return _answer(generations, generation, style, body, held, with_logprobs=logprobs is not None)
-
-
 async def completions(text: TextServices, generations: Generations, request: Request, principal: Principal) -> Response:
     """One or several prompts, n choices each."""
     began_s = generations.clock()
@@ -125,27 +89,27 @@ async def completions(text: TextServices, generations: Generations, request: Req
         model = held_model(text, generations, body.model, principal, held)
         wanted = _wanted(body)
         check_choices(text, body)
-        head = _head(text, generations, "cmpl", model.name)
+        head = answer_head(text, generations, "cmpl", model.name)
         asked = Posted(request, principal, model, head.id, body)
         parts, echo = await text.workers.run(
             principal.tenant, size, _completion_parts, text, generations, asked, body, wanted
         )
-        generation = _generation(text, generations, asked, parts, began_s, "prompt")
+        generation = make_generation(text, generations, asked, parts, began_s, "prompt")
         shown = body.n or 1
         prompts = [part.request.prompt_token_ids for part in parts for _ in range(shown)]
         style = CompletionFormat(
             text.detokenizers,
             head,
-            with_usage=_include_usage(body),
-            counts=_counts(body, parts),
+            with_usage=includes_usage(body),
+            counts=chunk_counts(body, parts),
             prompt_ids=prompts if body.return_token_ids else None,
             echo=[prompt for prompt in echo for _ in range(shown)] if body.echo else None,
             echo_ids=prompts if body.echo and body.logprobs is not None else None,
             skip_special_tokens=body.skip_special_tokens is not False,
             with_prompt_logprobs=body.prompt_logprobs is not None,
-            metrics=_metrics(text, body, parts),
+            metrics=draft_metrics(text, body, parts),
         )
-        return _answer(generations, generation, style, body, held, with_logprobs=body.logprobs is not None)
+        return text_answer(generations, generation, style, body, held, with_logprobs=body.logprobs is not None)
 
 
 async def tokenize(text: TextServices, generations: Generations, request: Request, principal: Principal) -> Response:
@@ -181,10 +145,6 @@ async def read_fields(text: TextServices, request: Request, principal: Principal
     return (await received(text, request, principal, lambda fields: fields))[0]
 
 
-def _chat_body(text: TextServices, fields: dict[str, Any]) -> ChatBody:
-    return checked_beams(read_chat(fields, text.settings), text.settings.max_logprobs, text.batching_policy)
-
-
 def _completion_body(text: TextServices, fields: dict[str, Any]) -> CompletionBody:
     """A completions body. Token ids that do not fit are refused here: their lists are several times as large as the
     body, and would wait for their turn."""
@@ -218,9 +178,9 @@ def _completion_parts(
     work: list[tuple[Prompt, SamplingParams]] = []
     for item in completion_prompts(text, body):
         prompt, max_tokens = fit(text, item, body, wanted, COMPLETION_FIELDS)
-        work.append((prompt, _params(text, body, max_tokens, body.logprobs)))
+        work.append((prompt, prompt_sampling(text, body, max_tokens, body.logprobs)))
     echo = [_echo_text(text, prompt, body) for prompt, _ in work] if body.echo else []
-    return _parts(text, generations, asked, work), echo
+    return request_parts(text, generations, asked, work), echo
 
 
 def json_response(value: Any, status: int = 200) -> Response:
@@ -239,7 +199,7 @@ def held_model(
     return model
 
 
-def _params(text: TextServices, body: CommonBody, max_tokens: int, logprobs: int | None) -> SamplingParams:
+def prompt_sampling(text: TextServices, body: CommonBody, max_tokens: int, logprobs: int | None) -> SamplingParams:
     """Sampling parameters; best_of above n samples more and needs log probabilities to choose; with echo, logprobs are
     those of the prompt too."""
     count = body.best_of or body.n or 1
@@ -251,23 +211,23 @@ def _params(text: TextServices, body: CommonBody, max_tokens: int, logprobs: int
     return sampling_params(text, body, max_tokens=max_tokens, n=count, logprobs=logprobs, prompt_logprobs=of_prompt)
 
 
-def _head(text: TextServices, generations: Generations, prefix: str, model: str) -> AnswerHead:
+def answer_head(text: TextServices, generations: Generations, prefix: str, model: str) -> AnswerHead:
     return AnswerHead(f"{prefix}-{uuid.uuid4().hex}", int(generations.wall_clock()), model, text.fingerprint)
 
 
-def _include_usage(body: CommonBody) -> bool:
+def includes_usage(body: CommonBody) -> bool:
     options = body.stream_options
     return options is not None and bool(options.include_usage or options.continuous_usage_stats)
 
 
-def _counts(body: CommonBody, parts: Sequence[RequestPart]) -> ChunkCounts | None:
+def chunk_counts(body: CommonBody, parts: Sequence[RequestPart]) -> ChunkCounts | None:
     """What counts in every chunk, if that is asked for."""
     if body.stream_options is None or not body.stream_options.continuous_usage_stats:
         return None
     return ChunkCounts([len(part.request.prompt_token_ids) for part in parts for _ in part.choices])
 
 
-def _metrics(text: TextServices, body: CommonBody, parts: Sequence[RequestPart]) -> Metrics:
+def draft_metrics(text: TextServices, body: CommonBody, parts: Sequence[RequestPart]) -> Metrics:
     """`metrics` of the answer, where the service reports it: acceptance of drafts, of a single choice only."""
     level = text.settings.per_request_spec_decode_metrics
     if level == "none":
@@ -313,7 +273,7 @@ def engine_requests(
     ]
 
 
-def _parts(
+def request_parts(
     text: TextServices,
     generations: Generations,
     asked: Posted[CommonBody],
@@ -332,7 +292,7 @@ def _parts(
     return parts
 
 
-def _generation(
+def make_generation(
     text: TextServices,
     generations: Generations,
     asked: Posted[CommonBody],
@@ -363,7 +323,7 @@ def _choice(text: TextServices, body: CommonBody, prompt: Prompt, params: Sampli
     )
 
 
-def _answer(
+def text_answer(
     generations: Generations,
     generation: Generation,
     style: ResponseFormat,
@@ -379,7 +339,7 @@ def _answer(
         generation,
         style,
         stream=bool(body.stream),
-        include_usage=_include_usage(body),
+        include_usage=includes_usage(body),
         shown=body.n or 1,
         with_logprobs=with_logprobs,
         is_streamable=_is_streamable(body, generation),

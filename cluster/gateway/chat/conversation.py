@@ -1,0 +1,84 @@
+"""A checked chat body becomes a generation. Chat completions use it, and APIs that are worded as conversations too.
+
+Everything that can be refused is refused here, before the request reaches a group.
+"""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from tandem.cluster.gateway.generation.generation import Generation
+from tandem.cluster.gateway.generation.generations import Generations
+from tandem.cluster.gateway.generation.part import RequestPart
+from tandem.cluster.gateway.http.auth import Principal
+from tandem.cluster.gateway.openai.answers import AnswerHead
+from tandem.cluster.gateway.openai.handlers import (
+    Posted,
+    answer_head,
+    held_model,
+    make_generation,
+    prompt_sampling,
+    request_parts,
+)
+from tandem.cluster.gateway.openai.prompts import Asked, Prompt, chat_prompt, fit
+from tandem.cluster.gateway.openai.sampling_fields import bad_words_size
+from tandem.cluster.gateway.openai.schemas import ChatBody
+from tandem.cluster.gateway.services import TextServices
+from tandem.workers.text.output.events import MakeParser, PlainOutput
+
+
+@dataclass(frozen=True, kw_only=True)
+class Received:
+    """One HTTP request with a conversation. body: a chat body, which other APIs translate theirs to. size: bytes of
+    the client's body. began_s: of the gateway's clock. id_prefix: of the answer's id, without "-". names: the fields
+    of the client's body that hold the prompt and the limit of new tokens, for refusals."""
+
+    request: Request
+    principal: Principal
+    body: ChatBody
+    size: int
+    began_s: float
+    id_prefix: str
+    names: Asked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """A conversation that is ready to be generated. parts: one, with a choice for each answer. logprobs: how many were
+    asked for. make_parser makes a parser for each choice, which sorts its text into thinking, content and calls."""
+
+    generation: Generation
+    parts: list[RequestPart]
+    head: AnswerHead
+    prompt: Prompt
+    logprobs: int | None
+    make_parser: MakeParser
+
+
+async def prepare_chat(
+    text: TextServices, generations: Generations, received: Received, held: ExitStack
+) -> Conversation:
+    """Renders and tokenizes the messages and makes the generation, which is not started. held: what is in use until
+    the generation ends."""
+    body, principal = received.body, received.principal
+    model = held_model(text, generations, body.model, principal, held)
+    wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    rendered = await text.workers.run(principal.tenant, received.size, chat_prompt, text, body)
+    prompt, max_tokens = fit(text, rendered, body, wanted, received.names)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    params = await text.workers.run(
+        principal.tenant, bad_words_size(body), prompt_sampling, text, body, max_tokens, logprobs
+    )
+    head = answer_head(text, generations, received.id_prefix, model.name)
+    asked = Posted(received.request, principal, model, head.id, body)
+    parts = request_parts(text, generations, asked, [(prompt, params)], is_open_ended=wanted is None)
+    generation = make_generation(text, generations, asked, parts, received.began_s, received.names.prompt)
+    return Conversation(
+        generation=generation,
+        parts=parts,
+        head=head,
+        prompt=prompt,
+        logprobs=logprobs,
+        make_parser=PlainOutput,
+    )
