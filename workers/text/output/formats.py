@@ -1,0 +1,67 @@
+"""The formats in which models write tool calls and thinking: ToolFormat, ReasoningFormat, and what makes a parser of both.
+
+A format is one file of this folder, named in TOOL_FORMATS or REASONING_FORMATS. Gateways choose by name
+(--tool-call-parser, --reasoning-parser) or by the chat template.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from tandem.workers.text.output.events import OutputParser
+
+
+class Tool(NamedTuple):
+    """A function that the model may call. parameters: JSON schema of its arguments, an object."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+
+
+class ToolFormat(Protocol):
+    """How one family of models writes tool calls."""
+
+    @property
+    def shows_special_tokens(self) -> bool:
+        """Whether its marks are special tokens: then the text that is parsed must have special tokens."""
+        ...
+
+    def marks_in(self, template: str) -> bool:
+        """Returns whether a chat template is written for this format."""
+        ...
+
+    def parser(self, tools: Sequence[Tool]) -> OutputParser:
+        """Returns a parser for one choice, behind the thinking. Text that only looks like a call is content."""
+        ...
+
+    def grammar(self, tools: Sequence[Tool], *, parallel: bool) -> str:
+        """Returns a grammar (llguidance's Lark) whose texts are one call, or several if `parallel`, of these tools with
+        arguments that fit their schemas, each of which parser() reads as just these calls."""
+        ...
+
+
+class ReasoningFormat(Protocol):
+    """How one family of models marks its thinking."""
+
+    @property
+    def shows_special_tokens(self) -> bool:
+        """As in ToolFormat."""
+        ...
+
+    @property
+    def start(self) -> str:
+        """The mark before the thinking."""
+        ...
+
+    @property
+    def end(self) -> str:
+        """The mark behind the thinking."""
+        ...
+
+    def starts_inside(self, prompt: str) -> bool:
+        """Returns whether a rendered prompt ends inside an open thinking part, so that the answer has no start mark."""
+        ...
+
+    def parser(self, then: OutputParser, *, inside: bool) -> OutputParser:
+        """Returns a parser whose text behind the thinking is parsed by `then`. inside: see starts_inside()."""
+        ...
