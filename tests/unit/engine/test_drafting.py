@@ -23,6 +23,7 @@ from tandem.workers.engine.base.drafting import (
 )
 from tandem.workers.engine.base.sequence import Sequence, Status
 from tandem.workers.engine.blocks.block_manager import BlockTable
+from tandem.workers.engine.chunk_limiter import StepChunkLimiter
 from tandem.workers.engine.in_flight_step import InFlightStep
 from tandem.workers.engine.probation import PROBATION_TOKENS, probation_tokens
 from tandem.workers.engine.results import ResultApplier
@@ -323,6 +324,30 @@ def test_drafts_leave_half_of_a_step_to_prefills() -> None:
     plan = h.executor.plans[-1]
     assert sum(work.max_drafts for work in plan.work) <= 16 and len(plan.new_rows) >= 3
     h.run()
+
+
+@pytest.mark.parametrize("pace", [None, 12])
+def test_drafts_count_among_the_tokens_of_a_step_beside_prompts(
+    pace: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against --max-num-batched-tokens, and without the tokens that decode against the bound of --max-itl-ms."""
+    monkeypatch.setattr(StepChunkLimiter, "limit", lambda limiter: pace)
+    h = harness(drafts=4, num_blocks=400, max_itl_ms=None if pace is None else 10.0)
+    h.executor.proposes = lambda context: (4, 4)
+    h.add(*(request(f"a{i}", 4, 60) for i in range(2)))
+    for _ in range(4):
+        h.step()
+    h.add(*(request(f"b{i}", 70, 4) for i in range(2)))
+    beside = 0
+    while h.engine.has_work():
+        h.step()
+        work = h.executor.plans[-1].work
+        drafts, decodes = sum(one.max_drafts for one in work), sum(one.max_drafts > 0 for one in work)
+        tokens = sum(one.num_tokens for one in work) + drafts
+        if decodes == 2 and tokens - drafts > decodes:
+            beside += 1
+            assert tokens <= (32 if pace is None else decodes + pace)
+    assert beside >= 3, "drafts were beside chunks of a prompt"
 
 
 def test_a_request_on_probation_has_no_drafts_and_comes_further() -> None:

@@ -274,6 +274,16 @@ def test_streams_of_a_pipeline_spread_evenly_and_wait_for_their_tokens():
 # ---- rows ----
 
 
+def test_beside_a_suspect_no_second_step_of_a_pipeline_is_planned_for_so_all_streams_are_in_the_one():
+    d = Bench(depth=2, relay=True)
+    others = [d.add(3) for _ in range(4)]
+    d.step()
+    suspect = d.add(3, suspect=True)
+    assert d.step() == {suspect: 3}
+    assert d.step() == dict.fromkeys(others, 1)
+    assert d.plan() is not None and d.plan() is None, "of the suspect; nothing beside it"
+
+
 def test_rows_are_freed_once_and_not_when_they_are_bound_again():
     d = Bench(rows=2)
     one, two = d.add(2), d.add(2)
@@ -565,6 +575,22 @@ def test_who_waits_or_has_ended_is_rolled_back_without_a_row():
 
 
 # ---- tiers below ----
+
+
+def test_a_plan_that_is_taken_back_changes_none_that_has_ended_or_was_rolled_back():
+    d = Bench()
+    ended, lost, stream = d.add(6), d.add(6), d.add(6)
+    d.step()
+    d.plan()
+    d.scheduler.finish(ended)
+    d.scheduler.roll_back(lost)
+    counts = ended.num_known, ended.num_scheduled
+    d.scheduler.undo(d.flights.pop())
+    assert (ended.num_known, ended.num_scheduled) == counts
+    assert (lost.num_known, lost.num_scheduled) == (len(lost.tokens), 0)
+    assert (stream.num_known, stream.num_scheduled) == (len(stream.tokens), len(stream.tokens) - 1)
+    d.check()
+    assert d.step() == {stream: 1}, "the failed step had three tokens, the next one may have one"
 
 
 def test_ends_are_told_to_the_tiers_with_what_they_held():
