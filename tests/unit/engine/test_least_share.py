@@ -132,3 +132,18 @@ def test_batches_are_not_broken_up() -> None:
     h.add(request("quiet", 9, 3, tenant="quiet"))
     h.run()
     assert h.engine.stats().preemptions == 0
+
+
+def test_nobody_gives_way_while_steps_are_short_of_memory() -> None:
+    """A row given up would be computed again, in steps that are too small as they are."""
+    h = engine({}, room=lambda step_id: 3 if step_id == 9 else 99)
+    flood(h)
+    h.step()
+    h.add(request("quiet", 9, 3, tenant="quiet"))
+    reduced = 0
+    while h.engine._scheduler._limit.is_reduced:
+        reduced += 1
+        h.step()
+        assert h.engine.stats().preemptions == 0
+    assert reduced > SOON
+    h.run()

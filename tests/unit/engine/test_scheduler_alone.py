@@ -9,6 +9,7 @@ from builders import filled, request
 
 from tandem.configs.schema import SchedulerSettings
 from tandem.workers.engine.base.blockers import Blocker, Event
+from tandem.workers.engine.base.drafting import Drafting, DraftRecord
 from tandem.workers.engine.base.sequence import RequestState, Sequence, Status
 from tandem.workers.engine.blocks.block_manager import BlockManager, BlockTable
 from tandem.workers.engine.in_flight_step import InFlightStep
@@ -72,6 +73,14 @@ class Tiers:
         return [what for asked, what in self.asked if asked == kind]
 
 
+class AlwaysDrafts(Drafting):
+    """Drafts as many tokens as it may, whatever they cost."""
+
+    def budget(self, record: DraftRecord, num_tokens: int, num_rows: int) -> int:
+        del record, num_tokens, num_rows
+        return self.most
+
+
 class Bench:
     """A scheduler, its manager and queue; results come when back() is called."""
 
@@ -90,6 +99,7 @@ class Bench:
         pace: int | None = None,
         tiers: Tiers | None = None,
         gate: type[MaxLorasGate] = MaxLorasGate,
+        drafting: Drafting | None = None,
     ) -> None:
         settings = SchedulerSettings(
             max_num_seqs=rows, max_num_batched_tokens=budget, max_itl_ms=None if pace is None else 10.0
@@ -106,6 +116,7 @@ class Bench:
             depth=depth,
             tiers=tiers,
             gate=self.gate,
+            drafting=drafting,
         )
         self.flights: list[InFlightStep] = []
         self._arrivals: Iterator[int] = count()
@@ -324,6 +335,29 @@ def test_who_comes_in_takes_its_place_among_those_who_run():
 
 
 # ---- letting in ----
+
+
+@pytest.mark.parametrize(("blocks", "drafts"), [(2, 0), (3, 3)])
+def test_drafts_leave_the_blocks_that_those_who_run_will_need(blocks, drafts):
+    """The drafts need a second block. One is left for the stream itself."""
+    d = Bench(num_blocks=blocks, drafting=AlwaysDrafts(3))
+    d.add(3)
+    d.step()
+    assert [work.max_drafts for work in d.planned().work] == [drafts]
+
+
+def test_who_may_have_its_last_token_in_a_plan_in_flight_holds_up_nobody():
+    d = Bench(depth=2, drafting=AlwaysDrafts(3))
+    short, long = d.add(3, most=3), d.add(3)
+    d.step()
+    assert [work.max_drafts for work in d.planned().work] == [1, 3], "short lacks two tokens"
+    assert [work.row for work in d.planned().work] == [long.row] and short.status is Status.RUNNING
+
+
+def test_a_suspect_that_comes_with_others_has_the_first_step():
+    d = Bench()
+    other, suspect = d.add(3), d.add(3, suspect=True)
+    assert d.step() == {suspect: 3} and d.step() == {other: 3}
 
 
 @pytest.mark.parametrize(("running", "reserve"), [(1, 1), (4, 1), (5, 2), (8, 2)])
