@@ -61,7 +61,10 @@ def test_long_contexts_give_up_blocks_too(mode: dict[str, Any]) -> None:
     assert len(running(h)) < 8 and h.engine._manager.pool.num_allocatable < 20, "rows are free, blocks are not"
     requests.append(request("quiet", 78, 4, tenant="quiet"))
     h.add(requests[-1])
+    before = h.engine.stats().preemptions
     steps_to_first_token(h, "quiet", 4 * SOON)
+    most = 2 if mode.get("stages") == 4 else 3  # blocks that several plans in flight still name are waited for
+    assert h.engine.stats().preemptions - before <= most
     h.run()
     assert_as_expected(h, *requests)
 
