@@ -354,6 +354,15 @@ def test_who_may_have_its_last_token_in_a_plan_in_flight_holds_up_nobody():
     assert [work.row for work in d.planned().work] == [long.row] and short.status is Status.RUNNING
 
 
+def test_who_waits_for_the_next_batch_holds_up_nobody_of_this_one(monkeypatch):
+    """As those of it that were preempted, behind one that has come since with a higher priority."""
+    d = Bench()
+    late, back = d.add(3, priority=-1), d.add(3)
+    monkeypatch.setattr(d.scheduler._batching, "admits", lambda seq: seq is not late)
+    assert d.step() == {back: 3}
+    assert d.queue.blocker_of(late) is Blocker.BATCH
+
+
 def test_a_suspect_that_comes_with_others_has_the_first_step():
     d = Bench()
     other, suspect = d.add(3), d.add(3, suspect=True)
