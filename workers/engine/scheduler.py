@@ -275,7 +275,7 @@ class Scheduler:
             num_drafts = 0 if drafting is None else self._num_drafts(step, seq)
             if num_drafts is None:
                 continue
-            if relay or known + seq.num_drafts + num_drafts > table.capacity or table.may_share or num_drafts:
+            if relay or known + seq.num_drafts > table.capacity or table.may_share or num_drafts:
                 work = self._grow(step, seq, num_drafts)
                 if work is None:
                     continue

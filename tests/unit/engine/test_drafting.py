@@ -23,6 +23,7 @@ from tandem.workers.engine.base.drafting import (
 )
 from tandem.workers.engine.base.sequence import Sequence, Status
 from tandem.workers.engine.blocks.block_manager import BlockTable
+from tandem.workers.engine.chunk_limiter import StepChunkLimiter
 from tandem.workers.engine.in_flight_step import InFlightStep
 from tandem.workers.engine.probation import PROBATION_TOKENS, probation_tokens
 from tandem.workers.engine.results import ResultApplier
@@ -321,8 +322,59 @@ def test_drafts_leave_half_of_a_step_to_prefills() -> None:
     h.add(*(request(f"b{i}", 4, 4) for i in range(6)))
     h.step()
     plan = h.executor.plans[-1]
-    assert sum(work.max_drafts for work in plan.work) <= 16 and len(plan.new_rows) >= 3
+    assert sum(work.max_drafts for work in plan.work) <= 16 - 2, "the two that decode have a token each"
+    assert len(plan.new_rows) >= 3
     h.run()
+
+
+@pytest.mark.parametrize("prompt", range(4, 9))
+@pytest.mark.parametrize("mode", [{}, {"asynchronous": True}], ids=["depth1", "async"])
+def test_choices_with_drafts_write_no_block_that_they_share(mode: dict[str, bool], prompt: int) -> None:
+    asked = request("r", prompt, 12, n=3, temperature=1.0)
+    h = harness(**mode, drafts=4, num_blocks=200)
+    h.add(asked)
+    h.run()
+    assert_as_expected(h, asked)
+    stats = h.engine.stats().drafts
+    assert stats is not None and stats.num_accepted > 0
+
+
+def test_no_drafts_while_steps_are_short_of_memory() -> None:
+    h = harness(drafts=4, num_blocks=400, room=lambda step_id: 5 if step_id == 2 else 99)
+    h.executor.proposes = lambda context: (4, 4)
+    h.add(*(request(f"r{i}", 4, 200) for i in range(3)))
+    drafts: dict[bool, list[int]] = {False: [], True: []}
+    while h.engine.has_work():
+        is_reduced = h.engine._scheduler._limit.is_reduced
+        h.step()
+        drafts[is_reduced].append(sum(work.max_drafts for work in h.executor.plans[-1].work))
+    assert len(drafts[True]) > 10 and not any(drafts[True])
+    assert sum(drafts[False]) > 100
+
+
+@pytest.mark.parametrize("pace", [None, 13])
+def test_drafts_count_among_the_tokens_of_a_step_beside_prompts(
+    pace: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against --max-num-batched-tokens, and without the tokens that decode against the bound of --max-itl-ms."""
+    monkeypatch.setattr(StepChunkLimiter, "limit", lambda limiter: pace)
+    h = harness(drafts=4, num_blocks=400, max_itl_ms=None if pace is None else 10.0)
+    h.executor.proposes = lambda context: (4, 4)
+    h.add(*(request(f"a{i}", 4, 60) for i in range(2)))
+    for _ in range(4):
+        h.step()
+    h.add(*(request(f"b{i}", 70, 4) for i in range(2)))
+    beside = 0
+    while h.engine.has_work():
+        h.step()
+        work = h.executor.plans[-1].work
+        drafts, decodes = sum(one.max_drafts for one in work), sum(one.max_drafts > 0 for one in work)
+        tokens = sum(one.num_tokens for one in work) + drafts
+        if decodes == 2 and tokens - drafts > decodes:
+            beside += 1
+            assert tokens <= (32 if pace is None else decodes + pace)
+            assert pace is None or drafts <= pace // 2, "half of it is left for prompts"
+    assert beside >= 3, "drafts were beside chunks of a prompt"
 
 
 def test_a_request_on_probation_has_no_drafts_and_comes_further() -> None:

@@ -9,6 +9,7 @@ from builders import filled, request
 
 from tandem.configs.schema import SchedulerSettings
 from tandem.workers.engine.base.blockers import Blocker, Event
+from tandem.workers.engine.base.drafting import Drafting, DraftRecord
 from tandem.workers.engine.base.sequence import RequestState, Sequence, Status
 from tandem.workers.engine.blocks.block_manager import BlockManager, BlockTable
 from tandem.workers.engine.in_flight_step import InFlightStep
@@ -72,6 +73,14 @@ class Tiers:
         return [what for asked, what in self.asked if asked == kind]
 
 
+class AlwaysDrafts(Drafting):
+    """Drafts as many tokens as it may, whatever they cost."""
+
+    def budget(self, record: DraftRecord, num_tokens: int, num_rows: int) -> int:
+        del record, num_tokens, num_rows
+        return self.most
+
+
 class Bench:
     """A scheduler, its manager and queue; results come when back() is called."""
 
@@ -90,6 +99,7 @@ class Bench:
         pace: int | None = None,
         tiers: Tiers | None = None,
         gate: type[MaxLorasGate] = MaxLorasGate,
+        drafting: Drafting | None = None,
     ) -> None:
         settings = SchedulerSettings(
             max_num_seqs=rows, max_num_batched_tokens=budget, max_itl_ms=None if pace is None else 10.0
@@ -106,6 +116,7 @@ class Bench:
             depth=depth,
             tiers=tiers,
             gate=self.gate,
+            drafting=drafting,
         )
         self.flights: list[InFlightStep] = []
         self._arrivals: Iterator[int] = count()
@@ -274,6 +285,16 @@ def test_streams_of_a_pipeline_spread_evenly_and_wait_for_their_tokens():
 # ---- rows ----
 
 
+def test_beside_a_suspect_no_second_step_of_a_pipeline_is_planned_for_so_all_streams_are_in_the_one():
+    d = Bench(depth=2, relay=True)
+    others = [d.add(3) for _ in range(4)]
+    d.step()
+    suspect = d.add(3, suspect=True)
+    assert d.step() == {suspect: 3}
+    assert d.step() == dict.fromkeys(others, 1)
+    assert d.plan() is not None and d.plan() is None, "of the suspect; nothing beside it"
+
+
 def test_rows_are_freed_once_and_not_when_they_are_bound_again():
     d = Bench(rows=2)
     one, two = d.add(2), d.add(2)
@@ -314,6 +335,38 @@ def test_who_comes_in_takes_its_place_among_those_who_run():
 
 
 # ---- letting in ----
+
+
+@pytest.mark.parametrize(("blocks", "drafts"), [(2, 0), (3, 3)])
+def test_drafts_leave_the_blocks_that_those_who_run_will_need(blocks, drafts):
+    """The drafts need a second block. One is left for the stream itself."""
+    d = Bench(num_blocks=blocks, drafting=AlwaysDrafts(3))
+    d.add(3)
+    d.step()
+    assert [work.max_drafts for work in d.planned().work] == [drafts]
+
+
+def test_who_may_have_its_last_token_in_a_plan_in_flight_holds_up_nobody():
+    d = Bench(depth=2, drafting=AlwaysDrafts(3))
+    short, long = d.add(3, most=3), d.add(3)
+    d.step()
+    assert [work.max_drafts for work in d.planned().work] == [1, 3], "short lacks two tokens"
+    assert [work.row for work in d.planned().work] == [long.row] and short.status is Status.RUNNING
+
+
+def test_who_waits_for_the_next_batch_holds_up_nobody_of_this_one(monkeypatch):
+    """As those of it that were preempted, behind one that has come since with a higher priority."""
+    d = Bench()
+    late, back = d.add(3, priority=-1), d.add(3)
+    monkeypatch.setattr(d.scheduler._batching, "admits", lambda seq: seq is not late)
+    assert d.step() == {back: 3}
+    assert d.queue.blocker_of(late) is Blocker.BATCH
+
+
+def test_a_suspect_that_comes_with_others_has_the_first_step():
+    d = Bench()
+    other, suspect = d.add(3), d.add(3, suspect=True)
+    assert d.step() == {suspect: 3} and d.step() == {other: 3}
 
 
 @pytest.mark.parametrize(("running", "reserve"), [(1, 1), (4, 1), (5, 2), (8, 2)])
@@ -565,6 +618,22 @@ def test_who_waits_or_has_ended_is_rolled_back_without_a_row():
 
 
 # ---- tiers below ----
+
+
+def test_a_plan_that_is_taken_back_changes_none_that_has_ended_or_was_rolled_back():
+    d = Bench()
+    ended, lost, stream = d.add(6), d.add(6), d.add(6)
+    d.step()
+    d.plan()
+    d.scheduler.finish(ended)
+    d.scheduler.roll_back(lost)
+    counts = ended.num_known, ended.num_scheduled
+    d.scheduler.undo(d.flights.pop())
+    assert (ended.num_known, ended.num_scheduled) == counts
+    assert (lost.num_known, lost.num_scheduled) == (len(lost.tokens), 0)
+    assert (stream.num_known, stream.num_scheduled) == (len(stream.tokens), len(stream.tokens) - 1)
+    d.check()
+    assert d.step() == {stream: 1}, "the failed step had three tokens, the next one may have one"
 
 
 def test_ends_are_told_to_the_tiers_with_what_they_held():

@@ -74,6 +74,17 @@ def test_the_limit_goes_when_steps_are_good_again() -> None:
     assert limit.tokens == 1
 
 
+def test_an_engine_has_whole_steps_again_after_some_that_were_good() -> None:
+    h = harness(room=lambda step_id: 5 if step_id < 4 else 99, num_blocks=200)
+    h.add(request("a", 20, 8 * GOOD_STEPS))
+    for _ in range(6 * GOOD_STEPS):
+        h.step()
+    h.add(request("b", 60, 2))
+    h.step()
+    assert sum(work.num_tokens for work in h.executor.plans[-1].work) == 32
+    h.run()
+
+
 @settings(max_examples=100)
 @given(
     failing=st.sets(st.integers(1, 60), max_size=25),
