@@ -129,7 +129,7 @@ class Thrashed:
 def tiny_tiers(folder: Path, disk: Path, cut: dict[str, int]) -> dict[str, Any]:
     """Flags for that many blocks on each tier, which the ranks of the cut share."""
     spec, ranks = load_spec(folder), len(cut) + 1
-    heads = max(spec.num_kv_heads, cut.get("tensor_parallel_size", 1))
+    heads = max(spec.kv_heads, cut.get("tensor_parallel_size", 1))
     block_bytes = 2 * 4 * BLOCK_SIZE * heads * spec.head_dim * spec.num_layers
     return {
         "num_gpu_blocks_override": DEVICE_BLOCKS,

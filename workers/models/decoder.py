@@ -12,22 +12,28 @@ from typing import NamedTuple, Protocol
 import torch
 
 from tandem.offload.weights.weight_stream import Copier, WeightStream
-from tandem.parallel.checkpoint import DummySource, LoadFormat, OnBytes, SafetensorsSource, Source, load
+from tandem.parallel.checkpoint import (
+    DummySource,
+    LoadFormat,
+    OnBytes,
+    ParameterSlot,
+    SafetensorsSource,
+    Source,
+    load,
+)
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.embedding import VocabParallelEmbedding, VocabParallelHead
 from tandem.parallel.linear import AdaptableLinear, LinearPart
 from tandem.parallel.mesh import layer_range
-from tandem.parallel.params import ParameterSlot
 from tandem.workers.attention.backend import AttentionBackend, KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.kernels.lora_ops import AdapterRows
 from tandem.workers.models.layers.decoder_layer import DecoderLayer
 from tandem.workers.models.layers.norms import RMSNorm
 from tandem.workers.models.layers.positions import RotaryPositions
-from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.families import family_of
+from tandem.workers.models.spec.arch import ArchSpec, RopeSpec
+from tandem.workers.models.spec.families import family_of, parameters_of
 from tandem.workers.models.spec.sizes import rank_weights
-from tandem.workers.models.spec.weight_names import all_tensor_names
 from tandem.workers.platforms.base import Platform
 
 
@@ -66,18 +72,23 @@ class Decoder:
     ) -> None:
         spec.check_parallel(context.tp_size, context.pp_size)
         ops, make = platform.fused_ops(dtype), platform.matrices(dtype)
-        names = family_of(spec.architecture).names
-        self._names = names
-        size = (spec.vocab_size, spec.hidden_size)
+        self.parameters = parameters_of(spec)
         self.layer_ids = layer_range(spec.num_layers, context.pp_rank, context.pp_size)
         self.num_local_kv_heads = spec.local_kv_heads(context.tp_size)
         self.head_dim = spec.head_dim
         self.weight_bytes = 0
+        self._mesh = context.mesh
         self._adapters: Adapters | None = None
         self.stream = stream
-        self._positions = RotaryPositions(spec.rope, spec.head_dim, platform.device)
+        self._positions = RotaryPositions(_rope_of(spec), spec.head_dim, platform.device)
         self._layers = [
-            DecoderLayer(spec, names, layer, context, ops, partial(make, place=stream.place_of(index)))
+            DecoderLayer(
+                spec.layers[layer],
+                self.parameters.layers[layer],
+                context,
+                ops,
+                partial(make, place=stream.place_of(index)),
+            )
             for index, layer in enumerate(self.layer_ids)
         ]
         self.graphs = platform.graphs(self._layers, stream, attention, can_replay=context.tp_size == 1)
@@ -85,11 +96,10 @@ class Decoder:
         self._final_norm: RMSNorm | None = None
         self._head: VocabParallelHead | None = None
         if context.is_first_stage:
-            self._embedding = VocabParallelEmbedding(names.embedding, *size, context)
+            self._embedding = VocabParallelEmbedding(self.parameters.embedding, context)
         if context.is_last_stage:
-            head_name = names.embedding if spec.tie_word_embeddings else names.head
-            self._final_norm = RMSNorm(names.final_norm, spec.hidden_size, spec.norm_eps, ops)
-            self._head = VocabParallelHead(head_name, *size, context, make)
+            self._final_norm = RMSNorm(self.parameters.final_norm, spec.final_norm.eps, ops)
+            self._head = VocabParallelHead(self.parameters.head, context, make)
         self._ties_here = spec.tie_word_embeddings and self._embedding is not None and self._head is not None
 
     @property
@@ -151,9 +161,11 @@ class Decoder:
     @property
     def tables(self) -> tuple[Table | None, Table | None]:
         """The embedding and the head, where this rank has them."""
-        names = self._names
-        embedding = None if self._embedding is None else Table(self._embedding.part(names.embedding), self._embedding)
-        head = None if self._head is None else Table(self._head.part(names.head), self._head)
+        embedding = head = None
+        if self._embedding is not None:
+            embedding = Table(self._embedding.part(self.parameters.embedding.stem), self._embedding)
+        if self._head is not None:
+            head = Table(self._head.part(self.parameters.head_name), self._head)
         return embedding, head
 
     def adapt(self, adapters: Adapters) -> None:
@@ -165,7 +177,7 @@ class Decoder:
         shared."""
         if self._embedding is not None:
             for slot in self._embedding.slots():
-                yield ParameterSlot(slot.shard, self._accept_tied) if self._ties_here else slot
+                yield ParameterSlot(slot.params, self._accept_tied) if self._ties_here else slot
         for layer in self._layers:
             yield from layer.slots()
         if self._final_norm is not None and self._head is not None:
@@ -184,7 +196,9 @@ class Decoder:
     ) -> None:
         """Fills every parameter and counts `weight_bytes`."""
         slots = list(self.slots())
-        self.weight_bytes = load(slots, source, dtype=dtype, device=device, progress=progress, on_bytes=on_bytes)
+        self.weight_bytes = load(
+            slots, source, dtype=dtype, device=device, progress=progress, mesh=self._mesh, on_bytes=on_bytes
+        )
         if self._ties_here and self._head is not None:
             self.weight_bytes += self._head.copied_bytes
         self.stream.begin()
@@ -198,6 +212,13 @@ class Decoder:
         assert self._embedding is not None and self._head is not None
         self._embedding.accept(table_VH)
         self._head.accept(table_VH)
+
+
+def _rope_of(spec: ArchSpec) -> RopeSpec:
+    """The rotary positions of the layers that rotate, which share them."""
+    ropes = {layer.position for layer in spec.layers if layer.position is not None}
+    assert len(ropes) <= 1, "layers with different rotary positions"
+    return ropes.pop() if ropes else RopeSpec()
 
 
 def build_decoder(
@@ -232,8 +253,7 @@ def build_decoder(
         source = DummySource(seed, dtype)
     else:
         names = family_of(spec.architecture).names
-        ignored = names.ignored_suffixes + ((f"{names.head}.weight",) if spec.tie_word_embeddings else ())
-        source = SafetensorsSource(folder, all_tensor_names(spec, names), ignored, names.base_prefix)
+        source = SafetensorsSource(folder, decoder.parameters, names.ignored_suffixes, names.base_prefix)
     decoder.load(
         source, dtype=dtype, device=platform.device, progress=progress and context.rank == 0, on_bytes=on_bytes
     )

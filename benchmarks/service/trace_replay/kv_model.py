@@ -47,7 +47,7 @@ class KVModel:
     def block_bytes(self) -> int:
         """KV bytes of one block."""
         spec = self.spec
-        return block_bytes(spec.num_layers, BLOCK, spec.num_kv_heads, spec.head_dim, getattr(torch, self.dtype))
+        return block_bytes(spec.num_layers, BLOCK, spec.kv_heads, spec.head_dim, getattr(torch, self.dtype))
 
     def settings(self, variant: Variant, disk_folder: Path | None = None) -> EngineSettings:
         """Settings of a variant; half a block is added, because rounding GiB down would take one."""

@@ -34,7 +34,7 @@ def tokens_of(folder: Path, platform: Platform, streamed: tuple[int, ...], depth
     decoder = build_decoder(
         spec, ParallelContext.single(), folder=folder, dtype=torch.float32, platform=platform, streamed=streamed
     )
-    kv = KVCache.allocate(spec.num_layers, 16, 16, spec.num_kv_heads, spec.head_dim, torch.float32, platform)
+    kv = KVCache.allocate(spec.num_layers, 16, 16, spec.kv_heads, spec.head_dim, torch.float32, platform)
     table = RowTable(len(PROMPTS), 80, 16, spec.vocab_size)
     runner = ModelRunner(decoder, ParallelContext.single(), kv, table, platform)
     inits = [

@@ -14,7 +14,7 @@ import torch
 
 from tandem.offload.copies.accelerator import Accelerator
 from tandem.offload.copies.host_slab import HostSlab
-from tandem.parallel.linear import Shard
+from tandem.parallel.params import Span
 from tandem.workers.lora.device.layout import Ints, Packing, ShardShape, pack, row_strides
 from tandem.workers.lora.peft.peft_folder import LoraModule, PeftAdapter, TensorAt
 from tandem.workers.messages.errors import AdapterRefused
@@ -70,7 +70,7 @@ def make_shard(adapter: PeftAdapter, shape: ShardShape, dtype: torch.dtype, acce
     return copy
 
 
-def _rows(adapter: PeftAdapter, module: LoraModule, inputs: Shard, outputs: Shard) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows(adapter: PeftAdapter, module: LoraModule, inputs: Span, outputs: Span) -> tuple[torch.Tensor, torch.Tensor]:
     """This rank's rows of A and of B transposed, views in the file's dtype."""
     a_RI, b_OR = _matrix(adapter, module.a), _matrix(adapter, module.b)
     return a_RI[:, inputs.start : inputs.start + inputs.length], b_OR[outputs.start : outputs.start + outputs.length].T

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import torch
 
+from tandem.parallel.checkpoint import ParameterSlot
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear import AdaptableLinear
 from tandem.parallel.linear_methods import MakeMatrix
-from tandem.parallel.params import ParameterSlot
 from tandem.workers.attention.backend import AttentionStep
 from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.kernels.kv_store import LayerKV
@@ -15,27 +15,21 @@ from tandem.workers.models.layers.attention_layer import AttentionLayer
 from tandem.workers.models.layers.mlp import GatedMLP
 from tandem.workers.models.layers.norms import RMSNorm
 from tandem.workers.models.layers.positions import Angles
-from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.weight_names import WeightNames
+from tandem.workers.models.spec.arch import LayerSpec
+from tandem.workers.models.spec.parameters import LayerParams, Role
 
 
 class DecoderLayer:
     """Pre-norm attention and MLP, each added to the residual stream."""
 
     def __init__(
-        self,
-        spec: ArchSpec,
-        names: WeightNames,
-        layer: int,
-        context: ParallelContext,
-        ops: FusedOps,
-        make: MakeMatrix,
+        self, spec: LayerSpec, params: LayerParams, context: ParallelContext, ops: FusedOps, make: MakeMatrix
     ) -> None:
-        size, eps = spec.hidden_size, spec.norm_eps
-        self._attention_norm = RMSNorm(names.of_layer(layer, names.attention_norm), size, eps, ops)
-        self._attention = AttentionLayer(spec, names, layer, context, ops, make)
-        self._mlp_norm = RMSNorm(names.of_layer(layer, names.mlp_norm), size, eps, ops)
-        self._mlp = GatedMLP(spec, names, layer, context, ops, make)
+        eps, weights = spec.norm.eps, params.weights
+        self._attention_norm = RMSNorm(weights[Role.ATTENTION_NORM], eps, ops)
+        self._attention = AttentionLayer(spec, params, context, ops, make)
+        self._mlp_norm = RMSNorm(weights[Role.MLP_NORM], eps, ops)
+        self._mlp = GatedMLP(spec.mlp, params, context, ops, make)
 
     def __call__(
         self,

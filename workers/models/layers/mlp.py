@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 
+from tandem.parallel.checkpoint import ParameterSlot
 from tandem.parallel.context import ParallelContext
-from tandem.parallel.linear import AdaptableLinear, ColumnParallelLinear, Projection, RowParallelLinear
+from tandem.parallel.linear import AdaptableLinear, ColumnParallelLinear, RowParallelLinear
 from tandem.parallel.linear_methods import MakeMatrix
-from tandem.parallel.params import ParameterSlot, even_range
 from tandem.workers.kernels.fused_ops import FusedOps
-from tandem.workers.models.spec.arch import Activation, ArchSpec
-from tandem.workers.models.spec.weight_names import WeightNames
+from tandem.workers.models.spec.arch import Activation, Gated
+from tandem.workers.models.spec.parameters import LayerParams
 
 
 def gating(kind: Activation, ops: FusedOps) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -34,21 +34,11 @@ class GatedMLP:
     """One layer's MLP on this rank."""
 
     def __init__(
-        self,
-        spec: ArchSpec,
-        names: WeightNames,
-        layer: int,
-        context: ParallelContext,
-        ops: FusedOps,
-        make: MakeMatrix,
+        self, spec: Gated, params: LayerParams, context: ParallelContext, ops: FusedOps, make: MakeMatrix
     ) -> None:
-        width = spec.intermediate_size
-        start, length = even_range(width, context.tp_rank, context.tp_size)
-        projections = [Projection(names.of_layer(layer, stem), width, start, length) for stem in (names.gate, names.up)]
-        down = names.of_layer(layer, names.down)
         self._gate = gating(spec.activation, ops)
-        self._gate_up = ColumnParallelLinear(spec.hidden_size, projections, spec.mlp_bias, make)
-        self._down = RowParallelLinear(down, width, spec.hidden_size, spec.mlp_bias, context, make)
+        self._gate_up = ColumnParallelLinear(*params.merged("gate_up"), context, make)
+        self._down = RowParallelLinear(*params.merged("down"), context, make)
 
     def __call__(self, x_TH: torch.Tensor) -> torch.Tensor:
         return self._down(self._gate(self._gate_up(x_TH)))

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from tandem.configs.errors import SettingsError, UnsupportedModelError
-from tandem.workers.models.spec.arch import Activation, ArchSpec
+from tandem.workers.models.spec.arch import Activation, ArchSpec, AttentionParams, Gated, Gqa, LayerSpec, Norm
+from tandem.workers.models.spec.parameters import ParameterNames, ParameterTable, parameters
 from tandem.workers.models.spec.rope_config import context_length, rope_from_config
-from tandem.workers.models.spec.weight_names import WeightNames
 
 
 class Window(Enum):
@@ -37,7 +37,7 @@ class Family:
     qk_norm: bool = False
     window: Window = Window.NEVER
     has_no_rope_layers: bool = False
-    names: WeightNames = field(default_factory=WeightNames)
+    names: ParameterNames = field(default_factory=ParameterNames)
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -123,6 +123,11 @@ def family_of(architecture: str) -> Family:
     )
 
 
+def parameters_of(spec: ArchSpec) -> ParameterTable:
+    """Returns the table of a model's parameters, under its family's names."""
+    return parameters(spec, family_of(spec.architecture).names)
+
+
 def load_spec(folder: str | Path, overrides: Mapping[str, Any] | None = None) -> ArchSpec:
     """Reads folder/config.json, with `overrides` (--hf-overrides) replacing its keys.
 
@@ -162,25 +167,34 @@ def spec_from_config(config: Mapping[str, Any], overridden: frozenset[str] = fro
     head_dim = reader.positive("head_dim", hidden_size // num_heads)
     positions = reader.positive("max_position_embeddings")
     rope = rope_from_config(config, reader.get("rope_theta", 10000.0), positions, overridden)
+    norm = Norm(float(reader.get("rms_norm_eps", 1e-6)))
+    attention = Gqa(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        qkv_bias=reader.flag(family.qkv_bias),
+        o_bias=reader.flag(family.o_bias),
+        qk_norm=family.qk_norm,
+    )
+    mlp = Gated(reader.positive("intermediate_size"), reader.activation(), reader.flag(family.mlp_bias))
+    rotary, windows = _rotary_layers(reader, family, num_layers), _windows(reader, family, num_layers)
+    layers = tuple(
+        LayerSpec(
+            attention=attention,
+            params=AttentionParams(head_dim**-0.5, window),
+            position=rope if rotates else None,
+            norm=norm,
+            mlp=mlp,
+        )
+        for rotates, window in zip(rotary, windows, strict=True)
+    )
     return ArchSpec(
         architecture=family.architecture,
         vocab_size=reader.positive("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=reader.positive("intermediate_size"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        layers=layers,
         max_position_embeddings=context_length(rope, positions),
-        norm_eps=float(reader.get("rms_norm_eps", 1e-6)),
-        activation=reader.activation(),
-        rope=rope,
-        rotary_layers=_rotary_layers(reader, family, num_layers),
-        windows=_windows(reader, family, num_layers),
-        qkv_bias=reader.flag(family.qkv_bias),
-        o_bias=reader.flag(family.o_bias),
-        mlp_bias=reader.flag(family.mlp_bias),
-        qk_norm=family.qk_norm,
+        final_norm=norm,
         tie_word_embeddings=bool(reader.get("tie_word_embeddings", False)),
         torch_dtype=_dtype(config, overridden),
         bos_token_id=reader.get("bos_token_id", None),

@@ -1,4 +1,4 @@
-"""The formats in which models write tool calls and thinking: ToolFormat, ReasoningFormat, and what makes a parser of both.
+"""The formats in which models write tool calls and thinking: ToolFormat and ReasoningFormat.
 
 A format is one file of this folder, named in TOOL_FORMATS or REASONING_FORMATS. Gateways choose by name
 (--tool-call-parser, --reasoning-parser) or by the chat template.
