@@ -72,7 +72,7 @@ def chat(
 
     /reset starts a new conversation, /exit or Ctrl-D ends the chat, Ctrl-C stops an answer.
     """
-    from tandem.cluster.cli.client.conversation import Conversation
+    from tandem.cluster.cli.client.dialogue import Conversation
 
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     with _service(url, api_key, (ssl_certfile, ssl_keyfile, ssl_ca_certs)) as endpoint:
@@ -97,7 +97,7 @@ def complete(
     ssl_ca_certs: CaCerts = None,
 ) -> None:
     """Continue a text with a running service."""
-    from tandem.cluster.cli.client.conversation import show
+    from tandem.cluster.cli.client.dialogue import show
 
     try:
         text = sys.stdin.read() if prompt == "-" else prompt

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import typer.testing
 
-from tandem.cluster.cli.client.conversation import Conversation
+from tandem.cluster.cli.client.dialogue import Conversation
 from tandem.cluster.cli.client.endpoint import Endpoint, EndpointError, event_data
 from tandem.cluster.cli.main import build_app
 from tandem.cluster.process.run_files import RunFile, write_run_file
