@@ -29,6 +29,14 @@ RETIRED = {
     "COMPARE_AND_SET": "PUT of cluster/state/durable_map.py",
     "_was_lost": "cluster/state/epoch.py",
     "_sentinel": "cluster/state/epoch.py",
+    "RequestRun": "cluster/gateway/generation/generation.py",
+    "GroupClient": "cluster/gateway/generation/serve_dispatch.py",
+    "RequestStream": "RequestPart",
+    "RequestView": "RouteHint",
+    "_Attempt": "ServeAttempt",
+    "Opening": "BillingRecord",
+    "UsageRow": "BillingRecord",
+    "GatewayState": "TextServices, Accounts, Generations",
 }
 
 

@@ -62,8 +62,10 @@ class ModelTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Returns the token ids of `text`. With add_special_tokens the tokenizer's post-processor adds BOS and the
-        like."""
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        like. Other threads run meanwhile: of the library's functions only those of batches let go of the interpreter,
+        and this one keeps no offsets, which takes half the time."""
+        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

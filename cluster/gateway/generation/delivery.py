@@ -1,12 +1,14 @@
 """Runs a generation as an HTTP answer: whole or streamed, watched for the client's leaving.
 
 The status is decided by the first step or a refusal: nothing is sent before. Delivery is a task of its own, so that a
-disconnect, a client that stops reading or a cancelled handler ends it at once; the Generation's task does the rest.
+disconnect, a client that stops reading or a cancelled handler ends it at once; the handler's task waits for those, and
+the Generation's task does the rest.
 """
 
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,22 +81,19 @@ class GenerationResponse(Response):
 
     async def _watch(self, delivery: Coroutine[Any, Any, None], receive: Receive, writer: EventWriter) -> None:
         """Runs the delivery until it ends, or the client leaves or stops reading. Raises what the delivery raises."""
-        tasks, times = self._shared.tasks, self._shared.times
-        work = tasks.start(delivery, "delivery")
-        gone = tasks.start(_disconnected(receive), "disconnect")
+        times = self._shared.times
+        work = self._shared.tasks.start(delivery, "delivery")
         work.add_done_callback(lambda _: self._generation.close())
         try:
-            while not work.done() and not gone.done():
-                await asyncio.wait((work, gone), timeout=times.keep_alive_s, return_when=asyncio.FIRST_COMPLETED)
+            while not work.done() and not await _left(receive, work, times.keep_alive_s):
                 if writer.stuck_for_s() > times.stuck_send_s:
                     break
-                if not work.done() and not gone.done():
+                if not work.done():
                     async with asyncio.timeout(times.stuck_send_s):
                         await writer.keep_alive(times.keep_alive_s)
         except TimeoutError:
             pass
         finally:
-            gone.cancel()
             work.cancel()
         if work.done() and not work.cancelled():
             work.result()
@@ -256,7 +255,31 @@ def too_long(limit: int, *, is_streamable: bool) -> RequestRefused:
     return RequestRefused(message, code="content_too_large", status=413)
 
 
+async def _left(receive: Receive, work: "asyncio.Task[None]", within_s: float) -> bool:
+    """Whether the client leaves before `work` is done and within so many seconds. Waits in the task that calls it: the
+    work's end wakes it by ending its time."""
+    loop = asyncio.get_running_loop()
+
+    def wake(_: object) -> None:
+        with suppress(RuntimeError):  # its time is over already
+            limit.reschedule(loop.time())
+
+    limit = asyncio.timeout(within_s)
+    try:
+        async with limit:
+            work.add_done_callback(wake)
+            await _disconnected(receive)
+            return True
+    except TimeoutError:
+        return False
+    finally:
+        work.remove_done_callback(wake)
+
+
 async def _disconnected(receive: Receive) -> None:
-    """Returns when the client has left."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    """Returns when the client has left, or cannot be heard any more."""
+    try:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+    except Exception as error:
+        log.debug("a client is not heard any more: %s", type(error).__name__)

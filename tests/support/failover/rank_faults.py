@@ -15,14 +15,17 @@ HELD_S = 60.0
 
 
 class RankFaults:
-    """Orders in a folder of their own. environment: what a service needs so that its processes read them."""
+    """Orders in a folder of their own. environment: what a service needs so that its processes read them.
+    most_by_value: bytes of a request above which gateways send it through Ray's object store; None: their own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, most_by_value: int | None = None) -> None:
         self._folder = folder
         code = Path(__file__).parent / "faults"
         others = os.environ.get("PYTHONPATH")
         path = str(code) if not others else f"{code}{os.pathsep}{others}"
         self.environment = {"TANDEM_TEST_FAULTS": str(folder), "PYTHONPATH": path}
+        if most_by_value is not None:
+            self.environment["TANDEM_TEST_MOST_BY_VALUE"] = str(most_by_value)
 
     def hold_step(self, position: int) -> None:
         """Holds each rank that is about to compute this position of a row, counted from the start of its prompt."""

@@ -300,10 +300,11 @@ class Scene:
 
 
 @contextmanager
-def failover_scene(root: Path, *arguments: str) -> Iterator[Scene]:
-    """A service of the demo model with two groups, adapters and KV offload. root: for adapters."""
+def failover_scene(root: Path, *arguments: str, most_by_value: int | None = None) -> Iterator[Scene]:
+    """A service of the demo model with two groups, adapters and KV offload. root: for adapters. most_by_value: see
+    RankFaults."""
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        faults = RankFaults(Path(folder))
+        faults = RankFaults(Path(folder), most_by_value)
         port = free_port()
         lora = ("--lora-root", str(root), "--lora-modules", f"pirate={PIRATE}")
         command: Sequence[str] = [str(BIN / "tandem"), "serve", "demo", *SETTINGS, *lora, *arguments]

@@ -26,10 +26,11 @@ from tandem.cluster.tenants.directory import TenantDirectory
 from tandem.cluster.tenants.quota import Quota
 from tandem.cluster.tenants.store import TenantStore
 from tandem.cluster.tenants.tenant_admin import StoreAdmin
+from tests.support.fake_backend import FakeBackend
 from tests.support.plain_http import plain_http
 from tests.support.private_redis import private_redis
 from tests.support.service import REPOSITORY
-from tests.unit.gateway.rig import MODEL, Rig, gateway
+from tests.unit.gateway.rig import EOS, MODEL, Rig, gateway
 from tests.unit.tenants.tenant_rig import patient
 
 API_KEY, ADMIN_KEY = "sk-of-the-api", "root-of-the-house"
@@ -132,10 +133,10 @@ def known_tokens(url: str, timeout_s: float = ALIVE_S) -> list[int]:
 
 
 @contextlib.contextmanager
-def gateway_process(adapter_root: Path) -> Iterator[tuple[str, psutil.Process]]:
+def gateway_process(adapter_root: Path, step_s: float = 0.0) -> Iterator[tuple[str, psutil.Process]]:
     """full_gateway in a process of its own, whose memory is the gateway's: its URL and the process. It must end by
-    itself and without a word, with nothing left running."""
-    command = [sys.executable, "-m", __name__, str(adapter_root)]
+    itself and without a word, with nothing left running. step_s: seconds between two tokens of an answer."""
+    command = [sys.executable, "-m", __name__, str(adapter_root), str(step_s)]
     process = subprocess.Popen(
         command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -153,7 +154,8 @@ def gateway_process(adapter_root: Path) -> Iterator[tuple[str, psutil.Process]]:
 
 
 def main() -> None:
-    with listening(lambda: full_gateway(Path(sys.argv[1]))) as listener:
+    backend = FakeBackend(eos_token_ids=frozenset({EOS}), step_s=float(sys.argv[2]) or None)
+    with listening(lambda: full_gateway(Path(sys.argv[1]), backend=backend)) as listener:
         print(listener.url, flush=True)
         sys.stdin.read()
 

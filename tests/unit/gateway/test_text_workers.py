@@ -15,7 +15,7 @@ import pytest
 from tandem.cluster.gateway.http.text_workers import INLINE_BYTES, LARGE_BYTES, MOST_IDLE, TextWorkers
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.errors import RequestRefused
-from tests.unit.gateway.rig import CHAT, COMPLETE, CONTEXT, USER, error_of, gateway
+from tests.unit.gateway.rig import CHAT, COMPLETE, CONTEXT, USER, error_of, gateway, make_tokenizer
 
 SMALL, LARGE = INLINE_BYTES, LARGE_BYTES
 SLICE_S = 0.05
@@ -237,7 +237,8 @@ def tool_arguments() -> dict[str, Any]:
 
 HEAVY: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "a text of 300 kB": ("/tokenize", lambda: {"prompt": WORDS * 7_000}),
-    "its pieces": ("/tokenize", lambda: {"prompt": WORDS * 2_000, "return_token_strs": True}),
+    "a text of 1 MB": ("/tokenize", lambda: {"prompt": WORDS * 22_000}),
+    "pieces of a text": ("/tokenize", lambda: {"prompt": WORDS * 2_000, "return_token_strs": True}),
     "many small messages": ("/tokenize", lambda: {"messages": [{"role": "user", "content": WORDS}] * 2048}),
     "many parts": ("/tokenize", lambda: {"messages": [{"role": "user", "content": PARTS}]}),
     "ids to decode": ("/detokenize", lambda: {"tokens": [65] * 500_000}),
@@ -262,6 +263,25 @@ async def test_no_request_holds_the_loop(name: str, slices: list[tuple[float, st
         assert worst[0] < SLICE_S, worst
         if answer.status_code == 400:
             error_of(answer)
+
+
+def test_other_threads_run_while_a_text_is_tokenized() -> None:
+    """The tokenizer lets go of the interpreter's lock. Else the loop would stand for as long as it computes."""
+    tokenizer, text = make_tokenizer(), WORDS * 30_000
+    took_s: list[float] = []
+
+    def encode() -> None:
+        began_s = time.thread_time()
+        assert len(tokenizer.encode(text, add_special_tokens=False)) == len(text)
+        took_s.append(time.thread_time() - began_s)
+
+    thread = threading.Thread(target=encode)
+    longest_s, last_s = 0.0, time.monotonic()
+    thread.start()
+    while thread.is_alive():
+        now_s = time.monotonic()
+        longest_s, last_s = max(longest_s, now_s - last_s), now_s
+    assert longest_s < took_s[0] / 2, (longest_s, took_s)
 
 
 def json_bytes(value: Any) -> bytes:

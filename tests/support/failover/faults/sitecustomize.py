@@ -136,10 +136,17 @@ def change_launcher(module: Any) -> None:
     module.serve.RunTarget = partial(module.serve.RunTarget, external_scaler_enabled=True)
 
 
+def change_calls(module: Any) -> None:
+    """Requests of this size go through Ray's object store, as large ones do."""
+    assert module.MOST_BY_VALUE > 0
+    module.MOST_BY_VALUE = int(os.environ.get("TANDEM_TEST_MOST_BY_VALUE", module.MOST_BY_VALUE))
+
+
 CHANGES: dict[str, Callable[[Any], None]] = {
     "tandem.workers.rank.model_runner": change_runner,
     "tandem.workers.rank.transfers.lanes": change_lanes,
     "tandem.cluster.gateway.http.text_workers": change_text,
+    "tandem.cluster.gateway.generation.serve_calls": change_calls,
     "tandem.cluster.service.serve_app": change_launcher,
 }
 

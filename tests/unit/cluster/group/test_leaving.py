@@ -4,22 +4,11 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 
-import httpx
 import pytest
-from prometheus_client import CollectorRegistry
 
-from tandem.cluster.gateway.generation.generations import GatewayTimes
-from tandem.cluster.gateway.generation.serve_dispatch import ServeDispatch
-from tandem.cluster.gateway.http.auth import StaticKeys
-from tandem.cluster.gateway.http.gateway_metrics import GatewayMetrics
-from tandem.cluster.gateway.routes import build_gateway_app
-from tandem.cluster.gateway.services import Accounts
-from tandem.configs.schema import GatewaySettings
 from tests.support.fake_engine import FakeEngine
-from tests.support.fake_group import FakeCaller, FakeFleet, FakeGroup, serving
-from tests.unit.gateway.rig import MODEL, ListLedger, make_generations, make_text, make_tokenizer
-
-SECRET = "cd" * 32
+from tests.unit.cluster.group.door import Door
+from tests.unit.gateway.rig import MODEL
 
 
 class SilentEngine(FakeEngine):
@@ -29,31 +18,9 @@ class SilentEngine(FakeEngine):
         return False
 
 
-class Door:
-    """A gateway over one silent group."""
-
-    def __init__(self) -> None:
-        self.group = FakeGroup(SECRET, "g", SilentEngine)
-        self.backend = ServeDispatch(FakeCaller([self.group]), FakeFleet(serving()), SECRET, "127.0.0.1", "tandem")
-        self.ledger = ListLedger()
-        settings, metrics = GatewaySettings(), GatewayMetrics(CollectorRegistry(), "tandem", MODEL)
-        self.text = make_text(settings, metrics, make_tokenizer())
-        accounts = Accounts(auth=StaticKeys(), ledger=self.ledger)
-        times = GatewayTimes(drain_s=60.0)  # what it would take if the group were not told
-        self.generations = make_generations(settings, self.backend, accounts, metrics, times=times)
-        transport = httpx.ASGITransport(build_gateway_app(self.text, accounts, self.generations))
-        self.client = httpx.AsyncClient(transport=transport, base_url="http://localhost")
-
-    async def close(self) -> None:
-        await self.client.aclose()
-        await self.backend.close()
-        self.group.close()
-        self.text.workers.close()
-
-
 @pytest.fixture
 async def door() -> AsyncIterator[Door]:
-    door = Door()
+    door = Door(SilentEngine)
     await door.group.wait_opened()
     yield door
     await door.close()
