@@ -42,7 +42,8 @@ class VocabParallelEmbedding:
 
     def part(self, name: str) -> LinearPart:
         """Returns the table as a layer of vocabulary -> hidden with sharded inputs; adapters refer to it by `name`."""
-        return LinearPart(name, self._rows, self._param.span(1, self._context.tp_rank, self._context.tp_size))
+        columns = self._param.span(1, self._context.tp_rank, self._context.tp_size)
+        return LinearPart(name, self._rows, columns, module=name)
 
     def slots(self) -> Slots:
         yield ParameterSlot((self._param,), self.accept)
@@ -74,7 +75,8 @@ class VocabParallelHead:
 
     def part(self, name: str) -> LinearPart:
         """Returns the table as a layer of hidden -> vocabulary with sharded outputs; adapters refer to it by `name`."""
-        return LinearPart(name, self._param.span(1, self._context.tp_rank, self._context.tp_size), self._outputs)
+        inputs = self._param.span(1, self._context.tp_rank, self._context.tp_size)
+        return LinearPart(name, inputs, self._outputs, module=name)
 
     def slots(self) -> Slots:
         yield ParameterSlot((self._param,), self.accept)

@@ -15,19 +15,28 @@ import torch
 from tandem.parallel.checkpoint import ParameterSlot
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear_methods import MakeMatrix, Matrix
-from tandem.parallel.params import Param, Span
+from tandem.parallel.params import Param, Source, Span
 
 Slots = Iterator[ParameterSlot]
 
 
 @dataclass(frozen=True, slots=True)
 class LinearPart:
-    """One checkpoint layer's shard on this rank. `column`: its first output in the merged layer's."""
+    """One projection's shard on this rank. `column`: its first output in the merged layer's. module: the checkpoint's
+    layer by which adapters name it. source: where its outputs are in that layer's; None: they are all of them."""
 
     name: str
     inputs: Span
     outputs: Span
     column: int = 0
+    module: str = ""
+    source: Source | None = None
+
+    def module_rows(self) -> list[tuple[int, int]]:
+        """Returns (first, count) of the module's outputs that this rank has of the projection, in order."""
+        if self.source is None:
+            return [(self.outputs.start, self.outputs.length)]
+        return list(self.source.stored(self.outputs.start, self.outputs.length))
 
 
 class LoraHook(Protocol):
@@ -78,7 +87,7 @@ class Linear:
         spans = [(param.span(1, *place), param.span(0, *place)) for param in self._weights]
         columns = accumulate((outputs.length for _, outputs in spans), initial=0)
         return tuple(
-            LinearPart(param.stem, inputs, outputs, column)
+            LinearPart(param.stem, inputs, outputs, column, param.module, param.source)
             for param, (inputs, outputs), column in zip(self._weights, spans, columns, strict=False)
         )
 

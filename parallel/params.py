@@ -116,8 +116,13 @@ class Param:
 
     @property
     def stem(self) -> str:
-        """The name of its checkpoint layer, without suffix."""
+        """Its name without suffix."""
         return self.name.rpartition(".")[0]
+
+    @property
+    def module(self) -> str:
+        """The name of the stored layer, which a fused projection shares with others."""
+        return self.source.names[0].rpartition(".")[0]
 
     @property
     def is_matrix(self) -> bool:

@@ -26,7 +26,8 @@ from tandem.workers.attention.backend import AttentionBackend, AttentionStep
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.models.decoder import Decoder, build_decoder
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.families import load_spec, parameters_of
+from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.families import parameters_of
 from tandem.workers.platforms.cpu import cpu_platform
 from tandem.workers.rank.kv_cache import KVCache, block_bytes
 

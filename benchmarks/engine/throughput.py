@@ -25,7 +25,7 @@ from benchmarks.record import RESULTS, write_record
 from benchmarks.workload import Job, Summary, describe, mixed_workload, summarize
 from tandem.workers.engine.executor import ExecutorReady
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.families import load_spec
+from tandem.workers.models.spec.config_reader import load_spec
 
 MAX_MODEL_LEN = 1024
 

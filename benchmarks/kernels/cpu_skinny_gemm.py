@@ -23,7 +23,7 @@ from benchmarks.models import SHAPES
 from tandem.parallel.linear_methods import PackedMatrix
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import CpuSkinnyGemm, skinny_gemm
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.families import load_spec
+from tandem.workers.models.spec.config_reader import load_spec
 
 
 def matrix_sizes(spec: ArchSpec) -> list[tuple[int, int]]:

@@ -21,7 +21,7 @@ from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.executor import Executor
 from tandem.workers.engine.transfers.copy_costs import CopyCosts
 from tandem.workers.messages.request import GenerationRequest
-from tandem.workers.models.spec.families import load_spec
+from tandem.workers.models.spec.config_reader import load_spec
 from tests.support.clients import Clients, Exchange, Listener
 from tests.support.in_process import is_in_process, runner_of
 from tests.support.kv_bits import Bits

@@ -29,7 +29,8 @@ from tandem.workers.attention.backend import AttentionBackend, KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.kernels.lora_ops import AdapterRows
 from tandem.workers.models.layers.decoder_layer import DecoderLayer
-from tandem.workers.models.layers.norms import RMSNorm
+from tandem.workers.models.layers.entry import Entry
+from tandem.workers.models.layers.norms import AddNorm, make_norm
 from tandem.workers.models.layers.positions import RotaryPositions
 from tandem.workers.models.spec.arch import ArchSpec, RopeSpec
 from tandem.workers.models.spec.families import family_of, parameters_of
@@ -80,7 +81,8 @@ class Decoder:
         self._mesh = context.mesh
         self._adapters: Adapters | None = None
         self.stream = stream
-        self._positions = RotaryPositions(_rope_of(spec), spec.head_dim, platform.device)
+        rope = _rope_of(spec)
+        self._rotary = None if rope is None else RotaryPositions(rope, spec.head_dim, platform.device)
         self._layers = [
             DecoderLayer(
                 spec.layers[layer],
@@ -92,13 +94,16 @@ class Decoder:
             for index, layer in enumerate(self.layer_ids)
         ]
         self.graphs = platform.graphs(self._layers, stream, attention, can_replay=context.tp_size == 1)
+        self._softcap = spec.final_softcap
         self._embedding: VocabParallelEmbedding | None = None
-        self._final_norm: RMSNorm | None = None
+        self._entry: Entry | None = None
+        self._final_norm: AddNorm | None = None
         self._head: VocabParallelHead | None = None
         if context.is_first_stage:
             self._embedding = VocabParallelEmbedding(self.parameters.embedding, context)
+            self._entry = Entry(spec, self.parameters, ops)
         if context.is_last_stage:
-            self._final_norm = RMSNorm(self.parameters.final_norm, spec.final_norm.eps, ops)
+            self._final_norm = make_norm(spec.final_norm, self.parameters.final_norm, ops)
             self._head = VocabParallelHead(self.parameters.head, context, make)
         self._ties_here = spec.tie_word_embeddings and self._embedding is not None and self._head is not None
 
@@ -115,7 +120,7 @@ class Decoder:
         branch_TH, residual_TH = self._run_layers(batch, kv, hidden_TH)
         if self._head is None:
             return residual_TH + branch_TH
-        return self._head(self._normed(branch_TH, residual_TH, batch.logits_rows_S))
+        return self._logits(self._normed(branch_TH, residual_TH, batch.logits_rows_S))
 
     def forward_and_pool(
         self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None, rows_P: torch.Tensor
@@ -125,7 +130,7 @@ class Decoder:
         assert self._head is not None, "only the last stage has the hidden states after all layers"
         branch_TH, residual_TH = self._run_layers(batch, kv, hidden_TH)
         hidden_PH = self._normed(branch_TH, residual_TH, rows_P)
-        return self._head(self._normed(branch_TH, residual_TH, batch.logits_rows_S)), hidden_PH
+        return self._logits(self._normed(branch_TH, residual_TH, batch.logits_rows_S)), hidden_PH
 
     def logits(self, hidden_PH: torch.Tensor, adapters: AdapterRows | None) -> torch.Tensor:
         """Returns the logits [P, V], float32, whole on every tp rank, of hidden states that forward_and_pool() has
@@ -133,7 +138,7 @@ class Decoder:
         assert self._head is not None, "only the last stage has the head"
         if self._adapters is not None:
             self._adapters.begin_head(adapters)
-        return self._head(hidden_PH)
+        return self._logits(hidden_PH)
 
     def _run_layers(
         self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None
@@ -142,11 +147,21 @@ class Decoder:
         both."""
         if self._adapters is not None:
             self._adapters.begin(batch)
-        residual_TH = self._embedding(batch.input_ids_T) if self._embedding is not None else hidden_TH
+        residual_TH = hidden_TH
+        if self._embedding is not None and self._entry is not None:
+            residual_TH = self._entry(self._embedding(batch.input_ids_T), batch.positions_T)
         assert residual_TH is not None, "a later stage needs the hidden states of the one before"
-        angles = self._positions.angles(batch.positions_T, residual_TH.dtype)
+        angles = None if self._rotary is None else self._rotary.angles(batch.positions_T, residual_TH.dtype)
         adapters = None if self._adapters is None else self._adapters.name
         return self.graphs.run(batch, residual_TH, angles, kv, adapters)
+
+    def _logits(self, hidden_SH: torch.Tensor) -> torch.Tensor:
+        """Returns the logits [S, V] of hidden states after the final norm."""
+        assert self._head is not None
+        logits_SV = self._head(hidden_SH)
+        if self._softcap is None:
+            return logits_SV
+        return logits_SV.div_(self._softcap).tanh_().mul_(self._softcap)
 
     def _normed(self, branch_TH: torch.Tensor, residual_TH: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Returns new hidden states [len(rows), H] after the final norm."""
@@ -178,6 +193,8 @@ class Decoder:
         if self._embedding is not None:
             for slot in self._embedding.slots():
                 yield ParameterSlot(slot.params, self._accept_tied) if self._ties_here else slot
+        if self._entry is not None:
+            yield from self._entry.slots()
         for layer in self._layers:
             yield from layer.slots()
         if self._final_norm is not None and self._head is not None:
@@ -214,11 +231,11 @@ class Decoder:
         self._head.accept(table_VH)
 
 
-def _rope_of(spec: ArchSpec) -> RopeSpec:
-    """The rotary positions of the layers that rotate, which share them."""
+def _rope_of(spec: ArchSpec) -> RopeSpec | None:
+    """Returns the rotary positions of the layers that rotate, which share them; None if none does."""
     ropes = {layer.position for layer in spec.layers if layer.position is not None}
     assert len(ropes) <= 1, "layers with different rotary positions"
-    return ropes.pop() if ropes else RopeSpec()
+    return ropes.pop() if ropes else None
 
 
 def build_decoder(

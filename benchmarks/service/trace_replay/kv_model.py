@@ -14,7 +14,7 @@ from benchmarks.workload import Job
 from tandem.configs.schema import CacheSettings, EngineSettings
 from tandem.workers.engine.engine import Engine
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.families import load_spec
+from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.rank.kv_cache import block_bytes
 
 GIB = 2**30

@@ -11,7 +11,8 @@ from tandem.parallel.linear_methods import can_pack
 from tandem.parallel.mesh import Mesh
 from tandem.workers.models.decoder import Decoder, build_decoder
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.families import load_spec, parameters_of
+from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.families import parameters_of
 from tandem.workers.models.spec.sizes import adapter_bytes, kv_token_bytes, rank_weights
 from tandem.workers.platforms.cpu import cpu_platform
 from tandem.workers.rank.kv_cache import block_bytes

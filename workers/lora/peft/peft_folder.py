@@ -98,7 +98,9 @@ def adapted_linears(spec: ArchSpec) -> dict[str, Shape]:
     table = parameters_of(spec)
     vocab, hidden = table.embedding.shape
     of_layers = {
-        param.stem: Shape(param.shape[0], param.shape[1]) for layer in table.layers for param in layer.matrices
+        param.module: Shape(param.source.rows or param.shape[0], param.shape[1])
+        for layer in table.layers
+        for param in layer.matrices
     }
     embedding = Shape(hidden, vocab, is_embedding=True, is_table=True)
     return {table.embedding.stem: embedding, **of_layers, table.head_name: Shape(vocab, hidden, is_table=True)}

@@ -4,6 +4,7 @@ T tokens, H hidden size, N query heads, K KV heads, S = N + K, D head dim; heads
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -11,12 +12,13 @@ from tandem.parallel.checkpoint import ParameterSlot
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear import AdaptableLinear, ColumnParallelLinear, RowParallelLinear
 from tandem.parallel.linear_methods import MakeMatrix
+from tandem.parallel.params import Span
 from tandem.workers.attention.backend import AttentionStep
 from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.layers.norms import QKNorm
 from tandem.workers.models.layers.positions import Angles
-from tandem.workers.models.spec.arch import LayerSpec
+from tandem.workers.models.spec.arch import AttentionParams, LayerSpec
 from tandem.workers.models.spec.parameters import LayerParams, Role
 
 
@@ -31,7 +33,7 @@ class AttentionLayer:
         num_heads, num_kv_heads = (weights[role].span(0, *place).length // dim for role in (Role.Q, Role.K))
         self._heads = (num_heads, num_kv_heads)
         self._head_dim = dim
-        self._params = spec.params
+        self._params = _own_heads(spec.params, weights[Role.Q].span(0, *place), dim)
         self._eps = spec.norm.eps
         self._ops = ops
         self._rotates = spec.position is not None
@@ -41,16 +43,16 @@ class AttentionLayer:
             self._norm = QKNorm(weights[Role.Q_NORM], weights[Role.K_NORM], num_heads, num_kv_heads)
         self._o = RowParallelLinear(*params.merged("o"), context, make)
 
-    def __call__(self, x_TH: torch.Tensor, angles: Angles, step: AttentionStep, kv: LayerKV) -> torch.Tensor:
+    def __call__(self, x_TH: torch.Tensor, angles: Angles | None, step: AttentionStep, kv: LayerKV) -> torch.Tensor:
         """Returns [T, H], before the residual. `kv`: this layer's cache, to which the step's tokens are added."""
         num_heads, num_kv_heads = self._heads
         qkv_TAD = self._qkv(x_TH).unflatten(-1, (-1, self._head_dim))
         qk_TSD, v_TKD = qkv_TAD.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
         weight_SD = None if self._norm is None else self._norm.weight_SD
-        cos_T1D, sin_T1D = (angles.cos_T1D, angles.sin_T1D) if self._rotates else (None, None)
+        cos_T1D, sin_T1D = (angles.cos_T1D, angles.sin_T1D) if self._rotates and angles is not None else (None, None)
         qk_TSD = self._ops.norm_rotate(qk_TSD, weight_SD, self._eps, cos_T1D, sin_T1D)
         q_TND, k_TKD = qk_TSD.split((num_heads, num_kv_heads), dim=1)
-        out_TND = step.forward(q_TND, k_TKD, v_TKD, kv, self._params.scale, self._params.window)
+        out_TND = step.forward(q_TND, k_TKD, v_TKD, kv, self._params)
         return self._o(out_TND.flatten(1))
 
     def linears(self) -> Iterator[AdaptableLinear]:
@@ -61,3 +63,11 @@ class AttentionLayer:
         if self._norm is not None:
             yield from self._norm.slots()
         yield from self._o.slots()
+
+
+def _own_heads(params: AttentionParams, rows: Span, head_dim: int) -> AttentionParams:
+    """Returns the parameters of this rank's query heads. rows: the rank's rows of the q projection."""
+    if params.slopes is None:
+        return params
+    first, count = rows.start // head_dim, rows.length // head_dim
+    return replace(params, slopes=params.slopes[first : first + count])

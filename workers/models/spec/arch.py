@@ -21,7 +21,7 @@ class RopeKind(StrEnum):
 
 
 class Activation(StrEnum):
-    """The gate's activation, as transformers spells `hidden_act`."""
+    """The MLP's activation, as transformers spells `hidden_act`."""
 
     SILU = "silu"
     GELU = "gelu"
@@ -61,18 +61,45 @@ class Gqa:
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
-    """All by which an attention kernel may vary. scale: of the products q @ k. window: the number of last positions
-    (itself included) that a token attends to, None for all."""
+    """All by which an attention kernel may vary; hashable. scale: of the products q @ k.
+
+    window: the number of last positions (itself included) that a token attends to, None for all. softcap: scores s
+    become softcap * tanh(s / softcap), None for none (Gemma 2). slopes: of each query head, the score falls by its
+    slope for each position of distance (ALiBi, Press et al. 2021), None for none.
+    """
 
     scale: float
     window: int | None = None
+    softcap: float | None = None
+    slopes: tuple[float, ...] | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether scores are scaled products, as every kernel computes them."""
+        return self.softcap is None and self.slopes is None
+
+
+class NormKind(StrEnum):
+    """RMS: RMSNorm (Zhang and Sennrich 2019). LAYER: LayerNorm, with a mean and a bias (Ba et al. 2016)."""
+
+    RMS = "rms"
+    LAYER = "layer"
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A root-mean-square norm (RMSNorm)."""
+    """A norm. stores_offset: checkpoints store the weight less one, as Gemma's do."""
 
     eps: float
+    kind: NormKind = NormKind.RMS
+    stores_offset: bool = False
+
+
+class Place(StrEnum):
+    """Where a layer's norms stand. PRE: before attention and MLP. SANDWICH: before and behind both (Gemma 2)."""
+
+    PRE = "pre"
+    SANDWICH = "sandwich"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,22 +111,43 @@ class Gated:
     bias: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """An MLP of down(activation(up(x))), `width` wide."""
+
+    width: int
+    activation: Activation
+    bias: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """A table of positions that is added to the embeddings: `count` rows."""
+
+    count: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One layer: attention and MLP, each behind a norm and added to the residual. position: None where q and k are not
+    """One layer: attention and MLP, each with norms, added to the residual. position: None where q and k are not
     rotated."""
 
     attention: Gqa
     params: AttentionParams
     position: RopeSpec | None
     norm: Norm
-    mlp: Gated
+    mlp: Gated | Plain
+    place: Place = Place.PRE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArchSpec:
     """One model. max_position_embeddings counts tokens of context, rope scaling included. torch_dtype: the
-    checkpoint's own, as config.json spells it."""
+    checkpoint's own, as config.json spells it.
+
+    positions: a table that is added to the embeddings, None for none. embedding_norm: of the embeddings.
+    embedding_scale: multiplies them. final_softcap: logits x become final_softcap * tanh(x / final_softcap).
+    """
 
     architecture: str
     vocab_size: int
@@ -111,6 +159,10 @@ class ArchSpec:
     torch_dtype: str | None
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    positions: Learned | None = None
+    embedding_norm: Norm | None = None
+    embedding_scale: float = 1.0
+    final_softcap: float | None = None
 
     @property
     def num_layers(self) -> int:

@@ -5,7 +5,7 @@ checks. Tests compare it with the loaded decoder's `weight_bytes` and the KV cac
 degree.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,7 +21,8 @@ KV_SCALE_BYTES: Final = {"int8": 4, "fp8_e4m3": 4}
 
 @dataclass(frozen=True, slots=True)
 class RankWeights:
-    """Bytes on one rank. layer_bytes: the matrices of one layer, which may stream; the rest stays on the device."""
+    """Bytes on one rank. layer_bytes: the matrices of one layer, which may stream; the rest stays on the device.
+    norm_bytes: of norms and tables of positions outside of layers."""
 
     num_layers: int
     layer_bytes: int
@@ -60,8 +61,13 @@ def rank_weights(spec: ArchSpec, mesh: Mesh, element_bytes: int, packs: bool) ->
         layer_rest_bytes=rest * element_bytes,
         table_bytes=embedding * (1 if ties_here else first + last) * element_bytes,
         packed_table_bytes=embedding * (ties_here and packs) * element_bytes,
-        norm_bytes=table.final_norm.num_elements * last * element_bytes,
+        norm_bytes=(_whole(table.entry) * first + _whole(table.final_norm) * last) * element_bytes,
     )
+
+
+def _whole(params: Iterable[Param]) -> int:
+    """Returns the elements of parameters that every rank of a stage holds."""
+    return sum(param.num_elements for param in params)
 
 
 def _elements_at(mesh: Mesh) -> Callable[[Param], int]:

@@ -22,7 +22,8 @@ from tandem.configs.schema import (
 from tandem.offload.kv.disk_io import file_bytes
 from tandem.parallel.mesh import Mesh
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.families import load_spec, parameters_of
+from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.families import parameters_of
 from tandem.workers.models.spec.headers import read_checkpoint_facts
 from tandem.workers.planning.budget import GIB, KVNeeds, cpu_blocks
 from tandem.workers.planning.planner import GroupPlan, Memory, best_of, gib, layouts, least_bytes, plan_group
