@@ -7,6 +7,7 @@ Called by the decoder's builder with the slots of its layers. Only this rank's s
 import json
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -15,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from tandem.configs.errors import SettingsError
-from tandem.parallel.params import Init, ParameterSlot, ShardSpec, Slice
+from tandem.parallel.mesh import Mesh
+from tandem.parallel.params import Init, Param
 
 LoadFormat = Literal["safetensors", "dummy"]
 INDEX = "model.safetensors.index.json"
@@ -24,12 +26,25 @@ OnBytes = Callable[[int, int], None]
 """A callback for progress: bytes loaded, bytes in all."""
 
 
+@dataclass(frozen=True, slots=True)
+class ParameterSlot:
+    """Parameters to be loaded into one tensor, one behind the other along dim 0 (q, k and v; gate and up), so that
+    merged layers need no second copy. `accept` takes this rank's tensor, in its final dtype and on its final device."""
+
+    params: tuple[Param, ...]
+    accept: Callable[[torch.Tensor], None]
+
+    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        """Returns the tensor's shape on a rank."""
+        shapes = [param.local_shape(mesh.tp_rank, mesh.tp_size) for param in self.params]
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+
 class Source(Protocol):
     """A reader of checkpoint slices."""
 
-    def read(self, part: Slice, init: Init) -> torch.Tensor:
-        """Returns the slice without its padding, in the checkpoint's dtype, on the CPU. `init`: the values of a random
-        checkpoint."""
+    def read(self, param: Param, dim: int, start: int, length: int) -> torch.Tensor:
+        """Returns indices [start, start + length) along `dim` of a parameter, in the checkpoint's dtype, on the CPU."""
         ...
 
 
@@ -40,19 +55,22 @@ def load(
     dtype: torch.dtype,
     device: torch.device,
     progress: bool,
+    mesh: Mesh | None = None,
     on_bytes: OnBytes | None = None,
 ) -> int:
     """Fills every slot in order and returns the total bytes.
 
-    `progress` shows a bar on stderr (rank 0 only). on_bytes is called before the first slot and after each.
+    mesh: the rank's place, default a rank alone. `progress` shows a bar on stderr (rank 0 only). on_bytes is called
+    before the first slot and after each.
     """
-    total = sum(torch.Size(slot.shard.shape).numel() for slot in slots) * dtype.itemsize
+    place = Mesh() if mesh is None else mesh
+    total = sum(torch.Size(slot.local_shape(place)).numel() for slot in slots) * dtype.itemsize
     with tqdm(total=total, unit="B", unit_scale=True, desc="loading weights", disable=not progress) as bar:
         loaded = 0
         for slot in slots:
             if on_bytes is not None:
                 on_bytes(loaded, total)
-            tensor = assemble(slot.shard, source, dtype, device)
+            tensor = assemble(slot, source, dtype, device, place)
             loaded += tensor.nbytes
             bar.update(tensor.nbytes)
             slot.accept(tensor)
@@ -61,19 +79,21 @@ def load(
     return total
 
 
-def assemble(shard: ShardSpec, source: Source, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns one parameter: a new tensor with its slices copied in and its padding zeroed."""
-    tensor = torch.empty(shard.shape, dtype=dtype, device=device)
+def assemble(slot: ParameterSlot, source: Source, dtype: torch.dtype, device: torch.device, mesh: Mesh) -> torch.Tensor:
+    """Returns a slot's tensor: a new one with its parameters' shares copied in and padding zeroed."""
+    tensor = torch.empty(slot.local_shape(mesh), dtype=dtype, device=device)
     offset = 0
-    for part in shard.slices:
-        rows = part.shape[0]
+    for param in slot.params:
+        rows = param.local_shape(mesh.tp_rank, mesh.tp_size)[0]
+        dim = param.shard.dim
+        span = param.span(dim, mesh.tp_rank, mesh.tp_size)
         target = tensor[offset : offset + rows]
-        present = part.present_end - part.start
-        if present < part.end - part.start:
+        present = max(0, min(span.start + span.length, span.total) - span.start)
+        if present < span.length:
             target.zero_()
-            target = target.narrow(part.dim, 0, present)
+            target = target.narrow(dim, 0, present)
         if present:
-            target.copy_(source.read(part, shard.init))
+            target.copy_(source.read(param, dim, span.start, present))
         offset += rows
     return tensor
 
@@ -82,44 +102,64 @@ class SafetensorsSource:
     """Reads a checkpoint folder. SettingsError for missing, foreign or unreadable tensors and for shapes unlike
     config.json's.
 
-    `expected`: all tensor names of the model, on whatever rank; tensors with one of ignored_suffixes may be present
-    too. base_prefix: what names begin with unless the checkpoint is of the model without its head, as embedding models
-    are saved (model.layers.0... and layers.0...).
+    `expected`: all parameters of the model, on whatever rank; tensors with one of ignored_suffixes may be present too.
+    base_prefix: what names begin with unless the checkpoint is of the model without its head, as embedding models are
+    saved (model.layers.0... and layers.0...).
     """
 
     def __init__(
-        self, folder: Path, expected: Iterable[str], ignored_suffixes: tuple[str, ...] = (), base_prefix: str = ""
+        self, folder: Path, expected: Iterable[Param], ignored_suffixes: tuple[str, ...] = (), base_prefix: str = ""
     ) -> None:
         self._folder = folder
         self._files: dict[str, Any] = {}
-        wanted = set(expected)
+        params = tuple(expected)
+        wanted = {name for param in params for name in param.source.names}
         stored = self._index()
         self._stored_name = dict(zip(_whole_names(stored, wanted, base_prefix), stored, strict=True))
         self._file_of = {name: stored[theirs] for name, theirs in self._stored_name.items()}
         for name, file in sorted(self._file_of.items()):
             if name not in wanted and not name.endswith(ignored_suffixes):
                 raise SettingsError(f"{folder / file}: tensor {name} does not belong to the model", "MODEL")
-        for name in sorted(wanted):
-            if name not in self._file_of:
-                raise SettingsError(f"{folder}: tensor {name} is in none of its safetensors files", "MODEL")
+        for param in sorted(params, key=lambda param: param.source.names):
+            self._name_of(param)
 
-    def read(self, part: Slice, init: Init) -> torch.Tensor:
-        file = self._file_of[part.name]
+    def read(self, param: Param, dim: int, start: int, length: int) -> torch.Tensor:
+        view = self._view(param)
+        ranges = [(0, size) for size in param.shape]
+        ranges[dim] = start, length
+        columns = tuple(slice(first, first + count) for first, count in ranges[1:])
+        pieces = []
+        for first, count in param.source.stored(*ranges[0]):
+            index = (slice(first, first + count), *columns)
+            pieces.append(view[index[::-1]].T if param.source.transposed else view[index])
+        tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return tensor + param.source.add if param.source.add else tensor
+
+    def _name_of(self, param: Param) -> str:
+        """Returns the name under which a parameter is stored. SettingsError when it is not."""
+        for name in param.source.names:
+            if name in self._file_of:
+                return name
+        names = " or ".join(param.source.names)
+        raise SettingsError(f"{self._folder}: tensor {names} is in none of its safetensors files", "MODEL")
+
+    def _view(self, param: Param) -> Any:
+        """Returns the stored tensor, unread, whose shape is that of the model."""
+        name = self._name_of(param)
+        file = self._file_of[name]
         try:
-            view = self._open(file).get_slice(self._stored_name[part.name])
+            view = self._open(file).get_slice(self._stored_name[name])
         except SafetensorError as error:
-            raise SettingsError(f"{self._folder / file}: tensor {part.name}: {error}", "MODEL") from error
-        shape = tuple(view.get_shape())
-        if shape != part.full_shape:
+            raise SettingsError(f"{self._folder / file}: tensor {name}: {error}", "MODEL") from error
+        source, shape = param.source, tuple(view.get_shape())
+        wanted = (param.shape[0] if source.rows is None else source.rows, *param.shape[1:])
+        if shape != (wanted[::-1] if source.transposed else wanted):
             raise SettingsError(
-                f"{self._folder / file}: tensor {part.name} has shape {list(shape)}, "
-                f"config.json makes it {list(part.full_shape)}",
+                f"{self._folder / file}: tensor {name} has shape {list(shape)}, "
+                f"config.json makes it {list(wanted[::-1] if source.transposed else wanted)}",
                 "MODEL",
             )
-        if part.start == 0 and part.present_end == shape[part.dim]:
-            return view[:]
-        index = [slice(None)] * part.dim + [slice(part.start, part.present_end)]
-        return view[tuple(index)]
+        return view
 
     def _index(self) -> dict[str, str]:
         """Returns tensor name -> file name, from the index file or from the headers of all files."""
@@ -160,10 +200,10 @@ class DummySource:
         self._seed = seed
         self._dtype = dtype
 
-    def read(self, part: Slice, init: Init) -> torch.Tensor:
-        if init is not Init.NORMAL:
-            whole = torch.full(part.full_shape, float(init is Init.ONES), dtype=self._dtype)
+    def read(self, param: Param, dim: int, start: int, length: int) -> torch.Tensor:
+        if param.init is not Init.NORMAL:
+            whole = torch.full(param.shape, float(param.init is Init.ONES), dtype=self._dtype)
         else:
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {part.name}".encode()))
-            whole = torch.empty(part.full_shape, dtype=self._dtype).normal_(0, DUMMY_DEVIATION, generator=generator)
-        return whole.narrow(part.dim, part.start, part.present_end - part.start)
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {param.name}".encode()))
+            whole = torch.empty(param.shape, dtype=self._dtype).normal_(0, DUMMY_DEVIATION, generator=generator)
+        return whole.narrow(dim, start, length)

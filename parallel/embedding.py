@@ -6,25 +6,23 @@ packed copy of V * H / tp elements beside the rows that the embedding looks up. 
 first and on the last stage. T tokens, S rows that sample, V vocabulary, H hidden size.
 """
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 
+from tandem.parallel.checkpoint import ParameterSlot
 from tandem.parallel.context import ParallelContext
-from tandem.parallel.linear import LinearPart, LoraHook, Shard
+from tandem.parallel.linear import LinearPart, LoraHook, Slots
 from tandem.parallel.linear_methods import MakeMatrix, Matrix, PackedMatrix
-from tandem.parallel.params import ParameterSlot, ShardSpec, Slice, padded_range
+from tandem.parallel.params import Param
 
 
 class VocabParallelEmbedding:
     """x_TH = table_VH[ids_T]: each rank looks up its own rows, and an all-reduce adds the others'."""
 
-    def __init__(self, name: str, vocab_size: int, hidden_size: int, context: ParallelContext) -> None:
+    def __init__(self, param: Param, context: ParallelContext) -> None:
+        self._param = param
         self._context = context
-        self._size = (vocab_size, hidden_size)
-        self._start, self._length = padded_range(vocab_size, context.tp_rank, context.tp_size)
-        self._slice = Slice(f"{name}.weight", (vocab_size, hidden_size), 0, self._start, self._length)
+        self._rows = param.span(0, context.tp_rank, context.tp_size)
         self._table_VH: torch.Tensor | None = None
         self.lora_hook: LoraHook | None = None
 
@@ -35,8 +33,8 @@ class VocabParallelEmbedding:
             if self.lora_hook is not None:
                 self.lora_hook(x_TH, ids_T)
             return x_TH
-        local_T = ids_T - self._start
-        elsewhere_T = (local_T < 0) | (local_T >= self._length)
+        local_T = ids_T - self._rows.start
+        elsewhere_T = (local_T < 0) | (local_T >= self._rows.length)
         x_TH = F.embedding(local_T.masked_fill(elsewhere_T, 0), self._table_VH).masked_fill(elsewhere_T[:, None], 0)
         if self.lora_hook is not None:
             self.lora_hook(x_TH, ids_T)
@@ -44,11 +42,11 @@ class VocabParallelEmbedding:
 
     def part(self, name: str) -> LinearPart:
         """Returns the table as a layer of vocabulary -> hidden with sharded inputs; adapters refer to it by `name`."""
-        vocab_size, hidden_size = self._size
-        return LinearPart(name, Shard(vocab_size, self._start, self._length), Shard(hidden_size, 0, hidden_size))
+        columns = self._param.span(1, self._context.tp_rank, self._context.tp_size)
+        return LinearPart(name, self._rows, columns, module=name)
 
-    def slots(self) -> Iterator[ParameterSlot]:
-        yield ParameterSlot(ShardSpec((self._slice,)), self.accept)
+    def slots(self) -> Slots:
+        yield ParameterSlot((self._param,), self.accept)
 
     def accept(self, table_VH: torch.Tensor) -> None:
         self._table_VH = table_VH
@@ -57,21 +55,11 @@ class VocabParallelEmbedding:
 class VocabParallelHead:
     """logits_SV = hidden_SH @ table_VH.T, whole and in float32 on every rank of the stage."""
 
-    def __init__(
-        self,
-        name: str,
-        vocab_size: int,
-        hidden_size: int,
-        context: ParallelContext,
-        make: MakeMatrix,
-    ) -> None:
+    def __init__(self, param: Param, context: ParallelContext, make: MakeMatrix) -> None:
+        self._param = param
         self._context = context
         self._make = make
-        self._vocab_size = vocab_size
-        self._hidden_size = hidden_size
-        start, length = padded_range(vocab_size, context.tp_rank, context.tp_size)
-        self._outputs = Shard(vocab_size, start, length)
-        self._slice = Slice(f"{name}.weight", (vocab_size, hidden_size), 0, start, length)
+        self._outputs = param.span(0, context.tp_rank, context.tp_size)
         self._matrix: Matrix | None = None
         self.lora_hook: LoraHook | None = None
 
@@ -83,14 +71,15 @@ class VocabParallelHead:
         if self._context.tp_size > 1:
             parts_RSV = part_SV.new_empty(self._context.tp_size, *part_SV.shape)
             part_SV = torch.cat(self._context.tp.all_gather(parts_RSV, part_SV.contiguous()).unbind(), dim=-1)
-        return part_SV[:, : self._vocab_size].float()
+        return part_SV[:, : self._outputs.total].float()
 
     def part(self, name: str) -> LinearPart:
         """Returns the table as a layer of hidden -> vocabulary with sharded outputs; adapters refer to it by `name`."""
-        return LinearPart(name, Shard(self._hidden_size, 0, self._hidden_size), self._outputs)
+        inputs = self._param.span(1, self._context.tp_rank, self._context.tp_size)
+        return LinearPart(name, inputs, self._outputs, module=name)
 
-    def slots(self) -> Iterator[ParameterSlot]:
-        yield ParameterSlot(ShardSpec((self._slice,)), self.accept)
+    def slots(self) -> Slots:
+        yield ParameterSlot((self._param,), self.accept)
 
     def accept(self, table_VH: torch.Tensor) -> None:
         self._matrix = self._make(table_VH, None)

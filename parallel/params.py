@@ -1,15 +1,13 @@
-"""ShardSpec: the parts of checkpoint tensors that make up one parameter on this rank.
+"""Param: one parameter of a model as data: its shape, how ranks share it, where it stands in a checkpoint. Torch-free.
 
-Each layer declares the ShardSpecs of its own parameters, and checkpoint.py reads only those slices. A parameter is the
-concatenation, along dim 0, of slices of one or more checkpoint tensors (q, k and v; gate and up), so merged layers need
-no second copy.
+A model's table of Params (workers/models/spec/parameters.py) is the one place that knows its parameters. Decoder,
+checkpoint reader, planner, adapters and weight streaming read it.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-
-import torch
+from typing import Literal
 
 
 class Init(Enum):
@@ -21,78 +19,137 @@ class Init(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
-    """The range [start, start + length) along `dim` of the checkpoint tensor `name`, whose whole shape is `full_shape`.
+class Span:
+    """The range [start, start + length) of `total` indices of a dimension. It may extend beyond them (a padded
+    vocabulary)."""
 
-    A slice may extend beyond the tensor (a vocabulary padded so that tp divides it); the rest is zeros.
+    total: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """How the ranks of an axis share a parameter, along `dim`; axis None: each holds all of it.
+
+    unit: indices that stay together, such as those of a head. replicate: with more ranks than units, several ranks hold
+    one unit. pads: the size is rounded up to a multiple of the ranks, by zeros. Otherwise the ranks divide the units.
+    """
+
+    axis: Literal["tp"] | None = None
+    dim: int = 0
+    unit: int = 1
+    replicate: bool = False
+    pads: bool = False
+
+    def span(self, size: int, rank: int, num_ranks: int) -> Span:
+        """Returns the indices along `dim` of a rank of the axis. size: all of them."""
+        if self.axis is None:
+            return Span(size, 0, size)
+        units = size // self.unit
+        if self.pads:
+            share = -(-units // num_ranks)
+            first = rank * share
+        elif self.replicate and num_ranks > units:
+            assert num_ranks % units == 0, (units, num_ranks)
+            share, first = 1, rank // (num_ranks // units)
+        else:
+            assert units % num_ranks == 0, (units, num_ranks)
+            share = units // num_ranks
+            first = rank * share
+        return Span(size, first * self.unit, share * self.unit)
+
+
+WHOLE = Shard()
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a parameter stands in a checkpoint. names: of the stored tensor, any of which it may have. rows: of the
+    stored tensor, None: as many as the parameter has.
+
+    Row r of the parameter is row `start + (r // run) * stride + r % run` of the stored tensor; run None: rows follow
+    one another. So fused projections are read (start), and projections that are interleaved by heads (run, stride).
+    transposed: the stored tensor is [columns, rows], as GPT-2's. add: is added to each stored value, as Gemma's norms
+    store w - 1.
+    """
+
+    names: tuple[str, ...]
+    rows: int | None = None
+    start: int = 0
+    run: int | None = None
+    stride: int = 0
+    transposed: bool = False
+    add: float = 0.0
+
+    def stored(self, first: int, count: int) -> Iterator[tuple[int, int]]:
+        """Yields (first row, rows) of the stored tensor for `count` rows of the parameter, in order."""
+        if self.run is None:
+            if count:
+                yield self.start + first, count
+            return
+        end = first + count
+        while first < end:
+            group, inside = divmod(first, self.run)
+            taken = min(self.run - inside, end - first)
+            yield self.start + group * self.stride + inside, taken
+            first += taken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Param:
+    """One parameter, whole: [outputs, inputs] of a matrix, [outputs] of a bias, [size] of a norm.
+
+    name: as the checkpoint's layer is called, with `.weight` or `.bias`. role: what it is in its layer. layer: the
+    layer's index, None outside of layers. merge: names the matmul that it shares with others of its layer, None for
+    what is no linear layer's.
     """
 
     name: str
-    full_shape: tuple[int, ...]
-    dim: int = 0
-    start: int = 0
-    length: int | None = None
-
-    @property
-    def end(self) -> int:
-        return self.full_shape[self.dim] if self.length is None else self.start + self.length
-
-    @property
-    def present_end(self) -> int:
-        """The end of the slice's part inside the tensor."""
-        return max(self.start, min(self.end, self.full_shape[self.dim]))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The slice's shape, padding included."""
-        sizes = list(self.full_shape)
-        sizes[self.dim] = self.end - self.start
-        return tuple(sizes)
-
-
-@dataclass(frozen=True, slots=True)
-class ShardSpec:
-    """One parameter: its slices, stacked along dim 0."""
-
-    slices: tuple[Slice, ...]
+    shape: tuple[int, ...]
+    role: str
+    source: Source
+    shard: Shard = WHOLE
+    layer: int | None = None
+    merge: str | None = None
     init: Init = Init.NORMAL
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        first = self.slices[0].shape
-        return (sum(part.shape[0] for part in self.slices), *first[1:])
+    def stem(self) -> str:
+        """Its name without suffix."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def module(self) -> str:
+        """The name of the stored layer, which a fused projection shares with others."""
+        return self.source.names[0].rpartition(".")[0]
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is the weight of a linear layer."""
+        return self.merge is not None and len(self.shape) == 2
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the whole parameter."""
+        return _product(self.shape)
+
+    def span(self, dim: int, rank: int, num_ranks: int) -> Span:
+        """Returns the indices along `dim` that a rank holds."""
+        shard = self.shard if self.shard.dim == dim else WHOLE
+        return shard.span(self.shape[dim], rank, num_ranks)
+
+    def local_shape(self, rank: int, num_ranks: int) -> tuple[int, ...]:
+        """Returns the shape on a rank, padding included."""
+        return tuple(self.span(dim, rank, num_ranks).length for dim in range(len(self.shape)))
+
+    def local_elements(self, rank: int, num_ranks: int) -> int:
+        """Returns the elements on a rank, padding included."""
+        return _product(self.local_shape(rank, num_ranks))
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterSlot:
-    """A parameter to be loaded. `accept` takes the tensor in its final dtype and on its final device."""
-
-    shard: ShardSpec
-    accept: Callable[[torch.Tensor], None]
-
-
-def whole(name: str, *shape: int, init: Init = Init.NORMAL) -> ShardSpec:
-    """Returns the spec of a parameter that every rank holds whole."""
-    return ShardSpec((Slice(name, shape),), init)
-
-
-def even_range(size: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Returns (start, length) of a rank's equal share; the caller has checked that world_size divides size."""
-    assert size % world_size == 0, (size, world_size)
-    share = size // world_size
-    return rank * share, share
-
-
-def padded_range(size: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Returns (start, length) of a rank's share of `size` rounded up to a multiple of world_size."""
-    share = -(-size // world_size)
-    return rank * share, share
-
-
-def kv_head_range(num_kv_heads: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Returns (first head, heads) of a rank. With more ranks than heads, world_size / num_kv_heads ranks share each
-    head."""
-    if world_size <= num_kv_heads:
-        return even_range(num_kv_heads, rank, world_size)
-    assert world_size % num_kv_heads == 0, (num_kv_heads, world_size)
-    return rank // (world_size // num_kv_heads), 1
+def _product(shape: tuple[int, ...]) -> int:
+    elements = 1
+    for size in shape:
+        elements *= size
+    return elements

@@ -26,7 +26,8 @@ from tandem.workers.attention.backend import AttentionBackend, AttentionStep
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.models.decoder import Decoder, build_decoder
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.families import load_spec
+from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.families import parameters_of
 from tandem.workers.platforms.cpu import cpu_platform
 from tandem.workers.rank.kv_cache import KVCache, block_bytes
 
@@ -100,9 +101,7 @@ def make_batch(query_len: int, seq_lens: list[int]) -> ForwardBatch:
 
 def make_kv(spec: ArchSpec, num_blocks: int, dtype: torch.dtype) -> KVCache:
     """A cache with small numbers in every page; pages that were never written would all share one page of memory."""
-    kv = KVCache.allocate(
-        spec.num_layers, num_blocks, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim, dtype, cpu_platform()
-    )
+    kv = KVCache.allocate(spec.num_layers, num_blocks, BLOCK_SIZE, spec.kv_heads, spec.head_dim, dtype, cpu_platform())
     for plane in kv.planes:
         plane.view(torch.uint8).fill_(60)  # bf16 0.0115, fp8 1.5, float32 scale 0.0115
     return kv
@@ -113,8 +112,8 @@ def roofline_s(
 ) -> float:
     """The least seconds of a step at the given bandwidth and matmul rate."""
     head = spec.vocab_size * spec.hidden_size
-    body = spec.num_layers * spec.layer_parameters
-    kv_bytes = sum(batch.seq_lens_list) * block_bytes(spec.num_layers, 1, spec.num_kv_heads, spec.head_dim, kv_dtype)
+    body = sum(param.num_elements for layer in parameters_of(spec).layers for param in layer)
+    kv_bytes = sum(batch.seq_lens_list) * block_bytes(spec.num_layers, 1, spec.kv_heads, spec.head_dim, kv_dtype)
     step_bytes = (body + head) * element + kv_bytes
     flop = 2 * (body * batch.num_tokens + head * len(batch.logits_rows_S))
     return float(max(step_bytes / o.bandwidth_gb_s, flop / o.gflop_s) / 1e9)

@@ -29,6 +29,7 @@ from tandem.workers.attention.backend import KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.models.spec.arch import ArchSpec
+from tandem.workers.models.spec.families import parameters_of
 from tandem.workers.planning.budget import available_cores
 
 BUDGETS = (1.0, 0.75, 0.5, 0.25)
@@ -269,7 +270,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     spec, resident, _ = build(options.model, torch.bfloat16, [torch.bfloat16])
-    layer_bytes = 2 * spec.layer_parameters
+    layer_bytes = 2 * sum(param.num_elements for param in parameters_of(spec).layers[0])
     machine = Machine(options.threads, layer_bytes)
     free = "a core is" if machine.beside else "no core is"
     print(f"products {machine.flop_per_s / 1e9:.0f} GFLOP/s; {free} free to copy while layers compute")

@@ -23,14 +23,14 @@ from benchmarks.models import SHAPES
 from tandem.parallel.linear_methods import PackedMatrix
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import CpuSkinnyGemm, skinny_gemm
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.families import load_spec
+from tandem.workers.models.spec.config_reader import load_spec
 
 
 def matrix_sizes(spec: ArchSpec) -> list[tuple[int, int]]:
     """(outputs, inputs) of every product of a decode step, in order."""
-    attention = spec.num_heads * spec.head_dim
-    merged = attention + 2 * spec.num_kv_heads * spec.head_dim
-    hidden, inner = spec.hidden_size, spec.intermediate_size
+    attention = spec.layers[0].attention.num_heads * spec.head_dim
+    merged = attention + 2 * spec.kv_heads * spec.head_dim
+    hidden, inner = spec.hidden_size, spec.layers[0].mlp.width
     layer = [(merged, hidden), (hidden, attention), (2 * inner, hidden), (hidden, inner)]
     return layer * spec.num_layers + [(spec.vocab_size, hidden)]
 

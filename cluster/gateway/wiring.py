@@ -23,7 +23,7 @@ from tandem.cluster.tenants.tenant_service import TenantService
 from tandem.configs.schema import GatewaySettings, ServiceSettings
 from tandem.workers.build import eos_token_ids, resolve_max_model_len
 from tandem.workers.engine.probation import probation_tokens
-from tandem.workers.models.spec.families import load_spec
+from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.planning.resolve import pooling_facts
 from tandem.workers.text.chat_template import find_chat_template
 from tandem.workers.text.detokenizer import DetokenizerFactory

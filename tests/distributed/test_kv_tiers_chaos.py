@@ -21,7 +21,7 @@ from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.executor import Executor
 from tandem.workers.engine.transfers.copy_costs import CopyCosts
 from tandem.workers.messages.request import GenerationRequest
-from tandem.workers.models.spec.families import load_spec
+from tandem.workers.models.spec.config_reader import load_spec
 from tests.support.clients import Clients, Exchange, Listener
 from tests.support.in_process import is_in_process, runner_of
 from tests.support.kv_bits import Bits
@@ -129,7 +129,7 @@ class Thrashed:
 def tiny_tiers(folder: Path, disk: Path, cut: dict[str, int]) -> dict[str, Any]:
     """Flags for that many blocks on each tier, which the ranks of the cut share."""
     spec, ranks = load_spec(folder), len(cut) + 1
-    heads = max(spec.num_kv_heads, cut.get("tensor_parallel_size", 1))
+    heads = max(spec.kv_heads, cut.get("tensor_parallel_size", 1))
     block_bytes = 2 * 4 * BLOCK_SIZE * heads * spec.head_dim * spec.num_layers
     return {
         "num_gpu_blocks_override": DEVICE_BLOCKS,

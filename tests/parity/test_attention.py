@@ -19,6 +19,7 @@ from tandem.workers.kernels.cpu.cpu_chunk_attention import CpuChunkAttention
 from tandem.workers.kernels.cpu.cpu_decode_attention import CpuDecodeAttention
 from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
 from tandem.workers.kernels.kv_store import LayerKV, as_indexable, encode
+from tandem.workers.models.spec.arch import AttentionParams
 from tandem.workers.platforms.cpu import cpu_platform
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -61,6 +62,8 @@ def check(
     window: int | None = None,
     dtype: torch.dtype = torch.float32,
     kv_dtype: torch.dtype | None = None,
+    softcap: float | None = None,
+    slopes: tuple[float, ...] | None = None,
 ) -> None:
     """Same output as the oracle, and the same cache afterwards. Quantized: what is rounded to half precision on the way
     may differ by one more rounding."""
@@ -76,11 +79,11 @@ def check(
     qkv = noise(tokens, num_heads + 2 * num_kv_heads, head_dim)
     q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     planes = [plane for _ in "kv" for plane in encode(noise(blocks, batch.block_size, num_kv_heads, head_dim), storage)]
-    outputs, caches = [], []
+    outputs, caches, params = [], [], AttentionParams(head_dim**-0.5, window, softcap, slopes)
     for each in (backend, ReferenceAttention()):
         keys, key_scales, values, value_scales = (None if plane is None else plane.clone() for plane in planes)
         kv = LayerKV(keys, values, key_scales, value_scales)
-        outputs.append(each.prepare(batch).forward(q, k, v, kv, head_dim**-0.5, window))
+        outputs.append(each.prepare(batch).forward(q, k, v, kv, params))
         caches.append([as_indexable(plane) for plane in (keys, values, key_scales, value_scales) if plane is not None])
     assert all(torch.equal(ours, exact) for ours, exact in zip(*caches, strict=True))
     torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=TOLERANCE[dtype])
@@ -110,6 +113,20 @@ def test_random_steps(seed: int, kv_dtype: torch.dtype | None) -> None:
     head_dim = rng.choice((8, 24, 48, 64, 128))
     for backend in backends(torch.float32, head_dim, kv_dtype):
         check(backend, batch, heads, head_dim, window, kv_dtype=kv_dtype)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, QUANTIZED[0]], ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_soft_caps_and_slopes(seed: int, kv_dtype: torch.dtype | None) -> None:
+    """ALiBi, soft-capped scores and both, with and without a window, decodes and chunks."""
+    rng = random.Random(seed)
+    seq_lens = [rng.choice((1, 2, 17, 40, 130)) for _ in range(6)]
+    query_lens = [rng.choice((1, min(3, length), length)) for length in seq_lens]
+    batch, window = random_batch(rng, 16, query_lens, seq_lens), rng.choice((None, 7, 33))
+    slopes = tuple(2.0 ** -rng.uniform(0, 8) for _ in range(6))
+    for softcap, own in ((5.0, None), (None, slopes), (2.0, slopes)):
+        for backend in backends(torch.float32, 32, kv_dtype):
+            check(backend, batch, (6, 2), 32, window, kv_dtype=kv_dtype, softcap=softcap, slopes=own)
 
 
 @pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 112, 128])
@@ -174,7 +191,7 @@ def test_bounded_memory_does_not_grow_with_the_context(num_queries: int, monkeyp
         kv = LayerKV(torch.randn(blocks, 16, 2, 16), torch.randn(blocks, 16, 2, 16))
         step = TorchAttention(is_bounded=True).prepare(batch)
         with Largest() as seen:
-            step.forward(q, k, v, kv, 0.25, None)
+            step.forward(q, k, v, kv, AttentionParams(0.25))
         own = [kv.keys.nbytes, 64 * 1024, batch.block_table_RN.nbytes * 2]
         assert seen.num_bytes <= max(own), "views of the cache, pieces, and the row's block ids"
         largest.append(seen.num_bytes if seen.num_bytes != kv.keys.nbytes else 0)
@@ -218,12 +235,12 @@ def test_a_value_that_is_not_finite_shows(kv_dtype: torch.dtype | None, side: st
         sides = [encode(torch.zeros(9, 16, 2, 64), storage) for _ in "kv"]
         kv = LayerKV(sides[0][0], sides[1][0], sides[0][1], sides[1][1])
         batch = random_batch(random.Random(0), 16, [3, 1], [3, 40])
-        outputs = [backend.prepare(batch).forward(q, k, v, kv, 0.125, None)]
+        outputs = [backend.prepare(batch).forward(q, k, v, kv, AttentionParams(0.125))]
         later = dataclasses.replace(
             random_batch(random.Random(0), 16, [1, 1], [4, 41]),
             block_table_RN=batch.block_table_RN,
             slot_mapping_T=torch.stack((batch.slot_mapping_T[2] + 1, batch.slot_mapping_T[3] + 1)),
         )
-        outputs.append(backend.prepare(later).forward(q[2:], k[2:], v[2:], kv, 0.125, None))
+        outputs.append(backend.prepare(later).forward(q[2:], k[2:], v[2:], kv, AttentionParams(0.125)))
         for out in outputs:  # the first row's last token, which is sampled from, and the other row
             assert not out[-2].isfinite().all(-1).any() and out[-1].isfinite().all()

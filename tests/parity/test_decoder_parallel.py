@@ -46,6 +46,10 @@ def check(ranks: RankProcesses, folder: Path, tp_size: int, pp_size: int, load_f
         ("mistral-window", 2, 1),
         ("mistral-window", 1, 2),
         ("llama-gqa", 2, 2),
+        ("gemma2", 2, 2),
+        ("gpt2", 2, 2),
+        ("bloom", 2, 2),
+        ("bloom-six-heads", 2, 1),  # slopes of other heads than the first
     ],
 )
 def test_ranks_equal_one_rank(

@@ -11,7 +11,17 @@ from tests.support.paged_rows import PagedRows, prompt_ids
 
 TinyFolder = Callable[[str], Path]
 MakeDecoder = Callable[..., Decoder]
-NAMES = ["llama-gqa", "llama-rope-dynamic", "mistral-window", "qwen2-window", "qwen3", "smollm3"]
+NAMES = [
+    "llama-gqa",
+    "llama-rope-dynamic",
+    "mistral-window",
+    "qwen2-window",
+    "qwen3",
+    "smollm3",
+    "gemma2",
+    "gpt2",
+    "bloom",
+]
 LENGTH = 61
 CLOSE = {"rtol": 0.0, "atol": 2e-4}
 

@@ -15,7 +15,7 @@ from tandem import LLM, SamplingParams
 from tandem.parallel.context import ParallelContext
 from tandem.workers.attention.reference import ReferenceAttention
 from tandem.workers.models.decoder import Decoder
-from tandem.workers.models.spec.families import load_spec
+from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.platforms.cpu import cpu_platform
 from tests.parity.test_decoder_logits import NAMES, PROMPT_LEN, STORIES
 from tests.parity.test_decoder_parallel import PROMPTS, STEPS

@@ -13,7 +13,14 @@ import pytest
 import torch
 
 from tandem.parallel.context import ParallelContext
-from tests.support.adapters import ALL_LINEARS, load_adapted_peer, save_merged, save_random_adapter
+from tests.support.adapters import (
+    ALL_LINEARS,
+    BLOOM_LINEARS,
+    GPT2_LINEARS,
+    load_adapted_peer,
+    save_merged,
+    save_random_adapter,
+)
 from tests.support.decoder_ranks import RankProcesses
 from tests.support.lora_ranks import AdaptedCase, run_adapted
 from tests.support.paged_rows import prompt_ids
@@ -21,7 +28,16 @@ from tests.support.tiny_models import TinyModel, save_tiny_model
 
 TinyFolder = Callable[[str], Path]
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo"
-FAMILIES = ["llama-gqa", "llama-mqa-biased", "llama-wide-heads", "mistral-window", "qwen2", "qwen3", "smollm3"]
+FAMILIES = [
+    "llama-gqa",
+    "llama-mqa-biased",
+    "llama-wide-heads",
+    "mistral-window",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+    "gemma2",
+]
 PROMPT_LEN = 33
 RANKS = [4, 8, 16, 64]
 
@@ -50,6 +66,21 @@ def check_against_peft(base: Path, adapter: Path, vocab_size: int = 200) -> None
 def test_every_linear_of_every_family_equals_peft(name: str, tiny_folder: TinyFolder, tmp_path: Path) -> None:
     base = tiny_folder(name)
     check_against_peft(base, save_random_adapter(base, tmp_path / "a", rank=8, lora_alpha=20))
+
+
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    [("gpt2", GPT2_LINEARS), ("gpt2", ("c_attn",)), ("bloom", BLOOM_LINEARS), ("bloom-six-heads", BLOOM_LINEARS)],
+)
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to")
+@pytest.mark.parametrize("fan_in_fan_out", [True, False])
+def test_fused_and_transposed_linears_equal_peft(
+    name: str, modules: tuple[str, ...], fan_in_fan_out: bool, tiny_folder: TinyFolder, tmp_path: Path
+) -> None:
+    """One adapter of the stored q, k and v; the flag says how the base stores its weights, and peft corrects it."""
+    base = tiny_folder(name)
+    adapter = save_random_adapter(base, tmp_path / "a", modules=modules, rank=6, fan_in_fan_out=fan_in_fan_out)
+    check_against_peft(base, adapter)
 
 
 @pytest.mark.parametrize(

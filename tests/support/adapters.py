@@ -24,6 +24,8 @@ from tandem.workers.messages.transfer import (
 )
 from tests.support.tiny_models import load_peer
 
+GPT2_LINEARS = ("c_attn", "c_proj", "c_fc")
+BLOOM_LINEARS = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
 ALL_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MOVE_S = 60.0
 

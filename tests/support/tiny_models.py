@@ -75,8 +75,17 @@ TINY_MODELS: tuple[TinyModel, ...] = (
     TinyModel("qwen3", "qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     TinyModel("qwen3-untied", "qwen3", {"head_dim": 24, "attention_bias": True}),
     TinyModel("smollm3", "smollm3", {"no_rope_layer_interval": 2}),
+    TinyModel("gemma2", "gemma2", {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 24}),
+    TinyModel("gpt2", "gpt2", {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256}),
+    TinyModel("gpt2-narrow", "gpt2", {"n_embd": 48, "n_layer": 4, "n_head": 4, "n_positions": 256, "n_inner": 80}),
+    TinyModel("bloom", "bloom", {"n_layer": 4, "n_head": 4}),
+    TinyModel("bloom-six-heads", "bloom", {"hidden_size": 96, "n_layer": 4, "n_head": 6}),
 )
 BY_NAME: Mapping[str, TinyModel] = {model.name: model for model in TINY_MODELS}
+
+
+STORED_BELOW: Mapping[str, float] = {"gemma2": 1.0}
+"""What norms of a family are stored less by."""
 
 
 def save_tiny_model(tiny: TinyModel, folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
@@ -89,7 +98,7 @@ def save_tiny_model(tiny: TinyModel, folder: Path, seed: int = 0, dtype: torch.d
             if name.endswith("bias"):
                 parameter.normal_(0, 0.3)
             elif parameter.dim() == 1:
-                parameter.uniform_(0.5, 1.5)
+                parameter.uniform_(0.5, 1.5).sub_(STORED_BELOW.get(tiny.model_type, 0.0))
             else:
                 parameter.normal_(0, 2 * parameter.shape[-1] ** -0.5)
     target = folder / tiny.name

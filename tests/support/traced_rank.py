@@ -15,7 +15,8 @@ from tandem.offload.copies.host_slab import HostSlab
 from tandem.offload.copies.kv_copies import bytes_per_slot
 from tandem.offload.weights.weight_stream import WeightStream
 from tandem.parallel.context import ParallelContext
-from tandem.parallel.linear import LinearPart, Shard
+from tandem.parallel.linear import LinearPart
+from tandem.parallel.params import Span
 from tandem.workers.attention.backend import KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.kernels.lora_ops import AdapterRows, TorchLora
@@ -256,7 +257,7 @@ class AdapterRank:
     def __init__(self, accelerator: TracedAccelerator) -> None:
         self.accelerator = accelerator
         platform = traced_platform(accelerator)
-        part = LinearPart("q", Shard(INPUTS, 0, INPUTS), Shard(OUTPUTS, 0, OUTPUTS))
+        part = LinearPart("q", Span(INPUTS, 0, INPUTS), Span(OUTPUTS, 0, OUTPUTS))
         self.shape = ShardShape.of([part], RANK_OF_ADAPTER)
         pages = pack(self.shape, np.array([RANK_OF_ADAPTER])).num_pages
         self.slab = AdapterSlab(self.shape, 4 * pages, torch.float32, platform)

@@ -14,6 +14,7 @@ import torch
 
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.kernels.kv_store import LayerKV
+from tandem.workers.models.spec.arch import AttentionParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +34,10 @@ class AttentionStep(Protocol):
         k_TKD: torch.Tensor,
         v_TKD: torch.Tensor,
         kv: LayerKV,
-        scale: float,
-        window: int | None,
+        params: AttentionParams,
     ) -> torch.Tensor:
         """Writes k and v to the batch's slots of this layer's cache and returns out_TND, causal attention to each row's
-        context.
-
-        `window`: the number of last positions, itself included, that a token attends to; None: all. `scale` multiplies
-        q . k.
-        """
+        context. params.slopes: of q's heads."""
         ...
 
 

@@ -14,9 +14,11 @@ import torch
 from tandem.workers.attention.backend import AttentionStep
 from tandem.workers.attention.chunks import Chunk, ChunkAttention, Gatherer, SdpaChunks, chunk_of
 from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.attention.general import GeneralAttention
 from tandem.workers.kernels.cpu.cpu_chunk_attention import CpuChunkAttention
 from tandem.workers.kernels.cpu.cpu_decode_attention import CpuDecodeAttention, DecodeWork, Rows
 from tandem.workers.kernels.kv_store import KVStore, LayerKV
+from tandem.workers.models.spec.arch import AttentionParams
 
 DECODE_QUERIES: Final = 17
 """The most queries of a row that the decode kernel takes one by one: a token and its drafts. They need no gather of the
@@ -63,6 +65,7 @@ class _CpuStep:
         self._store = store
         self._chunk_attention = chunk_attention
         self._gatherer = gatherer
+        self._general = GeneralAttention(batch, gatherer)
         self._layouts: dict[int | None, _Layout] = {}
         self._heads: Sequence[int] = ()
 
@@ -72,11 +75,13 @@ class _CpuStep:
         k_TKD: torch.Tensor,
         v_TKD: torch.Tensor,
         kv: LayerKV,
-        scale: float,
-        window: int | None,
+        params: AttentionParams,
     ) -> torch.Tensor:
         batch = self._batch
         self._store.write(k_TKD, v_TKD, kv, batch.slot_mapping_T)
+        if not params.is_plain:
+            return self._general.attend(q_TND, k_TKD, v_TKD, kv, params)
+        window, scale = params.window, params.scale
         layout = self._layouts.get(window)
         if layout is None:
             layout = self._layouts[window] = self._lay_out(window, kv.keys.dtype is k_TKD.dtype)

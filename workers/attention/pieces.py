@@ -1,19 +1,20 @@
 """Attention of one row over a context of any length in bounded memory: keys and values pass by in pieces.
 
-The running softmax of FlashAttention (Dao et al. 2022) in torch operations. For devices on which no kernel attends with
-a mask in bounded memory. Scores are products in float32: rounded before the softmax they would be off by percents. At
-once there are a piece of GATHER_BYTES of keys and values, its keys in float32, three arrays of SCORE_BYTES and float32
-sums of the chunk's size: WORKSPACE_BYTES beside these sums, whatever the context. T tokens of the chunk, J
-positions of a piece, N query heads, K KV heads, G = N / K, D head dim.
+The running softmax of FlashAttention (Dao et al. 2022) in torch operations, for any AttentionParams: where no kernel
+attends with a mask in bounded memory, and for scores that no kernel computes. Scores are products in float32: rounded
+before the softmax they would be off by percents. At once there are a piece of GATHER_BYTES of keys and values, its keys
+in float32, three arrays of SCORE_BYTES and float32 sums of the chunk's size: WORKSPACE_BYTES beside these sums,
+whatever the context. T tokens of the chunk, J positions of a piece, N query heads, K KV heads, G = N / K, D head dim.
 """
 
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
 from tandem.workers.attention.chunks import Chunk, Gatherer
 from tandem.workers.kernels.kv_store import LayerKV
+from tandem.workers.models.spec.arch import AttentionParams
 
 GATHER_BYTES: Final = 16 * 2**20
 """Keys and values that are gathered at once."""
@@ -53,8 +54,7 @@ def attend_in_pieces(
     q_TND: torch.Tensor,
     pieces: Iterator[tuple[torch.Tensor, torch.Tensor]],
     context_len: int,
-    scale: float,
-    window: int | None,
+    params: AttentionParams,
 ) -> torch.Tensor:
     """Returns out_TND; the chunk's tokens are the last T of the context's positions."""
     tokens, heads, dim = q_TND.shape
@@ -72,9 +72,9 @@ def attend_in_pieces(
         rows = max(1, SCORE_BYTES // (heads * length * 4))
         for start in range(0, tokens, rows):
             own = slice(start, min(start + rows, tokens))
-            seen_TJ = _seen(own, context_len - tokens, first, length, window, q_TND.device)
+            tile = _tile(own, context_len - tokens, first, length, params, q_TND.device)
             _add_tile(
-                q_KGTD[:, :, own], k_KJD, v_KJD, seen_TJ, scale,
+                q_KGTD[:, :, own], k_KJD, v_KJD, tile, params,
                 sums_KGTD[:, :, own], most_KGT[:, :, own], total_KGT[:, :, own],
             )  # fmt: skip
         first += length
@@ -82,22 +82,34 @@ def attend_in_pieces(
     return (sums_KGTD / total_KGT[..., None]).permute(2, 0, 1, 3).reshape(q_TND.shape).to(q_TND.dtype)
 
 
-def _seen(own: slice, before: int, first: int, length: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """[T, J]: which positions of the piece that begins at `first` the chunk's tokens `own` attend to."""
+class _Tile(NamedTuple):
+    """Queries and positions that are computed at once. seen_TJ: which positions a query attends to. bias: what is added
+    to the scores, [N, T, J], None for nothing."""
+
+    seen_TJ: torch.Tensor
+    bias_NTJ: torch.Tensor | None
+
+
+def _tile(own: slice, before: int, first: int, length: int, params: AttentionParams, device: torch.device) -> _Tile:
+    """The piece of `length` positions that begins at `first`, and the chunk's tokens `own`, with `before` positions
+    ahead of the chunk."""
     position_T1 = torch.arange(before + own.start, before + own.stop, device=device)[:, None]
     position_J = torch.arange(first, first + length, device=device)
     seen_TJ = position_J <= position_T1
-    if window is not None:
-        seen_TJ &= position_J > position_T1 - window
-    return seen_TJ
+    if params.window is not None:
+        seen_TJ &= position_J > position_T1 - params.window
+    if params.slopes is None:
+        return _Tile(seen_TJ, None)
+    slopes_N11 = torch.tensor(params.slopes, dtype=torch.float32, device=device)[:, None, None]
+    return _Tile(seen_TJ, slopes_N11 * (position_J - position_T1))
 
 
 def _add_tile(
     q_KGTD: torch.Tensor,
     k_KJD: torch.Tensor,
     v_KJD: torch.Tensor,
-    seen_TJ: torch.Tensor,
-    scale: float,
+    tile: _Tile,
+    params: AttentionParams,
     sums_KGTD: torch.Tensor,
     most_KGT: torch.Tensor,
     total_KGT: torch.Tensor,
@@ -105,8 +117,12 @@ def _add_tile(
     """Adds a piece to the running sums, in place, rescaled to the greatest score so far."""
     kv_heads, group, tokens, dim = q_KGTD.shape
     q_KMD = q_KGTD.reshape(kv_heads, group * tokens, dim).float()
-    scores_KGTJ = (q_KMD @ k_KJD.float().transpose(1, 2)).view(kv_heads, group, tokens, -1).mul_(scale)
-    scores_KGTJ.masked_fill_(~seen_TJ, float("-inf"))
+    scores_KGTJ = (q_KMD @ k_KJD.float().transpose(1, 2)).view(kv_heads, group, tokens, -1).mul_(params.scale)
+    if params.softcap is not None:
+        scores_KGTJ.div_(params.softcap).tanh_().mul_(params.softcap)
+    if tile.bias_NTJ is not None:
+        scores_KGTJ += tile.bias_NTJ.view(scores_KGTJ.shape)
+    scores_KGTJ.masked_fill_(~tile.seen_TJ, float("-inf"))
     new_most_KGT = torch.maximum(most_KGT, scores_KGTJ.amax(-1))
     base_KGT = new_most_KGT.masked_fill(new_most_KGT == float("-inf"), 0.0)  # nothing seen yet
     weights_KGTJ = scores_KGTJ.sub_(base_KGT[..., None]).exp_()

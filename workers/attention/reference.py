@@ -1,7 +1,7 @@
 """Paged attention written as its definition, slow and exact: the reference that the other backends are tested against.
 
-out[t] = softmax(scale * q[t] . k[j] for j in the row's context, j <= position of t, within the window) @ v, in float32
-(float64 for float64 inputs). Works on any device. Shapes as in backend.py.
+out[t] = softmax(cap(scale * q[t] . k[j]) - slope * (t - j) for j in the row's context, j <= position of t, within the
+window) @ v, in float32 (float64 for float64 inputs). Works on any device. Shapes as in backend.py.
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ import torch
 from tandem.workers.attention.backend import AttentionStep
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.kernels.kv_store import LayerKV, TorchKVStore, decode
+from tandem.workers.models.spec.arch import AttentionParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,7 @@ class _ReferenceStep:
         k_TKD: torch.Tensor,
         v_TKD: torch.Tensor,
         kv: LayerKV,
-        scale: float,
-        window: int | None,
+        params: AttentionParams,
     ) -> torch.Tensor:
         batch = self.batch
         TorchKVStore().write(k_TKD, v_TKD, kv, batch.slot_mapping_T)
@@ -48,9 +48,10 @@ class _ReferenceStep:
             position_T = torch.arange(seq_len - num_queries, seq_len, device=q_TND.device)
             position_J = torch.arange(seq_len, device=q_TND.device)
             seen_TJ = position_J <= position_T[:, None]
-            if window is not None:
-                seen_TJ &= position_J > position_T[:, None] - window
-            out_TND[start:stop] = attend(q_TND[start:stop], k_JKD, v_JKD, seen_TJ, scale)
+            if params.window is not None:
+                seen_TJ &= position_J > position_T[:, None] - params.window
+            distance_TJ = position_T[:, None] - position_J
+            out_TND[start:stop] = attend(q_TND[start:stop], k_JKD, v_JKD, seen_TJ, params, distance_TJ)
             start = stop
         return out_TND
 
@@ -65,12 +66,23 @@ def row_context(cache: torch.Tensor, scales: torch.Tensor | None, batch: Forward
 
 
 def attend(
-    q_TND: torch.Tensor, k_JKD: torch.Tensor, v_JKD: torch.Tensor, seen_TJ: torch.Tensor, scale: float
+    q_TND: torch.Tensor,
+    k_JKD: torch.Tensor,
+    v_JKD: torch.Tensor,
+    seen_TJ: torch.Tensor,
+    params: AttentionParams,
+    distance_TJ: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns softmax attention of T queries over J positions; consecutive query heads share a KV head."""
+    """Returns softmax attention of T queries over J positions; consecutive query heads share a KV head. distance: from
+    each query to each position."""
     wide = torch.promote_types(q_TND.dtype, torch.float32)
     group = q_TND.shape[1] // k_JKD.shape[1]
     k_JND, v_JND = (x.to(wide).repeat_interleave(group, dim=1) for x in (k_JKD, v_JKD))
-    scores_NTJ = torch.einsum("tnd,jnd->ntj", q_TND.to(wide), k_JND) * scale
+    scores_NTJ = torch.einsum("tnd,jnd->ntj", q_TND.to(wide), k_JND) * params.scale
+    if params.softcap is not None:
+        scores_NTJ = params.softcap * torch.tanh(scores_NTJ / params.softcap)
+    if params.slopes is not None:
+        slopes_N11 = torch.tensor(params.slopes, dtype=wide, device=q_TND.device)[:, None, None]
+        scores_NTJ = scores_NTJ - slopes_N11 * distance_TJ
     weights_NTJ = scores_NTJ.masked_fill(~seen_TJ, float("-inf")).softmax(dim=-1)
     return torch.einsum("ntj,jnd->tnd", weights_NTJ, v_JND).to(q_TND.dtype)

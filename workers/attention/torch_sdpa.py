@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from tandem.workers.attention.backend import AttentionStep
 from tandem.workers.attention.chunks import Chunk, Gatherer, SdpaChunks, additive_mask, chunk_of, visible_span
 from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.attention.general import GeneralAttention
 from tandem.workers.attention.pieces import attend_in_pieces, context_pieces, piece_blocks, scores_fit
 from tandem.workers.kernels.kv_store import KVStore, LayerKV, TorchKVStore
+from tandem.workers.models.spec.arch import AttentionParams
 
 # The cost of one more group's calls, as tokens of padding; and the bytes of K and V that a group gathers at once, so
 # that SDPA finds them in the shared cache (32 rows of 300 tokens in one group of 40 MB took twice the time of four).
@@ -85,6 +87,7 @@ class _TorchStep:
         self._store = store
         self._gatherer = gatherer
         self._sdpa = SdpaChunks()
+        self._general = GeneralAttention(batch, gatherer)
         self._layouts: dict[int | None, _Layout] = {}
 
     def forward(
@@ -93,10 +96,12 @@ class _TorchStep:
         k_TKD: torch.Tensor,
         v_TKD: torch.Tensor,
         kv: LayerKV,
-        scale: float,
-        window: int | None,
+        params: AttentionParams,
     ) -> torch.Tensor:
         self._store.write(k_TKD, v_TKD, kv, self._batch.slot_mapping_T)
+        if not params.is_plain:
+            return self._general.attend(q_TND, k_TKD, v_TKD, kv, params)
+        window, scale = params.window, params.scale
         if window not in self._layouts:
             max_blocks = max(1, GROUP_BYTES // (2 * kv.keys[0].numel() * q_TND.dtype.itemsize))
             is_exact = kv.keys.dtype is k_TKD.dtype
@@ -115,7 +120,7 @@ class _TorchStep:
             own = slice(chunk.start, chunk.stop)
             if self._is_bounded and not self._fits(chunk, q_TND, kv, window):
                 pieces = context_pieces(self._gatherer, chunk, k_TKD, v_TKD, kv)
-                out_TND[own] = attend_in_pieces(q_TND[own], pieces, chunk.context_len, scale, window)
+                out_TND[own] = attend_in_pieces(q_TND[own], pieces, chunk.context_len, params)
             else:
                 k_JKD, v_JKD = self._gatherer.context(chunk, k_TKD, v_TKD, kv)
                 out_TND[own] = self._sdpa.attend(q_TND[own], k_JKD, v_JKD, scale, window)

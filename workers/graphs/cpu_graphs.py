@@ -33,15 +33,16 @@ class Inputs:
     """The inputs of a step's layers."""
 
     residual_TH: torch.Tensor
-    angles: Angles
     slots_T: torch.Tensor
+    angles: Angles | None
 
     def _tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.residual_TH, self.angles.cos_T1D, self.angles.sin_T1D, self.slots_T
+        angles = () if self.angles is None else (self.angles.cos_T1D, self.angles.sin_T1D)
+        return self.residual_TH, self.slots_T, *angles
 
     def clone(self) -> "Inputs":
-        residual_TH, cos_T1D, sin_T1D, slots_T = (tensor.clone() for tensor in self._tensors())
-        return Inputs(residual_TH, Angles(cos_T1D, sin_T1D), slots_T)
+        residual_TH, slots_T, *angles = (tensor.clone() for tensor in self._tensors())
+        return Inputs(residual_TH, slots_T, Angles(*angles) if angles else None)
 
     def take(self, others: "Inputs") -> None:
         """Copies the others' values into this memory."""
@@ -80,14 +81,14 @@ class CpuGraphRunner:
         self._seen: deque[Hashable] = deque(maxlen=RUNS_BEFORE_CAPTURE * MAX_CAPTURES)
 
     def run(
-        self, batch: ForwardBatch, residual_TH: torch.Tensor, angles: Angles, kv: KVTensors, adapters: Hashable
+        self, batch: ForwardBatch, residual_TH: torch.Tensor, angles: Angles | None, kv: KVTensors, adapters: Hashable
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (the last layer's MLP output, the residual to add it to), both [T, H]; the next step may overwrite
         both.
 
         `adapters` identifies the adapters' work in this step: equal values mean equal kernel calls.
         """
-        inputs = Inputs(residual_TH, angles, batch.slot_mapping_T)
+        inputs = Inputs(residual_TH, batch.slot_mapping_T, angles)
         key = (batch.num_tokens, adapters, id(kv), torch.get_num_threads()) if self._is_plain(batch, kv) else None
         if key in self._captures:
             self._captures.move_to_end(key)

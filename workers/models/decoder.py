@@ -12,22 +12,29 @@ from typing import NamedTuple, Protocol
 import torch
 
 from tandem.offload.weights.weight_stream import Copier, WeightStream
-from tandem.parallel.checkpoint import DummySource, LoadFormat, OnBytes, SafetensorsSource, Source, load
+from tandem.parallel.checkpoint import (
+    DummySource,
+    LoadFormat,
+    OnBytes,
+    ParameterSlot,
+    SafetensorsSource,
+    Source,
+    load,
+)
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.embedding import VocabParallelEmbedding, VocabParallelHead
 from tandem.parallel.linear import AdaptableLinear, LinearPart
 from tandem.parallel.mesh import layer_range
-from tandem.parallel.params import ParameterSlot
 from tandem.workers.attention.backend import AttentionBackend, KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.kernels.lora_ops import AdapterRows
 from tandem.workers.models.layers.decoder_layer import DecoderLayer
-from tandem.workers.models.layers.norms import RMSNorm
+from tandem.workers.models.layers.entry import Entry
+from tandem.workers.models.layers.norms import AddNorm, make_norm
 from tandem.workers.models.layers.positions import RotaryPositions
-from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.families import family_of
+from tandem.workers.models.spec.arch import ArchSpec, RopeSpec
+from tandem.workers.models.spec.families import family_of, parameters_of
 from tandem.workers.models.spec.sizes import rank_weights
-from tandem.workers.models.spec.weight_names import all_tensor_names
 from tandem.workers.platforms.base import Platform
 
 
@@ -66,30 +73,38 @@ class Decoder:
     ) -> None:
         spec.check_parallel(context.tp_size, context.pp_size)
         ops, make = platform.fused_ops(dtype), platform.matrices(dtype)
-        names = family_of(spec.architecture).names
-        self._names = names
-        size = (spec.vocab_size, spec.hidden_size)
+        self.parameters = parameters_of(spec)
         self.layer_ids = layer_range(spec.num_layers, context.pp_rank, context.pp_size)
         self.num_local_kv_heads = spec.local_kv_heads(context.tp_size)
         self.head_dim = spec.head_dim
         self.weight_bytes = 0
+        self._mesh = context.mesh
         self._adapters: Adapters | None = None
         self.stream = stream
-        self._positions = RotaryPositions(spec.rope, spec.head_dim, platform.device)
+        rope = _rope_of(spec)
+        self._rotary = None if rope is None else RotaryPositions(rope, spec.head_dim, platform.device)
         self._layers = [
-            DecoderLayer(spec, names, layer, context, ops, partial(make, place=stream.place_of(index)))
+            DecoderLayer(
+                spec.layers[layer],
+                self.parameters.layers[layer],
+                context,
+                ops,
+                partial(make, place=stream.place_of(index)),
+            )
             for index, layer in enumerate(self.layer_ids)
         ]
         self.graphs = platform.graphs(self._layers, stream, attention, can_replay=context.tp_size == 1)
+        self._softcap = spec.final_softcap
         self._embedding: VocabParallelEmbedding | None = None
-        self._final_norm: RMSNorm | None = None
+        self._entry: Entry | None = None
+        self._final_norm: AddNorm | None = None
         self._head: VocabParallelHead | None = None
         if context.is_first_stage:
-            self._embedding = VocabParallelEmbedding(names.embedding, *size, context)
+            self._embedding = VocabParallelEmbedding(self.parameters.embedding, context)
+            self._entry = Entry(spec, self.parameters, ops)
         if context.is_last_stage:
-            head_name = names.embedding if spec.tie_word_embeddings else names.head
-            self._final_norm = RMSNorm(names.final_norm, spec.hidden_size, spec.norm_eps, ops)
-            self._head = VocabParallelHead(head_name, *size, context, make)
+            self._final_norm = make_norm(spec.final_norm, self.parameters.final_norm, ops)
+            self._head = VocabParallelHead(self.parameters.head, context, make)
         self._ties_here = spec.tie_word_embeddings and self._embedding is not None and self._head is not None
 
     @property
@@ -105,7 +120,7 @@ class Decoder:
         branch_TH, residual_TH = self._run_layers(batch, kv, hidden_TH)
         if self._head is None:
             return residual_TH + branch_TH
-        return self._head(self._normed(branch_TH, residual_TH, batch.logits_rows_S))
+        return self._logits(self._normed(branch_TH, residual_TH, batch.logits_rows_S))
 
     def forward_and_pool(
         self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None, rows_P: torch.Tensor
@@ -115,7 +130,7 @@ class Decoder:
         assert self._head is not None, "only the last stage has the hidden states after all layers"
         branch_TH, residual_TH = self._run_layers(batch, kv, hidden_TH)
         hidden_PH = self._normed(branch_TH, residual_TH, rows_P)
-        return self._head(self._normed(branch_TH, residual_TH, batch.logits_rows_S)), hidden_PH
+        return self._logits(self._normed(branch_TH, residual_TH, batch.logits_rows_S)), hidden_PH
 
     def logits(self, hidden_PH: torch.Tensor, adapters: AdapterRows | None) -> torch.Tensor:
         """Returns the logits [P, V], float32, whole on every tp rank, of hidden states that forward_and_pool() has
@@ -123,7 +138,7 @@ class Decoder:
         assert self._head is not None, "only the last stage has the head"
         if self._adapters is not None:
             self._adapters.begin_head(adapters)
-        return self._head(hidden_PH)
+        return self._logits(hidden_PH)
 
     def _run_layers(
         self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None
@@ -132,11 +147,21 @@ class Decoder:
         both."""
         if self._adapters is not None:
             self._adapters.begin(batch)
-        residual_TH = self._embedding(batch.input_ids_T) if self._embedding is not None else hidden_TH
+        residual_TH = hidden_TH
+        if self._embedding is not None and self._entry is not None:
+            residual_TH = self._entry(self._embedding(batch.input_ids_T), batch.positions_T)
         assert residual_TH is not None, "a later stage needs the hidden states of the one before"
-        angles = self._positions.angles(batch.positions_T, residual_TH.dtype)
+        angles = None if self._rotary is None else self._rotary.angles(batch.positions_T, residual_TH.dtype)
         adapters = None if self._adapters is None else self._adapters.name
         return self.graphs.run(batch, residual_TH, angles, kv, adapters)
+
+    def _logits(self, hidden_SH: torch.Tensor) -> torch.Tensor:
+        """Returns the logits [S, V] of hidden states after the final norm."""
+        assert self._head is not None
+        logits_SV = self._head(hidden_SH)
+        if self._softcap is None:
+            return logits_SV
+        return logits_SV.div_(self._softcap).tanh_().mul_(self._softcap)
 
     def _normed(self, branch_TH: torch.Tensor, residual_TH: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Returns new hidden states [len(rows), H] after the final norm."""
@@ -151,9 +176,11 @@ class Decoder:
     @property
     def tables(self) -> tuple[Table | None, Table | None]:
         """The embedding and the head, where this rank has them."""
-        names = self._names
-        embedding = None if self._embedding is None else Table(self._embedding.part(names.embedding), self._embedding)
-        head = None if self._head is None else Table(self._head.part(names.head), self._head)
+        embedding = head = None
+        if self._embedding is not None:
+            embedding = Table(self._embedding.part(self.parameters.embedding.stem), self._embedding)
+        if self._head is not None:
+            head = Table(self._head.part(self.parameters.head_name), self._head)
         return embedding, head
 
     def adapt(self, adapters: Adapters) -> None:
@@ -165,7 +192,9 @@ class Decoder:
         shared."""
         if self._embedding is not None:
             for slot in self._embedding.slots():
-                yield ParameterSlot(slot.shard, self._accept_tied) if self._ties_here else slot
+                yield ParameterSlot(slot.params, self._accept_tied) if self._ties_here else slot
+        if self._entry is not None:
+            yield from self._entry.slots()
         for layer in self._layers:
             yield from layer.slots()
         if self._final_norm is not None and self._head is not None:
@@ -184,7 +213,9 @@ class Decoder:
     ) -> None:
         """Fills every parameter and counts `weight_bytes`."""
         slots = list(self.slots())
-        self.weight_bytes = load(slots, source, dtype=dtype, device=device, progress=progress, on_bytes=on_bytes)
+        self.weight_bytes = load(
+            slots, source, dtype=dtype, device=device, progress=progress, mesh=self._mesh, on_bytes=on_bytes
+        )
         if self._ties_here and self._head is not None:
             self.weight_bytes += self._head.copied_bytes
         self.stream.begin()
@@ -198,6 +229,13 @@ class Decoder:
         assert self._embedding is not None and self._head is not None
         self._embedding.accept(table_VH)
         self._head.accept(table_VH)
+
+
+def _rope_of(spec: ArchSpec) -> RopeSpec | None:
+    """Returns the rotary positions of the layers that rotate, which share them; None if none does."""
+    ropes = {layer.position for layer in spec.layers if layer.position is not None}
+    assert len(ropes) <= 1, "layers with different rotary positions"
+    return ropes.pop() if ropes else None
 
 
 def build_decoder(
@@ -232,8 +270,7 @@ def build_decoder(
         source = DummySource(seed, dtype)
     else:
         names = family_of(spec.architecture).names
-        ignored = names.ignored_suffixes + ((f"{names.head}.weight",) if spec.tie_word_embeddings else ())
-        source = SafetensorsSource(folder, all_tensor_names(spec, names), ignored, names.base_prefix)
+        source = SafetensorsSource(folder, decoder.parameters, names.ignored_suffixes, names.base_prefix)
     decoder.load(
         source, dtype=dtype, device=platform.device, progress=progress and context.rank == 0, on_bytes=on_bytes
     )

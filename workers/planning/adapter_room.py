@@ -14,7 +14,7 @@ from tandem.configs.errors import SettingsError
 from tandem.configs.schema import LoraSettings
 from tandem.parallel.mesh import Mesh, layer_range
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.sizes import layer_linears
+from tandem.workers.models.spec.families import parameters_of
 
 ALIGNED_ELEMENTS: Final = 16
 """Rows begin at multiples of it, so that kernels load aligned vectors."""
@@ -108,11 +108,8 @@ def count_pages(lengths: Sequence[int], rank: int, page: int) -> int:
 
 def _layer_lengths(spec: ArchSpec, tp_size: int) -> list[int]:
     """Lengths of the rows of A and B of all linears of a layer, on one rank."""
-    return [
-        length
-        for x in layer_linears(spec, tp_size)
-        for length in (x.inputs // tp_size if x.by_rows else x.inputs, x.local_outputs)
-    ]
+    matrices = parameters_of(spec).layers[0].matrices
+    return [length for param in matrices for length in reversed(param.local_shape(0, tp_size))]
 
 
 def _table_lengths(spec: ArchSpec, mesh: Mesh, page: int) -> list[int]:

@@ -20,6 +20,7 @@ from tandem.workers.kernels.fused_ops import FusedOps, TorchFusedOps
 from tandem.workers.kernels.kv_store import LARGEST, SCALE_DTYPE, LayerKV, TorchKVStore, as_indexable
 from tandem.workers.kernels.lora_ops import AdapterRows, ProjectionTables, TorchLora
 from tandem.workers.kernels.sampling_ops import Draws, TorchSampling
+from tandem.workers.models.spec.arch import AttentionParams
 from tandem.workers.platforms.cpu import cpu_platform
 from tandem.workers.self_checks.outcome import Check, NotHere, relative_error, require
 
@@ -105,7 +106,7 @@ def _silu_mul(ops: FusedOps, shape: Sequence[int]) -> float:
 
 def _attention(cases: Sequence[tuple[list[int], int, int]], num_queries: int) -> str:
     """cases: context lengths of the rows, query heads, KV heads."""
-    errors = []
+    errors, params = [], AttentionParams(128**-0.5)
     for lens, heads, kv_heads in cases:
         backend = cpu_platform().attention(BF16, 128)
         if isinstance(backend, TorchAttention):
@@ -115,8 +116,8 @@ def _attention(cases: Sequence[tuple[list[int], int, int]], num_queries: int) ->
         q, k, v = _noise(tokens, heads, 128), _noise(tokens, kv_heads, 128), _noise(tokens, kv_heads, 128).flip(0)
         kv = LayerKV(_noise(blocks, BLOCK, kv_heads, 128), _noise(blocks, BLOCK, kv_heads, 128).flip(0).contiguous())
         wide = LayerKV(kv.keys.float(), kv.values.float())
-        expected = TorchAttention().prepare(batch).forward(q.float(), k.float(), v.float(), wide, 128**-0.5, None)
-        ours = backend.prepare(batch).forward(q, k, v, kv, 128**-0.5, None)
+        expected = TorchAttention().prepare(batch).forward(q.float(), k.float(), v.float(), wide, params)
+        ours = backend.prepare(batch).forward(q, k, v, kv, params)
         require(torch.equal(kv.keys.float(), wide.keys), "the step's keys are not in the cache")
         errors.append(relative_error(ours, expected))
     return _worst(errors)

@@ -14,7 +14,7 @@ from benchmarks.workload import Job
 from tandem.configs.schema import CacheSettings, EngineSettings
 from tandem.workers.engine.engine import Engine
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.families import load_spec
+from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.rank.kv_cache import block_bytes
 
 GIB = 2**30
@@ -47,7 +47,7 @@ class KVModel:
     def block_bytes(self) -> int:
         """KV bytes of one block."""
         spec = self.spec
-        return block_bytes(spec.num_layers, BLOCK, spec.num_kv_heads, spec.head_dim, getattr(torch, self.dtype))
+        return block_bytes(spec.num_layers, BLOCK, spec.kv_heads, spec.head_dim, getattr(torch, self.dtype))
 
     def settings(self, variant: Variant, disk_folder: Path | None = None) -> EngineSettings:
         """Settings of a variant; half a block is added, because rounding GiB down would take one."""

@@ -23,7 +23,7 @@ from tandem.configs.schema import EngineSettings, LoraSettings
 from tandem.workers.lora.peft.peft_folder import adapter_digest
 from tandem.workers.messages.request import AdapterRef
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.families import load_spec
+from tandem.workers.models.spec.config_reader import load_spec
 
 OUT = ROOT / "out" / "adapters"
 QV = ("q_proj", "v_proj")
@@ -81,8 +81,8 @@ class AdapterSet:
 
 def shapes_of(spec: ArchSpec) -> dict[str, tuple[int, int]]:
     """Inputs and outputs of every projection of a layer."""
-    hidden, mlp = spec.hidden_size, spec.intermediate_size
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    hidden, mlp = spec.hidden_size, spec.layers[0].mlp.width
+    q, kv = spec.layers[0].attention.num_heads * spec.head_dim, spec.kv_heads * spec.head_dim
     return {
         "q_proj": (hidden, q),
         "k_proj": (hidden, kv),

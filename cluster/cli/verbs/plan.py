@@ -21,6 +21,7 @@ from tandem.configs.load import build_settings
 from tandem.configs.options import OPTIONS
 from tandem.configs.schema import EngineSettings
 from tandem.workers.models.spec.arch import ArchSpec
+from tandem.workers.models.spec.families import parameters_of
 from tandem.workers.models.spec.headers import CheckpointFacts, read_checkpoint_facts
 from tandem.workers.planning.budget import GIB, available_bytes
 from tandem.workers.planning.model_source import find_model
@@ -134,11 +135,11 @@ def _find(name: str, settings: EngineSettings, asked: _Asked) -> dict[str, Any]:
         "model": name,
         "architecture": spec.architecture,
         "num_layers": spec.num_layers,
-        "num_parameters": spec.num_parameters,
+        "num_parameters": parameters_of(spec).num_elements,
         "dtype": model.dtype,
         "kv_dtype": model.kv_dtype,
         "lora": msgspec.structs.asdict(model.settings.lora),
-        "checkpoint": None if facts is None else _checkpoint(facts, spec.num_parameters),
+        "checkpoint": None if facts is None else _checkpoint(facts, parameters_of(spec).num_elements),
         "memory": asdict(model.memory),
         "plan": _plain(model.plan(given.tensor_parallel_size, given.pipeline_parallel_size)),
         "num_ranks": num_ranks,

@@ -20,7 +20,7 @@ from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.kernels.fused_ops import TorchFusedOps
 from tandem.workers.messages.step import RowSampling
 from tandem.workers.models.decoder import Decoder
-from tandem.workers.models.spec.arch import Activation, ArchSpec, RopeSpec
+from tandem.workers.models.spec.arch import Activation, ArchSpec, AttentionParams, Gated, Gqa, LayerSpec, Norm, RopeSpec
 from tandem.workers.platforms.base import DeviceMemory
 from tandem.workers.platforms.cpu import HostAccelerator, cpu_platform
 from tandem.workers.platforms.cuda import platform_on
@@ -109,13 +109,15 @@ def test_it_holds_reads_by_index_and_copies_that_do_not_block() -> None:
 
 def spec_of(qk_norm: bool) -> ArchSpec:
     """Qwen3's shape of a layer with a norm of q and k, else Llama's; 2 layers."""
+    dim, norm = 16 if qk_norm else 8, Norm(1e-6)
+    layer = LayerSpec(
+        attention=Gqa(num_heads=4, num_kv_heads=2, head_dim=dim, qk_norm=qk_norm),
+        params=AttentionParams(dim**-0.5), position=RopeSpec(), norm=norm, mlp=Gated(48, Activation.SILU),
+    )  # fmt: skip
     return ArchSpec(
-        architecture="Qwen3ForCausalLM" if qk_norm else "LlamaForCausalLM",
-        vocab_size=97, hidden_size=32, intermediate_size=48, num_layers=LAYERS, num_heads=4, num_kv_heads=2,
-        head_dim=16 if qk_norm else 8, max_position_embeddings=256, norm_eps=1e-6, activation=Activation.SILU,
-        rope=RopeSpec(), rotary_layers=(True,) * LAYERS, windows=(None,) * LAYERS, qkv_bias=False, o_bias=False,
-        mlp_bias=False, qk_norm=qk_norm, tie_word_embeddings=qk_norm, torch_dtype="bfloat16", bos_token_id=None,
-        eos_token_ids=(),
+        architecture="Qwen3ForCausalLM" if qk_norm else "LlamaForCausalLM", vocab_size=97, hidden_size=32,
+        layers=(layer,) * LAYERS, max_position_embeddings=256, final_norm=norm, tie_word_embeddings=qk_norm,
+        torch_dtype="bfloat16", bos_token_id=None, eos_token_ids=(),
     )  # fmt: skip
 
 

@@ -10,13 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.parallel.linear import LinearPart, Shard
+from tandem.parallel.linear import LinearPart
+from tandem.parallel.params import Span
 from tandem.workers.lora.device.host_copy import make_shard
 from tandem.workers.lora.device.layout import ALIGNED_ELEMENTS, ShardShape, pack
 from tandem.workers.lora.device.slab import AdapterSlab
 from tandem.workers.lora.peft.peft_folder import Shape, adapted_linears, read_adapter
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.families import load_spec
+from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.platforms.cpu import HostAccelerator, cpu_platform
 
 DEMO = Path(__file__).resolve().parents[3] / "configs" / "demo"
@@ -29,7 +30,7 @@ def linears_of(spec: ArchSpec) -> dict[str, Shape]:
 
 
 def shape_of(sizes: list[tuple[int, int]], max_rank: int) -> ShardShape:
-    parts = [LinearPart(str(n), Shard(i, 0, i), Shard(o, 0, o)) for n, (i, o) in enumerate(sizes)]
+    parts = [LinearPart(str(n), Span(i, 0, i), Span(o, 0, o)) for n, (i, o) in enumerate(sizes)]
     return ShardShape.of(parts, max_rank)
 
 
@@ -73,9 +74,9 @@ def test_the_slab_holds_this_ranks_part_of_every_number(dtype: torch.dtype, tp_r
     parts = []
     for name, whole in linears_of(spec).items():
         by_rows = name.endswith(("o_proj", "down_proj"))
-        full = (Shard(whole.inputs, 0, whole.inputs), Shard(whole.outputs, 0, whole.outputs))
+        full = (Span(whole.inputs, 0, whole.inputs), Span(whole.outputs, 0, whole.outputs))
         cut = full[not by_rows].total // tp_size
-        own = Shard(full[not by_rows].total, tp_rank * cut, cut)
+        own = Span(full[not by_rows].total, tp_rank * cut, cut)
         parts.append(LinearPart(name, own if by_rows else full[0], full[1] if by_rows else own))
     shape = ShardShape.of(parts, MAX_RANK)
     adapters = [read_adapter(DEMO / "adapters" / name, spec, MAX_RANK) for name in ("pirate", "shout")]
@@ -104,7 +105,7 @@ def test_the_slab_holds_this_ranks_part_of_every_number(dtype: torch.dtype, tp_r
 def test_a_slot_that_is_used_again_forgets_what_was_there() -> None:
     spec = load_spec(DEMO / "model")
     parts = [
-        LinearPart(name, Shard(s.inputs, 0, s.inputs), Shard(s.outputs, 0, s.outputs))
+        LinearPart(name, Span(s.inputs, 0, s.inputs), Span(s.outputs, 0, s.outputs))
         for name, s in linears_of(spec).items()
     ]
     shape = ShardShape.of(parts, MAX_RANK)

@@ -25,7 +25,7 @@ from tandem.workers.lora.peft.peft_folder import (
 )
 from tandem.workers.messages.errors import AdapterRefused
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.families import load_spec
+from tandem.workers.models.spec.config_reader import load_spec
 
 DEMO = Path(__file__).resolve().parents[3] / "configs" / "demo"
 CONFIG = {
@@ -270,7 +270,6 @@ def test_another_base_is_refused_by_its_shapes(tmp_path: Path, spec: ArchSpec) -
         ("peft_type", "LOHA"),
         ("task_type", "SEQ_CLS"),
         ("modules_to_save", ["lm_head"]),
-        ("fan_in_fan_out", True),
         ("layer_replication", [[0, 2]]),
         ("trainable_token_indices", [1]),
         ("lora_bias", True),

@@ -11,8 +11,9 @@ from tandem.parallel.linear_methods import can_pack
 from tandem.parallel.mesh import Mesh
 from tandem.workers.models.decoder import Decoder, build_decoder
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.families import load_spec
-from tandem.workers.models.spec.sizes import adapter_bytes, kv_token_bytes, layer_linears, rank_weights
+from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.families import parameters_of
+from tandem.workers.models.spec.sizes import adapter_bytes, kv_token_bytes, rank_weights
 from tandem.workers.platforms.cpu import cpu_platform
 from tandem.workers.rank.kv_cache import block_bytes
 from tests.support.tiny_models import BY_NAME, save_tiny_model
@@ -83,7 +84,7 @@ def test_bytes_that_stream_are_predicted(root: Path, name: str) -> None:
 
 def test_an_adapter_counts_both_factors_of_every_linear(root: Path) -> None:
     spec = load_spec(save_tiny_model(BY_NAME["llama-gqa"], root))
-    whole = sum(16 * (x.inputs + x.outputs) for x in layer_linears(spec, 1))
+    whole = sum(16 * sum(param.shape) for param in parameters_of(spec).layers[0].matrices)
     assert adapter_bytes(spec, Mesh(), 16, 2) == spec.num_layers * whole * 2
     cut = [adapter_bytes(spec, Mesh(2, 2, rank), 16, 2) for rank in range(4)]
     assert len(set(cut)) == 1

@@ -3,17 +3,31 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from tandem.configs.errors import SettingsError
-from tandem.parallel.checkpoint import DummySource, SafetensorsSource, assemble, load
-from tandem.parallel.params import Init, ParameterSlot, ShardSpec, Slice, whole
+from tandem.parallel.checkpoint import DummySource, ParameterSlot, SafetensorsSource, assemble, load
+from tandem.parallel.mesh import Mesh
+from tandem.parallel.params import WHOLE, Init, Param, Shard, Source
 
 CPU = torch.device("cpu")
 A, B = torch.arange(24.0).view(6, 4), torch.arange(8.0).view(2, 4) + 100
+
+
+def param(name: str, *shape: int, shard: Shard = WHOLE, init: Init = Init.NORMAL, **source: Any) -> Param:
+    names = source.pop("names", (name,))
+    return Param(name=name, shape=shape, role="any", source=Source(names, **source), shard=shard, init=init)
+
+
+A_PARAM, B_PARAM = param("a", 6, 4), param("b", 2, 4)
+
+
+def one(*params: Param) -> ParameterSlot:
+    return ParameterSlot(params, lambda _: None)
 
 
 @pytest.fixture
@@ -23,62 +37,90 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_slices_are_stacked_and_cast(folder: Path) -> None:
-    source = SafetensorsSource(folder, ["a", "b"])
-    shard = ShardSpec((Slice("a", (6, 4), 0, 2, 3), Slice("b", (2, 4), 0, 1, 1)))
-    got = assemble(shard, source, torch.bfloat16, CPU)
+@pytest.fixture
+def source(folder: Path) -> SafetensorsSource:
+    return SafetensorsSource(folder, [A_PARAM, B_PARAM])
+
+
+def test_shares_are_stacked_and_cast(source: SafetensorsSource) -> None:
+    slot = one(param("a", 6, 4, shard=Shard("tp")), param("b", 2, 4, shard=Shard("tp")))
+    got = assemble(slot, source, torch.bfloat16, CPU, Mesh(2, 1, 1))
     assert got.dtype is torch.bfloat16
-    assert torch.equal(got.float(), torch.cat((A[2:5], B[1:])))
+    assert torch.equal(got.float(), torch.cat((A[3:], B[1:])))
 
 
-def test_columns_and_padding(folder: Path) -> None:
-    source = SafetensorsSource(folder, ["a", "b"])
-    columns = assemble(ShardSpec((Slice("a", (6, 4), 1, 2, 2),)), source, torch.float32, CPU)
+def test_columns_and_padding(source: SafetensorsSource) -> None:
+    columns = assemble(one(param("a", 6, 4, shard=Shard("tp", dim=1))), source, torch.float32, CPU, Mesh(2, 1, 1))
     assert torch.equal(columns, A[:, 2:])
-    padded = assemble(ShardSpec((Slice("a", (6, 4), 0, 4, 4),)), source, torch.float32, CPU)
-    assert torch.equal(padded, torch.cat((A[4:], torch.zeros(2, 4))))
-    beyond = assemble(ShardSpec((Slice("a", (6, 4), 0, 8, 4),)), source, torch.float32, CPU)
-    assert torch.equal(beyond, torch.zeros(4, 4))
+    padded = one(param("a", 6, 4, shard=Shard("tp", pads=True)))
+    shares = [assemble(padded, source, torch.float32, CPU, Mesh(4, 1, rank)) for rank in range(4)]
+    assert torch.equal(torch.cat(shares), torch.cat((A, torch.zeros(2, 4))))
+    assert torch.equal(shares[3], torch.zeros(2, 4))
 
 
-def test_load_hands_out_tensors_of_their_own(folder: Path) -> None:
+def test_parts_of_a_stored_tensor(folder: Path) -> None:
+    """Fused, interleaved by heads, transposed, and stored with an offset."""
+    source = SafetensorsSource(folder, [A_PARAM, B_PARAM])
+
+    def read(wanted: Param, mesh: Mesh | None = None) -> torch.Tensor:
+        return assemble(one(wanted), source, torch.float32, CPU, mesh or Mesh())
+
+    assert torch.equal(read(param("k", 2, 4, names=("a",), rows=6, start=2)), A[2:4])
+    by_heads = param("v", 2, 4, names=("a",), rows=6, start=2, run=1, stride=3, shard=Shard("tp"))
+    assert torch.equal(read(by_heads), A[[2, 5]])
+    assert torch.equal(read(by_heads, Mesh(2, 1, 1)), A[[5]])
+    turned = param("t", 4, 6, names=("a",), transposed=True, shard=Shard("tp"))
+    assert torch.equal(read(turned), A.T)
+    assert torch.equal(read(turned, Mesh(2, 1, 1)), A.T[2:])
+    columns = param("t", 2, 6, names=("a",), rows=4, start=1, transposed=True, shard=Shard("tp", dim=1))
+    assert torch.equal(read(columns, Mesh(2, 1, 0)), A.T[1:3, :3])
+    assert torch.equal(read(param("n", 2, 4, names=("b",), add=1.0)), B + 1)
+
+
+def test_a_parameter_may_be_stored_under_several_names(folder: Path) -> None:
+    tied = param("head", 2, 4, names=("head", "b"))
+    assert torch.equal(assemble(one(tied), SafetensorsSource(folder, [A_PARAM, tied]), torch.float32, CPU, Mesh()), B)
+    with pytest.raises(SettingsError, match="tensor head or table is in none"):
+        SafetensorsSource(folder, [A_PARAM, B_PARAM, param("head", 2, 4, names=("head", "table"))])
+
+
+def test_load_hands_out_tensors_of_their_own(folder: Path, source: SafetensorsSource) -> None:
     """Nothing stays mapped: overwriting the file later cannot change or crash a running model."""
     taken: list[torch.Tensor] = []
-    slots = [ParameterSlot(whole("b", 2, 4), taken.append)]
-    assert load(slots, SafetensorsSource(folder, ["a", "b"]), dtype=torch.float32, device=CPU, progress=False) == 32
+    slots = [ParameterSlot((B_PARAM,), taken.append)]
+    assert load(slots, source, dtype=torch.float32, device=CPU, progress=False) == 32
     (folder / "two.safetensors").write_bytes(bytes((folder / "two.safetensors").stat().st_size))
     assert torch.equal(taken[0], B)
 
 
-def test_load_tells_how_far_it_is(folder: Path) -> None:
+def test_load_tells_how_far_it_is(source: SafetensorsSource) -> None:
     told: list[tuple[int, int]] = []
-    slots = [ParameterSlot(whole("b", 2, 4), lambda _: None), ParameterSlot(whole("a", 6, 4), lambda _: None)]
-    source = SafetensorsSource(folder, ["a", "b"])
+    slots = [one(B_PARAM), one(A_PARAM)]
     load(slots, source, dtype=torch.bfloat16, device=CPU, progress=False, on_bytes=lambda *said: told.append(said))
     assert told == [(0, 64), (16, 64), (64, 64)]
 
 
 def test_missing_unexpected_and_misshapen_tensors_are_named(folder: Path) -> None:
     with pytest.raises(SettingsError, match="tensor c is in none"):
-        SafetensorsSource(folder, ["a", "b", "c"])
+        SafetensorsSource(folder, [A_PARAM, B_PARAM, param("c", 1)])
     with pytest.raises(SettingsError, match=r"two\.safetensors: tensor b does not belong"):
-        SafetensorsSource(folder, ["a"])
-    SafetensorsSource(folder, ["a"], ignored_suffixes=("b",))
-    source = SafetensorsSource(folder, ["a", "b"])
+        SafetensorsSource(folder, [A_PARAM])
+    SafetensorsSource(folder, [A_PARAM], ignored_suffixes=("b",))
+    wrong = param("a", 4, 6)
     with pytest.raises(SettingsError, match=r"one\.safetensors: tensor a has shape \[6, 4\].* \[4, 6\]"):
-        source.read(Slice("a", (4, 6)), Init.NORMAL)
+        SafetensorsSource(folder, [wrong, B_PARAM]).read(wrong, 0, 0, 4)
 
 
 def test_damaged_folders(folder: Path, tmp_path: Path) -> None:
     (folder / "one.safetensors").write_bytes(b"not safetensors at all")
     with pytest.raises(SettingsError, match=r"cannot read .*one\.safetensors"):
-        SafetensorsSource(folder, ["a", "b"])
+        SafetensorsSource(folder, [A_PARAM, B_PARAM])
     (folder / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(SettingsError, match="index"):
-        SafetensorsSource(folder, ["a", "b"])
+        SafetensorsSource(folder, [A_PARAM, B_PARAM])
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"b": "gone.safetensors"}}))
     with pytest.raises(SettingsError, match=r"gone\.safetensors"):
-        SafetensorsSource(folder, ["b"]).read(Slice("b", (2, 4)), Init.NORMAL)
+        SafetensorsSource(folder, [B_PARAM]).read(B_PARAM, 0, 0, 2)
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(SettingsError, match=r"no \.safetensors file"):
@@ -87,13 +129,13 @@ def test_damaged_folders(folder: Path, tmp_path: Path) -> None:
 
 def test_dummy_slices_belong_to_one_tensor() -> None:
     """Every rank cuts its share from the same random tensor, whatever the degree."""
-    source = DummySource(3, torch.float32)
-    full = source.read(Slice("w", (8, 6)), Init.NORMAL)
-    halves = [source.read(Slice("w", (8, 6), 1, start, 3), Init.NORMAL) for start in (0, 3)]
+    source, w = DummySource(3, torch.float32), param("w", 8, 6)
+    full = source.read(w, 0, 0, 8)
+    halves = [source.read(w, 1, start, 3) for start in (0, 3)]
     assert torch.equal(torch.cat(halves, dim=1), full)
-    assert not torch.equal(full, source.read(Slice("v", (8, 6)), Init.NORMAL))
-    assert not torch.equal(full, DummySource(4, torch.float32).read(Slice("w", (8, 6)), Init.NORMAL))
-    assert torch.equal(source.read(Slice("n", (5,)), Init.ONES), torch.ones(5))
+    assert not torch.equal(full, source.read(param("v", 8, 6), 0, 0, 8))
+    assert not torch.equal(full, DummySource(4, torch.float32).read(w, 0, 0, 8))
+    assert torch.equal(source.read(param("n", 5, init=Init.ONES), 0, 0, 5), torch.ones(5))
 
 
 @pytest.mark.parametrize("progress", [True, False])
@@ -101,8 +143,8 @@ def test_progress_is_a_bar_of_bytes_and_nothing_where_it_is_not_wanted(
     folder: Path, progress: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All bytes of this rank's slots, in the dtype that they get."""
-    slots = [ParameterSlot(whole(name, *tensor.shape), lambda _: None) for name, tensor in (("a", A), ("b", B))] * 50
-    load(slots, SafetensorsSource(folder, ["a", "b"]), dtype=torch.bfloat16, device=CPU, progress=progress)
+    slots = [one(A_PARAM), one(B_PARAM)] * 50
+    load(slots, SafetensorsSource(folder, [A_PARAM, B_PARAM]), dtype=torch.bfloat16, device=CPU, progress=progress)
     drawn = capsys.readouterr().err.rstrip().rsplit("\r", 1)[-1]
     assert bool(re.fullmatch(r"loading weights: 100%\|\S+\| 3\.20k/3\.20k \[.*B/s\]", drawn)) == progress, drawn
     assert progress or not drawn

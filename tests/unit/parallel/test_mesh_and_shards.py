@@ -5,7 +5,7 @@ import torch
 
 from tandem.parallel.linear_methods import PackedMatrix, PlainMatrix, can_pack
 from tandem.parallel.mesh import Mesh, layer_range
-from tandem.parallel.params import even_range, kv_head_range, padded_range
+from tandem.parallel.params import WHOLE, Param, Shard, Source
 from tandem.workers.platforms.cpu import cpu_platform
 
 
@@ -28,11 +28,35 @@ def test_stages_cover_the_layers_evenly(num_layers: int, pp_size: int) -> None:
     assert sizes[-1] == min(sizes), "the last stage has the head besides"
 
 
-def test_ranges() -> None:
-    assert [even_range(12, rank, 3) for rank in range(3)] == [(0, 4), (4, 4), (8, 4)]
-    assert [padded_range(10, rank, 4) for rank in range(4)] == [(0, 3), (3, 3), (6, 3), (9, 3)]
-    assert [kv_head_range(4, rank, 2) for rank in range(2)] == [(0, 2), (2, 2)]
-    assert [kv_head_range(2, rank, 4) for rank in range(4)] == [(0, 1), (0, 1), (1, 1), (1, 1)]
+def spans(shard: Shard, size: int, num_ranks: int) -> list[tuple[int, int]]:
+    found = [shard.span(size, rank, num_ranks) for rank in range(num_ranks)]
+    assert {span.total for span in found} == {size}
+    return [(span.start, span.length) for span in found]
+
+
+def test_spans() -> None:
+    assert spans(WHOLE, 5, 2) == [(0, 5), (0, 5)]
+    assert spans(Shard("tp"), 12, 3) == [(0, 4), (4, 4), (8, 4)]
+    assert spans(Shard("tp", pads=True), 10, 4) == [(0, 3), (3, 3), (6, 3), (9, 3)]
+    kv = Shard("tp", unit=8, replicate=True)
+    assert spans(kv, 32, 2) == [(0, 16), (16, 16)]
+    assert spans(kv, 16, 4) == [(0, 8), (0, 8), (8, 8), (8, 8)]
+
+
+def test_a_parameter_is_cut_along_one_dimension() -> None:
+    param = Param(name="o.weight", shape=(6, 8), role="o", source=Source(("o.weight",)), shard=Shard("tp", dim=1))
+    assert param.stem == "o"
+    assert [param.local_shape(rank, 2) for rank in (0, 1)] == [(6, 4), (6, 4)]
+    assert param.local_elements(1, 2) == 24
+    assert (param.span(1, 1, 2).start, param.span(0, 1, 2).length) == (4, 6)
+
+
+def test_rows_of_fused_and_interleaved_tensors() -> None:
+    assert list(Source(("qkv",), start=8).stored(2, 3)) == [(10, 3)]
+    by_heads = Source(("qkv",), start=4, run=4, stride=12)  # k of q, k, v per head, heads of 4
+    assert list(by_heads.stored(0, 8)) == [(4, 4), (16, 4)]
+    assert list(by_heads.stored(6, 4)) == [(18, 2), (28, 2)]
+    assert list(by_heads.stored(4, 0)) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

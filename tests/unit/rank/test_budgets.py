@@ -9,7 +9,7 @@ import torch
 from tandem.parallel.context import ParallelContext
 from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan
 from tandem.workers.models.decoder import build_decoder
-from tandem.workers.models.spec.families import load_spec
+from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.rank.kv_cache import KVCache
 from tandem.workers.rank.model_runner import ModelRunner
 from tandem.workers.rank.row_table import RowTable
@@ -31,7 +31,7 @@ def decode_counts(folder: Path, num_layers: int, sampling: RowSampling) -> dict[
     platform = traced_platform(accelerator)
     with accelerator.tracing():
         decoder = build_decoder(spec, ParallelContext.single(), folder=model, dtype=torch.float32, platform=platform)
-        kv = KVCache.allocate(num_layers, 8, 16, spec.num_kv_heads, spec.head_dim, torch.float32, platform)
+        kv = KVCache.allocate(num_layers, 8, 16, spec.kv_heads, spec.head_dim, torch.float32, platform)
         table = RowTable(ROWS, 64, 16, spec.vocab_size)
         runner = ModelRunner(decoder, ParallelContext.single(), kv, table, platform)
         inits = [

@@ -14,7 +14,7 @@ from tandem.configs.schema import CacheSettings, DeviceSettings, EngineSettings,
 from tandem.parallel.context import ParallelContext
 from tandem.workers.engine.executor import Executor
 from tandem.workers.executor.in_process_ranks import in_process_group
-from tandem.workers.models.spec.families import load_spec
+from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.platforms.cpu import cpu_platform
 from tandem.workers.platforms.cuda import open_platform
 from tandem.workers.rank.loading import LoadedRank, choose_dtype

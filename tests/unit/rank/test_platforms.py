@@ -12,7 +12,8 @@ import torch
 from tandem.configs.schema import DeviceSettings, EngineSettings, ModelSettings
 from tandem.offload.copies.host_slab import HostSlab
 from tandem.parallel import groups
-from tandem.parallel.linear import LinearPart, Shard
+from tandem.parallel.linear import LinearPart
+from tandem.parallel.params import Span
 from tandem.workers.attention.pieces import WORKSPACE_BYTES
 from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.lora.device.layout import ShardShape
@@ -172,8 +173,8 @@ def test_both_paths_of_every_layer_and_of_the_embedding_are_warm() -> None:
 
     assert min(TritonLora.warm_up_tokens) <= TOKEN_STEP < max(TritonLora.warm_up_tokens)
     parts = [
-        LinearPart("q", Shard(16, 0, 16), Shard(32, 0, 32)),
-        LinearPart("table", Shard(20, 0, 20), Shard(16, 0, 16)),
+        LinearPart("q", Span(16, 0, 16), Span(32, 0, 32)),
+        LinearPart("table", Span(20, 0, 20), Span(16, 0, 16)),
     ]
     slab = AdapterSlab(ShardShape.of(parts, 8), 3, torch.float32, cpu_platform(), with_identity=True)
     recorder = Recorder()
@@ -185,7 +186,7 @@ def test_both_paths_of_every_layer_and_of_the_embedding_are_warm() -> None:
 
 
 def test_tables_hold_a_slot_for_every_page_and_begin_aligned() -> None:
-    parts = [LinearPart(f"{n}", Shard(16, 0, 16), Shard(32, 0, 32)) for n in range(3)]
+    parts = [LinearPart(f"{n}", Span(16, 0, 16), Span(32, 0, 32)) for n in range(3)]
     slab = AdapterSlab(ShardShape.of(parts, 3), 5, torch.float32, cpu_platform())
     first = slab.tables[0]
     for table in slab.tables:

@@ -14,7 +14,7 @@ import torch
 
 from tandem.offload.copies.accelerator import Accelerator
 from tandem.offload.copies.host_slab import HostSlab
-from tandem.parallel.linear import Shard
+from tandem.parallel.linear import LinearPart
 from tandem.workers.lora.device.layout import Ints, Packing, ShardShape, pack, row_strides
 from tandem.workers.lora.peft.peft_folder import LoraModule, PeftAdapter, TensorAt
 from tandem.workers.messages.errors import AdapterRefused
@@ -48,7 +48,7 @@ class HostCopy:
 def make_shard(adapter: PeftAdapter, shape: ShardShape, dtype: torch.dtype, accelerator: Accelerator) -> HostCopy:
     """AdapterRefused when a number does not fit dtype, OSError without the memory."""
     modules = {module.name: module for module in adapter.facts.modules}
-    found = [modules.get(part.name) for part in shape.parts]
+    found = [modules.get(part.module) for part in shape.parts]
     ranks_S = np.array([0 if module is None else module.rank for module in found], np.int64)
     scales_S = np.array([0.0 if module is None else module.scale for module in found], np.float32)
     packing = pack(shape, ranks_S)
@@ -61,7 +61,7 @@ def make_shard(adapter: PeftAdapter, shape: ShardShape, dtype: torch.dtype, acce
     try:
         for projection, (part, module) in enumerate(zip(shape.parts, found, strict=True)):
             if module is not None:
-                a_RI, b_RO = _rows(adapter, module, part.inputs, part.outputs)
+                a_RI, b_RO = _rows(adapter, module, part)
                 _copy_rows(a_RI, starts_2SR[0, projection], strides_2S[0, projection], pages_NE, module.a)
                 _copy_rows(b_RO, starts_2SR[1, projection], strides_2S[1, projection], pages_NE, module.b)
     except BaseException:
@@ -70,10 +70,13 @@ def make_shard(adapter: PeftAdapter, shape: ShardShape, dtype: torch.dtype, acce
     return copy
 
 
-def _rows(adapter: PeftAdapter, module: LoraModule, inputs: Shard, outputs: Shard) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's rows of A and of B transposed, views in the file's dtype."""
+def _rows(adapter: PeftAdapter, module: LoraModule, part: LinearPart) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's rows of A and of B transposed, in the file's dtype; views where a projection's rows follow one
+    another."""
     a_RI, b_OR = _matrix(adapter, module.a), _matrix(adapter, module.b)
-    return a_RI[:, inputs.start : inputs.start + inputs.length], b_OR[outputs.start : outputs.start + outputs.length].T
+    own = [b_OR[first : first + count] for first, count in part.module_rows()]
+    inputs = slice(part.inputs.start, part.inputs.start + part.inputs.length)
+    return a_RI[:, inputs], (own[0] if len(own) == 1 else torch.cat(own)).T
 
 
 def _matrix(adapter: PeftAdapter, tensor: TensorAt) -> torch.Tensor:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from tandem.parallel.linear import LinearPart, Shard
+from tandem.parallel.linear import LinearPart
+from tandem.parallel.params import Span
 from tandem.workers.planning import adapter_room
 from tandem.workers.planning.adapter_room import ALIGNED_ELEMENTS, count_pages, filled
 
@@ -68,7 +69,7 @@ def in_pieces(part: LinearPart, page_elements: int) -> list[LinearPart]:
     whole = part.inputs if by_inputs else part.outputs
     pieces = []
     for first in range(0, whole.length, page_elements):
-        piece = Shard(whole.total, whole.start + first, min(page_elements, whole.length - first))
+        piece = Span(whole.total, whole.start + first, min(page_elements, whole.length - first))
         if by_inputs:
             pieces.append(replace(part, inputs=piece))
         else:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from tandem.workers.lora.peft.peft_folder import ELEMENT_BYTES, Bytes, PeftAdapter
 from tandem.workers.messages.errors import AdapterRefused
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.families import family_of
+from tandem.workers.models.spec.families import family_of, parameters_of
 from tandem.workers.models.spec.headers import MOST_HEADER_BYTES
 
 SAMPLED_ROWS: Final = 64
@@ -27,14 +27,14 @@ Floats = npt.NDArray[np.float32]
 
 def check_base_tables(adapter: PeftAdapter, model_folder: Path, spec: ArchSpec) -> None:
     """Raises AdapterRefused if a table saved with the adapter is not the checkpoint's."""
-    names = family_of(spec.architecture).names
+    table, prefix = parameters_of(spec), family_of(spec.architecture).names.base_prefix
     for module in adapter.facts.modules:
         if module.base is None:
             continue
-        tied = module.name == names.head and spec.tie_word_embeddings
+        param = table.head if module.name == table.head_name else table.embedding
         rows = sampled_rows(module.base.shape[0])
-        name = f"{names.embedding if tied else module.name}.weight"
-        theirs = read_rows(model_folder, (name, name.removeprefix(names.base_prefix)), rows)
+        stored = param.source.names
+        theirs = read_rows(model_folder, (*stored, *(name.removeprefix(prefix) for name in stored)), rows)
         copy = adapter.bytes_of(module.base).reshape(module.base.shape[0], -1)[rows]
         if not np.allclose(as_floats(copy, module.base.dtype), theirs, rtol=ROUNDING, atol=SMALLEST):
             raise AdapterRefused(f"tensor {module.base.name} is not this model's table: the adapter changes its base")

@@ -23,6 +23,7 @@ NO_EFFECT: Final = frozenset(
         "base_model_name_or_path",
         "corda_config",
         "eva_config",
+        "fan_in_fan_out",  # how the base stores its weights, which the base knows
         "inference_mode",
         "loftq_config",
         "lora_dropout",

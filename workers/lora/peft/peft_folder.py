@@ -19,8 +19,7 @@ import numpy.typing as npt
 from tandem.workers.lora.peft.peft_config import CONFIG_FILE, MOST_CONFIG_BYTES, LoraConfig, parse_config, parse_json
 from tandem.workers.messages.errors import AdapterRefused, AdapterUnreadable
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.families import family_of
-from tandem.workers.models.spec.sizes import layer_linears
+from tandem.workers.models.spec.families import parameters_of
 
 WEIGHT_FILE: Final = "adapter_model.safetensors"
 PICKLED_FILE: Final = "adapter_model.bin"
@@ -96,17 +95,15 @@ class PeftAdapter:
 
 def adapted_linears(spec: ArchSpec) -> dict[str, Shape]:
     """Returns the layers that an adapter may change, by name: the linear layers, the embedding and the head."""
-    names = family_of(spec.architecture).names
-    vocab, hidden = spec.vocab_size, spec.hidden_size
-    stems = (names.q, names.k, names.v, names.o, names.gate, names.up, names.down)
-    shapes = [Shape(linear.outputs, linear.inputs) for linear in layer_linears(spec, tp_size=1)]
+    table = parameters_of(spec)
+    vocab, hidden = table.embedding.shape
     of_layers = {
-        names.of_layer(layer, stem): shape
-        for layer in range(spec.num_layers)
-        for stem, shape in zip(stems, shapes, strict=True)
+        param.module: Shape(param.source.rows or param.shape[0], param.shape[1])
+        for layer in table.layers
+        for param in layer.matrices
     }
     embedding = Shape(hidden, vocab, is_embedding=True, is_table=True)
-    return {names.embedding: embedding, **of_layers, names.head: Shape(vocab, hidden, is_table=True)}
+    return {table.embedding.stem: embedding, **of_layers, table.head_name: Shape(vocab, hidden, is_table=True)}
 
 
 def most_file_bytes(spec: ArchSpec, max_rank: int) -> int:

@@ -4,67 +4,55 @@ T tokens, H hidden size, N query heads, K KV heads, S = N + K, D head dim; heads
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
+from tandem.parallel.checkpoint import ParameterSlot
 from tandem.parallel.context import ParallelContext
-from tandem.parallel.linear import AdaptableLinear, ColumnParallelLinear, Projection, RowParallelLinear
+from tandem.parallel.linear import AdaptableLinear, ColumnParallelLinear, RowParallelLinear
 from tandem.parallel.linear_methods import MakeMatrix
-from tandem.parallel.params import ParameterSlot, even_range, kv_head_range
+from tandem.parallel.params import Span
 from tandem.workers.attention.backend import AttentionStep
 from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.layers.norms import QKNorm
 from tandem.workers.models.layers.positions import Angles
-from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.weight_names import WeightNames
+from tandem.workers.models.spec.arch import AttentionParams, LayerSpec
+from tandem.workers.models.spec.parameters import LayerParams, Role
 
 
 class AttentionLayer:
-    """Attention of layer `layer` on this rank."""
+    """Attention of one layer on this rank."""
 
     def __init__(
-        self,
-        spec: ArchSpec,
-        names: WeightNames,
-        layer: int,
-        context: ParallelContext,
-        ops: FusedOps,
-        make: MakeMatrix,
+        self, spec: LayerSpec, params: LayerParams, context: ParallelContext, ops: FusedOps, make: MakeMatrix
     ) -> None:
-        def full(stem: str) -> str:
-            return names.of_layer(layer, stem)
-
-        dim = spec.head_dim
-        q_start, num_heads = even_range(spec.num_heads, context.tp_rank, context.tp_size)
-        kv_start, num_kv_heads = kv_head_range(spec.num_kv_heads, context.tp_rank, context.tp_size)
-        projections = [Projection(full(names.q), spec.num_heads * dim, q_start * dim, num_heads * dim)] + [
-            Projection(full(stem), spec.num_kv_heads * dim, kv_start * dim, num_kv_heads * dim)
-            for stem in (names.k, names.v)
-        ]
+        attention, weights = spec.attention, params.weights
+        dim, place = attention.head_dim, (context.tp_rank, context.tp_size)
+        num_heads, num_kv_heads = (weights[role].span(0, *place).length // dim for role in (Role.Q, Role.K))
         self._heads = (num_heads, num_kv_heads)
         self._head_dim = dim
-        self._scale = dim**-0.5
-        self._eps = spec.norm_eps
+        self._params = _own_heads(spec.params, weights[Role.Q].span(0, *place), dim)
+        self._eps = spec.norm.eps
         self._ops = ops
-        self._window = spec.windows[layer]
-        self._rotates = spec.rotary_layers[layer]
-        self._qkv = ColumnParallelLinear(spec.hidden_size, projections, spec.qkv_bias, make)
-        self._norm = (
-            QKNorm(full(names.q_norm), full(names.k_norm), num_heads, num_kv_heads, dim) if spec.qk_norm else None
-        )
-        self._o = RowParallelLinear(full(names.o), spec.num_heads * dim, spec.hidden_size, spec.o_bias, context, make)
+        self._rotates = spec.position is not None
+        self._qkv = ColumnParallelLinear(*params.merged("qkv"), context, make)
+        self._norm: QKNorm | None = None
+        if attention.qk_norm:
+            self._norm = QKNorm(weights[Role.Q_NORM], weights[Role.K_NORM], num_heads, num_kv_heads)
+        self._o = RowParallelLinear(*params.merged("o"), context, make)
 
-    def __call__(self, x_TH: torch.Tensor, angles: Angles, step: AttentionStep, kv: LayerKV) -> torch.Tensor:
+    def __call__(self, x_TH: torch.Tensor, angles: Angles | None, step: AttentionStep, kv: LayerKV) -> torch.Tensor:
         """Returns [T, H], before the residual. `kv`: this layer's cache, to which the step's tokens are added."""
         num_heads, num_kv_heads = self._heads
         qkv_TAD = self._qkv(x_TH).unflatten(-1, (-1, self._head_dim))
         qk_TSD, v_TKD = qkv_TAD.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
         weight_SD = None if self._norm is None else self._norm.weight_SD
-        cos_T1D, sin_T1D = (angles.cos_T1D, angles.sin_T1D) if self._rotates else (None, None)
+        cos_T1D, sin_T1D = (angles.cos_T1D, angles.sin_T1D) if self._rotates and angles is not None else (None, None)
         qk_TSD = self._ops.norm_rotate(qk_TSD, weight_SD, self._eps, cos_T1D, sin_T1D)
         q_TND, k_TKD = qk_TSD.split((num_heads, num_kv_heads), dim=1)
-        out_TND = step.forward(q_TND, k_TKD, v_TKD, kv, self._scale, self._window)
+        out_TND = step.forward(q_TND, k_TKD, v_TKD, kv, self._params)
         return self._o(out_TND.flatten(1))
 
     def linears(self) -> Iterator[AdaptableLinear]:
@@ -75,3 +63,11 @@ class AttentionLayer:
         if self._norm is not None:
             yield from self._norm.slots()
         yield from self._o.slots()
+
+
+def _own_heads(params: AttentionParams, rows: Span, head_dim: int) -> AttentionParams:
+    """Returns the parameters of this rank's query heads. rows: the rank's rows of the q projection."""
+    if params.slopes is None:
+        return params
+    first, count = rows.start // head_dim, rows.length // head_dim
+    return replace(params, slopes=params.slopes[first : first + count])

@@ -4,51 +4,52 @@ from collections.abc import Iterator
 
 import torch
 
+from tandem.parallel.checkpoint import ParameterSlot
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear import AdaptableLinear
 from tandem.parallel.linear_methods import MakeMatrix
-from tandem.parallel.params import ParameterSlot
 from tandem.workers.attention.backend import AttentionStep
 from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.layers.attention_layer import AttentionLayer
-from tandem.workers.models.layers.mlp import GatedMLP
-from tandem.workers.models.layers.norms import RMSNorm
+from tandem.workers.models.layers.mlp import MLP
+from tandem.workers.models.layers.norms import AddNorm, make_norm
 from tandem.workers.models.layers.positions import Angles
-from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.weight_names import WeightNames
+from tandem.workers.models.spec.arch import LayerSpec, Place
+from tandem.workers.models.spec.parameters import LayerParams, Role
 
 
 class DecoderLayer:
-    """Pre-norm attention and MLP, each added to the residual stream."""
+    """Attention and MLP with their norms, each added to the residual stream."""
 
     def __init__(
-        self,
-        spec: ArchSpec,
-        names: WeightNames,
-        layer: int,
-        context: ParallelContext,
-        ops: FusedOps,
-        make: MakeMatrix,
+        self, spec: LayerSpec, params: LayerParams, context: ParallelContext, ops: FusedOps, make: MakeMatrix
     ) -> None:
-        size, eps = spec.hidden_size, spec.norm_eps
-        self._attention_norm = RMSNorm(names.of_layer(layer, names.attention_norm), size, eps, ops)
-        self._attention = AttentionLayer(spec, names, layer, context, ops, make)
-        self._mlp_norm = RMSNorm(names.of_layer(layer, names.mlp_norm), size, eps, ops)
-        self._mlp = GatedMLP(spec, names, layer, context, ops, make)
+        def norm(role: Role) -> AddNorm:
+            return make_norm(spec.norm, params.norm(role), ops)
+
+        self._attention_norm, self._mlp_norm = norm(Role.ATTENTION_NORM), norm(Role.MLP_NORM)
+        self._attention = AttentionLayer(spec, params, context, ops, make)
+        self._mlp = MLP(spec.mlp, params, context, ops, make)
+        self._post_norms: tuple[AddNorm, AddNorm] | None = None
+        if spec.place is Place.SANDWICH:
+            self._post_norms = norm(Role.ATTENTION_POST_NORM), norm(Role.MLP_POST_NORM)
 
     def __call__(
         self,
         branch_TH: torch.Tensor | None,
         residual_TH: torch.Tensor,
-        angles: Angles,
+        angles: Angles | None,
         step: AttentionStep,
         kv: LayerKV,
     ) -> torch.Tensor:
         """Adds the previous layer's MLP output (`branch`, None at a stage's start) and its own attention to the
         residual, in place; returns its own MLP output for the next layer to add, fused with that layer's norm."""
         x_TH = self._attention(self._attention_norm(branch_TH, residual_TH), angles, step, kv)
-        return self._mlp(self._mlp_norm(x_TH, residual_TH))
+        if self._post_norms is None:
+            return self._mlp(self._mlp_norm(x_TH, residual_TH))
+        behind_attention, behind_mlp = self._post_norms
+        return behind_mlp.alone(self._mlp(self._mlp_norm(behind_attention.alone(x_TH), residual_TH)))
 
     def linears(self) -> Iterator[AdaptableLinear]:
         yield from self._attention.linears()
@@ -59,3 +60,5 @@ class DecoderLayer:
         yield from self._attention.slots()
         yield from self._mlp_norm.slots()
         yield from self._mlp.slots()
+        for norm in self._post_norms or ():
+            yield from norm.slots()

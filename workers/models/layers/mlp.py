@@ -1,6 +1,6 @@
-"""The gated MLP: down(activation(gate(x)) * up(x)), gate and up merged in one matmul (Shazeer 2020, GLU variants).
+"""The MLP of a layer: down(activation(gate(x)) * up(x)) (Shazeer 2020, GLU variants), or down(activation(up(x))).
 
-T tokens, H hidden size, M this rank's share of the MLP width.
+Gate and up are merged in one matmul. T tokens, H hidden size, M this rank's share of the MLP width.
 """
 
 from collections.abc import Callable, Iterator
@@ -8,54 +8,54 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 
+from tandem.parallel.checkpoint import ParameterSlot
 from tandem.parallel.context import ParallelContext
-from tandem.parallel.linear import AdaptableLinear, ColumnParallelLinear, Projection, RowParallelLinear
+from tandem.parallel.linear import AdaptableLinear, ColumnParallelLinear, RowParallelLinear
 from tandem.parallel.linear_methods import MakeMatrix
-from tandem.parallel.params import ParameterSlot, even_range
 from tandem.workers.kernels.fused_ops import FusedOps
-from tandem.workers.models.spec.arch import Activation, ArchSpec
-from tandem.workers.models.spec.weight_names import WeightNames
+from tandem.workers.models.spec.arch import Activation, Gated, Plain
+from tandem.workers.models.spec.parameters import LayerParams
+
+Middle = Callable[[torch.Tensor], torch.Tensor]
 
 
-def gating(kind: Activation, ops: FusedOps) -> Callable[[torch.Tensor], torch.Tensor]:
+def activation(kind: Activation) -> Middle:
+    """Returns an activation, which may overwrite its input."""
+    if kind is Activation.SILU:
+        return lambda x_TM: F.silu(x_TM, inplace=True)
+    approximate = "tanh" if kind is Activation.GELU_TANH else "none"
+    return lambda x_TM: F.gelu(x_TM, approximate=approximate)
+
+
+def gating(kind: Activation, ops: FusedOps) -> Middle:
     """Returns the function activation(gate) * up of rows [gate | up]."""
     if kind is Activation.SILU:
         return ops.silu_mul
-    approximate = "tanh" if kind is Activation.GELU_TANH else "none"
+    activate = activation(kind)
 
-    def gelu_mul(gate_up_TM: torch.Tensor) -> torch.Tensor:
+    def gate_mul(gate_up_TM: torch.Tensor) -> torch.Tensor:
         gate_TM, up_TM = gate_up_TM.chunk(2, dim=-1)
-        return F.gelu(gate_TM, approximate=approximate) * up_TM
+        return activate(gate_TM) * up_TM
 
-    return gelu_mul
+    return gate_mul
 
 
-class GatedMLP:
+class MLP:
     """One layer's MLP on this rank."""
 
     def __init__(
-        self,
-        spec: ArchSpec,
-        names: WeightNames,
-        layer: int,
-        context: ParallelContext,
-        ops: FusedOps,
-        make: MakeMatrix,
+        self, spec: Gated | Plain, params: LayerParams, context: ParallelContext, ops: FusedOps, make: MakeMatrix
     ) -> None:
-        width = spec.intermediate_size
-        start, length = even_range(width, context.tp_rank, context.tp_size)
-        projections = [Projection(names.of_layer(layer, stem), width, start, length) for stem in (names.gate, names.up)]
-        down = names.of_layer(layer, names.down)
-        self._gate = gating(spec.activation, ops)
-        self._gate_up = ColumnParallelLinear(spec.hidden_size, projections, spec.mlp_bias, make)
-        self._down = RowParallelLinear(down, width, spec.hidden_size, spec.mlp_bias, context, make)
+        self._middle = gating(spec.activation, ops) if isinstance(spec, Gated) else activation(spec.activation)
+        self._up = ColumnParallelLinear(*params.merged("up"), context, make)
+        self._down = RowParallelLinear(*params.merged("down"), context, make)
 
     def __call__(self, x_TH: torch.Tensor) -> torch.Tensor:
-        return self._down(self._gate(self._gate_up(x_TH)))
+        return self._down(self._middle(self._up(x_TH)))
 
     def linears(self) -> Iterator[AdaptableLinear]:
-        yield from (self._gate_up, self._down)
+        yield from (self._up, self._down)
 
     def slots(self) -> Iterator[ParameterSlot]:
-        yield from self._gate_up.slots()
+        yield from self._up.slots()
         yield from self._down.slots()

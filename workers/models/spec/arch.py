@@ -1,8 +1,7 @@
 """ArchSpec: the facts of one checkpoint, as frozen data that the decoder, the attention and the planners read.
 
-Built by families.py from config.json. Torch-free: the coordinator, the gateway and the launcher read it too. All
-registered families are pre-norm RMSNorm decoders with serial residuals, rotary positions and a gated MLP. Every other
-difference is a field here, and behaviour depends on these fields only.
+Built by families.py from config.json. Torch-free: the coordinator, the gateway and the launcher read it too. A model is
+its layers, each described by a LayerSpec; behaviour depends on these fields only.
 """
 
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ class RopeKind(StrEnum):
 
 
 class Activation(StrEnum):
-    """The gate's activation, as transformers spells `hidden_act`."""
+    """The MLP's activation, as transformers spells `hidden_act`."""
 
     SILU = "silu"
     GELU = "gelu"
@@ -47,73 +46,160 @@ class RopeSpec:
     mscale_all_dim: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Gqa:
+    """Attention with num_heads query heads in groups that share a key and value head (MHA and MQA are cases of it).
+    qk_norm: q and k pass an RMSNorm per head."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParams:
+    """All by which an attention kernel may vary; hashable. scale: of the products q @ k.
+
+    window: the number of last positions (itself included) that a token attends to, None for all. softcap: scores s
+    become softcap * tanh(s / softcap), None for none (Gemma 2). slopes: of each query head, the score falls by its
+    slope for each position of distance (ALiBi, Press et al. 2021), None for none.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    slopes: tuple[float, ...] | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether scores are scaled products, as every kernel computes them."""
+        return self.softcap is None and self.slopes is None
+
+
+class NormKind(StrEnum):
+    """RMS: RMSNorm (Zhang and Sennrich 2019). LAYER: LayerNorm, with a mean and a bias (Ba et al. 2016)."""
+
+    RMS = "rms"
+    LAYER = "layer"
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A norm. stores_offset: checkpoints store the weight less one, as Gemma's do."""
+
+    eps: float
+    kind: NormKind = NormKind.RMS
+    stores_offset: bool = False
+
+
+class Place(StrEnum):
+    """Where a layer's norms stand. PRE: before attention and MLP. SANDWICH: before and behind both (Gemma 2)."""
+
+    PRE = "pre"
+    SANDWICH = "sandwich"
+
+
+@dataclass(frozen=True, slots=True)
+class Gated:
+    """An MLP of down(activation(gate(x)) * up(x)), `width` wide."""
+
+    width: int
+    activation: Activation
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """An MLP of down(activation(up(x))), `width` wide."""
+
+    width: int
+    activation: Activation
+    bias: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """A table of positions that is added to the embeddings: `count` rows."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """One layer: attention and MLP, each with norms, added to the residual. position: None where q and k are not
+    rotated."""
+
+    attention: Gqa
+    params: AttentionParams
+    position: RopeSpec | None
+    norm: Norm
+    mlp: Gated | Plain
+    place: Place = Place.PRE
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArchSpec:
-    """One model. max_position_embeddings counts tokens of context, rope scaling included.
+    """One model. max_position_embeddings counts tokens of context, rope scaling included. torch_dtype: the
+    checkpoint's own, as config.json spells it.
 
-    windows[i]: the number of last positions (itself included) that a token of layer i attends to, None for all.
-    rotary_layers[i]: whether layer i rotates q and k. torch_dtype: the checkpoint's own, as config.json spells it.
+    positions: a table that is added to the embeddings, None for none. embedding_norm: of the embeddings.
+    embedding_scale: multiplies them. final_softcap: logits x become final_softcap * tanh(x / final_softcap).
     """
 
     architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[LayerSpec, ...]
     max_position_embeddings: int
-    norm_eps: float
-    activation: Activation
-    rope: RopeSpec
-    rotary_layers: tuple[bool, ...]
-    windows: tuple[int | None, ...]
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
+    final_norm: Norm
     tie_word_embeddings: bool
     torch_dtype: str | None
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    positions: Learned | None = None
+    embedding_norm: Norm | None = None
+    embedding_scale: float = 1.0
+    final_softcap: float | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of the cache, which are those of each layer."""
+        return self.layers[0].attention.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a key and of a value of the cache, which are those of each layer."""
+        return self.layers[0].attention.head_dim
 
     def check_parallel(self, tp_size: int, pp_size: int = 1) -> None:
         """Raises SettingsError when the model cannot be sharded this way. The vocabulary may be any size: it is
         padded."""
-        flag = "--tensor-parallel-size"
-        if self.num_heads % tp_size:
-            raise SettingsError(f"{flag} {tp_size} does not divide the model's {self.num_heads} attention heads", flag)
-        if self.num_kv_heads % tp_size and tp_size % self.num_kv_heads:
-            raise SettingsError(
-                f"{flag} {tp_size} neither divides nor is a multiple of the model's {self.num_kv_heads} KV heads", flag
-            )
-        if self.intermediate_size % tp_size:
-            raise SettingsError(
-                f"{flag} {tp_size} does not divide the model's MLP width {self.intermediate_size}", flag
-            )
+        for layer in dict.fromkeys(self.layers):
+            _check_layer(layer, tp_size)
         if not 1 <= pp_size <= self.num_layers:
             flag = "--pipeline-parallel-size"
             raise SettingsError(f"{flag} {pp_size} is outside 1..{self.num_layers}, the model's layers", flag)
 
     def local_kv_heads(self, tp_size: int) -> int:
         """Returns the KV heads of one rank; with more ranks than KV heads each head is held by several ranks."""
-        return max(1, self.num_kv_heads // tp_size)
+        return max(1, self.kv_heads // tp_size)
 
-    @property
-    def layer_parameters(self) -> int:
-        """Parameters of one layer: attention, MLP and norms."""
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        attention = self.hidden_size * (q + 2 * kv) + q * self.hidden_size
-        biases = self.qkv_bias * (q + 2 * kv) + self.o_bias * self.hidden_size
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        biases += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
-        norms = 2 * self.hidden_size + self.qk_norm * 2 * self.head_dim
-        return attention + mlp + biases + norms
 
-    @property
-    def num_parameters(self) -> int:
-        """Parameters of the whole model, a tied table counted once."""
-        table = self.vocab_size * self.hidden_size
-        tables = table if self.tie_word_embeddings else 2 * table
-        return self.num_layers * self.layer_parameters + tables + self.hidden_size
+def _check_layer(layer: LayerSpec, tp_size: int) -> None:
+    flag = "--tensor-parallel-size"
+    heads, kv_heads, width = layer.attention.num_heads, layer.attention.num_kv_heads, layer.mlp.width
+    if heads % tp_size:
+        raise SettingsError(f"{flag} {tp_size} does not divide the model's {heads} attention heads", flag)
+    if kv_heads % tp_size and tp_size % kv_heads:
+        raise SettingsError(
+            f"{flag} {tp_size} neither divides nor is a multiple of the model's {kv_heads} KV heads", flag
+        )
+    if width % tp_size:
+        raise SettingsError(f"{flag} {tp_size} does not divide the model's MLP width {width}", flag)

@@ -1,21 +1,17 @@
-"""Model families as rows of data, and config.json to ArchSpec.
+"""Model families as rows of data: where an architecture's config.json and checkpoint have what ArchSpec needs.
 
-`load_spec` is called by the launcher, the coordinator, the gateway and the ranks, so nothing here imports torch. Both
-the classic keys (rope_theta, rope_scaling, torch_dtype) and those of transformers 5 (rope_parameters, dtype,
-layer_types) are read. What the decoder cannot compute is refused by name, never ignored.
+config_reader.py reads config.json by a row, parameters.py names parameters by it. Torch-free.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from tandem.configs.errors import SettingsError, UnsupportedModelError
-from tandem.workers.models.spec.arch import Activation, ArchSpec
-from tandem.workers.models.spec.rope_config import context_length, rope_from_config
-from tandem.workers.models.spec.weight_names import WeightNames
+from tandem.configs.errors import UnsupportedModelError
+from tandem.workers.models.spec.arch import ArchSpec, NormKind, Place
+from tandem.workers.models.spec.parameters import FusedQkv, ParameterNames, ParameterTable, Role, parameters
 
 
 class Window(Enum):
@@ -24,33 +20,110 @@ class Window(Enum):
     NEVER = "never"
     ALWAYS = "always"
     IF_USED = "if_used"  # with `use_sliding_window`, on the layers that `layer_types` or `max_window_layers` name
+    ALTERNATING = "alternating"  # on every other layer from the first on, or where `layer_types` says
 
 
-@dataclass(frozen=True, slots=True)
+class PositionKind(Enum):
+    """How a family tells tokens their positions."""
+
+    ROTARY = "rotary"
+    LEARNED = "learned"  # a table that is added to the embeddings
+    ALIBI = "alibi"  # a bias on the scores
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One architecture. A bias is True, False, or the config key that sets it. defaults: the values of absent keys."""
+    """One architecture. A bias is True, False, or the config key that sets it.
+
+    keys: config.json's names of what LLAMA_KEYS lists, where they differ. defaults: the values of absent keys, by
+    config.json's names. gated: the MLP has a gate. norms_store_offset: see Norm. scales_embeddings: by the square root
+    of the hidden size. score_scale: the key of the number whose inverse square root scales scores, None: head_dim.
+    softcaps: whether attn_logit_softcapping and final_logit_softcapping apply. neutral: further keys that are accepted
+    with these values only.
+    """
 
     architecture: str
+    keys: Mapping[str, str] = field(default_factory=dict)
     qkv_bias: bool | str = False
     o_bias: bool | str = False
     mlp_bias: bool | str = False
     qk_norm: bool = False
+    norm: NormKind = NormKind.RMS
+    norms_store_offset: bool = False
+    place: Place = Place.PRE
+    gated: bool = True
+    positions: PositionKind = PositionKind.ROTARY
+    embedding_norm: bool = False
+    scales_embeddings: bool = False
+    score_scale: str | None = None
+    softcaps: bool = False
     window: Window = Window.NEVER
     has_no_rope_layers: bool = False
-    names: WeightNames = field(default_factory=WeightNames)
+    names: ParameterNames = field(default_factory=ParameterNames)
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
+
+GEMMA2_STEMS: Mapping[Role, str] = MappingProxyType(
+    {
+        **ParameterNames().stems,
+        Role.ATTENTION_POST_NORM: "post_attention_layernorm",
+        Role.MLP_NORM: "pre_feedforward_layernorm",
+        Role.MLP_POST_NORM: "post_feedforward_layernorm",
+    }
+)
+GPT2_NAMES = ParameterNames(
+    stems=MappingProxyType(
+        {
+            Role.EMBEDDING: "transformer.wte",
+            Role.POSITIONS: "transformer.wpe",
+            Role.ATTENTION_NORM: "ln_1",
+            Role.QKV: "attn.c_attn",
+            Role.O: "attn.c_proj",
+            Role.MLP_NORM: "ln_2",
+            Role.UP: "mlp.c_fc",
+            Role.DOWN: "mlp.c_proj",
+            Role.FINAL_NORM: "transformer.ln_f",
+            Role.HEAD: "lm_head",
+        }
+    ),
+    layer_prefix="transformer.h.{layer}.",
+    base_prefix="transformer.",
+    fused_qkv=FusedQkv.IN_TURN,
+    transposed=True,
+    ignored_suffixes=(".attn.bias", ".attn.masked_bias"),
+)
+BLOOM_NAMES = ParameterNames(
+    stems=MappingProxyType(
+        {
+            Role.EMBEDDING: "transformer.word_embeddings",
+            Role.EMBEDDING_NORM: "transformer.word_embeddings_layernorm",
+            Role.ATTENTION_NORM: "input_layernorm",
+            Role.QKV: "self_attention.query_key_value",
+            Role.O: "self_attention.dense",
+            Role.MLP_NORM: "post_attention_layernorm",
+            Role.UP: "mlp.dense_h_to_4h",
+            Role.DOWN: "mlp.dense_4h_to_h",
+            Role.FINAL_NORM: "transformer.ln_f",
+            Role.HEAD: "lm_head",
+        }
+    ),
+    layer_prefix="transformer.h.{layer}.",
+    base_prefix="transformer.",
+    fused_qkv=FusedQkv.BY_HEAD,
+    ignored_suffixes=(),
+)
 
 FAMILIES: tuple[Family, ...] = (
     Family(
-        "LlamaForCausalLM",
+        architecture="LlamaForCausalLM",
         qkv_bias="attention_bias",
         o_bias="attention_bias",
         mlp_bias="mlp_bias",
         defaults={"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
     ),
     Family(
-        "MistralForCausalLM",
+        architecture="MistralForCausalLM",
         window=Window.ALWAYS,
         defaults={
             "max_position_embeddings": 131072,
@@ -61,13 +134,13 @@ FAMILIES: tuple[Family, ...] = (
         },
     ),
     Family(
-        "Qwen2ForCausalLM",
+        architecture="Qwen2ForCausalLM",
         qkv_bias=True,
         window=Window.IF_USED,
         defaults={"max_position_embeddings": 32768, "sliding_window": 4096},
     ),
     Family(
-        "Qwen3ForCausalLM",
+        architecture="Qwen3ForCausalLM",
         qkv_bias="attention_bias",
         o_bias="attention_bias",
         qk_norm=True,
@@ -75,7 +148,7 @@ FAMILIES: tuple[Family, ...] = (
         defaults={"max_position_embeddings": 32768, "head_dim": 128, "sliding_window": 4096},
     ),
     Family(
-        "SmolLM3ForCausalLM",
+        architecture="SmolLM3ForCausalLM",
         qkv_bias="attention_bias",
         o_bias="attention_bias",
         mlp_bias="mlp_bias",
@@ -90,26 +163,99 @@ FAMILIES: tuple[Family, ...] = (
             "eos_token_id": 128001,
         },
     ),
+    Family(
+        architecture="Gemma2ForCausalLM",
+        keys={"activation": "hidden_activation"},
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        norms_store_offset=True,
+        place=Place.SANDWICH,
+        scales_embeddings=True,
+        score_scale="query_pre_attn_scalar",
+        softcaps=True,
+        window=Window.ALTERNATING,
+        names=ParameterNames(stems=GEMMA2_STEMS),
+        defaults={
+            "max_position_embeddings": 8192,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "tie_word_embeddings": True,
+            "bos_token_id": 2,
+            "eos_token_id": 1,
+        },
+    ),
+    Family(
+        architecture="GPT2LMHeadModel",
+        keys={
+            "hidden_size": "n_embd",
+            "num_layers": "n_layer",
+            "num_heads": "n_head",
+            "num_kv_heads": "n_head",
+            "mlp_width": "n_inner",
+            "context": "n_positions",
+            "activation": "activation_function",
+            "norm_eps": "layer_norm_epsilon",
+        },
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        norm=NormKind.LAYER,
+        gated=False,
+        positions=PositionKind.LEARNED,
+        names=GPT2_NAMES,
+        defaults={
+            "n_positions": 1024,
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": 1e-5,
+            "tie_word_embeddings": True,
+            "bos_token_id": 50256,
+            "eos_token_id": 50256,
+        },
+        neutral={
+            "scale_attn_weights": (None, True),
+            "scale_attn_by_inverse_layer_idx": (None, False),
+            "reorder_and_upcast_attn": (None, False),
+            "add_cross_attention": (None, False),
+        },
+    ),
+    Family(
+        architecture="BloomForCausalLM",
+        keys={
+            "num_layers": "n_layer",
+            "num_heads": "n_head",
+            "num_kv_heads": "n_head",
+            "mlp_width": "n_inner",
+            "context": "seq_length",
+            "norm_eps": "layer_norm_epsilon",
+        },
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        norm=NormKind.LAYER,
+        gated=False,
+        positions=PositionKind.ALIBI,
+        embedding_norm=True,
+        names=BLOOM_NAMES,
+        defaults={
+            "seq_length": 2048,
+            "hidden_act": "gelu_pytorch_tanh",
+            "layer_norm_epsilon": 1e-5,
+            "tie_word_embeddings": True,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        neutral={"apply_residual_connection_post_layernorm": (None, False)},
+    ),
 )
-
-# Keys of other families or of other uses that would change what is computed: accepted only with these values.
-NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "quantization_config": (None,),
-    "partial_rotary_factor": (None, 1.0),
-    "final_logit_softcapping": (None,),
-    "attn_logit_softcapping": (None,),
-    "clip_qkv": (None,),
-    "embedding_multiplier": (None, 1.0),
-    "residual_multiplier": (None, 1.0),
-    "attention_multiplier": (None,),
-    "logits_scaling": (None, 1.0),
-    "is_encoder_decoder": (None, False),
-    "is_causal": (None, True),  # of encoders made of decoders, each token sees all others
-    "use_bidirectional_attention": (None, False),
-}
 
 
 def supported_architectures() -> tuple[str, ...]:
+    """Returns the names of all families."""
     return tuple(family.architecture for family in FAMILIES)
 
 
@@ -123,152 +269,6 @@ def family_of(architecture: str) -> Family:
     )
 
 
-def load_spec(folder: str | Path, overrides: Mapping[str, Any] | None = None) -> ArchSpec:
-    """Reads folder/config.json, with `overrides` (--hf-overrides) replacing its keys.
-
-    Raises SettingsError without a readable config.json, UnsupportedModelError for values that the decoder does not
-    support.
-    """
-    file = Path(folder) / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SettingsError(f"cannot read {file}: {error.strerror}", "MODEL") from error
-    except ValueError as error:
-        raise SettingsError(f"{file} is not JSON: {error}", "MODEL") from error
-    if not isinstance(config, dict):
-        raise SettingsError(f"{file} is not a JSON object", "MODEL")
-    return spec_from_config({**config, **(overrides or {})}, overridden=frozenset(overrides or ()))
-
-
-def spec_from_config(config: Mapping[str, Any], overridden: frozenset[str] = frozenset()) -> ArchSpec:
-    """Returns the ArchSpec of config.json's keys. `overridden`: keys that the user gave, which win over their
-    aliases."""
-    architectures = config.get("architectures") or []
-    if len(architectures) != 1:
-        raise UnsupportedModelError(f"config.json: architectures is {architectures!r}, want exactly one name", "MODEL")
-    family = family_of(architectures[0])
-    reader = _Reader(config, family.defaults)
-    for key, neutral in NEUTRAL_VALUES.items():
-        if config.get(key) not in neutral:
-            raise reader.unsupported(key, config[key])
-    num_layers, num_heads = reader.positive("num_hidden_layers"), reader.positive("num_attention_heads")
-    hidden_size = reader.positive("hidden_size")
-    num_kv_heads = reader.positive("num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise UnsupportedModelError(
-            f"config.json: num_key_value_heads {num_kv_heads} does not divide num_attention_heads {num_heads}", "MODEL"
-        )
-    head_dim = reader.positive("head_dim", hidden_size // num_heads)
-    positions = reader.positive("max_position_embeddings")
-    rope = rope_from_config(config, reader.get("rope_theta", 10000.0), positions, overridden)
-    return ArchSpec(
-        architecture=family.architecture,
-        vocab_size=reader.positive("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=reader.positive("intermediate_size"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=context_length(rope, positions),
-        norm_eps=float(reader.get("rms_norm_eps", 1e-6)),
-        activation=reader.activation(),
-        rope=rope,
-        rotary_layers=_rotary_layers(reader, family, num_layers),
-        windows=_windows(reader, family, num_layers),
-        qkv_bias=reader.flag(family.qkv_bias),
-        o_bias=reader.flag(family.o_bias),
-        mlp_bias=reader.flag(family.mlp_bias),
-        qk_norm=family.qk_norm,
-        tie_word_embeddings=bool(reader.get("tie_word_embeddings", False)),
-        torch_dtype=_dtype(config, overridden),
-        bos_token_id=reader.get("bos_token_id", None),
-        eos_token_ids=_ids(reader.get("eos_token_id", None)),
-    )
-
-
-class _Reader:
-    """Reads config.json with a family's defaults, and makes the errors for invalid values."""
-
-    def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        self._config = config
-        self._defaults = defaults
-
-    def get(self, key: str, default: Any) -> Any:
-        """A key's value. An absent key means the family's default, if it has one; null means `default`."""
-        if key in self._config:
-            return default if self._config[key] is None else self._config[key]
-        return self._defaults.get(key, default)
-
-    def positive(self, key: str, default: int | None = None) -> int:
-        value = self.get(key, default)
-        if value is None:
-            raise UnsupportedModelError(f"config.json has no {key}", "MODEL")
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UnsupportedModelError(f"config.json: {key} is {value!r}, want a positive integer", "MODEL")
-        return value
-
-    def flag(self, rule: bool | str) -> bool:
-        return bool(self.get(rule, False)) if isinstance(rule, str) else rule
-
-    def activation(self) -> Activation:
-        value = self.get("hidden_act", "silu")
-        try:
-            return Activation(value)
-        except ValueError:
-            raise self.unsupported("hidden_act", value, tuple(Activation)) from None
-
-    def unsupported(self, key: str, value: Any, supported: tuple[str, ...] = ()) -> UnsupportedModelError:
-        words = f"; supported: {', '.join(supported)}" if supported else ""
-        return UnsupportedModelError(f"config.json: {key} {value!r} is not supported{words}", "MODEL")
-
-
-def _rotary_layers(reader: _Reader, family: Family, num_layers: int) -> tuple[bool, ...]:
-    """Returns whether each layer rotates: where `no_rope_layers` is 1 (sic); else all but each `interval`-th."""
-    if not family.has_no_rope_layers:
-        return (True,) * num_layers
-    given = reader.get("no_rope_layers", None)
-    if given is None:
-        interval = reader.positive("no_rope_layer_interval", 4)
-        return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
-    if len(given) < num_layers:
-        raise UnsupportedModelError(f"config.json: no_rope_layers names {len(given)} of {num_layers} layers", "MODEL")
-    return tuple(bool(rotates) for rotates in given[:num_layers])
-
-
-def _windows(reader: _Reader, family: Family, num_layers: int) -> tuple[int | None, ...]:
-    """The sliding window of each layer, None where attention is full."""
-    used = family.window is Window.ALWAYS or (
-        family.window is Window.IF_USED and bool(reader.get("use_sliding_window", False))
-    )
-    window = reader.get("sliding_window", None)
-    if not used or window is None:
-        return (None,) * num_layers
-    layer_types = reader.get("layer_types", None)
-    if family.window is Window.ALWAYS and layer_types is None:
-        return (window,) * num_layers
-    if layer_types is None and family.has_no_rope_layers:
-        rotary = _rotary_layers(reader, family, num_layers)
-        return tuple(None if rotates else window for rotates in rotary)
-    if layer_types is None:
-        first = reader.get("max_window_layers", 28)
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    by_type = {"full_attention": None, "sliding_attention": window}
-    unknown = [kind for kind in layer_types if kind not in by_type]
-    if unknown or len(layer_types) != num_layers:
-        raise reader.unsupported("layer_types", unknown[0] if unknown else layer_types, tuple(by_type))
-    return tuple(by_type[kind] for kind in layer_types)
-
-
-def _dtype(config: Mapping[str, Any], overridden: frozenset[str]) -> str | None:
-    """`dtype` or `torch_dtype`, whichever the user gave, else the newer spelling."""
-    keys = sorted(("dtype", "torch_dtype"), key=lambda key: key not in overridden)
-    value = next((config[key] for key in keys if config.get(key)), None)
-    return None if value in (None, "auto") else str(value).removeprefix("torch.")
-
-
-def _ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (int(value),)
+def parameters_of(spec: ArchSpec) -> ParameterTable:
+    """Returns the table of a model's parameters, under its family's names."""
+    return parameters(spec, family_of(spec.architecture).names)

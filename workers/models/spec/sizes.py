@@ -5,11 +5,14 @@ checks. Tests compare it with the loaded decoder's `weight_bytes` and the KV cac
 degree.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
 from tandem.parallel.mesh import Mesh, layer_range
+from tandem.parallel.params import Param
 from tandem.workers.models.spec.arch import ArchSpec
+from tandem.workers.models.spec.families import parameters_of
 
 KV_ELEMENT_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8_e4m3": 1}
 KV_SCALE_BYTES: Final = {"int8": 4, "fp8_e4m3": 4}
@@ -17,22 +20,9 @@ KV_SCALE_BYTES: Final = {"int8": 4, "fp8_e4m3": 4}
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
-    """One matrix of a layer, whole: inputs x outputs. by_rows: sharded over tp by inputs, else by outputs.
-
-    local_outputs: this rank's outputs, also where they are no equal share (KV heads that several ranks hold).
-    """
-
-    inputs: int
-    outputs: int
-    by_rows: bool
-    bias: bool
-    local_outputs: int
-
-
-@dataclass(frozen=True, slots=True)
 class RankWeights:
-    """Bytes on one rank. layer_bytes: the matrices of one layer, which may stream; the rest stays on the device."""
+    """Bytes on one rank. layer_bytes: the matrices of one layer, which may stream; the rest stays on the device.
+    norm_bytes: of norms and tables of positions outside of layers."""
 
     num_layers: int
     layer_bytes: int
@@ -52,45 +42,37 @@ class RankWeights:
         return self.total_bytes - self.num_layers * self.layer_bytes
 
 
-def layer_linears(spec: ArchSpec, tp_size: int) -> tuple[Linear, ...]:
-    """Returns q, k, v, o, gate, up and down, as one rank of tp_size holds them."""
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    local_kv = spec.local_kv_heads(tp_size) * spec.head_dim
-    hidden, width = spec.hidden_size, spec.intermediate_size
-    gate = Linear(hidden, width, False, spec.mlp_bias, width // tp_size)
-    key = Linear(hidden, kv, False, spec.qkv_bias, local_kv)
-    return (
-        Linear(hidden, q, False, spec.qkv_bias, q // tp_size),
-        key,
-        key,
-        Linear(q, hidden, True, spec.o_bias, hidden),
-        gate,
-        gate,
-        Linear(width, hidden, True, spec.mlp_bias, hidden),
-    )
-
-
 def rank_weights(spec: ArchSpec, mesh: Mesh, element_bytes: int, packs: bool) -> RankWeights:
     """Returns the bytes of weights on the rank at `mesh`.
 
     packs: matrices are packed (CPU, except float16), so a tied table is held twice where both the lookup and the head
     are on this rank.
     """
-    linears = layer_linears(spec, mesh.tp_size)
-    matrices = sum((x.inputs // mesh.tp_size if x.by_rows else x.inputs) * x.local_outputs for x in linears)
-    biases = sum(x.bias * x.local_outputs for x in linears)
-    norms = 2 * spec.hidden_size + spec.qk_norm * 2 * spec.head_dim
-    table = -(-spec.vocab_size // mesh.tp_size) * spec.hidden_size
+    table, own = parameters_of(spec), layer_range(spec.num_layers, mesh.pp_rank, mesh.pp_size)
+    layer = table.layers[own[0]]
+    matrices = sum(map(_elements_at(mesh), layer.matrices))
+    rest = sum(map(_elements_at(mesh), layer)) - matrices
+    embedding = _elements_at(mesh)(table.embedding)
     first, last = mesh.pp_rank == 0, mesh.pp_rank == mesh.pp_size - 1
     ties_here = spec.tie_word_embeddings and first and last
     return RankWeights(
-        num_layers=len(layer_range(spec.num_layers, mesh.pp_rank, mesh.pp_size)),
+        num_layers=len(own),
         layer_bytes=matrices * element_bytes,
-        layer_rest_bytes=(biases + norms) * element_bytes,
-        table_bytes=table * (1 if ties_here else first + last) * element_bytes,
-        packed_table_bytes=table * (ties_here and packs) * element_bytes,
-        norm_bytes=spec.hidden_size * last * element_bytes,
+        layer_rest_bytes=rest * element_bytes,
+        table_bytes=embedding * (1 if ties_here else first + last) * element_bytes,
+        packed_table_bytes=embedding * (ties_here and packs) * element_bytes,
+        norm_bytes=(_whole(table.entry) * first + _whole(table.final_norm) * last) * element_bytes,
     )
+
+
+def _whole(params: Iterable[Param]) -> int:
+    """Returns the elements of parameters that every rank of a stage holds."""
+    return sum(param.num_elements for param in params)
+
+
+def _elements_at(mesh: Mesh) -> Callable[[Param], int]:
+    """Returns the function from a parameter to its elements on one rank."""
+    return lambda param: param.local_elements(mesh.tp_rank, mesh.tp_size)
 
 
 def kv_token_bytes(spec: ArchSpec, mesh: Mesh, kv_dtype: str) -> int:
@@ -106,11 +88,13 @@ def adapter_bytes(spec: ArchSpec, mesh: Mesh, rank: int, element_bytes: int) -> 
     A [rank, inputs] and B [outputs, rank] are sharded as the base matrix is: A by inputs, B by outputs, the other
     whole.
     """
+    table = parameters_of(spec)
     elements = sum(
-        rank * ((x.inputs // mesh.tp_size if x.by_rows else x.inputs) + x.local_outputs)
-        for x in layer_linears(spec, mesh.tp_size)
+        rank * sum(param.local_shape(mesh.tp_rank, mesh.tp_size))
+        for layer in layer_range(spec.num_layers, mesh.pp_rank, mesh.pp_size)
+        for param in table.layers[layer].matrices
     )
-    return elements * len(layer_range(spec.num_layers, mesh.pp_rank, mesh.pp_size)) * element_bytes
+    return elements * element_bytes
 
 
 def activation_bytes(spec: ArchSpec, tp_size: int, max_num_tokens: int, max_num_seqs: int, element_bytes: int) -> int:
@@ -119,8 +103,9 @@ def activation_bytes(spec: ArchSpec, tp_size: int, max_num_tokens: int, max_num_
     It counts the residual stream, the widest layer's input, merged outputs and result, and logits in float32 with the
     sampler's copies.
     """
-    q = spec.num_heads * spec.head_dim // tp_size
+    layer = spec.layers[0]
+    q = layer.attention.num_heads * spec.head_dim // tp_size
     kv = spec.local_kv_heads(tp_size) * spec.head_dim
-    width = spec.intermediate_size // tp_size
+    width = layer.mlp.width // tp_size
     widest = max(2 * (q + 2 * kv) + q, 3 * width)
     return max_num_tokens * (3 * spec.hidden_size + widest) * element_bytes + 3 * max_num_seqs * spec.vocab_size * 4

@@ -22,7 +22,8 @@ from tandem.configs.schema import (
 from tandem.offload.kv.disk_io import file_bytes
 from tandem.parallel.mesh import Mesh
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.families import load_spec
+from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.families import parameters_of
 from tandem.workers.models.spec.headers import read_checkpoint_facts
 from tandem.workers.planning.budget import GIB, KVNeeds, cpu_blocks
 from tandem.workers.planning.planner import GroupPlan, Memory, best_of, gib, layouts, least_bytes, plan_group
@@ -236,8 +237,8 @@ def test_what_must_fit_is_what_was_asked_for(large: Path) -> None:
 def test_headers_tell_what_a_checkpoint_holds(folder: Path, tmp_path: Path) -> None:
     facts = read_checkpoint_facts(folder)
     assert facts is not None
-    assert sum(facts.elements.values()) == load_spec(folder).num_parameters
-    assert facts.bytes_by_dtype == {"F32": 4 * load_spec(folder).num_parameters}
+    assert sum(facts.elements.values()) == parameters_of(load_spec(folder)).num_elements
+    assert facts.bytes_by_dtype == {"F32": 4 * parameters_of(load_spec(folder)).num_elements}
     assert read_checkpoint_facts(tmp_path) is None
     for wrong in (b"", b"\xff" * 20, (2).to_bytes(8, "little") + b"[]", (9).to_bytes(8, "little") + b'{"a": {}}'):
         (tmp_path / "model.safetensors").write_bytes(wrong)

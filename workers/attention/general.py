@@ -1,0 +1,49 @@
+"""Attention of any AttentionParams, row by row in torch operations: soft-caps and ALiBi, which no kernel here computes.
+
+Used by the torch and the CPU backends in place of their fast paths. Shapes as in backend.py.
+"""
+
+from itertools import accumulate
+
+import torch
+
+from tandem.workers.attention.chunks import Chunk, Gatherer, chunk_of
+from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.attention.pieces import attend_in_pieces, context_pieces
+from tandem.workers.kernels.kv_store import LayerKV
+from tandem.workers.models.spec.arch import AttentionParams
+
+
+class GeneralAttention:
+    """One step; rows are sorted out once per distinct window."""
+
+    def __init__(self, batch: ForwardBatch, gatherer: Gatherer) -> None:
+        self._batch = batch
+        self._gatherer = gatherer
+        self._chunks: dict[int | None, list[Chunk]] = {}
+
+    def attend(
+        self,
+        q_TND: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        kv: LayerKV,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        """Returns out_TND. The step's keys and values have been written to the cache."""
+        if params.window not in self._chunks:
+            self._chunks[params.window] = self._lay_out(params.window, kv.keys.dtype is k_TKD.dtype)
+        out_TND = torch.empty(q_TND.shape, dtype=q_TND.dtype, device=q_TND.device)
+        for chunk in self._chunks[params.window]:
+            own = slice(chunk.start, chunk.stop)
+            pieces = context_pieces(self._gatherer, chunk, k_TKD, v_TKD, kv)
+            out_TND[own] = attend_in_pieces(q_TND[own], pieces, chunk.context_len, params)
+        return out_TND
+
+    def _lay_out(self, window: int | None, is_exact: bool) -> list[Chunk]:
+        batch = self._batch
+        starts = accumulate(batch.query_lens_list, initial=0)
+        return [
+            chunk_of(batch, row, start, window, is_exact)
+            for row, (start, _) in enumerate(zip(starts, batch.query_lens_list, strict=False))
+        ]
