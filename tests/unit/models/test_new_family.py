@@ -1,5 +1,8 @@
-"""The recipe "add a model family" of CONTRIBUTING.md, followed with an invented one: other keys and names, q, k and v in
-one tensor by heads, LayerNorms, no gate. Its checkpoint is a GPT-2 in disguise, and transformers is the judge."""
+"""The recipe "add a model family" of CONTRIBUTING.md, followed with an invented one.
+
+It has other keys and names, q, k and v in one tensor by heads, LayerNorms and no gate. Its checkpoint is a GPT-2 in
+disguise, and transformers is the judge.
+"""
 
 import json
 from pathlib import Path
