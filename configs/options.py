@@ -124,6 +124,8 @@ OPTIONS: tuple[Option, ...] = (
            "Pipeline parallelism: stages that the layers are divided into.", at_least(1), "at least 1", ("-pp",)),
     Option("data_parallel_size", "engine.parallel.data_parallel_size", int, PARALLEL,
            "Data parallelism: number of groups. Each is a copy of the model.", at_least(1), "at least 1", ("-dp",)),
+    Option("enable_expert_parallel", "engine.parallel.enable_expert_parallel", bool, PARALLEL,
+           "Ranks that share layers hold whole experts of a mixture, each others. Default: a part of each expert."),
     Option("kv_cache_dtype", "engine.cache.kv_cache_dtype", KVCacheDType, CACHE,
            "Data type of the KV cache. auto: the model's. int8 and fp8_e4m3 (or fp8) have a scale per token and head, "
            "and take about half the bytes of bfloat16."),

@@ -36,11 +36,13 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class ParallelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Ranks of one group (tensor x pipeline) and the number of groups."""
+    """Ranks of one group (tensor x pipeline) and the number of groups. enable_expert_parallel: each rank of a stage
+    holds whole experts."""
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
+    enable_expert_parallel: bool = False
 
     @property
     def ranks_per_group(self) -> int:

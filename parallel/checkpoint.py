@@ -36,7 +36,7 @@ class ParameterSlot:
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """Returns the tensor's shape on a rank."""
-        shapes = [param.local_shape(mesh.tp_rank, mesh.tp_size) for param in self.params]
+        shapes = [param.local_shape(mesh) for param in self.params]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
@@ -84,9 +84,9 @@ def assemble(slot: ParameterSlot, source: Source, dtype: torch.dtype, device: to
     tensor = torch.empty(slot.local_shape(mesh), dtype=dtype, device=device)
     offset = 0
     for param in slot.params:
-        rows = param.local_shape(mesh.tp_rank, mesh.tp_size)[0]
+        rows = param.local_shape(mesh)[0]
         dim = param.shard.dim
-        span = param.span(dim, mesh.tp_rank, mesh.tp_size)
+        span = param.span(dim, mesh)
         target = tensor[offset : offset + rows]
         present = max(0, min(span.start + span.length, span.total) - span.start)
         if present < span.length:

@@ -22,7 +22,7 @@ class VocabParallelEmbedding:
     def __init__(self, param: Param, context: ParallelContext) -> None:
         self._param = param
         self._context = context
-        self._rows = param.span(0, context.tp_rank, context.tp_size)
+        self._rows = param.span(0, context.mesh)
         self._table_VH: torch.Tensor | None = None
         self.lora_hook: LoraHook | None = None
 
@@ -42,7 +42,7 @@ class VocabParallelEmbedding:
 
     def part(self, name: str) -> LinearPart:
         """Returns the table as a layer of vocabulary -> hidden with sharded inputs; adapters refer to it by `name`."""
-        columns = self._param.span(1, self._context.tp_rank, self._context.tp_size)
+        columns = self._param.span(1, self._context.mesh)
         return LinearPart(name, self._rows, columns, module=name)
 
     def slots(self) -> Slots:
@@ -59,7 +59,7 @@ class VocabParallelHead:
         self._param = param
         self._context = context
         self._make = make
-        self._outputs = param.span(0, context.tp_rank, context.tp_size)
+        self._outputs = param.span(0, context.mesh)
         self._matrix: Matrix | None = None
         self.lora_hook: LoraHook | None = None
 
@@ -75,7 +75,7 @@ class VocabParallelHead:
 
     def part(self, name: str) -> LinearPart:
         """Returns the table as a layer of hidden -> vocabulary with sharded outputs; adapters refer to it by `name`."""
-        inputs = self._param.span(1, self._context.tp_rank, self._context.tp_size)
+        inputs = self._param.span(1, self._context.mesh)
         return LinearPart(name, inputs, self._outputs, module=name)
 
     def slots(self) -> Slots:

@@ -55,14 +55,16 @@ def init_parallel(
     *,
     listener: socket.socket | None = None,
     ranks_on_node: int | None = None,
+    expert_parallel: bool = False,
 ) -> ParallelContext:
     """Returns this rank's context when all ranks have joined. torch allows one group per process.
 
     listener: on rank 0, a socket that listens at the address already; taken over. Without it rank 0 binds the port.
-    ranks_on_node: all ranks that share this machine, other groups' included; None: only this group's. Raises
-    torch.distributed's DistError when the others do not join in time, OSError when the port cannot be bound.
+    expert_parallel: of the mesh. ranks_on_node: all ranks that share this machine, other groups' included; None: only
+    this group's. Raises torch.distributed's DistError when the others do not join in time, OSError when the port cannot
+    be bound.
     """
-    mesh = Mesh(tp_size, pp_size, rank)
+    mesh = Mesh(tp_size, pp_size, rank, expert_parallel)
     assert mesh.world_size == world_size, (world_size, tp_size, pp_size)
     if world_size == 1:
         return ParallelContext.single()

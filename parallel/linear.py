@@ -83,8 +83,8 @@ class Linear:
 
     @property
     def parts(self) -> tuple[LinearPart, ...]:
-        place = self._context.tp_rank, self._context.tp_size
-        spans = [(param.span(1, *place), param.span(0, *place)) for param in self._weights]
+        mesh = self._context.mesh
+        spans = [(param.span(1, mesh), param.span(0, mesh)) for param in self._weights]
         columns = accumulate((outputs.length for _, outputs in spans), initial=0)
         return tuple(
             LinearPart(param.stem, inputs, outputs, column, param.module, param.source)

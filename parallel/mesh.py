@@ -8,11 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The place of one rank in tp_size x pp_size ranks: rank = pp_rank * tp_size + tp_rank."""
+    """The place of one rank in tp_size x pp_size ranks: rank = pp_rank * tp_size + tp_rank.
+
+    expert_parallel: the ranks of a stage hold whole experts, each others, where they otherwise hold a part of each.
+    """
 
     tp_size: int = 1
     pp_size: int = 1
     rank: int = 0
+    expert_parallel: bool = False
 
     def __post_init__(self) -> None:
         assert self.tp_size >= 1 and self.pp_size >= 1, (self.tp_size, self.pp_size)

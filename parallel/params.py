@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
+from tandem.parallel.mesh import Mesh
+
 
 class Init(Enum):
     """The values of a parameter in a random checkpoint (load_format dummy)."""
@@ -102,7 +104,7 @@ class Param:
 
     name: as the checkpoint's layer is called, with `.weight` or `.bias`. role: what it is in its layer. layer: the
     layer's index, None outside of layers. merge: names the matmul that it shares with others of its layer, None for
-    what is no linear layer's.
+    what is no linear layer's. expert: (index, number of experts) of an expert's parameter.
     """
 
     name: str
@@ -113,6 +115,7 @@ class Param:
     layer: int | None = None
     merge: str | None = None
     init: Init = Init.NORMAL
+    expert: tuple[int, int] | None = None
 
     @property
     def stem(self) -> str:
@@ -134,18 +137,22 @@ class Param:
         """Elements of the whole parameter."""
         return _product(self.shape)
 
-    def span(self, dim: int, rank: int, num_ranks: int) -> Span:
-        """Returns the indices along `dim` that a rank holds."""
+    def span(self, dim: int, mesh: Mesh) -> Span:
+        """Returns the indices along `dim` that a rank holds. With expert parallelism it holds an expert or does not."""
+        if self.expert is not None and mesh.expert_parallel:
+            index, count = self.expert
+            is_here = index * mesh.tp_size // count == mesh.tp_rank
+            return Span(self.shape[dim], 0, self.shape[dim] if is_here else 0)
         shard = self.shard if self.shard.dim == dim else WHOLE
-        return shard.span(self.shape[dim], rank, num_ranks)
+        return shard.span(self.shape[dim], mesh.tp_rank, mesh.tp_size)
 
-    def local_shape(self, rank: int, num_ranks: int) -> tuple[int, ...]:
+    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """Returns the shape on a rank, padding included."""
-        return tuple(self.span(dim, rank, num_ranks).length for dim in range(len(self.shape)))
+        return tuple(self.span(dim, mesh).length for dim in range(len(self.shape)))
 
-    def local_elements(self, rank: int, num_ranks: int) -> int:
+    def local_elements(self, mesh: Mesh) -> int:
         """Returns the elements on a rank, padding included."""
-        return _product(self.local_shape(rank, num_ranks))
+        return _product(self.local_shape(mesh))
 
 
 def _product(shape: tuple[int, ...]) -> int:

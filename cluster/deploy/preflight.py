@@ -78,7 +78,8 @@ def cpu_weight_bytes(spec: ArchSpec, dtype: str, parallel: ParallelSettings = Pa
 def _meshes(parallel: ParallelSettings) -> list[Mesh]:
     """The mesh of each rank of a group."""
     tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    return [Mesh(tp_size, pp_size, rank) for rank in range(parallel.ranks_per_group)]
+    experts = parallel.enable_expert_parallel
+    return [Mesh(tp_size, pp_size, rank, experts) for rank in range(parallel.ranks_per_group)]
 
 
 def check_memory(settings: ServiceSettings) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +20,9 @@ STEPS = [
 ]
 
 
-def check(ranks: RankProcesses, folder: Path, tp_size: int, pp_size: int, load_format: str = "safetensors") -> None:
+def check(ranks: RankProcesses, folder: Path, tp_size: int, pp_size: int, **changes: Any) -> None:
     def case(tp: int, pp: int) -> DecoderCase:
-        return DecoderCase(folder, tp, pp, STEPS, num_rows=3, max_len=40, load_format=load_format)
+        return DecoderCase(folder, tp, pp, STEPS, num_rows=3, max_len=40, **changes)
 
     alone = run_case(case(1, 1), ParallelContext.single())
     results = ranks.call(run_case, tp_size, pp_size, case(tp_size, pp_size))
@@ -46,6 +47,7 @@ def check(ranks: RankProcesses, folder: Path, tp_size: int, pp_size: int, load_f
         ("mistral-window", 2, 1),
         ("mistral-window", 1, 2),
         ("llama-gqa", 2, 2),
+        ("mixtral", 2, 2),
         ("gemma2", 2, 2),
         ("gpt2", 2, 2),
         ("bloom", 2, 2),
@@ -59,4 +61,13 @@ def test_ranks_equal_one_rank(
 
 
 def test_random_weights_are_the_same_model_at_every_degree(ranks: RankProcesses, tiny_folder: TinyFolder) -> None:
-    check(ranks, tiny_folder("qwen2"), 2, 2, "dummy")
+    check(ranks, tiny_folder("qwen2"), 2, 2, load_format="dummy")
+
+
+@pytest.mark.parametrize(
+    ("name", "tp_size", "pp_size"), [("mixtral", 2, 2), ("mixtral", 4, 1), ("mixtral-window", 2, 1)]
+)
+def test_whole_experts_on_each_rank_equal_one_rank(
+    ranks: RankProcesses, tiny_folder: TinyFolder, name: str, tp_size: int, pp_size: int
+) -> None:
+    check(ranks, tiny_folder(name), tp_size, pp_size, expert_parallel=True)

@@ -38,6 +38,7 @@ FAMILIES = [
     "smollm3",
     "gemma2",
 ]
+ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 PROMPT_LEN = 33
 RANKS = [4, 8, 16, 64]
 
@@ -70,14 +71,21 @@ def test_every_linear_of_every_family_equals_peft(name: str, tiny_folder: TinyFo
 
 @pytest.mark.parametrize(
     ("name", "modules"),
-    [("gpt2", GPT2_LINEARS), ("gpt2", ("c_attn",)), ("bloom", BLOOM_LINEARS), ("bloom-six-heads", BLOOM_LINEARS)],
+    [
+        ("mixtral", ATTENTION_LINEARS),
+        ("gpt2", GPT2_LINEARS),
+        ("gpt2", ("c_attn",)),
+        ("bloom", BLOOM_LINEARS),
+        ("bloom-six-heads", BLOOM_LINEARS),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to")
 @pytest.mark.parametrize("fan_in_fan_out", [True, False])
-def test_fused_and_transposed_linears_equal_peft(
+def test_other_linears_equal_peft(
     name: str, modules: tuple[str, ...], fan_in_fan_out: bool, tiny_folder: TinyFolder, tmp_path: Path
 ) -> None:
-    """One adapter of the stored q, k and v; the flag says how the base stores its weights, and peft corrects it."""
+    """Beside experts; fused and transposed: one adapter of the stored q, k and v. The flag says how the base stores its
+    weights, and peft corrects it."""
     base = tiny_folder(name)
     adapter = save_random_adapter(base, tmp_path / "a", modules=modules, rank=6, fan_in_fan_out=fan_in_fan_out)
     check_against_peft(base, adapter)

@@ -8,7 +8,7 @@ import multiprocessing
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -48,10 +48,12 @@ class DecoderCase:
     load_format: str = "safetensors"
     kv_dtype: torch.dtype | None = None
     streamed: tuple[int, ...] = ()
+    expert_parallel: bool = False
 
 
 def run_case(case: DecoderCase, context: ParallelContext) -> torch.Tensor | None:
     """Runs every step on this rank; on the last stage all steps' logits [sum of S, V], None elsewhere."""
+    context = replace(context, mesh=replace(context.mesh, expert_parallel=case.expert_parallel))
     spec = load_spec(case.folder)
     local = range(len(layer_range(spec.num_layers, context.pp_rank, context.pp_size)))
     decoder = build_decoder(

@@ -75,6 +75,8 @@ TINY_MODELS: tuple[TinyModel, ...] = (
     TinyModel("qwen3", "qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     TinyModel("qwen3-untied", "qwen3", {"head_dim": 24, "attention_bias": True}),
     TinyModel("smollm3", "smollm3", {"no_rope_layer_interval": 2}),
+    TinyModel("mixtral", "mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    TinyModel("mixtral-window", "mixtral", {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 20}),
     TinyModel("gemma2", "gemma2", {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 24}),
     TinyModel("gpt2", "gpt2", {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256}),
     TinyModel("gpt2-narrow", "gpt2", {"n_embd": 48, "n_layer": 4, "n_head": 4, "n_positions": 256, "n_inner": 80}),
@@ -107,5 +109,8 @@ def save_tiny_model(tiny: TinyModel, folder: Path, seed: int = 0, dtype: torch.d
 
 
 def load_peer(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """transformers' own model of a checkpoint, with its plainest attention."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    """transformers' own model of a checkpoint, with its plainest attention and experts."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    if hasattr(model.config, "num_experts_per_tok"):
+        model.set_experts_implementation("eager")
+    return model.eval()

@@ -71,7 +71,7 @@ class Decoder:
         dtype: torch.dtype,
         stream: WeightStream,
     ) -> None:
-        spec.check_parallel(context.tp_size, context.pp_size)
+        spec.check_parallel(context.tp_size, context.pp_size, expert_parallel=context.mesh.expert_parallel)
         ops, make = platform.fused_ops(dtype), platform.matrices(dtype)
         self.parameters = parameters_of(spec)
         self.layer_ids = layer_range(spec.num_layers, context.pp_rank, context.pp_size)

@@ -108,8 +108,8 @@ def count_pages(lengths: Sequence[int], rank: int, page: int) -> int:
 
 def _layer_lengths(spec: ArchSpec, tp_size: int) -> list[int]:
     """Lengths of the rows of A and B of all linears of a layer, on one rank."""
-    matrices = parameters_of(spec).layers[0].matrices
-    return [length for param in matrices for length in reversed(param.local_shape(0, tp_size))]
+    matrices = parameters_of(spec).layers[0].adaptable
+    return [length for param in matrices for length in reversed(param.local_shape(Mesh(tp_size)))]
 
 
 def _table_lengths(spec: ArchSpec, mesh: Mesh, page: int) -> list[int]:

@@ -106,7 +106,8 @@ def plan_group(
     are resolved ones."""
     tp_size = settings.parallel.tensor_parallel_size
     pp_size = settings.parallel.pipeline_parallel_size
-    meshes = [Mesh(tp_size, pp_size, stage * tp_size) for stage in range(pp_size)]
+    experts = settings.parallel.enable_expert_parallel
+    meshes = [Mesh(tp_size, pp_size, stage * tp_size, experts) for stage in range(pp_size)]
     stages = tuple(_stage(settings, spec, memory, mesh, dtype, kv_dtype, max_model_len) for mesh in meshes)
     if memory.is_shared:
         stages = _share_machine(settings, stages, memory, tp_size, max_model_len)
@@ -135,14 +136,14 @@ def least_bytes(
     return kv + adapters + activations + ATTENTION_BYTES
 
 
-def layouts(spec: ArchSpec, num_ranks: int) -> list[tuple[int, int]]:
+def layouts(spec: ArchSpec, num_ranks: int, *, expert_parallel: bool = False) -> list[tuple[int, int]]:
     """All (tp, pp) with tp * pp == num_ranks that divide the model, the largest tp first."""
     found = []
     for tp_size in range(num_ranks, 0, -1):
         if num_ranks % tp_size:
             continue
         try:
-            spec.check_parallel(tp_size, num_ranks // tp_size)
+            spec.check_parallel(tp_size, num_ranks // tp_size, expert_parallel=expert_parallel)
         except SettingsError:
             continue
         found.append((tp_size, num_ranks // tp_size))

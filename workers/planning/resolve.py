@@ -30,7 +30,12 @@ def read_spec(settings: EngineSettings) -> ArchSpec:
         spec = load_spec(folder, settings.model.hf_overrides or None)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(str(error), error.flag or "MODEL") from error
-    spec.check_parallel(settings.parallel.tensor_parallel_size, settings.parallel.pipeline_parallel_size)
+    parallel = settings.parallel
+    spec.check_parallel(
+        parallel.tensor_parallel_size,
+        parallel.pipeline_parallel_size,
+        expert_parallel=parallel.enable_expert_parallel,
+    )
     return spec
 
 

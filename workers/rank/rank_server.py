@@ -156,6 +156,7 @@ class RankServer:
             backend,
             listener=listener,
             ranks_on_node=setup.ranks_on_node,
+            expert_parallel=settings.parallel.enable_expert_parallel,
         )
 
     def _allocate(self, allocate: AllocateKV) -> RankReady:

@@ -128,7 +128,8 @@ def _find(name: str, settings: EngineSettings, asked: _Asked) -> dict[str, Any]:
     model = _model(name, settings, asked)
     spec, given = model.spec, model.settings.parallel
     num_ranks = asked.num_ranks or given.ranks_per_group
-    candidates = [model.plan(*layout) for layout in layouts(spec, num_ranks)]
+    found = layouts(spec, num_ranks, expert_parallel=given.enable_expert_parallel)
+    candidates = [model.plan(*layout) for layout in found]
     best = best_of(candidates)
     facts = read_checkpoint_facts(Path(model.settings.model.model))
     return {

@@ -46,9 +46,9 @@ def test_spans() -> None:
 def test_a_parameter_is_cut_along_one_dimension() -> None:
     param = Param(name="o.weight", shape=(6, 8), role="o", source=Source(("o.weight",)), shard=Shard("tp", dim=1))
     assert param.stem == "o"
-    assert [param.local_shape(rank, 2) for rank in (0, 1)] == [(6, 4), (6, 4)]
-    assert param.local_elements(1, 2) == 24
-    assert (param.span(1, 1, 2).start, param.span(0, 1, 2).length) == (4, 6)
+    assert [param.local_shape(Mesh(2, 1, rank)) for rank in (0, 1)] == [(6, 4), (6, 4)]
+    assert param.local_elements(Mesh(2, 1, 1)) == 24
+    assert (param.span(1, Mesh(2, 1, 1)).start, param.span(0, Mesh(2, 1, 1)).length) == (4, 6)
 
 
 def test_rows_of_fused_and_interleaved_tensors() -> None:

@@ -100,7 +100,7 @@ def adapted_linears(spec: ArchSpec) -> dict[str, Shape]:
     of_layers = {
         param.module: Shape(param.source.rows or param.shape[0], param.shape[1])
         for layer in table.layers
-        for param in layer.matrices
+        for param in layer.adaptable
     }
     embedding = Shape(hidden, vocab, is_embedding=True, is_table=True)
     return {table.embedding.stem: embedding, **of_layers, table.head_name: Shape(vocab, hidden, is_table=True)}

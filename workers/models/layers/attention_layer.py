@@ -29,11 +29,11 @@ class AttentionLayer:
         self, spec: LayerSpec, params: LayerParams, context: ParallelContext, ops: FusedOps, make: MakeMatrix
     ) -> None:
         attention, weights = spec.attention, params.weights
-        dim, place = attention.head_dim, (context.tp_rank, context.tp_size)
-        num_heads, num_kv_heads = (weights[role].span(0, *place).length // dim for role in (Role.Q, Role.K))
+        dim = attention.head_dim
+        num_heads, num_kv_heads = (weights[role].span(0, context.mesh).length // dim for role in (Role.Q, Role.K))
         self._heads = (num_heads, num_kv_heads)
         self._head_dim = dim
-        self._params = _own_heads(spec.params, weights[Role.Q].span(0, *place), dim)
+        self._params = _own_heads(spec.params, weights[Role.Q].span(0, context.mesh), dim)
         self._eps = spec.norm.eps
         self._ops = ops
         self._rotates = spec.position is not None

@@ -13,9 +13,10 @@ from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.layers.attention_layer import AttentionLayer
 from tandem.workers.models.layers.mlp import MLP
+from tandem.workers.models.layers.moe import MixtureOfExperts
 from tandem.workers.models.layers.norms import AddNorm, make_norm
 from tandem.workers.models.layers.positions import Angles
-from tandem.workers.models.spec.arch import LayerSpec, Place
+from tandem.workers.models.spec.arch import LayerSpec, Moe, Place
 from tandem.workers.models.spec.parameters import LayerParams, Role
 
 
@@ -30,7 +31,11 @@ class DecoderLayer:
 
         self._attention_norm, self._mlp_norm = norm(Role.ATTENTION_NORM), norm(Role.MLP_NORM)
         self._attention = AttentionLayer(spec, params, context, ops, make)
-        self._mlp = MLP(spec.mlp, params, context, ops, make)
+        self._mlp: MLP | MixtureOfExperts
+        if isinstance(spec.mlp, Moe):
+            self._mlp = MixtureOfExperts(spec.mlp, params, context, ops, make)
+        else:
+            self._mlp = MLP(spec.mlp, params, context, ops, make)
         self._post_norms: tuple[AddNorm, AddNorm] | None = None
         if spec.place is Place.SANDWICH:
             self._post_norms = norm(Role.ATTENTION_POST_NORM), norm(Role.MLP_POST_NORM)

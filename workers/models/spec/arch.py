@@ -121,6 +121,24 @@ class Plain:
 
 
 @dataclass(frozen=True, slots=True)
+class Moe:
+    """A mixture of experts (Shazeer et al. 2017): each token passes the top_k of num_experts gated MLPs, `width` wide,
+    whose outputs are added by their weights. Routing is a softmax over all experts; renormalize: the weights of the
+    top_k add up to 1."""
+
+    num_experts: int
+    top_k: int
+    width: int
+    activation: Activation
+    renormalize: bool = True
+
+    @property
+    def expert(self) -> Gated:
+        """One expert."""
+        return Gated(self.width, self.activation)
+
+
+@dataclass(frozen=True, slots=True)
 class Learned:
     """A table of positions that is added to the embeddings: `count` rows."""
 
@@ -136,7 +154,7 @@ class LayerSpec:
     params: AttentionParams
     position: RopeSpec | None
     norm: Norm
-    mlp: Gated | Plain
+    mlp: Gated | Plain | Moe
     place: Place = Place.PRE
 
 
@@ -178,11 +196,14 @@ class ArchSpec:
         """Elements of a key and of a value of the cache, which are those of each layer."""
         return self.layers[0].attention.head_dim
 
-    def check_parallel(self, tp_size: int, pp_size: int = 1) -> None:
+    def check_parallel(self, tp_size: int, pp_size: int = 1, *, expert_parallel: bool = False) -> None:
         """Raises SettingsError when the model cannot be sharded this way. The vocabulary may be any size: it is
         padded."""
+        if expert_parallel and not any(isinstance(layer.mlp, Moe) for layer in self.layers):
+            flag = "--enable-expert-parallel"
+            raise SettingsError(f"{flag}: {self.architecture} has no experts", flag)
         for layer in dict.fromkeys(self.layers):
-            _check_layer(layer, tp_size)
+            _check_layer(layer, tp_size, expert_parallel)
         if not 1 <= pp_size <= self.num_layers:
             flag = "--pipeline-parallel-size"
             raise SettingsError(f"{flag} {pp_size} is outside 1..{self.num_layers}, the model's layers", flag)
@@ -192,7 +213,7 @@ class ArchSpec:
         return max(1, self.kv_heads // tp_size)
 
 
-def _check_layer(layer: LayerSpec, tp_size: int) -> None:
+def _check_layer(layer: LayerSpec, tp_size: int, expert_parallel: bool) -> None:
     flag = "--tensor-parallel-size"
     heads, kv_heads, width = layer.attention.num_heads, layer.attention.num_kv_heads, layer.mlp.width
     if heads % tp_size:
@@ -201,5 +222,8 @@ def _check_layer(layer: LayerSpec, tp_size: int) -> None:
         raise SettingsError(
             f"{flag} {tp_size} neither divides nor is a multiple of the model's {kv_heads} KV heads", flag
         )
-    if width % tp_size:
+    if isinstance(layer.mlp, Moe) and expert_parallel:
+        if layer.mlp.num_experts % tp_size:
+            raise SettingsError(f"{flag} {tp_size} does not divide the model's {layer.mlp.num_experts} experts", flag)
+    elif width % tp_size:
         raise SettingsError(f"{flag} {tp_size} does not divide the model's MLP width {width}", flag)

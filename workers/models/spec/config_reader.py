@@ -20,6 +20,7 @@ from tandem.workers.models.spec.arch import (
     Gqa,
     LayerSpec,
     Learned,
+    Moe,
     Norm,
     Plain,
     RopeSpec,
@@ -118,15 +119,14 @@ def _layers(
     of_scores = attention.head_dim if family.score_scale is None else reader.get(family.score_scale, None)
     slopes = alibi_slopes(attention.num_heads) if family.positions is PositionKind.ALIBI else None
     softcap = reader.softcap("attn_logit_softcapping") if family.softcaps else None
-    width, activation = reader.positive("mlp_width", 4 * hidden_size if not family.gated else None), reader.activation()
-    kind = Gated if family.gated else Plain
+    mlp = _mlp(reader, family, hidden_size)
     return tuple(
         LayerSpec(
             attention=attention,
             params=AttentionParams(of_scores**-0.5, window, softcap, slopes),
             position=rope if rotates else None,
             norm=_norm(reader, family),
-            mlp=kind(width, activation, reader.flag(family.mlp_bias)),
+            mlp=mlp,
             place=family.place,
         )
         for rotates, window in zip(rotary, windows, strict=True)
@@ -148,6 +148,17 @@ def _attention(reader: "_Reader", family: Family, hidden_size: int) -> Gqa:
         o_bias=reader.flag(family.o_bias),
         qk_norm=family.qk_norm,
     )
+
+
+def _mlp(reader: "_Reader", family: Family, hidden_size: int) -> Gated | Plain | Moe:
+    width = reader.positive("mlp_width", None if family.gated else 4 * hidden_size)
+    activation, bias = reader.activation(), reader.flag(family.mlp_bias)
+    if family.moe is None:
+        return (Gated if family.gated else Plain)(width, activation, bias)
+    num_experts, top_k = reader.positive(family.moe.num_experts), reader.positive(family.moe.top_k)
+    if top_k > num_experts:
+        raise UnsupportedModelError(f"config.json: {family.moe.top_k} {top_k} of {num_experts} experts", "MODEL")
+    return Moe(num_experts, top_k, width, activation)
 
 
 def _norm(reader: "_Reader", family: Family) -> Norm:

@@ -31,12 +31,21 @@ class PositionKind(Enum):
     ALIBI = "alibi"  # a bias on the scores
 
 
+@dataclass(frozen=True, slots=True)
+class MoeKeys:
+    """config.json's keys of a mixture of experts."""
+
+    num_experts: str
+    top_k: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One architecture. A bias is True, False, or the config key that sets it.
 
     keys: config.json's names of what LLAMA_KEYS lists, where they differ. defaults: the values of absent keys, by
-    config.json's names. gated: the MLP has a gate. norms_store_offset: see Norm. scales_embeddings: by the square root
+    config.json's names. gated: the MLP has a gate. moe: its MLPs are the
+    experts of a mixture. norms_store_offset: see Norm. scales_embeddings: by the square root
     of the hidden size. score_scale: the key of the number whose inverse square root scales scores, None: head_dim.
     softcaps: whether attn_logit_softcapping and final_logit_softcapping apply. neutral: further keys that are accepted
     with these values only.
@@ -52,6 +61,7 @@ class Family:
     norms_store_offset: bool = False
     place: Place = Place.PRE
     gated: bool = True
+    moe: MoeKeys | None = None
     positions: PositionKind = PositionKind.ROTARY
     embedding_norm: bool = False
     scales_embeddings: bool = False
@@ -70,6 +80,15 @@ GEMMA2_STEMS: Mapping[Role, str] = MappingProxyType(
         Role.ATTENTION_POST_NORM: "post_attention_layernorm",
         Role.MLP_NORM: "pre_feedforward_layernorm",
         Role.MLP_POST_NORM: "post_feedforward_layernorm",
+    }
+)
+MIXTRAL_STEMS: Mapping[Role, str] = MappingProxyType(
+    {
+        **ParameterNames().stems,
+        Role.ROUTER: "block_sparse_moe.gate",
+        Role.GATE: "w1",
+        Role.UP: "w3",
+        Role.DOWN: "w2",
     }
 )
 GPT2_NAMES = ParameterNames(
@@ -161,6 +180,21 @@ FAMILIES: tuple[Family, ...] = (
             "tie_word_embeddings": True,
             "bos_token_id": 128000,
             "eos_token_id": 128001,
+        },
+    ),
+    Family(
+        architecture="MixtralForCausalLM",
+        window=Window.ALWAYS,
+        moe=MoeKeys("num_local_experts", "num_experts_per_tok"),
+        names=ParameterNames(stems=MIXTRAL_STEMS, expert_prefix="block_sparse_moe.experts.{expert}."),
+        defaults={
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "rms_norm_eps": 1e-5,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
         },
     ),
     Family(

@@ -10,7 +10,7 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from tandem.parallel.params import WHOLE, Init, Param, Shard, Source
-from tandem.workers.models.spec.arch import ArchSpec, Gated, Gqa, LayerSpec, Norm, NormKind, Place, Plain
+from tandem.workers.models.spec.arch import ArchSpec, Gated, Gqa, LayerSpec, Moe, Norm, NormKind, Place, Plain
 
 
 class Role(StrEnum):
@@ -33,6 +33,7 @@ class Role(StrEnum):
     UP = "up"
     DOWN = "down"
     MLP_POST_NORM = "mlp_post_norm"
+    ROUTER = "router"
     FINAL_NORM = "final_norm"
     HEAD = "head"
 
@@ -69,11 +70,14 @@ class FusedQkv(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterNames:
     """A family's names of parameters, without `.weight` and `.bias`; those of a layer follow layer_prefix with its
-    index. base_prefix: what names lack in a checkpoint without a head. transposed: matrices of layers are stored as
-    [inputs, outputs]. ignored_suffixes: of tensors that checkpoints may hold too, as they can be derived."""
+    index, those of an expert expert_prefix too. base_prefix: what names lack in a checkpoint without a head.
+    transposed: matrices of layers are stored as [inputs, outputs]. ignored_suffixes: of tensors that checkpoints may
+    hold too, as they can be derived.
+    """
 
     stems: Mapping[Role, str] = field(default_factory=lambda: LLAMA_STEMS)
     layer_prefix: str = "model.layers.{layer}."
+    expert_prefix: str = "mlp.experts.{expert}."
     base_prefix: str = "model."
     fused_qkv: FusedQkv = FusedQkv.APART
     transposed: bool = False
@@ -95,14 +99,17 @@ class NormParams:
 
 @dataclass(frozen=True, slots=True)
 class LayerParams:
-    """The parameters of one layer. weights, biases: by role, those of norms too."""
+    """The parameters of one layer. weights, biases: by role, those of norms too. experts: those of its experts."""
 
     weights: Mapping[Role, Param]
     biases: Mapping[Role, Param]
+    experts: tuple["LayerParams", ...] = ()
 
     def __iter__(self) -> Iterator[Param]:
         yield from self.weights.values()
         yield from self.biases.values()
+        for expert in self.experts:
+            yield from expert
 
     def norm(self, role: Role) -> NormParams:
         """Returns the parameters of one of its norms."""
@@ -117,8 +124,14 @@ class LayerParams:
 
     @property
     def matrices(self) -> tuple[Param, ...]:
-        """The weights of its linear layers, in the order in which the layer uses them."""
-        return tuple(param for param in self.weights.values() if param.is_matrix)
+        """The weights of its linear layers, in the order in which the layer uses them; experts last."""
+        own = tuple(param for param in self.weights.values() if param.is_matrix)
+        return own + tuple(param for expert in self.experts for param in expert.matrices)
+
+    @property
+    def adaptable(self) -> tuple[Param, ...]:
+        """The weights of the linear layers that LoRA adapters may change: not experts, and not what chooses them."""
+        return tuple(p for p in self.weights.values() if p.is_matrix and p.role != Role.ROUTER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +195,11 @@ def parameters(spec: ArchSpec, names: ParameterNames) -> ParameterTable:
 class _Group:
     """Collects parameters whose names share a prefix: those of one layer, or those outside of layers."""
 
-    def __init__(self, names: ParameterNames, prefix: str, layer: int | None) -> None:
+    def __init__(
+        self, names: ParameterNames, prefix: str, layer: int | None, expert: tuple[int, int] | None = None
+    ) -> None:
         self._names = names
+        self._expert = expert
         self._prefix = prefix
         self._layer = layer
         self.weights: dict[Role, Param] = {}
@@ -251,7 +267,15 @@ class _Group:
         init: Init = Init.NORMAL,
     ) -> Param:
         return Param(
-            name=name, shape=shape, role=role, source=source, shard=shard, layer=self._layer, merge=merge, init=init
+            name=name,
+            shape=shape,
+            role=role,
+            source=source,
+            shard=shard,
+            layer=self._layer,
+            merge=merge,
+            init=init,
+            expert=self._expert,
         )
 
 
@@ -262,10 +286,25 @@ def _layer(hidden: int, spec: LayerSpec, layer: int, names: ParameterNames) -> L
     if spec.place is Place.SANDWICH:
         found.norm(Role.ATTENTION_POST_NORM, hidden, spec.norm)
     found.norm(Role.MLP_NORM, hidden, spec.norm)
-    _mlp(found, hidden, spec.mlp)
+    experts: tuple[LayerParams, ...] = ()
+    if isinstance(spec.mlp, Moe):
+        found.linear(Role.ROUTER, spec.mlp.num_experts, hidden, WHOLE, "router", bias=False)
+        experts = _experts(hidden, spec.mlp, layer, names)
+    else:
+        _mlp(found, hidden, spec.mlp)
     if spec.place is Place.SANDWICH:
         found.norm(Role.MLP_POST_NORM, hidden, spec.norm)
-    return LayerParams(found.weights, found.biases)
+    return LayerParams(found.weights, found.biases, experts)
+
+
+def _experts(hidden: int, spec: Moe, layer: int, names: ParameterNames) -> tuple[LayerParams, ...]:
+    experts = []
+    for index in range(spec.num_experts):
+        prefix = names.layer_prefix.format(layer=layer) + names.expert_prefix.format(expert=index)
+        found = _Group(names, prefix, layer, (index, spec.num_experts))
+        _mlp(found, hidden, spec.expert)
+        experts.append(LayerParams(found.weights, found.biases))
+    return tuple(experts)
 
 
 def _attention(found: _Group, hidden: int, spec: Gqa, norm: Norm, fused: FusedQkv) -> None:

@@ -11,7 +11,7 @@ from typing import Final
 
 from tandem.parallel.mesh import Mesh, layer_range
 from tandem.parallel.params import Param
-from tandem.workers.models.spec.arch import ArchSpec
+from tandem.workers.models.spec.arch import ArchSpec, Moe
 from tandem.workers.models.spec.families import parameters_of
 
 KV_ELEMENT_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8_e4m3": 1}
@@ -72,7 +72,7 @@ def _whole(params: Iterable[Param]) -> int:
 
 def _elements_at(mesh: Mesh) -> Callable[[Param], int]:
     """Returns the function from a parameter to its elements on one rank."""
-    return lambda param: param.local_elements(mesh.tp_rank, mesh.tp_size)
+    return lambda param: param.local_elements(mesh)
 
 
 def kv_token_bytes(spec: ArchSpec, mesh: Mesh, kv_dtype: str) -> int:
@@ -90,9 +90,9 @@ def adapter_bytes(spec: ArchSpec, mesh: Mesh, rank: int, element_bytes: int) -> 
     """
     table = parameters_of(spec)
     elements = sum(
-        rank * sum(param.local_shape(mesh.tp_rank, mesh.tp_size))
+        rank * sum(param.local_shape(mesh))
         for layer in layer_range(spec.num_layers, mesh.pp_rank, mesh.pp_size)
-        for param in table.layers[layer].matrices
+        for param in table.layers[layer].adaptable
     )
     return elements * element_bytes
 
@@ -106,6 +106,6 @@ def activation_bytes(spec: ArchSpec, tp_size: int, max_num_tokens: int, max_num_
     layer = spec.layers[0]
     q = layer.attention.num_heads * spec.head_dim // tp_size
     kv = spec.local_kv_heads(tp_size) * spec.head_dim
-    width = layer.mlp.width // tp_size
+    width = layer.mlp.width // tp_size * (layer.mlp.top_k if isinstance(layer.mlp, Moe) else 1)
     widest = max(2 * (q + 2 * kv) + q, 3 * width)
     return max_num_tokens * (3 * spec.hidden_size + widest) * element_bytes + 3 * max_num_seqs * spec.vocab_size * 4

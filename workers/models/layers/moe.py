@@ -1,0 +1,81 @@
+"""A mixture of experts: a router chooses for each token the experts that compute it, whose outputs are added.
+
+The ranks of a stage hold a part of each expert's columns, or with --enable-expert-parallel whole experts, each others;
+either way one all-reduce adds up what they computed. Each expert multiplies only its own tokens. T tokens, E experts,
+K of them per token, H hidden size.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from tandem.parallel.checkpoint import ParameterSlot
+from tandem.parallel.context import ParallelContext
+from tandem.parallel.linear import AdaptableLinear, Linear
+from tandem.parallel.linear_methods import MakeMatrix
+from tandem.workers.kernels.fused_ops import FusedOps
+from tandem.workers.models.layers.mlp import gating
+from tandem.workers.models.spec.arch import Moe
+from tandem.workers.models.spec.parameters import LayerParams
+
+
+class _Expert:
+    """One expert on this rank: its output, or this rank's part of it."""
+
+    def __init__(
+        self, spec: Moe, params: LayerParams, context: ParallelContext, ops: FusedOps, make: MakeMatrix
+    ) -> None:
+        self._middle = gating(spec.activation, ops)
+        self._up = Linear(*params.merged("up"), context, make)
+        self._down = Linear(*params.merged("down"), context, make)
+
+    def __call__(self, x_TH: torch.Tensor) -> torch.Tensor:
+        return self._down(self._middle(self._up(x_TH)))
+
+    def slots(self) -> Iterator[ParameterSlot]:
+        yield from self._up.slots()
+        yield from self._down.slots()
+
+
+class MixtureOfExperts:
+    """One layer's experts on this rank, and the router, which every rank has."""
+
+    def __init__(
+        self, spec: Moe, params: LayerParams, context: ParallelContext, ops: FusedOps, make: MakeMatrix
+    ) -> None:
+        self._spec = spec
+        self._context = context
+        self._router = Linear(*params.merged("router"), context, make)
+        self._experts = {
+            index: _Expert(spec, expert, context, ops, make)
+            for index, expert in enumerate(params.experts)
+            if all(param.local_elements(context.mesh) for param in expert)
+        }
+
+    def __call__(self, x_TH: torch.Tensor) -> torch.Tensor:
+        weight_TK, expert_TK = route(self._router(x_TH), self._spec)
+        out_TH = torch.zeros_like(x_TH)
+        for index in expert_TK.unique().tolist():
+            expert = self._experts.get(index)
+            if expert is not None:
+                token, place = (expert_TK == index).nonzero(as_tuple=True)
+                own_TH = expert(x_TH[token]) * weight_TK[token, place, None].to(x_TH.dtype)
+                out_TH.index_add_(0, token, own_TH)
+        return out_TH if self._context.tp_size == 1 else self._context.tp.all_reduce(out_TH)
+
+    def linears(self) -> Iterator[AdaptableLinear]:
+        """Yields nothing: adapters change neither experts nor the router."""
+        yield from ()
+
+    def slots(self) -> Iterator[ParameterSlot]:
+        yield from self._router.slots()
+        for expert in self._experts.values():
+            yield from expert.slots()
+
+
+def route(logits_TE: torch.Tensor, spec: Moe) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the weights [T, K], float32, and indices [T, K] of each token's experts."""
+    weight_TK, expert_TK = logits_TE.float().softmax(dim=-1).topk(spec.top_k, dim=-1)
+    if spec.renormalize:
+        weight_TK = weight_TK / weight_TK.sum(dim=-1, keepdim=True)
+    return weight_TK, expert_TK
