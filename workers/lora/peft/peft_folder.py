@@ -7,6 +7,7 @@ meanwhile cannot pass. A safetensors header is 8 bytes of length (little endian)
 
 import hashlib
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,10 @@ MOST_OTHER_BYTES: Final = 2**23
 ELEMENT_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2}
 BF16_EXPONENT: Final = 0x7F80
 Bytes = npt.NDArray[np.uint8]
+
+
+EXPERT: Final = re.compile(r"\.experts?\.")
+"""In names of tensors of a mixture's experts."""
 
 
 class Shape(NamedTuple):
@@ -274,6 +279,8 @@ def _pair(
     halves: dict[str, dict[str, TensorAt]] = {}
     for tensor in tensors:
         if tensor.name not in places:
+            if EXPERT.search(tensor.name):
+                raise AdapterRefused(f"tensor {tensor.name}: adapters of experts are not supported")
             raise AdapterRefused(f"tensor {tensor.name} is not the A or B of a layer of this model")
         module, half = places[tensor.name]
         halves.setdefault(module, {})[half] = tensor
