@@ -241,6 +241,9 @@ def test_names_and_pairs(tmp_path: Path, spec: ArchSpec) -> None:
 
     assert of(lambda t: t.pop(a)) == f"tensor {Q0.format('B')} has no A beside it"
     assert "not the A or B" in of(lambda t: t.update({a.replace("lora_A", "lora_magnitude_vector"): t[a]}))
+    assert "adapters of experts are not supported" in of(
+        lambda t: t.update({a.replace("q_proj", "experts.3.w1"): t[a]})
+    )
     assert "layers.9" in of(lambda t: t.update({a.replace("layers.0", "layers.9"): t[a]}))
     assert "embed_tokens" in of(lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": t[a]}))
     assert "has no tensors" not in of(lambda t: t.update({a: t[a][:3]}))
