@@ -51,6 +51,8 @@ GATEWAY_KEYS = (
     "usage_rows",
     "max_text_bytes",
     "max_answer_bytes",
+    "response_store_ttl",
+    "response_store_bytes",
     "metrics_prefix",
     "per_request_spec_decode_metrics",
     "queue_timeout",

@@ -244,6 +244,12 @@ OPTIONS: tuple[Option, ...] = (
     Option("max_answer_bytes", "gateway.max_answer_bytes", int, HTTP,
            "Bytes of memory, roughly, that an answer which is not streamed may take before it gets 413, e.g. 256M.",
            at_least(1), "at least 1", size=True),
+    Option("response_store_ttl", "gateway.response_store_ttl_s", int, HTTP,
+           "Seconds that an answer of /v1/responses is kept in Redis for previous_response_id. 0: none is kept.",
+           lambda v: 0 <= v <= 31 * 86400, "from 0 to 2678400"),
+    Option("response_store_bytes", "gateway.response_store_bytes", int, HTTP,
+           "Bytes of kept responses of one tenant, compressed; beyond them the oldest go. E.g. 256M.",
+           at_least(1), "at least 1", size=True),
     Option("state_dir", "gateway.state_dir", str, HTTP,
            "Folder for the usage journal and a copy of the tenants and the adapter list; the next start reads it. "
            "Default: a private folder, removed when the service ends, or, with --redis-url, when Redis has all of it."),

@@ -156,7 +156,9 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     8 bytes for each token of the context if that is more. max_bodies_bytes: of all requests whose answers have not
     begun (503). max_answer_bytes: roughly what an answer that is not streamed may take in memory (413). ssl_cert_reqs:
     0 no certificate of clients is asked for, 1 one that is sent is checked, 2 it is required; None: 2 with
-    ssl_ca_certs, else 0. per_request_spec_decode_metrics: what answers report of their draft tokens."""
+    ssl_ca_certs, else 0. per_request_spec_decode_metrics: what answers report of their draft tokens.
+    response_store_ttl_s: how long a response can be named as previous_response_id, 0: none is stored;
+    response_store_bytes: of those of one tenant, compressed."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -188,6 +190,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_answer_bytes: int = 64 * 2**20
     metrics_prefix: str = "tandem"
     per_request_spec_decode_metrics: SpecDecodeMetrics = "none"
+    response_store_ttl_s: int = 3600
+    response_store_bytes: int = 32 * 2**20
 
     @property
     def is_local(self) -> bool:

@@ -30,7 +30,7 @@ async def chat_completions(
         body=body,
         size=size,
         began_s=began_s,
-        id_prefix="chatcmpl",
+        id_prefix="chatcmpl-",
         names=Asked("messages", limit),
     )
     with ExitStack() as held:

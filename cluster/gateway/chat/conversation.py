@@ -31,7 +31,7 @@ from tandem.workers.text.output.events import MakeParser, PlainOutput
 @dataclass(frozen=True, kw_only=True)
 class Received:
     """One HTTP request with a conversation. body: a chat body, which other APIs translate theirs to. size: bytes of
-    the client's body. began_s: of the gateway's clock. id_prefix: of the answer's id, without "-". names: the fields
+    the client's body. began_s: of the gateway's clock. id_prefix: of the answer's id. names: the fields
     of the client's body that hold the prompt and the limit of new tokens, for refusals."""
 
     request: Request

@@ -4,7 +4,7 @@ Everything that can be refused is refused here, before the request reaches a gro
 """
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -89,7 +89,7 @@ async def completions(text: TextServices, generations: Generations, request: Req
         model = held_model(text, generations, body.model, principal, held)
         wanted = _wanted(body)
         check_choices(text, body)
-        head = answer_head(text, generations, "cmpl", model.name)
+        head = answer_head(text, generations, "cmpl-", model.name)
         asked = Posted(request, principal, model, head.id, body)
         parts, echo = await text.workers.run(
             principal.tenant, size, _completion_parts, text, generations, asked, body, wanted
@@ -212,7 +212,7 @@ def prompt_sampling(text: TextServices, body: CommonBody, max_tokens: int, logpr
 
 
 def answer_head(text: TextServices, generations: Generations, prefix: str, model: str) -> AnswerHead:
-    return AnswerHead(f"{prefix}-{uuid.uuid4().hex}", int(generations.wall_clock()), model, text.fingerprint)
+    return AnswerHead(f"{prefix}{uuid.uuid4().hex}", int(generations.wall_clock()), model, text.fingerprint)
 
 
 def includes_usage(body: CommonBody) -> bool:
@@ -331,8 +331,9 @@ def text_answer(
     held: ExitStack,
     *,
     with_logprobs: bool,
+    before_end: Callable[[], Awaitable[None]] | None = None,
 ) -> GenerationResponse:
-    """The answer to be; what is held passes to the generation."""
+    """The answer to be; what is held passes to the generation. before_end: see TextResponse."""
     generation.held = held.pop_all()
     return TextResponse(
         generations,
@@ -343,6 +344,7 @@ def text_answer(
         shown=body.n or 1,
         with_logprobs=with_logprobs,
         is_streamable=_is_streamable(body, generation),
+        before_end=before_end,
     )
 
 

@@ -157,50 +157,52 @@ class Neutral(NamedTuple):
     words: str
 
 
-def _is(*values: Any) -> Neutral:
+def neutral_values(*values: Any) -> Neutral:
+    """These values only."""
     words = " or ".join(json.dumps(value) for value in values)
     return Neutral(lambda given: any(given == value and type(given) is type(value) for value in values), words)
 
 
-def _any(kind: type, words: str) -> Neutral:
+def neutral_kind(kind: type, words: str) -> Neutral:
+    """All values of a type."""
     return Neutral(lambda given: isinstance(given, kind), words)
 
 
 NEVER = Neutral(lambda given: False, "")
 NEUTRAL: Mapping[str, Neutral] = {
-    "response_format": _is({"type": "text"}),
-    "store": _is(False),
-    "metadata": _any(dict, "an object"),
-    "parallel_tool_calls": _any(bool, "true or false"),
-    "service_tier": _is("auto", "default"),
-    "modalities": _is(["text"]),
-    "functions": _is([]),
-    "function_call": _is("none"),
-    "suffix": _is(""),
-    "structured_outputs": _is({}),
+    "response_format": neutral_values({"type": "text"}),
+    "store": neutral_values(False),
+    "metadata": neutral_kind(dict, "an object"),
+    "parallel_tool_calls": neutral_kind(bool, "true or false"),
+    "service_tier": neutral_values("auto", "default"),
+    "modalities": neutral_values(["text"]),
+    "functions": neutral_values([]),
+    "function_call": neutral_values("none"),
+    "suffix": neutral_values(""),
+    "structured_outputs": neutral_values({}),
     "audio": NEVER,
     "prediction": NEVER,
-    "reasoning_effort": _is("none"),
-    "verbosity": _is("medium"),
+    "reasoning_effort": neutral_values("none"),
+    "verbosity": neutral_values("medium"),
     "web_search_options": NEVER,
     "chat_template": NEVER,
-    "chat_template_kwargs": _is({}),
-    "documents": _is([]),
+    "chat_template_kwargs": neutral_values({}),
+    "documents": neutral_values([]),
     "guided_json": NEVER,
     "guided_regex": NEVER,
     "guided_choice": NEVER,
     "guided_grammar": NEVER,
-    "logits_processors": _is([]),
-    "safety_identifier": _any(str, "a string"),
-    "prompt_cache_key": _any(str, "a string"),
-    "echo": _is(False),
-    "spaces_between_special_tokens": _is(True),
+    "logits_processors": neutral_values([]),
+    "safety_identifier": neutral_kind(str, "a string"),
+    "prompt_cache_key": neutral_kind(str, "a string"),
+    "echo": neutral_values(False),
+    "spaces_between_special_tokens": neutral_values(True),
 }
 """Fields that are known but not served: accepted only with a value that asks for nothing. null is always absent."""
 
 NEUTRAL_IN_MESSAGES: Mapping[str, Neutral] = {
     "refusal": NEVER,
-    "annotations": _is([]),
+    "annotations": neutral_values([]),
     "audio": NEVER,
     "function_call": NEVER,
     "reasoning": NEVER,
@@ -256,21 +258,21 @@ def read_completion(fields: dict[str, Any], settings: GatewaySettings) -> Comple
     return body
 
 
-def read(fields: dict[str, Any], body_type: type[Body]) -> Body:
+def read(fields: dict[str, Any], body_type: type[Body], neutral: Mapping[str, Neutral] = NEUTRAL) -> Body:
     """Drops null and neutral fields, refuses unknown and unsupported ones by name, checks types and ranges."""
     known = set(body_type.__struct_fields__)
     kept: dict[str, Any] = {}
     for name, value in fields.items():
         if value is None:
-            if name not in known and name not in NEUTRAL:
+            if name not in known and name not in neutral:
                 raise unsupported(name, f"The field {printable(name)} is unknown.")
         elif name in known:
             kept[name] = value
-        elif name not in NEUTRAL:
+        elif name not in neutral:
             raise unsupported(name, f"The field {printable(name)} is unknown.")
-        elif not NEUTRAL[name].accepts(value):
-            raise unsupported(name, _not_neutral(name, NEUTRAL[name].words))
-    if isinstance(kept.get("messages"), list):
+        elif not neutral[name].accepts(value):
+            raise unsupported(name, not_neutral(name, neutral[name].words))
+    if neutral is NEUTRAL and isinstance(kept.get("messages"), list):
         kept["messages"] = [_plain_message(i, message) for i, message in enumerate(kept["messages"])]
     try:
         return msgspec.convert(kept, body_type)
@@ -284,7 +286,7 @@ def _plain_message(index: int, message: Any) -> Any:
         return message
     for name in sorted(found):
         if message[name] is not None and not NEUTRAL_IN_MESSAGES[name].accepts(message[name]):
-            raise unsupported(f"messages[{index}].{name}", _not_neutral(name, NEUTRAL_IN_MESSAGES[name].words))
+            raise unsupported(f"messages[{index}].{name}", not_neutral(name, NEUTRAL_IN_MESSAGES[name].words))
     return {name: value for name, value in message.items() if name not in found}
 
 
@@ -298,7 +300,8 @@ def invalid(param: str | None, message: str) -> RequestRefused:
     return RequestRefused(message, code="invalid_value", param=param)
 
 
-def _not_neutral(name: str, words: str) -> str:
+def not_neutral(name: str, words: str) -> str:
+    """Says that a field has a value that is not served. words: of its Neutral."""
     if not words:
         return f"The field {name} is not supported."
     return f"The field {name} is not supported with this value; it may be {words}."
