@@ -4,15 +4,16 @@ from dataclasses import dataclass
 from functools import cache
 
 from tandem.cluster.gateway.chat.parser_wraps import OneCall, SpecialSpellings, WithoutSpecialTokens, WithoutThinking
-from tandem.cluster.gateway.chat.thinking import ThinkingMarks, thinking_marks
 from tandem.cluster.gateway.openai.fields.chat_checks import known_tools
 from tandem.cluster.gateway.openai.fields.tool_fields import NamedTool
 from tandem.cluster.gateway.openai.schemas import ChatBody, invalid, unsupported
 from tandem.cluster.gateway.services import TextServices
+from tandem.workers.messages.thinking import ThinkingBudget
 from tandem.workers.text.output.events import OutputParser, PlainOutput
 from tandem.workers.text.output.formats import ReasoningFormat, Tool, ToolFormat
 from tandem.workers.text.tokenizer import ModelTokenizer
 
+MAX_BUDGET = 2**31 - 1
 AUTO_NEEDS = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
 """vLLM's words."""
 
@@ -20,9 +21,10 @@ AUTO_NEEDS = '"auto" tool choice requires --enable-auto-tool-choice and --tool-c
 @dataclass(frozen=True, kw_only=True)
 class ChatOutput:
     """How answers are read. tool_format: None where no call is looked for; reasoning_format: where no thinking is.
-    tools: those that may be called. is_forced: a call must come. is_named: of the tool that the body names; OpenAI's
-    finish_reason is then "stop". one_call: it ends with its first call. special: set where special tokens are shown to
-    the parser and hidden from the client."""
+    thinking: the marks around it, and its budget, MAX_BUDGET if there is none. tools: those that may be called.
+    is_forced: a call must come. is_named: of the tool that the body names; OpenAI's finish_reason is then "stop".
+    one_call: it ends with its first call. special: set where special tokens are shown to the parser and hidden from the
+    client."""
 
     tool_format: ToolFormat | None
     reasoning_format: ReasoningFormat | None
@@ -31,7 +33,7 @@ class ChatOutput:
     is_named: bool
     one_call: bool
     include_reasoning: bool
-    marks: ThinkingMarks | None
+    thinking: ThinkingBudget | None
     shows_special_tokens: bool
     special: SpecialSpellings | None
 
@@ -58,7 +60,7 @@ class ChatOutput:
         if self.tool_format is not None:
             parser = self.tool_format.parser(self.tools)
         if self.reasoning_format is not None:
-            parser = self.reasoning_format.parser(parser, inside=self.marks is not None and self.marks.inside)
+            parser = self.reasoning_format.parser(parser, inside=self.thinking is not None and self.thinking.inside)
         return OneCall(parser) if self.one_call and self.tool_format is not None else parser
 
 
@@ -78,7 +80,7 @@ def chat_output(text: TextServices, body: ChatBody, prompt: str) -> ChatOutput:
         is_named=is_named,
         one_call=body.parallel_tool_calls is False or is_named,
         include_reasoning=body.include_reasoning is not False,
-        marks=None if thinks is None else thinking_marks(text.tokenizer, thinks, prompt),
+        thinking=None if thinks is None else _thinking(text.tokenizer, thinks, prompt, body.thinking_token_budget),
         shows_special_tokens=shows,
         special=_special_spellings(text.tokenizer) if hides else None,
     )
@@ -104,6 +106,13 @@ def _chosen_tools(text: TextServices, body: ChatBody) -> tuple[list[Tool], bool,
     if not named:
         raise invalid("tool_choice.function.name", f"No tool of this request has the name {choice.function.name}.")
     return named, True, True
+
+
+def _thinking(tokenizer: ModelTokenizer, form: ReasoningFormat, prompt: str, budget: int | None) -> ThinkingBudget:
+    """The marks as this tokenizer spells them."""
+    start, end = (tuple(tokenizer.encode(mark, add_special_tokens=False)) for mark in (form.start, form.end))
+    tokens = MAX_BUDGET if budget is None else budget
+    return ThinkingBudget(tokens=tokens, start=start, end=end, inside=form.starts_inside(prompt))
 
 
 def _check_thinking(body: ChatBody, form: ReasoningFormat | None) -> None:

@@ -6,6 +6,7 @@ Everything that can be refused is refused here, before the request reaches a gro
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import msgspec
 from starlette.requests import Request
 
 from tandem.cluster.gateway.chat.chat_output import ChatOutput, chat_output
@@ -79,6 +80,8 @@ async def prepare_chat(
     params = await text.workers.run(
         principal.tenant, bad_words_size(body), prompt_sampling, text, body, max_tokens, logprobs
     )
+    if body.thinking_token_budget is not None:
+        params = msgspec.structs.replace(params, thinking_budget=output.thinking)
     head = answer_head(text, generations, received.id_prefix, model.name)
     asked = Posted(received.request, principal, model, head.id, body)
     parts = request_parts(

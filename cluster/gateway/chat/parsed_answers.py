@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from tandem.cluster.gateway.chat.chat_output import ChatOutput
-from tandem.cluster.gateway.chat.thinking import ThinkingCount
 from tandem.cluster.gateway.generation.response_format import ChoiceAnswer
 from tandem.cluster.gateway.openai.answers import ChatFormat
+from tandem.workers.messages.thinking import ThinkingSpan
 from tandem.workers.text.choice_text import TextDelta
 from tandem.workers.text.output.events import (
     CallArguments,
@@ -33,7 +33,7 @@ class ParsedChoice:
     """One choice as far as it has been parsed. thinking: counts its tokens, if the model's thinking is known."""
 
     parser: OutputParser
-    thinking: ThinkingCount | None
+    thinking: ThinkingSpan | None
     ids: list[str] = field(default_factory=list)
 
     def events(self, addition: TextDelta) -> list[OutputEvent]:
@@ -79,8 +79,8 @@ class ParsedChatFormat(ChatFormat):
 
     def _choice(self, index: int) -> ParsedChoice:
         if index not in self._choices:
-            marks = self._output.marks
-            thinking = None if marks is None else ThinkingCount(marks)
+            marks = self._output.thinking
+            thinking = None if marks is None else ThinkingSpan(marks.start, marks.end, inside=marks.inside)
             self._choices[index] = ParsedChoice(self._output.make_parser(), thinking)
         return self._choices[index]
 

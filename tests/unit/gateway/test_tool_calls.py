@@ -348,3 +348,14 @@ async def test_the_openai_client_streams_calls() -> None:
         calls = [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls]
         assert calls == [("weather", {"city": "Löw"}), ("clock", {})]
         assert choice.message.content == "Hi "
+
+
+async def test_a_budget_of_thinking_goes_along_with_its_marks() -> None:
+    async with tooled(saying("x"), **THINKING) as rig:
+        await rig.chat(thinking_token_budget=7, chat_template_kwargs={"enable_thinking": True})
+        await rig.chat()
+        first, second = (request.sampling.thinking_budget for request in rig.backend.requests)
+        assert second is None and first is not None
+        assert (first.tokens, bytes(first.start), bytes(first.end), first.inside) == (7, b"<think>", b"</think>", True)
+        error = error_of(await rig.chat(thinking_token_budget=7, use_beam_search=True))
+        assert (error["code"], error["param"]) == (UNSUPPORTED, "thinking_token_budget")
