@@ -1,12 +1,13 @@
-"""AnswerWriter, which words content and calls; json_call(), which reads a call that is written as one JSON object."""
+"""AnswerWriter, which words content and calls; functions that read calls whose arguments are written as JSON."""
 
 from collections.abc import Iterator, Sequence
+from enum import Enum, auto
 from typing import NamedTuple
 
 from tandem.workers.text.output.events import CallArguments, CallBegin, Content, OutputEvent
 from tandem.workers.text.output.formats import Tool
 from tandem.workers.text.output.json_stream import JsonScanner, json_string, nowhere, scanned
-from tandem.workers.text.output.stepping import Source, Steps, one_of, spaces
+from tandem.workers.text.output.stepping import Source, Steps, goes_on_with, one_of, spaces
 
 
 class AnswerWriter:
@@ -41,6 +42,14 @@ class AnswerWriter:
             yield Content("".join(self._space))
 
 
+class Read(Enum):
+    """The end of an attempt to read a call."""
+
+    CALL = auto()
+    CONTENT = auto()  # it was well-formed, but no call of ours; all of it is content
+    BROKEN = auto()
+
+
 class CallKeys(NamedTuple):
     """The keys of a call's object. Other keys than these and `id`, `type` show that it is no call."""
 
@@ -48,13 +57,47 @@ class CallKeys(NamedTuple):
     may_lack_arguments: bool = True
 
 
-def json_call(source: Source, writer: AnswerWriter, keys: CallKeys = CallKeys()) -> Steps[bool]:
-    """Reads an object with a name and arguments. Returns whether it was a whole call.
+def json_call(source: Source, writer: AnswerWriter, keys: CallKeys = CallKeys()) -> Steps[Read]:
+    """Reads an object with a name and arguments.
 
     What was read since source.keep() becomes content if the object is no call. A call begins when its name and the
     begin of its arguments are known; if it breaks later, the text from there on is left unread.
     """
     return _JsonCall(source, writer, keys).read()
+
+
+def json_calls(source: Source, writer: AnswerWriter) -> Steps[None]:
+    """Reads a list of objects as json_call() does, kept text before it likewise. Where it breaks, the rest is left."""
+    yield from spaces(source)
+    separator = yield from one_of(source, ("[",))
+    read = Read.CONTENT
+    while separator in ("[", ","):
+        yield from spaces(source)
+        read = yield from json_call(source, writer)
+        if read is Read.BROKEN:
+            return
+        source.keep()
+        yield from spaces(source)
+        separator = yield from one_of(source, (",", "]"))
+    text = source.release()
+    if separator is None or read is Read.CONTENT:
+        yield from writer.content(text)
+
+
+def named_call(source: Source, writer: AnswerWriter, name: str) -> Steps[Read]:
+    """Reads the arguments, an object, of a call whose name was read. Kept text becomes content if it is no call."""
+    whole = yield from goes_on_with(source, "{")
+    if not whole and not source.exhausted:
+        yield from writer.content(source.release())
+        return Read.BROKEN
+    text = source.release()
+    if name in writer.names:
+        yield from writer.begin(name)
+        whole = yield from scanned(source, JsonScanner(), writer.arguments)
+        return Read.CALL if whole else Read.BROKEN
+    yield from writer.content(text)
+    whole = yield from scanned(source, JsonScanner(), writer.content, as_written=True)
+    return Read.CONTENT if whole else Read.BROKEN
 
 
 class _JsonCall:
@@ -64,7 +107,7 @@ class _JsonCall:
         self._held: list[str] | None = None
         self._began = False
 
-    def read(self) -> Steps[bool]:
+    def read(self) -> Steps[Read]:
         source = self._source
         if (yield from one_of(source, ("{",))) is None:
             return (yield from self._give_up())
@@ -104,7 +147,7 @@ class _JsonCall:
         return (yield from scanned(source, JsonScanner(), nowhere))
 
     def _arguments(self) -> Steps[bool]:
-        if not (yield from _goes_on_with(self._source, "{")):
+        if not (yield from goes_on_with(self._source, "{")):
             return False
         if self._name is None:
             self._held = []
@@ -122,35 +165,29 @@ class _JsonCall:
         self._began = True
         yield from self._writer.begin(name)
 
-    def _close(self) -> Steps[bool]:
+    def _close(self) -> Steps[Read]:
         if self._began:
-            return True
+            return Read.CALL
         if self._name is None or (self._held is None and not self._keys.may_lack_arguments):
             return (yield from self._give_up())
         yield from self._begin(self._name)
         yield from self._writer.arguments("{}" if self._held is None else "".join(self._held))
-        return True
+        return Read.CALL
 
-    def _give_up(self) -> Steps[bool]:
+    def _give_up(self) -> Steps[Read]:
         """The object broke, or the text ended in it."""
         if self._began:
-            return False
+            return Read.BROKEN
         if self._source.exhausted and self._name in self._writer.names and self._name is not None:
             yield from self._begin(self._name)
             yield from self._writer.arguments("".join(self._held or ()))
-            return False
+            return Read.BROKEN
         yield from self._writer.content(self._source.release())
-        return False
+        return Read.BROKEN
 
-    def _unknown(self) -> Steps[bool]:
+    def _unknown(self) -> Steps[Read]:
         """The rest of an object that calls no function of ours is content, as written."""
         yield from self._writer.content(self._source.release())
-        yield from scanned(self._source, JsonScanner(inside_object=True), self._writer.content, as_written=True)
-        return False
-
-
-def _goes_on_with(source: Source, char: str) -> Steps[bool]:
-    """Returns whether the next character, which stays unread, is `char`."""
-    while source.at == len(source.text) and not source.ended:
-        yield None
-    return source.text.startswith(char, source.at)
+        rest = JsonScanner(inside_object=True)
+        whole = yield from scanned(self._source, rest, self._writer.content, as_written=True)
+        return Read.CONTENT if whole else Read.BROKEN

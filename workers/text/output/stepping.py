@@ -138,7 +138,8 @@ def text_until(source: Source, marks: Marks, emit: Emit) -> Steps[str | None]:
 
 
 def one_of(source: Source, choices: Sequence[str]) -> Steps[str | None]:
-    """Reads the first of `choices` with which the text goes on, and returns it; reads nothing if there is none."""
+    """Reads the one of `choices` with which the text goes on, and returns it; reads nothing if there is none. Reads
+    the begin of one, and returns None, where the text ends in it."""
     while True:
         at, left = source.at, len(source.text) - source.at
         undecided = False
@@ -150,8 +151,17 @@ def one_of(source: Source, choices: Sequence[str]) -> Steps[str | None]:
             elif choice.startswith(source.text[at:]):
                 undecided = True
         if source.ended or not undecided:
+            if undecided:
+                source.take(len(source.text))
             return None
         yield None
+
+
+def goes_on_with(source: Source, char: str) -> Steps[bool]:
+    """Returns whether the next character, which stays unread, is `char`."""
+    while source.at == len(source.text) and not source.ended:
+        yield None
+    return source.text.startswith(char, source.at)
 
 
 def run_of(source: Source, pattern: re.Pattern[str], limit: int | None = None) -> Steps[str]:

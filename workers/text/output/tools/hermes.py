@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from tandem.workers.text.output import grammar_text
 from tandem.workers.text.output.events import OutputParser
 from tandem.workers.text.output.formats import Tool
-from tandem.workers.text.output.json_calls import AnswerWriter, json_call
+from tandem.workers.text.output.json_calls import AnswerWriter, Read, json_call
 from tandem.workers.text.output.stepping import Marks, Source, SteppedParser, Steps, one_of, spaces, text_until
 
 BEGIN, END = "<tool_call>", "</tool_call>"
@@ -38,7 +38,7 @@ def _steps(source: Source, writer: AnswerWriter) -> Steps[None]:
         source.keep()
         yield from one_of(source, (BEGIN,))
         yield from spaces(source)
-        if (yield from json_call(source, writer)):
+        if (yield from json_call(source, writer)) is Read.CALL:
             yield from spaces(source)
             yield from one_of(source, (END,))
     yield from writer.finish()
