@@ -56,6 +56,9 @@ GATEWAY_KEYS = (
     "metrics_prefix",
     "per_request_spec_decode_metrics",
     "queue_timeout",
+    "enable_auto_tool_choice",
+    "tool_call_parser",
+    "reasoning_parser",
 )
 PORT_KEYS = ("host", "port", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs")
 """Of a port that gateways listen on themselves; under Serve its proxy does."""

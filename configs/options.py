@@ -14,8 +14,10 @@ from tandem.configs.schema import (
     Device,
     DType,
     KVCacheDType,
+    ReasoningParser,
     SpecDecodeMetrics,
     SpeculativeSettings,
+    ToolCallParser,
 )
 
 Check = Callable[[Any], bool]
@@ -266,6 +268,15 @@ OPTIONS: tuple[Option, ...] = (
     Option("per_request_spec_decode_metrics", "gateway.per_request_spec_decode_metrics", SpecDecodeMetrics, HTTP,
            "What an answer with one choice reports of its draft tokens, in metrics.speculative_decoding as in vLLM. "
            "summary: rates and histograms. detailed: each step too. Default: none."),
+    Option("enable_auto_tool_choice", "gateway.enable_auto_tool_choice", bool, HTTP,
+           "Serve tool_choice auto: the model decides whether it calls a tool. Needs a chat template that shows tools, "
+           "and --tool-call-parser where the template does not say how calls are written."),
+    Option("tool_call_parser", "gateway.tool_call_parser", ToolCallParser, HTTP,
+           "How the model writes tool calls: hermes (Qwen too), qwen3_coder, llama3_json, pythonic (Llama 4), mistral, "
+           "deepseek_v3, granite or openai (gpt-oss). Default: as the chat template says."),
+    Option("reasoning_parser", "gateway.reasoning_parser", ReasoningParser, HTTP,
+           "How the model writes its thinking: deepseek_r1, qwen3, granite or openai_gptoss. Answers then have it "
+           "apart, as reasoning. Default: it is part of the content."),
     Option("redis_url", "redis.url", str, COORDINATION,
            "redis://, rediss:// or unix:// URL of the Redis to use, or env:NAME or file:PATH that hold it. Default: a "
            "private one is started.", secret=True),

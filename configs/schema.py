@@ -13,6 +13,12 @@ KVCacheDType = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "int8"]
 Device = Literal["cpu", "cuda"]
 Auth = Literal["required", "open"]
 SpecDecodeMetrics = Literal["none", "summary", "detailed"]
+ToolCallParser = Literal[
+    "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "deepseek_v3", "granite", "openai"
+]
+"""Names of TOOL_FORMATS (workers/text/output/formats.py)."""
+ReasoningParser = Literal["deepseek_r1", "qwen3", "granite", "openai_gptoss"]
+"""Names of REASONING_FORMATS there."""
 NGRAM_TOKENS = 5
 BatchingPolicyName = Literal["continuous", "dynamic", "static"]
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -157,6 +163,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     begun (503). max_answer_bytes: roughly what an answer that is not streamed may take in memory (413). ssl_cert_reqs:
     0 no certificate of clients is asked for, 1 one that is sent is checked, 2 it is required; None: 2 with
     ssl_ca_certs, else 0. per_request_spec_decode_metrics: what answers report of their draft tokens.
+    enable_auto_tool_choice: the model itself may decide to call a tool. tool_call_parser: how it writes calls; None: as
+    the chat template says, if it says it. reasoning_parser: how it writes its thinking; None: it is content.
     response_store_ttl_s: how long a response can be named as previous_response_id, 0: none is stored;
     response_store_bytes: of those of one tenant, compressed."""
 
@@ -190,6 +198,10 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_answer_bytes: int = 64 * 2**20
     metrics_prefix: str = "tandem"
     per_request_spec_decode_metrics: SpecDecodeMetrics = "none"
+    enable_auto_tool_choice: bool = False
+    tool_call_parser: ToolCallParser | None = None
+    reasoning_parser: ReasoningParser | None = None
+    max_template_kwargs_bytes: int = 16 * 2**10
     response_store_ttl_s: int = 3600
     response_store_bytes: int = 32 * 2**20
 

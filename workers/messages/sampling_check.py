@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from tandem.workers.messages.request import SamplingParams
+from tandem.workers.messages.thinking import ThinkingBudget
 
 MOST: Final = 1e30
 """Bound of float parameters; finite in float32 too."""
@@ -40,6 +41,7 @@ RANGES: Final[Mapping[str, Any]] = {
     "prompt_logprobs": Whole | None,
     "skip_special_tokens": bool,
     "include_stop_str_in_output": bool,
+    "thinking_budget": ThinkingBudget | None,
 }
 """Type and range of every parameter. A bias may be minus infinity, which forbids the token."""
 NONE_MEANS_EMPTY: Final = ("stop", "stop_token_ids", "logit_bias", "bad_words")
@@ -62,11 +64,15 @@ def checked_sampling(given: SamplingParams, vocab_size: int) -> SamplingParams:
     params = msgspec.structs.replace(given, **plain)
     if params.min_tokens > params.max_tokens:
         raise ValueError(f"min_tokens={params.min_tokens} exceeds max_tokens={params.max_tokens}")
+    thinking = params.thinking_budget
+    if thinking is not None and not (thinking.tokens >= 0 and thinking.start and thinking.end):
+        raise ValueError(f"thinking_budget={thinking!r}: at least 0 tokens, and two marks")
     for name, ids in (
         ("stop_token_ids", params.stop_token_ids),
         ("logit_bias", [i for i, _ in params.logit_bias]),
         ("allowed_token_ids", params.allowed_token_ids or ()),
         ("bad_words_token_ids", [i for word in params.bad_words_token_ids for i in word]),
+        ("thinking_budget", (*thinking.start, *thinking.end) if thinking is not None else ()),
     ):
         if bad := [i for i in ids if i >= vocab_size]:
             raise ValueError(f"{name}: token id {bad[0]} is outside the vocabulary, 0 to {vocab_size - 1}")

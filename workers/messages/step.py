@@ -5,6 +5,7 @@ from typing import Final
 import msgspec
 
 from tandem.workers.messages.request import Pool, PromptLogprobs, TokenLogprobs
+from tandem.workers.messages.thinking import ThinkingBudget
 
 
 class RowSampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -29,6 +30,7 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     prompt_logprobs: int | None = None
+    thinking_budget: ThinkingBudget | None = None
 
 
 class RowInit(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -8,6 +8,7 @@ from starlette.responses import Response
 from tandem.cluster.gateway.anthropic.messages_answer import MessagesFormat
 from tandem.cluster.gateway.anthropic.messages_body import read_count_tokens, read_messages
 from tandem.cluster.gateway.anthropic.messages_to_chat import chat_of
+from tandem.cluster.gateway.chat.blocks import blocks_of
 from tandem.cluster.gateway.chat.conversation import Conversation, Received, prepare_chat
 from tandem.cluster.gateway.generation.generations import Generations
 from tandem.cluster.gateway.http.auth import Principal
@@ -26,9 +27,7 @@ async def create_message(
 ) -> Response:
     """One answer to a conversation, in Anthropic's API."""
     began_s = generations.clock()
-    (chat, names), size = await received(
-        text, request, principal, lambda fields: chat_of(read_messages(fields), text.settings)
-    )
+    (chat, names), size = await received(text, request, principal, lambda fields: chat_of(read_messages(fields), text))
     posted = Received(
         request=request,
         principal=principal,
@@ -42,7 +41,7 @@ async def create_message(
         with names.in_refusals():
             conversation = await prepare_chat(text, generations, posted, held)
         head = conversation.head
-        style = MessagesFormat(head.id, head.model, conversation.make_parser(), lambda: _counted(conversation))
+        style = MessagesFormat(head.id, head.model, blocks_of(conversation.output), lambda: _counted(conversation))
         return text_answer(generations, conversation.generation, style, chat, held, with_logprobs=False)
 
 
@@ -51,7 +50,7 @@ async def count_tokens(
 ) -> Response:
     """The number of tokens of a conversation's prompt, in Anthropic's API."""
     (chat, names), size = await received(
-        text, request, principal, lambda fields: chat_of(read_count_tokens(fields), text.settings)
+        text, request, principal, lambda fields: chat_of(read_count_tokens(fields), text)
     )
     served_model(text.model_names, generations.adapters, chat.model, principal)
     with names.in_refusals():

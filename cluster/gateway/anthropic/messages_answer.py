@@ -16,7 +16,6 @@ from tandem.cluster.gateway.chat.blocks import Began, Block, Blocks, BlockStep, 
 from tandem.cluster.gateway.generation.response_format import ChoiceAnswer
 from tandem.workers.messages.request import Usage
 from tandem.workers.text.choice_text import TextDelta
-from tandem.workers.text.output.events import OutputParser
 
 _encode = msgspec.json.Encoder().encode
 DELTAS = {
@@ -29,10 +28,10 @@ DELTAS = {
 class MessagesFormat:
     """One answer, streamed or not. message_id, model: of the answer. counted: the bill so far, for its first event."""
 
-    def __init__(self, message_id: str, model: str, parser: OutputParser, counted: Callable[[], Usage]) -> None:
+    def __init__(self, message_id: str, model: str, blocks: Blocks, counted: Callable[[], Usage]) -> None:
         self._head = {"id": message_id, "type": "message", "role": "assistant", "model": model}
         self._counted = counted
-        self._blocks = Blocks(parser)
+        self._blocks = blocks
         self._finish_reason = "stop"
         self._stop_reason: int | str | None = None
         self._delta_start = b""
@@ -41,8 +40,7 @@ class MessagesFormat:
 
     def whole(self, choices: Sequence[ChoiceAnswer], usage: Usage) -> bytes:
         (choice,) = choices
-        for text, num_tokens in choice.pieces:
-            self._blocks.push(text, num_tokens)
+        self._blocks.push(choice.text, choice.token_ids)
         self._blocks.finish()
         content = [_whole_block(block) for block in self._blocks.all]
         stop = self._stop(choice.finish_reason, choice.stop_reason)
@@ -54,7 +52,7 @@ class MessagesFormat:
         return _event("message_start", message=message) + _event("ping")
 
     def chunk(self, index: int, addition: TextDelta) -> bytes:
-        steps = self._blocks.push(addition.text, len(addition.token_ids))
+        steps = self._blocks.push(addition.text, addition.token_ids)
         if addition.finish_reason is not None:
             steps += self._blocks.finish()
             self._finish_reason, self._stop_reason = addition.finish_reason, addition.stop_reason

@@ -17,8 +17,10 @@ from tandem.cluster.gateway.anthropic.messages_body import (
     ToolUseBlock,
 )
 from tandem.cluster.gateway.chat.field_names import FieldNames
+from tandem.cluster.gateway.openai.fields.chat_checks import SWITCH
 from tandem.cluster.gateway.openai.schemas import ChatBody, invalid, read_chat
-from tandem.configs.schema import GatewaySettings
+from tandem.cluster.gateway.services import TextServices
+from tandem.workers.text.chat_template import ChatTemplate
 
 FIELDS = {
     "stop": "stop_sequences",
@@ -34,7 +36,7 @@ FAILED = "Error: "
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def chat_of(body: CountTokensBody, settings: GatewaySettings) -> tuple[ChatBody, FieldNames]:
+def chat_of(body: CountTokensBody, text: TextServices) -> tuple[ChatBody, FieldNames]:
     """The chat body, and the client's names of its fields. RequestRefused naming the client's field at fault."""
     messages: list[dict[str, Any]] = []
     places: list[str] = []
@@ -46,7 +48,7 @@ def chat_of(body: CountTokensBody, settings: GatewaySettings) -> tuple[ChatBody,
         messages += made
         places += [f"messages[{i}]"] * len(made)
     names = FieldNames(FIELDS, "messages", places)
-    fields = {"messages": messages, "model": body.model, **_settings(body)}
+    fields = {"messages": messages, "model": body.model, **_settings(body, text.chat_template)}
     if isinstance(body, MessagesBody):
         fields |= {
             "max_tokens": body.max_tokens,
@@ -59,10 +61,10 @@ def chat_of(body: CountTokensBody, settings: GatewaySettings) -> tuple[ChatBody,
             "stream_options": {"include_usage": True} if body.stream else None,
         }
     with names.in_refusals():
-        return read_chat({name: value for name, value in fields.items() if value is not None}, settings), names
+        return read_chat({name: value for name, value in fields.items() if value is not None}, text.settings), names
 
 
-def _settings(body: CountTokensBody) -> dict[str, Any]:
+def _settings(body: CountTokensBody, template: ChatTemplate | None) -> dict[str, Any]:
     """What may change the prompt: tools and thinking; and the form of the answer."""
     choice, thinking, output = body.tool_choice, body.thinking, body.output_config
     fields: dict[str, Any] = {}
@@ -74,6 +76,8 @@ def _settings(body: CountTokensBody) -> dict[str, Any]:
             fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     if thinking is not None and thinking.type == "enabled":
         fields["thinking_token_budget"] = thinking.budget_tokens
+        if template is not None and any(map(template.takes, ("reasoning_effort", SWITCH))):
+            fields["reasoning_effort"] = "medium"
     if thinking is not None and thinking.type == "disabled":
         fields["reasoning_effort"] = "none"
     if output is not None:

@@ -3,9 +3,12 @@
 output events of a parser --push--> steps (Began, Grew, Ended) --> events of a stream, or the blocks of a whole answer
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from tandem.cluster.gateway.chat.chat_output import ChatOutput
+from tandem.workers.messages.thinking import ThinkingSpan
 from tandem.workers.text.output.events import CallArguments, CallBegin, Content, OutputEvent, OutputParser, Reasoning
 
 BlockKind = Literal["thinking", "text", "call"]
@@ -49,24 +52,21 @@ BlockStep = Began | Grew | Ended
 
 
 class Blocks:
-    """Sorts the text of one choice. White space that stands alone between parts is dropped. reasoning_tokens: how many
-    tokens had come before the first text or call, if the model was thinking."""
+    """Sorts the text of one choice. White space alone between parts is dropped. thinking: counts its tokens,
+    if the model's thinking is known."""
 
-    def __init__(self, parser: OutputParser) -> None:
+    def __init__(self, parser: OutputParser, thinking: ThinkingSpan | None = None) -> None:
         self._parser = parser
+        self._thinking = thinking
         self._open: Block | None = None
         self._space = ""
-        self._tokens = 0
         self.all: list[Block] = []
-        self.reasoning_tokens = 0
 
-    def push(self, text: str, num_tokens: int) -> list[BlockStep]:
-        """Takes more text, of so many tokens."""
-        steps = self._take(self._parser.push(text))
-        self._tokens += num_tokens
-        if len(self.all) == 1 and self.all[0].kind == "thinking":
-            self.reasoning_tokens = self._tokens
-        return steps
+    def push(self, text: str, token_ids: Sequence[int]) -> list[BlockStep]:
+        """Takes more text, and its tokens."""
+        if self._thinking is not None:
+            self._thinking.add(token_ids)
+        return self._take(self._parser.push(text)) if text else []
 
     def finish(self) -> list[BlockStep]:
         """Ends the answer and its last block. Called once."""
@@ -75,6 +75,10 @@ class Blocks:
             self._grow("text", self._space, steps)
         self._end(steps)
         return steps
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return 0 if self._thinking is None else self._thinking.tokens
 
     @property
     def has_calls(self) -> bool:
@@ -124,3 +128,10 @@ class Blocks:
         if self._open is not None:
             steps.append(Ended(self._open))
             self._open = None
+
+
+def blocks_of(output: ChatOutput) -> Blocks:
+    """For one choice of a conversation."""
+    marks = output.thinking
+    span = None if marks is None else ThinkingSpan(marks.start, marks.end, inside=marks.inside)
+    return Blocks(output.make_parser(), span)

@@ -6,11 +6,15 @@ Everything that can be refused is refused here, before the request reaches a gro
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import msgspec
 from starlette.requests import Request
 
+from tandem.cluster.gateway.chat.chat_output import ChatOutput, chat_output
+from tandem.cluster.gateway.chat.one_call_choice import OneCallChoice
+from tandem.cluster.gateway.chat.parser_wraps import OneCall
 from tandem.cluster.gateway.generation.generation import Generation
 from tandem.cluster.gateway.generation.generations import Generations
-from tandem.cluster.gateway.generation.part import RequestPart
+from tandem.cluster.gateway.generation.part import Choice, RequestPart
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.openai.answers import AnswerHead
 from tandem.cluster.gateway.openai.handlers import (
@@ -25,7 +29,8 @@ from tandem.cluster.gateway.openai.prompts import Asked, Prompt, chat_prompt, fi
 from tandem.cluster.gateway.openai.sampling_fields import bad_words_size
 from tandem.cluster.gateway.openai.schemas import ChatBody
 from tandem.cluster.gateway.services import TextServices
-from tandem.workers.text.output.events import MakeParser, PlainOutput
+from tandem.workers.text.choice_text import ChoiceText
+from tandem.workers.text.output.events import MakeParser
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +51,19 @@ class Received:
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
     """A conversation that is ready to be generated. parts: one, with a choice for each answer. logprobs: how many were
-    asked for. make_parser makes a parser for each choice, which sorts its text into thinking, content and calls."""
+    asked for. output: how the choices' texts are read."""
 
     generation: Generation
     parts: list[RequestPart]
     head: AnswerHead
     prompt: Prompt
     logprobs: int | None
-    make_parser: MakeParser
+    output: ChatOutput
+
+    @property
+    def make_parser(self) -> MakeParser:
+        """Makes a parser for each choice, which sorts its text into thinking, content and calls."""
+        return self.output.make_parser
 
 
 async def prepare_chat(
@@ -64,15 +74,26 @@ async def prepare_chat(
     body, principal = received.body, received.principal
     model = held_model(text, generations, body.model, principal, held)
     wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    rendered = await text.workers.run(principal.tenant, received.size, chat_prompt, text, body)
+    rendered, output = await text.workers.run(principal.tenant, received.size, _rendered, text, body)
     prompt, max_tokens = fit(text, rendered, body, wanted, received.names)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = await text.workers.run(
         principal.tenant, bad_words_size(body), prompt_sampling, text, body, max_tokens, logprobs
     )
+    if body.thinking_token_budget is not None:
+        params = msgspec.structs.replace(params, thinking_budget=output.thinking)
     head = answer_head(text, generations, received.id_prefix, model.name)
     asked = Posted(received.request, principal, model, head.id, body)
-    parts = request_parts(text, generations, asked, [(prompt, params)], is_open_ended=wanted is None)
+    parts = request_parts(
+        text,
+        generations,
+        asked,
+        [(prompt, params)],
+        is_open_ended=wanted is None,
+        shows_special_tokens=output.shows_special_tokens,
+    )
+    if output.ends_early:
+        parts[0].choices = [_one_call(choice, output) for choice in parts[0].choices]
     generation = make_generation(text, generations, asked, parts, received.began_s, received.names.prompt)
     return Conversation(
         generation=generation,
@@ -80,5 +101,16 @@ async def prepare_chat(
         head=head,
         prompt=prompt,
         logprobs=logprobs,
-        make_parser=PlainOutput,
+        output=output,
     )
+
+
+def _rendered(text: TextServices, body: ChatBody) -> tuple[Prompt, ChatOutput]:
+    prompt = chat_prompt(text, body)
+    return prompt, chat_output(text, body, prompt.text or "")
+
+
+def _one_call(choice: Choice, output: ChatOutput) -> Choice:
+    parser = output.make_call_parser()
+    assert isinstance(choice, ChoiceText) and isinstance(parser, OneCall)
+    return OneCallChoice(choice, parser)

@@ -33,7 +33,6 @@ class Gathered:
     """A choice of an answer that is not streamed, while it grows."""
 
     parts: list[str] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
@@ -42,7 +41,6 @@ class Gathered:
 
     def add(self, addition: TextDelta) -> None:
         self.parts.append(addition.text)
-        self.sizes.append(len(addition.token_ids))
         self.token_ids += addition.token_ids
         self.logprobs += addition.logprobs or ()
         self.offsets += addition.offsets or ()
@@ -244,7 +242,6 @@ class TextResponse(GenerationResponse):
             finish_reason=entry.finish_reason,
             stop_reason=entry.stop_reason,
             prompt_logprobs=self._prompts.get(part.first_choice, []),
-            pieces=list(zip(entry.parts, entry.sizes, strict=True)),
         )
 
 

@@ -10,8 +10,7 @@ from tandem.workers.text.choice_text import TextDelta
 
 @dataclass(frozen=True)
 class ChoiceAnswer:
-    """A whole choice, for answers that are not streamed. prompt_logprobs: of the prompt's tokens but the first.
-    pieces: its text as it came, with the number of tokens of each piece."""
+    """A whole choice, for answers that are not streamed. prompt_logprobs: of the prompt's tokens but the first."""
 
     index: int
     text: str
@@ -21,7 +20,6 @@ class ChoiceAnswer:
     finish_reason: str
     stop_reason: int | str | None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    pieces: list[tuple[str, int]] = field(default_factory=list)
 
 
 class ResponseFormat(Protocol):

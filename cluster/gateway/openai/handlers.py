@@ -280,12 +280,14 @@ def request_parts(
     work: Sequence[tuple[Prompt, SamplingParams]],
     *,
     is_open_ended: bool = False,
+    shows_special_tokens: bool = False,
 ) -> list[RequestPart]:
-    """A part for every prompt of one HTTP request."""
+    """A part for every prompt of one HTTP request. shows_special_tokens: in the texts, whatever the body says."""
+    skips = not shows_special_tokens and asked.body.skip_special_tokens is not False
     requests = engine_requests(generations, asked, [(prompt.token_ids, params) for prompt, params in work])
     parts = []
     for number, (request, (prompt, params)) in enumerate(zip(requests, work, strict=True)):
-        choices = [_choice(text, asked.body, prompt, params) for _ in range(params.n)]
+        choices = [_choice(text, asked.body, prompt, params, skips) for _ in range(params.n)]
         first = number * params.n
         part = RequestPart(request=request, choices=choices, first_choice=first, is_open_ended=is_open_ended)
         parts.append(part)
@@ -314,9 +316,11 @@ def make_generation(
     return BeamGeneration(generations, parts, length_penalty=penalty, eos_token_ids=eos, **named)
 
 
-def _choice(text: TextServices, body: CommonBody, prompt: Prompt, params: SamplingParams) -> ChoiceText:
+def _choice(
+    text: TextServices, body: CommonBody, prompt: Prompt, params: SamplingParams, skips_special_tokens: bool
+) -> ChoiceText:
     return ChoiceText(
-        text.detokenizers.make(prompt.token_ids, skip_special_tokens=body.skip_special_tokens is not False),
+        text.detokenizers.make(prompt.token_ids, skip_special_tokens=skips_special_tokens),
         params,
         include_stop=bool(body.include_stop_str_in_output),
         eos_token_ids=text.tokenizer.eos_token_ids,

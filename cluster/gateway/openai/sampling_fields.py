@@ -27,6 +27,7 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0,),
     "bad_words": ([],),
     "allowed_token_ids": (),
+    "thinking_token_budget": (),
 }
 """Fields that beam search does not honour, and the values that ask for nothing."""
 
@@ -129,7 +130,7 @@ def checked_beams(body: Body, max_logprobs: int, batching: BatchingPolicyName = 
         name = "max_tokens" if body.max_tokens == 0 else "logprobs"
         raise unsupported(name, "With use_beam_search echo gives the text of the prompt only.")
     for name, allowed in WITHOUT_EFFECT.items():
-        value = getattr(body, name)
+        value = getattr(body, name, None)
         if value is not None and value not in allowed:
             words = "may only be " + " or ".join(map(str, allowed)) if allowed else "has no effect"
             raise unsupported(name, f"With use_beam_search {name} {words}.")

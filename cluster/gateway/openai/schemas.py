@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from tandem.cluster.gateway.http.body import printable
 from tandem.cluster.gateway.openai.allowed_values import allowed_values
+from tandem.cluster.gateway.openai.fields.tool_fields import FunctionTool, ReasoningEffort, ToolChoice
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.errors import RequestRefused
 
@@ -60,13 +61,15 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One turn of a conversation."""
+    """One turn of a conversation. reasoning, reasoning_content: an assistant's thinking, under either name."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: ShortText | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: ShortText | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
 
 class CommonBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -115,8 +118,13 @@ class ChatBody(CommonBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     top_logprobs: Annotated[int, Meta(ge=0)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["none"] | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class CompletionBody(CommonBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -137,6 +145,9 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    tools: list[FunctionTool] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 
@@ -205,8 +216,6 @@ NEUTRAL_IN_MESSAGES: Mapping[str, Neutral] = {
     "annotations": neutral_values([]),
     "audio": NEVER,
     "function_call": NEVER,
-    "reasoning": NEVER,
-    "reasoning_content": NEVER,
 }
 """The same for fields of a message: clients send back an answer's whole message, with null for what it has not."""
 
@@ -218,21 +227,11 @@ _MISSING = re.compile(r"Object missing required field `(.*)`")
 
 def read_chat(fields: dict[str, Any], settings: GatewaySettings) -> ChatBody:
     """A chat body. RequestRefused naming the field at fault."""
-    tools = fields.get("tools")
-    if tools is not None and tools != [] and fields.get("tool_choice") != "none":
-        raise unsupported("tools", "Tool calls are not supported yet; send tool_choice none or no tools.")
-    if fields.get("tool_choice") not in (None, "none"):
-        if tools in (None, []) and fields["tool_choice"] == "auto":
-            fields = {**fields, "tool_choice": None}
-        else:
-            raise unsupported(
-                "tool_choice", 'tool_choice must be "none", or "auto" without tools: tools are not served.'
-            )
+    _check_kinds_of_tools(fields)
     _check_parts(fields.get("messages"))
     body = read(fields, ChatBody)
     _check_common(body, settings)
     _cap("messages", len(body.messages), settings.max_messages)
-    _cap("tools", len(body.tools or ()), settings.max_tools)
     if body.top_logprobs is not None:
         if not body.logprobs:
             raise invalid("top_logprobs", "top_logprobs needs logprobs true.")
@@ -344,6 +343,16 @@ def _check_parts(messages: Any) -> None:
                     f"messages[{i}].content[{j}]",
                     f'Content of type {printable(kind)} is not supported, only "text" is.',
                 )
+
+
+def _check_kinds_of_tools(fields: dict[str, Any]) -> None:
+    """Kinds of tools and of choices that are not served are refused by name, before types are checked."""
+    tools, choice = fields.get("tools"), fields.get("tool_choice")
+    kinds = [(f"tools[{i}].type", tool) for i, tool in enumerate(tools if isinstance(tools, list) else ())]
+    for param, value in (*kinds, ("tool_choice.type", choice)):
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind != "function":
+            raise unsupported(param, f'{param}: {printable(kind)} is not supported, only "function" is.')
 
 
 def _check_common(body: CommonBody, settings: GatewaySettings) -> None:

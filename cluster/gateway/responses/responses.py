@@ -9,6 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tandem.cluster.gateway.chat.blocks import blocks_of
 from tandem.cluster.gateway.chat.conversation import Conversation, Received, prepare_chat
 from tandem.cluster.gateway.generation.generations import Generations
 from tandem.cluster.gateway.http.auth import Principal
@@ -55,7 +56,7 @@ async def create_response(
             conversation = await prepare_chat(text, generations, posted, held)
         keeper = store if body.store is not False else None
         fields = object_fields(body, conversation, stores=keeper is not None)
-        style = ResponsesFormat(fields, conversation.make_parser(), generations.wall_clock)
+        style = ResponsesFormat(fields, blocks_of(conversation.output), generations.wall_clock)
         keeping = None if keeper is None else Keeping(keeper, principal.tenant, style, [*before, *given_items(body)])
         return text_answer(
             generations,

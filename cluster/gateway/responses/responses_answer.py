@@ -15,7 +15,6 @@ from tandem.cluster.gateway.generation.response_format import ChoiceAnswer
 from tandem.cluster.gateway.http.error_answers import as_refusal
 from tandem.workers.messages.request import Usage
 from tandem.workers.text.choice_text import TextDelta
-from tandem.workers.text.output.events import OutputParser
 
 _encode = msgspec.json.Encoder().encode
 PREFIXES = {"text": "msg_", "thinking": "rs_", "call": "fc_"}
@@ -30,10 +29,10 @@ class ResponsesFormat:
     """One answer, streamed or not. fields: of the response object, those that the request decides. now: Unix time.
     final: the whole object, once it is complete."""
 
-    def __init__(self, fields: dict[str, Any], parser: OutputParser, now: Callable[[], float]) -> None:
+    def __init__(self, fields: dict[str, Any], blocks: Blocks, now: Callable[[], float]) -> None:
         self._fields = fields
         self._now = now
-        self._blocks = Blocks(parser)
+        self._blocks = blocks
         self._ids: list[tuple[str, str]] = []
         self._sequence = 0
         self._delta_start = b""
@@ -44,8 +43,7 @@ class ResponsesFormat:
 
     def whole(self, choices: Sequence[ChoiceAnswer], usage: Usage) -> bytes:
         (choice,) = choices
-        for text, num_tokens in choice.pieces:
-            self._blocks.push(text, num_tokens)
+        self._blocks.push(choice.text, choice.token_ids)
         self._blocks.finish()
         self._is_cut = choice.finish_reason == "length"
         return _encode(self._complete(usage))
@@ -55,7 +53,7 @@ class ResponsesFormat:
         return self._event("response.created", response=shown) + self._event("response.in_progress", response=shown)
 
     def chunk(self, index: int, addition: TextDelta) -> bytes:
-        steps = self._blocks.push(addition.text, len(addition.token_ids))
+        steps = self._blocks.push(addition.text, addition.token_ids)
         if addition.finish_reason is not None:
             self._is_cut = addition.finish_reason == "length"
             steps += self._blocks.finish()

@@ -102,6 +102,9 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "shutdown_timeout": (5, 5.0),
     "metrics_prefix": ("vllm", "vllm"),
     "per_request_spec_decode_metrics": ("summary", "summary"),
+    "enable_auto_tool_choice": (True, True),
+    "tool_call_parser": ("hermes", "hermes"),
+    "reasoning_parser": ("qwen3", "qwen3"),
     "redis_url": ("redis://h:1", "redis://h:1"),
     "redis_timeout_ms": (20, 20.0),
 }

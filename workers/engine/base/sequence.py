@@ -110,6 +110,7 @@ class Sequence:
             allowed_token_ids=params.allowed_token_ids,
             bad_words_token_ids=params.bad_words_token_ids,
             prompt_logprobs=params.prompt_logprobs,
+            thinking_budget=params.thinking_budget,
         )
 
 

@@ -22,6 +22,7 @@ from tandem.workers.sampling.processors.logits_processor import (
 )
 from tandem.workers.sampling.processors.min_tokens import MinTokens
 from tandem.workers.sampling.processors.penalties import Penalties
+from tandem.workers.sampling.processors.thinking_budget import ThinkingBudgets
 
 
 def all_processors(vocab_size: int) -> list[LogitsProcessor]:
@@ -31,6 +32,7 @@ def all_processors(vocab_size: int) -> list[LogitsProcessor]:
         AllowedTokens(vocab_size),
         BadWords(vocab_size),
         LogitBias(vocab_size),
+        ThinkingBudgets(vocab_size),
         Penalties(),
     ]
 
