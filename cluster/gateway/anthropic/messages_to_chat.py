@@ -31,6 +31,7 @@ FIELDS = {
     "user": "metadata.user_id",
 }
 """The body's names of chat fields whose names differ."""
+PARTS = ((".function.parameters", ".input_schema"), (".function", ""))
 FAILED = "Error: "
 """Stands before the result of a tool that has failed; chat messages have no field for it."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -47,7 +48,7 @@ def chat_of(body: CountTokensBody, text: TextServices) -> tuple[ChatBody, FieldN
         made = _turns(message, f"messages[{i}]")
         messages += made
         places += [f"messages[{i}]"] * len(made)
-    names = FieldNames(FIELDS, "messages", places)
+    names = FieldNames(FIELDS, "messages", places, PARTS)
     fields = {"messages": messages, "model": body.model, **_settings(body, text.chat_template)}
     if isinstance(body, MessagesBody):
         fields |= {

@@ -13,11 +13,12 @@ _MESSAGE = re.compile(r"messages\[(\d+)\](.*)", re.DOTALL)
 @dataclass(frozen=True)
 class FieldNames:
     """The client's names. fields: by chat field. prompt: of the field with the conversation. messages: where the chat
-    messages come from, in order."""
+    messages come from, in order. parts: what stands for parts of a chat field's path, inside of fields."""
 
     fields: Mapping[str, str]
     prompt: str
     messages: Sequence[str] = ()
+    parts: Sequence[tuple[str, str]] = ((".function", ""),)
 
     def of(self, param: str) -> str:
         """The client's name of a chat field, or of a place in one, such as tools[0].function.name."""
@@ -26,10 +27,12 @@ class FieldNames:
             return self.messages[at] if at < len(self.messages) else self.prompt
         if param == "messages":
             return self.prompt
-        head = re.match(r"\w+", param)
-        if head is None or head[0] not in self.fields:
-            return param
-        return self.fields[head[0]] + param[head.end() :].replace(".function", "")
+        head = re.match(r"\w*", param)
+        assert head is not None
+        rest = param[head.end() :]
+        for theirs, own in self.parts:
+            rest = rest.replace(theirs, own)
+        return self.fields.get(head[0], head[0]) + rest
 
     @contextmanager
     def in_refusals(self) -> Iterator[None]:

@@ -26,7 +26,6 @@ FIELDS = {
     "response_format": "text.format",
     "verbosity": "text.verbosity",
     "reasoning_effort": "reasoning.effort",
-    "tools": "tools",
 }
 """The body's names of chat fields whose names differ."""
 
