@@ -273,7 +273,7 @@ OPTIONS: tuple[Option, ...] = (
            "and --tool-call-parser where the template does not say how calls are written."),
     Option("tool_call_parser", "gateway.tool_call_parser", ToolCallParser, HTTP,
            "How the model writes tool calls: hermes (Qwen too), qwen3_coder, llama3_json, pythonic (Llama 4), mistral, "
-           "deepseek_v3, granite or openai (gpt-oss). Default: as the chat template says."),
+           "deepseek_v3, deepseek_v31, granite or openai (gpt-oss). Default: as the chat template says."),
     Option("reasoning_parser", "gateway.reasoning_parser", ReasoningParser, HTTP,
            "How the model writes its thinking: deepseek_r1, qwen3, granite or openai_gptoss. Answers then have it "
            "apart, as reasoning. Default: it is part of the content."),

@@ -14,9 +14,17 @@ Device = Literal["cpu", "cuda"]
 Auth = Literal["required", "open"]
 SpecDecodeMetrics = Literal["none", "summary", "detailed"]
 ToolCallParser = Literal[
-    "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "deepseek_v3", "granite", "openai"
+    "hermes",
+    "qwen3_coder",
+    "llama3_json",
+    "pythonic",
+    "mistral",
+    "deepseek_v3",
+    "deepseek_v31",
+    "granite",
+    "openai",
 ]
-"""Names of TOOL_FORMATS (workers/text/output/formats.py)."""
+"""Names of TOOL_FORMATS (workers/text/output/format_list.py)."""
 ReasoningParser = Literal["deepseek_r1", "qwen3", "granite", "openai_gptoss"]
 """Names of REASONING_FORMATS there."""
 NGRAM_TOKENS = 5

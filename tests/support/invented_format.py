@@ -1,59 +1,18 @@
 """An invented way to write calls, `<call>name {json}</call>`, and one to think, `<think>...</think>`."""
 
-import json
-from collections.abc import Sequence
-from typing import Any
+import re
+from collections.abc import Mapping, Sequence
 
-from tandem.workers.text.output.events import CallArguments, CallBegin, Content, OutputEvent, OutputParser, Reasoning
+from tandem.workers.text.output import grammar_text
+from tandem.workers.text.output.events import OutputParser
 from tandem.workers.text.output.formats import Tool
+from tandem.workers.text.output.json_calls import AnswerWriter, named_call
+from tandem.workers.text.output.reasoning.think_tags import Qwen3
+from tandem.workers.text.output.stepping import Marks, Source, SteppedParser, Steps, one_of, run_of, spaces, text_until
 
 BEGIN, END = "<call>", "</call>"
-
-
-def without_start_of(mark: str, text: str) -> tuple[str, str]:
-    """The text, and its end as far as it may be the start of the mark."""
-    for size in range(min(len(mark) - 1, len(text)), 0, -1):
-        if mark.startswith(text[-size:]):
-            return text[:-size], text[-size:]
-    return text, ""
-
-
-class InventedCalls:
-    """Parses one choice."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
-        self._held = ""
-        self._calls = 0
-        self._in_call = False
-
-    def push(self, text: str) -> list[OutputEvent]:
-        self._held += text
-        events: list[OutputEvent] = []
-        while True:
-            mark = END if self._in_call else BEGIN
-            before, found, behind = self._held.partition(mark)
-            if not found:
-                break
-            events += self._call(before) if self._in_call else [Content(before)] if before else []
-            self._held, self._in_call = behind, not self._in_call
-        if not self._in_call:
-            shown, self._held = without_start_of(BEGIN, self._held)
-            events += [Content(shown)] if shown else []
-        return events
-
-    def finish(self) -> list[OutputEvent]:
-        text = BEGIN + self._held if self._in_call else self._held
-        return [Content(text)] if text else []
-
-    def _call(self, text: str) -> list[OutputEvent]:
-        name, _, arguments = text.partition(" ")
-        if name not in self._names:
-            return [Content(f"{BEGIN}{text}{END}")]
-        self._calls += 1
-        half = len(arguments) // 2
-        call = self._calls - 1
-        return [CallBegin(call, name), CallArguments(call, arguments[:half]), CallArguments(call, arguments[half:])]
+_MARKS = Marks(BEGIN)
+_NAME = re.compile(r"[\w-]*")
 
 
 class InventedToolFormat:
@@ -66,61 +25,30 @@ class InventedToolFormat:
         return BEGIN in template
 
     def parser(self, tools: Sequence[Tool]) -> OutputParser:
-        return InventedCalls([tool.name for tool in tools])
+        writer = AnswerWriter(tools)
+        return SteppedParser(lambda source: _steps(source, writer))
 
-    def grammar(self, tools: Sequence[Tool], *, parallel: bool, special_tokens: Any = None) -> str:
-        calls = " | ".join(
-            f"{json.dumps(f'{BEGIN}{tool.name} ')} %json {json.dumps(dict(tool.parameters))}" for tool in tools
-        )
-        return f"start: call{'+' if parallel else ''}\ncall: ({calls}) {json.dumps(END)}\n"
+    def grammar(
+        self, tools: Sequence[Tool], *, parallel: bool, special_tokens: Mapping[str, int] = grammar_text.NO_TOKENS
+    ) -> str:
+        begin, end = (grammar_text.mark(text, special_tokens) for text in (BEGIN, END))
+
+        def call(tool: Tool) -> str:
+            return f"{begin} {grammar_text.quoted(tool.name + ' ')} {grammar_text.arguments(tool)} {end}"
+
+        return grammar_text.calls(tools, call, parallel=parallel)
 
 
-class InventedReasoning:
+class InventedReasoning(Qwen3):
     """Implements ReasoningFormat."""
 
-    shows_special_tokens = False
-    start, end = "<think>", "</think>"
 
-    def marks_in(self, template: str) -> bool:
-        return self.start in template
-
-    def starts_inside(self, prompt: str) -> bool:
-        return prompt.endswith(self.start)
-
-    def parser(self, then: OutputParser, *, inside: bool) -> OutputParser:
-        return _Thinking(then, inside=inside)
-
-
-class _Thinking:
-    def __init__(self, then: OutputParser, *, inside: bool) -> None:
-        self._then = then
-        self._state = "inside" if inside else "before"
-        self._held = ""
-
-    def push(self, text: str) -> list[OutputEvent]:
-        if self._state == "behind":
-            return self._then.push(text)
-        self._held += text
-        if self._state == "before":
-            if InventedReasoning.start.startswith(self._held):
-                if self._held == InventedReasoning.start:
-                    self._state, self._held = "inside", ""
-                return []
-            if not self._held.startswith(InventedReasoning.start):
-                return self._go_behind(self._held)
-            self._state, self._held = "inside", self._held.removeprefix(InventedReasoning.start)
-        thought, found, behind = self._held.partition(InventedReasoning.end)
-        if found:
-            return [*([Reasoning(thought)] if thought else []), *self._go_behind(behind)]
-        thought, self._held = without_start_of(InventedReasoning.end, self._held)
-        return [Reasoning(thought)] if thought else []
-
-    def finish(self) -> list[OutputEvent]:
-        if self._state == "behind":
-            return self._then.finish()
-        kind = Reasoning if self._state == "inside" else Content
-        return [kind(self._held)] if self._held else []
-
-    def _go_behind(self, text: str) -> list[OutputEvent]:
-        self._state = "behind"
-        return self._then.push(text) if text else []
+def _steps(source: Source, writer: AnswerWriter) -> Steps[None]:
+    while (yield from text_until(source, _MARKS, writer.content)) is not None:
+        source.keep()
+        yield from one_of(source, (BEGIN,))
+        name = yield from run_of(source, _NAME, limit=64)
+        yield from spaces(source)
+        yield from named_call(source, writer, name)
+        yield from one_of(source, (END,))
+    yield from writer.finish()

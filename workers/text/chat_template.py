@@ -6,6 +6,7 @@ be called from any thread.
 """
 
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -42,7 +43,8 @@ class ChatTemplate:
     """A compiled template with the model's special tokens. `source_name`: its origin, for the log.
 
     source: its text. knows_developer: the template mentions OpenAI's role `developer`. Otherwise such messages are
-    rendered as `system`. variables: the names that it uses and does not set itself.
+    rendered as `system`. variables: the names that it uses and does not set itself. has_short_call_ids: it refuses ids
+    of tool calls that have not 9 characters, as Mistral's do.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class ChatTemplate:
         """
         self.source = source
         self.source_name = source_name
+        self.has_short_call_ids = re.search(r"length\s*!=\s*9\b", source) is not None
         self._special_tokens = dict(special_tokens)
         self._max_chars = max_chars
         self._timeout_s = timeout_s

@@ -1,5 +1,6 @@
 """ChatOutput: how the text of a conversation's answer is read, from its tools, its thinking and the model's formats."""
 
+import uuid
 from dataclasses import dataclass
 from functools import cache
 
@@ -24,7 +25,7 @@ class ChatOutput:
     thinking: the marks around it, and its budget, MAX_BUDGET if there is none. tools: those that may be called.
     is_forced: a call must come. is_named: of the tool that the body names; OpenAI's finish_reason is then "stop".
     one_call: it ends with its first call. special: set where special tokens are shown to the parser and hidden from the
-    client."""
+    client. has_short_ids: the chat template takes ids of calls with 9 characters only."""
 
     tool_format: ToolFormat | None
     reasoning_format: ReasoningFormat | None
@@ -36,6 +37,7 @@ class ChatOutput:
     thinking: ThinkingBudget | None
     shows_special_tokens: bool
     special: SpecialSpellings | None
+    has_short_ids: bool
 
     @property
     def is_plain(self) -> bool:
@@ -46,6 +48,11 @@ class ChatOutput:
     def ends_early(self) -> bool:
         """Whether the gateway has to end a choice behind its first call. A forced call is the last by its grammar."""
         return self.one_call and self.tool_format is not None and not self.is_forced
+
+    def new_call_id(self) -> str:
+        """An id for a call; vLLM's form, and for Mistral's templates theirs."""
+        number = uuid.uuid4().hex
+        return number[:9] if self.has_short_ids else f"chatcmpl-tool-{number}"
 
     def make_parser(self) -> OutputParser:
         """A parser for one choice."""
@@ -83,6 +90,7 @@ def chat_output(text: TextServices, body: ChatBody, prompt: str) -> ChatOutput:
         thinking=None if thinks is None else _thinking(text.tokenizer, thinks, prompt, body.thinking_token_budget),
         shows_special_tokens=shows,
         special=_special_spellings(text.tokenizer) if hides else None,
+        has_short_ids=text.chat_template is not None and text.chat_template.has_short_call_ids,
     )
 
 

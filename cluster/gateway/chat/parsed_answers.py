@@ -3,8 +3,7 @@
 Answers without a parser are ChatFormat's.
 """
 
-import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -30,9 +29,11 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass
 class ParsedChoice:
-    """One choice as far as it has been parsed. thinking: counts its tokens, if the model's thinking is known."""
+    """One choice as far as it has been parsed. thinking: counts its tokens, if the model's thinking is known. make_id:
+    of a call; ids: of its calls."""
 
     parser: OutputParser
+    make_id: Callable[[], str]
     thinking: ThinkingSpan | None
     ids: list[str] = field(default_factory=list)
 
@@ -45,7 +46,7 @@ class ParsedChoice:
 
     def new_id(self) -> str:
         """The id of its next call."""
-        self.ids.append(f"chatcmpl-tool-{uuid.uuid4().hex}")
+        self.ids.append(self.make_id())
         return self.ids[-1]
 
 
@@ -81,7 +82,7 @@ class ParsedChatFormat(ChatFormat):
         if index not in self._choices:
             marks = self._output.thinking
             thinking = None if marks is None else ThinkingSpan(marks.start, marks.end, inside=marks.inside)
-            self._choices[index] = ParsedChoice(self._output.make_parser(), thinking)
+            self._choices[index] = ParsedChoice(self._output.make_parser(), self._output.new_call_id, thinking)
         return self._choices[index]
 
     def _finish(self, choice: ParsedChoice, reason: str | None) -> str | None:

@@ -14,8 +14,8 @@ HERMES = "{% if tools %}<tool_call>{}</tool_call>{% endif %}"
 
 
 def test_the_settings_name_every_format() -> None:
-    assert set(get_args(ToolCallParser)) >= set(TOOL_FORMATS)
-    assert set(get_args(ReasoningParser)) >= set(REASONING_FORMATS)
+    assert set(get_args(ToolCallParser)) == set(TOOL_FORMATS)
+    assert set(get_args(ReasoningParser)) == set(REASONING_FORMATS)
 
 
 def test_the_template_chooses_unless_a_flag_does() -> None:
