@@ -27,7 +27,7 @@ from tandem.cluster.gateway.openai.handlers import (
 )
 from tandem.cluster.gateway.openai.prompts import Asked, Prompt, chat_prompt, fit
 from tandem.cluster.gateway.openai.sampling_fields import bad_words_size
-from tandem.cluster.gateway.openai.schemas import ChatBody
+from tandem.cluster.gateway.openai.schemas import ChatBody, unsupported
 from tandem.cluster.gateway.services import TextServices
 from tandem.workers.text.choice_text import ChoiceText
 from tandem.workers.text.output.events import MakeParser
@@ -80,6 +80,8 @@ async def prepare_chat(
     params = await text.workers.run(
         principal.tenant, bad_words_size(body), prompt_sampling, text, body, max_tokens, logprobs
     )
+    if output.is_forced:
+        raise unsupported("tool_choice", "A forced tool call is not supported yet.")
     if body.thinking_token_budget is not None:
         params = msgspec.structs.replace(params, thinking_budget=output.thinking)
     head = answer_head(text, generations, received.id_prefix, model.name)

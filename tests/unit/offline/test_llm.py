@@ -441,9 +441,17 @@ def test_another_tokenizer_is_used(llm: LLM, tmp_path: Path) -> None:
     folder = shutil.copytree(DEMO_MODEL, tmp_path / "text")
     (folder / "model.safetensors").unlink()
     for template in folder.glob("*.jinja"):
-        template.write_text("{{ messages[0].content }}, said plainly")
+        template.write_text(
+            "{{ messages[0].content }}, said {{ how or 'plainly' }}{% for t in tools or [] %}{{ t.name }}{% endfor %}"
+        )
     with LLM("demo", dtype="float32", max_num_seqs=2, tokenizer=str(folder)) as other:
-        (output,) = other.chat([{"role": "user", "content": "Once"}], GREEDY, use_tqdm=False)
+        once = [{"role": "user", "content": "Once"}]
+        (output,) = other.chat(once, GREEDY, use_tqdm=False)
+        more = {"tools": [{"name": "t"}], "chat_template_kwargs": {"how": "loud"}}
+        (loud,) = other.chat(once, GREEDY, use_tqdm=False, **more)
+        assert loud.prompt == "Once, said loudt"
+        with pytest.raises(ValueError, match="the chat template has no variable 'tools'"):
+            other.chat(once, GREEDY, chat_template_kwargs={"tools": []})
     assert output.prompt == "Once, said plainly"
     assert output.text == llm.generate(output.prompt_token_ids, GREEDY, use_tqdm=False)[0].text
 

@@ -20,9 +20,11 @@ class AnswerWriter:
         self._space: list[str] | None = []
 
     def content(self, text: str) -> Iterator[OutputEvent]:
+        if not text:
+            return
         if self._space is not None:
             self._space.append(text)
-            if not text or text.isspace():
+            if text.isspace():
                 return
             text, self._space = "".join(self._space), None
         yield Content(text)

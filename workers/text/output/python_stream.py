@@ -67,13 +67,12 @@ class PythonScanner(JsonScanner):
         return self._next(text, at, "key")
 
     def _next(self, text: str, at: int, state: str) -> int:
-        """Python allows a comma before the closing bracket."""
-        at = self._space(text, at)
-        if at == len(text):
-            return at
+        """Python allows a comma before the closing bracket, so a comma is passed on behind white space."""
+        if text[at].isspace():
+            return at + 1
         if text[at] == self.openers[self._stack[-1]]:
             return self._close(at)
-        self._pass(",", state)
+        self._pass(", ", state)
         return at
 
     def _in_string(self, text: str, at: int) -> int:
