@@ -162,8 +162,16 @@ def message_of(events: list[dict[str, Any]]) -> dict[str, Any]:
         else:
             assert event == {"type": "content_block_stop", "index": len(message["content"]) - 1}
             if message["content"][-1]["type"] == "tool_use":
-                message["content"][-1]["input"] = json.loads(arguments)
+                message["content"][-1]["input"] = parsed(arguments)
     return {**message, **delta["delta"], "usage": delta["usage"]}
+
+
+def parsed(arguments: str) -> Any:
+    """The arguments of a call; {} where they were cut off."""
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return {}
 
 
 @pytest.mark.parametrize("stream", [False, True])
