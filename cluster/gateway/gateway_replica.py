@@ -166,6 +166,7 @@ class Gateway:
             self._generations.tasks,
             ttl_s=gateway.response_store_ttl_s,
             max_bytes=gateway.response_store_bytes,
+            count=self._generations.metrics.response_stored,
         )
 
     def _drained_first(self, lifespan: Lifespan[Any]) -> Lifespan[Any]:

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import re
 import zlib
+from collections.abc import Callable
 
 import msgspec
 
@@ -73,16 +74,24 @@ class StoredResponse(msgspec.Struct, frozen=True, array_like=True):
 
 class ResponseStore:
     """The responses of all tenants. ttl_s: their lifetime. max_bytes: of one tenant, compressed. tasks: own the writes,
-    which go on when their request has ended."""
+    which go on when their request has ended. count: is told what became of each write: stored, too_large or failed."""
 
     def __init__(
-        self, redis: Commands, tasks: TaskOwner, *, ttl_s: int, max_bytes: int, max_responses: int = MAX_RESPONSES
+        self,
+        redis: Commands,
+        tasks: TaskOwner,
+        *,
+        ttl_s: int,
+        max_bytes: int,
+        max_responses: int = MAX_RESPONSES,
+        count: Callable[[str], None] = lambda outcome: None,
     ) -> None:
         self._redis = redis
         self._tasks = tasks
         self._ttl_s = ttl_s
         self._max_bytes = max_bytes
         self._max_responses = max_responses
+        self._count = count
         self._is_trusted = True
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(StoredResponse).decode
@@ -120,6 +129,7 @@ class ResponseStore:
     async def _put(self, tenant: str, response_id: str, stored: StoredResponse) -> None:
         value = await asyncio.to_thread(lambda: zlib.compress(self._encode(stored), 1))
         if len(value) > self._max_bytes:
+            self._count("too_large")
             log.warning("response %s is not stored: it has %d bytes, above the limit", response_id, len(value))
             return
         try:
@@ -127,8 +137,10 @@ class ResponseStore:
                 PUT_SCRIPT, tenant, response_id, value, self._ttl_s, self._max_bytes, self._max_responses
             )
             self._is_trusted = True
+            self._count("stored")
         except RedisUnavailable as error:
             self._is_trusted = False
+            self._count("failed")
             log.warning("response %s is not stored: %s", response_id, error)
 
     async def _script(self, script: str, tenant: str, response_id: str, *more: str | bytes | int) -> object:

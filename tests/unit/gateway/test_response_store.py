@@ -231,11 +231,13 @@ async def test_an_answer_does_not_wait_long_and_its_storing_goes_on() -> None:
 async def test_no_text_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with private_redis() as server:
         redis = BackgroundClient(server.url, timeout_s=1.0, retries=1)
-        async with storing(redis, max_bytes=10) as rig:
+        outcomes: list[str] = []
+        async with storing(redis, max_bytes=10, count=outcomes.append) as rig:
             await ask(rig, input="a secret")
             server.stop()
-        async with storing(redis) as rig:
+        async with storing(redis, count=outcomes.append) as rig:
             await ask(rig, input="a secret")
         await redis.close()
     assert caplog.text.count("is not stored") == 2
+    assert outcomes == ["too_large", "failed"]
     assert "secret" not in caplog.text
