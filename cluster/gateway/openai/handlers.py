@@ -21,6 +21,7 @@ from tandem.cluster.gateway.generation.response_format import ResponseFormat
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.http.body import parse_object, read_body
 from tandem.cluster.gateway.openai.answers import AnswerHead, ChatFormat, ChunkCounts, CompletionFormat, Metrics
+from tandem.cluster.gateway.openai.fields.grammar_fields import grammar_size, requested_grammar, structured_field
 from tandem.cluster.gateway.openai.model_lookup import Served, served_model
 from tandem.cluster.gateway.openai.prompts import (
     Asked,
@@ -99,7 +100,7 @@ async def chat_completions(
         prompt, max_tokens = fit(text, rendered, body, wanted, names)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         params = await text.workers.run(
-            principal.tenant, bad_words_size(body), _params, text, body, max_tokens, logprobs
+            principal.tenant, _params_size(body), _chat_params, text, body, max_tokens, logprobs
         )
         head = _head(text, generations, "chatcmpl", model.name)
         asked = Posted(request, principal, model, head.id, body)
@@ -128,7 +129,7 @@ async def completions(text: TextServices, generations: Generations, request: Req
         head = _head(text, generations, "cmpl", model.name)
         asked = Posted(request, principal, model, head.id, body)
         parts, echo = await text.workers.run(
-            principal.tenant, size, _completion_parts, text, generations, asked, body, wanted
+            principal.tenant, size + grammar_size(body), _completion_parts, text, generations, asked, body, wanted
         )
         generation = _generation(text, generations, asked, parts, began_s, "prompt")
         shown = body.n or 1
@@ -215,10 +216,11 @@ def _completion_parts(
     text: TextServices, generations: Generations, asked: "Posted[CompletionBody]", body: CompletionBody, wanted: int
 ) -> tuple[list[RequestPart], list[str]]:
     """A part for every prompt, and the prompts' texts where the answer begins with them."""
+    grammar = requested_grammar(text.settings, body)
     work: list[tuple[Prompt, SamplingParams]] = []
     for item in completion_prompts(text, body):
         prompt, max_tokens = fit(text, item, body, wanted, COMPLETION_FIELDS)
-        work.append((prompt, _params(text, body, max_tokens, body.logprobs)))
+        work.append((prompt, _params(text, body, max_tokens, body.logprobs, grammar)))
     echo = [_echo_text(text, prompt, body) for prompt, _ in work] if body.echo else []
     return _parts(text, generations, asked, work), echo
 
@@ -239,7 +241,18 @@ def held_model(
     return model
 
 
-def _params(text: TextServices, body: CommonBody, max_tokens: int, logprobs: int | None) -> SamplingParams:
+def _params_size(body: CommonBody) -> int:
+    """The size of the work that the sampling parameters are."""
+    return bad_words_size(body) + grammar_size(body)
+
+
+def _chat_params(text: TextServices, body: ChatBody, max_tokens: int, logprobs: int | None) -> SamplingParams:
+    return _params(text, body, max_tokens, logprobs, requested_grammar(text.settings, body))
+
+
+def _params(
+    text: TextServices, body: CommonBody, max_tokens: int, logprobs: int | None, grammar: str | None
+) -> SamplingParams:
     """Sampling parameters; best_of above n samples more and needs log probabilities to choose; with echo, logprobs are
     those of the prompt too."""
     count = body.best_of or body.n or 1
@@ -248,7 +261,15 @@ def _params(text: TextServices, body: CommonBody, max_tokens: int, logprobs: int
         of_prompt = body.logprobs
     if count > (body.n or 1) and logprobs is None:
         logprobs = 0
-    return sampling_params(text, body, max_tokens=max_tokens, n=count, logprobs=logprobs, prompt_logprobs=of_prompt)
+    return sampling_params(
+        text,
+        body,
+        max_tokens=max_tokens,
+        n=count,
+        logprobs=logprobs,
+        prompt_logprobs=of_prompt,
+        grammar=grammar,
+    )
 
 
 def _head(text: TextServices, generations: Generations, prefix: str, model: str) -> AnswerHead:
@@ -345,6 +366,7 @@ def _generation(
         "model": asked.model.name,
         "began_s": began_s,
         "prompt_field": prompt_field,
+        "grammar_field": structured_field(asked.body),
     }
     body = asked.body
     if not body.use_beam_search:

@@ -1,0 +1,1 @@
+"""Fields of bodies that several routes share."""
