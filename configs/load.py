@@ -51,6 +51,7 @@ GATEWAY_KEYS = (
     "usage_rows",
     "max_text_bytes",
     "max_answer_bytes",
+    "max_grammar_bytes",
     "metrics_prefix",
     "per_request_spec_decode_metrics",
     "queue_timeout",

@@ -10,6 +10,7 @@ import msgspec
 from starlette.requests import Request
 
 from tandem.cluster.gateway.chat.chat_output import ChatOutput, chat_output
+from tandem.cluster.gateway.chat.held_grammar import held_grammar
 from tandem.cluster.gateway.chat.one_call_choice import OneCallChoice
 from tandem.cluster.gateway.chat.parser_wraps import OneCall
 from tandem.cluster.gateway.generation.generation import Generation
@@ -17,6 +18,7 @@ from tandem.cluster.gateway.generation.generations import Generations
 from tandem.cluster.gateway.generation.part import Choice, RequestPart
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.openai.answers import AnswerHead
+from tandem.cluster.gateway.openai.fields.grammar_fields import grammar_size, requested_grammar
 from tandem.cluster.gateway.openai.handlers import (
     Posted,
     answer_head,
@@ -29,6 +31,7 @@ from tandem.cluster.gateway.openai.prompts import Asked, Prompt, chat_prompt, fi
 from tandem.cluster.gateway.openai.sampling_fields import bad_words_size
 from tandem.cluster.gateway.openai.schemas import ChatBody, unsupported
 from tandem.cluster.gateway.services import TextServices
+from tandem.workers.messages.request import SamplingParams
 from tandem.workers.text.choice_text import ChoiceText
 from tandem.workers.text.output.events import MakeParser
 
@@ -78,12 +81,8 @@ async def prepare_chat(
     prompt, max_tokens = fit(text, rendered, body, wanted, received.names)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = await text.workers.run(
-        principal.tenant, bad_words_size(body), prompt_sampling, text, body, max_tokens, logprobs
+        principal.tenant, _params_size(body), _params, text, body, output, max_tokens, logprobs
     )
-    if output.is_forced:
-        raise unsupported("tool_choice", "A forced tool call is not supported yet.")
-    if body.thinking_token_budget is not None:
-        params = msgspec.structs.replace(params, thinking_budget=output.thinking)
     head = answer_head(text, generations, received.id_prefix, model.name)
     asked = Posted(received.request, principal, model, head.id, body)
     parts = request_parts(
@@ -96,7 +95,10 @@ async def prepare_chat(
     )
     if output.ends_early:
         parts[0].choices = [_one_call(choice, output) for choice in parts[0].choices]
-    generation = make_generation(text, generations, asked, parts, received.began_s, received.names.prompt)
+    forced = "tool_choice" if output.is_forced else None
+    generation = make_generation(
+        text, generations, asked, parts, received.began_s, received.names.prompt, grammar_field=forced
+    )
     return Conversation(
         generation=generation,
         parts=parts,
@@ -105,6 +107,24 @@ async def prepare_chat(
         logprobs=logprobs,
         output=output,
     )
+
+
+def _params_size(body: ChatBody) -> int:
+    """The size of the work that the sampling parameters are."""
+    tools = len(msgspec.json.encode(body.tools)) if body.tools else 0
+    return bad_words_size(body) + grammar_size(body) + tools
+
+
+def _params(
+    text: TextServices, body: ChatBody, output: ChatOutput, max_tokens: int, logprobs: int | None
+) -> SamplingParams:
+    if output.is_forced and body.use_beam_search:
+        raise unsupported("tool_choice", "With use_beam_search a tool call cannot be forced.")
+    grammar = held_grammar(output, text.tokenizer, requested_grammar(text.settings, body))
+    params = prompt_sampling(text, body, max_tokens, logprobs, grammar)
+    if body.thinking_token_budget is None:
+        return params
+    return msgspec.structs.replace(params, thinking_budget=output.thinking)
 
 
 def _rendered(text: TextServices, body: ChatBody) -> tuple[Prompt, ChatOutput]:

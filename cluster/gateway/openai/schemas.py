@@ -72,6 +72,40 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     reasoning_content: str | None = None
 
 
+class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The schema of response_format. The text follows it whether strict is true or not. name, description: for models
+    that are shown them; here they are only checked."""
+
+    name: ShortText | None = None
+    description: str | None = None
+    schema: Any = None
+    strict: bool | None = None
+
+
+class ResponseFormatField(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The form of the answer's text. json_schema: for that type; structures, triggers: for structural_tag, as in
+    vLLM."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+    structures: Any = None
+    triggers: Any = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's form of the answer's text: one of json, regex, choice, grammar, json_object, structural_tag, and what may
+    stand between the parts of JSON."""
+
+    json: Any = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Any = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
+
+
 class CommonBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Fields that chat and completions share. None: absent from the body."""
 
@@ -107,6 +141,14 @@ class CommonBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
     add_special_tokens: bool | None = None
     user: ShortText | None = None
+    response_format: ResponseFormatField | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: Literal["auto", "guidance", "llguidance"] | None = None
 
 
 class ChatBody(CommonBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -179,7 +221,6 @@ def _any(kind: type, words: str) -> Neutral:
 
 NEVER = Neutral(lambda given: False, "")
 NEUTRAL: Mapping[str, Neutral] = {
-    "response_format": _is({"type": "text"}),
     "store": _is(False),
     "metadata": _any(dict, "an object"),
     "parallel_tool_calls": _any(bool, "true or false"),
@@ -188,7 +229,6 @@ NEUTRAL: Mapping[str, Neutral] = {
     "functions": _is([]),
     "function_call": _is("none"),
     "suffix": _is(""),
-    "structured_outputs": _is({}),
     "audio": NEVER,
     "prediction": NEVER,
     "reasoning_effort": _is("none"),
@@ -197,10 +237,6 @@ NEUTRAL: Mapping[str, Neutral] = {
     "chat_template": NEVER,
     "chat_template_kwargs": _is({}),
     "documents": _is([]),
-    "guided_json": NEVER,
-    "guided_regex": NEVER,
-    "guided_choice": NEVER,
-    "guided_grammar": NEVER,
     "logits_processors": _is([]),
     "safety_identifier": _any(str, "a string"),
     "prompt_cache_key": _any(str, "a string"),
