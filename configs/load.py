@@ -53,6 +53,7 @@ GATEWAY_KEYS = (
     "max_answer_bytes",
     "response_store_ttl",
     "response_store_bytes",
+    "max_grammar_bytes",
     "metrics_prefix",
     "per_request_spec_decode_metrics",
     "queue_timeout",

@@ -178,6 +178,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("batching_max_delay_ms", "engine.scheduler.batching_max_delay_ms", float, STEP,
            "Milliseconds that a dynamic batch which is not full waits for more requests.",
            lambda v: 0 < v <= 1000, "above 0, up to 1000"),
+    Option("grammar_timeout", "engine.scheduler.grammar_timeout_s", float, STEP,
+           "Seconds that the grammar of structured output may take to compile before its requests get 400.",
+           lambda v: 0 < v <= 600, "above 0, up to 600"),
     Option("step_log", "engine.step_log", str, STEP,
            "File for the plan of every step, one JSON line each. In a service, each group writes its own: "
            "NAME-GROUP.SUFFIX."),
@@ -243,6 +246,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("max_text_bytes", "gateway.max_text_bytes", int, HTTP,
            "Bytes of text, all prompts or messages together, that one request may have tokenized, e.g. 4M. Default: 1 "
            "MiB, or 8 bytes for each token of the context if that is more.", at_least(1), "at least 1", size=True),
+    Option("max_grammar_bytes", "gateway.max_grammar_bytes", int, HTTP,
+           "Bytes that the schema, grammar or other form of structured output in one request may have, e.g. 256K.",
+           at_least(1), "at least 1", size=True),
     Option("max_answer_bytes", "gateway.max_answer_bytes", int, HTTP,
            "Bytes of memory, roughly, that an answer which is not streamed may take before it gets 413, e.g. 256M.",
            at_least(1), "at least 1", size=True),

@@ -79,7 +79,8 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of one step and of a group's queue. max_itl_ms: milliseconds of a step, held by sizing prefill chunks.
-    batching_max_delay_ms: how long a dynamic batch that is not full waits for more."""
+    batching_max_delay_ms: how long a dynamic batch that is not full waits for more. grammar_timeout_s: how long a
+    grammar may take to compile."""
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
@@ -89,6 +90,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     async_scheduling: bool = True
     batching_policy: BatchingPolicyName = "continuous"
     batching_max_delay_ms: float = 50.0
+    grammar_timeout_s: float = 10.0
 
 
 class LoraSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -202,6 +204,9 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_logit_bias: int = 300
     max_tools: int = 128
     max_messages: int = 2048
+    max_grammar_bytes: int = 64 * 2**10
+    max_grammar_choices: int = 1024
+    max_regex_chars: int = 4096
     max_text_bytes: int | None = None
     max_answer_bytes: int = 64 * 2**20
     metrics_prefix: str = "tandem"

@@ -56,6 +56,7 @@ from tandem.workers.offline_inputs import (
     as_prompts,
     one_for_each,
     with_bad_word_ids,
+    with_grammar,
 )
 from tandem.workers.offline_outputs import Completion, OfflineRun, OpenChoice, RequestOutput
 from tandem.workers.planning.model_source import resolve_model
@@ -372,6 +373,7 @@ class LLM:
             raise TypeError(f"sampling_params: {wrong[0]!r:.80} is no SamplingParams")
         vocab_size = self._facts.vocab_size
         each = [with_bad_word_ids(checked_sampling(params, vocab_size), self.tokenizer) for params in each]
+        each = [with_grammar(params) for params in each]
         if isinstance(given, SamplingParams):
             return each * count
         if len(each) != count:

@@ -31,7 +31,7 @@ FIELDS = {
     "user": "metadata.user_id",
 }
 """The body's names of chat fields whose names differ."""
-PARTS = ((".function.parameters", ".input_schema"), (".function", ""))
+PARTS = ((".function.parameters", ".input_schema"), (".function", ""), (".json_schema", ""))
 FAILED = "Error: "
 """Stands before the result of a tool that has failed; chat messages have no field for it."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}

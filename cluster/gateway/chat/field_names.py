@@ -18,7 +18,7 @@ class FieldNames:
     fields: Mapping[str, str]
     prompt: str
     messages: Sequence[str] = ()
-    parts: Sequence[tuple[str, str]] = ((".function", ""),)
+    parts: Sequence[tuple[str, str]] = ((".function", ""), (".json_schema", ""))
 
     def of(self, param: str) -> str:
         """The client's name of a chat field, or of a place in one, such as tools[0].function.name."""

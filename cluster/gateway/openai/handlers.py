@@ -21,6 +21,7 @@ from tandem.cluster.gateway.generation.response_format import ResponseFormat
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.http.body import parse_object, read_body
 from tandem.cluster.gateway.openai.answers import AnswerHead, ChunkCounts, CompletionFormat, Metrics
+from tandem.cluster.gateway.openai.fields.grammar_fields import grammar_size, requested_grammar, structured_field
 from tandem.cluster.gateway.openai.model_lookup import Served, served_model
 from tandem.cluster.gateway.openai.prompts import (
     Asked,
@@ -92,7 +93,7 @@ async def completions(text: TextServices, generations: Generations, request: Req
         head = answer_head(text, generations, "cmpl-", model.name)
         asked = Posted(request, principal, model, head.id, body)
         parts, echo = await text.workers.run(
-            principal.tenant, size, _completion_parts, text, generations, asked, body, wanted
+            principal.tenant, size + grammar_size(body), _completion_parts, text, generations, asked, body, wanted
         )
         generation = make_generation(text, generations, asked, parts, began_s, "prompt")
         shown = body.n or 1
@@ -175,10 +176,11 @@ def _completion_parts(
     text: TextServices, generations: Generations, asked: "Posted[CompletionBody]", body: CompletionBody, wanted: int
 ) -> tuple[list[RequestPart], list[str]]:
     """A part for every prompt, and the prompts' texts where the answer begins with them."""
+    grammar = requested_grammar(text.settings, body)
     work: list[tuple[Prompt, SamplingParams]] = []
     for item in completion_prompts(text, body):
         prompt, max_tokens = fit(text, item, body, wanted, COMPLETION_FIELDS)
-        work.append((prompt, prompt_sampling(text, body, max_tokens, body.logprobs)))
+        work.append((prompt, prompt_sampling(text, body, max_tokens, body.logprobs, grammar)))
     echo = [_echo_text(text, prompt, body) for prompt, _ in work] if body.echo else []
     return request_parts(text, generations, asked, work), echo
 
@@ -199,7 +201,9 @@ def held_model(
     return model
 
 
-def prompt_sampling(text: TextServices, body: CommonBody, max_tokens: int, logprobs: int | None) -> SamplingParams:
+def prompt_sampling(
+    text: TextServices, body: CommonBody, max_tokens: int, logprobs: int | None, grammar: str | None
+) -> SamplingParams:
     """Sampling parameters; best_of above n samples more and needs log probabilities to choose; with echo, logprobs are
     those of the prompt too."""
     count = body.best_of or body.n or 1
@@ -208,7 +212,15 @@ def prompt_sampling(text: TextServices, body: CommonBody, max_tokens: int, logpr
         of_prompt = body.logprobs
     if count > (body.n or 1) and logprobs is None:
         logprobs = 0
-    return sampling_params(text, body, max_tokens=max_tokens, n=count, logprobs=logprobs, prompt_logprobs=of_prompt)
+    return sampling_params(
+        text,
+        body,
+        max_tokens=max_tokens,
+        n=count,
+        logprobs=logprobs,
+        prompt_logprobs=of_prompt,
+        grammar=grammar,
+    )
 
 
 def answer_head(text: TextServices, generations: Generations, prefix: str, model: str) -> AnswerHead:
@@ -301,12 +313,17 @@ def make_generation(
     parts: list[RequestPart],
     began_s: float,
     prompt_field: str,
+    *,
+    grammar_field: str | None = None,
 ) -> Generation:
+    """The generation, not started. grammar_field: of the body, for refusals of a grammar that it does not ask for by
+    structured_field()."""
     named: dict[str, Any] = {
         "tenant": asked.principal.tenant,
         "model": asked.model.name,
         "began_s": began_s,
         "prompt_field": prompt_field,
+        "grammar_field": grammar_field or structured_field(asked.body),
     }
     body = asked.body
     if not body.use_beam_search:

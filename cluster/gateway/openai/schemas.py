@@ -72,6 +72,40 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     reasoning_content: str | None = None
 
 
+class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The schema of response_format. The text follows it whether strict is true or not. name, description: for models
+    that are shown them; here they are only checked."""
+
+    name: ShortText | None = None
+    description: str | None = None
+    schema: Any = None
+    strict: bool | None = None
+
+
+class ResponseFormatField(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The form of the answer's text. json_schema: for that type; structures, triggers: for structural_tag, as in
+    vLLM."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+    structures: Any = None
+    triggers: Any = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's form of the answer's text: one of json, regex, choice, grammar, json_object, structural_tag, and what may
+    stand between the parts of JSON."""
+
+    json: Any = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Any = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
+
+
 class CommonBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Fields that chat and completions share. None: absent from the body."""
 
@@ -107,6 +141,14 @@ class CommonBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
     add_special_tokens: bool | None = None
     user: ShortText | None = None
+    response_format: ResponseFormatField | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: Literal["auto", "guidance", "llguidance"] | None = None
 
 
 class ChatBody(CommonBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -181,7 +223,6 @@ def neutral_kind(kind: type, words: str) -> Neutral:
 
 NEVER = Neutral(lambda given: False, "")
 NEUTRAL: Mapping[str, Neutral] = {
-    "response_format": neutral_values({"type": "text"}),
     "store": neutral_values(False),
     "metadata": neutral_kind(dict, "an object"),
     "parallel_tool_calls": neutral_kind(bool, "true or false"),
@@ -190,7 +231,6 @@ NEUTRAL: Mapping[str, Neutral] = {
     "functions": neutral_values([]),
     "function_call": neutral_values("none"),
     "suffix": neutral_values(""),
-    "structured_outputs": neutral_values({}),
     "audio": NEVER,
     "prediction": NEVER,
     "reasoning_effort": neutral_values("none"),
@@ -199,10 +239,6 @@ NEUTRAL: Mapping[str, Neutral] = {
     "chat_template": NEVER,
     "chat_template_kwargs": neutral_values({}),
     "documents": neutral_values([]),
-    "guided_json": NEVER,
-    "guided_regex": NEVER,
-    "guided_choice": NEVER,
-    "guided_grammar": NEVER,
     "logits_processors": neutral_values([]),
     "safety_identifier": neutral_kind(str, "a string"),
     "prompt_cache_key": neutral_kind(str, "a string"),

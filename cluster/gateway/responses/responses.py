@@ -50,6 +50,7 @@ async def create_response(
         began_s=began_s,
         id_prefix=PREFIX,
         names=NAMES,
+        field_of=names.of,
     )
     with ExitStack() as held:
         with names.in_refusals():

@@ -57,7 +57,7 @@ def test_it_is_refused_by_name(name: str) -> None:
     "body",
     [
         {"tools": [], "tool_choice": "none", "functions": [], "function_call": "none", "parallel_tool_calls": True},
-        {"response_format": {"type": "text"}, "structured_outputs": {}, "reasoning_effort": "none"},
+        {"reasoning_effort": "none"},
         {"chat_template_kwargs": {}, "documents": [], "logits_processors": []},
         {"suffix": "", "echo": False, "verbosity": "medium"},
         {"spaces_between_special_tokens": True, "modalities": ["text"], "store": False, "service_tier": "auto"},

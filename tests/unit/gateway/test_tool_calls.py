@@ -360,3 +360,30 @@ async def test_a_budget_of_thinking_goes_along_with_its_marks() -> None:
         assert (first.tokens, bytes(first.start), bytes(first.end), first.inside) == (7, b"<think>", b"</think>", True)
         error = error_of(await rig.chat(thinking_token_budget=7, use_beam_search=True))
         assert (error["code"], error["param"]) == (UNSUPPORTED, "thinking_token_budget")
+
+
+async def test_forced_calls_are_held_by_a_grammar() -> None:
+    async with tooled(saying(CALL), **THINKING) as rig:
+        required = (await rig.chat(tools=TOOLS, tool_choice="required")).json()["choices"][0]
+        assert required["finish_reason"] == "tool_calls"
+        named = (await rig.chat(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "weather"}})).json()
+        assert named["choices"][0]["finish_reason"] == "stop", "as OpenAI has it"
+        assert calls_of(named["choices"][0]["message"]) == [("weather", {"city": "Löw"})]
+        await rig.chat(tools=TOOLS)
+        first, second, third = (request.sampling.grammar for request in rig.backend.requests)
+        assert first is not None and "clock" in first and "think" in first
+        assert second is not None and "clock" not in second
+        assert third is None
+        error = error_of(await rig.chat(tools=TOOLS, tool_choice="required", use_beam_search=True))
+        assert (error["code"], error["param"]) == (UNSUPPORTED, "tool_choice")
+
+
+async def test_a_form_begins_behind_the_thinking_and_leaves_calls_possible() -> None:
+    async with tooled(saying(CALL), **THINKING) as rig:
+        form = {"response_format": {"type": "json_object"}}
+        assert (await rig.chat(tools=TOOLS, **form)).json()["choices"][0]["finish_reason"] == "tool_calls"
+        await rig.chat(**form)
+        await rig.chat(tools=TOOLS, tool_choice="none", **form)
+        both, alone, none = (json.loads(r.sampling.grammar or "")["grammars"] for r in rig.backend.requests)
+        assert "think? (calls | @body)" in both[0]["lark_grammar"]
+        assert alone == none and "think? @body" in alone[0]["lark_grammar"] and "calls" not in alone[0]["lark_grammar"]

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.workers.kernels.sampling_ops import TorchSampling
 from tandem.workers.messages.step import RowSampling
 from tandem.workers.messages.thinking import ThinkingBudget, ThinkingSpan
+from tandem.workers.sampling.processors.logits_processor import History
 from tandem.workers.sampling.processors.thinking_budget import PREFERENCE
 from tandem.workers.sampling.sampling_table import SamplingTable
 from tests.unit.sampling.naive_twin import adjusted
@@ -24,9 +26,8 @@ def sampling(tokens: int, *, inside: bool = False, **more: Any) -> RowSampling:
 def logits_of(table: SamplingTable, tokens: list[int], positions: list[int], prompt_len: int) -> torch.Tensor:
     logits = torch.zeros(len(positions), 12)
     at = np.array([[0, position] for position in positions], np.int64)
-    table.chain.apply(
-        logits, at[:, 0], at[:, 1], lambda _, p: (np.array(tokens[:p], np.int32), prompt_len), lambda host: host
-    )
+    history: History = lambda _, position: (np.array(tokens[:position], np.int32), prompt_len)  # noqa: E731
+    table.chain.apply(logits, at[:, 0], at[:, 1], history, lambda host: host, TorchSampling(lambda host: host))
     return logits
 
 

@@ -1,1 +1,1 @@
-"""Groups of body fields with a room of their own: tools, thinking."""
+"""Groups of body fields with a room of their own: tools, thinking, structured output."""
