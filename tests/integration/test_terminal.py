@@ -12,7 +12,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import jsonschema
+import openai
 import pytest
 
 from tests.support.plain_http import plain_http
@@ -84,6 +87,35 @@ def test_the_example_with_a_tool(vllm_named: Service) -> None:
     call, answer = run([sys.executable, "-c", example]).splitlines()
     assert call == "get_weather {'city': 'Paris'}"
     assert "sunny" in answer
+
+
+def test_forced_calls_are_valid_whatever_the_model_would_say(vllm_named: Service) -> None:
+    """By the official client, whole and streamed; hot, so that the model alone would not do it."""
+    kinds = {"type": "string", "enum": ["rain", "sun"]}
+    parameters = {
+        "type": "object",
+        "properties": {"sky": kinds, "days": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["sky", "days"],
+        "additionalProperties": False,
+    }
+    tools = [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in ("look", "tell")]
+    asked: Any = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "tools": tools, "temperature": 1.5}
+    named = {"type": "function", "function": {"name": "tell"}}
+    with openai.OpenAI(base_url=vllm_named.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
+        for choice, reason in (("required", "tool_calls"), (named, "stop")):
+            whole = client.chat.completions.create(
+                **asked, tool_choice=choice, n=2, max_tokens=200, parallel_tool_calls=False
+            )
+            for answer in whole.choices:
+                assert (answer.finish_reason, answer.message.content) == (reason, None)
+                (call,) = answer.message.tool_calls
+                assert call.function.name in ("look", "tell") if choice == "required" else call.function.name == "tell"
+                jsonschema.validate(json.loads(call.function.arguments), parameters)
+        stream = client.chat.completions.create(**asked, tool_choice=named, stream=True, max_tokens=200)
+        deltas = [chunk.choices[0].delta.tool_calls or [] for chunk in stream]
+    functions = [call.function for calls in deltas for call in calls]
+    assert [function.name for function in functions if function.name] == ["tell"]
+    jsonschema.validate(json.loads("".join(function.arguments for function in functions)), parameters)
 
 
 def test_the_openai_example(vllm_named: Service) -> None:
