@@ -5,11 +5,14 @@ telemetry off, and nothing may leave the loopback meanwhile.
 """
 
 import ipaddress
+import json
 import socket
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
+import jsonschema
 import pytest
+from pydantic import BaseModel
 
 from tests.support.service import Service
 
@@ -26,6 +29,20 @@ QUIET = {
 }
 USER: list[Any] = [{"role": "user", "content": "Tell me a short story about a whale."}]
 GREEDY = {"temperature": 0, "max_tokens": 24}
+
+
+class Report(BaseModel):
+    """Reports the weather."""
+
+    sky: Literal["rain", "sun"]
+    is_warm: bool
+    wind: Literal[1, 2, 3]
+
+
+SCHEMA = {**Report.model_json_schema(), "additionalProperties": False}
+FUNCTION: dict[str, Any] = {"name": "Report", "description": "Reports the weather.", "parameters": SCHEMA}
+HOT: dict[str, Any] = {"model": "demo", "temperature": 1.5}
+"""So hot that the model alone would not write a report."""
 
 
 @pytest.fixture(autouse=True)
@@ -127,3 +144,82 @@ def test_litellm(service: Service, expected: str) -> None:
         model="anthropic/demo", messages=USER, **GREEDY, api_base=service.url, api_key="none", num_retries=0
     )
     assert message.choices[0].message.content == expected
+
+
+def test_forms_and_calls_of_openais_client(service: Service) -> None:
+    import openai
+
+    tool: Any = {"type": "function", **FUNCTION}
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as client:
+        chat = client.chat.completions.parse(**HOT, messages=USER, response_format=Report, max_tokens=100)
+        assert isinstance(chat.choices[0].message.parsed, Report)
+        parsed = client.responses.parse(**HOT, input="Report.", text_format=Report, max_output_tokens=100)
+        assert isinstance(parsed.output_parsed, Report)
+        with client.responses.stream(**HOT, input="Report.", text_format=Report, max_output_tokens=100) as stream:
+            for _ in stream:
+                pass
+            assert isinstance(stream.get_final_response().output_parsed, Report)
+        asked: dict[str, Any] = {**HOT, "input": "Report.", "tools": [tool], "max_output_tokens": 100}
+        for choice in ("required", {"type": "function", "name": "Report"}):
+            called = client.responses.create(**asked, tool_choice=choice, parallel_tool_calls=False)
+            (call,) = called.output
+            assert (call.type, call.name, called.status) == ("function_call", "Report", "completed")
+            jsonschema.validate(json.loads(call.arguments), SCHEMA)
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "Thanks."}
+        asked |= {"input": [result], "tool_choice": "none", "previous_response_id": called.id}
+        assert client.responses.create(**asked).usage.input_tokens > called.usage.input_tokens
+
+
+def test_calls_and_forms_of_anthropics_client(service: Service) -> None:
+    import anthropic
+
+    tool: Any = {"name": "Report", "description": "Reports.", "input_schema": SCHEMA}
+    asked: dict[str, Any] = {"model": "demo", "max_tokens": 100, "messages": USER, "extra_body": {"temperature": 1.5}}
+    with anthropic.Anthropic(base_url=service.url, api_key="none", max_retries=0) as client:
+        for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "Report"}):
+            with client.messages.stream(**asked, tools=[tool], tool_choice=choice) as stream:
+                streamed = stream.get_final_message()
+            for answer in (streamed, client.messages.create(**asked, tools=[tool], tool_choice=choice)):
+                (call,) = answer.content
+                assert call.type == "tool_use" and call.name == "Report" and answer.stop_reason == "tool_use"
+                jsonschema.validate(call.input, SCHEMA)
+        parsed = client.messages.parse(**asked, output_format=Report)
+        assert isinstance(parsed.parsed_output, Report)
+
+
+def test_tools_and_forms_of_langchain(service: Service) -> None:
+    from langchain_openai import ChatOpenAI
+    from pydantic import SecretStr
+
+    given: dict[str, Any] = {"model": "demo", "base_url": f"{service.url}/v1", "api_key": SecretStr("none")}
+    for by_responses in (False, True):
+        model = ChatOpenAI(**given, temperature=1.5, max_tokens=100, max_retries=0, use_responses_api=by_responses)
+        (call,) = model.bind_tools([Report], tool_choice="any", parallel_tool_calls=False).invoke(USER).tool_calls
+        assert call["name"] == "Report" and Report(**call["args"])
+        for method in ("json_schema", "function_calling"):
+            found = model.with_structured_output(Report, method=method).invoke(USER)  # type: ignore[arg-type]
+            assert isinstance(found, Report)
+
+
+def test_tools_and_forms_of_litellm(service: Service) -> None:
+    import litellm
+
+    to: dict[str, Any] = {"api_base": f"{service.url}/v1", "api_key": "none", "num_retries": 0, "temperature": 1.5}
+    asked: dict[str, Any] = {"model": "openai/demo", "messages": USER, "max_tokens": 100, **to}
+    tool = {"type": "function", "function": FUNCTION}
+    answer = litellm.completion(**asked, tools=[tool], tool_choice="required", parallel_tool_calls=False)
+    (call,) = answer.choices[0].message.tool_calls
+    assert Report(**json.loads(call.function.arguments))
+    answer = litellm.completion(**asked, response_format=Report)
+    assert Report(**json.loads(answer.choices[0].message.content))
+
+
+def test_models_of_instructor(service: Service) -> None:
+    import instructor
+    import openai
+
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as client:
+        for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
+            asking = instructor.from_openai(client, mode=mode)
+            found = asking.chat.completions.create(**HOT, messages=USER, response_model=Report, max_tokens=100)
+            assert isinstance(found, Report)
