@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import jsonschema
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from tests.support.service import Service
 
@@ -34,12 +34,14 @@ GREEDY = {"temperature": 0, "max_tokens": 24}
 class Report(BaseModel):
     """Reports the weather."""
 
+    model_config = ConfigDict(extra="forbid")  # else any other field may follow
+
     sky: Literal["rain", "sun"]
     is_warm: bool
     wind: Literal[1, 2, 3]
 
 
-SCHEMA = {**Report.model_json_schema(), "additionalProperties": False}
+SCHEMA = Report.model_json_schema()
 FUNCTION: dict[str, Any] = {"name": "Report", "description": "Reports the weather.", "parameters": SCHEMA}
 HOT: dict[str, Any] = {"model": "demo", "temperature": 1.5}
 """So hot that the model alone would not write a report."""
