@@ -10,11 +10,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer
 
 from tandem.workers.text.output.events import CallArguments, CallBegin, OutputEvent
 from tandem.workers.text.output.format_list import TOOL_FORMATS
-from tandem.workers.text.output.formats import Tool
+from tandem.workers.text.output.formats import SchemaNotExpressible, Tool
 from tandem.workers.text.output.stepping import joined
+from tests.unit.text.data import SHARED
 
 MAX_EXAMPLES = 8
 TOKENIZER = LLTokenizer("byte")
@@ -139,3 +141,39 @@ def test_texts_of_a_grammar_are_its_calls(
 ) -> None:
     special = {text: 256 + i for i, text in enumerate(SPECIAL.get(name, []))} if specials else {}
     check(name, tools, special, seed, parallel=parallel)
+
+
+FREE = [
+    {"type": "object"},
+    {"type": "object", "additionalProperties": {"type": "integer"}},
+    {"type": "object", "properties": {"a": {"type": "string"}}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+]
+
+
+@pytest.mark.parametrize("schema", FREE[:2])
+@pytest.mark.parametrize("name", sorted(set(TOOL_FORMATS) - {"qwen3_coder"}))
+def test_arguments_of_any_name_are_forced(name: str, schema: dict[str, Any]) -> None:
+    for seed in range(10):
+        check(name, [Tool("get", "", schema)], {}, seed, parallel=False)
+
+
+@pytest.mark.parametrize("schema", [*FREE, {"properties": {"a>b": {}}}, {"properties": {"a": {"$ref": "#"}}}])
+def test_a_schema_that_a_format_cannot_force_is_named(schema: dict[str, Any]) -> None:
+    with pytest.raises(
+        SchemaNotExpressible, match=r"^The schema of tool 'get' cannot be forced in this model's format: "
+    ):
+        TOOL_FORMATS["qwen3_coder"].grammar([Tool("get", "", schema)], parallel=False)
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="no real tokenizer here")
+def test_marks_that_are_no_special_tokens_may_be_spelled_as_the_tokenizer_has_them() -> None:
+    """Qwen2.5 has <tool_call> as an added token that is not special."""
+    text = (SHARED / "tokenizers" / "qwen2.5" / "tokenizer.json").read_text()
+    tokenizer, hugging_face = LLTokenizer(text), Tokenizer.from_str(text)
+    call = '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>'
+    tokens = hugging_face.encode(call, add_special_tokens=False).ids
+    assert hugging_face.token_to_id("<tool_call>") in tokens
+    tools = [Tool("get", "", {"properties": {"a": {"type": "integer"}}, "required": ["a"]})]
+    grammar = TOOL_FORMATS["hermes"].grammar(tools, parallel=False)
+    matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(grammar))
+    assert matcher.consume_tokens(tokens) and matcher.is_accepting()

@@ -35,6 +35,7 @@ FRAGMENTS = st.sampled_from(
         *("<|tool_call|>", "get_weather(", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
         *("function", "```json", "<｜tool▁call▁end｜>", "<|channel|>", "commentary", " to=functions.now"),
         *("<|message|>", "<|start|>", "<|end|>", "analysis", "final", "<think>", "</think>"),
+        *("n" * 255, "n" * 511, '{"' + "n" * 509, "w" * 395),
         *("Here is my thought process:", "Here's my response:", "True", "null", "1", "-0.5e", "\\u00"),
         *('{"name": "now", "arguments": {', '{"name": "now", "parameters": {"a": ', '"arguments": {}'),
     ]
