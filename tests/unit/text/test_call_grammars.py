@@ -9,14 +9,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
-from llguidance import LLMatcher, LLTokenizer
-from tokenizers import Tokenizer
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from tandem.workers.text.output.events import CallArguments, CallBegin, OutputEvent
 from tandem.workers.text.output.format_list import TOOL_FORMATS
 from tandem.workers.text.output.formats import SchemaNotExpressible, Tool
 from tandem.workers.text.output.stepping import joined
-from tests.unit.text.data import SHARED
 
 MAX_EXAMPLES = 8
 TOKENIZER = LLTokenizer("byte")
@@ -165,15 +163,27 @@ def test_a_schema_that_a_format_cannot_force_is_named(schema: dict[str, Any]) ->
         TOOL_FORMATS["qwen3_coder"].grammar([Tool("get", "", schema)], parallel=False)
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="no real tokenizer here")
-def test_marks_that_are_no_special_tokens_may_be_spelled_as_the_tokenizer_has_them() -> None:
-    """Qwen2.5 has <tool_call> as an added token that is not special."""
-    text = (SHARED / "tokenizers" / "qwen2.5" / "tokenizer.json").read_text()
-    tokenizer, hugging_face = LLTokenizer(text), Tokenizer.from_str(text)
-    call = '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>'
-    tokens = hugging_face.encode(call, add_special_tokens=False).ids
-    assert hugging_face.token_to_id("<tool_call>") in tokens
+class AddedTokens:
+    """A tokenizer of bytes with the marks of hermes as two more tokens."""
+
+    eos_token_id, bos_token_id = 258, None
+    tokens = (*(bytes([i]) for i in range(256)), b"<tool_call>", b"</tool_call>", b"<eos>")
+
+    def __init__(self, special_token_ids: list[int]) -> None:
+        self.special_token_ids = [*special_token_ids, self.eos_token_id]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+@pytest.mark.parametrize("special", [{}, {"<tool_call>": 256, "</tool_call>": 257}])
+def test_marks_may_be_tokens_whether_these_are_special_or_not(special: dict[str, int]) -> None:
+    tokenizer = LLTokenizer(TokenizerWrapper(AddedTokens(list(special.values()))))
     tools = [Tool("get", "", {"properties": {"a": {"type": "integer"}}, "required": ["a"]})]
-    grammar = TOOL_FORMATS["hermes"].grammar(tools, parallel=False)
-    matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(grammar))
-    assert matcher.consume_tokens(tokens) and matcher.is_accepting()
+    grammar = TOOL_FORMATS["hermes"].grammar(tools, parallel=False, special_tokens=special)
+    inside = b'\n{"name": "get", "arguments": {"a": 1}}\n'
+    as_tokens = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(grammar))
+    assert as_tokens.consume_tokens([256, *inside, 257]) and as_tokens.is_accepting()
+    spelled = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(grammar))
+    accepted = spelled.validate_tokens([*b"<tool_call>", *inside])
+    assert accepted == (0 if special else len(b"<tool_call>") + len(inside))
