@@ -16,7 +16,7 @@ from tandem.workers.text.output.format_list import TOOL_FORMATS
 from tandem.workers.text.output.formats import SchemaNotExpressible, Tool
 from tandem.workers.text.output.stepping import joined
 
-MAX_EXAMPLES = 8
+MAX_EXAMPLES = 5
 TOKENIZER = LLTokenizer("byte")
 SPECIAL = {
     "mistral": ["[TOOL_CALLS]", "[ARGS]"],
@@ -151,7 +151,7 @@ FREE = [
 @pytest.mark.parametrize("schema", FREE[:2])
 @pytest.mark.parametrize("name", sorted(set(TOOL_FORMATS) - {"qwen3_coder"}))
 def test_arguments_of_any_name_are_forced(name: str, schema: dict[str, Any]) -> None:
-    for seed in range(10):
+    for seed in range(4):
         check(name, [Tool("get", "", schema)], {}, seed, parallel=False)
 
 

@@ -15,7 +15,7 @@ from tandem.workers.text.output.stepping import SteppedParser
 from tests.unit.text.output_events import TOOLS, cut, read
 from tests.unit.text.test_tool_transcripts import CASES
 
-MAX_EXAMPLES = 40
+MAX_EXAMPLES = 20
 
 PARSERS: dict[str, Callable[[], OutputParser]] = {
     **{name: (lambda one=one: one.parser(TOOLS)) for name, one in TOOL_FORMATS.items()},
@@ -124,7 +124,7 @@ REPEATED = [
 @pytest.mark.parametrize("name", sorted(PARSERS))
 def test_work_is_linear_in_the_text(name: str) -> None:
     starts = ["", CALLS.get(name, "<think>"), *(text for case, text, _ in CASES if case == name)]
-    for text in [start + repeated * 250 for start in starts[:3] for repeated in REPEATED] + [starts[-1] * 30]:
+    for text in [start + repeated * 120 for start in starts[:3] for repeated in REPEATED] + [starts[-1] * 15]:
         calls, unread = work(name, text)
         assert calls < 30 * len(text) + 1000, text[:80]  # a rescan of the text per piece makes it hundreds
         assert unread < 64, text[:80]
