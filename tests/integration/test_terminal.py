@@ -27,9 +27,11 @@ pytestmark = pytest.mark.cluster
 
 @pytest.fixture(scope="module")
 def vllm_named() -> Iterator[Service]:
-    """A service whose metrics are called as vLLM's, of few rows and little patience."""
-    few = ("--max-num-seqs", "4", "--queue-timeout", "4", "--enable-auto-tool-choice")
-    with tandem_serve("demo", "--device", "cpu", "--dtype", "float32", "--metrics-prefix", "vllm", *few) as running:
+    """A service whose metrics are called as vLLM's, of few rows and little patience, which parses calls."""
+    few = ("--max-num-seqs", "4", "--queue-timeout", "4")
+    parsers = ("--enable-auto-tool-choice", "--reasoning-parser", "qwen3")
+    own = ("--metrics-prefix", "vllm", *few, *parsers)
+    with tandem_serve("demo", "--device", "cpu", "--dtype", "float32", *own) as running:
         yield running
 
 
@@ -116,6 +118,38 @@ def test_forced_calls_are_valid_whatever_the_model_would_say(vllm_named: Service
     functions = [call.function for calls in deltas for call in calls]
     assert [function.name for function in functions if function.name] == ["tell"]
     jsonschema.validate(json.loads("".join(function.arguments for function in functions)), parameters)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_thinking_ends_by_its_budget_and_the_form_begins_behind_it(vllm_named: Service, stream: bool) -> None:
+    """The prompt ends inside thinking, which this model would never end by itself."""
+    sky = {"sky": {"enum": ["rain", "sun"]}}
+    schema = {"type": "object", "properties": sky, "required": ["sky"], "additionalProperties": False}
+    asked = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "Tell me a story."}, {"role": "assistant", "content": "<think>"}],
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+        "thinking_token_budget": 9,
+        "max_tokens": 120,
+        "temperature": 0,
+        "stream": stream,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "sky", "schema": schema}},
+    }
+    if not stream:
+        answer = vllm_named.post("/v1/chat/completions", asked).json()
+        message, count = answer["choices"][0]["message"], answer["usage"]["completion_tokens_details"]
+    else:
+        message = {"reasoning": "", "content": ""}
+        asked["stream_options"] = {"include_usage": True}
+        with plain_http.stream("POST", vllm_named.url + "/v1/chat/completions", json=asked, timeout=60) as answer:
+            chunks = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+        for delta in (chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]):
+            message = {name: text + (delta.get(name) or "") for name, text in message.items()}
+        count = chunks[-1]["usage"]["completion_tokens_details"]
+    assert message["reasoning"].strip() and "think>" not in message["reasoning"]
+    assert count == {"reasoning_tokens": 9}
+    jsonschema.validate(json.loads(message["content"]), schema)
 
 
 def test_the_openai_example(vllm_named: Service) -> None:

@@ -129,7 +129,7 @@ def _params(
 ) -> SamplingParams:
     if output.is_forced and body.use_beam_search:
         raise unsupported("tool_choice", "With use_beam_search a tool call cannot be forced.")
-    grammar = held_grammar(output, text.tokenizer, requested_grammar(text.settings, body))
+    grammar = held_grammar(output, text, requested_grammar(text.settings, body))
     params = prompt_sampling(text, body, max_tokens, logprobs, grammar)
     if body.thinking_token_budget is None:
         return params

@@ -7,8 +7,9 @@ import re
 from collections.abc import Mapping
 
 from tandem.cluster.gateway.chat.chat_output import ChatOutput
+from tandem.cluster.gateway.services import TextServices
 from tandem.workers.messages.errors import RequestRefused
-from tandem.workers.text.grammars import after
+from tandem.workers.text.grammars import GrammarError, after, check
 from tandem.workers.text.output.formats import SchemaNotExpressible
 from tandem.workers.text.output.grammar_text import SpecialTokens, quoted
 from tandem.workers.text.tokenizer import ModelTokenizer
@@ -16,12 +17,13 @@ from tandem.workers.text.tokenizer import ModelTokenizer
 _START = re.compile(r"^start\s*:", re.MULTILINE)
 
 
-def held_grammar(output: ChatOutput, tokenizer: ModelTokenizer, answer: str | None) -> str | None:
+def held_grammar(output: ChatOutput, text: TextServices, answer: str | None) -> str | None:
     """Returns a grammar for SamplingParams, None for free text. answer: the grammar of the form that the body asks for;
-    where the model may choose to call a tool instead, either is allowed. RequestRefused for a tool that cannot be
+    where the model may choose to call a tool instead, either is allowed. RequestRefused for tools that cannot be
     forced."""
-    special = special_tokens(tokenizer)
+    special = special_tokens(text.tokenizer)
     rules = _call_rules(output, special) if output.is_forced or answer is not None else ""
+    _check_calls(rules, text.settings.max_grammar_bytes)
     if not rules and answer is None:
         return None
     thinking, thinking_rules = _thinking(output, special)
@@ -47,8 +49,25 @@ def _call_rules(output: ChatOutput, special: SpecialTokens) -> str:
     try:
         grammar = output.tool_format.grammar(output.tools, parallel=not output.one_call, special_tokens=special)
     except SchemaNotExpressible as error:
-        raise RequestRefused(f"tools: {error}", code="invalid_grammar", param="tools") from None
+        raise _refused(str(error)) from None
     return _START.sub("calls:", grammar, count=1)
+
+
+def _check_calls(rules: str, most: int) -> None:
+    """Refuses what is too long, or what llguidance cannot compile with any vocabulary."""
+    if (size := len(rules.encode())) > most:
+        raise _refused(
+            f"to force a call takes a grammar of {size} bytes, above the limit of {most} (--max-grammar-bytes)"
+        )
+    if rules:
+        try:
+            check(f"start: calls\n{rules}")
+        except GrammarError as error:
+            raise _refused(str(error)) from None
+
+
+def _refused(message: str) -> RequestRefused:
+    return RequestRefused(f"tools: {message}", code="invalid_grammar", param="tools")
 
 
 def _thinking(output: ChatOutput, special: SpecialTokens) -> tuple[str, str]:

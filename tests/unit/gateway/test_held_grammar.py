@@ -42,7 +42,7 @@ def output_of(rig: Rig, prompt: str = "", **fields: Any) -> ChatOutput:
 
 
 def held(rig: Rig, answer: str | None = None, prompt: str = "", **fields: Any) -> str | None:
-    return held_grammar(output_of(rig, prompt, **fields), rig.text.tokenizer, answer)
+    return held_grammar(output_of(rig, prompt, **fields), rig.text, answer)
 
 
 def test_forced_calls_are_of_the_tools_and_fit_their_schemas(rig: Rig) -> None:
@@ -114,6 +114,20 @@ async def test_a_tool_that_cannot_be_forced_is_refused() -> None:
         with pytest.raises(RequestRefused, match="weather: it has an array") as refusal:
             held(rig, tools=TOOLS, tool_choice="required")
         assert (refusal.value.code, refusal.value.param) == ("invalid_grammar", "tools")
+
+
+async def test_tools_that_are_too_much_or_make_no_grammar_are_refused(rig: Rig) -> None:
+    def function(**schema: Any) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": schema}}}
+
+    for tool, words in (
+        (function(a={"enum": ["x" * 70_000]}), "--max-grammar-bytes"),
+        (function(a={"type": "string", "pattern": "("}), "regex"),
+    ):
+        with pytest.raises(RequestRefused, match=words) as refusal:
+            held(rig, tools=[tool], tool_choice="required")
+        assert (refusal.value.code, refusal.value.param) == ("invalid_grammar", "tools")
+        assert held(rig, tools=[tool]) is None
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)

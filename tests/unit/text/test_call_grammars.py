@@ -9,14 +9,14 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from tandem.workers.text.output.events import CallArguments, CallBegin, OutputEvent
 from tandem.workers.text.output.format_list import TOOL_FORMATS
-from tandem.workers.text.output.formats import Tool
+from tandem.workers.text.output.formats import SchemaNotExpressible, Tool
 from tandem.workers.text.output.stepping import joined
 
-MAX_EXAMPLES = 8
+MAX_EXAMPLES = 5
 TOKENIZER = LLTokenizer("byte")
 SPECIAL = {
     "mistral": ["[TOOL_CALLS]", "[ARGS]"],
@@ -139,3 +139,51 @@ def test_texts_of_a_grammar_are_its_calls(
 ) -> None:
     special = {text: 256 + i for i, text in enumerate(SPECIAL.get(name, []))} if specials else {}
     check(name, tools, special, seed, parallel=parallel)
+
+
+FREE = [
+    {"type": "object"},
+    {"type": "object", "additionalProperties": {"type": "integer"}},
+    {"type": "object", "properties": {"a": {"type": "string"}}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+]
+
+
+@pytest.mark.parametrize("schema", FREE[:2])
+@pytest.mark.parametrize("name", sorted(set(TOOL_FORMATS) - {"qwen3_coder"}))
+def test_arguments_of_any_name_are_forced(name: str, schema: dict[str, Any]) -> None:
+    for seed in range(4):
+        check(name, [Tool("get", "", schema)], {}, seed, parallel=False)
+
+
+@pytest.mark.parametrize("schema", [*FREE, {"properties": {"a>b": {}}}, {"properties": {"a": {"$ref": "#"}}}])
+def test_a_schema_that_a_format_cannot_force_is_named(schema: dict[str, Any]) -> None:
+    with pytest.raises(
+        SchemaNotExpressible, match=r"^The schema of tool 'get' cannot be forced in this model's format: "
+    ):
+        TOOL_FORMATS["qwen3_coder"].grammar([Tool("get", "", schema)], parallel=False)
+
+
+class AddedTokens:
+    """A tokenizer of bytes with the marks of hermes as two more tokens."""
+
+    eos_token_id, bos_token_id = 258, None
+    tokens = (*(bytes([i]) for i in range(256)), b"<tool_call>", b"</tool_call>", b"<eos>")
+
+    def __init__(self, special_token_ids: list[int]) -> None:
+        self.special_token_ids = [*special_token_ids, self.eos_token_id]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+@pytest.mark.parametrize("special", [{}, {"<tool_call>": 256, "</tool_call>": 257}])
+def test_marks_may_be_tokens_whether_these_are_special_or_not(special: dict[str, int]) -> None:
+    tokenizer = LLTokenizer(TokenizerWrapper(AddedTokens(list(special.values()))))
+    tools = [Tool("get", "", {"properties": {"a": {"type": "integer"}}, "required": ["a"]})]
+    grammar = TOOL_FORMATS["hermes"].grammar(tools, parallel=False, special_tokens=special)
+    inside = b'\n{"name": "get", "arguments": {"a": 1}}\n'
+    as_tokens = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(grammar))
+    assert as_tokens.consume_tokens([256, *inside, 257]) and as_tokens.is_accepting()
+    spelled = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(grammar))
+    accepted = spelled.validate_tokens([*b"<tool_call>", *inside])
+    assert accepted == (0 if special else len(b"<tool_call>") + len(inside))

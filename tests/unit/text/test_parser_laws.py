@@ -15,7 +15,7 @@ from tandem.workers.text.output.stepping import SteppedParser
 from tests.unit.text.output_events import TOOLS, cut, read
 from tests.unit.text.test_tool_transcripts import CASES
 
-MAX_EXAMPLES = 40
+MAX_EXAMPLES = 20
 
 PARSERS: dict[str, Callable[[], OutputParser]] = {
     **{name: (lambda one=one: one.parser(TOOLS)) for name, one in TOOL_FORMATS.items()},
@@ -35,6 +35,7 @@ FRAGMENTS = st.sampled_from(
         *("<|tool_call|>", "get_weather(", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
         *("function", "```json", "<｜tool▁call▁end｜>", "<|channel|>", "commentary", " to=functions.now"),
         *("<|message|>", "<|start|>", "<|end|>", "analysis", "final", "<think>", "</think>"),
+        *("n" * 255, "n" * 511, '{"' + "n" * 509, "w" * 395),
         *("Here is my thought process:", "Here's my response:", "True", "null", "1", "-0.5e", "\\u00"),
         *('{"name": "now", "arguments": {', '{"name": "now", "parameters": {"a": ', '"arguments": {}'),
     ]
@@ -51,9 +52,8 @@ def test_joined_events_do_not_depend_on_cuts_and_nothing_is_lost(name: str, text
     ends = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
     assert read(PARSERS[name](), pieces) == read(PARSERS[name](), cut(text, 1)) == whole
-    if all(isinstance(event, Content) for event in whole) and not name.startswith("openai"):
-        said = "".join(event.text for event in whole if isinstance(event, Content))
-        assert said == text or "think" in text.lower() or "response" in text
+    if name in TOOL_FORMATS and name != "openai" and all(isinstance(event, Content) for event in whole):
+        assert "".join(event.text for event in whole if isinstance(event, Content)) == text
     numbers = [event.call for event in whole if isinstance(event, CallBegin)]
     assert numbers == list(range(len(numbers)))
     assert all(isinstance(event, CallBegin) or event.text for event in whole)
@@ -124,7 +124,7 @@ REPEATED = [
 @pytest.mark.parametrize("name", sorted(PARSERS))
 def test_work_is_linear_in_the_text(name: str) -> None:
     starts = ["", CALLS.get(name, "<think>"), *(text for case, text, _ in CASES if case == name)]
-    for text in [start + repeated * 250 for start in starts[:3] for repeated in REPEATED] + [starts[-1] * 30]:
+    for text in [start + repeated * 120 for start in starts[:3] for repeated in REPEATED] + [starts[-1] * 15]:
         calls, unread = work(name, text)
         assert calls < 30 * len(text) + 1000, text[:80]  # a rescan of the text per piece makes it hundreds
         assert unread < 64, text[:80]

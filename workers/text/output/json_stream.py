@@ -10,6 +10,8 @@ from tandem.workers.text.output.stepping import Emit, Source, Steps
 
 MAX_NESTING = 128
 
+_LONGEST_NAME = 512
+
 _SPACE = re.compile(r"[ \t\n\r]*")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _NUMBER = {
@@ -244,7 +246,7 @@ def scanned(source: Source, scanner: JsonScanner, emit: Emit, *, as_written: boo
 
 
 def json_string(source: Source) -> Steps[str | None]:
-    """Reads a JSON string and returns its text, or None if there is no whole string."""
+    """Reads a JSON string, a name, and returns its text, or None if there is none or it is longer than names are."""
     pieces: list[str] = []
     if not (yield from scanned(source, _StringScanner(), _into(pieces))):
         return None
@@ -252,7 +254,15 @@ def json_string(source: Source) -> Steps[str | None]:
 
 
 class _StringScanner(JsonScanner):
-    """Reads one JSON string and no other value; no white space before it."""
+    """Reads one short JSON string and no other value; no white space before it."""
+
+    _room = _LONGEST_NAME
+
+    def feed(self, text: str, at: int) -> tuple[int, str]:
+        end, out = super().feed(text[at : at + self._room], 0)
+        self._room -= end
+        self.broken = self.broken or (not self.done and not self._room)
+        return at + end, out
 
     def _in_value(self, text: str, at: int) -> int:
         return self._open_string('"', at, is_key=False) if text[at] == '"' else self._break(at)

@@ -5,6 +5,7 @@ how the text was cut. Only text that may be the beginning of a mark is held back
 """
 
 import re
+import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TypeVar
 
@@ -164,17 +165,16 @@ def goes_on_with(source: Source, char: str) -> Steps[bool]:
     return source.text.startswith(char, source.at)
 
 
-def run_of(source: Source, pattern: re.Pattern[str], limit: int | None = None) -> Steps[str]:
-    """Reads the longest run that `pattern` (a class of characters with `*`) matches, and returns it. It stops behind
-    `limit` characters or a few more."""
+def run_of(source: Source, pattern: re.Pattern[str], limit: int = sys.maxsize) -> Steps[str]:
+    """Reads the longest run of at most `limit` characters that `pattern` (a class of characters with `*`) matches, and
+    returns it."""
     pieces: list[str] = []
-    length = 0
     while True:
-        found = pattern.match(source.text, source.at)
+        found = pattern.match(source.text, source.at, min(source.at + limit, len(source.text)))
         end = found.end() if found is not None else source.at
-        length += end - source.at
+        limit -= end - source.at
         pieces.append(source.take(end))
-        if end < len(source.text) or source.ended or (limit is not None and length > limit):
+        if end < len(source.text) or source.ended or not limit:
             return "".join(pieces)
         yield None
 
