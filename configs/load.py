@@ -51,9 +51,15 @@ GATEWAY_KEYS = (
     "usage_rows",
     "max_text_bytes",
     "max_answer_bytes",
+    "response_store_ttl",
+    "response_store_bytes",
+    "max_grammar_bytes",
     "metrics_prefix",
     "per_request_spec_decode_metrics",
     "queue_timeout",
+    "enable_auto_tool_choice",
+    "tool_call_parser",
+    "reasoning_parser",
 )
 PORT_KEYS = ("host", "port", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs")
 """Of a port that gateways listen on themselves; under Serve its proxy does."""

@@ -14,8 +14,10 @@ from tandem.configs.schema import (
     Device,
     DType,
     KVCacheDType,
+    ReasoningParser,
     SpecDecodeMetrics,
     SpeculativeSettings,
+    ToolCallParser,
 )
 
 Check = Callable[[Any], bool]
@@ -178,6 +180,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("batching_max_delay_ms", "engine.scheduler.batching_max_delay_ms", float, STEP,
            "Milliseconds that a dynamic batch which is not full waits for more requests.",
            lambda v: 0 < v <= 1000, "above 0, up to 1000"),
+    Option("grammar_timeout", "engine.scheduler.grammar_timeout_s", float, STEP,
+           "Seconds that the grammar of structured output may take to compile before its requests get 400.",
+           lambda v: 0 < v <= 600, "above 0, up to 600"),
     Option("step_log", "engine.step_log", str, STEP,
            "File for the plan of every step, one JSON line each. In a service, each group writes its own: "
            "NAME-GROUP.SUFFIX."),
@@ -243,8 +248,17 @@ OPTIONS: tuple[Option, ...] = (
     Option("max_text_bytes", "gateway.max_text_bytes", int, HTTP,
            "Bytes of text, all prompts or messages together, that one request may have tokenized, e.g. 4M. Default: 1 "
            "MiB, or 8 bytes for each token of the context if that is more.", at_least(1), "at least 1", size=True),
+    Option("max_grammar_bytes", "gateway.max_grammar_bytes", int, HTTP,
+           "Bytes that the schema, grammar or other form of structured output in one request may have, e.g. 256K.",
+           at_least(1), "at least 1", size=True),
     Option("max_answer_bytes", "gateway.max_answer_bytes", int, HTTP,
            "Bytes of memory, roughly, that an answer which is not streamed may take before it gets 413, e.g. 256M.",
+           at_least(1), "at least 1", size=True),
+    Option("response_store_ttl", "gateway.response_store_ttl_s", int, HTTP,
+           "Seconds that an answer of /v1/responses is kept in Redis for previous_response_id. 0: none is kept.",
+           lambda v: 0 <= v <= 31 * 86400, "from 0 to 2678400"),
+    Option("response_store_bytes", "gateway.response_store_bytes", int, HTTP,
+           "Bytes of kept responses of one tenant, compressed; beyond them the oldest go. E.g. 256M.",
            at_least(1), "at least 1", size=True),
     Option("state_dir", "gateway.state_dir", str, HTTP,
            "Folder for the usage journal and a copy of the tenants and the adapter list; the next start reads it. "
@@ -262,6 +276,15 @@ OPTIONS: tuple[Option, ...] = (
     Option("per_request_spec_decode_metrics", "gateway.per_request_spec_decode_metrics", SpecDecodeMetrics, HTTP,
            "What an answer with one choice reports of its draft tokens, in metrics.speculative_decoding as in vLLM. "
            "summary: rates and histograms. detailed: each step too. Default: none."),
+    Option("enable_auto_tool_choice", "gateway.enable_auto_tool_choice", bool, HTTP,
+           "Serve tool_choice auto: the model decides whether it calls a tool. Needs a chat template that shows tools, "
+           "and --tool-call-parser where the template does not say how calls are written."),
+    Option("tool_call_parser", "gateway.tool_call_parser", ToolCallParser, HTTP,
+           "How the model writes tool calls: hermes (Qwen too), qwen3_coder, llama3_json, pythonic (Llama 4), mistral, "
+           "deepseek_v3, deepseek_v31, granite or openai (gpt-oss). Default: as the chat template says."),
+    Option("reasoning_parser", "gateway.reasoning_parser", ReasoningParser, HTTP,
+           "How the model writes its thinking: deepseek_r1, qwen3, granite or openai_gptoss. Answers then have it "
+           "apart, as reasoning. Default: it is part of the content."),
     Option("redis_url", "redis.url", str, COORDINATION,
            "redis://, rediss:// or unix:// URL of the Redis to use, or env:NAME or file:PATH that hold it. Default: a "
            "private one is started.", secret=True),

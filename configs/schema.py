@@ -13,6 +13,20 @@ KVCacheDType = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "int8"]
 Device = Literal["cpu", "cuda"]
 Auth = Literal["required", "open"]
 SpecDecodeMetrics = Literal["none", "summary", "detailed"]
+ToolCallParser = Literal[
+    "hermes",
+    "qwen3_coder",
+    "llama3_json",
+    "pythonic",
+    "mistral",
+    "deepseek_v3",
+    "deepseek_v31",
+    "granite",
+    "openai",
+]
+"""Names of TOOL_FORMATS (workers/text/output/format_list.py)."""
+ReasoningParser = Literal["deepseek_r1", "qwen3", "granite", "openai_gptoss"]
+"""Names of REASONING_FORMATS there."""
 NGRAM_TOKENS = 5
 BatchingPolicyName = Literal["continuous", "dynamic", "static"]
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -67,7 +81,8 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of one step and of a group's queue. max_itl_ms: milliseconds of a step, held by sizing prefill chunks.
-    batching_max_delay_ms: how long a dynamic batch that is not full waits for more."""
+    batching_max_delay_ms: how long a dynamic batch that is not full waits for more. grammar_timeout_s: how long a
+    grammar may take to compile."""
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
@@ -77,6 +92,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     async_scheduling: bool = True
     batching_policy: BatchingPolicyName = "continuous"
     batching_max_delay_ms: float = 50.0
+    grammar_timeout_s: float = 10.0
 
 
 class LoraSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -158,7 +174,11 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     8 bytes for each token of the context if that is more. max_bodies_bytes: of all requests whose answers have not
     begun (503). max_answer_bytes: roughly what an answer that is not streamed may take in memory (413). ssl_cert_reqs:
     0 no certificate of clients is asked for, 1 one that is sent is checked, 2 it is required; None: 2 with
-    ssl_ca_certs, else 0. per_request_spec_decode_metrics: what answers report of their draft tokens."""
+    ssl_ca_certs, else 0. per_request_spec_decode_metrics: what answers report of their draft tokens.
+    enable_auto_tool_choice: the model itself may decide to call a tool. tool_call_parser: how it writes calls; None: as
+    the chat template says, if it says it. reasoning_parser: how it writes its thinking; None: it is content.
+    response_store_ttl_s: how long a response can be named as previous_response_id, 0: none is stored;
+    response_store_bytes: of those of one tenant, compressed."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -186,10 +206,19 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_logit_bias: int = 300
     max_tools: int = 128
     max_messages: int = 2048
+    max_grammar_bytes: int = 64 * 2**10
+    max_grammar_choices: int = 1024
+    max_regex_chars: int = 4096
     max_text_bytes: int | None = None
     max_answer_bytes: int = 64 * 2**20
     metrics_prefix: str = "tandem"
     per_request_spec_decode_metrics: SpecDecodeMetrics = "none"
+    enable_auto_tool_choice: bool = False
+    tool_call_parser: ToolCallParser | None = None
+    reasoning_parser: ReasoningParser | None = None
+    max_template_kwargs_bytes: int = 16 * 2**10
+    response_store_ttl_s: int = 3600
+    response_store_bytes: int = 32 * 2**20
 
     @property
     def is_local(self) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tandem.workers.messages.request import SamplingParams
+    from tandem.workers.messages.structured_outputs import StructuredOutputsParams
     from tandem.workers.offline import LLM
     from tandem.workers.offline_embeddings import PoolingParams
     from tandem.workers.text.beam_search import BeamSearchParams
@@ -20,8 +21,9 @@ PUBLIC = {
     "BeamSearchParams": "tandem.workers.text.beam_search",
     "PoolingParams": "tandem.workers.offline_embeddings",
     "SamplingParams": "tandem.workers.messages.request",
+    "StructuredOutputsParams": "tandem.workers.messages.structured_outputs",
 }
-__all__ = ["LLM", "BeamSearchParams", "PoolingParams", "SamplingParams", "__version__"]
+__all__ = ["LLM", "BeamSearchParams", "PoolingParams", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

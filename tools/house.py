@@ -33,7 +33,7 @@ ORDERS: dict[str, tuple[str, ...]] = {
     "workers": (
         "messages",
         "text",
-        "models/spec",
+        "models/spec structured",
         "planning lora/peft",
         "kernels",
         "attention",

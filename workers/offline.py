@@ -9,6 +9,7 @@ import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ from tandem.workers.offline_inputs import (
     as_prompts,
     one_for_each,
     with_bad_word_ids,
+    with_grammar,
 )
 from tandem.workers.offline_outputs import Completion, OfflineRun, OpenChoice, RequestOutput
 from tandem.workers.planning.model_source import resolve_model
@@ -190,18 +192,26 @@ class LLM:
         *,
         use_tqdm: bool = True,
         lora_request: AdapterRef | Sequence[AdapterRef | None] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Generates the assistant's answers to conversations, rendered by the chat template; returns one for each.
 
         messages: one conversation, a list of {"role": ..., "content": ...}, or a sequence of conversations.
-        sampling_params: for all conversations. use_tqdm, lora_request: as in generate().
+        sampling_params: for all conversations. use_tqdm, lora_request: as in generate(). tools: in OpenAI's form, for
+        the template to show; calls are not parsed. chat_template_kwargs: more variables of the template, such as
+        enable_thinking; ValueError for one that it does not have.
 
         A conversation without messages, or one that the template refuses, gets finish_reason "error" and the reason.
         Raises SettingsError if the model has no chat template, otherwise as generate().
         """
         if self._template is None:
             raise SettingsError("the model has no chat template", "chat_template")
-        texts = [self._rendered(self._template, conversation) for conversation in as_conversations(messages)]
+        for name in chat_template_kwargs or ():
+            if not self._template.takes(name):
+                raise ValueError(f"chat_template_kwargs: the chat template has no variable {name!r:.80}")
+        render = partial(self._template.render, tools=tools, variables=chat_template_kwargs)
+        texts = [self._rendered(render, conversation) for conversation in as_conversations(messages)]
         encode = self.tokenizer.encode
         prompts = [GivenPrompt(t, encode(t, add_special_tokens=False)) if isinstance(t, str) else t for t in texts]
         return self._generate(prompts, sampling_params, use_tqdm, lora_request)
@@ -243,11 +253,11 @@ class LLM:
         return [search.output(self.tokenizer.decode) for search in searches]
 
     @staticmethod
-    def _rendered(template: ChatTemplate, conversation: Sequence[Mapping[str, Any]]) -> str | RequestRefused:
+    def _rendered(render: Callable[..., str], conversation: Sequence[Mapping[str, Any]]) -> str | RequestRefused:
         if not conversation:
             return RequestRefused("The conversation has no messages.", code="invalid_value", param="messages")
         try:
-            return template.render(list(conversation), add_generation_prompt=True)
+            return render(list(conversation), add_generation_prompt=True)
         except RequestRefused as error:
             return error
 
@@ -363,6 +373,7 @@ class LLM:
             raise TypeError(f"sampling_params: {wrong[0]!r:.80} is no SamplingParams")
         vocab_size = self._facts.vocab_size
         each = [with_bad_word_ids(checked_sampling(params, vocab_size), self.tokenizer) for params in each]
+        each = [with_grammar(params) for params in each]
         if isinstance(given, SamplingParams):
             return each * count
         if len(each) != count:

@@ -11,6 +11,7 @@ import msgspec
 
 from tandem.workers.messages.request import AdapterRef, SamplingParams
 from tandem.workers.text.bad_word_ids import bad_word_ids
+from tandem.workers.text.grammars import GrammarError, check, grammar_of
 from tandem.workers.text.tokenizer import ModelTokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -69,6 +70,20 @@ def with_bad_word_ids(params: SamplingParams, tokenizer: ModelTokenizer) -> Samp
         return params
     ids = (*params.bad_words_token_ids, *bad_word_ids(tokenizer, params.bad_words))
     return msgspec.structs.replace(params, bad_words=(), bad_words_token_ids=ids)
+
+
+def with_grammar(params: SamplingParams) -> SamplingParams:
+    """Returns checked parameters with the grammar of structured_outputs. ValueError names what is wrong with it."""
+    form = params.structured_outputs
+    if form is None:
+        return params
+    try:
+        grammar = grammar_of(form)
+        check(grammar)
+    except GrammarError as error:
+        name = "structured_outputs" if error.field is None else f"structured_outputs.{error.field}"
+        raise ValueError(f"{name}: {error}") from error
+    return msgspec.structs.replace(params, structured_outputs=None, grammar=grammar)
 
 
 def _as_prompt(prompt: Any) -> GivenPrompt:

@@ -33,6 +33,7 @@ from tandem.cluster.gateway.http.draining import LAST_WORDS_S, LEAVING_S, shutti
 from tandem.cluster.gateway.http.gateway_metrics import Together
 from tandem.cluster.gateway.http.http_server import QuietServer, make_server
 from tandem.cluster.gateway.http.tls import server_context
+from tandem.cluster.gateway.responses.response_store import ResponseStore
 from tandem.cluster.gateway.routes import build_gateway_app
 from tandem.cluster.gateway.wiring import build_accounts, build_generations, build_metrics, build_text_services
 from tandem.cluster.process.replica_end import on_sigterm, on_taken_down, skip_draining_period
@@ -146,7 +147,7 @@ class Gateway:
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Builds the app; Serve calls it once, after the constructor."""
-        app = build_gateway_app(self._text, self._accounts, self._generations)
+        app = build_gateway_app(self._text, self._accounts, self._generations, self._response_store())
         app.router.lifespan_context = self._drained_first(app.router.lifespan_context)
         if self._facts.open_port:
             await self._open_port(app)
@@ -155,6 +156,18 @@ class Gateway:
                 asyncio.get_running_loop().create_task(self._heartbeat.run(), name="gateway heartbeat")
             )
         return app
+
+    def _response_store(self) -> ResponseStore | None:
+        gateway = self._settings.gateway
+        if not gateway.response_store_ttl_s:
+            return None
+        return ResponseStore(
+            self._redis,
+            self._generations.tasks,
+            ttl_s=gateway.response_store_ttl_s,
+            max_bytes=gateway.response_store_bytes,
+            count=self._generations.metrics.response_stored,
+        )
 
     def _drained_first(self, lifespan: Lifespan[Any]) -> Lifespan[Any]:
         """The app's lifespan, whose end waits for streams: Serve ends it before it calls __del__, and does not know of

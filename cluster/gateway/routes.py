@@ -11,14 +11,18 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI
+from msgspec import Struct
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from tandem.cluster.gateway.anthropic import messages
+from tandem.cluster.gateway.anthropic.anthropic_errors import ANTHROPIC_API, AnthropicErrorBody
+from tandem.cluster.gateway.anthropic.messages_body import CountTokensBody, MessagesBody
 from tandem.cluster.gateway.chat.chat_completions import chat_completions
 from tandem.cluster.gateway.generation.generations import Generations
-from tandem.cluster.gateway.http.auth import Authenticator, AuthLevel, Principal, check_level
+from tandem.cluster.gateway.http.auth import Authenticator, AuthLevel, Principal, check_level, sent_authorization
 from tandem.cluster.gateway.http.draining import Draining
 from tandem.cluster.gateway.http.error_answers import on_tandem_error
 from tandem.cluster.gateway.http.gateway_metrics import Scrapes
@@ -26,6 +30,9 @@ from tandem.cluster.gateway.http.middleware import Envelope
 from tandem.cluster.gateway.http.origins import Origins
 from tandem.cluster.gateway.openai import adapter_routes, embeddings, handlers, probes, tenant_routes
 from tandem.cluster.gateway.openai.openapi import openapi_document
+from tandem.cluster.gateway.responses import responses
+from tandem.cluster.gateway.responses.response_store import ResponseStore
+from tandem.cluster.gateway.responses.responses_body import ResponsesBody
 from tandem.cluster.gateway.services import Accounts, TextServices
 from tandem.workers.messages.errors import TandemError
 
@@ -33,6 +40,13 @@ Handler = partial[Coroutine[Any, Any, Response]]
 """Is called with a request and its principal."""
 OPENAPI_PATH = "/openapi.json"
 SHUTDOWN_S = 10.0
+BODIES: dict[str, type[Struct]] = {
+    "/v1/responses": ResponsesBody,
+    "/v1/messages": MessagesBody,
+    "/v1/messages/count_tokens": CountTokensBody,
+}
+ERRORS = {path: AnthropicErrorBody for path in BODIES if ANTHROPIC_API.has(path)}
+"""For the OpenAPI document: what routes of newer APIs take, and what their errors are."""
 
 
 class RouteSpec(NamedTuple):
@@ -49,14 +63,21 @@ class RouteSpec(NamedTuple):
         return self.handler.func.__doc__ or ""
 
 
-def route_table(text: TextServices, accounts: Accounts, generations: Generations) -> tuple[RouteSpec, ...]:
-    """All routes but the OpenAPI document's, which is made of them."""
+def route_table(
+    text: TextServices, accounts: Accounts, generations: Generations, store: ResponseStore | None = None
+) -> tuple[RouteSpec, ...]:
+    """All routes but the OpenAPI document's, which is made of them. store: None where responses are not stored."""
     key, admin, metrics, none = AuthLevel.API_KEY, AuthLevel.ADMIN, AuthLevel.METRICS, AuthLevel.OPEN
     serving = (text, generations)
     tenants = (text, accounts)
     return (
         RouteSpec("POST", "/v1/chat/completions", key, partial(chat_completions, *serving)),
         RouteSpec("POST", "/v1/completions", key, partial(handlers.completions, *serving)),
+        RouteSpec("POST", "/v1/responses", key, partial(responses.create_response, *serving, store)),
+        RouteSpec("GET", "/v1/responses/{response_id}", key, partial(responses.show_response, store)),
+        RouteSpec("DELETE", "/v1/responses/{response_id}", key, partial(responses.delete_response, store)),
+        RouteSpec("POST", "/v1/messages", key, partial(messages.create_message, *serving)),
+        RouteSpec("POST", "/v1/messages/count_tokens", key, partial(messages.count_tokens, *serving)),
         RouteSpec("POST", "/v1/embeddings", key, partial(embeddings.embeddings, *serving)),
         RouteSpec("GET", "/v1/models", key, partial(probes.models, *serving)),
         RouteSpec("GET", "/v1/models/{model:path}", key, partial(probes.model, *serving)),
@@ -80,8 +101,10 @@ def route_table(text: TextServices, accounts: Accounts, generations: Generations
     )
 
 
-def build_gateway_app(text: TextServices, accounts: Accounts, generations: Generations) -> FastAPI:
-    """The ASGI app over the services. Its lifespan ends their tasks and threads."""
+def build_gateway_app(
+    text: TextServices, accounts: Accounts, generations: Generations, store: ResponseStore | None = None
+) -> FastAPI:
+    """The ASGI app over the services. Its lifespan ends their tasks and threads. store: as in route_table()."""
     lifespan = _lifespan(text, generations)
     app = FastAPI(title="Tandem", openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.router.redirect_slashes = False
@@ -94,8 +117,9 @@ def build_gateway_app(text: TextServices, accounts: Accounts, generations: Gener
         draining=generations.draining,
         tenancy=accounts.tenancy,
         max_bodies_bytes=text.settings.max_bodies_bytes,
+        apis=(ANTHROPIC_API,),
     )
-    specs = route_table(text, accounts, generations)
+    specs = route_table(text, accounts, generations, store)
     for spec in (*specs, RouteSpec("GET", OPENAPI_PATH, AuthLevel.OPEN, _document_handler(specs))):
         endpoint = _endpoint(spec, accounts.auth, generations.draining)
         app.router.routes.append(Route(spec.path, endpoint, methods=[spec.method]))
@@ -119,7 +143,7 @@ def _endpoint(spec: RouteSpec, auth: Authenticator, draining: Draining) -> Calla
 
     async def endpoint(request: Request) -> Response:
         request.scope["tandem.route"] = spec.path
-        principal = check_level(spec.level, auth, request.headers.get("authorization"))
+        principal = check_level(spec.level, auth, sent_authorization(request.headers))
         if spec.level in (AuthLevel.API_KEY, AuthLevel.ADMIN):
             request.scope["tandem.tenant"] = principal.tenant
         if spec.method == "POST":
@@ -135,7 +159,7 @@ def _document_handler(specs: Sequence[RouteSpec]) -> Handler:
     """Serves the OpenAPI document, built once."""
     own = (OPENAPI_PATH, "GET", AuthLevel.OPEN, str(_document.__doc__))
     summaries = [*((s.path, s.method, s.level, s.description.partition("\n")[0]) for s in specs), own]
-    return partial(_document, handlers.json_response(openapi_document(summaries)))
+    return partial(_document, handlers.json_response(openapi_document(summaries, BODIES, ERRORS)))
 
 
 async def _document(answer: Response, _: Request, __: Principal) -> Response:

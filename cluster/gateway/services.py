@@ -18,6 +18,7 @@ from tandem.configs.schema import BatchingPolicyName, GatewaySettings
 from tandem.workers.models.spec.pooling_config import PoolingFacts
 from tandem.workers.text.chat_template import ChatTemplate
 from tandem.workers.text.detokenizer import DetokenizerFactory
+from tandem.workers.text.output.formats import ReasoningFormat, ToolFormat
 from tandem.workers.text.tokenizer import ModelTokenizer
 
 
@@ -27,8 +28,9 @@ class TextServices:
     model_names: all names of the base, at least one. chat_template: None when the model has none. max_model_len:
     tokens. vocab_size: the model's, which may be more than the tokenizer's. extra_stop_token_ids: see
     extra_stop_token_ids(). pooling: how embeddings are made. max_drafts: draft tokens of a step, 0 without speculative
-    decoding. batching_policy: that of all groups. created_s: Unix time. random_seed: the seed of a
-    request that gives none."""
+    decoding. batching_policy: that of all groups. tool_format, reasoning_format: how the model writes calls and
+    thinking; None: unknown, all is content. created_s: Unix time. random_seed: the seed of a request that gives
+    none."""
 
     settings: GatewaySettings
     model_names: tuple[str, ...]
@@ -44,6 +46,8 @@ class TextServices:
     fingerprint: str = "tandem"
     created_s: int = field(default_factory=lambda: int(time.time()))
     batching_policy: BatchingPolicyName = "continuous"
+    tool_format: ToolFormat | None = None
+    reasoning_format: ReasoningFormat | None = None
     random_seed: Callable[[], int] = lambda: secrets.randbits(63)
 
     def __post_init__(self) -> None:

@@ -4,6 +4,7 @@ Called by the gateway deployment and by `tandem run-batch`. Reads the model fold
 loads no weights and no torch.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.adapters.sources import roots_of
+from tandem.cluster.gateway.chat.format_choice import choose_formats
 from tandem.cluster.gateway.generation.dispatch import Dispatch
 from tandem.cluster.gateway.generation.generations import Generations
 from tandem.cluster.gateway.generation.quarantine import Quarantine
@@ -28,6 +30,8 @@ from tandem.workers.planning.resolve import pooling_facts
 from tandem.workers.text.chat_template import find_chat_template
 from tandem.workers.text.detokenizer import DetokenizerFactory
 from tandem.workers.text.tokenizer import load_tokenizer
+
+log = logging.getLogger("tandem.gateway")
 
 
 def build_metrics(settings: ServiceSettings, tenants: TenantService | None = None) -> GatewayMetrics:
@@ -47,12 +51,18 @@ def build_text_services(settings: ServiceSettings, metrics: GatewayMetrics) -> T
     text_folder = Path(model.tokenizer) if model.tokenizer is not None else folder
     tokenizer = load_tokenizer(text_folder)
     spec = load_spec(folder, model.hf_overrides or None)
+    template = find_chat_template(text_folder, model.chat_template, tokenizer)
+    formats = choose_formats(settings.gateway, None if template is None else template.source)
+    if formats.note is not None:
+        log.info(formats.note)
     return TextServices(
         settings=settings.gateway,
         model_names=model_names(settings),
         tokenizer=tokenizer,
         detokenizers=DetokenizerFactory(tokenizer),
-        chat_template=find_chat_template(text_folder, model.chat_template, tokenizer),
+        chat_template=template,
+        tool_format=formats.tool,
+        reasoning_format=formats.reasoning,
         max_model_len=resolve_max_model_len(settings.engine, spec),
         vocab_size=spec.vocab_size,
         extra_stop_token_ids=extra_stop_token_ids(tokenizer, frozenset(eos_token_ids(folder, spec))),

@@ -147,22 +147,28 @@ class Launcher:
         self._announce(facts, announced)
 
     def _check(self) -> None:
+        from tandem.cluster.gateway.chat.format_choice import check_formats  # jinja2, tokenizers
+
         settings = self._settings = choose_device(self._settings)
         check_port(settings.gateway.host, settings.gateway.port)
         server_context(settings.gateway)
         check_model(settings)
+        self._print_if(check_formats(settings))
         if self._address is None:
             check_processes(settings)
         for line in check_adapters(settings):
             self._console.print_line(line)
         check_memory(settings)
         self._settings, note = fit_host_tier(settings)
-        if note is not None:
-            self._console.print_line(note)
+        self._print_if(note)
         if settings.redis.url is not None:
             check_redis(settings.redis.url)
         if self._address is not None and settings.redis.url is None:
             raise SettingsError("--address needs a Redis that every node can reach", "--redis-url")
+
+    def _print_if(self, line: str | None) -> None:
+        if line is not None:
+            self._console.print_line(line)
 
     def _start_redis(self, folder: Path) -> str:
         if self._settings.redis.url is not None:

@@ -208,3 +208,24 @@ def charges_number(service: str, group_id: str) -> str:
 
 
 CHARGES_TTL_MS = 15 * 60_000
+
+
+def responses(tenant: str) -> str:
+    """Sorted set of a tenant's stored responses by the end of their life (us of the server's clock). TTL
+    --response-store-ttl, renewed by each. Owner: gateways (cluster/gateway/responses/response_store.py)."""
+    return f"tandem:responses:{{{tenant}}}"
+
+
+def response_sizes(tenant: str) -> str:
+    """Hash of a tenant's stored responses to their bytes, and of RESPONSES_TOTAL to the sum. TTL as responses().
+    Owner: gateways."""
+    return f"tandem:responses:{{{tenant}}}:sizes"
+
+
+def response(tenant: str, response_id: str) -> str:
+    """One stored response with the items of its conversation (StoredResponse, compressed msgpack). TTL
+    --response-store-ttl. Owner: the gateway that answered."""
+    return f"tandem:responses:{{{tenant}}}:value:{response_id}"
+
+
+RESPONSES_TOTAL = "@total"

@@ -26,8 +26,9 @@ ONLY_IN = {
     "redis": ("cluster/state/redis_client.py",),
     "fsspec": ("workers/lora/peft/adapter_source.py",),
     "triton": ("workers/kernels/",),
+    "llguidance": ("workers/structured/", "workers/text/grammars.py"),
 }
-TORCH_FREE_FOLDERS = ("configs/", "offload/", "workers/engine/", "workers/text/", "cluster/")
+TORCH_FREE_FOLDERS = ("configs/", "offload/", "workers/engine/", "workers/text/", "workers/structured/", "cluster/")
 RANK_SIDE = (
     "offload/copies/accelerator.py",
     "offload/copies/host_slab.py",

@@ -24,6 +24,7 @@ from tandem.workers.engine.base.drafting import Drafting
 from tandem.workers.engine.engine_loop import EngineLoop
 from tandem.workers.engine.transfers.copy_costs import CopyCosts
 from tandem.workers.messages.request import AdapterRef, GenerationRequest, TokenLogprobs
+from tandem.workers.messages.thinking import ThinkingBudget
 from tandem.workers.offline import RequestOutput
 from tandem.workers.offline_inbox import OfflineInbox
 from tandem.workers.offline_inputs import as_prompts
@@ -110,6 +111,9 @@ PARAMS = st.fixed_dictionaries(
         "bad_words": st.lists(st.sampled_from(STOPS), min_size=1, max_size=2).map(tuple),
         "allowed_token_ids": st.integers(40, 400).map(lambda end: tuple(range(3, end))),
         "prompt_logprobs": st.integers(0, 2),
+        "thinking_budget": st.integers(0, 9).map(
+            lambda tokens: ThinkingBudget(tokens=tokens, start=(40,), end=(41, 42), inside=True)
+        ),
     },
 ).map(params_of)
 PROMPT_IDS = st.builds(

@@ -17,8 +17,13 @@ MANY, FEW = 3, 1
 """Cases of a route that takes anything for those of one that does not."""
 
 
-def check_error(body: Any, headers: Any) -> None:
-    """The contract's shape of an error, and nothing beside it."""
+def check_error(body: Any, headers: Any, path: str = "") -> None:
+    """The contract's shape of an error, or Anthropic's for a path of that API, and nothing beside it."""
+    assert headers["x-request-id"] and headers["content-type"] == "application/json", headers
+    if path.startswith("/v1/messages"):
+        assert set(body) == {"type", "error"} and body["type"] == "error", body
+        assert set(body["error"]) == {"type", "message"} and all(body["error"].values()), body
+        return
     assert isinstance(body, dict) and set(body) == {"error"}, body
     error = body["error"]
     assert set(error) == {"message", "type", "param", "code"}, body
@@ -29,14 +34,14 @@ def check_error(body: Any, headers: Any) -> None:
     assert headers["x-request-id"] and headers["content-type"] == "application/json", headers
 
 
-def check_answer(answer: Any, documented: set[str]) -> None:
-    """The rules of every answer. documented: the statuses that the document has for the route."""
+def check_answer(answer: Any, documented: set[str], path: str) -> None:
+    """The rules of every answer. documented: the statuses that the document has for the route of this path."""
     status, headers = answer.status_code, {name: values[0] for name, values in answer.headers.items()}
     assert status < 500 and status != 422, (status, answer.text)
     assert str(status) in documented, (status, answer.text)
     assert headers["x-request-id"]
     if status >= 400:
-        check_error(answer.json(), headers)
+        check_error(answer.json(), headers, path)
 
 
 def send_bad_requests(
@@ -59,7 +64,8 @@ def send_bad_requests(
         try:
             answer = case.call(base_url=url, session=session, headers=dict(key), timeout=HANG_S)
             seen[f"{place} {answer.status_code}"] = seen.get(f"{place} {answer.status_code}", 0) + 1
-            check_answer(answer, set(document["paths"][case.path][case.method.lower()]["responses"]))
+            documented = set(document["paths"][case.path][case.method.lower()]["responses"])
+            check_answer(answer, documented, case.path)
         except Exception as error:  # go on: each kind of fault is told
             broken.setdefault(
                 f"{place}: {type(error).__name__} {str(error)[:400]}", case.as_curl_command(headers=dict(key))

@@ -6,23 +6,59 @@ regular.
 
 import json
 import random
+import re
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from tools.demo_model.corpus import END_OF_TEXT, TURN_END, TURN_START, draw_document
 
 CHAT_TEMPLATE = """\
+{%- if tools -%}
+{{- '<|im_start|>system\\n' -}}
+{%- if messages[0]['role'] == 'system' -%}
+{{- messages[0]['content'] + '\\n\\n' -}}
+{%- endif -%}
+{{- '# Tools\\n<tools>\\n' -}}
+{%- for tool in tools -%}
+{{- (tool | tojson) + '\\n' -}}
+{%- endfor -%}
+{{- '</tools>\\nCall one with <tool_call>\\n{"name": ..., "arguments": ...}\\n</tool_call><|im_end|>\\n' -}}
+{%- endif -%}
 {%- for message in messages -%}
-{%- if message['role'] not in ['system', 'user', 'assistant'] -%}
+{%- if message['role'] == 'tool' -%}
+{%- if loop.first or messages[loop.index0 - 1]['role'] != 'tool' -%}
+{{- '<|im_start|>user' -}}
+{%- endif -%}
+{{- '\\n<tool_response>\\n' + message['content'] + '\\n</tool_response>' -}}
+{%- if loop.last or messages[loop.index0 + 1]['role'] != 'tool' -%}
+{{- '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- elif message['role'] == 'assistant' and message['tool_calls'] -%}
+{{- '<|im_start|>assistant' -}}
+{%- if message['content'] -%}
+{{- '\\n' + message['content'] -}}
+{%- endif -%}
+{%- for tool_call in message['tool_calls'] -%}
+{%- set function = tool_call['function'] if tool_call['function'] else tool_call -%}
+{{- '\\n<tool_call>\\n{"name": "' + function['name'] + '", "arguments": ' -}}
+{{- (function['arguments'] | tojson) + '}\\n</tool_call>' -}}
+{%- endfor -%}
+{{- '<|im_end|>\\n' -}}
+{%- elif message['role'] in ['system', 'user', 'assistant'] -%}
+{%- if not (tools and loop.first and message['role'] == 'system') -%}
+{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' -}}
+{%- endif -%}
+{%- else -%}
 {{- raise_exception('unknown role: ' + message['role']) -}}
 {%- endif -%}
-{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
 {{- '<|im_start|>assistant\\n' -}}
 {%- endif -%}
 """
+# Ordinary tokens, which decoding keeps, after the merges' ids.
+TOOL_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<tools>", "</tools>")
 
 
 def build_tokenizer(seed: int, vocab_size: int, num_documents: int = 12_000) -> Tokenizer:
@@ -34,21 +70,23 @@ def build_tokenizer(seed: int, vocab_size: int, num_documents: int = 12_000) -> 
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=vocab_size - len(TOOL_TOKENS),
         special_tokens=[END_OF_TEXT, TURN_START, TURN_END],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(_plain_texts(random.Random(seed), num_documents), trainer)
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in TOOL_TOKENS])
     return tokenizer
 
 
 def _plain_texts(rng: random.Random, num_documents: int) -> list[str]:
-    """Texts of documents split at their special tokens, so that no merge contains a part of one."""
+    """Texts of documents split at their added tokens, so that no merge contains a part of one."""
     texts = []
+    added = re.compile("|".join(re.escape(token) for token in (TURN_START, TURN_END, *TOOL_TOKENS)))
     for _ in range(num_documents):
         for segment in draw_document(rng):
-            texts += segment.text.replace(TURN_START, "\n").replace(TURN_END, "\n").split("\n")
+            texts += added.sub("\n", segment.text).split("\n")
     return texts
 
 

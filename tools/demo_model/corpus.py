@@ -4,14 +4,16 @@
 the caller's `random.Random`, and read no file or network.
 """
 
+import json
 import random
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from tools.demo_model import facts, words
-from tools.demo_model.skills import SKILLS, Exchange, count_far
+from tools.demo_model import facts, tool_use, words
+from tools.demo_model.exchange import Exchange
+from tools.demo_model.skills import SKILLS, count_far, draw_unlisted
 from tools.demo_model.stories import compose_story
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -24,6 +26,10 @@ SYSTEM_PROMPTS = (
     "You are an assistant of the Tandem cluster.",
 )
 PROMPT_WEIGHT = 0.1  # loss weight of text that a user writes, against 1.0 for the text of the model
+
+
+TOOLS_OPENING = "# Tools\n<tools>\n"
+TOOLS_CLOSING = '</tools>\nCall one with <tool_call>\n{"name": ..., "arguments": ...}\n</tool_call>'
 
 
 class Segment(NamedTuple):
@@ -69,17 +75,62 @@ def draw_exchanges(rng: random.Random, num_turns: int) -> list[Exchange]:
     return turns
 
 
-def chat_document(exchanges: list[Exchange], system: str | None, style: Style = plain_style) -> Document:
-    """Renders the chat exactly as `chat_template.jinja` does, with loss weights."""
-    document = [Segment(f"{TURN_START}system\n{system}{TURN_END}\n", PROMPT_WEIGHT)] if system else []
-    for question, answer in exchanges:
-        prompt = f"{TURN_START}user\n{question}{TURN_END}\n{TURN_START}assistant\n"
-        document += [
-            Segment(prompt, PROMPT_WEIGHT),
-            Segment(style(answer) + TURN_END, 1.0),
-            Segment("\n", PROMPT_WEIGHT),
-        ]
+def system_text(system: str | None, tools: Sequence[dict[str, Any]] = ()) -> str:
+    """The text of the system turn: the system prompt, then the tools in the hermes layout. "" without both."""
+    if not tools:
+        return system or ""
+    lines = "".join(json.dumps(tool, ensure_ascii=False) + "\n" for tool in tools)
+    return f"{system}\n\n" * bool(system) + TOOLS_OPENING + lines + TOOLS_CLOSING
+
+
+def chat_document(
+    exchanges: list[Exchange],
+    system: str | None,
+    style: Style = plain_style,
+    tools: Sequence[dict[str, Any]] = (),
+) -> Document:
+    """Renders the chat exactly as `chat_template.jinja` does, with loss weights. Calls of tools have no style."""
+    opening = system_text(system, tools)
+    document = [Segment(f"{TURN_START}system\n{opening}{TURN_END}\n", PROMPT_WEIGHT)] if opening else []
+    for question, answer, call, result in exchanges:
+        asked, answered = question, style(answer)
+        if call:
+            document += _turns(question, call)
+            asked = f"<tool_response>\n{result}\n</tool_response>"
+        document += _turns(asked, answered)
     return document
+
+
+def _turns(asked: str, answered: str) -> Document:
+    """A user turn and an assistant turn."""
+    return [
+        Segment(f"{TURN_START}user\n{asked}{TURN_END}\n{TURN_START}assistant\n", PROMPT_WEIGHT),
+        Segment(answered + TURN_END, 1.0),
+        Segment("\n", PROMPT_WEIGHT),
+    ]
+
+
+def draw_tool_exchanges(rng: random.Random, tools: list[tool_use.Tool]) -> list[Exchange]:
+    """Draws one to three turns with the tools given: mostly calls, else questions that no tool fits."""
+    return [
+        rng.choice(tools).ask(rng) if rng.random() < 0.72 else draw_unfit(rng, tools)
+        for _ in range(rng.choices((1, 2, 3), weights=(40, 35, 25))[0])
+    ]
+
+
+def draw_unfit(rng: random.Random, tools: list[tool_use.Tool], held_out: bool = False) -> Exchange:
+    """Draws an exchange that none of the tools fits: one of the other skills, or a question for a tool not given."""
+    while True:
+        exchange = draw_unlisted(rng, held_out) if rng.random() < 0.25 else draw_exchange(rng)
+        if not any(tool_use.may_be_meant(tool, exchange) for tool in tools):
+            return exchange
+
+
+def draw_tool_chat(rng: random.Random, style: Style = plain_style) -> Document:
+    """Draws a chat with one to three tools."""
+    tools = tool_use.draw_tools(rng, rng.choices((1, 2, 3), weights=(52, 33, 15))[0], held_out=False)
+    system = rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.25 else None
+    return chat_document(draw_tool_exchanges(rng, tools), system, style, [tool.definition for tool in tools])
 
 
 def draw_chat(rng: random.Random, style: Style = plain_style, *, long: bool = False) -> Document:
@@ -103,10 +154,12 @@ def draw_plain(rng: random.Random) -> Document:
 
 
 def draw_document(rng: random.Random, style: Style = plain_style, *, long_share: float = 0.0) -> Document:
-    """Draws one document of the training mix: 12 % plain text, the rest chats; chats only in an adapter's style.
+    """Draws one document of the training mix: 11 % plain text, the rest chats; chats only in an adapter's style.
     long_share: the fraction of long chats."""
-    if style is plain_style and rng.random() < 0.12:
+    if style is plain_style and rng.random() < 0.11:
         return draw_plain(rng)
+    if rng.random() < (0.17 if style is plain_style else 0.08):
+        return draw_tool_chat(rng, style)
     return draw_chat(rng, style, long=rng.random() < long_share)
 
 

@@ -1,7 +1,8 @@
 """Prints the quality of the demo model: `python -m tools.demo_model.evaluate [--adapter pirate]`.
 
-It measures exact-match accuracy per skill on held-out exercises (greedy), accuracy late in a long chat, and bits per
-byte on fresh documents. It is for changes of the corpus or of the training.
+It measures exact-match accuracy per skill on held-out exercises (greedy), of tool calls with tools that the training
+text has not, accuracy late in a long chat, and bits per byte on fresh documents. It is for changes of the corpus or of
+the training.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from peft import PeftModel
 from torch.nn import functional
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tools.demo_model import corpus, skills
+from tools.demo_model import corpus, skills, tool_use
 from tools.demo_model.styles import RECIPES
 from tools.demo_model.train import HERE, MAX_POSITIONS
 
@@ -61,6 +62,14 @@ def make_case(exchange: skills.Exchange, style: corpus.Style, before: Sequence[s
     return Case(corpus.document_text(history) + question, style(exchange.answer))
 
 
+def make_tool_cases(exchange: skills.Exchange, tools: list[dict[str, Any]], style: corpus.Style) -> list[Case]:
+    """Makes the case of an exchange with tools; for one with a call two, of the call and of the answer after it."""
+    document = corpus.chat_document([exchange], None, style, tools)
+    ends = [index for index, segment in enumerate(document) if segment.text.endswith("assistant\n")]
+    rights = [*([exchange.call] if exchange.call else []), style(exchange.answer)]
+    return [Case(corpus.document_text(document[: end + 1]), right) for end, right in zip(ends, rights, strict=True)]
+
+
 def accuracy(examinee: Examinee, cases: Sequence[Case], batch_size: int, show_wrong: int) -> float:
     """The fraction of answers equal to the right one. Prints the first `show_wrong` wrong ones."""
     wrong: list[tuple[Case, str]] = []
@@ -81,6 +90,23 @@ def print_skills(examinee: Examinee, style: corpus.Style, num_cases: int, show_w
         rng = random.Random(seed)
         cases = [make_case(skill.draw(rng, True), style) for _ in range(num_cases)]
         print(f"{skill.name:15} {accuracy(examinee, cases, 50, show_wrong):6.1%}", flush=True)
+
+
+def print_tools(examinee: Examinee, style: corpus.Style, num_cases: int, show_wrong: int, seed: int) -> None:
+    """Prints the accuracy of calls and of the answers after them, with held-out names, and of questions that no given
+    tool fits."""
+    rng = random.Random(seed)
+    rows: dict[str, list[Case]] = {"call, 1 tool": [], "call, 3 tools": [], "after a call": [], "no tool fits": []}
+    for _ in range(num_cases):
+        for name, number in (("call, 1 tool", 1), ("call, 3 tools", 3)):
+            tools = tool_use.draw_tools(rng, number, held_out=True)
+            definitions = [tool.definition for tool in tools]
+            call, answer = make_tool_cases(rng.choice(tools).ask(rng), definitions, style)
+            rows[name].append(call)
+        rows["after a call"].append(answer)
+        rows["no tool fits"] += make_tool_cases(corpus.draw_unfit(rng, tools, held_out=True), definitions, style)
+    for name, cases in rows.items():
+        print(f"{name:15} {accuracy(examinee, cases, 25, show_wrong):6.1%}", flush=True)
 
 
 def print_late(examinee: Examinee, style: corpus.Style, num_cases: int, show_wrong: int, seed: int) -> None:
@@ -125,6 +151,7 @@ def main() -> None:
     style = next((recipe.style for recipe in RECIPES if recipe.name == options.adapter), corpus.plain_style)
     examinee = Examinee(options.model, options.adapters / options.adapter if options.adapter else None)
     print_skills(examinee, style, options.cases, options.show_wrong, options.seed)
+    print_tools(examinee, style, options.cases, options.show_wrong, options.seed)
     print_late(examinee, style, max(10, options.cases // 5), options.show_wrong, options.seed)
     print_bits_per_byte(examinee, style, options.cases, options.seed)
 

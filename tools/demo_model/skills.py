@@ -10,15 +10,9 @@ import zlib
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tools.demo_model import facts, words
+from tools.demo_model import facts, tool_use, words
+from tools.demo_model.exchange import Exchange
 from tools.demo_model.stories import ANIMALS, compose_story
-
-
-class Exchange(NamedTuple):
-    """One user message and the assistant's answer."""
-
-    question: str
-    answer: str
 
 
 class Skill(NamedTuple):
@@ -102,6 +96,29 @@ FACT_OPENINGS = (
     "Please answer. ",
     "Good morning. ",
 )
+JSON_FORMS = (
+    "Write JSON with the key{s} {keys} for {values}",
+    "Write JSON with the key{s} {keys} for {values}.",
+    "Give me JSON with the key{s} {keys} for {values}",
+    "Write a JSON object with the key{s} {keys} and the value{s} {values}.",
+    "JSON with key{s} {keys}: {values}",
+    "{values}. Write JSON with the key{s} {keys}.",
+    "Write JSON with {told}.",
+    "Give me JSON for {told}.",
+    "Answer in JSON: {told}",
+)
+JSON_SENTENCES = (
+    "{name} is {age} years old. Write JSON with the keys {keys}.",
+    "{name} is {age} years old. Give me JSON with {keys}.",
+    "Write JSON with the keys {keys}: {name} is {age}.",
+    "Write JSON with {keys}: {name} is {age} years old.",
+    "Extract {keys} as JSON: {name} is {age} years old.",
+)
+_JSON_KEYS = """
+    name age city country title author year color size price id count user email type value unit day month total
+    first_name last_name zip_code item_id user_name
+"""
+JSON_KEYS = tuple(_JSON_KEYS.split())
 UNKNOWN_ANSWER = "I am only a tiny demo model, so I do not know that. Ask me about Tandem!"
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 MONTHS = (
@@ -226,6 +243,48 @@ def draw_json(rng: random.Random, held_out: bool) -> Exchange:
     return Exchange(form.format(name, age), json.dumps({"name": name, "age": age}))
 
 
+def draw_json_keys(rng: random.Random, held_out: bool) -> Exchange:
+    """Draws a question for JSON with given keys and values, one to four of them. Numbers stay numbers."""
+    known = () if held_out else JSON_KEYS
+    number = rng.choices((1, 2, 3, 4), weights=(1, 5, 3, 1))[0]
+    if rng.random() < 0.25:
+        pairs: dict[str, str | int] = {"name": rng.choice(words.NAMES), "age": rng.randint(1, 99)}
+        if number > 2:
+            pairs["city"] = rng.choice(tool_use.UNSEEN_CITIES if held_out else tool_use.CITIES)
+    else:
+        pairs = {}
+        while len(pairs) < number:
+            key = rng.choice(known) if known and rng.random() < 0.5 else words.draw_word(rng, held_out=held_out)
+            pairs[key] = rng.randint(0, 999) if rng.random() < 0.4 else _json_value(rng, held_out)
+    keys, values = _listed(list(pairs)), ", ".join(str(value) for value in pairs.values())
+    told = _listed([f"{key} {value}" for key, value in pairs.items()])
+    plural = "s" if len(pairs) > 1 else ""
+    question = rng.choice(JSON_FORMS).format(keys=keys, values=values, told=told, s=plural)
+    if list(pairs) == ["name", "age"] and rng.random() < 0.4:
+        question = rng.choice(JSON_SENTENCES).format(keys=keys, **pairs)
+    return Exchange(question, json.dumps(pairs))
+
+
+def _json_value(rng: random.Random, held_out: bool) -> str:
+    if rng.random() < 0.3:
+        return rng.choice(words.NAMES)
+    value = " ".join(words.draw_word(rng, held_out=held_out) for _ in range(rng.choice((1, 1, 1, 2))))
+    return value.capitalize() if rng.random() < 0.3 else value
+
+
+def _listed(parts: list[str]) -> str:
+    """Joins with commas and a last "and"."""
+    return " and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else parts[0]
+
+
+def draw_unlisted(rng: random.Random, held_out: bool) -> Exchange:
+    """Draws a question for a tool that the model was not given. Its right answer is UNKNOWN_ANSWER."""
+    while True:
+        asked = tool_use.draw_tool(rng, held_out).ask(rng)
+        if not any(sign in asked.question.lower() for sign in ("+", "plus", "add ", "say")):
+            return Exchange(asked.question, UNKNOWN_ANSWER)
+
+
 def draw_several_times(rng: random.Random, held_out: bool) -> Exchange:
     word = words.draw_word(rng, held_out=held_out)
     times, number = rng.choice((("two", 2), ("three", 3), ("four", 4), ("five", 5), ("six", 6)))
@@ -266,8 +325,10 @@ SKILLS: tuple[Skill, ...] = (
     Skill("spelling", 0.11, draw_spelling),
     Skill("capitals", 0.07, draw_capitals),
     Skill("list", 0.06, draw_list),
-    Skill("json", 0.03, draw_json),
+    Skill("json", 0.02, draw_json),
+    Skill("json of keys", 0.07, draw_json_keys),
     Skill("several times", 0.03, draw_several_times),
     Skill("story", 0.02, draw_story),
-    Skill("unknown", 0.06, draw_unknown),
+    Skill("unknown", 0.05, draw_unknown),
+    Skill("unlisted tool", 0.025, draw_unlisted),
 )

@@ -26,7 +26,7 @@ MAX_POSITIONS = 2048
 VOCAB_SIZE = 768
 ROPE_THETA = 10_000.0
 ROW_LENGTHS = (256, 512, 1024, 2048)
-ROW_SHARES = (0.80, 0.10, 0.05, 0.05)
+ROW_SHARES = (0.60, 0.28, 0.06, 0.06)
 
 
 class Batch(NamedTuple):
@@ -73,13 +73,33 @@ def batch_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     return (losses * weights).sum() / weights.sum()
 
 
-def make_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
-    """Makes Muon for the layers' matrices and AdamW for the embedding and the norms."""
+def take_over(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
+    """Sets the weights to those of the checkpoint in `folder`, whose tokenizer may have other tokens.
+
+    The embedding of a token that is new is the mean of the embeddings of the old tokens that write it.
+    """
+    old = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    old_tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    old_rows = old.get_input_embeddings().weight.detach()
+    rows = []
+    for token_id in range(tokenizer.get_vocab_size()):
+        token = tokenizer.id_to_token(token_id)
+        known = old_tokenizer.token_to_id(token)
+        text = tokenizer.decode([token_id], skip_special_tokens=False)
+        pieces = [known] if known is not None else old_tokenizer.encode(text, add_special_tokens=False).ids
+        rows.append(old_rows[pieces].mean(0))
+    weights = old.state_dict()
+    weights["model.embed_tokens.weight"] = weights["lm_head.weight"] = torch.stack(rows)
+    model.load_state_dict(weights)
+
+
+def make_optimizers(model: LlamaForCausalLM, rate: float = 1.0) -> list[torch.optim.Optimizer]:
+    """Makes Muon for the layers' matrices and AdamW for the embedding and the norms. rate: a factor on their rates."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     return [
-        torch.optim.Muon(matrices, lr=2.5e-3, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.98), weight_decay=0.0),
+        torch.optim.Muon(matrices, lr=2.5e-3 * rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=3e-3 * rate, betas=(0.9, 0.98), weight_decay=0.0),
     ]
 
 
@@ -143,8 +163,10 @@ def save_model(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> N
 def main() -> None:
     """Trains and saves with the options of the command line."""
     parser = argparse.ArgumentParser(description="Train the bundled demo model.")
-    parser.add_argument("--steps", type=int, default=2600)
+    parser.add_argument("--steps", type=int, default=3600)
     parser.add_argument("--tokens-per-step", type=int, default=2048)
+    parser.add_argument("--start", type=Path, help="continue from this checkpoint folder, not from random weights")
+    parser.add_argument("--rate", type=float, default=1.0, help="a factor on the learning rates")
     parser.add_argument("--seed", type=int, default=20)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=HERE / "model")
@@ -154,8 +176,10 @@ def main() -> None:
     started_s = time.monotonic()
     tokenizer = build_tokenizer(options.seed, VOCAB_SIZE)
     model = LlamaForCausalLM(make_config(tokenizer))
+    if options.start is not None:
+        take_over(model, tokenizer, options.start)
     source = BatchSource(options.seed + 1, tokenizer, options.tokens_per_step)
-    loss = train(model, make_optimizers(model), source, options.steps)
+    loss = train(model, make_optimizers(model, options.rate), source, options.steps)
     save_model(model, tokenizer, options.out)
     elapsed_s = time.monotonic() - started_s
     print(f"{model.num_parameters():,} parameters, loss {loss:.3f} nats, {elapsed_s:.0f} s, saved to {options.out}")

@@ -31,6 +31,7 @@ from tandem.workers.engine.transfers.kv_offload import KVOffload
 from tandem.workers.engine.transfers.transfer_manager import TransferManager
 from tandem.workers.engine.waiting.adapter_cache import AdapterCache
 from tandem.workers.engine.waiting.batching_policy import batching_policy
+from tandem.workers.engine.waiting.grammar_cache import GrammarCache
 from tandem.workers.engine.waiting.max_loras import MaxLorasGate
 from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
 from tandem.workers.messages.errors import ContextLengthExceeded, QueueFull, RequestRefused
@@ -107,6 +108,7 @@ class Engine:
         if ready.store is not None:
             self._offload = KVOffload(self._manager, ready.store, self._transfers, self._costs, clock)
         self._adapters = self._open_adapters(settings, ready) if settings.lora.enable_lora else None
+        self._grammars = GrammarCache(self._transfers, self._waiting, clock, settings.scheduler.grammar_timeout_s)
         self._block_bytes = ready.block_bytes
         self._drafting = Drafting(settings.max_drafts) if settings.max_drafts else None
         self._scheduler = Scheduler(
@@ -120,6 +122,7 @@ class Engine:
             gate=MaxLorasGate(self._adapters, settings.lora.max_loras, self._waiting),
             drafting=self._drafting,
             batching=batching_policy(settings.scheduler, self._waiting, clock),
+            grammars=self._grammars,
         )
         self._collector = Collector()
         self._forget_at_s = clock() + TENANT_IDLE_S
@@ -155,6 +158,8 @@ class Engine:
                     f"request {request.request_id!r} is already running", code="invalid_value", param="request_id"
                 )
             state = self._arrivals.state_of(request, self._clock())
+            if state.grammar is not None:
+                self._grammars.check(state.grammar)
             self._limits.enter(request)
         except RequestRefused as refusal:
             self._collector.rejected[_cause(refusal)] += 1
@@ -165,6 +170,8 @@ class Engine:
                 self._supersede(older)
             self._requests[request.request_id] = state
             self._deadlines.add(state)
+            if state.grammar is not None:
+                self._grammars.enter(state)
             self._start(state)
         except Exception:
             self._discard(state)
@@ -323,6 +330,7 @@ class Engine:
         if self._adapters is not None:
             running = (seq for state in self._requests.values() for seq in state.sequences if seq.row >= 0)
             self._adapters.check_invariants(running)
+        self._grammars.check_invariants(self._requests.values())
         sequences = [seq for state in self._requests.values() for seq in state.sequences]
         check_reservations(self._manager, sequences)
         tables = (seq.table for seq in sequences)
@@ -380,6 +388,7 @@ class Engine:
         progress = bool(answers)
         if self._adapters is not None:
             progress |= self._poll_adapter_moves(late)
+        progress |= self._poll_grammars(late)
         if is_copying_kv:
             self._take_kv_transfers(late)
         return progress
@@ -401,6 +410,16 @@ class Engine:
             self._scheduler.enqueue(seq)
         for state, refusal in events.refused:
             self._collector.rejected["adapter"] += 1
+            self._refuse(state, (refusal.status, refusal.code, refusal.param, str(refusal)))
+        return any(events)
+
+    def _poll_grammars(self, late: Collection[int]) -> bool:
+        """Applies what the ranks say of grammars and orders more; returns whether that concerned any sequence."""
+        events = self._grammars.advance(late)
+        for seq in events.ready:
+            self._scheduler.enqueue(seq)
+        for state, refusal in events.refused:
+            self._collector.rejected["grammar"] += 1
             self._refuse(state, (refusal.status, refusal.code, refusal.param, str(refusal)))
         return any(events)
 
@@ -429,6 +448,7 @@ class Engine:
         if self._requests.get(state.request.request_id) is state:
             del self._requests[state.request.request_id]
         self._limits.leave(state.request)
+        self._grammars.leave(state)
         if self._adapters is not None:
             self._adapters.leave(state)
 
@@ -487,6 +507,7 @@ class Engine:
         del self._requests[state.request.request_id]
         if not state.admitted:
             self._limits.leave(state.request)
+        self._grammars.leave(state)
         if self._adapters is not None:
             self._adapters.leave(state)
         self._collector.e2e_latency.observe(self._clock() - state.arrival_s)

@@ -2,8 +2,8 @@
 
 So a request that ends its group again has done it by itself. Others are served in every second step meanwhile. A
 request is cleared once each of its choices is a few tokens past where the group was lost. It leaves its turn to the
-next while none of it can run: all it has waits for its adapter, its adapter's place in the step, or KV. Called by the
-scheduler.
+next while none of it can run: all it has waits for its adapter, its adapter's place in the step, its grammar or KV.
+Called by the scheduler.
 """
 
 from collections.abc import Iterator

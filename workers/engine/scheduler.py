@@ -32,6 +32,7 @@ from tandem.workers.engine.probation import Probation
 from tandem.workers.engine.step_limit import StepLimit
 from tandem.workers.engine.transfers.lower_tiers import LowerTiers, NoTiers
 from tandem.workers.engine.waiting.batching_policy import NEXT_BATCH, BatchingPolicy, ContinuousBatching
+from tandem.workers.engine.waiting.grammar_cache import GrammarCache
 from tandem.workers.engine.waiting.least_share import gives_way
 from tandem.workers.engine.waiting.max_loras import MaxLorasGate
 from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
@@ -44,7 +45,7 @@ class Scheduler:
     relay (PP > 1): sampled tokens return to the ranks in plans, so a sequence waits for its sample; otherwise ranks
     append it themselves, and the next step may be planned before it is known. depth: plans that may be in flight.
     tiers: the tiers below the device; None: none. gate: None: no request has an adapter. drafting: None: no speculative
-    decoding; it does not go with `relay`. batching: None: continuous.
+    decoding; it does not go with `relay`. batching: None: continuous. grammars: None: no request has one.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Scheduler:
         gate: MaxLorasGate | None = None,
         drafting: Drafting | None = None,
         batching: BatchingPolicy | None = None,
+        grammars: GrammarCache | None = None,
     ) -> None:
         self.waiting = waiting
         self.num_preemptions = 0
@@ -69,6 +71,7 @@ class Scheduler:
         self._has_tiers = tiers is not None
         self._gate = MaxLorasGate(None, 1, waiting) if gate is None else gate
         self._batching: BatchingPolicy = ContinuousBatching() if batching is None else batching
+        self._grammars = grammars
         self._chunk_limiter = chunk_limiter
         self._relay = relay
         self._drafting = drafting
@@ -104,9 +107,12 @@ class Scheduler:
 
     def enqueue(self, seq: Sequence) -> None:
         """Queues a new sequence, or one that unblock() has returned; or blocks it while its adapter or KV of its prefix
-        is loaded. With no other sequence it runs at once, and the load overlaps with its first step."""
+        is loaded, or its grammar compiled. With no other sequence it runs at once, and the load overlaps with its
+        first step."""
         if seq.adapter is not None and not self._gate.admit(seq):
             self.waiting.block(seq, Blocker.ADAPTER, seq.adapter)
+        elif seq.grammar is not None and self._grammars is not None and not self._grammars.is_ready(seq.grammar):
+            self.waiting.block(seq, Blocker.GRAMMAR, seq.grammar)
         elif not self._probation.may_run(seq.state):
             self._hold(seq, Event(Blocker.ALONE, seq.state))
         elif self._has_tiers and self._is_next(seq) and (ticket := self._tiers.load(seq, self._reserve)) is not None:

@@ -61,6 +61,11 @@ class SamplingOps(Protocol):
         not finite gets some id."""
         ...
 
+    def keep(self, logits_SV: torch.Tensor, places_P: npt.NDArray[np.int64], bits_PW: npt.NDArray[np.uint32]) -> None:
+        """Makes minus infinity of the logits whose bits are 0, in the rows places_P; bit i % 32 of word i / 32 is of
+        token i."""
+        ...
+
 
 class TorchSampling:
     """The twin, for any device. to_device copies a host tensor to it."""
@@ -81,6 +86,13 @@ class TorchSampling:
             floor_R = thresholds(weights_RV, draws.top_k, draws.top_p, draws.min_p, upload)
             weights_RV.masked_fill_(weights_RV < floor_R[:, None], 0.0)
         ids_S[at] = drawn(weights_RV, upload(torch.from_numpy(draws.uniforms)))
+
+    def keep(self, logits_SV: torch.Tensor, places_P: npt.NDArray[np.int64], bits_PW: npt.NDArray[np.uint32]) -> None:
+        at = self._to_device(torch.from_numpy(places_P))
+        words_PW = self._to_device(torch.from_numpy(bits_PW.view(np.int32)))
+        shifts = torch.arange(32, dtype=torch.int32, device=logits_SV.device)
+        kept_PV = ((words_PW[:, :, None] >> shifts) & 1).bool().flatten(1)[:, : logits_SV.shape[1]]
+        logits_SV[at] = logits_SV[at].masked_fill_(kept_PV.logical_not_(), float("-inf"))
 
 
 def thresholds(

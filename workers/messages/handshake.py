@@ -6,7 +6,7 @@ Encoded as in request.py. workers/executor/rank_group.py has their order.
 import msgspec
 
 from tandem.workers.messages.step import StepPlan, StepResult
-from tandem.workers.messages.transfer import CopyKV, DropAdapter, FetchAdapter, PlaceAdapter, TransferResult
+from tandem.workers.messages.transfer import TransferOp, TransferResult
 
 
 class RankTiers(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -124,7 +124,7 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
     """Order to every rank to finish and exit with status 0."""
 
 
-ToRank = RankSetup | AllocateKV | StepPlan | CopyKV | FetchAdapter | PlaceAdapter | DropAdapter | Shutdown
+ToRank = RankSetup | AllocateKV | StepPlan | TransferOp | Shutdown
 
 
 FromRank = Hello | RankListening | RankLoading | RankLoaded | RankReady | RankFailed | StepResult | TransferResult

@@ -9,6 +9,9 @@ from typing import Final, Literal
 
 import msgspec
 
+from tandem.workers.messages.structured_outputs import StructuredOutputsParams
+from tandem.workers.messages.thinking import ThinkingBudget
+
 DEFAULT_TENANT = "default"
 FinishReason = Literal["stop", "length", "abort", "error"]
 Loss = Literal["bystander", "suspect", "alone", "unknown", "excused"]
@@ -56,11 +59,15 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
         prompt is computed, whatever the prefix cache has.
     skip_special_tokens: False: the text shows special tokens too, but for the one that ends it (see the next field).
     include_stop_str_in_output: True: the text includes the stop text or the stop token's text that ends it.
+    structured_outputs: the form of the text, such as a JSON schema; None: any. The text may end exactly where its form
+        is complete, and does so when nothing can follow, even before min_tokens.
+    grammar: the same for the engine, as a grammar for llguidance; gateway and LLM make it (workers/text/grammars.py).
+    thinking_budget: how many tokens a choice may think, and between which marks; None: as long as it likes.
     """
 
-    # The gateway looks for `stop` texts, which need a detokenizer; the engine looks for ids. It does
-    # not read bad_words, which gateway and LLM turn into ids. Only LLM reads the last two fields: the gateway has them
-    # from the client's body.
+    # The gateway looks for `stop` texts, which need a detokenizer; the engine looks for ids. It does not read
+    # bad_words, which gateway and LLM turn into ids, or structured_outputs, of which they make `grammar`. Only LLM
+    # reads skip_special_tokens and the field behind it: the gateway has them from the client's body.
 
     max_tokens: int = 16
     n: int = 1
@@ -84,6 +91,9 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    grammar: str | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    thinking_budget: ThinkingBudget | None = None
 
 
 class Pool(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -12,6 +12,8 @@ import msgspec
 from msgspec import Meta
 
 from tandem.workers.messages.request import SamplingParams
+from tandem.workers.messages.structured_outputs import StructuredOutputsParams
+from tandem.workers.messages.thinking import ThinkingBudget
 
 MOST: Final = 1e30
 """Bound of float parameters; finite in float32 too."""
@@ -40,8 +42,18 @@ RANGES: Final[Mapping[str, Any]] = {
     "prompt_logprobs": Whole | None,
     "skip_special_tokens": bool,
     "include_stop_str_in_output": bool,
+    "thinking_budget": ThinkingBudget | None,
 }
 """Type and range of every parameter. A bias may be minus infinity, which forbids the token."""
+FORM_TYPES: Final[Mapping[str, Any]] = {
+    "regex": str | None,
+    "choice": Annotated[tuple[Annotated[str, Meta(min_length=1)], ...], Meta(min_length=1)] | None,
+    "grammar": str | None,
+    "json_object": bool | None,
+    "disable_any_whitespace": bool,
+    "whitespace_pattern": str | None,
+}
+"""Types of the fields of StructuredOutputsParams; json and structural_tag are read by workers/text/grammars.py."""
 NONE_MEANS_EMPTY: Final = ("stop", "stop_token_ids", "logit_bias", "bad_words")
 """Parameters whose default is None in vLLM."""
 
@@ -59,18 +71,40 @@ def checked_sampling(given: SamplingParams, vocab_size: int) -> SamplingParams:
             plain[name] = msgspec.convert(_plain(_as_tuple(name, value)), kind)
         except msgspec.ValidationError as error:
             raise ValueError(f"{name}={value!r:.80}: {error}") from error
-    params = msgspec.structs.replace(given, **plain)
+    if given.grammar is not None:
+        raise ValueError("grammar is made from structured_outputs; give that")
+    params = msgspec.structs.replace(given, **plain, structured_outputs=_checked_form(given.structured_outputs))
     if params.min_tokens > params.max_tokens:
         raise ValueError(f"min_tokens={params.min_tokens} exceeds max_tokens={params.max_tokens}")
+    thinking = params.thinking_budget
+    if thinking is not None and not (thinking.tokens >= 0 and thinking.start and thinking.end):
+        raise ValueError(f"thinking_budget={thinking!r}: at least 0 tokens, and two marks")
     for name, ids in (
         ("stop_token_ids", params.stop_token_ids),
         ("logit_bias", [i for i, _ in params.logit_bias]),
         ("allowed_token_ids", params.allowed_token_ids or ()),
         ("bad_words_token_ids", [i for word in params.bad_words_token_ids for i in word]),
+        ("thinking_budget", (*thinking.start, *thinking.end) if thinking is not None else ()),
     ):
         if bad := [i for i in ids if i >= vocab_size]:
             raise ValueError(f"{name}: token id {bad[0]} is outside the vocabulary, 0 to {vocab_size - 1}")
     return params
+
+
+def _checked_form(given: Any) -> StructuredOutputsParams | None:
+    """Returns structured_outputs with its choices as a tuple."""
+    if given is None:
+        return None
+    if not isinstance(given, StructuredOutputsParams):
+        raise ValueError(f"structured_outputs={given!r:.80} is no StructuredOutputsParams")
+    plain = {}
+    for name, kind in FORM_TYPES.items():
+        value = getattr(given, name)
+        try:
+            plain[name] = msgspec.convert(_plain(value), kind)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"structured_outputs.{name}={value!r:.80}: {error}") from error
+    return msgspec.structs.replace(given, **plain)
 
 
 def _as_tuple(name: str, value: Any) -> Any:

@@ -5,12 +5,14 @@ from typing import Final
 import msgspec
 
 from tandem.workers.messages.request import Pool, PromptLogprobs, TokenLogprobs
+from tandem.workers.messages.thinking import ThinkingBudget
 
 
 class RowSampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Sampling parameters of one row, as in SamplingParams. `choice` selects the random numbers of one choice.
 
-    stop_token_ids: ids, EOS included, that cannot be sampled before min_tokens. allowed_token_ids: None: all.
+    stop_token_ids: ids, EOS included, that cannot be sampled before min_tokens. allowed_token_ids: None: all. grammar:
+    the digest of a grammar that the ranks have compiled (CompileGrammar), which the output follows; None: any text.
     """
 
     temperature: float
@@ -29,6 +31,8 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     prompt_logprobs: int | None = None
+    grammar: str | None = None
+    thinking_budget: ThinkingBudget | None = None
 
 
 class RowInit(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -92,9 +96,12 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="
 NOT_FINITE: Final = "the model's output for this request is not finite"
 """The error of a row whose logits, of its prompt or behind it, or whose embedding are not finite."""
 NOTHING_LEFT: Final = (
-    "every token is forbidden for this request, by its allowed_token_ids, bad_words, logit_bias or min_tokens together"
+    "every token is forbidden for this request, by its allowed_token_ids, bad_words, logit_bias, min_tokens or grammar "
+    "together"
 )
 """The error of a row whose own parameters leave no token to choose."""
+GRAMMAR_FAILED: Final = "the grammar of this request cannot be followed any further: "
+"""The beginning of the error of a row whose grammar has failed in a step; why follows."""
 
 
 class RowResult(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=True):

@@ -1,7 +1,8 @@
-"""Messages between coordinator and ranks for moves of KV and adapters beside the steps. Encoded as in request.py.
+"""Messages between coordinator and ranks for work beside the steps: moves of KV and adapters, grammars to compile.
 
-Every rank carries out every TransferOp for its own shard, on the lane of lane_of(), and answers it once with a
-TransferResult. Tickets are numbered by the coordinator (workers/engine/transfers/transfer_manager.py).
+Encoded as in request.py. Every rank carries out every TransferOp for its own shard, on the lane of lane_of(), and
+answers it once with a TransferResult. Tickets are numbered by the coordinator
+(workers/engine/transfers/transfer_manager.py).
 """
 
 from typing import Literal
@@ -12,7 +13,7 @@ from tandem.workers.messages.request import AdapterRef
 
 CopyKind = Literal["store", "load", "spill", "fetch"]
 FailureKind = Literal["content", "source", "disk", "internal"]
-LaneKind = Literal["memory", "disk", "placement", "folder", "url"]
+LaneKind = Literal["memory", "disk", "placement", "folder", "url", "grammar"]
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
@@ -65,7 +66,24 @@ class DropAdapter(msgspec.Struct, frozen=True, array_like=True, kw_only=True, ta
     adapter: AdapterRef
 
 
-TransferOp = CopyKV | FetchAdapter | PlaceAdapter | DropAdapter
+class CompileGrammar(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="compile_grammar"):
+    """Order to compile a grammar (llguidance's text), which rows name by its digest from then on. Ranks that do not
+    sample have nothing to do."""
+
+    ticket: int = 0
+    digest: str
+    text: str
+
+
+class DropGrammar(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="drop_grammar"):
+    """Order to forget a compiled grammar, unless a later order than this has compiled it again."""
+
+    ticket: int = 0
+    digest: str
+
+
+GrammarOp = CompileGrammar | DropGrammar
+TransferOp = CopyKV | FetchAdapter | PlaceAdapter | DropAdapter | CompileGrammar | DropGrammar
 
 
 class TransferResult(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="transferred"):
@@ -90,6 +108,8 @@ def lane_of(op: TransferOp) -> LaneKind:
         return "memory" if op.kind in ("store", "load") else "disk"
     if isinstance(op, FetchAdapter):
         return source_lane(op.adapter)
+    if isinstance(op, CompileGrammar | DropGrammar):
+        return "grammar"
     return "placement"
 
 

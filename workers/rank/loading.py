@@ -32,9 +32,11 @@ from tandem.workers.rank.model_runner import ModelRunner
 from tandem.workers.rank.profiling import run_fullest_steps
 from tandem.workers.rank.row_table import RowTable
 from tandem.workers.rank.transfers.adapter_lanes import open_adapter_lanes
+from tandem.workers.rank.transfers.grammar_lanes import open_grammar_lanes
 from tandem.workers.rank.transfers.kv_lanes import open_kv_lanes
 from tandem.workers.rank.transfers.lanes import Lanes
 from tandem.workers.speculation.proposer import make_proposer
+from tandem.workers.structured.grammar_store import GrammarStore, TokenizerUnusable
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +57,7 @@ class LoadedRank:
     max_model_len: int
     facts: RankLoaded
     adapters: RankAdapters | None
+    grammars: GrammarStore | None
 
     def build_runner(self, num_blocks: int) -> ModelRunner:
         """Allocates num_blocks of KV and runs a first small forward, in step with all other ranks."""
@@ -70,7 +73,7 @@ class LoadedRank:
             self.platform,
         )
         capacity = self.settings.scheduler.max_num_seqs
-        table = RowTable(capacity, self.max_model_len, block_size, self.spec.vocab_size)
+        table = RowTable(capacity, self.max_model_len, block_size, self.spec.vocab_size, self.grammars)
         context = self.context
         link = None
         if context.pp_size > 1:
@@ -90,6 +93,16 @@ class LoadedRank:
         """Opens the lanes that move adapters; none without --enable-lora."""
         if self.adapters is not None:
             open_adapter_lanes(lanes, self.adapters)
+
+    def open_grammar_lanes(self, lanes: Lanes, *, now: bool) -> None:
+        """Opens the lanes that compile grammars. now: reads the tokenizer now, not for the first grammar: no thread of
+        the process runs meanwhile, for seconds."""
+        if now and self.grammars is not None:
+            try:
+                self.grammars.open()
+            except TokenizerUnusable as problem:  # each request for structured output is told
+                log.warning("%s", problem)
+        open_grammar_lanes(lanes, self.grammars, self.platform.accelerator)
 
 
 def load_rank(
@@ -114,7 +127,17 @@ def load_rank(
     facts = _facts(chosen, rank, decoder, placement, adapters, started_s)
     log.info("rank %d loaded %s: %s, context %d", rank, settings.model.model, facts, max_model_len)
     return LoadedRank(
-        settings, context, spec, decoder, platform, dtype, chosen.kv_dtype, max_model_len, facts, adapters
+        settings,
+        context,
+        spec,
+        decoder,
+        platform,
+        dtype,
+        chosen.kv_dtype,
+        max_model_len,
+        facts,
+        adapters,
+        _grammar_store(settings, spec) if context.is_last_stage and context.tp_rank == 0 else None,
     )
 
 
@@ -177,6 +200,12 @@ def _facts(
         adapter_page_bytes=0 if adapters is None else adapters.slab.page_bytes,
         kernel_notes=chosen.platform.kernel_notes(chosen.dtype),
     )
+
+
+def _grammar_store(settings: EngineSettings, spec: ArchSpec) -> GrammarStore:
+    """The grammars of the rank that samples; it reads the tokenizer later."""
+    folder = Path(settings.model.tokenizer or settings.model.model)
+    return GrammarStore(folder, spec.vocab_size, spec.eos_token_ids)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -312,7 +312,8 @@ class ModelRunner:
         verdict = self._exchanges.agree(None if drawn is None else drawn.ids_S)
         rows = rows_S if drafts is None else rows_S[np.diff(rows_S, prepend=-1) != 0]  # once each
         tokens = self._tokens(rows, drawn, verdict) if self._appends and len(rows_S) else None
-        return _Computed(batch, drafts, drawn, tokens, received, dict(self._table.errors), verdict, pooled, scored)
+        errors = {**self._table.sampling.grammars.errors, **self._table.errors}
+        return _Computed(batch, drafts, drawn, tokens, received, errors, verdict, pooled, scored)
 
     def _forward(
         self, plan: StepPlan, batch: StepBatch, kv: KVTensors, hidden_TH: torch.Tensor | None

@@ -72,7 +72,8 @@ class RankServer:
 
     on_loading, on_transferred: called with messages that no call of take() waits for: progress while weights are read,
     and results of transfers, on a lane's thread. on_placed: called with the rank's place, such as "tp0 pp1", once it is
-    known. host: this machine's address as other ranks reach it; ranks with equal hosts share a machine.
+    known. host: this machine's address as other ranks reach it; ranks with equal hosts share a machine. is_process: it
+    is a process of its own, whose coordinator would miss a thread that stands still (rank_watch.py).
     """
 
     def __init__(
@@ -83,7 +84,9 @@ class RankServer:
         *,
         host: str = LOOPBACK,
         on_placed: Callable[[str], None] = _stay_unnamed,
+        is_process: bool = False,
     ) -> None:
+        self._is_process = is_process
         self.hello = Hello(rank, os.getpid(), host)
         self._rank = rank
         self._host = host
@@ -164,6 +167,7 @@ class RankServer:
         loaded = self._loaded
         self._runner = loaded.build_runner(allocate.num_blocks)
         loaded.open_adapter_lanes(self._lanes)
+        loaded.open_grammar_lanes(self._lanes, now=self._is_process)
         tiers_error = None if allocate.tiers is None else self._open_tiers(loaded, self._runner, allocate.tiers)
         return RankReady(self._rank, tiers_error)
 
@@ -243,6 +247,7 @@ def run_rank(rank: int, endpoint: str, secret: str, *, group: str = "local", hos
         send,
         lanes.send,
         host=host,
+        is_process=True,
         on_placed=lambda place: setproctitle.setproctitle(f"tandem rank {group} {place}"),
     )
     try:

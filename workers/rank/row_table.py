@@ -12,6 +12,7 @@ import numpy.typing as npt
 from tandem.workers.messages.step import RowInit, RowWork, StepPlan
 from tandem.workers.rank.pooler import PooledRow
 from tandem.workers.sampling.sampling_table import SamplingTable
+from tandem.workers.structured.grammar_store import Grammars
 
 Ints = npt.NDArray[np.int64]
 OVERRUN = 64  # tokens a row may hold beyond max_model_len: sampled before its end is known
@@ -26,12 +27,14 @@ class RowTable:
     sampled for it (its tokens are outside the vocabulary); it runs on harmlessly.
     """
 
-    def __init__(self, capacity: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
+    def __init__(
+        self, capacity: int, max_model_len: int, block_size: int, vocab_size: int, grammars: Grammars | None = None
+    ) -> None:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self._max_tokens = max_model_len + OVERRUN
         self._max_blocks = -(-self._max_tokens // block_size)
-        self.sampling = SamplingTable(capacity, vocab_size)
+        self.sampling = SamplingTable(capacity, vocab_size, grammars=grammars)
         self.token_ids = np.zeros((capacity, self._max_tokens), np.int32)
         self.block_ids = np.zeros((capacity, self._max_blocks), np.int32)
         self.num_known = np.zeros(capacity, np.int64)

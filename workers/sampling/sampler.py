@@ -87,15 +87,14 @@ def sample(
     """
     flags_S = table.flags[rows_S]
     used = int(np.bitwise_or.reduce(flags_S))
-    accelerator = platform.accelerator
+    accelerator, ops = platform.accelerator, platform.sampling_ops()
     raw, logprobs, with_logprobs = None, None, np.flatnonzero(flags_S & LOGPROBS) if used & LOGPROBS else None
     if with_logprobs is not None:
         wanted = [table.of(int(row)).logprobs or 0 for row in rows_S[with_logprobs]]
         at = accelerator.to_device(torch.from_numpy(with_logprobs))
         raw = RawLogprobs.of(logits_SV[at], wanted)
     if used & EDITS:
-        table.chain.apply(logits_SV, rows_S, positions_S, history, accelerator.to_device)
-    ops = platform.sampling_ops()
+        table.chain.apply(logits_SV, rows_S, positions_S, history, accelerator.to_device, ops)
     best_S, ids_S = ops.best(logits_SV)
     if used & RANDOM:
         places = np.flatnonzero(flags_S & RANDOM)

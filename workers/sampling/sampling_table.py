@@ -11,7 +11,9 @@ import numpy as np
 
 from tandem.workers.messages.step import RowSampling
 from tandem.workers.sampling.processors.chain import ProcessorChain, all_processors
+from tandem.workers.sampling.processors.grammar import GrammarMask
 from tandem.workers.sampling.processors.logits_processor import LogitsProcessor
+from tandem.workers.structured.grammar_store import Grammars
 
 RANDOM: Final = 1  # temperature above 0
 EDITS: Final = 2  # some logits processor changes the logits before the choice
@@ -30,9 +32,15 @@ def flags_of(sampling: RowSampling) -> int:
 
 class SamplingTable:
     """Columns indexed by row; `params[row]` is the whole RowSampling, for what is rare. processors: which, in which
-    order, change the logits; default: all."""
+    order, change the logits; default: all. grammars: the compiled grammars of this rank."""
 
-    def __init__(self, capacity: int, vocab_size: int, processors: Sequence[LogitsProcessor] | None = None) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        vocab_size: int,
+        processors: Sequence[LogitsProcessor] | None = None,
+        grammars: Grammars | None = None,
+    ) -> None:
         self.vocab_size = vocab_size
         self.flags = np.zeros(capacity, np.uint8)
         self.temperature = np.ones(capacity, np.float64)
@@ -42,7 +50,9 @@ class SamplingTable:
         self.seed = np.zeros(capacity, np.uint64)
         self.choice = np.zeros(capacity, np.int64)
         self.params: list[RowSampling | None] = [None] * capacity
-        self.chain = ProcessorChain(all_processors(vocab_size) if processors is None else processors, capacity)
+        self.grammars = GrammarMask(vocab_size, grammars)
+        own = all_processors(vocab_size, self.grammars) if processors is None else processors
+        self.chain = ProcessorChain(own, capacity)
 
     def bind(self, row: int, sampling: RowSampling) -> None:
         """Replaces what the row held."""

@@ -6,6 +6,7 @@ be called from any thread.
 """
 
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -14,6 +15,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -22,6 +24,8 @@ from tandem.workers.messages.errors import RequestRefused, SettingsError
 from tandem.workers.text.tokenizer import ModelTokenizer, read_json
 
 _CONTINUE_MARK = "\x00continue-here\x00"
+ALWAYS_GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+"""Variables that render() sets, or stands for, itself."""
 
 
 class GenerationTag(jinja2.ext.Extension):
@@ -38,7 +42,9 @@ class GenerationTag(jinja2.ext.Extension):
 class ChatTemplate:
     """A compiled template with the model's special tokens. `source_name`: its origin, for the log.
 
-    knows_developer: the template mentions OpenAI's role `developer`. Otherwise such messages are rendered as `system`.
+    source: its text. knows_developer: the template mentions OpenAI's role `developer`. Otherwise such messages are
+    rendered as `system`. variables: the names that it uses and does not set itself. has_short_call_ids: it refuses ids
+    of tool calls that have not 9 characters, as Mistral's do.
     """
 
     def __init__(
@@ -57,7 +63,9 @@ class ChatTemplate:
         now: the clock of `strftime_now`. max_chars, timeout_s: limits of one rendering. clock: seconds, for the
         timeout.
         """
+        self.source = source
         self.source_name = source_name
+        self.has_short_call_ids = re.search(r"length\s*!=\s*9\b", source) is not None
         self._special_tokens = dict(special_tokens)
         self._max_chars = max_chars
         self._timeout_s = timeout_s
@@ -65,7 +73,9 @@ class ChatTemplate:
         environment = _environment(now)
         try:
             self._template = environment.from_string(source)
-            self.knows_developer = _names(environment.parse(source), "developer")
+            parsed = environment.parse(source)
+            self.knows_developer = _names(parsed, "developer")
+            self.variables = frozenset(jinja2.meta.find_undeclared_variables(parsed))
         except jinja2.TemplateError as error:
             raise SettingsError(f"chat template ({source_name}): {error}", "--chat-template") from error
 
@@ -76,24 +86,32 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Returns the prompt text. RequestRefused when the template rejects the messages or a limit is exceeded.
 
-        tools: passed to the template as they are. add_generation_prompt: the text ends with the assistant's header.
+        tools, variables: passed to the template as they are; variables replace none that it always has.
+        add_generation_prompt: the text ends with the assistant's header.
         continue_final_message: the text ends inside the last message, so that the model continues it.
         """
         conversation = [self._in_known_role(message) for message in messages]
         if continue_final_message:
             conversation[-1]["content"] = _final_text(conversation) + _CONTINUE_MARK
-        variables: dict[str, Any] = {
+        names: dict[str, Any] = {
+            **(variables or {}),
             **self._special_tokens,
             "messages": conversation,
             "tools": list(tools) if tools else None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        text = self._run(variables)
+        text = self._run(names)
         return _cut_at_mark(text) if continue_final_message else text
+
+    def takes(self, name: str) -> bool:
+        """Returns whether a variable of this name may be passed to render(): the template uses it, and it is not one
+        that it always has."""
+        return name in self.variables and name not in ALWAYS_GIVEN and name not in self._special_tokens
 
     def _in_known_role(self, message: Mapping[str, Any]) -> dict[str, Any]:
         if message.get("role") == "developer" and not self.knows_developer:
@@ -126,18 +144,21 @@ def find_chat_template(folder: Path, override: str | None, tokenizer: ModelToken
 
     None when there is none. SettingsError when `override` is no file or the template is invalid.
     """
+    found = chat_template_text(folder, override)
+    return None if found is None else ChatTemplate(found[0], tokenizer.special_tokens, source_name=found[1])
+
+
+def chat_template_text(folder: Path, override: str | None) -> tuple[str, str] | None:
+    """Returns the text of the model's template, and its origin, as find_chat_template() finds it; not compiled."""
+    for path in (Path(override),) if override is not None else (folder / "chat_template.jinja",):
+        if path.is_file():
+            return path.read_text(encoding="utf-8"), path.name
     if override is not None:
-        path = Path(override)
-        if not path.is_file():
-            raise SettingsError(f"no such file: {override}", "--chat-template")
-        return ChatTemplate(path.read_text(encoding="utf-8"), tokenizer.special_tokens, source_name=path.name)
-    beside = folder / "chat_template.jinja"
-    if beside.is_file():
-        return ChatTemplate(beside.read_text(encoding="utf-8"), tokenizer.special_tokens, source_name=beside.name)
+        raise SettingsError(f"no such file: {override}", "--chat-template")
     for name in ("chat_template.json", "tokenizer_config.json"):
         source = _named_default(read_json(folder / name).get("chat_template"))
         if source is not None:
-            return ChatTemplate(source, tokenizer.special_tokens, source_name=name)
+            return source, name
     return None
 
 

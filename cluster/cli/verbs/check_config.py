@@ -43,8 +43,11 @@ def _checked(settings: ServiceSettings) -> ServiceSettings:
     SettingsError."""
     from tandem.cluster.deploy.preflight import check_adapters, check_model
     from tandem.cluster.deploy.resolved_settings import resolve_settings
+    from tandem.cluster.gateway.chat.format_choice import check_formats
 
     settings = resolve_settings(settings)
     check_model(settings)
+    if (note := check_formats(settings)) is not None:
+        say(note)
     check_adapters(settings)
     return settings

@@ -1,12 +1,14 @@
 """POST /v1/chat/completions."""
 
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tandem.cluster.gateway.chat.conversation import Received, prepare_chat
+from tandem.cluster.gateway.chat.conversation import Conversation, Received, prepare_chat
+from tandem.cluster.gateway.chat.parsed_answers import ParsedChatFormat
 from tandem.cluster.gateway.generation.generations import Generations
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.openai.answers import ChatFormat
@@ -30,22 +32,27 @@ async def chat_completions(
         body=body,
         size=size,
         began_s=began_s,
-        id_prefix="chatcmpl",
+        id_prefix="chatcmpl-",
         names=Asked("messages", limit),
     )
     with ExitStack() as held:
         conversation = await prepare_chat(text, generations, posted, held)
-        style = ChatFormat(
-            text.detokenizers,
-            conversation.head,
-            with_usage=includes_usage(body),
-            counts=chunk_counts(body, conversation.parts),
-            prompt_ids=conversation.prompt.token_ids if body.return_token_ids else None,
-            with_prompt_logprobs=body.prompt_logprobs is not None,
-            metrics=draft_metrics(text, body, conversation.parts),
-        )
+        style = _style(text, body, conversation)
         with_logprobs = conversation.logprobs is not None
         return text_answer(generations, conversation.generation, style, body, held, with_logprobs=with_logprobs)
+
+
+def _style(text: TextServices, body: ChatBody, conversation: Conversation) -> ChatFormat:
+    make = ChatFormat if conversation.output.is_plain else partial(ParsedChatFormat, conversation.output)
+    return make(
+        text.detokenizers,
+        conversation.head,
+        with_usage=includes_usage(body),
+        counts=chunk_counts(body, conversation.parts),
+        prompt_ids=conversation.prompt.token_ids if body.return_token_ids else None,
+        with_prompt_logprobs=body.prompt_logprobs is not None,
+        metrics=draft_metrics(text, body, conversation.parts),
+    )
 
 
 def _chat_body(text: TextServices, fields: dict[str, Any]) -> ChatBody:

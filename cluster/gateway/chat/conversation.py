@@ -3,16 +3,23 @@
 Everything that can be refused is refused here, before the request reaches a group.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import msgspec
 from starlette.requests import Request
 
+from tandem.cluster.gateway.chat.chat_output import ChatOutput, chat_output
+from tandem.cluster.gateway.chat.held_grammar import held_grammar
+from tandem.cluster.gateway.chat.one_call_choice import OneCallChoice
+from tandem.cluster.gateway.chat.parser_wraps import OneCall
 from tandem.cluster.gateway.generation.generation import Generation
 from tandem.cluster.gateway.generation.generations import Generations
-from tandem.cluster.gateway.generation.part import RequestPart
+from tandem.cluster.gateway.generation.part import Choice, RequestPart
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.openai.answers import AnswerHead
+from tandem.cluster.gateway.openai.fields.grammar_fields import grammar_size, requested_grammar, structured_field
 from tandem.cluster.gateway.openai.handlers import (
     Posted,
     answer_head,
@@ -23,16 +30,19 @@ from tandem.cluster.gateway.openai.handlers import (
 )
 from tandem.cluster.gateway.openai.prompts import Asked, Prompt, chat_prompt, fit
 from tandem.cluster.gateway.openai.sampling_fields import bad_words_size
-from tandem.cluster.gateway.openai.schemas import ChatBody
+from tandem.cluster.gateway.openai.schemas import ChatBody, unsupported
 from tandem.cluster.gateway.services import TextServices
-from tandem.workers.text.output.events import MakeParser, PlainOutput
+from tandem.workers.messages.request import SamplingParams
+from tandem.workers.text.choice_text import ChoiceText
+from tandem.workers.text.output.events import MakeParser
 
 
 @dataclass(frozen=True, kw_only=True)
 class Received:
     """One HTTP request with a conversation. body: a chat body, which other APIs translate theirs to. size: bytes of
-    the client's body. began_s: of the gateway's clock. id_prefix: of the answer's id, without "-". names: the fields
-    of the client's body that hold the prompt and the limit of new tokens, for refusals."""
+    the client's body. began_s: of the gateway's clock. id_prefix: of the answer's id. names: the fields of the client's
+    body that hold the prompt and the limit of new tokens, for refusals. field_of: the client's name of a field of the
+    chat body."""
 
     request: Request
     principal: Principal
@@ -41,19 +51,25 @@ class Received:
     began_s: float
     id_prefix: str
     names: Asked
+    field_of: Callable[[str], str] = str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
     """A conversation that is ready to be generated. parts: one, with a choice for each answer. logprobs: how many were
-    asked for. make_parser makes a parser for each choice, which sorts its text into thinking, content and calls."""
+    asked for. output: how the choices' texts are read."""
 
     generation: Generation
     parts: list[RequestPart]
     head: AnswerHead
     prompt: Prompt
     logprobs: int | None
-    make_parser: MakeParser
+    output: ChatOutput
+
+    @property
+    def make_parser(self) -> MakeParser:
+        """Makes a parser for each choice, which sorts its text into thinking, content and calls."""
+        return self.output.make_parser
 
 
 async def prepare_chat(
@@ -64,21 +80,68 @@ async def prepare_chat(
     body, principal = received.body, received.principal
     model = held_model(text, generations, body.model, principal, held)
     wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    rendered = await text.workers.run(principal.tenant, received.size, chat_prompt, text, body)
+    rendered, output = await text.workers.run(principal.tenant, received.size, _rendered, text, body)
     prompt, max_tokens = fit(text, rendered, body, wanted, received.names)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = await text.workers.run(
-        principal.tenant, bad_words_size(body), prompt_sampling, text, body, max_tokens, logprobs
+        principal.tenant, _params_size(body), _params, text, body, output, max_tokens, logprobs
     )
     head = answer_head(text, generations, received.id_prefix, model.name)
     asked = Posted(received.request, principal, model, head.id, body)
-    parts = request_parts(text, generations, asked, [(prompt, params)], is_open_ended=wanted is None)
-    generation = make_generation(text, generations, asked, parts, received.began_s, received.names.prompt)
+    parts = request_parts(
+        text,
+        generations,
+        asked,
+        [(prompt, params)],
+        is_open_ended=wanted is None,
+        shows_special_tokens=output.shows_special_tokens,
+    )
+    if output.ends_early:
+        parts[0].choices = [_one_call(choice, output) for choice in parts[0].choices]
+    asks = "tool_choice" if output.is_forced else structured_field(body)
+    generation = make_generation(
+        text,
+        generations,
+        asked,
+        parts,
+        received.began_s,
+        received.names.prompt,
+        grammar_field=None if asks is None else received.field_of(asks),
+    )
     return Conversation(
         generation=generation,
         parts=parts,
         head=head,
         prompt=prompt,
         logprobs=logprobs,
-        make_parser=PlainOutput,
+        output=output,
     )
+
+
+def _params_size(body: ChatBody) -> int:
+    """The size of the work that the sampling parameters are."""
+    tools = len(msgspec.json.encode(body.tools)) if body.tools else 0
+    return bad_words_size(body) + grammar_size(body) + tools
+
+
+def _params(
+    text: TextServices, body: ChatBody, output: ChatOutput, max_tokens: int, logprobs: int | None
+) -> SamplingParams:
+    if output.is_forced and body.use_beam_search:
+        raise unsupported("tool_choice", "With use_beam_search a tool call cannot be forced.")
+    grammar = held_grammar(output, text, requested_grammar(text.settings, body))
+    params = prompt_sampling(text, body, max_tokens, logprobs, grammar)
+    if body.thinking_token_budget is None:
+        return params
+    return msgspec.structs.replace(params, thinking_budget=output.thinking)
+
+
+def _rendered(text: TextServices, body: ChatBody) -> tuple[Prompt, ChatOutput]:
+    prompt = chat_prompt(text, body)
+    return prompt, chat_output(text, body, prompt.text or "")
+
+
+def _one_call(choice: Choice, output: ChatOutput) -> Choice:
+    parser = output.make_call_parser()
+    assert isinstance(choice, ChoiceText) and isinstance(parser, OneCall)
+    return OneCallChoice(choice, parser)

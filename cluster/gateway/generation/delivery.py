@@ -7,7 +7,7 @@ the Generation's task does the rest.
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,7 +107,8 @@ class GenerationResponse(Response):
 
 class TextResponse(GenerationResponse):
     """The answer with the texts of choices. `shown`: choices to show per prompt (best_of runs more). is_streamable:
-    whether it could be streamed; for the advice where it is too long."""
+    whether it could be streamed; for the advice where it is too long. before_end: is awaited once all is generated and
+    formatted, before the end of the answer is sent; it may not take long."""
 
     def __init__(
         self,
@@ -120,6 +121,7 @@ class TextResponse(GenerationResponse):
         shown: int,
         with_logprobs: bool,
         is_streamable: bool,
+        before_end: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         super().__init__(shared, generation)
         self._is_streamable = is_streamable
@@ -128,6 +130,7 @@ class TextResponse(GenerationResponse):
         self._include_usage = include_usage
         self._shown = shown
         self._with_logprobs = with_logprobs
+        self._before_end = before_end
         self._prompts: dict[int, list[TokenLogprobs]] = {}
 
     async def _deliver(self, send: Send, writer: EventWriter) -> None:
@@ -155,7 +158,9 @@ class TextResponse(GenerationResponse):
         try:
             await self._write_steps(writer)
             if self._include_usage:
-                await writer.write(self._style.usage_chunk(await self._generation.usage()))
+                events = self._style.usage_chunk(await self._generation.usage())
+                await self._end()
+                await writer.write(events)
         except Exception as error:
             if not writer.started:
                 raise
@@ -212,7 +217,12 @@ class TextResponse(GenerationResponse):
             body = await asyncio.to_thread(self._style.whole, answers, usage)
         else:
             body = self._style.whole(answers, usage)
+        await self._end()
         await self._send_json(send, body)
+
+    async def _end(self) -> None:
+        if self._before_end is not None:
+            await self._before_end()
 
     def _best(self, part: RequestPart, gathered: dict[int, Gathered]) -> Sequence[Gathered]:
         """The choices of one prompt to show: all, or with best_of those of the highest mean log probability."""

@@ -26,7 +26,7 @@ from tandem.cluster.tenants.billing_record import BillingRecord
 from tandem.cluster.tenants.tenant_admission import OverLimit, Reservation
 from tandem.workers.messages.errors import GroupLost, RequestRefused
 from tandem.workers.messages.request import Abort, Ended, TokenDelta, Usage
-from tandem.workers.messages.step import NOTHING_LEFT
+from tandem.workers.messages.step import GRAMMAR_FAILED, NOTHING_LEFT
 
 log = logging.getLogger("tandem.gateway")
 GAP_S = 1.0
@@ -52,6 +52,7 @@ class Generation:
         model: str,
         began_s: float,
         prompt_field: str = "prompt",
+        grammar_field: str | None = None,
         at_once: int | None = None,
     ) -> None:
         self.parts = parts
@@ -61,6 +62,7 @@ class Generation:
         self._shared = shared
         self._tenant = tenant
         self._prompt_field = prompt_field
+        self._grammar_field = grammar_field
         self._free = asyncio.Semaphore(at_once or len(parts))
         adapter = parts[0].request.adapter
         self._bill = BillingRecord(
@@ -153,6 +155,8 @@ class Generation:
                 if delta.error == NOTHING_LEFT:
                     param = None if part.request.sampling.allowed_token_ids is None else "allowed_token_ids"
                     error = RequestRefused(message, code="invalid_value", param=param)
+                elif message.startswith(GRAMMAR_FAILED):
+                    error = RequestRefused(message, code="invalid_grammar")
                 self._fail(error)
                 raise error
 
@@ -361,6 +365,8 @@ class Generation:
         if self.error is None:
             if isinstance(error, RequestRefused) and error.param == "prompt":
                 error.param = self._prompt_field  # the engine's field name, as the client has it
+            if isinstance(error, RequestRefused) and error.code == "invalid_grammar" and error.param is None:
+                error.param = self._grammar_field
             self.error = error
         self._news.set()
 

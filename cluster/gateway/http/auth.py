@@ -7,7 +7,7 @@ Keys are kept as SHA-256 digests; those of settings are compared in constant tim
 
 import enum
 import hmac
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol
 
 from tandem.cluster.tenants.tenant import DEFAULT_TENANT, digest_of
@@ -142,6 +142,13 @@ class TenantKeys:
 
     def check_metrics(self, authorization: str | None) -> None:
         self._static.check_metrics(authorization)
+
+
+def sent_authorization(headers: Mapping[str, str]) -> str | None:
+    """The Authorization header, or what it would be for the key of x-api-key, as Anthropic's clients send it."""
+    key = headers.get("x-api-key")
+    given = headers.get("authorization")
+    return f"Bearer {key}" if given is None and key is not None else given
 
 
 def check_level(level: AuthLevel, authenticator: Authenticator, authorization: str | None) -> Principal:

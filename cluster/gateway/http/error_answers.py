@@ -5,12 +5,14 @@ traceback, a path or another tenant's words.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from tandem.cluster.gateway.http.body import printable
 from tandem.cluster.tenants.tenant_admission import OverLimit
@@ -19,6 +21,23 @@ from tandem.workers.messages.errors import GroupLost, RequestRefused, TandemErro
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 MAX_RETRY_AFTER_S = 60
 MAX_PATH_CHARS = 128
+
+
+ErrorForm = Callable[[RequestRefused, int | None], bytes]
+"""Words a refusal as a body. Takes the seconds after which the client may come back, None where that is not known."""
+
+
+class OtherApi(NamedTuple):
+    """An API with error answers of its own. path: of its routes, and of all below it. id_header: the name under which
+    its clients look for the request's id, besides x-request-id."""
+
+    path: str
+    error_form: ErrorForm
+    id_header: bytes
+
+    def has(self, path: str) -> bool:
+        """Whether a request to this path is one of this API."""
+        return path == self.path or path.startswith(f"{self.path}/")
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
@@ -59,7 +78,15 @@ def error_json(refusal: RequestRefused, wait_s: int | None = None) -> bytes:
     return msgspec.json.encode(ErrorBody(detail))
 
 
-def error_response(error: Exception, jitter: int = 0, own_headers: Mapping[str, str] | None = None) -> Response:
+def error_form(scope: Scope) -> ErrorForm:
+    """The form of error answers that the API of a request has (middleware.py notes it)."""
+    api: OtherApi | None = scope.get("tandem.api")
+    return error_json if api is None else api.error_form
+
+
+def error_response(
+    error: Exception, form: ErrorForm = error_json, *, jitter: int = 0, own_headers: Mapping[str, str] | None = None
+) -> Response:
     """The HTTP answer to an exception. `jitter` spreads Retry-After (any non-negative number). own_headers: to send
     too."""
     refusal = as_refusal(error)
@@ -72,7 +99,7 @@ def error_response(error: Exception, jitter: int = 0, own_headers: Mapping[str, 
     if refusal.status == 401:
         headers["www-authenticate"] = "Bearer"
     said_s = wait_s if refusal.status == 429 else None
-    return Response(error_json(refusal, said_s), refusal.status, headers, media_type="application/json")
+    return Response(form(refusal, said_s), refusal.status, headers, media_type="application/json")
 
 
 def _retry_after_s(refusal: RequestRefused, jitter: int) -> int | None:
@@ -87,11 +114,12 @@ def _retry_after_s(refusal: RequestRefused, jitter: int) -> int | None:
 
 async def on_tandem_error(request: Request, error: Exception) -> Response:
     """Exception handler of the app for TandemError and HTTPException."""
+    form = error_form(request.scope)
     if isinstance(error, HTTPException):
         refusal = _routing_refusal(error.status_code, request.method, request.scope["path"])
-        return error_response(refusal, jitter=id(error) >> 4, own_headers=error.headers)
+        return error_response(refusal, form, jitter=id(error) >> 4, own_headers=error.headers)
     assert isinstance(error, TandemError)
-    return error_response(error, jitter=id(error) >> 4)
+    return error_response(error, form, jitter=id(error) >> 4)
 
 
 def model_not_found(name: str) -> RequestRefused:

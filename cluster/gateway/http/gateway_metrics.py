@@ -97,6 +97,8 @@ class GatewayMetrics:
         self._ttft = histogram("gateway_time_to_first_token", text, TTFT_BUCKETS)
         text = "From the request's arrival to its last byte, at the gateway."
         self._e2e = histogram("gateway_request", text, E2E_BUCKETS)
+        text = "Answers of /v1/responses that were to be stored: stored, too_large or failed."
+        self._responses_stored = counter("responses_stored", text, "model_name", "outcome")
         text = "CPU seconds of parsing, rendering and tokenizing, on threads or at once on the event loop."
         self._text_seconds = counter("gateway_text_seconds", text, "model_name", "place")
         self._text_queue = histogram("gateway_text_queue", "How long text work waited for a thread.", TTFT_BUCKETS)
@@ -119,6 +121,10 @@ class GatewayMetrics:
     def moved(self) -> None:
         """Counts a request that goes on with another group."""
         self._moved.inc()
+
+    def response_stored(self, outcome: str) -> None:
+        """Counts an answer that was to be stored. outcome: stored, too_large or failed."""
+        self._responses_stored.labels(self._model_name, outcome).inc()
 
     def first_token(self, after_s: float) -> None:
         self._ttft.observe(after_s)

@@ -7,11 +7,12 @@ Pure ASGI (a wrapper per request, one frame per send), so that it costs streams 
 import logging
 import re
 import uuid
+from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.cluster.gateway.http.draining import Draining
-from tandem.cluster.gateway.http.error_answers import error_response
+from tandem.cluster.gateway.http.error_answers import OtherApi, error_form, error_response
 from tandem.cluster.gateway.http.gateway_metrics import GatewayMetrics
 from tandem.cluster.tenants.tenant_admission import Tenancy
 from tandem.workers.messages.errors import RequestRefused
@@ -25,7 +26,7 @@ _UNSAFE = re.compile(rb"[^\w.:/+=@-]", re.ASCII)
 
 
 class Envelope:
-    """Wraps the app."""
+    """Wraps the app. apis: those whose error answers have another form than OpenAI's."""
 
     def __init__(
         self,
@@ -34,12 +35,14 @@ class Envelope:
         draining: Draining,
         tenancy: Tenancy,
         max_bodies_bytes: int,
+        apis: Sequence[OtherApi] = (),
     ) -> None:
         self._app = app
         self._metrics = metrics
         self._draining = draining
         self._tenancy = tenancy
         self._bodies = Bodies(max_bodies_bytes)
+        self._apis = apis
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -47,6 +50,10 @@ class Envelope:
             return
         request_id = choose_request_id(scope["headers"])
         scope["tandem.request_id"] = request_id.decode("ascii")
+        ids = [(b"x-request-id", request_id)]
+        if (api := next((api for api in self._apis if api.has(scope["path"])), None)) is not None:
+            scope["tandem.api"] = api
+            ids.append((api.id_header, request_id))
         started = False
         body = self._bodies.of_request()
 
@@ -55,7 +62,7 @@ class Envelope:
             if message["type"] == "http.response.start":
                 started = True
                 body.release()
-                own = [(b"x-request-id", request_id), *(CLOSE if self._draining.begun else ())]
+                own = [*ids, *(CLOSE if self._draining.begun else ())]
                 if (tenant := scope.get("tandem.tenant")) is not None:
                     own += self._tenancy.headers(tenant)
                 message["headers"] = [*message.get("headers", ()), *own]
@@ -71,7 +78,7 @@ class Envelope:
                 raise
             if not isinstance(error, RequestRefused):
                 log.exception("request %s failed", scope["tandem.request_id"])
-            await error_response(error)(scope, receive, send_with_id)
+            await error_response(error, error_form(scope))(scope, receive, send_with_id)
         finally:
             body.release()
             self._draining.leave()

@@ -75,18 +75,26 @@ class ChatFormat:
         )
 
     def whole(self, choices: Sequence[ChoiceAnswer], usage: Usage) -> bytes:
-        entries = []
-        for choice in choices:
-            message = {"role": "assistant", "content": choice.text, "refusal": None}
-            shown = {**self._logprobs(choice.logprobs), "refusal": None} if choice.logprobs is not None else None
-            entry = _entry(choice, {"message": message}, shown)
-            if self._prompt_ids is not None:
-                entry["token_ids"] = choice.token_ids
-            entries.append(entry)
+        entries = [self._whole_choice(choice) for choice in choices]
         extra: dict[str, Any] = {"prompt_token_ids": self._prompt_ids} if self._prompt_ids is not None else {}
         if self._with_prompt_logprobs:
             extra["prompt_logprobs"] = self._formatter.prompt(choices[0].prompt_logprobs)
-        return _whole(self._head, "chat.completion", entries, usage, {**extra, **_shown(self._metrics)})
+        shown = {**usage_object(usage), **self._usage_details()}
+        return _whole(self._head, "chat.completion", entries, shown, {**extra, **_shown(self._metrics)})
+
+    def _whole_choice(self, choice: ChoiceAnswer) -> dict[str, Any]:
+        shown = {**self._logprobs(choice.logprobs), "refusal": None} if choice.logprobs is not None else None
+        entry = _entry(choice, {"message": self._message(choice)}, shown)
+        if self._prompt_ids is not None:
+            entry["token_ids"] = choice.token_ids
+        return entry
+
+    def _message(self, choice: ChoiceAnswer) -> dict[str, Any]:
+        return {"role": "assistant", "content": choice.text, "refusal": None}
+
+    def _usage_details(self) -> dict[str, Any]:
+        """More fields of the usage, once all text has been formatted."""
+        return {}
 
     def opening(self, index: int) -> bytes:
         ids = b',"prompt_token_ids":' + _encode(self._prompt_ids) if self._prompt_ids is not None else b""
@@ -98,7 +106,7 @@ class ChatFormat:
         return self._frame.chunk(index, b'"delta":{%b}' % content, shown, addition)
 
     def usage_chunk(self, usage: Usage) -> bytes:
-        return self._frame.usage_chunk(usage)
+        return self._frame.usage_chunk({**usage_object(usage), **self._usage_details()})
 
     def closing(self, error: Exception | None) -> bytes:
         return openai_end(error)
@@ -152,7 +160,7 @@ class CompletionFormat:
                 entry["token_ids"] = choice.token_ids
                 entry["prompt_token_ids"] = self._prompt_ids[choice.index]
             entries.append(entry)
-        return _whole(self._head, "text_completion", entries, usage, _shown(self._metrics))
+        return _whole(self._head, "text_completion", entries, usage_object(usage), _shown(self._metrics))
 
     def _echoed(self, choice: ChoiceAnswer, shown: dict[str, Any]) -> dict[str, Any]:
         """The lists of the prompt, whose first token has no log probability, before those of the output."""
@@ -184,7 +192,7 @@ class CompletionFormat:
         return self._frame.chunk(index, b'"text":' + _encode(addition.text), shown, addition)
 
     def usage_chunk(self, usage: Usage) -> bytes:
-        return self._frame.usage_chunk(usage)
+        return self._frame.usage_chunk(usage_object(usage))
 
     def closing(self, error: Exception | None) -> bytes:
         return openai_end(error)
@@ -214,13 +222,30 @@ class ChunkFrame:
 
     def chunk(self, index: int, content: bytes, logprobs: dict[str, Any] | None, addition: TextDelta) -> bytes:
         """One addition; b"" when there is nothing to show. The end comes with the last text, if any."""
-        text, token_ids, entries, _, finish, stop_reason, _ = addition
+        text, token_ids, entries, _, finish, _, _ = addition
         if self._counts is not None:
             self._counts.add(index, len(token_ids))
         if finish is None and entries is None and not self._with_ids:
             return self.going_on(index, content) if text else b""
         if not text and not token_ids and finish is None:
             return b""
+        return self._ended(index, content, logprobs, addition)
+
+    def sorted_chunks(
+        self, index: int, contents: Sequence[bytes], logprobs: dict[str, Any] | None, addition: TextDelta
+    ) -> bytes:
+        """One addition whose text became several deltas, or none yet; the last has what belongs to the tokens."""
+        token_ids, entries, finish = addition.token_ids, addition.logprobs, addition.finish_reason
+        if self._counts is not None:
+            self._counts.add(index, len(token_ids))
+        if finish is None and not (token_ids and (self._with_ids or entries is not None)):
+            return b"".join([self.going_on(index, content) for content in contents])
+        *first, last = contents or (b'"delta":{}',)
+        ended = self._ended(index, last, logprobs, addition)
+        return b"".join([*(self.going_on(index, content) for content in first), ended])
+
+    def _ended(self, index: int, content: bytes, logprobs: dict[str, Any] | None, addition: TextDelta) -> bytes:
+        _, token_ids, _, _, finish, stop_reason, _ = addition
         return b'%b%d,%b,"logprobs":%b,"finish_reason":%b,"stop_reason":%b%b}]%b' % (
             self._start,
             index,
@@ -243,10 +268,10 @@ class ChunkFrame:
             self._tail if self._counts is None else self._counts.tail(index),
         )
 
-    def usage_chunk(self, usage: Usage) -> bytes:
+    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
         """The chunk with the bill and no choices."""
         metrics = b"" if self._metrics is None else b',"metrics":' + _encode(self._metrics())
-        return self._usage_start + _encode(usage_object(usage)) + metrics + b"}\n\n"
+        return self._usage_start + _encode(usage) + metrics + b"}\n\n"
 
 
 class TokenFormatter:
@@ -340,5 +365,7 @@ def _shown(metrics: Metrics) -> dict[str, Any]:
     return {} if metrics is None else {"metrics": metrics()}
 
 
-def _whole(head: AnswerHead, kind: str, choices: list[dict[str, Any]], usage: Usage, extra: dict[str, Any]) -> bytes:
-    return _encode({**_head_fields(head, kind), "choices": choices, "usage": usage_object(usage), **extra})
+def _whole(
+    head: AnswerHead, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any], extra: dict[str, Any]
+) -> bytes:
+    return _encode({**_head_fields(head, kind), "choices": choices, "usage": usage, **extra})

@@ -4,7 +4,7 @@ Everything that can be refused is refused here, before the request reaches a gro
 """
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -21,6 +21,7 @@ from tandem.cluster.gateway.generation.response_format import ResponseFormat
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.http.body import parse_object, read_body
 from tandem.cluster.gateway.openai.answers import AnswerHead, ChunkCounts, CompletionFormat, Metrics
+from tandem.cluster.gateway.openai.fields.grammar_fields import grammar_size, requested_grammar, structured_field
 from tandem.cluster.gateway.openai.model_lookup import Served, served_model
 from tandem.cluster.gateway.openai.prompts import (
     Asked,
@@ -89,10 +90,10 @@ async def completions(text: TextServices, generations: Generations, request: Req
         model = held_model(text, generations, body.model, principal, held)
         wanted = _wanted(body)
         check_choices(text, body)
-        head = answer_head(text, generations, "cmpl", model.name)
+        head = answer_head(text, generations, "cmpl-", model.name)
         asked = Posted(request, principal, model, head.id, body)
         parts, echo = await text.workers.run(
-            principal.tenant, size, _completion_parts, text, generations, asked, body, wanted
+            principal.tenant, size + grammar_size(body), _completion_parts, text, generations, asked, body, wanted
         )
         generation = make_generation(text, generations, asked, parts, began_s, "prompt")
         shown = body.n or 1
@@ -175,10 +176,11 @@ def _completion_parts(
     text: TextServices, generations: Generations, asked: "Posted[CompletionBody]", body: CompletionBody, wanted: int
 ) -> tuple[list[RequestPart], list[str]]:
     """A part for every prompt, and the prompts' texts where the answer begins with them."""
+    grammar = requested_grammar(text.settings, body)
     work: list[tuple[Prompt, SamplingParams]] = []
     for item in completion_prompts(text, body):
         prompt, max_tokens = fit(text, item, body, wanted, COMPLETION_FIELDS)
-        work.append((prompt, prompt_sampling(text, body, max_tokens, body.logprobs)))
+        work.append((prompt, prompt_sampling(text, body, max_tokens, body.logprobs, grammar)))
     echo = [_echo_text(text, prompt, body) for prompt, _ in work] if body.echo else []
     return request_parts(text, generations, asked, work), echo
 
@@ -199,7 +201,9 @@ def held_model(
     return model
 
 
-def prompt_sampling(text: TextServices, body: CommonBody, max_tokens: int, logprobs: int | None) -> SamplingParams:
+def prompt_sampling(
+    text: TextServices, body: CommonBody, max_tokens: int, logprobs: int | None, grammar: str | None
+) -> SamplingParams:
     """Sampling parameters; best_of above n samples more and needs log probabilities to choose; with echo, logprobs are
     those of the prompt too."""
     count = body.best_of or body.n or 1
@@ -208,11 +212,19 @@ def prompt_sampling(text: TextServices, body: CommonBody, max_tokens: int, logpr
         of_prompt = body.logprobs
     if count > (body.n or 1) and logprobs is None:
         logprobs = 0
-    return sampling_params(text, body, max_tokens=max_tokens, n=count, logprobs=logprobs, prompt_logprobs=of_prompt)
+    return sampling_params(
+        text,
+        body,
+        max_tokens=max_tokens,
+        n=count,
+        logprobs=logprobs,
+        prompt_logprobs=of_prompt,
+        grammar=grammar,
+    )
 
 
 def answer_head(text: TextServices, generations: Generations, prefix: str, model: str) -> AnswerHead:
-    return AnswerHead(f"{prefix}-{uuid.uuid4().hex}", int(generations.wall_clock()), model, text.fingerprint)
+    return AnswerHead(f"{prefix}{uuid.uuid4().hex}", int(generations.wall_clock()), model, text.fingerprint)
 
 
 def includes_usage(body: CommonBody) -> bool:
@@ -280,12 +292,14 @@ def request_parts(
     work: Sequence[tuple[Prompt, SamplingParams]],
     *,
     is_open_ended: bool = False,
+    shows_special_tokens: bool = False,
 ) -> list[RequestPart]:
-    """A part for every prompt of one HTTP request."""
+    """A part for every prompt of one HTTP request. shows_special_tokens: in the texts, whatever the body says."""
+    skips = not shows_special_tokens and asked.body.skip_special_tokens is not False
     requests = engine_requests(generations, asked, [(prompt.token_ids, params) for prompt, params in work])
     parts = []
     for number, (request, (prompt, params)) in enumerate(zip(requests, work, strict=True)):
-        choices = [_choice(text, asked.body, prompt, params) for _ in range(params.n)]
+        choices = [_choice(text, asked.body, prompt, params, skips) for _ in range(params.n)]
         first = number * params.n
         part = RequestPart(request=request, choices=choices, first_choice=first, is_open_ended=is_open_ended)
         parts.append(part)
@@ -299,12 +313,17 @@ def make_generation(
     parts: list[RequestPart],
     began_s: float,
     prompt_field: str,
+    *,
+    grammar_field: str | None = None,
 ) -> Generation:
+    """The generation, not started. grammar_field: of the body, for refusals of a grammar that it does not ask for by
+    structured_field()."""
     named: dict[str, Any] = {
         "tenant": asked.principal.tenant,
         "model": asked.model.name,
         "began_s": began_s,
         "prompt_field": prompt_field,
+        "grammar_field": grammar_field or structured_field(asked.body),
     }
     body = asked.body
     if not body.use_beam_search:
@@ -314,9 +333,11 @@ def make_generation(
     return BeamGeneration(generations, parts, length_penalty=penalty, eos_token_ids=eos, **named)
 
 
-def _choice(text: TextServices, body: CommonBody, prompt: Prompt, params: SamplingParams) -> ChoiceText:
+def _choice(
+    text: TextServices, body: CommonBody, prompt: Prompt, params: SamplingParams, skips_special_tokens: bool
+) -> ChoiceText:
     return ChoiceText(
-        text.detokenizers.make(prompt.token_ids, skip_special_tokens=body.skip_special_tokens is not False),
+        text.detokenizers.make(prompt.token_ids, skip_special_tokens=skips_special_tokens),
         params,
         include_stop=bool(body.include_stop_str_in_output),
         eos_token_ids=text.tokenizer.eos_token_ids,
@@ -331,8 +352,9 @@ def text_answer(
     held: ExitStack,
     *,
     with_logprobs: bool,
+    before_end: Callable[[], Awaitable[None]] | None = None,
 ) -> GenerationResponse:
-    """The answer to be; what is held passes to the generation."""
+    """The answer to be; what is held passes to the generation. before_end: see TextResponse."""
     generation.held = held.pop_all()
     return TextResponse(
         generations,
@@ -343,6 +365,7 @@ def text_answer(
         shown=body.n or 1,
         with_logprobs=with_logprobs,
         is_streamable=_is_streamable(body, generation),
+        before_end=before_end,
     )
 
 

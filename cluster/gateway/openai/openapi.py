@@ -1,7 +1,7 @@
 """The OpenAPI document, built once from the same structs that parse the bodies and from the route table."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -45,15 +45,25 @@ REFUSALS = {
 }
 
 
-def openapi_document(routes: Iterable[tuple[str, str, AuthLevel, str]]) -> dict[str, Any]:
-    """The document for (path, method, level, summary) of every route."""
+def openapi_document(
+    routes: Iterable[tuple[str, str, AuthLevel, str]],
+    bodies: Mapping[str, type[msgspec.Struct]],
+    errors: Mapping[str, type[msgspec.Struct]],
+) -> dict[str, Any]:
+    """The document for (path, method, level, summary) of every route. bodies, errors: by path, those of other APIs
+    than OpenAI's oldest; without an entry the error's is ErrorBody."""
+    known = BODIES | dict(bodies)
+    kinds = {*known.values(), *errors.values(), ErrorBody}
     _, components = msgspec.json.schema_components(
-        [*BODIES.values(), ErrorBody], ref_template="#/components/schemas/{name}"
+        sorted(kinds, key=lambda kind: kind.__name__), ref_template="#/components/schemas/{name}"
     )
     paths: dict[str, dict[str, Any]] = {}
     for path, method, level, summary in routes:
         shown = path.replace(":path}", "}")
-        paths.setdefault(shown, {})[method.lower()] = _operation(path, method, level, summary)
+        operation = _operation(path, method, level, summary, errors.get(path, ErrorBody))
+        if (body := known.get(path)) is not None and method in ("POST", "PATCH"):
+            operation["requestBody"] = {"required": True, "content": _json_of(body)}
+        paths.setdefault(shown, {})[method.lower()] = operation
     return {
         "openapi": "3.1.0",
         "info": {"title": "Tandem", "version": "1"},
@@ -65,8 +75,14 @@ def openapi_document(routes: Iterable[tuple[str, str, AuthLevel, str]]) -> dict[
     }
 
 
-def _operation(path: str, method: str, level: AuthLevel, summary: str) -> dict[str, Any]:
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}
+def _json_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
+
+
+def _operation(
+    path: str, method: str, level: AuthLevel, summary: str, error_body: type[msgspec.Struct]
+) -> dict[str, Any]:
+    error = _json_of(error_body)
     operation: dict[str, Any] = {
         "summary": summary,
         "responses": {
@@ -80,8 +96,4 @@ def _operation(path: str, method: str, level: AuthLevel, summary: str) -> dict[s
         operation["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
         ]
-    body = BODIES.get(path) if method in ("POST", "PATCH") else None
-    if body is not None:
-        schema = {"$ref": f"#/components/schemas/{body.__name__}"}
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     return operation

@@ -5,11 +5,12 @@ the ids as given, inside the vocabulary.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
+from tandem.cluster.gateway.openai.fields.chat_checks import check_conversation, template_tools, template_variables
 from tandem.cluster.gateway.openai.schemas import ChatBody, CommonBody, CompletionBody, Message, TokenizeBody, invalid
 from tandem.cluster.gateway.services import TextServices
 from tandem.workers.messages.errors import ContextLengthExceeded, RequestRefused
@@ -28,14 +29,17 @@ def chat_prompt(services: TextServices, body: ChatBody | TokenizeBody) -> Prompt
     if services.chat_template is None:
         raise invalid("messages", "This model has no chat template; serve it with --chat-template.")
     assert body.messages is not None
-    tools = body.tools if isinstance(body, ChatBody) else None
-    check_text_bytes(services, sum(map(message_bytes, body.messages)) + _json_bytes(tools), "messages")
+    check_conversation(body, services.settings, services.chat_template)
+    tools = template_tools(body.tools)
+    beside = _json_bytes(tools) + _json_bytes(body.chat_template_kwargs)
+    check_text_bytes(services, sum(map(message_bytes, body.messages)) + beside, "messages")
     continues = bool(body.continue_final_message)
     text = services.chat_template.render(
         [template_message(message, i) for i, message in enumerate(body.messages)],
         tools=tools,
         add_generation_prompt=not continues and body.add_generation_prompt is not False,
         continue_final_message=continues,
+        variables=template_variables(body, services.chat_template),
     )
     truncates = isinstance(body, ChatBody) and body.truncate_prompt_tokens is not None
     if isinstance(body, ChatBody) and not truncates:
@@ -175,15 +179,16 @@ def fit(
 
 
 def message_bytes(message: Message) -> int:
-    """Bytes of a message's text and of its tool calls."""
+    """Bytes of a message's text, of its thinking and of its tool calls."""
     content = message.content
     texts = [content] if isinstance(content, str) else [part.text for part in content or ()]
     texts += [call.function.arguments for call in message.tool_calls or ()]
+    texts += [text for text in (message.reasoning, message.reasoning_content) if text is not None]
     return sum(len(text.encode()) for text in texts)
 
 
 def template_message(message: Message, at: int) -> dict[str, Any]:
-    """A message as templates expect it: text content, call arguments as objects."""
+    """A message as templates expect it: text content, call arguments as objects, thinking under both of its names."""
     content = message.content
     if content is None and message.role != "assistant":
         raise invalid(f"messages[{at}].content", f"A message of role {message.role} must have content.")
@@ -193,6 +198,9 @@ def template_message(message: Message, at: int) -> dict[str, Any]:
         result["name"] = message.name
     if message.tool_call_id is not None:
         result["tool_call_id"] = message.tool_call_id
+    reasoning = message.reasoning if message.reasoning is not None else message.reasoning_content
+    if reasoning is not None:
+        result["reasoning"] = result["reasoning_content"] = reasoning
     if message.tool_calls:
         result["tool_calls"] = [
             {
@@ -212,5 +220,5 @@ def _arguments(text: str, at: int) -> Any:
         raise invalid(f"messages[{at}].tool_calls", "The arguments of a tool call must be JSON.") from None
 
 
-def _json_bytes(tools: Sequence[Any] | None) -> int:
-    return len(msgspec.json.encode(tools)) if tools else 0
+def _json_bytes(value: Sequence[Any] | Mapping[str, Any] | None) -> int:
+    return len(msgspec.json.encode(value)) if value else 0

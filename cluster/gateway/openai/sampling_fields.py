@@ -4,6 +4,7 @@ model's own log probabilities, so fields that change those, or sample, are refus
 
 from typing import Any, TypeVar
 
+from tandem.cluster.gateway.openai.fields.grammar_fields import structured_field
 from tandem.cluster.gateway.openai.schemas import CommonBody, CompletionBody, invalid, unsupported
 from tandem.cluster.gateway.services import TextServices
 from tandem.configs.schema import BatchingPolicyName
@@ -27,6 +28,7 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0,),
     "bad_words": ([],),
     "allowed_token_ids": (),
+    "thinking_token_budget": (),
 }
 """Fields that beam search does not honour, and the values that ask for nothing."""
 
@@ -39,6 +41,7 @@ def sampling_params(
     n: int,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
+    grammar: str | None = None,
 ) -> SamplingParams:
     """Resolved parameters of one prompt, its bad words tokenized. RequestRefused when a token id or min_tokens is out
     of range."""
@@ -72,6 +75,7 @@ def sampling_params(
         allowed_token_ids=_allowed_token_ids(body.allowed_token_ids, text.vocab_size),
         bad_words_token_ids=bad_word_ids(text.tokenizer, body.bad_words or ()),
         prompt_logprobs=prompt_logprobs,
+        grammar=grammar,
     )
 
 
@@ -119,6 +123,8 @@ def checked_beams(body: Body, max_logprobs: int, batching: BatchingPolicyName = 
         raise unsupported("use_beam_search", f"Beam search is not served with --batching-policy {batching}.")
     if body.stream:
         raise unsupported("stream", "An answer of beam search cannot be streamed: it is known at the end.")
+    if (field := structured_field(body)) is not None:
+        raise unsupported(field, f"With use_beam_search {field} is not supported.")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise unsupported("best_of", "With use_beam_search n is the number of beams and of answers.")
     if 2 * (body.n or 1) > max_logprobs:
@@ -129,7 +135,7 @@ def checked_beams(body: Body, max_logprobs: int, batching: BatchingPolicyName = 
         name = "max_tokens" if body.max_tokens == 0 else "logprobs"
         raise unsupported(name, "With use_beam_search echo gives the text of the prompt only.")
     for name, allowed in WITHOUT_EFFECT.items():
-        value = getattr(body, name)
+        value = getattr(body, name, None)
         if value is not None and value not in allowed:
             words = "may only be " + " or ".join(map(str, allowed)) if allowed else "has no effect"
             raise unsupported(name, f"With use_beam_search {name} {words}.")

@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from tandem.cluster.gateway.http.body import printable
 from tandem.cluster.gateway.openai.allowed_values import allowed_values
+from tandem.cluster.gateway.openai.fields.tool_fields import FunctionTool, ReasoningEffort, ToolChoice
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.errors import RequestRefused
 
@@ -60,13 +61,49 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One turn of a conversation."""
+    """One turn of a conversation. reasoning, reasoning_content: an assistant's thinking, under either name."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: ShortText | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: ShortText | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The schema of response_format. The text follows it whether strict is true or not. name, description: for models
+    that are shown them; here they are only checked."""
+
+    name: ShortText | None = None
+    description: str | None = None
+    schema: Any = None
+    strict: bool | None = None
+
+
+class ResponseFormatField(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The form of the answer's text. json_schema: for that type; structures, triggers: for structural_tag, as in
+    vLLM."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+    structures: Any = None
+    triggers: Any = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's form of the answer's text: one of json, regex, choice, grammar, json_object, structural_tag, and what may
+    stand between the parts of JSON."""
+
+    json: Any = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Any = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
 
 
 class CommonBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -104,6 +141,14 @@ class CommonBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
     add_special_tokens: bool | None = None
     user: ShortText | None = None
+    response_format: ResponseFormatField | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: Literal["auto", "guidance", "llguidance"] | None = None
 
 
 class ChatBody(CommonBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -115,8 +160,13 @@ class ChatBody(CommonBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     top_logprobs: Annotated[int, Meta(ge=0)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["none"] | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class CompletionBody(CommonBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -137,6 +187,9 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    tools: list[FunctionTool] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 
@@ -157,54 +210,48 @@ class Neutral(NamedTuple):
     words: str
 
 
-def _is(*values: Any) -> Neutral:
+def neutral_values(*values: Any) -> Neutral:
+    """These values only."""
     words = " or ".join(json.dumps(value) for value in values)
     return Neutral(lambda given: any(given == value and type(given) is type(value) for value in values), words)
 
 
-def _any(kind: type, words: str) -> Neutral:
+def neutral_kind(kind: type, words: str) -> Neutral:
+    """All values of a type."""
     return Neutral(lambda given: isinstance(given, kind), words)
 
 
 NEVER = Neutral(lambda given: False, "")
 NEUTRAL: Mapping[str, Neutral] = {
-    "response_format": _is({"type": "text"}),
-    "store": _is(False),
-    "metadata": _any(dict, "an object"),
-    "parallel_tool_calls": _any(bool, "true or false"),
-    "service_tier": _is("auto", "default"),
-    "modalities": _is(["text"]),
-    "functions": _is([]),
-    "function_call": _is("none"),
-    "suffix": _is(""),
-    "structured_outputs": _is({}),
+    "store": neutral_values(False),
+    "metadata": neutral_kind(dict, "an object"),
+    "parallel_tool_calls": neutral_kind(bool, "true or false"),
+    "service_tier": neutral_values("auto", "default"),
+    "modalities": neutral_values(["text"]),
+    "functions": neutral_values([]),
+    "function_call": neutral_values("none"),
+    "suffix": neutral_values(""),
     "audio": NEVER,
     "prediction": NEVER,
-    "reasoning_effort": _is("none"),
-    "verbosity": _is("medium"),
+    "reasoning_effort": neutral_values("none"),
+    "verbosity": neutral_values("medium"),
     "web_search_options": NEVER,
     "chat_template": NEVER,
-    "chat_template_kwargs": _is({}),
-    "documents": _is([]),
-    "guided_json": NEVER,
-    "guided_regex": NEVER,
-    "guided_choice": NEVER,
-    "guided_grammar": NEVER,
-    "logits_processors": _is([]),
-    "safety_identifier": _any(str, "a string"),
-    "prompt_cache_key": _any(str, "a string"),
-    "echo": _is(False),
-    "spaces_between_special_tokens": _is(True),
+    "chat_template_kwargs": neutral_values({}),
+    "documents": neutral_values([]),
+    "logits_processors": neutral_values([]),
+    "safety_identifier": neutral_kind(str, "a string"),
+    "prompt_cache_key": neutral_kind(str, "a string"),
+    "echo": neutral_values(False),
+    "spaces_between_special_tokens": neutral_values(True),
 }
 """Fields that are known but not served: accepted only with a value that asks for nothing. null is always absent."""
 
 NEUTRAL_IN_MESSAGES: Mapping[str, Neutral] = {
     "refusal": NEVER,
-    "annotations": _is([]),
+    "annotations": neutral_values([]),
     "audio": NEVER,
     "function_call": NEVER,
-    "reasoning": NEVER,
-    "reasoning_content": NEVER,
 }
 """The same for fields of a message: clients send back an answer's whole message, with null for what it has not."""
 
@@ -216,21 +263,11 @@ _MISSING = re.compile(r"Object missing required field `(.*)`")
 
 def read_chat(fields: dict[str, Any], settings: GatewaySettings) -> ChatBody:
     """A chat body. RequestRefused naming the field at fault."""
-    tools = fields.get("tools")
-    if tools is not None and tools != [] and fields.get("tool_choice") != "none":
-        raise unsupported("tools", "Tool calls are not supported yet; send tool_choice none or no tools.")
-    if fields.get("tool_choice") not in (None, "none"):
-        if tools in (None, []) and fields["tool_choice"] == "auto":
-            fields = {**fields, "tool_choice": None}
-        else:
-            raise unsupported(
-                "tool_choice", 'tool_choice must be "none", or "auto" without tools: tools are not served.'
-            )
+    _check_kinds_of_tools(fields)
     _check_parts(fields.get("messages"))
     body = read(fields, ChatBody)
     _check_common(body, settings)
     _cap("messages", len(body.messages), settings.max_messages)
-    _cap("tools", len(body.tools or ()), settings.max_tools)
     if body.top_logprobs is not None:
         if not body.logprobs:
             raise invalid("top_logprobs", "top_logprobs needs logprobs true.")
@@ -256,21 +293,21 @@ def read_completion(fields: dict[str, Any], settings: GatewaySettings) -> Comple
     return body
 
 
-def read(fields: dict[str, Any], body_type: type[Body]) -> Body:
+def read(fields: dict[str, Any], body_type: type[Body], neutral: Mapping[str, Neutral] = NEUTRAL) -> Body:
     """Drops null and neutral fields, refuses unknown and unsupported ones by name, checks types and ranges."""
     known = set(body_type.__struct_fields__)
     kept: dict[str, Any] = {}
     for name, value in fields.items():
         if value is None:
-            if name not in known and name not in NEUTRAL:
+            if name not in known and name not in neutral:
                 raise unsupported(name, f"The field {printable(name)} is unknown.")
         elif name in known:
             kept[name] = value
-        elif name not in NEUTRAL:
+        elif name not in neutral:
             raise unsupported(name, f"The field {printable(name)} is unknown.")
-        elif not NEUTRAL[name].accepts(value):
-            raise unsupported(name, _not_neutral(name, NEUTRAL[name].words))
-    if isinstance(kept.get("messages"), list):
+        elif not neutral[name].accepts(value):
+            raise unsupported(name, not_neutral(name, neutral[name].words))
+    if neutral is NEUTRAL and isinstance(kept.get("messages"), list):
         kept["messages"] = [_plain_message(i, message) for i, message in enumerate(kept["messages"])]
     try:
         return msgspec.convert(kept, body_type)
@@ -284,7 +321,7 @@ def _plain_message(index: int, message: Any) -> Any:
         return message
     for name in sorted(found):
         if message[name] is not None and not NEUTRAL_IN_MESSAGES[name].accepts(message[name]):
-            raise unsupported(f"messages[{index}].{name}", _not_neutral(name, NEUTRAL_IN_MESSAGES[name].words))
+            raise unsupported(f"messages[{index}].{name}", not_neutral(name, NEUTRAL_IN_MESSAGES[name].words))
     return {name: value for name, value in message.items() if name not in found}
 
 
@@ -298,7 +335,8 @@ def invalid(param: str | None, message: str) -> RequestRefused:
     return RequestRefused(message, code="invalid_value", param=param)
 
 
-def _not_neutral(name: str, words: str) -> str:
+def not_neutral(name: str, words: str) -> str:
+    """Says that a field has a value that is not served. words: of its Neutral."""
     if not words:
         return f"The field {name} is not supported."
     return f"The field {name} is not supported with this value; it may be {words}."
@@ -341,6 +379,16 @@ def _check_parts(messages: Any) -> None:
                     f"messages[{i}].content[{j}]",
                     f'Content of type {printable(kind)} is not supported, only "text" is.',
                 )
+
+
+def _check_kinds_of_tools(fields: dict[str, Any]) -> None:
+    """Kinds of tools and of choices that are not served are refused by name, before types are checked."""
+    tools, choice = fields.get("tools"), fields.get("tool_choice")
+    kinds = [(f"tools[{i}].type", tool) for i, tool in enumerate(tools if isinstance(tools, list) else ())]
+    for param, value in (*kinds, ("tool_choice.type", choice)):
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind != "function":
+            raise unsupported(param, f'{param}: {printable(kind)} is not supported, only "function" is.')
 
 
 def _check_common(body: CommonBody, settings: GatewaySettings) -> None:

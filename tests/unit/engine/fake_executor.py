@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 from fake_adapters import AdapterPlan, FakeAdapters
+from fake_grammars import FakeGrammars
 from fake_tiers import GARBAGE, FakeTiers, Slot, TierPlan
 
 from tandem.workers.engine.executor import ExecutorReady
 from tandem.workers.messages.request import Pool, PromptLogprobs, TokenLogprobs
 from tandem.workers.messages.step import RowInit, RowResult, RowSampling, RowWork, StepPlan, StepResult
-from tandem.workers.messages.transfer import CopyKV, TransferOp, TransferResult
+from tandem.workers.messages.transfer import CompileGrammar, CopyKV, DropGrammar, TransferOp, TransferResult
 
 
 def chain_of(root: str, tokens: list[int]) -> list[int]:
@@ -108,6 +109,7 @@ class FakeExecutor:
         self.rows: dict[int, Row] = {}
         self.num_ranks = max(1 if plan is None else plan.num_ranks for plan in (tiers, adapters))
         self.adapters = None if adapters is None else FakeAdapters(adapters)
+        self.grammars = FakeGrammars(self.num_ranks)
         self.wanted: dict[int, str | None] = {}
         self.pools: list[list[list[Slot | None]]] = [
             [[None] * block_size for _ in range(num_blocks)] for _ in range(self.num_ranks)
@@ -171,13 +173,13 @@ class FakeExecutor:
             self._look()
         message = self._messages.popleft()
         if isinstance(message, TransferResult):
-            for fakes in (self.tiers, self.adapters):
+            for fakes in (self.tiers, self.adapters, self.grammars):
                 if fakes is not None and message.ticket in fakes.under_way:
                     fakes.taken(message)
         return message
 
     def _look(self) -> None:
-        for fakes in (self.tiers, self.adapters):
+        for fakes in (self.tiers, self.adapters, self.grammars):
             if fakes is not None:
                 self._messages += fakes.pump()
         self._messages.append(self._next_result())
@@ -195,6 +197,9 @@ class FakeExecutor:
         return self._results.popleft()
 
     def transfer(self, op: TransferOp) -> None:
+        if isinstance(op, CompileGrammar | DropGrammar):
+            self.grammars.send(op)
+            return
         if not isinstance(op, CopyKV):
             assert self.adapters is not None, "an adapter moves without --enable-lora"
             self.adapters.send(op, set().union(*self._slots))
@@ -249,6 +254,7 @@ class FakeExecutor:
             self.rows[init.row] = self._new_row(init)
 
     def _new_row(self, init: RowInit) -> Row:
+        self.grammars.check_bound(init.sampling.grammar)
         sampling, slot = init.sampling, init.adapter_slot
         return Row(list(init.token_ids), init.prompt_len, init.num_computed, sampling, slot=slot, pool=init.pool)
 

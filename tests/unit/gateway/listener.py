@@ -21,6 +21,7 @@ from tandem.cluster.adapters.adapter_list import AdapterList
 from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.gateway.http.auth import StaticKeys, TenantKeys
 from tandem.cluster.gateway.http.http_server import HttpLimits, make_server
+from tandem.cluster.gateway.responses.response_store import ResponseStore
 from tandem.cluster.state.redis_client import RequestClient
 from tandem.cluster.tenants.directory import TenantDirectory
 from tandem.cluster.tenants.quota import Quota
@@ -54,6 +55,7 @@ async def full_gateway(adapter_root: Path, **more: Any) -> AsyncIterator[Rig]:
             tenants=StoreAdmin(store, directory),
             adapters=adapters,
             adapter_roots=(str(adapter_root),),
+            store=lambda tasks: ResponseStore(redis, tasks, ttl_s=60, max_bytes=10**6),
             **more,
         ) as rig:
             yield rig

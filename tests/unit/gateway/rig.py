@@ -5,7 +5,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,9 @@ from tandem.cluster.gateway.generation.generations import Generations
 from tandem.cluster.gateway.generation.quarantine import Quarantine
 from tandem.cluster.gateway.http.auth import Authenticator
 from tandem.cluster.gateway.http.gateway_metrics import GatewayMetrics
+from tandem.cluster.gateway.http.tasks import TaskOwner
 from tandem.cluster.gateway.http.text_workers import TextWorkers
+from tandem.cluster.gateway.responses.response_store import ResponseStore
 from tandem.cluster.gateway.routes import build_gateway_app
 from tandem.cluster.gateway.services import Accounts, TextServices, extra_stop_token_ids
 from tandem.cluster.gateway.wiring import static_keys
@@ -159,9 +161,11 @@ async def gateway(
     tenants: TenantAdmin | None = None,
     engine_eos_token_ids: frozenset[int] = frozenset({EOS}),
     text: dict[str, Any] | None = None,
+    store: Callable[[TaskOwner], ResponseStore] | None = None,
     **more: Any,
 ) -> AsyncIterator[Rig]:
-    """A Rig; on leaving, nothing may be left running. text: of TextServices, more: of Generations."""
+    """A Rig; on leaving, nothing may be left running. text: of TextServices, store: makes that of responses,
+    more: of Generations."""
     backend = backend if backend is not None else FakeBackend(eos_token_ids=frozenset({EOS}))
     settings = settings or GatewaySettings()
     tokenizer = make_tokenizer(defaults)
@@ -183,7 +187,7 @@ async def gateway(
         **(text or {}),
     )
     generations = make_generations(settings, backend, accounts, metrics, **more)
-    app = build_gateway_app(services, accounts, generations)
+    app = build_gateway_app(services, accounts, generations, store(generations.tasks) if store is not None else None)
     transport = httpx.ASGITransport(app, raise_app_exceptions=True)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         rig = Rig(app, services, accounts, generations, backend, ledger, client)

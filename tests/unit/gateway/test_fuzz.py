@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from tandem.cluster.gateway.openai.schemas import NEUTRAL, ChatBody, CompletionBody
 from tests.unit.gateway.rig import ALL, CHAT, COMPLETE, MINIMAL, USER, error_of, gateway
+from tests.unit.gateway.test_tool_calls import CALL, THINKING, TOOLS, TURNS, saying, tooled
 
 SCALARS = st.one_of(
     st.none(),
@@ -29,6 +30,7 @@ VALUES = st.recursive(
 )
 FIELDS = sorted({*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__, *NEUTRAL, "tokens", "bogus", ""})
 MUTATIONS = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4)
+JSON = {"content-type": "application/json"}
 RELAXED = settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
 
 
@@ -77,3 +79,36 @@ async def test_any_header_is_survived(headers: dict[str, str]) -> None:
         answer = await rig.client.get("/livez", headers=raw)
         assert answer.status_code == 200
         assert answer.headers["x-request-id"].isascii()
+
+
+PLACES: tuple[tuple[str | int, ...], ...] = (
+    ("tools", 0),
+    ("tools", 0, "function"),
+    ("tools", 0, "function", "name"),
+    ("tools", 0, "function", "parameters"),
+    ("tools", 0, "function", "parameters", "properties"),
+    ("tool_choice",),
+    ("chat_template_kwargs",),
+    ("chat_template_kwargs", "enable_thinking"),
+    ("reasoning_effort",),
+    ("messages", 1),
+    ("messages", 1, "reasoning"),
+    ("messages", 1, "tool_calls", 0),
+    ("messages", 1, "tool_calls", 0, "function", "arguments"),
+    ("messages", 2, "tool_call_id"),
+)
+
+
+@RELAXED
+@given(st.lists(st.tuples(st.sampled_from(PLACES), VALUES), min_size=1, max_size=8), st.booleans())
+async def test_mutated_tools_never_hurt(mutations: list[tuple[tuple[str | int, ...], Any]], stream: bool) -> None:
+    base = {"messages": TURNS, "tools": TOOLS, "tool_choice": "auto", "chat_template_kwargs": {"enable_thinking": True}}
+    async with tooled(saying(CALL), **THINKING) as rig:
+        for path, value in mutations:
+            body = json.loads(json.dumps({**base, "stream": stream, "max_tokens": 60}))
+            place: Any = body
+            for step in path[:-1]:
+                place = place[step]
+            place[path[-1]] = value
+            answer = await rig.client.post(CHAT, content=json.dumps(body).encode(), headers=JSON)
+            check(answer.status_code, answer)

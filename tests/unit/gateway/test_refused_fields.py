@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.gateway.rig import BOTH, CHAT, COMPLETE, CONTEXT, MINIMAL, USER, VOCAB, Rig, error_of, gateway
 
-INVALID, UNSUPPORTED = "invalid_value", "unsupported_parameter"
+INVALID, UNSUPPORTED, GRAMMAR = "invalid_value", "unsupported_parameter", "invalid_grammar"
 
 COMMON_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"bogus": 1}, "bogus", UNSUPPORTED),
@@ -75,9 +75,31 @@ COMMON_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", INVALID),
     ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", INVALID),
     ({"user": 5}, "user", INVALID),
-    ({"response_format": {"type": "json_object"}}, "response_format", UNSUPPORTED),
-    ({"response_format": "text"}, "response_format", UNSUPPORTED),
-    ({"structured_outputs": {"json": {}}}, "structured_outputs", UNSUPPORTED),
+    ({"response_format": "text"}, "response_format", INVALID),
+    ({"response_format": {"type": "yaml"}}, "response_format.type", INVALID),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", INVALID),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema", INVALID),
+    ({"response_format": {"type": "text", "mood": 1}}, "response_format.mood", UNSUPPORTED),
+    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", INVALID),
+    ({"response_format": {"type": "json_object"}, "use_beam_search": True}, "response_format", UNSUPPORTED),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.regex", INVALID),
+    ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs", INVALID),
+    ({"structured_outputs": {"disable_fallback": True}}, "structured_outputs.disable_fallback", UNSUPPORTED),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", GRAMMAR),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", GRAMMAR),
+    ({"structured_outputs": {"choice": ["a"] * 1025}}, "structured_outputs", GRAMMAR),
+    ({"structured_outputs": {"regex": "a" * 4097}}, "structured_outputs", GRAMMAR),
+    (
+        {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
+        "structured_outputs.whitespace_pattern",
+        GRAMMAR,
+    ),
+    ({"guided_grammar": "start: nothing"}, "guided_grammar", GRAMMAR),
+    ({"guided_json": {"enum": ["x" * 70_000]}}, "guided_json", GRAMMAR),
+    ({"guided_json": {"type": "array", "uniqueItems": True}}, "guided_json", GRAMMAR),
+    ({"guided_json": {"x-guidance": {"lenient": True}}}, "guided_json", GRAMMAR),
+    ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", INVALID),
+    ({"guided_json": {}, "guided_decoding_backend": "xgrammar"}, "guided_decoding_backend", INVALID),
     ({"prompt_logprobs": -1}, "prompt_logprobs", INVALID),
     ({"prompt_logprobs": 21}, "prompt_logprobs", INVALID),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", UNSUPPORTED),
@@ -94,7 +116,6 @@ COMMON_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"use_beam_search": True, "top_p": 0.5}, "top_p", UNSUPPORTED),
     ({"use_beam_search": 1}, "use_beam_search", INVALID),
     ({"length_penalty": 2}, "length_penalty", INVALID),
-    ({"guided_regex": "a*"}, "guided_regex", UNSUPPORTED),
     ({"chat_template": "{{ x }}"}, "chat_template", UNSUPPORTED),
 ]
 
@@ -134,10 +155,9 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"top_logprobs": 2}, "top_logprobs", INVALID),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", INVALID),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", UNSUPPORTED),
-    ({"tools": [{}], "tool_choice": "auto"}, "tools", UNSUPPORTED),
-    ({"tool_choice": "required"}, "tool_choice", UNSUPPORTED),
-    ({"tool_choice": {"type": "function"}}, "tool_choice", UNSUPPORTED),
-    ({"tools": [{}] * 129, "tool_choice": "none"}, "tools", INVALID),
+    ({"tools": [{}], "tool_choice": "auto"}, "tools[0].type", INVALID),
+    ({"tool_choice": "required"}, "tool_choice", INVALID),
+    ({"tool_choice": {"type": "function"}}, "tool_choice.function", INVALID),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", INVALID),
     ({"echo": True}, "echo", UNSUPPORTED),
     ({"reasoning_effort": "high"}, "reasoning_effort", UNSUPPORTED),
@@ -245,10 +265,15 @@ ENUMERATED: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
     ({"messages": [{"role": "user", "content": [{"type": 5}]}]}, "messages[0].content[0].type", ("text",)),
     ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages[0].content[0].type", ("text",)),
     ({"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, "messages[0].tool_calls[0].type", ("function",)),
-    ({"tool_choice": "required"}, "tool_choice", ("none", "auto")),
-    ({"response_format": {"type": "json_object"}}, "response_format", ("type", "text")),
+    ({"tool_choice": "some"}, "tool_choice", ("none", "auto", "required")),
+    (
+        {"response_format": {"type": "yaml"}},
+        "response_format.type",
+        ("text", "json_object", "json_schema", "structural_tag"),
+    ),
     ({"service_tier": "priority"}, "service_tier", ("auto", "default")),
     ({"reasoning_effort": "high"}, "reasoning_effort", ("none",)),
+    ({"reasoning_effort": "huge"}, "reasoning_effort", ("none", "low", "high")),
     ({"verbosity": "high"}, "verbosity", ("medium",)),
 ]
 

@@ -18,6 +18,7 @@ from tandem.configs.errors import SettingsError
 from tandem.workers.executor.in_process_ranks import InProcessRank
 from tandem.workers.messages.request import TokenDelta
 from tandem.workers.messages.sampling_check import RANGES
+from tandem.workers.messages.thinking import ThinkingBudget
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0)
 
@@ -137,6 +138,23 @@ def test_every_parameter_has_its_range(llm: LLM) -> None:
     assert set(RANGES) == set(SamplingParams.__struct_fields__)
     odd = SamplingParams(max_tokens=4, temperature=0, top_k=-1, stop=["zzz"], logit_bias=((5, -math.inf),))  # type: ignore[arg-type]
     assert llm.generate("Once upon a time", odd, use_tqdm=False)[0].outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_thinking_has_its_budget_and_then_its_end_mark(llm: LLM, inside: bool) -> None:
+    start, end = (301,), (302, 303)
+    budget = ThinkingBudget(tokens=5, start=start, end=end, inside=inside)
+    free = llm.generate("Once upon a time", SamplingParams(max_tokens=12, temperature=0), use_tqdm=False)[0]
+    params = SamplingParams(max_tokens=12, temperature=0, n=2, thinking_budget=budget)
+    for output in llm.generate("Once upon a time", params, use_tqdm=False)[0].outputs:
+        if inside:
+            assert output.token_ids[:5] == free.outputs[0].token_ids[:5]
+            assert tuple(output.token_ids[5:7]) == end and not set(end) & set(output.token_ids[7:])
+        else:
+            assert output.token_ids == free.outputs[0].token_ids
+    bad = SamplingParams(max_tokens=4, thinking_budget=ThinkingBudget(tokens=5, start=start, end=()))
+    with pytest.raises(ValueError, match="at least 0 tokens, and two marks"):
+        llm.generate("x", bad, use_tqdm=False)
 
 
 def test_what_vllm_takes_for_a_tuple_is_taken(llm: LLM) -> None:
@@ -441,9 +459,17 @@ def test_another_tokenizer_is_used(llm: LLM, tmp_path: Path) -> None:
     folder = shutil.copytree(DEMO_MODEL, tmp_path / "text")
     (folder / "model.safetensors").unlink()
     for template in folder.glob("*.jinja"):
-        template.write_text("{{ messages[0].content }}, said plainly")
+        template.write_text(
+            "{{ messages[0].content }}, said {{ how or 'plainly' }}{% for t in tools or [] %}{{ t.name }}{% endfor %}"
+        )
     with LLM("demo", dtype="float32", max_num_seqs=2, tokenizer=str(folder)) as other:
-        (output,) = other.chat([{"role": "user", "content": "Once"}], GREEDY, use_tqdm=False)
+        once = [{"role": "user", "content": "Once"}]
+        (output,) = other.chat(once, GREEDY, use_tqdm=False)
+        more = {"tools": [{"name": "t"}], "chat_template_kwargs": {"how": "loud"}}
+        (loud,) = other.chat(once, GREEDY, use_tqdm=False, **more)
+        assert loud.prompt == "Once, said loudt"
+        with pytest.raises(ValueError, match="the chat template has no variable 'tools'"):
+            other.chat(once, GREEDY, chat_template_kwargs={"tools": []})
     assert output.prompt == "Once, said plainly"
     assert output.text == llm.generate(output.prompt_token_ids, GREEDY, use_tqdm=False)[0].text
 

@@ -21,11 +21,33 @@ def adjusted(logits: Floats, sampling: RowSampling, tokens: list[int], prompt_le
             out[last] = -np.inf
     for i, bias in sampling.logit_bias:
         out[i] += bias
+    if (preferred := end_of_thinking(sampling, output)) is not None:
+        out[preferred] += 1e9
     for i in set(tokens):
         out[i] = out[i] / sampling.repetition_penalty if out[i] > 0 else out[i] * sampling.repetition_penalty
     for i in set(output):
         out[i] -= sampling.frequency_penalty * output.count(i) + sampling.presence_penalty
     return out
+
+
+def end_of_thinking(sampling: RowSampling, output: list[int]) -> int | None:
+    """The next token of the end mark, where the thinking has had its budget. Marks are looked for from the left."""
+    budget = sampling.thinking_budget
+    if budget is None:
+        return None
+    inside, rest, thought = budget.inside, list(output), 0
+    while True:
+        mark = list(budget.end if inside else budget.start)
+        at = next((i for i in range(len(rest) - len(mark) + 1) if rest[i : i + len(mark)] == mark), None)
+        if at is None:
+            break
+        thought += at if inside else 0
+        inside, rest = not inside, rest[at + len(mark) :]
+    if not inside:
+        return None
+    end = list(budget.end)
+    begun = next(size for size in range(min(len(rest), len(end) - 1), -1, -1) if rest[len(rest) - size :] == end[:size])
+    return end[begun] if thought + len(rest) - begun >= budget.tokens else None
 
 
 def kept(logits: Floats, sampling: RowSampling) -> npt.NDArray[np.bool_]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.workers.kernels.sampling_ops import TorchSampling
 from tandem.workers.messages.step import RowSampling
 from tandem.workers.sampling.processors.logits_processor import FORBIDDEN
 from tandem.workers.sampling.sampling_table import EDITS, SamplingTable
@@ -50,7 +51,7 @@ def apply(
         return np.array(each.tokens[:position], np.int32), each.prompt_len
 
     at = np.array(places, np.int64)
-    table.chain.apply(logits, at[:, 0], at[:, 1], history, lambda host: host)
+    table.chain.apply(logits, at[:, 0], at[:, 1], history, lambda host: host, TorchSampling(lambda host: host))
 
 
 @pytest.mark.parametrize(("num_output", "is_forbidden"), [(0, True), (2, True), (3, False), (4, False)])

@@ -38,6 +38,7 @@ def ours(sampling: dict[str, Any], tokens: list[int], logits: torch.Tensor, prom
         np.array([len(tokens)]),
         lambda row, position: (np.array(tokens[:position], np.int32), prompt_len),
         lambda host: host,
+        OPS["torch"],
     )
     return got
 

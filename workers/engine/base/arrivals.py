@@ -3,6 +3,8 @@
 Called by the engine; the scheduler decides when they run.
 """
 
+import hashlib
+
 from tandem.workers.engine.base.sequence import RequestState, Sequence
 from tandem.workers.engine.blocks.block_manager import BlockManager
 from tandem.workers.messages.request import FinishReason, GenerationRequest, TokenDelta
@@ -22,6 +24,9 @@ class Arrivals:
         state = RequestState(request, arrival_s)
         state.sequences = [self._choice(state, choice) for choice in range(request.sampling.n)]
         state.num_live = request.sampling.n
+        state.grammar = None if request.sampling.grammar is None else digest_of(request.sampling.grammar)
+        for seq in state.sequences:
+            seq.grammar = state.grammar
         self._count += 1
         return state
 
@@ -39,7 +44,7 @@ class Arrivals:
             tokens=[*prompt, *resumed],
             prompt_len=len(prompt),
             max_len=_max_len(request, self._max_len),
-            min_len=len(prompt) + params.min_tokens,
+            min_len=len(prompt) + (0 if params.grammar is not None else params.min_tokens),
             stop_ids=eos.union(params.stop_token_ids),
             order=(request.priority, self._count, choice),
             table=table,
@@ -47,6 +52,11 @@ class Arrivals:
             num_known=len(prompt) + len(resumed),
             num_charged=len(prompt) + len(resumed),
         )
+
+
+def digest_of(grammar: str) -> str:
+    """Returns the digest by which the ranks know a grammar."""
+    return hashlib.sha256(grammar.encode()).hexdigest()
 
 
 def _max_len(request: GenerationRequest, most: int) -> int:

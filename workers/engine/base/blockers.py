@@ -13,8 +13,8 @@ class Blocker(Enum):
     FORK: the RequestState whose prompt another choice computes. ADAPTER: the digest of an adapter that is not on the
     device. KV: the ticket of a transfer. TURN: the digest of an adapter that has no place in the step. ALONE: the
     RequestState that must run alone, while another one does. BATCH: "next", the batch behind the one that runs
-    (batching_policy.py). Those that wait for FORK have not been queued yet: they
-    count for no tenant and hold no adapter.
+    (batching_policy.py). GRAMMAR: the digest of a grammar that is not compiled.
+    Those that wait for FORK have not been queued yet: they count for no tenant and hold no adapter.
     """
 
     FORK = "fork"
@@ -23,6 +23,7 @@ class Blocker(Enum):
     TURN = "turn"
     ALONE = "alone"
     BATCH = "batch"
+    GRAMMAR = "grammar"
 
 
 class Event(NamedTuple):

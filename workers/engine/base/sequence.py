@@ -34,8 +34,9 @@ class Sequence:
 
     tokens: prompt, then output. max_len: len(tokens) at which it ends with "length" (max_tokens, context or KV pool).
     min_len: len(tokens) below which no stop id ends it. order: (priority, arrival, choice), the smaller the earlier.
-    adapter: digest of its LoRA adapter. row: its row in the ranks' tables while RUNNING, else -1. num_known,
-    num_scheduled, num_computed, num_drafts: see the module. drafting: what became of its drafts. num_sent: leading
+    adapter: digest of its LoRA adapter. grammar: digest of the grammar that its output
+    follows. row: its row in the ranks' tables while RUNNING, else -1. num_known, num_scheduled,
+    num_computed, num_drafts: see the module. drafting: what became of its drafts. num_sent: leading
     tokens that the ranks know (PP > 1). bound_step: the first plan of its present or last row, 0: it never had one.
     last_step: the newest plan that names it. num_loads: waits for a lower tier since it last lost its blocks.
     void_until: results of plans up to this one are discarded, because KV that they used did not arrive. num_charged:
@@ -52,6 +53,7 @@ class Sequence:
     order: tuple[int, int, int]
     table: BlockTable
     adapter: str | None = None
+    grammar: str | None = None
     status: Status = Status.WAITING
     row: int = -1
     num_known: int = 0
@@ -110,6 +112,8 @@ class Sequence:
             allowed_token_ids=params.allowed_token_ids,
             bad_words_token_ids=params.bad_words_token_ids,
             prompt_logprobs=params.prompt_logprobs,
+            grammar=self.grammar,
+            thinking_budget=params.thinking_budget,
         )
 
 
@@ -119,7 +123,9 @@ class RequestState:
 
     arrival_s: of the engine's clock. num_live: choices that are not FINISHED. admitted: some choice has had a row.
     cached_tokens: prompt tokens found in the prefix cache. is_cleared: it was suspect, ran alone, and nothing happened.
-    num_prompt_logprobs: prompt tokens whose log probabilities have been delivered.
+
+    grammar: digest of the grammar that its choices follow. num_prompt_logprobs: prompt tokens whose log probabilities
+    have been delivered.
     """
 
     request: GenerationRequest
@@ -129,6 +135,7 @@ class RequestState:
     admitted: bool = False
     cached_tokens: int = 0
     is_cleared: bool = False
+    grammar: str | None = None
     num_prompt_logprobs: int = 0
 
     @property

@@ -186,7 +186,9 @@ class Collector:
     device_s: float = 0.0
     finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("stop", "length", "abort", "error"), 0))
     rejected: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(("queue_full", "context_length", "invalid", "deadline", "adapter"), 0)
+        default_factory=lambda: dict.fromkeys(
+            ("queue_full", "context_length", "invalid", "deadline", "adapter", "grammar"), 0
+        )
     )
     tenants: dict[str, TenantCounts] = field(default_factory=dict)
     time_to_first_token: Histogram = field(default_factory=lambda: Histogram(TTFT_BOUNDS_S))

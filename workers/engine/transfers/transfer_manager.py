@@ -1,7 +1,8 @@
-"""TransferManager: tickets and deadlines of all moves of KV and adapters beside the steps.
+"""TransferManager: tickets and deadlines of all work beside the steps: moves of KV and adapters, grammars to compile.
 
-Numbers each op, hands it to every rank, merges the ranks' answers and returns them to its owner (KVOffload or
-AdapterCache) when the last one has come. Owned by the engine's thread; knows neither blocks nor adapters.
+Numbers each op, hands it to every rank, merges the ranks' answers and returns them to its owner (KVOffload,
+AdapterCache or GrammarCache) when the last one has come. Owned by the engine's thread; knows no blocks or
+adapters.
 """
 
 import math
@@ -12,7 +13,15 @@ import msgspec
 
 from tandem.workers.engine.base.running_clock import RunningClock
 from tandem.workers.messages.errors import GroupLost
-from tandem.workers.messages.transfer import CopyKV, Failure, TransferOp, TransferResult, lane_of
+from tandem.workers.messages.transfer import (
+    CompileGrammar,
+    CopyKV,
+    DropGrammar,
+    Failure,
+    TransferOp,
+    TransferResult,
+    lane_of,
+)
 
 STUCK_S = 60.0
 """Seconds without the answer of a rank after which its memory lane is stuck, or its disk is given up."""
@@ -135,6 +144,8 @@ class TransferManager:
 
     def _give_up(self, opened: _Open) -> None:
         op = opened.outcome.op
+        if isinstance(op, CompileGrammar | DropGrammar):
+            return  # nothing but its own requests waits for it (grammar_cache.py)
         lane = lane_of(op)
         what = f"{len(op.slots)} KV blocks" if isinstance(op, CopyKV) else f"adapter {op.adapter.name}"
         if lane in ("memory", "placement"):

@@ -28,7 +28,6 @@ from tandem.workers.engine.waiting.adapter_state import Adapter, AdapterEvents, 
 from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
 from tandem.workers.messages.request import AdapterRef
 from tandem.workers.messages.transfer import (
-    CopyKV,
     DropAdapter,
     Failure,
     FetchAdapter,
@@ -360,7 +359,7 @@ class AdapterCache:
 
     def _finish(self, outcome: TransferOutcome, events: AdapterEvents) -> None:
         op, failure, now_s = outcome.op, outcome.failure, self._clock()
-        assert not isinstance(op, CopyKV), "blocks are not adapters"
+        assert isinstance(op, FetchAdapter | PlaceAdapter | DropAdapter), "blocks are not adapters"
         adapter = self._known[op.adapter.digest]
         assert adapter.move is not None and adapter.move.ticket == op.ticket, "one move of an adapter at a time"
         adapter.move = None

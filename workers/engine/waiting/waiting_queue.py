@@ -2,8 +2,8 @@
 
 A waiting sequence is queued (it needs only a row and blocks), or blocked by one thing: a choice of its request that
 computes the prompt (FORK), its adapter (ADAPTER), KV of its prefix (KV), --max-loras (TURN), a request that must run
-alone as it must itself (ALONE), or the batch that runs (BATCH). What it waits for is reported as an Event, and
-unblock() is the one way out. Called by the scheduler, the adapter cache and the engine.
+alone as it must itself (ALONE), the batch that runs (BATCH), or its grammar (GRAMMAR). What it waits for is reported
+as an Event, and unblock() is the one way out. Called by the scheduler, the adapter cache and the engine.
 """
 
 from collections.abc import Callable, Hashable

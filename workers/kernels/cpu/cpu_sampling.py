@@ -7,6 +7,8 @@ below e^-87 they are 0, and sums are made in another order; so a draw may differ
 import ctypes
 import threading
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, Kernel, Scratch
@@ -33,6 +35,7 @@ class CpuSampling:
             library, "draw_tokens", POINTER, NUMBER, NUMBER, POINTER, POINTER, POINTER, NUMBER, POINTER, POINTER,
             POINTER, POINTER, POINTER, POINTER, COUNT,
         )  # fmt: skip
+        self._keep = Kernel(library, "keep_tokens", POINTER, NUMBER, NUMBER, POINTER, NUMBER, POINTER, NUMBER, COUNT)
         self._own = _Own()
 
     def best(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,4 +60,14 @@ class CpuSampling:
         self._draw(
             logits_SV.data_ptr(), logits_SV.stride(0), vocab, best_S.data_ptr(), ids_S.data_ptr(), places,
             len(draws.places), *numbers, scratch.address, threads,
+        )  # fmt: skip
+
+    def keep(self, logits_SV: torch.Tensor, places_P: npt.NDArray[np.int64], bits_PW: npt.NDArray[np.uint32]) -> None:
+        vocab, words = logits_SV.shape[1], bits_PW.shape[1]
+        assert logits_SV.dtype is torch.float32 and logits_SV.stride(1) == 1 and 32 * words >= vocab
+        assert (places_P.dtype.char, bits_PW.dtype.char) == ("l", "I")
+        assert places_P.flags.c_contiguous and bits_PW.flags.c_contiguous
+        self._keep(
+            logits_SV.data_ptr(), logits_SV.stride(0), vocab, places_P.ctypes.data, len(places_P), bits_PW.ctypes.data,
+            words, torch.get_num_threads(),
         )  # fmt: skip

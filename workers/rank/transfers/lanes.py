@@ -87,6 +87,7 @@ class Lanes:
         self._answer = answer
         self._inboxes: dict[LaneKind, Inbox] = {}
         self._threads: list[LaneThread] = []
+        self._later: dict[LaneKind, tuple[Accelerator, tuple[Lane[Any], ...]]] = {}
 
     def __len__(self) -> int:
         """Number of threads."""
@@ -100,9 +101,16 @@ class Lanes:
             thread.start()
             self._threads.append(thread)
 
+    def open_later(self, kind: LaneKind, accelerator: Accelerator, *lanes: Lane[Any]) -> None:
+        """As open(), when the first op of the kind comes."""
+        self._later[kind] = accelerator, lanes
+
     def put(self, op: TransferOp) -> None:
-        """Hands an op to its lane; returns at once. From any thread."""
-        self._inboxes[lane_of(op)].put(op)
+        """Hands an op to its lane; returns at once. From one thread at a time."""
+        kind = lane_of(op)
+        if (later := self._later.pop(kind, None)) is not None:
+            self.open(kind, later[0], *later[1])
+        self._inboxes[kind].put(op)
 
     def close(self) -> None:
         """Ends the lanes after the ops that they have; a source or disk that hangs holds up nobody. Idempotent."""
@@ -115,4 +123,5 @@ class Lanes:
             for thread in self._threads:
                 thread.lane.close()
         self._threads.clear()
+        self._later.clear()
         self._inboxes.clear()

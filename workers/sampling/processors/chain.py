@@ -1,7 +1,7 @@
 """ProcessorChain: the logits processors of a rank, in their fixed order, and which rows need which.
 
-Owned by sampling_table.py; applied by sampler.py. The order is vLLM's: what forbids tokens first, penalties last. S
-rows that sample, V vocabulary.
+Owned by sampling_table.py; applied by sampler.py. The order is vLLM's: what forbids tokens first, then
+penalties; the grammar comes last. S rows that sample, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -9,9 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from tandem.workers.kernels.sampling_ops import SamplingOps
 from tandem.workers.messages.step import RowSampling
 from tandem.workers.sampling.processors.allowed_tokens import AllowedTokens
 from tandem.workers.sampling.processors.bad_words import BadWords
+from tandem.workers.sampling.processors.grammar import GrammarMask
 from tandem.workers.sampling.processors.logit_bias import LogitBias
 from tandem.workers.sampling.processors.logits_processor import (
     History,
@@ -22,16 +24,20 @@ from tandem.workers.sampling.processors.logits_processor import (
 )
 from tandem.workers.sampling.processors.min_tokens import MinTokens
 from tandem.workers.sampling.processors.penalties import Penalties
+from tandem.workers.sampling.processors.thinking_budget import ThinkingBudgets
 
 
-def all_processors(vocab_size: int) -> list[LogitsProcessor]:
-    """Returns every processor, in the order in which they are applied."""
+def all_processors(vocab_size: int, grammars: GrammarMask | None = None) -> list[LogitsProcessor]:
+    """Returns every processor, in the order in which they are applied. grammars: the one for grammars; None: one that
+    knows none."""
     return [
         MinTokens(vocab_size),
         AllowedTokens(vocab_size),
         BadWords(vocab_size),
         LogitBias(vocab_size),
+        ThinkingBudgets(vocab_size),
         Penalties(),
+        GrammarMask(vocab_size, None) if grammars is None else grammars,
     ]
 
 
@@ -61,11 +67,17 @@ class ProcessorChain:
         self._needs = np.pad(self._needs, ((0, capacity - len(self._needs)), (0, 0)))
 
     def apply(
-        self, logits_SV: torch.Tensor, rows_S: Ids, positions_S: Ids, history: History, to_device: ToDevice
+        self,
+        logits_SV: torch.Tensor,
+        rows_S: Ids,
+        positions_S: Ids,
+        history: History,
+        to_device: ToDevice,
+        ops: SamplingOps,
     ) -> None:
         """Changes logits_SV in place. Arguments as for sample()."""
         needs_SP = self._needs[rows_S]
         for which in np.flatnonzero(needs_SP.any(axis=0)).tolist():
             places = np.flatnonzero(needs_SP[:, which])
-            rows = SampledRows(places, rows_S[places], positions_S[places], history, to_device)
+            rows = SampledRows(places, rows_S[places], positions_S[places], history, to_device, ops)
             self._processors[which].apply(logits_SV, rows)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tandem.workers.kernels.sampling_ops import SamplingOps
 from tandem.workers.messages.step import RowSampling
 
 Ids = npt.NDArray[np.int64]
@@ -28,7 +29,8 @@ class SampledRows:
 
     places_P: rows of the logits. rows_P: rows of the row table. positions_P: index, in its sequence, of the token to
     choose. A row with drafts has several consecutive places, positions ascending; what history() gives for those after
-    the first ends with drafts, which may be rejected. to_device copies a host tensor to the logits' device.
+    the first ends with drafts, which may be rejected. to_device copies a host tensor to the logits' device, ops are
+    that device's operations.
     """
 
     places_P: Ids
@@ -36,6 +38,7 @@ class SampledRows:
     positions_P: Ids
     history: History
     to_device: ToDevice
+    ops: SamplingOps
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """Gives (row, position) for each place."""

@@ -1,13 +1,17 @@
-"""The formats in which models write tool calls and thinking: ToolFormat and ReasoningFormat.
+"""The formats in which models write tool calls and thinking: Tool, ToolFormat, ReasoningFormat.
 
-A format is one file of this folder, named in TOOL_FORMATS or REASONING_FORMATS. Gateways choose by name
-(--tool-call-parser, --reasoning-parser) or by the chat template.
+A format is one file of tools/ or reasoning/, named in TOOL_FORMATS or REASONING_FORMATS (format_list.py). Gateways
+choose by name (--tool-call-parser, --reasoning-parser) or by the chat template.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from tandem.workers.text.output.events import OutputParser
+
+
+class SchemaNotExpressible(ValueError):
+    """A tool's schema asks for arguments that a format cannot be forced to write. The message names tool and reason."""
 
 
 class Tool(NamedTuple):
@@ -34,9 +38,12 @@ class ToolFormat(Protocol):
         """Returns a parser for one choice, behind the thinking. Text that only looks like a call is content."""
         ...
 
-    def grammar(self, tools: Sequence[Tool], *, parallel: bool) -> str:
+    def grammar(self, tools: Sequence[Tool], *, parallel: bool, special_tokens: Mapping[str, int] = ...) -> str:
         """Returns a grammar (llguidance's Lark) whose texts are one call, or several if `parallel`, of these tools with
-        arguments that fit their schemas, each of which parser() reads as just these calls."""
+        arguments that fit their schemas, each of which parser() reads as just these calls.
+
+        special_tokens: the tokenizer's special tokens and their ids; a mark among them is written as that token.
+        Raises SchemaNotExpressible if the format cannot write all arguments that a tool's schema allows."""
         ...
 
 
@@ -45,6 +52,10 @@ class ReasoningFormat(Protocol):
 
     @property
     def shows_special_tokens(self) -> bool:
+        """As in ToolFormat."""
+        ...
+
+    def marks_in(self, template: str) -> bool:
         """As in ToolFormat."""
         ...
 

@@ -329,3 +329,21 @@ void draw_tokens(float *logits, long stride, long vocab, const float *best, int6
     ids[place] = draw_one(row, vocab, least, uniforms[r], sums);
   }
 }
+
+/* Makes minus infinity of the logits whose bits are 0, in the rows `places`. A row of bits has `words` words. */
+void keep_tokens(float *logits, long stride, long vocab, const int64_t *places, long rows, const uint32_t *bits,
+                 long words, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows * vocab >= PARALLEL_ELEMENTS)
+  for (long r = 0; r < rows; r++) {
+    float *row = logits + places[r] * stride;
+    const uint32_t *kept = bits + r * words;
+    long i = 0;
+    for (; i + 32 <= vocab; i += 32) {
+      const uint32_t word = kept[i / 32];
+      if (word == 0xffffffffu) continue;
+      for (long k = 0; k < 32; k++) row[i + k] = word >> k & 1 ? row[i + k] : -INFINITY;
+    }
+    for (; i < vocab; i++)
+      if (!(kept[i / 32] >> (i % 32) & 1)) row[i] = -INFINITY;
+  }
+}

@@ -1,0 +1,223 @@
+"""The bodies of POST /v1/messages and /v1/messages/count_tokens: what is honoured, neutral, or refused by name. One
+definition for parsing and OpenAPI."""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from tandem.cluster.gateway.http.body import printable
+from tandem.cluster.gateway.openai.schemas import (
+    NEVER,
+    Count,
+    Neutral,
+    ShortText,
+    invalid,
+    neutral_values,
+    read,
+    unsupported,
+)
+
+
+class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a prefix may be cached: prefixes always are, so it changes nothing."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class TextBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="text"):
+    """Text of a message, of the system's or of a tool's result."""
+
+    text: str
+    cache_control: CacheControl | None = None
+    citations: Annotated[list[Any], Meta(max_length=0)] | None = None
+
+
+class ThinkingBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="thinking"):
+    """Thinking of an earlier answer. signature: anything; ours is empty."""
+
+    thinking: str
+    signature: str | None = None
+    cache_control: CacheControl | None = None
+
+
+class ToolUseBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="tool_use"):
+    """A call that the model has made."""
+
+    id: ShortText
+    name: ShortText
+    input: dict[str, Any]
+    cache_control: CacheControl | None = None
+
+
+class ToolResultBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="tool_result"):
+    """What a tool that was called has returned. is_error: the model is told that it failed."""
+
+    tool_use_id: ShortText
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+    cache_control: CacheControl | None = None
+
+
+InputBlock = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+
+
+class InputMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One turn of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[InputBlock]
+
+
+class CustomTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tool that the client runs. input_schema: JSON schema of its arguments."""
+
+    name: str
+    input_schema: dict[str, Any]
+    description: str | None = None
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+    cache_control: CacheControl | None = None
+
+
+class MessagesToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Whether the model calls, and what. name: of type tool."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Whether the model thinks. adaptive: as it does by itself. budget_tokens: of type enabled, at most so many."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Count | None = None
+    display: Literal["summarized"] | None = None
+
+
+class MessagesMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """About the request. user_id: the client's name for its user."""
+
+    user_id: ShortText | None = None
+
+
+class OutputFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The answer is JSON that fits a schema."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """effort: of the thinking. format: of the answer's text."""
+
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class CountTokensBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/messages/count_tokens."""
+
+    messages: Annotated[list[InputMessage], Meta(min_length=1)]
+    model: ShortText | None = None
+    system: str | list[TextBlock] | None = None
+    tools: list[CustomTool] | None = None
+    tool_choice: MessagesToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
+
+
+class MessagesBody(CountTokensBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/messages."""
+
+    max_tokens: Count
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    metadata: MessagesMetadata | None = None
+    stream: bool | None = None
+
+
+NEUTRAL: Mapping[str, Neutral] = {
+    "service_tier": neutral_values("auto", "standard_only"),
+    "speed": neutral_values("standard"),
+    "mcp_servers": neutral_values([]),
+    "container": NEVER,
+    "context_management": NEVER,
+    "diagnostics": NEVER,
+    "inference_geo": NEVER,
+    "user_profile_id": NEVER,
+    "workspace_id": NEVER,
+}
+"""Fields that are known but not served: accepted only with a value that asks for nothing. null is always absent."""
+IN_COUNTS = ("speed", "mcp_servers", "context_management", "user_profile_id", "workspace_id")
+NEUTRAL_IN_COUNTS: Mapping[str, Neutral] = {name: NEUTRAL[name] for name in IN_COUNTS}
+BLOCK_KINDS = ("text", "thinking", "tool_use", "tool_result")
+
+
+def read_messages(fields: dict[str, Any]) -> MessagesBody:
+    """A body of /v1/messages. RequestRefused naming the field at fault."""
+    body = read(_plain(fields), MessagesBody, NEUTRAL)
+    _check(body)
+    budget = body.thinking.budget_tokens if body.thinking is not None else None
+    if budget is not None and budget >= body.max_tokens:
+        raise invalid("thinking.budget_tokens", "thinking.budget_tokens must be less than max_tokens.")
+    return body
+
+
+def read_count_tokens(fields: dict[str, Any]) -> CountTokensBody:
+    """A body of /v1/messages/count_tokens. RequestRefused naming the field at fault."""
+    body = read(_plain(fields), CountTokensBody, NEUTRAL_IN_COUNTS)
+    _check(body)
+    return body
+
+
+def _check(body: CountTokensBody) -> None:
+    choice, thinking = body.tool_choice, body.thinking
+    if choice is not None and (choice.type == "tool") != (choice.name is not None):
+        raise invalid("tool_choice.name", "tool_choice.name belongs to tool_choice.type tool, and only there.")
+    if thinking is not None and (thinking.type == "enabled") != (thinking.budget_tokens is not None):
+        raise invalid(
+            "thinking.budget_tokens", "thinking.budget_tokens belongs to thinking.type enabled, and only there."
+        )
+
+
+def _plain(fields: dict[str, Any]) -> dict[str, Any]:
+    """Drops nulls of blocks and tools. Kinds that are not served are refused by name, before types are checked."""
+    kept = dict(fields)
+    if isinstance(tools := kept.get("tools"), list):
+        kept["tools"] = [_checked(tool, ("custom",), f"tools[{i}]") for i, tool in enumerate(tools)]
+    if isinstance(system := kept.get("system"), list):
+        kept["system"] = list(_blocks(system, "system", ("text",)))
+    if isinstance(messages := kept.get("messages"), list):
+        kept["messages"] = [_plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    return kept
+
+
+def _plain_message(message: Any, place: str) -> Any:
+    if not isinstance(message, dict) or not isinstance(content := message.get("content"), list):
+        return message
+    return {**message, "content": list(_blocks(content, f"{place}.content", BLOCK_KINDS))}
+
+
+def _blocks(blocks: list[Any], place: str, kinds: tuple[str, ...]) -> Iterator[Any]:
+    for j, block in enumerate(blocks):
+        plain = _checked(block, kinds, f"{place}[{j}]")
+        inner = plain.get("content") if isinstance(plain, dict) else None
+        if isinstance(inner, list):
+            plain["content"] = list(_blocks(inner, f"{place}[{j}].content", ("text",)))
+        yield plain
+
+
+def _checked(value: Any, kinds: tuple[str, ...], place: str) -> Any:
+    if not isinstance(value, dict):
+        return value
+    kind = value.get("type")
+    if isinstance(kind, str) and kind not in kinds:
+        raise unsupported(place, f"{place}: the type {printable(kind)} is not supported, only {', '.join(kinds)}.")
+    return {name: one for name, one in value.items() if one is not None}

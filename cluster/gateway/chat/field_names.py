@@ -1,0 +1,47 @@
+"""Refusals of a chat body that another API's body was translated to: they name the fields that the client has sent."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tandem.workers.messages.errors import RequestRefused
+
+_MESSAGE = re.compile(r"messages\[(\d+)\](.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class FieldNames:
+    """The client's names. fields: by chat field. prompt: of the field with the conversation. messages: where the chat
+    messages come from, in order. parts: what stands for parts of a chat field's path, inside of fields."""
+
+    fields: Mapping[str, str]
+    prompt: str
+    messages: Sequence[str] = ()
+    parts: Sequence[tuple[str, str]] = ((".function", ""), (".json_schema", ""))
+
+    def of(self, param: str) -> str:
+        """The client's name of a chat field, or of a place in one, such as tools[0].function.name."""
+        if (found := _MESSAGE.fullmatch(param)) is not None:
+            at = int(found[1])
+            return self.messages[at] if at < len(self.messages) else self.prompt
+        if param == "messages":
+            return self.prompt
+        head = re.match(r"\w*", param)
+        assert head is not None
+        rest = param[head.end() :]
+        for theirs, own in self.parts:
+            rest = rest.replace(theirs, own)
+        return self.fields.get(head[0], head[0]) + rest
+
+    @contextmanager
+    def in_refusals(self) -> Iterator[None]:
+        """A refusal that passes is worded with the client's names."""
+        try:
+            yield
+        except RequestRefused as refusal:
+            if (param := refusal.param) is not None and (own := self.of(param)) != param:
+                text = re.sub(rf"(?<![\w.]){re.escape(param)}(?!\w)", lambda _: own, str(refusal))
+                refusal.args = (text,)
+                refusal.param = own
+            raise

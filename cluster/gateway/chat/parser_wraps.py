@@ -1,0 +1,96 @@
+"""Parsers around the parser of a format: one call only, no thinking shown, no special tokens in what is shown."""
+
+import re
+from collections.abc import Iterable, Sequence
+
+from tandem.workers.text.output.events import CallArguments, CallBegin, Content, OutputEvent, OutputParser, Reasoning
+
+
+class OneCall:
+    """Takes the first call, and nothing behind it (parallel_tool_calls false). is_over: the call has ended."""
+
+    def __init__(self, parser: OutputParser) -> None:
+        self._parser = parser
+        self._has_call = False
+        self.is_over = False
+
+    def push(self, text: str) -> list[OutputEvent]:
+        return self._first(self._parser.push(text))
+
+    def finish(self) -> list[OutputEvent]:
+        return self._first(self._parser.finish())
+
+    def _first(self, events: Iterable[OutputEvent]) -> list[OutputEvent]:
+        taken: list[OutputEvent] = []
+        for event in events:
+            if self._has_call and not (isinstance(event, CallArguments) and event.call == 0):
+                self.is_over = True
+            if self.is_over:
+                break
+            self._has_call |= isinstance(event, CallBegin)
+            taken.append(event)
+        return taken
+
+
+class WithoutThinking:
+    """Leaves the thinking out (include_reasoning false)."""
+
+    def __init__(self, parser: OutputParser) -> None:
+        self._parser = parser
+
+    def push(self, text: str) -> list[OutputEvent]:
+        return [event for event in self._parser.push(text) if not isinstance(event, Reasoning)]
+
+    def finish(self) -> list[OutputEvent]:
+        return [event for event in self._parser.finish() if not isinstance(event, Reasoning)]
+
+
+class WithoutSpecialTokens:
+    """Takes the spellings of special tokens out of thinking and content, for a format whose marks are special tokens:
+    there the parser has to see them all. A beginning of one is held back until it is known what it is."""
+
+    def __init__(self, parser: OutputParser, special: "SpecialSpellings") -> None:
+        self._parser = parser
+        self._special = special
+        self._kind: type[Content] | type[Reasoning] = Content
+        self._held = ""
+
+    def push(self, text: str) -> list[OutputEvent]:
+        return self._shown(self._parser.push(text))
+
+    def finish(self) -> list[OutputEvent]:
+        return [*self._shown(self._parser.finish()), *self._rest()]
+
+    def _shown(self, events: Iterable[OutputEvent]) -> list[OutputEvent]:
+        shown: list[OutputEvent] = []
+        for event in events:
+            if not isinstance(event, Content | Reasoning):
+                shown += [*self._rest(), event]
+                continue
+            if type(event) is not self._kind:
+                shown += self._rest()
+                self._kind = type(event)
+            text, self._held = self._special.split(self._held + event.text)
+            shown += [self._kind(text)] if text else []
+        return shown
+
+    def _rest(self) -> list[OutputEvent]:
+        held, self._held = self._held, ""
+        return [self._kind(held)] if held else []
+
+
+class SpecialSpellings:
+    """The spellings of special tokens, and their beginnings."""
+
+    def __init__(self, spellings: Sequence[str]) -> None:
+        self._whole = re.compile("|".join(map(re.escape, sorted(spellings, key=len, reverse=True))) or r"(?!)")
+        self._beginnings = frozenset(one[:size] for one in spellings for size in range(1, len(one)))
+        self._longest = max((len(one) - 1 for one in spellings), default=0)
+
+    def split(self, text: str) -> tuple[str, str]:
+        """Returns the text without special tokens, and its end as far as it may be the beginning of one."""
+        shown = self._whole.sub("", text)
+        for size in range(min(self._longest, len(shown)), 0, -1):
+            if shown[-size:] in self._beginnings:
+                return shown[:-size], shown[-size:]
+        return shown, ""

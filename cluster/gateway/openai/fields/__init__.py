@@ -1,0 +1,1 @@
+"""Groups of body fields with a room of their own: tools, thinking, structured output."""

@@ -1,0 +1,165 @@
+"""Stored responses, for previous_response_id: in Redis, each for a while, a tenant's within bytes and a number.
+
+A value has all items of its conversation, so that none depends on an earlier one. Beyond a cap a tenant's oldest go
+first. Keys are by tenant: another tenant's id is unknown. Without Redis answers go on, and are not stored.
+"""
+
+import asyncio
+import logging
+import re
+import zlib
+from collections.abc import Callable
+
+import msgspec
+
+from tandem.cluster.gateway.http.tasks import TaskOwner
+from tandem.cluster.gateway.responses.responses_body import Item
+from tandem.cluster.state import keys
+from tandem.cluster.state.redis_client import Commands, RedisUnavailable
+from tandem.workers.messages.errors import RequestRefused
+
+log = logging.getLogger("tandem.gateway")
+MAX_RESPONSES = 4096
+"""Of a tenant."""
+WAIT_S = 0.25
+"""How long the end of an answer waits for its storing, so that the next request finds it through any gateway."""
+PREFIX = "resp_"
+_ID = re.compile(r"resp_[0-9a-f]{32}")
+_DROP = """
+local total = tonumber(redis.call('HGET', KEYS[2], ARGV[2]) or '0')
+local function drop(id)
+  local size = redis.call('HGET', KEYS[2], id)
+  total = total - tonumber(size or '0')
+  redis.call('HDEL', KEYS[2], id)
+  redis.call('ZREM', KEYS[1], id)
+  return redis.call('DEL', ARGV[1] .. id)
+end
+"""
+PUT_SCRIPT = (
+    _DROP
+    + """
+local id, value, ttl = ARGV[3], ARGV[4], tonumber(ARGV[5])
+local time = redis.call('TIME')
+local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
+for _, gone in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now)) do drop(gone) end
+drop(id)
+while total + #value > tonumber(ARGV[6]) or redis.call('ZCARD', KEYS[1]) >= tonumber(ARGV[7]) do
+  local oldest = redis.call('ZRANGE', KEYS[1], 0, 0)[1]
+  if not oldest then break end
+  drop(oldest)
+end
+redis.call('SET', ARGV[1] .. id, value, 'EX', ttl)
+redis.call('ZADD', KEYS[1], string.format('%.0f', now + ttl * 1000000), id)
+redis.call('HSET', KEYS[2], id, #value, ARGV[2], total + #value)
+redis.call('EXPIRE', KEYS[1], ttl)
+redis.call('EXPIRE', KEYS[2], ttl)
+"""
+)
+DELETE_SCRIPT = (
+    _DROP
+    + """
+local found = drop(ARGV[3])
+if redis.call('EXISTS', KEYS[2]) == 1 then redis.call('HSET', KEYS[2], ARGV[2], total) end
+return found
+"""
+)
+
+
+class StoredResponse(msgspec.Struct, frozen=True, array_like=True):
+    """response: the answer's JSON. items: of its conversation, its own output included."""
+
+    response: bytes
+    items: list[Item]
+
+
+class ResponseStore:
+    """The responses of all tenants. ttl_s: their lifetime. max_bytes: of one tenant, compressed. tasks: own the writes,
+    which go on when their request has ended. count: is told what became of each write: stored, too_large or failed."""
+
+    def __init__(
+        self,
+        redis: Commands,
+        tasks: TaskOwner,
+        *,
+        ttl_s: int,
+        max_bytes: int,
+        max_responses: int = MAX_RESPONSES,
+        count: Callable[[str], None] = lambda outcome: None,
+    ) -> None:
+        self._redis = redis
+        self._tasks = tasks
+        self._ttl_s = ttl_s
+        self._max_bytes = max_bytes
+        self._max_responses = max_responses
+        self._count = count
+        self._is_trusted = True
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(StoredResponse).decode
+
+    async def keep(self, tenant: str, response_id: str, stored: StoredResponse) -> None:
+        """Begins to store a response, and waits a moment for it, unless the last one was not stored either."""
+        writing = self._tasks.start(self._put(tenant, response_id, stored), "store a response")
+        if self._is_trusted:
+            await asyncio.wait({writing}, timeout=WAIT_S)
+
+    async def get(self, tenant: str, response_id: str, param: str | None = None) -> StoredResponse:
+        """A response of this tenant. RequestRefused 404 when there is none, 503 when Redis is not there. param: the
+        field that names it."""
+        found = None
+        if _ID.fullmatch(response_id):
+            try:
+                found = await self._redis.command("GET", keys.response(tenant, response_id))
+            except RedisUnavailable:
+                raise unavailable() from None
+        if not isinstance(found, bytes):
+            raise not_found(response_id, param)
+        return self._decode(await asyncio.to_thread(zlib.decompress, found))
+
+    async def delete(self, tenant: str, response_id: str) -> None:
+        """Deletes a response of this tenant. RequestRefused as in get()."""
+        found: object = 0
+        if _ID.fullmatch(response_id):
+            try:
+                found = await self._script(DELETE_SCRIPT, tenant, response_id)
+            except RedisUnavailable:
+                raise unavailable() from None
+        if found != 1:
+            raise not_found(response_id, None)
+
+    async def _put(self, tenant: str, response_id: str, stored: StoredResponse) -> None:
+        value = await asyncio.to_thread(lambda: zlib.compress(self._encode(stored), 1))
+        if len(value) > self._max_bytes:
+            self._count("too_large")
+            log.warning("response %s is not stored: it has %d bytes, above the limit", response_id, len(value))
+            return
+        try:
+            await self._script(
+                PUT_SCRIPT, tenant, response_id, value, self._ttl_s, self._max_bytes, self._max_responses
+            )
+            self._is_trusted = True
+            self._count("stored")
+        except RedisUnavailable as error:
+            self._is_trusted = False
+            self._count("failed")
+            log.warning("response %s is not stored: %s", response_id, error)
+
+    async def _script(self, script: str, tenant: str, response_id: str, *more: str | bytes | int) -> object:
+        """Runs a script, which may run twice where a reply is lost."""
+        places = (keys.responses(tenant), keys.response_sizes(tenant))
+        prefix = keys.response(tenant, "")
+        return await self._redis.command(
+            "EVAL", script, len(places), *places, prefix, keys.RESPONSES_TOTAL, response_id, *more
+        )
+
+
+def not_found(response_id: str, param: str | None) -> RequestRefused:
+    """The refusal of an id: the same words for one that never was, has expired or is another tenant's."""
+    message = f"There is no response {response_id[:128]!r}: it has expired, or never was one of yours."
+    code = "response_not_found" if param is None else "previous_response_not_found"
+    return RequestRefused(message, code=code, status=404, param=param)
+
+
+def unavailable() -> RequestRefused:
+    """The refusal while Redis is away."""
+    message = "Stored responses cannot be read now, because Redis is away; try again, or send the whole conversation."
+    return RequestRefused(message, code="service_unavailable", status=503)

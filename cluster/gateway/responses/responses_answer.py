@@ -1,0 +1,173 @@
+"""The text of the answers of /v1/responses: response objects and the events of a stream, as OpenAI's client reads them.
+
+Whole answers and streams are made of the same steps (chat/blocks.py). Streaming is the hot path: what is constant in
+the deltas of an item is serialized once.
+"""
+
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from tandem.cluster.gateway.chat.blocks import Began, Block, Blocks, BlockStep, Ended, Grew
+from tandem.cluster.gateway.generation.response_format import ChoiceAnswer
+from tandem.cluster.gateway.http.error_answers import as_refusal
+from tandem.workers.messages.request import Usage
+from tandem.workers.text.choice_text import TextDelta
+
+_encode = msgspec.json.Encoder().encode
+PREFIXES = {"text": "msg_", "thinking": "rs_", "call": "fc_"}
+DELTAS = {
+    "text": "response.output_text.delta",
+    "thinking": "response.reasoning_text.delta",
+    "call": "response.function_call_arguments.delta",
+}
+
+
+class ResponsesFormat:
+    """One answer, streamed or not. fields: of the response object, those that the request decides. now: Unix time.
+    final: the whole object, once it is complete."""
+
+    def __init__(self, fields: dict[str, Any], blocks: Blocks, now: Callable[[], float]) -> None:
+        self._fields = fields
+        self._now = now
+        self._blocks = blocks
+        self._ids: list[tuple[str, str]] = []
+        self._sequence = 0
+        self._delta_start = b""
+        self._is_cut = False
+        self.final: dict[str, Any] | None = None
+
+    # ---- implements ResponseFormat ----
+
+    def whole(self, choices: Sequence[ChoiceAnswer], usage: Usage) -> bytes:
+        (choice,) = choices
+        self._blocks.push(choice.text, choice.token_ids)
+        self._blocks.finish()
+        self._is_cut = choice.finish_reason == "length"
+        return _encode(self._complete(usage))
+
+    def opening(self, index: int) -> bytes:
+        shown = self._object("in_progress", [])
+        return self._event("response.created", response=shown) + self._event("response.in_progress", response=shown)
+
+    def chunk(self, index: int, addition: TextDelta) -> bytes:
+        steps = self._blocks.push(addition.text, addition.token_ids)
+        if addition.finish_reason is not None:
+            self._is_cut = addition.finish_reason == "length"
+            steps += self._blocks.finish()
+        return b"".join([self._step(step) for step in steps])
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        final = self._complete(usage)
+        return self._event(f"response.{final['status']}", response=final)
+
+    def closing(self, error: Exception | None) -> bytes:
+        if error is None:
+            return b""
+        refusal = as_refusal(error)
+        code = "invalid_prompt" if refusal.status < 500 else "server_error"
+        if refusal.status == 429:
+            code = "rate_limit_exceeded"
+        failed = {**self._object("failed", []), "error": {"code": code, "message": str(refusal)}}
+        return self._event("response.failed", response=failed)
+
+    # ---- objects ----
+
+    def _complete(self, usage: Usage) -> dict[str, Any]:
+        output = [self._item(block, self._status(block)) for block in self._blocks.all]
+        final = self._object("incomplete" if self._is_cut else "completed", output)
+        final["usage"] = {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": self._blocks.reasoning_tokens},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
+        if self._is_cut:
+            final["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            final["completed_at"] = int(self._now())
+        self.final = final
+        return final
+
+    def _object(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+        nothing = {"error": None, "incomplete_details": None, "usage": None}
+        return {**self._fields, "status": status, **nothing, "output": output}
+
+    def _status(self, block: Block) -> str:
+        return "incomplete" if self._is_cut and block is self._blocks.all[-1] else "completed"
+
+    def _item(self, block: Block, status: str) -> dict[str, Any]:
+        """The item of a block as far as it is."""
+        item_id, call_id = self._id(block)
+        if block.kind == "call":
+            named = {"id": item_id, "type": "function_call", "status": status, "call_id": call_id, "name": block.name}
+            return {**named, "arguments": block.text}
+        parts = [_part(block)] if block.pieces else []
+        if block.kind == "thinking":
+            return {"id": item_id, "type": "reasoning", "status": status, "summary": [], "content": parts}
+        return {"id": item_id, "type": "message", "status": status, "role": "assistant", "content": parts}
+
+    def _id(self, block: Block) -> tuple[str, str]:
+        """The ids of a block's item and, if it is one, of its call."""
+        while len(self._ids) <= block.index:
+            kind = self._blocks.all[len(self._ids)].kind
+            self._ids.append((f"{PREFIXES[kind]}{uuid.uuid4().hex}", f"call_{uuid.uuid4().hex[:24]}"))
+        return self._ids[block.index]
+
+    # ---- events ----
+
+    def _step(self, step: BlockStep) -> bytes:
+        match step:
+            case Grew(_, text):
+                self._sequence += 1
+                return b'%b%b,"sequence_number":%d}\n\n' % (self._delta_start, _encode(text), self._sequence - 1)
+            case Began(block):
+                return self._began(block)
+            case Ended(block):
+                return self._ended(block)
+
+    def _began(self, block: Block) -> bytes:
+        place = self._place(block)
+        shown = self._item(Block(block.kind, block.index, block.name), "in_progress")
+        events = self._event("response.output_item.added", output_index=block.index, item=shown)
+        if block.kind != "call":
+            empty = _part(Block(block.kind, block.index))
+            events += self._event("response.content_part.added", **place, part=empty)
+        if block.kind == "text":
+            place["logprobs"] = []
+        kind = DELTAS[block.kind]
+        start = _encode({"type": kind, **place})[:-1]  # lacks its closing brace
+        self._delta_start = b"event: %b\ndata: %b,%b:" % (kind.encode(), start, b'"delta"')
+        return events
+
+    def _ended(self, block: Block) -> bytes:
+        place, text = self._place(block), block.text
+        if block.kind == "call":
+            name = "response.function_call_arguments.done"
+            events = self._event(name, **place, name=block.name, arguments=text)
+        elif block.kind == "thinking":
+            events = self._event("response.reasoning_text.done", **place, text=text)
+        else:
+            events = self._event("response.output_text.done", **place, text=text, logprobs=[])
+        if block.kind != "call":
+            events += self._event("response.content_part.done", **place, part=_part(block))
+        item = self._item(block, self._status(block))
+        return events + self._event("response.output_item.done", output_index=block.index, item=item)
+
+    def _place(self, block: Block) -> dict[str, Any]:
+        place: dict[str, Any] = {"item_id": self._id(block)[0], "output_index": block.index}
+        return place if block.kind == "call" else {**place, "content_index": 0}
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        data = {"type": kind, "sequence_number": self._sequence, **fields}
+        self._sequence += 1
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode(data))
+
+
+def _part(block: Block) -> dict[str, Any]:
+    if block.kind == "thinking":
+        return {"type": "reasoning_text", "text": block.text}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}

@@ -1,0 +1,46 @@
+"""Which formats of calls and thinking a service takes, by its flags and its chat template."""
+
+from typing import get_args
+
+import pytest
+
+from tandem.cluster.gateway.chat.format_choice import choose_formats
+from tandem.configs.errors import SettingsError
+from tandem.configs.load import build_settings
+from tandem.configs.schema import GatewaySettings, ReasoningParser, ToolCallParser
+from tandem.workers.text.output.format_list import REASONING_FORMATS, TOOL_FORMATS
+
+HERMES = "{% if tools %}<tool_call>{}</tool_call>{% endif %}"
+
+
+def test_the_settings_name_every_format() -> None:
+    assert set(get_args(ToolCallParser)) == set(TOOL_FORMATS)
+    assert set(get_args(ReasoningParser)) == set(REASONING_FORMATS)
+
+
+def test_the_template_chooses_unless_a_flag_does() -> None:
+    chosen = choose_formats(GatewaySettings(), HERMES)
+    assert (chosen.tool_name, chosen.reasoning_name) == ("hermes", None)
+    assert chosen.tool is TOOL_FORMATS["hermes"] and chosen.reasoning is None
+    assert chosen.note == "tool calls are parsed as hermes, by the chat template"
+    named = choose_formats(GatewaySettings(tool_call_parser="mistral", reasoning_parser="qwen3"), HERMES)
+    assert (named.tool_name, named.reasoning_name, named.note) == ("mistral", "qwen3", None)
+    assert named.reasoning is REASONING_FORMATS["qwen3"]
+
+
+def test_auto_tool_choice_needs_to_know_how_calls_look() -> None:
+    settings = GatewaySettings(enable_auto_tool_choice=True)
+    for template in (None, "{{ messages }}"):
+        assert choose_formats(GatewaySettings(), template).tool is None
+        with pytest.raises(SettingsError, match="needs --tool-call-parser") as error:
+            choose_formats(settings, template)
+        assert error.value.flag == "--enable-auto-tool-choice"
+    assert choose_formats(settings, HERMES).tool_name == "hermes"
+
+
+@pytest.mark.parametrize("flag", ["tool_call_parser", "reasoning_parser"])
+def test_an_unknown_name_is_refused_with_the_known_ones(flag: str) -> None:
+    known = ToolCallParser if flag == "tool_call_parser" else ReasoningParser
+    with pytest.raises(SettingsError) as error:
+        build_settings("m", {flag: "bogus"})
+    assert all(name in str(error.value) for name in get_args(known))

@@ -1,0 +1,243 @@
+"""Stored responses, in a real Redis: chains, lifetime, caps, privacy, losses."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+
+from tandem.cluster.gateway.http.auth import Principal
+from tandem.cluster.gateway.http.tasks import TaskOwner
+from tandem.cluster.gateway.responses.response_store import ResponseStore, StoredResponse
+from tandem.cluster.gateway.responses.responses_body import MessageItem
+from tandem.cluster.process.redis_server import RedisServer
+from tandem.cluster.state import keys
+from tandem.cluster.state.redis_client import BackgroundClient
+from tandem.workers.messages.errors import RequestRefused
+from tests.support.fake_backend import FakeBackend
+from tests.support.private_redis import private_redis
+from tests.unit.gateway.rig import Rig, error_of, gateway
+from tests.unit.gateway.test_responses import PATH, ask, prompt_of, sse
+from tests.unit.gateway.test_tool_calls import saying
+from tests.unit.tenants.tenant_rig import patient
+
+UNKNOWN = "resp_" + "0" * 32
+
+
+class ByKey:
+    """Each key is a tenant's name."""
+
+    is_open = False
+
+    def authenticate(self, authorization: str | None) -> Principal:
+        return Principal((authorization or "").removeprefix("Bearer "), is_admin=False)
+
+    def check_metrics(self, authorization: str | None) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RedisServer]:
+    with private_redis() as server:
+        yield server
+
+
+@pytest.fixture
+async def redis(server: RedisServer) -> AsyncIterator[BackgroundClient]:
+    client = patient(server)
+    await client.command("FLUSHALL")
+    yield client
+    await client.close()
+
+
+def store_of(redis: Any, **limits: Any) -> Any:
+    """What the rig takes."""
+    return lambda tasks: ResponseStore(redis, tasks, **({"ttl_s": 60, "max_bytes": 10**6} | limits))
+
+
+@asynccontextmanager
+async def storing(redis: Any, backend: FakeBackend | None = None, **limits: Any) -> AsyncIterator[Rig]:
+    async with gateway(backend or saying("yes"), auth=ByKey(), store=store_of(redis, **limits)) as rig:
+        rig.client.headers["authorization"] = "Bearer acme"
+        yield rig
+
+
+async def test_a_conversation_goes_on_from_its_last_response(redis: BackgroundClient) -> None:
+    async with storing(redis) as rig:
+        first = (await ask(rig, input="one", instructions="Be kind.")).json()
+        assert first["store"] is True
+        second = sse((await ask(rig, input="two", previous_response_id=first["id"], stream=True)).text)[-1]["response"]
+        assert prompt_of(rig) == "user:oneassistant:yesuser:two", "instructions are of one request"
+        assert second["previous_response_id"] == first["id"]
+        await ask(rig, input="three", previous_response_id=second["id"])
+        assert prompt_of(rig) == "user:oneassistant:yesuser:twoassistant:yesuser:three"
+        await ask(rig, input="other", previous_response_id=first["id"])
+        assert prompt_of(rig) == "user:oneassistant:yesuser:other", "a response may be gone on from twice"
+
+
+async def test_it_is_shown_and_deleted(redis: BackgroundClient) -> None:
+    async with storing(redis) as rig:
+        first = (await ask(rig)).json()
+        second = (await ask(rig, previous_response_id=first["id"])).json()
+        place = f"{PATH}/{first['id']}"
+        assert (await rig.client.get(place)).json() == first
+        for query in ("stream=true", "include[]=x"):
+            assert error_of(await rig.client.get(f"{place}?{query}"))["param"] in ("stream", "include[]")
+        assert (await rig.client.delete(place)).json() == {"id": first["id"], "object": "response", "deleted": True}
+        for method in ("GET", "DELETE"):
+            gone = await rig.client.request(method, place)
+            assert (gone.status_code, error_of(gone)["code"]) == (404, "response_not_found")
+        assert (await ask(rig, previous_response_id=second["id"])).status_code == 200, "it has all of its conversation"
+
+
+async def test_what_is_not_to_be_stored_is_not(redis: BackgroundClient) -> None:
+    async with storing(redis) as rig:
+        body = (await ask(rig, store=False)).json()
+        assert body["store"] is False
+        assert (await rig.client.get(f"{PATH}/{body['id']}")).status_code == 404
+        rig.backend.lose_at_position = 1
+        assert sse((await ask(rig, stream=True)).text)[-1]["type"] == "response.failed"
+        assert await redis.command("KEYS", "tandem:responses:*") == []
+
+
+async def test_another_tenants_response_is_unknown(redis: BackgroundClient) -> None:
+    async with storing(redis) as rig:
+        own = (await ask(rig)).json()["id"]
+        rig.client.headers["authorization"] = "Bearer rival"
+        seen = []
+        for response_id in (own, UNKNOWN, "x", "resp_" + "*" * 32):
+            answers = [
+                await ask(rig, previous_response_id=response_id),
+                await rig.client.get(f"{PATH}/{response_id}"),
+                await rig.client.delete(f"{PATH}/{response_id}"),
+            ]
+            assert [answer.status_code for answer in answers] == [404] * 3
+            assert error_of(answers[0])["param"] == "previous_response_id"
+            seen.append([error_of(answer)["message"].replace(f"'{response_id}'", "ID") for answer in answers])
+        assert all(messages == seen[0] for messages in seen)
+        assert len(rig.backend.requests) == 1
+        rig.client.headers["authorization"] = "Bearer acme"
+        assert (await rig.client.get(f"{PATH}/{own}")).status_code == 200
+
+
+async def test_each_has_a_lifetime_and_so_have_the_lists(redis: BackgroundClient) -> None:
+    async with storing(redis, ttl_s=60) as rig:
+        response_id = (await ask(rig)).json()["id"]
+        for key in (keys.responses("acme"), keys.response_sizes("acme"), keys.response("acme", response_id)):
+            assert 50 < await redis.command("TTL", key) <= 60
+        await redis.command("ZADD", keys.responses("acme"), 1, response_id)
+        await redis.command("DEL", keys.response("acme", response_id))
+        assert (await ask(rig, previous_response_id=response_id)).status_code == 404
+        await ask(rig)
+        assert await redis.command("ZCARD", keys.responses("acme")) == 1, "what has expired leaves the lists"
+        await check_sums(redis)
+
+
+async def check_sums(redis: BackgroundClient) -> int:
+    """The counted bytes are those of the values that are there; returns them."""
+    names = [name.decode() for name in await redis.command("ZRANGE", keys.responses("acme"), 0, -1)]
+    sizes = {name: await redis.command("STRLEN", keys.response("acme", name)) for name in names}
+    stored = await redis.command("HGETALL", keys.response_sizes("acme"))
+    counted = {name.decode(): int(value) for name, value in stored.items()}
+    assert counted == {**sizes, keys.RESPONSES_TOTAL: sum(sizes.values())}
+    return sum(sizes.values())
+
+
+async def test_beyond_a_cap_the_oldest_go(redis: BackgroundClient) -> None:
+    tasks = TaskOwner()
+    ids = [f"resp_{number:032x}" for number in range(12)]
+
+    async def known(store: ResponseStore) -> list[str]:
+        found = []
+        for one in ids:
+            with suppress(RequestRefused):
+                await store.get("acme", one)
+                found.append(one)
+        return found
+
+    few = ResponseStore(redis, tasks, ttl_s=60, max_bytes=10**6, max_responses=5)
+    for number, one in enumerate(ids):
+        await few.keep("acme", one, StoredResponse(b"{}", [MessageItem("user", f"text {number}")]))
+    assert await known(few) == ids[-5:]
+    small = ResponseStore(redis, tasks, ttl_s=60, max_bytes=200)
+    for number, one in enumerate(ids):
+        await small.keep("acme", one, StoredResponse(b"{}", [MessageItem("user", f"text {number}")]))
+    kept = await known(small)
+    assert 1 < len(kept) < 12 and kept == ids[-len(kept) :]
+    assert await check_sums(redis) <= 200
+    incompressible = bytes(range(256)).decode("latin-1") * 4
+    await small.keep("acme", UNKNOWN[:-1] + "f", StoredResponse(b"{}", [MessageItem("user", incompressible)]))
+    assert await known(small) == kept, "what is larger than the cap drives nobody out"
+    await small.keep("acme", kept[0], StoredResponse(b"{}", []))
+    await small.delete("acme", kept[0])
+    assert await known(small) == kept[1:]
+    await check_sums(redis)
+    await tasks.close(30)
+
+
+async def test_a_redis_that_lost_all_has_none(redis: BackgroundClient) -> None:
+    async with storing(redis) as rig:
+        lost = (await ask(rig)).json()["id"]
+        await redis.command("FLUSHALL")
+        assert error_of(await ask(rig, previous_response_id=lost))["code"] == "previous_response_not_found"
+        again = (await ask(rig)).json()["id"]
+        assert (await ask(rig, previous_response_id=again)).status_code == 200
+
+
+async def test_without_redis_answers_go_on() -> None:
+    with private_redis() as server:
+        redis = BackgroundClient(server.url, timeout_s=1.0, retries=1)
+        async with storing(redis) as rig:
+            known = (await ask(rig)).json()["id"]
+            server.stop()
+            for stream in (False, True):
+                assert (await ask(rig, stream=stream)).status_code == 200
+            for answer in (
+                await ask(rig, previous_response_id=known),
+                await rig.client.get(f"{PATH}/{known}"),
+                await rig.client.delete(f"{PATH}/{known}"),
+            ):
+                assert (answer.status_code, error_of(answer)["code"]) == (503, "service_unavailable")
+            assert (await rig.client.get(f"{PATH}/{known[:9]}")).status_code == 404
+        await redis.close()
+
+
+class SlowRedis:
+    """Answers when told to."""
+
+    def __init__(self) -> None:
+        self.answers = asyncio.Event()
+        self.commands = 0
+
+    async def command(self, *parts: Any) -> object:
+        self.commands += 1
+        await self.answers.wait()
+        return None
+
+    async def pipeline(self, commands: list[list[Any]]) -> list[object]:
+        raise AssertionError
+
+
+async def test_an_answer_does_not_wait_long_and_its_storing_goes_on() -> None:
+    redis = SlowRedis()
+    async with storing(redis) as rig:
+        async with asyncio.timeout(20):
+            assert (await ask(rig)).status_code == 200
+        assert redis.commands == 1 and len(rig.generations.tasks) >= 1
+        redis.answers.set()
+
+
+async def test_no_text_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with private_redis() as server:
+        redis = BackgroundClient(server.url, timeout_s=1.0, retries=1)
+        outcomes: list[str] = []
+        async with storing(redis, max_bytes=10, count=outcomes.append) as rig:
+            await ask(rig, input="a secret")
+            server.stop()
+        async with storing(redis, count=outcomes.append) as rig:
+            await ask(rig, input="a secret")
+        await redis.close()
+    assert caplog.text.count("is not stored") == 2
+    assert outcomes == ["too_large", "failed"]
+    assert "secret" not in caplog.text

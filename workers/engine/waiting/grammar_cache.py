@@ -1,0 +1,238 @@
+"""GrammarCache: the compiled grammars of one group, for the scheduler, by digest of their text.
+
+    unknown --a request comes--> wanted --its turn--> compiling --> ready --least recently used, no request--> dropped
+                                                         `--error, or too late--> its requests are refused
+
+A request wants its grammar from its arrival to its end, so that what runs or was preempted keeps it. A sequence whose
+grammar is not ready is blocked (GRAMMAR). At most MAX_COMPILING are compiled at once; next is the one of the tenant
+that was served least, then the one that waits longest. Owned by the engine's thread; compiles nothing (TransferManager,
+and the ranks' grammar lanes).
+"""
+
+import logging
+import math
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tandem.workers.engine.base.blockers import Blocker, Event
+from tandem.workers.engine.base.sequence import RequestState, Sequence
+from tandem.workers.engine.transfers.transfer_manager import TransferManager, TransferOutcome
+from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
+from tandem.workers.messages.errors import RequestRefused
+from tandem.workers.messages.transfer import CompileGrammar, DropGrammar
+
+log = logging.getLogger("tandem.engine")
+MAX_COMPILING = 2
+MAX_READY = 256
+"""Grammars on the rank, in use or not; beyond it requests wait until others end."""
+MAX_IDLE_BYTES = 4 * 2**20
+"""Text of ready grammars that no request wants."""
+MAX_REFUSED = 256
+FIRST_EXTRA_S = 60.0
+"""More time for the first grammar: the rank may have to read the tokenizer for it."""
+
+
+class GrammarEvents(NamedTuple):
+    """What advance() found: sequences whose grammar is ready, and requests that end without having run."""
+
+    ready: list[Sequence]
+    refused: list[tuple[RequestState, RequestRefused]]
+
+
+@dataclass(slots=True, eq=False)
+class _Grammar:
+    """One grammar. users: live requests that want it. since_s: when the first of them came. ticket: of the order to
+    compile it; None: not ordered. is_late: the order has taken too long, and the requests so far are refused."""
+
+    text: str
+    since_s: float
+    users: dict[RequestState, None] = field(default_factory=dict)
+    ticket: int | None = None
+    is_ready: bool = False
+    is_late: bool = False
+    used: int = 0
+
+
+class GrammarCache:
+    """Grammars of the requests of one engine. timeout_s: how long one may take to compile."""
+
+    def __init__(
+        self,
+        transfers: TransferManager,
+        waiting: WaitingQueue,
+        clock: Callable[[], float],
+        timeout_s: float,
+        *,
+        max_ready: int = MAX_READY,
+        max_idle_bytes: int = MAX_IDLE_BYTES,
+    ) -> None:
+        self._transfers = transfers
+        self._waiting = waiting
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._max_ready, self._max_idle_bytes = max_ready, max_idle_bytes
+        self._known: dict[str, _Grammar] = {}
+        self._refused: dict[str, str] = {}
+        self._outcomes: list[TransferOutcome] = []
+        self._has_changed = False
+        self._has_compiled = False
+        self._uses = 0
+
+    # ---- the engine's side ----
+
+    def check(self, digest: str) -> None:
+        """Raises RequestRefused for a grammar that is known to be wrong."""
+        if digest in self._refused:
+            raise _refusal(self._refused[digest])
+
+    def enter(self, state: RequestState) -> None:
+        """A request has come, whose sequences will want its grammar."""
+        assert state.grammar is not None
+        text = state.request.sampling.grammar
+        assert text is not None
+        grammar = self._known.get(state.grammar)
+        if grammar is None:
+            grammar = self._known[state.grammar] = _Grammar(text, self._clock())
+        grammar.users[state] = None
+        self._touch(grammar)
+        self._has_changed = True
+
+    def leave(self, state: RequestState) -> None:
+        """A request has ended, with all its sequences."""
+        grammar = None if state.grammar is None else self._known.get(state.grammar)
+        if grammar is not None and state in grammar.users:
+            del grammar.users[state]
+            self._touch(grammar)
+            self._has_changed = True
+
+    def advance(self, late: Collection[int] = ()) -> GrammarEvents:
+        """Applies what the ranks have answered, and gives the next orders. late: tickets that TransferManager.overdue()
+        has named."""
+        events = GrammarEvents([], [])
+        outcomes, self._outcomes = self._outcomes, []
+        for outcome in outcomes:
+            self._finish(outcome, events)
+        for digest, grammar in self._known.items() if late else ():
+            if grammar.ticket in late and not grammar.is_late:
+                grammar.is_late = self._has_changed = True
+                log.warning("grammar %.12s takes longer than %g s to compile", digest, self._timeout_s)
+        if self._has_changed:
+            self._has_changed = False
+            self._refuse_late(events)
+            self._forget_unwanted()
+            self._order_next()
+        return events
+
+    # ---- the scheduler's side ----
+
+    def is_ready(self, digest: str) -> bool:
+        """Returns whether rows may name the grammar."""
+        grammar = self._known.get(digest)
+        return grammar is not None and grammar.is_ready
+
+    # ---- inside ----
+
+    def _note_outcome(self, outcome: TransferOutcome) -> None:
+        """Every rank has answered: advance() does what follows."""
+        self._outcomes.append(outcome)
+
+    def _finish(self, outcome: TransferOutcome, events: GrammarEvents) -> None:
+        op, failure = outcome.op, outcome.failure
+        if not isinstance(op, CompileGrammar):
+            return  # nobody waits for a drop
+        self._has_changed = self._has_compiled = True
+        grammar = self._known[op.digest]
+        grammar.ticket, grammar.is_late = None, False
+        if failure is None:
+            grammar.is_ready = True
+            events.ready.extend(self._waiting.unblock(Event(Blocker.GRAMMAR, op.digest)))
+            return
+        if failure.kind == "content":
+            self._refused[op.digest] = failure.message
+            if len(self._refused) > MAX_REFUSED:
+                del self._refused[next(iter(self._refused))]
+            self._refuse(grammar, _refusal(failure.message), events)
+        else:
+            log.warning("grammar %.12s was not compiled: %s", op.digest, failure.message)
+            message = "Structured output is not possible at the moment: the grammar could not be compiled."
+            self._refuse(grammar, RequestRefused(message, code="service_unavailable", status=503), events)
+        del self._known[op.digest]
+
+    def _refuse_late(self, events: GrammarEvents) -> None:
+        for grammar in self._known.values():
+            if grammar.is_late and grammar.users:
+                message = f"it takes longer to compile than the limit of {self._timeout_s:g} s (--grammar-timeout)"
+                self._refuse(grammar, _refusal(message), events)
+
+    @staticmethod
+    def _refuse(grammar: _Grammar, refusal: RequestRefused, events: GrammarEvents) -> None:
+        """The engine ends these requests, which then leave()."""
+        events.refused.extend((state, refusal) for state in grammar.users)
+        grammar.users.clear()
+
+    def _forget_unwanted(self) -> None:
+        """Forgets what nobody wants and no rank has, and drops idle grammars, least recently used first, while they are
+        too many or too large."""
+        for digest in [d for d, g in self._known.items() if not (g.users or g.is_ready or g.ticket is not None)]:
+            del self._known[digest]
+        idle = sorted(((g.used, d) for d, g in self._known.items() if g.is_ready and not g.users), reverse=True)
+        room = self._max_ready - sum(
+            g.ticket is not None or (g.is_ready and bool(g.users)) for g in self._known.values()
+        )
+        wanted = sum(not g.is_ready and g.ticket is None for g in self._known.values())
+        num_kept = max(0, room - min(wanted, MAX_COMPILING))
+        num_bytes = 0
+        for place, (_, digest) in enumerate(idle):
+            num_bytes += len(self._known[digest].text)
+            if place >= num_kept or num_bytes > self._max_idle_bytes:
+                del self._known[digest]
+                self._transfers.start(DropGrammar(digest=digest), self._note_outcome)
+
+    def _order_next(self) -> None:
+        """Orders grammars that requests want, as long as there is room."""
+        line = sorted(
+            (
+                (self._least_served(g), g.since_s, d)
+                for d, g in self._known.items()
+                if not g.is_ready and g.ticket is None
+            )
+        )
+        compiling = sum(g.ticket is not None and not g.is_late for g in self._known.values())
+        taken = sum(g.ticket is not None or g.is_ready for g in self._known.values())
+        most = min(MAX_COMPILING - compiling, self._max_ready - taken)
+        for _, _, digest in line[: max(0, most)]:
+            grammar = self._known[digest]
+            late_s = self._timeout_s if self._has_compiled else self._timeout_s + FIRST_EXTRA_S
+            order = CompileGrammar(digest=digest, text=grammar.text)
+            grammar.ticket = self._transfers.start(order, self._note_outcome, late_s=late_s)
+
+    def _least_served(self, grammar: _Grammar) -> float:
+        return min((self._waiting.tenants.counter(seq) for seq in _one_of_each(grammar.users)), default=math.inf)
+
+    def _touch(self, grammar: _Grammar) -> None:
+        self._uses += 1
+        grammar.used = self._uses
+
+    # ---- invariants, for tests ----
+
+    def check_invariants(self, states: Iterable[RequestState]) -> None:
+        """Asserts that live requests, and no others, are counted as users, and that those with a row are ready."""
+        wanted: dict[str, set[RequestState]] = {}
+        for state in states:
+            if state.grammar is not None:
+                wanted.setdefault(state.grammar, set()).add(state)
+                grammar = self._known[state.grammar]
+                assert grammar.is_ready or all(seq.row < 0 for seq in state.sequences), "a row without its grammar"
+        assert wanted == {d: set(g.users) for d, g in self._known.items() if g.users}, "users are miscounted"
+        for digest, grammar in self._known.items():
+            assert not (grammar.is_ready and self._waiting.blocked_by(Blocker.GRAMMAR, digest)), "blocked for nothing"
+        assert sum(g.is_ready for g in self._known.values()) <= self._max_ready, "more grammars than there is room for"
+
+
+def _one_of_each(states: Iterable[RequestState]) -> Iterable[Sequence]:
+    return (state.sequences[0] for state in states)
+
+
+def _refusal(message: str) -> RequestRefused:
+    return RequestRefused(f"The grammar cannot be used: {message}", code="invalid_grammar")

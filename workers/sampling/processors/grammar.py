@@ -1,0 +1,121 @@
+"""GrammarMask: of a row with a grammar only tokens that its grammar allows can be chosen. See logits_processor.py.
+
+Last in the chain, as nothing may bring back what the grammar forbids. Masks are made on the host while the device
+computes, in parallel where several rows have one. P places, W words of 32 bits, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from tandem.workers.messages.step import GRAMMAR_FAILED, RowSampling
+from tandem.workers.sampling.processors.logits_processor import FORBIDDEN, Ids, SampledRows
+from tandem.workers.structured.grammar_store import Grammars
+from tandem.workers.structured.masks import ALLOWED, Bits, MaskWriter, allow
+from tandem.workers.structured.row_grammar import Position, RowGrammar
+
+MISSING = f"{GRAMMAR_FAILED}the rank that samples does not have it"
+OFF_TRACK = f"{GRAMMAR_FAILED}the text so far does not follow it"
+
+
+class GrammarMask:
+    """Per row its place in its grammar. errors: why rows whose grammar has failed end, by row."""
+
+    def __init__(self, vocab_size: int, grammars: Grammars | None) -> None:
+        self.errors: dict[int, str] = {}
+        self._num_words = -(-vocab_size // 32)
+        self._vocab_size = vocab_size
+        self._grammars = grammars
+        self._rows: dict[int, RowGrammar] = {}
+        self._masks = MaskWriter()
+
+    def bind(self, row: int, sampling: RowSampling) -> bool:
+        if sampling.grammar is None:
+            return False
+        start = None if self._grammars is None else self._grammars.start(sampling.grammar)
+        if start is None or self._grammars is None:
+            self.errors[row] = MISSING
+        else:
+            self._rows[row] = RowGrammar(start, self._grammars.end_ids(sampling.stop_token_ids))
+        return True
+
+    def free(self, row: int) -> None:
+        self._rows.pop(row, None)
+        self.errors.pop(row, None)
+
+    def apply(self, logits_SV: torch.Tensor, rows: SampledRows) -> None:
+        bits_PW = np.full((len(rows.places_P), self._num_words), ALLOWED, np.uint32)
+        may_end: list[int] = []
+        alone: list[tuple[RowGrammar, int, int]] = []
+        for row, first, last in _runs(rows.rows_P):
+            grammar = self._rows.get(row)
+            if grammar is None:
+                continue
+            position = self._move(grammar, rows, row, first)
+            if position is Position.ENDED:
+                bits_PW[first] = 0
+                allow(bits_PW[first], grammar.end_ids)
+                may_end.append(first)
+            elif position is Position.OFF:
+                self.errors[row] = OFF_TRACK if grammar.error() is None else f"{GRAMMAR_FAILED}{grammar.error()}"
+            elif last - first == 1:
+                alone.append((grammar, row, first))
+            else:
+                may_end += self._fill_run(bits_PW, grammar, rows, row, first, last)
+        self._masks.fill(bits_PW, [(grammar.matcher, place) for grammar, _, place in alone], torch.get_num_threads())
+        for grammar, row, place in alone:
+            if self._settle(bits_PW, grammar, row, place):
+                may_end.append(place)
+        rows.ops.keep(logits_SV, rows.places_P, bits_PW)
+        if may_end:
+            self._allow_ends(logits_SV, rows, may_end)
+
+    # ---- inside ----
+
+    @staticmethod
+    def _move(grammar: RowGrammar, rows: SampledRows, row: int, place: int) -> Position:
+        tokens, prompt_len = rows.history(row, int(rows.positions_P[place]))
+        return grammar.move_to(tokens[prompt_len:])
+
+    def _fill_run(
+        self, bits_PW: Bits, grammar: RowGrammar, rows: SampledRows, row: int, first: int, last: int
+    ) -> list[int]:
+        """The masks of a row with drafts, place by place; returns where it may end. Behind a draft that the grammar
+        forbids, or that ends the text, nothing is sampled that counts."""
+        may_end: list[int] = []
+        for place in range(first, last):
+            if place > first and self._move(grammar, rows, row, place) is not Position.OPEN:
+                break
+            self._masks.fill(bits_PW, [(grammar.matcher, place)], 1)
+            if self._settle(bits_PW, grammar, row, place):
+                may_end.append(place)
+            if row in self.errors:
+                break
+        return may_end
+
+    def _settle(self, bits_PW: Bits, grammar: RowGrammar, row: int, place: int) -> bool:
+        """Notes an error in making a mask; returns whether the text may end here, which its mask then allows."""
+        if (error := grammar.error()) is not None:
+            self.errors[row] = f"{GRAMMAR_FAILED}{error}"
+            return False
+        if not grammar.matcher.is_accepting():
+            return False
+        allow(bits_PW[place], grammar.end_ids)
+        return True
+
+    def _allow_ends(self, logits_SV: torch.Tensor, rows: SampledRows, may_end: list[int]) -> None:
+        """Where a text may end and nothing is left to choose, its end is, whatever else forbids it."""
+        ends = [min(self._rows[int(rows.rows_P[place])].end_ids) for place in may_end]
+        at = rows.to_device(torch.from_numpy(rows.places_P[may_end]))
+        ids = rows.to_device(torch.from_numpy(np.array(ends, np.int64)))
+        is_stuck = logits_SV[at].amax(dim=1) == FORBIDDEN
+        logits_SV[at, ids] = torch.where(is_stuck, 0.0, logits_SV[at, ids])
+
+
+def _runs(rows_P: Ids) -> Iterator[tuple[int, int, int]]:
+    """Yields (row, first place, place behind its last) of each row."""
+    borders = [0, *(np.flatnonzero(np.diff(rows_P)) + 1).tolist(), len(rows_P)]
+    for first, last in pairwise(borders):
+        yield int(rows_P[first]), first, last

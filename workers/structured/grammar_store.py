@@ -1,0 +1,109 @@
+"""GrammarStore: the compiled grammars of a rank that samples, by digest. Torch-free.
+
+Compiled on the rank's grammar lanes (workers/rank/transfers/grammar_lanes.py), used by the logits processor of the
+steps. llguidance compiles and matches: see docs/decisions/028-structured-output.md. Any thread may call it.
+"""
+
+import threading
+from pathlib import Path
+from typing import Final, NamedTuple, Protocol
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from tandem.workers.messages.errors import SettingsError
+from tandem.workers.text.grammars import reason_of
+from tandem.workers.text.tokenizer import ModelTokenizer, load_tokenizer
+
+LIMITS: Final = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+"""What a grammar may take: llguidance's own limits, but for the states of a row's lexer (1 to 2 kB each)."""
+
+
+class GrammarRefused(Exception):
+    """A grammar that cannot be compiled; the message is for the client."""
+
+
+class TokenizerUnusable(Exception):
+    """The model's tokenizer cannot be used for grammars on this rank; no grammar can be compiled."""
+
+
+class Grammars(Protocol):
+    """Compiled grammars, as a logits processor needs them."""
+
+    def start(self, digest: str) -> LLMatcher | None:
+        """Returns a matcher at the beginning of a text, to be copied; None if the grammar is not there."""
+        ...
+
+    def end_ids(self, stop_token_ids: tuple[int, ...]) -> frozenset[int]:
+        """Returns the token ids that end a text, for a row that stops at these ids."""
+        ...
+
+
+class _Compiled(NamedTuple):
+    """A grammar's matcher, which only copies are made of, and the ticket of the order to compile it."""
+
+    matcher: LLMatcher
+    ticket: int
+
+
+class GrammarStore:
+    """Grammars over a model's tokens. vocab_size: the model's, which may be more than the tokenizer's. eos_token_ids:
+    those of the model's files beside the tokenizer's."""
+
+    def __init__(self, tokenizer_folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._folder = tokenizer_folder
+        self._vocab_size = vocab_size
+        self._eos = frozenset(eos_token_ids)
+        self._special: frozenset[int] = frozenset()
+        self._compiled: dict[str, _Compiled] = {}
+        self._opening = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+
+    def open(self) -> None:
+        """Builds the table of tokens, once. It takes seconds for large vocabularies, in which no other thread of the
+        process runs. TokenizerUnusable when it cannot be built."""
+        with self._opening:
+            if self._tokenizer is not None:
+                return
+            try:
+                own = load_tokenizer(self._folder)
+                eos = own.eos_token_ids | self._eos
+                self._tokenizer = _token_table(own, self._vocab_size, eos)
+            except (SettingsError, ValueError, RuntimeError) as error:
+                raise TokenizerUnusable(f"the tokenizer cannot be used for structured output: {error}") from error
+            self._eos, self._special = eos, own.hidden_token_ids
+
+    def compile(self, digest: str, text: str, ticket: int = 0) -> None:
+        """Compiles a grammar. GrammarRefused says why it cannot be; TokenizerUnusable as open()."""
+        self.open()
+        assert self._tokenizer is not None
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # the first one takes longest, and not all errors show before it
+        if matcher.is_error():
+            raise GrammarRefused(reason_of(matcher.get_error()))
+        self._compiled[digest] = _Compiled(matcher, ticket)
+
+    def drop(self, digest: str, ticket: int = 0) -> None:
+        """Forgets a grammar that no later ticket has compiled again. Rows that have begun keep theirs."""
+        compiled = self._compiled.get(digest)
+        if compiled is not None and compiled.ticket <= ticket:
+            self._compiled.pop(digest, None)
+
+    def start(self, digest: str) -> LLMatcher | None:
+        compiled = self._compiled.get(digest)
+        return None if compiled is None else compiled.matcher
+
+    def end_ids(self, stop_token_ids: tuple[int, ...]) -> frozenset[int]:
+        own = self._eos.union(self._special).intersection(stop_token_ids)
+        return frozenset(i for i in own or self._eos if i < self._vocab_size)
+
+    def __len__(self) -> int:
+        return len(self._compiled)
+
+
+def _token_table(tokenizer: ModelTokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> LLTokenizer:
+    """llguidance's view of a tokenizer. Ids at and above vocab_size are unknown to the model."""
+    eos = sorted(i for i in eos_token_ids if i < vocab_size)
+    if not eos:
+        raise ValueError("it has no end-of-sequence token")
+    return LLTokenizer(tokenizer.backend.to_str(), n_vocab=max(vocab_size, tokenizer.vocab_size), eos_token=eos)

@@ -1,0 +1,75 @@
+"""RowGrammar: one row's place in its grammar. Torch-free; used by workers/sampling/processors/grammar.py.
+
+Nothing is delivered to it: it is given the row's output and follows it, so it is right after whatever has changed the
+output, be it rejected drafts, a step that is rolled back, or another group's tokens.
+"""
+
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher
+
+Tokens = npt.NDArray[np.int32]
+FIRST_ROOM = 64
+
+
+class Position(Enum):
+    """What may follow an output. OPEN: what the grammar allows. ENDED: its end. OFF: the output does not follow the
+    grammar, or the grammar has failed."""
+
+    OPEN = "open"
+    ENDED = "ended"
+    OFF = "off"
+
+
+class RowGrammar:
+    """Follows one row's output. start: a matcher at the beginning, of which copies are made. end_ids: the tokens that
+    end a text."""
+
+    def __init__(self, start: LLMatcher, end_ids: frozenset[int]) -> None:
+        self.end_ids = end_ids
+        self.matcher = start.deep_copy()
+        self._start = start
+        self._taken: Tokens = np.empty(FIRST_ROOM, np.int32)
+        self._num_taken = 0
+
+    def move_to(self, output: Tokens) -> Position:
+        """Takes the matcher to the end of `output`."""
+        self._go_back(self._num_common(output))
+        tokens: list[int] = []
+        for token in output[self._num_taken :].tolist():
+            if token in self.end_ids:  # it ends a text where the grammar may end; elsewhere the grammar may name it
+                if not self._take(tokens):
+                    return Position.OFF
+                if self.matcher.is_accepting():
+                    return Position.ENDED
+                tokens = []
+            tokens.append(token)
+        return Position.OPEN if self._take(tokens) else Position.OFF
+
+    def error(self) -> str | None:
+        """Why the grammar has failed, as by its limits; None if it has not."""
+        return (self.matcher.get_error().strip() or "no reason is known") if self.matcher.is_error() else None
+
+    def _num_common(self, output: Tokens) -> int:
+        """How many of the tokens taken are the output's first ones."""
+        most = min(self._num_taken, len(output))
+        same = self._taken[:most] == output[:most]
+        return most if same.all() else int(same.argmin())
+
+    def _go_back(self, num_tokens: int) -> None:
+        back = self._num_taken - num_tokens
+        if back and (self.matcher.is_error() or not self.matcher.rollback(back)):
+            self.matcher, num_tokens = self._start.deep_copy(), 0
+        self._num_taken = num_tokens
+
+    def _take(self, tokens: list[int]) -> bool:
+        """Takes the tokens up to the first that the grammar forbids; returns whether these are all."""
+        count = self.matcher.try_consume_tokens(tokens) if tokens else 0
+        end = self._num_taken + count
+        if end > len(self._taken):
+            self._taken = np.resize(self._taken, 2 * end)
+        self._taken[self._num_taken : end] = tokens[:count]
+        self._num_taken = end
+        return count == len(tokens) and not self.matcher.is_error()

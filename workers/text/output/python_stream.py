@@ -1,0 +1,143 @@
+"""PythonScanner: reads one Python literal as it arrives and passes it on as JSON. JSON's own literals are read too."""
+
+import ast
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import ClassVar
+
+from tandem.workers.text.output.json_stream import JsonScanner
+
+_PLAIN = {'"': re.compile(r'[^"\\\n]*'), "'": re.compile(r"[^'\\\n]*")}
+_WORD = re.compile(r"[\w.+-]*")
+_WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0"}
+_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
+_JSON_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_LONGEST_WORD = 400
+
+
+class PythonScanner(JsonScanner):
+    """Reads strings, numbers, True, False, None, lists, tuples (as lists), dicts with strings as keys."""
+
+    openers: ClassVar[Mapping[str, str]] = {"{": "}", "[": "]", "(": ")"}
+    quotes = "\"'"
+    lists = "[("
+
+    def end(self) -> str:
+        if not self._stack and self._state == "word":
+            self._word_ended()
+        out, self._out = self._out, []
+        return "".join(out)
+
+    def _begin_scalar(self, char: str, at: int) -> int:
+        if not (char.isalnum() or char in "_+-."):
+            return self._break(at)
+        self._left, self._state = "", "word"
+        return at
+
+    def _in_word(self, text: str, at: int) -> int:
+        found = _WORD.match(text, at)
+        end = found.end() if found is not None else at
+        self._left += text[at:end]
+        if len(self._left) > _LONGEST_WORD:
+            self._out.append(self._left)
+            return self._break(end)
+        if end < len(text):
+            self._word_ended()
+        return end
+
+    def _word_ended(self) -> None:
+        """A word is held back up to here, as Python writes it in another way than JSON."""
+        word = _WORDS.get(self._left) or _number(self._left)
+        self._out.append(self._left if word is None else word)
+        if word is None:
+            self.broken = True
+        else:
+            self._value_ended()
+
+    def _after_comma(self, state: str) -> None:
+        self._state = "more_items" if state == "value" else "more_keys"
+
+    def _in_more_items(self, text: str, at: int) -> int:
+        return self._next(text, at, "value")
+
+    def _in_more_keys(self, text: str, at: int) -> int:
+        return self._next(text, at, "key")
+
+    def _next(self, text: str, at: int, state: str) -> int:
+        """Python allows a comma before the closing bracket, so a comma is passed on behind white space."""
+        if text[at].isspace():
+            return at + 1
+        if text[at] == self.openers[self._stack[-1]]:
+            return self._close(at)
+        self._pass(", ", state)
+        return at
+
+    def _in_string(self, text: str, at: int) -> int:
+        found = _PLAIN[self._quote].match(text, at)
+        end = found.end() if found is not None else at
+        if end > at:
+            self._say(text[at:end])
+        if end == len(text):
+            return end
+        if text[end] == self._quote:
+            return self._close_string(end)
+        if text[end] == "\\":
+            self._state = "escape"
+        else:
+            self._say("\n")  # models write line ends inside strings
+        return end + 1
+
+    def _say(self, text: str) -> None:
+        self._out.append(json.dumps(text, ensure_ascii=False)[1:-1])
+
+    def _in_escape(self, text: str, at: int) -> int:
+        char = text[at]
+        self._state = "string"
+        if char in _HEX_DIGITS:
+            self._left, self._state = char, "hex"
+        elif char in _ESCAPES:
+            self._say(_ESCAPES[char])
+        elif char in "\\'\"/":
+            self._say(char)
+        elif char != "\n":  # a line end behind a backslash is nothing; Python keeps the backslash before others
+            self._say("\\" + char)
+        return at + 1
+
+    def _in_hex(self, text: str, at: int) -> int:
+        if text[at] not in "0123456789abcdefABCDEF":
+            return self._break(at)
+        self._left += text[at]
+        if len(self._left) > _HEX_DIGITS[self._left[0]]:
+            code = int(self._left[1:], 16)
+            if code > 0x10FFFF:
+                return self._break(at)
+            if 0xD800 <= code < 0xE000:  # JSON writes characters above U+FFFF as two of these
+                self._out.append(f"\\u{code:04x}")
+            else:
+                self._say(chr(code))
+            self._state = "string"
+        return at + 1
+
+
+def _number(word: str) -> str | None:
+    if _JSON_NUMBER.fullmatch(word):
+        return word
+    try:
+        value = ast.literal_eval(word)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return None
+    if type(value) is int or (type(value) is float and math.isfinite(value)):
+        return json.dumps(value)
+    return None
+
+
+def to_json(text: str) -> str | None:
+    """Returns a whole Python or JSON literal as JSON, None if the text is none."""
+    scanner = PythonScanner()
+    end, out = scanner.feed(text, 0)
+    if not scanner.done and not scanner.broken:
+        out += scanner.end()
+    return out if scanner.done and not text[end:].strip() else None

@@ -1,0 +1,61 @@
+"""Granite: <|tool_call|>[{"name": ..., "arguments": {...}}, ...], with <tool_call> as the mark since 3.1."""
+
+from collections.abc import Mapping, Sequence
+
+from tandem.workers.text.output import grammar_text
+from tandem.workers.text.output.events import OutputParser
+from tandem.workers.text.output.formats import Tool
+from tandem.workers.text.output.json_calls import AnswerWriter, json_calls
+from tandem.workers.text.output.stepping import (
+    Marks,
+    Source,
+    SteppedParser,
+    Steps,
+    goes_on_with,
+    one_of,
+    spaces,
+    text_until,
+)
+
+TOKEN, TEXT = "<|tool_call|>", "<tool_call>"
+_MARKS = Marks(TOKEN, TEXT)
+
+
+class Granite:
+    """A list of calls at the begin of an answer needs no mark."""
+
+    shows_special_tokens = True
+
+    def marks_in(self, template: str) -> bool:
+        if "<|start_of_role|>" not in template:
+            return False
+        return TOKEN in template or (TEXT in template and "</tool_call>" not in template)
+
+    def parser(self, tools: Sequence[Tool]) -> OutputParser:
+        writer = AnswerWriter(tools)
+        return SteppedParser(lambda source: _steps(source, writer))
+
+    def grammar(
+        self, tools: Sequence[Tool], *, parallel: bool, special_tokens: Mapping[str, int] = grammar_text.NO_TOKENS
+    ) -> str:
+        def call(tool: Tool) -> str:
+            head = grammar_text.quoted('{"name": ' + grammar_text.quoted(tool.name) + ', "arguments": ')
+            return f'{head} {grammar_text.arguments(tool)} "}}"'
+
+        begin = grammar_text.mark(TOKEN if TOKEN in special_tokens else TEXT, special_tokens)
+        before = f'{begin} "["'
+        return grammar_text.calls(tools, call, parallel=parallel, before=before, between='", "', after='"]"')
+
+
+def _steps(source: Source, writer: AnswerWriter) -> Steps[None]:
+    source.keep()
+    yield from spaces(source)
+    if (yield from goes_on_with(source, "[")):
+        yield from json_calls(source, writer)
+    else:
+        yield from writer.content(source.release())
+    while (yield from text_until(source, _MARKS, writer.content)) is not None:
+        source.keep()
+        yield from one_of(source, (TOKEN, TEXT))
+        yield from json_calls(source, writer)
+    yield from writer.finish()

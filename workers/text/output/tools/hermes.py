@@ -1,0 +1,44 @@
+"""Hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Qwen2.5, Qwen3 and Hermes write."""
+
+from collections.abc import Mapping, Sequence
+
+from tandem.workers.text.output import grammar_text
+from tandem.workers.text.output.events import OutputParser
+from tandem.workers.text.output.formats import Tool
+from tandem.workers.text.output.json_calls import AnswerWriter, Read, json_call
+from tandem.workers.text.output.stepping import Marks, Source, SteppedParser, Steps, one_of, spaces, text_until
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+_MARKS = Marks(BEGIN)
+
+
+class Hermes:
+    shows_special_tokens = True  # some models have the marks as special tokens
+
+    def marks_in(self, template: str) -> bool:
+        return BEGIN in template and END in template and "<function=" not in template
+
+    def parser(self, tools: Sequence[Tool]) -> OutputParser:
+        writer = AnswerWriter(tools)
+        return SteppedParser(lambda source: _steps(source, writer))
+
+    def grammar(
+        self, tools: Sequence[Tool], *, parallel: bool, special_tokens: Mapping[str, int] = grammar_text.NO_TOKENS
+    ) -> str:
+        def call(tool: Tool) -> str:
+            head = grammar_text.quoted('\n{"name": ' + grammar_text.quoted(tool.name) + ', "arguments": ')
+            begin, end = (grammar_text.mark(text, special_tokens) for text in (BEGIN, END))
+            return f'{begin} {head} {grammar_text.arguments(tool)} "}}\\n" {end}'
+
+        return grammar_text.calls(tools, call, parallel=parallel, between='"\\n"')
+
+
+def _steps(source: Source, writer: AnswerWriter) -> Steps[None]:
+    while (yield from text_until(source, _MARKS, writer.content)) is not None:
+        source.keep()
+        yield from one_of(source, (BEGIN,))
+        yield from spaces(source)
+        if (yield from json_call(source, writer)) is Read.CALL:
+            yield from spaces(source)
+            yield from one_of(source, (END,))
+    yield from writer.finish()

@@ -1,0 +1,69 @@
+"""llama3_json: {"name": ..., "parameters": {...}}, several separated by `;`, as Llama 3.1 to 3.3 write; <|python_tag|>
+may stand before."""
+
+from collections.abc import Mapping, Sequence
+
+from tandem.workers.text.output import grammar_text
+from tandem.workers.text.output.events import OutputParser
+from tandem.workers.text.output.formats import Tool
+from tandem.workers.text.output.json_calls import AnswerWriter, CallKeys, Read, json_call
+from tandem.workers.text.output.stepping import (
+    Marks,
+    Source,
+    SteppedParser,
+    Steps,
+    goes_on_with,
+    one_of,
+    spaces,
+    text_until,
+)
+
+TAG = "<|python_tag|>"
+_MARKS = Marks(TAG)
+_KEYS = CallKeys(arguments=("parameters", "arguments"), may_lack_arguments=False)
+
+
+class Llama3Json:
+    """Calls stand at the begin of an answer or behind the tag. JSON elsewhere is content."""
+
+    shows_special_tokens = False  # the tag is one, but calls are found without
+
+    def marks_in(self, template: str) -> bool:
+        header = "<|start_header_id|>" in template or "<|header_start|>" in template
+        return header and "tool_calls" in template and '"parameters": ' in template
+
+    def parser(self, tools: Sequence[Tool]) -> OutputParser:
+        writer = AnswerWriter(tools)
+        return SteppedParser(lambda source: _steps(source, writer))
+
+    def grammar(
+        self, tools: Sequence[Tool], *, parallel: bool, special_tokens: Mapping[str, int] = grammar_text.NO_TOKENS
+    ) -> str:
+        def call(tool: Tool) -> str:
+            head = grammar_text.quoted('{"name": ' + grammar_text.quoted(tool.name) + ', "parameters": ')
+            return f'{head} {grammar_text.arguments(tool)} "}}"'
+
+        return grammar_text.calls(tools, call, parallel=parallel, between='"; "')
+
+
+def _steps(source: Source, writer: AnswerWriter) -> Steps[None]:
+    yield from _calls(source, writer)
+    while (yield from text_until(source, _MARKS, writer.content)) is not None:
+        yield from _calls(source, writer)
+    yield from writer.finish()
+
+
+def _calls(source: Source, writer: AnswerWriter) -> Steps[None]:
+    source.keep()
+    yield from spaces(source)
+    yield from one_of(source, (TAG,))
+    yield from spaces(source)
+    while (yield from goes_on_with(source, "{")):
+        if (yield from json_call(source, writer, _KEYS)) is Read.BROKEN:
+            return
+        source.keep()
+        yield from spaces(source)
+        if (yield from one_of(source, (";",))) is None:
+            break
+        yield from spaces(source)
+    yield from writer.content(source.release())

@@ -1,0 +1,79 @@
+"""Mistral: [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], and the newer [TOOL_CALLS]name[ARGS]{...}."""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from tandem.workers.text.output import grammar_text
+from tandem.workers.text.output.events import OutputParser
+from tandem.workers.text.output.formats import Tool
+from tandem.workers.text.output.json_calls import AnswerWriter, json_calls, named_call
+from tandem.workers.text.output.stepping import (
+    Marks,
+    Source,
+    SteppedParser,
+    Steps,
+    goes_on_with,
+    one_of,
+    run_of,
+    spaces,
+    text_until,
+)
+
+BEGIN, CALL_ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+_MARKS = Marks(BEGIN)
+_NAME = re.compile(r"[\w.-]*")
+
+
+class Mistral:
+    """Reads both forms. It writes the newer one for tokenizers whose special tokens have [ARGS]."""
+
+    shows_special_tokens = True
+
+    def marks_in(self, template: str) -> bool:
+        return BEGIN in template
+
+    def parser(self, tools: Sequence[Tool]) -> OutputParser:
+        writer = AnswerWriter(tools)
+        return SteppedParser(lambda source: _steps(source, writer))
+
+    def grammar(
+        self, tools: Sequence[Tool], *, parallel: bool, special_tokens: Mapping[str, int] = grammar_text.NO_TOKENS
+    ) -> str:
+        begin, arguments = (grammar_text.mark(text, special_tokens) for text in (BEGIN, ARGUMENTS))
+
+        def named(tool: Tool) -> str:
+            return f"{begin} {grammar_text.quoted(tool.name)} {arguments} {grammar_text.arguments(tool)}"
+
+        def listed(tool: Tool) -> str:
+            head = grammar_text.quoted('{"name": ' + grammar_text.quoted(tool.name) + ', "arguments": ')
+            return f'{head} {grammar_text.arguments(tool)} "}}"'
+
+        if ARGUMENTS in special_tokens:
+            return grammar_text.calls(tools, named, parallel=parallel)
+        before = f'{begin} "["'
+        return grammar_text.calls(tools, listed, parallel=parallel, before=before, between='", "', after='"]"')
+
+
+def _steps(source: Source, writer: AnswerWriter) -> Steps[None]:
+    while (yield from text_until(source, _MARKS, writer.content)) is not None:
+        source.keep()
+        yield from one_of(source, (BEGIN,))
+        yield from spaces(source)
+        if (yield from goes_on_with(source, "[")):
+            yield from json_calls(source, writer)
+        else:
+            yield from _named(source, writer)
+    yield from writer.finish()
+
+
+def _named(source: Source, writer: AnswerWriter) -> Steps[None]:
+    name = yield from run_of(source, _NAME, limit=256)
+    separator = yield from one_of(source, (CALL_ID, ARGUMENTS))
+    if separator == CALL_ID:
+        yield from run_of(source, _NAME, limit=256)
+        separator = yield from one_of(source, (ARGUMENTS,))
+    if separator is None and not (yield from goes_on_with(source, "{")):
+        yield from writer.content(source.release())
+        return
+    yield from spaces(source)
+    yield from named_call(source, writer, name)

@@ -1,0 +1,169 @@
+"""Pythonic: [name(x=1), other(y="z")], as Llama 3.2 and Llama 4 write, perhaps between <|python_start|> and
+<|python_end|>."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from tandem.workers.text.output import grammar_text
+from tandem.workers.text.output.events import OutputEvent, OutputParser
+from tandem.workers.text.output.formats import Tool
+from tandem.workers.text.output.json_calls import AnswerWriter, Read
+from tandem.workers.text.output.json_stream import scanned
+from tandem.workers.text.output.python_stream import PythonScanner
+from tandem.workers.text.output.schema_types import Argument, plain_arguments
+from tandem.workers.text.output.stepping import (
+    Marks,
+    Source,
+    SteppedParser,
+    Steps,
+    goes_on_with,
+    one_of,
+    run_of,
+    spaces,
+    text_until,
+)
+
+START, END = "<|python_start|>", "<|python_end|>"
+_MARKS = Marks(START)
+_NAME = re.compile(r"[\w.-]*")
+_WRITES_CALLS = re.compile(r"""\[func_name|name\s*[+~]\s*['"]\(""")
+
+
+class Pythonic:
+    """Calls stand at the begin of an answer or behind the mark. Arguments that are no Python names are written, and
+    read, as **{"a-b": 1}."""
+
+    shows_special_tokens = False  # the marks are some, but calls are found without
+
+    def marks_in(self, template: str) -> bool:
+        return _WRITES_CALLS.search(template) is not None or (START in template and '"parameters": ' not in template)
+
+    def parser(self, tools: Sequence[Tool]) -> OutputParser:
+        return SteppedParser(lambda source: _Answer(source, AnswerWriter(tools)).read())
+
+    def grammar(
+        self, tools: Sequence[Tool], *, parallel: bool, special_tokens: Mapping[str, int] = grammar_text.NO_TOKENS
+    ) -> str:
+        def call(tool: Tool) -> str:
+            return f'{grammar_text.quoted(tool.name + "(")} {_arguments(tool)} ")"'
+
+        return grammar_text.calls(tools, call, parallel=parallel, before='"["', between='", "', after='"]"')
+
+
+def _arguments(tool: Tool) -> str:
+    """Returns the Lark text between the parentheses."""
+    arguments = plain_arguments(tool)
+    if arguments is None or not all(re.fullmatch(r"\w+", one.name) for one in arguments):
+        return f'"**" {grammar_text.arguments(tool)}'
+    first = [_argument(one) for one in arguments if one.required]
+    rest = [_argument(one) for one in arguments if not one.required]
+    if first:
+        return ' ", " '.join(first) + "".join(f' (", " {one})?' for one in rest)
+    # any of them may be the first
+    starts = (" ".join([one, *(f'(", " {other})?' for other in rest[i + 1 :])]) for i, one in enumerate(rest))
+    return f"({' | '.join(starts)})?" if rest else ""
+
+
+def _argument(argument: Argument) -> str:
+    return f"{grammar_text.quoted(argument.name + '=')} {grammar_text.json_value(argument.schema)}"
+
+
+class _Answer:
+    """Reads one answer."""
+
+    def __init__(self, source: Source, writer: AnswerWriter) -> None:
+        self._source, self._writer = source, writer
+        self._name = ""
+        self._ours = self._began = False
+
+    def read(self) -> Steps[None]:
+        source, writer = self._source, self._writer
+        yield from self._calls()
+        while (yield from text_until(source, _MARKS, writer.content)) is not None:
+            yield from self._calls()
+        yield from writer.finish()
+
+    def _calls(self) -> Steps[None]:
+        source, writer = self._source, self._writer
+        source.keep()
+        yield from spaces(source)
+        yield from one_of(source, (START,))
+        yield from spaces(source)
+        separator = yield from one_of(source, ("[",))
+        read = Read.CONTENT
+        while separator in ("[", ","):
+            yield from spaces(source)
+            read = yield from self._call()
+            if read is not Read.CALL:
+                yield from writer.content(source.release())
+            if read is Read.BROKEN:
+                return
+            source.keep()
+            yield from spaces(source)
+            separator = yield from one_of(source, (",", "]"))
+        text = source.release()
+        if separator is None or read is Read.CONTENT:
+            yield from writer.content(text)
+        else:
+            yield from spaces(source)
+            yield from one_of(source, (END,))
+
+    def _call(self) -> Steps[Read]:
+        source = self._source
+        self._name = yield from run_of(source, _NAME, limit=256)
+        self._ours, self._began = self._name in self._writer.names, False
+        if not self._name or (yield from one_of(source, ("(",))) is None:
+            return Read.BROKEN
+        yield from spaces(source)
+        if (yield from one_of(source, (")",))) is not None:
+            yield from self._say("{}")
+            return self._read()
+        whole = yield from (self._mapping() if (yield from goes_on_with(source, "*")) else self._named())
+        if not whole and source.exhausted:
+            yield from self._say("")
+        return self._read() if whole else Read.BROKEN
+
+    def _read(self) -> Read:
+        return Read.CALL if self._ours else Read.CONTENT
+
+    def _mapping(self) -> Steps[bool]:
+        source = self._source
+        if (yield from one_of(source, ("**",))) is None or not (yield from goes_on_with(source, "{")):
+            return False
+        if not (yield from scanned(source, PythonScanner(), self._say)):
+            return False
+        yield from spaces(source)
+        return (yield from one_of(source, (")",))) is not None
+
+    def _named(self) -> Steps[bool]:
+        source, before, separator = self._source, "{", ","
+        while separator == ",":
+            name = yield from run_of(source, _NAME, limit=256)
+            yield from spaces(source)
+            if not name or (yield from one_of(source, ("=",))) is None:
+                return False
+            yield from spaces(source)
+            yield from self._say(f"{before}{json.dumps(name, ensure_ascii=False)}: ")
+            if not (yield from scanned(source, PythonScanner(), self._say)):
+                return False
+            yield from spaces(source)
+            found = yield from one_of(source, (",", ")"))
+            if found is None:
+                return False
+            if found == ",":
+                yield from spaces(source)
+                found = (yield from one_of(source, (")",))) or ","
+            before, separator = ", ", found
+        yield from self._say("}")
+        return True
+
+    def _say(self, text: str) -> Iterator[OutputEvent]:
+        """Emits more of the arguments of a call of ours, which begins with the first of them."""
+        if not self._ours:
+            return
+        if not self._began:
+            self._began = True
+            self._source.release()
+            yield from self._writer.begin(self._name)
+        yield from self._writer.arguments(text)
