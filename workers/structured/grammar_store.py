@@ -8,9 +8,10 @@ import threading
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from tandem.workers.messages.errors import SettingsError
+from tandem.workers.text.detokenizer import DetokenizerFactory
 from tandem.workers.text.grammars import reason_of
 from tandem.workers.text.tokenizer import ModelTokenizer, load_tokenizer
 
@@ -101,9 +102,53 @@ class GrammarStore:
         return len(self._compiled)
 
 
+class _Tokens:
+    """A tokenizer as llguidance's TokenizerWrapper reads it: the bytes of each token, and which are special.
+
+    Given a tokenizer.json, llguidance takes every added token for special, so that a grammar's "<tool_call>" would be
+    spelled out where the model writes one token.
+    """
+
+    def __init__(self, tokenizer: ModelTokenizer, size: int, eos_token_ids: list[int]) -> None:
+        pieces = DetokenizerFactory(tokenizer)
+        self.eos_token_id = eos_token_ids[0]
+        self.bos_token_id = None
+        self.tokens = [pieces.token_bytes(token_id) for token_id in range(size)]
+        self.special_token_ids = sorted(tokenizer.hidden_token_ids.union(eos_token_ids))
+        self._tokenizer = tokenizer
+        hidden = frozenset(self.special_token_ids)
+        self._id_of = {piece: i for i, piece in reversed(list(enumerate(self.tokens))) if piece and i not in hidden}
+        self._longest = max(map(len, self._id_of), default=1)
+
+    def __call__(self, text: str) -> list[int]:
+        """Returns tokens whose bytes are exactly the text's: the tokenizer's own where it adds no space in front, else
+        those behind a line break, else the longest ones that fit."""
+        wanted = text.encode()
+        for guard in ("", "\n"):
+            ids = self._tokenizer.encode(guard + text, add_special_tokens=False)
+            pieces = [self.tokens[i] for i in ids]
+            for first in range(min(3, len(ids))):
+                if b"".join(pieces[first:]) == wanted:
+                    return ids[first:]
+        return self._greedy(wanted)
+
+    def _greedy(self, wanted: bytes) -> list[int]:
+        ids, start = [], 0
+        while start < len(wanted):
+            for end in range(min(len(wanted), start + self._longest), start, -1):
+                if (found := self._id_of.get(wanted[start:end])) is not None:
+                    ids.append(found)
+                    start = end
+                    break
+            else:
+                break  # no token has this byte
+        return ids
+
+
 def _token_table(tokenizer: ModelTokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> LLTokenizer:
     """llguidance's view of a tokenizer. Ids at and above vocab_size are unknown to the model."""
     eos = sorted(i for i in eos_token_ids if i < vocab_size)
     if not eos:
         raise ValueError("it has no end-of-sequence token")
-    return LLTokenizer(tokenizer.backend.to_str(), n_vocab=max(vocab_size, tokenizer.vocab_size), eos_token=eos)
+    size = max(vocab_size, tokenizer.vocab_size)
+    return LLTokenizer(TokenizerWrapper(_Tokens(tokenizer, size, eos)), n_vocab=size, eos_token=eos)

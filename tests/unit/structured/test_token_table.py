@@ -1,0 +1,58 @@
+"""What llguidance knows of a model's tokens: added tokens that are not special are text, special ones are not."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers
+
+from tandem.workers.structured.grammar_store import GrammarStore
+
+DEMO = Path(__file__).resolve().parents[3] / "configs" / "demo" / "model"
+VOCAB = 800
+ADDED = {"content": "<tool_call>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+
+
+def save(folder: Path, special: bool) -> int:
+    """The demo's tokenizer with one more token, whose id is returned."""
+    fields = json.loads((DEMO / "tokenizer.json").read_text())
+    new = max(t["id"] for t in fields["added_tokens"] + [{"id": i} for i in fields["model"]["vocab"].values()]) + 1
+    fields["added_tokens"].append({**ADDED, "id": new, "special": special})
+    (folder / "tokenizer.json").write_text(json.dumps(fields))
+    (folder / "tokenizer_config.json").write_text((DEMO / "tokenizer_config.json").read_text())
+    return new
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_an_added_token_is_text_unless_it_is_special(tmp_path: Path, special: bool) -> None:
+    token = save(tmp_path, special)
+    store = GrammarStore(tmp_path, VOCAB, ())
+    store.compile("text", 'start: "<tool_call>" /[a-z]+/')
+    start = store.start("text")
+    assert start is not None
+    assert start.deep_copy().validate_tokens([token]) == (0 if special else 1)
+    store.compile("named", "start: <tool_call> /[a-z]+/" if special else f"start: <[{token}]> /[a-z]+/")
+    named = store.start("named")
+    assert named is not None and named.deep_copy().validate_tokens([token]) == 1
+
+
+def test_tokens_with_a_space_in_front_do_not_stand_for_text_without(tmp_path: Path) -> None:
+    """A tokenizer that adds a space to each text (SentencePiece): forced text is still spelled with its own tokens."""
+    pieces = ["<unk>", "</s>", "\n", *'▁{}":abc', '▁{"', '{"', '":', "▁a"]
+    merges = [("{", '"'), ("▁", '{"'), ('"', ":"), ("▁", "a")]
+    model = models.BPE({piece: i for i, piece in enumerate(pieces)}, merges, unk_token="<unk>", byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    store = GrammarStore(tmp_path, len(pieces), ())
+    store.compile("forced", 'start: "{\\"a\\":" /[abc]/ "}"')
+    start = store.start("forced")
+    assert start is not None
+    ids = [tokenizer.token_to_id(piece) for piece in ('{"', "a", '":', "b", "}")]
+    assert start.deep_copy().validate_tokens(ids) == len(ids)
+    assert start.deep_copy().validate_tokens([tokenizer.token_to_id('▁{"')]) == 0
