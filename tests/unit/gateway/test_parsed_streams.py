@@ -43,7 +43,7 @@ def tokens_of(pieces: list[str]) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["hermes", "mistral"])
-@settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=15, suppress_health_check=list(HealthCheck))
 @given(
     pieces=st.lists(PIECES, max_size=14),
     at_once=st.integers(1, 9),
