@@ -6,6 +6,7 @@ telemetry off, and nothing may leave the loopback meanwhile.
 
 import ipaddress
 import json
+import re
 import socket
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -14,7 +15,7 @@ import jsonschema
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from tests.support.service import Service
+from tests.support.service import REPOSITORY, Service
 
 pytestmark = pytest.mark.cluster
 
@@ -225,3 +226,16 @@ def test_models_of_instructor(service: Service) -> None:
             asking = instructor.from_openai(client, mode=mode)
             found = asking.chat.completions.create(**HOT, messages=USER, response_model=Report, max_tokens=100)
             assert isinstance(found, Report)
+
+
+PAGE = (REPOSITORY / "docs" / "serving.md").read_text()
+SECTION = PAGE.partition("### LangChain, LiteLLM, instructor\n")[2].partition("\n### ")[0]
+PROGRAMS = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=["langchain", "litellm", "instructor"])
+def test_the_programs_of_the_guide(service: Service, program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.count("http://127.0.0.1:8000/v1") == 1
+    exec(program.replace("http://127.0.0.1:8000", service.url), {})
+    printed = capsys.readouterr().out
+    assert len(re.findall("rain|sun", printed)) == (2 if "langchain" in program else 1)

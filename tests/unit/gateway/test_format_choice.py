@@ -6,7 +6,7 @@ import pytest
 
 from tandem.cluster.gateway.chat.format_choice import choose_formats
 from tandem.configs.errors import SettingsError
-from tandem.configs.load import build_settings
+from tandem.configs.load import build_settings, settings_from_serve_args
 from tandem.configs.schema import GatewaySettings, ReasoningParser, ToolCallParser
 from tandem.workers.text.output.format_list import REASONING_FORMATS, TOOL_FORMATS
 
@@ -44,3 +44,11 @@ def test_an_unknown_name_is_refused_with_the_known_ones(flag: str) -> None:
     with pytest.raises(SettingsError) as error:
         build_settings("m", {flag: "bogus"})
     assert all(name in str(error.value) for name in get_args(known))
+
+
+@pytest.mark.parametrize("section", ["engine_kwargs", "gateway_config"])
+def test_serve_files_have_them_as_ray_serve_llm_does(section: str) -> None:
+    given = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    args = {"model_loading_config": {"model_id": "m"}, section: given}
+    gateway = settings_from_serve_args(args).gateway
+    assert {name: getattr(gateway, name) for name in given} == given
