@@ -57,7 +57,7 @@ def model_folder(shape: str, dtype: torch.dtype = torch.bfloat16) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         config = {**SHAPES[shape], "torch_dtype": kind}
         (folder / "config.json").write_text(json.dumps(config, indent=1))
-        _write_tokenizer(folder, int(str(config["vocab_size"])))
+        write_tokenizer(folder, int(str(config["vocab_size"])))
         save_file(_weights(config, dtype), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -80,7 +80,7 @@ def _weights(config: dict[str, object], dtype: torch.dtype) -> dict[str, torch.T
     }
 
 
-def _write_tokenizer(folder: Path, vocab_size: int) -> None:
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
     """Writes a byte-level vocabulary without merges: two specials, 256 bytes, then made-up words."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     names = ["<s>", "</s>", *alphabet]

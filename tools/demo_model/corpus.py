@@ -25,6 +25,7 @@ SYSTEM_PROMPTS = (
     "Be brief.",
     "You are an assistant of the Tandem cluster.",
 )
+NAME_WEIGHT = 4.0  # loss weight of the name of a called tool
 PROMPT_WEIGHT = 0.1  # loss weight of text that a user writes, against 1.0 for the text of the model
 
 
@@ -95,17 +96,26 @@ def chat_document(
     for question, answer, call, result in exchanges:
         asked, answered = question, style(answer)
         if call:
-            document += _turns(question, call)
+            document += _turns(question, *_call_segments(call))
             asked = f"<tool_response>\n{result}\n</tool_response>"
-        document += _turns(asked, answered)
+        document += _turns(asked, Segment(answered, 1.0))
     return document
 
 
-def _turns(asked: str, answered: str) -> Document:
+def _call_segments(call: str) -> Document:
+    """Gives the tool's name its own weight: one choice among tools, against many tokens that are copied after it."""
+    before, mark, rest = call.partition('"name": "')
+    name, *_ = rest.partition('"')
+    return [Segment(before + mark, 1.0), Segment(name, NAME_WEIGHT), Segment(rest.removeprefix(name), 1.0)]
+
+
+def _turns(asked: str, *answered: Segment) -> Document:
     """A user turn and an assistant turn."""
+    *first, (last, weight) = answered
     return [
         Segment(f"{TURN_START}user\n{asked}{TURN_END}\n{TURN_START}assistant\n", PROMPT_WEIGHT),
-        Segment(answered + TURN_END, 1.0),
+        *first,
+        Segment(last + TURN_END, weight),
         Segment("\n", PROMPT_WEIGHT),
     ]
 
@@ -114,7 +124,7 @@ def draw_tool_exchanges(rng: random.Random, tools: list[tool_use.Tool]) -> list[
     """Draws one to three turns with the tools given: mostly calls, else questions that no tool fits."""
     return [
         rng.choice(tools).ask(rng) if rng.random() < 0.72 else draw_unfit(rng, tools)
-        for _ in range(rng.choices((1, 2, 3), weights=(40, 35, 25))[0])
+        for _ in range(rng.choices((1, 2, 3), weights=(30, 35, 35))[0])
     ]
 
 
@@ -128,7 +138,7 @@ def draw_unfit(rng: random.Random, tools: list[tool_use.Tool], held_out: bool = 
 
 def draw_tool_chat(rng: random.Random, style: Style = plain_style) -> Document:
     """Draws a chat with one to three tools."""
-    tools = tool_use.draw_tools(rng, rng.choices((1, 2, 3), weights=(52, 33, 15))[0], held_out=False)
+    tools = tool_use.draw_tools(rng, rng.choices((1, 2, 3), weights=(25, 40, 35))[0], held_out=False)
     system = rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.25 else None
     return chat_document(draw_tool_exchanges(rng, tools), system, style, [tool.definition for tool in tools])
 
@@ -158,7 +168,7 @@ def draw_document(rng: random.Random, style: Style = plain_style, *, long_share:
     long_share: the fraction of long chats."""
     if style is plain_style and rng.random() < 0.11:
         return draw_plain(rng)
-    if rng.random() < (0.17 if style is plain_style else 0.08):
+    if rng.random() < (0.20 if style is plain_style else 0.08):
         return draw_tool_chat(rng, style)
     return draw_chat(rng, style, long=rng.random() < long_share)
 

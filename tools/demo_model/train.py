@@ -166,6 +166,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3600)
     parser.add_argument("--tokens-per-step", type=int, default=2048)
     parser.add_argument("--start", type=Path, help="continue from this checkpoint folder, not from random weights")
+    parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json to use, instead of a new one")
     parser.add_argument("--rate", type=float, default=1.0, help="a factor on the learning rates")
     parser.add_argument("--seed", type=int, default=20)
     parser.add_argument("--threads", type=int, default=2)
@@ -174,7 +175,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     started_s = time.monotonic()
-    tokenizer = build_tokenizer(options.seed, VOCAB_SIZE)
+    kept = options.tokenizer
+    tokenizer = Tokenizer.from_file(str(kept)) if kept else build_tokenizer(options.seed, VOCAB_SIZE)
     model = LlamaForCausalLM(make_config(tokenizer))
     if options.start is not None:
         take_over(model, tokenizer, options.start)

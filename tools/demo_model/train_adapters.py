@@ -19,9 +19,12 @@ from tools.demo_model.train import HERE, BatchSource, train
 BASE_NAME = "tandem-demo"
 
 
-def attach_adapter(base_path: Path, recipe: AdapterRecipe) -> PeftModel:
-    """Loads the base model in float32 and adds a new adapter to it."""
+def attach_adapter(base_path: Path, recipe: AdapterRecipe, start: Path | None = None) -> PeftModel:
+    """Loads the base model in float32 and adds an adapter to it: a new one, or the one in the folder `start`."""
     base = LlamaForCausalLM.from_pretrained(base_path, dtype=torch.float32)
+    if start is not None:
+        started: PeftModel = PeftModel.from_pretrained(base, start, is_trainable=True)
+        return started.float()
     config = LoraConfig(
         r=recipe.rank,
         lora_alpha=2 * recipe.rank,
@@ -50,6 +53,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=40)
     parser.add_argument("--only", choices=[recipe.name for recipe in RECIPES], help="train this one alone")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--start", type=Path, help="continue from the adapters in this folder, not from new ones")
     parser.add_argument("--base", type=Path, default=HERE / "model")
     parser.add_argument("--out", type=Path, default=HERE / "adapters")
     options = parser.parse_args()
@@ -58,7 +62,7 @@ def main() -> None:
     for recipe in (recipe for recipe in RECIPES if options.only in (None, recipe.name)):
         torch.manual_seed(options.seed)
         started_s = time.monotonic()
-        model = attach_adapter(options.base, recipe)
+        model = attach_adapter(options.base, recipe, options.start and options.start / recipe.name)
         matrices = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(matrices, lr=options.rate, betas=(0.9, 0.98), weight_decay=0.0)
         source = BatchSource(options.seed + 1, tokenizer, options.tokens_per_step, recipe.style)

@@ -5,6 +5,7 @@ Marks that are special tokens of the tokenizer are written as tokens, which no o
 
 import re
 from collections.abc import Mapping
+from functools import cache
 
 from tandem.cluster.gateway.chat.chat_output import ChatOutput
 from tandem.cluster.gateway.services import TextServices
@@ -21,11 +22,11 @@ def held_grammar(output: ChatOutput, text: TextServices, answer: str | None) -> 
     """Returns a grammar for SamplingParams, None for free text. answer: the grammar of the form that the body asks for;
     where the model may choose to call a tool instead, either is allowed. RequestRefused for tools that cannot be
     forced."""
-    special = special_tokens(text.tokenizer)
-    rules = _call_rules(output, special) if output.is_forced or answer is not None else ""
-    _check_calls(rules, text.settings.max_grammar_bytes)
-    if not rules and answer is None:
+    if not output.is_forced and answer is None:
         return None
+    special = special_tokens(text.tokenizer)
+    rules = _call_rules(output, special)
+    _check_calls(rules, text.settings.max_grammar_bytes)
     thinking, thinking_rules = _thinking(output, special)
     if output.is_forced:
         return f"start: {thinking} calls\n{thinking_rules}{rules}"
@@ -36,6 +37,7 @@ def held_grammar(output: ChatOutput, text: TextServices, answer: str | None) -> 
     return after(f"start: {thinking} {body}\n{thinking_rules}{rules}", answer)
 
 
+@cache
 def special_tokens(tokenizer: ModelTokenizer) -> Mapping[str, int]:
     """Texts and ids of the special tokens."""
     pieces = ((tokenizer.piece(token_id), token_id) for token_id in tokenizer.hidden_token_ids)

@@ -1,15 +1,17 @@
 """Which formats of calls and thinking a service takes, by its flags and its chat template."""
 
+from pathlib import Path
 from typing import get_args
 
 import pytest
 
-from tandem.cluster.gateway.chat.format_choice import choose_formats
+from tandem.cluster.gateway.chat.format_choice import check_formats, choose_formats
 from tandem.configs.errors import SettingsError
-from tandem.configs.load import build_settings
+from tandem.configs.load import build_settings, settings_from_serve_args
 from tandem.configs.schema import GatewaySettings, ReasoningParser, ToolCallParser
 from tandem.workers.text.output.format_list import REASONING_FORMATS, TOOL_FORMATS
 
+DEMO = Path(__file__).resolve().parents[3] / "configs" / "demo" / "model"
 HERMES = "{% if tools %}<tool_call>{}</tool_call>{% endif %}"
 
 
@@ -44,3 +46,21 @@ def test_an_unknown_name_is_refused_with_the_known_ones(flag: str) -> None:
     with pytest.raises(SettingsError) as error:
         build_settings("m", {flag: "bogus"})
     assert all(name in str(error.value) for name in get_args(known))
+
+
+@pytest.mark.parametrize("section", ["engine_kwargs", "gateway_config"])
+def test_serve_files_have_them_as_ray_serve_llm_does(section: str) -> None:
+    given = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    args = {"model_loading_config": {"model_id": "m"}, section: given}
+    gateway = settings_from_serve_args(args).gateway
+    assert {name: getattr(gateway, name) for name in given} == given
+
+
+def test_the_launcher_and_check_config_check_the_choice(tmp_path: Path) -> None:
+    template = tmp_path / "plain.jinja"
+    template.write_text("{{ messages }}")
+    auto = {"enable_auto_tool_choice": True}
+    assert check_formats(build_settings(str(DEMO), auto)) == "tool calls are parsed as hermes, by the chat template"
+    with pytest.raises(SettingsError, match="the chat template does not say how calls look"):
+        check_formats(build_settings(str(DEMO), {**auto, "chat_template": str(template)}))
+    assert check_formats(build_settings(str(DEMO), {"chat_template": str(template)})) is None

@@ -99,7 +99,7 @@ PLACES: tuple[tuple[str | int, ...], ...] = (
 )
 
 
-@RELAXED
+@settings(RELAXED, max_examples=25)
 @given(st.lists(st.tuples(st.sampled_from(PLACES), VALUES), min_size=1, max_size=8), st.booleans())
 async def test_mutated_tools_never_hurt(mutations: list[tuple[tuple[str | int, ...], Any]], stream: bool) -> None:
     base = {"messages": TURNS, "tools": TOOLS, "tool_choice": "auto", "chat_template_kwargs": {"enable_thinking": True}}
