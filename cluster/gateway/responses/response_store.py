@@ -113,7 +113,10 @@ class ResponseStore:
                 raise unavailable() from None
         if not isinstance(found, bytes):
             raise not_found(response_id, param)
-        return self._decode(await asyncio.to_thread(zlib.decompress, found))
+        try:
+            return self._decode(await asyncio.to_thread(zlib.decompress, found))
+        except (zlib.error, msgspec.DecodeError):  # of another version of the service
+            raise not_found(response_id, param) from None
 
     async def delete(self, tenant: str, response_id: str) -> None:
         """Deletes a response of this tenant. RequestRefused as in get()."""

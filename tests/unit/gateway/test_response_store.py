@@ -1,6 +1,7 @@
 """Stored responses, in a real Redis: chains, lifetime, caps, privacy, losses."""
 
 import asyncio
+import zlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -183,6 +184,14 @@ async def test_a_redis_that_lost_all_has_none(redis: BackgroundClient) -> None:
         assert error_of(await ask(rig, previous_response_id=lost))["code"] == "previous_response_not_found"
         again = (await ask(rig)).json()["id"]
         assert (await ask(rig, previous_response_id=again)).status_code == 200
+
+
+async def test_what_cannot_be_read_is_not_there(redis: BackgroundClient) -> None:
+    async with storing(redis) as rig:
+        known = (await ask(rig)).json()["id"]
+        for value in (b"x", zlib.compress(b"x"), zlib.compress(b"\x92\xc4\x02{}\x91\x01")):
+            await redis.command("SET", keys.response("acme", known), value)
+            assert (await ask(rig, previous_response_id=known)).status_code == 404
 
 
 async def test_without_redis_answers_go_on() -> None:
