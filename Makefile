@@ -14,7 +14,7 @@ DOCS    := $(VENV)/.docs-installed
 TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t0 )) s"
 
 .PHONY: install dev serve check check-kernels format test chaos fuzz mutate bench bench-engine bench-serve bench-startup \
-  bench-sampling bench-speculation bench-routing bench-overload bench-batching bench-multiturn bench-weight-stream \
+  bench-sampling bench-structured bench-speculation bench-routing bench-overload bench-batching bench-multiturn bench-weight-stream \
   bench-lora performance docs clean help
 
 help: ## show these goals
@@ -80,6 +80,9 @@ bench-engine: $(DEV) ## offline throughput beside the roofline and transformers
 
 bench-sampling: $(DEV) ## milliseconds of a step's sampling with all fields, without each and with each alone
 	$(BIN)/python -m benchmarks.engine.sampling $(ARGS)
+
+bench-structured: $(DEV) ## structured output: time of a mask and of compiling, a step with every row masked, A-B-A-B
+	$(BIN)/python -m benchmarks.engine.structured $(ARGS)
 
 bench-serve: $(DEV) ## the same workload over HTTP and offline, A-B-A-B
 	$(BIN)/python -m benchmarks.service.serve $(ARGS)

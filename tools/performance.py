@@ -27,7 +27,7 @@ from tools.result_files import (
     whole,
 )
 from tools.service_figures import cluster_section, overload_section
-from tools.token_figures import batching_section, sampling_section, speculation_section
+from tools.token_figures import batching_section, sampling_section, speculation_section, structured_section
 
 PAGE = ROOT / "docs" / "performance.md"
 SHAPES = {"qwen3-0.6b": "Qwen3-0.6B shape", "llama-135m": "135M Llama shape", "demo": "demo model (2.4M)"}
@@ -382,6 +382,7 @@ def render() -> str:
         startup_section(),
         speculation_section(),
         sampling_section(),
+        structured_section(),
         batching_section(),
         overload_section(),
         cluster_section(),

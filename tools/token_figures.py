@@ -3,7 +3,7 @@
 import statistics
 from typing import Any
 
-from tools.result_files import percent, read_json, span, table
+from tools.result_files import percent, read_json, span, table, whole
 
 
 def speculation_section() -> str:
@@ -57,6 +57,33 @@ Every row has the field. The share is that of a decode step of the Qwen3-0.6B sh
 in the same hour. All means all but `allowed_token_ids`, which leave the others little to do.
 
 {table(["fields", "ms", "more than greedy, ms", "share of a step"], lines)}"""
+
+
+def structured_section() -> str:
+    """What grammars cost: to compile, a mask, a step in which every row has one."""
+    found = read_json("structured.json")
+    options, schemas, step = found["options"], found["schemas"], found["step"]
+    compiling, mask, seen = schemas["compile_ms"], schemas["mask_us"], schemas["instances"]
+    rows = [
+        ["compiling a schema, ms", f"{compiling['p50']:.1f}", f"{compiling['p99']:.0f}"],
+        ["mask of a token, µs", whole(mask["p50"]), whole(mask["p99"])],
+    ]
+    valid = seen.get("valid accepted", 0) + seen.get("valid refused", 0)
+    invalid = seen.get("invalid accepted", 0) + seen.get("invalid refused", 0)
+    return f"""## Structured output
+
+`make bench-structured` compiles {schemas["schemas"]} JSON schemas of MaskBench on one thread, over a vocabulary of
+{options["vocab"]:,} tokens, and makes a mask ahead of each token of their valid instances. {schemas["compiled"]}
+compile, as many as with llguidance alone; the others are refused. {seen.get("valid accepted", 0)} of {valid} valid
+instances are accepted, and {seen.get("invalid refused", 0)} of {invalid} invalid ones refused.
+
+{table(["one thread", "median", "99th percentile"], rows)}
+
+A decode step of {options["batch"]} rows of the Qwen3-0.6B shape takes {step["step_ms"]["unmasked"]:.0f} ms without
+masks and {step["ratio"]:.2f} times that with one in every row, in turns; sampling takes
+{step["sampling_ms"]["unmasked"]:.1f} ms and {step["sampling_ms"]["masked"]:.1f} ms of it, so that masks take
+{percent(step["added_share"])} of a step. These are the best times. Others took
+{percent(step["other_cpu"])} of the machine."""
 
 
 def batching_section() -> str:

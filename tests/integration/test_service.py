@@ -22,7 +22,7 @@ import openai
 import psutil
 import pytest
 
-from tandem import LLM
+from tandem import LLM, SamplingParams, StructuredOutputsParams
 from tandem.cluster.fleet.engine_metrics import decode_stats
 from tandem.cluster.fleet.fleet_view import RECORD_TTL_S
 from tests.support.mixed_requests import PREFIX, PROMPTS, answers, greedy
@@ -81,6 +81,27 @@ async def test_chat_with_the_async_client(service: Service) -> None:
         ]
     assert whole.choices[0].message.content
     assert "".join(pieces) == whole.choices[0].message.content
+
+
+def test_structured_output_is_the_offline_engines_streamed_or_not(client: openai.OpenAI, offline: LLM) -> None:
+    """Through two groups of two ranks. Forms that cannot be compiled are refused, and harm nobody."""
+    schema = {"type": "array", "items": {"enum": ["red", "green", 7]}, "minItems": 2, "maxItems": 6}
+    form = {"type": "json_schema", "json_schema": {"name": "colors", "schema": schema, "strict": True}}
+    asked: Any = {"model": "demo", "messages": CHAT, "max_tokens": 60, "temperature": 0, "response_format": form}
+    params = SamplingParams(max_tokens=60, temperature=0, structured_outputs=StructuredOutputsParams(json=schema))
+    wanted = offline.chat(CHAT, params, use_tqdm=False)[0].text
+    assert 2 <= len(json.loads(wanted)) <= 6 and set(json.loads(wanted)) <= {"red", "green", 7}
+    for bad in ({"type": "array", "uniqueItems": True}, {"pattern": "(", "type": "string"}):
+        body = {**asked, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": bad}}}
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(**body)
+        assert (refused.value.code, refused.value.param) == ("invalid_grammar", "response_format")
+    for _ in range(3):
+        assert client.chat.completions.create(**asked).choices[0].message.content == wanted
+    pieces = [
+        c.choices[0].delta.content or "" for c in client.chat.completions.create(**asked, stream=True) if c.choices
+    ]
+    assert "".join(pieces) == wanted
 
 
 def test_a_seed_gives_the_same_words_whichever_group_runs_it(client: openai.OpenAI) -> None:

@@ -57,7 +57,7 @@ STORY = "Once upon a time there was a little dog. The little dog was red. The li
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 1.0, "top_k": 20, "n": 2, "seed": 7},
-    {"temperature": 0.8, "top_k": 20, "seed": 8, "min_tokens": 30},
+    {"temperature": 0.8, "top_k": 20, "seed": 8, "min_tokens": 20},
     {"temperature": 1.0, "top_k": 20, "seed": 9, "logprobs": 2, "stop": (" dog", '",')},
     {"temperature": 1.0, "top_k": 20, "seed": 10, "max_tokens": 7, "repetition_penalty": 1.2},
 ]

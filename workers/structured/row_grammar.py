@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
+from tandem.workers.text.grammars import reason_of
+
 Tokens = npt.NDArray[np.int32]
 FIRST_ROOM = 64
 
@@ -50,7 +52,7 @@ class RowGrammar:
 
     def error(self) -> str | None:
         """Why the grammar has failed, as by its limits; None if it has not."""
-        return (self.matcher.get_error().strip() or "no reason is known") if self.matcher.is_error() else None
+        return (reason_of(self.matcher.get_error()) or "no reason is known") if self.matcher.is_error() else None
 
     def _num_common(self, output: Tokens) -> int:
         """How many of the tokens taken are the output's first ones."""

@@ -132,7 +132,10 @@ def check(grammar: str) -> None:
 
 def reason_of(message: str) -> str:
     """Returns llguidance's message without the excerpt of the grammar."""
-    return message.strip().partition("\n   1 |")[0].strip()[:MOST_ERROR_CHARS]
+    message = message.strip()
+    if message.startswith("NoExtension"):
+        return "it allows no text"
+    return message.removesuffix("<non-verbose/>").partition("\n   1 |")[0].strip()[:MOST_ERROR_CHARS]
 
 
 def _literal(text: str) -> str:
