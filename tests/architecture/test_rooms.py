@@ -20,7 +20,7 @@ AGAINST = {
 """Imports against the order that a later rewrite dissolves. This list may only shrink."""
 
 SAME_IDEA = {"errors"}
-"""Names that stand twice for one idea: a conversation, at the client and at the gateway; the exceptions of a layer."""
+"""Names that stand twice for one idea: the exceptions of a layer."""
 
 
 @pytest.mark.parametrize("scope", sorted(ORDERS))

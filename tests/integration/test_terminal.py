@@ -92,7 +92,8 @@ def test_the_example_with_a_tool(vllm_named: Service) -> None:
 
 
 def test_forced_calls_are_valid_whatever_the_model_would_say(vllm_named: Service) -> None:
-    """By the official client, whole and streamed; hot, so that the model alone would not do it."""
+    """By the official client, whole and streamed; hot, so that the model alone would not do it. The prompt ends inside
+    thinking, so that the model may not begin any: this one would not end it."""
     kinds = {"type": "string", "enum": ["rain", "sun"]}
     parameters = {
         "type": "object",
@@ -101,7 +102,9 @@ def test_forced_calls_are_valid_whatever_the_model_would_say(vllm_named: Service
         "additionalProperties": False,
     }
     tools = [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in ("look", "tell")]
-    asked: Any = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "tools": tools, "temperature": 1.5}
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>"}]
+    inside = {"continue_final_message": True, "add_generation_prompt": False, "thinking_token_budget": 4}
+    asked: Any = {"model": "demo", "messages": messages, "tools": tools, "temperature": 1.5, "extra_body": inside}
     named = {"type": "function", "function": {"name": "tell"}}
     with openai.OpenAI(base_url=vllm_named.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
         for choice, reason in (("required", "tool_calls"), (named, "stop")):
