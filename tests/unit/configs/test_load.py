@@ -48,6 +48,8 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "pipeline_parallel_size": (3, 3),
     "data_parallel_size": (4, 4),
     "enable_expert_parallel": (True, True),
+    "grammar_timeout": (4, 4.0),
+    "max_grammar_bytes": ("4K", 4096),
     "kv_cache_dtype": ("int8", "int8"),
     "gpu_memory_utilization": (0.5, 0.5),
     "kv_cache_memory_bytes": ("1G", 2**30),
