@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.failover.kinds import KINDS
+from tests.support.failover.kinds import KINDS, STRUCTURED
 from tests.support.failover.scene import TEST_S, Scene, failover_scene
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(TEST_S)]
@@ -20,7 +20,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 @pytest.mark.parametrize(
     ("kind", "death", "phase"),
     [
-        ("greedy", "rank", "decode"),
+        (STRUCTURED.name, "rank", "decode"),
         ("stop string", "coordinator", "decode"),
         ("LoRA", "rank", "adapter load"),
         ("split UTF-8", "rank 0", "decode"),
@@ -32,4 +32,4 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     ],
 )
 def test_no_request_is_lost(scene: Scene, kind: str, death: str, phase: str) -> None:
-    print(scene.play(KINDS[kind], death, phase))
+    print(scene.play(STRUCTURED if kind == STRUCTURED.name else KINDS[kind], death, phase))

@@ -81,6 +81,9 @@ KINDS = {
     )
 }
 
+STRUCTURED = Kind("structured output", {"structured_outputs": {"regex": "[a-z ]{200,900}"}})
+"""Its grammar is compiled in the next group too, which follows it from the tokens that were delivered."""
+
 
 def stop_across(whole: Call, around: int = CUT) -> tuple[str, int]:
     """A text of four tokens of a greedy answer that has not occurred before, and the number of tokens up to its
