@@ -11,7 +11,7 @@ import msgspec
 
 from tandem.workers.messages.request import AdapterRef, SamplingParams
 from tandem.workers.text.bad_word_ids import bad_word_ids
-from tandem.workers.text.grammars import GrammarError, check, grammar_of
+from tandem.workers.text.grammars import GrammarError, checked_grammar
 from tandem.workers.text.tokenizer import ModelTokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -78,8 +78,7 @@ def with_grammar(params: SamplingParams) -> SamplingParams:
     if form is None:
         return params
     try:
-        grammar = grammar_of(form)
-        check(grammar)
+        grammar = checked_grammar(form)
     except GrammarError as error:
         name = "structured_outputs" if error.field is None else f"structured_outputs.{error.field}"
         raise ValueError(f"{name}: {error}") from error

@@ -49,7 +49,7 @@ COMMON: dict[str, Any] = {"max_num_seqs": 8, "dtype": "float32", "cpu_threads": 
 CASES: dict[str, dict[str, Any]] = {
     "drafts": {"speculative_config": NGRAM},
     "preemption": {"num_gpu_blocks_override": 24, "enable_prefix_caching": False},
-    "swap and drafts": {"num_gpu_blocks_override": 24, "kv_offloading_size": 0.05, "speculative_config": NGRAM},
+    "swap and drafts": {"num_gpu_blocks_override": 16, "kv_offloading_size": 0.05, "speculative_config": NGRAM},
     "small chunks": {"max_num_batched_tokens": 24},
     "tp2": {"tensor_parallel_size": 2},
 }
@@ -62,7 +62,7 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 1.0, "top_k": 20, "seed": 10, "max_tokens": 7, "repetition_penalty": 1.2},
 ]
 ASKED = [
-    (name, SamplingParams(**{"max_tokens": 28, **kind, "structured_outputs": form}))
+    (name, SamplingParams(**{"max_tokens": 32, **kind, "structured_outputs": form}))
     for name, form in FORMS.items()
     for kind in KINDS
 ]
@@ -133,7 +133,7 @@ def test_every_finished_text_has_its_form_and_every_other_one_begins_so(wanted: 
             else:
                 finished += 1
                 assert has_form(name, done.text), (name, done.text)
-    assert finished >= 8
+    assert finished >= 6
 
 
 def _inside(done: Completion) -> list[int]:

@@ -49,6 +49,17 @@ def grammar_of(params: StructuredOutputsParams) -> str:
         raise
 
 
+def checked_grammar(params: StructuredOutputsParams) -> str:
+    """Returns the grammar that is asked for, once check() has found nothing wrong. GrammarError names the field."""
+    grammar = grammar_of(params)
+    try:
+        check(grammar)
+    except GrammarError as error:
+        error.field = kind_of(params)
+        raise
+    return grammar
+
+
 def kind_of(params: StructuredOutputsParams) -> str:
     """Returns the one field of ONE_OF that is given. GrammarError if there is none, or names the first two."""
     given = [name for name in ONE_OF if (value := getattr(params, name)) is not None and value is not False]

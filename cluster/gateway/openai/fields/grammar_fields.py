@@ -13,7 +13,7 @@ from tandem.cluster.gateway.openai.schemas import CommonBody, ResponseFormatFiel
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.errors import RequestRefused
 from tandem.workers.messages.structured_outputs import StructuredOutputsParams
-from tandem.workers.text.grammars import GrammarError, check, grammar_of, kind_of
+from tandem.workers.text.grammars import GrammarError, checked_grammar, kind_of
 
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 """vLLM's older fields, and what they are called in structured_outputs."""
@@ -49,13 +49,11 @@ def requested_grammar(settings: GatewaySettings, body: CommonBody) -> str | None
     field = asked.field
     try:
         _check_limits(settings, field, asked.params)
-        grammar = grammar_of(asked.params)
-        check(grammar)
+        return checked_grammar(asked.params)
     except GrammarError as error:
         if field == "structured_outputs" and error.field is not None:
             field = f"{field}.{error.field}"
         raise _refused(field, str(error)) from None
-    return grammar
 
 
 def _asked(body: CommonBody) -> Asked | None:
