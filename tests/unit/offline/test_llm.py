@@ -135,7 +135,7 @@ def test_parameters_without_meaning_are_refused_by_name(llm: LLM, params: dict[s
 
 
 def test_every_parameter_has_its_range(llm: LLM) -> None:
-    assert set(RANGES) == set(SamplingParams.__struct_fields__)
+    assert {*RANGES, "grammar", "structured_outputs"} == set(SamplingParams.__struct_fields__)
     odd = SamplingParams(max_tokens=4, temperature=0, top_k=-1, stop=["zzz"], logit_bias=((5, -math.inf),))  # type: ignore[arg-type]
     assert llm.generate("Once upon a time", odd, use_tqdm=False)[0].outputs[0].finish_reason == "length"
 
