@@ -50,6 +50,8 @@ def chat_of(body: CountTokensBody, text: TextServices) -> tuple[ChatBody, FieldN
         places += [f"messages[{i}]"] * len(made)
     names = FieldNames(FIELDS, "messages", places, PARTS)
     fields = {"messages": messages, "model": body.model, **_settings(body, text.chat_template)}
+    if messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
+        fields["continue_final_message"] = True
     if isinstance(body, MessagesBody):
         fields |= {
             "max_tokens": body.max_tokens,

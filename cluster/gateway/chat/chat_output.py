@@ -4,13 +4,13 @@ import uuid
 from dataclasses import dataclass
 from functools import cache
 
-from tandem.cluster.gateway.chat.parser_wraps import OneCall, SpecialSpellings, WithoutSpecialTokens, WithoutThinking
+from tandem.cluster.gateway.chat.parser_wraps import OneCall, SpecialSpellings, Without, WithoutSpecialTokens
 from tandem.cluster.gateway.openai.fields.chat_checks import known_tools
 from tandem.cluster.gateway.openai.fields.tool_fields import NamedTool
 from tandem.cluster.gateway.openai.schemas import ChatBody, invalid, unsupported
 from tandem.cluster.gateway.services import TextServices
 from tandem.workers.messages.thinking import ThinkingBudget
-from tandem.workers.text.output.events import OutputParser, PlainOutput
+from tandem.workers.text.output.events import Content, OutputParser, PlainOutput, Reasoning
 from tandem.workers.text.output.formats import ReasoningFormat, Tool, ToolFormat
 from tandem.workers.text.tokenizer import ModelTokenizer
 
@@ -58,7 +58,9 @@ class ChatOutput:
         """A parser for one choice."""
         parser = self.make_call_parser()
         if not self.include_reasoning:
-            parser = WithoutThinking(parser)
+            parser = Without(parser, Reasoning)
+        if self.is_forced:
+            parser = Without(parser, Content)
         return parser if self.special is None else WithoutSpecialTokens(parser, self.special)
 
     def make_call_parser(self) -> "OneCall | OutputParser":

@@ -1,4 +1,4 @@
-"""Parsers around the parser of a format: one call only, no thinking shown, no special tokens in what is shown."""
+"""Parsers around the parser of a format: one call only, no thinking or content, no special tokens in what is shown."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -32,17 +32,19 @@ class OneCall:
         return taken
 
 
-class WithoutThinking:
-    """Leaves the thinking out (include_reasoning false)."""
+class Without:
+    """Leaves events of one kind out: thinking (include_reasoning false), or content, which beside forced calls is only
+    the beginning of one that was cut."""
 
-    def __init__(self, parser: OutputParser) -> None:
+    def __init__(self, parser: OutputParser, kind: type[Content] | type[Reasoning]) -> None:
         self._parser = parser
+        self._kind = kind
 
     def push(self, text: str) -> list[OutputEvent]:
-        return [event for event in self._parser.push(text) if not isinstance(event, Reasoning)]
+        return [event for event in self._parser.push(text) if not isinstance(event, self._kind)]
 
     def finish(self) -> list[OutputEvent]:
-        return [event for event in self._parser.finish() if not isinstance(event, Reasoning)]
+        return [event for event in self._parser.finish() if not isinstance(event, self._kind)]
 
 
 class WithoutSpecialTokens:

@@ -178,7 +178,7 @@ def _sent(authorization: str | None) -> bytes | None:
 
 
 def _unknown_key() -> RequestRefused:
-    message = "Missing or unknown API key; send it as `Authorization: Bearer KEY`."
+    message = "Missing or unknown API key; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`."
     return RequestRefused(message, code="invalid_api_key", status=401)
 
 

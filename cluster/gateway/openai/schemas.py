@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from tandem.cluster.gateway.http.body import printable
-from tandem.cluster.gateway.openai.allowed_values import allowed_values
+from tandem.cluster.gateway.openai.allowed_values import allowed_values, given_value
 from tandem.cluster.gateway.openai.fields.tool_fields import FunctionTool, ReasoningEffort, ToolChoice
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.errors import RequestRefused
@@ -355,10 +355,10 @@ def _refused(problem: str, body_type: type[msgspec.Struct], fields: Mapping[str,
         name = f"{path}.{missing[1]}" if path else missing[1]
         values = allowed_values(body_type, name)
         return invalid(name, f"The field {name} is required{f': {_one_of(values)}' if values else ''}.")
+    given = f", not {value}" if (value := given_value(fields, path)) is not None else ""
     if values := allowed_values(body_type, path):
-        given = f", not {json.dumps(fields[path])[:80]}" if path in fields else ""
         return invalid(path[:128], f"{path} must be {_one_of(values)}{given}.")
-    return invalid(path[:128] or None, f"{path or 'body'}: {text}.")
+    return invalid(path[:128] or None, f"{path or 'body'}: {text}{'' if 'got `' in text else given}.")
 
 
 def _one_of(values: Sequence[Any]) -> str:

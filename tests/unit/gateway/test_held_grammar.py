@@ -105,6 +105,12 @@ async def test_marks_that_are_special_tokens_are_tokens(rig: Rig) -> None:
         assert f"thought: thought_text <[{ids['<turn>']}]> paragraph" in first["lark_grammar"]
 
 
+def test_a_forced_call_of_a_function_without_parameters_has_no_arguments(rig: Rig) -> None:
+    grammar = held(rig, tools=[{"type": "function", "function": {"name": "clock"}}], tool_choice="required")
+    assert grammar is not None
+    assert allows(grammar, "<call>clock {}</call>") and not allows(grammar, '<call>clock {"a": 1}</call>')
+
+
 async def test_a_tool_that_cannot_be_forced_is_refused() -> None:
     class Unable(InventedToolFormat):
         def grammar(self, *_: Any, **__: Any) -> str:

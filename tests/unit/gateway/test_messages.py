@@ -293,6 +293,18 @@ async def test_it_is_refused_by_name(body: dict[str, Any], param: str) -> None:
         assert not rig.backend.requests
 
 
+@pytest.mark.parametrize("content", ["Once ", [{"type": "text", "text": "Once "}]])
+async def test_a_last_message_of_the_assistant_is_continued(content: Any) -> None:
+    """As Anthropic has it: the answer is what follows the text, and the count is that of the same prompt."""
+    async with gateway(saying("upon")) as rig:
+        messages = [*USER, {"role": "assistant", "content": content}]
+        answer = (await ask(rig, messages=messages)).json()
+        assert [block["text"] for block in answer["content"]] == ["upon"]
+        assert prompt_of(rig).endswith("assistant:Once ")
+        counted = (await ask(rig, COUNT, messages=messages)).json()
+        assert counted["input_tokens"] == answer["usage"]["input_tokens"]
+
+
 @pytest.mark.parametrize("field", ["max_tokens", "stream", "temperature", "metadata", "service_tier"])
 async def test_fields_of_answers_are_none_of_counts(field: str) -> None:
     async with gateway() as rig:
@@ -313,6 +325,7 @@ async def test_refusals_before_the_handler_have_anthropics_form() -> None:
         assert await sent(headers={"authorization": "Bearer sk-x"}) == (200, "")
         assert await sent(headers={"authorization": "Bearer sk-y", **right}) == (401, "authentication_error")
         assert await sent(headers={}) == (401, "authentication_error")
+        assert "`x-api-key: KEY`" in refusal_of(await ask(rig))["message"]
         assert await sent(headers={"x-api-key": "sk-y"}) == (401, "authentication_error")
         assert await sent(f"{PATH}/batches") == (404, "not_found_error")
         assert await sent(method="GET") == (405, "invalid_request_error")

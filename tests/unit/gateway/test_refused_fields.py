@@ -278,6 +278,25 @@ ENUMERATED: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
 ]
 
 
+GIVEN: list[tuple[dict[str, Any], str]] = [
+    ({"n": 0}, "n: Expected `int` >= 1, not 0."),
+    ({"top_p": 0}, "top_p: Expected `float` > 0.0, not 0."),
+    ({"max_tokens": "5"}, "max_tokens: Expected `int | null`, got `str`."),
+    ({"messages": []}, "messages: Expected `array` of length >= 1, not []."),
+    ({"stop_token_ids": [1, -1]}, "stop_token_ids[1]: Expected `int` >= 0, not -1."),
+    ({"logit_bias": {"1": 101}}, "logit_bias[...]: Expected `float` <= 100.0."),
+    ({"response_format": {"type": "x" * 99}}, f'"text", not "{"x" * 79}.'),
+    ({"messages": [{"role": "critic", "content": "x"}]}, '"user", not "critic".'),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, '{1,64}$\', not "a b".'),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), GIVEN, ids=lambda v: str(v)[:50])
+async def test_a_refusal_ends_with_the_value_that_was_given(fields: dict[str, Any], words: str) -> None:
+    async with gateway() as rig:
+        assert error_of(await rig.chat(**fields))["message"].endswith(words)
+
+
 @pytest.mark.parametrize(("fields", "param", "values"), ENUMERATED, ids=lambda v: str(v)[:50])
 async def test_a_field_with_few_values_lists_them(fields: dict[str, Any], param: str, values: tuple[str, ...]) -> None:
     async with gateway() as rig:

@@ -106,6 +106,22 @@ async def test_a_call_that_is_cut_off_by_length_is_content() -> None:
         assert (answer["finish_reason"], answer["message"]["content"]) == ("length", CALL[:12])
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_forced_call_that_is_cut_before_its_name_leaves_nothing(streamed: bool) -> None:
+    """Its marks are no content, as no text was asked for; behind a whole call neither."""
+    async with tooled(saying(CALL + CALL, ends=False)) as rig:
+        for cut, calls in ((4, []), (len(CALL.encode()) + 4, [("weather", {"city": "Löw"})])):
+            asked = {"tools": TOOLS, "tool_choice": "required", "max_tokens": cut}
+            answer = await rig.chat(**asked, stream=streamed)
+            if streamed:
+                choice = gathered(answer.text)[0]
+                assert (choice["content"], choice["finish"], len(choice["calls"])) == ("", "length", len(calls))
+            else:
+                choice = answer.json()["choices"][0]
+                assert (choice["message"]["content"] or "", choice["finish_reason"]) == ("", "length")
+                assert calls_of(choice["message"]) == calls
+
+
 async def test_logprobs_ids_and_counts_stay_with_the_tokens() -> None:
     async with tooled(saying(CALL)) as rig:
         response = await rig.chat(

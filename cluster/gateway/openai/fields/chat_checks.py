@@ -14,6 +14,7 @@ from tandem.workers.text.chat_template import ChatTemplate
 from tandem.workers.text.output.formats import Tool
 
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+NO_ARGUMENTS: Mapping[str, Any] = {**NO_PARAMETERS, "additionalProperties": False}
 SWITCH = "enable_thinking"
 """What templates with a switch for thinking, and no levels, call it."""
 
@@ -67,7 +68,11 @@ def template_tools(tools: Sequence[FunctionTool] | None) -> list[dict[str, Any]]
 
 def known_tools(tools: Sequence[FunctionTool] | None) -> list[Tool]:
     """Tools as parsers and grammars take them."""
-    return [Tool(one.function.name, one.function.description or "", _parameters(one)) for one in tools or ()]
+    functions = [one.function for one in tools or ()]
+    return [
+        Tool(one.name, one.description or "", NO_ARGUMENTS if one.parameters is None else one.parameters)
+        for one in functions
+    ]
 
 
 def _parameters(tool: FunctionTool) -> Mapping[str, Any]:
