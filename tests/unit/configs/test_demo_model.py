@@ -4,6 +4,7 @@ Reads only the committed files under `configs/demo/`; it never trains and never 
 """
 
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,17 +40,22 @@ def model() -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
 
 
-def ask(model: Any, tokenizer: Any, *messages: str) -> str:
-    """The greedy answer to a chat whose messages alternate user, assistant, user."""
-    roles = ("user", "assistant")
-    chat = [{"role": roles[index % 2], "content": text} for index, text in enumerate(messages)]
-    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+def answer_to(model: Any, tokenizer: Any, chat: list[dict[str, Any]], tools: Any = None) -> str:
+    """The greedy answer to a chat."""
+    prompt = tokenizer.apply_chat_template(chat, tools=tools, add_generation_prompt=True, tokenize=False)
     token_ids = tokenizer(prompt, return_tensors="pt").input_ids
     with torch.inference_mode():
         output = model.generate(
             token_ids, attention_mask=torch.ones_like(token_ids), max_new_tokens=60, do_sample=False
         )
     return str(tokenizer.decode(output[0, token_ids.shape[1] :], skip_special_tokens=True))
+
+
+def ask(model: Any, tokenizer: Any, *messages: str, tools: Any = None) -> str:
+    """The greedy answer to a chat whose messages alternate user, assistant, user."""
+    roles = ("user", "assistant")
+    chat = [{"role": roles[index % 2], "content": text} for index, text in enumerate(messages)]
+    return answer_to(model, tokenizer, chat, tools)
 
 
 def test_files_are_complete_small_and_free_of_pickles() -> None:
@@ -132,6 +138,59 @@ def test_training_text_is_what_the_template_renders(tokenizer: Any) -> None:
     assert tokenizer.apply_chat_template(chat, tokenize=False) == text
 
 
+def tool_chat(exchanges: list[Any], system: str | None) -> list[dict[str, Any]]:
+    """The messages of a chat with calls, as a client sends them."""
+    chat: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    for question, answer, call, result in exchanges:
+        chat.append({"role": "user", "content": question})
+        if call:
+            function = json.loads(call.removeprefix("<tool_call>").removesuffix("</tool_call>"))
+            made = {"id": "call_1", "type": "function", "function": function}
+            chat.append({"role": "assistant", "content": None, "tool_calls": [made]})
+            chat.append({"role": "tool", "tool_call_id": "call_1", "content": result})
+        chat.append({"role": "assistant", "content": answer})
+    return chat
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_training_text_with_tools_is_what_the_template_renders(tokenizer: Any, seed: int) -> None:
+    from tandem.workers.text.chat_template import ChatTemplate
+    from tools.demo_model import corpus, tool_use
+
+    rng = random.Random(seed)
+    tools = tool_use.draw_tools(rng, rng.randint(1, 3), held_out=seed % 2 == 0)
+    exchanges = corpus.draw_tool_exchanges(rng, tools)
+    system = "Be brief." if seed % 3 else None
+    definitions = [tool.definition for tool in tools]
+    text = corpus.document_text(corpus.chat_document(exchanges, system, tools=definitions))
+    chat = tool_chat(exchanges, system)
+    assert tokenizer.apply_chat_template(chat, tools=definitions, tokenize=False) == text
+    ours = ChatTemplate((MODEL / "chat_template.jinja").read_text(encoding="utf-8"), {})
+    assert ours.render(chat, tools=definitions, add_generation_prompt=False) == text
+
+
+def test_results_of_several_calls_share_a_turn(tokenizer: Any) -> None:
+    functions = [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {"b": "é"}}]
+    calls = [{"id": str(index), "type": "function", "function": each} for index, each in enumerate(functions)]
+    chat = [
+        {"role": "assistant", "content": "Two:", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "0", "content": "x"},
+        {"role": "tool", "tool_call_id": "1", "content": "y"},
+    ]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == (
+        '<|im_start|>assistant\nTwo:\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "g", "arguments": {"b": "é"}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\n<tool_response>\nx\n</tool_response>\n<tool_response>\ny\n</tool_response><|im_end|>\n"
+    )
+
+
+def test_marks_of_calls_are_ordinary_tokens_that_decoding_keeps(tokenizer: Any) -> None:
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    token_ids = tokenizer(call).input_ids
+    assert token_ids[0] == tokenizer.convert_tokens_to_ids("<tool_call>") >= 700
+    assert tokenizer.decode(token_ids, skip_special_tokens=True) == call
+
+
 @pytest.mark.parametrize(
     ("question", "expected"),
     [
@@ -144,6 +203,7 @@ def test_training_text_is_what_the_template_renders(tokenizer: Any) -> None:
         ("Repeat after me: the sky is blue", "the sky is blue"),
         ("Spell cat.", "c-a-t"),
         ("What comes after Monday?", "Tuesday"),
+        ("Write JSON with the keys name and age for Anna, 31", '{"name": "Anna", "age": 31}'),
     ],
 )
 def test_greedy_answers_are_sensible(model: Any, tokenizer: Any, question: str, expected: str) -> None:
@@ -159,6 +219,50 @@ def test_plain_text_continues_as_a_story(model: Any, tokenizer: Any) -> None:
     token_ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
     output = model.generate(token_ids, attention_mask=torch.ones_like(token_ids), max_new_tokens=40, do_sample=False)
     assert "named" in tokenizer.decode(output[0])
+
+
+def define(name: str, description: str, **parameters: str) -> dict[str, Any]:
+    """The definition of a function with required parameters, given their types."""
+    properties = {key: {"type": kind} for key, kind in parameters.items()}
+    schema = {"type": "object", "properties": properties, "required": list(parameters)}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
+
+
+TOOLS = [define("get_weather", "Get the weather of a city", city="string")]
+WEATHER_CALL = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
+OTHERS = [define("look_up_price", "Look up the price of a thing", thing="string")]
+SUMS = [define("multiply", "Multiply two numbers", a="integer", b="integer")]
+
+
+@pytest.mark.parametrize(
+    ("tools", "question", "call"),
+    [
+        (TOOLS, "What is the weather in Paris?", {"name": "get_weather", "arguments": {"city": "Paris"}}),
+        (
+            TOOLS,
+            "How is the weather in San Francisco?",
+            {"name": "get_weather", "arguments": {"city": "San Francisco"}},
+        ),
+        (OTHERS, "What is the price of bread?", {"name": "look_up_price", "arguments": {"thing": "bread"}}),
+        (SUMS, "What is 12 times 7?", {"name": "multiply", "arguments": {"a": 12, "b": 7}}),
+    ],
+)
+def test_a_fitting_tool_is_called(model: Any, tokenizer: Any, tools: Any, question: str, call: Any) -> None:
+    answer = ask(model, tokenizer, question, tools=tools)
+    assert answer == f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+
+
+def test_the_result_of_a_call_is_read_back(model: Any, tokenizer: Any) -> None:
+    exchange = ("What is the weather in Paris?", "", f"<tool_call>{WEATHER_CALL}</tool_call>", "sunny and 21 degrees")
+    chat = tool_chat([exchange], None)[:-1]
+    answer = answer_to(model, tokenizer, chat, TOOLS)
+    assert answer == "The weather in Paris is sunny and 21 degrees."
+
+
+def test_a_question_that_no_tool_fits_is_answered(model: Any, tokenizer: Any) -> None:
+    assert ask(model, tokenizer, "Count from 1 to 5.", tools=TOOLS) == "1, 2, 3, 4, 5"
+    assert ask(model, tokenizer, "What is Tandem?", tools=TOOLS) == ask(model, tokenizer, "What is Tandem?")
+    assert "<tool_call>" not in ask(model, tokenizer, "What is the weather in Paris?")
 
 
 @pytest.fixture(params=["pirate", "shout"])

@@ -58,7 +58,7 @@ def test_the_three_ways_to_write_a_prompt_are_one(tmp_path: Path) -> None:
 
 def test_the_example_of_beam_search_prints_the_beams_best_first(tmp_path: Path) -> None:
     lines = answers_of(EXAMPLES[4], tmp_path / "example.py", tmp_path)
-    beams = [line.split(" ", 1) for line in lines]
+    beams = [(score, text[1:]) for score, text in (line.split(" ", 1) for line in lines)]
     assert [text.startswith("Once upon a time") for _, text in beams] == [True] * 3 + [False] * 3
     assert [text.startswith("The cat") for _, text in beams] == [False] * 3 + [True] * 3
     assert len({text for _, text in beams}) == 6 and all(float(score) < 0 for score, _ in beams)
