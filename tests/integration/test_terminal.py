@@ -71,7 +71,6 @@ def test_the_embeddings_command(vllm_named: Service) -> None:
     assert all(abs(sum(x * x for x in item["embedding"]) - 1) < 1e-5 for item in answer["data"])
 
 
-@pytest.mark.xfail(reason="until the demo model has learned to call", strict=False)
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
 def test_the_command_with_a_tool(vllm_named: Service) -> None:
     section = pasted("docs/serving.md", vllm_named).partition("### Tool calls\n")[2].partition("\n### ")[0]
@@ -82,7 +81,6 @@ def test_the_command_with_a_tool(vllm_named: Service) -> None:
     assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
 
 
-@pytest.mark.xfail(reason="until the demo model has learned to call", strict=False)
 def test_the_example_with_a_tool(vllm_named: Service) -> None:
     blocks = re.findall(r"```python\n(.*?)```", pasted("docs/serving.md", vllm_named), re.DOTALL)
     example = next(block for block in blocks if "tool_calls" in block)

@@ -15,7 +15,7 @@ from tandem.workers.text.detokenizer import DetokenizerFactory
 from tandem.workers.text.grammars import reason_of
 from tandem.workers.text.tokenizer import ModelTokenizer, load_tokenizer
 
-LIMITS: Final = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+LIMITS: Final = LLParserLimits(max_lexer_states=10_000, verbose_errors=False)
 """What a grammar may take: llguidance's own limits, but for the states of a row's lexer (1 to 2 kB each)."""
 
 
@@ -103,7 +103,8 @@ class GrammarStore:
 
 
 class _Tokens:
-    """A tokenizer as llguidance's TokenizerWrapper reads it: the bytes of each token, and which are special.
+    """A tokenizer as llguidance's TokenizerWrapper reads it: the bytes of each token below `size`, and which are
+    special.
 
     Given a tokenizer.json, llguidance takes every added token for special, so that a grammar's "<tool_call>" would be
     spelled out where the model writes one token.
@@ -114,7 +115,7 @@ class _Tokens:
         self.eos_token_id = eos_token_ids[0]
         self.bos_token_id = None
         self.tokens = [pieces.token_bytes(token_id) for token_id in range(size)]
-        self.special_token_ids = sorted(tokenizer.hidden_token_ids.union(eos_token_ids))
+        self.special_token_ids = sorted(i for i in tokenizer.hidden_token_ids.union(eos_token_ids) if i < size)
         self._tokenizer = tokenizer
         hidden = frozenset(self.special_token_ids)
         self._id_of = {piece: i for i, piece in reversed(list(enumerate(self.tokens))) if piece and i not in hidden}
@@ -126,6 +127,8 @@ class _Tokens:
         wanted = text.encode()
         for guard in ("", "\n"):
             ids = self._tokenizer.encode(guard + text, add_special_tokens=False)
+            if max(ids, default=0) >= len(self.tokens):
+                break
             pieces = [self.tokens[i] for i in ids]
             for first in range(min(3, len(ids))):
                 if b"".join(pieces[first:]) == wanted:
@@ -146,9 +149,9 @@ class _Tokens:
 
 
 def _token_table(tokenizer: ModelTokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> LLTokenizer:
-    """llguidance's view of a tokenizer. Ids at and above vocab_size are unknown to the model."""
+    """llguidance's view of a tokenizer. Ids at and above vocab_size, which the model cannot write, are left out: masks
+    have a bit for each token of the model."""
     eos = sorted(i for i in eos_token_ids if i < vocab_size)
     if not eos:
         raise ValueError("it has no end-of-sequence token")
-    size = max(vocab_size, tokenizer.vocab_size)
-    return LLTokenizer(TokenizerWrapper(_Tokens(tokenizer, size, eos)), n_vocab=size, eos_token=eos)
+    return LLTokenizer(TokenizerWrapper(_Tokens(tokenizer, vocab_size, eos)), n_vocab=vocab_size, eos_token=eos)

@@ -103,6 +103,8 @@ def _chosen_tools(text: TextServices, body: ChatBody) -> tuple[list[Tool], bool,
         return [], False, False
     if not tools:
         raise invalid("tool_choice", "When using tool_choice, tools must be set.")
+    if text.chat_template is not None and "tools" not in text.chat_template.variables:
+        raise unsupported("tools", "The chat template of this model shows no tools to it; tool_choice may be none.")
     param = "tools" if choice is None else "tool_choice"
     if choice is None or choice == "auto":
         if text.tool_format is None or not text.settings.enable_auto_tool_choice:

@@ -19,8 +19,14 @@ from tandem.cluster.gateway.generation.generations import Generations
 from tandem.cluster.gateway.generation.part import Choice, RequestPart
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.openai.answers import AnswerHead
-from tandem.cluster.gateway.openai.fields.grammar_fields import grammar_size, requested_grammar, structured_field
+from tandem.cluster.gateway.openai.fields.grammar_fields import (
+    OFF_LOOP_BYTES,
+    grammar_size,
+    requested_grammar,
+    structured_field,
+)
 from tandem.cluster.gateway.openai.handlers import (
+    PARSED_FASTER,
     Posted,
     answer_head,
     held_model,
@@ -84,7 +90,7 @@ async def prepare_chat(
     prompt, max_tokens = fit(text, rendered, body, wanted, received.names)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = await text.workers.run(
-        principal.tenant, _params_size(body), _params, text, body, output, max_tokens, logprobs
+        principal.tenant, _params_size(received, output), _params, text, body, output, max_tokens, logprobs
     )
     head = answer_head(text, generations, received.id_prefix, model.name)
     asked = Posted(received.request, principal, model, head.id, body)
@@ -118,10 +124,10 @@ async def prepare_chat(
     )
 
 
-def _params_size(body: ChatBody) -> int:
+def _params_size(received: Received, output: ChatOutput) -> int:
     """The size of the work that the sampling parameters are."""
-    tools = len(msgspec.json.encode(body.tools)) if body.tools else 0
-    return bad_words_size(body) + grammar_size(body) + tools
+    held = OFF_LOOP_BYTES if output.is_forced else grammar_size(received.body)
+    return bad_words_size(received.body) + (held + received.size // PARSED_FASTER if held else 0)
 
 
 def _params(

@@ -114,7 +114,7 @@ class ResponseStore:
         if not isinstance(found, bytes):
             raise not_found(response_id, param)
         try:
-            return self._decode(await asyncio.to_thread(zlib.decompress, found))
+            return await asyncio.to_thread(lambda: self._decode(zlib.decompress(found)))
         except (zlib.error, msgspec.DecodeError):  # of another version of the service
             raise not_found(response_id, param) from None
 

@@ -1,11 +1,13 @@
 """What a held chat answer may be: forced calls, a form or a call, behind thinking; against llguidance itself."""
 
 import json
+import threading
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from tandem.cluster.gateway.chat import conversation
 from tandem.cluster.gateway.chat.chat_output import ChatOutput, chat_output
 from tandem.cluster.gateway.chat.held_grammar import held_grammar, special_tokens
 from tandem.cluster.gateway.openai.schemas import read_chat
@@ -148,3 +150,20 @@ async def test_every_format_is_held_behind_thinking_and_read_back(name: str) -> 
             assert grammar is not None
             matcher = LLMatcher(BYTES, grammar)
             assert not matcher.get_error(), matcher.get_error()
+
+
+@pytest.mark.parametrize(
+    "fields", [{"tools": TOOLS, "tool_choice": "required"}, {"response_format": {"type": "json_object"}}]
+)
+async def test_grammars_are_made_off_the_event_loop(monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]) -> None:
+    """However small they are: little text may take long."""
+    threads: list[threading.Thread] = []
+
+    def noted(*given: Any) -> str | None:
+        threads.append(threading.current_thread())
+        return held_grammar(*given)
+
+    monkeypatch.setattr(conversation, "held_grammar", noted)
+    async with gateway(settings=SETTINGS, template=TEMPLATE, text={**FORMATS}) as rig:
+        assert (await rig.chat(**fields)).status_code == 200
+        assert len(threads) == 1 and threads[0] is not threading.current_thread()

@@ -79,6 +79,8 @@ COMMON_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "yaml"}}, "response_format.type", INVALID),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", INVALID),
     ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema", INVALID),
+    ({"response_format": {"type": "json_object", "json_schema": {}}}, "response_format.json_schema", INVALID),
+    ({"response_format": {"type": "text", "triggers": []}}, "response_format.triggers", INVALID),
     ({"response_format": {"type": "text", "mood": 1}}, "response_format.mood", UNSUPPORTED),
     ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", INVALID),
     ({"response_format": {"type": "json_object"}, "use_beam_search": True}, "response_format", UNSUPPORTED),

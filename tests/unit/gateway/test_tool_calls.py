@@ -336,6 +336,15 @@ async def test_auto_needs_the_flags_and_names_them() -> None:
         assert "--tool-call-parser" in error_of(await rig.chat(tools=TOOLS, tool_choice="required"))["message"]
 
 
+@pytest.mark.parametrize("choice", ["auto", "required"])
+async def test_tools_that_the_template_does_not_show_are_refused(choice: str) -> None:
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    async with gateway(saying("x"), settings=SETTINGS, template=template, text={**FORMATS}) as rig:
+        error = error_of(await rig.chat(tools=TOOLS, tool_choice=choice))
+        assert (error["code"], error["param"]) == (UNSUPPORTED, "tools")
+        assert (await rig.chat(tools=TOOLS, tool_choice="none")).status_code == 200
+
+
 async def test_effort_needs_a_template_that_knows_it() -> None:
     async with gateway(saying("x")) as rig:
         assert error_of(await rig.chat(reasoning_effort="low"))["param"] == "reasoning_effort"

@@ -38,7 +38,7 @@ def run_batch(command: str, line: str, folder: Path) -> str:
 
 
 def test_the_page_holds_what_is_run_here() -> None:
-    assert (len(EXAMPLES), len(LINES), len(COMMANDS)) == (6, 3, 2)
+    assert (len(EXAMPLES), len(LINES), len(COMMANDS)) == (7, 3, 2)
 
 
 def test_the_python_example_answers(tmp_path: Path) -> None:
@@ -51,13 +51,18 @@ def test_the_example_with_forbidden_and_allowed_tokens_obeys_them(tmp_path: Path
     assert only and set(only) <= set("123")
 
 
+def test_the_example_of_structured_output_prints_texts_of_its_forms(tmp_path: Path) -> None:
+    person, colour = answers_of(EXAMPLES[3], tmp_path / "example.py", tmp_path)
+    assert json.loads(person).keys() == {"name", "age"} and colour in ("red", "green")
+
+
 def test_the_three_ways_to_write_a_prompt_are_one(tmp_path: Path) -> None:
     answers = answers_of(EXAMPLES[1], tmp_path / "example.py", tmp_path)
     assert len(answers) == 3 and len(set(answers)) == 1
 
 
 def test_the_example_of_beam_search_prints_the_beams_best_first(tmp_path: Path) -> None:
-    lines = answers_of(EXAMPLES[4], tmp_path / "example.py", tmp_path)
+    lines = answers_of(EXAMPLES[5], tmp_path / "example.py", tmp_path)
     beams = [(score, text[1:]) for score, text in (line.split(" ", 1) for line in lines)]
     assert [text.startswith("Once upon a time") for _, text in beams] == [True] * 3 + [False] * 3
     assert [text.startswith("The cat") for _, text in beams] == [False] * 3 + [True] * 3
@@ -69,7 +74,7 @@ def test_the_batch_command_and_line_work(tmp_path: Path) -> None:
 
 
 def test_the_example_with_embeddings_finds_the_question_that_is_nearer(tmp_path: Path) -> None:
-    near, far = map(float, answers_of(EXAMPLES[3], tmp_path / "example.py", tmp_path))
+    near, far = map(float, answers_of(EXAMPLES[4], tmp_path / "example.py", tmp_path))
     assert far + 0.1 < near < 1
 
 
@@ -79,7 +84,7 @@ def test_the_batch_line_with_embeddings_works(tmp_path: Path) -> None:
 
 
 def test_the_example_with_adapters_answers_three_times(tmp_path: Path) -> None:
-    plain, pirate, shout = answers_of(EXAMPLES[5], tmp_path / "example.py", ROOT)
+    plain, pirate, shout = answers_of(EXAMPLES[6], tmp_path / "example.py", ROOT)
     assert not plain.startswith("Arr!") and pirate.startswith("Arr!") and shout == shout.upper()
 
 

@@ -206,6 +206,16 @@ def test_ignored_ends_are_all_that_follows_a_complete_text() -> None:
         output.append(sampled.token_ids[0])
 
 
+def test_drafts_behind_the_end_change_nothing() -> None:
+    """A row that ignores ends goes on behind a draft that is one."""
+    table = table_of(asks("choice", stop_token_ids=()), asks("choice", stop_token_ids=()))
+    output = encode("no")
+    done = len(output)
+    places = [(0, done), (0, done + 1), (0, done + 2), (1, done + 1), (1, done + 2)]
+    changed, _ = run(table, [[*output, EOS, EOS], [*output, EOS, EOS]], places)
+    assert all(allowed(logits) == {EOS, END} for logits in changed)
+
+
 def test_a_row_whose_grammar_is_missing_or_is_left_gets_an_error() -> None:
     table = table_of(asks("nowhere"), asks("choice"), asks("choice"))
     assert list(table.grammars.errors) == [0]

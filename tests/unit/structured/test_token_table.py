@@ -3,10 +3,12 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 
 from tandem.workers.structured.grammar_store import GrammarStore
+from tandem.workers.structured.masks import MaskWriter
 
 DEMO = Path(__file__).resolve().parents[3] / "configs" / "demo" / "model"
 VOCAB = 800
@@ -56,3 +58,16 @@ def test_tokens_with_a_space_in_front_do_not_stand_for_text_without(tmp_path: Pa
     ids = [tokenizer.token_to_id(piece) for piece in ('{"', "a", '":', "b", "}")]
     assert start.deep_copy().validate_tokens(ids) == len(ids)
     assert start.deep_copy().validate_tokens([tokenizer.token_to_id('▁{"')]) == 0
+
+
+def test_tokens_that_the_model_has_not_are_left_out() -> None:
+    """A tokenizer may have more tokens than the model: masks have a bit for each of the model's."""
+    vocab = 600  # of 768
+    store = GrammarStore(DEMO, vocab, (2,))
+    store.compile("text", 'start: "<tool_call>" /[a-z]+/')
+    start = store.start("text")
+    assert start is not None
+    matcher = start.deep_copy()
+    bits = np.zeros((1, -(-vocab // 32)), np.uint32)
+    MaskWriter().fill(bits, [(matcher, 0)], threads=1)
+    assert bits.any() and not matcher.is_error()

@@ -187,3 +187,15 @@ def test_marks_may_be_tokens_whether_these_are_special_or_not(special: dict[str,
     spelled = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(grammar))
     accepted = spelled.validate_tokens([*b"<tool_call>", *inside])
     assert accepted == (0 if special else len(b"<tool_call>") + len(inside))
+
+
+def test_many_optional_arguments_are_each_written_once() -> None:
+    tool = Tool("f", "", {"properties": {f"a{i}": {} for i in range(400)}, "additionalProperties": False})
+    assert len(TOOL_FORMATS["pythonic"].grammar([tool], parallel=False)) < 400 * 250
+
+
+def test_definitions_are_not_copied_without_bound() -> None:
+    definitions = {"d": {"enum": ["x" * 10_000]}}
+    parameters = {"$defs": definitions, "properties": {f"a{i}": {} for i in range(200)}, "additionalProperties": False}
+    with pytest.raises(SchemaNotExpressible, match="definitions"):
+        TOOL_FORMATS["qwen3_coder"].grammar([Tool("f", "", parameters)], parallel=False)

@@ -82,6 +82,8 @@ def test_harmony_sorts_thinking_and_calls_together() -> None:
         ("deepseek_r1", "<｜Assistant｜><think>\n", True),
         ("deepseek_r1", "<｜Assistant｜>", True),
         ("deepseek_r1", "<｜Assistant｜></think>", False),
+        ("deepseek_r1", "<｜Assistant｜><think>a</think>The answer", False),
+        ("deepseek_r1", "</think>a<｜User｜>b<｜Assistant｜><think>\n", True),
         ("granite", "<|start_of_role|>assistant<|end_of_role|>", False),
         ("granite", f"<|start_of_role|>assistant<|end_of_role|>{GRANITE}\n", True),
         ("openai_gptoss", "<|start|>assistant", False),

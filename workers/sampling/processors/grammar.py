@@ -55,9 +55,7 @@ class GrammarMask:
                 continue
             position = self._move(grammar, rows, row, first)
             if position is Position.ENDED:
-                bits_PW[first] = 0
-                allow(bits_PW[first], grammar.end_ids)
-                may_end.append(first)
+                may_end += _only_ends(bits_PW, grammar, first, last)
             elif position is Position.OFF:
                 self.errors[row] = OFF_TRACK if grammar.error() is None else f"{GRAMMAR_FAILED}{grammar.error()}"
             elif last - first == 1:
@@ -83,10 +81,14 @@ class GrammarMask:
         self, bits_PW: Bits, grammar: RowGrammar, rows: SampledRows, row: int, first: int, last: int
     ) -> list[int]:
         """The masks of a row with drafts, place by place; returns where it may end. Behind a draft that the grammar
-        forbids, or that ends the text, nothing is sampled that counts."""
+        forbids nothing is sampled that counts; behind one that ends the text something is, if it goes on all the same
+        (ignore_eos)."""
         may_end: list[int] = []
         for place in range(first, last):
-            if place > first and self._move(grammar, rows, row, place) is not Position.OPEN:
+            position = self._move(grammar, rows, row, place) if place > first else Position.OPEN
+            if position is Position.ENDED:
+                return [*may_end, *_only_ends(bits_PW, grammar, place, last)]
+            if position is Position.OFF:
                 break
             self._masks.fill(bits_PW, [(grammar.matcher, place)], 1)
             if self._settle(bits_PW, grammar, row, place):
@@ -112,6 +114,14 @@ class GrammarMask:
         ids = rows.to_device(torch.from_numpy(np.array(ends, np.int64)))
         is_stuck = logits_SV[at].amax(dim=1) == FORBIDDEN
         logits_SV[at, ids] = torch.where(is_stuck, 0.0, logits_SV[at, ids])
+
+
+def _only_ends(bits_PW: Bits, grammar: RowGrammar, first: int, last: int) -> range:
+    """Allows nothing but the end at these places; returns them."""
+    bits_PW[first:last] = 0
+    for place in range(first, last):
+        allow(bits_PW[place], grammar.end_ids)
+    return range(first, last)
 
 
 def _runs(rows_P: Ids) -> Iterator[tuple[int, int, int]]:

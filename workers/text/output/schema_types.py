@@ -10,7 +10,8 @@ _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list:
 _NOTES = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
 _DEFINITIONS = ("$defs", "definitions")
 _PLAIN_OBJECT = {"type", "properties", "required", "additionalProperties", "$schema", "$id", *_DEFINITIONS, *_NOTES}
-_DEEPEST = 32
+_MOST_COPIED = 2**20
+"""Bytes of definitions, one copy for each argument."""
 
 
 class Argument(NamedTuple):
@@ -21,28 +22,43 @@ class Argument(NamedTuple):
     required: bool
 
 
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str] | None:
-    """Returns the JSON types that a schema allows, None if it allows any or if that is not plain to see."""
-    if not isinstance(schema, Mapping) or depth > _DEEPEST:
-        return None
+def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str] | None:
+    """Returns the JSON types that a schema allows, None if it allows any or if that is not plain to see. Each reference
+    is followed once, so that schemas which refer to themselves take no longer than others."""
+    found: set[str] = set()
+    followed: set[str] = set()
+    left = [schema]
+    while left:
+        one = left.pop()
+        if not isinstance(one, Mapping):
+            return None
+        if (stated := _stated_types(one)) is not None:
+            found |= stated
+        elif isinstance(parts := one.get("anyOf", one.get("oneOf")), list):
+            left += parts
+        elif not isinstance(to := one.get("$ref"), str):
+            return None
+        elif to not in followed:
+            followed.add(to)
+            left.append(_target(to, root))
+    return frozenset(found) or None
+
+
+def _stated_types(schema: Mapping[str, Any]) -> set[str] | None:
+    """Returns the types that a schema itself lists, None if it lists none, or what is no JSON schema."""
     if "type" in schema:
         stated = schema["type"]
-        return frozenset([stated] if isinstance(stated, str) else stated)
-    if "enum" in schema or "const" in schema:
-        values = schema["enum"] if "enum" in schema else [schema["const"]]
-        return frozenset("null" if value is None else _TYPES.get(type(value), "object") for value in values)
-    for key in ("anyOf", "oneOf"):
-        if key in schema:
-            parts = [types_of(part, root, depth + 1) for part in schema[key]]
-            return None if None in parts else frozenset().union(*(part for part in parts if part is not None))
-    if "$ref" in schema:
-        return types_of(_target(schema["$ref"], root), root, depth + 1)
-    return None
+        kinds = stated if isinstance(stated, list) else [stated]
+        return set(kinds) if all(isinstance(kind, str) for kind in kinds) else None
+    values = listed_values(schema)
+    if values is None:
+        return None
+    return {"null" if value is None else _TYPES.get(type(value), "object") for value in values}
 
 
-def _target(reference: Any, root: Mapping[str, Any]) -> Any:
+def _target(reference: str, root: Mapping[str, Any]) -> Any:
     found: Any = root
-    for step in str(reference).removeprefix("#/").split("/"):
+    for step in reference.removeprefix("#/").split("/"):
         found = found.get(step) if isinstance(found, Mapping) else None
     return found
 
@@ -51,7 +67,7 @@ def plain_text(schema: Any) -> bool:
     """Returns whether a schema is of strings, any or listed ones: a format may write these as they are."""
     if not isinstance(schema, Mapping) or types_of(schema, {}) != frozenset(["string"]):
         return False
-    if not set(schema) <= {"type", "enum", "const", *_NOTES}:
+    if not set(schema) <= {"type", "enum", "const", *_NOTES} or not isinstance(schema.get("enum", []), list):
         return False
     return all(isinstance(value, str) for value in listed_values(schema) or ())
 
@@ -60,12 +76,13 @@ def listed_values(schema: Mapping[str, Any]) -> list[Any] | None:
     """Returns the values that a schema lists, None if it lists none."""
     if "const" in schema:
         return [schema["const"]]
-    return list(schema["enum"]) if "enum" in schema else None
+    values = schema.get("enum")
+    return list(values) if isinstance(values, list) else None
 
 
 def plain_arguments(tool: Tool) -> list[Argument] | None:
     """Returns the arguments of a tool whose schema only lists properties and says which are required; None for others,
-    whose properties depend on each other or have any name."""
+    whose properties depend on each other or have any name. SchemaNotExpressible if they would take too much room."""
     schema = tool.parameters
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not set(schema) <= _PLAIN_OBJECT or not isinstance(properties, Mapping):
@@ -77,6 +94,8 @@ def plain_arguments(tool: Tool) -> list[Argument] | None:
         **properties,
         **{name: schema.get("additionalProperties", True) for name in required if name not in properties},
     }
+    if definitions and len(json.dumps(definitions)) * len(named) > _MOST_COPIED:
+        raise not_expressible(tool, "its definitions are too large to be repeated for each of its properties.")
     arguments = []
     for name, one in named.items():
         if one is False and name not in required:

@@ -17,6 +17,8 @@ from tandem.workers.text.grammars import GrammarError, checked_grammar, kind_of
 
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 """vLLM's older fields, and what they are called in structured_outputs."""
+FORM_FIELDS = {"json_schema": "json_schema", "structures": "structural_tag", "triggers": "structural_tag"}
+"""Fields of response_format, and the type that each belongs to."""
 OFF_LOOP_BYTES = 4096
 """Added to the size of a body with a grammar: to check one may take longer than its length says."""
 
@@ -35,9 +37,8 @@ def structured_field(body: CommonBody) -> str | None:
 
 
 def grammar_size(body: CommonBody) -> int:
-    """The size of the work that requested_grammar() is for this body."""
-    asked = _asked(body)
-    return 0 if asked is None else OFF_LOOP_BYTES + len(_text(asked.params))
+    """What a grammar adds to the size of the work that a body is; measuring its text would be such work itself."""
+    return 0 if _asked(body) is None else OFF_LOOP_BYTES
 
 
 def requested_grammar(settings: GatewaySettings, body: CommonBody) -> str | None:
@@ -70,7 +71,12 @@ def _asked(body: CommonBody) -> Asked | None:
 
 def _of_response_format(body: CommonBody) -> Asked | None:
     form = body.response_format
-    if form is None or form.type == "text":
+    if form is None:
+        return None
+    for name, kind in FORM_FIELDS.items():
+        if getattr(form, name) is not None and form.type != kind:
+            raise invalid(f"response_format.{name}", f"response_format.{name} needs type {kind}, not {form.type}.")
+    if form.type == "text":
         return None
     if form.type == "json_object":
         return Asked("response_format", StructuredOutputsParams(json_object=True))

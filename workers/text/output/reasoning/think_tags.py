@@ -6,6 +6,7 @@ from tandem.workers.text.output.events import OutputEvent, OutputParser, Reasoni
 from tandem.workers.text.output.stepping import Marks, Source, SteppedParser, Steps, one_of, spaces, text_until
 
 START, END = "<think>", "</think>"
+ASSISTANT = "<｜Assistant｜>"
 _END = Marks(END)
 
 
@@ -16,7 +17,7 @@ class Qwen3:
     start, end = START, END
 
     def marks_in(self, template: str) -> bool:
-        return END in template and "<｜Assistant｜>" not in template
+        return END in template and ASSISTANT not in template
 
     def starts_inside(self, prompt: str) -> bool:
         return prompt.rstrip().endswith(START)
@@ -29,10 +30,11 @@ class DeepSeekR1(Qwen3):
     """All text before </think> is thinking, unless the prompt has closed it."""
 
     def marks_in(self, template: str) -> bool:
-        return END in template and "<｜Assistant｜>" in template
+        return END in template and ASSISTANT in template
 
     def starts_inside(self, prompt: str) -> bool:
-        return not prompt.rstrip().endswith(END)
+        _, header, turn = prompt.rpartition(ASSISTANT)  # a turn that is continued may have more behind its thinking
+        return END not in turn if header else not prompt.rstrip().endswith(END)
 
 
 def thinking(source: Source, then: OutputParser, *, start: tuple[str, ...], end: Marks, inside: bool) -> Steps[None]:

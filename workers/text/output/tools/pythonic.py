@@ -45,14 +45,17 @@ class Pythonic:
     def grammar(
         self, tools: Sequence[Tool], *, parallel: bool, special_tokens: Mapping[str, int] = grammar_text.NO_TOKENS
     ) -> str:
+        rules: list[str] = []
+
         def call(tool: Tool) -> str:
-            return f'{grammar_text.quoted(tool.name + "(")} {_arguments(tool)} ")"'
+            return f'{grammar_text.quoted(tool.name + "(")} {_arguments(tool, rules)} ")"'
 
-        return grammar_text.calls(tools, call, parallel=parallel, before='"["', between='", "', after='"]"')
+        text = grammar_text.calls(tools, call, parallel=parallel, before='"["', between='", "', after='"]"')
+        return text + "".join(rules)
 
 
-def _arguments(tool: Tool) -> str:
-    """Returns the Lark text between the parentheses."""
+def _arguments(tool: Tool, rules: list[str]) -> str:
+    """Returns the Lark text between the parentheses. rules: what it names is added there."""
     arguments = plain_arguments(tool)
     if arguments is None or not all(re.fullmatch(r"\w+", one.name) for one in arguments):
         return f'"**" {grammar_text.arguments(tool)}'
@@ -60,9 +63,12 @@ def _arguments(tool: Tool) -> str:
     rest = [_argument(one) for one in arguments if not one.required]
     if first:
         return ' ", " '.join(first) + "".join(f' (", " {one})?' for one in rest)
-    # any of them may be the first
-    starts = (" ".join([one, *(f'(", " {other})?' for other in rest[i + 1 :])]) for i, one in enumerate(rest))
-    return f"({' | '.join(starts)})?" if rest else ""
+    # any of them may be the first; rules of their own, so that none is written twice
+    begin, end = len(rules), len(rules) + len(rest)
+    for i, one in enumerate(rest, begin):
+        more = f'(", " arg_{i + 1})? behind_{i + 1}' if i + 1 < end else '""'
+        rules.append(f"arg_{i}: {one}\nbehind_{i}: {more}\n")
+    return f"({' | '.join(f'arg_{i} behind_{i}' for i in range(begin, end))})?" if rest else ""
 
 
 def _argument(argument: Argument) -> str:
