@@ -20,7 +20,7 @@ from tandem.cluster.gateway.openai.schemas import unsupported
 from tandem.cluster.gateway.responses.items_to_chat import chat_of, given_items
 from tandem.cluster.gateway.responses.response_store import PREFIX, ResponseStore, StoredResponse
 from tandem.cluster.gateway.responses.responses_answer import ResponsesFormat
-from tandem.cluster.gateway.responses.responses_body import Item, ResponsesBody, read_responses
+from tandem.cluster.gateway.responses.responses_body import FunctionCallItem, Item, ResponsesBody, read_responses
 from tandem.cluster.gateway.services import TextServices
 
 NAMES = Asked("input", "max_output_tokens")
@@ -109,9 +109,21 @@ class Keeping:
         """Stores it."""
         final = self.style.final
         assert final is not None, "it is complete"
-        output = msgspec.convert(final["output"], list[Item])
+        output = [item for item in msgspec.convert(final["output"], list[Item]) if not _is_cut_call(item)]
         stored = StoredResponse(msgspec.json.encode(final), [*self.items, *output])
         await self.store.keep(self.tenant, final["id"], stored)
+
+
+def _is_cut_call(item: Item) -> bool:
+    """Returns whether a call's arguments ended in the middle: no template can render it, so the next request would be
+    refused for it."""
+    if not isinstance(item, FunctionCallItem):
+        return False
+    try:
+        msgspec.json.decode(item.arguments or "{}")
+    except msgspec.DecodeError:
+        return True
+    return False
 
 
 def object_fields(body: ResponsesBody, conversation: Conversation, *, stores: bool) -> dict[str, Any]:

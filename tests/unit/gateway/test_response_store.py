@@ -20,7 +20,7 @@ from tests.support.fake_backend import FakeBackend
 from tests.support.private_redis import private_redis
 from tests.unit.gateway.rig import Rig, error_of, gateway
 from tests.unit.gateway.test_responses import PATH, ask, prompt_of, sse
-from tests.unit.gateway.test_tool_calls import saying
+from tests.unit.gateway.test_tool_calls import FORMATS, SETTINGS, TEMPLATE, saying
 from tests.unit.tenants.tenant_rig import patient
 
 UNKNOWN = "resp_" + "0" * 32
@@ -75,6 +75,18 @@ async def test_a_conversation_goes_on_from_its_last_response(redis: BackgroundCl
         assert prompt_of(rig) == "user:oneassistant:yesuser:twoassistant:yesuser:three"
         await ask(rig, input="other", previous_response_id=first["id"])
         assert prompt_of(rig) == "user:oneassistant:yesuser:other", "a response may be gone on from twice"
+
+
+async def test_a_call_that_was_cut_is_no_turn_of_the_next_request(redis: BackgroundClient) -> None:
+    """The stored answer shows it; no template could render arguments that end in the middle."""
+    text = '<call>weather {"city": "Par'
+    tool = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
+    options = {"auth": ByKey(), "store": store_of(redis), "settings": SETTINGS, "template": TEMPLATE, "text": FORMATS}
+    async with gateway(saying(text, ends=False), **options) as rig:
+        rig.client.headers["authorization"] = "Bearer acme"
+        cut = (await ask(rig, tools=[tool], max_output_tokens=len(text))).json()
+        assert (cut["status"], cut["output"][-1]["arguments"]) == ("incomplete", '{"city": "Par')
+        assert (await ask(rig, previous_response_id=cut["id"], max_output_tokens=5)).status_code == 200
 
 
 async def test_it_is_shown_and_deleted(redis: BackgroundClient) -> None:
