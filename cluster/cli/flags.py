@@ -67,11 +67,16 @@ def _cli_type(option: Option) -> Any:
     return option.kind if option.kind in (bool, int, float) and not option.size else str
 
 
+LONGEST_METAVAR = 50
+"""Characters of choices beside a flag; where there are more, its help names them."""
+
+
 def _metavar(option: Option) -> str | None:
     if option.kind is bool:
         return None
     if get_origin(option.kind) is Literal:
-        return "|".join(get_args(option.kind))
+        choices = "|".join(get_args(option.kind))
+        return choices if len(choices) <= LONGEST_METAVAR else "NAME"
     return {int: "N", float: "X"}.get(option.kind, "TEXT")
 
 

@@ -106,7 +106,10 @@ def test_a_trained_checkpoint_equals_transformers(make_decoder: MakeDecoder) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("name", ["llama-mqa-biased", "mistral-window", "qwen2", "qwen3", "smollm3"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama-mqa-biased", "mistral-window", "qwen2", "qwen3", "smollm3", "mixtral", "gemma2", "gpt2", "bloom"],
+)
 def test_half_precision_is_as_near_as_transformers(
     name: str, dtype: torch.dtype, tiny_folder: TinyFolder, make_decoder: MakeDecoder
 ) -> None:

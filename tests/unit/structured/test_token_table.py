@@ -12,7 +12,7 @@ from tandem.workers.structured.masks import MaskWriter
 
 DEMO = Path(__file__).resolve().parents[3] / "configs" / "demo" / "model"
 VOCAB = 800
-ADDED = {"content": "<tool_call>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+ADDED = {"content": "<new_mark>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 
 
 def save(folder: Path, special: bool) -> int:
@@ -29,11 +29,11 @@ def save(folder: Path, special: bool) -> int:
 def test_an_added_token_is_text_unless_it_is_special(tmp_path: Path, special: bool) -> None:
     token = save(tmp_path, special)
     store = GrammarStore(tmp_path, VOCAB, ())
-    store.compile("text", 'start: "<tool_call>" /[a-z]+/')
+    store.compile("text", 'start: "<new_mark>" /[a-z]+/')
     start = store.start("text")
     assert start is not None
     assert start.deep_copy().validate_tokens([token]) == (0 if special else 1)
-    store.compile("named", "start: <tool_call> /[a-z]+/" if special else f"start: <[{token}]> /[a-z]+/")
+    store.compile("named", "start: <new_mark> /[a-z]+/" if special else f"start: <[{token}]> /[a-z]+/")
     named = store.start("named")
     assert named is not None and named.deep_copy().validate_tokens([token]) == 1
 
@@ -64,7 +64,7 @@ def test_tokens_that_the_model_has_not_are_left_out() -> None:
     """A tokenizer may have more tokens than the model: masks have a bit for each of the model's."""
     vocab = 600  # of 768
     store = GrammarStore(DEMO, vocab, (2,))
-    store.compile("text", 'start: "<tool_call>" /[a-z]+/')
+    store.compile("text", 'start: "<new_mark>" /[a-z]+/')
     start = store.start("text")
     assert start is not None
     matcher = start.deep_copy()

@@ -48,7 +48,7 @@ class HostCopy:
 def make_shard(adapter: PeftAdapter, shape: ShardShape, dtype: torch.dtype, accelerator: Accelerator) -> HostCopy:
     """AdapterRefused when a number does not fit dtype, OSError without the memory."""
     modules = {module.name: module for module in adapter.facts.modules}
-    found = [modules.get(part.module) for part in shape.parts]
+    found = [modules.get(part.module or part.name) for part in shape.parts]
     ranks_S = np.array([0 if module is None else module.rank for module in found], np.int64)
     scales_S = np.array([0.0 if module is None else module.scale for module in found], np.float32)
     packing = pack(shape, ranks_S)
