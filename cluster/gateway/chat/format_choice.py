@@ -14,7 +14,8 @@ from tandem.workers.text.output.formats import ReasoningFormat, ToolFormat
 
 
 class ChosenFormats(NamedTuple):
-    """Names in TOOL_FORMATS and REASONING_FORMATS; None: unknown. by_template: the chat template named tool_name."""
+    """Names in TOOL_FORMATS and REASONING_FORMATS; None: unknown. by_template: the chat template named tool_name, for
+    --enable-auto-tool-choice."""
 
     tool_name: str | None
     reasoning_name: str | None
@@ -30,7 +31,7 @@ class ChosenFormats(NamedTuple):
 
     @property
     def note(self) -> str | None:
-        """A line for the operator, where the template has chosen."""
+        """A line for an operator who has asked for calls, where the template has chosen."""
         return f"tool calls are parsed as {self.tool_name}, by the chat template" if self.by_template else None
 
 
@@ -42,7 +43,8 @@ def choose_formats(settings: GatewaySettings, template: str | None) -> ChosenFor
     if settings.enable_auto_tool_choice and name is None:
         why = "the model has no chat template" if template is None else "the chat template does not say how calls look"
         raise SettingsError(f"needs --tool-call-parser: {why}", "--enable-auto-tool-choice")
-    return ChosenFormats(name, settings.reasoning_parser, by_template=named is None and name is not None)
+    by_template = settings.enable_auto_tool_choice and named is None
+    return ChosenFormats(name, settings.reasoning_parser, by_template=by_template)
 
 
 def check_formats(settings: ServiceSettings) -> str | None:

@@ -24,7 +24,9 @@ def test_the_template_chooses_unless_a_flag_does() -> None:
     chosen = choose_formats(GatewaySettings(), HERMES)
     assert (chosen.tool_name, chosen.reasoning_name) == ("hermes", None)
     assert chosen.tool is TOOL_FORMATS["hermes"] and chosen.reasoning is None
-    assert chosen.note == "tool calls are parsed as hermes, by the chat template"
+    assert chosen.note is None, "nobody has asked for calls"
+    auto = choose_formats(GatewaySettings(enable_auto_tool_choice=True), HERMES)
+    assert auto.note == "tool calls are parsed as hermes, by the chat template"
     named = choose_formats(GatewaySettings(tool_call_parser="mistral", reasoning_parser="qwen3"), HERMES)
     assert (named.tool_name, named.reasoning_name, named.note) == ("mistral", "qwen3", None)
     assert named.reasoning is REASONING_FORMATS["qwen3"]
