@@ -581,7 +581,8 @@ async def test_a_gateway_that_is_told_to_end_finishes_its_streams(service: Servi
 
 
 async def test_both_groups_lost_one_after_the_other_cost_no_request(service: Service, long_answers: list[str]) -> None:
-    """The second one as soon as the first one's streams go on in it; then nothing runs until a group is back."""
+    """The second one soon after the first one's streams go on in it, when none of them is examined alone any more: else
+    it would look as if that one had ended both. Then nothing runs until a group is back."""
     before = {p.pid for p in service.titled("tandem rank")}
     heard = [0] * 8
     news = asyncio.Event()
@@ -603,13 +604,24 @@ async def test_both_groups_lost_one_after_the_other_cost_no_request(service: Ser
                     news.clear()
                     await news.wait()
 
+        def all_run_in_one() -> bool:
+            lines = service.get("/metrics").text.splitlines()
+            running = [
+                float(line.rpartition(" ")[2]) for line in lines if line.startswith("tandem:num_requests_running{")
+            ]
+            return 8 in running
+
         running = [asyncio.create_task(one(i)) for i in range(8)]
         await until_heard(5)
         groups = {p.pid: title_of(p) for p in service.titled("tandem rank")}
         first = min(groups)
         second = next(pid for pid, title in groups.items() if title.split()[2] != groups[first].split()[2])
         os.kill(first, signal.SIGKILL)
-        await until_heard(20)
+        await asyncio.to_thread(wait_for, all_run_in_one, 120, "all streams run in the second group")
+        wanted = service.metric("generation_tokens_total") + 8 * 20
+        await asyncio.to_thread(
+            wait_for, lambda: service.metric("generation_tokens_total") >= wanted, 120, "nobody is examined any more"
+        )
         assert not any(stream.done() for stream in running)
         os.kill(second, signal.SIGKILL)
         assert await asyncio.gather(*running) == long_answers
