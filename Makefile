@@ -57,12 +57,11 @@ format: $(DEV)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# What computes: test by test, on two workers. What starts clusters or watches clocks, and often waits: file by file, in
-# this order, on three. Threads that wait for each other sleep: on cores that others want too, those that spin take their
-# time from them.
+# Three workers on two cores: tests that start services often wait, and others compute meanwhile (tests/conftest.py).
+# Threads that wait for each other sleep: on cores that others want too, those that spin take their time from them.
+# Compiled Python files are kept, also where the environment says otherwise: each service starts ten processes.
 test: $(DEV) ## all tests but those of check; some 20 minutes on 2 cores
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests/unit tests/parity tests/distributed/*_ranks.py -n 2
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests/integration tests/distributed --ignore-glob='*_ranks.py' -n 3 --dist loadfile --no-loadscope-reorder
+	env -u PYTHONDONTWRITEBYTECODE OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests --ignore=tests/architecture -n 3
 
 chaos: $(DEV) ## long histories of faults and thrash, not part of test
 	$(BIN)/python -m pytest tests -m chaos --timeout 3600

@@ -1,4 +1,5 @@
-"""Fixtures for the whole suite: one running service that tests marked `cluster` share, rank processes; plain signals.
+"""Fixtures for the whole suite: one running service that tests marked `cluster` share, rank processes; plain signals;
+which worker runs which tests.
 
 A runner that was started with `&` by a script, or under nohup, ignores SIGINT, SIGQUIT or SIGHUP, and every process
 that a test starts and interrupts would inherit that.
@@ -8,11 +9,12 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
+from xdist.scheduler.loadscope import LoadScopeScheduling
 
 from tests.support.service import Service, tandem_serve, wait_for
 
@@ -44,6 +46,46 @@ def pytest_configure(config: pytest.Config) -> None:
         cache = tempfile.TemporaryDirectory(prefix="tandem-cache-")
         os.environ["XDG_CACHE_HOME"] = cache.name  # kernels are compiled once per run
         config.add_cleanup(cache.cleanup)
+
+
+WAITING = ("tests/integration/", "tests/distributed/")
+"""Tests that start services or ranks, and often wait for them."""
+SHARING = {
+    "the service": ("integration/test_service", "integration/test_official_clients"),
+    "four ranks": (
+        "distributed/test_memory_faults", "parity/test_decoder_parallel", "parity/test_kv_quant_logits",
+        "parity/test_lora_logits", "parity/test_streamed_layers", "unit/parallel/test_shared_memory",
+        "unit/rank/test_weight_placement",
+    ),
+}  # fmt: skip
+"""Files that one worker runs, as they share a fixture of the session that starts many processes."""
+SCOPES = {f"tests/{stem}.py": name for name, stems in SHARING.items() for stem in stems}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Spreads the files that wait evenly over the first four fifths of those that compute, so that one worker waits
+    while another computes."""
+    files: dict[bool, dict[str, list[pytest.Item]]] = {True: {}, False: {}}
+    for item in items:
+        file = item.nodeid.partition("::")[0]
+        files[file.startswith(WAITING)].setdefault(file, []).append(item)
+    waiting, computing = list(files[True].values()), list(files[False].values())
+    places = [((at + 0.5) / max(1, len(computing)), of_file) for at, of_file in enumerate(computing)]
+    places += [(0.8 * at / len(waiting), of_file) for at, of_file in enumerate(waiting)]
+    items[:] = [item for _, of_file in sorted(places, key=lambda place: place[0]) for item in of_file]
+
+
+class ByFile(LoadScopeScheduling):
+    """A file, or files that share a fixture, go to one worker, in the order of the collection."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return SCOPES.get(file, file)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")
