@@ -98,14 +98,22 @@ async def run_fake(streams: int, tokens: int, ids: list[int], pace_s: float | No
     backend = FakeBackend(step_s=pace_s)
 
     class Reader:
+        def __init__(self) -> None:
+            self.wake_event = asyncio.Event()
+
         def take(self, deltas: list[TokenDelta]) -> bool:
             return True
+
+        def wake(self) -> None:
+            self.wake_event.set()
 
     async def read(number: int) -> None:
         request = GenerationRequest(
             request_id=str(number), prompt_token_ids=ids, sampling=SamplingParams(max_tokens=tokens)
         )
-        await backend.send(request, hint_of(request), Reader()).ended
+        reader = Reader()
+        backend.send(request, hint_of(request), reader)
+        await reader.wake_event.wait()
 
     await asyncio.gather(*(read(number) for number in range(streams)))
 
@@ -139,7 +147,7 @@ def client_process(port: int, streams: int, payload: bytes) -> None:
 
     async def read() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         writer.write(head + b"content-length: %d\r\n\r\n" % len(payload) + payload)
         tail = b""
         while b"data: [DONE]" not in tail:

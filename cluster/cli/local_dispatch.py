@@ -33,8 +33,12 @@ class LocalAttempt:
     def __init__(self, owner: "LocalDispatch", request: GenerationRequest, to: TokenSink) -> None:
         self.request = request
         self.to = to
-        self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self.ended: Ended | None = None
         self._owner = owner
+
+    def look(self) -> Ended | None:
+        """Implements Attempt."""
+        return self.ended
 
     def abort(self, abort: Abort) -> None:
         """Implements Attempt."""
@@ -42,7 +46,7 @@ class LocalAttempt:
 
     def cancel(self) -> None:
         """Implements Attempt."""
-        if not self.ended.done():
+        if self.ended is None:
             self._owner.put(Abort(request_id=self.request.request_id, attempt=self.request.attempt))
 
 
@@ -170,7 +174,8 @@ class LocalDispatch:
     def _finish(self, ended: Ended) -> None:
         attempt = self._attempts.pop((ended.request_id, ended.attempt), None)
         if attempt is not None:
-            attempt.ended.set_result(ended)
+            attempt.ended = ended
+            attempt.to.wake()
 
     def _lose_all(self, error: GroupLost) -> None:
         self._lost = error

@@ -70,8 +70,11 @@ class FakeStream:
         self.to = to
         self.has_row = False
         self.is_scored = False
-        self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self.ended: Ended | None = None
         self._backend = backend
+
+    def look(self) -> Ended | None:
+        return self.ended
 
     def abort(self, abort: Abort) -> None:
         self._backend.abort(abort)
@@ -95,8 +98,13 @@ class FakeStream:
             ended = msgspec.structs.replace(ended, refused=(item.status, item.code, item.param, str(item)))
         elif isinstance(item, GroupLost):
             ended = msgspec.structs.replace(ended, refused=(503, "service_unavailable", None, str(item)))
-        if not self.ended.done():
-            self.ended.set_result(ended)
+        self.end(ended)
+
+    def end(self, ended: Ended) -> None:
+        """Answers, unless it has answered."""
+        if self.ended is None:
+            self.ended = ended
+            self.to.wake()
 
 
 @dataclass

@@ -82,34 +82,25 @@ class FakeGroup:
         return self.engine
 
 
-class FakeCall:
-    """A handle call. As with Serve's, only cancel() ends it: it does not care who waits for its answer."""
-
-    def __init__(self, task: "asyncio.Task[bytes]") -> None:
-        self._task = task
-
-    async def answer(self) -> bytes:
-        return await asyncio.shield(self._task)
-
-    def cancel(self) -> None:
-        self._task.cancel()
-
-
 class FakeCaller:
-    """Sends each call to the next group of the list, past those that its hint avoids if there are others."""
+    """Sends each call to the next group of the list, past those that its hint avoids if there are others. As with
+    Serve's, only cancel() ends a call: it does not care who waits for its answer."""
 
     def __init__(self, groups: list[FakeGroup]) -> None:
         self.groups = groups
         self.made = 0
         self.hints: list[RouteHint] = []
 
-    def call(self, payload: bytes, hint: RouteHint) -> FakeCall:
+    def call(self, payload: bytes, hint: RouteHint) -> "asyncio.Task[bytes]":
         self.hints.append(hint)
         turn = self.made % len(self.groups)
         order = [*self.groups[turn:], *self.groups[:turn]]
         group = min(order, key=lambda group: group.name.split(":")[0] in hint.avoid)
         self.made += 1
-        return FakeCall(asyncio.get_running_loop().create_task(group.generate(payload)))
+        return asyncio.get_running_loop().create_task(group.generate(payload))
+
+    async def answer(self, call: "asyncio.Task[bytes]") -> bytes:
+        return await asyncio.shield(call)
 
 
 class FakeFleet:

@@ -26,5 +26,4 @@ class ResumingBackend(FakeBackend):
         for stream in list(self.streams.values()):
             self.drop(stream.request.request_id)
             ended = lost(stream.request, "the fake group died", "bystander")
-            if not stream.ended.done():
-                stream.ended.set_result(msgspec.structs.replace(ended, group="g0"))
+            stream.end(msgspec.structs.replace(ended, group="g0"))

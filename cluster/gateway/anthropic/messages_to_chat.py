@@ -1,6 +1,6 @@
 """From a body of Anthropic's API to the chat body that says the same, which read_chat() checks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ from tandem.cluster.gateway.anthropic.messages_body import (
     ToolUseBlock,
 )
 from tandem.cluster.gateway.chat.field_names import FieldNames
+from tandem.cluster.gateway.http.body import printable
 from tandem.cluster.gateway.openai.fields.chat_checks import SWITCH
 from tandem.cluster.gateway.openai.schemas import ChatBody, invalid, read_chat
 from tandem.cluster.gateway.services import TextServices
@@ -39,6 +40,7 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 def chat_of(body: CountTokensBody, text: TextServices) -> tuple[ChatBody, FieldNames]:
     """The chat body, and the client's names of its fields. RequestRefused naming the client's field at fault."""
+    _check_results(body.messages)
     messages: list[dict[str, Any]] = []
     places: list[str] = []
     if body.system is not None:
@@ -90,6 +92,34 @@ def _settings(body: CountTokensBody, template: ChatTemplate | None) -> dict[str,
             schema = {"name": "answer", "schema": output.format.schema, "strict": True}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     return fields
+
+
+def _check_results(messages: Sequence[InputMessage]) -> None:
+    """RequestRefused when the turn behind a call has no result of it. Messages of one role in a row are one turn; the
+    last turn may be one that calls."""
+    waiting: dict[str, str] = {}
+    answers = False
+    for i, message in enumerate(messages):
+        if message.role == "assistant" and answers:
+            _check_none_waits(waiting)
+            waiting, answers = {}, False
+        answers |= message.role == "user"
+        for j, block in enumerate(message.content if not isinstance(message.content, str) else ()):
+            if isinstance(block, ToolUseBlock):
+                waiting[block.id] = f"messages[{i}].content[{j}]"
+            elif isinstance(block, ToolResultBlock):
+                waiting.pop(block.tool_use_id, None)
+    if answers:
+        _check_none_waits(waiting)
+
+
+def _check_none_waits(waiting: Mapping[str, str]) -> None:
+    for call, place in waiting.items():
+        raise invalid(
+            place,
+            f"{place}: the tool_use block {printable(call)} has no tool_result block in the next message, as each "
+            "tool_use block must have.",
+        )
 
 
 def _turns(message: InputMessage, place: str) -> list[dict[str, Any]]:

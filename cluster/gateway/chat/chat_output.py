@@ -7,6 +7,7 @@ from functools import cache
 from tandem.cluster.gateway.chat.parser_wraps import OneCall, SpecialSpellings, Without, WithoutSpecialTokens
 from tandem.cluster.gateway.openai.fields.chat_checks import known_tools
 from tandem.cluster.gateway.openai.fields.tool_fields import NamedTool
+from tandem.cluster.gateway.openai.prompts import message_text
 from tandem.cluster.gateway.openai.schemas import ChatBody, invalid, unsupported
 from tandem.cluster.gateway.services import TextServices
 from tandem.workers.messages.thinking import ThinkingBudget
@@ -89,7 +90,7 @@ def chat_output(text: TextServices, body: ChatBody, prompt: str) -> ChatOutput:
         is_named=is_named,
         one_call=body.parallel_tool_calls is False or is_named,
         include_reasoning=body.include_reasoning is not False,
-        thinking=None if thinks is None else _thinking(text.tokenizer, thinks, prompt, body.thinking_token_budget),
+        thinking=None if thinks is None else _thinking(text.tokenizer, thinks, prompt, body),
         shows_special_tokens=shows,
         special=_special_spellings(text.tokenizer) if hides else None,
         has_short_ids=text.chat_template is not None and text.chat_template.has_short_call_ids,
@@ -120,11 +121,13 @@ def _chosen_tools(text: TextServices, body: ChatBody) -> tuple[list[Tool], bool,
     return named, True, True
 
 
-def _thinking(tokenizer: ModelTokenizer, form: ReasoningFormat, prompt: str, budget: int | None) -> ThinkingBudget:
-    """The marks as this tokenizer spells them."""
+def _thinking(tokenizer: ModelTokenizer, form: ReasoningFormat, prompt: str, body: ChatBody) -> ThinkingBudget:
+    """The marks as this tokenizer spells them, and whether the answer begins between them: the prompt opens them, or
+    the message that it continues."""
     start, end = (tuple(tokenizer.encode(mark, add_special_tokens=False)) for mark in (form.start, form.end))
-    tokens = MAX_BUDGET if budget is None else budget
-    return ThinkingBudget(tokens=tokens, start=start, end=end, inside=form.starts_inside(prompt))
+    tokens = MAX_BUDGET if body.thinking_token_budget is None else body.thinking_token_budget
+    is_open = bool(body.continue_final_message) and form.is_open(message_text(body.messages[-1]))
+    return ThinkingBudget(tokens=tokens, start=start, end=end, inside=is_open or form.starts_inside(prompt))
 
 
 def _check_thinking(body: ChatBody, form: ReasoningFormat | None) -> None:

@@ -1,16 +1,15 @@
 """Runs a generation as an HTTP answer: whole or streamed, watched for the client's leaving.
 
-The status is decided by the first step or a refusal: nothing is sent before. Delivery is a task of its own, so that a
-disconnect, a client that stops reading or a cancelled handler ends it at once; the handler's task waits for those, and
-the Generation's task does the rest.
+The status is decided by the first step or a refusal: nothing is sent before. All of it runs in the HTTP server's task,
+which waits for steps; the client's leaving and a timer wake it too. Whatever ends it closes the generation, whose task
+does the rest.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -20,6 +19,7 @@ from tandem.cluster.gateway.generation.generations import Generations
 from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.generation.response_format import ChoiceAnswer, ResponseFormat
 from tandem.cluster.gateway.http.sse import EventWriter
+from tandem.cluster.gateway.http.tasks import Aside
 from tandem.workers.messages.errors import RequestRefused, TandemError
 from tandem.workers.messages.request import TokenLogprobs
 from tandem.workers.text.choice_text import TextDelta
@@ -54,49 +54,66 @@ class Gathered:
         return sum(entry.logprob for entry in self.logprobs) / max(1, len(self.logprobs))
 
 
+class ClientLeft(Exception):
+    """The client has left, or cannot be heard any more."""
+
+
 class GenerationResponse(Response):
-    """An answer that is made while it is sent."""
+    """An answer that is made while it is sent, and while its client is watched: it leaves, or does not read."""
+
+    _leaving: Aside[None]
+    _timer: asyncio.TimerHandle
 
     def __init__(self, shared: Generations, generation: Generation) -> None:
         super().__init__(b"")
         self._shared = shared
         self._generation = generation
+        self._limit = asyncio.timeout(None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the answer. Returns early when the client leaves or stops reading."""
         writer = EventWriter(send, self._shared.clock)
-        await self._watch(self._guarded(self._deliver(send, writer)), receive, writer)
+        try:
+            async with self._limit:
+                await self._watched(receive, send, writer)
+        except ClientLeft:
+            pass
+        except TimeoutError:
+            if not self._limit.expired():
+                raise
+        finally:
+            self._generation.close()
+
+    async def _watched(self, receive: Receive, send: Send, writer: EventWriter) -> None:
+        """Delivers while it watches: the client's leaving and a timer wake the reader of the generation."""
+        self._leaving = Aside(_disconnected(receive), self._generation.wake)
+        self._on_timer(writer)
+        try:
+            self._leaving.advance()
+            self._generation.start(partial(self._attend, writer))
+            await self._deliver(send, writer)
+        finally:
+            self._timer.cancel()
+            self._leaving.close()
+
+    async def _attend(self, writer: EventWriter) -> None:
+        """Raises ClientLeft when the client has left; else sends a comment if it has heard nothing for a while."""
+        self._leaving.advance()
+        if self._leaving.is_over:
+            raise ClientLeft
+        await writer.keep_alive(self._shared.times.keep_alive_s)
+
+    def _on_timer(self, writer: EventWriter) -> None:
+        times, loop = self._shared.times, asyncio.get_running_loop()
+        if writer.stuck_for_s() > times.stuck_send_s:
+            self._limit.reschedule(loop.time())
+            return
+        self._generation.wake()
+        self._timer = loop.call_later(times.keep_alive_s, self._on_timer, writer)
 
     async def _deliver(self, send: Send, writer: EventWriter) -> None:
         """Sends the whole answer; writer: for one in events."""
         raise NotImplementedError
-
-    async def _guarded(self, delivery: Coroutine[Any, Any, None]) -> None:
-        """The delivery, and the end of the generation however it ends."""
-        try:
-            self._generation.start()
-            await delivery
-        finally:
-            delivery.close()
-            self._generation.close()
-
-    async def _watch(self, delivery: Coroutine[Any, Any, None], receive: Receive, writer: EventWriter) -> None:
-        """Runs the delivery until it ends, or the client leaves or stops reading. Raises what the delivery raises."""
-        times = self._shared.times
-        work = self._shared.tasks.start(delivery, "delivery")
-        work.add_done_callback(lambda _: self._generation.close())
-        try:
-            while not work.done() and not await _left(receive, work, times.keep_alive_s):
-                if writer.stuck_for_s() > times.stuck_send_s:
-                    break
-                if not work.done():
-                    async with asyncio.timeout(times.stuck_send_s):
-                        await writer.keep_alive(times.keep_alive_s)
-        except TimeoutError:
-            pass
-        finally:
-            work.cancel()
-        if work.done() and not work.cancelled():
-            work.result()
 
     @staticmethod
     async def _send_json(send: Send, body: bytes) -> None:
@@ -162,7 +179,7 @@ class TextResponse(GenerationResponse):
                 await self._end()
                 await writer.write(events)
         except Exception as error:
-            if not writer.started:
+            if not writer.started or isinstance(error, ClientLeft):
                 raise
             if not isinstance(error, TandemError):
                 log.exception("request %s failed in its stream", self._generation.parts[0].request.request_id)
@@ -263,27 +280,6 @@ def too_long(limit: int, *, is_streamable: bool) -> RequestRefused:
         "probabilities."
     )
     return RequestRefused(message, code="content_too_large", status=413)
-
-
-async def _left(receive: Receive, work: "asyncio.Task[None]", within_s: float) -> bool:
-    """Whether the client leaves before `work` is done and within so many seconds. Waits in the task that calls it: the
-    work's end wakes it by ending its time."""
-    loop = asyncio.get_running_loop()
-
-    def wake(_: object) -> None:
-        with suppress(RuntimeError):  # its time is over already
-            limit.reschedule(loop.time())
-
-    limit = asyncio.timeout(within_s)
-    try:
-        async with limit:
-            work.add_done_callback(wake)
-            await _disconnected(receive)
-            return True
-    except TimeoutError:
-        return False
-    finally:
-        work.remove_done_callback(wake)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -5,7 +5,6 @@ Implemented over the Serve handle and the token channel (serve_dispatch.py), ove
 Generation's decision.
 """
 
-import asyncio
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
@@ -15,25 +14,29 @@ from tandem.workers.messages.request import Abort, Ended, GenerationRequest, Los
 
 
 class TokenSink(Protocol):
-    """Receiver of the deltas of a request."""
+    """Receiver of what comes of an attempt."""
 
     def take(self, deltas: list[TokenDelta]) -> bool:
         """All deltas of one step for this request. False when tokens before one of them are missing: then none of
         them is taken."""
         ...
 
+    def wake(self) -> None:
+        """The owner's task is to look at the attempt again. Never waits."""
+        ...
+
 
 class Attempt(Protocol):
     """One dispatch. Its owner calls cancel() in the end, whatever has happened."""
 
-    @property
-    def ended(self) -> "asyncio.Future[Ended]":
-        """The group's answer, which may overtake the last deltas; it never fails: a lost group is a refusal with code
-        GROUP_LOST, one that ends as planned one with GROUP_ENDED."""
+    def look(self) -> Ended | None:
+        """The group's answer, None while there is none; for the task of the owner only, at once and whenever it is
+        woken. The answer may overtake the last deltas. A lost group is a refusal with code GROUP_LOST, one that ends as
+        planned one with GROUP_ENDED."""
         ...
 
     def abort(self, abort: Abort) -> None:
-        """Ends the request, or one choice of it, in its group; `ended` follows. Never waits. The attempt number of
+        """Ends the request, or one choice of it, in its group; the answer follows. Never waits. The attempt number of
         the abort does not matter."""
         ...
 

@@ -10,7 +10,7 @@ what the tenant did not use, and writes the bill. Each of several prompts is ser
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import ExitStack
 from functools import partial
 
@@ -77,6 +77,8 @@ class Generation:
         self._steps: deque[Step] = deque()
         self._news = asyncio.Event()
         self._is_started = False
+        self._is_woken = False
+        self._attend: Callable[[], Awaitable[None]] | None = None
         self._closing = asyncio.Event()
         self._num_over = 0
         self._reservation: Reservation | None = None
@@ -85,9 +87,10 @@ class Generation:
 
     # ---- the HTTP side -------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Starts the task."""
+    def start(self, attend: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Starts the task. attend: is awaited by the reader after each wake(); what it raises goes to the reader."""
         self._is_started = True
+        self._attend = attend
         self._shared.metrics.generation_began()
         self._shared.tasks.start(self._own(), f"request {self._bill.id}")
 
@@ -96,7 +99,9 @@ class Generation:
         after what was delivered."""
         num_open, num_steps = len(self.parts), 0
         while num_open:
-            if self._steps:
+            if self._is_woken:
+                await self._be_attentive()
+            elif self._steps:
                 part, deltas = self._steps.popleft()
                 self._check_rows(part, deltas)
                 was_open = part.open_choices > 0
@@ -111,6 +116,11 @@ class Generation:
             else:
                 await self._wait_for_news()
 
+    def wake(self) -> None:
+        """The reader is to attend to something else for a moment. Never waits."""
+        self._is_woken = True
+        self._news.set()
+
     def stop_choice(self, part: RequestPart, choice: int, keep: int) -> None:
         """A stop string was found: the engine ends this choice and bills `keep` tokens of it."""
         part.kept[choice] = keep
@@ -122,7 +132,7 @@ class Generation:
         try:
             async with asyncio.timeout(self._shared.times.usage_s):
                 while self._num_over < len(self.parts) and any(part.cached_tokens is None for part in self.parts):
-                    await self._wait_for_news()
+                    await (self._be_attentive() if self._is_woken else self._wait_for_news())
         except TimeoutError:
             pass
         return self.counted()
@@ -159,6 +169,11 @@ class Generation:
                     error = RequestRefused(message, code="invalid_grammar")
                 self._fail(error)
                 raise error
+
+    async def _be_attentive(self) -> None:
+        self._is_woken = False
+        if self._attend is not None:
+            await self._attend()
 
     async def _wait_for_news(self) -> None:
         self._news.clear()
@@ -238,7 +253,6 @@ class Generation:
         part.begin_attempt()
         attempt = self._shared.dispatch.send(part.request, hint_of(part.request, failover.avoid), part)
         part.attempt = attempt
-        attempt.ended.add_done_callback(lambda _: part.news.set())
         sent_s = self._now()
         try:
             ended = await self._until_ended(part, attempt)
@@ -255,7 +269,7 @@ class Generation:
 
     async def _until_ended(self, part: RequestPart, attempt: Attempt) -> Ended | None:
         give_up_s = self._give_up_s(part)
-        while not part.is_complete and not attempt.ended.done():
+        while not part.is_complete and (ended := attempt.look()) is None:
             if self._closing.is_set():
                 await self._leave(part, attempt)
                 return None
@@ -264,7 +278,7 @@ class Generation:
                 await self._wait(part, None)
             elif not await self._wait(part, NO_GROUP_POLL_S if left_s <= 0 else min(left_s, NO_GROUP_POLL_S)):
                 self._check_hold(give_up_s)
-        return None if part.is_complete else attempt.ended.result()
+        return None if part.is_complete else ended
 
     def _give_up_s(self, part: RequestPart) -> float:
         """Returns when a request that no group takes is given up, if there is no group then."""
@@ -327,9 +341,9 @@ class Generation:
         if part.open_choices:
             self._abort(part, attempt, None)
         deadline_s = self._now() + self._shared.times.drain_s
-        while not part.is_complete and not attempt.ended.done() and (left_s := deadline_s - self._now()) > 0:
+        while not part.is_complete and attempt.look() is None and (left_s := deadline_s - self._now()) > 0:
             await self._wait(part, left_s)
-        if attempt.ended.done() and (ended := attempt.ended.result()).refused is None:
+        if (ended := attempt.look()) is not None and ended.refused is None:
             part.finish(ended)
 
     async def _pause(self, part: RequestPart) -> None:

@@ -130,6 +130,10 @@ class RequestPart:
             self.news.set()
         return True
 
+    def wake(self) -> None:
+        """Implements TokenSink."""
+        self.news.set()
+
     def _take_one(self, delta: TokenDelta) -> TokenDelta | None:
         """What is new in a delta, now delivered; None when nothing is."""
         if delta.cached_tokens is not None:

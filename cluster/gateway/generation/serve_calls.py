@@ -10,24 +10,6 @@ MOST_BY_VALUE = 2**20
 small. Larger ones go through Ray's object store, which costs milliseconds and has no limit."""
 
 
-class ServeCall:
-    """A handle call in flight. model: digest of the gateway's."""
-
-    def __init__(self, response: Any, model: str = "") -> None:
-        self._response = response
-        self._model = model
-
-    async def answer(self) -> memoryview:
-        """The coordinator's answer. OtherVersion when the group speaks another version of the token channel or has
-        another model."""
-        result = await self._response
-        assert isinstance(result, bytes)
-        return without_version(result, self._model)
-
-    def cancel(self) -> None:
-        self._response.cancel()
-
-
 class ServeCaller:
     """Calls `generate` of the coordinator deployment; the router of cluster/routing picks the group by the hint. model:
     digest of the gateway's."""
@@ -37,6 +19,13 @@ class ServeCaller:
         self._by_value = handle.options(method_name="generate", _by_reference=False)
         self._by_reference = handle.options(method_name="generate", _by_reference=True)
 
-    def call(self, payload: bytes, hint: RouteHint) -> ServeCall:
+    def call(self, payload: bytes, hint: RouteHint) -> Any:
+        """Implements Caller, with Serve's response."""
         method = self._by_value if len(payload) <= MOST_BY_VALUE else self._by_reference
-        return ServeCall(method.remote(with_version(payload, model=self._model), hint=hint), self._model)
+        return method.remote(with_version(payload, model=self._model), hint=hint)
+
+    async def answer(self, call: Any) -> memoryview:
+        """Implements Caller. OtherVersion also when the group has another model."""
+        result = await call
+        assert isinstance(result, bytes)
+        return without_version(result, self._model)

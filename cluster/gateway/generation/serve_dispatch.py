@@ -6,8 +6,8 @@ follows from an end is the Generation's decision. One event loop only.
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping
-from typing import Protocol
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from typing import Any, Protocol
 
 import msgspec
 
@@ -17,6 +17,7 @@ from tandem.cluster.fleet.engine_metrics import Families, add_engines
 from tandem.cluster.fleet.fleet_view import FleetView, GroupRecord, channel_name
 from tandem.cluster.gateway.generation.dispatch import TokenSink, lost
 from tandem.cluster.gateway.generation.draining_groups import DrainingGroups
+from tandem.cluster.gateway.http.tasks import Aside
 from tandem.cluster.routing.route_hint import RouteHint
 from tandem.cluster.wire.token_channel import GROUP_UNUSABLE, TokenReceiver
 from tandem.cluster.wire.version import OtherVersion
@@ -34,11 +35,7 @@ LEAST_HOLD_S = 30.0
 class Call(Protocol):
     """One handle call in flight."""
 
-    async def answer(self) -> bytes | memoryview:
-        """The coordinator's answer. Raises OtherVersion, and, when it or the connection to it broke, anything."""
-        ...
-
-    def cancel(self) -> None: ...
+    def cancel(self) -> object: ...
 
 
 class Caller(Protocol):
@@ -46,21 +43,39 @@ class Caller(Protocol):
 
     def call(self, payload: bytes, hint: RouteHint) -> Call: ...
 
+    async def answer(self, call: Any) -> bytes | memoryview:
+        """The coordinator's answer. Waits for futures only. Raises OtherVersion when the group speaks another version
+        of the token channel, and, when it or the connection to it broke, anything."""
+        ...
+
 
 class ServeAttempt:
-    """Attempt over one handle call. sender: the group's name on the token channel, once it has sent something."""
+    """Attempt over one handle call, which is awaited by the task that looks. sender: the group's name on the token
+    channel, once it has sent something."""
 
-    def __init__(self, owner: "ServeDispatch", request: GenerationRequest, to: TokenSink, call: Call) -> None:
+    def __init__(
+        self,
+        owner: "ServeDispatch",
+        request: GenerationRequest,
+        to: TokenSink,
+        call: Call,
+        answer: Coroutine[Any, Any, bytes | memoryview],
+    ) -> None:
         self.request = request
         self.to = to
-        self.ended: asyncio.Future[Ended] = owner.loop.create_future()
+        self.ended: Ended | None = None
         self.sender: bytes | None = None
         self.has_last_delta = False
         self._owner = owner
         self._call = call
         self._held_aborts: list[Abort] = []
-        self._is_given_up = False
-        self._waiting = owner.loop.create_task(self._wait(), name=f"call {request.request_id}")
+        self._answer = Aside(answer, to.wake)
+
+    def look(self) -> Ended | None:
+        """Implements Attempt."""
+        if self.ended is None and not self._answer.is_over:
+            self._look()
+        return self.ended
 
     def abort(self, abort: Abort) -> None:
         """Implements Attempt. While the group is not known, an abort of one choice is held, and the whole request is
@@ -71,7 +86,6 @@ class ServeAttempt:
             return
         self._held_aborts.append(abort)
         if abort.choice is None and abort.keep_positions is None:
-            self._is_given_up = True
             self._drop()
 
     def cancel(self) -> None:
@@ -79,7 +93,7 @@ class ServeAttempt:
         self._owner.forget(self)
         if not self.has_last_delta:
             self._drop()
-        elif not self._waiting.done():
+        elif self.ended is None:
             self._owner.loop.call_later(CANCEL_AFTER_S, self._drop)  # its answer is due
 
     def learn_sender(self, sender: bytes) -> None:
@@ -94,28 +108,28 @@ class ServeAttempt:
         self.end(lost(self.request, message, loss))
 
     def end(self, ended: Ended) -> None:
-        if not self.ended.done():
-            self.ended.set_result(ended)
+        if self.ended is None:
+            self.ended = ended
+            self.to.wake()
 
     def _drop(self) -> None:
+        self.look()  # what Serve does not know to be awaited it does not cancel
         self._call.cancel()
-        self._waiting.cancel()
+        self._answer.close()
 
-    async def _wait(self) -> None:
+    def _look(self) -> None:
         try:
-            self.end(self._owner.decode(await self._call.answer()))
+            answer = self._answer.advance()
+            if answer is not None:
+                self.end(self._owner.decode(answer))
         except asyncio.CancelledError:
-            if not self._is_given_up:
-                self.lose("its call was cancelled", "bystander")
-            raise
+            self.lose("its call was cancelled", "bystander")
         except OtherVersion as error:
             self._owner.give_up(error)
             unusable = (503, GROUP_UNUSABLE, None, str(error))
             told = lost(self.request, str(error), "bystander")
             self.end(msgspec.structs.replace(told, refused=unusable, loss=None, group=error.group))
         except Exception as error:  # whatever way Ray or Serve reports a dead replica
-            if self._is_given_up:  # or a call that was cancelled: its group's count may still come
-                return
             loss: Loss = "bystander" if self._owner.is_draining(self.sender) else "unknown"
             self.lose(f"{type(error).__name__}: {error}".splitlines()[0], loss)
 
@@ -164,7 +178,8 @@ class ServeDispatch:
         missing = (record.group for record in self._fleet.missing_for())
         avoid = {*hint.avoid, *missing, *self._draining.groups, *self._unusable}
         hint = msgspec.structs.replace(hint, gateway=reply_to.nonce, avoid=tuple(sorted(avoid)))
-        attempt = ServeAttempt(self, request, to, self._caller.call(self._encode(request), hint))
+        call = self._caller.call(self._encode(request), hint)
+        attempt = ServeAttempt(self, request, to, call, self._caller.answer(call))
         self._attempts[request.request_id] = attempt
         return attempt
 
@@ -237,7 +252,7 @@ class ServeDispatch:
             return
         silent = self._silent()
         for attempt in self._attempts.values():
-            if attempt.sender is None or attempt.ended.done():
+            if attempt.sender is None or attempt.ended is not None:
                 continue
             if attempt.sender in silent:
                 attempt.lose(f"group {silent[attempt.sender]} gives no sign of life", "unknown")

@@ -20,7 +20,7 @@ HEADERS = [
 
 
 class EventWriter:
-    """Writes one answer's events. Times are on `clock`. Used by one task; `keep_alive` by its watcher."""
+    """Writes one answer's events. Times are on `clock`. Used by one task."""
 
     def __init__(self, send: Send, clock: Callable[[], float]) -> None:
         self._send = send
@@ -41,8 +41,8 @@ class EventWriter:
         self.began_write_s = None
 
     async def keep_alive(self, silence_s: float) -> None:
-        """A comment, when nothing was written for silence_s and no write is under way."""
-        if self.started and self.began_write_s is None and self._clock() - self._last_write_s >= silence_s:
+        """A comment, when nothing was written for silence_s."""
+        if self.started and self._clock() - self._last_write_s >= silence_s:
             await self.write(KEEP_ALIVE)
 
     def stuck_for_s(self) -> float:
@@ -50,8 +50,10 @@ class EventWriter:
         return 0.0 if self.began_write_s is None else self._clock() - self.began_write_s
 
     async def finish(self, events: bytes) -> None:
-        """The last events of the API, and the end of the body."""
+        """The last events of the API, and the end of the body. Waits while the client does not read."""
+        self.began_write_s = self._clock()
         await self._send({"type": "http.response.body", "body": events, "more_body": False})
+        self.began_write_s = None
 
 
 def openai_end(error: Exception | None) -> bytes:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from tandem.cluster.gateway.http.body import printable
 from tandem.cluster.gateway.openai.fields.chat_checks import check_conversation, template_tools, template_variables
 from tandem.cluster.gateway.openai.schemas import ChatBody, CommonBody, CompletionBody, Message, TokenizeBody, invalid
 from tandem.cluster.gateway.services import TextServices
@@ -187,13 +188,18 @@ def message_bytes(message: Message) -> int:
     return sum(len(text.encode()) for text in texts)
 
 
+def message_text(message: Message) -> str:
+    """A message's content as one text."""
+    content = message.content
+    return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
+
+
 def template_message(message: Message, at: int) -> dict[str, Any]:
     """A message as templates expect it: text content, call arguments as objects, thinking under both of its names."""
     content = message.content
     if content is None and message.role != "assistant":
         raise invalid(f"messages[{at}].content", f"A message of role {message.role} must have content.")
-    text = content if isinstance(content, str) else "\n".join(part.text for part in content or ())
-    result: dict[str, Any] = {"role": message.role, "content": text}
+    result: dict[str, Any] = {"role": message.role, "content": message_text(message)}
     if message.name is not None:
         result["name"] = message.name
     if message.tool_call_id is not None:
@@ -206,18 +212,19 @@ def template_message(message: Message, at: int) -> dict[str, Any]:
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments, at)},
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments, at, j)},
             }
-            for call in message.tool_calls
+            for j, call in enumerate(message.tool_calls)
         ]
     return result
 
 
-def _arguments(text: str, at: int) -> Any:
+def _arguments(text: str, at: int, call: int) -> Any:
     try:
         return json.loads(text) if text else {}
     except (ValueError, RecursionError):
-        raise invalid(f"messages[{at}].tool_calls", "The arguments of a tool call must be JSON.") from None
+        name = f"messages[{at}].tool_calls[{call}].function.arguments"
+        raise invalid(name, f"{name} must be JSON, not {printable(text)}.") from None
 
 
 def _json_bytes(value: Sequence[Any] | Mapping[str, Any] | None) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tandem.cluster.gateway.generation.delivery import TextResponse
 from tandem.cluster.gateway.generation.generations import GatewayTimes
 from tandem.cluster.tenants.tenant_admission import OpenTenancy, Reservation
 from tandem.workers.messages.errors import RequestRefused
@@ -234,6 +235,58 @@ async def test_a_client_that_does_not_read_is_given_up() -> None:
         await within(call)
         await rig.settle()
         assert not caller.is_complete()
+
+
+@pytest.mark.parametrize("reads", [True, False])
+async def test_a_real_client_that_leaves_a_flood_is_noticed(reads: bool) -> None:
+    """There is always a step to deliver, or the write of one waits for the client: neither hides that it leaves."""
+    async with gateway(manual()) as rig, served(rig.app) as url:
+        host, port = url.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port), limit=2**10)
+        body = json.dumps({"prompt": "abc", "stream": True, "max_tokens": 500, "n": 16, "logprobs": 5}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
+        writer.write(f"{head}content-type: application/json\r\n\r\n".encode() + body)
+        await within(rig.backend.submitted.wait())
+        if not reads:
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+        rig.backend.step(450)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        writer.transport.abort()
+        await within(rig.backend.aborted.wait())
+        await rig.settle()
+        assert rig.ledger.rows[0].terminal == "abort"
+        assert rig.ledger.rows[0].usage.completion_tokens == 16 * 450
+
+
+async def test_a_client_that_does_not_read_the_end_is_given_up() -> None:
+    times = GatewayTimes(keep_alive_s=0.01, stuck_send_s=0.02)
+    async with gateway(times=times) as rig:
+        caller = Caller(rig, {"prompt": "abc", "stream": True, "max_tokens": 2})
+        plain_send = caller.send
+
+        async def send(message: Message) -> None:
+            await plain_send(message)
+            if message["type"] == "http.response.body" and not message["more_body"]:
+                await asyncio.Event().wait()
+
+        caller.send = send  # type: ignore[method-assign]
+        await within(caller.start())
+        await rig.settle()
+        assert rig.ledger.rows[0].terminal == "length", "all was generated"
+
+
+async def test_a_timeout_of_the_delivery_itself_is_no_client_that_does_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def late(*_: Any) -> None:
+        raise TimeoutError("of something else")
+
+    monkeypatch.setattr(TextResponse, "_deliver", late)
+    async with gateway(manual()) as rig:
+        caller = Caller(rig, {"prompt": "abc"})
+        await within(caller.start())
+        assert caller.sent[0]["status"] == 500
 
 
 async def test_idle_streams_get_comments() -> None:

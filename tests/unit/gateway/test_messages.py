@@ -233,6 +233,15 @@ def blocks(*content: dict[str, Any], role: str = "user") -> dict[str, Any]:
     return {"messages": [{"role": role, "content": list(content)}]}
 
 
+def calling(*turns: Any) -> dict[str, Any]:
+    """A conversation in which a call of the id t1 is behind the first question. turns: behind it."""
+    call = {"type": "tool_use", "id": "t1", "name": "weather", "input": {}}
+    roles = ("user", "assistant")
+    said = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
+    return {"messages": [*USER, {"role": "assistant", "content": [call]}, *said]}
+
+
+RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "sun"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"bogus": 1}, "bogus"),
     ({"max_tokens": None}, "max_tokens"),
@@ -252,6 +261,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         blocks({"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image", "source": {}}]}),
         "messages[0].content[0].content[0]",
     ),
+    (calling("And?"), 'messages[1].content[0]: the tool_use block "t1" has no tool_result'),
+    (calling("And?", "Well", [RESULT]), "messages[1].content[0]: the tool_use"),
+    (calling([{**RESULT, "tool_use_id": "t2"}]), "messages[1].content[0]: the tool_use"),
     ({"system": [{"type": "image"}]}, "system[0]"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
     ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
@@ -291,6 +303,18 @@ async def test_it_is_refused_by_name(body: dict[str, Any], param: str) -> None:
         assert (answer.status_code, error["type"]) == (400, "invalid_request_error"), error
         assert param in error["message"]
         assert not rig.backend.requests
+
+
+@pytest.mark.parametrize("path", [PATH, COUNT])
+async def test_a_call_may_be_answered_late_in_its_turn_or_not_yet(path: str) -> None:
+    """Messages of one role in a row are one turn, and the last call waits for its result."""
+    async with gateway() as rig:
+        asked = calling("One moment", "Still there?")["messages"]
+        late = [*asked[:3], {"role": "user", "content": [RESULT]}, {"role": "assistant", "content": "Sun"}, *USER]
+        for messages in (late, calling()["messages"]):
+            assert (await ask(rig, path, messages=messages)).status_code == 200
+        refused = await ask(rig, path, messages=asked)
+        assert (refused.status_code, refusal_of(refused)["type"]) == (400, "invalid_request_error")
 
 
 @pytest.mark.parametrize("content", ["Once ", [{"type": "text", "text": "Once "}]])

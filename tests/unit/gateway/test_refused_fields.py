@@ -144,7 +144,7 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "developer", "content": "x"}]}, "messages", INVALID),
     (
         {"messages": [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{"}}]}]},
-        "messages[0].tool_calls",
+        "messages[0].tool_calls[0].function.arguments",
         INVALID,
     ),
     ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages", "context_length_exceeded"),

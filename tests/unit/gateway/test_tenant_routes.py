@@ -110,6 +110,7 @@ async def test_over_a_rate_is_429_with_a_time_to_come_back() -> None:
             assert answer.headers["x-ratelimit-remaining-requests"] == "0"
         assert len(door.rig.backend.requests) == 2, "no group heard of the others"
         assert len(door.rig.ledger.rows) == 2, "and none of them owes a row"
+        await door.rig.settle()
         assert door.metric("tenant_rejections", tenant="acme", reason="requests") == 2
 
 

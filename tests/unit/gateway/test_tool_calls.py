@@ -213,6 +213,33 @@ async def test_a_prompt_may_begin_the_thinking() -> None:
         assert rig.backend.requests[-1].prompt_token_ids[-1] == ord("!")
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("begun", "said"),
+    [
+        ("<think>Well, ", ("Hm", "yes")),
+        ([{"type": "text", "text": "<think>"}], ("Hm", "yes")),
+        ("<think>Well</think>", ("", "Hm</think>yes")),
+        ("Well, ", ("", "Hm</think>yes")),
+    ],
+)
+async def test_a_message_that_is_continued_may_be_inside_its_thinking(
+    begun: Any, said: tuple[str, str], streamed: bool
+) -> None:
+    messages = [{"role": "user", "content": "<think>"}, {"role": "assistant", "content": begun}]
+    async with tooled(saying("Hm</think>yes"), **THINKING) as rig:
+        asked = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+        answer = await rig.client.post("/v1/chat/completions", json={**asked, "stream": streamed})
+        if streamed:
+            choice = gathered(answer.text)[0]
+            assert (choice["reasoning"], choice["content"]) == said
+        else:
+            message = answer.json()["choices"][0]["message"]
+            assert (message.get("reasoning", ""), message["content"]) == said
+            counts = answer.json()["usage"]["completion_tokens_details"]
+            assert counts == {"reasoning_tokens": len(said[0])}
+
+
 async def test_special_tokens_are_parsed_and_not_shown() -> None:
     backend = FakeBackend(script=fixed_script([*b"a", TURN, *CALL.encode(), EOS]), eos_token_ids=frozenset({EOS}))
     async with tooled(backend, tool_format=InventedToolFormat(shows_special_tokens=True)) as rig:

@@ -95,6 +95,14 @@ def test_a_prompt_may_end_inside_the_thinking(name: str, prompt: str, inside: bo
 
 
 @pytest.mark.parametrize("name", sorted(REASONING_FORMATS))
+def test_an_answer_may_be_begun_inside_the_thinking(name: str) -> None:
+    one = REASONING_FORMATS[name]
+    assert one.is_open(f"{one.start}Hm") and one.is_open(one.start)
+    for begun in ("", "Yes", f"{one.start}Hm{one.end}Yes", f"The mark is {one.start}", f"Hm{one.end}"):
+        assert not one.is_open(begun), begun
+
+
+@pytest.mark.parametrize("name", sorted(REASONING_FORMATS))
 def test_thinking_between_the_marks_of_a_format_is_read_back(name: str) -> None:
     one = REASONING_FORMATS[name]
     assert read(one.parser(PlainOutput(), inside=False), [f"{one.start}Hm{one.end}Yes"])[0] == reasoning("Hm")[0]

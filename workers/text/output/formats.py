@@ -73,6 +73,11 @@ class ReasoningFormat(Protocol):
         """Returns whether a rendered prompt ends inside an open thinking part, so that the answer has no start mark."""
         ...
 
+    def is_open(self, begun: str) -> bool:
+        """Returns whether an answer that was begun with this text, and goes on, is inside its thinking."""
+        ...
+
     def parser(self, then: OutputParser, *, inside: bool) -> OutputParser:
-        """Returns a parser whose text behind the thinking is parsed by `then`. inside: see starts_inside()."""
+        """Returns a parser whose text behind the thinking is parsed by `then`. inside: see starts_inside() and
+        is_open()."""
         ...

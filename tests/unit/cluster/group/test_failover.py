@@ -94,9 +94,6 @@ class ToldCall:
     def __init__(self) -> None:
         self.answered: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
-    async def answer(self) -> bytes:
-        return await self.answered
-
     def cancel(self) -> None:
         self.answered.cancel()
 
@@ -114,6 +111,9 @@ class ToldGroups:
         self.hints.append(hint)
         self.calls.append(ToldCall())
         return self.calls[-1]
+
+    async def answer(self, call: ToldCall) -> bytes:
+        return await call.answered
 
 
 class Told:
@@ -410,13 +410,13 @@ async def test_a_call_that_ends_with_an_error_because_it_was_cancelled_is_no_los
     """Serve has an exception of its own for it; the group's count comes over the token channel."""
     told.client.times = SHORT
 
-    async def answer(call: ToldCall) -> bytes:
+    async def answer(call: ToldCall) -> bytes:  # as Serve words it
         try:
             return await call.answered
         except asyncio.CancelledError:
             raise RuntimeError("the request was cancelled") from None
 
-    monkeypatch.setattr(ToldCall, "answer", answer)
+    monkeypatch.setattr(told.groups, "answer", answer)
     stream = await told.client.submit(asked("r", prompt=[1, 2, 3]))
     await told.attempt(0)
     closing = asyncio.create_task(stream.aclose())
@@ -621,7 +621,7 @@ async def test_tokens_that_a_lost_group_had_sent_are_taken_and_a_frozen_ones_are
     await told.attempt(0)
     told.say((0, 0, [7]))
     told.end(*LOST, loss="suspect")
-    await until(lambda: stream.part.attempt is not None and stream.part.attempt.ended.done())
+    await until(lambda: stream.part.attempt is not None and stream.part.attempt.ended is not None)
     told.say((0, 1, [8]))  # its answer has overtaken it
     assert (await told.attempt(1)).resume_token_ids == [[7, 8]]
     told.say((0, 2, [9]))
@@ -837,7 +837,7 @@ async def test_an_answer_that_is_complete_is_neither_judged_nor_sent_again(told:
     stream = await told.client.submit(asked("r"))
     await told.attempt(0)
     told.end(*LOST, loss="alone")
-    await until(lambda: stream.part.attempt is not None and stream.part.attempt.ended.done())
+    await until(lambda: stream.part.attempt is not None and stream.part.attempt.ended is not None)
     told.say((0, 0, [7]), end="length")  # its answer has overtaken it
     await until(lambda: stream.generation._num_over)
     assert not told.client.quarantine.digests()
@@ -857,7 +857,7 @@ async def test_tokens_after_an_abort_are_awaited_no_longer_than_they_take(
     await anext(stream)
     stream.stop(0, 1)
     told.end(positions=[2])
-    await until(lambda: stream.part.attempt is None or stream.part.attempt.ended.done())
+    await until(lambda: stream.part.attempt is None or stream.part.attempt.ended is not None)
     await asyncio.sleep(0)
     told.say((0, 1, [8]))  # the answer to the abort has overtaken it
     await until(lambda: stream.generation._num_over)

@@ -71,12 +71,13 @@ class Group:
         return b"ended"
 
 
-def call(gateways_model: str, group: Group) -> Any:
-    """A request of a gateway, through the handle that both have."""
+async def answer(gateways_model: str, group: Group) -> Any:
+    """The answer to a request of a gateway, through the handle that both have."""
     method = Mock(remote=lambda payload, hint: group.generate(payload, hint))
     request = GenerationRequest(request_id="r", attempt=1, prompt_token_ids=[1], sampling=SamplingParams(max_tokens=1))
     caller = ServeCaller(Mock(options=lambda **_: method), gateways_model)
-    return caller.call(msgspec.msgpack.encode(request), RouteHint(request_id="r", cost_tokens=1, gateway="old"))
+    made = caller.call(msgspec.msgpack.encode(request), RouteHint(request_id="r", cost_tokens=1, gateway="old"))
+    return await caller.answer(made)
 
 
 async def test_a_group_of_another_model_takes_no_prompt_that_was_made_for_ours(
@@ -84,9 +85,9 @@ async def test_a_group_of_another_model_takes_no_prompt_that_was_made_for_ours(
 ) -> None:
     """While a service is updated to another model, its old gateways see its new groups."""
     same, other = Group("aaaa"), Group("bbbb")
-    assert await call("aaaa", same).answer() == b"ended"
+    assert await answer("aaaa", same) == b"ended"
     with pytest.raises(OtherVersion, match="for another model") as refused:
-        await call("aaaa", other).answer()
+        await answer("aaaa", other)
     assert refused.value.group == "group-of-bbbb", "which the gateway avoids from now on"
     assert len(same.taken) == 1 and not other.taken
     assert "a request of gateway old is refused: it is for another model (aaaa), this process has bbbb" in caplog.text

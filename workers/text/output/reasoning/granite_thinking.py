@@ -21,5 +21,8 @@ class GraniteThinking:
     def starts_inside(self, prompt: str) -> bool:
         return prompt.rstrip().endswith(_STARTS)
 
+    def is_open(self, begun: str) -> bool:
+        return begun.lstrip().startswith(_STARTS) and not any(end in begun for end in _ENDS)
+
     def parser(self, then: OutputParser, *, inside: bool) -> OutputParser:
         return SteppedParser(lambda source: thinking(source, then, start=_STARTS, end=_END, inside=inside))

@@ -17,6 +17,9 @@ class OpenAIGptOss:
     def starts_inside(self, prompt: str) -> bool:
         return prompt.endswith(ANALYSIS)
 
+    def is_open(self, begun: str) -> bool:
+        return begun.startswith(ANALYSIS) and not any(end in begun for end in ENDS)
+
     def parser(self, then: OutputParser, *, inside: bool) -> OutputParser:
         if isinstance(then, HarmonyParser):
             return HarmonyParser(then.tools, inside=inside)

@@ -22,6 +22,9 @@ class Qwen3:
     def starts_inside(self, prompt: str) -> bool:
         return prompt.rstrip().endswith(START)
 
+    def is_open(self, begun: str) -> bool:
+        return begun.lstrip().startswith(START) and END not in begun
+
     def parser(self, then: OutputParser, *, inside: bool) -> OutputParser:
         return SteppedParser(lambda source: thinking(source, then, start=(START,), end=_END, inside=inside))
 
