@@ -13,7 +13,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 
 import torch
@@ -22,8 +22,9 @@ from benchmarks.machine import OtherCpu
 from benchmarks.models import SHAPES
 from tandem.offload.weights.weight_stream import Copier
 from tandem.parallel.context import ParallelContext
-from tandem.workers.attention.backend import AttentionBackend, AttentionStep
+from tandem.workers.attention.backend import AttentionBackend, AttentionStep, ReplayableStep
 from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.decoder import Decoder, build_decoder
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.config_reader import load_spec
@@ -44,10 +45,15 @@ class Switch:
     def __init__(self, backends: dict[torch.dtype, AttentionBackend]) -> None:
         self._backends = backends
         self.kv_dtype = next(iter(backends))
-        self.decode_queries = min(backend.decode_queries for backend in backends.values())
 
     def prepare(self, batch: ForwardBatch) -> AttentionStep:
         return self._backends[self.kv_dtype].prepare(batch)
+
+    def replay_key(self, batch: ForwardBatch, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
+        return self._backends[self.kv_dtype].replay_key(batch, kv, dtype)
+
+    def prepare_replay(self, batch: ForwardBatch, num_tokens: int, scratch_block: int) -> ReplayableStep:
+        return self._backends[self.kv_dtype].prepare_replay(batch, num_tokens, scratch_block)
 
 
 def build(

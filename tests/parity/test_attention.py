@@ -18,6 +18,7 @@ from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.kernels.cpu.cpu_chunk_attention import CpuChunkAttention
 from tandem.workers.kernels.cpu.cpu_decode_attention import CpuDecodeAttention
 from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
+from tandem.workers.kernels.fused_ops import TorchFusedOps
 from tandem.workers.kernels.kv_store import LayerKV, as_indexable, encode
 from tandem.workers.models.spec.arch import AttentionParams
 from tandem.workers.platforms.cpu import cpu_platform
@@ -81,9 +82,11 @@ def check(
     planes = [plane for _ in "kv" for plane in encode(noise(blocks, batch.block_size, num_kv_heads, head_dim), storage)]
     outputs, caches, params = [], [], AttentionParams(head_dim**-0.5, window, softcap, slopes)
     for each in (backend, ReferenceAttention()):
+        ops = cpu_platform().fused_ops(dtype) if isinstance(each, CpuAttention) else TorchFusedOps()
         keys, key_scales, values, value_scales = (None if plane is None else plane.clone() for plane in planes)
         kv = LayerKV(keys, values, key_scales, value_scales)
-        outputs.append(each.prepare(batch).forward(q, k, v, kv, params))
+        ops.store(k, v, kv, batch.slot_mapping_T)
+        outputs.append(each.prepare(batch).attend(q, k, v, kv, params))
         caches.append([as_indexable(plane) for plane in (keys, values, key_scales, value_scales) if plane is not None])
     assert all(torch.equal(ours, exact) for ours, exact in zip(*caches, strict=True))
     torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=TOLERANCE[dtype])
@@ -191,7 +194,8 @@ def test_bounded_memory_does_not_grow_with_the_context(num_queries: int, monkeyp
         kv = LayerKV(torch.randn(blocks, 16, 2, 16), torch.randn(blocks, 16, 2, 16))
         step = TorchAttention(is_bounded=True).prepare(batch)
         with Largest() as seen:
-            step.forward(q, k, v, kv, AttentionParams(0.25))
+            TorchFusedOps().store(k, v, kv, batch.slot_mapping_T)
+            step.attend(q, k, v, kv, AttentionParams(0.25))
         own = [kv.keys.nbytes, 64 * 1024, batch.block_table_RN.nbytes * 2]
         assert seen.num_bytes <= max(own), "views of the cache, pieces, and the row's block ids"
         largest.append(seen.num_bytes if seen.num_bytes != kv.keys.nbytes else 0)
@@ -235,12 +239,15 @@ def test_a_value_that_is_not_finite_shows(kv_dtype: torch.dtype | None, side: st
         sides = [encode(torch.zeros(9, 16, 2, 64), storage) for _ in "kv"]
         kv = LayerKV(sides[0][0], sides[1][0], sides[0][1], sides[1][1])
         batch = random_batch(random.Random(0), 16, [3, 1], [3, 40])
-        outputs = [backend.prepare(batch).forward(q, k, v, kv, AttentionParams(0.125))]
+        ops = cpu_platform().fused_ops(torch.float32)
+        ops.store(k, v, kv, batch.slot_mapping_T)
+        outputs = [backend.prepare(batch).attend(q, k, v, kv, AttentionParams(0.125))]
         later = dataclasses.replace(
             random_batch(random.Random(0), 16, [1, 1], [4, 41]),
             block_table_RN=batch.block_table_RN,
             slot_mapping_T=torch.stack((batch.slot_mapping_T[2] + 1, batch.slot_mapping_T[3] + 1)),
         )
-        outputs.append(backend.prepare(later).forward(q[2:], k[2:], v[2:], kv, AttentionParams(0.125)))
+        ops.store(k[2:], v[2:], kv, later.slot_mapping_T)
+        outputs.append(backend.prepare(later).attend(q[2:], k[2:], v[2:], kv, AttentionParams(0.125)))
         for out in outputs:  # the first row's last token, which is sampled from, and the other row
             assert not out[-2].isfinite().all(-1).any() and out[-1].isfinite().all()

@@ -21,7 +21,7 @@ from tandem.parallel.linear_methods import MakeMatrix, PackedMatrix, PlainMatrix
 from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.attention.cpu_paged import CpuAttention
 from tandem.workers.attention.torch_sdpa import TorchAttention
-from tandem.workers.graphs.cpu_graphs import CpuGraphRunner
+from tandem.workers.graphs.cpu_graphs import CpuGraphs
 from tandem.workers.kernels.cpu.cpu_build import (
     compiler_words,
     cpu_library,
@@ -136,7 +136,8 @@ def cpu_platform(*, copies_beside: bool = True) -> Platform:
         attention=_attention,
         fused_ops=_fused_ops,
         lora_ops=_lora_ops,
-        graphs=CpuGraphRunner,
+        graphs=CpuGraphs,
+        scratch_blocks=0,
         kv_copier=CpuCopier,
         weight_copier=partial(_weight_copier, copies_beside),
         upload=_upload,

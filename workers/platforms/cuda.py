@@ -15,12 +15,12 @@ from tandem.configs.schema import EngineSettings
 from tandem.offload.copies.accelerator import Accelerator, Event, Stream
 from tandem.offload.copies.kv_copies import StreamCopier
 from tandem.offload.weights.weight_copiers import StreamWeightCopier
-from tandem.offload.weights.weight_stream import WeightStream
 from tandem.parallel.groups import Backend
 from tandem.parallel.linear_methods import MakeMatrix, PlainMatrix
 from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.attention.torch_sdpa import TorchAttention
-from tandem.workers.graphs.cpu_graphs import CpuGraphRunner
+from tandem.workers.graphs.cuda_graphs import CaptureGraph, CudaGraphs, Replay
+from tandem.workers.graphs.graph_runner import Outputs
 from tandem.workers.kernels.fused_ops import FusedOps, TorchFusedOps
 from tandem.workers.kernels.lora_ops import LoraOps, TorchLora
 from tandem.workers.kernels.sampling_ops import TorchSampling
@@ -69,6 +69,22 @@ class CudaStream:
 
     def synchronize(self) -> None:
         self.native.synchronize()
+
+
+class CudaCapture:
+    """Captures CUDA graphs, which share one pool of memory: a replay's results last until the next one."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, body: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
+        """Lanes copy meanwhile on their own threads, so only this thread's calls are held against the capture."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            outputs = body()
+        return graph.replay, outputs
 
 
 class CudaAccelerator:
@@ -153,9 +169,13 @@ def cuda_platform(device: torch.device) -> Platform:
 
 
 def platform_on(
-    accelerator: Accelerator, device: torch.device, backend: Backend, memory: Callable[[], DeviceMemory]
+    accelerator: Accelerator,
+    device: torch.device,
+    backend: Backend,
+    memory: Callable[[], DeviceMemory],
+    capture: CaptureGraph | None = None,
 ) -> Platform:
-    """Returns the platform of a device with streams and memory of its own."""
+    """Returns the platform of a device with streams and memory of its own. capture: in place of CUDA's graphs."""
     return Platform(
         name="cuda",
         device=device,
@@ -168,7 +188,8 @@ def platform_on(
         attention=partial(_attention, accelerator),
         fused_ops=_fused_ops,
         lora_ops=_lora_ops,
-        graphs=_graphs,
+        graphs=partial(CudaGraphs, capture=CudaCapture() if capture is None else capture),
+        scratch_blocks=1,
         kv_copier=partial(StreamCopier, accelerator),
         weight_copier=partial(StreamWeightCopier, accelerator),
         upload=partial(in_one_copy, accelerator),
@@ -193,7 +214,7 @@ def _matrices(dtype: torch.dtype) -> MakeMatrix:
 def _attention(
     accelerator: Accelerator, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None
 ) -> AttentionBackend:
-    return TorchAttention(accelerator.to_device, is_bounded=True)
+    return TorchAttention(accelerator.to_device, is_bounded=True, replays=True)
 
 
 def _fused_ops(dtype: torch.dtype) -> FusedOps:
@@ -206,13 +227,6 @@ def _lora_ops(dtype: torch.dtype) -> LoraOps:
     from tandem.workers.kernels.triton.triton_lora import TritonLora
 
     return TritonLora()
-
-
-def _graphs(
-    layers: Sequence[Any], stream: WeightStream, attention: AttentionBackend, can_replay: bool
-) -> CpuGraphRunner:
-    """Steps run eagerly: captured calls are those of CPU kernels."""
-    return CpuGraphRunner(layers, stream, attention, can_replay=False)
 
 
 def in_one_copy(accelerator: Accelerator, arrays: Sequence[Array]) -> list[torch.Tensor]:

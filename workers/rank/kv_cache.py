@@ -43,15 +43,17 @@ class KVCache:
         dtype: torch.dtype,
         platform: Platform,
     ) -> "KVCache":
-        """Zeroed. On CPU pages are taken from the system only when a block is first written."""
-        heads = (2 * num_layers, num_blocks, block_size, num_kv_heads)
+        """Zeroed, with the platform's scratch blocks behind the others. On CPU pages are taken from the system only
+        when a block is first written."""
+        heads = (2 * num_layers, num_blocks + platform.scratch_blocks, block_size, num_kv_heads)
         slab = platform.zeros((*heads, head_dim), dtype)
         scales = platform.zeros(heads, SCALE_DTYPE) if dtype in LARGEST else None
         layers = [
             LayerKV(slab[key], slab[value], *(None if scales is None else scales[side] for side in (key, value)))
             for key, value in zip(range(num_layers), range(num_layers, 2 * num_layers), strict=True)
         ]
-        return cls(slab, scales, KVTensors(layers, block_size), platform)
+        scratch_block = num_blocks if platform.scratch_blocks else -1
+        return cls(slab, scales, KVTensors(layers, block_size, scratch_block), platform)
 
     @property
     def planes(self) -> list[torch.Tensor]:

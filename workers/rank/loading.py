@@ -276,6 +276,7 @@ def _count_blocks(chosen: _Chosen, decoder: Decoder, needs: KVNeeds, adapter_byt
     )
     free_bytes, total_bytes = platform.memory()
     free_bytes += profiled_kv_bytes
+    free_bytes -= platform.scratch_blocks * needs.block_bytes
     return cuda_blocks(cache, needs, total_bytes, free_bytes, total_bytes - free_bytes)
 
 
