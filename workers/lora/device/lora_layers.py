@@ -36,7 +36,7 @@ class LoraLayers:
         rows = self.rows = batch.adapters
         self.sample_rows = batch.sample_adapters
         self.slots = frozenset() if rows is None else self._slots_of(rows)
-        self.name = None if rows is None else (self._ops.reads_slots or tuple(rows.segments), self._slab.changes)
+        self.name = None if rows is None else self._name_of(rows)
         if (wanted := (self.slots, self._slab.changes)) != self._chosen_for:
             self._chosen_for = wanted
             self._chosen.clear()
@@ -44,6 +44,13 @@ class LoraLayers:
     def begin_layers(self, rows: AdapterRows | None) -> None:
         """The layers take the rows' slots from here, which a graph may hold."""
         self.rows = rows
+
+    def _name_of(self, rows: AdapterRows) -> Hashable:
+        """Where slots are read on the device, calls depend on the projections that some adapter changes, and no more:
+        the tables stay where they are."""
+        if self._ops.reads_slots:
+            return tuple(map(bool, self._slab.slots_of))
+        return tuple(rows.segments), self._slab.changes
 
     def _slots_of(self, rows: AdapterRows) -> frozenset[int]:
         """The slots whose adapters decide which projections are computed: the step's, or all where calls may not
