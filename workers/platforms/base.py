@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from tandem.configs.schema import Device
@@ -22,8 +20,7 @@ from tandem.workers.graphs.graph_runner import GraphRunner
 from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.kernels.lora_ops import LoraOps
 from tandem.workers.kernels.sampling_ops import SamplingOps
-
-Array = npt.NDArray[np.generic]
+from tandem.workers.platforms.device_rows import Columns, DeviceRows
 
 
 class DeviceMemory(NamedTuple):
@@ -62,7 +59,7 @@ class Platform:
     memory: measures a device that has memory of its own; None where device and host share memory. copies_beside: bytes
     move while the rank computes without taking from it. packs: whether matrices of a dtype are packed. scratch_blocks:
     KV blocks beside those of sequences, for padded tokens. weight_copier: takes the bytes of the streamed layers.
-    upload: a step's int64 and int32 arrays to tensors. zeros: zeroed memory of a shape. clear_blocks: zeroes blocks,
+    rows: makes the device's view of a row table. zeros: zeroed memory of a shape. clear_blocks: zeroes blocks,
     which are in dim 1. copy_pages: host memory to device memory, for adapters. sampling_ops: from logits to tokens; the
     first call may compile. kernel_notes: lines for the user about kernels for a dtype that could not be had, as far as
     they have been asked for.
@@ -83,7 +80,7 @@ class Platform:
     scratch_blocks: int
     kv_copier: MakeKVCopier
     weight_copier: Callable[[int], Copier]
-    upload: Callable[[Sequence[Array]], list[torch.Tensor]]
+    rows: Callable[[Columns], DeviceRows]
     zeros: Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
     clear_blocks: Callable[[torch.Tensor, Sequence[int]], None]
     copy_pages: Callable[[torch.Tensor, torch.Tensor], None]

@@ -5,9 +5,8 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
-import numpy as np
 import torch
 
 from tandem.configs.errors import SettingsError
@@ -24,12 +23,11 @@ from tandem.workers.graphs.graph_runner import Outputs
 from tandem.workers.kernels.fused_ops import FusedOps, TorchFusedOps
 from tandem.workers.kernels.lora_ops import LoraOps, TorchLora
 from tandem.workers.kernels.sampling_ops import TorchSampling
-from tandem.workers.platforms.base import Array, DeviceMemory, Platform
+from tandem.workers.platforms.base import DeviceMemory, Platform
 from tandem.workers.platforms.cpu import open_cpu
+from tandem.workers.platforms.tensor_rows import TensorRows
 
 log = logging.getLogger(__name__)
-ALIGNED_BYTES: Final = 16
-"""Arrays of a packed copy begin at multiples of it, so that a kernel is compiled for one alignment of each."""
 
 
 class CudaEvent:
@@ -115,6 +113,12 @@ class CudaAccelerator:
         # torch's cache of pinned memory keeps the staged copy until the device has read it
         return host.pin_memory().to(self._device, non_blocking=True)
 
+    def pinned_memory(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def upload(self, host: torch.Tensor, target: torch.Tensor) -> None:
+        target.copy_(host, non_blocking=True)
+
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
@@ -192,7 +196,7 @@ def platform_on(
         scratch_blocks=1,
         kv_copier=partial(StreamCopier, accelerator),
         weight_copier=partial(StreamWeightCopier, accelerator),
-        upload=partial(in_one_copy, accelerator),
+        rows=partial(TensorRows, accelerator=accelerator, device=device),
         zeros=partial(_zeros, device),
         clear_blocks=partial(_clear_blocks, accelerator),
         copy_pages=_copy_pages,
@@ -227,22 +231,6 @@ def _lora_ops(dtype: torch.dtype) -> LoraOps:
     from tandem.workers.kernels.triton.triton_lora import TritonLora
 
     return TritonLora()
-
-
-def in_one_copy(accelerator: Accelerator, arrays: Sequence[Array]) -> list[torch.Tensor]:
-    """Returns int64 and int32 arrays as aligned views of one buffer on the device: one copy for a step."""
-    starts, size = [], 0
-    for array in arrays:
-        starts.append(size)
-        size += -(-array.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
-    packed = np.empty(size, np.uint8)
-    for array, start in zip(arrays, starts, strict=True):
-        packed[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-    on_device = accelerator.to_device(torch.from_numpy(packed))
-    return [
-        on_device[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
-        for array, start in zip(arrays, starts, strict=True)
-    ]
 
 
 def _zeros(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -150,6 +150,7 @@ class ModelRunner:
         self.kv = kv
         self.gate: LoadGate | None = None
         self._table = table
+        self._rows = platform.rows(table)
         self._platform = platform
         self._proposer = proposer
         self._exchanges = StepExchanges(context, link, platform)
@@ -180,8 +181,8 @@ class ModelRunner:
         """
         self._platform.accelerator.activate()
         began = self.record()
-        if self._steps and self._has_drafts(self._steps[-1]):  # its rows' counts depend on what was sampled
-            self.settle(self._steps[-1])
+        if self._steps and (plan.rolled_back or self._has_drafts(self._steps[-1])):
+            self.settle(self._steps[-1])  # its rows' counts depend on what was sampled
         self.kv.clear_slots(self._table.roll_back(plan.rolled_back))
         self.kv.clear(self._table.apply(plan))
         self.kv.copy(plan.block_copies)
@@ -254,31 +255,10 @@ class ModelRunner:
         return f"planned before the failure of step {self._failed_step} was known"
 
     def _compute(self, plan: StepPlan, drafts: Drafts | None) -> _Computed:
-        batch = build_batch(plan, self._table, self._platform, None if drafts is None else drafts.counts_R)
-        if self._steps:
-            self._take_tokens(batch)
+        batch = build_batch(plan, self._table, self._rows, None if drafts is None else drafts.counts_R)
         computed = self._run(plan, batch, drafts, self._tensors())
         self._awaits.clear()
         return computed
-
-    def _take_tokens(self, batch: StepBatch) -> None:
-        """Copies into the batch, on the device, the tokens that earlier steps sampled and the host does not know."""
-        table, to_device = self._table, self._platform.accelerator.to_device
-        lens_R = np.diff(batch.starts)
-        for step in self._steps:
-            tokens = None if step.computed is None else step.computed.tokens
-            if tokens is None:
-                continue
-            place_of = np.full(len(table.num_known), -1)
-            place_of[tokens.rows] = np.arange(len(tokens.rows))
-            place_R = place_of[batch.rows_R]
-            offset_R = tokens.positions[place_R] - batch.begin_R
-            own_R = (place_R >= 0) & (tokens.lives[place_R] == table.lives[batch.rows_R])
-            taken = np.flatnonzero(own_R & (offset_R >= 0) & (offset_R < lens_R))
-            if len(taken):
-                at = to_device(torch.from_numpy(batch.starts[taken] + offset_R[taken]))
-                ids = tokens.ids_S.index_select(0, to_device(torch.from_numpy(place_R[taken])))
-                batch.forward.input_ids_T.index_copy_(0, at, ids)
 
     def _tensors(self) -> KVTensors:
         """The cache; with an overlapped load, layer by layer as it arrives."""
@@ -312,6 +292,8 @@ class ModelRunner:
         verdict = self._exchanges.agree(None if drawn is None else drawn.ids_S)
         rows = rows_S if drafts is None else rows_S[np.diff(rows_S, prepend=-1) != 0]  # once each
         tokens = self._tokens(rows, drawn, verdict) if self._appends and len(rows_S) else None
+        if tokens is not None and drafts is None:
+            self._rows.append(tokens.ids_S)
         errors = {**self._table.sampling.grammars.errors, **self._table.errors}
         return _Computed(batch, drafts, drawn, tokens, received, errors, verdict, pooled, scored)
 

@@ -70,7 +70,7 @@ def run_fullest_steps(
         kv = KVCache.allocate(decoder.num_local_layers, num_blocks, size, heads, head_dim, kv_dtype, platform)
         table = RowTable(len(plan.work), max_model_len, size, vocab_size)
         table.apply(plan)
-        batch = build_batch(plan, table, platform, np.array([work.max_drafts for work in plan.work]))
+        batch = build_batch(plan, table, platform.rows(table), np.array([work.max_drafts for work in plan.work]))
         hidden_TH = None
         if not context.is_first_stage:
             hidden_TH = torch.zeros(batch.forward.num_tokens, hidden_size, dtype=dtype, device=platform.device)

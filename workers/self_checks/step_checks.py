@@ -63,7 +63,7 @@ def _logits(decoder: Decoder, platform: Platform, num_layers: int, vocab_size: i
     blocks = ROWS * BLOCKS_PER_ROW
     kv = KVCache.allocate(num_layers, blocks, BLOCK, decoder.num_local_kv_heads, decoder.head_dim, BF16, platform)
     table = RowTable(ROWS, BLOCK * BLOCKS_PER_ROW, BLOCK, vocab_size)
-    logits = []
+    rows, logits = platform.rows(table), []
     for step in range(STEPS + 1):
         new, work = [], []
         for row in range(ROWS):
@@ -76,7 +76,7 @@ def _logits(decoder: Decoder, platform: Platform, num_layers: int, vocab_size: i
                 work.append(RowWork(row=row, num_tokens=1, samples=True, token_ids=[(row + 3 * step) % vocab_size]))
         plan = StepPlan(step_id=step, work=work, new_rows=new)
         table.apply(plan)
-        logits.append(decoder.forward(build_batch(plan, table, platform).forward, kv.tensors, None).clone())
+        logits.append(decoder.forward(build_batch(plan, table, rows).forward, kv.tensors, None).clone())
     return torch.stack(logits)
 
 

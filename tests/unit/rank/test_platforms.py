@@ -5,7 +5,6 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -21,8 +20,8 @@ from tandem.workers.lora.device.lora_layers import LoraLayers
 from tandem.workers.lora.device.slab import AdapterSlab
 from tandem.workers.planning.budget import ATTENTION_BYTES
 from tandem.workers.platforms.base import Platform
-from tandem.workers.platforms.cpu import HostAccelerator, cpu_platform
-from tandem.workers.platforms.cuda import CudaAccelerator, in_one_copy, open_platform
+from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cuda import CudaAccelerator, open_platform
 from tests.support.traced_accelerator import TracedAccelerator
 
 SETTINGS = EngineSettings(model=ModelSettings(model="m"))
@@ -129,13 +128,6 @@ def test_a_slab_pins_its_own_bytes_and_no_more() -> None:
         slab.close()
         slab.close()
         assert not accelerator.pinned
-
-
-def test_arrays_of_one_copy_are_aligned() -> None:
-    arrays = [np.arange(length, dtype=dtype) for length, dtype in ((3, np.int64), (5, np.int32), (1, np.int32))]
-    tensors = in_one_copy(HostAccelerator(), arrays)
-    assert [tensor.data_ptr() % 16 for tensor in tensors] == [tensors[0].data_ptr() % 16] * 3
-    assert [tensor.tolist() for tensor in tensors] == [array.tolist() for array in arrays]
 
 
 def test_triton_kernels_are_not_compiled_again_for_other_numbers() -> None:
