@@ -22,6 +22,8 @@ ALIGNED_BYTES: Final = 16
 STAGING_BUFFERS: Final = 4
 """Pinned buffers in turn: more than there are steps in flight, so that the host finds one that was read."""
 LEAST_BYTES: Final = 1 << 16
+UNKNOWN: Final = -1
+"""In place of a count or a block id on the device."""
 
 
 class StepBuffer:
@@ -85,6 +87,24 @@ class TensorRows:
         self._sampled: tuple[Ints, torch.Tensor] | None = None
 
     def step(self, rows: StepRows) -> StepTensors:
+        try:
+            return self._step(rows)
+        except torch.OutOfMemoryError:
+            self._forget()
+            raise
+
+    def append(self, ids_S: torch.Tensor) -> None:
+        assert self._sampled is not None, "no step has sampled"
+        rows, rows_S = self._sampled
+        try:
+            self._last_token.index_copy_(0, rows_S, ids_S)
+            self._num_known.index_add_(0, rows_S, torch.ones_like(rows_S))
+        except torch.OutOfMemoryError:
+            self._forget()
+            raise
+        self._known[rows] += 1
+
+    def _step(self, rows: StepRows) -> StepTensors:
         columns, size = self._columns, self._columns.block_size
         if len(columns.num_known) > len(self._known):
             self._grow()
@@ -117,12 +137,10 @@ class TensorRows:
         self._sampled = rows.sample_rows_S, sent["sample_rows_S"]
         return self._derived(sent, width)
 
-    def append(self, ids_S: torch.Tensor) -> None:
-        assert self._sampled is not None, "no step has sampled"
-        rows, rows_S = self._sampled
-        self._last_token.index_copy_(0, rows_S, ids_S)
-        self._num_known.index_add_(0, rows_S, torch.ones_like(rows_S))
-        self._known[rows] += 1
+    def _forget(self) -> None:
+        """The device has run out of memory in the middle: nobody knows which changes it has got."""
+        self._known.fill(UNKNOWN)
+        self._blocks.fill(UNKNOWN)
 
     def _changed_counts(self, rows_R: Ints) -> Ints:
         """Notes the counts that the host has changed; returns their rows."""
@@ -162,9 +180,9 @@ class TensorRows:
     def _grow(self) -> None:
         """Follows columns that have grown: rows beyond the settings' are rare."""
         more = len(self._columns.num_known) - len(self._known)
-        self._known = np.append(self._known, np.zeros(more, np.int64))
-        self._blocks = np.append(self._blocks, np.zeros((more, self._blocks.shape[1]), np.int32), axis=0)
         self._last_token, self._num_known, self._block_ids = (
             torch.cat((held, held.new_zeros((more, *held.shape[1:]))))
             for held in (self._last_token, self._num_known, self._block_ids)
         )
+        self._known = np.append(self._known, np.zeros(more, np.int64))
+        self._blocks = np.append(self._blocks, np.zeros((more, self._blocks.shape[1]), np.int32), axis=0)
