@@ -158,7 +158,16 @@ class Decoder:
             residual_TH = self._entry(self._embedding(batch.input_ids_T), batch.positions_T)
         assert residual_TH is not None, "a later stage needs the hidden states of the one before"
         angles = None if self._rotary is None else self._rotary.angles(batch.positions_T, residual_TH.dtype)
-        inputs = LayerInputs(batch, residual_TH, batch.slot_mapping_T, angles, batch.adapters, self._attention, kv)
+        inputs = LayerInputs(
+            batch,
+            residual_TH,
+            batch.slot_mapping_T,
+            angles,
+            batch.adapters,
+            self._attention,
+            kv,
+            batch.num_tokens,
+        )
         key = inputs.graph_key
         if key is not None:
             key = (key, None if self._adapters is None else self._adapters.name, id(kv))

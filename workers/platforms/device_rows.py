@@ -31,7 +31,8 @@ class Columns(Protocol):
 @dataclass(frozen=True, slots=True)
 class StepRows:
     """A step's rows on the host. begin_R, end_R: the first position that a row computes, and the last + 1.
-    starts: int64 [R + 1], the rows' places among the tokens. logits_rows_S: places of the logits. sample_rows_S: rows
+    starts: int64 [R + 1], the rows' places among the tokens. lens_R: their
+    numbers of tokens. logits_rows_S: places of the logits. sample_rows_S: rows
     of the sampled tokens. slots_T, slots_S: int32, adapter slots of the tokens and of those sampled, None without
     adapters."""
 
@@ -39,14 +40,11 @@ class StepRows:
     begin_R: Ints
     end_R: Ints
     starts: Ints
+    lens_R: Ints
     logits_rows_S: Ints
     sample_rows_S: Ints
     slots_T: npt.NDArray[np.int32] | None
     slots_S: npt.NDArray[np.int32] | None
-
-    @property
-    def lens_R(self) -> Ints:
-        return np.diff(self.starts)
 
 
 class StepTensors(NamedTuple):

@@ -67,7 +67,7 @@ def build_batch(
     sample_rows_S = rows_R[row_S]
     adapters = _adapters(table.adapter_slots[rows_R], lens_R, starts, row_S) if table.num_adapted else None
     own = (None, None) if adapters is None else (adapters.slots_T, adapters.slots_S)
-    rows = StepRows(rows_R, begin_R, end_R, starts, starts[1:][row_S] - back_S, sample_rows_S, *own)
+    rows = StepRows(rows_R, begin_R, end_R, starts, lens_R, starts[1:][row_S] - back_S, sample_rows_S, *own)
     forward = _forward(device_rows.step(rows), lens_R, end_R, adapters, table.block_size)
     return StepBatch(forward, rows_R, begin_R, starts, sample_rows_S, end_R[row_S] + 1 - back_S)
 

@@ -1,6 +1,6 @@
 """The inputs of a step's layers, as one record that a graph can hold. Made by decoder.py. T tokens, H hidden size."""
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -23,11 +23,9 @@ class LayerInputs:
     adapters: AdapterRows | None
     backend: AttentionBackend
     kv: KVTensors
+    num_tokens: int
     _step: AttentionStep | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.residual_TH.shape[0])
+    _replayable: ReplayableStep | None = None
 
     @property
     def attention(self) -> AttentionStep:
@@ -48,6 +46,7 @@ class LayerInputs:
             return tensor.new_empty((num_tokens, *tensor.shape[1:]))
 
         angles, adapters = self.angles, self.adapters
+        step = self.backend.prepare_replay(self.batch, num_tokens, self.kv.scratch_block)
         static = LayerInputs(
             self.batch,
             room(self.residual_TH),
@@ -56,27 +55,34 @@ class LayerInputs:
             None if adapters is None else AdapterRows(room(adapters.slots_T), adapters.segments),
             self.backend,
             self.kv,
-            self.backend.prepare_replay(self.batch, num_tokens, self.kv.scratch_block),
+            num_tokens,
+            step,
+            step,
         )
         static.take(self)
         return static
 
     def take(self, inputs: "LayerInputs", /) -> None:
+        assert self._replayable is not None, "inputs of one step alone"
         count = inputs.num_tokens
-        for (mine, padding), (its, _) in zip(self._tensors(), inputs._tensors(), strict=True):
-            if count < len(mine):
-                mine[count:].fill_(padding)
-                mine = mine[:count]
-            mine.copy_(its)
-        assert isinstance(self._step, ReplayableStep)
-        self._step.set_batch(inputs.batch)
+        if count < self.num_tokens:
+            self._pad(count)
+        for mine, its in zip(self._tensors(), inputs._tensors(), strict=True):
+            (mine if count == self.num_tokens else mine[:count]).copy_(its)
+        self._replayable.set_batch(inputs.batch)
 
-    def _tensors(self) -> Iterator[tuple[torch.Tensor, int]]:
-        """Each tensor with the value of padded tokens."""
-        yield self.residual_TH, 0
-        yield self.slots_T, self.kv.scratch_block * self.kv.block_size
+    def _tensors(self) -> list[torch.Tensor]:
+        tensors = [self.residual_TH, self.slots_T]
         if self.angles is not None:
-            yield self.angles.cos_T1D, 0
-            yield self.angles.sin_T1D, 0
+            tensors += (self.angles.cos_T1D, self.angles.sin_T1D)
         if self.adapters is not None:
-            yield self.adapters.slots_T, -1
+            tensors.append(self.adapters.slots_T)
+        return tensors
+
+    def _pad(self, count: int) -> None:
+        """Fills what is behind `count` tokens: zeros that are written to the scratch block, without an adapter."""
+        for tensor in self._tensors():
+            tensor[count:].zero_()
+        self.slots_T[count:].fill_(self.kv.scratch_block * self.kv.block_size)
+        if self.adapters is not None:
+            self.adapters.slots_T[count:].fill_(-1)
