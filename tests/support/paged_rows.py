@@ -48,9 +48,8 @@ class PagedRows:
             random.Random(0).shuffle(ids)
         self.rows = [PagedRow(ids[row * per_row : (row + 1) * per_row]) for row in range(self.num_rows)]
         decoder, num_blocks = self.decoder, 1 + self.num_rows * per_row
-        heads, dim = decoder.num_local_kv_heads, decoder.head_dim
         dtype, platform = self.kv_dtype or self.dtype, self.platform
-        cache = KVCache.allocate(decoder.num_local_layers, num_blocks, self.block_size, heads, dim, dtype, platform)
+        cache = KVCache.allocate(decoder.kv_layouts, num_blocks, self.block_size, dtype, platform)
         for plane in cache.planes:
             as_indexable(plane).fill_(7)
         self.kv = cache.tensors

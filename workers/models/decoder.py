@@ -35,6 +35,7 @@ from tandem.workers.models.layers.norms import AddNorm, make_norm
 from tandem.workers.models.layers.positions import RotaryPositions
 from tandem.workers.models.spec.arch import ArchSpec, RopeSpec
 from tandem.workers.models.spec.families import family_of, parameters_of
+from tandem.workers.models.spec.kv_layout import kv_layouts
 from tandem.workers.models.spec.sizes import rank_weights
 from tandem.workers.platforms.base import Platform
 
@@ -80,8 +81,7 @@ class Decoder:
         ops, make = platform.fused_ops(dtype), platform.matrices(dtype)
         self.parameters = parameters_of(spec)
         self.layer_ids = layer_range(spec.num_layers, context.pp_rank, context.pp_size)
-        self.num_local_kv_heads = spec.local_kv_heads(context.tp_size)
-        self.head_dim = spec.head_dim
+        self.kv_layouts = kv_layouts(spec, context.mesh)
         self.weight_bytes = 0
         self._mesh = context.mesh
         self._adapters: Adapters | None = None

@@ -41,7 +41,7 @@ class MakeAttention(Protocol):
 class MakeKVCopier(Protocol):
     """Makes the copier between the planes of a cache and a host slab [slots, slot bytes]."""
 
-    def __call__(self, planes: Sequence[torch.Tensor], num_layers: int, slab_SB: torch.Tensor, /) -> BlockCopier: ...
+    def __call__(self, layers: Sequence[Sequence[torch.Tensor]], slab_SB: torch.Tensor, /) -> BlockCopier: ...
 
 
 class MakeGraphs(Protocol):
