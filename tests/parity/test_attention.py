@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tandem.workers.attention import pieces
-from tandem.workers.attention.backend import AttentionBackend
+from tandem.workers.attention.backend import AttentionBackend, AttentionStep
+from tandem.workers.attention.chunks import Gatherer
 from tandem.workers.attention.cpu_paged import CpuAttention
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.attention.reference import ReferenceAttention
@@ -130,6 +131,42 @@ def test_soft_caps_and_slopes(seed: int, kv_dtype: torch.dtype | None) -> None:
     for softcap, own in ((5.0, None), (None, slopes), (2.0, slopes)):
         for backend in backends(torch.float32, 32, kv_dtype):
             check(backend, batch, (6, 2), 32, window, kv_dtype=kv_dtype, softcap=softcap, slopes=own)
+
+
+class PaddedAttention(TorchAttention):
+    """Decode steps as a graph holds them."""
+
+    def prepare(self, batch: ForwardBatch) -> AttentionStep:
+        return self.prepare_replay(batch, batch.num_tokens, scratch_block=0)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, QUANTIZED[0]], ids=str)
+@pytest.mark.parametrize("seed", range(6))
+def test_padded_decodes(seed: int, kv_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of one token and rows with drafts, all at once or some tokens at a time; soft-caps, ALiBi, windows."""
+    rng = random.Random(seed)
+    monkeypatch.setattr(pieces, "GATHER_BYTES", rng.choice((2**24, 2**15)))
+    seq_lens = [rng.choice((1, 2, 17, 40, 130)) for _ in range(6)]
+    batch = random_batch(rng, 16, [rng.choice((1, min(4, length))) for length in seq_lens], seq_lens)
+    slopes = tuple(2.0 ** -rng.uniform(0, 8) for _ in range(6))
+    for window, softcap, own in ((None, None, None), (7, None, None), (33, 5.0, None), (None, 2.0, slopes)):
+        check(PaddedAttention(), batch, (6, 2), 32, window, kv_dtype=kv_dtype, softcap=softcap, slopes=own)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, QUANTIZED[0]], ids=str)
+def test_the_first_chunk_of_a_prompt_gathers_nothing(
+    kv_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the step's own keys and values; of a quantized cache it must see what was stored."""
+    gathered: list[int] = []
+    blocks = Gatherer.blocks
+    monkeypatch.setattr(Gatherer, "blocks", lambda *args: gathered.append(len(args[2])) or blocks(*args))
+    for backend in backends(torch.float32, 32, kv_dtype):
+        for seq_len, num_blocks in ((40, 0 if kv_dtype is None else 3), (90, 6)):
+            batch = random_batch(random.Random(0), 16, [40], [seq_len])
+            check(backend, batch, (4, 2), 32, kv_dtype=kv_dtype)
+            assert gathered == ([num_blocks] if num_blocks else [])
+            gathered.clear()
 
 
 @pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 112, 128])

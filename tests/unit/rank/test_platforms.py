@@ -3,6 +3,8 @@ warm."""
 
 import inspect
 from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,13 +17,14 @@ from tandem.parallel.linear import LinearPart
 from tandem.parallel.params import Span
 from tandem.workers.attention.pieces import WORKSPACE_BYTES
 from tandem.workers.attention.torch_sdpa import TorchAttention
+from tandem.workers.graphs.cuda_graphs import CudaGraphs
 from tandem.workers.lora.device.layout import ShardShape
 from tandem.workers.lora.device.lora_layers import LoraLayers
 from tandem.workers.lora.device.slab import AdapterSlab
 from tandem.workers.planning.budget import ATTENTION_BYTES
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import cpu_platform
-from tandem.workers.platforms.cuda import CudaAccelerator, open_platform
+from tandem.workers.platforms.cuda import CudaAccelerator, CudaCapture, open_platform
 from tests.support.traced_accelerator import TracedAccelerator
 
 SETTINGS = EngineSettings(model=ModelSettings(model="m"))
@@ -102,6 +105,24 @@ def test_attention_on_cuda_is_bounded_and_not_cudnns(cuda: Platform) -> None:
     assert WORKSPACE_BYTES == ATTENTION_BYTES, "what the planner counts"
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert not cuda.packs(torch.bfloat16) and cuda.backend.name == "nccl" and cuda.memory is not None
+
+
+def test_captured_graphs_share_a_pool_and_let_lanes_copy(cuda: Platform, monkeypatch: pytest.MonkeyPatch) -> None:
+    captures: list[tuple[Any, str]] = []
+
+    @contextmanager
+    def capturing(graph: Any, *, pool: Any, capture_error_mode: str) -> Iterator[None]:
+        captures.append((pool, capture_error_mode))
+        yield
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: "replayed"))
+    monkeypatch.setattr(torch.cuda, "graph", capturing)
+    capture = CudaCapture()
+    made = [capture(lambda: (torch.ones(2),)) for _ in range(2)]
+    assert all(replay() == "replayed" and output.tolist() == [1, 1] for replay, (output,) in made)
+    assert captures[0] == captures[1] and captures[0][1] == "thread_local"
+    assert cuda.scratch_blocks == 1 and isinstance(cuda.graphs(lambda: None, True), CudaGraphs)
 
 
 def test_cpu_is_taken_when_asked_for(asked: Asked) -> None:
