@@ -69,9 +69,10 @@ class DeviceRows(Protocol):
         until the next call."""
         ...
 
-    def append(self, ids_S: torch.Tensor) -> None:
+    def append(self, ids_S: torch.Tensor) -> bool:
         """Adds one token to each row that the last step sampled, int64 [S] on the device; the host counts them as known
-        at once, and learns their values later. Rows are distinct."""
+        at once, and learns their values later. Rows are distinct. Returns False, and raises nothing, if there is no
+        memory for that: then the host must have entered them before the next step is made."""
         ...
 
 
@@ -104,8 +105,9 @@ class HostRows:
             None if rows.slots_S is None else torch.from_numpy(rows.slots_S),
         )
 
-    def append(self, ids_S: torch.Tensor) -> None:
-        """Does nothing: the host enters them."""
+    def append(self, ids_S: torch.Tensor) -> bool:
+        """The host enters them."""
+        return True
 
 
 def own_blocks(columns: Columns, rows_R: Ints, width: int) -> npt.NDArray[np.int32]:

@@ -93,7 +93,7 @@ class TensorRows:
             self._forget()
             raise
 
-    def append(self, ids_S: torch.Tensor) -> None:
+    def append(self, ids_S: torch.Tensor) -> bool:
         assert self._sampled is not None, "no step has sampled"
         rows, rows_S = self._sampled
         try:
@@ -101,8 +101,9 @@ class TensorRows:
             self._num_known.index_add_(0, rows_S, torch.ones_like(rows_S))
         except torch.OutOfMemoryError:
             self._forget()
-            raise
+            return False
         self._known[rows] += 1
+        return True
 
     def _step(self, rows: StepRows) -> StepTensors:
         columns, size = self._columns, self._columns.block_size

@@ -133,7 +133,8 @@ class StepHandle:
 
 class ModelRunner:
     """One rank's shard, its KV tensors and its row table. `link` is None when the pipeline has one stage, `proposer`
-    without speculative decoding."""
+    without speculative decoding. _on_device: the device has the tokens of the step launched last, so that the next one
+    need not wait for them; not those of a step with drafts, whose rows' counts depend on what was sampled."""
 
     def __init__(
         self,
@@ -151,6 +152,7 @@ class ModelRunner:
         self.gate: LoadGate | None = None
         self._table = table
         self._rows = platform.rows(table)
+        self._on_device = True
         self._platform = platform
         self._proposer = proposer
         self._exchanges = StepExchanges(context, link, platform)
@@ -181,8 +183,9 @@ class ModelRunner:
         """
         self._platform.accelerator.activate()
         began = self.record()
-        if self._steps and (plan.rolled_back or self._has_drafts(self._steps[-1])):
-            self.settle(self._steps[-1])  # its rows' counts depend on what was sampled
+        if self._steps and (plan.rolled_back or not self._on_device):
+            self.settle(self._steps[-1])
+        self._on_device = True
         self.kv.clear_slots(self._table.roll_back(plan.rolled_back))
         self.kv.clear(self._table.apply(plan))
         self.kv.copy(plan.block_copies)
@@ -244,10 +247,6 @@ class ModelRunner:
             return None
         return propose(self._proposer, plan, self._table)
 
-    @staticmethod
-    def _has_drafts(step: StepHandle) -> bool:
-        return step.computed is not None and step.computed.drafts is not None
-
     def _void(self, step_id: int, known_failure: int) -> str | None:
         """Returns why a plan counts for nothing: it was made before the engine knew of a failed step ahead of it."""
         if not known_failure < self._failed_step < step_id:
@@ -292,8 +291,8 @@ class ModelRunner:
         verdict = self._exchanges.agree(None if drawn is None else drawn.ids_S)
         rows = rows_S if drafts is None else rows_S[np.diff(rows_S, prepend=-1) != 0]  # once each
         tokens = self._tokens(rows, drawn, verdict) if self._appends and len(rows_S) else None
-        if tokens is not None and drafts is None:
-            self._rows.append(tokens.ids_S)
+        if tokens is not None:
+            self._on_device = drafts is None and self._rows.append(tokens.ids_S)
         errors = {**self._table.sampling.grammars.errors, **self._table.errors}
         return _Computed(batch, drafts, drawn, tokens, received, errors, verdict, pooled, scored)
 
