@@ -20,7 +20,7 @@ Array = npt.NDArray[np.generic]
 ALIGNED_BYTES: Final = 16
 """Arrays of a packed copy begin at multiples of it, so that a kernel is compiled for one alignment of each."""
 STAGING_BUFFERS: Final = 4
-"""Pinned buffers in turn: more than there are steps in flight, so that the host finds one that was read."""
+"""Pinned buffers in turn, at first: more than there are steps in flight, so that the host finds one that was read."""
 LEAST_BYTES: Final = 1 << 16
 UNKNOWN: Final = -1
 """In place of a count or a block id on the device."""
@@ -65,10 +65,11 @@ class StepBuffer:
             self._on_device = torch.empty(capacity, dtype=torch.uint8, device=self._device)
             self._staging = [self._accelerator.pinned_memory(capacity) for _ in range(STAGING_BUFFERS)]
             self._read = [None] * STAGING_BUFFERS
-        self._turn = (self._turn + 1) % STAGING_BUFFERS
+        self._turn = (self._turn + 1) % len(self._staging)
         last = self._read[self._turn]
-        if last is not None and not last.is_done():
-            last.wait()
+        if last is not None and not last.is_done():  # more steps in flight than ever before: launching does not wait
+            self._staging.insert(self._turn, self._accelerator.pinned_memory(len(self._on_device)))
+            self._read.insert(self._turn, None)
         return self._staging[self._turn]
 
 

@@ -1,6 +1,8 @@
 """RowTable and build_batch against a row-by-row model of what a plan means."""
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -180,3 +182,25 @@ def test_one_copy_keeps_values_shapes_and_types() -> None:
         assert all(t.storage_offset() * t.itemsize % 16 == 0 for t in tensors), "Triton compiles for one alignment"
         places.add(tensors[0].data_ptr())
     assert len(places) == 1, "one buffer for all steps"
+
+
+class NeverRead(HostAccelerator):
+    """A device that has read no copy yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hosts: list[torch.Tensor] = []
+
+    def upload(self, host: torch.Tensor, target: torch.Tensor) -> None:
+        self.hosts.append(host)
+
+    def event(self, *, timed: bool = False) -> Any:
+        return SimpleNamespace(is_done=lambda: False)
+
+
+def test_a_step_neither_waits_for_the_device_nor_overwrites_what_it_has_not_read() -> None:
+    accelerator = NeverRead()
+    buffer = StepBuffer(accelerator, CPU)
+    for step in range(11):
+        buffer.fill({"ids": np.array([step])})
+    assert [int(host.view(torch.int64)[0]) for host in accelerator.hosts] == list(range(11))
