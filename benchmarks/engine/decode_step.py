@@ -13,7 +13,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 
 import torch
@@ -22,12 +22,15 @@ from benchmarks.machine import OtherCpu
 from benchmarks.models import SHAPES
 from tandem.offload.weights.weight_stream import Copier
 from tandem.parallel.context import ParallelContext
-from tandem.workers.attention.backend import AttentionBackend, AttentionStep
+from tandem.parallel.mesh import Mesh
+from tandem.workers.attention.backend import AttentionBackend, AttentionStep, ReplayableStep
 from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.decoder import Decoder, build_decoder
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.models.spec.families import parameters_of
+from tandem.workers.models.spec.kv_layout import kv_layouts
 from tandem.workers.platforms.cpu import cpu_platform
 from tandem.workers.rank.kv_cache import KVCache, block_bytes
 
@@ -44,10 +47,15 @@ class Switch:
     def __init__(self, backends: dict[torch.dtype, AttentionBackend]) -> None:
         self._backends = backends
         self.kv_dtype = next(iter(backends))
-        self.decode_queries = min(backend.decode_queries for backend in backends.values())
 
     def prepare(self, batch: ForwardBatch) -> AttentionStep:
         return self._backends[self.kv_dtype].prepare(batch)
+
+    def replay_key(self, batch: ForwardBatch, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
+        return self._backends[self.kv_dtype].replay_key(batch, kv, dtype)
+
+    def prepare_replay(self, batch: ForwardBatch, num_tokens: int, scratch_block: int) -> ReplayableStep:
+        return self._backends[self.kv_dtype].prepare_replay(batch, num_tokens, scratch_block)
 
 
 def build(
@@ -101,7 +109,7 @@ def make_batch(query_len: int, seq_lens: list[int]) -> ForwardBatch:
 
 def make_kv(spec: ArchSpec, num_blocks: int, dtype: torch.dtype) -> KVCache:
     """A cache with small numbers in every page; pages that were never written would all share one page of memory."""
-    kv = KVCache.allocate(spec.num_layers, num_blocks, BLOCK_SIZE, spec.kv_heads, spec.head_dim, dtype, cpu_platform())
+    kv = KVCache.allocate(kv_layouts(spec, Mesh()), num_blocks, BLOCK_SIZE, dtype, cpu_platform())
     for plane in kv.planes:
         plane.view(torch.uint8).fill_(60)  # bf16 0.0115, fp8 1.5, float32 scale 0.0115
     return kv
@@ -113,7 +121,7 @@ def roofline_s(
     """The least seconds of a step at the given bandwidth and matmul rate."""
     head = spec.vocab_size * spec.hidden_size
     body = sum(param.num_elements for layer in parameters_of(spec).layers for param in layer)
-    kv_bytes = sum(batch.seq_lens_list) * block_bytes(spec.num_layers, 1, spec.kv_heads, spec.head_dim, kv_dtype)
+    kv_bytes = sum(batch.seq_lens_list) * block_bytes(kv_layouts(spec, Mesh()), 1, kv_dtype)
     step_bytes = (body + head) * element + kv_bytes
     flop = 2 * (body * batch.num_tokens + head * len(batch.logits_rows_S))
     return float(max(step_bytes / o.bandwidth_gb_s, flop / o.gflop_s) / 1e9)
@@ -139,7 +147,7 @@ def stepper(
 
     @torch.inference_mode()
     def step() -> object:
-        attention.kv_dtype = kv.slab.dtype
+        attention.kv_dtype = kv.dtype
         can_replay = decoder.graphs.can_replay
         decoder.graphs.can_replay = replays and can_replay
         output = decoder.forward(batch, kv.tensors, None)
@@ -161,10 +169,10 @@ def report(
         measured = measure(steps, options.seconds, time.process_time if options.cpu_time else time.perf_counter)
     first = statistics.median(measured[0])
     for (kv, replays), times in zip(kinds, measured, strict=True):
-        least = roofline_s(spec, batch, getattr(torch, options.dtype).itemsize, kv.slab.dtype, options)
+        least = roofline_s(spec, batch, getattr(torch, options.dtype).itemsize, kv.dtype, options)
         median = statistics.median(times)
         mode = (", replay" if replays else ", eager") if options.eager else ""
-        kind = f"KV {str(kv.slab.dtype).removeprefix('torch.')}{mode}"
+        kind = f"KV {str(kv.dtype).removeprefix('torch.')}{mode}"
         kv_words = f", {kind} {median / first:.2f}x" if len(kinds) > 1 else ""
         print(
             f"{len(batch.seq_lens_list):3d} rows x {max(batch.query_lens_list)} tokens, context {options.context}: "

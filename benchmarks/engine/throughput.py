@@ -23,9 +23,11 @@ from benchmarks.machine import MachineSpeed, OtherCpu, measure_machine
 from benchmarks.models import MODELS, find_model
 from benchmarks.record import RESULTS, write_record
 from benchmarks.workload import Job, Summary, describe, mixed_workload, summarize
+from tandem.parallel.mesh import Mesh
 from tandem.workers.engine.executor import ExecutorReady
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.kv_layout import kv_layouts
 
 MAX_MODEL_LEN = 1024
 
@@ -51,7 +53,9 @@ def roofline_s(jobs: list[Job], spec: ArchSpec, ready: ExecutorReady, speed: Mac
     prompt_s = sum(len(job.prompt) for job in jobs) * 2 * body / rate
     decode_tokens = sum(job.output_len for job in jobs)
     steps = math.ceil(decode_tokens / CONCURRENCY)
-    kv_per_token = 2 * spec.num_layers * spec.kv_heads * spec.head_dim * element
+    kv_per_token = (
+        sum(plane.heads * plane.dim for layout in kv_layouts(spec, Mesh()) for plane in layout.planes) * element
+    )
     context = statistics.mean(len(job.prompt) + job.output_len / 2 for job in jobs)
     step_bytes = (body + head) * element + CONCURRENCY * context * kv_per_token
     step_flop = 2 * (body + head) * CONCURRENCY

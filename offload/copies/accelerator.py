@@ -65,6 +65,15 @@ class Accelerator(Protocol):
         """Copies a small tensor to the device in the order of the current stream. `host` may be reused at once."""
         ...
 
+    def pinned_memory(self, num_bytes: int, /) -> torch.Tensor:
+        """Returns host memory, uint8, which the device reads while the host goes on."""
+        ...
+
+    def upload(self, host: torch.Tensor, target: torch.Tensor, /) -> None:
+        """Copies pinned memory to the device's, both of one size, in the order of the current stream. `host` must stay
+        as it is until an event recorded afterwards is done."""
+        ...
+
     def to_host(self, tensor: torch.Tensor, /) -> torch.Tensor:
         """Copies a small tensor to host memory in the order of the current stream, to be read once an event recorded
         afterwards is done."""

@@ -1,14 +1,16 @@
 """Copies KV blocks between the device's planes and a host slab. The KV lane calls it on its own thread.
 
-A plane is one layer's tensor of keys, values or scales. A slot holds one block of every plane, one after the other in
-the planes' order (layer by layer), so a block that is scattered on the device is contiguous in the slab. On CPU each
-piece is one memcpy, which releases the interpreter's lock. On other devices pieces are gathered into a staging buffer
-on the device, on a separate stream, so that each block crosses the link in one copy. B: blocks of a ticket.
+A plane is one of a layer's tensors, of keys, values or scales; layers may have other planes each. A slot holds one
+block of every plane, one after the other in the planes' order (layer by layer), so a block that is scattered on the
+device is contiguous in the slab. On CPU each piece is one memcpy, which releases the interpreter's lock. On other
+devices pieces are gathered into a staging buffer on the device, on a separate stream, so that each block crosses the
+link in one copy. B: blocks of a ticket.
 """
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -51,13 +53,14 @@ def _piece_bytes(plane: torch.Tensor) -> int:
 class CpuCopier:
     """Copies piece by piece with memcpy, which runs without the interpreter's lock.
 
-    planes: tensors whose dim 0 is the block, contiguous per block, in order of layers, the same number for each layer.
-    slab_SB: uint8 [slots, slot bytes].
+    layers: the planes of each layer, tensors whose dim 0 is the block, contiguous per block. slab_SB: uint8 [slots,
+    slot bytes].
     """
 
-    def __init__(self, planes: Sequence[torch.Tensor], num_layers: int, slab_SB: torch.Tensor) -> None:
+    def __init__(self, layers: Sequence[Sequence[torch.Tensor]], slab_SB: torch.Tensor) -> None:
+        planes = [plane for layer in layers for plane in layer]
         self.slot_bytes = bytes_per_slot(planes)
-        self._planes_per_layer = len(planes) // num_layers
+        self._ends = {last: layer for layer, last in enumerate(accumulate(map(len, layers)))}
         self._memory = (list(planes), slab_SB)  # keeps what the addresses point to
         self._slab = slab_SB.data_ptr()
         self._planes = [(p.data_ptr(), p.stride(0) * p.element_size(), _piece_bytes(p)) for p in planes]
@@ -78,8 +81,8 @@ class CpuCopier:
             for block_id, slot in zip(block_ids, slots, strict=True):
                 copy(base + block_id * stride, self._slab + slot * self.slot_bytes + offset, size)
             offset += size
-            if number % self._planes_per_layer == 0:
-                on_layer(number // self._planes_per_layer - 1)
+            if number in self._ends:
+                on_layer(self._ends[number])
 
 
 class StreamCopier:
@@ -90,20 +93,21 @@ class StreamCopier:
     """
 
     def __init__(
-        self, accelerator: Accelerator, planes: Sequence[torch.Tensor], num_layers: int, slab_SB: torch.Tensor
+        self, accelerator: Accelerator, layers: Sequence[Sequence[torch.Tensor]], slab_SB: torch.Tensor
     ) -> None:
+        planes, num_layers = [plane for layer in layers for plane in layer], len(layers)
         self.slot_bytes = bytes_per_slot(planes)
         self._accelerator = accelerator
         self._planes = [plane.view(torch.uint8).view(plane.shape[0], -1) for plane in planes]
         self._slab_SB = slab_SB
         self._stream = accelerator.stream()
         self._staging_BB = torch.empty(STAGING_BLOCKS, self.slot_bytes, dtype=torch.uint8, device=planes[0].device)
-        per_layer = len(planes) // num_layers
+        starts = [0, *accumulate(map(len, layers))]
         layers_per_group = max(1, -(-GROUP_BYTES * num_layers // self.slot_bytes))
         self._groups = [
             range(first, min(first + layers_per_group, num_layers)) for first in range(0, num_layers, layers_per_group)
         ]
-        self._planes_of = [range(g.start * per_layer, g.stop * per_layer) for g in self._groups]
+        self._planes_of = [range(starts[g.start], starts[g.stop]) for g in self._groups]
         sizes = [plane.shape[1] for plane in self._planes]
         self._offsets = [sum(sizes[:number]) for number in range(len(sizes) + 1)]
 

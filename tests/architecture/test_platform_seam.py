@@ -109,6 +109,14 @@ def test_a_constant_with_a_devices_name_is_found(tmp_path: Path) -> None:
     assert sorted(found) == ["GPU of configs.schema", "schema.HOST", "tandem.configs.schema.GPU"]
 
 
+def test_only_platforms_choose_graphs_and_rows() -> None:
+    """Everything else knows GraphRunner and DeviceRows."""
+    chosen = {"NoGraphs", "CpuGraphs", "CudaGraphs", "HostRows", "TensorRows"}
+    for file in FILES:
+        if not file.startswith((PLATFORMS, "workers/graphs/")):
+            assert not any(name in (ROOT / file).read_text() for name in chosen), file
+
+
 def test_retired_choices_are_gone() -> None:
     """What Platform replaced."""
     retired = {"select_attention", "select_lora_ops", "select_fused_ops", "make_matrix", "make_copier", "set_threads"}

@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tandem.workers.attention import pieces
-from tandem.workers.attention.backend import AttentionBackend
+from tandem.workers.attention.backend import AttentionBackend, AttentionStep
+from tandem.workers.attention.chunks import Gatherer
 from tandem.workers.attention.cpu_paged import CpuAttention
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.attention.reference import ReferenceAttention
@@ -18,6 +19,7 @@ from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.kernels.cpu.cpu_chunk_attention import CpuChunkAttention
 from tandem.workers.kernels.cpu.cpu_decode_attention import CpuDecodeAttention
 from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
+from tandem.workers.kernels.fused_ops import TorchFusedOps
 from tandem.workers.kernels.kv_store import LayerKV, as_indexable, encode
 from tandem.workers.models.spec.arch import AttentionParams
 from tandem.workers.platforms.cpu import cpu_platform
@@ -81,9 +83,11 @@ def check(
     planes = [plane for _ in "kv" for plane in encode(noise(blocks, batch.block_size, num_kv_heads, head_dim), storage)]
     outputs, caches, params = [], [], AttentionParams(head_dim**-0.5, window, softcap, slopes)
     for each in (backend, ReferenceAttention()):
+        ops = cpu_platform().fused_ops(dtype) if isinstance(each, CpuAttention) else TorchFusedOps()
         keys, key_scales, values, value_scales = (None if plane is None else plane.clone() for plane in planes)
         kv = LayerKV(keys, values, key_scales, value_scales)
-        outputs.append(each.prepare(batch).forward(q, k, v, kv, params))
+        ops.store(k, v, kv, batch.slot_mapping_T)
+        outputs.append(each.prepare(batch).attend(q, k, v, kv, params))
         caches.append([as_indexable(plane) for plane in (keys, values, key_scales, value_scales) if plane is not None])
     assert all(torch.equal(ours, exact) for ours, exact in zip(*caches, strict=True))
     torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=TOLERANCE[dtype])
@@ -127,6 +131,42 @@ def test_soft_caps_and_slopes(seed: int, kv_dtype: torch.dtype | None) -> None:
     for softcap, own in ((5.0, None), (None, slopes), (2.0, slopes)):
         for backend in backends(torch.float32, 32, kv_dtype):
             check(backend, batch, (6, 2), 32, window, kv_dtype=kv_dtype, softcap=softcap, slopes=own)
+
+
+class PaddedAttention(TorchAttention):
+    """Decode steps as a graph holds them."""
+
+    def prepare(self, batch: ForwardBatch) -> AttentionStep:
+        return self.prepare_replay(batch, batch.num_tokens, scratch_block=0)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, QUANTIZED[0]], ids=str)
+@pytest.mark.parametrize("seed", range(6))
+def test_padded_decodes(seed: int, kv_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of one token and rows with drafts, all at once or some tokens at a time; soft-caps, ALiBi, windows."""
+    rng = random.Random(seed)
+    monkeypatch.setattr(pieces, "GATHER_BYTES", rng.choice((2**24, 2**15)))
+    seq_lens = [rng.choice((1, 2, 17, 40, 130)) for _ in range(6)]
+    batch = random_batch(rng, 16, [rng.choice((1, min(4, length))) for length in seq_lens], seq_lens)
+    slopes = tuple(2.0 ** -rng.uniform(0, 8) for _ in range(6))
+    for window, softcap, own in ((None, None, None), (7, None, None), (33, 5.0, None), (None, 2.0, slopes)):
+        check(PaddedAttention(), batch, (6, 2), 32, window, kv_dtype=kv_dtype, softcap=softcap, slopes=own)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, QUANTIZED[0]], ids=str)
+def test_the_first_chunk_of_a_prompt_gathers_nothing(
+    kv_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the step's own keys and values; of a quantized cache it must see what was stored."""
+    gathered: list[int] = []
+    blocks = Gatherer.blocks
+    monkeypatch.setattr(Gatherer, "blocks", lambda *args: gathered.append(len(args[2])) or blocks(*args))
+    for backend in backends(torch.float32, 32, kv_dtype):
+        for seq_len, num_blocks in ((40, 0 if kv_dtype is None else 3), (90, 6)):
+            batch = random_batch(random.Random(0), 16, [40], [seq_len])
+            check(backend, batch, (4, 2), 32, kv_dtype=kv_dtype)
+            assert gathered == ([num_blocks] if num_blocks else [])
+            gathered.clear()
 
 
 @pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 112, 128])
@@ -191,7 +231,8 @@ def test_bounded_memory_does_not_grow_with_the_context(num_queries: int, monkeyp
         kv = LayerKV(torch.randn(blocks, 16, 2, 16), torch.randn(blocks, 16, 2, 16))
         step = TorchAttention(is_bounded=True).prepare(batch)
         with Largest() as seen:
-            step.forward(q, k, v, kv, AttentionParams(0.25))
+            TorchFusedOps().store(k, v, kv, batch.slot_mapping_T)
+            step.attend(q, k, v, kv, AttentionParams(0.25))
         own = [kv.keys.nbytes, 64 * 1024, batch.block_table_RN.nbytes * 2]
         assert seen.num_bytes <= max(own), "views of the cache, pieces, and the row's block ids"
         largest.append(seen.num_bytes if seen.num_bytes != kv.keys.nbytes else 0)
@@ -235,12 +276,15 @@ def test_a_value_that_is_not_finite_shows(kv_dtype: torch.dtype | None, side: st
         sides = [encode(torch.zeros(9, 16, 2, 64), storage) for _ in "kv"]
         kv = LayerKV(sides[0][0], sides[1][0], sides[0][1], sides[1][1])
         batch = random_batch(random.Random(0), 16, [3, 1], [3, 40])
-        outputs = [backend.prepare(batch).forward(q, k, v, kv, AttentionParams(0.125))]
+        ops = cpu_platform().fused_ops(torch.float32)
+        ops.store(k, v, kv, batch.slot_mapping_T)
+        outputs = [backend.prepare(batch).attend(q, k, v, kv, AttentionParams(0.125))]
         later = dataclasses.replace(
             random_batch(random.Random(0), 16, [1, 1], [4, 41]),
             block_table_RN=batch.block_table_RN,
             slot_mapping_T=torch.stack((batch.slot_mapping_T[2] + 1, batch.slot_mapping_T[3] + 1)),
         )
-        outputs.append(backend.prepare(later).forward(q[2:], k[2:], v[2:], kv, AttentionParams(0.125)))
+        ops.store(k[2:], v[2:], kv, later.slot_mapping_T)
+        outputs.append(backend.prepare(later).attend(q[2:], k[2:], v[2:], kv, AttentionParams(0.125)))
         for out in outputs:  # the first row's last token, which is sampled from, and the other row
             assert not out[-2].isfinite().all(-1).any() and out[-1].isfinite().all()

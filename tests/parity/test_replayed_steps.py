@@ -196,11 +196,11 @@ def test_a_step_that_fails_during_its_capture_leaves_nothing_behind(
         outputs = []
         for step in range(RUNS_BEFORE_CAPTURE + 5):
             if fails and step == RUNS_BEFORE_CAPTURE:
-                mlp, decoder.graphs._layers[0]._mlp = decoder.graphs._layers[0]._mlp, None  # type: ignore[attr-defined]
+                mlp, decoder._layers[0]._mlp = decoder._layers[0]._mlp, None  # type: ignore[attr-defined]
                 batch = rows.batch([(0, [step + 3])])
                 with torch.inference_mode(), pytest.raises(TypeError):
                     decoder.forward(batch, rows.kv, None)
-                decoder.graphs._layers[0]._mlp = mlp  # type: ignore[attr-defined]
+                decoder._layers[0]._mlp = mlp  # type: ignore[attr-defined]
                 rows.rows[0].length -= 1
             outputs.append(rows.step([(0, [step + 3])]))
         assert decoder.graphs.num_replays == 4

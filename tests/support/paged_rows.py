@@ -13,6 +13,7 @@ from tandem.workers.attention.backend import KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.kernels.kv_store import as_indexable
 from tandem.workers.models.decoder import Decoder
+from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import cpu_platform
 from tandem.workers.rank.kv_cache import KVCache
 
@@ -36,6 +37,7 @@ class PagedRows:
     block_size: int = 4
     shuffle: bool = True
     kv_dtype: torch.dtype | None = None
+    platform: Platform = field(default_factory=cpu_platform)
     rows: list[PagedRow] = field(init=False)
     kv: KVTensors = field(init=False)
 
@@ -46,9 +48,8 @@ class PagedRows:
             random.Random(0).shuffle(ids)
         self.rows = [PagedRow(ids[row * per_row : (row + 1) * per_row]) for row in range(self.num_rows)]
         decoder, num_blocks = self.decoder, 1 + self.num_rows * per_row
-        heads, dim = decoder.num_local_kv_heads, decoder.head_dim
-        dtype, platform = self.kv_dtype or self.dtype, cpu_platform()
-        cache = KVCache.allocate(decoder.num_local_layers, num_blocks, self.block_size, heads, dim, dtype, platform)
+        dtype, platform = self.kv_dtype or self.dtype, self.platform
+        cache = KVCache.allocate(decoder.kv_layouts, num_blocks, self.block_size, dtype, platform)
         for plane in cache.planes:
             as_indexable(plane).fill_(7)
         self.kv = cache.tensors

@@ -117,6 +117,7 @@ class TracedAccelerator:
         self.reached: Counter[int] = Counter()
         self.pinned: dict[int, int] = {}
         self._arrived: Counter[int] = Counter()
+        self._uploads: dict[int, TracedEvent] = {}
         self._grains: dict[int, int] = {}
         self._storages: dict[int, tuple[StorageWeakRef, int | None]] = {}
         self._freed: defaultdict[int, list[TensorInfo]] = defaultdict(list)
@@ -163,6 +164,25 @@ class TracedAccelerator:
             on_device = host.clone()
         self.launch("to_device", [], [on_device], [on_device])
         return on_device
+
+    def pinned_memory(self, num_bytes: int) -> torch.Tensor:
+        self._check()
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def upload(self, host: torch.Tensor, target: torch.Tensor) -> None:
+        """The device reads pinned memory later: a Race, if the host has written there while a copy could be under
+        way."""
+        self._check()
+        self.counts["uploads"] += 1
+        address = host.untyped_storage().data_ptr()
+        if (last := self._uploads.get(address)) is not None and last.number > self.reached[last.stream]:
+            raise Race("pinned memory is filled again before the device has read it")
+        with _untraced():
+            content = host.clone()
+        self.launch("upload", [], [target])
+        with _untraced():
+            target.copy_(content)
+        self._uploads[address] = self.event()
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         self._check()

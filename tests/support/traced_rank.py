@@ -26,6 +26,7 @@ from tandem.workers.lora.device.slab import AdapterSlab
 from tandem.workers.messages.request import AdapterRef
 from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan
 from tandem.workers.messages.transfer import CopyKV, PlaceAdapter
+from tandem.workers.models.spec.kv_layout import KVLayout
 from tandem.workers.rank.kv_cache import KVCache
 from tandem.workers.rank.model_runner import ModelRunner, StepHandle
 from tandem.workers.rank.row_table import RowTable
@@ -133,13 +134,15 @@ class Rank:
         self.accelerator = accelerator
         self.platform = traced_platform(accelerator)
         self.model = model or SumModel()
-        self.kv = KVCache.allocate(LAYERS, BLOCKS, BLOCK_SIZE, 1, DIM, torch.float32, self.platform)
+        self.kv = KVCache.allocate(
+            [KVLayout.keys_and_values(1, DIM)] * LAYERS, BLOCKS, BLOCK_SIZE, torch.float32, self.platform
+        )
         self.accelerator.share(self.kv.slab, grain=4 * DIM)
         table = RowTable(2, 40, BLOCK_SIZE, VOCAB)
         self.runner = ModelRunner(self.model, ParallelContext.single(), self.kv, table, self.platform)
         self.gate = self.runner.gate = LoadGate(self.accelerator)
         self.slab = HostSlab.allocate(BLOCKS, bytes_per_slot(self.kv.planes), self.accelerator)
-        copier = self.platform.kv_copier(self.kv.planes, LAYERS, self.slab.bytes_SB)
+        copier = self.platform.kv_copier(self.kv.layers, self.slab.bytes_SB)
         self.lane = MemoryLane(copier, self.slab, self.gate)
         self.steps: deque[tuple[StepHandle, list[Row]]] = deque()
         self.rows: list[Row] = []

@@ -1,14 +1,16 @@
 """The Protocol of paged attention (PagedAttention, Kwon et al. 2023) and the KV tensors that it reads and writes.
 
-The decoder calls `prepare` once per step and `forward` once per layer. Backends keep no state between steps. T tokens,
-N query heads, K KV heads, D head dim. Caches are [num_blocks, block_size, K, D], FlashAttention's paged layout, in a
-storage dtype that may differ from q's (workers/kernels/kv_store.py). A query reads every key and value from the cache,
-those of its own step included, so results do not depend on how tokens are split into steps.
+The decoder calls `prepare` once per step and `attend` once per layer, after the layer's K and V have been stored
+(FusedOps.store). Backends keep no state between steps. T tokens, N query heads, K KV heads, D head dim. Caches are
+[num_blocks, block_size, K, D], FlashAttention's paged layout, in a storage dtype that may differ from q's
+(workers/kernels/kv_store.py). A query sees every key and value as the cache has stored it, those of its own step
+included, so results do not depend on how tokens are split into steps. Where the cache stores them unchanged, the step's
+own need not be gathered: the first chunk of a prompt reads no cache.
 """
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 import torch
 
@@ -16,19 +18,25 @@ from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.spec.arch import AttentionParams
 
+DECODE_QUERIES: Final = 17
+"""The most queries of a row that are taken one by one, as decodes: a token and its drafts. They need no gather of the
+row's context in one piece, and come out as in steps of one token each."""
+
 
 @dataclass(frozen=True, slots=True)
 class KVTensors:
-    """The paged cache of one rank, by local layer. Iterating may wait for a layer's blocks to arrive."""
+    """The paged cache of one rank, by local layer. Iterating may wait for a layer's blocks to arrive. scratch_block:
+    the block that padded tokens write, which no sequence has; -1 where no step is padded."""
 
     layers: Iterable[LayerKV]
     block_size: int
+    scratch_block: int = -1
 
 
 class AttentionStep(Protocol):
     """One step's attention: the state that all layers share."""
 
-    def forward(
+    def attend(
         self,
         q_TND: torch.Tensor,
         k_TKD: torch.Tensor,
@@ -36,28 +44,35 @@ class AttentionStep(Protocol):
         kv: LayerKV,
         params: AttentionParams,
     ) -> torch.Tensor:
-        """Writes k and v to the batch's slots of this layer's cache and returns out_TND, causal attention to each row's
-        context. params.slopes: of q's heads."""
+        """Returns out_TND, causal attention to each row's context in this layer's cache, which holds the step's own k
+        and v already. params.slopes: of q's heads."""
         ...
 
 
 @runtime_checkable
 class ReplayableStep(AttentionStep, Protocol):
-    """A step whose calls may be captured and replayed (workers/graphs/cpu_graphs.py)."""
+    """A step whose calls may be captured and replayed (workers/graphs/graph_runner.py)."""
 
     def set_batch(self, batch: ForwardBatch) -> None:
-        """Points the captured calls at another batch of as many tokens, of rows with at most decode_queries, with
-        its slots in the same memory."""
+        """Points the captured calls at another batch with the same replay_key, of as many tokens as there is room for
+        or, where a device pads, fewer."""
         ...
 
 
 class AttentionBackend(Protocol):
-    """One way to compute attention on a device. decode_queries: the most queries of a row that it takes one by one, as
-    decodes, so that the calls of a step of such rows depend on nothing but the number of tokens."""
+    """One way to compute attention on a device."""
 
     name: str
-    decode_queries: int
 
     def prepare(self, batch: ForwardBatch) -> AttentionStep:
         """Groups the rows of a step. The batch must stay unchanged until the step has finished."""
+        ...
+
+    def replay_key(self, batch: ForwardBatch, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
+        """Returns what the calls of a decode step depend on beside the number of its tokens; None for a step that may
+        not be replayed. kv: the cache of the first layer. dtype: of q."""
+        ...
+
+    def prepare_replay(self, batch: ForwardBatch, num_tokens: int, scratch_block: int) -> ReplayableStep:
+        """Prepares a step with a replay_key, with room for num_tokens; tokens beyond the batch's read scratch_block."""
         ...

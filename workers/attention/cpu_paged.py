@@ -4,14 +4,13 @@ Chosen by workers/platforms/cpu.py where the kernels can be compiled; torch_sdpa
 no compiler. The cache may have any dtype that kernel and store were compiled for. Shapes as in backend.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Final
 
 import torch
 
-from tandem.workers.attention.backend import AttentionStep
+from tandem.workers.attention.backend import DECODE_QUERIES, AttentionStep, ReplayableStep
 from tandem.workers.attention.chunks import Chunk, ChunkAttention, Gatherer, SdpaChunks, chunk_of
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.attention.general import GeneralAttention
@@ -20,25 +19,30 @@ from tandem.workers.kernels.cpu.cpu_decode_attention import CpuDecodeAttention, 
 from tandem.workers.kernels.kv_store import KVStore, LayerKV
 from tandem.workers.models.spec.arch import AttentionParams
 
-DECODE_QUERIES: Final = 17
-"""The most queries of a row that the decode kernel takes one by one: a token and its drafts. They need no gather of the
-row's context, and come out as in steps of one token each."""
-
 
 class CpuAttention:
     """The backend. It keeps scratch memory between steps, so one instance serves one decoder on one thread."""
 
     name = "cpu-paged"
-    decode_queries = DECODE_QUERIES
 
     def __init__(self, kernel: CpuDecodeAttention, store: KVStore, chunk_kernel: CpuChunkAttention | None) -> None:
         self._kernel = kernel
-        self._store = store
         self._chunk_kernel = chunk_kernel
         self._gatherer = Gatherer(store)
 
     def prepare(self, batch: ForwardBatch) -> AttentionStep:
-        return _CpuStep(batch, self._kernel, self._store, self._chunk_kernel or SdpaChunks(), self._gatherer)
+        return self._step(batch)
+
+    def replay_key(self, batch: ForwardBatch, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
+        """The kernel reads rows and lengths at each call: all decodes have one key."""
+        return () if max(batch.query_lens_list) <= DECODE_QUERIES else None
+
+    def prepare_replay(self, batch: ForwardBatch, num_tokens: int, scratch_block: int) -> ReplayableStep:
+        assert num_tokens == batch.num_tokens, "a step on CPU is not padded"
+        return self._step(batch)
+
+    def _step(self, batch: ForwardBatch) -> "_CpuStep":
+        return _CpuStep(batch, self._kernel, self._chunk_kernel or SdpaChunks(), self._gatherer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +60,18 @@ class _CpuStep:
         self,
         batch: ForwardBatch,
         kernel: CpuDecodeAttention,
-        store: KVStore,
         chunk_attention: ChunkAttention,
         gatherer: Gatherer,
     ) -> None:
         self._batch = batch
         self._kernel = kernel
-        self._store = store
         self._chunk_attention = chunk_attention
         self._gatherer = gatherer
         self._general = GeneralAttention(batch, gatherer)
         self._layouts: dict[int | None, _Layout] = {}
         self._heads: Sequence[int] = ()
 
-    def forward(
+    def attend(
         self,
         q_TND: torch.Tensor,
         k_TKD: torch.Tensor,
@@ -77,8 +79,6 @@ class _CpuStep:
         kv: LayerKV,
         params: AttentionParams,
     ) -> torch.Tensor:
-        batch = self._batch
-        self._store.write(k_TKD, v_TKD, kv, batch.slot_mapping_T)
         if not params.is_plain:
             return self._general.attend(q_TND, k_TKD, v_TKD, kv, params)
         window, scale = params.window, params.scale

@@ -4,13 +4,14 @@ out[t] = softmax(cap(scale * q[t] . k[j]) - slope * (t - j) for j in the row's c
 window) @ v, in float32 (float64 for float64 inputs). Works on any device. Shapes as in backend.py.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
 
-from tandem.workers.attention.backend import AttentionStep
+from tandem.workers.attention.backend import AttentionStep, ReplayableStep
 from tandem.workers.attention.forward_batch import ForwardBatch
-from tandem.workers.kernels.kv_store import LayerKV, TorchKVStore, decode
+from tandem.workers.kernels.kv_store import LayerKV, decode
 from tandem.workers.models.spec.arch import AttentionParams
 
 
@@ -19,17 +20,22 @@ class ReferenceAttention:
     """The reference backend."""
 
     name: str = "reference"
-    decode_queries = 1
 
     def prepare(self, batch: ForwardBatch) -> AttentionStep:
         return _ReferenceStep(batch)
+
+    def replay_key(self, batch: ForwardBatch, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
+        return None
+
+    def prepare_replay(self, batch: ForwardBatch, num_tokens: int, scratch_block: int) -> ReplayableStep:
+        raise NotImplementedError("the reference has no replay_key")
 
 
 @dataclass(frozen=True, slots=True)
 class _ReferenceStep:
     batch: ForwardBatch
 
-    def forward(
+    def attend(
         self,
         q_TND: torch.Tensor,
         k_TKD: torch.Tensor,
@@ -38,7 +44,6 @@ class _ReferenceStep:
         params: AttentionParams,
     ) -> torch.Tensor:
         batch = self.batch
-        TorchKVStore().write(k_TKD, v_TKD, kv, batch.slot_mapping_T)
         out_TND = torch.empty_like(q_TND)
         start = 0
         for row, (num_queries, seq_len) in enumerate(zip(batch.query_lens_list, batch.seq_lens_list, strict=True)):
@@ -51,7 +56,7 @@ class _ReferenceStep:
             if params.window is not None:
                 seen_TJ &= position_J > position_T[:, None] - params.window
             distance_TJ = position_T[:, None] - position_J
-            out_TND[start:stop] = attend(q_TND[start:stop], k_JKD, v_JKD, seen_TJ, params, distance_TJ)
+            out_TND[start:stop] = attend_row(q_TND[start:stop], k_JKD, v_JKD, seen_TJ, params, distance_TJ)
             start = stop
         return out_TND
 
@@ -65,7 +70,7 @@ def row_context(cache: torch.Tensor, scales: torch.Tensor | None, batch: Forward
     return decode(cache[blocks], scales[blocks], torch.float32).flatten(0, 1)[:seq_len]
 
 
-def attend(
+def attend_row(
     q_TND: torch.Tensor,
     k_JKD: torch.Tensor,
     v_JKD: torch.Tensor,

@@ -6,19 +6,20 @@ KV head are folded into the query dim, so K and V are never repeated and each is
 one. T tokens, R rows of a group, N query heads, K KV heads, G = N / K, D head dim, J padded context positions.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 
-from tandem.workers.attention.backend import AttentionStep
+from tandem.workers.attention.backend import DECODE_QUERIES, AttentionStep, ReplayableStep
 from tandem.workers.attention.chunks import Chunk, Gatherer, SdpaChunks, additive_mask, chunk_of, visible_span
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.attention.general import GeneralAttention
+from tandem.workers.attention.padded_decode import PaddedDecode, padded_blocks, padded_width
 from tandem.workers.attention.pieces import attend_in_pieces, context_pieces, piece_blocks, scores_fit
-from tandem.workers.kernels.kv_store import KVStore, LayerKV, TorchKVStore
+from tandem.workers.kernels.kv_store import LayerKV, TorchKVStore
 from tandem.workers.models.spec.arch import AttentionParams
 
 # The cost of one more group's calls, as tokens of padding; and the bytes of K and V that a group gathers at once, so
@@ -37,20 +38,28 @@ def in_place(host: torch.Tensor) -> torch.Tensor:
 
 class TorchAttention:
     """The backend. to_device copies a host tensor to the cache's device; is_bounded: its memory does not grow with the
-    context (pieces.py). It keeps scratch memory between steps, so one
-    instance serves one decoder on one thread."""
+    context (pieces.py). replays: decode steps may be padded and replayed (padded_decode.py). It keeps scratch memory
+    between steps, so one instance serves one decoder on one thread."""
 
     name = "torch-sdpa"
-    decode_queries = 1
 
-    def __init__(self, to_device: ToDevice = in_place, *, is_bounded: bool = False) -> None:
+    def __init__(self, to_device: ToDevice = in_place, *, is_bounded: bool = False, replays: bool = False) -> None:
         self._to_device = to_device
+        self._replays = replays
         self._is_bounded = is_bounded
-        self._store = TorchKVStore()
-        self._gatherer = Gatherer(self._store)
+        self._gatherer = Gatherer(TorchKVStore())
 
     def prepare(self, batch: ForwardBatch) -> AttentionStep:
-        return _TorchStep(batch, self._store, self._gatherer, self._to_device, self._is_bounded)
+        return _TorchStep(batch, self._gatherer, self._to_device, self._is_bounded)
+
+    def replay_key(self, batch: ForwardBatch, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
+        if not self._replays or max(batch.query_lens_list) > DECODE_QUERIES:
+            return None
+        return padded_width(batch, kv, dtype)
+
+    def prepare_replay(self, batch: ForwardBatch, num_tokens: int, scratch_block: int) -> ReplayableStep:
+        width = padded_blocks(batch)
+        return PaddedDecode(batch, num_tokens, width, scratch_block, TorchKVStore())
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +87,16 @@ class _Layout:
 class _TorchStep:
     """One step; layouts are made once per distinct window and shared by all layers."""
 
-    def __init__(
-        self, batch: ForwardBatch, store: KVStore, gatherer: Gatherer, to_device: ToDevice, is_bounded: bool
-    ) -> None:
+    def __init__(self, batch: ForwardBatch, gatherer: Gatherer, to_device: ToDevice, is_bounded: bool) -> None:
         self._batch = batch
         self._to_device = to_device
         self._is_bounded = is_bounded
-        self._store = store
         self._gatherer = gatherer
         self._sdpa = SdpaChunks()
         self._general = GeneralAttention(batch, gatherer)
         self._layouts: dict[int | None, _Layout] = {}
 
-    def forward(
+    def attend(
         self,
         q_TND: torch.Tensor,
         k_TKD: torch.Tensor,
@@ -98,7 +104,6 @@ class _TorchStep:
         kv: LayerKV,
         params: AttentionParams,
     ) -> torch.Tensor:
-        self._store.write(k_TKD, v_TKD, kv, self._batch.slot_mapping_T)
         if not params.is_plain:
             return self._general.attend(q_TND, k_TKD, v_TKD, kv, params)
         window, scale = params.window, params.scale

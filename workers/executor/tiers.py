@@ -153,13 +153,13 @@ def _open_disk(cache: CacheSettings, layout: bytes, loaded: Sequence[RankLoaded]
 
 
 def layout_digest(settings: EngineSettings, loaded: Sequence[RankLoaded]) -> bytes:
-    """16 bytes that are equal only when KV bytes of one run can be read by another: the same files, sharding
-    and block size."""
+    """16 bytes that are equal only when KV bytes of one run can be read by another: the same files, sharding,
+    planes and block size."""
     sharding = (
         settings.parallel.tensor_parallel_size,
         settings.parallel.pipeline_parallel_size,
         settings.cache.block_size,
-        [(rank.block_bytes, rank.dtype, rank.kv_dtype) for rank in loaded],
+        [(rank.block_bytes, rank.dtype, rank.kv_dtype, rank.kv_layout) for rank in loaded],
     )
     folder = Path(settings.model.model)
     changed = [file.stat().st_mtime_ns for file in sorted(folder.glob("*.safetensors"))]

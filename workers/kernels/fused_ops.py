@@ -3,14 +3,17 @@
     add_rms_norm   residual += x; residual / rms(residual) * weight
     norm_rotate    every head of q and k: x / rms(x) * weight, then RoPE: x * cos + swap_halves(x) * sin
     silu_mul       silu(gate) * up
+    store          cache[slot of token t] = k[t], v[t], as the cache stores them (kv_store.py)
 
-Called by workers/models. T tokens, H hidden size, S heads of q and k, D head dim, M MLP width.
+Called by workers/models. T tokens, H hidden size, S heads of q and k, K KV heads, D head dim, M MLP width.
 """
 
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+
+from tandem.workers.kernels.kv_store import LayerKV, TorchKVStore
 
 
 class FusedOps(Protocol):
@@ -41,9 +44,16 @@ class FusedOps(Protocol):
         """Returns [T, M] from rows [gate | up], 2 M wide. May overwrite its input."""
         ...
 
+    def store(self, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv: LayerKV, slots_T: torch.Tensor) -> None:
+        """Writes the step's K and V to their slots (int64: block id * block size + offset) of one layer's cache."""
+        ...
+
 
 class TorchFusedOps:
     """The twin: a few torch operations each, on any device."""
+
+    def __init__(self) -> None:
+        self._store = TorchKVStore()
 
     def add_rms_norm(
         self, x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
@@ -71,3 +81,6 @@ class TorchFusedOps:
     def silu_mul(self, gate_up_TM: torch.Tensor) -> torch.Tensor:
         gate_TM, up_TM = gate_up_TM.chunk(2, dim=-1)
         return F.silu(gate_TM, inplace=True) * up_TM
+
+    def store(self, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv: LayerKV, slots_T: torch.Tensor) -> None:
+        self._store.write(k_TKD, v_TKD, kv, slots_T)

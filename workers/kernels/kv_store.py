@@ -8,8 +8,7 @@ as NaN. Called by workers/attention and workers/rank/kv_cache.py; compiled for C
 heads, D head dim.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
 
 import torch
@@ -18,14 +17,29 @@ LARGEST: Final[Mapping[torch.dtype, float]] = {torch.int8: 127.0, torch.float8_e
 SCALE_DTYPE: Final = torch.float32
 
 
-@dataclass(frozen=True, slots=True)
 class LayerKV:
-    """One layer's cache [num_blocks, block_size, K, D] and, where quantized, its scales [num_blocks, block_size, K]."""
+    """One layer's cache: planes [num_blocks, block_size, K, D], each of its own K and D, and where quantized their
+    scales [num_blocks, block_size, K]. keys, values: the first plane and the last, which may be the same one."""
 
-    keys: torch.Tensor
-    values: torch.Tensor
-    key_scales: torch.Tensor | None = None
-    value_scales: torch.Tensor | None = None
+    __slots__ = ("key_scales", "keys", "planes", "scales", "value_scales", "values")
+
+    def __init__(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        key_scales: torch.Tensor | None = None,
+        value_scales: torch.Tensor | None = None,
+    ) -> None:
+        self.keys, self.values, self.key_scales, self.value_scales = keys, values, key_scales, value_scales
+        self.planes: Sequence[torch.Tensor] = (keys, values)
+        self.scales = tuple(scales for scales in (key_scales, value_scales) if scales is not None)
+
+    @classmethod
+    def of(cls, planes: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> "LayerKV":
+        """scales: of the planes, in order; none where the cache is not quantized."""
+        kv = cls(planes[0], planes[-1], *((scales[0], scales[-1]) if scales else ()))
+        kv.planes, kv.scales = tuple(planes), tuple(scales)
+        return kv
 
 
 class KVStore(Protocol):

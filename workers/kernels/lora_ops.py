@@ -55,9 +55,11 @@ class LoraOps(Protocol):
     """An implementation for the layers' device and dtype. Serves one thread.
 
     warm_up_tokens: numbers of tokens with which, for each shape of layer, every kernel is called that a step may call.
+    reads_slots: calls depend on shapes alone; slots are read on the device, so that a graph serves any mix of adapters.
     """
 
     warm_up_tokens: tuple[int, ...]
+    reads_slots: bool
 
     def add(
         self,
@@ -79,6 +81,7 @@ class TorchLora:
     CUDA graph."""
 
     warm_up_tokens: tuple[int, ...] = (1, GEMM_TOKENS)
+    reads_slots = False
 
     def add(
         self,

@@ -70,7 +70,7 @@ class RankLoaded(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     --kv-cache-dtype's names; None: dtype. host_weight_bytes: the part of weight_bytes that the streamed_layers keep in
     host memory; it passes through buffer_bytes of the device. adapter_pages: device pages for LoRA adapters, of
     adapter_page_bytes each; 0: --enable-lora is off. is_in_host_memory: the device's memory is the machine's.
-    kernel_notes: lines for the user about kernels that are missing.
+    kernel_notes: lines for the user about kernels that are missing. kv_layout: the planes of its layers, in words.
     """
 
     rank: int
@@ -90,6 +90,7 @@ class RankLoaded(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     adapter_pages: int = 0
     adapter_page_bytes: int = 0
     kernel_notes: tuple[str, ...] = ()
+    kv_layout: str = ""
 
 
 class AllocateKV(msgspec.Struct, frozen=True, array_like=True, tag="allocate"):

@@ -30,22 +30,28 @@ from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.kernels.lora_ops import AdapterRows
 from tandem.workers.models.layers.decoder_layer import DecoderLayer
 from tandem.workers.models.layers.entry import Entry
+from tandem.workers.models.layers.layer_inputs import LayerInputs
 from tandem.workers.models.layers.norms import AddNorm, make_norm
 from tandem.workers.models.layers.positions import RotaryPositions
 from tandem.workers.models.spec.arch import ArchSpec, RopeSpec
 from tandem.workers.models.spec.families import family_of, parameters_of
+from tandem.workers.models.spec.kv_layout import kv_layouts
 from tandem.workers.models.spec.sizes import rank_weights
 from tandem.workers.platforms.base import Platform
 
 
 class Adapters(Protocol):
-    """The LoRA adapters of the layers (workers/lora/device/lora_layers.py). `begin` runs before a step's first
-    layer."""
+    """The LoRA adapters of the layers (workers/lora/device/lora_layers.py). `begin` runs before a step, `begin_layers`
+    before its first layer."""
 
     name: Hashable
-    """Identifies the work of the step that has begun: equal names mean the same adapters on the same rows."""
+    """Identifies the calls of the step that has begun: equal names mean the same calls, whatever begin_layers gets."""
 
     def begin(self, batch: ForwardBatch) -> None: ...
+
+    def begin_layers(self, rows: AdapterRows | None) -> None:
+        """Takes the rows' adapters from here, whose values are the batch's."""
+        ...
 
     def begin_head(self, rows: AdapterRows | None) -> None:
         """Runs before the head computes further rows of the step."""
@@ -75,8 +81,7 @@ class Decoder:
         ops, make = platform.fused_ops(dtype), platform.matrices(dtype)
         self.parameters = parameters_of(spec)
         self.layer_ids = layer_range(spec.num_layers, context.pp_rank, context.pp_size)
-        self.num_local_kv_heads = spec.local_kv_heads(context.tp_size)
-        self.head_dim = spec.head_dim
+        self.kv_layouts = kv_layouts(spec, context.mesh)
         self.weight_bytes = 0
         self._mesh = context.mesh
         self._adapters: Adapters | None = None
@@ -93,7 +98,8 @@ class Decoder:
             )
             for index, layer in enumerate(self.layer_ids)
         ]
-        self.graphs = platform.graphs(self._layers, stream, attention, can_replay=context.tp_size == 1)
+        self._attention = attention
+        self.graphs = platform.graphs(stream.invalidate, context.tp_size == 1 and stream.can_replay)
         self._softcap = spec.final_softcap
         self._embedding: VocabParallelEmbedding | None = None
         self._entry: Entry | None = None
@@ -152,8 +158,32 @@ class Decoder:
             residual_TH = self._entry(self._embedding(batch.input_ids_T), batch.positions_T)
         assert residual_TH is not None, "a later stage needs the hidden states of the one before"
         angles = None if self._rotary is None else self._rotary.angles(batch.positions_T, residual_TH.dtype)
-        adapters = None if self._adapters is None else self._adapters.name
-        return self.graphs.run(batch, residual_TH, angles, kv, adapters)
+        inputs = LayerInputs(
+            batch,
+            residual_TH,
+            batch.slot_mapping_T,
+            angles,
+            batch.adapters,
+            self._attention,
+            kv,
+            batch.num_tokens,
+        )
+        key = inputs.graph_key
+        if key is not None:
+            key = (key, None if self._adapters is None else self._adapters.name, id(kv))
+        branch_TH, residual_TH = self.graphs.run(key, inputs, self._walk)
+        return branch_TH, residual_TH
+
+    def _walk(self, inputs: LayerInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs the layers; returns as _run_layers does."""
+        if self._adapters is not None:
+            self._adapters.begin_layers(inputs.adapters)
+        branch_TH: torch.Tensor | None = None
+        for layer, layer_kv in zip(self.stream.in_turn(self._layers), inputs.kv.layers, strict=True):
+            self.graphs.begin_layer()
+            branch_TH = layer(branch_TH, inputs, layer_kv)
+        assert branch_TH is not None, "a stage without layers"
+        return branch_TH, inputs.residual_TH
 
     def _logits(self, hidden_SH: torch.Tensor) -> torch.Tensor:
         """Returns the logits [S, V] of hidden states after the final norm."""

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from tandem.configs.schema import Device
@@ -18,12 +16,11 @@ from tandem.offload.weights.weight_stream import Copier
 from tandem.parallel.groups import Backend
 from tandem.parallel.linear_methods import MakeMatrix
 from tandem.workers.attention.backend import AttentionBackend
-from tandem.workers.graphs.cpu_graphs import CpuGraphRunner
+from tandem.workers.graphs.graph_runner import GraphRunner
 from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.kernels.lora_ops import LoraOps
 from tandem.workers.kernels.sampling_ops import SamplingOps
-
-Array = npt.NDArray[np.generic]
+from tandem.workers.platforms.device_rows import Columns, DeviceRows
 
 
 class DeviceMemory(NamedTuple):
@@ -44,7 +41,15 @@ class MakeAttention(Protocol):
 class MakeKVCopier(Protocol):
     """Makes the copier between the planes of a cache and a host slab [slots, slot bytes]."""
 
-    def __call__(self, planes: Sequence[torch.Tensor], num_layers: int, slab_SB: torch.Tensor, /) -> BlockCopier: ...
+    def __call__(self, layers: Sequence[Sequence[torch.Tensor]], slab_SB: torch.Tensor, /) -> BlockCopier: ...
+
+
+class MakeGraphs(Protocol):
+    """Makes the runner of a stage's layers."""
+
+    def __call__(self, before_run: Callable[[], None], can_replay: bool, /) -> GraphRunner:
+        """before_run: is called before a step that is captured or replayed. can_replay: such steps are allowed."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +57,9 @@ class Platform:
     """One rank's device and the implementations for it.
 
     memory: measures a device that has memory of its own; None where device and host share memory. copies_beside: bytes
-    move while the rank computes without taking from it. packs: whether matrices of a dtype are packed. graphs: makes
-    the runner of a stage's layers, as CpuGraphRunner is made. weight_copier: takes the bytes of the streamed layers.
-    upload: a step's int64 and int32 arrays to tensors. zeros: zeroed memory of a shape. clear_blocks: zeroes blocks,
+    move while the rank computes without taking from it. packs: whether matrices of a dtype are packed. scratch_blocks:
+    KV blocks beside those of sequences, for padded tokens. weight_copier: takes the bytes of the streamed layers.
+    rows: makes the device's view of a row table. zeros: zeroed memory of a shape. clear_blocks: zeroes blocks,
     which are in dim 1. copy_pages: host memory to device memory, for adapters. sampling_ops: from logits to tokens; the
     first call may compile. kernel_notes: lines for the user about kernels for a dtype that could not be had, as far as
     they have been asked for.
@@ -71,10 +76,11 @@ class Platform:
     attention: MakeAttention
     fused_ops: Callable[[torch.dtype], FusedOps]
     lora_ops: Callable[[torch.dtype], LoraOps]
-    graphs: Callable[..., CpuGraphRunner]
+    graphs: MakeGraphs
+    scratch_blocks: int
     kv_copier: MakeKVCopier
     weight_copier: Callable[[int], Copier]
-    upload: Callable[[Sequence[Array]], list[torch.Tensor]]
+    rows: Callable[[Columns], DeviceRows]
     zeros: Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
     clear_blocks: Callable[[torch.Tensor, Sequence[int]], None]
     copy_pages: Callable[[torch.Tensor, torch.Tensor], None]

@@ -21,7 +21,7 @@ from tandem.parallel.linear_methods import MakeMatrix, PackedMatrix, PlainMatrix
 from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.attention.cpu_paged import CpuAttention
 from tandem.workers.attention.torch_sdpa import TorchAttention
-from tandem.workers.graphs.cpu_graphs import CpuGraphRunner
+from tandem.workers.graphs.cpu_graphs import CpuGraphs
 from tandem.workers.kernels.cpu.cpu_build import (
     compiler_words,
     cpu_library,
@@ -40,7 +40,8 @@ from tandem.workers.kernels.fused_ops import FusedOps, TorchFusedOps
 from tandem.workers.kernels.lora_ops import LoraOps, TorchLora
 from tandem.workers.kernels.sampling_ops import SamplingOps, TorchSampling
 from tandem.workers.planning.budget import available_cores
-from tandem.workers.platforms.base import Array, Platform
+from tandem.workers.platforms.base import Platform
+from tandem.workers.platforms.device_rows import HostRows
 
 CPU = torch.device("cpu")
 
@@ -98,6 +99,12 @@ class HostAccelerator:
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
         return host
 
+    def pinned_memory(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def upload(self, host: torch.Tensor, target: torch.Tensor) -> None:
+        target.copy_(host)
+
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
@@ -136,10 +143,11 @@ def cpu_platform(*, copies_beside: bool = True) -> Platform:
         attention=_attention,
         fused_ops=_fused_ops,
         lora_ops=_lora_ops,
-        graphs=CpuGraphRunner,
+        graphs=CpuGraphs,
+        scratch_blocks=0,
         kv_copier=CpuCopier,
         weight_copier=partial(_weight_copier, copies_beside),
-        upload=_upload,
+        rows=HostRows,
         zeros=_zeros,
         clear_blocks=_clear_blocks,
         copy_pages=_copy_pages,
@@ -174,11 +182,6 @@ def _lora_ops(dtype: torch.dtype) -> LoraOps:
 
 def _weight_copier(copies_beside: bool, host_bytes: int) -> Copier:
     return ThreadCopier() if copies_beside else InlineCopier()
-
-
-def _upload(arrays: Sequence[Array]) -> list[torch.Tensor]:
-    """The arrays' own memory."""
-    return [torch.from_numpy(array) for array in arrays]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

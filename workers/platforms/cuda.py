@@ -5,9 +5,8 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
-import numpy as np
 import torch
 
 from tandem.configs.errors import SettingsError
@@ -15,21 +14,20 @@ from tandem.configs.schema import EngineSettings
 from tandem.offload.copies.accelerator import Accelerator, Event, Stream
 from tandem.offload.copies.kv_copies import StreamCopier
 from tandem.offload.weights.weight_copiers import StreamWeightCopier
-from tandem.offload.weights.weight_stream import WeightStream
 from tandem.parallel.groups import Backend
 from tandem.parallel.linear_methods import MakeMatrix, PlainMatrix
 from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.attention.torch_sdpa import TorchAttention
-from tandem.workers.graphs.cpu_graphs import CpuGraphRunner
+from tandem.workers.graphs.cuda_graphs import CaptureGraph, CudaGraphs, Replay
+from tandem.workers.graphs.graph_runner import Outputs
 from tandem.workers.kernels.fused_ops import FusedOps, TorchFusedOps
 from tandem.workers.kernels.lora_ops import LoraOps, TorchLora
 from tandem.workers.kernels.sampling_ops import TorchSampling
-from tandem.workers.platforms.base import Array, DeviceMemory, Platform
+from tandem.workers.platforms.base import DeviceMemory, Platform
 from tandem.workers.platforms.cpu import open_cpu
+from tandem.workers.platforms.tensor_rows import TensorRows
 
 log = logging.getLogger(__name__)
-ALIGNED_BYTES: Final = 16
-"""Arrays of a packed copy begin at multiples of it, so that a kernel is compiled for one alignment of each."""
 
 
 class CudaEvent:
@@ -71,6 +69,22 @@ class CudaStream:
         self.native.synchronize()
 
 
+class CudaCapture:
+    """Captures CUDA graphs, which share one pool of memory: a replay's results last until the next one."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, body: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
+        """Lanes copy meanwhile on their own threads, so only this thread's calls are held against the capture."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            outputs = body()
+        return graph.replay, outputs
+
+
 class CudaAccelerator:
     """Accelerator of one CUDA device."""
 
@@ -98,6 +112,12 @@ class CudaAccelerator:
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
         # torch's cache of pinned memory keeps the staged copy until the device has read it
         return host.pin_memory().to(self._device, non_blocking=True)
+
+    def pinned_memory(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def upload(self, host: torch.Tensor, target: torch.Tensor) -> None:
+        target.copy_(host, non_blocking=True)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -153,9 +173,13 @@ def cuda_platform(device: torch.device) -> Platform:
 
 
 def platform_on(
-    accelerator: Accelerator, device: torch.device, backend: Backend, memory: Callable[[], DeviceMemory]
+    accelerator: Accelerator,
+    device: torch.device,
+    backend: Backend,
+    memory: Callable[[], DeviceMemory],
+    capture: CaptureGraph | None = None,
 ) -> Platform:
-    """Returns the platform of a device with streams and memory of its own."""
+    """Returns the platform of a device with streams and memory of its own. capture: in place of CUDA's graphs."""
     return Platform(
         name="cuda",
         device=device,
@@ -168,10 +192,11 @@ def platform_on(
         attention=partial(_attention, accelerator),
         fused_ops=_fused_ops,
         lora_ops=_lora_ops,
-        graphs=_graphs,
+        graphs=partial(CudaGraphs, capture=CudaCapture() if capture is None else capture),
+        scratch_blocks=1,
         kv_copier=partial(StreamCopier, accelerator),
         weight_copier=partial(StreamWeightCopier, accelerator),
-        upload=partial(in_one_copy, accelerator),
+        rows=partial(TensorRows, accelerator=accelerator, device=device),
         zeros=partial(_zeros, device),
         clear_blocks=partial(_clear_blocks, accelerator),
         copy_pages=_copy_pages,
@@ -193,7 +218,7 @@ def _matrices(dtype: torch.dtype) -> MakeMatrix:
 def _attention(
     accelerator: Accelerator, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None
 ) -> AttentionBackend:
-    return TorchAttention(accelerator.to_device, is_bounded=True)
+    return TorchAttention(accelerator.to_device, is_bounded=True, replays=True)
 
 
 def _fused_ops(dtype: torch.dtype) -> FusedOps:
@@ -206,29 +231,6 @@ def _lora_ops(dtype: torch.dtype) -> LoraOps:
     from tandem.workers.kernels.triton.triton_lora import TritonLora
 
     return TritonLora()
-
-
-def _graphs(
-    layers: Sequence[Any], stream: WeightStream, attention: AttentionBackend, can_replay: bool
-) -> CpuGraphRunner:
-    """Steps run eagerly: captured calls are those of CPU kernels."""
-    return CpuGraphRunner(layers, stream, attention, can_replay=False)
-
-
-def in_one_copy(accelerator: Accelerator, arrays: Sequence[Array]) -> list[torch.Tensor]:
-    """Returns int64 and int32 arrays as aligned views of one buffer on the device: one copy for a step."""
-    starts, size = [], 0
-    for array in arrays:
-        starts.append(size)
-        size += -(-array.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
-    packed = np.empty(size, np.uint8)
-    for array, start in zip(arrays, starts, strict=True):
-        packed[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-    on_device = accelerator.to_device(torch.from_numpy(packed))
-    return [
-        on_device[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
-        for array, start in zip(arrays, starts, strict=True)
-    ]
 
 
 def _zeros(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""A StepPlan and the RowTable to a ForwardBatch, in numpy, then one copy to the device. Called by model_runner.py.
+"""A StepPlan and the RowTable to a ForwardBatch: counts in numpy, tensors by DeviceRows. Called by model_runner.py.
 
 Tokens of a batch count as computed from then on, so consecutive chunks of one prefill may be in flight in consecutive
-plans; nothing else changes. T tokens, R rows, S rows that sample, N blocks of the longest row.
+plans; nothing else changes. T tokens, R rows, S rows that sample.
 """
 
 from dataclasses import dataclass
@@ -12,10 +12,8 @@ import numpy.typing as npt
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.kernels.lora_ops import AdapterRows
 from tandem.workers.messages.step import StepPlan
-from tandem.workers.platforms.base import Platform
+from tandem.workers.platforms.device_rows import DeviceRows, Ints, StepRows, StepTensors
 from tandem.workers.rank.row_table import RowTable
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +43,12 @@ class StepBatch:
     sample_positions_S: Ints
 
 
-def build_batch(plan: StepPlan, table: RowTable, platform: Platform, num_drafts_R: Ints | None = None) -> StepBatch:
+def build_batch(
+    plan: StepPlan, table: RowTable, device_rows: DeviceRows, num_drafts_R: Ints | None = None
+) -> StepBatch:
     """The batch of a plan that has work; the table has applied the plan and holds the drafts. Advances the rows'
-    computed counts, drafts included. num_drafts_R: of each row of the plan; None: no row has any."""
+    computed counts, drafts included. device_rows: of this table. num_drafts_R: of each row of the plan; None: no row
+    has any."""
     count = len(plan.work)
     rows_R = np.fromiter((w.row for w in plan.work), np.int64, count)
     lens_R = np.fromiter((w.num_tokens for w in plan.work), np.int64, count)
@@ -62,21 +63,13 @@ def build_batch(plan: StepPlan, table: RowTable, platform: Platform, num_drafts_
     table.num_computed[rows_R] = end_R
     starts = np.zeros(count + 1, np.int64)
     np.cumsum(lens_R, out=starts[1:])
-    if starts[-1] == count:  # one token each
-        row_T, positions_T = rows_R, begin_R
-    else:
-        row_T = np.repeat(rows_R, lens_R)
-        positions_T = np.arange(starts[-1]) + np.repeat(begin_R - starts[:-1], lens_R)
-    block_T, offset_T = np.divmod(positions_T, table.block_size)
-    slots_T = table.block_ids[row_T, block_T].astype(np.int64) * table.block_size + offset_T
-    width = int(-(-end_R.max() // table.block_size))
-    table_RN = _own_blocks(table, rows_R, width)
     row_S, back_S = _samples(samples_R, num_drafts_R)
-    logits_rows_S = starts[1:][row_S] - back_S
-    long = [table.token_ids[row_T, positions_T].astype(np.int64), positions_T, slots_T, logits_rows_S]
+    sample_rows_S = rows_R[row_S]
     adapters = _adapters(table.adapter_slots[rows_R], lens_R, starts, row_S) if table.num_adapted else None
-    forward = _to_device(long, starts, end_R, table_RN, lens_R, adapters, table.block_size, platform)
-    return StepBatch(forward, rows_R, begin_R, starts, rows_R[row_S], end_R[row_S] + 1 - back_S)
+    own = (None, None) if adapters is None else (adapters.slots_T, adapters.slots_S)
+    rows = StepRows(rows_R, begin_R, end_R, starts, lens_R, starts[1:][row_S] - back_S, sample_rows_S, *own)
+    forward = _forward(device_rows.step(rows), lens_R, end_R, adapters, table.block_size)
+    return StepBatch(forward, rows_R, begin_R, starts, sample_rows_S, end_R[row_S] + 1 - back_S)
 
 
 def _samples(samples_R: npt.NDArray[np.bool_], num_drafts_R: Ints | None) -> tuple[Ints, Ints]:
@@ -89,16 +82,6 @@ def _samples(samples_R: npt.NDArray[np.bool_], num_drafts_R: Ints | None) -> tup
     ends = np.cumsum(counts)
     row_S = np.repeat(row_S, counts)
     return row_S, np.repeat(ends, counts) - np.arange(len(row_S))
-
-
-def _own_blocks(table: RowTable, rows_R: Ints, width: int) -> npt.NDArray[np.int32]:
-    """The rows' first `width` block ids; a shorter row repeats its own first block instead of another row's.
-
-    Attention may read what it then weighs with 0, and 0 x NaN is NaN: a failed row must not harm others.
-    """
-    block_table_RN = table.block_ids[rows_R, :width]
-    own_RN = np.arange(width) < table.num_blocks[rows_R, None]
-    return np.where(own_RN, block_table_RN, block_table_RN[:, :1])
 
 
 def _check(
@@ -118,35 +101,27 @@ def _check(
         )
 
 
-def _to_device(
-    long: list[Ints],
-    starts: Ints,
-    end_R: Ints,
-    block_table_RN: npt.NDArray[np.int32],
-    lens_R: Ints,
-    adapters: Adapters | None,
-    block_size: int,
-    platform: Platform,
+def _forward(
+    tensors: StepTensors, lens_R: Ints, end_R: Ints, adapters: Adapters | None, block_size: int
 ) -> ForwardBatch:
-    """ForwardBatch from numpy."""
-    ints = [starts.astype(np.int32), end_R.astype(np.int32), block_table_RN]
+    rows_T = rows_S = None
     if adapters is not None:
-        ints += [adapters.slots_T, adapters.slots_S]
-    tensors = platform.upload([*long, *ints])
-    input_ids_T, positions_T, slots_T, logits_rows_S, query_starts, seq_lens, table_RN, *slots = tensors
+        assert tensors.slots_T is not None and tensors.slots_S is not None
+        rows_T = AdapterRows(tensors.slots_T, adapters.segments)
+        rows_S = AdapterRows(tensors.slots_S, adapters.sample_segments)
     return ForwardBatch(
-        input_ids_T=input_ids_T,
-        positions_T=positions_T,
-        slot_mapping_T=slots_T,
-        query_starts=query_starts,
-        seq_lens=seq_lens,
-        block_table_RN=table_RN,
-        logits_rows_S=logits_rows_S,
+        input_ids_T=tensors.input_ids_T,
+        positions_T=tensors.positions_T,
+        slot_mapping_T=tensors.slot_mapping_T,
+        query_starts=tensors.query_starts,
+        seq_lens=tensors.seq_lens,
+        block_table_RN=tensors.block_table_RN,
+        logits_rows_S=tensors.logits_rows_S,
         query_lens_list=lens_R.tolist(),
         seq_lens_list=end_R.tolist(),
         block_size=block_size,
-        adapters=None if adapters is None else AdapterRows(slots[0], adapters.segments),
-        sample_adapters=None if adapters is None else AdapterRows(slots[1], adapters.sample_segments),
+        adapters=rows_T,
+        sample_adapters=rows_S,
     )
 
 

@@ -1,10 +1,12 @@
 """The bytes of the paged KV cache on one rank: allocation, clean blocks, and copies for copy-on-write.
 
-Called by loading.py and model_runner.py. The coordinator assigns blocks to sequences. Layout per layer:
-[num_blocks, block_size, num_local_kv_heads, head_dim], keys and values apart; a quantized cache (int8, fp8 e4m3) also
-has one float32 scale per token and head, [num_blocks, block_size, num_local_kv_heads].
+Called by loading.py and model_runner.py. The coordinator assigns blocks to sequences. A layer has the planes of its
+KVLayout, each [num_blocks, block_size, heads, dim]; a quantized cache (int8, fp8 e4m3) also has one float32 scale per
+token and head of a plane, [num_blocks, block_size, heads].
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,56 +15,74 @@ import torch
 
 from tandem.workers.attention.backend import KVTensors
 from tandem.workers.kernels.kv_store import LARGEST, SCALE_DTYPE, LayerKV, as_indexable
+from tandem.workers.models.spec.kv_layout import KVLayout
 from tandem.workers.platforms.base import Platform
 
 
-def block_bytes(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of one block on this rank: keys and values of all its layers, with their scales where dtype needs some."""
+def block_bytes(layouts: Sequence[KVLayout], block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block on this rank: the planes of all its layers, with their scales where dtype needs some."""
     scale_bytes = SCALE_DTYPE.itemsize if dtype in LARGEST else 0
-    return 2 * num_layers * block_size * num_kv_heads * (head_dim * dtype.itemsize + scale_bytes)
+    planes = [plane for layout in layouts for plane in layout.planes]
+    return block_size * sum(plane.heads * (plane.dim * dtype.itemsize + scale_bytes) for plane in planes)
 
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """One slab [2 * layers, num_blocks, block_size, K, D] in the storage dtype, keys of all layers first; its scales
-    [2 * layers, num_blocks, block_size, K] where it is quantized; and `tensors`, the same memory by layer."""
+    """One slab [planes, num_blocks, block_size, heads, dim] in the storage dtype for all planes of one shape; scales
+    [planes, num_blocks, block_size, heads] beside each where it is quantized; and `tensors`, the same memory by
+    layer."""
 
-    slab: torch.Tensor
-    scales: torch.Tensor | None
+    slabs: tuple[torch.Tensor, ...]
+    scales: tuple[torch.Tensor, ...]
     tensors: KVTensors
     platform: Platform
 
     @classmethod
     def allocate(
-        cls,
-        num_layers: int,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        platform: Platform,
+        cls, layouts: Sequence[KVLayout], num_blocks: int, block_size: int, dtype: torch.dtype, platform: Platform
     ) -> "KVCache":
-        """Zeroed. On CPU pages are taken from the system only when a block is first written."""
-        heads = (2 * num_layers, num_blocks, block_size, num_kv_heads)
-        slab = platform.zeros((*heads, head_dim), dtype)
-        scales = platform.zeros(heads, SCALE_DTYPE) if dtype in LARGEST else None
-        layers = [
-            LayerKV(slab[key], slab[value], *(None if scales is None else scales[side] for side in (key, value)))
-            for key, value in zip(range(num_layers), range(num_layers, 2 * num_layers), strict=True)
-        ]
-        return cls(slab, scales, KVTensors(layers, block_size), platform)
+        """Zeroed, with the platform's scratch blocks behind the others. layouts: of this rank's layers. On CPU pages
+        are taken from the system only when a block is first written."""
+        counts = Counter(plane for layout in layouts for plane in layout.planes)
+        room = (num_blocks + platform.scratch_blocks, block_size)
+        slabs = {
+            plane: platform.zeros((count, *room, plane.heads, plane.dim), dtype) for plane, count in counts.items()
+        }
+        scales = (
+            {plane: platform.zeros((count, *room, plane.heads), SCALE_DTYPE) for plane, count in counts.items()}
+            if dtype in LARGEST
+            else {}
+        )
+        left = {plane: iter(range(count)) for plane, count in counts.items()}
+        layers = []
+        for layout in layouts:
+            places = [(plane, next(left[plane])) for plane in layout.planes]
+            own_scales = [scales[plane][place] for plane, place in places] if scales else []
+            layers.append(LayerKV.of([slabs[plane][place] for plane, place in places], own_scales))
+        scratch_block = num_blocks if platform.scratch_blocks else -1
+        tensors = KVTensors(layers, block_size, scratch_block)
+        return cls(tuple(slabs.values()), tuple(scales.values()), tensors, platform)
+
+    @property
+    def slab(self) -> torch.Tensor:
+        """The slab of a cache whose planes all have one shape."""
+        (slab,) = self.slabs
+        return slab
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.slabs[0].dtype
+
+    @property
+    def layers(self) -> list[list[torch.Tensor]]:
+        """All memory of the cache by layer, as tensors [num_blocks, ...], contiguous per block: the layer's planes,
+        then their scales where it is quantized."""
+        return [[*kv.planes, *kv.scales] for kv in self.tensors.layers]
 
     @property
     def planes(self) -> list[torch.Tensor]:
-        """All memory of the cache as tensors [num_blocks, ...], contiguous per block, in layer order: of layer 0 keys,
-        values, then key scales and value scales where it is quantized; of layer 1 the same; ..."""
-        return [
-            plane
-            for kv in self.tensors.layers
-            for plane in (kv.keys, kv.values, kv.key_scales, kv.value_scales)
-            if plane is not None
-        ]
+        """The same in one list."""
+        return [plane for layer in self.layers for plane in layer]
 
     @property
     def nbytes(self) -> int:
@@ -97,5 +117,4 @@ class KVCache:
 
     def _memories(self) -> list[torch.Tensor]:
         """Tensors with blocks in dim 1, in dtypes that can be indexed."""
-        slab = as_indexable(self.slab)
-        return [slab] if self.scales is None else [slab, self.scales]
+        return [*map(as_indexable, self.slabs), *self.scales]

@@ -23,6 +23,7 @@ from tandem.workers.messages.handshake import RankLoaded, RankTiers
 from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan
 from tandem.workers.models.decoder import Decoder, build_decoder
 from tandem.workers.models.spec.arch import ArchSpec
+from tandem.workers.models.spec.kv_layout import described
 from tandem.workers.planning.budget import KVNeeds, available_bytes, cpu_blocks, cuda_blocks
 from tandem.workers.planning.placing import place_weights
 from tandem.workers.planning.resolve import read_spec, resolve_dtype, resolve_kv_dtype, resolve_max_model_len
@@ -63,15 +64,7 @@ class LoadedRank:
         """Allocates num_blocks of KV and runs a first small forward, in step with all other ranks."""
         block_size = self.settings.cache.block_size
         decoder = self.decoder
-        kv = KVCache.allocate(
-            decoder.num_local_layers,
-            num_blocks,
-            block_size,
-            decoder.num_local_kv_heads,
-            decoder.head_dim,
-            self.kv_dtype,
-            self.platform,
-        )
+        kv = KVCache.allocate(decoder.kv_layouts, num_blocks, block_size, self.kv_dtype, self.platform)
         capacity = self.settings.scheduler.max_num_seqs
         table = RowTable(capacity, self.max_model_len, block_size, self.spec.vocab_size, self.grammars)
         context = self.context
@@ -86,8 +79,7 @@ class LoadedRank:
     def open_kv_lanes(self, runner: ModelRunner, tiers: RankTiers, lanes: Lanes) -> None:
         """Opens the lanes between the tiers; the runner's steps wait for their loads from now on. OSError or
         HostTierError when there is no memory."""
-        layers = self.decoder.num_local_layers
-        runner.gate = open_kv_lanes(lanes, self.facts.rank, runner.kv.planes, layers, tiers, self.platform)
+        runner.gate = open_kv_lanes(lanes, self.facts.rank, runner.kv.layers, tiers, self.platform)
 
     def open_adapter_lanes(self, lanes: Lanes) -> None:
         """Opens the lanes that move adapters; none without --enable-lora."""
@@ -174,9 +166,9 @@ def _facts(
     started_s: float,
 ) -> RankLoaded:
     """Returns the facts for the coordinator, once all but KV is in memory. started_s: when reading began."""
-    size, heads = chosen.settings.cache.block_size, decoder.num_local_kv_heads
+    size = chosen.settings.cache.block_size
     needs = KVNeeds(
-        block_bytes=block_bytes(decoder.num_local_layers, size, heads, decoder.head_dim, chosen.kv_dtype),
+        block_bytes=block_bytes(decoder.kv_layouts, size, chosen.kv_dtype),
         block_size=size,
         max_model_len=chosen.max_model_len,
         max_num_seqs=chosen.settings.scheduler.max_num_seqs,
@@ -186,6 +178,7 @@ def _facts(
         num_blocks=_count_blocks(chosen, decoder, needs, 0 if adapters is None else adapters.nbytes),
         weight_bytes=decoder.weight_bytes,
         block_bytes=needs.block_bytes,
+        kv_layout=described(decoder.kv_layouts),
         device=str(chosen.platform.device),
         dtype=_name(chosen.dtype),
         threads=torch.get_num_threads(),
@@ -276,6 +269,7 @@ def _count_blocks(chosen: _Chosen, decoder: Decoder, needs: KVNeeds, adapter_byt
     )
     free_bytes, total_bytes = platform.memory()
     free_bytes += profiled_kv_bytes
+    free_bytes -= platform.scratch_blocks * needs.block_bytes
     return cuda_blocks(cache, needs, total_bytes, free_bytes, total_bytes - free_bytes)
 
 

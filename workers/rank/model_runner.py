@@ -133,7 +133,8 @@ class StepHandle:
 
 class ModelRunner:
     """One rank's shard, its KV tensors and its row table. `link` is None when the pipeline has one stage, `proposer`
-    without speculative decoding."""
+    without speculative decoding. _on_device: the device has the tokens of the step launched last, so that the next one
+    need not wait for them; not those of a step with drafts, whose rows' counts depend on what was sampled."""
 
     def __init__(
         self,
@@ -150,6 +151,8 @@ class ModelRunner:
         self.kv = kv
         self.gate: LoadGate | None = None
         self._table = table
+        self._rows = platform.rows(table)
+        self._on_device = True
         self._platform = platform
         self._proposer = proposer
         self._exchanges = StepExchanges(context, link, platform)
@@ -180,8 +183,9 @@ class ModelRunner:
         """
         self._platform.accelerator.activate()
         began = self.record()
-        if self._steps and self._has_drafts(self._steps[-1]):  # its rows' counts depend on what was sampled
+        if self._steps and (plan.rolled_back or not self._on_device):
             self.settle(self._steps[-1])
+        self._on_device = True
         self.kv.clear_slots(self._table.roll_back(plan.rolled_back))
         self.kv.clear(self._table.apply(plan))
         self.kv.copy(plan.block_copies)
@@ -243,10 +247,6 @@ class ModelRunner:
             return None
         return propose(self._proposer, plan, self._table)
 
-    @staticmethod
-    def _has_drafts(step: StepHandle) -> bool:
-        return step.computed is not None and step.computed.drafts is not None
-
     def _void(self, step_id: int, known_failure: int) -> str | None:
         """Returns why a plan counts for nothing: it was made before the engine knew of a failed step ahead of it."""
         if not known_failure < self._failed_step < step_id:
@@ -254,31 +254,10 @@ class ModelRunner:
         return f"planned before the failure of step {self._failed_step} was known"
 
     def _compute(self, plan: StepPlan, drafts: Drafts | None) -> _Computed:
-        batch = build_batch(plan, self._table, self._platform, None if drafts is None else drafts.counts_R)
-        if self._steps:
-            self._take_tokens(batch)
+        batch = build_batch(plan, self._table, self._rows, None if drafts is None else drafts.counts_R)
         computed = self._run(plan, batch, drafts, self._tensors())
         self._awaits.clear()
         return computed
-
-    def _take_tokens(self, batch: StepBatch) -> None:
-        """Copies into the batch, on the device, the tokens that earlier steps sampled and the host does not know."""
-        table, to_device = self._table, self._platform.accelerator.to_device
-        lens_R = np.diff(batch.starts)
-        for step in self._steps:
-            tokens = None if step.computed is None else step.computed.tokens
-            if tokens is None:
-                continue
-            place_of = np.full(len(table.num_known), -1)
-            place_of[tokens.rows] = np.arange(len(tokens.rows))
-            place_R = place_of[batch.rows_R]
-            offset_R = tokens.positions[place_R] - batch.begin_R
-            own_R = (place_R >= 0) & (tokens.lives[place_R] == table.lives[batch.rows_R])
-            taken = np.flatnonzero(own_R & (offset_R >= 0) & (offset_R < lens_R))
-            if len(taken):
-                at = to_device(torch.from_numpy(batch.starts[taken] + offset_R[taken]))
-                ids = tokens.ids_S.index_select(0, to_device(torch.from_numpy(place_R[taken])))
-                batch.forward.input_ids_T.index_copy_(0, at, ids)
 
     def _tensors(self) -> KVTensors:
         """The cache; with an overlapped load, layer by layer as it arrives."""
@@ -312,6 +291,8 @@ class ModelRunner:
         verdict = self._exchanges.agree(None if drawn is None else drawn.ids_S)
         rows = rows_S if drafts is None else rows_S[np.diff(rows_S, prepend=-1) != 0]  # once each
         tokens = self._tokens(rows, drawn, verdict) if self._appends and len(rows_S) else None
+        if tokens is not None:
+            self._on_device = drafts is None and self._rows.append(tokens.ids_S)
         errors = {**self._table.sampling.grammars.errors, **self._table.errors}
         return _Computed(batch, drafts, drawn, tokens, received, errors, verdict, pooled, scored)
 

@@ -62,15 +62,14 @@ def run_fullest_steps(
     """Runs a step of all rows and one of a single row, and keeps nothing but the allocator's reserved memory. Returns
     the KV bytes that were used for it."""
     size, scheduler = settings.cache.block_size, settings.scheduler
-    heads, head_dim = decoder.num_local_kv_heads, decoder.head_dim
     used_bytes = 0
     for rows in (scheduler.max_num_seqs, 1):
         plan = fullest_plan(rows, scheduler.max_num_batched_tokens, max_model_len, size, settings.max_drafts)
         num_blocks = 1 + max(plan.work[0].new_block_ids)
-        kv = KVCache.allocate(decoder.num_local_layers, num_blocks, size, heads, head_dim, kv_dtype, platform)
+        kv = KVCache.allocate(decoder.kv_layouts, num_blocks, size, kv_dtype, platform)
         table = RowTable(len(plan.work), max_model_len, size, vocab_size)
         table.apply(plan)
-        batch = build_batch(plan, table, platform, np.array([work.max_drafts for work in plan.work]))
+        batch = build_batch(plan, table, platform.rows(table), np.array([work.max_drafts for work in plan.work]))
         hidden_TH = None
         if not context.is_first_stage:
             hidden_TH = torch.zeros(batch.forward.num_tokens, hidden_size, dtype=dtype, device=platform.device)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.workers.messages.step import RowInit, RowWork, StepPlan
+from tandem.workers.platforms.device_rows import PENDING
 from tandem.workers.rank.pooler import PooledRow
 from tandem.workers.sampling.sampling_table import SamplingTable
 from tandem.workers.structured.grammar_store import Grammars
@@ -79,6 +80,7 @@ class RowTable:
         """Counts one more known token per row, whose value `fill` brings; returns their positions. Rows are
         distinct."""
         positions = self.num_known[rows]
+        self.token_ids[rows, positions] = PENDING
         self.num_known[rows] += 1
         return positions
 

@@ -4,7 +4,6 @@ The twin computes the same bf16 inputs in float32, so an error above TOLERANCE i
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from itertools import accumulate
 
 import numpy as np
@@ -116,8 +115,10 @@ def _attention(cases: Sequence[tuple[list[int], int, int]], num_queries: int) ->
         q, k, v = _noise(tokens, heads, 128), _noise(tokens, kv_heads, 128), _noise(tokens, kv_heads, 128).flip(0)
         kv = LayerKV(_noise(blocks, BLOCK, kv_heads, 128), _noise(blocks, BLOCK, kv_heads, 128).flip(0).contiguous())
         wide = LayerKV(kv.keys.float(), kv.values.float())
-        expected = TorchAttention().prepare(batch).forward(q.float(), k.float(), v.float(), wide, params)
-        ours = backend.prepare(batch).forward(q, k, v, kv, params)
+        TorchFusedOps().store(k.float(), v.float(), wide, batch.slot_mapping_T)
+        expected = TorchAttention().prepare(batch).attend(q.float(), k.float(), v.float(), wide, params)
+        cpu_platform().fused_ops(BF16).store(k, v, kv, batch.slot_mapping_T)
+        ours = backend.prepare(batch).attend(q, k, v, kv, params)
         require(torch.equal(kv.keys.float(), wide.keys), "the step's keys are not in the cache")
         errors.append(relative_error(ours, expected))
     return _worst(errors)
@@ -170,9 +171,9 @@ def _kv_store(shapes: Sequence[tuple[int, int, int]]) -> str:
             ids, out = torch.arange(blocks).flip(0), torch.empty(*memory, dim, dtype=BF16)
             store.write(k, v, ours, slots)
             TorchKVStore().write(k, v, twin, slots)
-            for field in fields(LayerKV):
-                a, b = (as_indexable(getattr(kv, field.name)) for kv in (ours, twin))
-                require(torch.equal(a, b), f"{field.name} in {storage} differ from the torch twin's")
+            for name in ("keys", "values", "key_scales", "value_scales"):
+                a, b = (as_indexable(getattr(kv, name)) for kv in (ours, twin))
+                require(torch.equal(a, b), f"{name} in {storage} differ from the torch twin's")
             read = store.gather(ours.keys, ours.key_scales, ids, out.clone())
             expected = TorchKVStore().gather(twin.keys, twin.key_scales, ids, out)
             require(torch.equal(read, expected), f"what is read from {storage} differs from the torch twin's")

@@ -16,6 +16,7 @@ from tandem.workers.kernels.kv_store import as_indexable
 from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan
 from tandem.workers.models.decoder import Decoder, build_decoder
 from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.kv_layout import KVLayout
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import cpu_platform
 from tandem.workers.rank.batch import build_batch
@@ -61,9 +62,9 @@ def _replayed_steps() -> str:
 def _logits(decoder: Decoder, platform: Platform, num_layers: int, vocab_size: int) -> torch.Tensor:
     """Returns the logits of all decode steps of some rows with given tokens."""
     blocks = ROWS * BLOCKS_PER_ROW
-    kv = KVCache.allocate(num_layers, blocks, BLOCK, decoder.num_local_kv_heads, decoder.head_dim, BF16, platform)
+    kv = KVCache.allocate(decoder.kv_layouts, blocks, BLOCK, BF16, platform)
     table = RowTable(ROWS, BLOCK * BLOCKS_PER_ROW, BLOCK, vocab_size)
-    logits = []
+    rows, logits = platform.rows(table), []
     for step in range(STEPS + 1):
         new, work = [], []
         for row in range(ROWS):
@@ -76,7 +77,7 @@ def _logits(decoder: Decoder, platform: Platform, num_layers: int, vocab_size: i
                 work.append(RowWork(row=row, num_tokens=1, samples=True, token_ids=[(row + 3 * step) % vocab_size]))
         plan = StepPlan(step_id=step, work=work, new_rows=new)
         table.apply(plan)
-        logits.append(decoder.forward(build_batch(plan, table, platform).forward, kv.tensors, None).clone())
+        logits.append(decoder.forward(build_batch(plan, table, rows).forward, kv.tensors, None).clone())
     return torch.stack(logits)
 
 
@@ -84,14 +85,14 @@ def _kv_round_trip() -> str:
     """Stores blocks to a host slab, clears them, and loads them into others."""
     platform = cpu_platform()
     for dtype in (BF16, torch.int8):
-        kv = KVCache.allocate(2, 12, BLOCK, 2, 128, dtype, platform)
+        kv = KVCache.allocate([KVLayout.keys_and_values(2, 128)] * 2, 12, BLOCK, dtype, platform)
         for number, plane in enumerate(kv.planes):
             bytes_of = torch.arange(plane.numel() * plane.element_size(), dtype=torch.int64) * (2 * number + 7)
             plane.view(-1).view(torch.uint8).copy_(bytes_of.to(torch.uint8))
         before = [as_indexable(plane).view(torch.uint8).clone() for plane in kv.planes]
         slab = HostSlab.allocate(6, bytes_per_slot(kv.planes), platform.accelerator)
         try:
-            copier = platform.kv_copier(kv.planes, 2, slab.bytes_SB)
+            copier = platform.kv_copier(kv.layers, slab.bytes_SB)
             stored, slots, loaded = [1, 4, 11, 7], [5, 0, 3, 2], [8, 1, 2, 0]
             arrived: list[int] = []
             copier.store(stored, slots)

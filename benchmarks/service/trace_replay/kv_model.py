@@ -12,9 +12,11 @@ from benchmarks.engine.engine_run import TimelineSink, cpu_settings, drain, run_
 from benchmarks.service.trace_replay.trace import BLOCK
 from benchmarks.workload import Job
 from tandem.configs.schema import CacheSettings, EngineSettings
+from tandem.parallel.mesh import Mesh
 from tandem.workers.engine.engine import Engine
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.kv_layout import kv_layouts
 from tandem.workers.rank.kv_cache import block_bytes
 
 GIB = 2**30
@@ -47,7 +49,7 @@ class KVModel:
     def block_bytes(self) -> int:
         """KV bytes of one block."""
         spec = self.spec
-        return block_bytes(spec.num_layers, BLOCK, spec.kv_heads, spec.head_dim, getattr(torch, self.dtype))
+        return block_bytes(kv_layouts(spec, Mesh()), BLOCK, getattr(torch, self.dtype))
 
     def settings(self, variant: Variant, disk_folder: Path | None = None) -> EngineSettings:
         """Settings of a variant; half a block is added, because rounding GiB down would take one."""

@@ -156,7 +156,7 @@ def tensors_of(batch: ForwardBatch) -> list[torch.Tensor]:
 
 
 def fresh_kv(decoder: Decoder, dtype: torch.dtype) -> KVCache:
-    kv = KVCache.allocate(LAYERS, NUM_BLOCKS, BLOCK, decoder.num_local_kv_heads, decoder.head_dim, dtype, GPU)
+    kv = KVCache.allocate(decoder.kv_layouts, NUM_BLOCKS, BLOCK, dtype, GPU)
     kv.slab.copy_(torch.randn(kv.slab.shape, generator=torch.Generator().manual_seed(1)))
     return kv
 

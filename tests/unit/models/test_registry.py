@@ -10,6 +10,7 @@ from tandem.configs.errors import SettingsError, UnsupportedModelError
 from tandem.workers.models.spec.arch import ArchSpec, RopeKind, RopeSpec
 from tandem.workers.models.spec.config_reader import load_spec, spec_from_config
 from tandem.workers.models.spec.families import FAMILIES, parameters_of
+from tandem.workers.models.spec.kv_layout import kv_layout
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -140,7 +141,7 @@ def test_shards_of_kv_heads_and_mlp() -> None:
     with pytest.raises(SettingsError, match="MLP width 90"):
         spec.check_parallel(12)
     spec.check_parallel(6)
-    assert [spec.local_kv_heads(tp) for tp in (1, 3, 6)] == [3, 1, 1]
+    assert [kv_layout(spec.layers[0], tp).planes[0].heads for tp in (1, 3, 6)] == [3, 1, 1]
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.architecture)

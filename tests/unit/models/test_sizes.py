@@ -53,9 +53,8 @@ def test_bytes_of_every_rank_are_predicted(root: Path, name: str) -> None:
             mesh = Mesh(tp, pp, rank)
             decoder = rank_of(spec, folder, mesh, dtype)
             assert rank_weights(spec, mesh, 4, can_pack(dtype)).total_bytes == decoder.weight_bytes, (tp, pp, rank)
-            heads = decoder.num_local_kv_heads
             for kind, stored in KV_DTYPES.items():
-                wanted = block_bytes(decoder.num_local_layers, BLOCK_SIZE, heads, decoder.head_dim, stored)
+                wanted = block_bytes(decoder.kv_layouts, BLOCK_SIZE, stored)
                 assert BLOCK_SIZE * kv_token_bytes(spec, mesh, kind) == wanted, kind
 
 

@@ -31,7 +31,7 @@ def decode_counts(folder: Path, num_layers: int, sampling: RowSampling) -> dict[
     platform = traced_platform(accelerator)
     with accelerator.tracing():
         decoder = build_decoder(spec, ParallelContext.single(), folder=model, dtype=torch.float32, platform=platform)
-        kv = KVCache.allocate(num_layers, 8, 16, spec.kv_heads, spec.head_dim, torch.float32, platform)
+        kv = KVCache.allocate(decoder.kv_layouts, 8, 16, torch.float32, platform)
         table = RowTable(ROWS, 64, 16, spec.vocab_size)
         runner = ModelRunner(decoder, ParallelContext.single(), kv, table, platform)
         inits = [

@@ -35,6 +35,11 @@ def planes_of(*dtypes: torch.dtype) -> list[torch.Tensor]:
     return planes
 
 
+def by_layer(planes: list[torch.Tensor], count: int) -> list[list[torch.Tensor]]:
+    """`count` planes a layer."""
+    return [planes[first : first + count] for first in range(0, len(planes), count)]
+
+
 def slab_for(planes: list[torch.Tensor]) -> HostSlab:
     return HostSlab.allocate(NUM_SLOTS, bytes_per_slot(planes), HostAccelerator())
 
@@ -84,7 +89,7 @@ def test_scattered_blocks_come_back_bit_for_bit_and_no_other_is_touched(dtypes):
     planes = planes_of(*dtypes)
     before = [plane.clone() for plane in planes]
     slab = slab_for(planes)
-    copier = CpuCopier(planes, len(planes) // 2, slab.bytes_SB)
+    copier = CpuCopier(by_layer(planes, 2), slab.bytes_SB)
     copier.store([6, 0, 3], [4, 1, 2])
     for plane in planes:
         plane.view(torch.uint8).fill_(0)
@@ -100,7 +105,7 @@ def test_scattered_blocks_come_back_bit_for_bit_and_no_other_is_touched(dtypes):
 def test_a_copy_that_fails_is_an_answer_and_the_next_one_works(monkeypatch):
     planes = planes_of(torch.float32, torch.float32)
     slab, gate = slab_for(planes), LoadGate(HostAccelerator())
-    copier = CpuCopier(planes, 1, slab.bytes_SB)
+    copier = CpuCopier([planes], slab.bytes_SB)
     whole, calls = copier.load, []
 
     def broken(*args: Any) -> None:
@@ -135,7 +140,7 @@ def test_a_step_without_a_spare_core_waits_for_the_whole_load():
 def test_a_step_waits_for_its_layer_and_not_for_the_rest(monkeypatch):
     planes = planes_of(*[torch.float32] * 6)
     slab, gate = slab_for(planes), LoadGate(HostAccelerator())
-    copier = CpuCopier(planes, 3, slab.bytes_SB)
+    copier = CpuCopier(by_layer(planes, 2), slab.bytes_SB)
     whole, go_on, seen = copier.load, threading.Event(), []
 
     def halting(slots: Any, block_ids: Any, on_layer: Any) -> None:

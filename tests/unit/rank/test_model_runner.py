@@ -13,6 +13,7 @@ from tandem.workers.attention.backend import KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.engine.executor import ExecutorReady
 from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan, StepResult
+from tandem.workers.models.spec.kv_layout import KVLayout
 from tandem.workers.platforms.cpu import cpu_platform
 from tandem.workers.rank.kv_cache import KVCache
 from tandem.workers.rank.model_runner import ModelRunner
@@ -62,7 +63,9 @@ class RunnerExecutor:
 
     def __init__(self, block_size: int, num_blocks: int = 64) -> None:
         self.decoder = HashDecoder()
-        self.kv = KVCache.allocate(1, num_blocks, block_size, 1, 1, torch.float32, cpu_platform())
+        self.kv = KVCache.allocate(
+            [KVLayout.keys_and_values(1, 1)], num_blocks, block_size, torch.float32, cpu_platform()
+        )
         table = RowTable(2, 200, block_size, VOCAB)
         self.runner = ModelRunner(self.decoder, ParallelContext.single(), self.kv, table, cpu_platform())
         self.plans: deque[StepPlan] = deque()
@@ -154,7 +157,7 @@ def test_logprobs_ride_with_their_row() -> None:
 
 def numbered_cache() -> KVCache:
     """Two layers, four blocks; each block holds 10 * tensor + block."""
-    kv = KVCache.allocate(2, 4, 2, 1, 3, torch.float32, cpu_platform())
+    kv = KVCache.allocate([KVLayout.keys_and_values(1, 3)] * 2, 4, 2, torch.float32, cpu_platform())
     assert not kv.slab.any()
     for place, tensor in enumerate(kv.slab):
         assert tensor.shape == (4, 2, 1, 3)

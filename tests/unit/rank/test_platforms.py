@@ -3,9 +3,10 @@ warm."""
 
 import inspect
 from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,13 +17,14 @@ from tandem.parallel.linear import LinearPart
 from tandem.parallel.params import Span
 from tandem.workers.attention.pieces import WORKSPACE_BYTES
 from tandem.workers.attention.torch_sdpa import TorchAttention
+from tandem.workers.graphs.cuda_graphs import CudaGraphs
 from tandem.workers.lora.device.layout import ShardShape
 from tandem.workers.lora.device.lora_layers import LoraLayers
 from tandem.workers.lora.device.slab import AdapterSlab
 from tandem.workers.planning.budget import ATTENTION_BYTES
 from tandem.workers.platforms.base import Platform
-from tandem.workers.platforms.cpu import HostAccelerator, cpu_platform
-from tandem.workers.platforms.cuda import CudaAccelerator, in_one_copy, open_platform
+from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cuda import CudaAccelerator, CudaCapture, open_platform
 from tests.support.traced_accelerator import TracedAccelerator
 
 SETTINGS = EngineSettings(model=ModelSettings(model="m"))
@@ -105,6 +107,24 @@ def test_attention_on_cuda_is_bounded_and_not_cudnns(cuda: Platform) -> None:
     assert not cuda.packs(torch.bfloat16) and cuda.backend.name == "nccl" and cuda.memory is not None
 
 
+def test_captured_graphs_share_a_pool_and_let_lanes_copy(cuda: Platform, monkeypatch: pytest.MonkeyPatch) -> None:
+    captures: list[tuple[Any, str]] = []
+
+    @contextmanager
+    def capturing(graph: Any, *, pool: Any, capture_error_mode: str) -> Iterator[None]:
+        captures.append((pool, capture_error_mode))
+        yield
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: "replayed"))
+    monkeypatch.setattr(torch.cuda, "graph", capturing)
+    capture = CudaCapture()
+    made = [capture(lambda: (torch.ones(2),)) for _ in range(2)]
+    assert all(replay() == "replayed" and output.tolist() == [1, 1] for replay, (output,) in made)
+    assert captures[0] == captures[1] and captures[0][1] == "thread_local"
+    assert cuda.scratch_blocks == 1 and isinstance(cuda.graphs(lambda: None, True), CudaGraphs)
+
+
 def test_cpu_is_taken_when_asked_for(asked: Asked) -> None:
     settings = EngineSettings(model=ModelSettings(model="m"), device=DeviceSettings(device="cpu", cpu_threads=1))
     platform = open_platform(settings, 0, 1)
@@ -129,13 +149,6 @@ def test_a_slab_pins_its_own_bytes_and_no_more() -> None:
         slab.close()
         slab.close()
         assert not accelerator.pinned
-
-
-def test_arrays_of_one_copy_are_aligned() -> None:
-    arrays = [np.arange(length, dtype=dtype) for length, dtype in ((3, np.int64), (5, np.int32), (1, np.int32))]
-    tensors = in_one_copy(HostAccelerator(), arrays)
-    assert [tensor.data_ptr() % 16 for tensor in tensors] == [tensors[0].data_ptr() % 16] * 3
-    assert [tensor.tolist() for tensor in tensors] == [array.tolist() for array in arrays]
 
 
 def test_triton_kernels_are_not_compiled_again_for_other_numbers() -> None:

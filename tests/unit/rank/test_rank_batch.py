@@ -1,6 +1,8 @@
 """RowTable and build_batch against a row-by-row model of what a plan means."""
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan
-from tandem.workers.platforms.base import Array
 from tandem.workers.platforms.cpu import HostAccelerator, cpu_platform
-from tandem.workers.platforms.cuda import in_one_copy
+from tandem.workers.platforms.device_rows import DeviceRows, Ints
+from tandem.workers.platforms.tensor_rows import Array, StepBuffer, TensorRows
 from tandem.workers.rank.batch import build_batch
 from tandem.workers.rank.row_table import RowTable
 
@@ -31,10 +33,12 @@ def init(row: int, tokens: list[int], computed: int = 0) -> RowInit:
     return RowInit(row=row, token_ids=tokens, prompt_len=len(tokens), num_computed=computed, sampling=GREEDY)
 
 
-def compare(plan: StepPlan, table: RowTable, rows: dict[int, NaiveRow], block_size: int) -> None:
+def compare(
+    plan: StepPlan, table: RowTable, device_rows: DeviceRows, rows: dict[int, NaiveRow], block_size: int
+) -> None:
     """Applies the plan to both; every tensor must say the same."""
     table.apply(plan)
-    batch = build_batch(plan, table, cpu_platform())
+    batch = build_batch(plan, table, device_rows)
     ids, positions, slots, starts, lens, logits_rows = [], [], [], [0], [], []
     for work in plan.work:
         row = rows[work.row]
@@ -63,8 +67,9 @@ def compare(plan: StepPlan, table: RowTable, rows: dict[int, NaiveRow], block_si
     assert batch.sample_rows_S.tolist() == [w.row for w in plan.work if w.samples]
     assert batch.sample_positions_S.tolist() == [rows[w.row].computed for w in plan.work if w.samples]
     for place, work in enumerate(plan.work):
-        used = -(-lens[place] // block_size)
-        assert forward.block_table_RN[place, :used].tolist() == rows[work.row].blocks[:used]
+        used, table_N = -(-lens[place] // block_size), forward.block_table_RN[place].tolist()
+        assert table_N[:used] == rows[work.row].blocks[:used]
+        assert {*table_N[used:]} <= {*rows[work.row].blocks}, "beyond its blocks a row has none of another's"
     for name in ("input_ids_T", "positions_T", "slot_mapping_T", "logits_rows_S"):
         assert getattr(forward, name).dtype == torch.int64
     for name in ("query_starts", "seq_lens", "block_table_RN"):
@@ -72,10 +77,13 @@ def compare(plan: StepPlan, table: RowTable, rows: dict[int, NaiveRow], block_si
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.data(), st.sampled_from([1, 4, 16]))
-def test_any_course_of_plans(data: st.DataObject, block_size: int) -> None:
-    """Rows are bound (beyond the table's capacity too), grow in chunks, sample, are replaced and freed."""
+@given(st.data(), st.sampled_from([1, 4, 16]), st.booleans())
+def test_any_course_of_plans(data: st.DataObject, block_size: int, on_device: bool) -> None:
+    """Rows are bound (beyond the table's capacity too), grow in chunks, sample, are replaced and freed. On a device the
+    host learns tokens of one step while the next one is made."""
     table = RowTable(2, 200, block_size, VOCAB)
+    device_rows = TensorRows(table, HostAccelerator(), CPU) if on_device else cpu_platform().rows(table)
+    late: list[tuple[Ints, Ints, list[int], Ints]] = []
     rows: dict[int, NaiveRow] = {}
     next_block = 0
     for step in range(5):
@@ -108,12 +116,21 @@ def test_any_course_of_plans(data: st.DataObject, block_size: int) -> None:
                     replaced_blocks=replaced,
                 )
             )
-        compare(StepPlan(step_id=step, work=work, new_rows=new_rows, freed_rows=freed), table, rows, block_size)
-        appended = [w.row for w in work if w.samples and data.draw(st.booleans())]
-        at = np.array(appended, np.int64)
-        table.fill(at, table.reserve(at), [7] * len(appended))
-        for row in appended:
-            rows[row].tokens.append(7)
+        plan = StepPlan(step_id=step, work=work, new_rows=new_rows, freed_rows=freed)
+        compare(plan, table, device_rows, rows, block_size)
+        for entry in late:
+            live = np.flatnonzero(table.lives[entry[0]] == entry[3])
+            table.fill(entry[0][live], entry[1][live], np.array(entry[2])[live])
+        late.clear()
+        if not (appended := [w.row for w in work if w.samples]) or not data.draw(st.booleans()):
+            continue
+        at, ids = np.array(appended, np.int64), data.draw(st.permutations(range(len(appended))))
+        device_rows.append(torch.tensor(ids))
+        late.append((at, table.reserve(at), ids, table.lives[at]))
+        if not on_device or data.draw(st.booleans()):
+            table.fill(at, late.pop()[1], ids)
+        for row, token in zip(appended, ids, strict=True):
+            rows[row].tokens.append(token)
 
 
 def test_history_is_prompt_and_output() -> None:
@@ -152,12 +169,38 @@ def test_impossible_plans_are_caught(work: RowWork) -> None:
     plan = StepPlan(step_id=1, work=[work], new_rows=[init(0, [1, 2])])
     table.apply(plan)
     with pytest.raises(AssertionError, match="row 0"):
-        build_batch(plan, table, cpu_platform())
+        build_batch(plan, table, cpu_platform().rows(table))
 
 
 def test_one_copy_keeps_values_shapes_and_types() -> None:
-    arrays: list[Array] = [np.arange(3), np.arange(0), np.arange(6, dtype=np.int32).reshape(2, 3), np.ones(1, np.int32)]
-    tensors = in_one_copy(HostAccelerator(), arrays)
-    assert [t.tolist() for t in tensors] == [a.tolist() for a in arrays]
-    assert [t.dtype for t in tensors] == [torch.int64, torch.int64, torch.int32, torch.int32]
-    assert all(t.storage_offset() * t.itemsize % 16 == 0 for t in tensors), "Triton compiles for one alignment"
+    buffer, places = StepBuffer(HostAccelerator(), CPU), set()
+    for size in (3, 1, 7):
+        arrays: list[Array] = [np.arange(size), np.arange(0), np.arange(6, dtype=np.int32).reshape(2, 3)]
+        tensors = list(buffer.fill({f"{place}": array for place, array in enumerate(arrays)}).values())
+        assert [t.tolist() for t in tensors] == [a.tolist() for a in arrays]
+        assert [t.dtype for t in tensors] == [torch.int64, torch.int64, torch.int32]
+        assert all(t.storage_offset() * t.itemsize % 16 == 0 for t in tensors), "Triton compiles for one alignment"
+        places.add(tensors[0].data_ptr())
+    assert len(places) == 1, "one buffer for all steps"
+
+
+class NeverRead(HostAccelerator):
+    """A device that has read no copy yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hosts: list[torch.Tensor] = []
+
+    def upload(self, host: torch.Tensor, target: torch.Tensor) -> None:
+        self.hosts.append(host)
+
+    def event(self, *, timed: bool = False) -> Any:
+        return SimpleNamespace(is_done=lambda: False)
+
+
+def test_a_step_neither_waits_for_the_device_nor_overwrites_what_it_has_not_read() -> None:
+    accelerator = NeverRead()
+    buffer = StepBuffer(accelerator, CPU)
+    for step in range(11):
+        buffer.fill({"ids": np.array([step])})
+    assert [int(host.view(torch.int64)[0]) for host in accelerator.hosts] == list(range(11))

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from tandem.parallel.context import ParallelContext
+from tandem.parallel.mesh import Mesh
 from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan
 from tandem.workers.models.decoder import build_decoder
 from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.kv_layout import kv_layouts
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import cpu_platform
 from tandem.workers.rank.kv_cache import KVCache
@@ -34,7 +36,7 @@ def tokens_of(folder: Path, platform: Platform, streamed: tuple[int, ...], depth
     decoder = build_decoder(
         spec, ParallelContext.single(), folder=folder, dtype=torch.float32, platform=platform, streamed=streamed
     )
-    kv = KVCache.allocate(spec.num_layers, 16, 16, spec.kv_heads, spec.head_dim, torch.float32, platform)
+    kv = KVCache.allocate(kv_layouts(spec, Mesh()), 16, 16, torch.float32, platform)
     table = RowTable(len(PROMPTS), 80, 16, spec.vocab_size)
     runner = ModelRunner(decoder, ParallelContext.single(), kv, table, platform)
     inits = [

@@ -17,6 +17,7 @@ from tandem.offload.weights.weight_stream import Copy, Wait, WeightStream
 from tandem.workers.lora.device.host_copy import HostCopy
 from tandem.workers.lora.device.slab import AdapterSlab
 from tandem.workers.messages.transfer import CopyKV, TransferResult
+from tandem.workers.platforms import tensor_rows
 from tandem.workers.rank.model_runner import ModelRunner, StepHandle
 from tandem.workers.rank.transfers.lanes import Lanes
 from tests.support.traced_accelerator import (
@@ -249,6 +250,29 @@ def test_tokens_that_are_read_before_their_event_are_found(rank: Rank) -> None:
     assert drawn is not None and drawn.collect().token_ids != [next_token([3, 1, 4])]
     rank.collect()
     assert drawn.collect().token_ids == [next_token([3, 1, 4])]
+
+
+def test_a_step_takes_the_tokens_of_the_one_before_from_the_device(rank: Rank) -> None:
+    """Three steps of two rows, of which the host reads nothing until all are launched; one copy brings each."""
+    first, second = rank.add([3, 1, 4], 4), rank.add([2, 7], 4)
+    rank.launch([(first, 3), (second, 2)])
+    rank.accelerator.counts.clear()
+    for _ in range(2):
+        rank.launch([(first, 1), (second, 1)])
+    counts = rank.accelerator.counts
+    assert counts["uploads"] == 2 and counts["synchronizations"] == counts["reads on the host"] == 0
+    while rank.steps:
+        rank.collect()
+    assert len(first.tokens) == 6 and len(second.tokens) == 5
+
+
+def test_pinned_memory_that_is_filled_too_early_is_found(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_rows, "STAGING_BUFFERS", 1)
+    row = rank.add([3, 1, 4], 4)
+    rank.launch([(row, 2)])
+    rank.runner._rows._buffer._read[0] = None  # type: ignore[attr-defined]
+    with pytest.raises(Race, match="before the device has read it"):
+        rank.launch([(row, 1)])
 
 
 def test_a_steps_time_is_its_own(rank: Rank) -> None:

@@ -73,6 +73,7 @@ def test_another_sharding_block_size_or_type_is_another_layout(folder: Path) -> 
         layout_digest(replace(base, parallel=ParallelSettings(pipeline_parallel_size=2)), [RANK, RANK]),
         layout_digest(replace(base, cache=CacheSettings(block_size=8)), [RANK]),
         layout_digest(base, [replace(RANK, dtype="bfloat16")]),
+        layout_digest(base, [replace(RANK, kv_layout="4x0:1*32")]),
         layout_digest(base, [replace(RANK, block_bytes=320)]),
     ]
     assert len(set(digests)) == len(digests) and all(len(digest) == 16 for digest in digests)

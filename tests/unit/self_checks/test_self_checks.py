@@ -14,7 +14,7 @@ from tandem.offload.copies.kv_copies import CpuCopier
 from tandem.parallel.context import ParallelContext
 from tandem.workers.attention.cpu_paged import CpuAttention
 from tandem.workers.attention.torch_sdpa import TorchAttention
-from tandem.workers.graphs.cpu_graphs import CpuGraphRunner
+from tandem.workers.graphs.cpu_graphs import CpuGraphs
 from tandem.workers.kernels.cpu import cpu_build, cpu_skinny_gemm
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
 from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
@@ -64,7 +64,7 @@ def one_block_missing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def attention_spoiled(original: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, batch: SimpleNamespace(forward=result_spoiled(original(self, batch).forward))
+    return lambda self, batch: SimpleNamespace(attend=result_spoiled(original(self, batch).attend))
 
 
 def replay_spoiled(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,7 +89,7 @@ def replay_spoiled(original: Callable[..., Any]) -> Callable[..., Any]:
         ("kernel grouped LoRA", CpuLora, "add", nothing_done, "differs from its torch twin"),
         ("kernel decode attention", CpuAttention, "prepare", attention_spoiled, "differs from its torch twin"),
         ("kernel chunk attention", CpuAttention, "prepare", attention_spoiled, "differs from its torch twin"),
-        ("replayed steps", CpuGraphRunner, "_replay", replay_spoiled, "differs from the eager one"),
+        ("replayed steps", CpuGraphs, "_replay", replay_spoiled, "differs from the eager one"),
         ("KV store and load", CpuCopier, "load", one_block_missing, "came back from the host slab changed"),
         ("KV store and load", CpuCopier, "store", nothing_done, "came back from the host slab changed"),
     ],

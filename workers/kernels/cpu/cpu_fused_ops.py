@@ -9,7 +9,9 @@ import ctypes
 import torch
 
 from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, REAL, Kernel
+from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
 from tandem.workers.kernels.fused_ops import TorchFusedOps
+from tandem.workers.kernels.kv_store import KVStore, LayerKV, TorchKVStore
 
 LANES = 16
 
@@ -19,6 +21,7 @@ class CpuFusedOps:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._twin = TorchFusedOps()
+        self._stores: dict[tuple[torch.dtype, torch.dtype, int], KVStore] = {}
         self._add_rms_norm = Kernel(
             library, "add_rms_norm", POINTER, POINTER, POINTER, POINTER, NUMBER, NUMBER, REAL, COUNT
         )
@@ -73,3 +76,10 @@ class CpuFusedOps:
             gate_up_TM.data_ptr(), gate_up_TM.stride(0), out_TM.data_ptr(), tokens, width, torch.get_num_threads()
         )
         return out_TM
+
+    def store(self, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv: LayerKV, slots_T: torch.Tensor) -> None:
+        kind = (k_TKD.dtype, kv.keys.dtype, k_TKD.shape[2])
+        store = self._stores.get(kind)
+        if store is None:
+            store = self._stores[kind] = CpuKVStore.make(kind[0], kind[2], kind[1]) or TorchKVStore()
+        store.write(k_TKD, v_TKD, kv, slots_T)

@@ -93,6 +93,7 @@ class CpuLora:
     """
 
     warm_up_tokens: tuple[int, ...] = (1, 64)
+    reads_slots = False
 
     def __init__(self, library: ctypes.CDLL, gemm_tokens: int = GEMM_TOKENS) -> None:
         self._twin = TorchLora()

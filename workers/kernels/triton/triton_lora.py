@@ -249,6 +249,7 @@ class TritonLora:
     """LoraOps by these kernels. Every launch depends on shapes alone, so it may be captured in a CUDA graph."""
 
     warm_up_tokens: tuple[int, ...] = (1, TOKEN_STEP + 1)
+    reads_slots = True
 
     def add(
         self,

@@ -35,11 +35,29 @@ class LoraLayers:
     def begin(self, batch: ForwardBatch) -> None:
         rows = self.rows = batch.adapters
         self.sample_rows = batch.sample_adapters
-        self.slots = frozenset() if rows is None else frozenset(slot for _, _, slot in rows.segments)
-        self.name = None if rows is None else (tuple(rows.segments), self._slab.changes)
+        self.slots = frozenset() if rows is None else self._slots_of(rows)
+        self.name = None if rows is None else self._name_of(rows)
         if (wanted := (self.slots, self._slab.changes)) != self._chosen_for:
             self._chosen_for = wanted
             self._chosen.clear()
+
+    def begin_layers(self, rows: AdapterRows | None) -> None:
+        """The layers take the rows' slots from here, which a graph may hold."""
+        self.rows = rows
+
+    def _name_of(self, rows: AdapterRows) -> Hashable:
+        """Where slots are read on the device, calls depend on the projections that some adapter changes, and no more:
+        the tables stay where they are."""
+        if self._ops.reads_slots:
+            return tuple(map(bool, self._slab.slots_of))
+        return tuple(rows.segments), self._slab.changes
+
+    def _slots_of(self, rows: AdapterRows) -> frozenset[int]:
+        """The slots whose adapters decide which projections are computed: the step's, or all where calls may not
+        depend on the step."""
+        if self._ops.reads_slots:
+            return frozenset().union(*self._slab.slots_of)
+        return frozenset(slot for _, _, slot in rows.segments)
 
     def begin_head(self, rows: AdapterRows | None) -> None:
         """From now on the head computes these rows of the step."""

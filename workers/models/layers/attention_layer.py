@@ -13,11 +13,10 @@ from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear import AdaptableLinear, ColumnParallelLinear, RowParallelLinear
 from tandem.parallel.linear_methods import MakeMatrix
 from tandem.parallel.params import Span
-from tandem.workers.attention.backend import AttentionStep
 from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.kernels.kv_store import LayerKV
+from tandem.workers.models.layers.layer_inputs import LayerInputs
 from tandem.workers.models.layers.norms import QKNorm
-from tandem.workers.models.layers.positions import Angles
 from tandem.workers.models.spec.arch import AttentionParams, LayerSpec
 from tandem.workers.models.spec.parameters import LayerParams, Role
 
@@ -43,16 +42,18 @@ class AttentionLayer:
             self._norm = QKNorm(weights[Role.Q_NORM], weights[Role.K_NORM], num_heads, num_kv_heads)
         self._o = RowParallelLinear(*params.merged("o"), context, make)
 
-    def __call__(self, x_TH: torch.Tensor, angles: Angles | None, step: AttentionStep, kv: LayerKV) -> torch.Tensor:
+    def __call__(self, x_TH: torch.Tensor, inputs: LayerInputs, kv: LayerKV) -> torch.Tensor:
         """Returns [T, H], before the residual. `kv`: this layer's cache, to which the step's tokens are added."""
         num_heads, num_kv_heads = self._heads
+        angles = inputs.angles
         qkv_TAD = self._qkv(x_TH).unflatten(-1, (-1, self._head_dim))
         qk_TSD, v_TKD = qkv_TAD.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
         weight_SD = None if self._norm is None else self._norm.weight_SD
         cos_T1D, sin_T1D = (angles.cos_T1D, angles.sin_T1D) if self._rotates and angles is not None else (None, None)
         qk_TSD = self._ops.norm_rotate(qk_TSD, weight_SD, self._eps, cos_T1D, sin_T1D)
         q_TND, k_TKD = qk_TSD.split((num_heads, num_kv_heads), dim=1)
-        out_TND = step.forward(q_TND, k_TKD, v_TKD, kv, self._params)
+        self._ops.store(k_TKD, v_TKD, kv, inputs.slots_T)
+        out_TND = inputs.attention.attend(q_TND, k_TKD, v_TKD, kv, self._params)
         return self._o(out_TND.flatten(1))
 
     def linears(self) -> Iterator[AdaptableLinear]:

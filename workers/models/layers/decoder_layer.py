@@ -1,4 +1,4 @@
-"""One layer of the decoder, sharded over tp. Built by decoder.py, run by cpu_graphs.py. T tokens, H hidden size."""
+"""One layer of the decoder, sharded over tp. Built and run by decoder.py. T tokens, H hidden size."""
 
 from collections.abc import Iterator
 
@@ -8,14 +8,13 @@ from tandem.parallel.checkpoint import ParameterSlot
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear import AdaptableLinear
 from tandem.parallel.linear_methods import MakeMatrix
-from tandem.workers.attention.backend import AttentionStep
 from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.layers.attention_layer import AttentionLayer
+from tandem.workers.models.layers.layer_inputs import LayerInputs
 from tandem.workers.models.layers.mlp import MLP
 from tandem.workers.models.layers.moe import MixtureOfExperts
 from tandem.workers.models.layers.norms import AddNorm, make_norm
-from tandem.workers.models.layers.positions import Angles
 from tandem.workers.models.spec.arch import LayerSpec, Moe, Place
 from tandem.workers.models.spec.parameters import LayerParams, Role
 
@@ -43,14 +42,14 @@ class DecoderLayer:
     def __call__(
         self,
         branch_TH: torch.Tensor | None,
-        residual_TH: torch.Tensor,
-        angles: Angles | None,
-        step: AttentionStep,
+        inputs: LayerInputs,
         kv: LayerKV,
     ) -> torch.Tensor:
         """Adds the previous layer's MLP output (`branch`, None at a stage's start) and its own attention to the
-        residual, in place; returns its own MLP output for the next layer to add, fused with that layer's norm."""
-        x_TH = self._attention(self._attention_norm(branch_TH, residual_TH), angles, step, kv)
+        residual, in place; returns its own MLP output for the next layer to add, fused with that layer's norm. kv: this
+        layer's cache."""
+        residual_TH = inputs.residual_TH
+        x_TH = self._attention(self._attention_norm(branch_TH, residual_TH), inputs, kv)
         if self._post_norms is None:
             return self._mlp(self._mlp_norm(x_TH, residual_TH))
         behind_attention, behind_mlp = self._post_norms

@@ -208,10 +208,6 @@ class ArchSpec:
             flag = "--pipeline-parallel-size"
             raise SettingsError(f"{flag} {pp_size} is outside 1..{self.num_layers}, the model's layers", flag)
 
-    def local_kv_heads(self, tp_size: int) -> int:
-        """Returns the KV heads of one rank; with more ranks than KV heads each head is held by several ranks."""
-        return max(1, self.kv_heads // tp_size)
-
 
 def _check_layer(layer: LayerSpec, tp_size: int, expert_parallel: bool) -> None:
     flag = "--tensor-parallel-size"

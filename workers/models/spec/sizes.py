@@ -7,16 +7,12 @@ degree.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Final
 
 from tandem.parallel.mesh import Mesh, layer_range
 from tandem.parallel.params import Param
-from tandem.workers.models.spec.arch import ArchSpec, Moe
+from tandem.workers.models.spec.arch import ArchSpec, LayerSpec, Moe
 from tandem.workers.models.spec.families import parameters_of
-
-KV_ELEMENT_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8_e4m3": 1}
-KV_SCALE_BYTES: Final = {"int8": 4, "fp8_e4m3": 4}
-"""Bytes of one token and head, keys and values each: quantized caches add a float32 scale to head_dim elements."""
+from tandem.workers.models.spec.kv_layout import kv_layout, kv_layouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +72,8 @@ def _elements_at(mesh: Mesh) -> Callable[[Param], int]:
 
 
 def kv_token_bytes(spec: ArchSpec, mesh: Mesh, kv_dtype: str) -> int:
-    """Returns the bytes of one token's keys and values on the rank at `mesh`, scales included."""
-    layers = len(layer_range(spec.num_layers, mesh.pp_rank, mesh.pp_size))
-    head = spec.head_dim * KV_ELEMENT_BYTES[kv_dtype] + KV_SCALE_BYTES.get(kv_dtype, 0)
-    return 2 * layers * spec.local_kv_heads(mesh.tp_size) * head
+    """Returns the bytes of one token's planes on the rank at `mesh`, scales included."""
+    return sum(layout.token_bytes(kv_dtype) for layout in kv_layouts(spec, mesh))
 
 
 def adapter_bytes(spec: ArchSpec, mesh: Mesh, rank: int, element_bytes: int) -> int:
@@ -103,9 +97,13 @@ def activation_bytes(spec: ArchSpec, tp_size: int, max_num_tokens: int, max_num_
     It counts the residual stream, the widest layer's input, merged outputs and result, and logits in float32 with the
     sampler's copies.
     """
-    layer = spec.layers[0]
-    q = layer.attention.num_heads * spec.head_dim // tp_size
-    kv = spec.local_kv_heads(tp_size) * spec.head_dim
-    width = layer.mlp.width // tp_size * (layer.mlp.top_k if isinstance(layer.mlp, Moe) else 1)
-    widest = max(2 * (q + 2 * kv) + q, 3 * width)
+    widest = max(_widest(layer, tp_size) for layer in dict.fromkeys(spec.layers))
     return max_num_tokens * (3 * spec.hidden_size + widest) * element_bytes + 3 * max_num_seqs * spec.vocab_size * 4
+
+
+def _widest(layer: LayerSpec, tp_size: int) -> int:
+    """Returns the elements of a token that a layer holds at once beside the residual stream."""
+    q = layer.attention.num_heads * layer.attention.head_dim // tp_size
+    kv = sum(plane.heads * plane.dim for plane in kv_layout(layer, tp_size).planes)
+    width = layer.mlp.width // tp_size * (layer.mlp.top_k if isinstance(layer.mlp, Moe) else 1)
+    return max(2 * (q + kv) + q, 3 * width)

@@ -86,13 +86,13 @@ class DiskLane:
 
 
 def open_kv_lanes(
-    lanes: Lanes, rank: int, planes: Sequence[torch.Tensor], num_layers: int, tiers: RankTiers, platform: Platform
+    lanes: Lanes, rank: int, layers: Sequence[Sequence[torch.Tensor]], tiers: RankTiers, platform: Platform
 ) -> LoadGate:
     """Opens the rank's lanes of KV and returns the gate of their loads. OSError or HostTierError without the memory."""
     accelerator = platform.accelerator
-    slab = _open_slab(rank, tiers, bytes_per_slot(planes), accelerator)
+    slab = _open_slab(rank, tiers, bytes_per_slot([plane for layer in layers for plane in layer]), accelerator)
     gate = LoadGate(accelerator, by_layer=platform.copies_beside)
-    memory = MemoryLane(platform.kv_copier(planes, num_layers, slab.bytes_SB), slab, gate)
+    memory = MemoryLane(platform.kv_copier(layers, slab.bytes_SB), slab, gate)
     if tiers.disk_folder is not None:
         lanes.open("disk", accelerator, DiskLane(Path(tiers.disk_folder), tiers.layout, slab))
     lanes.open("memory", accelerator, memory)

@@ -1,0 +1,189 @@
+"""CudaGraphs on the CPU: the recorded-graph twin captures, and what is replayed on later steps equals those steps run
+eagerly, bit for bit: families, adapters, rows with drafts, padding, quantized caches."""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.configs.schema import LoraSettings
+from tandem.parallel.context import ParallelContext
+from tandem.parallel.groups import GLOO
+from tandem.workers.graphs.cuda_graphs import RUNS_BEFORE_CAPTURE, CudaGraphs, Replay
+from tandem.workers.graphs.graph_runner import NoGraphs, Outputs
+from tandem.workers.lora.device.rank_adapters import open_adapters
+from tandem.workers.models.decoder import Decoder, build_decoder
+from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.platforms.base import DeviceMemory, Platform
+from tandem.workers.platforms.cpu import HostAccelerator
+from tandem.workers.platforms.cuda import platform_on
+from tests.support.adapters import save_random_adapter
+from tests.support.lora_ranks import put_all, with_adapters
+from tests.support.paged_rows import PagedRows, prompt_ids
+from tests.support.recorded_graph import RecordedGraph
+from tests.support.slot_lora import SlotLora
+from tests.support.tiny_models import BY_NAME, save_tiny_model
+
+CPU, ROWS, MAX_LEN = torch.device("cpu"), 4, 70
+Step = tuple[list[tuple[int, list[int]]], list[int]]
+"""Rows with their tokens, and the rows' adapter slots."""
+
+
+def recorded(body: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
+    graph = RecordedGraph.capture(body)
+    return graph.replay, graph.outputs
+
+
+def eagerly(body: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
+    """No capture: each replay runs the body again, on the inputs of now."""
+    outputs = body()
+
+    def replay() -> None:
+        for mine, its in zip(outputs, body(), strict=True):
+            mine.copy_(its)
+
+    return replay, outputs
+
+
+def device(capture: Callable[[Callable[[], Outputs]], tuple[Replay, Outputs]]) -> Platform:
+    """A GPU's platform on CPU memory."""
+    platform = platform_on(HostAccelerator(), CPU, GLOO, lambda: DeviceMemory(0, 0), capture)
+    return replace(platform, lora_ops=lambda dtype: SlotLora())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny tensors: threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root, made = tmp_path_factory.mktemp("models"), {}
+
+    def folder(name: str) -> Path:
+        if name not in made:
+            made[name] = save_tiny_model(BY_NAME[name], root)
+        return made[name]
+
+    return folder
+
+
+def steps_of(seed: int, with_slots: bool) -> list[Step]:
+    """Prompts, then decodes of some rows, some with drafts; a prompt in between."""
+    rng = random.Random(seed)
+
+    def slots(count: int) -> list[int]:
+        some = [rng.choice((-1, 0, 1)) if with_slots else -1 for _ in range(count)]
+        return [rng.randrange(2), *some[1:]] if with_slots else some
+
+    steps = [([(row, prompt_ids(rng.randrange(6, 14), 200, seed=row)) for row in range(ROWS)], slots(ROWS))]
+    for _ in range(20):
+        rows = rng.sample(range(ROWS), rng.choice((1, ROWS - 1, ROWS)))
+        steps.append(([(row, prompt_ids(rng.choice((1, 1, 3)), 200)) for row in rows], slots(len(rows))))
+    return steps
+
+
+@torch.no_grad()
+def logits_of(
+    decoder: Decoder, platform: Platform, steps: list[Step], kv_dtype: torch.dtype | None = None
+) -> tuple[list[torch.Tensor], PagedRows]:
+    rows = PagedRows(decoder, ROWS, MAX_LEN, block_size=16, kv_dtype=kv_dtype, platform=platform)
+    found = []
+    for work, slots in steps:
+        batch = rows.batch(work, all_logits=True)
+        found.append(decoder.forward(with_adapters(batch, slots), rows.kv, None))
+    return found, rows
+
+
+def decoder_on(platform: Platform, folder: Path, adapters: list[Path], kv_dtype: torch.dtype | None = None) -> Decoder:
+    spec = load_spec(folder)
+    context = ParallelContext.single()
+    decoder = build_decoder(spec, context, folder=folder, dtype=torch.float32, platform=platform, kv_dtype=kv_dtype)
+    if adapters:
+        settings = LoraSettings(enable_lora=True, max_loras=2, max_lora_rank=8)
+        opened = open_adapters(
+            settings, spec, folder, decoder, platform, torch.float32, available_bytes=None, pp_size=1
+        )
+        put_all(opened, adapters)
+    return decoder
+
+
+@pytest.mark.parametrize(
+    ("name", "num_adapters", "kv_dtype"),
+    [("qwen3", 2, None), ("gemma2", 0, None), ("bloom", 0, None), ("mistral-window", 0, torch.int8)],
+)
+def test_replays_equal_eager_steps(
+    folders: Callable[[str], Path], tmp_path: Path, name: str, num_adapters: int, kv_dtype: torch.dtype | None
+) -> None:
+    """At the same padding bit for bit, the cache too; against steps without padding up to the order of sums."""
+    folder, steps = folders(name), steps_of(3, num_adapters > 0)
+    adapters = [save_random_adapter(folder, tmp_path / f"a{n}", rank=4 + n, seed=n) for n in range(num_adapters)]
+    found = {}
+    for kind, capture in (("replayed", recorded), ("padded", eagerly), ("plain", None)):
+        platform = device(capture or recorded)
+        decoder = decoder_on(platform, folder, adapters, kv_dtype)
+        if capture is None:
+            decoder.graphs = NoGraphs()
+        found[kind] = (*logits_of(decoder, platform, steps, kv_dtype), decoder.graphs)
+    (replayed, cache, graphs), (padded, padded_cache, _), (plain, _, _) = found.values()
+    assert graphs.num_replays >= 8 and graphs.can_replay
+    for ours, same, other in zip(replayed, padded, plain, strict=True):
+        assert torch.equal(ours, same)
+        torch.testing.assert_close(ours, other, rtol=0, atol=1e-4 if kv_dtype is None else 2e-2)
+    for mine, its in zip(cache.kv.layers, padded_cache.kv.layers, strict=True):
+        assert torch.equal(mine.keys, its.keys) and torch.equal(mine.values, its.values)
+
+
+def test_padded_tokens_write_the_scratch_block_alone(folders: Callable[[str], Path]) -> None:
+    platform = device(recorded)
+    decoder = decoder_on(platform, folders("qwen3"), [])
+    rows = PagedRows(decoder, ROWS, MAX_LEN, block_size=16, platform=platform)
+    assert rows.kv.scratch_block == len(rows.kv.layers[0].keys) - 1
+    with torch.no_grad():
+        for step in range(RUNS_BEFORE_CAPTURE + 3):
+            before = [(kv.keys.clone(), kv.values.clone()) for kv in rows.kv.layers]
+            batch = rows.batch([(row, [step + 3]) for row in range(3)])
+            decoder.forward(batch, rows.kv, None)
+    assert decoder.graphs.num_replays == 3, "three tokens in a bucket of four"
+    written = {*(batch.slot_mapping_T // rows.block_size).tolist(), rows.kv.scratch_block}
+    for kv, (keys, values) in zip(rows.kv.layers, before, strict=True):
+        changed = (kv.keys != keys).flatten(1).any(1) | (kv.values != values).flatten(1).any(1)
+        assert set(changed.nonzero()[:, 0].tolist()) <= written
+
+
+def test_a_step_that_cannot_be_captured_runs_eagerly_from_then_on(
+    folders: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As does any step that no bucket holds."""
+
+    def refuses(body: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    steps = steps_of(5, with_slots=False)
+    expected, _ = logits_of(decoder_on(device(recorded), folders("qwen3"), []), device(recorded), steps[:1])
+    found = {}
+    for name, capture, buckets in (("refused", refuses, (8,)), ("small", recorded, ())):
+        platform = device(capture)
+        platform = replace(platform, graphs=lambda *more, c=capture, b=buckets: CudaGraphs(*more, c, b))
+        decoder = decoder_on(platform, folders("qwen3"), [])
+        found[name], _ = logits_of(decoder, platform, steps)
+        assert decoder.graphs.num_replays == 0 and decoder.graphs.can_replay == (name == "small")
+    assert all(map(torch.equal, found["refused"], found["small"])) and torch.equal(found["small"][0], expected[0])
+    assert "not permitted when stream is capturing" in caplog.text
+
+
+def test_one_graph_serves_any_mix_of_adapters(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    folder, platform = folders("qwen3"), device(recorded)
+    adapters = [save_random_adapter(folder, tmp_path / f"a{n}", rank=4, seed=n) for n in range(2)]
+    decoder = decoder_on(platform, folder, adapters)
+    mixes = [[0, 1], [1, 1], [0, -1], [-1, 1], [1, 0], [0, 0]]
+    logits_of(decoder, platform, [([(0, [step + 3]), (1, [7])], mix) for step, mix in enumerate(mixes)])
+    assert len(decoder.graphs._captures) == 1  # type: ignore[attr-defined]
+    assert decoder.graphs.num_replays == len(mixes) - RUNS_BEFORE_CAPTURE

@@ -1,0 +1,88 @@
+"""The inputs of a step's layers, as one record that a graph can hold. Made by decoder.py. T tokens, H hidden size."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+
+from tandem.workers.attention.backend import AttentionBackend, AttentionStep, KVTensors, ReplayableStep
+from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.kernels.lora_ops import AdapterRows
+from tandem.workers.models.layers.positions import Angles
+
+
+@dataclass(slots=True)
+class LayerInputs:
+    """residual_TH: the residual stream, to which the layers add in place. slots_T: where the tokens' K and V are
+    stored. adapters: of the tokens. kv: the cache, the same for all steps of a graph."""
+
+    batch: ForwardBatch
+    residual_TH: torch.Tensor
+    slots_T: torch.Tensor
+    angles: Angles | None
+    adapters: AdapterRows | None
+    backend: AttentionBackend
+    kv: KVTensors
+    num_tokens: int
+    _step: AttentionStep | None = None
+    _replayable: ReplayableStep | None = None
+
+    @property
+    def attention(self) -> AttentionStep:
+        if self._step is None:
+            self._step = self.backend.prepare(self.batch)
+        return self._step
+
+    @property
+    def graph_key(self) -> Hashable | None:
+        """What attention may vary by among steps with one graph; None where a step of this batch is its own. An
+        overlapped load is waited for layer by layer, which no graph does."""
+        if not isinstance(self.kv.layers, list):
+            return None
+        return self.backend.replay_key(self.batch, self.kv.layers[0], self.residual_TH.dtype)
+
+    def static(self, num_tokens: int) -> "LayerInputs":
+        def room(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.new_empty((num_tokens, *tensor.shape[1:]))
+
+        angles, adapters = self.angles, self.adapters
+        step = self.backend.prepare_replay(self.batch, num_tokens, self.kv.scratch_block)
+        static = LayerInputs(
+            self.batch,
+            room(self.residual_TH),
+            room(self.slots_T),
+            None if angles is None else Angles(room(angles.cos_T1D), room(angles.sin_T1D)),
+            None if adapters is None else AdapterRows(room(adapters.slots_T), adapters.segments),
+            self.backend,
+            self.kv,
+            num_tokens,
+            step,
+            step,
+        )
+        static.take(self)
+        return static
+
+    def take(self, inputs: "LayerInputs", /) -> None:
+        assert self._replayable is not None, "inputs of one step alone"
+        count = inputs.num_tokens
+        if count < self.num_tokens:
+            self._pad(count)
+        for mine, its in zip(self._tensors(), inputs._tensors(), strict=True):
+            (mine if count == self.num_tokens else mine[:count]).copy_(its)
+        self._replayable.set_batch(inputs.batch)
+
+    def _tensors(self) -> list[torch.Tensor]:
+        tensors = [self.residual_TH, self.slots_T]
+        if self.angles is not None:
+            tensors += (self.angles.cos_T1D, self.angles.sin_T1D)
+        if self.adapters is not None:
+            tensors.append(self.adapters.slots_T)
+        return tensors
+
+    def _pad(self, count: int) -> None:
+        """Fills what is behind `count` tokens: zeros that are written to the scratch block, without an adapter."""
+        for tensor in self._tensors():
+            tensor[count:].zero_()
+        self.slots_T[count:].fill_(self.kv.scratch_block * self.kv.block_size)
+        if self.adapters is not None:
+            self.adapters.slots_T[count:].fill_(-1)
