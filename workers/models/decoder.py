@@ -23,6 +23,7 @@ from tandem.parallel.checkpoint import (
 )
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.embedding import VocabParallelEmbedding, VocabParallelHead
+from tandem.parallel.formats import weight_format
 from tandem.parallel.linear import AdaptableLinear, LinearPart
 from tandem.parallel.mesh import layer_range
 from tandem.workers.attention.backend import AttentionBackend, KVTensors
@@ -70,9 +71,10 @@ class Decoder:
         platform: Platform,
         dtype: torch.dtype,
         stream: WeightStream,
+        quantization: str | None = None,
     ) -> None:
         spec.check_parallel(context.tp_size, context.pp_size, expert_parallel=context.mesh.expert_parallel)
-        ops, make = platform.fused_ops(dtype), platform.matrices(dtype)
+        ops, make = platform.fused_ops(dtype), platform.linear_methods(dtype, quantization)
         self.parameters = parameters_of(spec)
         self.layer_ids = layer_range(spec.num_layers, context.pp_rank, context.pp_size)
         self.num_local_kv_heads = spec.local_kv_heads(context.tp_size)
@@ -253,18 +255,22 @@ def build_decoder(
     on_bytes: OnBytes | None = None,
     streamed: Sequence[int] = (),
     copier: Copier | None = None,
+    quantization: str | None = None,
 ) -> Decoder:
     """Returns this rank's decoder with its weights, from `folder` or random (load_format dummy).
 
     kv_dtype: the cache's dtype, None for `dtype`; attention and copier: in place of the platform's. `streamed`: indices
     on this rank of layers that are kept in host memory and pass through the device. Such a decoder must be closed.
+    quantization: of linear layers and the head, a key of FORMATS (parallel/formats.py).
     on_bytes: a callback for the loading's progress, on every rank; `progress`: shows a bar, on rank 0. Raises
     SettingsError for a model that cannot be sharded this way, and for a checkpoint that does not match its config.json.
     """
-    held = rank_weights(spec, context.mesh, dtype.itemsize, platform.packs(dtype)).layer_bytes * len(streamed)
+    form = weight_format(quantization)
+    weights = rank_weights(spec, context.mesh, dtype.itemsize, platform.packs(dtype), form)
+    held = weights.layer_bytes * len(streamed)
     stream = WeightStream(streamed, copier or platform.weight_copier(held))
     attention = attention or platform.attention(dtype, spec.head_dim, kv_dtype)
-    decoder = Decoder(spec, context, attention, platform, dtype, stream)
+    decoder = Decoder(spec, context, attention, platform, dtype, stream, quantization)
     source: Source
     if load_format == "dummy":
         source = DummySource(seed, dtype)
