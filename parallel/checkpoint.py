@@ -36,11 +36,12 @@ class Holder(Protocol):
 class ParameterSlot:
     """Parameters to be loaded into one tensor, one behind the other along dim 0 (q, k and v; gate and up), so that
     merged layers need no second copy. `accept` takes this rank's tensor, in the model's dtype and on its final device.
-    holder: keeps a form of its own of it; None: the tensor is kept."""
+    holder: keeps a form of its own, None: the tensor is kept. as_stored: the tensor has the checkpoint's dtype."""
 
     params: tuple[Param, ...]
     accept: Callable[[torch.Tensor], None]
     holder: Holder | None = None
+    as_stored: bool = False
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """Returns the tensor's shape on a rank."""
@@ -79,9 +80,9 @@ def load(
             if on_bytes is not None:
                 on_bytes(loaded, total)
             tensor = assemble(slot, source, dtype, device, place)
-            loaded += tensor.nbytes
-            bar.update(tensor.nbytes)
-            num_bytes = tensor.nbytes
+            num_bytes = tensor.numel() * dtype.itemsize
+            loaded += num_bytes
+            bar.update(num_bytes)
             slot.accept(tensor)
             del tensor  # before the next one is made
             held += num_bytes if slot.holder is None else slot.holder.nbytes
@@ -92,20 +93,24 @@ def load(
 
 def assemble(slot: ParameterSlot, source: Source, dtype: torch.dtype, device: torch.device, mesh: Mesh) -> torch.Tensor:
     """Returns a slot's tensor: a new one with its parameters' shares copied in and padding zeroed."""
-    tensor = torch.empty(slot.local_shape(mesh), dtype=dtype, device=device)
+    tensor: torch.Tensor | None = None
     offset = 0
     for param in slot.params:
         rows = param.local_shape(mesh)[0]
         dim = param.shard.dim
         span = param.span(dim, mesh)
-        target = tensor[offset : offset + rows]
         present = max(0, min(span.start + span.length, span.total) - span.start)
+        share = source.read(param, dim, span.start, present) if present else None
+        if tensor is None:
+            kept = share.dtype if slot.as_stored and share is not None else dtype
+            tensor = torch.empty(slot.local_shape(mesh), dtype=kept, device=device)
+        target = tensor[offset : offset + rows]
         if present < span.length:
             target.zero_()
-            target = target.narrow(dim, 0, present)
-        if present:
-            target.copy_(source.read(param, dim, span.start, present))
+        if share is not None:
+            target.narrow(dim, 0, present).copy_(share)
         offset += rows
+    assert tensor is not None, "a slot without parameters"
     return tensor
 
 

@@ -82,6 +82,11 @@ class VocabParallelHead:
     def accept(self, table_VH: torch.Tensor) -> None:
         self._method.take(table_VH, None)
 
+    @property
+    def reads_stored(self) -> bool:
+        """Whether accept() takes the table in the checkpoint's dtype."""
+        return self._method.reads_stored
+
     # A packed matrix cannot be read by row, and an unpacked head would cost 2 to 3 times the time on every step.
     @property
     def copied_bytes(self) -> int:

@@ -1,7 +1,8 @@
 """Linear methods of int8 weights, in torch: the twins of compiled kernels, and what computes where there are none.
 
-Weights are rounded at load, symmetrically and by output: scale = largest |weight| of its inputs / 127. Where ranks
-share a row's inputs they agree on its largest, so every TP degree has the same integers. T tokens, I inputs, O outputs.
+Weights are rounded at load, symmetrically and by output: scale = largest |weight| of its inputs / 127. They are made of
+what the checkpoint stores, whatever the model's dtype, and where ranks share a row's inputs they agree on its largest:
+every dtype and TP degree has the same integers. T tokens, I inputs, O outputs.
 
 Int8Method leaves its inputs as they are. W8A8Method rounds them too, token by token, and sums integers exactly: a
 token's result never depends on the others of its step. Both sum in at least float32 and round to the dtype once.
@@ -27,6 +28,7 @@ class Int8Method(LinearMethod):
     """Int8 weights and one float32 scale per output, in one piece of memory: scales, then rows."""
 
     is_copy = True
+    reads_stored = True
 
     def __init__(self, weights: Sequence[Param], context: ParallelContext, /, place: Place = as_given) -> None:
         columns = [weight.span(1, context.mesh) for weight in weights]

@@ -36,19 +36,22 @@ class LinearMethod(Protocol):
     """A product with a weight on this rank's shard: y_TO = x_TI @ weight_OI.T + bias_O.
 
     nbytes: of the weight, once it is loaded, without the padding of packed forms. is_copy: it holds a form of its own,
-    not the tensor that take() was given.
+    not the tensor that take() was given. reads_stored: that has the checkpoint's dtype, not the model's.
     """
 
     nbytes: int
     is_copy: bool
+    reads_stored: bool = False
 
     def slots(self, weights: Sequence[Param], bias: Bias) -> Iterator[ParameterSlot]:
         """Yields what is to be read for the merged weights; their outputs stand one behind the other. bias: is called
         when the last slot has been filled."""
-        yield ParameterSlot(tuple(weights), lambda weight_OI: self.take(weight_OI, bias()), self)
+        yield ParameterSlot(
+            tuple(weights), lambda weight_OI: self.take(weight_OI, bias()), self, as_stored=self.reads_stored
+        )
 
     def take(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
-        """Makes the product's form of a dense weight, in the model's dtype."""
+        """Makes the product's form of a dense weight. bias: in the model's dtype."""
         ...
 
     def apply(self, x_TI: torch.Tensor) -> torch.Tensor:

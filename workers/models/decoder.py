@@ -81,6 +81,7 @@ class Decoder:
         self.head_dim = spec.head_dim
         self.weight_bytes = 0
         self._mesh = context.mesh
+        self._dtype = dtype
         self._adapters: Adapters | None = None
         self.stream = stream
         rope = _rope_of(spec)
@@ -194,7 +195,7 @@ class Decoder:
         shared."""
         if self._embedding is not None:
             for slot in self._embedding.slots():
-                yield ParameterSlot(slot.params, self._accept_tied) if self._ties_here else slot
+                yield self._tied_slot(slot) if self._ties_here else slot
         if self._entry is not None:
             yield from self._entry.slots()
         for layer in self._layers:
@@ -227,9 +228,14 @@ class Decoder:
         self.graphs.close()
         self.stream.close()
 
+    def _tied_slot(self, slot: ParameterSlot) -> ParameterSlot:
+        """Returns the embedding's slot as that of both tables."""
+        assert self._head is not None
+        return ParameterSlot(slot.params, self._accept_tied, as_stored=self._head.reads_stored)
+
     def _accept_tied(self, table_VH: torch.Tensor) -> None:
         assert self._embedding is not None and self._head is not None
-        self._embedding.accept(table_VH)
+        self._embedding.accept(table_VH.to(self._dtype))
         self._head.accept(table_VH)
 
 
