@@ -4,10 +4,10 @@
 
 Sums are of integers and exact, so a row's result does not depend on its batch mates. The CPU multiplies bytes, four
 pairs at a time, and larger integers byte by byte. w8a8 has integers of one byte, the largest input being 127. int8 has
-two for bf16 and three for float32, and a power of two as scale, at most 2**-14 (2**-22) of the row's largest input: bits
-below it are rounded, so that bf16 inputs down to 2**-6 of the largest stay as they are. That costs as many instructions
-as pairs of bf16 do, without the conversion of weights, which takes longer than reading them. A step of few rows is bound
-by reading weights, in either case.
+two for bf16 and three for float32, and a power of two as scale, about 2**-14 (2**-22) of the row's largest input: bits
+below it are rounded, so bf16 inputs down to 2**-6 of the largest stay as they are. That costs as many instructions as
+pairs of bf16 do, and spares the conversion of weights, which takes longer than reading them. A step of few rows is
+bound by reading weights in either case.
 
 The layout: blocks of 64 outputs, each [I / 4][64][4], padded to a whole block; numbers + 128, without sign. The scales
 follow, so that one piece of memory has it all. T rows, I inputs, O outputs.
