@@ -4,8 +4,8 @@
     python -m benchmarks.engine.quantization --checkpoint FOLDER --text FILE [--window 256]    # perplexity too
 
 Random weights of a known shape, in bf16 and quantized (int8, w8a8); variants take turns step by step, head included.
-Ratios are of medians; `best` are those of the least times, which other processes disturb less. The roofline is the
-bytes of weights and KV over a bandwidth measured now. Perplexity is of the tokens of a text's windows, each but the
+Ratios are of medians; `best` are those of the least times, which other processes disturb less. The roofline of a
+decode step is the bytes of weights and KV over a bandwidth measured now. Perplexity is of the tokens of a text's windows, each but the
 first, by the engine in the checkpoint's dtype.
 """
 
@@ -63,11 +63,9 @@ def measure_steps(options: argparse.Namespace) -> dict[str, Any]:
         table_bytes = spec.vocab_size * spec.hidden_size * 2  # ids are looked up in it, which reads next to nothing
         found: dict[str, Any] = {"other_cpu": other.share, "steps": len(times["bf16"])}
         for name, own in times.items():
-            found[name] = {
-                "median_ms": statistics.median(own),
-                "best_ms": min(own),
-                "roofline_ms": (weight_bytes[name] - table_bytes + kv_bytes) / bandwidth * 1e3,
-            }
+            found[name] = {"median_ms": statistics.median(own), "best_ms": min(own)}
+            if max(batch.query_lens_list) == 1:
+                found[name]["roofline_ms"] = (weight_bytes[name] - table_bytes + kv_bytes) / bandwidth * 1e3
         figures[words] = found
         print(f"{words}: " + ", ".join(described(found, name) for name in VARIANTS) + f"; {other.share:.2f} other_cpu")
     return {"weight_bytes": weight_bytes, "read_bytes_per_s": bandwidth, "cases": figures}
@@ -76,7 +74,7 @@ def measure_steps(options: argparse.Namespace) -> dict[str, Any]:
 def described(found: dict[str, Any], name: str) -> str:
     own, base = found[name], found["bf16"]
     ratios = f"{base['median_ms'] / own['median_ms']:.2f} (best {base['best_ms'] / own['best_ms']:.2f})"
-    roofline = f", {own['roofline_ms'] / own['median_ms']:.0%} of the roofline" if own["roofline_ms"] else ""
+    roofline = f", {own['roofline_ms'] / own['median_ms']:.0%} of the roofline" if "roofline_ms" in own else ""
     return f"{name} {own['median_ms']:.2f} ms = {ratios}{roofline}"
 
 

@@ -146,6 +146,7 @@ def _find(name: str, settings: EngineSettings, asked: _Asked) -> dict[str, Any]:
         "num_layers": spec.num_layers,
         "num_parameters": parameters_of(spec).num_elements,
         "dtype": model.dtype,
+        "quantization": model.settings.model.quantization,
         "kv_dtype": model.kv_dtype,
         "lora": msgspec.structs.asdict(model.settings.lora),
         "checkpoint": None if facts is None else _checkpoint(facts, parameters_of(spec).num_elements),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.configs.errors import SettingsError
 from tandem.configs.schema import DeviceSettings, EngineSettings, ModelSettings
 from tandem.offload.copies.host_slab import HostSlab
 from tandem.parallel import groups
@@ -103,6 +104,12 @@ def test_attention_on_cuda_is_bounded_and_not_cudnns(cuda: Platform) -> None:
     assert WORKSPACE_BYTES == ATTENTION_BYTES, "what the planner counts"
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert not cuda.packs(torch.bfloat16) and cuda.backend.name == "nccl" and cuda.memory is not None
+
+
+def test_quantized_weights_are_refused_on_cuda(cuda: Platform) -> None:
+    with pytest.raises(SettingsError, match="int8 is for ranks on CPU") as refused:
+        cuda.linear_methods(torch.bfloat16, "int8")
+    assert refused.value.flag == "--quantization"
 
 
 def test_cpu_is_taken_when_asked_for(asked: Asked) -> None:
