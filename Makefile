@@ -14,8 +14,8 @@ DOCS    := $(VENV)/.docs-installed
 TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t0 )) s"
 
 .PHONY: install dev serve check check-kernels format test chaos fuzz mutate bench bench-engine bench-serve bench-startup \
-  bench-sampling bench-structured bench-speculation bench-routing bench-overload bench-batching bench-multiturn bench-weight-stream \
-  bench-lora performance docs clean help
+  bench-sampling bench-structured bench-quantization bench-speculation bench-routing bench-overload bench-batching \
+  bench-multiturn bench-weight-stream bench-lora performance docs clean help
 
 help: ## show these goals
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -82,6 +82,9 @@ bench-sampling: $(DEV) ## milliseconds of a step's sampling with all fields, wit
 
 bench-structured: $(DEV) ## structured output: time of a mask and of compiling, a step with every row masked, A-B-A-B
 	$(BIN)/python -m benchmarks.engine.structured $(ARGS)
+
+bench-quantization: $(DEV) ## quantized weights: decode steps and a prompt beside bf16, A-B-A-B; with a checkpoint, perplexity
+	$(BIN)/python -m benchmarks.engine.quantization $(ARGS)
 
 bench-serve: $(DEV) ## the same workload over HTTP and offline, A-B-A-B
 	$(BIN)/python -m benchmarks.service.serve $(ARGS)

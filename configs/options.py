@@ -14,6 +14,7 @@ from tandem.configs.schema import (
     Device,
     DType,
     KVCacheDType,
+    Quantization,
     ReasoningParser,
     SpecDecodeMetrics,
     SpeculativeSettings,
@@ -105,6 +106,10 @@ OPTIONS: tuple[Option, ...] = (
     Option("revision", "engine.model.revision", str, MODEL, "Branch, tag or commit of a hub model."),
     Option("dtype", "engine.model.dtype", DType, MODEL,
            "Data type of weights and activations. auto: the checkpoint's; on CPU, bfloat16 for a float16 checkpoint."),
+    Option("quantization", "engine.model.quantization", Quantization, MODEL,
+           "Hold the weights of linear layers and of the head as int8, made at load: half the bytes of bfloat16. int8: "
+           "weights are rounded. w8a8: their inputs too, token by token, which is faster in large steps. CPU only. "
+           "Default: neither.", aliases=("-q",)),
     Option("max_model_len", "engine.model.max_model_len", int, MODEL,
            "Context length: prompt and output in tokens. Default: the model's.", at_least(1), "at least 1", size=True),
     Option("load_format", "engine.model.load_format", Literal["safetensors", "dummy"], MODEL,

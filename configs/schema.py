@@ -10,6 +10,8 @@ import msgspec
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 KVCacheDType = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "int8"]
+Quantization = Literal["int8", "w8a8"]
+"""Names of FORMATS (parallel/formats.py), each with a linear method on the platforms that have it."""
 Device = Literal["cpu", "cuda"]
 Auth = Literal["required", "open"]
 SpecDecodeMetrics = Literal["none", "summary", "detailed"]
@@ -33,13 +35,15 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The checkpoint and how it is read. `model` is a folder or a hub id; the launcher resolves it to a folder."""
+    """The checkpoint and how it is read. `model` is a folder or a hub id; the launcher resolves it to a folder.
+    quantization: how the weights of linear layers are held and multiplied; None: in `dtype`."""
 
     model: str
     served_model_name: tuple[str, ...] = ()
     tokenizer: str | None = None
     revision: str | None = None
     dtype: DType = "auto"
+    quantization: Quantization | None = None
     max_model_len: int | None = None
     load_format: Literal["safetensors", "dummy"] = "safetensors"
     chat_template: str | None = None

@@ -26,13 +26,22 @@ OnBytes = Callable[[int, int], None]
 """A callback for progress: bytes loaded, bytes in all."""
 
 
+class Holder(Protocol):
+    """An owner of weights. nbytes: that it holds."""
+
+    nbytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class ParameterSlot:
     """Parameters to be loaded into one tensor, one behind the other along dim 0 (q, k and v; gate and up), so that
-    merged layers need no second copy. `accept` takes this rank's tensor, in its final dtype and on its final device."""
+    merged layers need no second copy. `accept` takes this rank's tensor, in the model's dtype and on its final device.
+    holder: keeps a form of its own, None: the tensor is kept. as_stored: the tensor has the checkpoint's dtype."""
 
     params: tuple[Param, ...]
     accept: Callable[[torch.Tensor], None]
+    holder: Holder | None = None
+    as_stored: bool = False
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """Returns the tensor's shape on a rank."""
@@ -58,7 +67,7 @@ def load(
     mesh: Mesh | None = None,
     on_bytes: OnBytes | None = None,
 ) -> int:
-    """Fills every slot in order and returns the total bytes.
+    """Fills every slot in order and returns the bytes that are held then.
 
     mesh: the rank's place, default a rank alone. `progress` shows a bar on stderr (rank 0 only). on_bytes is called
     before the first slot and after each.
@@ -66,35 +75,42 @@ def load(
     place = Mesh() if mesh is None else mesh
     total = sum(torch.Size(slot.local_shape(place)).numel() for slot in slots) * dtype.itemsize
     with tqdm(total=total, unit="B", unit_scale=True, desc="loading weights", disable=not progress) as bar:
-        loaded = 0
+        loaded = held = 0
         for slot in slots:
             if on_bytes is not None:
                 on_bytes(loaded, total)
             tensor = assemble(slot, source, dtype, device, place)
-            loaded += tensor.nbytes
-            bar.update(tensor.nbytes)
+            num_bytes = tensor.numel() * dtype.itemsize
+            loaded += num_bytes
+            bar.update(num_bytes)
             slot.accept(tensor)
+            del tensor  # before the next one is made
+            held += num_bytes if slot.holder is None else slot.holder.nbytes
     if on_bytes is not None:
         on_bytes(total, total)
-    return total
+    return held
 
 
 def assemble(slot: ParameterSlot, source: Source, dtype: torch.dtype, device: torch.device, mesh: Mesh) -> torch.Tensor:
     """Returns a slot's tensor: a new one with its parameters' shares copied in and padding zeroed."""
-    tensor = torch.empty(slot.local_shape(mesh), dtype=dtype, device=device)
+    tensor: torch.Tensor | None = None
     offset = 0
     for param in slot.params:
         rows = param.local_shape(mesh)[0]
         dim = param.shard.dim
         span = param.span(dim, mesh)
-        target = tensor[offset : offset + rows]
         present = max(0, min(span.start + span.length, span.total) - span.start)
+        share = source.read(param, dim, span.start, present) if present else None
+        if tensor is None:
+            kept = share.dtype if slot.as_stored and share is not None else dtype
+            tensor = torch.empty(slot.local_shape(mesh), dtype=kept, device=device)
+        target = tensor[offset : offset + rows]
         if present < span.length:
             target.zero_()
-            target = target.narrow(dim, 0, present)
-        if present:
-            target.copy_(source.read(param, dim, span.start, present))
+        if share is not None:
+            target.narrow(dim, 0, present).copy_(share)
         offset += rows
+    assert tensor is not None, "a slot without parameters"
     return tensor
 
 

@@ -1,9 +1,9 @@
 """The two vocabulary tables, sharded over the TP axis by rows: the embedding and the LM head (Megatron-LM).
 
 The vocabulary is padded to a multiple of tp; padded rows are zeros and their logits are dropped. A tied table takes one
-copy where the head multiplies it as it is (CUDA, fp16). Where matrices are packed (CPU, bf16 and fp32) the head keeps a
-packed copy of V * H / tp elements beside the rows that the embedding looks up. With PP the tied table is read on the
-first and on the last stage. T tokens, S rows that sample, V vocabulary, H hidden size.
+copy where the head multiplies it as it is (CUDA, fp16). Where matrices are packed (CPU, bf16 and fp32) or quantized the
+head keeps a form of its own beside the rows that the embedding looks up, which stay dense. With PP the tied table is
+read on the first and on the last stage. T tokens, S rows that sample, V vocabulary, H hidden size.
 """
 
 import torch
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from tandem.parallel.checkpoint import ParameterSlot
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear import LinearPart, LoraHook, Slots
-from tandem.parallel.linear_methods import MakeMatrix, Matrix, PackedMatrix
+from tandem.parallel.linear_methods import LinearMethod, MakeMethod
 from tandem.parallel.params import Param
 
 
@@ -55,17 +55,15 @@ class VocabParallelEmbedding:
 class VocabParallelHead:
     """logits_SV = hidden_SH @ table_VH.T, whole and in float32 on every rank of the stage."""
 
-    def __init__(self, param: Param, context: ParallelContext, make: MakeMatrix) -> None:
+    def __init__(self, param: Param, context: ParallelContext, make: MakeMethod) -> None:
         self._param = param
         self._context = context
-        self._make = make
+        self._method: LinearMethod = make((param,), context)
         self._outputs = param.span(0, context.mesh)
-        self._matrix: Matrix | None = None
         self.lora_hook: LoraHook | None = None
 
     def __call__(self, hidden_SH: torch.Tensor) -> torch.Tensor:
-        assert self._matrix is not None, "not loaded"
-        part_SV = self._matrix(hidden_SH)
+        part_SV = self._method.apply(hidden_SH)
         if self.lora_hook is not None:
             self.lora_hook(part_SV, hidden_SH)
         if self._context.tp_size > 1:
@@ -79,13 +77,18 @@ class VocabParallelHead:
         return LinearPart(name, inputs, self._outputs, module=name)
 
     def slots(self) -> Slots:
-        yield ParameterSlot((self._param,), self.accept)
+        yield from self._method.slots((self._param,), lambda: None)
 
     def accept(self, table_VH: torch.Tensor) -> None:
-        self._matrix = self._make(table_VH, None)
+        self._method.take(table_VH, None)
+
+    @property
+    def reads_stored(self) -> bool:
+        """Whether accept() takes the table in the checkpoint's dtype."""
+        return self._method.reads_stored
 
     # A packed matrix cannot be read by row, and an unpacked head would cost 2 to 3 times the time on every step.
     @property
     def copied_bytes(self) -> int:
         """Bytes that the head holds beyond its input tensor, when that is shared with the embedding."""
-        return self._matrix.nbytes if isinstance(self._matrix, PackedMatrix) else 0
+        return self._method.nbytes if self._method.is_copy else 0

@@ -14,7 +14,7 @@ import torch
 
 from tandem.parallel.checkpoint import ParameterSlot
 from tandem.parallel.context import ParallelContext
-from tandem.parallel.linear_methods import MakeMatrix, Matrix
+from tandem.parallel.linear_methods import LinearMethod, MakeMethod
 from tandem.parallel.params import Param, Source, Span
 
 Slots = Iterator[ParameterSlot]
@@ -63,20 +63,18 @@ class Linear:
     by side. weights: their matrices; biases: of all of them, or none."""
 
     def __init__(
-        self, weights: Sequence[Param], biases: Sequence[Param], context: ParallelContext, make: MakeMatrix
+        self, weights: Sequence[Param], biases: Sequence[Param], context: ParallelContext, make: MakeMethod
     ) -> None:
         assert len(biases) in (0, len(weights)), "a bias of some projections only"
         self._weights = tuple(weights)
         self._biases = tuple(biases)
         self._context = context
-        self._make = make
+        self._method: LinearMethod = make(self._weights, context)
         self._bias_O: torch.Tensor | None = None
-        self._matrix: Matrix | None = None
         self.lora_hook: LoraHook | None = None
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
-        assert self._matrix is not None, "not loaded"
-        y_TO = self._matrix(x_TI)
+        y_TO = self._method.apply(x_TI)
         if self.lora_hook is not None:
             self.lora_hook(y_TO, x_TI)
         return y_TO
@@ -92,16 +90,16 @@ class Linear:
         )
 
     def slots(self) -> Slots:
-        """Yields the bias first, so that the matrix is packed when its weight arrives."""
+        """Yields the bias first, so that the method has it when its weight arrives."""
         if self._biases:
             yield ParameterSlot(self._biases, self._accept_bias)
-        yield ParameterSlot(self._weights, self._accept_weight)
+        yield from self._method.slots(self._weights, self._bias_of_product)
 
     def _accept_bias(self, bias_O: torch.Tensor) -> None:
         self._bias_O = bias_O
 
-    def _accept_weight(self, weight_OI: torch.Tensor) -> None:
-        self._matrix = self._make(weight_OI, self._bias_O)
+    def _bias_of_product(self) -> torch.Tensor | None:
+        return self._bias_O
 
 
 class ColumnParallelLinear(Linear):
@@ -121,5 +119,5 @@ class RowParallelLinear(Linear):
         y_TO = self._context.tp.all_reduce(y_TO)
         return y_TO if self._bias_O is None else y_TO + self._bias_O
 
-    def _accept_weight(self, weight_OI: torch.Tensor) -> None:
-        self._matrix = self._make(weight_OI, self._bias_O if self._context.tp_size == 1 else None)
+    def _bias_of_product(self) -> torch.Tensor | None:
+        return self._bias_O if self._context.tp_size == 1 else None

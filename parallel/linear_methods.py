@@ -1,23 +1,30 @@
-"""Weight matrices in the form that their device multiplies fastest. Made by the linear layers at load; which of them is
-the platform's choice (workers/platforms).
+"""LinearMethod: the product with the weights of a linear layer, in the form in which its device multiplies them best.
 
-A PackedMatrix is packed once into oneDNN's own layout (2 to 3 times faster at decode batches than F.linear, which
-packs in every call) and the original is freed, so memory is not doubled. A skinny-GEMM kernel that reads this layout
-(workers/kernels/cpu/cpu_skinny_gemm.py) multiplies inputs of up to its max_rows rows. T tokens, I inputs, O outputs.
+A platform chooses it for a dtype and a weight format (workers/platforms); linear layers own sharding, collectives and
+the LoRA hook. Here are the methods of dense weights. T tokens, I inputs, O outputs, all of this rank.
 
-A matrix may share its memory with others in turn (offload/weights/weight_stream.py): a Place takes the weight in the
-form that is multiplied and returns the tensor to multiply with and a function to call before each use.
+A PackedMethod packs once into oneDNN's own layout (2 to 3 times faster at decode batches than F.linear, which packs in
+every call) and the original is freed, so memory is not doubled. A skinny-GEMM kernel that reads this layout
+(workers/kernels/cpu/cpu_skinny_gemm.py) multiplies inputs of up to its max_rows rows.
+
+Weights may share their memory with others in turn (offload/weights/weight_stream.py): a Place takes them in the form
+that is multiplied and returns the tensor to multiply with and a function to call before each use.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
+from tandem.parallel.checkpoint import ParameterSlot
+from tandem.parallel.context import ParallelContext
+from tandem.parallel.params import Param
+
 Arrive = Callable[[], object]
 Place = Callable[[torch.Tensor], tuple[torch.Tensor, Arrive | None]]
 Product = Callable[[torch.Tensor], torch.Tensor]
+Bias = Callable[[], torch.Tensor | None]
 
 
 def as_given(weight: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -25,12 +32,39 @@ def as_given(weight: torch.Tensor) -> tuple[torch.Tensor, None]:
     return weight, None
 
 
-class Matrix(Protocol):
-    """A product with a weight: y_TO = x_TI @ weight_OI.T + bias_O, on this rank's shard."""
+class LinearMethod(Protocol):
+    """A product with a weight on this rank's shard: y_TO = x_TI @ weight_OI.T + bias_O.
+
+    nbytes: of the weight, once it is loaded, without the padding of packed forms. is_copy: it holds a form of its own,
+    not the tensor that take() was given. reads_stored: that has the checkpoint's dtype, not the model's.
+    """
 
     nbytes: int
+    is_copy: bool
+    reads_stored: bool = False
 
-    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor: ...
+    def slots(self, weights: Sequence[Param], bias: Bias) -> Iterator[ParameterSlot]:
+        """Yields what is to be read for the merged weights; their outputs stand one behind the other. bias: is called
+        when the last slot has been filled."""
+        yield ParameterSlot(
+            tuple(weights), lambda weight_OI: self.take(weight_OI, bias()), self, as_stored=self.reads_stored
+        )
+
+    def take(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
+        """Makes the product's form of a dense weight. bias: in the model's dtype."""
+        ...
+
+    def apply(self, x_TI: torch.Tensor) -> torch.Tensor:
+        """Returns y_TO in x's dtype."""
+        ...
+
+
+class MakeMethod(Protocol):
+    """Makes the method of one linear layer. weights: those that it merges."""
+
+    def __call__(
+        self, weights: Sequence[Param], context: ParallelContext, /, place: Place = as_given
+    ) -> LinearMethod: ...
 
 
 class SkinnyGemm(Protocol):
@@ -43,37 +77,52 @@ class SkinnyGemm(Protocol):
         ...
 
 
-class PlainMatrix:
+class DenseMethod(LinearMethod):
     """The weight as it is, multiplied by F.linear (cuBLAS on CUDA)."""
 
-    def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, place: Place = as_given) -> None:
-        self._weight_OI, self._arrive = place(weight_OI)
-        self._bias_O = bias_O
-        self.nbytes = weight_OI.nbytes
+    is_copy = False
 
-    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+    def __init__(self, place: Place = as_given) -> None:
+        self._place = place
+        self._weight_OI: torch.Tensor | None = None
+        self._bias_O: torch.Tensor | None = None
+        self._arrive: Arrive | None = None
+        self.nbytes = 0
+
+    def take(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
+        self.nbytes = weight_OI.nbytes
+        self._weight_OI, self._arrive = self._place(weight_OI)
+        self._bias_O = bias_O
+
+    def apply(self, x_TI: torch.Tensor) -> torch.Tensor:
         if self._arrive is not None:
             self._arrive()
         return F.linear(x_TI, self._weight_OI, self._bias_O)
 
 
-class PackedMatrix:
+class PackedMethod(LinearMethod):
     """The weight in oneDNN's blocked layout, which can be multiplied but not read by row."""
 
-    def __init__(
-        self,
-        weight_OI: torch.Tensor,
-        bias_O: torch.Tensor | None,
-        place: Place = as_given,
-        skinny_gemm: SkinnyGemm | None = None,
-    ) -> None:
-        self.nbytes = weight_OI.nbytes
-        self._packed, self._arrive = place(torch.ops.mkldnn._reorder_linear_weight(weight_OI))
-        self._bias_O = bias_O
-        self._skinny = None if skinny_gemm is None else skinny_gemm.bind(self._packed, bias_O, weight_OI.shape[0])
-        self._max_rows = 0 if skinny_gemm is None else skinny_gemm.max_rows
+    is_copy = True
 
-    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+    def __init__(self, place: Place = as_given, skinny_gemm: SkinnyGemm | None = None) -> None:
+        self._place = place
+        self._kernel = skinny_gemm
+        self._packed: torch.Tensor | None = None
+        self._bias_O: torch.Tensor | None = None
+        self._arrive: Arrive | None = None
+        self._skinny: Product | None = None
+        self._max_rows = 0 if skinny_gemm is None else skinny_gemm.max_rows
+        self.nbytes = 0
+
+    def take(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
+        self.nbytes = weight_OI.nbytes
+        self._packed, self._arrive = self._place(torch.ops.mkldnn._reorder_linear_weight(weight_OI))
+        self._bias_O = bias_O
+        if self._kernel is not None:
+            self._skinny = self._kernel.bind(self._packed, bias_O, weight_OI.shape[0])
+
+    def apply(self, x_TI: torch.Tensor) -> torch.Tensor:
         if self._arrive is not None:
             self._arrive()
         if self._skinny is not None and 0 < x_TI.shape[0] <= self._max_rows:
@@ -81,10 +130,28 @@ class PackedMatrix:
         return torch.ops.mkldnn._linear_pointwise(x_TI, self._packed, self._bias_O, "none", [], "")
 
 
-class MakeMatrix(Protocol):
-    """Makes the matrix of one weight."""
+def plain(weights: Sequence[Param], context: ParallelContext, /, place: Place = as_given) -> LinearMethod:
+    """A MakeMethod of DenseMethods."""
+    return DenseMethod(place)
 
-    def __call__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, /, place: Place = as_given) -> Matrix: ...
+
+def packed(skinny_gemm: SkinnyGemm | None) -> MakeMethod:
+    """Returns the MakeMethod of PackedMethods with that kernel."""
+
+    def make(weights: Sequence[Param], context: ParallelContext, /, place: Place = as_given) -> LinearMethod:
+        return PackedMethod(place, skinny_gemm)
+
+    return make
+
+
+def by_weight(quantized: MakeMethod, dense: MakeMethod) -> MakeMethod:
+    """Returns the MakeMethod of weights that take the model's format, and of those that stay dense."""
+
+    def make(weights: Sequence[Param], context: ParallelContext, /, place: Place = as_given) -> LinearMethod:
+        chosen = quantized if all(weight.takes_format for weight in weights) else dense
+        return chosen(weights, context, place=place)
+
+    return make
 
 
 def can_pack(dtype: torch.dtype) -> bool:

@@ -7,9 +7,12 @@ checkpoint reader, planner, adapters and weight streaming read it.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import Final, Literal
 
 from tandem.parallel.mesh import Mesh
+
+ITEM_BYTES: Final = {"int8": 1, "float32": 4}
+"""Bytes of an element of parameters that have a dtype of their own."""
 
 
 class Init(Enum):
@@ -104,7 +107,9 @@ class Param:
 
     name: as the checkpoint's layer is called, with `.weight` or `.bias`. role: what it is in its layer. layer: the
     layer's index, None outside of layers. merge: names the matmul that it shares with others of its layer, None for
-    what is no linear layer's. expert: (index, number of experts) of an expert's parameter.
+    what is no linear layer's. expert: (index, number of experts) of an expert's parameter. dtype: a key of ITEM_BYTES,
+    None: the model's. takes_format: as the weight of a linear layer it is held in the model's weight format
+    (formats.py); routers are not.
     """
 
     name: str
@@ -116,6 +121,8 @@ class Param:
     merge: str | None = None
     init: Init = Init.NORMAL
     expert: tuple[int, int] | None = None
+    dtype: str | None = None
+    takes_format: bool = False
 
     @property
     def stem(self) -> str:
@@ -153,6 +160,10 @@ class Param:
     def local_elements(self, mesh: Mesh) -> int:
         """Returns the elements on a rank, padding included."""
         return _product(self.local_shape(mesh))
+
+    def local_bytes(self, mesh: Mesh, element_bytes: int) -> int:
+        """Returns the bytes on a rank, padding included. element_bytes: of an element in the model's dtype."""
+        return self.local_elements(mesh) * (element_bytes if self.dtype is None else ITEM_BYTES[self.dtype])
 
 
 def _product(shape: tuple[int, ...]) -> int:

@@ -64,6 +64,7 @@ def build(
     kv_dtypes: list[torch.dtype],
     streamed: Sequence[int] = (),
     copier: Copier | None = None,
+    quantization: str | None = None,
 ) -> tuple[ArchSpec, Decoder, Switch]:
     """A random decoder of a known shape, whose `streamed` layers are in host memory and moved by `copier`."""
     with tempfile.TemporaryDirectory() as folder:
@@ -81,6 +82,7 @@ def build(
         progress=True,
         streamed=streamed,
         copier=copier,
+        quantization=quantization,
     )
     return spec, decoder, attention
 

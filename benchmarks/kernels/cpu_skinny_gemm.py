@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.machine import OtherCpu
 from benchmarks.models import SHAPES
-from tandem.parallel.linear_methods import PackedMatrix
+from tandem.parallel.linear_methods import PackedMethod
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import CpuSkinnyGemm, skinny_gemm
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.config_reader import load_spec
@@ -52,7 +52,9 @@ def measure(sizes: list[tuple[int, int]], kernel: CpuSkinnyGemm, rows: list[int]
     pairs = []
     for outputs, inputs in sizes:
         weight = torch.randn(outputs, inputs).mul_(0.02).bfloat16()
-        pairs.append((PackedMatrix(weight, None), PackedMatrix(weight, None, skinny_gemm=kernel)))
+        pairs.append((PackedMethod(), PackedMethod(skinny_gemm=kernel)))
+        for method in pairs[-1]:
+            method.take(weight, None)
     num_bytes = sum(2 * outputs * inputs for outputs, inputs in sizes)
     memory = torch.ones(num_bytes // 8, dtype=torch.int64)
     for count in rows:
@@ -60,7 +62,7 @@ def measure(sizes: list[tuple[int, int]], kernel: CpuSkinnyGemm, rows: list[int]
         given = [inputs_of[width] for _, width in sizes]
 
         def passing(side: int, given: list[torch.Tensor] = given) -> Callable[[], object]:
-            return lambda: [pair[side](x) for pair, x in zip(pairs, given, strict=True)]
+            return lambda: [pair[side].apply(x) for pair, x in zip(pairs, given, strict=True)]
 
         with OtherCpu() as other, torch.inference_mode():
             found = in_turn({"oneDNN": passing(0), "kernel": passing(1), "read": memory.sum}, repeats)

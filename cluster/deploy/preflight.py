@@ -17,14 +17,22 @@ from tandem.cluster.tenants.store import TenantStore
 from tandem.cluster.tenants.tenant import Tenant
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import no_gpu_share
-from tandem.configs.schema import CacheSettings, Device, ParallelSettings, ServiceSettings
+from tandem.configs.schema import CacheSettings, Device, ParallelSettings, Quantization, ServiceSettings
 from tandem.configs.secrets import without_password
+from tandem.parallel.formats import weight_format
 from tandem.parallel.mesh import Mesh
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.sizes import rank_weights
 from tandem.workers.planning.adapter_room import adapter_room
 from tandem.workers.planning.budget import available_bytes, check_offload
-from tandem.workers.planning.resolve import DTYPE_BYTES, pooling_facts, read_spec, resolve_dtype, resolve_max_model_len
+from tandem.workers.planning.resolve import (
+    DTYPE_BYTES,
+    check_quantization,
+    pooling_facts,
+    read_spec,
+    resolve_dtype,
+    resolve_max_model_len,
+)
 
 RANK_BYTES, COORDINATOR_BYTES = 250 * 2**20, 100 * 2**20
 """Resident memory of an idle process of each kind (torch, Ray), as `make bench-startup` measures it."""
@@ -44,6 +52,7 @@ def with_device(settings: ServiceSettings, chosen: Device) -> ServiceSettings:
     cache = settings.engine.cache
     if chosen == "cpu" and cache.gpu_memory_utilization != CacheSettings().gpu_memory_utilization:
         raise no_gpu_share()
+    check_quantization(settings.engine, chosen)
     device = replace(settings.engine.device, device=chosen)
     return replace(settings, engine=replace(settings.engine, device=device))
 
@@ -69,10 +78,15 @@ def check_adapters(settings: ServiceSettings) -> list[str]:
     return check_modules(settings)
 
 
-def cpu_weight_bytes(spec: ArchSpec, dtype: str, parallel: ParallelSettings = ParallelSettings()) -> int:
+def cpu_weight_bytes(
+    spec: ArchSpec,
+    dtype: str,
+    parallel: ParallelSettings = ParallelSettings(),
+    quantization: Quantization | None = None,
+) -> int:
     """Bytes of one group's weights on CPU, over all its ranks, in the dtype that is computed in."""
-    element, packs = DTYPE_BYTES[dtype], dtype != "float16"
-    return sum(rank_weights(spec, mesh, element, packs).total_bytes for mesh in _meshes(parallel))
+    element, packs, form = DTYPE_BYTES[dtype], dtype != "float16", weight_format(quantization)
+    return sum(rank_weights(spec, mesh, element, packs, form).total_bytes for mesh in _meshes(parallel))
 
 
 def _meshes(parallel: ParallelSettings) -> list[Mesh]:
@@ -91,7 +105,8 @@ def check_memory(settings: ServiceSettings) -> None:
     groups, ranks = max_groups(settings), settings.engine.parallel.ranks_per_group
     spec = read_spec(settings.engine)
     dtype = resolve_dtype(settings.engine, spec, "cpu")
-    weights, free = cpu_weight_bytes(spec, dtype, settings.engine.parallel), available_bytes()
+    weights = cpu_weight_bytes(spec, dtype, settings.engine.parallel, settings.engine.model.quantization)
+    free = available_bytes()
     if weights * groups > free:
         raise SettingsError(
             f"{groups} x {_gib(weights)} of weights in {dtype} do not fit the free {_gib(free)}",

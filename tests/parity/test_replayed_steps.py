@@ -20,6 +20,7 @@ from tandem.offload.weights.weight_stream import Copier, WeightCopyError
 from tandem.parallel.context import ParallelContext
 from tandem.workers.graphs.cpu_graphs import MAX_CAPTURES, RUNS_BEFORE_CAPTURE
 from tandem.workers.kernels.cpu.cpu_decode_attention import PARTITION_TOKENS
+from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
 from tandem.workers.lora.device.rank_adapters import open_adapters
 from tandem.workers.models.decoder import Decoder, build_decoder
@@ -123,6 +124,14 @@ def test_contexts_that_outgrow_a_partition_at_any_step(
         found.append(torch.cat([rows.step(work) for work in steps]))
         assert decoder.graphs.num_replays == (12 - RUNS_BEFORE_CAPTURE - 1 if replays else 0)
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "w8a8"])
+def test_quantized_weights(folders: Callable[[str], Path], quantization: str) -> None:
+    if int8_kernel(BF16) is None:
+        pytest.skip("this CPU multiplies no bytes")
+    check(lambda: decoder_of(folders("qwen3"), quantization=quantization))
+    check(lambda: decoder_of(folders("qwen3"), quantization=quantization, streamed=(0, 1, 3), copier=InlineCopier()))
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn])

@@ -49,6 +49,7 @@ class DecoderCase:
     kv_dtype: torch.dtype | None = None
     streamed: tuple[int, ...] = ()
     expert_parallel: bool = False
+    quantization: str | None = None
 
 
 def run_case(case: DecoderCase, context: ParallelContext) -> torch.Tensor | None:
@@ -65,6 +66,7 @@ def run_case(case: DecoderCase, context: ParallelContext) -> torch.Tensor | None
         attention=cpu_platform().attention(case.dtype, spec.head_dim, case.kv_dtype),
         load_format=case.load_format,  # type: ignore[arg-type]
         streamed=[layer for layer in case.streamed if layer in local],
+        quantization=case.quantization,
     )
     rows = PagedRows(decoder, case.num_rows, case.max_len, case.dtype, kv_dtype=case.kv_dtype)
     link = StageLink(context, spec.hidden_size, case.dtype, CPU)

@@ -43,6 +43,7 @@ class AdaptedCase:
     pp_size: int = 1
     all_logits: bool = False
     dtype: torch.dtype = torch.float32
+    quantization: str | None = None
 
 
 def run_adapted(case: AdaptedCase, context: ParallelContext) -> torch.Tensor | None:
@@ -50,7 +51,13 @@ def run_adapted(case: AdaptedCase, context: ParallelContext) -> torch.Tensor | N
     spec = load_spec(case.folder)
     attention = cpu_platform().attention(case.dtype, spec.head_dim)
     decoder = build_decoder(
-        spec, context, folder=case.folder, dtype=case.dtype, platform=cpu_platform(), attention=attention
+        spec,
+        context,
+        folder=case.folder,
+        dtype=case.dtype,
+        platform=cpu_platform(),
+        attention=attention,
+        quantization=case.quantization,
     )
     settings = LoraSettings(enable_lora=True, max_loras=max(1, len(case.adapters)), max_lora_rank=MAX_RANK)
     adapters = open_adapters(

@@ -23,6 +23,7 @@ from tandem.parallel.checkpoint import (
 )
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.embedding import VocabParallelEmbedding, VocabParallelHead
+from tandem.parallel.formats import weight_format
 from tandem.parallel.linear import AdaptableLinear, LinearPart
 from tandem.parallel.mesh import layer_range
 from tandem.workers.attention.backend import AttentionBackend, KVTensors
@@ -76,14 +77,16 @@ class Decoder:
         platform: Platform,
         dtype: torch.dtype,
         stream: WeightStream,
+        quantization: str | None = None,
     ) -> None:
         spec.check_parallel(context.tp_size, context.pp_size, expert_parallel=context.mesh.expert_parallel)
-        ops, make = platform.fused_ops(dtype), platform.matrices(dtype)
+        ops, make = platform.fused_ops(dtype), platform.linear_methods(dtype, quantization)
         self.parameters = parameters_of(spec)
         self.layer_ids = layer_range(spec.num_layers, context.pp_rank, context.pp_size)
         self.kv_layouts = kv_layouts(spec, context.mesh)
         self.weight_bytes = 0
         self._mesh = context.mesh
+        self._dtype = dtype
         self._adapters: Adapters | None = None
         self.stream = stream
         rope = _rope_of(spec)
@@ -222,7 +225,7 @@ class Decoder:
         shared."""
         if self._embedding is not None:
             for slot in self._embedding.slots():
-                yield ParameterSlot(slot.params, self._accept_tied) if self._ties_here else slot
+                yield self._tied_slot(slot) if self._ties_here else slot
         if self._entry is not None:
             yield from self._entry.slots()
         for layer in self._layers:
@@ -255,9 +258,14 @@ class Decoder:
         self.graphs.close()
         self.stream.close()
 
+    def _tied_slot(self, slot: ParameterSlot) -> ParameterSlot:
+        """Returns the embedding's slot as that of both tables."""
+        assert self._head is not None
+        return ParameterSlot(slot.params, self._accept_tied, as_stored=self._head.reads_stored)
+
     def _accept_tied(self, table_VH: torch.Tensor) -> None:
         assert self._embedding is not None and self._head is not None
-        self._embedding.accept(table_VH)
+        self._embedding.accept(table_VH.to(self._dtype))
         self._head.accept(table_VH)
 
 
@@ -283,18 +291,22 @@ def build_decoder(
     on_bytes: OnBytes | None = None,
     streamed: Sequence[int] = (),
     copier: Copier | None = None,
+    quantization: str | None = None,
 ) -> Decoder:
     """Returns this rank's decoder with its weights, from `folder` or random (load_format dummy).
 
     kv_dtype: the cache's dtype, None for `dtype`; attention and copier: in place of the platform's. `streamed`: indices
     on this rank of layers that are kept in host memory and pass through the device. Such a decoder must be closed.
+    quantization: of linear layers and the head, a key of FORMATS (parallel/formats.py).
     on_bytes: a callback for the loading's progress, on every rank; `progress`: shows a bar, on rank 0. Raises
     SettingsError for a model that cannot be sharded this way, and for a checkpoint that does not match its config.json.
     """
-    held = rank_weights(spec, context.mesh, dtype.itemsize, platform.packs(dtype)).layer_bytes * len(streamed)
+    form = weight_format(quantization)
+    weights = rank_weights(spec, context.mesh, dtype.itemsize, platform.packs(dtype), form)
+    held = weights.layer_bytes * len(streamed)
     stream = WeightStream(streamed, copier or platform.weight_copier(held))
     attention = attention or platform.attention(dtype, spec.head_dim, kv_dtype)
-    decoder = Decoder(spec, context, attention, platform, dtype, stream)
+    decoder = Decoder(spec, context, attention, platform, dtype, stream, quantization)
     source: Source
     if load_format == "dummy":
         source = DummySource(seed, dtype)

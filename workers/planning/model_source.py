@@ -55,7 +55,8 @@ def model_digest(model: ModelSettings) -> str:
     """
     overrides = json.dumps(model.hf_overrides, sort_keys=True)
     dummy = model.seed if model.load_format == "dummy" else None
-    digest = blake2b(repr((model.model, model.revision, overrides, dummy)).encode(), digest_size=8)
+    chosen = (model.model, model.revision, overrides, dummy, model.quantization)
+    digest = blake2b(repr(chosen).encode(), digest_size=8)
     for folder in dict.fromkeys((model.model, model.tokenizer or model.model)):
         for name in DIGESTED:
             file = Path(folder) / name

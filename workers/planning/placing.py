@@ -11,6 +11,7 @@ import torch
 from tandem.configs.schema import EngineSettings
 from tandem.offload.weights.layer_placement import LayerPlacement, bytes_to_save, place_layers
 from tandem.parallel.context import ParallelContext
+from tandem.parallel.formats import weight_format
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.sizes import RankWeights, rank_weights
 from tandem.workers.planning.budget import GIB, MIB, check_offload
@@ -34,7 +35,8 @@ def place_weights(
     of its own, else None; packs: matrices of `dtype` are packed. SettingsError (--cpu-offload-gb) when the host has too
     little memory."""
     mesh = context.mesh
-    weights = rank_weights(spec, mesh, dtype.itemsize, packs)
+    form = weight_format(settings.model.quantization)
+    weights = rank_weights(spec, mesh, dtype.itemsize, packs, form)
     asked_gib = settings.device.cpu_offload_gib
     save = int(asked_gib * GIB)
     if memory is not None:

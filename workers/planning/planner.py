@@ -10,6 +10,7 @@ from tandem.configs.errors import SettingsError
 from tandem.configs.schema import Device, EngineSettings
 from tandem.offload.kv.disk_io import file_bytes
 from tandem.offload.weights.layer_placement import LayerPlacement, bytes_to_save, place_layers
+from tandem.parallel.formats import weight_format
 from tandem.parallel.mesh import Mesh
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.sizes import RankWeights, activation_bytes, adapter_bytes, kv_token_bytes, rank_weights
@@ -173,7 +174,8 @@ def _stage(
 ) -> StagePlan:
     """Plans one rank of the stage at `mesh`. On CPU, _share_machine sets the KV budget later."""
     element, scheduler = DTYPE_BYTES[dtype], settings.scheduler
-    weights = rank_weights(spec, mesh, element, packs=memory.device == "cpu" and dtype != "float16")
+    packs = memory.device == "cpu" and dtype != "float16"
+    weights = rank_weights(spec, mesh, element, packs, weight_format(settings.model.quantization))
     save, budget = int(settings.device.cpu_offload_gib * GIB), 0
     if not memory.is_shared:
         budget = int(settings.cache.gpu_memory_utilization * memory.device_bytes)

@@ -18,6 +18,8 @@ from tandem.workers.models.spec.pooling_config import PoolingFacts, read_pooling
 SAMPLE_BYTES = 2**16
 SAMPLES = 16
 DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
+QUANTIZING_DEVICES: Final = ("cpu",)
+"""Devices with linear methods of quantized weights (workers/platforms)."""
 
 
 def read_spec(settings: EngineSettings) -> ArchSpec:
@@ -68,6 +70,15 @@ def resolve_dtype(settings: EngineSettings, spec: ArchSpec, device: str) -> str:
     return name
 
 
+def check_quantization(settings: EngineSettings, device: str) -> None:
+    """Checks that --quantization can be had on a device. SettingsError."""
+    name = settings.model.quantization
+    if name is not None and device not in QUANTIZING_DEVICES:
+        raise SettingsError(
+            f"{name} is for ranks on CPU; with --device {device} weights stay in --dtype", "--quantization"
+        )
+
+
 def resolve_kv_dtype(settings: EngineSettings, dtype: str) -> str:
     """The dtype of the KV cache without aliases. dtype: the model's, from resolve_dtype."""
     name = settings.cache.kv_cache_dtype
@@ -81,7 +92,7 @@ def fingerprint(folder: Path, settings: EngineSettings) -> str:
     digest = hashlib.blake2b(digest_size=16)
     overrides = json.dumps(model.hf_overrides, sort_keys=True)
     dummy = model.seed if model.load_format == "dummy" else None
-    digest.update(f"{model.revision}|{overrides}|{dummy}|".encode())
+    digest.update(f"{model.revision}|{overrides}|{dummy}|{model.quantization or ''}".encode())
     digest.update((folder / "config.json").read_bytes())
     for file in sorted(folder.glob("*.safetensors")):
         size = file.stat().st_size

@@ -14,7 +14,7 @@ from tandem.offload.copies.accelerator import Accelerator
 from tandem.offload.copies.kv_copies import BlockCopier
 from tandem.offload.weights.weight_stream import Copier
 from tandem.parallel.groups import Backend
-from tandem.parallel.linear_methods import MakeMatrix
+from tandem.parallel.linear_methods import MakeMethod
 from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.graphs.graph_runner import GraphRunner
 from tandem.workers.kernels.fused_ops import FusedOps
@@ -38,6 +38,14 @@ class MakeAttention(Protocol):
         ...
 
 
+class LinearMethods(Protocol):
+    """Chooses the method of linear layers."""
+
+    def __call__(self, dtype: torch.dtype, quantization: str | None = None, /) -> MakeMethod:
+        """quantization: a key of FORMATS (parallel/formats.py), None: dense. SettingsError where there is none."""
+        ...
+
+
 class MakeKVCopier(Protocol):
     """Makes the copier between the planes of a cache and a host slab [slots, slot bytes]."""
 
@@ -57,12 +65,12 @@ class Platform:
     """One rank's device and the implementations for it.
 
     memory: measures a device that has memory of its own; None where device and host share memory. copies_beside: bytes
-    move while the rank computes without taking from it. packs: whether matrices of a dtype are packed. scratch_blocks:
-    KV blocks beside those of sequences, for padded tokens. weight_copier: takes the bytes of the streamed layers.
-    rows: makes the device's view of a row table. zeros: zeroed memory of a shape. clear_blocks: zeroes blocks,
-    which are in dim 1. copy_pages: host memory to device memory, for adapters. sampling_ops: from logits to tokens; the
-    first call may compile. kernel_notes: lines for the user about kernels for a dtype that could not be had, as far as
-    they have been asked for.
+    move while the rank computes without taking from it. packs: whether dense matrices of a dtype are packed.
+    scratch_blocks: KV blocks beside those of sequences, for padded tokens. weight_copier: takes the bytes of the
+    streamed layers. rows: makes the device's view of a row table. zeros: zeroed memory of a shape. clear_blocks: zeroes
+    blocks, which are in dim 1. copy_pages: host memory to device memory, for adapters. sampling_ops: from logits to
+    tokens; the first call may compile. kernel_notes: lines for the user about kernels for a dtype that could not be
+    had, as far as they have been asked for.
     """
 
     name: Device
@@ -72,7 +80,7 @@ class Platform:
     memory: Callable[[], DeviceMemory] | None
     copies_beside: bool
     packs: Callable[[torch.dtype], bool]
-    matrices: Callable[[torch.dtype], MakeMatrix]
+    linear_methods: LinearMethods
     attention: MakeAttention
     fused_ops: Callable[[torch.dtype], FusedOps]
     lora_ops: Callable[[torch.dtype], LoraOps]

@@ -5,7 +5,7 @@ Work is done when its call returns, so events and streams hold up nobody, and de
 
 import mmap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 
@@ -17,7 +17,7 @@ from tandem.offload.copies.kv_copies import CpuCopier
 from tandem.offload.weights.weight_copiers import InlineCopier, ThreadCopier
 from tandem.offload.weights.weight_stream import Copier
 from tandem.parallel.groups import GLOO
-from tandem.parallel.linear_methods import MakeMatrix, PackedMatrix, PlainMatrix, can_pack
+from tandem.parallel.linear_methods import MakeMethod, by_weight, can_pack, packed, plain
 from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.attention.cpu_paged import CpuAttention
 from tandem.workers.attention.torch_sdpa import TorchAttention
@@ -32,6 +32,7 @@ from tandem.workers.kernels.cpu.cpu_build import (
 from tandem.workers.kernels.cpu.cpu_chunk_attention import CpuChunkAttention
 from tandem.workers.kernels.cpu.cpu_decode_attention import CpuDecodeAttention
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
+from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_methods, w8a8_methods
 from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
 from tandem.workers.kernels.cpu.cpu_lora import CpuLora
 from tandem.workers.kernels.cpu.cpu_sampling import CpuSampling
@@ -139,7 +140,7 @@ def cpu_platform(*, copies_beside: bool = True) -> Platform:
         memory=None,
         copies_beside=copies_beside,
         packs=can_pack,
-        matrices=_matrices,
+        linear_methods=_linear_methods,
         attention=_attention,
         fused_ops=_fused_ops,
         lora_ops=_lora_ops,
@@ -156,9 +157,21 @@ def cpu_platform(*, copies_beside: bool = True) -> Platform:
     )
 
 
-def _matrices(dtype: torch.dtype) -> MakeMatrix:
+def _dense(dtype: torch.dtype) -> MakeMethod:
     """oneDNN packs fp32 always, bf16 and fp16 where the CPU multiplies them."""
-    return partial(PackedMatrix, skinny_gemm=skinny_gemm(dtype)) if can_pack(dtype) else PlainMatrix
+    return packed(skinny_gemm(dtype)) if can_pack(dtype) else plain
+
+
+METHODS: dict[str | None, Callable[[torch.dtype], MakeMethod]] = {
+    None: _dense,
+    "int8": int8_methods,
+    "w8a8": w8a8_methods,
+}
+"""Linear methods by --quantization."""
+
+
+def _linear_methods(dtype: torch.dtype, quantization: str | None = None) -> MakeMethod:
+    return by_weight(METHODS[quantization](dtype), _dense(dtype))
 
 
 def _attention(dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> AttentionBackend:

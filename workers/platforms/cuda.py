@@ -15,7 +15,7 @@ from tandem.offload.copies.accelerator import Accelerator, Event, Stream
 from tandem.offload.copies.kv_copies import StreamCopier
 from tandem.offload.weights.weight_copiers import StreamWeightCopier
 from tandem.parallel.groups import Backend
-from tandem.parallel.linear_methods import MakeMatrix, PlainMatrix
+from tandem.parallel.linear_methods import MakeMethod, plain
 from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.graphs.cuda_graphs import CaptureGraph, CudaGraphs, Replay
@@ -188,7 +188,7 @@ def platform_on(
         memory=memory,
         copies_beside=True,
         packs=lambda dtype: False,
-        matrices=_matrices,
+        linear_methods=_linear_methods,
         attention=partial(_attention, accelerator),
         fused_ops=_fused_ops,
         lora_ops=_lora_ops,
@@ -211,8 +211,10 @@ def _memory(device: torch.device) -> DeviceMemory:
     return DeviceMemory(*torch.cuda.mem_get_info(device))
 
 
-def _matrices(dtype: torch.dtype) -> MakeMatrix:
-    return PlainMatrix
+def _linear_methods(dtype: torch.dtype, quantization: str | None = None) -> MakeMethod:
+    if quantization is not None:
+        raise SettingsError(f"{quantization} is for ranks on CPU; on CUDA weights stay in --dtype", "--quantization")
+    return plain
 
 
 def _attention(

@@ -229,6 +229,7 @@ def _build(chosen: _Chosen, placement: LayerPlacement, on_bytes: OnBytes | None)
             load_format=model.load_format,
             seed=model.seed,
             streamed=placement.streamed,
+            quantization=model.quantization,
         )
     except torch.OutOfMemoryError as error:
         raise SettingsError(

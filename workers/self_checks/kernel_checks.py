@@ -10,9 +10,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from tandem.parallel.context import ParallelContext
+from tandem.parallel.int8 import Int8Method, W8A8Method
+from tandem.parallel.params import Param, Source
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.kernels.cpu import cpu_build
+from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel, int8_methods, w8a8_methods
 from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
 from tandem.workers.kernels.fused_ops import FusedOps, TorchFusedOps
@@ -42,6 +46,7 @@ def kernel_checks() -> list[Check]:
         Check("kernel chunk attention", lambda: _attention((([9], 4, 2), ([70, 33], 8, 8), ([300], 16, 2)), 9)),
         Check("kernel KV quantization", lambda: _kv_store(((1, 2, 128), (33, 8, 64), (100, 4, 128)))),
         Check("kernel skinny GEMM", lambda: _skinny_gemm(((1, 1024, 1024), (7, 2048, 1000), (64, 512, 4096)))),
+        Check("kernel int8 GEMM", lambda: _int8_gemm(((1, 1024, 1024), (7, 2048, 1000), (64, 512, 4096)))),
         Check("kernel sampling", lambda: _sampling(((1, 1000), (7, 32_000), (8, 151_936)))),
         Check("kernel grouped LoRA", lambda: _lora(((1, 1024, 1024), (7, 2048, 512), (64, 512, 3072)))),
     ]
@@ -189,8 +194,25 @@ def _skinny_gemm(shapes: Sequence[tuple[int, int, int]]) -> str:
         x, weight = _noise(rows, inputs), _noise(outputs, inputs)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight)
         require(gemm.bind(packed, None, outputs) is not None, "the kernel does not know oneDNN's layout")
-        matrix = platform.matrices(BF16)(weight, None)
-        errors.append(relative_error(matrix(x), x.float() @ weight.float().T))
+        method = platform.linear_methods(BF16)((), ParallelContext.single())
+        method.take(weight, None)
+        errors.append(relative_error(method.apply(x), x.float() @ weight.float().T))
+    return _worst(errors)
+
+
+def _int8_gemm(shapes: Sequence[tuple[int, int, int]]) -> str:
+    errors = []
+    if int8_kernel(BF16) is None:
+        raise _no_kernel("the CPU and its compiler must know AVX512-VNNI", "torch multiplies int8 weights")
+    for rows, inputs, outputs in shapes:
+        x, weight = _noise(rows, inputs), _noise(outputs, inputs)
+        column = Param(name="x.weight", shape=(outputs, inputs), role="x", source=Source(("x.weight",)), merge="x")
+        for make, twin in ((int8_methods(BF16), Int8Method), (w8a8_methods(BF16), W8A8Method)):
+            products = []
+            for method in (make((column,), ParallelContext.single()), twin((column,), ParallelContext.single())):
+                method.take(weight, None)
+                products.append(method.apply(x))
+            errors.append(relative_error(products[0], products[1].float()))
     return _worst(errors)
 
 

@@ -26,11 +26,17 @@ from tandem.workers.models.spec.headers import CheckpointFacts, read_checkpoint_
 from tandem.workers.planning.budget import GIB, available_bytes
 from tandem.workers.planning.model_source import find_model
 from tandem.workers.planning.planner import GroupPlan, Memory, best_of, layouts, plan_group
-from tandem.workers.planning.resolve import read_spec, resolve_dtype, resolve_kv_dtype, resolve_max_model_len
+from tandem.workers.planning.resolve import (
+    check_quantization,
+    read_spec,
+    resolve_dtype,
+    resolve_kv_dtype,
+    resolve_max_model_len,
+)
 
 PLANNED = {
-    "revision", "dtype", "max_model_len", "hf_overrides", "tensor_parallel_size", "pipeline_parallel_size",
-    "enable_expert_parallel",
+    "revision", "dtype", "quantization", "max_model_len", "hf_overrides", "tensor_parallel_size",
+    "pipeline_parallel_size", "enable_expert_parallel",
     "gpu_memory_utilization", "kv_cache_dtype", "kv_cache_memory_bytes", "num_gpu_blocks_override", "block_size",
     "max_num_seqs", "max_num_batched_tokens", "device", "cpu_offload_gb", "enable_lora", "max_loras", "max_lora_rank",
     "max_cpu_loras", "lora_memory_bytes",
@@ -119,6 +125,7 @@ def _model(name: str, settings: EngineSettings, asked: _Asked) -> _Model:
     folder = find_model(name, settings.model.revision, "MODEL", ("config.json",))
     settings = replace(settings, model=replace(settings.model, model=str(folder)))
     spec, memory = read_spec(settings), _memory(settings, asked)
+    check_quantization(settings, memory.device)
     dtype = resolve_dtype(settings, spec, memory.device)
     kv_dtype = resolve_kv_dtype(settings, dtype)
     return _Model(settings, spec, memory, dtype, kv_dtype, resolve_max_model_len(settings, spec))
@@ -139,6 +146,7 @@ def _find(name: str, settings: EngineSettings, asked: _Asked) -> dict[str, Any]:
         "num_layers": spec.num_layers,
         "num_parameters": parameters_of(spec).num_elements,
         "dtype": model.dtype,
+        "quantization": model.settings.model.quantization,
         "kv_dtype": model.kv_dtype,
         "lora": msgspec.structs.asdict(model.settings.lora),
         "checkpoint": None if facts is None else _checkpoint(facts, parameters_of(spec).num_elements),

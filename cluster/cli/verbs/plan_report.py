@@ -8,10 +8,11 @@ from tandem.workers.planning.planner import CONVERSATION_TOKENS, Memory, gib
 
 def report(found: dict[str, Any]) -> str:
     """The whole text. Every line ends with a line feed."""
-    plan = found["plan"]
+    plan, quantization = found["plan"], found["quantization"]
+    weights = found["dtype"] if quantization is None else f"{quantization} (the rest in {found['dtype']})"
     lines = [
         f"{found['model']}: {found['architecture']}, {found['num_layers']} layers, "
-        f"{found['num_parameters'] / 1e6:,.1f} M parameters, weights in {found['dtype']}, KV in {found['kv_dtype']}",
+        f"{found['num_parameters'] / 1e6:,.1f} M parameters, weights in {weights}, KV in {found['kv_dtype']}",
         _checkpoint_line(found["checkpoint"]),
         _memory_line(found["memory"], plan),
         "",

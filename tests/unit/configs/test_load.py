@@ -36,6 +36,7 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "tokenizer": ("t", "t"),
     "revision": ("main", "main"),
     "dtype": ("bfloat16", "bfloat16"),
+    "quantization": ("int8", "int8"),
     "max_model_len": ("2k", 2000),
     "load_format": ("dummy", "dummy"),
     "seed": (7, 7),
@@ -260,6 +261,7 @@ def test_a_bad_value_is_refused_by_its_flag(name: str, value: Any) -> None:
     [
         ("dtype", "int8", "auto, bfloat16, float16, float32"),
         ("dtype", 16, "auto, bfloat16, float16, float32"),
+        ("quantization", "awq", "int8, w8a8"),
         ("load_format", "gguf", "safetensors, dummy"),
         ("kv_cache_dtype", "fp8_e5m2", "auto, bfloat16, fp8, fp8_e4m3, int8"),
         ("device", "tpu", "cpu, cuda"),

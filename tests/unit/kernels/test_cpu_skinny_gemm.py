@@ -7,7 +7,7 @@ from shutil import which
 import pytest
 import torch
 
-from tandem.parallel.linear_methods import PackedMatrix
+from tandem.parallel.linear_methods import PackedMethod
 from tandem.workers.kernels.cpu import cpu_skinny_gemm
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import (
     MAX_ROWS,
@@ -24,6 +24,12 @@ ANY_KERNEL = pytest.mark.skipif(KERNEL is None, reason="needs a CPU that multipl
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def packed(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedMethod:
+    method = PackedMethod(skinny_gemm=KERNEL)
+    method.take(weight, bias)
+    return method
 
 
 @pytest.fixture
@@ -48,16 +54,16 @@ def test_it_equals_the_product_in_float32(rows: int, outputs: int, inputs: int) 
     weight, bias, x = draw(outputs, inputs), draw(outputs, seed=1), draw(rows, inputs, seed=2)
     for given in (None, bias):
         expected = x.float() @ weight.float().T + (0 if given is None else given.float())
-        product = PackedMatrix(weight, given, skinny_gemm=KERNEL)
-        assert product._skinny is not None
+        method = packed(weight, given)
+        assert method._skinny is not None
         scale = inputs**0.5
-        torch.testing.assert_close(product(x).float(), expected, rtol=2**-8, atol=1e-5 * scale)
+        torch.testing.assert_close(method.apply(x).float(), expected, rtol=2**-8, atol=1e-5 * scale)
 
 
 @ANY_KERNEL
 def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(threads: None) -> None:
     weight, x = draw(320, 256), draw(MAX_ROWS, 256, seed=1)
-    matrix = PackedMatrix(weight, None, skinny_gemm=KERNEL)
+    matrix = packed(weight).apply
     whole = matrix(x)
     for count in (1, 2, 3, 8):
         torch.set_num_threads(count)
@@ -70,7 +76,7 @@ def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(threads: None) ->
 @ANY_KERNEL
 def test_rows_may_lie_apart() -> None:
     weight, wide = draw(128, 64), draw(4, 200, seed=1)
-    matrix = PackedMatrix(weight, None, skinny_gemm=KERNEL)
+    matrix = packed(weight).apply
     assert torch.equal(matrix(wide[:, 8:72]), matrix(wide[:, 8:72].contiguous()))
     assert torch.equal(matrix(wide[:, ::2][:, :64]), matrix(wide[:, ::2][:, :64].contiguous()))
 
@@ -78,24 +84,24 @@ def test_rows_may_lie_apart() -> None:
 @ANY_KERNEL
 def test_what_it_does_not_read_stays_with_onednn() -> None:
     assert KERNEL is not None
-    odd, x = PackedMatrix(draw(64, 40), None, skinny_gemm=KERNEL), draw(3, 40, seed=1)
+    odd, x = packed(draw(64, 40)), draw(3, 40, seed=1)
     assert odd._skinny is None
-    torch.testing.assert_close(odd(x).float(), x.float() @ draw(64, 40).float().T, rtol=0.02, atol=0.02)
-    long = PackedMatrix(draw(64, 32), None, skinny_gemm=KERNEL)
+    torch.testing.assert_close(odd.apply(x).float(), x.float() @ draw(64, 40).float().T, rtol=0.02, atol=0.02)
+    long = packed(draw(64, 32))
     for rows in (0, MAX_ROWS + 1):
-        assert long(draw(rows, 32)).shape == (rows, 64)
-    packed = torch.ops.mkldnn._reorder_linear_weight(draw(64, 32).float())
-    assert KERNEL.bind(packed, None, 64) is None
-    packed = torch.ops.mkldnn._reorder_linear_weight(draw(64, 32))
-    assert KERNEL.bind(packed, None, 64) is not None and KERNEL.bind(packed, None, 65) is None
+        assert long.apply(draw(rows, 32)).shape == (rows, 64)
+    reordered = torch.ops.mkldnn._reorder_linear_weight(draw(64, 32).float())
+    assert KERNEL.bind(reordered, None, 64) is None
+    reordered = torch.ops.mkldnn._reorder_linear_weight(draw(64, 32))
+    assert KERNEL.bind(reordered, None, 64) is not None and KERNEL.bind(reordered, None, 65) is None
 
 
 @ANY_KERNEL
 def test_another_layout_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch whose oneDNN packs otherwise: by its descriptor, or by the bytes behind the same one."""
     assert cpu_skinny_gemm._layout_is_known()
-    packed = torch.ops.mkldnn._reorder_linear_weight(draw(64, 64))
-    assert describe(packed) == descriptor(64, 64) != descriptor(64, 32)
+    reordered = torch.ops.mkldnn._reorder_linear_weight(draw(64, 64))
+    assert describe(reordered) == descriptor(64, 64) != descriptor(64, 32)
     monkeypatch.setattr(cpu_skinny_gemm, "BLOCK", 32)
     assert not cpu_skinny_gemm._layout_is_known()
     monkeypatch.setattr(cpu_skinny_gemm, "describe", lambda packed: b"")
@@ -107,6 +113,6 @@ def test_another_layout_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_numbers_that_are_none_stay_none() -> None:
     weight, x = draw(64, 32), draw(2, 32, seed=1)
     x[0, 3], x[1, 5] = float("nan"), float("inf")
-    y = PackedMatrix(weight, None, skinny_gemm=KERNEL)(x)
+    y = packed(weight).apply(x)
     assert y[0].isnan().all() and (y[1].isinf() | y[1].isnan()).all()
     assert isinstance(KERNEL, CpuSkinnyGemm)

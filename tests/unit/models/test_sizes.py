@@ -7,6 +7,7 @@ import torch
 
 from tandem.offload.weights.layer_placement import spread
 from tandem.parallel.context import ParallelContext
+from tandem.parallel.formats import weight_format
 from tandem.parallel.linear_methods import can_pack
 from tandem.parallel.mesh import Mesh
 from tandem.workers.models.decoder import Decoder, build_decoder
@@ -34,12 +35,26 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-def rank_of(spec: ArchSpec, folder: Path, mesh: Mesh, dtype: torch.dtype, streamed: tuple[int, ...] = ()) -> Decoder:
+def rank_of(
+    spec: ArchSpec,
+    folder: Path,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    streamed: tuple[int, ...] = (),
+    quantization: str | None = None,
+) -> Decoder:
     """The decoder of one rank, loaded without the others."""
     context = ParallelContext(mesh)
     attention = cpu_platform().attention(dtype, spec.head_dim)
     return build_decoder(
-        spec, context, folder=folder, dtype=dtype, platform=cpu_platform(), attention=attention, streamed=streamed
+        spec,
+        context,
+        folder=folder,
+        dtype=dtype,
+        platform=cpu_platform(),
+        attention=attention,
+        streamed=streamed,
+        quantization=quantization,
     )
 
 
@@ -64,6 +79,22 @@ def test_bytes_in_half_precision(root: Path, dtype: torch.dtype) -> None:
     spec = load_spec(folder)
     decoder = rank_of(spec, folder, Mesh(), dtype)
     assert rank_weights(spec, Mesh(), 2, can_pack(dtype)).total_bytes == decoder.weight_bytes
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama-mqa-biased", "mixtral", "gpt2", "gemma2"])
+def test_bytes_of_quantized_weights_are_predicted(root: Path, name: str) -> None:
+    """Router, norms and the table that ids are looked up in stay dense; streamed bytes are those of the integers."""
+    folder = save_tiny_model(BY_NAME[name], root)
+    spec, form = load_spec(folder), weight_format("int8")
+    for tp, pp, dtype in [(1, 1, torch.bfloat16), (2, 1, torch.bfloat16), (1, 2, torch.float32), (2, 2, torch.float16)]:
+        for rank in range(tp * pp):
+            mesh = Mesh(tp, pp, rank)
+            weights = rank_weights(spec, mesh, dtype.itemsize, can_pack(dtype), form)
+            decoder = rank_of(spec, folder, mesh, dtype, (0,), "int8")
+            assert weights.total_bytes == decoder.weight_bytes, mesh
+            assert weights.total_bytes < rank_weights(spec, mesh, dtype.itemsize, can_pack(dtype)).total_bytes
+            assert 1 <= decoder.stream.host_bytes / weights.layer_bytes < 1.8, mesh  # whole blocks of 64 outputs
+            decoder.close()
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama-mqa-biased"])

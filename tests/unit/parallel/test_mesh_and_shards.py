@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tandem.parallel.linear_methods import PackedMatrix, PlainMatrix, can_pack
+from tandem.parallel.context import ParallelContext
+from tandem.parallel.linear_methods import DenseMethod, PackedMethod, can_pack
 from tandem.parallel.mesh import Mesh, layer_range
 from tandem.parallel.params import WHOLE, Param, Shard, Source
 from tandem.workers.platforms.cpu import cpu_platform
@@ -66,8 +67,9 @@ def test_packed_and_plain_matrices_give_equal_products(dtype: torch.dtype, rows:
     weight, bias, x = (torch.randn(shape, generator=generator).to(dtype) for shape in ((48, 32), (48,), (rows, 32)))
     expected = x.float() @ weight.float().T + bias.float()
     tolerance = 1e-5 if dtype is torch.float32 else 0.1
-    made = cpu_platform().matrices(dtype)(weight, bias)
-    for matrix in (made, PlainMatrix(weight, bias)):
-        torch.testing.assert_close(matrix(x).float(), expected, rtol=0, atol=tolerance)
-        assert matrix.nbytes == weight.nbytes
-    assert isinstance(made, PackedMatrix) == can_pack(dtype)
+    made = cpu_platform().linear_methods(dtype)((), ParallelContext.single())
+    for method in (made, DenseMethod()):
+        method.take(weight, bias)
+        torch.testing.assert_close(method.apply(x).float(), expected, rtol=0, atol=tolerance)
+        assert method.nbytes == weight.nbytes
+    assert isinstance(made, PackedMethod) == can_pack(dtype)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.configs.errors import SettingsError
 from tandem.configs.schema import DeviceSettings, EngineSettings, ModelSettings
 from tandem.offload.copies.host_slab import HostSlab
 from tandem.parallel import groups
@@ -123,6 +124,12 @@ def test_captured_graphs_share_a_pool_and_let_lanes_copy(cuda: Platform, monkeyp
     assert all(replay() == "replayed" and output.tolist() == [1, 1] for replay, (output,) in made)
     assert captures[0] == captures[1] and captures[0][1] == "thread_local"
     assert cuda.scratch_blocks == 1 and isinstance(cuda.graphs(lambda: None, True), CudaGraphs)
+
+
+def test_quantized_weights_are_refused_on_cuda(cuda: Platform) -> None:
+    with pytest.raises(SettingsError, match="int8 is for ranks on CPU") as refused:
+        cuda.linear_methods(torch.bfloat16, "int8")
+    assert refused.value.flag == "--quantization"
 
 
 def test_cpu_is_taken_when_asked_for(asked: Asked) -> None:

@@ -17,6 +17,7 @@ from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.graphs.cpu_graphs import CpuGraphs
 from tandem.workers.kernels.cpu import cpu_build, cpu_skinny_gemm
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
+from tandem.workers.kernels.cpu.cpu_int8_gemm import CpuInt8Method
 from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
 from tandem.workers.kernels.cpu.cpu_lora import CpuLora
 from tandem.workers.kernels.cpu.cpu_sampling import CpuSampling
@@ -84,6 +85,7 @@ def replay_spoiled(original: Callable[..., Any]) -> Callable[..., Any]:
         ("kernel KV quantization", CpuKVStore, "write", nothing_done, "keys in torch.int8 differ"),
         ("kernel KV quantization", CpuKVStore, "gather", result_spoiled, "what is read from torch.int8 differs"),
         ("kernel skinny GEMM", cpu_skinny_gemm._Product, "__call__", result_spoiled, "differs from its torch twin"),
+        ("kernel int8 GEMM", CpuInt8Method, "apply", result_spoiled, "differs from its torch twin by 0.0"),
         ("kernel sampling", CpuSampling, "draw", nothing_done, "a token is drawn that its number does not belong to"),
         ("kernel sampling", CpuSampling, "best", first_spoiled, "a best token is not its torch twin's"),
         ("kernel grouped LoRA", CpuLora, "add", nothing_done, "differs from its torch twin"),
@@ -136,6 +138,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Platform:
     )
     for module in (kernel_checks, step_checks):
         monkeypatch.setattr(module, "cpu_platform", lambda: made)
+    monkeypatch.setattr(kernel_checks, "int8_kernel", lambda _: None)
     for module in (kernel_checks, platform_choices):
         monkeypatch.setattr(module, "skinny_gemm", lambda _: None)
     monkeypatch.setattr(CpuKVStore, "make", lambda *_: None)

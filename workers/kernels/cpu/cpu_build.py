@@ -24,6 +24,7 @@ STORED = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.bfloat16: 3}
 CACHE_SOURCES = ("cpu_decode_attention.c", "cpu_kv_quant.c")
 SOURCES = (*CACHE_SOURCES, "cpu_chunk_attention.c", "cpu_fused_ops.c", "cpu_skinny_gemm.c")
 LORA_SOURCES = ("cpu_lora.c",)
+INT8_SOURCES = ("cpu_int8_gemm.c",)
 SAMPLING_SOURCES = ("cpu_sampling.c",)
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 TIMEOUT_S = 300.0
@@ -49,6 +50,12 @@ def cpu_lora_library(dtype: torch.dtype) -> ctypes.CDLL | None:
     """Returns the LoRA kernels for tensors of `dtype`; None as for cpu_library."""
     # A separate library, so that a service without adapters does not wait for its compilation.
     return _compiled(LORA_SOURCES, dtype, None)
+
+
+@cache
+def cpu_int8_library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """Returns the products with int8 weights for tensors of `dtype`; None as for cpu_library."""
+    return _compiled(INT8_SOURCES, dtype, None)
 
 
 @cache

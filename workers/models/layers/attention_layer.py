@@ -11,7 +11,7 @@ import torch
 from tandem.parallel.checkpoint import ParameterSlot
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear import AdaptableLinear, ColumnParallelLinear, RowParallelLinear
-from tandem.parallel.linear_methods import MakeMatrix
+from tandem.parallel.linear_methods import MakeMethod
 from tandem.parallel.params import Span
 from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.kernels.kv_store import LayerKV
@@ -25,7 +25,7 @@ class AttentionLayer:
     """Attention of one layer on this rank."""
 
     def __init__(
-        self, spec: LayerSpec, params: LayerParams, context: ParallelContext, ops: FusedOps, make: MakeMatrix
+        self, spec: LayerSpec, params: LayerParams, context: ParallelContext, ops: FusedOps, make: MakeMethod
     ) -> None:
         attention, weights = spec.attention, params.weights
         dim = attention.head_dim

@@ -7,7 +7,7 @@ import torch
 from tandem.parallel.checkpoint import ParameterSlot
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear import AdaptableLinear
-from tandem.parallel.linear_methods import MakeMatrix
+from tandem.parallel.linear_methods import MakeMethod
 from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.layers.attention_layer import AttentionLayer
@@ -23,7 +23,7 @@ class DecoderLayer:
     """Attention and MLP with their norms, each added to the residual stream."""
 
     def __init__(
-        self, spec: LayerSpec, params: LayerParams, context: ParallelContext, ops: FusedOps, make: MakeMatrix
+        self, spec: LayerSpec, params: LayerParams, context: ParallelContext, ops: FusedOps, make: MakeMethod
     ) -> None:
         def norm(role: Role) -> AddNorm:
             return make_norm(spec.norm, params.norm(role), ops)

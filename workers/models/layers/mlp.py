@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from tandem.parallel.checkpoint import ParameterSlot
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear import AdaptableLinear, ColumnParallelLinear, RowParallelLinear
-from tandem.parallel.linear_methods import MakeMatrix
+from tandem.parallel.linear_methods import MakeMethod
 from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.models.spec.arch import Activation, Gated, Plain
 from tandem.workers.models.spec.parameters import LayerParams
@@ -44,7 +44,7 @@ class MLP:
     """One layer's MLP on this rank."""
 
     def __init__(
-        self, spec: Gated | Plain, params: LayerParams, context: ParallelContext, ops: FusedOps, make: MakeMatrix
+        self, spec: Gated | Plain, params: LayerParams, context: ParallelContext, ops: FusedOps, make: MakeMethod
     ) -> None:
         self._middle = gating(spec.activation, ops) if isinstance(spec, Gated) else activation(spec.activation)
         self._up = ColumnParallelLinear(*params.merged("up"), context, make)

@@ -12,7 +12,7 @@ import torch
 from tandem.parallel.checkpoint import ParameterSlot
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear import AdaptableLinear, Linear
-from tandem.parallel.linear_methods import MakeMatrix
+from tandem.parallel.linear_methods import MakeMethod
 from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.models.layers.mlp import gating
 from tandem.workers.models.spec.arch import Moe
@@ -23,7 +23,7 @@ class _Expert:
     """One expert on this rank: its output, or this rank's part of it."""
 
     def __init__(
-        self, spec: Moe, params: LayerParams, context: ParallelContext, ops: FusedOps, make: MakeMatrix
+        self, spec: Moe, params: LayerParams, context: ParallelContext, ops: FusedOps, make: MakeMethod
     ) -> None:
         self._middle = gating(spec.activation, ops)
         self._up = Linear(*params.merged("up"), context, make)
@@ -41,7 +41,7 @@ class MixtureOfExperts:
     """One layer's experts on this rank, and the router, which every rank has."""
 
     def __init__(
-        self, spec: Moe, params: LayerParams, context: ParallelContext, ops: FusedOps, make: MakeMatrix
+        self, spec: Moe, params: LayerParams, context: ParallelContext, ops: FusedOps, make: MakeMethod
     ) -> None:
         self._spec = spec
         self._context = context

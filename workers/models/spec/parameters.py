@@ -207,8 +207,13 @@ class _Group:
 
     def table(self, role: Role, shape: tuple[int, int], shard: Shard, aliases: tuple[str, ...] = ()) -> Param:
         """A table of vocabulary or positions. aliases: other names under which checkpoints store it."""
-        name = f"{self._names.stems[role]}.weight"
-        return Param(name=name, shape=shape, role=role, source=Source((name, *aliases)), shard=shard)
+        name, is_matrix = (
+            f"{self._names.stems[role]}.weight",
+            role is not Role.POSITIONS,
+        )  # where the head multiplies it
+        return Param(
+            name=name, shape=shape, role=role, source=Source((name, *aliases)), shard=shard, takes_format=is_matrix
+        )
 
     def norm(self, role: Role, size: int, norm: Norm) -> NormParams:
         stem = self._prefix + self._names.stems[role]
@@ -276,6 +281,7 @@ class _Group:
             merge=merge,
             init=init,
             expert=self._expert,
+            takes_format=merge is not None and len(shape) == 2 and role is not Role.ROUTER,
         )
 
 

@@ -5,9 +5,10 @@ checks. Tests compare it with the loaded decoder's `weight_bytes` and the KV cac
 degree.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from tandem.parallel.formats import DENSE, WeightFormat, held_bytes
 from tandem.parallel.mesh import Mesh, layer_range
 from tandem.parallel.params import Param
 from tandem.workers.models.spec.arch import ArchSpec, LayerSpec, Moe
@@ -38,25 +39,28 @@ class RankWeights:
         return self.total_bytes - self.num_layers * self.layer_bytes
 
 
-def rank_weights(spec: ArchSpec, mesh: Mesh, element_bytes: int, packs: bool) -> RankWeights:
+def rank_weights(
+    spec: ArchSpec, mesh: Mesh, element_bytes: int, packs: bool, form: WeightFormat = DENSE
+) -> RankWeights:
     """Returns the bytes of weights on the rank at `mesh`.
 
-    packs: matrices are packed (CPU, except float16), so a tied table is held twice where both the lookup and the head
-    are on this rank.
+    packs: dense matrices are packed (CPU, except float16), so a tied table is held twice where both the lookup and the
+    head are on this rank. form: of the weights of linear layers; the head too then holds a form of its own.
     """
     table, own = parameters_of(spec), layer_range(spec.num_layers, mesh.pp_rank, mesh.pp_size)
     layer = table.layers[own[0]]
-    matrices = sum(map(_elements_at(mesh), layer.matrices))
-    rest = sum(map(_elements_at(mesh), layer)) - matrices
-    embedding = _elements_at(mesh)(table.embedding)
+    matrices = {param.name for param in layer.matrices}
+    rest = sum(param.local_bytes(mesh, element_bytes) for param in layer if param.name not in matrices)
+    embedding = table.embedding.local_bytes(mesh, element_bytes)
+    head = held_bytes(form, table.head, mesh, element_bytes)
     first, last = mesh.pp_rank == 0, mesh.pp_rank == mesh.pp_size - 1
     ties_here = spec.tie_word_embeddings and first and last
     return RankWeights(
         num_layers=len(own),
-        layer_bytes=matrices * element_bytes,
-        layer_rest_bytes=rest * element_bytes,
-        table_bytes=embedding * (1 if ties_here else first + last) * element_bytes,
-        packed_table_bytes=embedding * (ties_here and packs) * element_bytes,
+        layer_bytes=sum(held_bytes(form, param, mesh, element_bytes) for param in layer.matrices),
+        layer_rest_bytes=rest,
+        table_bytes=embedding * first + head * (last and not ties_here),
+        packed_table_bytes=head * (ties_here and (packs or not form.is_dense)),
         norm_bytes=(_whole(table.entry) * first + _whole(table.final_norm) * last) * element_bytes,
     )
 
@@ -64,11 +68,6 @@ def rank_weights(spec: ArchSpec, mesh: Mesh, element_bytes: int, packs: bool) ->
 def _whole(params: Iterable[Param]) -> int:
     """Returns the elements of parameters that every rank of a stage holds."""
     return sum(param.num_elements for param in params)
-
-
-def _elements_at(mesh: Mesh) -> Callable[[Param], int]:
-    """Returns the function from a parameter to its elements on one rank."""
-    return lambda param: param.local_elements(mesh)
 
 
 def kv_token_bytes(spec: ArchSpec, mesh: Mesh, kv_dtype: str) -> int:

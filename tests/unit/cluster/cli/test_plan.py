@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from msgspec.structs import replace
 
 import tandem.cluster.cli.verbs.plan as plan_command
 from tandem.cluster.deploy import devices
+from tandem.cluster.deploy.preflight import cpu_weight_bytes
 from tandem.configs.errors import SettingsError
 from tandem.configs.schema import (
     CacheSettings,
@@ -93,6 +95,24 @@ def test_a_cpu_plan_is_what_a_rank_finds(folder: Path, offload_gib: float) -> No
     assert stage.kv_token_bytes * 16 == facts.block_bytes
     assert len(stage.placement.streamed) == facts.streamed_layers
     loaded.decoder.close()
+
+
+def test_a_plan_of_quantized_weights_is_what_a_rank_finds(folder: Path) -> None:
+    settings = settings_for(folder)
+    settings = replace(settings, model=replace(settings.model, quantization="int8"))
+    plan = plan_group(settings, load_spec(folder), Memory("cpu", 8 * GIB), "bfloat16", "bfloat16", CONTEXT)
+    loaded = load_single(settings)
+    [stage] = plan.stages
+    assert stage.weights.total_bytes == loaded.facts.weight_bytes
+    assert cpu_weight_bytes(load_spec(folder), "bfloat16", quantization="int8") == loaded.facts.weight_bytes
+    loaded.decoder.close()
+
+
+def test_the_command_takes_quantization_and_refuses_what_a_device_has_not(folder: Path) -> None:
+    shown = run(str(folder), "--device", "cpu", "--quantization", "w8a8")
+    assert shown.returncode == 0 and "weights in w8a8 (the rest in bfloat16)" in shown.stdout, shown.stderr
+    refused = run(str(folder), "--device", "cuda", "--device-memory", "80", "-q", "int8")
+    assert refused.returncode != 0 and "--quantization" in refused.stderr and "--device cuda" in refused.stderr
 
 
 @pytest.mark.parametrize("asked", [{}, {"memory_bytes": 2**18}], ids=["by --max-loras", "by --lora-memory-bytes"])

@@ -1,0 +1,129 @@
+"""Products with int8 weights on CPUs with AVX512-VNNI, for any number of rows; parallel/int8.py has the torch twins.
+
+    y[t, o] = (sum_i c[t, i] W[o, i]) s[t] scale[o] + b[o]      c, s: x[t] as integers and their scale
+
+Sums are of integers and exact, so a row's result does not depend on its batch mates. The CPU multiplies bytes, four
+pairs at a time, and larger integers byte by byte. w8a8 has integers of one byte, the largest input being 127. int8 has
+two for bf16 and three for float32, and a power of two as scale, about 2**-14 (2**-22) of the row's largest input: bits
+below it are rounded, so bf16 inputs down to 2**-6 of the largest stay as they are. That costs as many instructions as
+pairs of bf16 do, and spares the conversion of weights, which takes longer than reading them. A step of few rows is
+bound by reading weights in either case.
+
+The layout: blocks of 64 outputs, each [I / 4][64][4], padded to a whole block; numbers + 128, without sign. The scales
+follow, so that one piece of memory has it all. T rows, I inputs, O outputs.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+from tandem.parallel.context import ParallelContext
+from tandem.parallel.int8 import Int8Method, W8A8Method
+from tandem.parallel.linear_methods import LinearMethod, MakeMethod, Place, as_given
+from tandem.parallel.params import Param
+from tandem.workers.kernels.cpu.cpu_build import cpu_int8_library
+from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, Kernel
+
+BLOCK, QUAD, LANES = 64, 4, 16
+OFFSET = 128
+MOST_INPUTS = 2**16
+"""Sums of more products of bytes could leave int32."""
+PLANES = {torch.bfloat16: 2, torch.float32: 3}
+"""Bytes of an input that is not to lose precision."""
+
+
+class CpuInt8Method(Int8Method):
+    """Int8 weights in the kernel's layout, multiplied by inputs of `planes` bytes."""
+
+    def __init__(
+        self, kernel: Kernel, planes: int, weights: Sequence[Param], context: ParallelContext, place: Place
+    ) -> None:
+        super().__init__(weights, context, place)
+        self._kernel = kernel
+        self._planes = planes
+
+    def apply(self, x_TI: torch.Tensor) -> torch.Tensor:
+        if self._arrive is not None:
+            self._arrive()
+        held, bias_O, rows, (outputs, inputs) = self._held, self._bias_O, len(x_TI), self._shape
+        x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
+        assert x_TI.shape[1] == inputs and (bias_O is None or bias_O.dtype is x_TI.dtype)
+        y_TO = torch.empty(rows, outputs, dtype=x_TI.dtype)
+        stride = -(-inputs // LANES) * LANES
+        codes = torch.empty(rows, self._planes, stride, dtype=torch.int8)
+        scales, sums = torch.empty(rows, dtype=torch.float32), torch.empty(rows, self._planes, dtype=torch.int32)
+        self._kernel(
+            held.data_ptr(), held.data_ptr() + self._weight_bytes, x_TI.data_ptr(), x_TI.stride(0),
+            None if bias_O is None else bias_O.data_ptr(), y_TO.data_ptr(), codes.data_ptr(), stride, scales.data_ptr(),
+            sums.data_ptr(), self._planes, rows, inputs, outputs, torch.get_num_threads(),
+        )  # fmt: skip
+        return y_TO
+
+    # ---- memory ----
+
+    @property
+    def weight_OI(self) -> torch.Tensor:
+        weights = self._weights_in(self._held)
+        rows_OI = weights.transpose(1, 2).reshape(-1, self._shape[1])[: self._shape[0]]
+        return rows_OI.bitwise_xor(OFFSET).view(torch.int8)
+
+    @property
+    def _weight_bytes(self) -> int:
+        outputs, inputs = self._shape
+        return -(-outputs // BLOCK) * BLOCK * inputs
+
+    def _room(self, device: torch.device) -> torch.Tensor:
+        padded_outputs = -(-self._shape[0] // BLOCK) * BLOCK
+        room = torch.empty(self._weight_bytes + 4 * padded_outputs, dtype=torch.uint8, device=device)
+        self._scales_in(room).zero_()
+        return room
+
+    def _fill(self, held: torch.Tensor, first: int, rows_OI: torch.Tensor) -> None:
+        blocks, inputs = -(-len(rows_OI) // BLOCK), self._shape[1]
+        padded_OI = rows_OI.new_zeros(blocks * BLOCK, inputs)
+        padded_OI[: len(rows_OI)] = rows_OI
+        quads = padded_OI.view(torch.uint8).bitwise_xor_(OFFSET).view(blocks, BLOCK, inputs // QUAD, QUAD)
+        start = first // BLOCK
+        self._weights_in(held)[start : start + blocks] = quads.transpose(1, 2)
+
+    def _weights_in(self, held: torch.Tensor) -> torch.Tensor:
+        return held[: self._weight_bytes].view(-1, self._shape[1] // QUAD, BLOCK, QUAD)
+
+    def _scales_in(self, held: torch.Tensor) -> torch.Tensor:
+        return held[self._weight_bytes :].view(torch.float32)
+
+
+def int8_methods(dtype: torch.dtype) -> MakeMethod:
+    """Returns what makes the methods of --quantization int8."""
+    return _methods(dtype, PLANES.get(dtype, 0), Int8Method)
+
+
+def w8a8_methods(dtype: torch.dtype) -> MakeMethod:
+    """Returns what makes the methods of --quantization w8a8."""
+    return _methods(dtype, 1, W8A8Method)
+
+
+@cache
+def int8_kernel(dtype: torch.dtype) -> Kernel | None:
+    """Returns the kernel for inputs and outputs of `dtype`; None where this CPU or its compiler has none."""
+    library = cpu_int8_library(dtype)
+    if library is None or not hasattr(library, "int8_gemm"):
+        return None
+    work = (POINTER, NUMBER, POINTER, POINTER, COUNT)
+    return Kernel(
+        library, "int8_gemm", POINTER, POINTER, POINTER, NUMBER, POINTER, POINTER, *work, NUMBER, NUMBER, NUMBER, COUNT
+    )
+
+
+def _methods(dtype: torch.dtype, planes: int, twin: type[Int8Method]) -> MakeMethod:
+    """Returns what makes compiled methods of weights whose inputs the kernel can read, else twins."""
+    kernel = int8_kernel(dtype)
+
+    def make(weights: Sequence[Param], context: ParallelContext, /, place: Place = as_given) -> LinearMethod:
+        inputs = weights[0].span(1, context.mesh).length
+        if kernel is None or inputs % QUAD or inputs > MOST_INPUTS:
+            return twin(weights, context, place)
+        return CpuInt8Method(kernel, planes, weights, context, place)
+
+    return make

@@ -1,0 +1,149 @@
+/* Products of int8 weights and inputs of 1, 2 or 3 bytes, for CPUs with VNNI: y = (c W^T) * s * scale + b, summed as
+   integers. See cpu_int8_gemm.py for the layout and the meaning. */
+#include "cpu_vector.h"
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+
+#define TILE_UNROLLED _Pragma("GCC unroll 24")
+#define STEPS_UNROLLED _Pragma("GCC unroll 4")
+#define BLOCK 64            /* outputs of one block of weights */
+#define QUAD 4              /* inputs of one output that stand together */
+#define RUN 32              /* quads that stay in the L1 cache while rows pass over them */
+#define LINE (BLOCK * QUAD) /* bytes of a quad of all outputs of a block */
+#define GROUP 64            /* rows of bytes whose sums are kept at a time */
+#define TILE_ROWS 6         /* times 4 vectors of outputs: 24 sums and what feeds them fill the registers */
+#define MOST_PLANES 3
+
+/* R rows of bytes times V vectors of 16 outputs over `quads`; sums: [row][BLOCK]. Fetches the weights that follow:
+   `fetched` bytes of each quad of the next run. */
+INLINE void multiply(const uint8_t *w, const int8_t *x, long x_stride, int32_t *sums, long quads, int first, long fetched,
+                     const int R, const int V) {
+  __m512i sum[TILE_ROWS * 4];
+  TILE_UNROLLED for (int i = 0; i < R * V; i++)
+    sum[i] = first ? _mm512_setzero_si512() : _mm512_loadu_si512(sums + i / V * BLOCK + i % V * 16);
+  STEPS_UNROLLED for (long q = 0; q < quads; q++) {
+    __m512i weights[4];
+    for (long o = 0; o < fetched; o += 64) _mm_prefetch((const char *)w + (RUN + q) * LINE + o, _MM_HINT_T0);
+    TILE_UNROLLED for (int v = 0; v < V; v++) weights[v] = _mm512_loadu_si512(w + q * LINE + v * 64);
+    TILE_UNROLLED for (int r = 0; r < R; r++) {
+      int32_t four;
+      memcpy(&four, x + r * x_stride + q * QUAD, sizeof four);
+      const __m512i inputs = _mm512_set1_epi32(four);
+      TILE_UNROLLED for (int v = 0; v < V; v++) sum[r * V + v] = _mm512_dpbusd_epi32(sum[r * V + v], weights[v], inputs);
+    }
+  }
+  TILE_UNROLLED for (int i = 0; i < R * V; i++) _mm512_storeu_si512(sums + i / V * BLOCK + i % V * 16, sum[i]);
+}
+
+typedef void tile(const uint8_t *, const int8_t *, long, int32_t *, long, int, long);
+#define TILE(R, V)                                                                                                \
+  static void tile_##R##_##V(const uint8_t *w, const int8_t *x, long xs, int32_t *s, long n, int first, long f) { \
+    multiply(w, x, xs, s, n, first, f, R, V);                                                                     \
+  }
+#define TILES(V) TILE(1, V) TILE(2, V) TILE(3, V) TILE(4, V) TILE(5, V) TILE(6, V)
+TILES(2)
+TILES(4)
+#define NAMES(V) {tile_1_##V, tile_2_##V, tile_3_##V, tile_4_##V, tile_5_##V, tile_6_##V}
+static tile *const TILES_OF[2][TILE_ROWS] = {NAMES(2), NAMES(4)};
+
+/* All rows over all inputs, run by run, in tiles of nearly equal height; the first of each run fetches the next one. */
+static void multiply_all(const uint8_t *w, const int8_t *x, long x_stride, int32_t *sums, long rows, long quads,
+                         int vectors) {
+  const long tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+  for (long q = 0; q < quads; q += RUN)
+    for (long t = 0, row = 0; t < tiles; t++) {
+      const long height = (rows - row + tiles - t - 1) / (tiles - t);
+      TILES_OF[vectors / 4][height - 1](w + q * LINE, x + row * x_stride + q * QUAD, x_stride, sums + row * BLOCK,
+                                        quads - q < RUN ? quads - q : RUN, q == 0, t ? 0 : vectors * 64);
+      row += height;
+    }
+}
+
+INLINE void store_first(element *at, floats x, long count) {
+  if (count >= LANES) { store(at, x); return; }
+  element some[LANES];
+  store(some, x);
+  memcpy(at, some, count * sizeof *at);
+}
+INLINE floats load_first(const element *at, long count) {
+  if (count >= LANES) return load(at);
+  element some[LANES] = {0};
+  memcpy(some, at, count * sizeof *at);
+  return load(some);
+}
+
+/* What a row's inputs are multiplied by to be rounded. One byte: the largest becomes 127. More: a power of two, so that
+   numbers with few bits stay as they are, and the largest fits. */
+INLINE float steps_per_one(float largest, int planes) {
+  if (!(largest > 0)) return 0;
+  if (planes == 1) return 127.0f / largest;
+  int exponent; /* largest = [0.5, 1) * 2^exponent */
+  frexpf(largest, &exponent);
+  const float most = planes == 2 ? 0x1p15f - 0x1p8f : 0x1p23f - 0x1p16f; /* 127 in the highest byte, 0 below */
+  const float steps = ldexpf(1, (planes == 2 ? 15 : 23) - (exponent < -90 ? -90 : exponent));
+  return largest * steps > most ? steps / 2 : steps;
+}
+
+/* One row's inputs as integers of `planes` bytes, the highest first: codes[plane][stride]. Sets its scale and the sums of
+   each plane. */
+INLINE void round_row(const element *x, long inputs, int planes, int8_t *codes, long stride, float *scale, int32_t *sums) {
+  __m512i largest = _mm512_setzero_si512(); /* as bits, which order NaN above all others */
+  for (long i = 0; i < inputs; i += LANES) {
+    const __m512i bits = _mm512_and_si512((__m512i)load_first(x + i, inputs - i), _mm512_set1_epi32(0x7fffffff));
+    largest = _mm512_max_epu32(largest, bits);
+  }
+  const uint32_t bits = _mm512_reduce_max_epu32(largest);
+  float most;
+  memcpy(&most, &bits, sizeof most);
+  const float steps = steps_per_one(most, planes);
+  __m512i total[MOST_PLANES] = {{0}};
+  for (long i = 0; i < inputs; i += LANES) {
+    __m512i code = _mm512_cvtps_epi32(_mm512_mul_ps((__m512)load_first(x + i, inputs - i), _mm512_set1_ps(steps)));
+    for (int plane = planes - 1; plane >= 0; plane--) {
+      const __m128i low = _mm512_cvtepi32_epi8(code);
+      const __m512i wide = _mm512_cvtepi8_epi32(low);
+      total[plane] = _mm512_add_epi32(total[plane], wide);
+      _mm_storeu_si128((__m128i *)(codes + plane * stride + i), low);
+      code = _mm512_srai_epi32(_mm512_sub_epi32(code, wide), 8);
+    }
+  }
+  for (int plane = 0; plane < planes; plane++) sums[plane] = _mm512_reduce_add_epi32(total[plane]);
+  *scale = planes == 1 || !(most < INFINITY) ? most / 127 : steps > 0 ? 1 / steps : 0; /* NaN stays NaN */
+}
+
+/* codes: [rows][planes][stride], stride a multiple of 16; row_scales: [rows]; row_sums: [rows][planes]; to work in. */
+void int8_gemm(const uint8_t *weight, const float *scale, const element *x, long x_stride, const element *bias, element *out,
+               int8_t *codes, long stride, float *row_scales, int32_t *row_sums, int planes, long rows, long inputs,
+               long outputs, int threads) {
+  const long quads = inputs / QUAD, halves = (outputs + BLOCK / 2 - 1) / (BLOCK / 2);
+  const long in_group = GROUP / planes, groups = (rows + in_group - 1) / in_group;
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows >= 16)
+  for (long row = 0; row < rows; row++)
+    round_row(x + row * x_stride, inputs, planes, codes + row * planes * stride, stride, row_scales + row,
+              row_sums + row * planes);
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (long part = 0; part < threads; part++) {
+    int32_t sums[GROUP * BLOCK];
+    const long last = halves * (part + 1) / threads;
+    for (long half = halves * part / threads, vectors; half < last; half += vectors / 2) {
+      const uint8_t *w = weight + half / 2 * quads * LINE + half % 2 * (LINE / 2);
+      vectors = half % 2 == 0 && half + 1 < last ? 4 : 2; /* a block that two threads share is halved */
+      for (long g = 0; g < groups; g++) {
+        const long begin = rows * g / groups, end = rows * (g + 1) / groups;
+        multiply_all(w, codes + begin * planes * stride, stride, sums, (end - begin) * planes, quads, vectors);
+        for (long row = begin; row < end; row++)
+          for (long v = 0, o = half * (BLOCK / 2); v < vectors && o < outputs; v++, o += LANES) {
+            floats y = {0};
+            for (int plane = 0; plane < planes; plane++) { /* weights are stored + 128 */
+              const __m512i sum = _mm512_loadu_si512(sums + ((row - begin) * planes + plane) * BLOCK + v * LANES);
+              const __m512i excess = _mm512_set1_epi32(128 * row_sums[row * planes + plane]);
+              y = y * 256.0f + (floats)_mm512_cvtepi32_ps(_mm512_sub_epi32(sum, excess));
+            }
+            y = y * row_scales[row] * (floats)_mm512_loadu_ps(scale + o);
+            if (bias) y += load_first(bias + o, outputs - o);
+            store_first(out + row * outputs + o, y, outputs - o);
+          }
+      }
+    }
+  }
+}
+#endif
