@@ -36,7 +36,7 @@ def read_spec(settings: EngineSettings) -> ArchSpec:
         parallel.pipeline_parallel_size,
         expert_parallel=parallel.enable_expert_parallel,
     )
-    return spec
+    return spec.for_context(settings.model.max_model_len or spec.max_position_embeddings)
 
 
 def pooling_facts(settings: EngineSettings) -> PoolingFacts:

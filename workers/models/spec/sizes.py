@@ -22,7 +22,7 @@ KV_SCALE_BYTES: Final = {"int8": 4, "fp8_e4m3": 4}
 @dataclass(frozen=True, slots=True)
 class RankWeights:
     """Bytes on one rank. layer_bytes: the matrices of one layer, which may stream; the rest stays on the device.
-    norm_bytes: of norms and tables of positions outside of layers."""
+    norm_bytes: of norms, tables of positions and biases outside of layers."""
 
     num_layers: int
     layer_bytes: int
@@ -53,6 +53,7 @@ def rank_weights(spec: ArchSpec, mesh: Mesh, element_bytes: int, packs: bool) ->
     matrices = sum(map(_elements_at(mesh), layer.matrices))
     rest = sum(map(_elements_at(mesh), layer)) - matrices
     embedding = _elements_at(mesh)(table.embedding)
+    head_bias = 0 if table.head_bias is None else _elements_at(mesh)(table.head_bias)
     first, last = mesh.pp_rank == 0, mesh.pp_rank == mesh.pp_size - 1
     ties_here = spec.tie_word_embeddings and first and last
     return RankWeights(
@@ -61,7 +62,7 @@ def rank_weights(spec: ArchSpec, mesh: Mesh, element_bytes: int, packs: bool) ->
         layer_rest_bytes=rest * element_bytes,
         table_bytes=embedding * (1 if ties_here else first + last) * element_bytes,
         packed_table_bytes=embedding * (ties_here and packs) * element_bytes,
-        norm_bytes=(_whole(table.entry) * first + _whole(table.final_norm) * last) * element_bytes,
+        norm_bytes=(_whole(table.entry) * first + (_whole(table.final_norm) + head_bias) * last) * element_bytes,
     )
 
 
