@@ -10,7 +10,7 @@ import torch
 from tandem.parallel.context import ParallelContext
 from tests.support.decoder_ranks import DecoderCase, RankProcesses, run_case
 from tests.support.paged_rows import prompt_ids
-from tests.support.tiny_models import TINY_MODELS
+from tests.support.tiny_models import SHALLOW
 
 TinyFolder = Callable[[str], Path]
 PROMPTS = [prompt_ids(length, 200, seed=length) for length in (31, 18, 7)]
@@ -59,9 +59,6 @@ def test_ranks_equal_one_rank(
     ranks: RankProcesses, tiny_folder: TinyFolder, name: str, tp_size: int, pp_size: int
 ) -> None:
     check(ranks, tiny_folder(name), tp_size, pp_size)
-
-
-SHALLOW = [tiny.name for tiny in TINY_MODELS if tiny.changes.get("num_hidden_layers") == 2]
 
 
 @pytest.mark.parametrize("name", SHALLOW)

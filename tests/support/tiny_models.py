@@ -5,11 +5,12 @@ Used by the parity tests, and by anything that needs a real checkpoint folder qu
 that logits differ clearly, biases and norms are random too, so that a forgotten one shows.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -44,6 +45,11 @@ class TinyModel:
     model_type: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     max_shard_size: str = "1GB"
+
+    @property
+    def is_shallow(self) -> bool:
+        """Whether make test leaves some of its tests to make parity."""
+        return self.changes.get("num_hidden_layers") == 2
 
 
 def shallow(name: str, changes: Mapping[str, Any], model_type: str = "") -> TinyModel:
@@ -121,12 +127,12 @@ TINY_MODELS: tuple[TinyModel, ...] = (
     shallow("gpt_neox-in-turn", {"use_parallel_residual": False}, "gpt_neox"),
     shallow("opt", {"ffn_dim": 96}),
     shallow("opt-post", {"ffn_dim": 96, "do_layer_norm_before": False}, "opt"),
-    shallow("gptj", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "rotary_dim": 8}),
+    shallow("gptj", {"n_embd": 64, "n_head": 4, "n_positions": 256, "rotary_dim": 8}),
     shallow("falcon", {}),
     shallow("falcon-groups", {"new_decoder_architecture": True, "num_kv_heads": 2}, "falcon"),
     shallow("falcon-alibi", FALCON_RW, "falcon"),
-    shallow("mpt", {"d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 256}),
-    shallow("mpt-six-heads", {"d_model": 96, "n_layers": 2, "n_heads": 6, "max_seq_len": 256}, "mpt"),
+    shallow("mpt", {"d_model": 64, "n_heads": 4, "max_seq_len": 256}),
+    shallow("mpt-six-heads", {"d_model": 96, "n_heads": 6, "max_seq_len": 256}, "mpt"),
     shallow(
         "ministral", {"head_dim": 16, "sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
     ),
@@ -135,6 +141,12 @@ TINY_MODELS: tuple[TinyModel, ...] = (
     shallow("granitemoe", {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2}),
 )
 BY_NAME: Mapping[str, TinyModel] = {model.name: model for model in TINY_MODELS}
+SHALLOW = tuple(model.name for model in TINY_MODELS if model.is_shallow)
+
+
+def some_in_parity(names: Iterable[str]) -> list[Any]:
+    """Parameters of a test: names of models, of which make parity runs the shallow ones, make test the others."""
+    return [pytest.param(name, marks=pytest.mark.parity) if name in SHALLOW else name for name in names]
 
 
 STORED_BELOW: Mapping[str, float] = {"gemma": 1.0, "gemma2": 1.0, "gemma3_text": 1.0}
