@@ -15,7 +15,7 @@ TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t
 
 .PHONY: install dev serve check check-kernels format test parity chaos fuzz mutate bench bench-engine bench-serve bench-startup \
   bench-sampling bench-structured bench-speculation bench-routing bench-overload bench-batching bench-multiturn bench-weight-stream \
-  bench-lora performance docs clean help
+  bench-lora performance model-table docs clean help
 
 help: ## show these goals
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -116,6 +116,9 @@ bench-lora: $(DEV) ## LoRA adapters: decode speed, memory, replay of requests fo
 
 performance: ## docs/performance.md from benchmarks/results/latest
 	$(PYTHON) -m tools.performance
+
+model-table: $(DEV) ## docs/models.md from the registry of model families
+	$(BIN)/python -m tools.model_table
 
 docs: $(DOCS) ## the documentation as a site in out/site; broken links and anchors are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

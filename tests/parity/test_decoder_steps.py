@@ -41,7 +41,7 @@ def test_chunked_prompt_equals_whole_prompt(decoder: Decoder, chunks: tuple[int,
 @pytest.mark.parametrize(
     "chunks", [CHUNKS[0], *(pytest.param(each, marks=pytest.mark.parity) for each in CHUNKS[1:])], ids=str
 )
-@pytest.mark.parametrize("name", SHALLOW)
+@pytest.mark.parametrize("name", [*SHALLOW, "mixtral"])
 def test_every_family_in_chunks(
     name: str, chunks: tuple[int, ...], tiny_folder: TinyFolder, make_decoder: MakeDecoder
 ) -> None:
