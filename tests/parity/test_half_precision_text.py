@@ -21,7 +21,7 @@ from tests.support.tiny_models import TINY_MODELS, load_peer, some_in_parity
 PROMPTS, PROMPT_LEN, OUTPUT_LEN = 6, 45, 40
 TINY_ROUND_OFFS = 48
 """The tiny checkpoints' wide weights grow one rounding to a tenth of the largest logit in bfloat16."""
-ROUTED = {"mixtral"}
+ROUTED = {"mixtral", "qwen2_moe", "qwen3_moe", "granitemoe"}
 """Types of which a rounding may choose another expert, and so another text: test_decoder_logits.py has them."""
 TRAINED_ROUND_OFFS = 8
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

@@ -83,6 +83,9 @@ def fingerprint(folder: Path, settings: EngineSettings) -> str:
     dummy = model.seed if model.load_format == "dummy" else None
     digest.update(f"{model.revision}|{overrides}|{dummy}|".encode())
     digest.update((folder / "config.json").read_bytes())
+    spec = read_spec(settings)
+    if spec.short_factors:  # --max-model-len changes what keys are rotated by
+        digest.update(repr(spec.ropes).encode())
     for file in sorted(folder.glob("*.safetensors")):
         size = file.stat().st_size
         digest.update(f"{file.name}|{size}|".encode())

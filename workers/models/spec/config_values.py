@@ -56,9 +56,8 @@ class ConfigValues:
 
     def get(self, key: str, default: Any) -> Any:
         """A key's value. An absent key means the family's default, if it has one; null means `default`."""
-        if key not in self._config and key in self._family.also:
-            key = self._family.also[key]
-        holder, _, name = key.rpartition(".")
+        spelled = key if key in self._config else self._family.also.get(key, key)
+        holder, _, name = spelled.rpartition(".")
         values = self._config if not holder else self._config.get(holder) or {}
         if name in values:
             return default if values[name] is None else values[name]

@@ -114,7 +114,12 @@ FAMILIES: tuple[Family, ...] = (
         o_bias="attention_bias",
         mlp_bias="mlp_bias",
         scales=GRANITE_SCALES,
-        defaults={"attention_multiplier": 1.0, "bos_token_id": 1, "eos_token_id": 2},
+        defaults={
+            "max_position_embeddings": 2048,
+            "attention_multiplier": 1.0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
     ),
     Family(
         architecture="OlmoForCausalLM",
@@ -123,7 +128,7 @@ FAMILIES: tuple[Family, ...] = (
         o_bias="attention_bias",
         norm=NormKind.LAYER,
         norm_weight=False,
-        defaults={"layer_norm_eps": 1e-5, "eos_token_id": 50279},
+        defaults={"max_position_embeddings": 2048, "layer_norm_eps": 1e-5, "eos_token_id": 50279},
     ),
     Family(
         architecture="Olmo2ForCausalLM",
@@ -134,7 +139,7 @@ FAMILIES: tuple[Family, ...] = (
         names=ParameterNames(
             stems=stems(ATTENTION_POST_NORM="post_attention_layernorm", MLP_POST_NORM="post_feedforward_layernorm")
         ),
-        defaults={"rms_norm_eps": 1e-5, "eos_token_id": 50279},
+        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "eos_token_id": 50279},
     ),
     Family(
         architecture="StableLmForCausalLM",
@@ -257,6 +262,7 @@ FAMILIES: tuple[Family, ...] = (
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
             "rms_norm_eps": 1e-5,
+            "rope_theta": 1000000.0,
             "bos_token_id": 1,
             "eos_token_id": 2,
         },
@@ -320,6 +326,7 @@ FAMILIES: tuple[Family, ...] = (
             stacked_experts=True,
         ),
         defaults={
+            "max_position_embeddings": 2048,
             "attention_multiplier": 1.0,
             "num_local_experts": 8,
             "num_experts_per_tok": 2,

@@ -107,6 +107,8 @@ def activation_bytes(spec: ArchSpec, tp_size: int, max_num_tokens: int, max_num_
     layer = spec.layers[0]
     q = layer.attention.num_heads * spec.head_dim // tp_size
     kv = spec.local_kv_heads(tp_size) * spec.head_dim
-    width = layer.mlp.width // tp_size * (layer.mlp.top_k if isinstance(layer.mlp, Moe) else 1)
+    width = layer.mlp.width // tp_size
+    if isinstance(layer.mlp, Moe):
+        width = width * layer.mlp.top_k + (layer.mlp.shared or 0) // tp_size
     widest = max(2 * (q + 2 * kv) + q, 3 * width)
     return max_num_tokens * (3 * spec.hidden_size + widest) * element_bytes + 3 * max_num_seqs * spec.vocab_size * 4
