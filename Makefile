@@ -13,9 +13,9 @@ DEV     := $(VENV)/.dev-installed
 DOCS    := $(VENV)/.docs-installed
 TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t0 )) s"
 
-.PHONY: install dev serve check check-kernels format test chaos fuzz mutate bench bench-engine bench-serve bench-startup \
-  bench-sampling bench-structured bench-quantization bench-speculation bench-routing bench-overload bench-batching \
-  bench-multiturn bench-weight-stream bench-lora performance docs clean help
+.PHONY: install dev serve check check-kernels format test parity chaos fuzz mutate bench bench-engine bench-serve \
+  bench-startup bench-sampling bench-structured bench-quantization bench-speculation bench-routing bench-overload \
+  bench-batching bench-multiturn bench-weight-stream bench-lora performance model-table docs clean help
 
 help: ## show these goals
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -66,6 +66,9 @@ test: $(DEV) ## all tests but those of check; some 20 minutes on 2 cores
 chaos: $(DEV) ## long histories of faults and thrash, not part of test
 	$(BIN)/python -m pytest tests -m chaos --timeout 3600
 
+parity: $(DEV) ## every model family through offload, streaming, drafts and half precision, not part of test
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests -m parity -n 2
+
 fuzz: $(DEV) ## property and stateful tests with new random examples, ROUNDS (10) times
 	for i in $$(seq $(ROUNDS)); do $(BIN)/python -m pytest tests/unit -m "hypothesis and not chaos" --hypothesis-profile=fuzz -n 2 || exit; done
 
@@ -115,6 +118,9 @@ bench-lora: $(DEV) ## LoRA adapters: decode speed, memory, replay of requests fo
 
 performance: ## docs/performance.md from benchmarks/results/latest
 	$(PYTHON) -m tools.performance
+
+model-table: $(DEV) ## docs/models.md from the registry of model families
+	$(BIN)/python -m tools.model_table
 
 docs: $(DOCS) ## the documentation as a site in out/site; broken links and anchors are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

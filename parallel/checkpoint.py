@@ -7,7 +7,7 @@ Called by the decoder's builder with the slots of its layers. Only this rank's s
 import json
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -140,28 +140,46 @@ class SafetensorsSource:
             self._name_of(param)
 
     def read(self, param: Param, dim: int, start: int, length: int) -> torch.Tensor:
-        view = self._view(param)
+        source = param.source
+        view: Any = self._view(param, self._name_of(param)) if not source.joined else self._joined(param)
+        if len(view.get_shape() if hasattr(view, "get_shape") else view.shape) > len(param.shape):
+            view = view[source.index] if source.index is not None else view[:].flatten()
         ranges = [(0, size) for size in param.shape]
         ranges[dim] = start, length
         columns = tuple(slice(first, first + count) for first, count in ranges[1:])
-        pieces = []
-        for first, count in param.source.stored(*ranges[0]):
-            index = (slice(first, first + count), *columns)
-            pieces.append(view[index[::-1]].T if param.source.transposed else view[index])
-        tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        return tensor + param.source.add if param.source.add else tensor
+        pieces = list(source.stored(*ranges[0]))
+        if source.order:  # one read, as its pieces are small
+            low, high = min(first for first, _ in pieces), max(first + count for first, count in pieces)
+            rows = torch.cat([torch.arange(first - low, first - low + count) for first, count in pieces])
+            tensor = _rows(view, low, high, columns, source.transposed)[rows]
+        else:
+            read = [_rows(view, first, first + count, columns, source.transposed) for first, count in pieces]
+            tensor = read[0] if len(read) == 1 else torch.cat(read)
+        return tensor + source.add if source.add else tensor
+
+    def _joined(self, param: Param) -> torch.Tensor:
+        """Returns the stored tensors of all names, one behind another."""
+        share = replace(param, shape=(param.shape[0] // len(param.source.names), *param.shape[1:]))
+        return torch.cat([self._view(share, self._stored(name))[:] for name in param.source.names])
 
     def _name_of(self, param: Param) -> str:
-        """Returns the name under which a parameter is stored. SettingsError when it is not."""
+        """Returns the name under which a parameter is stored, or its last part. SettingsError when one is not."""
+        if not param.source.joined:
+            return self._stored(*param.source.names)
         for name in param.source.names:
+            self._stored(name)
+        return name
+
+    def _stored(self, *names: str) -> str:
+        """Returns the first of the names that is stored. SettingsError when none is."""
+        for name in names:
             if name in self._file_of:
                 return name
-        names = " or ".join(param.source.names)
-        raise SettingsError(f"{self._folder}: tensor {names} is in none of its safetensors files", "MODEL")
+        words = " or ".join(names)
+        raise SettingsError(f"{self._folder}: tensor {words} is in none of its safetensors files", "MODEL")
 
-    def _view(self, param: Param) -> Any:
+    def _view(self, param: Param, name: str) -> Any:
         """Returns the stored tensor, unread, whose shape is that of the model."""
-        name = self._name_of(param)
         file = self._file_of[name]
         try:
             view = self._open(file).get_slice(self._stored_name[name])
@@ -169,10 +187,10 @@ class SafetensorsSource:
             raise SettingsError(f"{self._folder / file}: tensor {name}: {error}", "MODEL") from error
         source, shape = param.source, tuple(view.get_shape())
         wanted = (param.shape[0] if source.rows is None else source.rows, *param.shape[1:])
-        if shape != (wanted[::-1] if source.transposed else wanted):
+        wanted = source.shape or (wanted[::-1] if source.transposed else wanted)
+        if shape != wanted:
             raise SettingsError(
-                f"{self._folder / file}: tensor {name} has shape {list(shape)}, "
-                f"config.json makes it {list(wanted[::-1] if source.transposed else wanted)}",
+                f"{self._folder / file}: tensor {name} has shape {list(shape)}, config.json makes it {list(wanted)}",
                 "MODEL",
             )
         return view
@@ -198,6 +216,13 @@ class SafetensorsSource:
             except (OSError, SafetensorError) as error:
                 raise SettingsError(f"cannot read {path}: {error}", "MODEL") from error
         return self._files[file]
+
+
+def _rows(view: Any, low: int, high: int, columns: tuple[slice, ...], transposed: bool) -> torch.Tensor:
+    """Returns rows [low, high) of a stored tensor."""
+    index = (slice(low, high), *columns)
+    tensor: torch.Tensor = view[index[::-1]].T if transposed else view[index]
+    return tensor
 
 
 def _whole_names(stored: Iterable[str], wanted: set[str], base_prefix: str) -> list[str]:

@@ -53,10 +53,12 @@ class VocabParallelEmbedding:
 
 
 class VocabParallelHead:
-    """logits_SV = hidden_SH @ table_VH.T, whole and in float32 on every rank of the stage."""
+    """logits_SV = hidden_SH @ table_VH.T, + bias_V if there is one, whole and in float32 on every rank of the stage."""
 
-    def __init__(self, param: Param, context: ParallelContext, make: MakeMethod) -> None:
+    def __init__(self, param: Param, context: ParallelContext, make: MakeMethod, bias: Param | None = None) -> None:
         self._param = param
+        self._bias = bias
+        self._bias_V: torch.Tensor | None = None
         self._context = context
         self._method: LinearMethod = make((param,), context)
         self._outputs = param.span(0, context.mesh)
@@ -77,15 +79,23 @@ class VocabParallelHead:
         return LinearPart(name, inputs, self._outputs, module=name)
 
     def slots(self) -> Slots:
-        yield from self._method.slots((self._param,), lambda: None)
+        yield from self._method.slots((self._param,), lambda: self._bias_V)
+
+    def bias_slots(self) -> Slots:
+        """Yields the bias, which comes before the table."""
+        if self._bias is not None:
+            yield ParameterSlot((self._bias,), self._accept_bias)
 
     def accept(self, table_VH: torch.Tensor) -> None:
-        self._method.take(table_VH, None)
+        self._method.take(table_VH, self._bias_V)
 
     @property
     def reads_stored(self) -> bool:
         """Whether accept() takes the table in the checkpoint's dtype."""
         return self._method.reads_stored
+
+    def _accept_bias(self, bias_V: torch.Tensor) -> None:
+        self._bias_V = bias_V
 
     # A packed matrix cannot be read by row, and an unpacked head would cost 2 to 3 times the time on every step.
     @property

@@ -75,8 +75,10 @@ class Source:
 
     Row r of the parameter is row `start + (r // run) * stride + r % run` of the stored tensor; run None: rows follow
     one another. So fused projections are read (start), and projections that are interleaved by heads (run, stride).
-    transposed: the stored tensor is [columns, rows], as GPT-2's. add: is added to each stored value, as Gemma's norms
-    store w - 1.
+    order: of the rows within each as many of a run: the r-th is stored as the order[r]-th. transposed: the stored
+    tensor is [columns, rows], as GPT-2's. add: is added to each stored value, as Gemma's norms store w - 1. index: of a
+    stored stack of tensors, the one that is meant. shape: of the stored tensor where it has more dimensions than the
+    parameter; but for `index` it is read as if flat. joined: names are those of several tensors, one behind another.
     """
 
     names: tuple[str, ...]
@@ -86,9 +88,23 @@ class Source:
     stride: int = 0
     transposed: bool = False
     add: float = 0.0
+    order: tuple[int, ...] = ()
+    index: int | None = None
+    shape: tuple[int, ...] = ()
+    joined: bool = False
 
     def stored(self, first: int, count: int) -> Iterator[tuple[int, int]]:
         """Yields (first row, rows) of the stored tensor for `count` rows of the parameter, in order."""
+        if not self.order:
+            yield from self._in_order(first, count)
+            return
+        assert first % len(self.order) == 0 and count % len(self.order) == 0, (first, count, len(self.order))
+        for start, taken in self._in_order(first, count):
+            for unit in range(start, start + taken, len(self.order)):
+                yield from ((unit + low, length) for low, length in _runs(self.order))
+
+    def _in_order(self, first: int, count: int) -> Iterator[tuple[int, int]]:
+        """Yields (first row, rows) as if there were no order."""
         if self.run is None:
             if count:
                 yield self.start + first, count
@@ -164,6 +180,15 @@ class Param:
     def local_bytes(self, mesh: Mesh, element_bytes: int) -> int:
         """Returns the bytes on a rank, padding included. element_bytes: of an element in the model's dtype."""
         return self.local_elements(mesh) * (element_bytes if self.dtype is None else ITEM_BYTES[self.dtype])
+
+
+def _runs(order: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Yields (first, length) of each run of numbers that follow one another."""
+    start = 0
+    for end in range(1, len(order) + 1):
+        if end == len(order) or order[end] != order[end - 1] + 1:
+            yield order[start], end - start
+            start = end
 
 
 def _product(shape: tuple[int, ...]) -> int:

@@ -10,6 +10,7 @@ import torch
 from tandem.parallel.context import ParallelContext
 from tests.support.decoder_ranks import DecoderCase, RankProcesses, run_case
 from tests.support.paged_rows import prompt_ids
+from tests.support.tiny_models import SHALLOW
 
 TinyFolder = Callable[[str], Path]
 PROMPTS = [prompt_ids(length, 200, seed=length) for length in (31, 18, 7)]
@@ -60,12 +61,31 @@ def test_ranks_equal_one_rank(
     check(ranks, tiny_folder(name), tp_size, pp_size)
 
 
+@pytest.mark.parametrize("name", SHALLOW)
+def test_ranks_of_every_family_equal_one_rank(ranks: RankProcesses, tiny_folder: TinyFolder, name: str) -> None:
+    """Two stages of two ranks: whole heads, norms over all heads, experts, biases."""
+    check(ranks, tiny_folder(name), 2, 2)
+
+
+@pytest.mark.parametrize("name", ["olmo2", "falcon-groups"])
+def test_more_ranks_than_kv_heads(ranks: RankProcesses, tiny_folder: TinyFolder, name: str) -> None:
+    check(ranks, tiny_folder(name), 4, 1)
+
+
 def test_random_weights_are_the_same_model_at_every_degree(ranks: RankProcesses, tiny_folder: TinyFolder) -> None:
     check(ranks, tiny_folder("qwen2"), 2, 2, load_format="dummy")
 
 
 @pytest.mark.parametrize(
-    ("name", "tp_size", "pp_size"), [("mixtral", 2, 2), ("mixtral", 4, 1), ("mixtral-window", 2, 1)]
+    ("name", "tp_size", "pp_size"),
+    [
+        ("mixtral", 2, 2),
+        ("mixtral", 4, 1),
+        ("mixtral-window", 2, 1),
+        ("qwen2_moe", 2, 1),
+        ("qwen3_moe", 2, 1),
+        ("granitemoe", 2, 2),
+    ],
 )
 def test_whole_experts_on_each_rank_equal_one_rank(
     ranks: RankProcesses, tiny_folder: TinyFolder, name: str, tp_size: int, pp_size: int

@@ -8,6 +8,7 @@ import torch
 
 from tandem.workers.models.decoder import Decoder
 from tests.support.paged_rows import PagedRows, prompt_ids
+from tests.support.tiny_models import SHALLOW
 
 TinyFolder = Callable[[str], Path]
 MakeDecoder = Callable[..., Decoder]
@@ -24,6 +25,7 @@ NAMES = [
 ]
 LENGTH = 61
 CLOSE = {"rtol": 0.0, "atol": 2e-4}
+CHUNKS = [(7, 1, 16, 37), (1,) * LENGTH, (60, 1), (3, 58)]
 
 
 @pytest.fixture(params=NAMES)
@@ -31,8 +33,25 @@ def decoder(request: pytest.FixtureRequest, tiny_folder: TinyFolder, make_decode
     return make_decoder(tiny_folder(request.param))
 
 
-@pytest.mark.parametrize("chunks", [(7, 1, 16, 37), (1,) * LENGTH, (60, 1), (3, 58)], ids=str)
+@pytest.mark.parametrize("chunks", CHUNKS, ids=str)
 def test_chunked_prompt_equals_whole_prompt(decoder: Decoder, chunks: tuple[int, ...]) -> None:
+    check_chunks(decoder, chunks)
+
+
+@pytest.mark.parametrize(
+    "chunks", [CHUNKS[0], *(pytest.param(each, marks=pytest.mark.parity) for each in CHUNKS[1:])], ids=str
+)
+@pytest.mark.parametrize("name", [*SHALLOW, "mixtral"])
+def test_every_family_in_chunks(
+    name: str, chunks: tuple[int, ...], tiny_folder: TinyFolder, make_decoder: MakeDecoder
+) -> None:
+    """And with its blocks shuffled or in order."""
+    decoder = make_decoder(tiny_folder(name))
+    check_chunks(decoder, chunks)
+    check_shuffled(decoder, 3)
+
+
+def check_chunks(decoder: Decoder, chunks: tuple[int, ...]) -> None:
     ids = prompt_ids(LENGTH, 200)
     whole = PagedRows(decoder, 1, LENGTH).step([(0, ids)], all_logits=True)
     rows, start, parts = PagedRows(decoder, 1, LENGTH), 0, []
@@ -44,6 +63,10 @@ def test_chunked_prompt_equals_whole_prompt(decoder: Decoder, chunks: tuple[int,
 
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_shuffled_blocks_equal_contiguous_ones(decoder: Decoder, block_size: int) -> None:
+    check_shuffled(decoder, block_size)
+
+
+def check_shuffled(decoder: Decoder, block_size: int) -> None:
     ids = prompt_ids(LENGTH, 200)
     results = []
     for shuffle in (True, False):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tandem import LLM, SamplingParams
-from tests.support.tiny_models import BY_NAME, load_peer, save_tiny_model
+from tests.support.tiny_models import BY_NAME, SHALLOW, load_peer, save_tiny_model
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo" / "model"
 VOCAB, TOKENS = 768, 24
@@ -18,7 +18,20 @@ WORDS = [[7 + (i * j) % 40 for i in range(20 + 9 * j)] for j in range(1, 6)]
 """Prompts with repetitions, so that there is something to look up."""
 
 
-@pytest.fixture(scope="module", params=["gemma2", "gpt2", "bloom", "mixtral"])
+IN_TEST = ["gemma2", "gpt2", "bloom", "mixtral", "gemma3"]
+IN_PARITY = [
+    "llama-gqa",
+    "mistral-window",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+    *(name for name in SHALLOW if name != "gemma3"),
+]
+
+
+@pytest.fixture(
+    scope="module", params=[*IN_TEST, *(pytest.param(name, marks=pytest.mark.parity) for name in IN_PARITY)]
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with the demo's tokenizer."""
     tiny = BY_NAME[request.param]

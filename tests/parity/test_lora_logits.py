@@ -17,6 +17,7 @@ from tests.support.adapters import (
     ALL_LINEARS,
     BLOOM_LINEARS,
     GPT2_LINEARS,
+    LINEARS_OF,
     load_adapted_peer,
     save_merged,
     save_random_adapter,
@@ -24,7 +25,7 @@ from tests.support.adapters import (
 from tests.support.decoder_ranks import RankProcesses
 from tests.support.lora_ranks import AdaptedCase, run_adapted
 from tests.support.paged_rows import prompt_ids
-from tests.support.tiny_models import TinyModel, save_tiny_model
+from tests.support.tiny_models import BY_NAME, SHALLOW, TinyModel, save_tiny_model
 
 TinyFolder = Callable[[str], Path]
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo"
@@ -89,6 +90,14 @@ def test_other_linears_equal_peft(
     base = tiny_folder(name)
     adapter = save_random_adapter(base, tmp_path / "a", modules=modules, rank=6, fan_in_fan_out=fan_in_fan_out)
     check_against_peft(base, adapter)
+
+
+@pytest.mark.parametrize("name", SHALLOW)
+def test_linears_of_the_other_families_equal_peft(name: str, tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    """Parts of fused tensors, and rows that are turned when weights are loaded."""
+    base = tiny_folder(name)
+    modules = LINEARS_OF.get(BY_NAME[name].model_type, ALL_LINEARS)
+    check_against_peft(base, save_random_adapter(base, tmp_path / "a", modules=modules, rank=6))
 
 
 @pytest.mark.parametrize(

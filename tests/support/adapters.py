@@ -4,7 +4,7 @@ Random A and B, so that an adapter changes every layer it is on and two never ag
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,20 @@ from tests.support.tiny_models import load_peer
 GPT2_LINEARS = ("c_attn", "c_proj", "c_fc")
 BLOOM_LINEARS = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
 ALL_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ATTENTION_LINEARS = ALL_LINEARS[:4]
+LINEARS_OF: Mapping[str, Sequence[str]] = {
+    "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+    "starcoder2": (*ATTENTION_LINEARS, "c_fc", "c_proj"),
+    "gpt_neox": BLOOM_LINEARS,
+    "falcon": BLOOM_LINEARS,
+    "opt": ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"),
+    "gptj": ("q_proj", "k_proj", "v_proj", "out_proj", "fc_in", "fc_out"),
+    "mpt": ("Wqkv", "out_proj", "up_proj", "down_proj"),
+    "qwen2_moe": ATTENTION_LINEARS,
+    "qwen3_moe": ATTENTION_LINEARS,
+    "granitemoe": ATTENTION_LINEARS,
+}
+"""Where they are not ALL_LINEARS, by transformers' model_type."""
 MOVE_S = 60.0
 
 

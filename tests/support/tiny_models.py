@@ -5,11 +5,12 @@ Used by the parity tests, and by anything that needs a real checkpoint folder qu
 that logits differ clearly, biases and norms are random too, so that a forgotten one shows.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -45,6 +46,34 @@ class TinyModel:
     changes: Mapping[str, Any] = field(default_factory=dict)
     max_shard_size: str = "1GB"
 
+    @property
+    def is_shallow(self) -> bool:
+        """Whether make test leaves some of its tests to make parity."""
+        return self.changes.get("num_hidden_layers") == 2
+
+
+def shallow(name: str, changes: Mapping[str, Any], model_type: str = "") -> TinyModel:
+    """A model of two layers: enough for what its layers do."""
+    return TinyModel(name, model_type or name, {"num_hidden_layers": 2, **changes})
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.5, 6.0],
+    "original_max_position_embeddings": 16,
+}
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 0.5,
+}
+GEMMA3 = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
+FALCON_RW = {"alibi": True, "bias": True, "multi_query": False, "parallel_attn": False}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 TINY_MODELS: tuple[TinyModel, ...] = (
     TinyModel("llama-gqa", "llama"),
@@ -82,11 +111,45 @@ TINY_MODELS: tuple[TinyModel, ...] = (
     TinyModel("gpt2-narrow", "gpt2", {"n_embd": 48, "n_layer": 4, "n_head": 4, "n_positions": 256, "n_inner": 80}),
     TinyModel("bloom", "bloom", {"n_layer": 4, "n_head": 4}),
     TinyModel("bloom-six-heads", "bloom", {"hidden_size": 96, "n_layer": 4, "n_head": 6}),
+    shallow("phi3", {"sliding_window": 24}),
+    shallow("phi3-longrope", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}, "phi3"),
+    shallow("granite", GRANITE),
+    shallow("olmo", {"num_key_value_heads": 4}),
+    shallow("olmo2", {}),
+    shallow("gemma", {"head_dim": 32, "num_key_value_heads": 1}),
+    shallow("gemma3", {"head_dim": 32, "query_pre_attn_scalar": 24, **GEMMA3}, "gemma3_text"),
+    shallow("starcoder2", {"sliding_window": 20}),
+    shallow("stablelm", {"qk_layernorm": True, "use_qkv_bias": True}),
+    shallow("stablelm-parallel", {"use_parallel_residual": True, "num_key_value_heads": 4}, "stablelm"),
+    shallow("cohere", {"use_qk_norm": True}),
+    shallow("cohere-plain", {"attention_bias": True}, "cohere"),
+    shallow("gpt_neox", {"rotary_pct": 0.5}),
+    shallow("gpt_neox-in-turn", {"use_parallel_residual": False}, "gpt_neox"),
+    shallow("opt", {"ffn_dim": 96}),
+    shallow("opt-post", {"ffn_dim": 96, "do_layer_norm_before": False}, "opt"),
+    shallow("gptj", {"n_embd": 64, "n_head": 4, "n_positions": 256, "rotary_dim": 8}),
+    shallow("falcon", {}),
+    shallow("falcon-groups", {"new_decoder_architecture": True, "num_kv_heads": 2}, "falcon"),
+    shallow("falcon-alibi", FALCON_RW, "falcon"),
+    shallow("mpt", {"d_model": 64, "n_heads": 4, "max_seq_len": 256}),
+    shallow("mpt-six-heads", {"d_model": 96, "n_heads": 6, "max_seq_len": 256}, "mpt"),
+    shallow(
+        "ministral", {"head_dim": 16, "sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
+    ),
+    shallow("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 40}),
+    shallow("qwen3_moe", {**EXPERTS, "norm_topk_prob": True, "head_dim": 32}),
+    shallow("granitemoe", {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2}),
 )
 BY_NAME: Mapping[str, TinyModel] = {model.name: model for model in TINY_MODELS}
+SHALLOW = tuple(model.name for model in TINY_MODELS if model.is_shallow)
 
 
-STORED_BELOW: Mapping[str, float] = {"gemma2": 1.0}
+def some_in_parity(names: Iterable[str]) -> list[Any]:
+    """Parameters of a test: names of models, of which make parity runs the shallow ones, make test the others."""
+    return [pytest.param(name, marks=pytest.mark.parity) if name in SHALLOW else name for name in names]
+
+
+STORED_BELOW: Mapping[str, float] = {"gemma": 1.0, "gemma2": 1.0, "gemma3_text": 1.0}
 """What norms of a family are stored less by."""
 
 
@@ -110,7 +173,9 @@ def save_tiny_model(tiny: TinyModel, folder: Path, seed: int = 0, dtype: torch.d
 
 def load_peer(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """transformers' own model of a checkpoint, with its plainest attention and experts."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    has_alibi_twice = getattr(AutoConfig.from_pretrained(folder), "alibi", False)  # Falcon's plainest attention
+    kind = "sdpa" if has_alibi_twice else "eager"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=kind)
     if hasattr(model.config, "num_experts_per_tok"):
         model.set_experts_implementation("eager")
     return model.eval()

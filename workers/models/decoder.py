@@ -29,12 +29,12 @@ from tandem.parallel.mesh import layer_range
 from tandem.workers.attention.backend import AttentionBackend, KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.kernels.lora_ops import AdapterRows
-from tandem.workers.models.layers.decoder_layer import DecoderLayer
+from tandem.workers.models.layers.arrangements import make_layer
 from tandem.workers.models.layers.entry import Entry
 from tandem.workers.models.layers.layer_inputs import LayerInputs
 from tandem.workers.models.layers.norms import AddNorm, make_norm
-from tandem.workers.models.layers.positions import RotaryPositions
-from tandem.workers.models.spec.arch import ArchSpec, RopeSpec
+from tandem.workers.models.layers.positions import RotaryOfLayers
+from tandem.workers.models.spec.arch import ArchSpec, LayerSpec, RopeSpec
 from tandem.workers.models.spec.families import family_of, parameters_of
 from tandem.workers.models.spec.kv_layout import kv_layouts
 from tandem.workers.models.spec.sizes import rank_weights
@@ -89,21 +89,22 @@ class Decoder:
         self._dtype = dtype
         self._adapters: Adapters | None = None
         self.stream = stream
-        rope = _rope_of(spec)
-        self._rotary = None if rope is None else RotaryPositions(rope, spec.head_dim, platform.device)
+        ropes = spec.ropes
+        self._rotary = RotaryOfLayers(ropes, spec.head_dim, platform.device) if ropes else None
         self._layers = [
-            DecoderLayer(
+            make_layer(
                 spec.layers[layer],
                 self.parameters.layers[layer],
                 context,
                 ops,
                 partial(make, place=stream.place_of(index)),
+                _rope_of(spec.layers[layer], ropes),
             )
             for index, layer in enumerate(self.layer_ids)
         ]
         self._attention = attention
         self.graphs = platform.graphs(stream.invalidate, context.tp_size == 1 and stream.can_replay)
-        self._softcap = spec.final_softcap
+        self._softcap, self._logit_scale = spec.final_softcap, spec.logit_scale
         self._embedding: VocabParallelEmbedding | None = None
         self._entry: Entry | None = None
         self._final_norm: AddNorm | None = None
@@ -113,7 +114,7 @@ class Decoder:
             self._entry = Entry(spec, self.parameters, ops)
         if context.is_last_stage:
             self._final_norm = make_norm(spec.final_norm, self.parameters.final_norm, ops)
-            self._head = VocabParallelHead(self.parameters.head, context, make)
+            self._head = VocabParallelHead(self.parameters.head, context, make, self.parameters.head_bias)
         self._ties_here = spec.tie_word_embeddings and self._embedding is not None and self._head is not None
 
     @property
@@ -192,6 +193,8 @@ class Decoder:
         """Returns the logits [S, V] of hidden states after the final norm."""
         assert self._head is not None
         logits_SV = self._head(hidden_SH)
+        if self._logit_scale != 1.0:
+            logits_SV.mul_(self._logit_scale)
         if self._softcap is None:
             return logits_SV
         return logits_SV.div_(self._softcap).tanh_().mul_(self._softcap)
@@ -223,6 +226,8 @@ class Decoder:
     def slots(self) -> Iterator[ParameterSlot]:
         """Yields every parameter of this rank. A tied table that is used at both ends on this rank is read once and
         shared."""
+        if self._head is not None:
+            yield from self._head.bias_slots()
         if self._embedding is not None:
             for slot in self._embedding.slots():
                 yield self._tied_slot(slot) if self._ties_here else slot
@@ -269,11 +274,9 @@ class Decoder:
         self._head.accept(table_VH)
 
 
-def _rope_of(spec: ArchSpec) -> RopeSpec | None:
-    """Returns the rotary positions of the layers that rotate, which share them; None if none does."""
-    ropes = {layer.position for layer in spec.layers if layer.position is not None}
-    assert len(ropes) <= 1, "layers with different rotary positions"
-    return ropes.pop() if ropes else None
+def _rope_of(layer: LayerSpec, ropes: Sequence[RopeSpec]) -> int | None:
+    """Returns which of the model's ropes a layer has; None where there is no choice."""
+    return None if layer.position is None or len(ropes) == 1 else ropes.index(layer.position)
 
 
 def build_decoder(

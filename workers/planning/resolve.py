@@ -38,7 +38,7 @@ def read_spec(settings: EngineSettings) -> ArchSpec:
         parallel.pipeline_parallel_size,
         expert_parallel=parallel.enable_expert_parallel,
     )
-    return spec
+    return spec.for_context(settings.model.max_model_len or spec.max_position_embeddings)
 
 
 def pooling_facts(settings: EngineSettings) -> PoolingFacts:
@@ -94,6 +94,9 @@ def fingerprint(folder: Path, settings: EngineSettings) -> str:
     dummy = model.seed if model.load_format == "dummy" else None
     digest.update(f"{model.revision}|{overrides}|{dummy}|{model.quantization or ''}".encode())
     digest.update((folder / "config.json").read_bytes())
+    spec = read_spec(settings)
+    if spec.short_factors:  # --max-model-len changes what keys are rotated by
+        digest.update(repr(spec.ropes).encode())
     for file in sorted(folder.glob("*.safetensors")):
         size = file.stat().st_size
         digest.update(f"{file.name}|{size}|".encode())

@@ -17,7 +17,8 @@ from tandem.workers.models.decoder import build_decoder
 from tandem.workers.models.spec import families
 from tandem.workers.models.spec.arch import NormKind
 from tandem.workers.models.spec.config_reader import load_spec
-from tandem.workers.models.spec.families import Family, PositionKind, parameters_of
+from tandem.workers.models.spec.families import parameters_of
+from tandem.workers.models.spec.family import Family, PositionKind
 from tandem.workers.models.spec.parameters import FusedQkv, ParameterNames, Role
 from tandem.workers.platforms.cpu import cpu_platform
 from tests.support.paged_rows import PagedRows, prompt_ids

@@ -21,6 +21,7 @@ from tests.support.tiny_models import BY_NAME, save_tiny_model
 
 CPU = torch.device("cpu")
 CUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2)]
+SHALLOW_CUTS = [(1, 1), (2, 2)]
 BLOCK_SIZE = 16
 KV_DTYPES = {
     "float32": torch.float32,
@@ -63,7 +64,9 @@ def test_bytes_of_every_rank_are_predicted(root: Path, name: str) -> None:
     folder = save_tiny_model(BY_NAME[name], root)
     spec = load_spec(folder)
     dtype = torch.float32
-    for tp, pp in CUTS:
+    for tp, pp in CUTS if spec.num_layers == 4 else SHALLOW_CUTS:
+        if any(layer.attention.num_heads % tp for layer in spec.layers):
+            continue
         for rank in range(tp * pp):
             mesh = Mesh(tp, pp, rank)
             decoder = rank_of(spec, folder, mesh, dtype)

@@ -16,16 +16,23 @@ from tandem.parallel.params import Span
 from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.layers.layer_inputs import LayerInputs
-from tandem.workers.models.layers.norms import QKNorm
+from tandem.workers.models.layers.qk_norms import make_qk_norm
 from tandem.workers.models.spec.arch import AttentionParams, LayerSpec
 from tandem.workers.models.spec.parameters import LayerParams, Role
 
 
 class AttentionLayer:
-    """Attention of one layer on this rank."""
+    """Attention of one layer on this rank. rope: which of the model's several ropes it has, None where that is the only
+    one."""
 
     def __init__(
-        self, spec: LayerSpec, params: LayerParams, context: ParallelContext, ops: FusedOps, make: MakeMethod
+        self,
+        spec: LayerSpec,
+        params: LayerParams,
+        context: ParallelContext,
+        ops: FusedOps,
+        make: MakeMethod,
+        rope: int | None = None,
     ) -> None:
         attention, weights = spec.attention, params.weights
         dim = attention.head_dim
@@ -37,9 +44,8 @@ class AttentionLayer:
         self._ops = ops
         self._rotates = spec.position is not None
         self._qkv = ColumnParallelLinear(*params.merged("qkv"), context, make)
-        self._norm: QKNorm | None = None
-        if attention.qk_norm:
-            self._norm = QKNorm(weights[Role.Q_NORM], weights[Role.K_NORM], num_heads, num_kv_heads)
+        self._rope = rope
+        self._norm = make_qk_norm(spec, params, (num_heads, num_kv_heads), context)
         self._o = RowParallelLinear(*params.merged("o"), context, make)
 
     def __call__(self, x_TH: torch.Tensor, inputs: LayerInputs, kv: LayerKV) -> torch.Tensor:
@@ -48,7 +54,11 @@ class AttentionLayer:
         angles = inputs.angles
         qkv_TAD = self._qkv(x_TH).unflatten(-1, (-1, self._head_dim))
         qk_TSD, v_TKD = qkv_TAD.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
-        weight_SD = None if self._norm is None else self._norm.weight_SD
+        weight_SD = None
+        if self._norm is not None:
+            qk_TSD, weight_SD = self._norm.before(qk_TSD), self._norm.rotate_weight_SD
+        if self._rope is not None and angles is not None:
+            angles = angles.of(self._rope)
         cos_T1D, sin_T1D = (angles.cos_T1D, angles.sin_T1D) if self._rotates and angles is not None else (None, None)
         qk_TSD = self._ops.norm_rotate(qk_TSD, weight_SD, self._eps, cos_T1D, sin_T1D)
         q_TND, k_TKD = qk_TSD.split((num_heads, num_kv_heads), dim=1)

@@ -15,28 +15,35 @@ from tandem.workers.models.layers.layer_inputs import LayerInputs
 from tandem.workers.models.layers.mlp import MLP
 from tandem.workers.models.layers.moe import MixtureOfExperts
 from tandem.workers.models.layers.norms import AddNorm, make_norm
-from tandem.workers.models.spec.arch import LayerSpec, Moe, Place
-from tandem.workers.models.spec.parameters import LayerParams, Role
+from tandem.workers.models.spec.arch import LayerSpec, Moe
+from tandem.workers.models.spec.parameters import NORMS_OF, LayerParams, Role
 
 
 class DecoderLayer:
-    """Attention and MLP with their norms, each added to the residual stream."""
+    """Attention and MLP with their norms, each added to the residual stream. rope: see AttentionLayer."""
 
     def __init__(
-        self, spec: LayerSpec, params: LayerParams, context: ParallelContext, ops: FusedOps, make: MakeMethod
+        self,
+        spec: LayerSpec,
+        params: LayerParams,
+        context: ParallelContext,
+        ops: FusedOps,
+        make: MakeMethod,
+        rope: int | None = None,
     ) -> None:
         def norm(role: Role) -> AddNorm:
-            return make_norm(spec.norm, params.norm(role), ops)
+            return make_norm(spec.norm if role in norms else None, params.norm(role), ops)
 
+        norms = NORMS_OF[spec.place]
         self._attention_norm, self._mlp_norm = norm(Role.ATTENTION_NORM), norm(Role.MLP_NORM)
-        self._attention = AttentionLayer(spec, params, context, ops, make)
+        self._attention = AttentionLayer(spec, params, context, ops, make, rope)
         self._mlp: MLP | MixtureOfExperts
         if isinstance(spec.mlp, Moe):
             self._mlp = MixtureOfExperts(spec.mlp, params, context, ops, make)
         else:
             self._mlp = MLP(spec.mlp, params, context, ops, make)
         self._post_norms: tuple[AddNorm, AddNorm] | None = None
-        if spec.place is Place.SANDWICH:
+        if Role.ATTENTION_POST_NORM in norms:
             self._post_norms = norm(Role.ATTENTION_POST_NORM), norm(Role.MLP_POST_NORM)
 
     def __call__(

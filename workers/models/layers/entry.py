@@ -20,6 +20,7 @@ class Entry:
     def __init__(self, spec: ArchSpec, table: ParameterTable, ops: FusedOps) -> None:
         self._scale = spec.embedding_scale
         self._positions = table.positions
+        self._offset = 0 if spec.positions is None else spec.positions.offset
         self._positions_CH: torch.Tensor | None = None
         self._norm: AddNorm | None = None
         if spec.embedding_norm is not None and table.embedding_norm is not None:
@@ -30,7 +31,8 @@ class Entry:
         if self._scale != 1.0:
             x_TH = x_TH * torch.tensor(self._scale, dtype=x_TH.dtype, device=x_TH.device)
         if self._positions_CH is not None:
-            x_TH = x_TH + self._positions_CH[positions_T.clamp(max=len(self._positions_CH) - 1)]  # beyond is discarded
+            last = len(self._positions_CH) - 1  # what is beyond is discarded
+            x_TH = x_TH + self._positions_CH[(positions_T + self._offset).clamp(max=last)]
         return x_TH if self._norm is None else self._norm.alone(x_TH)
 
     def slots(self) -> Iterator[ParameterSlot]:

@@ -23,6 +23,8 @@ def activation(kind: Activation) -> Middle:
     """Returns an activation, which may overwrite its input."""
     if kind is Activation.SILU:
         return lambda x_TM: F.silu(x_TM, inplace=True)
+    if kind is Activation.RELU:
+        return lambda x_TM: F.relu(x_TM, inplace=True)
     approximate = "tanh" if kind is Activation.GELU_TANH else "none"
     return lambda x_TM: F.gelu(x_TM, approximate=approximate)
 

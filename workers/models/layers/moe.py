@@ -37,8 +37,31 @@ class _Expert:
         yield from self._down.slots()
 
 
+class _SharedExpert:
+    """The expert that every token passes, times a sigmoid of its own gate, which every rank has."""
+
+    def __init__(
+        self,
+        spec: Moe,
+        layer: LayerParams,
+        shared: LayerParams,
+        context: ParallelContext,
+        ops: FusedOps,
+        make: MakeMethod,
+    ) -> None:
+        self._gate = Linear(*layer.merged("shared_gate"), context, make)
+        self._expert = _Expert(spec, shared, context, ops, make)
+
+    def __call__(self, x_TH: torch.Tensor) -> torch.Tensor:
+        return self._expert(x_TH) * self._gate(x_TH).sigmoid()
+
+    def slots(self) -> Iterator[ParameterSlot]:
+        yield from self._gate.slots()
+        yield from self._expert.slots()
+
+
 class MixtureOfExperts:
-    """One layer's experts on this rank, and the router, which every rank has."""
+    """One layer's experts on this rank, and the router, which every rank has. Ranks have parts of a shared expert."""
 
     def __init__(
         self, spec: Moe, params: LayerParams, context: ParallelContext, ops: FusedOps, make: MakeMethod
@@ -51,10 +74,13 @@ class MixtureOfExperts:
             for index, expert in enumerate(params.experts)
             if all(param.local_elements(context.mesh) for param in expert)
         }
+        self._shared: _SharedExpert | None = None
+        if params.shared is not None:
+            self._shared = _SharedExpert(spec, params, params.shared, context, ops, make)
 
     def __call__(self, x_TH: torch.Tensor) -> torch.Tensor:
         weight_TK, expert_TK = route(self._router(x_TH), self._spec)
-        out_TH = torch.zeros_like(x_TH)
+        out_TH = torch.zeros_like(x_TH) if self._shared is None else self._shared(x_TH)
         for index in expert_TK.unique().tolist():
             expert = self._experts.get(index)
             if expert is not None:
@@ -69,6 +95,8 @@ class MixtureOfExperts:
 
     def slots(self) -> Iterator[ParameterSlot]:
         yield from self._router.slots()
+        if self._shared is not None:
+            yield from self._shared.slots()
         for expert in self._experts.values():
             yield from expert.slots()
 

@@ -1,6 +1,6 @@
 """RMSNorm (Zhang and Sennrich 2019) and LayerNorm (Ba et al. 2016), and their forms behind a residual addition.
 
-T tokens, H hidden size, S = query heads, then KV heads, D head dim.
+T tokens, H hidden size. Norms of q and k are in qk_norms.py.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from tandem.parallel.checkpoint import ParameterSlot
-from tandem.parallel.params import Param
 from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.models.spec.arch import Norm, NormKind
 from tandem.workers.models.spec.parameters import NormParams
@@ -48,6 +47,7 @@ class RMSNorm:
         return self._ops.add_rms_norm(None, x_TH, self._weight_H, self._eps)
 
     def slots(self) -> Iterator[ParameterSlot]:
+        assert self._params.weight is not None, "an RMSNorm without a weight"
         yield ParameterSlot((self._params.weight,), self._accept)
 
     def _accept(self, weight_H: torch.Tensor) -> None:
@@ -55,13 +55,13 @@ class RMSNorm:
 
 
 class LayerNorm:
-    """y_TH = (x_TH - mean(x_T)) / deviation(x_T) * weight_H + bias_H."""
+    """y_TH = (x_TH - mean(x_T)) / deviation(x_T) * weight_H + bias_H, without either where the model has none."""
 
     def __init__(self, params: NormParams, eps: float) -> None:
-        assert params.bias is not None, "a LayerNorm without a bias"
-        self._params = (params.weight, params.bias)
+        self._params = params
         self._eps = eps
-        self._values: list[torch.Tensor] = []
+        self._weight_H: torch.Tensor | None = None
+        self._bias_H: torch.Tensor | None = None
 
     def __call__(self, x_TH: torch.Tensor | None, residual_TH: torch.Tensor) -> torch.Tensor:
         if x_TH is not None:
@@ -69,35 +69,36 @@ class LayerNorm:
         return self.alone(residual_TH)
 
     def alone(self, x_TH: torch.Tensor) -> torch.Tensor:
-        weight_H, bias_H = self._values
-        return F.layer_norm(x_TH, weight_H.shape, weight_H, bias_H, self._eps)
+        return F.layer_norm(x_TH, x_TH.shape[-1:], self._weight_H, self._bias_H, self._eps)
 
     def slots(self) -> Iterator[ParameterSlot]:
-        for param in self._params:
-            yield ParameterSlot((param,), self._values.append)
+        if self._params.weight is not None:
+            yield ParameterSlot((self._params.weight,), self._accept_weight)
+        if self._params.bias is not None:
+            yield ParameterSlot((self._params.bias,), self._accept_bias)
+
+    def _accept_weight(self, weight_H: torch.Tensor) -> None:
+        self._weight_H = weight_H
+
+    def _accept_bias(self, bias_H: torch.Tensor) -> None:
+        self._bias_H = bias_H
 
 
-def make_norm(spec: Norm, params: NormParams, ops: FusedOps) -> AddNorm:
+class NoNorm:
+    """The residual stream as it is, of models without a norm behind their layers."""
+
+    def __call__(self, x_TH: torch.Tensor | None, residual_TH: torch.Tensor) -> torch.Tensor:
+        return residual_TH.clone() if x_TH is None else residual_TH.add_(x_TH).clone()
+
+    def alone(self, x_TH: torch.Tensor) -> torch.Tensor:
+        return x_TH.clone()
+
+    def slots(self) -> Iterator[ParameterSlot]:
+        yield from ()
+
+
+def make_norm(spec: Norm | None, params: NormParams, ops: FusedOps) -> AddNorm:
     """Returns the norm that a spec describes."""
+    if spec is None:
+        return NoNorm()
     return RMSNorm(params, spec.eps, ops) if spec.kind is NormKind.RMS else LayerNorm(params, spec.eps)
-
-
-class QKNorm:
-    """The weights of RMSNorm over every query and key head (Dehghani et al. 2023), one row per head, q and k in one."""
-
-    def __init__(self, q: Param, k: Param, num_heads: int, num_kv_heads: int) -> None:
-        self._params = (q, k)
-        self._repeats = (num_heads, num_kv_heads)
-        self._rows: list[torch.Tensor] = []
-        self.weight_SD: torch.Tensor | None = None
-
-    def slots(self) -> Iterator[ParameterSlot]:
-        for param in self._params:
-            yield ParameterSlot((param,), self._accept)
-
-    def _accept(self, weight_D: torch.Tensor) -> None:
-        """Takes q's weight first, then k's; each is expanded to one row per head."""
-        repeats = self._repeats[len(self._rows)]
-        self._rows.append(weight_D.expand(repeats, -1))
-        if len(self._rows) == len(self._params):
-            self.weight_SD = torch.cat(self._rows)

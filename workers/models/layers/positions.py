@@ -1,13 +1,17 @@
 """Rotary positions: the angles of every kind of RoPE scaling; kernels/fused_ops.py rotates by them.
 
 RoPE after Su et al. 2021 (RoFormer), halves layout: dims i and i + D/2 form a pair. The decoder computes the angles
-once per step and every rotating layer applies them. T tokens, D head dim, F = D / 2 frequencies.
+once per step and every rotating layer applies them. Other layouts are turned into this one when weights are loaded
+(RopeSpec.head_order); elements that do not rotate have the angle 0. T tokens, D head dim, F = D / 2 frequencies, R
+different ropes.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from tandem.workers.models.spec.arch import RopeKind, RopeSpec
 
@@ -15,10 +19,14 @@ from tandem.workers.models.spec.arch import RopeKind, RopeSpec
 @dataclass(frozen=True, slots=True)
 class Angles:
     """The angles of a step: cos_T1D, and sin_T1D with rotate-half's sign folded in (-sin for the first half, +sin for
-    the second)."""
+    the second). Of a model with several ropes both are stacks, [T, R, 1, D]."""
 
     cos_T1D: torch.Tensor
     sin_T1D: torch.Tensor
+
+    def of(self, rope: int) -> "Angles":
+        """Returns the angles of one of several ropes."""
+        return Angles(self.cos_T1D[:, rope].contiguous(), self.sin_T1D[:, rope].contiguous())
 
 
 class RotaryPositions:
@@ -30,8 +38,9 @@ class RotaryPositions:
 
     def __init__(self, rope: RopeSpec, head_dim: int, device: torch.device) -> None:
         self._rope = rope
-        self._head_dim = head_dim
-        self._frequencies_F = frequencies(rope, head_dim).to(device)
+        self._dim = rope.dim or head_dim
+        self._still = (head_dim - self._dim) // 2
+        self._frequencies_F = frequencies(rope, self._dim).to(device)
         self._amplitude = amplitude(rope)
 
     def angles(self, positions_T: torch.Tensor, dtype: torch.dtype) -> Angles:
@@ -39,6 +48,8 @@ class RotaryPositions:
         phase_TF = positions_T[:, None].float() * self._frequencies_of(positions_T)
         cos_TF = (phase_TF.cos() * self._amplitude).to(dtype)
         sin_TF = (phase_TF.sin() * self._amplitude).to(dtype)
+        if self._still:
+            cos_TF, sin_TF = F.pad(cos_TF, (0, self._still), value=1.0), F.pad(sin_TF, (0, self._still))
         return Angles(torch.cat((cos_TF, cos_TF), -1)[:, None], torch.cat((-sin_TF, sin_TF), -1)[:, None])
 
     def _frequencies_of(self, positions_T: torch.Tensor) -> torch.Tensor:
@@ -48,13 +59,32 @@ class RotaryPositions:
             return self._frequencies_F
         length_T = (positions_T + 1).clamp(min=rope.trained_context).double()
         stretch_T = rope.factor * length_T / rope.trained_context - (rope.factor - 1)
-        base_T = rope.theta * stretch_T ** (self._head_dim / (self._head_dim - 2))
-        exponent_F = torch.arange(0, self._head_dim, 2, device=positions_T.device) / self._head_dim
+        base_T = rope.theta * stretch_T ** (self._dim / (self._dim - 2))
+        exponent_F = torch.arange(0, self._dim, 2, device=positions_T.device) / self._dim
         return (base_T[:, None] ** -exponent_F.double()).float()
 
 
+class RotaryOfLayers:
+    """The angles of all ropes of a model, at least one."""
+
+    def __init__(self, ropes: Sequence[RopeSpec], head_dim: int, device: torch.device) -> None:
+        self._ropes = [RotaryPositions(rope, head_dim, device) for rope in ropes]
+
+    def angles(self, positions_T: torch.Tensor, dtype: torch.dtype) -> Angles:
+        """Returns the angles in `dtype`, computed in float32."""
+        found = [rope.angles(positions_T, dtype) for rope in self._ropes]
+        if len(found) == 1:
+            return found[0]
+        return Angles(torch.stack([one.cos_T1D for one in found], 1), torch.stack([one.sin_T1D for one in found], 1))
+
+
 def amplitude(rope: RopeSpec) -> float:
-    """Returns the factor on cos and sin: 1, or YaRN's attention temperature (Peng et al. 2023, section 3.4)."""
+    """Returns the factor on cos and sin: 1, or the attention temperature of YaRN (Peng et al. 2023, section 3.4) and
+    LongRoPE (Ding et al. 2024)."""
+    if rope.kind is RopeKind.LONGROPE:
+        if rope.attention_factor is not None:
+            return rope.attention_factor
+        return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(rope.trained_context))
     if rope.kind is not RopeKind.YARN:
         return 1.0
     if rope.attention_factor is not None:
@@ -73,6 +103,8 @@ def frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
     plain_F = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
     if rope.kind is RopeKind.LINEAR:
         return plain_F / rope.factor
+    if rope.kind is RopeKind.LONGROPE:
+        return plain_F / torch.tensor(rope.factors)
     if rope.kind is RopeKind.LLAMA3:
         return _llama3(plain_F, rope)
     if rope.kind is RopeKind.YARN:

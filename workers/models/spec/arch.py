@@ -4,7 +4,7 @@ Built by families.py from config.json. Torch-free: the coordinator, the gateway 
 its layers, each described by a LayerSpec; behaviour depends on these fields only.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from tandem.configs.errors import SettingsError
@@ -18,6 +18,7 @@ class RopeKind(StrEnum):
     DYNAMIC = "dynamic"
     LLAMA3 = "llama3"
     YARN = "yarn"
+    LONGROPE = "longrope"
 
 
 class Activation(StrEnum):
@@ -26,11 +27,16 @@ class Activation(StrEnum):
     SILU = "silu"
     GELU = "gelu"
     GELU_TANH = "gelu_pytorch_tanh"
+    RELU = "relu"
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary positions. trained_context: positions that the unscaled frequencies were trained for; the rest by kind."""
+    """Rotary positions. trained_context: positions that the unscaled frequencies were trained for; the rest by kind.
+
+    dim: the first elements of a head that rotate, None for all. interleaved: neighbours form a pair, not elements of
+    both halves. factors: longrope's divisors of the frequencies.
+    """
 
     theta: float = 10000.0
     kind: RopeKind = RopeKind.DEFAULT
@@ -44,19 +50,42 @@ class RopeSpec:
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
+    dim: int | None = None
+    interleaved: bool = False
+    factors: tuple[float, ...] = ()
+
+    def head_order(self, head_dim: int) -> tuple[int, ...]:
+        """Returns a head's stored elements in the order in which the model holds them: those that rotate stand in both
+        halves at the same places, so that the same kernels turn every kind. () for the stored order."""
+        dim = self.dim or head_dim
+        if dim == head_dim and not self.interleaved:
+            return ()
+        rotating = range(dim)
+        pairs = (rotating[::2], rotating[1::2]) if self.interleaved else (rotating[: dim // 2], rotating[dim // 2 :])
+        middle = dim + (head_dim - dim) // 2
+        return (*pairs[0], *range(dim, middle), *pairs[1], *range(middle, head_dim))
+
+
+class QkNorm(StrEnum):
+    """A norm of q and k. PER_HEAD: of each head, one weight for all of them. OWN: of each head, which has its own
+    weight. WHOLE: of all heads at once."""
+
+    PER_HEAD = "per_head"
+    OWN = "own"
+    WHOLE = "whole"
 
 
 @dataclass(frozen=True, slots=True)
 class Gqa:
     """Attention with num_heads query heads in groups that share a key and value head (MHA and MQA are cases of it).
-    qk_norm: q and k pass an RMSNorm per head."""
+    qk_norm: which norm q and k pass, of the layer's kind without a bias; None for none."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     qkv_bias: bool = False
     o_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: QkNorm | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +117,27 @@ class NormKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A norm. stores_offset: checkpoints store the weight less one, as Gemma's do."""
+    """A norm. stores_offset: checkpoints store the weight less one, as Gemma's do. bias: a LayerNorm has one. weight:
+    it has one at all."""
 
     eps: float
     kind: NormKind = NormKind.RMS
     stores_offset: bool = False
+    bias: bool = True
+    weight: bool = True
 
 
 class Place(StrEnum):
-    """Where a layer's norms stand. PRE: before attention and MLP. SANDWICH: before and behind both (Gemma 2)."""
+    """Where a layer's norms stand. PRE: before attention and MLP. SANDWICH: before and behind both (Gemma 2). POST:
+    behind both, before they are added (OLMo 2). POST_SUM: behind each sum (the first transformer). PARALLEL: one norm,
+    before both, which are computed side by side. PARALLEL_TWO: side by side, each with a norm of its own."""
 
     PRE = "pre"
     SANDWICH = "sandwich"
+    POST = "post"
+    POST_SUM = "post_sum"
+    PARALLEL = "parallel"
+    PARALLEL_TWO = "parallel_two"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,31 +162,39 @@ class Plain:
 class Moe:
     """A mixture of experts (Shazeer et al. 2017): each token passes the top_k of num_experts gated MLPs, `width` wide,
     whose outputs are added by their weights. Routing is a softmax over all experts; renormalize: the weights of the
-    top_k add up to 1."""
+    top_k add up to 1. shared: the width of an MLP that every token passes, its output times a sigmoid of its own gate;
+    None without one."""
 
     num_experts: int
     top_k: int
     width: int
     activation: Activation
     renormalize: bool = True
+    shared: int | None = None
 
     @property
     def expert(self) -> Gated:
         """One expert."""
         return Gated(self.width, self.activation)
 
+    @property
+    def shared_expert(self) -> Gated | None:
+        """The MLP that every token passes."""
+        return None if self.shared is None else Gated(self.shared, self.activation)
+
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """A table of positions that is added to the embeddings: `count` rows."""
+    """A table of positions that is added to the embeddings: `count` rows behind `offset` that nothing uses."""
 
     count: int
+    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One layer: attention and MLP, each with norms, added to the residual. position: None where q and k are not
-    rotated."""
+    rotated. branch_scale: multiplies both before they are added."""
 
     attention: Gqa
     params: AttentionParams
@@ -156,6 +202,7 @@ class LayerSpec:
     norm: Norm
     mlp: Gated | Plain | Moe
     place: Place = Place.PRE
+    branch_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +211,9 @@ class ArchSpec:
     checkpoint's own, as config.json spells it.
 
     positions: a table that is added to the embeddings, None for none. embedding_norm: of the embeddings.
-    embedding_scale: multiplies them. final_softcap: logits x become final_softcap * tanh(x / final_softcap).
+    embedding_scale: multiplies them. final_norm: None for none. head_bias: the head adds one. logit_scale: multiplies
+    logits. final_softcap: logits x become final_softcap * tanh(x / final_softcap). short_context,
+    short_factors: see for_context() (LongRoPE, Ding et al. 2024).
     """
 
     architecture: str
@@ -172,7 +221,7 @@ class ArchSpec:
     hidden_size: int
     layers: tuple[LayerSpec, ...]
     max_position_embeddings: int
-    final_norm: Norm
+    final_norm: Norm | None
     tie_word_embeddings: bool
     torch_dtype: str | None
     bos_token_id: int | None
@@ -181,6 +230,27 @@ class ArchSpec:
     embedding_norm: Norm | None = None
     embedding_scale: float = 1.0
     final_softcap: float | None = None
+    head_bias: bool = False
+    logit_scale: float = 1.0
+    short_context: int = 0
+    short_factors: tuple[float, ...] = ()
+
+    def for_context(self, max_model_len: int) -> "ArchSpec":
+        """Returns the model for sequences of up to max_model_len tokens: with LongRoPE's short_factors within its
+        trained context. They are chosen once, as in vLLM: keys that were rotated by both do not fit together."""
+        if not self.short_factors or max_model_len > self.short_context:
+            return self
+
+        def short(layer: LayerSpec) -> LayerSpec:
+            rope = layer.position
+            return layer if rope is None else replace(layer, position=replace(rope, factors=self.short_factors))
+
+        return replace(self, layers=tuple(short(layer) for layer in self.layers))
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """The different rotary positions of its layers."""
+        return tuple(dict.fromkeys(layer.position for layer in self.layers if layer.position is not None))
 
     @property
     def num_layers(self) -> int:
@@ -223,3 +293,5 @@ def _check_layer(layer: LayerSpec, tp_size: int, expert_parallel: bool) -> None:
             raise SettingsError(f"{flag} {tp_size} does not divide the model's {layer.mlp.num_experts} experts", flag)
     elif width % tp_size:
         raise SettingsError(f"{flag} {tp_size} does not divide the model's MLP width {width}", flag)
+    if isinstance(layer.mlp, Moe) and layer.mlp.shared is not None and layer.mlp.shared % tp_size:
+        raise SettingsError(f"{flag} {tp_size} does not divide the shared expert's width {layer.mlp.shared}", flag)

@@ -8,12 +8,12 @@ layer_types) are read. What the decoder cannot compute is refused by name, never
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tandem.configs.errors import SettingsError, UnsupportedModelError
 from tandem.workers.models.spec.arch import (
-    Activation,
     ArchSpec,
     AttentionParams,
     Gated,
@@ -25,40 +25,10 @@ from tandem.workers.models.spec.arch import (
     Plain,
     RopeSpec,
 )
-from tandem.workers.models.spec.families import Family, PositionKind, Window, family_of
-from tandem.workers.models.spec.rope_config import context_length, rope_from_config
-
-LLAMA_KEYS: Mapping[str, str] = {
-    "hidden_size": "hidden_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "mlp_width": "intermediate_size",
-    "context": "max_position_embeddings",
-    "activation": "hidden_act",
-    "norm_eps": "rms_norm_eps",
-}
-"""The keys of what every family has; a family's `keys` replace some."""
-# Keys of other families or of other uses that would change what is computed: accepted only with these values.
-NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "quantization_config": (None,),
-    "partial_rotary_factor": (None, 1.0),
-    "final_logit_softcapping": (None,),
-    "attn_logit_softcapping": (None,),
-    "clip_qkv": (None,),
-    "embedding_multiplier": (None, 1.0),
-    "residual_multiplier": (None, 1.0),
-    "attention_multiplier": (None,),
-    "logits_scaling": (None, 1.0),
-    "is_encoder_decoder": (None, False),
-    "is_causal": (None, True),  # of encoders made of decoders, each token sees all others
-    "use_bidirectional_attention": (None, False),
-}
-
-
-SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
-ACTIVATIONS: Mapping[str, str] = {"gelu_new": "gelu_pytorch_tanh"}
-"""Other spellings of activations."""
+from tandem.workers.models.spec.config_values import ConfigValues
+from tandem.workers.models.spec.families import family_of
+from tandem.workers.models.spec.family import Family, PositionKind, Window
+from tandem.workers.models.spec.rope_config import RopeRow, context_length, long_rope, rope_from_config
 
 
 def load_spec(folder: str | Path, overrides: Mapping[str, Any] | None = None) -> ArchSpec:
@@ -86,59 +56,110 @@ def spec_from_config(config: Mapping[str, Any], overridden: frozenset[str] = fro
     if len(architectures) != 1:
         raise UnsupportedModelError(f"config.json: architectures is {architectures!r}, want exactly one name", "MODEL")
     family = family_of(architectures[0])
-    reader = _Reader(config, family)
+    reader = ConfigValues(config, family)
     reader.check_neutral()
     num_layers, hidden_size = reader.positive("num_layers"), reader.positive("hidden_size")
-    positions = reader.positive("context")
-    rope: RopeSpec | None = None
-    if family.positions is PositionKind.ROTARY:
-        rope = rope_from_config(config, reader.get("rope_theta", 10000.0), positions, overridden)
+    context = positions = reader.positive("context")
+    attention, kind = _attention(reader, family, hidden_size), _positions(reader, family)
+    rope = local = long = None
+    if kind is PositionKind.ROTARY:
+        row = _rope_row(reader, family, positions, attention.head_dim)
+        rope = local = rope_from_config(config, row, overridden)
+        context, long = context_length(rope, positions), long_rope(config, rope, row, overridden)
+        if family.rotary.local_theta is not None:
+            key, theta = family.rotary.local_theta
+            local_row = replace(row, theta=float(reader.get(key, theta)), local=True)
+            local = rope_from_config(config, local_row, overridden)
+    has_final_norm = not any(reader.holds(condition) for condition in family.no_final_norm_if)
     return ArchSpec(
         architecture=family.architecture,
         vocab_size=reader.positive("vocab_size"),
         hidden_size=hidden_size,
-        layers=_layers(reader, family, num_layers, hidden_size, rope),
-        max_position_embeddings=positions if rope is None else context_length(rope, positions),
-        final_norm=_norm(reader, family),
+        layers=_layers(reader, family, num_layers, attention, kind, (rope, local)),
+        max_position_embeddings=context,
+        final_norm=_norm(reader, family) if has_final_norm else None,
         tie_word_embeddings=bool(reader.get("tie_word_embeddings", False)),
         torch_dtype=_dtype(config, overridden),
         bos_token_id=reader.get("bos_token_id", None),
         eos_token_ids=_ids(reader.get("eos_token_id", None)),
-        positions=Learned(positions) if family.positions is PositionKind.LEARNED else None,
+        positions=Learned(positions, family.position_offset) if kind is PositionKind.LEARNED else None,
         embedding_norm=_norm(reader, family) if family.embedding_norm else None,
-        embedding_scale=hidden_size**0.5 if family.scales_embeddings else 1.0,
-        final_softcap=reader.softcap("final_logit_softcapping") if family.softcaps else None,
+        embedding_scale=_scale(reader, family.scales.embeddings)
+        * (hidden_size**0.5 if family.scales_embeddings else 1),
+        head_bias=family.head_bias,
+        logit_scale=_scale(reader, family.scales.logits) / _scale(reader, family.scales.logits_divisor),
+        final_softcap=reader.number("final_logit_softcapping") if family.softcaps else None,
+        short_context=0 if long is None else long.short_context,
+        short_factors=() if long is None else long.short_factors,
+    )
+
+
+def _positions(reader: ConfigValues, family: Family) -> PositionKind:
+    return PositionKind.ALIBI if family.alibi_if and reader.flag(family.alibi_if) else family.positions
+
+
+def _scale(reader: ConfigValues, key: str | None) -> float:
+    """Returns a factor, 1 where there is none."""
+    value = reader.number(key)
+    return 1.0 if value is None else value
+
+
+def _rope_row(reader: ConfigValues, family: Family, positions: int, head_dim: int) -> RopeRow:
+    rotary = family.rotary
+    return RopeRow(
+        theta=float(reader.get(rotary.theta, 10000.0)),
+        positions=positions,
+        head_dim=head_dim,
+        local=None if rotary.local_theta is None else False,
+        share=None if rotary.share is None else float(reader.get(rotary.share, rotary.default_share)),
+        dim=None if rotary.dim is None else reader.positive(rotary.dim),
+        interleaved=rotary.interleaved,
+        kinds=rotary.kinds,
     )
 
 
 def _layers(
-    reader: "_Reader", family: Family, num_layers: int, hidden_size: int, rope: RopeSpec | None
+    reader: ConfigValues,
+    family: Family,
+    num_layers: int,
+    attention: Gqa,
+    kind: PositionKind,
+    ropes: tuple[RopeSpec | None, RopeSpec | None],
 ) -> tuple[LayerSpec, ...]:
-    attention = _attention(reader, family, hidden_size)
+    """ropes: of layers without a window, and with one."""
     rotary, windows = _rotary_layers(reader, family, num_layers), _windows(reader, family, num_layers)
     of_scores = attention.head_dim if family.score_scale is None else reader.get(family.score_scale, None)
-    slopes = alibi_slopes(attention.num_heads) if family.positions is PositionKind.ALIBI else None
-    softcap = reader.softcap("attn_logit_softcapping") if family.softcaps else None
-    mlp = _mlp(reader, family, hidden_size)
+    scale = reader.number(family.scales.scores)
+    scale = of_scores**-0.5 if scale is None else scale
+    slopes = alibi_slopes(attention.num_heads) if kind is PositionKind.ALIBI else None
+    if slopes is not None and family.scales_alibi:
+        slopes = tuple(slope * scale for slope in slopes)
+    softcap = reader.number("attn_logit_softcapping") if family.softcaps else None
+    mlp = _mlp(reader, family)
+    place = next((place for condition, place in family.place_if if reader.holds(condition)), family.place)
     return tuple(
         LayerSpec(
             attention=attention,
-            params=AttentionParams(of_scores**-0.5, window, softcap, slopes),
-            position=rope if rotates else None,
+            params=AttentionParams(scale, window, softcap, slopes),
+            position=ropes[window is not None] if rotates else None,
             norm=_norm(reader, family),
             mlp=mlp,
-            place=family.place,
+            place=place,
+            branch_scale=_scale(reader, family.scales.branches),
         )
         for rotates, window in zip(rotary, windows, strict=True)
     )
 
 
-def _attention(reader: "_Reader", family: Family, hidden_size: int) -> Gqa:
+def _attention(reader: ConfigValues, family: Family, hidden_size: int) -> Gqa:
     num_heads = reader.positive("num_heads")
     num_kv_heads = reader.positive("num_kv_heads", num_heads)
+    if family.one_kv_head_if and all(reader.holds(condition) for condition in family.one_kv_head_if):
+        num_kv_heads = 1
     if num_heads % num_kv_heads:
+        key = reader.key("num_kv_heads")
         raise UnsupportedModelError(
-            f"config.json: num_key_value_heads {num_kv_heads} does not divide num_attention_heads {num_heads}", "MODEL"
+            f"config.json: {key} {num_kv_heads} does not divide {reader.key('num_heads')} {num_heads}", "MODEL"
         )
     return Gqa(
         num_heads=num_heads,
@@ -146,23 +167,36 @@ def _attention(reader: "_Reader", family: Family, hidden_size: int) -> Gqa:
         head_dim=reader.positive("head_dim", hidden_size // num_heads),
         qkv_bias=reader.flag(family.qkv_bias),
         o_bias=reader.flag(family.o_bias),
-        qk_norm=family.qk_norm,
+        qk_norm=family.qk_norm if family.qk_norm_if is None or reader.flag(family.qk_norm_if) else None,
     )
 
 
-def _mlp(reader: "_Reader", family: Family, hidden_size: int) -> Gated | Plain | Moe:
-    width = reader.positive("mlp_width", None if family.gated else 4 * hidden_size)
-    activation, bias = reader.activation(), reader.flag(family.mlp_bias)
-    if family.moe is None:
+def _mlp(reader: ConfigValues, family: Family) -> Gated | Plain | Moe:
+    activation, bias, moe = reader.activation(), reader.flag(family.mlp_bias), family.moe
+    if moe is None:
+        width = reader.positive("mlp_width", None if family.gated else 4 * reader.positive("hidden_size"))
         return (Gated if family.gated else Plain)(width, activation, bias)
-    num_experts, top_k = reader.positive(family.moe.num_experts), reader.positive(family.moe.top_k)
+    num_experts, top_k = reader.positive(moe.num_experts), reader.positive(moe.top_k)
     if top_k > num_experts:
-        raise UnsupportedModelError(f"config.json: {family.moe.top_k} {top_k} of {num_experts} experts", "MODEL")
-    return Moe(num_experts, top_k, width, activation)
+        raise UnsupportedModelError(f"config.json: {moe.top_k} {top_k} of {num_experts} experts", "MODEL")
+    return Moe(
+        num_experts,
+        top_k,
+        reader.positive(moe.width or "mlp_width"),
+        activation,
+        renormalize=reader.flag(moe.renormalize),
+        shared=None if moe.shared is None else reader.positive(moe.shared),
+    )
 
 
-def _norm(reader: "_Reader", family: Family) -> Norm:
-    return Norm(float(reader.get(reader.key("norm_eps"), 1e-6)), family.norm, family.norms_store_offset)
+def _norm(reader: ConfigValues, family: Family) -> Norm:
+    return Norm(
+        float(reader.get(reader.key("norm_eps"), 1e-6)),
+        family.norm,
+        family.norms_store_offset,
+        bias=family.norm_bias,
+        weight=family.norm_weight,
+    )
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
@@ -174,60 +208,7 @@ def alibi_slopes(num_heads: int) -> tuple[float, ...]:
     return (*slopes, *more)
 
 
-class _Reader:
-    """Reads config.json by a family's row, and makes the errors for invalid values."""
-
-    def __init__(self, config: Mapping[str, Any], family: Family) -> None:
-        self._config = config
-        self._family = family
-
-    def key(self, what: str) -> str:
-        """Returns config.json's key of one of LLAMA_KEYS; other keys are called the same everywhere."""
-        return self._family.keys.get(what) or LLAMA_KEYS.get(what, what)
-
-    def get(self, key: str, default: Any) -> Any:
-        """A key's value. An absent key means the family's default, if it has one; null means `default`."""
-        if key in self._config:
-            return default if self._config[key] is None else self._config[key]
-        return self._family.defaults.get(key, default)
-
-    def check_neutral(self) -> None:
-        """UnsupportedModelError for a key that would change what is computed, but for the family's own."""
-        own = SOFTCAPS if self._family.softcaps else ()
-        for key, neutral in {**NEUTRAL_VALUES, **self._family.neutral}.items():
-            if key not in own and self._config.get(key) not in neutral:
-                raise self.unsupported(key, self._config[key])
-
-    def positive(self, what: str, default: int | None = None) -> int:
-        key = self.key(what)
-        value = self.get(key, default)
-        if value is None:
-            raise UnsupportedModelError(f"config.json has no {key}", "MODEL")
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UnsupportedModelError(f"config.json: {key} is {value!r}, want a positive integer", "MODEL")
-        return value
-
-    def softcap(self, key: str) -> float | None:
-        value = self.get(key, None)
-        return None if value is None else float(value)
-
-    def flag(self, rule: bool | str) -> bool:
-        return bool(self.get(rule, False)) if isinstance(rule, str) else rule
-
-    def activation(self) -> Activation:
-        key = self.key("activation")
-        value = self.get(key, "silu")
-        try:
-            return Activation(ACTIVATIONS.get(value, value))
-        except ValueError:
-            raise self.unsupported(key, value, tuple(Activation)) from None
-
-    def unsupported(self, key: str, value: Any, supported: tuple[str, ...] = ()) -> UnsupportedModelError:
-        words = f"; supported: {', '.join(supported)}" if supported else ""
-        return UnsupportedModelError(f"config.json: {key} {value!r} is not supported{words}", "MODEL")
-
-
-def _rotary_layers(reader: _Reader, family: Family, num_layers: int) -> tuple[bool, ...]:
+def _rotary_layers(reader: ConfigValues, family: Family, num_layers: int) -> tuple[bool, ...]:
     """Returns whether each layer rotates: where `no_rope_layers` is 1 (sic); else all but each `interval`-th."""
     if not family.has_no_rope_layers:
         return (True,) * num_layers
@@ -240,9 +221,9 @@ def _rotary_layers(reader: _Reader, family: Family, num_layers: int) -> tuple[bo
     return tuple(bool(rotates) for rotates in given[:num_layers])
 
 
-def _windows(reader: _Reader, family: Family, num_layers: int) -> tuple[int | None, ...]:
+def _windows(reader: ConfigValues, family: Family, num_layers: int) -> tuple[int | None, ...]:
     """The sliding window of each layer, None where attention is full."""
-    used = family.window in (Window.ALWAYS, Window.ALTERNATING) or (
+    used = family.window in (Window.ALWAYS, Window.ALTERNATING, Window.PATTERN) or (
         family.window is Window.IF_USED and bool(reader.get("use_sliding_window", False))
     )
     window = reader.get("sliding_window", None)
@@ -253,6 +234,9 @@ def _windows(reader: _Reader, family: Family, num_layers: int) -> tuple[int | No
         return (window,) * num_layers
     if family.window is Window.ALTERNATING and layer_types is None:
         return tuple(None if layer % 2 else window for layer in range(num_layers))
+    if family.window is Window.PATTERN and layer_types is None:
+        pattern = reader.positive("sliding_window_pattern", 6)
+        return tuple(window if (layer + 1) % pattern else None for layer in range(num_layers))
     if layer_types is None and family.has_no_rope_layers:
         rotary = _rotary_layers(reader, family, num_layers)
         return tuple(None if rotates else window for rotates in rotary)

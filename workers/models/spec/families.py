@@ -1,136 +1,35 @@
-"""Model families as rows of data: where an architecture's config.json and checkpoint have what ArchSpec needs.
-
-config_reader.py reads config.json by a row, parameters.py names parameters by it. Torch-free.
-"""
+"""The registry of model families: Llama and its kin as rows of data; the others are in gpt_families.py. Torch-free."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import Enum
 from types import MappingProxyType
-from typing import Any
 
 from tandem.configs.errors import UnsupportedModelError
-from tandem.workers.models.spec.arch import ArchSpec, NormKind, Place
+from tandem.workers.models.spec.arch import ArchSpec, NormKind, Place, QkNorm
+from tandem.workers.models.spec.family import Family, MoeKeys, Rotary, Scales, Window
+from tandem.workers.models.spec.gpt_families import GPT_FAMILIES
 from tandem.workers.models.spec.parameters import FusedQkv, ParameterNames, ParameterTable, Role, parameters
 
 
-class Window(Enum):
-    """The condition under which a family's `sliding_window` applies."""
-
-    NEVER = "never"
-    ALWAYS = "always"
-    IF_USED = "if_used"  # with `use_sliding_window`, on the layers that `layer_types` or `max_window_layers` name
-    ALTERNATING = "alternating"  # on every other layer from the first on, or where `layer_types` says
+def stems(**changes: str) -> Mapping[Role, str]:
+    """Llama's names with others for some roles."""
+    return MappingProxyType({**ParameterNames().stems, **{Role[role]: stem for role, stem in changes.items()}})
 
 
-class PositionKind(Enum):
-    """How a family tells tokens their positions."""
-
-    ROTARY = "rotary"
-    LEARNED = "learned"  # a table that is added to the embeddings
-    ALIBI = "alibi"  # a bias on the scores
-
-
-@dataclass(frozen=True, slots=True)
-class MoeKeys:
-    """config.json's keys of a mixture of experts."""
-
-    num_experts: str
-    top_k: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """One architecture. A bias is True, False, or the config key that sets it.
-
-    keys: config.json's names of what LLAMA_KEYS lists, where they differ. defaults: the values of absent keys, by
-    config.json's names. gated: the MLP has a gate. moe: its MLPs are the
-    experts of a mixture. norms_store_offset: see Norm. scales_embeddings: by the square root
-    of the hidden size. score_scale: the key of the number whose inverse square root scales scores, None: head_dim.
-    softcaps: whether attn_logit_softcapping and final_logit_softcapping apply. neutral: further keys that are accepted
-    with these values only.
-    """
-
-    architecture: str
-    keys: Mapping[str, str] = field(default_factory=dict)
-    qkv_bias: bool | str = False
-    o_bias: bool | str = False
-    mlp_bias: bool | str = False
-    qk_norm: bool = False
-    norm: NormKind = NormKind.RMS
-    norms_store_offset: bool = False
-    place: Place = Place.PRE
-    gated: bool = True
-    moe: MoeKeys | None = None
-    positions: PositionKind = PositionKind.ROTARY
-    embedding_norm: bool = False
-    scales_embeddings: bool = False
-    score_scale: str | None = None
-    softcaps: bool = False
-    window: Window = Window.NEVER
-    has_no_rope_layers: bool = False
-    names: ParameterNames = field(default_factory=ParameterNames)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-
-
-GEMMA2_STEMS: Mapping[Role, str] = MappingProxyType(
-    {
-        **ParameterNames().stems,
-        Role.ATTENTION_POST_NORM: "post_attention_layernorm",
-        Role.MLP_NORM: "pre_feedforward_layernorm",
-        Role.MLP_POST_NORM: "post_feedforward_layernorm",
-    }
+GEMMA2_STEMS = stems(
+    ATTENTION_POST_NORM="post_attention_layernorm",
+    MLP_NORM="pre_feedforward_layernorm",
+    MLP_POST_NORM="post_feedforward_layernorm",
 )
-MIXTRAL_STEMS: Mapping[Role, str] = MappingProxyType(
-    {
-        **ParameterNames().stems,
-        Role.ROUTER: "block_sparse_moe.gate",
-        Role.GATE: "w1",
-        Role.UP: "w3",
-        Role.DOWN: "w2",
-    }
+QWEN_MOE_STEMS = stems(
+    ROUTER="mlp.gate", SHARED_GATE="mlp.shared_expert_gate", GATE="gate_proj", UP="up_proj", DOWN="down_proj"
 )
-GPT2_NAMES = ParameterNames(
-    stems=MappingProxyType(
-        {
-            Role.EMBEDDING: "transformer.wte",
-            Role.POSITIONS: "transformer.wpe",
-            Role.ATTENTION_NORM: "ln_1",
-            Role.QKV: "attn.c_attn",
-            Role.O: "attn.c_proj",
-            Role.MLP_NORM: "ln_2",
-            Role.UP: "mlp.c_fc",
-            Role.DOWN: "mlp.c_proj",
-            Role.FINAL_NORM: "transformer.ln_f",
-            Role.HEAD: "lm_head",
-        }
-    ),
-    layer_prefix="transformer.h.{layer}.",
-    base_prefix="transformer.",
-    fused_qkv=FusedQkv.IN_TURN,
-    transposed=True,
-    ignored_suffixes=(".attn.bias", ".attn.masked_bias"),
-)
-BLOOM_NAMES = ParameterNames(
-    stems=MappingProxyType(
-        {
-            Role.EMBEDDING: "transformer.word_embeddings",
-            Role.EMBEDDING_NORM: "transformer.word_embeddings_layernorm",
-            Role.ATTENTION_NORM: "input_layernorm",
-            Role.QKV: "self_attention.query_key_value",
-            Role.O: "self_attention.dense",
-            Role.MLP_NORM: "post_attention_layernorm",
-            Role.UP: "mlp.dense_h_to_4h",
-            Role.DOWN: "mlp.dense_4h_to_h",
-            Role.FINAL_NORM: "transformer.ln_f",
-            Role.HEAD: "lm_head",
-        }
-    ),
-    layer_prefix="transformer.h.{layer}.",
-    base_prefix="transformer.",
-    fused_qkv=FusedQkv.BY_HEAD,
-    ignored_suffixes=(),
+EQUAL_LAYERS = {"mlp_only_layers": (None, []), "decoder_sparse_step": (None, 1)}
+"""Keys that would give some layers an MLP and others experts."""
+GRANITE_SCALES = Scales(
+    embeddings="embedding_multiplier",
+    branches="residual_multiplier",
+    scores="attention_multiplier",
+    logits_divisor="logits_scaling",
 )
 
 FAMILIES: tuple[Family, ...] = (
@@ -153,6 +52,17 @@ FAMILIES: tuple[Family, ...] = (
         },
     ),
     Family(
+        architecture="MinistralForCausalLM",
+        window=Window.ALWAYS,
+        defaults={
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
+    Family(
         architecture="Qwen2ForCausalLM",
         qkv_bias=True,
         window=Window.IF_USED,
@@ -162,7 +72,7 @@ FAMILIES: tuple[Family, ...] = (
         architecture="Qwen3ForCausalLM",
         qkv_bias="attention_bias",
         o_bias="attention_bias",
-        qk_norm=True,
+        qk_norm=QkNorm.PER_HEAD,
         window=Window.IF_USED,
         defaults={"max_position_embeddings": 32768, "head_dim": 128, "sliding_window": 4096},
     ),
@@ -183,19 +93,108 @@ FAMILIES: tuple[Family, ...] = (
         },
     ),
     Family(
-        architecture="MixtralForCausalLM",
+        architecture="Phi3ForCausalLM",
         window=Window.ALWAYS,
-        moe=MoeKeys("num_local_experts", "num_experts_per_tok"),
-        names=ParameterNames(stems=MIXTRAL_STEMS, expert_prefix="block_sparse_moe.experts.{expert}."),
+        rotary=Rotary(share="partial_rotary_factor", kinds={"su": "longrope", "yarn": "longrope"}),
+        names=ParameterNames(
+            stems=stems(QKV="self_attn.qkv_proj", GATE_UP="mlp.gate_up_proj"), fused_qkv=FusedQkv.IN_TURN
+        ),
         defaults={
-            "max_position_embeddings": 131072,
-            "num_key_value_heads": 8,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
             "rms_norm_eps": 1e-5,
+            "bos_token_id": 1,
+            "eos_token_id": 32000,
+        },
+        neutral={"attention_bias": (None, False), "mlp_bias": (None, False)},
+    ),
+    Family(
+        architecture="GraniteForCausalLM",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        scales=GRANITE_SCALES,
+        defaults={
+            "max_position_embeddings": 2048,
+            "attention_multiplier": 1.0,
             "bos_token_id": 1,
             "eos_token_id": 2,
         },
+    ),
+    Family(
+        architecture="OlmoForCausalLM",
+        keys={"norm_eps": "layer_norm_eps"},
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        norm=NormKind.LAYER,
+        norm_weight=False,
+        defaults={"max_position_embeddings": 2048, "layer_norm_eps": 1e-5, "eos_token_id": 50279},
+    ),
+    Family(
+        architecture="Olmo2ForCausalLM",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm=QkNorm.WHOLE,
+        place=Place.POST,
+        names=ParameterNames(
+            stems=stems(ATTENTION_POST_NORM="post_attention_layernorm", MLP_POST_NORM="post_feedforward_layernorm")
+        ),
+        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "eos_token_id": 50279},
+    ),
+    Family(
+        architecture="StableLmForCausalLM",
+        keys={"norm_eps": "layer_norm_eps"},
+        qkv_bias="use_qkv_bias",
+        qk_norm=QkNorm.OWN,
+        qk_norm_if="qk_layernorm",
+        norm=NormKind.LAYER,
+        place_if=((("use_parallel_residual", True), Place.PARALLEL),),
+        rotary=Rotary(share="partial_rotary_factor", default_share=0.25),
+        names=ParameterNames(
+            stems=stems(Q_NORM="self_attn.q_layernorm", K_NORM="self_attn.k_layernorm"), norm_of_head="norms.{head}"
+        ),
+        defaults={"max_position_embeddings": 4096, "layer_norm_eps": 1e-5, "bos_token_id": 0, "eos_token_id": 0},
+    ),
+    Family(
+        architecture="CohereForCausalLM",
+        keys={"norm_eps": "layer_norm_eps"},
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm=QkNorm.OWN,
+        qk_norm_if="use_qk_norm",
+        norm=NormKind.LAYER,
+        norm_bias=False,
+        place=Place.PARALLEL,
+        rotary=Rotary(interleaved=True),
+        scales=Scales(logits="logit_scale"),
+        names=ParameterNames(),
+        defaults={
+            "max_position_embeddings": 8192,
+            "rope_theta": 500000.0,
+            "layer_norm_eps": 1e-5,
+            "logit_scale": 0.0625,
+            "tie_word_embeddings": True,
+            "bos_token_id": 5,
+            "eos_token_id": 255001,
+        },
+    ),
+    Family(
+        architecture="GemmaForCausalLM",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        activations={"gelu": "gelu_pytorch_tanh"},  # their first checkpoints mean the approximation
+        norms_store_offset=True,
+        scales_embeddings=True,
+        defaults={
+            "max_position_embeddings": 8192,
+            "num_key_value_heads": 16,
+            "head_dim": 256,
+            "hidden_act": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+            "bos_token_id": 2,
+            "eos_token_id": 1,
+        },
+        neutral={"hidden_activation": (None, "gelu_pytorch_tanh")},
     ),
     Family(
         architecture="Gemma2ForCausalLM",
@@ -224,67 +223,118 @@ FAMILIES: tuple[Family, ...] = (
         },
     ),
     Family(
-        architecture="GPT2LMHeadModel",
-        keys={
-            "hidden_size": "n_embd",
-            "num_layers": "n_layer",
-            "num_heads": "n_head",
-            "num_kv_heads": "n_head",
-            "mlp_width": "n_inner",
-            "context": "n_positions",
-            "activation": "activation_function",
-            "norm_eps": "layer_norm_epsilon",
-        },
-        qkv_bias=True,
-        o_bias=True,
-        mlp_bias=True,
-        norm=NormKind.LAYER,
-        gated=False,
-        positions=PositionKind.LEARNED,
-        names=GPT2_NAMES,
+        architecture="Gemma3ForCausalLM",
+        keys={"activation": "hidden_activation"},
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm=QkNorm.PER_HEAD,
+        norms_store_offset=True,
+        place=Place.SANDWICH,
+        scales_embeddings=True,
+        score_scale="query_pre_attn_scalar",
+        window=Window.PATTERN,
+        rotary=Rotary(local_theta=("rope_local_base_freq", 10000.0)),
+        names=ParameterNames(stems=GEMMA2_STEMS),
         defaults={
-            "n_positions": 1024,
-            "activation_function": "gelu_new",
-            "layer_norm_epsilon": 1e-5,
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "rope_theta": 1000000.0,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
             "tie_word_embeddings": True,
-            "bos_token_id": 50256,
-            "eos_token_id": 50256,
-        },
-        neutral={
-            "scale_attn_weights": (None, True),
-            "scale_attn_by_inverse_layer_idx": (None, False),
-            "reorder_and_upcast_attn": (None, False),
-            "add_cross_attention": (None, False),
+            "bos_token_id": 2,
+            "eos_token_id": 1,
         },
     ),
     Family(
-        architecture="BloomForCausalLM",
-        keys={
-            "num_layers": "n_layer",
-            "num_heads": "n_head",
-            "num_kv_heads": "n_head",
-            "mlp_width": "n_inner",
-            "context": "seq_length",
-            "norm_eps": "layer_norm_epsilon",
-        },
-        qkv_bias=True,
-        o_bias=True,
-        mlp_bias=True,
-        norm=NormKind.LAYER,
-        gated=False,
-        positions=PositionKind.ALIBI,
-        embedding_norm=True,
-        names=BLOOM_NAMES,
+        architecture="MixtralForCausalLM",
+        window=Window.ALWAYS,
+        moe=MoeKeys(num_experts="num_local_experts", top_k="num_experts_per_tok"),
+        names=ParameterNames(
+            stems=stems(ROUTER="block_sparse_moe.gate", GATE="w1", UP="w3", DOWN="w2"),
+            expert_prefix="block_sparse_moe.experts.{expert}.",
+        ),
         defaults={
-            "seq_length": 2048,
-            "hidden_act": "gelu_pytorch_tanh",
-            "layer_norm_epsilon": 1e-5,
-            "tie_word_embeddings": True,
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1000000.0,
             "bos_token_id": 1,
             "eos_token_id": 2,
         },
-        neutral={"apply_residual_connection_post_layernorm": (None, False)},
     ),
+    Family(
+        architecture="Qwen2MoeForCausalLM",
+        qkv_bias="qkv_bias",
+        moe=MoeKeys(
+            num_experts="num_experts",
+            top_k="num_experts_per_tok",
+            width="moe_intermediate_size",
+            renormalize="norm_topk_prob",
+            shared="shared_expert_intermediate_size",
+        ),
+        names=ParameterNames(stems=QWEN_MOE_STEMS),
+        defaults={
+            "max_position_embeddings": 32768,
+            "qkv_bias": True,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+        },
+        neutral={**EQUAL_LAYERS, "use_sliding_window": (None, False)},
+    ),
+    Family(
+        architecture="Qwen3MoeForCausalLM",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm=QkNorm.PER_HEAD,
+        moe=MoeKeys(
+            num_experts="num_experts",
+            top_k="num_experts_per_tok",
+            width="moe_intermediate_size",
+            renormalize="norm_topk_prob",
+        ),
+        names=ParameterNames(stems=QWEN_MOE_STEMS),
+        defaults={
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+        neutral={**EQUAL_LAYERS, "use_sliding_window": (None, False)},
+        also={"num_experts": "num_local_experts"},
+    ),
+    Family(
+        architecture="GraniteMoeForCausalLM",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        moe=MoeKeys(num_experts="num_local_experts", top_k="num_experts_per_tok"),
+        scales=GRANITE_SCALES,
+        names=ParameterNames(
+            stems=stems(
+                ROUTER="block_sparse_moe.router.layer",
+                GATE_UP="block_sparse_moe.input_linear",
+                DOWN="block_sparse_moe.output_linear",
+            ),
+            expert_prefix="block_sparse_moe.experts.{expert}.",
+            stacked_experts=True,
+        ),
+        defaults={
+            "max_position_embeddings": 2048,
+            "attention_multiplier": 1.0,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
+    *GPT_FAMILIES,
 )
 
 

@@ -10,7 +10,7 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from tandem.parallel.params import WHOLE, Init, Param, Shard, Source
-from tandem.workers.models.spec.arch import ArchSpec, Gated, Gqa, LayerSpec, Moe, Norm, NormKind, Place, Plain
+from tandem.workers.models.spec.arch import ArchSpec, Gated, LayerSpec, Moe, Norm, NormKind, Place, Plain, QkNorm
 
 
 class Role(StrEnum):
@@ -29,15 +29,28 @@ class Role(StrEnum):
     O = "o"  # noqa: E741 - the projection behind attention has this name everywhere
     ATTENTION_POST_NORM = "attention_post_norm"
     MLP_NORM = "mlp_norm"
+    GATE_UP = "gate_up"  # names the tensor of both where they are fused
     GATE = "gate"
     UP = "up"
     DOWN = "down"
     MLP_POST_NORM = "mlp_post_norm"
     ROUTER = "router"
+    SHARED_GATE = "shared_gate"
     FINAL_NORM = "final_norm"
     HEAD = "head"
 
 
+_PRE = (Role.ATTENTION_NORM, Role.MLP_NORM)
+_POST = (Role.ATTENTION_POST_NORM, Role.MLP_POST_NORM)
+NORMS_OF: Mapping[Place, tuple[Role, ...]] = {
+    Place.PRE: _PRE,
+    Place.SANDWICH: (*_PRE, *_POST),
+    Place.POST: _POST,
+    Place.POST_SUM: _PRE,
+    Place.PARALLEL: (Role.ATTENTION_NORM,),
+    Place.PARALLEL_TWO: _PRE,
+}
+"""The norms of a layer."""
 LLAMA_STEMS: Mapping[Role, str] = MappingProxyType(
     {
         Role.EMBEDDING: "model.embed_tokens",
@@ -60,7 +73,7 @@ LLAMA_STEMS: Mapping[Role, str] = MappingProxyType(
 
 class FusedQkv(StrEnum):
     """How a checkpoint keeps q, k and v. APART: in three tensors. IN_TURN: in one, all rows of q, then k, then v.
-    BY_HEAD: in one, for each head its rows of q, k and v."""
+    BY_HEAD: in one, for each KV head the rows of its query heads, then its own of k and v."""
 
     APART = "apart"
     IN_TURN = "in_turn"
@@ -70,50 +83,65 @@ class FusedQkv(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterNames:
     """A family's names of parameters, without `.weight` and `.bias`; those of a layer follow layer_prefix with its
-    index, those of an expert expert_prefix too. base_prefix: what names lack in a checkpoint without a head.
-    transposed: matrices of layers are stored as [inputs, outputs]. ignored_suffixes: of tensors that checkpoints may
-    hold too, as they can be derived.
+    index, those of an expert expert_prefix too. With a name of GATE_UP both are rows of one tensor, the gate's first.
+    aliases: other names that a checkpoint may use. base_prefix: what names lack in a checkpoint without a head.
+    transposed: matrices of layers are stored as [inputs, outputs]. stacked_experts: one tensor has all experts'
+    matrices. norm_of_head: where each head's norm of q or k is stored. shared_prefix: of the shared expert's names.
+    ignored_suffixes: of tensors that checkpoints may hold too, as they can be derived.
     """
 
     stems: Mapping[Role, str] = field(default_factory=lambda: LLAMA_STEMS)
+    aliases: Mapping[Role, tuple[str, ...]] = field(default_factory=dict)
     layer_prefix: str = "model.layers.{layer}."
     expert_prefix: str = "mlp.experts.{expert}."
+    shared_prefix: str = "mlp.shared_expert."
     base_prefix: str = "model."
     fused_qkv: FusedQkv = FusedQkv.APART
     transposed: bool = False
+    stacked_experts: bool = False
+    norm_of_head: str | None = None
     ignored_suffixes: tuple[str, ...] = ("rotary_emb.inv_freq",)
+
+    def stored(self, prefix: str, role: Role, suffix: str) -> tuple[str, ...]:
+        """Returns the names that a tensor may have."""
+        return tuple(f"{prefix}{stem}.{suffix}" for stem in (self.stems[role], *self.aliases.get(role, ())))
 
 
 @dataclass(frozen=True, slots=True)
 class NormParams:
-    """The parameters of a norm; a root-mean-square norm has no bias."""
+    """The parameters of a norm, which may have none; a root-mean-square norm has no bias."""
 
-    weight: Param
+    weight: Param | None = None
     bias: Param | None = None
 
     def __iter__(self) -> Iterator[Param]:
-        yield self.weight
-        if self.bias is not None:
-            yield self.bias
+        yield from (param for param in (self.weight, self.bias) if param is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerParams:
-    """The parameters of one layer. weights, biases: by role, those of norms too. experts: those of its experts."""
+    """The parameters of one layer. weights, biases: by role, those of norms too. experts: those of its experts; shared:
+    those of the expert that all tokens pass."""
 
     weights: Mapping[Role, Param]
     biases: Mapping[Role, Param]
     experts: tuple["LayerParams", ...] = ()
+    shared: "LayerParams | None" = None
+
+    @property
+    def all_experts(self) -> tuple["LayerParams", ...]:
+        """Its experts, the shared one first."""
+        return self.experts if self.shared is None else (self.shared, *self.experts)
 
     def __iter__(self) -> Iterator[Param]:
         yield from self.weights.values()
         yield from self.biases.values()
-        for expert in self.experts:
+        for expert in self.all_experts:
             yield from expert
 
     def norm(self, role: Role) -> NormParams:
         """Returns the parameters of one of its norms."""
-        return NormParams(self.weights[role], self.biases.get(role))
+        return NormParams(self.weights.get(role), self.biases.get(role))
 
     def merged(self, merge: str) -> tuple[tuple[Param, ...], tuple[Param, ...]]:
         """Returns the weights and the biases of the projections that share this matmul."""
@@ -126,12 +154,12 @@ class LayerParams:
     def matrices(self) -> tuple[Param, ...]:
         """The weights of its linear layers, in the order in which the layer uses them; experts last."""
         own = tuple(param for param in self.weights.values() if param.is_matrix)
-        return own + tuple(param for expert in self.experts for param in expert.matrices)
+        return own + tuple(param for expert in self.all_experts for param in expert.matrices)
 
     @property
     def adaptable(self) -> tuple[Param, ...]:
         """The weights of the linear layers that LoRA adapters may change: not experts, and not what chooses them."""
-        return tuple(p for p in self.weights.values() if p.is_matrix and p.role != Role.ROUTER)
+        return tuple(p for p in self.weights.values() if p.is_matrix and p.role not in (Role.ROUTER, Role.SHARED_GATE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +173,7 @@ class ParameterTable:
     final_norm: NormParams
     head: Param
     head_name: str
+    head_bias: Param | None = None
 
     def __iter__(self) -> Iterator[Param]:
         """Yields each parameter once, in the order of the model."""
@@ -155,6 +184,8 @@ class ParameterTable:
         yield from self.final_norm
         if self.head is not self.embedding:
             yield self.head
+        if self.head_bias is not None:
+            yield self.head_bias
 
     @property
     def entry(self) -> tuple[Param, ...]:
@@ -172,23 +203,29 @@ def parameters(spec: ArchSpec, names: ParameterNames) -> ParameterTable:
     """Returns the table of a model whose parameters have these names."""
     outside = _Group(names, "", None)
     size, by_vocabulary = (spec.vocab_size, spec.hidden_size), Shard("tp", pads=True)
-    aliases = (f"{names.stems[Role.HEAD]}.weight",) if spec.tie_word_embeddings else ()
+    aliases = names.stored("", Role.HEAD, "weight") if spec.tie_word_embeddings else ()
     embedding = outside.table(Role.EMBEDDING, size, by_vocabulary, aliases)
     head = embedding if spec.tie_word_embeddings else outside.table(Role.HEAD, size, by_vocabulary)
-    positions = None
+    positions = embedding_norm = head_bias = None
     if spec.positions is not None:
-        positions = outside.table(Role.POSITIONS, (spec.positions.count, spec.hidden_size), WHOLE)
-    embedding_norm = None
+        count = spec.positions.count + spec.positions.offset
+        positions = outside.table(Role.POSITIONS, (count, spec.hidden_size), WHOLE)
     if spec.embedding_norm is not None:
         embedding_norm = outside.norm(Role.EMBEDDING_NORM, spec.hidden_size, spec.embedding_norm)
+    if spec.head_bias:
+        head_bias = outside.head_bias(spec.vocab_size, by_vocabulary)
+    final_norm = NormParams()
+    if spec.final_norm is not None:
+        final_norm = outside.norm(Role.FINAL_NORM, spec.hidden_size, spec.final_norm)
     return ParameterTable(
         embedding=embedding,
         positions=positions,
         embedding_norm=embedding_norm,
         layers=tuple(_layer(spec.hidden_size, layer, i, names) for i, layer in enumerate(spec.layers)),
-        final_norm=outside.norm(Role.FINAL_NORM, spec.hidden_size, spec.final_norm),
+        final_norm=final_norm,
         head=head,
         head_name=names.stems[Role.HEAD],
+        head_bias=head_bias,
     )
 
 
@@ -207,59 +244,88 @@ class _Group:
 
     def table(self, role: Role, shape: tuple[int, int], shard: Shard, aliases: tuple[str, ...] = ()) -> Param:
         """A table of vocabulary or positions. aliases: other names under which checkpoints store it."""
-        name, is_matrix = (
-            f"{self._names.stems[role]}.weight",
-            role is not Role.POSITIONS,
-        )  # where the head multiplies it
+        names = self._names.stored("", role, "weight")
+        is_matrix = role is not Role.POSITIONS  # where the head multiplies it
         return Param(
-            name=name, shape=shape, role=role, source=Source((name, *aliases)), shard=shard, takes_format=is_matrix
+            name=names[0],
+            shape=shape,
+            role=role,
+            source=Source((*names, *aliases)),
+            shard=shard,
+            takes_format=is_matrix,
         )
 
-    def norm(self, role: Role, size: int, norm: Norm) -> NormParams:
-        stem = self._prefix + self._names.stems[role]
-        add = 1.0 if norm.stores_offset else 0.0
-        weight = self._param(role, f"{stem}.weight", (size,), Source((f"{stem}.weight",), add=add), init=Init.ONES)
-        self.weights[role] = weight
-        if norm.kind is not NormKind.LAYER:
+    def head_bias(self, vocab_size: int, shard: Shard) -> Param:
+        """The bias of the logits."""
+        names = self._names.stored("", Role.HEAD, "bias")
+        return self._param(Role.HEAD, names[0], (vocab_size,), Source(names), shard, init=Init.ZEROS)
+
+    def norm(self, role: Role, size: int, norm: Norm, shard: Shard = WHOLE, source: Source | None = None) -> NormParams:
+        """A norm. source: where its weight is stored; None: in a tensor of its own."""
+        if not norm.weight:
+            return NormParams()
+        names = self._names.stored(self._prefix, role, "weight")
+        source = replace(source or Source(names), add=1.0 if norm.stores_offset else 0.0)
+        weight = self.weights[role] = self._param(role, names[0], (size,), source, shard, init=Init.ONES)
+        if norm.kind is not NormKind.LAYER or not norm.bias:
             return NormParams(weight)
-        bias = self._param(role, f"{stem}.bias", (size,), Source((f"{stem}.bias",)), init=Init.ZEROS)
-        self.biases[role] = bias
+        names = self._names.stored(self._prefix, role, "bias")
+        bias = self.biases[role] = self._param(role, names[0], (size,), Source(names), init=Init.ZEROS)
         return NormParams(weight, bias)
 
-    def linear(self, role: Role, outputs: int, inputs: int, shard: Shard, merge: str, *, bias: bool) -> None:
-        """A linear layer with a tensor of its own."""
-        stem = self._prefix + self._names.stems[role]
-        self._projection(role, stem, stem, outputs, inputs, shard, merge, Source(()), bias=bias)
+    def norm_of_heads(self, role: Role, kind: QkNorm, num_heads: int, norm: Norm, order: Source, shard: Shard) -> None:
+        """The norm of q or k, of num_heads heads. order: of the elements of a head."""
+        dim = shard.unit
+        names = self._names.stored(self._prefix, role, "weight")
+        if kind is QkNorm.PER_HEAD:
+            self.norm(role, dim, norm, source=replace(order, names=names))
+            return
+        source, part = replace(order, names=names), self._names.norm_of_head
+        if kind is QkNorm.OWN and part is None:
+            source = replace(source, shape=(num_heads, dim))
+        elif kind is QkNorm.OWN and part is not None:
+            stem = self._prefix + self._names.stems[role]
+            parts = tuple(f"{stem}.{part.format(head=head)}.weight" for head in range(num_heads))
+            source = replace(source, names=parts, joined=True)
+        self.norm(role, num_heads * dim, norm, shard, source)
 
-    def fused(
-        self, role: Role, outputs: int, inputs: int, shard: Shard, merge: str, source: Source, *, bias: bool
-    ) -> None:
-        """A linear layer that is part of the tensor of q, k and v. source: its rows there."""
-        stem = self._prefix + self._names.stems[Role.QKV]
-        self._projection(role, f"{stem}.{role}", stem, outputs, inputs, shard, merge, source, bias=bias)
-
-    def _projection(
+    def linear(
         self,
         role: Role,
-        stem: str,
-        stored: str,
         outputs: int,
         inputs: int,
         shard: Shard,
         merge: str,
-        source: Source,
         *,
         bias: bool,
+        source: Source | None = None,
+        within: Role | None = None,
     ) -> None:
-        """A bias of sharded outputs is sharded with them; one of summed outputs is whole."""
-        weight = replace(source, names=(f"{stored}.weight",), transposed=self._names.transposed)
-        self.weights[role] = self._param(role, f"{stem}.weight", (outputs, inputs), weight, shard, merge)
+        """A linear layer. source: its rows in the stored tensor, which is that of `within` where it is fused. A bias of
+        sharded outputs is sharded with them; one of summed outputs is whole."""
+        stem = self._prefix + self._names.stems[within or role] + ("" if within is None else f".{role}")
+        self.weights[role] = self._param(
+            role,
+            f"{stem}.weight",
+            (outputs, inputs),
+            self._stored_weight(source or Source(()), within or role, outputs, inputs),
+            shard,
+            merge,
+        )
         if bias:
+            stored = replace(source or Source(()), names=self._names.stored(self._prefix, within or role, "bias"))
             of_bias = shard if shard.dim == 0 else WHOLE
-            stored_bias = replace(source, names=(f"{stored}.bias",))
-            self.biases[role] = self._param(
-                role, f"{stem}.bias", (outputs,), stored_bias, of_bias, merge, init=Init.ZEROS
-            )
+            self.biases[role] = self._param(role, f"{stem}.bias", (outputs,), stored, of_bias, merge, init=Init.ZEROS)
+
+    def _stored_weight(self, source: Source, stored: Role, outputs: int, inputs: int) -> Source:
+        """Returns where a matrix is stored: in a tensor of its layer, or in the stack of all experts' tensors."""
+        source = replace(source, transposed=self._names.transposed)
+        if self._expert is None or not self._names.stacked_experts:
+            return replace(source, names=self._names.stored(self._prefix, stored, "weight"))
+        index, count = self._expert
+        prefix = self._names.layer_prefix.format(layer=self._layer)
+        names = self._names.stored(prefix, stored, "weight")
+        return replace(source, names=names, index=index, shape=(count, source.rows or outputs, inputs))
 
     def _param(
         self,
@@ -287,20 +353,28 @@ class _Group:
 
 def _layer(hidden: int, spec: LayerSpec, layer: int, names: ParameterNames) -> LayerParams:
     found = _Group(names, names.layer_prefix.format(layer=layer), layer)
-    found.norm(Role.ATTENTION_NORM, hidden, spec.norm)
-    _attention(found, hidden, spec.attention, spec.norm, names.fused_qkv)
-    if spec.place is Place.SANDWICH:
-        found.norm(Role.ATTENTION_POST_NORM, hidden, spec.norm)
-    found.norm(Role.MLP_NORM, hidden, spec.norm)
+    norms = NORMS_OF[spec.place]
+
+    def norm(role: Role) -> None:
+        if role in norms:
+            found.norm(role, hidden, spec.norm)
+
+    norm(Role.ATTENTION_NORM)
+    _attention(found, hidden, spec, names.fused_qkv)
+    norm(Role.ATTENTION_POST_NORM)
+    norm(Role.MLP_NORM)
     experts: tuple[LayerParams, ...] = ()
+    shared = None
     if isinstance(spec.mlp, Moe):
         found.linear(Role.ROUTER, spec.mlp.num_experts, hidden, WHOLE, "router", bias=False)
-        experts = _experts(hidden, spec.mlp, layer, names)
+        experts, shared = (
+            _experts(hidden, spec.mlp, layer, names),
+            _shared_expert(found, hidden, spec.mlp, layer, names),
+        )
     else:
-        _mlp(found, hidden, spec.mlp)
-    if spec.place is Place.SANDWICH:
-        found.norm(Role.MLP_POST_NORM, hidden, spec.norm)
-    return LayerParams(found.weights, found.biases, experts)
+        _mlp(found, hidden, spec.mlp, names)
+    norm(Role.MLP_POST_NORM)
+    return LayerParams(found.weights, found.biases, experts, shared)
 
 
 def _experts(hidden: int, spec: Moe, layer: int, names: ParameterNames) -> tuple[LayerParams, ...]:
@@ -308,31 +382,49 @@ def _experts(hidden: int, spec: Moe, layer: int, names: ParameterNames) -> tuple
     for index in range(spec.num_experts):
         prefix = names.layer_prefix.format(layer=layer) + names.expert_prefix.format(expert=index)
         found = _Group(names, prefix, layer, (index, spec.num_experts))
-        _mlp(found, hidden, spec.expert)
+        _mlp(found, hidden, spec.expert, names)
         experts.append(LayerParams(found.weights, found.biases))
     return tuple(experts)
 
 
-def _attention(found: _Group, hidden: int, spec: Gqa, norm: Norm, fused: FusedQkv) -> None:
+def _shared_expert(
+    layer_group: _Group, hidden: int, spec: Moe, layer: int, names: ParameterNames
+) -> LayerParams | None:
+    if spec.shared_expert is None:
+        return None
+    layer_group.linear(Role.SHARED_GATE, 1, hidden, WHOLE, "shared_gate", bias=False)
+    found = _Group(names, names.layer_prefix.format(layer=layer) + names.shared_prefix, layer)
+    _mlp(found, hidden, spec.shared_expert, names)
+    return LayerParams(found.weights, found.biases)
+
+
+def _attention(found: _Group, hidden: int, layer: LayerSpec, fused: FusedQkv) -> None:
+    spec = layer.attention
     dim, q, kv = spec.head_dim, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     by_head, by_kv_head = Shard("tp", unit=dim), Shard("tp", unit=dim, replicate=True)
+    order = Source((), order=() if layer.position is None else layer.position.head_order(dim))
     starts = {Role.Q: 0, Role.K: q, Role.V: q + kv}
-    for place, role in enumerate(starts):
+    group = q // spec.num_kv_heads
+    starts_by_head = {Role.Q: (0, group), Role.K: (group, dim), Role.V: (group + dim, dim)}
+    for role in starts:
         outputs, shard = (q, by_head) if role is Role.Q else (kv, by_kv_head)
-        if fused is FusedQkv.APART:
-            found.linear(role, outputs, hidden, shard, "qkv", bias=spec.qkv_bias)
-            continue
-        source = Source((), rows=q + 2 * kv, start=starts[role])
+        source, within = Source(()) if role is Role.V else order, None
+        if fused is not FusedQkv.APART:
+            source, within = replace(source, rows=q + 2 * kv, start=starts[role]), Role.QKV
         if fused is FusedQkv.BY_HEAD:
-            source = replace(source, start=place * dim, run=dim, stride=3 * dim)
-        found.fused(role, outputs, hidden, shard, "qkv", source, bias=spec.qkv_bias)
-    if spec.qk_norm:
-        found.norm(Role.Q_NORM, dim, norm)
-        found.norm(Role.K_NORM, dim, norm)
+            start, run = starts_by_head[role]
+            source = replace(source, start=start, run=run, stride=group + 2 * dim)
+        found.linear(role, outputs, hidden, shard, "qkv", bias=spec.qkv_bias, source=source, within=within)
+    if spec.qk_norm is not None:
+        norm = replace(layer.norm, bias=False)
+        found.norm_of_heads(Role.Q_NORM, spec.qk_norm, spec.num_heads, norm, order, by_head)
+        found.norm_of_heads(Role.K_NORM, spec.qk_norm, spec.num_kv_heads, norm, order, by_kv_head)
     found.linear(Role.O, hidden, q, Shard("tp", dim=1, unit=dim), "o", bias=spec.o_bias)
 
 
-def _mlp(found: _Group, hidden: int, spec: Gated | Plain) -> None:
-    for role in (Role.GATE, Role.UP) if isinstance(spec, Gated) else (Role.UP,):
-        found.linear(role, spec.width, hidden, Shard("tp"), "up", bias=spec.bias)
+def _mlp(found: _Group, hidden: int, spec: Gated | Plain, names: ParameterNames) -> None:
+    fused = Role.GATE_UP if Role.GATE_UP in names.stems else None
+    for place, role in enumerate((Role.GATE, Role.UP) if isinstance(spec, Gated) else (Role.UP,)):
+        source = Source((), rows=2 * spec.width, start=place * spec.width) if fused else None
+        found.linear(role, spec.width, hidden, Shard("tp"), "up", bias=spec.bias, source=source, within=fused)
     found.linear(Role.DOWN, hidden, spec.width, Shard("tp", dim=1), "down", bias=spec.bias)

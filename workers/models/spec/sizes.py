@@ -19,7 +19,7 @@ from tandem.workers.models.spec.kv_layout import kv_layout, kv_layouts
 @dataclass(frozen=True, slots=True)
 class RankWeights:
     """Bytes on one rank. layer_bytes: the matrices of one layer, which may stream; the rest stays on the device.
-    norm_bytes: of norms and tables of positions outside of layers."""
+    norm_bytes: of norms, tables of positions and biases outside of layers."""
 
     num_layers: int
     layer_bytes: int
@@ -53,6 +53,7 @@ def rank_weights(
     rest = sum(param.local_bytes(mesh, element_bytes) for param in layer if param.name not in matrices)
     embedding = table.embedding.local_bytes(mesh, element_bytes)
     head = held_bytes(form, table.head, mesh, element_bytes)
+    head_bias = 0 if table.head_bias is None else table.head_bias.local_bytes(mesh, element_bytes)
     first, last = mesh.pp_rank == 0, mesh.pp_rank == mesh.pp_size - 1
     ties_here = spec.tie_word_embeddings and first and last
     return RankWeights(
@@ -61,7 +62,7 @@ def rank_weights(
         layer_rest_bytes=rest,
         table_bytes=embedding * first + head * (last and not ties_here),
         packed_table_bytes=head * (ties_here and (packs or not form.is_dense)),
-        norm_bytes=(_whole(table.entry) * first + _whole(table.final_norm) * last) * element_bytes,
+        norm_bytes=(_whole(table.entry) * first + _whole(table.final_norm) * last) * element_bytes + head_bias * last,
     )
 
 
@@ -104,5 +105,7 @@ def _widest(layer: LayerSpec, tp_size: int) -> int:
     """Returns the elements of a token that a layer holds at once beside the residual stream."""
     q = layer.attention.num_heads * layer.attention.head_dim // tp_size
     kv = sum(plane.heads * plane.dim for plane in kv_layout(layer, tp_size).planes)
-    width = layer.mlp.width // tp_size * (layer.mlp.top_k if isinstance(layer.mlp, Moe) else 1)
+    width = layer.mlp.width // tp_size
+    if isinstance(layer.mlp, Moe):
+        width = width * layer.mlp.top_k + (layer.mlp.shared or 0) // tp_size
     return max(2 * (q + kv) + q, 3 * width)

@@ -1,0 +1,30 @@
+"""LongRoPE has one set of factors within the trained context and one beyond, chosen by the served context."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.parallel.context import ParallelContext
+from tandem.workers.models.decoder import build_decoder
+from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.platforms.cpu import cpu_platform
+from tests.support.paged_rows import PagedRows, prompt_ids
+from tests.support.tiny_models import load_peer
+
+TRAINED = 16
+
+
+@pytest.mark.parametrize(("max_model_len", "length"), [(TRAINED, TRAINED), (TRAINED + 1, 30)])
+def test_the_served_context_chooses_the_factors(
+    max_model_len: int, length: int, tiny_folder: Callable[[str], Path]
+) -> None:
+    folder = tiny_folder("phi3-longrope")
+    spec = load_spec(folder).for_context(max_model_len)
+    decoder = build_decoder(spec, ParallelContext.single(), folder=folder, dtype=torch.float32, platform=cpu_platform())
+    ids = prompt_ids(length, spec.vocab_size)
+    ours = PagedRows(decoder, 1, length).step([(0, ids)], all_logits=True)
+    with torch.inference_mode():
+        theirs = load_peer(folder)(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5 * float(theirs.abs().max()))

@@ -1,0 +1,137 @@
+"""config.json of single families as they are published: older spellings, defaults, and what is refused by name."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tandem.configs.errors import SettingsError, UnsupportedModelError
+from tandem.workers.models.spec.arch import ArchSpec, Place, QkNorm, RopeSpec
+from tandem.workers.models.spec.config_reader import spec_from_config
+from tests.support.tiny_models import TINY_MODELS
+
+BASE: dict[str, Any] = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+MPT: dict[str, Any] = {"vocab_size": 100, "d_model": 64, "n_layers": 2, "n_heads": 4}
+
+
+def spec_of(name: str, **changes: Any) -> ArchSpec:
+    base = MPT if name == "Mpt" else BASE
+    return spec_from_config({**base, "architectures": [f"{name}ForCausalLM"], **changes})
+
+
+def rope_of(spec: ArchSpec) -> RopeSpec:
+    [found] = spec.ropes
+    return found
+
+
+def test_both_ropes_of_gemma3_in_both_spellings() -> None:
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    classic = spec_of(
+        "Gemma3", rope_theta=5e5, rope_local_base_freq=7e3, rope_scaling=scaling, sliding_window_pattern=3
+    )
+    new = spec_of(
+        "Gemma3",
+        rope_parameters={
+            "full_attention": {**scaling, "rope_theta": 5e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 7e3},
+        },
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    )
+    assert classic == new
+    ropes = [layer.position for layer in classic.layers]
+    assert [None if rope is None else (rope.theta, rope.factor) for rope in ropes[1:3]] == [(7e3, 1.0), (5e5, 8.0)]
+    by_default = spec_of("Gemma3")
+    assert [layer.params.window for layer in by_default.layers] == [4096] * 5 + [None]
+    assert {rope.theta for rope in by_default.ropes} == {1e6, 1e4}
+
+
+def test_parts_of_a_head_rotate() -> None:
+    assert rope_of(spec_of("GPTNeoX", rotary_pct=0.5, rotary_emb_base=5e3)) == RopeSpec(
+        theta=5e3, trained_context=2048, dim=8
+    )
+    assert rope_of(spec_of("GPTNeoX")).dim == rope_of(spec_of("StableLm")).dim == 4
+    assert rope_of(spec_of("StableLm", rope_parameters={"partial_rotary_factor": 1.0})).dim is None
+    assert rope_of(spec_of("GPTJ", n_embd=64, n_head=4, n_layer=2, rotary_dim=8)).head_order(16) == (
+        *(0, 2, 4, 6), *range(8, 12), *(1, 3, 5, 7), *range(12, 16)
+    )  # fmt: skip
+    assert rope_of(spec_of("GPTNeoX")).head_order(16) == (0, 1, *range(4, 10), 2, 3, *range(10, 16))
+    assert rope_of(spec_of("Llama")).head_order(16) == ()
+    with pytest.raises(UnsupportedModelError, match="5 of a head's 16 elements"):
+        spec_of("StableLm", partial_rotary_factor=0.35)
+
+
+def test_longrope_in_its_spellings() -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    changes = {"max_position_embeddings": 64, "original_max_position_embeddings": 16}
+    spec = spec_of("Phi3", rope_scaling={"type": "su", **factors}, **changes)
+    assert spec == spec_of("Phi3", rope_scaling={"rope_type": "longrope", **factors}, **changes)
+    assert rope_of(spec).factors == (2.0,) * 8 and spec.max_position_embeddings == 64
+    assert spec.for_context(17) is spec
+    assert rope_of(spec.for_context(16)) == replace(rope_of(spec), factors=(1.0,) * 8)
+
+
+def test_falcon_in_its_generations() -> None:
+    seven = spec_of("Falcon")
+    forty = spec_of("Falcon", new_decoder_architecture=True, num_kv_heads=2)
+    rw = spec_of("Falcon", alibi=True, multi_query=False, parallel_attn=False, bias=True)
+    assert (seven.kv_heads, forty.kv_heads, rw.kv_heads) == (1, 2, 4)
+    assert [spec.layers[0].place for spec in (seven, forty, rw)] == [Place.PARALLEL, Place.PARALLEL_TWO, Place.PRE]
+    assert rw.ropes == () and rw.layers[0].params.slopes is not None
+    assert spec_of("Falcon", new_decoder_architecture=True, num_ln_in_parallel_attn=1).layers[0].place is Place.PARALLEL
+
+
+def test_scales_and_norms() -> None:
+    granite = spec_of("Granite", logits_scaling=8.0, attention_multiplier=0.25, residual_multiplier=0.5)
+    assert (granite.logit_scale, granite.layers[0].params.scale, granite.layers[0].branch_scale) == (0.125, 0.25, 0.5)
+    assert spec_of("Cohere").logit_scale == 0.0625 and spec_of("Cohere").layers[0].attention.qk_norm is None
+    assert spec_of("Cohere", use_qk_norm=True).layers[0].attention.qk_norm is QkNorm.OWN
+    assert spec_of("OPT", do_layer_norm_before=False).final_norm is None
+    assert spec_of("Mpt", attn_config={"softmax_scale": 0.5}).layers[0].params.scale == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("Olmo", {"clip_qkv": 8.0}, "clip_qkv 8.0"),
+        ("OPT", {"word_embed_proj_dim": 32}, "word_embed_proj_dim beside hidden_size 64: 32"),
+        ("Mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi False"),
+        ("Mpt", {"attn_config": {"clip_qkv": 6}}, "attn_config.clip_qkv 6"),
+        ("Qwen2Moe", {"mlp_only_layers": [1]}, r"mlp_only_layers \[1\]"),
+        ("Qwen3Moe", {"decoder_sparse_step": 2}, "decoder_sparse_step 2"),
+        ("Granite", {"residual_multiplier": "half"}, "residual_multiplier is 'half', want a number"),
+        ("Llama", {"embedding_multiplier": 12.0}, "embedding_multiplier 12.0"),
+    ],
+)
+def test_refused_by_name(name: str, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=words):
+        spec_of(name, **changes)
+
+
+def test_a_shared_expert_that_ranks_cannot_share() -> None:
+    spec = spec_of("Qwen2Moe", moe_intermediate_size=32, shared_expert_intermediate_size=33)
+    with pytest.raises(SettingsError, match="--tensor-parallel-size 2 does not divide the shared expert's width 33"):
+        spec.check_parallel(2)
+
+
+SIZES = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
+    *("n_embd", "n_layer", "n_head", "d_model", "n_layers", "n_heads"),
+)
+
+
+@pytest.mark.parametrize("kind", sorted({tiny.model_type for tiny in TINY_MODELS}))
+def test_absent_keys_mean_what_they_mean_to_transformers(kind: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(kind)
+    architecture = AutoModelForCausalLM._model_mapping[type(config)].__name__
+    written = {**config.to_dict(), "architectures": [architecture]}
+    sizes = {key: written[key] for key in SIZES if written.get(key) is not None}
+    assert spec_from_config({**sizes, "architectures": [architecture]}) == spec_from_config(written)
