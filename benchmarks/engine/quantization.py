@@ -5,8 +5,8 @@
 
 Random weights of a known shape, in bf16 and quantized (int8, w8a8); variants take turns step by step, head included.
 Ratios are of medians; `best` are those of the least times, which other processes disturb less. The roofline of a
-decode step is the bytes of weights and KV over a bandwidth measured now. Perplexity is of the tokens of a text's windows, each but the
-first, by the engine in the checkpoint's dtype.
+decode step is the bytes of weights and KV over a bandwidth measured now. Perplexity is of the tokens of a text's
+windows, each but the first, by the engine in the checkpoint's dtype.
 """
 
 import argparse
