@@ -11,9 +11,9 @@ from tandem.offload.weights.layer_placement import spread
 from tandem.parallel import checkpoint
 from tandem.parallel.checkpoint import ParameterSlot
 from tandem.parallel.context import ParallelContext
-from tandem.parallel.formats import weight_format
 from tandem.parallel.linear_methods import can_pack
 from tandem.parallel.mesh import Mesh
+from tandem.parallel.quantization.weight_formats import weight_format
 from tandem.workers.models.decoder import Decoder, build_decoder
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.config_reader import load_spec
