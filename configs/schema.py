@@ -11,7 +11,7 @@ import msgspec
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 KVCacheDType = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "int8"]
 Quantization = Literal["int8", "w8a8"]
-"""Names of FORMATS (parallel/formats.py), each with a linear method on the platforms that have it."""
+"""Names of FORMATS (parallel/quantization/weight_formats.py)."""
 Device = Literal["cpu", "cuda"]
 Auth = Literal["required", "open"]
 SpecDecodeMetrics = Literal["none", "summary", "detailed"]

@@ -125,7 +125,7 @@ class Param:
     layer's index, None outside of layers. merge: names the matmul that it shares with others of its layer, None for
     what is no linear layer's. expert: (index, number of experts) of an expert's parameter. dtype: a key of ITEM_BYTES,
     None: the model's. takes_format: as the weight of a linear layer it is held in the model's weight format
-    (formats.py); routers are not.
+    (quantization/weight_formats.py); routers are not.
     """
 
     name: str

@@ -19,8 +19,8 @@ from tandem.configs.errors import SettingsError
 from tandem.configs.load import no_gpu_share
 from tandem.configs.schema import CacheSettings, Device, ParallelSettings, Quantization, ServiceSettings
 from tandem.configs.secrets import without_password
-from tandem.parallel.formats import weight_format
 from tandem.parallel.mesh import Mesh
+from tandem.parallel.quantization.weight_formats import weight_format
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.sizes import rank_weights
 from tandem.workers.planning.adapter_room import adapter_room

@@ -36,6 +36,9 @@ RETIRED = {
     "_Attempt": "ServeAttempt",
     "Opening": "BillingRecord",
     "UsageRow": "BillingRecord",
+    "PackedMatrix": "PackedMethod",
+    "PlainMatrix": "DenseMethod",
+    "MakeMatrix": "MakeMethod",
     "GatewayState": "TextServices, Accounts, Generations",
 }
 

@@ -12,8 +12,8 @@ import torch
 
 from tandem.offload.weights.layer_placement import spread
 from tandem.parallel.context import ParallelContext
-from tandem.parallel.int8 import Int8Method
 from tandem.parallel.linear import Linear
+from tandem.parallel.quantization.int8 import Int8Method
 from tandem.workers.kernels.cpu import cpu_int8_gemm
 from tandem.workers.models.decoder import build_decoder
 from tandem.workers.models.spec.config_reader import load_spec

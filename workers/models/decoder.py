@@ -23,9 +23,9 @@ from tandem.parallel.checkpoint import (
 )
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.embedding import VocabParallelEmbedding, VocabParallelHead
-from tandem.parallel.formats import weight_format
 from tandem.parallel.linear import AdaptableLinear, LinearPart
 from tandem.parallel.mesh import layer_range
+from tandem.parallel.quantization.weight_formats import weight_format
 from tandem.workers.attention.backend import AttentionBackend, KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.kernels.lora_ops import AdapterRows
@@ -300,7 +300,7 @@ def build_decoder(
 
     kv_dtype: the cache's dtype, None for `dtype`; attention and copier: in place of the platform's. `streamed`: indices
     on this rank of layers that are kept in host memory and pass through the device. Such a decoder must be closed.
-    quantization: of linear layers and the head, a key of FORMATS (parallel/formats.py).
+    quantization: of linear layers and the head, a key of FORMATS (parallel/quantization/weight_formats.py).
     on_bytes: a callback for the loading's progress, on every rank; `progress`: shows a bar, on rank 0. Raises
     SettingsError for a model that cannot be sharded this way, and for a checkpoint that does not match its config.json.
     """

@@ -11,7 +11,7 @@ import torch
 from tandem.configs.schema import EngineSettings
 from tandem.offload.weights.layer_placement import LayerPlacement, bytes_to_save, place_layers
 from tandem.parallel.context import ParallelContext
-from tandem.parallel.formats import weight_format
+from tandem.parallel.quantization.weight_formats import weight_format
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.sizes import RankWeights, rank_weights
 from tandem.workers.planning.budget import GIB, MIB, check_offload

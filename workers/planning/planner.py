@@ -10,8 +10,8 @@ from tandem.configs.errors import SettingsError
 from tandem.configs.schema import Device, EngineSettings
 from tandem.offload.kv.disk_io import file_bytes
 from tandem.offload.weights.layer_placement import LayerPlacement, bytes_to_save, place_layers
-from tandem.parallel.formats import weight_format
 from tandem.parallel.mesh import Mesh
+from tandem.parallel.quantization.weight_formats import weight_format
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.sizes import RankWeights, activation_bytes, adapter_bytes, kv_token_bytes, rank_weights
 from tandem.workers.planning.adapter_room import AdapterRoom, adapter_room

@@ -42,7 +42,8 @@ class LinearMethods(Protocol):
     """Chooses the method of linear layers."""
 
     def __call__(self, dtype: torch.dtype, quantization: str | None = None, /) -> MakeMethod:
-        """quantization: a key of FORMATS (parallel/formats.py), None: dense. SettingsError where there is none."""
+        """quantization: a key of FORMATS (parallel/quantization/weight_formats.py), None: dense. SettingsError where
+        the platform has no such method."""
         ...
 
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from tandem.parallel.context import ParallelContext
-from tandem.parallel.int8 import Int8Method, W8A8Method
 from tandem.parallel.params import Param, Source
+from tandem.parallel.quantization.int8 import Int8Method, W8A8Method
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.kernels.cpu import cpu_build

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tandem.parallel.context import ParallelContext
-from tandem.parallel.int8 import Int8Method, W8A8Method
 from tandem.parallel.linear_methods import LinearMethod, MakeMethod
 from tandem.parallel.params import Param, Source
+from tandem.parallel.quantization.int8 import Int8Method, W8A8Method
 from tandem.workers.kernels.cpu.cpu_int8_gemm import (
     CpuInt8Method,
     int8_kernel,

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.offload.weights.layer_placement import spread
-from tandem.parallel import formats
 from tandem.parallel.context import ParallelContext
-from tandem.parallel.formats import weight_format
 from tandem.parallel.linear_methods import Arrive, LinearMethod, MakeMethod, Place, as_given
 from tandem.parallel.mesh import Mesh
 from tandem.parallel.params import WHOLE, Param
+from tandem.parallel.quantization import weight_formats as formats
+from tandem.parallel.quantization.weight_formats import weight_format
 from tandem.workers.models.decoder import Decoder, build_decoder
 from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.models.spec.families import parameters_of

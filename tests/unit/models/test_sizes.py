@@ -1,15 +1,19 @@
 """The arithmetic of bytes against loaded ranks: weights, KV blocks, layers that stream; every family and degree."""
 
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tandem.offload.weights.layer_placement import spread
+from tandem.parallel import checkpoint
+from tandem.parallel.checkpoint import ParameterSlot
 from tandem.parallel.context import ParallelContext
-from tandem.parallel.formats import weight_format
 from tandem.parallel.linear_methods import can_pack
 from tandem.parallel.mesh import Mesh
+from tandem.parallel.quantization.weight_formats import weight_format
 from tandem.workers.models.decoder import Decoder, build_decoder
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.config_reader import load_spec
@@ -122,3 +126,20 @@ def test_an_adapter_counts_both_factors_of_every_linear(root: Path) -> None:
     cut = [adapter_bytes(spec, Mesh(2, 2, rank), 16, 2) for rank in range(4)]
     assert len(set(cut)) == 1
     assert whole * spec.num_layers * 2 // 4 < cut[0] < whole * spec.num_layers * 2 // 2
+
+
+def test_quantizing_holds_one_dense_matrix_at_a_time(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_tiny_model(BY_NAME["llama-gqa"], root)
+    made: list[weakref.ref[torch.Tensor]] = []
+    assemble = checkpoint.assemble
+
+    def noted(slot: ParameterSlot, *rest: Any) -> torch.Tensor:
+        assert all(tensor() is None for tensor in made), slot.params[0].name
+        tensor = assemble(slot, *rest)
+        if slot.as_stored:
+            made.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(checkpoint, "assemble", noted)
+    rank_of(load_spec(folder), folder, Mesh(), torch.float32, quantization="int8")
+    assert len(made) == 4 * 4 + 1

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from tandem.parallel import int8
 from tandem.parallel.context import ParallelContext
-from tandem.parallel.formats import DENSE, FORMATS, held_bytes, weight_format
-from tandem.parallel.int8 import Int8Method, W8A8Method, exact_product, quantize_inputs
 from tandem.parallel.mesh import Mesh
 from tandem.parallel.params import Param, Shard, Source
+from tandem.parallel.quantization import int8
+from tandem.parallel.quantization.int8 import Int8Method, W8A8Method, exact_product, quantize_inputs
+from tandem.parallel.quantization.weight_formats import DENSE, FORMATS, held_bytes, weight_format
 
 SOURCE = Source(("m.up.weight",))
 

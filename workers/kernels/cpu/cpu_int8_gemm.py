@@ -1,4 +1,4 @@
-"""Products with int8 weights on CPUs with AVX512-VNNI, for any number of rows; parallel/int8.py has the torch twins.
+"""Products with int8 weights on CPUs with AVX512-VNNI, for any number of rows. Twins: parallel/quantization/int8.py.
 
     y[t, o] = (sum_i c[t, i] W[o, i]) s[t] scale[o] + b[o]      c, s: x[t] as integers and their scale
 
@@ -19,9 +19,9 @@ from functools import cache
 import torch
 
 from tandem.parallel.context import ParallelContext
-from tandem.parallel.int8 import Int8Method, W8A8Method
 from tandem.parallel.linear_methods import LinearMethod, MakeMethod, Place, as_given
 from tandem.parallel.params import Param
+from tandem.parallel.quantization.int8 import Int8Method, W8A8Method
 from tandem.workers.kernels.cpu.cpu_build import cpu_int8_library
 from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, Kernel
 

@@ -8,9 +8,9 @@ degree.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tandem.parallel.formats import DENSE, WeightFormat, held_bytes
 from tandem.parallel.mesh import Mesh, layer_range
 from tandem.parallel.params import Param
+from tandem.parallel.quantization.weight_formats import DENSE, WeightFormat, held_bytes
 from tandem.workers.models.spec.arch import ArchSpec, LayerSpec, Moe
 from tandem.workers.models.spec.families import parameters_of
 from tandem.workers.models.spec.kv_layout import kv_layout, kv_layouts

@@ -110,7 +110,7 @@ def test_a_plan_of_quantized_weights_is_what_a_rank_finds(folder: Path) -> None:
 
 def test_the_command_takes_quantization_and_refuses_what_a_device_has_not(folder: Path) -> None:
     shown = run(str(folder), "--device", "cpu", "--quantization", "w8a8")
-    assert shown.returncode == 0 and "weights in w8a8 (the rest in bfloat16)" in shown.stdout, shown.stderr
+    assert shown.returncode == 0 and "weights in w8a8 (the rest in float32)" in shown.stdout, shown.stderr
     refused = run(str(folder), "--device", "cuda", "--device-memory", "80", "-q", "int8")
     assert refused.returncode != 0 and "--quantization" in refused.stderr and "--device cuda" in refused.stderr
 

@@ -13,16 +13,22 @@
 #define TILE_ROWS 6         /* times 4 vectors of outputs: 24 sums and what feeds them fill the registers */
 #define MOST_PLANES 3
 
-/* R rows of bytes times V vectors of 16 outputs over `quads`; sums: [row][BLOCK]. Fetches the weights that follow:
-   `fetched` bytes of each quad of the next run. */
-INLINE void multiply(const uint8_t *w, const int8_t *x, long x_stride, int32_t *sums, long quads, int first, long fetched,
+/* The memory that this thread reads next; multiply() fetches `bytes` of it, some lines with each quad. */
+typedef struct {
+  const uint8_t *from;
+  long bytes, a_quad;
+} fetch;
+
+/* R rows of bytes times V vectors of 16 outputs over `quads`; sums: [row][BLOCK]. */
+INLINE void multiply(const uint8_t *w, const int8_t *x, long x_stride, int32_t *sums, long quads, int first, fetch ahead,
                      const int R, const int V) {
   __m512i sum[TILE_ROWS * 4];
   TILE_UNROLLED for (int i = 0; i < R * V; i++)
     sum[i] = first ? _mm512_setzero_si512() : _mm512_loadu_si512(sums + i / V * BLOCK + i % V * 16);
   STEPS_UNROLLED for (long q = 0; q < quads; q++) {
     __m512i weights[4];
-    for (long o = 0; o < fetched; o += 64) _mm_prefetch((const char *)w + (RUN + q) * LINE + o, _MM_HINT_T0);
+    for (long o = q * ahead.a_quad; o < (q + 1) * ahead.a_quad && o < ahead.bytes; o += 64)
+      _mm_prefetch((const char *)ahead.from + o, _MM_HINT_T0);
     TILE_UNROLLED for (int v = 0; v < V; v++) weights[v] = _mm512_loadu_si512(w + q * LINE + v * 64);
     TILE_UNROLLED for (int r = 0; r < R; r++) {
       int32_t four;
@@ -34,10 +40,10 @@ INLINE void multiply(const uint8_t *w, const int8_t *x, long x_stride, int32_t *
   TILE_UNROLLED for (int i = 0; i < R * V; i++) _mm512_storeu_si512(sums + i / V * BLOCK + i % V * 16, sum[i]);
 }
 
-typedef void tile(const uint8_t *, const int8_t *, long, int32_t *, long, int, long);
-#define TILE(R, V)                                                                                                \
-  static void tile_##R##_##V(const uint8_t *w, const int8_t *x, long xs, int32_t *s, long n, int first, long f) { \
-    multiply(w, x, xs, s, n, first, f, R, V);                                                                     \
+typedef void tile(const uint8_t *, const int8_t *, long, int32_t *, long, int, fetch);
+#define TILE(R, V)                                                                                                 \
+  static void tile_##R##_##V(const uint8_t *w, const int8_t *x, long xs, int32_t *s, long n, int first, fetch f) { \
+    multiply(w, x, xs, s, n, first, f, R, V);                                                                      \
   }
 #define TILES(V) TILE(1, V) TILE(2, V) TILE(3, V) TILE(4, V) TILE(5, V) TILE(6, V)
 TILES(2)
@@ -45,15 +51,17 @@ TILES(4)
 #define NAMES(V) {tile_1_##V, tile_2_##V, tile_3_##V, tile_4_##V, tile_5_##V, tile_6_##V}
 static tile *const TILES_OF[2][TILE_ROWS] = {NAMES(2), NAMES(4)};
 
-/* All rows over all inputs, run by run, in tiles of nearly equal height; the first of each run fetches the next one. */
+/* All rows over all inputs, run by run, in tiles of nearly equal height; each fetches its part of the run after it. */
 static void multiply_all(const uint8_t *w, const int8_t *x, long x_stride, int32_t *sums, long rows, long quads,
                          int vectors) {
   const long tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+  const long lines = vectors == 4 ? (RUN * LINE / 64 + tiles - 1) / tiles : 0, a_quad = (lines + RUN - 1) / RUN;
   for (long q = 0; q < quads; q += RUN)
     for (long t = 0, row = 0; t < tiles; t++) {
       const long height = (rows - row + tiles - t - 1) / (tiles - t);
+      const fetch ahead = {w + (q + RUN) * LINE + t * lines * 64, lines * 64, a_quad * 64};
       TILES_OF[vectors / 4][height - 1](w + q * LINE, x + row * x_stride + q * QUAD, x_stride, sums + row * BLOCK,
-                                        quads - q < RUN ? quads - q : RUN, q == 0, t ? 0 : vectors * 64);
+                                        quads - q < RUN ? quads - q : RUN, q == 0, ahead);
       row += height;
     }
 }

@@ -1,0 +1,43 @@
+"""The section of docs/performance.md about quantized weights."""
+
+from typing import Any
+
+from tools.result_files import percent, read_json, table, whole
+
+NAMES = {"bf16": "bf16", "int8": "`int8`", "w8a8": "`w8a8`"}
+
+
+def quantization_section() -> str:
+    """How fast quantized weights are beside bf16, and what they cost in perplexity."""
+    found = read_json("quantization.json")
+    steps, scored, options = found["steps"], found["perplexity"], found["options"]
+    cases = steps["cases"]
+
+    def cells(words: str, case: dict[str, Any]) -> list[str]:
+        ratios = [
+            f"{case['bf16']['median_ms'] / case[name]['median_ms']:.2f} "
+            f"({case['bf16']['best_ms'] / case[name]['best_ms']:.2f})"
+            for name in ("int8", "w8a8")
+        ]
+        return [words, *(whole(case[name]["median_ms"]) for name in NAMES), *ratios, percent(case["other_cpu"])]
+
+    sizes = steps["weight_bytes"]
+    head = ["step", *(f"{name}, ms" for name in NAMES.values()), "times as fast: `int8`", "`w8a8`", "others' CPU"]
+    text = [["dense", f"{scored['dense']:.3f}"], *([NAMES[name], f"{scored[name]:.3f}"] for name in ("int8", "w8a8"))]
+    return f"""## Quantized weights
+
+`make bench-quantization` builds the Qwen3-0.6B shape with random weights three times, in bf16
+({sizes["bf16"] / 1e9:.2f} GB, the table of the embedding twice) and quantized ({sizes["int8"] / 1e9:.2f} GB, that table
+in bf16 and as int8), and takes steps of each in turn, the head included, at {options["context"]} tokens of context.
+Ratios are of medians, in parentheses of the best times.
+
+{table(head, [cells(words, case) for words, case in cases.items()])}
+
+`int8` is for decoding few rows, which is bound by reading weights; with many rows, and in prompts, it gains nothing
+over bf16, and `w8a8` does. Other processes took the share in the last column, so milliseconds say little; ratios come
+from steps in turn.
+
+Perplexity of {scored["checkpoint"]}, a trained model of 260 thousand parameters, over {scored["tokens"]:,} tokens of
+stories in windows of {options["window"]}:
+
+{table(["weights", "perplexity"], text)}"""
