@@ -60,7 +60,7 @@ largest one and 40 greedy tokens, in float32
 - **Offload**: n-gram drafts, preemption, KV in host memory, streamed weights and prefix hits at once
   (`test_families_served.py`), and weights of all layers streamed (`test_streamed_layers.py`).
 
-`make test` runs the first three for every family and the last for some; `make parity` runs the rest.
+`make test` compares logits and tokens of every family, and runs the rest for some; `make parity` runs all of it.
 
 """
 

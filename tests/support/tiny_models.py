@@ -5,7 +5,7 @@ Used by the parity tests, and by anything that needs a real checkpoint folder qu
 that logits differ clearly, biases and norms are random too, so that a forgotten one shows.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -144,9 +144,11 @@ BY_NAME: Mapping[str, TinyModel] = {model.name: model for model in TINY_MODELS}
 SHALLOW = tuple(model.name for model in TINY_MODELS if model.is_shallow)
 
 
-def some_in_parity(names: Iterable[str]) -> list[Any]:
-    """Parameters of a test: names of models, of which make parity runs the shallow ones, make test the others."""
-    return [pytest.param(name, marks=pytest.mark.parity) if name in SHALLOW else name for name in names]
+def some_in_parity(names: Iterable[str], but: Collection[str] = ()) -> list[Any]:
+    """Parameters of a test: names of models, of which make parity runs the shallow ones, make test the others and
+    `but`."""
+    late = set(SHALLOW).difference(but)
+    return [pytest.param(name, marks=pytest.mark.parity) if name in late else name for name in names]
 
 
 STORED_BELOW: Mapping[str, float] = {"gemma": 1.0, "gemma2": 1.0, "gemma3_text": 1.0}

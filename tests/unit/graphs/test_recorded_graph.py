@@ -20,7 +20,17 @@ from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.kernels.fused_ops import TorchFusedOps
 from tandem.workers.messages.step import RowSampling
 from tandem.workers.models.decoder import Decoder
-from tandem.workers.models.spec.arch import Activation, ArchSpec, AttentionParams, Gated, Gqa, LayerSpec, Norm, RopeSpec
+from tandem.workers.models.spec.arch import (
+    Activation,
+    ArchSpec,
+    AttentionParams,
+    Gated,
+    Gqa,
+    LayerSpec,
+    Norm,
+    QkNorm,
+    RopeSpec,
+)
 from tandem.workers.platforms.base import DeviceMemory
 from tandem.workers.platforms.cpu import HostAccelerator, cpu_platform
 from tandem.workers.platforms.cuda import platform_on
@@ -111,7 +121,7 @@ def spec_of(qk_norm: bool) -> ArchSpec:
     """Qwen3's shape of a layer with a norm of q and k, else Llama's; 2 layers."""
     dim, norm = 16 if qk_norm else 8, Norm(1e-6)
     layer = LayerSpec(
-        attention=Gqa(num_heads=4, num_kv_heads=2, head_dim=dim, qk_norm=qk_norm),
+        attention=Gqa(num_heads=4, num_kv_heads=2, head_dim=dim, qk_norm=QkNorm.PER_HEAD if qk_norm else None),
         params=AttentionParams(dim**-0.5), position=RopeSpec(), norm=norm, mlp=Gated(48, Activation.SILU),
     )  # fmt: skip
     return ArchSpec(
