@@ -54,8 +54,8 @@ SHARING = {
     "the service": ("integration/test_service", "integration/test_official_clients"),
     "four ranks": (
         "distributed/test_memory_faults", "parity/test_decoder_parallel", "parity/test_kv_quant_logits",
-        "parity/test_lora_logits", "parity/test_streamed_layers", "unit/parallel/test_shared_memory",
-        "unit/rank/test_weight_placement",
+        "parity/test_lora_logits", "parity/test_quantized_logits", "parity/test_streamed_layers",
+        "unit/parallel/test_shared_memory", "unit/rank/test_weight_placement",
     ),
 }  # fmt: skip
 """Files that one worker runs, as they share a fixture of the session that starts many processes."""

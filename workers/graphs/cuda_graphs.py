@@ -11,8 +11,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable
 from typing import Any, Final, NamedTuple
 
-import torch
-
 from tandem.workers.graphs.graph_runner import Body, Captures, I, Outputs
 
 log = logging.getLogger(__name__)
@@ -57,7 +55,7 @@ class CudaGraphs:
         if captured is None:
             if not self._captures.is_due((key, bucket)):
                 return body(inputs)
-            captured = self._capture(inputs.static(bucket), body)
+            captured = self._capture(inputs, bucket, body)
             if captured is None:
                 return body(inputs)
             self._captures.keep((key, bucket), captured)
@@ -73,17 +71,17 @@ class CudaGraphs:
     def close(self) -> None:
         self._captures.clear()
 
-    def _capture(self, static: Any, body: Body[Any]) -> _CapturedStep | None:
+    def _capture(self, inputs: Any, bucket: int, body: Body[Any]) -> _CapturedStep | None:
         """Returns the captured body over static inputs, whose values it may have overwritten; None when it holds what
-        cannot be captured."""
+        cannot be captured, or there is no memory for it: then steps run eagerly from now on."""
         self._before_run()
-        body(static)  # kernels are compiled, and what is made once per step's shape exists
         try:
+            static = inputs.static(bucket)
+            body(static)  # kernels are compiled, and what is made once per step's shape exists
             replay, outputs = self._capture_graph(lambda: body(static))
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
             self.can_replay = False
-            log.warning("steps are not replayed: a layer contains operations that cannot be captured: %s", error)
+            self._captures.clear()
+            log.warning("steps are not replayed, as one could not be captured: %s", error)
             return None
         return _CapturedStep(replay, static, outputs, body)

@@ -94,4 +94,4 @@ class Platform:
     clear_blocks: Callable[[torch.Tensor, Sequence[int]], None]
     copy_pages: Callable[[torch.Tensor, torch.Tensor], None]
     sampling_ops: Callable[[], SamplingOps]
-    kernel_notes: Callable[[torch.dtype], tuple[str, ...]]
+    kernel_notes: Callable[[torch.dtype, str | None], tuple[str, ...]]

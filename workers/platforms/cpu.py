@@ -32,7 +32,7 @@ from tandem.workers.kernels.cpu.cpu_build import (
 from tandem.workers.kernels.cpu.cpu_chunk_attention import CpuChunkAttention
 from tandem.workers.kernels.cpu.cpu_decode_attention import CpuDecodeAttention
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
-from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_methods, w8a8_methods
+from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel, int8_methods, w8a8_methods
 from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
 from tandem.workers.kernels.cpu.cpu_lora import CpuLora
 from tandem.workers.kernels.cpu.cpu_sampling import CpuSampling
@@ -220,8 +220,11 @@ def _sampling_ops() -> SamplingOps:
     return TorchSampling(lambda host: host) if library is None else CpuSampling(library)
 
 
-def _kernel_notes(dtype: torch.dtype) -> tuple[str, ...]:
+def _kernel_notes(dtype: torch.dtype, quantization: str | None) -> tuple[str, ...]:
     reason, words = obstacle(dtype), compiler_words()
+    if reason is None and quantization is not None and int8_kernel(dtype) is None:
+        name = str(dtype).removeprefix("torch.")
+        return (f"torch multiplies {quantization} weights, slower: there is no kernel for {name} on this CPU",)
     if reason is None:
         return ()
     because = f"{reason}: {words}" if words else reason

@@ -201,7 +201,7 @@ def platform_on(
         clear_blocks=partial(_clear_blocks, accelerator),
         copy_pages=_copy_pages,
         sampling_ops=partial(TorchSampling, accelerator.to_device),
-        kernel_notes=lambda dtype: (),
+        kernel_notes=lambda dtype, quantization: (),
     )
 
 

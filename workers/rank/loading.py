@@ -191,7 +191,7 @@ def _facts(
         buffer_bytes=decoder.stream.buffer_bytes,
         adapter_pages=0 if adapters is None else adapters.num_pages,
         adapter_page_bytes=0 if adapters is None else adapters.slab.page_bytes,
-        kernel_notes=chosen.platform.kernel_notes(chosen.dtype),
+        kernel_notes=chosen.platform.kernel_notes(chosen.dtype, chosen.settings.model.quantization),
     )
 
 

@@ -74,6 +74,8 @@ class Aside(Generic[T]):
                 self.is_over = True
                 raise
             else:
+                if self._waits_for is not None:  # as a Task does, so that others may await it too
+                    self._waits_for._asyncio_future_blocking = False
                 self._be_woken()
                 if self._waits_for is None:
                     break  # it lets others run first

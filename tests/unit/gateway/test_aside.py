@@ -111,3 +111,18 @@ async def test_closing_leaves_what_it_waits_for_alone_and_wakes_nobody() -> None
     await asyncio.sleep(0)
     assert (aside.advance(), owner.wakes) == (None, 0)
     Aside(work(), owner.wake).close()  # that was never advanced
+
+
+async def test_what_it_waits_for_may_be_awaited_by_others_too() -> None:
+    future, owner = asyncio.get_running_loop().create_future(), Owner()
+
+    async def work() -> int:
+        return int(await future)
+
+    aside = Aside(work(), owner.wake)
+    assert aside.advance() is None
+    other = asyncio.ensure_future(asyncio.wait_for(future, 10))
+    await asyncio.sleep(0)
+    aside.close()
+    future.set_result(3)
+    assert await other == 3

@@ -166,16 +166,24 @@ def test_a_step_that_cannot_be_captured_runs_eagerly_from_then_on(
     def refuses(body: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
         raise RuntimeError("operation not permitted when stream is capturing")
 
+    def finds_no_memory(body: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
+        raise torch.OutOfMemoryError("no memory for a graph")
+
     steps = steps_of(5, with_slots=False)
     expected, _ = logits_of(decoder_on(device(recorded), folders("qwen3"), []), device(recorded), steps[:1])
     found = {}
-    for name, capture, buckets in (("refused", refuses, (8,)), ("small", recorded, ())):
+    for name, capture, buckets in (
+        ("refused", refuses, (8,)),
+        ("full", finds_no_memory, (8,)),
+        ("small", recorded, ()),
+    ):
         platform = device(capture)
         platform = replace(platform, graphs=lambda *more, c=capture, b=buckets: CudaGraphs(*more, c, b))
         decoder = decoder_on(platform, folders("qwen3"), [])
         found[name], _ = logits_of(decoder, platform, steps)
         assert decoder.graphs.num_replays == 0 and decoder.graphs.can_replay == (name == "small")
     assert all(map(torch.equal, found["refused"], found["small"])) and torch.equal(found["small"][0], expected[0])
+    assert all(map(torch.equal, found["full"], found["small"])) and "no memory for a graph" in caplog.text
     assert "not permitted when stream is capturing" in caplog.text
 
 
