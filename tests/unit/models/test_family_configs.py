@@ -189,6 +189,7 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8}
         ("Llama", {"tie_word_embeddings": 1}, "tie_word_embeddings is 1, want true or false"),
         ("Llama", {"hidden_act": ["silu"]}, r"hidden_act is \['silu'\], want a string"),
         ("Falcon", {"multi_query": "yes"}, "multi_query is 'yes', want true or false"),
+        ("Falcon", {"num_ln_in_parallel_attn": "x"}, "num_ln_in_parallel_attn is 'x', want a positive integer"),
         ("Mpt", {"attn_config": "x"}, "attn_config is 'x', want an object"),
         ("Mpt", {"n_layers": 2, "num_hidden_layers": "x"}, "num_hidden_layers is 'x', want a positive integer"),
         ("Llama", {"architectures": 5}, "architectures is 5, want exactly one name"),

@@ -171,6 +171,8 @@ class ConfigValues:
         value = self.get(key, None)
         if value is not None and isinstance(wanted, bool):
             value = flag(key, value)
+        elif value is not None and isinstance(wanted, int):
+            value = whole(key, value)
         return bool(value == wanted)
 
     def flag(self, rule: bool | str) -> bool:
