@@ -50,7 +50,7 @@ not compute is refused when the service starts, by key and value; so are weights
 RoPE scaling may be linear, dynamic, llama3, yarn or longrope, in old and new spellings.
 
 ✓ means that tests with tiny random models of the family pass. `transformers` is the judge: logits within 2e-5 of the
-largest one and 40 greedy tokens, in float32
+largest one and 64 greedy tokens, in float32
 (`tests/parity/test_decoder_logits.py`), in chunks and in any blocks
 (`test_decoder_steps.py`). The columns are:
 
@@ -70,7 +70,8 @@ def _rows() -> Iterator[tuple[str, ...]]:
     yield ("---",) * 7
     for family in sorted(FAMILIES, key=lambda family: NAMES[family.architecture].lower()):
         architecture = family.architecture
-        yield NAMES[architecture], f"`{architecture}`", "✓", ep_cell(family), lora_cell(family), "✓", _neutral(family)
+        names = ", ".join(f"`{name}`" for name in (architecture, *family.aliases))
+        yield NAMES[architecture], names, "✓", ep_cell(family), lora_cell(family), "✓", _neutral(family)
 
 
 def ep_cell(family: Family) -> str:

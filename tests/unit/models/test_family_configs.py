@@ -77,6 +77,36 @@ def test_longrope_in_its_spellings() -> None:
     assert rope_of(spec.for_context(16)) == replace(rope_of(spec), factors=(1.0,) * 8)
 
 
+def test_the_trained_context_that_phi3_has_by_default() -> None:
+    scaling = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    rope = rope_of(spec_of("Phi3", max_position_embeddings=131072, rope_scaling=scaling))
+    assert (rope.trained_context, rope.factor) == (4096, 32.0)
+    own = {**scaling, "original_max_position_embeddings": 8192}
+    assert rope_of(spec_of("Phi3", max_position_embeddings=131072, rope_scaling=own)).trained_context == 8192
+
+
+def test_contexts_as_they_are_published() -> None:
+    linear = {"rope_type": "linear", "factor": 8.0}
+    gemma = spec_of("Gemma3", max_position_embeddings=131072, rope_scaling=linear)
+    assert gemma.max_position_embeddings == 131072
+    assert spec_of("Llama", max_position_embeddings=100, rope_scaling=linear).max_position_embeddings == 800
+    assert spec_of("Cohere", max_position_embeddings=8192).max_position_embeddings == 8192
+    command_r = spec_of("Cohere", max_position_embeddings=8192, model_max_length=131072)
+    assert command_r.max_position_embeddings == 131072
+
+
+def test_bloom_and_mpt_as_they_are_published() -> None:
+    bloom = {"vocab_size": 100, "n_embed": 32, "n_inner": None, "n_layer": 2, "num_attention_heads": 8}
+    spec = spec_from_config({**bloom, "architectures": ["BloomForCausalLM"]})
+    assert (spec.hidden_size, spec.num_layers, spec.layers[0].attention.num_heads) == (32, 2, 8)
+    assert spec.layers[0].mlp.width == 128
+    beside = {**bloom, "hidden_size": 64, "architectures": ["BloomForCausalLM"]}
+    assert spec_from_config(beside) == spec
+    assert spec_from_config({**beside, "n_embed": None}).hidden_size == 64
+    mpt = {**MPT, "architectures": ["MPTForCausalLM"]}
+    assert spec_from_config(mpt) == spec_of("Mpt")
+
+
 def test_falcon_in_its_generations() -> None:
     seven = spec_of("Falcon")
     forty = spec_of("Falcon", new_decoder_architecture=True, num_kv_heads=2)
@@ -110,6 +140,63 @@ def test_scales_and_norms() -> None:
     ],
 )
 def test_refused_by_name(name: str, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=words):
+        spec_of(name, **changes)
+
+
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("Llama", {"rms_norm_eps": "a"}, "rms_norm_eps is 'a', want a number"),
+        ("Llama", {"rope_scaling": "linear"}, "rope_scaling is 'linear', want an object"),
+        ("Llama", {"rope_parameters": [1]}, r"rope_parameters is \[1\], want an object"),
+        ("Llama", {"rope_scaling": {"rope_type": ["linear"]}}, r"rope_type of the rope parameters is \['linear'\]"),
+        ("Llama", {"rope_theta": "x"}, "rope_theta is 'x', want a number"),
+        ("Llama", {"rope_theta": 0}, "rope_theta is 0, want a number above 0"),
+        ("Llama", {"rope_parameters": {"rope_theta": "x"}}, "rope_theta of the rope parameters is 'x', want a number"),
+        ("Llama", {"rope_scaling": {"type": "linear", "factor": "2x"}}, "factor of the rope parameters is '2x', want"),
+        ("Llama", {"rope_scaling": {"type": "linear", "factor": 0}}, "factor of the rope parameters is 0, want"),
+        ("Llama", {"rope_scaling": {"type": "yarn", "truncate": "no"}}, "truncate of the rope parameters is 'no'"),
+        ("Llama", {"rope_scaling": {"type": "yarn", "mscale": "x"}}, "mscale of the rope parameters is 'x'"),
+        (
+            "Llama",
+            {"rope_scaling": {"type": "yarn", "original_max_position_embeddings": "x"}},
+            "original_max_position_embeddings of the rope parameters is 'x', want a positive integer",
+        ),
+        ("Phi3", {"original_max_position_embeddings": "x"}, "original_max_position_embeddings is 'x', want a positive"),
+        ("Phi3", {"rope_scaling": {**LONG, "long_factor": ["x"] * 8}}, "long_factor of the rope parameters is 'x'"),
+        ("Phi3", {"rope_scaling": {**LONG, "long_factor": 2}}, "long_factor of the rope parameters is 2, want a list"),
+        ("StableLm", {"partial_rotary_factor": "x"}, "partial_rotary_factor is 'x', want a number"),
+        ("StableLm", {"rope_scaling": {"partial_rotary_factor": "x"}}, "partial_rotary_factor of the rope parameters"),
+        ("Llama", {"eos_token_id": "x"}, "eos_token_id is 'x', want an integer"),
+        ("Llama", {"eos_token_id": [2, None]}, "eos_token_id is None, want an integer"),
+        ("Llama", {"bos_token_id": "x"}, "bos_token_id is 'x', want an integer"),
+        ("SmolLM3", {"no_rope_layers": 5}, "no_rope_layers is 5, want a list"),
+        ("SmolLM3", {"no_rope_layers": ["x"] * 6}, "no_rope_layers 'x' is not supported"),
+        ("Gemma3", {"layer_types": 7}, "layer_types is 7, want a list"),
+        ("Gemma3", {"layer_types": [7] * 6}, "layer_types is 7, want a string"),
+        ("Gemma3", {"rope_local_base_freq": "x"}, "rope_local_base_freq is 'x', want a number"),
+        ("Gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0, want a number above 0"),
+        ("Gemma2", {"final_logit_softcapping": "x"}, "final_logit_softcapping is 'x', want a number"),
+        ("Mistral", {"sliding_window": "x"}, "sliding_window is 'x', want a positive integer"),
+        ("Qwen3", {"use_sliding_window": "yes"}, "use_sliding_window is 'yes', want true or false"),
+        ("Qwen3", {"use_sliding_window": True, "max_window_layers": "x"}, "max_window_layers is 'x', want an integer"),
+        ("Granite", {"logits_scaling": 0}, "logits_scaling is 0, want a number above 0"),
+        ("Llama", {"attention_bias": "yes"}, "attention_bias is 'yes', want true or false"),
+        ("Llama", {"tie_word_embeddings": 1}, "tie_word_embeddings is 1, want true or false"),
+        ("Llama", {"hidden_act": ["silu"]}, r"hidden_act is \['silu'\], want a string"),
+        ("Falcon", {"multi_query": "yes"}, "multi_query is 'yes', want true or false"),
+        ("Falcon", {"num_ln_in_parallel_attn": "x"}, "num_ln_in_parallel_attn is 'x', want a positive integer"),
+        ("Mpt", {"attn_config": "x"}, "attn_config is 'x', want an object"),
+        ("Mpt", {"n_layers": 2, "num_hidden_layers": "x"}, "num_hidden_layers is 'x', want a positive integer"),
+        ("Llama", {"architectures": 5}, "architectures is 5, want exactly one name"),
+        ("Llama", {"architectures": [["x"]]}, r"architecture \['x'\] is not supported"),
+    ],
+)
+def test_badly_typed_values_are_named(name: str, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UnsupportedModelError, match=words):
         spec_of(name, **changes)
 

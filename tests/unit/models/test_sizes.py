@@ -89,9 +89,10 @@ def test_bytes_in_half_precision(root: Path, dtype: torch.dtype) -> None:
     assert rank_weights(spec, Mesh(), 2, can_pack(dtype)).total_bytes == decoder.weight_bytes
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama-mqa-biased", "mixtral", "gpt2", "gemma2"])
+@pytest.mark.parametrize("name", ["qwen3", "llama-mqa-biased", "mixtral", "qwen2_moe", "gpt2", "gemma2"])
 def test_bytes_of_quantized_weights_are_predicted(root: Path, name: str) -> None:
-    """Router, norms and the table that ids are looked up in stay dense; streamed bytes are those of the integers."""
+    """Router, the gate of a shared expert, norms and the table that ids are looked up in stay dense; streamed bytes are
+    those of the integers."""
     folder = save_tiny_model(BY_NAME[name], root)
     spec, form = load_spec(folder), weight_format("int8")
     for tp, pp, dtype in [(1, 1, torch.bfloat16), (2, 1, torch.bfloat16), (1, 2, torch.float32), (2, 2, torch.float16)]:

@@ -25,7 +25,7 @@ from tandem.workers.models.spec.arch import (
     Plain,
     RopeSpec,
 )
-from tandem.workers.models.spec.config_values import ConfigValues
+from tandem.workers.models.spec.config_values import ConfigValues, text, whole
 from tandem.workers.models.spec.families import family_of
 from tandem.workers.models.spec.family import Family, PositionKind, Window
 from tandem.workers.models.spec.rope_config import RopeRow, context_length, long_rope, rope_from_config
@@ -46,17 +46,19 @@ def load_spec(folder: str | Path, overrides: Mapping[str, Any] | None = None) ->
         raise SettingsError(f"{file} is not JSON: {error}", "MODEL") from error
     if not isinstance(config, dict):
         raise SettingsError(f"{file} is not a JSON object", "MODEL")
-    return spec_from_config({**config, **(overrides or {})}, overridden=frozenset(overrides or ()))
+    return spec_from_config(config, overrides)
 
 
-def spec_from_config(config: Mapping[str, Any], overridden: frozenset[str] = frozenset()) -> ArchSpec:
-    """Returns the ArchSpec of config.json's keys. `overridden`: keys that the user gave, which win over their
-    aliases."""
+def spec_from_config(published: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> ArchSpec:
+    """Returns the ArchSpec of config.json's keys. `overrides`: what the user gave, which wins, also over other
+    spellings."""
+    overrides = overrides or {}
+    config, overridden = {**published, **overrides}, frozenset(overrides)
     architectures = config.get("architectures") or []
-    if len(architectures) != 1:
+    if not isinstance(architectures, list) or len(architectures) != 1:
         raise UnsupportedModelError(f"config.json: architectures is {architectures!r}, want exactly one name", "MODEL")
     family = family_of(architectures[0])
-    reader = ConfigValues(config, family)
+    reader = ConfigValues(config, family, overridden)
     reader.check_neutral()
     num_layers, hidden_size = reader.positive("num_layers"), reader.positive("hidden_size")
     context = positions = reader.positive("context")
@@ -64,12 +66,13 @@ def spec_from_config(config: Mapping[str, Any], overridden: frozenset[str] = fro
     rope = local = long = None
     if kind is PositionKind.ROTARY:
         row = _rope_row(reader, family, positions, attention.head_dim)
-        rope = local = rope_from_config(config, row, overridden)
-        context, long = context_length(rope, positions), long_rope(config, rope, row, overridden)
+        rope = local = rope_from_config(published, row, overrides)
+        context = context_length(rope, positions, scaled=family.rotary.positions_scaled)
+        long = long_rope(published, rope, row, overrides)
         if family.rotary.local_theta is not None:
             key, theta = family.rotary.local_theta
-            local_row = replace(row, theta=float(reader.get(key, theta)), local=True)
-            local = rope_from_config(config, local_row, overridden)
+            base, given = reader.number(key, theta, above=0), reader.overrides(key)
+            local = rope_from_config(published, replace(row, theta=base, theta_given=given, local=True), overrides)
     has_final_norm = not any(reader.holds(condition) for condition in family.no_final_norm_if)
     return ArchSpec(
         architecture=family.architecture,
@@ -78,17 +81,17 @@ def spec_from_config(config: Mapping[str, Any], overridden: frozenset[str] = fro
         layers=_layers(reader, family, num_layers, attention, kind, (rope, local)),
         max_position_embeddings=context,
         final_norm=_norm(reader, family) if has_final_norm else None,
-        tie_word_embeddings=bool(reader.get("tie_word_embeddings", False)),
+        tie_word_embeddings=reader.flag("tie_word_embeddings"),
         torch_dtype=_dtype(config, overridden),
-        bos_token_id=reader.get("bos_token_id", None),
-        eos_token_ids=_ids(reader.get("eos_token_id", None)),
+        bos_token_id=next(iter(_ids(reader, "bos_token_id")), None),
+        eos_token_ids=_ids(reader, "eos_token_id"),
         positions=Learned(positions, family.position_offset) if kind is PositionKind.LEARNED else None,
         embedding_norm=_norm(reader, family) if family.embedding_norm else None,
         embedding_scale=_scale(reader, family.scales.embeddings)
         * (hidden_size**0.5 if family.scales_embeddings else 1),
         head_bias=family.head_bias,
-        logit_scale=_scale(reader, family.scales.logits) / _scale(reader, family.scales.logits_divisor),
-        final_softcap=reader.number("final_logit_softcapping") if family.softcaps else None,
+        logit_scale=_scale(reader, family.scales.logits) / _scale(reader, family.scales.logits_divisor, above=0),
+        final_softcap=reader.number_or_none("final_logit_softcapping", above=0) if family.softcaps else None,
         short_context=0 if long is None else long.short_context,
         short_factors=() if long is None else long.short_factors,
     )
@@ -98,20 +101,24 @@ def _positions(reader: ConfigValues, family: Family) -> PositionKind:
     return PositionKind.ALIBI if family.alibi_if and reader.flag(family.alibi_if) else family.positions
 
 
-def _scale(reader: ConfigValues, key: str | None) -> float:
+def _scale(reader: ConfigValues, key: str | None, above: float = -math.inf) -> float:
     """Returns a factor, 1 where there is none."""
-    value = reader.number(key)
+    value = reader.number_or_none(key, above)
     return 1.0 if value is None else value
 
 
 def _rope_row(reader: ConfigValues, family: Family, positions: int, head_dim: int) -> RopeRow:
-    rotary = family.rotary
+    rotary, trained = family.rotary, "original_max_position_embeddings"
     return RopeRow(
-        theta=float(reader.get(rotary.theta, 10000.0)),
+        theta=reader.number(rotary.theta, 10000.0, above=0),
+        theta_given=reader.overrides(rotary.theta),
         positions=positions,
         head_dim=head_dim,
         local=None if rotary.local_theta is None else False,
-        share=None if rotary.share is None else float(reader.get(rotary.share, rotary.default_share)),
+        share=None if rotary.share is None else reader.number(rotary.share, rotary.default_share, above=0),
+        share_given=rotary.share is not None and reader.overrides(rotary.share),
+        trained=reader.positive(trained) if reader.has(trained) else None,
+        default_trained=family.defaults.get(trained),
         dim=None if rotary.dim is None else reader.positive(rotary.dim),
         interleaved=rotary.interleaved,
         kinds=rotary.kinds,
@@ -128,13 +135,13 @@ def _layers(
 ) -> tuple[LayerSpec, ...]:
     """ropes: of layers without a window, and with one."""
     rotary, windows = _rotary_layers(reader, family, num_layers), _windows(reader, family, num_layers)
-    of_scores = attention.head_dim if family.score_scale is None else reader.get(family.score_scale, None)
-    scale = reader.number(family.scales.scores)
+    of_scores = reader.number_or_none(family.score_scale, above=0) or attention.head_dim
+    scale = reader.number_or_none(family.scales.scores)
     scale = of_scores**-0.5 if scale is None else scale
     slopes = alibi_slopes(attention.num_heads) if kind is PositionKind.ALIBI else None
     if slopes is not None and family.scales_alibi:
         slopes = tuple(slope * scale for slope in slopes)
-    softcap = reader.number("attn_logit_softcapping") if family.softcaps else None
+    softcap = reader.number_or_none("attn_logit_softcapping", above=0) if family.softcaps else None
     mlp = _mlp(reader, family)
     place = next((place for condition, place in family.place_if if reader.holds(condition)), family.place)
     return tuple(
@@ -191,7 +198,7 @@ def _mlp(reader: ConfigValues, family: Family) -> Gated | Plain | Moe:
 
 def _norm(reader: ConfigValues, family: Family) -> Norm:
     return Norm(
-        float(reader.get(reader.key("norm_eps"), 1e-6)),
+        reader.number(reader.key("norm_eps"), 1e-6),
         family.norm,
         family.norms_store_offset,
         bias=family.norm_bias,
@@ -212,24 +219,27 @@ def _rotary_layers(reader: ConfigValues, family: Family, num_layers: int) -> tup
     """Returns whether each layer rotates: where `no_rope_layers` is 1 (sic); else all but each `interval`-th."""
     if not family.has_no_rope_layers:
         return (True,) * num_layers
-    given = reader.get("no_rope_layers", None)
+    given = reader.items_or_none("no_rope_layers")
     if given is None:
         interval = reader.positive("no_rope_layer_interval", 4)
         return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
     if len(given) < num_layers:
         raise UnsupportedModelError(f"config.json: no_rope_layers names {len(given)} of {num_layers} layers", "MODEL")
+    unknown = [rotates for rotates in given if rotates not in (0, 1)]
+    if unknown:
+        raise reader.unsupported("no_rope_layers", unknown[0], ("0", "1"))
     return tuple(bool(rotates) for rotates in given[:num_layers])
 
 
 def _windows(reader: ConfigValues, family: Family, num_layers: int) -> tuple[int | None, ...]:
     """The sliding window of each layer, None where attention is full."""
     used = family.window in (Window.ALWAYS, Window.ALTERNATING, Window.PATTERN) or (
-        family.window is Window.IF_USED and bool(reader.get("use_sliding_window", False))
+        family.window is Window.IF_USED and reader.flag("use_sliding_window")
     )
-    window = reader.get("sliding_window", None)
-    if not used or window is None:
+    layer_types = None if family.window is Window.NEVER else reader.items_or_none("layer_types")
+    if not used or reader.get("sliding_window", None) is None:
         return (None,) * num_layers
-    layer_types = reader.get("layer_types", None)
+    window = reader.positive("sliding_window")
     if family.window is Window.ALWAYS and layer_types is None:
         return (window,) * num_layers
     if family.window is Window.ALTERNATING and layer_types is None:
@@ -241,10 +251,10 @@ def _windows(reader: ConfigValues, family: Family, num_layers: int) -> tuple[int
         rotary = _rotary_layers(reader, family, num_layers)
         return tuple(None if rotates else window for rotates in rotary)
     if layer_types is None:
-        first = reader.get("max_window_layers", 28)
+        first = whole("max_window_layers", reader.get("max_window_layers", 28), least=0)
         return tuple(window if layer >= first else None for layer in range(num_layers))
     by_type = {"full_attention": None, "sliding_attention": window}
-    unknown = [kind for kind in layer_types if kind not in by_type]
+    unknown = [kind for kind in layer_types if text("layer_types", kind) not in by_type]
     if unknown or len(layer_types) != num_layers:
         raise reader.unsupported("layer_types", unknown[0] if unknown else layer_types, tuple(by_type))
     return tuple(by_type[kind] for kind in layer_types)
@@ -257,7 +267,7 @@ def _dtype(config: Mapping[str, Any], overridden: frozenset[str]) -> str | None:
     return None if value in (None, "auto") else str(value).removeprefix("torch.")
 
 
-def _ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (int(value),)
+def _ids(reader: ConfigValues, key: str) -> tuple[int, ...]:
+    value = reader.get(key, [])
+    ids = value if isinstance(value, list) else [value]
+    return tuple(whole(key, each, least=-1) for each in ids)

@@ -177,6 +177,7 @@ FAMILIES: tuple[Family, ...] = (
             "bos_token_id": 5,
             "eos_token_id": 255001,
         },
+        also={"max_position_embeddings": ("model_max_length",)},
     ),
     Family(
         architecture="GemmaForCausalLM",
@@ -233,7 +234,7 @@ FAMILIES: tuple[Family, ...] = (
         scales_embeddings=True,
         score_scale="query_pre_attn_scalar",
         window=Window.PATTERN,
-        rotary=Rotary(local_theta=("rope_local_base_freq", 10000.0)),
+        rotary=Rotary(local_theta=("rope_local_base_freq", 10000.0), positions_scaled=True),
         names=ParameterNames(stems=GEMMA2_STEMS),
         defaults={
             "max_position_embeddings": 131072,
@@ -294,7 +295,7 @@ FAMILIES: tuple[Family, ...] = (
         o_bias="attention_bias",
         qk_norm=QkNorm.PER_HEAD,
         moe=MoeKeys(
-            num_experts="num_experts",
+            num_experts="num_local_experts",
             top_k="num_experts_per_tok",
             width="moe_intermediate_size",
             renormalize="norm_topk_prob",
@@ -303,12 +304,12 @@ FAMILIES: tuple[Family, ...] = (
         defaults={
             "max_position_embeddings": 32768,
             "num_key_value_heads": 4,
-            "num_experts": 128,
+            "num_local_experts": 128,
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 768,
         },
         neutral={**EQUAL_LAYERS, "use_sliding_window": (None, False)},
-        also={"num_experts": "num_local_experts"},
+        also={"num_local_experts": ("num_experts",)},
     ),
     Family(
         architecture="GraniteMoeForCausalLM",
@@ -346,7 +347,7 @@ def supported_architectures() -> tuple[str, ...]:
 def family_of(architecture: str) -> Family:
     """The row of an architecture. Raises UnsupportedModelError with the supported list."""
     for family in FAMILIES:
-        if family.architecture == architecture:
+        if architecture in (family.architecture, *family.aliases):
             return family
     raise UnsupportedModelError(
         f"architecture {architecture!r} is not supported; supported: {', '.join(supported_architectures())}", "MODEL"

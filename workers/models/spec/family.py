@@ -39,7 +39,7 @@ class Rotary:
     """How a family rotates. theta: the key of the base. share: the key of the part of a head that rotates, which may
     stand in the rope parameters too, and its default; None: all rotates, or `dim` is the key of how much. kinds: own
     spellings of RopeKind. local_theta: the key and default of the base in layers with a window, which have an unscaled
-    rope of their own."""
+    rope of their own. positions_scaled: config.json's positions count the scaling already."""
 
     theta: str = "rope_theta"
     share: str | None = None
@@ -48,6 +48,7 @@ class Rotary:
     interleaved: bool = False
     kinds: Mapping[str, str] = field(default_factory=dict)
     local_theta: tuple[str, float] | None = None
+    positions_scaled: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +97,8 @@ class Family:
     position_offset: rows of the table that nothing uses. scales_embeddings: by the square root of the hidden size.
     score_scale: the key of the number whose inverse square root scales scores, None: head_dim. softcaps: whether
     attn_logit_softcapping and final_logit_softcapping apply. neutral: further keys that are accepted with these values
-    only; equal: keys that must agree with another; also: other spellings of keys.
+    only; equal: keys that must agree with another; also: other spellings of keys, which win where both are given.
+    aliases: other names of the architecture.
     """
 
     architecture: str
@@ -134,7 +136,8 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     equal: Mapping[str, str] = field(default_factory=dict)
-    also: Mapping[str, str] = field(default_factory=dict)
+    also: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
 
     @property
     def own_keys(self) -> frozenset[str]:

@@ -19,6 +19,15 @@ GPT2_KEYS: Mapping[str, str] = MappingProxyType(
         "norm_eps": "layer_norm_epsilon",
     }
 )
+GPT2_ALSO: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "n_embd": ("hidden_size",),
+        "n_layer": ("num_hidden_layers",),
+        "n_head": ("num_attention_heads",),
+        "n_positions": ("max_position_embeddings",),
+    }
+)
+"""transformers' attribute_map."""
 GPT2_NAMES = ParameterNames(
     stems=MappingProxyType(
         {
@@ -174,6 +183,7 @@ GPT_FAMILIES: tuple[Family, ...] = (
             "reorder_and_upcast_attn": (None, False),
             "add_cross_attention": (None, False),
         },
+        also=GPT2_ALSO,
     ),
     Family(
         architecture="BloomForCausalLM",
@@ -202,6 +212,11 @@ GPT_FAMILIES: tuple[Family, ...] = (
             "eos_token_id": 2,
         },
         neutral={"apply_residual_connection_post_layernorm": (None, False)},
+        also={
+            "hidden_size": ("n_embed",),
+            "n_layer": ("num_hidden_layers",),
+            "n_head": ("num_attention_heads",),
+        },
     ),
     Family(
         architecture="Starcoder2ForCausalLM",
@@ -264,6 +279,7 @@ GPT_FAMILIES: tuple[Family, ...] = (
             "bos_token_id": 50256,
             "eos_token_id": 50256,
         },
+        also=GPT2_ALSO,
     ),
     Family(
         architecture="OPTForCausalLM",
@@ -331,6 +347,7 @@ GPT_FAMILIES: tuple[Family, ...] = (
             "bos_token_id": 11,
             "eos_token_id": 11,
         },
+        also={"hidden_size": ("n_embed",)},
     ),
     Family(
         architecture="MptForCausalLM",
@@ -370,5 +387,11 @@ GPT_FAMILIES: tuple[Family, ...] = (
             "attn_config.alibi": (None, True),
             "attn_config.alibi_bias_max": (None, 8),
         },
+        also={
+            "d_model": ("hidden_size",),
+            "n_layers": ("num_hidden_layers",),
+            "n_heads": ("num_attention_heads",),
+        },
+        aliases=("MPTForCausalLM",),
     ),
 )

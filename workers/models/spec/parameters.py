@@ -347,7 +347,7 @@ class _Group:
             merge=merge,
             init=init,
             expert=self._expert,
-            takes_format=merge is not None and len(shape) == 2 and role is not Role.ROUTER,
+            takes_format=merge is not None and len(shape) == 2 and role not in (Role.ROUTER, Role.SHARED_GATE),
         )
 
 

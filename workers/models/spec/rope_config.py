@@ -9,6 +9,7 @@ from typing import Any
 
 from tandem.configs.errors import UnsupportedModelError
 from tandem.workers.models.spec.arch import RopeKind, RopeSpec
+from tandem.workers.models.spec.config_values import entries, flag, items, number, text, whole
 
 # What the spec stores that config.json must hold, per kind; the rest has defaults.
 REQUIRED: Mapping[RopeKind, tuple[str, ...]] = {
@@ -19,19 +20,27 @@ REQUIRED: Mapping[RopeKind, tuple[str, ...]] = {
     RopeKind.YARN: (),
     RopeKind.LONGROPE: ("short_factor", "long_factor"),
 }
+SPELLINGS = ("rope_parameters", "rope_scaling")
+KEPT = ("rope_theta", "partial_rotary_factor")
+"""What a model keeps where the user's rope parameters lack it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeRow:
-    """What a family says beside the rope parameters. theta: the top-level base, used where these have none; local: this
-    is the rope of layers with a window; share: the top-level part of a head that rotates, None where all of it must;
-    kinds: own spellings."""
+    """What a family says beside the rope parameters. theta: the top-level base, used where these have none, or where
+    the user gave it (theta_given); local: this is the rope of layers with a window; share: the top-level part of a head
+    that rotates, None where all of it must, and whether the user gave it; trained: the top-level trained context, and
+    the family's own where none is given; kinds: own spellings."""
 
     theta: float
     positions: int
     head_dim: int
+    theta_given: bool = False
     local: bool | None = None
     share: float | None = None
+    share_given: bool = False
+    trained: int | None = None
+    default_trained: int | None = None
     dim: int | None = None
     interleaved: bool = False
     kinds: Mapping[str, str] = field(default_factory=dict)
@@ -45,64 +54,75 @@ class LongRope:
     short_factors: tuple[float, ...]
 
 
-def rope_from_config(config: Mapping[str, Any], row: RopeRow, overridden: frozenset[str]) -> RopeSpec:
-    """Returns the RopeSpec. LongRoPE has its factors for a long context, unless there is none."""
-    given = _parameters(config, overridden, row.local)
+def rope_from_config(config: Mapping[str, Any], row: RopeRow, overrides: Mapping[str, Any]) -> RopeSpec:
+    """Returns the RopeSpec of config.json under the user's overrides. LongRoPE has its factors for a long context,
+    unless there is none."""
+    given = _parameters(config, overrides, row.local)
     kind = _kind(given, row.kinds)
-    missing = [key for key in REQUIRED[kind] if given.get(key) is None]
+    missing = [key for key in REQUIRED[kind] if key not in given]
     if missing:
         raise UnsupportedModelError(f"config.json: rope type {kind.value!r} needs {missing[0]!r}", "MODEL")
     dim = _rotating(given, row)
-    trained = _trained_context(config, given, kind, row.positions)
-    own_theta = given.get("rope_theta") if "rope_theta" not in overridden else None
+    trained = _trained_context(given, kind, row)
     factors: tuple[float, ...] = ()
     if kind is RopeKind.LONGROPE:
         short, long = (_factors(given, key, dim // 2) for key in ("short_factor", "long_factor"))
         factors = long if row.positions > trained else short
     return RopeSpec(
-        theta=float(own_theta or row.theta),
+        theta=row.theta if row.theta_given else _number(given, "rope_theta", row.theta),
         kind=kind,
-        factor=float(given.get("factor") or row.positions / trained),
+        factor=_number(given, "factor", row.positions / trained),
         trained_context=trained,
-        low_freq_factor=float(given.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(given.get("high_freq_factor") or 4.0),
-        beta_fast=float(given.get("beta_fast") or 32.0),
-        beta_slow=float(given.get("beta_slow") or 1.0),
-        truncate=bool(given.get("truncate", True)),
-        attention_factor=given.get("attention_factor"),
-        mscale=given.get("mscale"),
-        mscale_all_dim=given.get("mscale_all_dim"),
+        low_freq_factor=_number(given, "low_freq_factor", 1.0),
+        high_freq_factor=_number(given, "high_freq_factor", 4.0),
+        beta_fast=_number(given, "beta_fast", 32.0),
+        beta_slow=_number(given, "beta_slow", 1.0),
+        truncate=flag(_named("truncate"), given.get("truncate", True)),
+        attention_factor=_number_or_none(given, "attention_factor"),
+        mscale=_number_or_none(given, "mscale"),
+        mscale_all_dim=_number_or_none(given, "mscale_all_dim"),
         dim=None if dim == row.head_dim else dim,
         interleaved=row.interleaved,
         factors=factors,
     )
 
 
-def long_rope(config: Mapping[str, Any], rope: RopeSpec, row: RopeRow, overridden: frozenset[str]) -> LongRope | None:
+def long_rope(config: Mapping[str, Any], rope: RopeSpec, row: RopeRow, overrides: Mapping[str, Any]) -> LongRope | None:
     """Returns what LongRoPE does within the trained context; None for other kinds."""
     if rope.kind is not RopeKind.LONGROPE:
         return None
-    given = _parameters(config, overridden, row.local)
+    given = _parameters(config, overrides, row.local)
     return LongRope(rope.trained_context, _factors(given, "short_factor", len(rope.factors)))
 
 
+def _named(key: str) -> str:
+    return f"{key} of the rope parameters"
+
+
+def _number(given: Mapping[str, Any], key: str, default: float) -> float:
+    return number(_named(key), given.get(key, default), above=0)
+
+
+def _number_or_none(given: Mapping[str, Any], key: str) -> float | None:
+    return number(_named(key), given[key]) if key in given else None
+
+
 def _factors(given: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]:
-    factors = given[key]
-    if not isinstance(factors, list) or len(factors) != count:
-        words = f"{len(factors)} numbers" if isinstance(factors, list) else repr(factors)
-        raise UnsupportedModelError(f"config.json: {key} of the rope parameters is {words}, want {count}", "MODEL")
-    return tuple(float(factor) for factor in factors)
+    factors = items(_named(key), given[key])
+    if len(factors) != count:
+        raise UnsupportedModelError(f"config.json: {_named(key)} is {len(factors)} numbers, want {count}", "MODEL")
+    return tuple(number(_named(key), factor, above=0) for factor in factors)
 
 
 def _rotating(given: Mapping[str, Any], row: RopeRow) -> int:
     """Returns the elements of a head that rotate."""
-    share = given.get("partial_rotary_factor")
+    share = _number(given, "partial_rotary_factor", 1.0 if row.share is None else row.share)
     if row.dim is not None or row.share is None:
-        if share not in (None, 1, 1.0):
+        if share != 1:
             raise UnsupportedModelError(f"config.json: partial_rotary_factor {share!r} is not supported", "MODEL")
         dim = row.dim or row.head_dim
     else:
-        dim = int(row.head_dim * float(row.share if share is None else share))
+        dim = int(row.head_dim * (row.share if row.share_given else share))
     if dim % 2 or not 0 < dim <= row.head_dim:
         raise UnsupportedModelError(
             f"config.json: {dim} of a head's {row.head_dim} elements rotate, want an even number of them", "MODEL"
@@ -110,34 +130,44 @@ def _rotating(given: Mapping[str, Any], row: RopeRow) -> int:
     return dim
 
 
-def context_length(rope: RopeSpec, positions: int) -> int:
-    """Returns the tokens of context: config.json's, or the trained context stretched by the scaling, as vLLM counts."""
-    if rope.kind in (RopeKind.LINEAR, RopeKind.DYNAMIC):
+def context_length(rope: RopeSpec, positions: int, *, scaled: bool = False) -> int:
+    """Returns the tokens of context: config.json's, or the trained context stretched by the scaling, as vLLM counts.
+    scaled: config.json's are stretched already."""
+    if not scaled and rope.kind in (RopeKind.LINEAR, RopeKind.DYNAMIC):
         return int(positions * rope.factor)
-    if rope.kind is RopeKind.YARN:
+    if not scaled and rope.kind is RopeKind.YARN:
         return max(positions, int(rope.trained_context * rope.factor))
     return positions
 
 
-def _parameters(config: Mapping[str, Any], overridden: frozenset[str], local: bool | None) -> Mapping[str, Any]:
-    """Returns rope_parameters or rope_scaling: the one that the user gave, else the newer spelling, else {}. local:
-    those of layers with a window, which only the newer spelling has; None: all layers share them."""
-    keys = sorted(("rope_parameters", "rope_scaling"), key=lambda key: key not in overridden)
-    given: Mapping[str, Any] = next((config[key] for key in keys if config.get(key)), {})
+def _parameters(config: Mapping[str, Any], overrides: Mapping[str, Any], local: bool | None) -> Mapping[str, Any]:
+    """Returns rope_parameters or rope_scaling, without nulls: the one that the user gave, with what is KEPT, else
+    config.json's newer spelling, else {}. local: those of layers with a window, which only the newer spelling has;
+    None: all layers share them."""
+    published: Mapping[str, Any] = next((_of_layers(config, key, local) for key in SPELLINGS if config.get(key)), {})
+    user = [_of_layers(overrides, key, local) for key in SPELLINGS if key in overrides]
+    if not user:
+        return published
+    kept = {key: published[key] for key in KEPT if key in published}
+    return {**kept, **user[0]}
+
+
+def _of_layers(config: Mapping[str, Any], key: str, local: bool | None) -> Mapping[str, Any]:
+    """Returns the parameters that the object at a key has for these layers."""
+    given = entries(key, config[key] or {})
     nested = {kind: value for kind, value in given.items() if isinstance(value, dict)}
     if local is not None:
         kind = "sliding_attention" if local else "full_attention"
-        return nested.get(kind, {} if nested or local else given)
-    if not nested:
-        return given
-    first, *others = nested.values()
-    if any(value != first for value in others):
-        raise UnsupportedModelError("config.json: rope_parameters that differ between layer types", "MODEL")
-    return first
+        given = nested.get(kind, {} if nested or local else given)
+    elif nested:
+        given, *others = nested.values()
+        if any(other != given for other in others):
+            raise UnsupportedModelError("config.json: rope_parameters that differ between layer types", "MODEL")
+    return {key: value for key, value in given.items() if value is not None}
 
 
 def _kind(given: Mapping[str, Any], spellings: Mapping[str, str]) -> RopeKind:
-    value = given.get("rope_type") or given.get("type") or "default"
+    value = text(_named("rope_type"), given.get("rope_type") or given.get("type") or "default")
     try:
         return RopeKind(spellings.get(value, value))
     except ValueError:
@@ -147,9 +177,10 @@ def _kind(given: Mapping[str, Any], spellings: Mapping[str, str]) -> RopeKind:
         ) from None
 
 
-def _trained_context(config: Mapping[str, Any], given: Mapping[str, Any], kind: RopeKind, positions: int) -> int:
+def _trained_context(given: Mapping[str, Any], kind: RopeKind, row: RopeRow) -> int:
     """Returns original_max_position_embeddings for the kinds that scale from it, else config.json's own positions."""
     if kind not in (RopeKind.LLAMA3, RopeKind.YARN, RopeKind.LONGROPE):
-        return positions
+        return row.positions
     key = "original_max_position_embeddings"
-    return int(config.get(key) or given.get(key) or positions)
+    own = whole(_named(key), given[key]) if key in given else None
+    return row.trained or own or row.default_trained or row.positions

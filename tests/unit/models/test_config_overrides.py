@@ -1,0 +1,100 @@
+"""--hf-overrides win over every spelling of config.json, and leave what they do not name."""
+
+from typing import Any
+
+import pytest
+
+from tandem.workers.models.spec.arch import ArchSpec, RopeKind, RopeSpec
+from tandem.workers.models.spec.config_reader import spec_from_config
+from tests.unit.models.test_family_configs import BASE, MPT
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+NEW = {"rope_type": "default", "rope_theta": 1e6}
+GPT: dict[str, Any] = {"vocab_size": 100, "n_embd": 64, "n_layer": 2, "n_head": 4}
+BLOOM: dict[str, Any] = {"vocab_size": 100, "n_embed": 64, "n_layer": 2, "num_attention_heads": 4}
+GEMMA = {
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 3e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
+    }
+}
+
+
+def spec_of(architecture: str, config: dict[str, Any], overrides: dict[str, Any]) -> ArchSpec:
+    return spec_from_config({"architectures": [architecture], **config}, overrides)
+
+
+def rope_of(architecture: str, config: dict[str, Any], overrides: dict[str, Any]) -> RopeSpec:
+    [found] = spec_of(architecture, {**BASE, **config}, overrides).ropes
+    return found
+
+
+@pytest.mark.parametrize("published", [{"rope_parameters": NEW}, {"rope_theta": 1e6}])
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_overridden_scaling_keeps_the_base(published: dict[str, Any], key: str) -> None:
+    rope = rope_of("Qwen3ForCausalLM", published, {key: YARN})
+    assert (rope.theta, rope.kind, rope.factor, rope.trained_context) == (1e6, RopeKind.YARN, 4.0, 32768)
+    assert rope_of("Qwen3ForCausalLM", published, {key: {**YARN, "rope_theta": 5.0}}).theta == 5.0
+    assert rope_of("Qwen3ForCausalLM", published, {key: YARN, "rope_theta": 7.0}).theta == 7.0
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_overridden_scaling_keeps_the_part_that_rotates(key: str) -> None:
+    published = {"rope_parameters": {**NEW, "partial_rotary_factor": 0.5}}
+    linear = {"rope_type": "linear", "factor": 2.0}
+    assert rope_of("StableLmForCausalLM", published, {key: linear}).dim == 8
+    assert rope_of("StableLmForCausalLM", published, {key: {**linear, "partial_rotary_factor": 0.125}}).dim == 2
+    assert rope_of("StableLmForCausalLM", published, {"partial_rotary_factor": 0.25}).dim == 4
+    assert rope_of("GPTNeoXForCausalLM", published, {"rotary_pct": 0.25, "rotary_emb_base": 9.0}).theta == 9.0
+
+
+def test_scaling_overridden_with_null_is_gone() -> None:
+    published = {"rope_parameters": {**YARN, "rope_theta": 1e6}}
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = rope_of("Qwen3ForCausalLM", published, {key: None})
+        assert (rope.theta, rope.kind) == (1e6, RopeKind.DEFAULT)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "bases"),
+    [
+        ({}, (20000.0, 3e6)),
+        ({"rope_local_base_freq": 777}, (777.0, 3e6)),
+        ({"rope_theta": 5e5}, (20000.0, 5e5)),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, (20000.0, 3e6)),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, (20000.0, 5.0)),
+    ],
+)
+def test_each_base_of_gemma3_alone(overrides: dict[str, Any], bases: tuple[float, float]) -> None:
+    layers = spec_of("Gemma3ForCausalLM", {**BASE, **GEMMA}, overrides).layers
+    local, full = layers[0].position, layers[5].position
+    assert local is not None and full is not None
+    assert (local.theta, full.theta) == bases and local.kind is RopeKind.DEFAULT
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [
+        ("GPT2LMHeadModel", GPT),
+        ("GPTJForCausalLM", {**GPT, "rotary_dim": 8}),
+        ("BloomForCausalLM", BLOOM),
+        ("MptForCausalLM", MPT),
+    ],
+)
+def test_transformers_other_spellings(architecture: str, config: dict[str, Any]) -> None:
+    sizes = {"hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6}
+    read = spec_of(architecture, config, {})
+    assert (read.hidden_size, read.num_layers, read.layers[0].attention.num_heads) == (64, 2, 4)
+    given = spec_of(architecture, config, sizes)
+    assert (given.hidden_size, given.num_layers, given.layers[0].attention.num_heads) == (96, 3, 6)
+    if config is not BLOOM:  # only it has both: n_embed would win over hidden_size
+        assert spec_of(architecture, {**config, **sizes}, {}) == given
+
+
+def test_the_positions_of_gpt2_in_both_spellings() -> None:
+    published = {**GPT, "n_positions": 1024}
+    for key in ("n_positions", "max_position_embeddings"):
+        assert spec_of("GPT2LMHeadModel", published, {key: 64}).max_position_embeddings == 64
+    both = {**published, "max_position_embeddings": 32}
+    assert spec_of("GPT2LMHeadModel", both, {}).max_position_embeddings == 32
+    assert spec_of("GPT2LMHeadModel", both, {"n_positions": 64}).max_position_embeddings == 64
