@@ -134,7 +134,7 @@ def test_help_shows_groups_and_defaults() -> None:
         "Default: 64",
     ):
         assert words in text
-    for absent in ("--quantization",):
+    for absent in ("--kv-transfer-config",):
         assert absent not in text
 
 

@@ -5,6 +5,7 @@ The random checkpoints are a hard case: their attention scores are wide, and bf1
 stories260K int8 0.9 %, fp8 2.0 %.
 """
 
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tandem import LLM, SamplingParams
 from tandem.parallel.context import ParallelContext
 from tandem.workers.attention.reference import ReferenceAttention
 from tandem.workers.models.decoder import Decoder
+from tandem.workers.models.spec.arch import Moe
 from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.platforms.cpu import cpu_platform
 from tests.parity.test_decoder_logits import NAMES, PROMPT_LEN, STORIES
@@ -47,13 +49,13 @@ class Rows:
         return PagedRows(self._make(self._folder, attention=attention), num_rows, max_len, kv_dtype=kv_dtype)
 
     def error(self, kv_dtype: torch.dtype) -> float:
+        """The distance of all logits; in a mixture of experts that of the middle token, as rounding sends a few tokens
+        to other experts."""
         ids = prompt_ids(PROMPT_LEN, self.spec.vocab_size)
         ours, exact = (self.of(each).step([(0, ids)], all_logits=True) for each in (kv_dtype, None))
+        if any(isinstance(layer.mlp, Moe) for layer in self.spec.layers):
+            return statistics.median(map(distance, ours, exact))
         return distance(ours, exact)
-
-
-ROUTED_SHARE = 1.25
-"""How much further off a mixture of experts may be: some tokens are routed to other experts."""
 
 
 @pytest.mark.parametrize("kv_dtype", STORAGES, ids=str)
@@ -61,8 +63,7 @@ ROUTED_SHARE = 1.25
 def test_every_family_stays_near_full_precision(
     name: str, kv_dtype: torch.dtype, tiny_folder: TinyFolder, make_decoder: MakeDecoder
 ) -> None:
-    bound = RANDOM_BOUND[kv_dtype] * (ROUTED_SHARE if "mixtral" in name else 1)
-    assert 0 < Rows(tiny_folder(name), make_decoder).error(kv_dtype) <= bound
+    assert 0 < Rows(tiny_folder(name), make_decoder).error(kv_dtype) <= RANDOM_BOUND[kv_dtype]
 
 
 @pytest.mark.skipif(not STORIES.is_dir(), reason="the stories260K checkpoint is not beside the repository")
