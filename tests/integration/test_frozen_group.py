@@ -18,11 +18,10 @@ ASKED = {"model": "demo", "prompt": "The", "max_tokens": 600, "temperature": 0, 
 
 
 def test_readiness_falls_within_15_s_and_comes_back() -> None:
-    """Idle, and with a request, which is answered by the group that takes the frozen one's place."""
+    """With a request, which is answered by the group that takes the frozen one's place. (test_service.py freezes ranks
+    while nothing runs.)"""
     with tandem_serve(*ONE_GROUP) as service, ThreadPoolExecutor(1) as pool:
         wanted = service.post("/v1/completions", ASKED).json()["choices"][0]["text"]
-        freeze_and_wait(service)
-        assert service.post("/v1/completions", ASKED).json()["choices"][0]["text"] == wanted
         post = pool.submit(service.post, "/v1/completions", ASKED)
         wait_for(lambda: post.done() or any(r.kv_used > 0 for r in group_records(service)), 10, "it holds blocks", 0.01)
         freeze_and_wait(service)

@@ -4,6 +4,7 @@ import asyncio
 import shutil
 import signal
 import threading
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,7 @@ def says(service: Service, model: str) -> str:
     return str(answer.json()["choices"][0]["message"]["content"])
 
 
+@cache
 def pirate_and_plain() -> list[str]:
     """The offline engine's answers: the adapter's twice, the model's own."""
     params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
