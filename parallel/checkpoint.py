@@ -114,6 +114,9 @@ def assemble(slot: ParameterSlot, source: Source, dtype: torch.dtype, device: to
     return tensor
 
 
+STORED_DTYPES = ("BF16", "F16", "F32")
+
+
 class SafetensorsSource:
     """Reads a checkpoint folder. SettingsError for missing, foreign or unreadable tensors and for shapes unlike
     config.json's.
@@ -185,6 +188,12 @@ class SafetensorsSource:
             view = self._open(file).get_slice(self._stored_name[name])
         except SafetensorError as error:
             raise SettingsError(f"{self._folder / file}: tensor {name}: {error}", "MODEL") from error
+        if (stored := view.get_dtype()) not in STORED_DTYPES:
+            raise SettingsError(
+                f"{self._folder / file}: tensor {name} is stored as {stored}; weights are read from "
+                f"{', '.join(STORED_DTYPES)}, not from quantized checkpoints",
+                "MODEL",
+            )
         source, shape = param.source, tuple(view.get_shape())
         wanted = (param.shape[0] if source.rows is None else source.rows, *param.shape[1:])
         wanted = source.shape or (wanted[::-1] if source.transposed else wanted)

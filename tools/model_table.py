@@ -47,7 +47,8 @@ HEAD = """# Models
 
 A model is served if its `config.json` names one of these architectures. What a `config.json` asks for and Tandem does
 not compute is refused when the service starts, by key and value; so are weights that are not bf16, fp16 or float32.
-RoPE scaling may be linear, dynamic, llama3, yarn or longrope, in old and new spellings.
+RoPE scaling may be linear, dynamic, llama3, yarn or longrope, in old and new spellings. Which of longrope's factors
+apply is decided once, by `--max-model-len`, as in vLLM; `transformers` decides it for each prompt by its length.
 
 ✓ means that tests with tiny random models of the family pass. `transformers` is the judge: logits within 2e-5 of the
 largest one and 64 greedy tokens, in float32

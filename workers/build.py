@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
+from tandem.configs.errors import SettingsError
 from tandem.configs.schema import EngineSettings
 from tandem.workers.engine.engine import ModelFacts
 from tandem.workers.engine.executor import ExecutorReady
@@ -25,7 +26,10 @@ def eos_token_ids(folder: Path, spec: ArchSpec) -> tuple[int, ...]:
     if file.exists():
         given = msgspec.json.decode(file.read_bytes()).get("eos_token_id")
         if given is not None:
-            return tuple(given) if isinstance(given, list) else (int(given),)
+            ids = tuple(given) if isinstance(given, list) else (given,)
+            if not all(type(one) is int for one in ids):
+                raise SettingsError(f"{file}: eos_token_id is {given!r}, want a token id or a list of them", "MODEL")
+            return ids
     return spec.eos_token_ids
 
 

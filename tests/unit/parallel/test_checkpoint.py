@@ -148,3 +148,15 @@ def test_progress_is_a_bar_of_bytes_and_nothing_where_it_is_not_wanted(
     drawn = capsys.readouterr().err.rstrip().rsplit("\r", 1)[-1]
     assert bool(re.fullmatch(r"loading weights: 100%\|\S+\| 3\.20k/3\.20k \[.*B/s\]", drawn)) == progress, drawn
     assert progress or not drawn
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [(torch.int8, "I8"), (torch.int32, "I32"), (torch.float8_e4m3fn, "F8_E4M3"), (torch.float64, "F64")],
+)
+def test_weights_of_other_types_are_refused_by_name(tmp_path: Path, dtype: torch.dtype, name: str) -> None:
+    """Integers without their scales are other numbers."""
+    save_file({"a": A.to(dtype)}, tmp_path / "one.safetensors")
+    source = SafetensorsSource(tmp_path, [A_PARAM])
+    with pytest.raises(SettingsError, match=f"one.safetensors: tensor a is stored as {name}"):
+        assemble(one(A_PARAM), source, torch.float32, CPU, Mesh(1, 1, 0))
