@@ -34,8 +34,7 @@ Ratios are of medians, in parentheses of the best times.
 {table(head, [cells(words, case) for words, case in cases.items()])}
 
 `int8` is for decoding few rows, which is bound by reading weights; with many rows, and in prompts, it gains nothing
-over bf16, and `w8a8` does. Other processes took the share in the last column, so milliseconds say little; ratios come
-from steps in turn.
+over bf16, and `w8a8` does. The last column is what other processes took of the machine meanwhile.
 
 Perplexity of {scored["checkpoint"]}, a trained model of 260 thousand parameters, over {scored["tokens"]:,} tokens of
 stories in windows of {options["window"]}:

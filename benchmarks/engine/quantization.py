@@ -24,7 +24,9 @@ from benchmarks.machine import OtherCpu, measure_machine
 from benchmarks.models import SHAPES
 from benchmarks.record import RESULTS, write_record
 from tandem import LLM, SamplingParams
+from tandem.parallel.mesh import Mesh
 from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel
+from tandem.workers.models.spec.kv_layout import kv_layouts
 from tandem.workers.rank.kv_cache import block_bytes
 
 BF16 = torch.bfloat16
@@ -59,7 +61,7 @@ def measure_steps(options: argparse.Namespace) -> dict[str, Any]:
         steps = {name: stepper(decoder, attention, batch, kv) for name, (_, decoder, attention) in made.items()}
         with OtherCpu() as other:
             times = in_turn(steps, options.seconds)
-        kv_bytes = sum(batch.seq_lens_list) * block_bytes(spec.num_layers, 1, spec.kv_heads, spec.head_dim, BF16)
+        kv_bytes = sum(batch.seq_lens_list) * block_bytes(kv_layouts(spec, Mesh()), 1, BF16)
         table_bytes = spec.vocab_size * spec.hidden_size * 2  # ids are looked up in it, which reads next to nothing
         found: dict[str, Any] = {"other_cpu": other.share, "steps": len(times["bf16"])}
         for name, own in times.items():
