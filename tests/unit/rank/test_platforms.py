@@ -213,3 +213,13 @@ def test_tables_hold_a_slot_for_every_page_and_begin_aligned() -> None:
         for name in ("a_rows", "b_rows", "ranks", "scales"):
             tensor, start = getattr(table, name), getattr(first, name)
             assert tensor.shape[0] >= 5 and (tensor.data_ptr() - start.data_ptr()) % 16 == 0, name
+
+
+def test_quantized_weights_without_a_kernel_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tandem.workers.platforms import cpu
+
+    monkeypatch.setattr(cpu, "obstacle", lambda dtype: None)
+    monkeypatch.setattr(cpu, "int8_kernel", lambda dtype: None)
+    (said,) = cpu.cpu_platform().kernel_notes(torch.float16, "w8a8")
+    assert said == "torch multiplies w8a8 weights, slower: there is no kernel for float16 on this CPU"
+    assert cpu.cpu_platform().kernel_notes(torch.float16, None) == ()
