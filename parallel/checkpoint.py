@@ -22,6 +22,8 @@ from tandem.parallel.params import Init, Param
 LoadFormat = Literal["safetensors", "dummy"]
 INDEX = "model.safetensors.index.json"
 DUMMY_DEVIATION = 0.02
+HELD_AS: dict[str | None, torch.dtype] = {"float32": torch.float32}
+"""The dtypes of parameters that are not held in the model's."""
 OnBytes = Callable[[int, int], None]
 """A callback for progress: bytes loaded, bytes in all."""
 
@@ -35,7 +37,8 @@ class Holder(Protocol):
 @dataclass(frozen=True, slots=True)
 class ParameterSlot:
     """Parameters to be loaded into one tensor, one behind the other along dim 0 (q, k and v; gate and up), so that
-    merged layers need no second copy. `accept` takes this rank's tensor, in the model's dtype and on its final device.
+    merged layers need no second copy. `accept` takes this rank's tensor, in the model's dtype unless the parameters
+    have their own, and on its final device.
     holder: keeps a form of its own, None: the tensor is kept. as_stored: the tensor has the checkpoint's dtype."""
 
     params: tuple[Param, ...]
@@ -85,7 +88,8 @@ def load(
             bar.update(num_bytes)
             slot.accept(tensor)
             del tensor  # before the next one is made
-            held += num_bytes if slot.holder is None else slot.holder.nbytes
+            own_bytes = sum(param.local_bytes(place, dtype.itemsize) for param in slot.params)
+            held += own_bytes if slot.holder is None else slot.holder.nbytes
     if on_bytes is not None:
         on_bytes(total, total)
     return held
@@ -102,7 +106,7 @@ def assemble(slot: ParameterSlot, source: Source, dtype: torch.dtype, device: to
         present = max(0, min(span.start + span.length, span.total) - span.start)
         share = source.read(param, dim, span.start, present) if present else None
         if tensor is None:
-            kept = share.dtype if slot.as_stored and share is not None else dtype
+            kept = share.dtype if slot.as_stored and share is not None else HELD_AS.get(param.dtype, dtype)
             tensor = torch.empty(slot.local_shape(mesh), dtype=kept, device=device)
         target = tensor[offset : offset + rows]
         if present < span.length:
@@ -121,13 +125,19 @@ class SafetensorsSource:
     """Reads a checkpoint folder. SettingsError for missing, foreign or unreadable tensors and for shapes unlike
     config.json's.
 
-    `expected`: all parameters of the model, on whatever rank; tensors with one of ignored_suffixes may be present too.
+    `expected`: all parameters of the model, on whatever rank; tensors with one of ignored_suffixes or ignored_prefixes
+    may be present too.
     base_prefix: what names begin with unless the checkpoint is of the model without its head, as embedding models are
     saved (model.layers.0... and layers.0...).
     """
 
     def __init__(
-        self, folder: Path, expected: Iterable[Param], ignored_suffixes: tuple[str, ...] = (), base_prefix: str = ""
+        self,
+        folder: Path,
+        expected: Iterable[Param],
+        ignored_suffixes: tuple[str, ...] = (),
+        base_prefix: str = "",
+        ignored_prefixes: tuple[str, ...] = (),
     ) -> None:
         self._folder = folder
         self._files: dict[str, Any] = {}
@@ -137,7 +147,8 @@ class SafetensorsSource:
         self._stored_name = dict(zip(_whole_names(stored, wanted, base_prefix), stored, strict=True))
         self._file_of = {name: stored[theirs] for name, theirs in self._stored_name.items()}
         for name, file in sorted(self._file_of.items()):
-            if name not in wanted and not name.endswith(ignored_suffixes):
+            is_ignored = name.endswith(ignored_suffixes) or name.startswith(ignored_prefixes)
+            if name not in wanted and not is_ignored:
                 raise SettingsError(f"{folder / file}: tensor {name} does not belong to the model", "MODEL")
         for param in sorted(params, key=lambda param: param.source.names):
             self._name_of(param)

@@ -95,9 +95,14 @@ class DenseMethod(LinearMethod):
         self._bias_O = bias_O
 
     def apply(self, x_TI: torch.Tensor) -> torch.Tensor:
+        return F.linear(x_TI, self.weight(), self._bias_O)
+
+    def weight(self) -> torch.Tensor:
+        """Returns weight_OI, for products with parts of it."""
+        assert self._weight_OI is not None, "not loaded"
         if self._arrive is not None:
             self._arrive()
-        return F.linear(x_TI, self._weight_OI, self._bias_O)
+        return self._weight_OI
 
 
 class PackedMethod(LinearMethod):
@@ -139,7 +144,8 @@ def packed(skinny_gemm: SkinnyGemm | None) -> MakeMethod:
     """Returns the MakeMethod of PackedMethods with that kernel."""
 
     def make(weights: Sequence[Param], context: ParallelContext, /, place: Place = as_given) -> LinearMethod:
-        return PackedMethod(place, skinny_gemm)
+        packs = all(weight.packs for weight in weights)
+        return PackedMethod(place, skinny_gemm) if packs else DenseMethod(place)
 
     return make
 

@@ -125,7 +125,7 @@ class Param:
     layer's index, None outside of layers. merge: names the matmul that it shares with others of its layer, None for
     what is no linear layer's. expert: (index, number of experts) of an expert's parameter. dtype: a key of ITEM_BYTES,
     None: the model's. takes_format: as the weight of a linear layer it is held in the model's weight format
-    (quantization/weight_formats.py); routers are not.
+    (quantization/weight_formats.py); routers are not. packs: it may be held in a form whose elements cannot be read.
     """
 
     name: str
@@ -139,6 +139,7 @@ class Param:
     expert: tuple[int, int] | None = None
     dtype: str | None = None
     takes_format: bool = False
+    packs: bool = True
 
     @property
     def stem(self) -> str:

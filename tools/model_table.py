@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tandem.workers.models.spec.families import FAMILIES
 from tandem.workers.models.spec.family import Family
+from tandem.workers.models.spec.parameter_names import Role
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 NAMES: Mapping[str, str] = {
@@ -32,6 +33,8 @@ NAMES: Mapping[str, str] = {
     "Qwen2MoeForCausalLM": "Qwen 1.5 MoE, Qwen 2 57B-A14B",
     "Qwen3MoeForCausalLM": "Qwen 3 30B-A3B, 235B-A22B",
     "GraniteMoeForCausalLM": "Granite 3.x 1B-A400M, 3B-A800M",
+    "DeepseekV2ForCausalLM": "DeepSeek-V2, V2-Lite, V2.5",
+    "DeepseekV3ForCausalLM": "DeepSeek-V3, R1, in bf16",
     "GPT2LMHeadModel": "GPT-2",
     "BloomForCausalLM": "BLOOM, BLOOMZ",
     "Starcoder2ForCausalLM": "StarCoder 2",
@@ -82,6 +85,9 @@ def ep_cell(family: Family) -> str:
 
 def lora_cell(family: Family) -> str:
     """Which linear layers adapters may change, and the error's words for others."""
+    if family.latent:
+        refused = family.names.stems[Role.KV_B].rpartition(".")[2]
+        return f"attention; refused: adapters of experts, adapters of {refused}"
     return "✓" if family.moe is None else "attention; refused: adapters of experts"
 
 

@@ -5,6 +5,7 @@ memory and copied, each time it is due, into one of BUFFERS buffers on the devic
 share (weight_stream.py), so S streamed layers free S - BUFFERS layers of device memory.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 BUFFERS = 2
@@ -12,12 +13,13 @@ BUFFERS = 2
 
 @dataclass(frozen=True, slots=True)
 class LayerPlacement:
-    """The placement of one rank's layers. layer_bytes: the matrices of one layer; streamed: indices from 0 on this
-    rank."""
+    """The placement of one rank's layers. layer_bytes: the matrices of one of the layers that may stream; streamed:
+    indices from 0 on this rank; fixed: the number of layers that may not stream."""
 
     num_layers: int
     layer_bytes: int
     streamed: tuple[int, ...] = ()
+    fixed: int = 0
 
     @property
     def num_resident(self) -> int:
@@ -35,12 +37,12 @@ class LayerPlacement:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of device memory that layers' matrices take: resident layers and buffers."""
-        return self.num_resident * self.layer_bytes + self.buffer_bytes
+        """Bytes of device memory that matrices of the layers that may stream take, resident or in buffers."""
+        return (self.num_resident - self.fixed) * self.layer_bytes + self.buffer_bytes
 
     @property
     def saved_bytes(self) -> int:
-        return self.num_layers * self.layer_bytes - self.device_bytes
+        return (self.num_layers - self.fixed) * self.layer_bytes - self.device_bytes
 
 
 def spread(num_layers: int, num_streamed: int) -> tuple[int, ...]:
@@ -60,10 +62,15 @@ def streamed_to_save(num_layers: int, layer_bytes: int, save_bytes: int) -> int:
     return min(num_layers, -(-save_bytes // layer_bytes) + BUFFERS)
 
 
-def place_layers(num_layers: int, layer_bytes: int, save_bytes: int) -> LayerPlacement:
-    """Returns the placement that saves save_bytes of this rank's weights on the device (--cpu-offload-gb)."""
-    streamed = streamed_to_save(num_layers, layer_bytes, save_bytes)
-    return LayerPlacement(num_layers, layer_bytes, spread(num_layers, streamed))
+def place_layers(
+    num_layers: int, layer_bytes: int, save_bytes: int, may_stream: Sequence[int] | None = None
+) -> LayerPlacement:
+    """Returns the placement that saves save_bytes of this rank's weights on the device (--cpu-offload-gb). may_stream:
+    which layers may, of layer_bytes each; None: all."""
+    candidates = range(num_layers) if may_stream is None else may_stream
+    count = len(candidates)
+    streamed = tuple(candidates[place] for place in spread(count, streamed_to_save(count, layer_bytes, save_bytes)))
+    return LayerPlacement(num_layers, layer_bytes, streamed, num_layers - count)
 
 
 def bytes_to_save(needed_bytes: int, budget_bytes: int, asked_bytes: int = 0) -> int:

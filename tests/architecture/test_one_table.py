@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from tandem.workers.models.spec.families import FAMILIES
-from tandem.workers.models.spec.parameters import Role
+from tandem.workers.models.spec.parameter_names import Role
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("cluster", "configs", "offload", "parallel", "workers")

@@ -79,14 +79,15 @@ def renamed(folder: Path, target: Path, name_of: Callable[[str], str], extra: di
         ("llama-mha-tied", "model.", None, ["layers.0.self_attn.rotary_emb.inv_freq"]),
         ("llama-mha-tied", "", "model.embed_tokens.weight", []),
         ("gemma2", "", "model.embed_tokens.weight", []),
+        ("deepseek_v3", "", None, ["model.layers.2.enorm.weight", "model.layers.2.eh_proj.weight"]),
     ],
 )
 def test_checkpoints_as_they_are_published(
     name: str, prefix: str, head: str | None, extra: list[str], tiny_folder: TinyFolder, tmp_path: Path,
     make_decoder: MakeDecoder,
 ) -> None:  # fmt: skip
-    """Without the prefix of the base model, a tied table under the head's name alone, and with buffers that can be
-    derived."""
+    """Without the prefix of the base model, a tied table under the head's name alone, with buffers that can be derived,
+    and with layers that guess further tokens."""
     original = tiny_folder(name)
 
     def name_of(stored: str) -> str:

@@ -92,7 +92,9 @@ def test_other_linears_equal_peft(
     check_against_peft(base, adapter)
 
 
-@pytest.mark.parametrize("name", some_in_parity(SHALLOW, ("phi3", "cohere", "gpt_neox", "falcon-groups", "gptj")))
+@pytest.mark.parametrize(
+    "name", some_in_parity(SHALLOW, ("phi3", "cohere", "gpt_neox", "falcon-groups", "gptj", "deepseek_v3"))
+)
 def test_linears_of_the_other_families_equal_peft(name: str, tiny_folder: TinyFolder, tmp_path: Path) -> None:
     """Parts of fused tensors, and rows that are turned when weights are loaded."""
     base = tiny_folder(name)

@@ -28,6 +28,7 @@ GPT2_LINEARS = ("c_attn", "c_proj", "c_fc")
 BLOOM_LINEARS = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
 ALL_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ATTENTION_LINEARS = ALL_LINEARS[:4]
+DEEPSEEK_LINEARS = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
 LINEARS_OF: Mapping[str, Sequence[str]] = {
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     "starcoder2": (*ATTENTION_LINEARS, "c_fc", "c_proj"),
@@ -36,6 +37,8 @@ LINEARS_OF: Mapping[str, Sequence[str]] = {
     "opt": ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"),
     "gptj": ("q_proj", "k_proj", "v_proj", "out_proj", "fc_in", "fc_out"),
     "mpt": ("Wqkv", "out_proj", "up_proj", "down_proj"),
+    "deepseek_v2": DEEPSEEK_LINEARS,
+    "deepseek_v3": DEEPSEEK_LINEARS,
     "qwen2_moe": ATTENTION_LINEARS,
     "qwen3_moe": ATTENTION_LINEARS,
     "granitemoe": ATTENTION_LINEARS,

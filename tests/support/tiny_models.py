@@ -74,6 +74,20 @@ GRANITE = {
 GEMMA3 = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
 FALCON_RW = {"alibi": True, "bias": True, "multi_query": False, "parallel_attn": False}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+GROUPS = {"n_group": 4, "topk_group": 2}
+MSCALED = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}
 
 TINY_MODELS: tuple[TinyModel, ...] = (
     TinyModel("llama-gqa", "llama"),
@@ -138,6 +152,20 @@ TINY_MODELS: tuple[TinyModel, ...] = (
     ),
     shallow("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 40}),
     shallow("qwen3_moe", {**EXPERTS, "norm_topk_prob": True, "head_dim": 32}),
+    shallow("qwen2_moe-sparse", {**EXPERTS, "decoder_sparse_step": 2}, "qwen2_moe"),
+    shallow("qwen3_moe-sparse", {**EXPERTS, "mlp_only_layers": [0]}, "qwen3_moe"),
+    shallow(
+        "deepseek_v2",
+        {
+            **DEEPSEEK,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    shallow("deepseek_v2-lite", {**DEEPSEEK, "q_lora_rank": None, "rope_parameters": MSCALED}, "deepseek_v2"),
+    shallow("deepseek_v3", {**DEEPSEEK, **GROUPS, "rope_parameters": MSCALED}),
     shallow("granitemoe", {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2}),
 )
 BY_NAME: Mapping[str, TinyModel] = {model.name: model for model in TINY_MODELS}
@@ -168,6 +196,9 @@ def save_tiny_model(tiny: TinyModel, folder: Path, seed: int = 0, dtype: torch.d
                 parameter.uniform_(0.5, 1.5).sub_(STORED_BELOW.get(tiny.model_type, 0.0))
             else:
                 parameter.normal_(0, 2 * parameter.shape[-1] ** -0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.normal_(0, 0.3)
     target = folder / tiny.name
     model.to(dtype).save_pretrained(target, max_shard_size=tiny.max_shard_size)
     return target

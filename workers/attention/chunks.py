@@ -103,6 +103,11 @@ class Gatherer:
         self._store.gather(kv.values, kv.value_scales, block_ids, v_out)
         return k_out, v_out
 
+    def keys(self, kv: LayerKV, block_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Returns the first plane alone, [blocks, block_size, K, D], valid until the next call."""
+        shape, device = (block_ids.shape[0], *kv.keys.shape[1:]), kv.keys.device
+        return self._store.gather(kv.keys, kv.key_scales, block_ids, self._scratch.take("keys", shape, dtype, device))
+
     def context(
         self, chunk: Chunk, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv: LayerKV
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,8 @@ from tandem.workers.attention.backend import DECODE_QUERIES, AttentionStep, Repl
 from tandem.workers.attention.chunks import Chunk, ChunkAttention, Gatherer, SdpaChunks, chunk_of
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.attention.general import GeneralAttention
+from tandem.workers.attention.latent import LatentHeads
+from tandem.workers.attention.torch_sdpa import TorchStep, in_place
 from tandem.workers.kernels.cpu.cpu_chunk_attention import CpuChunkAttention
 from tandem.workers.kernels.cpu.cpu_decode_attention import CpuDecodeAttention, DecodeWork, Rows
 from tandem.workers.kernels.kv_store import KVStore, LayerKV
@@ -70,6 +72,7 @@ class _CpuStep:
         self._general = GeneralAttention(batch, gatherer)
         self._layouts: dict[int | None, _Layout] = {}
         self._heads: Sequence[int] = ()
+        self._of_latents: TorchStep | None = None
 
     def attend(
         self,
@@ -95,6 +98,18 @@ class _CpuStep:
             own = slice(chunk.start, chunk.stop)
             out_TND[own] = self._chunk_attention.attend(q_TND[own], k_JKD, v_JKD, scale, window)
         return out_TND
+
+    def attend_latent(
+        self,
+        q_TND: torch.Tensor,
+        latents_T1E: torch.Tensor,
+        kv: LayerKV,
+        params: AttentionParams,
+        heads: LatentHeads,
+    ) -> torch.Tensor:
+        if self._of_latents is None:
+            self._of_latents = TorchStep(self._batch, self._gatherer, in_place, False, self._chunk_attention)
+        return self._of_latents.attend_latent(q_TND, latents_T1E, kv, params, heads)
 
     def set_batch(self, batch: ForwardBatch) -> None:
         assert not any(layout.chunks for layout in self._layouts.values())

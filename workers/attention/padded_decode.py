@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from tandem.workers.attention.chunks import additive_mask
 from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.attention.latent import LatentHeads, attend_absorbed
 from tandem.workers.attention.pieces import piece_blocks
 from tandem.workers.kernels.kv_store import KVStore, LayerKV
 from tandem.workers.models.spec.arch import AttentionParams
@@ -73,6 +74,26 @@ class PaddedDecode:
                 out = self._attend_any(q_RKGD, k_RKJD, v_RKJD, mask_R11J, self._lens_T1[own], params)
             outputs.append(out.flatten(1, 2))
         return torch.cat(outputs)
+
+    def attend_latent(
+        self,
+        q_TND: torch.Tensor,
+        latents_T1E: torch.Tensor,
+        kv: LayerKV,
+        params: AttentionParams,
+        heads: LatentHeads,
+    ) -> torch.Tensor:
+        mask_TJ = self._mask_of(None, torch.float32)
+        rows = max(1, piece_blocks(kv, q_TND.dtype) // self._table_TW.shape[1])
+        q_TNE, outputs = heads.absorb(q_TND), []
+        for start in range(0, len(q_TND), rows):
+            own = slice(start, start + rows)
+            table_RW = self._table_TW[own]
+            latents_BS1E = q_TND.new_empty((table_RW.numel(), *kv.keys.shape[1:]))
+            self._store.gather(kv.keys, kv.key_scales, table_RW.flatten(), latents_BS1E)
+            latents_RJE = latents_BS1E.view(len(table_RW), -1, heads.spec.head_dim)
+            outputs.append(attend_absorbed(q_TNE[own], latents_RJE, mask_TJ[own, None], params, heads.spec))
+        return heads.release(torch.cat(outputs))
 
     def _gathered(self, table_RW: torch.Tensor, kv: LayerKV, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns keys and values [R, K, J, D]. Their memory is new: a graph's must not be another step's."""

@@ -56,7 +56,7 @@ def attend_in_pieces(
     context_len: int,
     params: AttentionParams,
 ) -> torch.Tensor:
-    """Returns out_TND; the chunk's tokens are the last T of the context's positions."""
+    """Returns out_TND, as wide as the values; the chunk's tokens are the last T of the context's positions."""
     tokens, heads, dim = q_TND.shape
     sums_KGTD: torch.Tensor | None = None
     first = 0
@@ -65,7 +65,7 @@ def attend_in_pieces(
         group = heads // kv_heads
         q_KGTD = q_TND.view(tokens, kv_heads, group, dim).permute(1, 2, 0, 3)
         if sums_KGTD is None:
-            sums_KGTD = q_TND.new_zeros((kv_heads, group, tokens, dim), dtype=torch.float32)
+            sums_KGTD = q_TND.new_zeros((kv_heads, group, tokens, v_JKD.shape[2]), dtype=torch.float32)
             most_KGT = torch.full_like(sums_KGTD[..., 0], float("-inf"))
             total_KGT = torch.zeros_like(most_KGT)
         k_KJD, v_KJD = k_JKD.transpose(0, 1), v_JKD.transpose(0, 1)
@@ -79,7 +79,7 @@ def attend_in_pieces(
             )  # fmt: skip
         first += length
     assert sums_KGTD is not None, "a context without tokens"
-    return (sums_KGTD / total_KGT[..., None]).permute(2, 0, 1, 3).reshape(q_TND.shape).to(q_TND.dtype)
+    return (sums_KGTD / total_KGT[..., None]).permute(2, 0, 1, 3).flatten(1, 2).to(q_TND.dtype)
 
 
 class _Tile(NamedTuple):
@@ -129,5 +129,5 @@ def _add_tile(
     kept_KGT = (most_KGT - base_KGT).exp_()
     total_KGT.mul_(kept_KGT).add_(weights_KGTJ.sum(-1))
     parts_KMD = weights_KGTJ.view(kv_heads, group * tokens, -1).to(v_KJD.dtype) @ v_KJD
-    sums_KGTD.mul_(kept_KGT[..., None]).add_(parts_KMD.view(kv_heads, group, tokens, dim))
+    sums_KGTD.mul_(kept_KGT[..., None]).add_(parts_KMD.view(sums_KGTD.shape))
     most_KGT.copy_(new_most_KGT)

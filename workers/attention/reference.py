@@ -11,6 +11,7 @@ import torch
 
 from tandem.workers.attention.backend import AttentionStep, ReplayableStep
 from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.attention.latent import LatentHeads
 from tandem.workers.kernels.kv_store import LayerKV, decode
 from tandem.workers.models.spec.arch import AttentionParams
 
@@ -59,6 +60,27 @@ class _ReferenceStep:
             out_TND[start:stop] = attend_row(q_TND[start:stop], k_JKD, v_JKD, seen_TJ, params, distance_TJ)
             start = stop
         return out_TND
+
+    def attend_latent(
+        self,
+        q_TND: torch.Tensor,
+        latents_T1E: torch.Tensor,
+        kv: LayerKV,
+        params: AttentionParams,
+        heads: LatentHeads,
+    ) -> torch.Tensor:
+        """Keys and values of every head, made of every latent."""
+        batch = self.batch
+        out_TNV = q_TND.new_empty((*q_TND.shape[:2], heads.spec.v_dim))
+        start = 0
+        for row, (num_queries, seq_len) in enumerate(zip(batch.query_lens_list, batch.seq_lens_list, strict=True)):
+            stop = start + num_queries
+            latents_J1E = row_context(kv.keys, kv.key_scales, batch, row)
+            k_JND, v_JNV = heads.expand(latents_J1E.squeeze(1).to(q_TND.dtype))
+            distance_TJ = torch.arange(seq_len - num_queries, seq_len)[:, None] - torch.arange(seq_len)
+            out_TNV[start:stop] = attend_row(q_TND[start:stop], k_JND, v_JNV, distance_TJ >= 0, params, distance_TJ)
+            start = stop
+        return out_TNV
 
 
 def row_context(cache: torch.Tensor, scales: torch.Tensor | None, batch: ForwardBatch, row: int) -> torch.Tensor:

@@ -14,9 +14,18 @@ import torch
 import torch.nn.functional as F
 
 from tandem.workers.attention.backend import DECODE_QUERIES, AttentionStep, ReplayableStep
-from tandem.workers.attention.chunks import Chunk, Gatherer, SdpaChunks, additive_mask, chunk_of, visible_span
+from tandem.workers.attention.chunks import (
+    Chunk,
+    ChunkAttention,
+    Gatherer,
+    SdpaChunks,
+    additive_mask,
+    chunk_of,
+    visible_span,
+)
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.attention.general import GeneralAttention
+from tandem.workers.attention.latent import LatentChunks, LatentHeads, attend_absorbed
 from tandem.workers.attention.padded_decode import PaddedDecode, padded_blocks, padded_width
 from tandem.workers.attention.pieces import attend_in_pieces, context_pieces, piece_blocks, scores_fit
 from tandem.workers.kernels.kv_store import LayerKV, TorchKVStore
@@ -50,7 +59,7 @@ class TorchAttention:
         self._gatherer = Gatherer(TorchKVStore())
 
     def prepare(self, batch: ForwardBatch) -> AttentionStep:
-        return _TorchStep(batch, self._gatherer, self._to_device, self._is_bounded)
+        return TorchStep(batch, self._gatherer, self._to_device, self._is_bounded)
 
     def replay_key(self, batch: ForwardBatch, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
         if not self._replays or max(batch.query_lens_list) > DECODE_QUERIES:
@@ -84,15 +93,24 @@ class _Layout:
     chunks: list[Chunk]
 
 
-class _TorchStep:
-    """One step; layouts are made once per distinct window and shared by all layers."""
+class TorchStep:
+    """One step; layouts are made once per distinct window and shared by all layers. of_latents: attends in chunks over
+    keys and values that were made of latents, None: SDPA."""
 
-    def __init__(self, batch: ForwardBatch, gatherer: Gatherer, to_device: ToDevice, is_bounded: bool) -> None:
+    def __init__(
+        self,
+        batch: ForwardBatch,
+        gatherer: Gatherer,
+        to_device: ToDevice,
+        is_bounded: bool,
+        of_latents: ChunkAttention | None = None,
+    ) -> None:
         self._batch = batch
         self._to_device = to_device
         self._is_bounded = is_bounded
         self._gatherer = gatherer
         self._sdpa = SdpaChunks()
+        self._of_latents = LatentChunks(gatherer, of_latents or self._sdpa, keeps_scores=is_bounded)
         self._general = GeneralAttention(batch, gatherer)
         self._layouts: dict[int | None, _Layout] = {}
 
@@ -107,14 +125,7 @@ class _TorchStep:
         if not params.is_plain:
             return self._general.attend(q_TND, k_TKD, v_TKD, kv, params)
         window, scale = params.window, params.scale
-        if window not in self._layouts:
-            max_blocks = max(1, GROUP_BYTES // (2 * kv.keys[0].numel() * q_TND.dtype.itemsize))
-            is_exact = kv.keys.dtype is k_TKD.dtype
-            longest = piece_blocks(kv, q_TND.dtype) if self._is_bounded else None
-            self._layouts[window] = _lay_out(
-                self._batch, window, q_TND.dtype, max_blocks, is_exact, longest, self._to_device
-            )
-        layout = self._layouts[window]
+        layout = self._layout_of(window, kv, q_TND.dtype)
         if len(layout.groups) == 1 and layout.groups[0].tokens_R is None:
             return self._attend_group(layout.groups[0], q_TND, kv, scale)
         out_TND = torch.empty(q_TND.shape, dtype=q_TND.dtype, device=q_TND.device)
@@ -130,6 +141,37 @@ class _TorchStep:
                 k_JKD, v_JKD = self._gatherer.context(chunk, k_TKD, v_TKD, kv)
                 out_TND[own] = self._sdpa.attend(q_TND[own], k_JKD, v_JKD, scale, window)
         return out_TND
+
+    def attend_latent(
+        self,
+        q_TND: torch.Tensor,
+        latents_T1E: torch.Tensor,
+        kv: LayerKV,
+        params: AttentionParams,
+        heads: LatentHeads,
+    ) -> torch.Tensor:
+        """Decodes in groups, absorbed; chunks one by one."""
+        layout = self._layout_of(None, kv, q_TND.dtype)
+        out_TNV = q_TND.new_empty((*q_TND.shape[:2], heads.spec.v_dim))
+        for group in layout.groups:
+            tokens = slice(None) if group.tokens_R is None else group.tokens_R
+            latents_BS1E = self._gatherer.keys(kv, group.block_ids, q_TND.dtype)
+            latents_RJE = latents_BS1E.view(group.num_rows, -1, heads.spec.head_dim)
+            mask_R1J = None if group.bias_R11J is None else group.bias_R11J[:, 0]
+            out_RNL = attend_absorbed(heads.absorb(q_TND[tokens]), latents_RJE, mask_R1J, params, heads.spec)
+            out_TNV[tokens] = heads.release(out_RNL)
+        for chunk in layout.chunks:
+            own = slice(chunk.start, chunk.stop)
+            out_TNV[own] = self._of_latents.attend(chunk, q_TND, latents_T1E, kv, params, heads)
+        return out_TNV
+
+    def _layout_of(self, window: int | None, kv: LayerKV, dtype: torch.dtype) -> "_Layout":
+        if window not in self._layouts:
+            max_blocks = max(1, GROUP_BYTES // (2 * kv.keys[0].numel() * dtype.itemsize))
+            is_exact = kv.keys.dtype is dtype
+            longest = piece_blocks(kv, dtype) if self._is_bounded else None
+            self._layouts[window] = _lay_out(self._batch, window, dtype, max_blocks, is_exact, longest, self._to_device)
+        return self._layouts[window]
 
     def _fits(self, chunk: Chunk, q_TND: torch.Tensor, kv: LayerKV, window: int | None) -> bool:
         """Whether SDPA needs no mask, or both its scores, should it keep them, and the gather stay within bounds."""

@@ -90,7 +90,7 @@ class Decoder:
         self._adapters: Adapters | None = None
         self.stream = stream
         ropes = spec.ropes
-        self._rotary = RotaryOfLayers(ropes, spec.head_dim, platform.device) if ropes else None
+        self._rotary = RotaryOfLayers(ropes, spec.rope_dim, platform.device) if ropes else None
         self._layers = [
             make_layer(
                 spec.layers[layer],
@@ -116,6 +116,10 @@ class Decoder:
             self._final_norm = make_norm(spec.final_norm, self.parameters.final_norm, ops)
             self._head = VocabParallelHead(self.parameters.head, context, make, self.parameters.head_bias)
         self._ties_here = spec.tie_word_embeddings and self._embedding is not None and self._head is not None
+
+    @property
+    def tp_size(self) -> int:
+        return self._mesh.tp_size
 
     @property
     def num_local_layers(self) -> int:
@@ -315,7 +319,9 @@ def build_decoder(
         source = DummySource(seed, dtype)
     else:
         names = family_of(spec.architecture).names
-        source = SafetensorsSource(folder, decoder.parameters, names.ignored_suffixes, names.base_prefix)
+        behind = range(spec.num_layers, spec.num_layers + spec.extra_layers)
+        unread = tuple(names.layer_prefix.format(layer=layer) for layer in behind)
+        source = SafetensorsSource(folder, decoder.parameters, names.ignored_suffixes, names.base_prefix, unread)
     decoder.load(
         source, dtype=dtype, device=platform.device, progress=progress and context.rank == 0, on_bytes=on_bytes
     )

@@ -49,16 +49,22 @@ class AdapterRoom:
 
 def adapter_room(lora: LoraSettings, spec: ArchSpec, mesh: Mesh, element_bytes: int) -> AdapterRoom:
     """Computes the memory for adapters of the rank at `mesh`; all 0 without --enable-lora. All stages have as many
-    pages as the stage with the most layers needs. SettingsError (--lora-memory-bytes) when that is less than a page."""
+    pages as the fullest stage needs. SettingsError (--lora-memory-bytes) when that is less than a page."""
     if not lora.enable_lora:
         return AdapterRoom()
-    layer = _layer_lengths(spec, mesh.tp_size)
-    page = page_elements(layer)
-    most_layers = -(-spec.num_layers // mesh.pp_size)
-    num_pages = device_pages(lora, page * element_bytes, count_pages(layer * most_layers, lora.max_lora_rank, page))
-    own = layer * len(layer_range(spec.num_layers, mesh.pp_rank, mesh.pp_size)) + _table_lengths(spec, mesh, page)
+    page, most_pages = fullest_stage(spec, mesh.tp_size, mesh.pp_size, lora.max_lora_rank)
+    num_pages = device_pages(lora, page * element_bytes, most_pages)
+    own = _stage_lengths(spec, mesh.tp_size, mesh.pp_rank, mesh.pp_size) + _table_lengths(spec, mesh, page)
     copy = min(num_pages, count_pages(own, lora.max_lora_rank, page)) * page * element_bytes
     return AdapterRoom(page * element_bytes, num_pages, copy, lora.max_cpu_loras * copy)
+
+
+def fullest_stage(spec: ArchSpec, tp_size: int, pp_size: int, max_rank: int) -> tuple[int, int]:
+    """Returns the elements of a page, and how many pages an adapter of max_rank on every linear layer takes on a rank
+    of the stage where it takes the most."""
+    stages = [_stage_lengths(spec, tp_size, stage, pp_size) for stage in range(pp_size)]
+    page = page_elements([length for stage in stages for length in stage])
+    return page, max(count_pages(stage, max_rank, page) for stage in stages)
 
 
 def device_pages(lora: LoraSettings, page_bytes: int, most_pages: int) -> int:
@@ -106,10 +112,15 @@ def count_pages(lengths: Sequence[int], rank: int, page: int) -> int:
     return sum(1 for _ in filled(rows, page))
 
 
-def _layer_lengths(spec: ArchSpec, tp_size: int) -> list[int]:
-    """Lengths of the rows of A and B of all linears of a layer, on one rank."""
-    matrices = parameters_of(spec).layers[0].adaptable
-    return [length for param in matrices for length in reversed(param.local_shape(Mesh(tp_size)))]
+def _stage_lengths(spec: ArchSpec, tp_size: int, stage: int, num_stages: int) -> list[int]:
+    """Lengths of the rows of A and B of all linears of a stage's layers, on one rank."""
+    layers = parameters_of(spec).layers
+    return [
+        length
+        for index in layer_range(spec.num_layers, stage, num_stages)
+        for param in layers[index].adaptable
+        for length in reversed(param.local_shape(Mesh(tp_size)))
+    ]
 
 
 def _table_lengths(spec: ArchSpec, mesh: Mesh, page: int) -> list[int]:

@@ -44,7 +44,7 @@ def place_weights(
         kv_name = resolve_kv_dtype(settings, name)
         needed = weights.total_bytes + least_bytes(settings, spec, mesh, name, kv_name, max_model_len)
         save = bytes_to_save(needed, _device_budget(settings, *memory), save)
-    placement = place_layers(weights.num_layers, weights.layer_bytes, save)
+    placement = place_layers(weights.num_layers, weights.layer_bytes, save, weights.may_stream)
     check_offload(asked_gib, placement.host_bytes, ranks_on_node)
     if placement.streamed:
         as_asked = save == int(asked_gib * GIB) <= placement.saved_bytes
@@ -57,10 +57,12 @@ def describe(placement: LayerPlacement, weights: RankWeights, asked_gib: float, 
     """Describes the placement for the log. asked_gib: --cpu-offload-gb. save_bytes: weights to keep off the device,
     which is more than asked_gib when the device is too small."""
     asked = f"--cpu-offload-gb {asked_gib:.3g}: " if asked_gib else ""
+    others = f"{placement.fixed} layers of another kind, " if placement.fixed else ""
     words = (
-        f"{asked}{placement.num_resident} layers resident ({_mib(placement.num_resident * placement.layer_bytes)}), "
+        f"{asked}{placement.num_resident - placement.fixed} layers resident "
+        f"({_mib(placement.device_bytes - placement.buffer_bytes)}), "
         f"{len(placement.streamed)} streamed from host memory ({_mib(placement.host_bytes)}) through buffers of "
-        f"{_mib(placement.buffer_bytes)}; {_mib(weights.fixed_bytes)} of tables and norms stay on the device"
+        f"{_mib(placement.buffer_bytes)}; {_mib(weights.fixed_bytes)} of {others}tables and norms stay on the device"
     )
     if save_bytes > int(asked_gib * GIB):
         words += f"; the device would lack {_mib(save_bytes)} with all weights on it"

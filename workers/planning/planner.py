@@ -181,7 +181,7 @@ def _stage(
         budget = int(settings.cache.gpu_memory_utilization * memory.device_bytes)
         needed = weights.total_bytes + least_bytes(settings, spec, mesh, dtype, kv_dtype, max_model_len)
         save = bytes_to_save(needed, budget, save)
-    placement = place_layers(weights.num_layers, weights.layer_bytes, save)
+    placement = place_layers(weights.num_layers, weights.layer_bytes, save, weights.may_stream)
     tokens, seqs = scheduler.max_num_batched_tokens, settings.most_samples
     activations = activation_bytes(spec, mesh.tp_size, tokens, seqs, element)
     activations += ATTENTION_BYTES if not memory.is_shared else 0

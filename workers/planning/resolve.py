@@ -13,7 +13,7 @@ from tandem.configs.errors import SettingsError, UnsupportedModelError
 from tandem.configs.schema import EngineSettings
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.config_reader import load_spec
-from tandem.workers.models.spec.pooling_config import PoolingFacts, read_pooling
+from tandem.workers.planning.pooling_config import PoolingFacts, read_pooling
 
 SAMPLE_BYTES = 2**16
 SAMPLES = 16

@@ -22,8 +22,8 @@ from tandem.configs.options import OPTIONS
 from tandem.configs.schema import EngineSettings
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.families import parameters_of
-from tandem.workers.models.spec.headers import CheckpointFacts, read_checkpoint_facts
 from tandem.workers.planning.budget import GIB, available_bytes
+from tandem.workers.planning.headers import CheckpointFacts, read_checkpoint_facts
 from tandem.workers.planning.model_source import find_model
 from tandem.workers.planning.planner import GroupPlan, Memory, best_of, layouts, plan_group
 from tandem.workers.planning.resolve import (

@@ -101,6 +101,7 @@ def check_tokens(told: Call, undisturbed: Call, *, is_exact: bool) -> None:
 
 def check_alive(service: Service, survivors: Iterable[psutil.Process], known: str) -> None:
     """The processes that were not hit are the same, and a known prompt has its known answer."""
-    assert all(is_alive(process) for process in survivors)
+    dead = [process for process in survivors if not is_alive(process)]
+    assert not dead, f"{dead} died beside: {service.output}"
     answers = [service.post("/v1/completions", KNOWN) for _ in range(2)]
     assert [answer.json()["choices"][0]["text"] for answer in answers] == [known] * 2

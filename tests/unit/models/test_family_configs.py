@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tandem.configs.errors import SettingsError, UnsupportedModelError
-from tandem.workers.models.spec.arch import ArchSpec, Place, QkNorm, RopeSpec
+from tandem.workers.models.spec.arch import ArchSpec, Moe, Place, QkNorm, RopeSpec
 from tandem.workers.models.spec.config_reader import spec_from_config
 from tests.support.tiny_models import TINY_MODELS
 
@@ -133,8 +133,10 @@ def test_scales_and_norms() -> None:
         ("OPT", {"word_embed_proj_dim": 32}, "word_embed_proj_dim beside hidden_size 64: 32"),
         ("Mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi False"),
         ("Mpt", {"attn_config": {"clip_qkv": 6}}, "attn_config.clip_qkv 6"),
-        ("Qwen2Moe", {"mlp_only_layers": [1]}, r"mlp_only_layers \[1\]"),
-        ("Qwen3Moe", {"decoder_sparse_step": 2}, "decoder_sparse_step 2"),
+        ("DeepseekV2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
+        ("DeepseekV2", {"norm_topk_prob": True}, "norm_topk_prob True"),
+        ("DeepseekV3", {"quantization_config": {"quant_method": "fp8"}}, "quant_method 'fp8' is not supported"),
+        ("DeepseekV3", {"n_group": 3}, "n_group 3 and topk_group 4 of 256 experts, of which a token takes 8"),
         ("Granite", {"residual_multiplier": "half"}, "residual_multiplier is 'half', want a number"),
         ("Llama", {"embedding_multiplier": 12.0}, "embedding_multiplier 12.0"),
     ],
@@ -213,12 +215,30 @@ SIZES = (
 )
 
 
+NOT_BY_DEFAULT = {"deepseek_v2": {"num_experts_per_tok": 6}}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "mixed"),
+    [
+        ("DeepseekV3", {"first_k_dense_replace": 2}, [2, 3, 4, 5]),
+        ("DeepseekV2", {"num_experts_per_tok": 6, "first_k_dense_replace": 1, "moe_layer_freq": 2}, [2, 4]),
+        ("Qwen2Moe", {"decoder_sparse_step": 2}, [1, 3, 5]),
+        ("Qwen3Moe", {"mlp_only_layers": [0, 4]}, [1, 2, 3, 5]),
+    ],
+)
+def test_layers_with_experts_among_others(name: str, changes: dict[str, Any], mixed: list[int]) -> None:
+    layers = spec_of(name, num_hidden_layers=6, **changes).layers
+    assert [index for index, layer in enumerate(layers) if isinstance(layer.mlp, Moe)] == mixed
+
+
 @pytest.mark.parametrize("kind", sorted({tiny.model_type for tiny in TINY_MODELS}))
 def test_absent_keys_mean_what_they_mean_to_transformers(kind: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(kind)
+    needed = NOT_BY_DEFAULT.get(kind, {})
+    config = AutoConfig.for_model(kind, **needed)
     architecture = AutoModelForCausalLM._model_mapping[type(config)].__name__
     written = {**config.to_dict(), "architectures": [architecture]}
-    sizes = {key: written[key] for key in SIZES if written.get(key) is not None}
+    sizes = {key: written[key] for key in SIZES if written.get(key) is not None} | needed
     assert spec_from_config({**sizes, "architectures": [architecture]}) == spec_from_config(written)

@@ -19,7 +19,7 @@ from tandem.workers.models.spec.arch import NormKind
 from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.models.spec.families import parameters_of
 from tandem.workers.models.spec.family import Family, PositionKind
-from tandem.workers.models.spec.parameters import FusedQkv, ParameterNames, Role
+from tandem.workers.models.spec.parameter_names import FusedQkv, ParameterNames, Role
 from tandem.workers.platforms.cpu import cpu_platform
 from tests.support.paged_rows import PagedRows, prompt_ids
 from tests.support.tiny_models import BY_NAME, load_peer, save_tiny_model

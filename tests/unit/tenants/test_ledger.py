@@ -236,7 +236,7 @@ async def test_running_sends_when_there_is_news_and_waits_a_moment_for_more(
     monkeypatch.setattr(ledger_module.asyncio, "sleep", sleep)
     books = Books(tmp_path)
     running = asyncio.create_task(books.ledger.run())
-    await until(lambda: books.redis.looks)
+    await until(lambda: books.redis.looks and not books.ledger._sending.locked())
     for _ in range(50):
         await rest(0)
     assert books.redis.looks == 1 and slept == [], "no news"

@@ -18,7 +18,7 @@ from tandem.workers.lora.device.lora_layers import LoraLayers
 from tandem.workers.lora.device.slab import AdapterSlab
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.planning.adapter_room import FLAG, device_pages
+from tandem.workers.planning.adapter_room import FLAG, device_pages, fullest_stage
 from tandem.workers.platforms.base import Platform
 
 MIB = 2**20
@@ -57,7 +57,7 @@ def open_adapters(
     """Allocates the slab and attaches the LoRA layers. model_folder: the checkpoint, None where the weights are random;
     available_bytes: of host memory for this rank, None where the device has its own.
 
-    Ranks of every stage get as many pages as the stage with the most layers needs: the group has the least of them.
+    Ranks of every stage get as many pages as the fullest stage needs: the group has the least of them.
     SettingsError (--lora-memory-bytes) when there is too little memory, or too little was asked for.
     """
     shape, num_pages = _slab_shape(settings, spec, decoder, dtype, pp_size)
@@ -78,14 +78,12 @@ def _slab_shape(
 ) -> tuple[ShardShape, int]:
     """This rank's projections, those of its layers, then the pieces of its tables; and how many pages it gets."""
     parts = [part for linear in decoder.linears() for part in linear.parts]
-    of_a_layer = parts[: len(parts) // decoder.num_local_layers]
-    most_layers = -(-spec.num_layers // pp_size)
-    fullest = ShardShape.of(of_a_layer * most_layers, settings.max_lora_rank)
+    page, most_pages = fullest_stage(spec, decoder.tp_size, pp_size, settings.max_lora_rank)
     for table in decoder.tables:
         if table is not None:
-            parts += in_pieces(table.part, fullest.page_elements)
-    shape = ShardShape.of(parts, settings.max_lora_rank, fullest.page_elements)
-    return shape, device_pages(settings, fullest.page_elements * dtype.itemsize, fullest.most_pages)
+            parts += in_pieces(table.part, page)
+    shape = ShardShape.of(parts, settings.max_lora_rank, page)
+    return shape, device_pages(settings, page * dtype.itemsize, most_pages)
 
 
 def _attach(slab: AdapterSlab, ops: LoraOps, decoder: Decoder) -> None:

@@ -16,7 +16,7 @@ from tandem.workers.lora.peft.peft_folder import ELEMENT_BYTES, Bytes, PeftAdapt
 from tandem.workers.messages.errors import AdapterRefused
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.families import family_of, parameters_of
-from tandem.workers.models.spec.headers import MOST_HEADER_BYTES
+from tandem.workers.planning.headers import MOST_HEADER_BYTES
 
 SAMPLED_ROWS: Final = 64
 ROUNDING: Final = 2.0**-7

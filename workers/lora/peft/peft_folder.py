@@ -34,7 +34,7 @@ BF16_EXPONENT: Final = 0x7F80
 Bytes = npt.NDArray[np.uint8]
 
 
-EXPERT: Final = re.compile(r"\.experts?\.")
+EXPERT: Final = re.compile(r"[._]experts?\.")
 """In names of tensors of a mixture's experts."""
 
 
@@ -111,6 +111,17 @@ def adapted_linears(spec: ArchSpec) -> dict[str, Shape]:
     return {table.embedding.stem: embedding, **of_layers, table.head_name: Shape(vocab, hidden, is_table=True)}
 
 
+def refused_linears(spec: ArchSpec) -> frozenset[str]:
+    """Returns the linear layers outside of experts that an adapter may not change, by name."""
+    layers = parameters_of(spec).layers
+    return frozenset(
+        param.module
+        for layer in layers
+        for param in layer.weights.values()
+        if param.is_matrix and param not in layer.adaptable
+    )
+
+
 def most_file_bytes(spec: ArchSpec, max_rank: int) -> int:
     """Returns the largest size in bytes of a weight file for this model."""
     shapes = adapted_linears(spec).values()
@@ -128,7 +139,7 @@ def read_adapter(folder: Path, spec: ArchSpec, max_rank: int) -> PeftAdapter:
     config = parse_config(config_bytes)
     with _open(folder, WEIGHT_FILE) as file:
         header, tensors = _read_header(file)
-        modules = _pair(tensors, adapted_linears(spec), config, max_rank)
+        modules = _pair(tensors, adapted_linears(spec), refused_linears(spec), config, max_rank)
         size = max(tensor.end for tensor in tensors)
         data = _read_all(file, size)
     for tensor in tensors:
@@ -272,7 +283,11 @@ def _tensor(name: str, entry: Any) -> TensorAt:
 
 
 def _pair(
-    tensors: list[TensorAt], linears: Mapping[str, Shape], config: LoraConfig, max_rank: int
+    tensors: list[TensorAt],
+    linears: Mapping[str, Shape],
+    refused: frozenset[str],
+    config: LoraConfig,
+    max_rank: int,
 ) -> tuple[LoraModule, ...]:
     """Returns A and B of every module, in the order of the model's layers. AdapterRefused for any other tensor."""
     places = dict(_places(linears))
@@ -281,6 +296,9 @@ def _pair(
         if tensor.name not in places:
             if EXPERT.search(tensor.name):
                 raise AdapterRefused(f"tensor {tensor.name}: adapters of experts are not supported")
+            stem = tensor.name.removeprefix(PREFIX).rpartition(".lora_")[0]
+            if stem in refused:
+                raise AdapterRefused(f"tensor {tensor.name}: adapters of {stem.rpartition('.')[2]} are not supported")
             raise AdapterRefused(f"tensor {tensor.name} is not the A or B of a layer of this model")
         module, half = places[tensor.name]
         halves.setdefault(module, {})[half] = tensor

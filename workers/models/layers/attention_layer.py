@@ -17,8 +17,9 @@ from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.layers.layer_inputs import LayerInputs
 from tandem.workers.models.layers.qk_norms import make_qk_norm
-from tandem.workers.models.spec.arch import AttentionParams, LayerSpec
-from tandem.workers.models.spec.parameters import LayerParams, Role
+from tandem.workers.models.spec.arch import AttentionParams, Gqa, LayerSpec
+from tandem.workers.models.spec.parameter_names import Role
+from tandem.workers.models.spec.parameters import LayerParams
 
 
 class AttentionLayer:
@@ -35,6 +36,7 @@ class AttentionLayer:
         rope: int | None = None,
     ) -> None:
         attention, weights = spec.attention, params.weights
+        assert isinstance(attention, Gqa)
         dim = attention.head_dim
         num_heads, num_kv_heads = (weights[role].span(0, context.mesh).length // dim for role in (Role.Q, Role.K))
         self._heads = (num_heads, num_kv_heads)

@@ -11,12 +11,14 @@ from tandem.parallel.linear_methods import MakeMethod
 from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.layers.attention_layer import AttentionLayer
+from tandem.workers.models.layers.latent_layer import LatentAttentionLayer
 from tandem.workers.models.layers.layer_inputs import LayerInputs
 from tandem.workers.models.layers.mlp import MLP
 from tandem.workers.models.layers.moe import MixtureOfExperts
 from tandem.workers.models.layers.norms import AddNorm, make_norm
-from tandem.workers.models.spec.arch import LayerSpec, Moe
-from tandem.workers.models.spec.parameters import NORMS_OF, LayerParams, Role
+from tandem.workers.models.spec.arch import LayerSpec, Mla, Moe
+from tandem.workers.models.spec.parameter_names import Role
+from tandem.workers.models.spec.parameters import NORMS_OF, LayerParams
 
 
 class DecoderLayer:
@@ -36,7 +38,8 @@ class DecoderLayer:
 
         norms = NORMS_OF[spec.place]
         self._attention_norm, self._mlp_norm = norm(Role.ATTENTION_NORM), norm(Role.MLP_NORM)
-        self._attention = AttentionLayer(spec, params, context, ops, make, rope)
+        attention = LatentAttentionLayer if isinstance(spec.attention, Mla) else AttentionLayer
+        self._attention: AttentionLayer | LatentAttentionLayer = attention(spec, params, context, ops, make, rope)
         self._mlp: MLP | MixtureOfExperts
         if isinstance(spec.mlp, Moe):
             self._mlp = MixtureOfExperts(spec.mlp, params, context, ops, make)

@@ -15,6 +15,7 @@ from tandem.parallel.linear import AdaptableLinear, Linear
 from tandem.parallel.linear_methods import MakeMethod
 from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.models.layers.mlp import gating
+from tandem.workers.models.layers.routing import Router
 from tandem.workers.models.spec.arch import Moe
 from tandem.workers.models.spec.parameters import LayerParams
 
@@ -38,7 +39,8 @@ class _Expert:
 
 
 class _SharedExpert:
-    """The expert that every token passes, times a sigmoid of its own gate, which every rank has."""
+    """The expert that every token passes, of which ranks have parts; times a sigmoid of its own gate, which every rank
+    has, if it has one."""
 
     def __init__(
         self,
@@ -49,14 +51,16 @@ class _SharedExpert:
         ops: FusedOps,
         make: MakeMethod,
     ) -> None:
-        self._gate = Linear(*layer.merged("shared_gate"), context, make)
+        self._gate = Linear(*layer.merged("shared_gate"), context, make) if spec.shared_gated else None
         self._expert = _Expert(spec, shared, context, ops, make)
 
     def __call__(self, x_TH: torch.Tensor) -> torch.Tensor:
-        return self._expert(x_TH) * self._gate(x_TH).sigmoid()
+        out_TH = self._expert(x_TH)
+        return out_TH if self._gate is None else out_TH * self._gate(x_TH).sigmoid()
 
     def slots(self) -> Iterator[ParameterSlot]:
-        yield from self._gate.slots()
+        if self._gate is not None:
+            yield from self._gate.slots()
         yield from self._expert.slots()
 
 
@@ -66,9 +70,8 @@ class MixtureOfExperts:
     def __init__(
         self, spec: Moe, params: LayerParams, context: ParallelContext, ops: FusedOps, make: MakeMethod
     ) -> None:
-        self._spec = spec
         self._context = context
-        self._router = Linear(*params.merged("router"), context, make)
+        self._router = Router(spec, params)
         self._experts = {
             index: _Expert(spec, expert, context, ops, make)
             for index, expert in enumerate(params.experts)
@@ -79,7 +82,7 @@ class MixtureOfExperts:
             self._shared = _SharedExpert(spec, params, params.shared, context, ops, make)
 
     def __call__(self, x_TH: torch.Tensor) -> torch.Tensor:
-        weight_TK, expert_TK = route(self._router(x_TH), self._spec)
+        weight_TK, expert_TK = self._router(x_TH)
         out_TH = torch.zeros_like(x_TH) if self._shared is None else self._shared(x_TH)
         for index in expert_TK.unique().tolist():
             expert = self._experts.get(index)
@@ -99,11 +102,3 @@ class MixtureOfExperts:
             yield from self._shared.slots()
         for expert in self._experts.values():
             yield from expert.slots()
-
-
-def route(logits_TE: torch.Tensor, spec: Moe) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the weights [T, K], float32, and indices [T, K] of each token's experts."""
-    weight_TK, expert_TK = logits_TE.float().softmax(dim=-1).topk(spec.top_k, dim=-1)
-    if spec.renormalize:
-        weight_TK = weight_TK / weight_TK.sum(dim=-1, keepdim=True)
-    return weight_TK, expert_TK

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from tandem.parallel.checkpoint import ParameterSlot
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.params import Param
-from tandem.workers.models.spec.arch import LayerSpec, NormKind, QkNorm
-from tandem.workers.models.spec.parameters import LayerParams, Role
+from tandem.workers.models.spec.arch import Gqa, LayerSpec, NormKind, QkNorm
+from tandem.workers.models.spec.parameter_names import Role
+from tandem.workers.models.spec.parameters import LayerParams
 
 
 class QKNorm:
@@ -98,7 +99,9 @@ def make_qk_norm(
     spec: LayerSpec, params: LayerParams, heads: tuple[int, int], context: ParallelContext
 ) -> QKNorm | None:
     """Returns the norm that a layer has; None for none. heads: this rank's query and KV heads."""
-    kind, dim = spec.attention.qk_norm, spec.attention.head_dim
+    attention = spec.attention
+    assert isinstance(attention, Gqa), "a norm of heads that latents have none of"
+    kind, dim = attention.qk_norm, attention.head_dim
     if kind is None:
         return None
     q, k = params.weights[Role.Q_NORM], params.weights[Role.K_NORM]

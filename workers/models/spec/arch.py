@@ -4,6 +4,7 @@ Built by families.py from config.json. Torch-free: the coordinator, the gateway 
 its layers, each described by a LayerSpec; behaviour depends on these fields only.
 """
 
+import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -54,6 +55,13 @@ class RopeSpec:
     interleaved: bool = False
     factors: tuple[float, ...] = ()
 
+    @property
+    def score_mscale(self) -> float:
+        """What DeepSeek multiplies scores with twice: YaRN's attention temperature for mscale_all_dim."""
+        if self.kind is RopeKind.DEFAULT or not self.mscale_all_dim or self.factor <= 1:
+            return 1.0
+        return 0.1 * self.mscale_all_dim * math.log(self.factor) + 1.0
+
     def head_order(self, head_dim: int) -> tuple[int, ...]:
         """Returns a head's stored elements in the order in which the model holds them: those that rotate stand in both
         halves at the same places, so that the same kernels turn every kind. () for the stored order."""
@@ -86,6 +94,46 @@ class Gqa:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: QkNorm | None = None
+
+    @property
+    def rope_dim(self) -> int:
+        """Elements of a head that positions may turn."""
+        return self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Mla:
+    """Latent attention (DeepSeek-V2): keys and values of all heads are products with one vector per token, its latent,
+    which the cache holds beside a key that rotates and that all heads share.
+
+    q_rank: width between the two projections of q, None for one projection. kv_rank: of the latent. nope_dim, rope_dim:
+    elements of a head's key that do not rotate, and that do; v_dim: of its value. bias: those of q's first projection,
+    of the latent's and of the output's. norm_eps: of the norms of q and the latent.
+    """
+
+    num_heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    bias: bool = False
+    norm_eps: float = 1e-6
+
+    @property
+    def key_dim(self) -> int:
+        """Elements of a head's query and key."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a token in the cache: the latent, then the key that rotates."""
+        return self.kv_rank + self.rope_dim
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of the cache."""
+        return 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +206,32 @@ class Plain:
     bias: bool = True
 
 
+class Scoring(StrEnum):
+    """How a router weighs experts by its logits. SOFTMAX: over all. TOP_SOFTMAX: over those that are chosen. SIGMOID:
+    each by itself."""
+
+    SOFTMAX = "softmax"
+    TOP_SOFTMAX = "top_softmax"
+    SIGMOID = "sigmoid"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertGroups:
+    """Experts in `count` equal groups: a token takes experts of the `taken` groups only whose `best` greatest scores
+    have the greatest sums (DeepSeek-V2, V3)."""
+
+    count: int
+    taken: int
+    best: int = 1
+
+
 @dataclass(frozen=True, slots=True)
 class Moe:
     """A mixture of experts (Shazeer et al. 2017): each token passes the top_k of num_experts gated MLPs, `width` wide,
-    whose outputs are added by their weights. Routing is a softmax over all experts; renormalize: the weights of the
-    top_k add up to 1. shared: the width of an MLP that every token passes, its output times a sigmoid of its own gate;
-    None without one."""
+    whose outputs are added by their weights. scoring, groups: how they are chosen and weighed; renormalize: the weights
+    of the top_k add up to 1; scale: multiplies them then. router_bias: its logits have one. correction: a bias, by
+    which experts are chosen, not weighed. shared: the width of an MLP that every token passes, None without one; its
+    output is multiplied by a sigmoid of its own gate if it is shared_gated."""
 
     num_experts: int
     top_k: int
@@ -171,6 +239,12 @@ class Moe:
     activation: Activation
     renormalize: bool = True
     shared: int | None = None
+    shared_gated: bool = True
+    scoring: Scoring = Scoring.SOFTMAX
+    groups: ExpertGroups | None = None
+    scale: float = 1.0
+    router_bias: bool = False
+    correction: bool = False
 
     @property
     def expert(self) -> Gated:
@@ -196,7 +270,7 @@ class LayerSpec:
     """One layer: attention and MLP, each with norms, added to the residual. position: None where q and k are not
     rotated. branch_scale: multiplies both before they are added."""
 
-    attention: Gqa
+    attention: Gqa | Mla
     params: AttentionParams
     position: RopeSpec | None
     norm: Norm
@@ -213,7 +287,8 @@ class ArchSpec:
     positions: a table that is added to the embeddings, None for none. embedding_norm: of the embeddings.
     embedding_scale: multiplies them. final_norm: None for none. head_bias: the head adds one. logit_scale: multiplies
     logits. final_softcap: logits x become final_softcap * tanh(x / final_softcap). short_context,
-    short_factors: see for_context() (LongRoPE, Ding et al. 2024).
+    short_factors: see for_context() (LongRoPE, Ding et al. 2024). extra_layers: that a checkpoint may have behind the
+    last, to guess further tokens; they are not read.
     """
 
     architecture: str
@@ -234,6 +309,7 @@ class ArchSpec:
     logit_scale: float = 1.0
     short_context: int = 0
     short_factors: tuple[float, ...] = ()
+    extra_layers: int = 0
 
     def for_context(self, max_model_len: int) -> "ArchSpec":
         """Returns the model for sequences of up to max_model_len tokens: with LongRoPE's short_factors within its
@@ -265,6 +341,11 @@ class ArchSpec:
     def head_dim(self) -> int:
         """Elements of a key and of a value of the cache, which are those of each layer."""
         return self.layers[0].attention.head_dim
+
+    @property
+    def rope_dim(self) -> int:
+        """Elements of a head that positions may turn, which are as many in each layer."""
+        return self.layers[0].attention.rope_dim
 
     def check_parallel(self, tp_size: int, pp_size: int = 1, *, expert_parallel: bool = False) -> None:
         """Raises SettingsError when the model cannot be sharded this way. The vocabulary may be any size: it is

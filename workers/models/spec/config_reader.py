@@ -16,18 +16,17 @@ from tandem.configs.errors import SettingsError, UnsupportedModelError
 from tandem.workers.models.spec.arch import (
     ArchSpec,
     AttentionParams,
-    Gated,
     Gqa,
     LayerSpec,
     Learned,
-    Moe,
+    Mla,
     Norm,
-    Plain,
     RopeSpec,
 )
 from tandem.workers.models.spec.config_values import ConfigValues, text, whole
 from tandem.workers.models.spec.families import family_of
 from tandem.workers.models.spec.family import Family, PositionKind, Window
+from tandem.workers.models.spec.mlp_config import layer_mlps
 from tandem.workers.models.spec.rope_config import RopeRow, context_length, long_rope, rope_from_config
 
 
@@ -65,7 +64,7 @@ def spec_from_config(published: Mapping[str, Any], overrides: Mapping[str, Any] 
     attention, kind = _attention(reader, family, hidden_size), _positions(reader, family)
     rope = local = long = None
     if kind is PositionKind.ROTARY:
-        row = _rope_row(reader, family, positions, attention.head_dim)
+        row = _rope_row(reader, family, positions, attention.rope_dim)
         rope = local = rope_from_config(published, row, overrides)
         context = context_length(rope, positions, scaled=family.rotary.positions_scaled)
         long = long_rope(published, rope, row, overrides)
@@ -94,6 +93,9 @@ def spec_from_config(published: Mapping[str, Any], overrides: Mapping[str, Any] 
         final_softcap=reader.number_or_none("final_logit_softcapping", above=0) if family.softcaps else None,
         short_context=0 if long is None else long.short_context,
         short_factors=() if long is None else long.short_factors,
+        extra_layers=0
+        if family.extra_layers is None
+        else whole(family.extra_layers, reader.get(family.extra_layers, 0), 0),
     )
 
 
@@ -120,7 +122,7 @@ def _rope_row(reader: ConfigValues, family: Family, positions: int, head_dim: in
         trained=reader.positive(trained) if reader.has(trained) else None,
         default_trained=family.defaults.get(trained),
         dim=None if rotary.dim is None else reader.positive(rotary.dim),
-        interleaved=rotary.interleaved,
+        interleaved=reader.flag(rotary.interleaved),
         kinds=rotary.kinds,
     )
 
@@ -129,20 +131,18 @@ def _layers(
     reader: ConfigValues,
     family: Family,
     num_layers: int,
-    attention: Gqa,
+    attention: Gqa | Mla,
     kind: PositionKind,
     ropes: tuple[RopeSpec | None, RopeSpec | None],
 ) -> tuple[LayerSpec, ...]:
     """ropes: of layers without a window, and with one."""
     rotary, windows = _rotary_layers(reader, family, num_layers), _windows(reader, family, num_layers)
-    of_scores = reader.number_or_none(family.score_scale, above=0) or attention.head_dim
-    scale = reader.number_or_none(family.scales.scores)
-    scale = of_scores**-0.5 if scale is None else scale
+    scale = _score_scale(reader, family, attention, ropes[0])
     slopes = alibi_slopes(attention.num_heads) if kind is PositionKind.ALIBI else None
     if slopes is not None and family.scales_alibi:
         slopes = tuple(slope * scale for slope in slopes)
     softcap = reader.number_or_none("attn_logit_softcapping", above=0) if family.softcaps else None
-    mlp = _mlp(reader, family)
+    mlps = layer_mlps(reader, family, num_layers)
     place = next((place for condition, place in family.place_if if reader.holds(condition)), family.place)
     return tuple(
         LayerSpec(
@@ -154,11 +154,35 @@ def _layers(
             place=place,
             branch_scale=_scale(reader, family.scales.branches),
         )
-        for rotates, window in zip(rotary, windows, strict=True)
+        for rotates, window, mlp in zip(rotary, windows, mlps, strict=True)
     )
 
 
-def _attention(reader: ConfigValues, family: Family, hidden_size: int) -> Gqa:
+def _score_scale(reader: ConfigValues, family: Family, attention: Gqa | Mla, rope: RopeSpec | None) -> float:
+    given = reader.number_or_none(family.scales.scores)
+    if given is not None:
+        return given
+    if isinstance(attention, Mla):
+        return attention.key_dim**-0.5 * (1.0 if rope is None else rope.score_mscale**2)
+    return float((reader.number_or_none(family.score_scale, above=0) or attention.head_dim) ** -0.5)
+
+
+def _latent_attention(reader: ConfigValues, family: Family) -> Mla:
+    q_rank = reader.get("q_lora_rank", None)
+    return Mla(
+        num_heads=reader.positive("num_heads"),
+        q_rank=None if q_rank is None else whole("q_lora_rank", q_rank),
+        kv_rank=reader.positive("kv_lora_rank"),
+        nope_dim=reader.positive("qk_nope_head_dim"),
+        rope_dim=reader.positive("qk_rope_head_dim"),
+        v_dim=reader.positive("v_head_dim"),
+        bias=reader.flag(family.qkv_bias),
+    )
+
+
+def _attention(reader: ConfigValues, family: Family, hidden_size: int) -> Gqa | Mla:
+    if family.latent:
+        return _latent_attention(reader, family)
     num_heads = reader.positive("num_heads")
     num_kv_heads = reader.positive("num_kv_heads", num_heads)
     if family.one_kv_head_if and all(reader.holds(condition) for condition in family.one_kv_head_if):
@@ -175,24 +199,6 @@ def _attention(reader: ConfigValues, family: Family, hidden_size: int) -> Gqa:
         qkv_bias=reader.flag(family.qkv_bias),
         o_bias=reader.flag(family.o_bias),
         qk_norm=family.qk_norm if family.qk_norm_if is None or reader.flag(family.qk_norm_if) else None,
-    )
-
-
-def _mlp(reader: ConfigValues, family: Family) -> Gated | Plain | Moe:
-    activation, bias, moe = reader.activation(), reader.flag(family.mlp_bias), family.moe
-    if moe is None:
-        width = reader.positive("mlp_width", None if family.gated else 4 * reader.positive("hidden_size"))
-        return (Gated if family.gated else Plain)(width, activation, bias)
-    num_experts, top_k = reader.positive(moe.num_experts), reader.positive(moe.top_k)
-    if top_k > num_experts:
-        raise UnsupportedModelError(f"config.json: {moe.top_k} {top_k} of {num_experts} experts", "MODEL")
-    return Moe(
-        num_experts,
-        top_k,
-        reader.positive(moe.width or "mlp_width"),
-        activation,
-        renormalize=reader.flag(moe.renormalize),
-        shared=None if moe.shared is None else reader.positive(moe.shared),
     )
 
 

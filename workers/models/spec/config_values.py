@@ -138,6 +138,8 @@ class ConfigValues:
 
     def check_neutral(self) -> None:
         """UnsupportedModelError for a key that would change what is computed, but for the family's own."""
+        if (scheme := self._quantized_by()) is not None:
+            raise self.unsupported("quantization_config with quant_method", scheme)
         for key, neutral in {**NEUTRAL_VALUES, **self._family.neutral}.items():
             value = self.get(key, None)
             if key not in self._family.own_keys and value not in neutral:
@@ -146,6 +148,12 @@ class ConfigValues:
             value = self.get(key, None)
             if value is not None and value != self.get(other, None):
                 raise self.unsupported(f"{key} beside {other} {self.get(other, None)!r}:", value)
+
+    def _quantized_by(self) -> str | None:
+        """Returns the scheme in which the checkpoint's weights are quantized, None where it does not say one."""
+        given = self.get("quantization_config", None)
+        scheme = given.get("quant_method") if isinstance(given, Mapping) else None
+        return scheme if isinstance(scheme, str) else None
 
     def positive(self, what: str, default: int | None = None) -> int:
         key = self.key(what)

@@ -1,13 +1,15 @@
 """The registry of model families: Llama and its kin as rows of data; the others are in gpt_families.py. Torch-free."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from tandem.configs.errors import UnsupportedModelError
-from tandem.workers.models.spec.arch import ArchSpec, NormKind, Place, QkNorm
-from tandem.workers.models.spec.family import Family, MoeKeys, Rotary, Scales, Window
+from tandem.workers.models.spec.arch import ArchSpec, NormKind, Place, QkNorm, Scoring
+from tandem.workers.models.spec.family import Family, GroupKeys, MoeKeys, Rotary, Scales, Window
 from tandem.workers.models.spec.gpt_families import GPT_FAMILIES
-from tandem.workers.models.spec.parameters import FusedQkv, ParameterNames, ParameterTable, Role, parameters
+from tandem.workers.models.spec.parameter_names import FusedQkv, ParameterNames, Role
+from tandem.workers.models.spec.parameters import ParameterTable, parameters
 
 
 def stems(**changes: str) -> Mapping[Role, str]:
@@ -23,8 +25,36 @@ GEMMA2_STEMS = stems(
 QWEN_MOE_STEMS = stems(
     ROUTER="mlp.gate", SHARED_GATE="mlp.shared_expert_gate", GATE="gate_proj", UP="up_proj", DOWN="down_proj"
 )
-EQUAL_LAYERS = {"mlp_only_layers": (None, []), "decoder_sparse_step": (None, 1)}
-"""Keys that would give some layers an MLP and others experts."""
+QWEN_MOE_NAMES = ParameterNames(stems=QWEN_MOE_STEMS, mlp_prefix="mlp.")
+DEEPSEEK_NAMES = ParameterNames(
+    stems=stems(
+        Q_A="self_attn.q_a_proj",
+        Q_A_NORM="self_attn.q_a_layernorm",
+        Q_B="self_attn.q_b_proj",
+        KV_A="self_attn.kv_a_proj_with_mqa",
+        KV_A_NORM="self_attn.kv_a_layernorm",
+        KV_B="self_attn.kv_b_proj",
+        ROUTER="mlp.gate",
+        ROUTER_CORRECTION="mlp.gate",
+        GATE="gate_proj",
+        UP="up_proj",
+        DOWN="down_proj",
+    ),
+    mlp_prefix="mlp.",
+    shared_prefix="mlp.shared_experts.",
+)
+DEEPSEEK_KEYS = MoeKeys(
+    num_experts="n_routed_experts",
+    top_k="num_experts_per_tok",
+    width="moe_intermediate_size",
+    renormalize=False,
+    shared_count="n_shared_experts",
+    scale="routed_scaling_factor",
+    groups=GroupKeys(count="n_group", taken="topk_group", best=1),
+    grouped_if=("topk_method", "group_limited_greedy"),
+    first="first_k_dense_replace",
+    every="moe_layer_freq",
+)
 GRANITE_SCALES = Scales(
     embeddings="embedding_multiplier",
     branches="residual_multiplier",
@@ -277,8 +307,11 @@ FAMILIES: tuple[Family, ...] = (
             width="moe_intermediate_size",
             renormalize="norm_topk_prob",
             shared="shared_expert_intermediate_size",
+            every="decoder_sparse_step",
+            counts_from_one=True,
+            dense="mlp_only_layers",
         ),
-        names=ParameterNames(stems=QWEN_MOE_STEMS),
+        names=QWEN_MOE_NAMES,
         defaults={
             "max_position_embeddings": 32768,
             "qkv_bias": True,
@@ -287,7 +320,7 @@ FAMILIES: tuple[Family, ...] = (
             "moe_intermediate_size": 1408,
             "shared_expert_intermediate_size": 5632,
         },
-        neutral={**EQUAL_LAYERS, "use_sliding_window": (None, False)},
+        neutral={"use_sliding_window": (None, False)},
     ),
     Family(
         architecture="Qwen3MoeForCausalLM",
@@ -299,8 +332,11 @@ FAMILIES: tuple[Family, ...] = (
             top_k="num_experts_per_tok",
             width="moe_intermediate_size",
             renormalize="norm_topk_prob",
+            every="decoder_sparse_step",
+            counts_from_one=True,
+            dense="mlp_only_layers",
         ),
-        names=ParameterNames(stems=QWEN_MOE_STEMS),
+        names=QWEN_MOE_NAMES,
         defaults={
             "max_position_embeddings": 32768,
             "num_key_value_heads": 4,
@@ -308,7 +344,7 @@ FAMILIES: tuple[Family, ...] = (
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 768,
         },
-        neutral={**EQUAL_LAYERS, "use_sliding_window": (None, False)},
+        neutral={"use_sliding_window": (None, False)},
         also={"num_local_experts": ("num_experts",)},
     ),
     Family(
@@ -334,6 +370,73 @@ FAMILIES: tuple[Family, ...] = (
             "bos_token_id": 1,
             "eos_token_id": 2,
         },
+    ),
+    Family(
+        architecture="DeepseekV2ForCausalLM",
+        qkv_bias="attention_bias",
+        latent=True,
+        rotary=Rotary(interleaved=True),
+        moe=DEEPSEEK_KEYS,
+        names=DEEPSEEK_NAMES,
+        defaults={
+            "max_position_embeddings": 2048,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 1407,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        neutral={
+            "topk_method": (None, "greedy", "group_limited_greedy"),
+            "scoring_func": (None, "softmax"),
+            "norm_topk_prob": (None, False),
+            "mlp_bias": (None, False),
+        },
+        equal={"num_key_value_heads": "num_attention_heads"},
+    ),
+    Family(
+        architecture="DeepseekV3ForCausalLM",
+        qkv_bias="attention_bias",
+        latent=True,
+        extra_layers="num_nextn_predict_layers",
+        rotary=Rotary(interleaved="rope_interleave"),
+        moe=replace(
+            DEEPSEEK_KEYS,
+            renormalize="norm_topk_prob",
+            scoring=Scoring.SIGMOID,
+            correction=True,
+            groups=GroupKeys(count="n_group", taken="topk_group", best=2),
+            grouped_if=None,
+        ),
+        names=DEEPSEEK_NAMES,
+        defaults={
+            "max_position_embeddings": 4096,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "rope_interleave": True,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048,
+            "first_k_dense_replace": 3,
+            "n_group": 8,
+            "topk_group": 4,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "num_nextn_predict_layers": 1,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+        },
+        neutral={"topk_method": (None, "noaux_tc"), "scoring_func": (None, "sigmoid")},
+        equal={"num_key_value_heads": "num_attention_heads"},
     ),
     *GPT_FAMILIES,
 )

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from tandem.workers.models.spec.arch import NormKind, Place, QkNorm
-from tandem.workers.models.spec.parameters import ParameterNames
+from tandem.workers.models.spec.arch import NormKind, Place, QkNorm, Scoring
+from tandem.workers.models.spec.parameter_names import ParameterNames
 
 Condition = tuple[str, Any]
 """A key of config.json and the value that it must have."""
@@ -37,7 +37,8 @@ class PositionKind(Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotary:
     """How a family rotates. theta: the key of the base. share: the key of the part of a head that rotates, which may
-    stand in the rope parameters too, and its default; None: all rotates, or `dim` is the key of how much. kinds: own
+    stand in the rope parameters too, and its default; None: all rotates, or `dim` is the key of how much. interleaved:
+    as in RopeSpec, or the key that says so. kinds: own
     spellings of RopeKind. local_theta: the key and default of the base in layers with a window, which have an unscaled
     rope of their own. positions_scaled: config.json's positions count the scaling already."""
 
@@ -45,7 +46,7 @@ class Rotary:
     share: str | None = None
     default_share: float = 1.0
     dim: str | None = None
-    interleaved: bool = False
+    interleaved: bool | str = False
     kinds: Mapping[str, str] = field(default_factory=dict)
     local_theta: tuple[str, float] | None = None
     positions_scaled: bool = False
@@ -72,13 +73,39 @@ class Scales:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeKeys:
     """config.json's keys of a mixture of experts. width: of an expert, None: the MLP's own key. renormalize: True, or
-    the key that sets it. shared: of the shared expert's width, None without one."""
+    the key that sets it. shared: of the shared expert's width, None without one; shared_count: of how many experts'
+    width it has. scale: of what multiplies weights. correction: the router has one (Moe). groups: None without; they
+    count under `grouped_if` only, None: always.
+
+    first: the key of how many layers at the beginning have an MLP in place of experts. every: the key of n where only
+    each n-th layer has experts, counted from 1 if counts_from_one, else from 0. dense: the key of the list of layers
+    with an MLP.
+    """
 
     num_experts: str
     top_k: str
     width: str | None = None
     renormalize: bool | str = True
     shared: str | None = None
+    shared_count: str | None = None
+    scoring: Scoring = Scoring.SOFTMAX
+    scale: str | None = None
+    correction: bool = False
+    groups: "GroupKeys | None" = None
+    grouped_if: Condition | None = None
+    first: str | None = None
+    every: str | None = None
+    counts_from_one: bool = False
+    dense: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupKeys:
+    """config.json's keys of ExpertGroups, and its `best`."""
+
+    count: str
+    taken: str
+    best: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +116,7 @@ class Family:
     keys: config.json's names of what LLAMA_KEYS lists, where they differ. defaults: the values of absent keys, by
     config.json's names. gated: the MLP has a gate. moe: its MLPs are the experts of a mixture. activations: own
     spellings of Activation. norm_bias: a LayerNorm has one. norm_weight: norms have one. norms_store_offset: see Norm.
+    latent: attention is latent (Mla). extra_layers: the key of how many layers a checkpoint may have behind the last.
     qk_norm: the kind of norm of q and k, qk_norm_if: the key that says whether there is one. place_if: places of norms
     under conditions, of which the first that holds counts, else `place`. no_final_norm_if: any of these takes the last
     norm away. one_kv_head_if: all of these make it one.
@@ -107,6 +135,8 @@ class Family:
     o_bias: bool | str = False
     mlp_bias: bool | str = False
     head_bias: bool = False
+    latent: bool = False
+    extra_layers: str | None = None
     qk_norm: QkNorm | None = None
     qk_norm_if: str | None = None
     norm: NormKind = NormKind.RMS

@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 from tandem.workers.models.spec.arch import NormKind, Place
 from tandem.workers.models.spec.family import Family, PositionKind, Rotary, Scales, Window
-from tandem.workers.models.spec.parameters import FusedQkv, ParameterNames, Role
+from tandem.workers.models.spec.parameter_names import FusedQkv, ParameterNames, Role
 
 GPT2_KEYS: Mapping[str, str] = MappingProxyType(
     {

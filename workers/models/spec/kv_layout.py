@@ -2,7 +2,7 @@
 
 Torch-free. Read by sizes and `tandem plan`, the cache (workers/rank/kv_cache.py) and the layout digest of lower tiers
 (workers/executor/tiers.py); copiers follow the cache. Grouped-query attention has two equal planes, keys and values;
-latent attention would have one, which all tensor-parallel ranks hold.
+latent attention has one, which all tensor-parallel ranks hold.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tandem.parallel.mesh import Mesh, layer_range
-from tandem.workers.models.spec.arch import ArchSpec, LayerSpec
+from tandem.workers.models.spec.arch import ArchSpec, LayerSpec, Mla
 
 KV_ELEMENT_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8_e4m3": 1}
 KV_SCALE_BYTES: Final = {"int8": 4, "fp8_e4m3": 4}
@@ -45,6 +45,8 @@ class KVLayout:
 def kv_layout(layer: LayerSpec, tp_size: int) -> KVLayout:
     """Returns a layer's layout on one rank. With more ranks than KV heads each head is held by several ranks."""
     attention = layer.attention
+    if isinstance(attention, Mla):
+        return KVLayout((Plane(attention.num_kv_heads, attention.head_dim),))
     return KVLayout.keys_and_values(max(1, attention.num_kv_heads // tp_size), attention.head_dim)
 
 

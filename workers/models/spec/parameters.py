@@ -5,40 +5,23 @@ Torch-free; reads no file.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
-from types import MappingProxyType
+from dataclasses import dataclass, replace
 
 from tandem.parallel.params import WHOLE, Init, Param, Shard, Source
-from tandem.workers.models.spec.arch import ArchSpec, Gated, LayerSpec, Moe, Norm, NormKind, Place, Plain, QkNorm
-
-
-class Role(StrEnum):
-    """What a parameter is."""
-
-    EMBEDDING = "embedding"
-    POSITIONS = "positions"
-    EMBEDDING_NORM = "embedding_norm"
-    ATTENTION_NORM = "attention_norm"
-    QKV = "qkv"  # names the tensor of fused projections; parameters are Q, K and V
-    Q = "q"
-    K = "k"
-    V = "v"
-    Q_NORM = "q_norm"
-    K_NORM = "k_norm"
-    O = "o"  # noqa: E741 - the projection behind attention has this name everywhere
-    ATTENTION_POST_NORM = "attention_post_norm"
-    MLP_NORM = "mlp_norm"
-    GATE_UP = "gate_up"  # names the tensor of both where they are fused
-    GATE = "gate"
-    UP = "up"
-    DOWN = "down"
-    MLP_POST_NORM = "mlp_post_norm"
-    ROUTER = "router"
-    SHARED_GATE = "shared_gate"
-    FINAL_NORM = "final_norm"
-    HEAD = "head"
-
+from tandem.workers.models.spec.arch import (
+    ArchSpec,
+    Gated,
+    Gqa,
+    LayerSpec,
+    Mla,
+    Moe,
+    Norm,
+    NormKind,
+    Place,
+    Plain,
+    QkNorm,
+)
+from tandem.workers.models.spec.parameter_names import FusedQkv, ParameterNames, Role
 
 _PRE = (Role.ATTENTION_NORM, Role.MLP_NORM)
 _POST = (Role.ATTENTION_POST_NORM, Role.MLP_POST_NORM)
@@ -51,60 +34,12 @@ NORMS_OF: Mapping[Place, tuple[Role, ...]] = {
     Place.PARALLEL_TWO: _PRE,
 }
 """The norms of a layer."""
-LLAMA_STEMS: Mapping[Role, str] = MappingProxyType(
-    {
-        Role.EMBEDDING: "model.embed_tokens",
-        Role.ATTENTION_NORM: "input_layernorm",
-        Role.Q: "self_attn.q_proj",
-        Role.K: "self_attn.k_proj",
-        Role.V: "self_attn.v_proj",
-        Role.Q_NORM: "self_attn.q_norm",
-        Role.K_NORM: "self_attn.k_norm",
-        Role.O: "self_attn.o_proj",
-        Role.MLP_NORM: "post_attention_layernorm",
-        Role.GATE: "mlp.gate_proj",
-        Role.UP: "mlp.up_proj",
-        Role.DOWN: "mlp.down_proj",
-        Role.FINAL_NORM: "model.norm",
-        Role.HEAD: "lm_head",
-    }
-)
 
 
-class FusedQkv(StrEnum):
-    """How a checkpoint keeps q, k and v. APART: in three tensors. IN_TURN: in one, all rows of q, then k, then v.
-    BY_HEAD: in one, for each KV head the rows of its query heads, then its own of k and v."""
-
-    APART = "apart"
-    IN_TURN = "in_turn"
-    BY_HEAD = "by_head"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterNames:
-    """A family's names of parameters, without `.weight` and `.bias`; those of a layer follow layer_prefix with its
-    index, those of an expert expert_prefix too. With a name of GATE_UP both are rows of one tensor, the gate's first.
-    aliases: other names that a checkpoint may use. base_prefix: what names lack in a checkpoint without a head.
-    transposed: matrices of layers are stored as [inputs, outputs]. stacked_experts: one tensor has all experts'
-    matrices. norm_of_head: where each head's norm of q or k is stored. shared_prefix: of the shared expert's names.
-    ignored_suffixes: of tensors that checkpoints may hold too, as they can be derived.
-    """
-
-    stems: Mapping[Role, str] = field(default_factory=lambda: LLAMA_STEMS)
-    aliases: Mapping[Role, tuple[str, ...]] = field(default_factory=dict)
-    layer_prefix: str = "model.layers.{layer}."
-    expert_prefix: str = "mlp.experts.{expert}."
-    shared_prefix: str = "mlp.shared_expert."
-    base_prefix: str = "model."
-    fused_qkv: FusedQkv = FusedQkv.APART
-    transposed: bool = False
-    stacked_experts: bool = False
-    norm_of_head: str | None = None
-    ignored_suffixes: tuple[str, ...] = ("rotary_emb.inv_freq",)
-
-    def stored(self, prefix: str, role: Role, suffix: str) -> tuple[str, ...]:
-        """Returns the names that a tensor may have."""
-        return tuple(f"{prefix}{stem}.{suffix}" for stem in (self.stems[role], *self.aliases.get(role, ())))
+UNADAPTED = (Role.SHARED_GATE, Role.KV_B)
+"""Linear layers that take no adapter."""
+DENSE = (Role.SHARED_GATE, Role.KV_B)
+"""Linear layers whose weights are held in no other form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +93,9 @@ class LayerParams:
 
     @property
     def adaptable(self) -> tuple[Param, ...]:
-        """The weights of the linear layers that LoRA adapters may change: not experts, and not what chooses them."""
-        return tuple(p for p in self.weights.values() if p.is_matrix and p.role not in (Role.ROUTER, Role.SHARED_GATE))
+        """The weights of the linear layers that LoRA adapters may change: not experts, what chooses them, or what
+        latents are multiplied with by parts."""
+        return tuple(p for p in self.weights.values() if p.is_matrix and p.role not in UNADAPTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +178,12 @@ class _Group:
         self.weights: dict[Role, Param] = {}
         self.biases: dict[Role, Param] = {}
 
+    def within(self, prefix: str) -> "_Group":
+        """Returns a view of the group that adds a prefix to names."""
+        group = _Group(self._names, self._prefix + prefix, self._layer, self._expert)
+        group.weights, group.biases = self.weights, self.biases
+        return group
+
     def table(self, role: Role, shape: tuple[int, int], shard: Shard, aliases: tuple[str, ...] = ()) -> Param:
         """A table of vocabulary or positions. aliases: other names under which checkpoints store it."""
         names = self._names.stored("", role, "weight")
@@ -317,6 +259,21 @@ class _Group:
             of_bias = shard if shard.dim == 0 else WHOLE
             self.biases[role] = self._param(role, f"{stem}.bias", (outputs,), stored, of_bias, merge, init=Init.ZEROS)
 
+    def router(self, spec: Moe, hidden: int) -> None:
+        """The router of experts: in float32 whatever the model's dtype, not among the matrices that may stream."""
+        size, role = spec.num_experts, Role.ROUTER
+        self._router_param(self.weights, role, "weight", (size, hidden), Init.NORMAL)
+        if spec.router_bias:
+            self._router_param(self.biases, role, "bias", (size,), Init.ZEROS)
+        if spec.correction:
+            self._router_param(self.weights, Role.ROUTER_CORRECTION, "e_score_correction_bias", (size,), Init.ZEROS)
+
+    def _router_param(
+        self, into: dict[Role, Param], role: Role, suffix: str, shape: tuple[int, ...], init: Init
+    ) -> None:
+        names = self._names.stored(self._prefix, role, suffix)
+        into[role] = replace(self._param(role, names[0], shape, Source(names), init=init), dtype="float32")
+
     def _stored_weight(self, source: Source, stored: Role, outputs: int, inputs: int) -> Source:
         """Returns where a matrix is stored: in a tensor of its layer, or in the stack of all experts' tensors."""
         source = replace(source, transposed=self._names.transposed)
@@ -347,7 +304,8 @@ class _Group:
             merge=merge,
             init=init,
             expert=self._expert,
-            takes_format=merge is not None and len(shape) == 2 and role not in (Role.ROUTER, Role.SHARED_GATE),
+            takes_format=merge is not None and len(shape) == 2 and role not in DENSE,
+            packs=role is not Role.KV_B,
         )
 
 
@@ -360,19 +318,22 @@ def _layer(hidden: int, spec: LayerSpec, layer: int, names: ParameterNames) -> L
             found.norm(role, hidden, spec.norm)
 
     norm(Role.ATTENTION_NORM)
-    _attention(found, hidden, spec, names.fused_qkv)
+    if isinstance(spec.attention, Mla):
+        _latent_attention(found, hidden, spec, spec.attention)
+    else:
+        _attention(found, hidden, spec, spec.attention, names.fused_qkv)
     norm(Role.ATTENTION_POST_NORM)
     norm(Role.MLP_NORM)
     experts: tuple[LayerParams, ...] = ()
     shared = None
     if isinstance(spec.mlp, Moe):
-        found.linear(Role.ROUTER, spec.mlp.num_experts, hidden, WHOLE, "router", bias=False)
+        found.router(spec.mlp, hidden)
         experts, shared = (
             _experts(hidden, spec.mlp, layer, names),
             _shared_expert(found, hidden, spec.mlp, layer, names),
         )
     else:
-        _mlp(found, hidden, spec.mlp, names)
+        _mlp(found.within(names.mlp_prefix), hidden, spec.mlp, names)
     norm(Role.MLP_POST_NORM)
     return LayerParams(found.weights, found.biases, experts, shared)
 
@@ -392,14 +353,40 @@ def _shared_expert(
 ) -> LayerParams | None:
     if spec.shared_expert is None:
         return None
-    layer_group.linear(Role.SHARED_GATE, 1, hidden, WHOLE, "shared_gate", bias=False)
+    if spec.shared_gated:
+        layer_group.linear(Role.SHARED_GATE, 1, hidden, WHOLE, "shared_gate", bias=False)
     found = _Group(names, names.layer_prefix.format(layer=layer) + names.shared_prefix, layer)
     _mlp(found, hidden, spec.shared_expert, names)
     return LayerParams(found.weights, found.biases)
 
 
-def _attention(found: _Group, hidden: int, layer: LayerSpec, fused: FusedQkv) -> None:
-    spec = layer.attention
+def _latent_attention(found: _Group, hidden: int, layer: LayerSpec, spec: Mla) -> None:
+    """Heads are sharded. The projections to latents are not: each rank computes all of these and has them cached."""
+
+    def kept_then_turned(kept: int) -> Source:
+        """The order of a vector whose first elements stay as stored."""
+        order = () if layer.position is None else layer.position.head_order(spec.rope_dim)
+        return Source((), order=(*range(kept), *(kept + place for place in order)) if order else ())
+
+    by_head, norm = Shard("tp", unit=spec.key_dim), replace(layer.norm, eps=spec.norm_eps)
+    outputs, order = spec.num_heads * spec.key_dim, kept_then_turned(spec.nope_dim)
+    if spec.q_rank is None:
+        found.linear(Role.Q, outputs, hidden, by_head, "q", bias=False, source=order)
+    else:
+        found.linear(Role.Q_A, spec.q_rank, hidden, WHOLE, "latents", bias=spec.bias)
+    latents = kept_then_turned(spec.kv_rank)
+    found.linear(Role.KV_A, spec.head_dim, hidden, WHOLE, "latents", bias=spec.bias, source=latents)
+    if spec.q_rank is not None:
+        found.norm(Role.Q_A_NORM, spec.q_rank, norm)
+        found.linear(Role.Q_B, outputs, spec.q_rank, by_head, "q", bias=False, source=order)
+    found.norm(Role.KV_A_NORM, spec.kv_rank, norm)
+    of_head = spec.nope_dim + spec.v_dim
+    found.linear(Role.KV_B, spec.num_heads * of_head, spec.kv_rank, Shard("tp", unit=of_head), "kv_b", bias=False)
+    by_value = Shard("tp", dim=1, unit=spec.v_dim)
+    found.linear(Role.O, hidden, spec.num_heads * spec.v_dim, by_value, "o", bias=spec.bias)
+
+
+def _attention(found: _Group, hidden: int, layer: LayerSpec, spec: Gqa, fused: FusedQkv) -> None:
     dim, q, kv = spec.head_dim, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     by_head, by_kv_head = Shard("tp", unit=dim), Shard("tp", unit=dim, replicate=True)
     order = Source((), order=() if layer.position is None else layer.position.head_order(dim))

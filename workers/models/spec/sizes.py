@@ -11,17 +11,19 @@ from dataclasses import dataclass
 from tandem.parallel.mesh import Mesh, layer_range
 from tandem.parallel.params import Param
 from tandem.parallel.quantization.weight_formats import DENSE, WeightFormat, held_bytes
-from tandem.workers.models.spec.arch import ArchSpec, LayerSpec, Moe
+from tandem.workers.models.spec.arch import ArchSpec, LayerSpec, Mla, Moe
 from tandem.workers.models.spec.families import parameters_of
 from tandem.workers.models.spec.kv_layout import kv_layout, kv_layouts
 
 
 @dataclass(frozen=True, slots=True)
 class RankWeights:
-    """Bytes on one rank. layer_bytes: the matrices of one layer, which may stream; the rest stays on the device.
+    """Bytes on one rank. may_stream: indices on the rank of the layers whose matrices may stream, which have equal
+    shapes. layer_bytes: the matrices of one of them; the rest stays on the device. layer_rest_bytes: of all layers.
     norm_bytes: of norms, tables of positions and biases outside of layers."""
 
     num_layers: int
+    may_stream: tuple[int, ...]
     layer_bytes: int
     layer_rest_bytes: int
     table_bytes: int
@@ -30,13 +32,13 @@ class RankWeights:
 
     @property
     def total_bytes(self) -> int:
-        layers = self.num_layers * (self.layer_bytes + self.layer_rest_bytes)
+        layers = len(self.may_stream) * self.layer_bytes + self.layer_rest_bytes
         return layers + self.table_bytes + self.packed_table_bytes + self.norm_bytes
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes of everything but the matrices of layers."""
-        return self.total_bytes - self.num_layers * self.layer_bytes
+        """Bytes of everything but the matrices that may stream."""
+        return self.total_bytes - len(self.may_stream) * self.layer_bytes
 
 
 def rank_weights(
@@ -48,9 +50,14 @@ def rank_weights(
     head are on this rank. form: of the weights of linear layers; the head too then holds a form of its own.
     """
     table, own = parameters_of(spec), layer_range(spec.num_layers, mesh.pp_rank, mesh.pp_size)
-    layer = table.layers[own[0]]
-    matrices = {param.name for param in layer.matrices}
-    rest = sum(param.local_bytes(mesh, element_bytes) for param in layer if param.name not in matrices)
+    matrices, all_bytes = [], 0
+    for layer in (table.layers[index] for index in own):
+        held = tuple(held_bytes(form, param, mesh, element_bytes) for param in layer.matrices)
+        rest = sum(param.local_bytes(mesh, element_bytes) for param in layer if not param.is_matrix)
+        matrices.append(held)
+        all_bytes += sum(held) + rest
+    kinds = {kind: [i for i, other in enumerate(matrices) if other == kind] for kind in dict.fromkeys(matrices)}
+    most = max(kinds, key=lambda kind: sum(kind) * len(kinds[kind]))
     embedding = table.embedding.local_bytes(mesh, element_bytes)
     head = held_bytes(form, table.head, mesh, element_bytes)
     head_bias = 0 if table.head_bias is None else table.head_bias.local_bytes(mesh, element_bytes)
@@ -58,8 +65,9 @@ def rank_weights(
     ties_here = spec.tie_word_embeddings and first and last
     return RankWeights(
         num_layers=len(own),
-        layer_bytes=sum(held_bytes(form, param, mesh, element_bytes) for param in layer.matrices),
-        layer_rest_bytes=rest,
+        may_stream=tuple(kinds[most]),
+        layer_bytes=sum(most),
+        layer_rest_bytes=all_bytes - len(kinds[most]) * sum(most),
         table_bytes=embedding * first + head * (last and not ties_here),
         packed_table_bytes=head * (ties_here and (packs or not form.is_dense)),
         norm_bytes=(_whole(table.entry) * first + _whole(table.final_norm) * last) * element_bytes + head_bias * last,
@@ -103,9 +111,18 @@ def activation_bytes(spec: ArchSpec, tp_size: int, max_num_tokens: int, max_num_
 
 def _widest(layer: LayerSpec, tp_size: int) -> int:
     """Returns the elements of a token that a layer holds at once beside the residual stream."""
-    q = layer.attention.num_heads * layer.attention.head_dim // tp_size
-    kv = sum(plane.heads * plane.dim for plane in kv_layout(layer, tp_size).planes)
     width = layer.mlp.width // tp_size
     if isinstance(layer.mlp, Moe):
         width = width * layer.mlp.top_k + (layer.mlp.shared or 0) // tp_size
-    return max(2 * (q + kv) + q, 3 * width)
+    return max(_attention_width(layer, tp_size), 3 * width)
+
+
+def _attention_width(layer: LayerSpec, tp_size: int) -> int:
+    attention = layer.attention
+    heads = attention.num_heads // tp_size
+    kv = sum(plane.heads * plane.dim for plane in kv_layout(layer, tp_size).planes)
+    if isinstance(attention, Mla):
+        of_latents = attention.head_dim + attention.kv_rank  # a query and an output, in products with latents
+        return 2 * ((attention.q_rank or 0) + kv) + heads * (attention.key_dim + of_latents + attention.v_dim)
+    q = heads * attention.head_dim
+    return 2 * (q + kv) + q

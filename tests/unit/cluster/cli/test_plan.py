@@ -26,8 +26,8 @@ from tandem.parallel.mesh import Mesh
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.models.spec.families import parameters_of
-from tandem.workers.models.spec.headers import read_checkpoint_facts
 from tandem.workers.planning.budget import GIB, KVNeeds, cpu_blocks
+from tandem.workers.planning.headers import read_checkpoint_facts
 from tandem.workers.planning.planner import GroupPlan, Memory, best_of, gib, layouts, least_bytes, plan_group
 from tests.support.loading import load_single
 from tests.support.tiny_models import BY_NAME, save_tiny_model

@@ -1,6 +1,7 @@
 """Reads the contents of a checkpoint folder from the headers of its safetensors files, without any tensor. Torch-free.
 
-Used by `tandem plan`. A header is 8 bytes of length (little endian), then JSON: name -> dtype, shape, data_offsets.
+Used by `tandem plan`, and for the base model's tables beside an adapter. A header is 8 bytes of length (little endian),
+then JSON: name -> dtype, shape, data_offsets.
 """
 
 import json

@@ -1,0 +1,108 @@
+"""Latent attention of every backend against its definition: absorbed and expanded, in pieces, padded, quantized."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.workers.attention import latent
+from tandem.workers.attention.latent import absorbs
+from tandem.workers.attention.padded_decode import PaddedDecode, padded_blocks
+from tandem.workers.attention.reference import ReferenceAttention
+from tandem.workers.attention.torch_sdpa import TorchAttention
+from tandem.workers.kernels.kv_store import TorchKVStore
+from tandem.workers.models.decoder import Decoder
+from tandem.workers.models.layers.latent_layer import Heads
+from tandem.workers.models.spec.arch import Mla
+from tests.support.paged_rows import PagedRows, prompt_ids
+from tests.support.tiny_models import BY_NAME, save_tiny_model
+
+DEEPSEEK = Mla(num_heads=128, q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
+PROMPTS = [prompt_ids(length, 200, seed=length) for length in (61, 40, 5)]
+TinyFolder = Callable[[str], Path]
+MakeDecoder = Callable[..., Decoder]
+
+
+def steps(decoder: Decoder, kv_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Logits of chunks, drafts and decodes of three rows."""
+    rows = PagedRows(decoder, 3, 80, kv_dtype=kv_dtype)
+    work = [
+        [(0, PROMPTS[0][:40]), (1, PROMPTS[1][:18])],
+        [(1, PROMPTS[1][18:]), (0, PROMPTS[0][40:]), (2, PROMPTS[2])],
+        [(0, [5]), (2, [6, 7, 8]), (1, [9])],
+        [(0, [3]), (1, [4]), (2, [5])],
+    ]
+    return torch.cat([rows.step(each, all_logits=True) for each in work])
+
+
+@pytest.mark.parametrize("always", [None, True, False], ids=["counted", "absorbed", "expanded"])
+@pytest.mark.parametrize(("is_bounded", "bytes_at_once"), [(False, None), (True, None), (False, 4096), (True, 4096)])
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2-lite"])
+def test_every_way_equals_the_definition(
+    name: str, is_bounded: bool, bytes_at_once: int | None, always: bool | None, tiny_folder: TinyFolder,
+    make_decoder: MakeDecoder, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    folder = tiny_folder(name)
+    truth = steps(make_decoder(folder, attention=ReferenceAttention()))
+    if always is not None:
+        monkeypatch.setattr(latent, "absorbs", lambda *_: always)
+    if bytes_at_once is not None:
+        monkeypatch.setattr(latent, "GATHER_BYTES", bytes_at_once)  # several pieces
+    found = steps(make_decoder(folder, attention=TorchAttention(is_bounded=is_bounded)))
+    torch.testing.assert_close(found, truth, rtol=0, atol=2e-5 * float(truth.abs().max()))
+
+
+def test_what_is_expanded_at_once_is_bounded(
+    tiny_folder: TinyFolder, make_decoder: MakeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CPUs too, where a context of keys and values that were cached takes no memory of its own."""
+    monkeypatch.setattr(latent, "absorbs", lambda *_: False)
+    monkeypatch.setattr(latent, "GATHER_BYTES", 8192)
+    taken: list[int] = []
+    expand = Heads.expand
+
+    def noted(heads: Heads, latents_JE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made = expand(heads, latents_JE)
+        taken.append(sum(each.nbytes for each in made))
+        return made
+
+    monkeypatch.setattr(Heads, "expand", noted)
+    steps(make_decoder(tiny_folder("deepseek_v3")))
+    assert 0 < max(taken) <= 8192
+
+
+def test_the_way_is_counted() -> None:
+    assert all(absorbs(DEEPSEEK, 1, context) for context in (1, 100, 10**5))
+    assert absorbs(DEEPSEEK, 100, 10**4) and absorbs(DEEPSEEK, 160, 10**5)
+    assert not absorbs(DEEPSEEK, 180, 10**5) and not absorbs(DEEPSEEK, 1000, 1000)
+
+
+def test_padded_decodes_equal_the_definition(tiny_folder: TinyFolder, make_decoder: MakeDecoder) -> None:
+    """What a graph captures: rows of other lengths, padded tokens behind them."""
+
+    class Padded(TorchAttention):
+        def prepare(self, batch):  # type: ignore[no-untyped-def]
+            if max(batch.query_lens_list) > 3:
+                return super().prepare(batch)
+            return PaddedDecode(batch, batch.num_tokens, padded_blocks(batch), 0, TorchKVStore())
+
+    folder = tiny_folder("deepseek_v3")
+    found, truth = (steps(make_decoder(folder, attention=each)) for each in (Padded(), ReferenceAttention()))
+    torch.testing.assert_close(found, truth, rtol=0, atol=2e-5 * float(truth.abs().max()))
+
+
+@pytest.mark.parametrize(("kv_dtype", "bound"), [(torch.int8, 0.08), (torch.float8_e4m3fn, 0.3)], ids=["int8", "fp8"])
+def test_quantized_latents(kv_dtype: torch.dtype, bound: float, tmp_path: Path, make_decoder: MakeDecoder) -> None:
+    """Backends agree on what was stored, which is as near to what was not quantized as heads' keys and values are
+    (test_kv_quant_logits.py). Without experts: a rounding that changes which of them compute says nothing of the
+    cache."""
+    tiny = BY_NAME["deepseek_v3"]
+    folder = save_tiny_model(replace(tiny, changes={**tiny.changes, "first_k_dense_replace": 2}), tmp_path)
+    found, truth = (
+        steps(make_decoder(folder, attention=each), kv_dtype) for each in (TorchAttention(), ReferenceAttention())
+    )
+    torch.testing.assert_close(found, truth, rtol=0, atol=1e-4 * float(truth.abs().max()))
+    exact = steps(make_decoder(folder, attention=ReferenceAttention()))
+    assert 0 < (truth - exact).norm() / exact.norm() < bound

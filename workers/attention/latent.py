@@ -1,0 +1,149 @@
+"""Attention over latents (DeepSeek-V2, 2024): a token's one cached vector stands for the keys and values of all heads.
+
+Two ways to the same result, up to rounding:
+
+    absorbed  q @ W_uk once for each query, scores and sums over the latents themselves, then @ W_uv
+    expanded  k and v of each head made of every latent of the context, then attention as usual
+
+By multiplications for each head, of t queries over J positions with a mean of j = J - (t - 1) / 2 each, latents of L
+elements, keys of P that do not rotate and R that do, values of V:
+
+    absorbed  t L (P + V) + t j (2 L + R)
+    expanded  J L (P + V) + t j (P + R + V)
+
+A decode is absorbed, a long prompt expanded; with DeepSeek's widths (512, 128, 64, 128) chunks of up to some 170 tokens
+over a long context are absorbed. The choice depends on a row's own t and J only, never on other rows.
+
+T tokens, J context positions, N query heads, D = P + R elements of a key, E = L + R of the cache.
+"""
+
+from collections.abc import Iterator
+from typing import Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+
+from tandem.workers.attention.backend import DECODE_QUERIES
+from tandem.workers.attention.chunks import Chunk, ChunkAttention, Gatherer
+from tandem.workers.attention.pieces import GATHER_BYTES, attend_in_pieces, scores_fit
+from tandem.workers.kernels.kv_store import LayerKV
+from tandem.workers.models.spec.arch import AttentionParams, Mla
+
+
+class LatentHeads(Protocol):
+    """The projections between latents and this rank's heads, of one layer."""
+
+    spec: Mla
+
+    def absorb(self, q_TND: torch.Tensor) -> torch.Tensor:
+        """Returns q_TNE, whose products with what the cache has are the scores."""
+        ...
+
+    def release(self, out_TNL: torch.Tensor) -> torch.Tensor:
+        """Returns out_TNV of sums over latents."""
+        ...
+
+    def expand(self, latents_JE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns k_JND and v_JNV."""
+        ...
+
+
+@runtime_checkable
+class LatentStep(Protocol):
+    """One step's attention of layers whose cache has latents: the state that all layers share."""
+
+    def attend_latent(
+        self,
+        q_TND: torch.Tensor,
+        latents_T1E: torch.Tensor,
+        kv: LayerKV,
+        params: AttentionParams,
+        heads: LatentHeads,
+    ) -> torch.Tensor:
+        """Returns out_TNV, causal attention to each row's context in this layer's cache, which holds the step's own
+        latents already."""
+        ...
+
+
+def absorbs(spec: Mla, num_queries: int, context_len: int) -> bool:
+    """Whether absorbed attention of a row takes fewer multiplications. A token and its drafts are always absorbed: they
+    come out as in steps of one token each."""
+    if num_queries <= DECODE_QUERIES:
+        return True
+    seen = num_queries * (2 * context_len - num_queries + 1)  # twice the sum over queries
+    both = 2 * spec.kv_rank * (spec.nope_dim + spec.v_dim)
+    absorbed = num_queries * both + seen * (2 * spec.kv_rank + spec.rope_dim)
+    return absorbed < context_len * both + seen * (spec.key_dim + spec.v_dim)
+
+
+def attend_absorbed(
+    q_RNE: torch.Tensor, latents_RJE: torch.Tensor, mask_R1J: torch.Tensor | None, params: AttentionParams, heads: Mla
+) -> torch.Tensor:
+    """Returns out_RNL of rows with one query each, in float32. mask: is added to the scores."""
+    latents_RJE = latents_RJE.float()
+    scores_RNJ = (q_RNE.float() @ latents_RJE.transpose(1, 2)).mul_(params.scale)
+    if mask_R1J is not None:
+        scores_RNJ += mask_R1J
+    return (scores_RNJ.softmax(-1) @ latents_RJE[..., : heads.kv_rank]).to(q_RNE.dtype)
+
+
+class LatentChunks:
+    """Rows with several queries, one by one. Keys and values of all heads, which are made here, never take more than
+    GATHER_BYTES: those of a longer context come in pieces. keeps_scores: so do its scores (pieces.py), as `attention`
+    might keep them all."""
+
+    def __init__(self, gatherer: Gatherer, attention: ChunkAttention, *, keeps_scores: bool) -> None:
+        self._gatherer = gatherer
+        self._attention = attention
+        self._keeps_scores = keeps_scores
+
+    def attend(
+        self,
+        chunk: Chunk,
+        q_TND: torch.Tensor,
+        latents_T1E: torch.Tensor,
+        kv: LayerKV,
+        params: AttentionParams,
+        heads: LatentHeads,
+    ) -> torch.Tensor:
+        """Returns out_TNV of the chunk's own tokens."""
+        spec, own = heads.spec, q_TND[chunk.start : chunk.stop]
+        if absorbs(spec, len(own), chunk.context_len):
+            pieces = self._pieces(chunk, latents_T1E, kv, spec.head_dim)
+            keys_and_values = ((piece, piece[..., : spec.kv_rank]) for piece in pieces)
+            return heads.release(attend_in_pieces(heads.absorb(own), keys_and_values, chunk.context_len, params))
+        of_position = own.shape[1] * (spec.key_dim + spec.v_dim)
+        if not self._fits(chunk, own, of_position):
+            pieces = self._pieces(chunk, latents_T1E, kv, of_position)
+            expanded = (heads.expand(piece.squeeze(1)) for piece in pieces)
+            return attend_in_pieces(own, expanded, chunk.context_len, params)
+        (latents_J1E,) = self._pieces(chunk, latents_T1E, kv, None)
+        k_JND, v_JNV = heads.expand(latents_J1E.squeeze(1))
+        v_JND = F.pad(v_JNV, (0, spec.key_dim - spec.v_dim)) if spec.v_dim < spec.key_dim else v_JNV
+        if spec.v_dim > spec.key_dim:
+            own, k_JND = (F.pad(x, (0, spec.v_dim - spec.key_dim)) for x in (own, k_JND))
+        return self._attention.attend(own, k_JND, v_JND, params.scale, None)[..., : spec.v_dim]
+
+    def _fits(self, chunk: Chunk, own: torch.Tensor, of_position: int) -> bool:
+        """Whether the scores, should they be kept, and the expanded keys and values stay within bounds."""
+        if chunk.context_len * of_position * own.element_size() > GATHER_BYTES:
+            return False
+        is_masked = chunk.block_ids is not None
+        return not (self._keeps_scores and is_masked) or scores_fit(len(own), chunk.context_len, own.shape[1])
+
+    def _pieces(
+        self, chunk: Chunk, latents_T1E: torch.Tensor, kv: LayerKV, of_position: int | None
+    ) -> Iterator[torch.Tensor]:
+        """Yields latents_J1E of the chunk's context in order, each valid until the next; of_position: elements that a
+        piece takes for each position, None: all in one piece."""
+        block_size = kv.keys.shape[1]
+        blocks = -(-chunk.context_len // block_size)
+        if of_position is not None:
+            blocks = max(1, GATHER_BYTES // (block_size * of_position * latents_T1E.element_size()))
+        for start in range(0, chunk.context_len, blocks * block_size):
+            stop = min(start + blocks * block_size, chunk.context_len)
+            if chunk.block_ids is None:
+                yield latents_T1E[chunk.start + start : chunk.start + stop]
+            else:
+                ids = chunk.block_ids[start // block_size : -(-stop // block_size)]
+                yield self._gatherer.keys(kv, ids, latents_T1E.dtype).flatten(0, 1)[: stop - start]

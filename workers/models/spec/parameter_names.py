@@ -1,0 +1,98 @@
+"""ParameterNames: what a family's checkpoints call the parameters that parameters.py lists. Torch-free."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+
+
+class Role(StrEnum):
+    """What a parameter is."""
+
+    EMBEDDING = "embedding"
+    POSITIONS = "positions"
+    EMBEDDING_NORM = "embedding_norm"
+    ATTENTION_NORM = "attention_norm"
+    QKV = "qkv"  # names the tensor of fused projections; parameters are Q, K and V
+    Q = "q"
+    Q_A = "q_a"
+    Q_A_NORM = "q_a_norm"
+    Q_B = "q_b"
+    KV_A = "kv_a"
+    KV_A_NORM = "kv_a_norm"
+    KV_B = "kv_b"
+    K = "k"
+    V = "v"
+    Q_NORM = "q_norm"
+    K_NORM = "k_norm"
+    O = "o"  # noqa: E741 - the projection behind attention has this name everywhere
+    ATTENTION_POST_NORM = "attention_post_norm"
+    MLP_NORM = "mlp_norm"
+    GATE_UP = "gate_up"  # names the tensor of both where they are fused
+    GATE = "gate"
+    UP = "up"
+    DOWN = "down"
+    MLP_POST_NORM = "mlp_post_norm"
+    ROUTER = "router"
+    ROUTER_CORRECTION = "router_correction"
+    SHARED_GATE = "shared_gate"
+    FINAL_NORM = "final_norm"
+    HEAD = "head"
+
+
+LLAMA_STEMS: Mapping[Role, str] = MappingProxyType(
+    {
+        Role.EMBEDDING: "model.embed_tokens",
+        Role.ATTENTION_NORM: "input_layernorm",
+        Role.Q: "self_attn.q_proj",
+        Role.K: "self_attn.k_proj",
+        Role.V: "self_attn.v_proj",
+        Role.Q_NORM: "self_attn.q_norm",
+        Role.K_NORM: "self_attn.k_norm",
+        Role.O: "self_attn.o_proj",
+        Role.MLP_NORM: "post_attention_layernorm",
+        Role.GATE: "mlp.gate_proj",
+        Role.UP: "mlp.up_proj",
+        Role.DOWN: "mlp.down_proj",
+        Role.FINAL_NORM: "model.norm",
+        Role.HEAD: "lm_head",
+    }
+)
+
+
+class FusedQkv(StrEnum):
+    """How a checkpoint keeps q, k and v. APART: in three tensors. IN_TURN: in one, all rows of q, then k, then v.
+    BY_HEAD: in one, for each KV head the rows of its query heads, then its own of k and v."""
+
+    APART = "apart"
+    IN_TURN = "in_turn"
+    BY_HEAD = "by_head"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterNames:
+    """A family's names of parameters, without `.weight` and `.bias`; those of a layer follow layer_prefix with its
+    index, those of an expert expert_prefix too. With a name of GATE_UP both are rows of one tensor, the gate's first.
+    aliases: other names that a checkpoint may use. base_prefix: what names lack in a checkpoint without a head.
+    transposed: matrices of layers are stored as [inputs, outputs]. stacked_experts: one tensor has all experts'
+    matrices. norm_of_head: where each head's norm of q or k is stored. mlp_prefix: of an MLP's names, where an
+    expert's are as short. shared_prefix: of the shared expert's names.
+    ignored_suffixes: of tensors that checkpoints may hold too, as they can be derived.
+    """
+
+    stems: Mapping[Role, str] = field(default_factory=lambda: LLAMA_STEMS)
+    aliases: Mapping[Role, tuple[str, ...]] = field(default_factory=dict)
+    layer_prefix: str = "model.layers.{layer}."
+    expert_prefix: str = "mlp.experts.{expert}."
+    mlp_prefix: str = ""
+    shared_prefix: str = "mlp.shared_expert."
+    base_prefix: str = "model."
+    fused_qkv: FusedQkv = FusedQkv.APART
+    transposed: bool = False
+    stacked_experts: bool = False
+    norm_of_head: str | None = None
+    ignored_suffixes: tuple[str, ...] = ("rotary_emb.inv_freq",)
+
+    def stored(self, prefix: str, role: Role, suffix: str) -> tuple[str, ...]:
+        """Returns the names that a tensor may have."""
+        return tuple(f"{prefix}{stem}.{suffix}" for stem in (self.stems[role], *self.aliases.get(role, ())))
