@@ -1,5 +1,4 @@
-"""Fixtures for the whole suite: one running service that tests marked `cluster` share, rank processes; plain signals;
-which worker runs which tests.
+"""Fixtures for the whole suite: rank processes that files share; plain signals; which worker runs which tests.
 
 A runner that was started with `&` by a script, or under nohup, ignores SIGINT, SIGQUIT or SIGHUP, and every process
 that a test starts and interrupts would inherit that.
@@ -16,15 +15,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
-from tests.support.service import Service, tandem_serve, wait_for
-
 if TYPE_CHECKING:
     from tests.support.decoder_ranks import RankProcesses
-
-SHARED = (
-    "demo", "-tp", "2", "-dp", "2", "--device", "cpu", "--dtype", "float32", "--num-gpu-blocks-override", "512",
-    "--shutdown-timeout", "120",  # longer than any stream lasts on a busy machine
-)  # fmt: skip
 
 # Every run draws the same examples and none is too slow on a busy machine; `make fuzz` draws others.
 settings.register_profile("fuzz", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
@@ -51,36 +43,41 @@ def pytest_configure(config: pytest.Config) -> None:
 WAITING = ("tests/integration/", "tests/distributed/")
 """Tests that start services or ranks, and often wait for them."""
 SHARING = {
-    "the service": ("integration/test_service", "integration/test_official_clients"),
+    "one service": ("integration/one_service/test_service", "integration/one_service/test_official_clients"),
     "four ranks": (
         "distributed/test_memory_faults", "parity/test_decoder_parallel", "parity/test_kv_quant_logits",
         "parity/test_lora_logits", "parity/test_quantized_logits", "parity/test_streamed_layers",
         "unit/parallel/test_shared_memory", "unit/rank/test_weight_placement",
     ),
 }  # fmt: skip
-"""Files that one worker runs, as they share a fixture of the session that starts many processes."""
+"""Files that one worker runs one after the other, as they share processes that take long to start."""
 SCOPES = {f"tests/{stem}.py": name for name, stems in SHARING.items() for stem in stems}
+
+
+def scope_of(nodeid: str) -> str:
+    """The test's file, or the name of what its file shares with others."""
+    file = nodeid.partition("::")[0]
+    return SCOPES.get(file, file)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Spreads the files that wait evenly over the first four fifths of those that compute, so that one worker waits
     while another computes."""
-    files: dict[bool, dict[str, list[pytest.Item]]] = {True: {}, False: {}}
+    scopes: dict[str, list[pytest.Item]] = {}
     for item in items:
-        file = item.nodeid.partition("::")[0]
-        files[file.startswith(WAITING)].setdefault(file, []).append(item)
-    waiting, computing = list(files[True].values()), list(files[False].values())
-    places = [((at + 0.5) / max(1, len(computing)), of_file) for at, of_file in enumerate(computing)]
-    places += [(0.8 * at / len(waiting), of_file) for at, of_file in enumerate(waiting)]
-    items[:] = [item for _, of_file in sorted(places, key=lambda place: place[0]) for item in of_file]
+        scopes.setdefault(scope_of(item.nodeid), []).append(item)
+    waiting = [scope for scope in scopes.values() if scope[0].nodeid.startswith(WAITING)]
+    computing = [scope for scope in scopes.values() if not scope[0].nodeid.startswith(WAITING)]
+    places = [((at + 0.5) / max(1, len(computing)), scope) for at, scope in enumerate(computing)]
+    places += [(0.8 * at / len(waiting), scope) for at, scope in enumerate(waiting)]
+    items[:] = [item for _, scope in sorted(places, key=lambda place: place[0]) for item in scope]
 
 
 class ByFile(LoadScopeScheduling):
-    """A file, or files that share a fixture, go to one worker, in the order of the collection."""
+    """A file, or files that share processes, go to one worker, in the order of the collection."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        return SCOPES.get(file, file)
+        return scope_of(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
@@ -96,14 +93,3 @@ def ranks() -> Iterator["RankProcesses"]:
     processes = RankProcesses(4)
     yield processes
     processes.close()
-
-
-@pytest.fixture(scope="session")
-def service() -> Iterator[Service]:
-    """The demo model, 2 groups x TP 2 on CPU, started once by the real launcher; Ctrl-C at the end leaves nothing."""
-    with tandem_serve(*SHARED) as running:
-        wait_for(lambda: "serving demo" in running.output, 60, "both groups are ready")
-        yield running
-        status = running.stop()
-        assert status == 0, running.output
-        running.check_gone()

@@ -17,6 +17,7 @@ from tests.support.failover.leaving import PROMPT_TOKENS, Points, connected
 from tests.support.failover.rank_faults import Fault
 from tests.support.failover.scene import HEAL_S, TEST_S, Scene, failover_scene
 from tests.support.mixed_requests import PROMPTS
+from tests.support.plain_http import plain_http
 from tests.support.records import group_records, group_reports
 from tests.support.service import is_alive, wait_for
 
@@ -41,12 +42,39 @@ def streams(scene: Scene, count: int, max_tokens: int = 200) -> list[Call]:
 
 
 def server_errors(scene: Scene) -> int:
-    lines = scene.service.get("/metrics").text.splitlines()
-    return sum(
+    return errors_shown(scene)[1]
+
+
+def errors_shown(scene: Scene) -> tuple[int, int]:
+    """The pid of the gateway that answers, and the server errors of all gateways that it knows of."""
+    with plain_http.stream("GET", scene.service.url + "/metrics", timeout=30) as answer:
+        gateway = gateway_at(scene, answer.extensions["network_stream"].get_extra_info("client_addr")[1])
+        lines = answer.read().decode().splitlines()
+    return gateway.pid, sum(
         round(float(line.rpartition(" ")[2]))
         for line in lines
         if line.startswith("tandem:http_requests_total{") and 'status="5' in line and "readyz" not in line
     )
+
+
+def wait_until_all_show(scene: Scene, errors: int) -> None:
+    """Until each gateway shows so many server errors: what one counts, the other shows a moment later."""
+    shown: dict[int, int] = {}
+
+    def by_all() -> bool:
+        shown.update([errors_shown(scene)])
+        return len(shown) == 2 and set(shown.values()) == {errors}
+
+    wait_for(by_all, HEAL_S, f"each gateway shows {errors} errors: {shown}")
+
+
+def gateway_at(scene: Scene, port: int) -> psutil.Process:
+    """The gateway to which a connection from this port leads."""
+    for gateway in scene.service.titled(GATEWAY):
+        with suppress(psutil.NoSuchProcess):
+            if any(c.raddr and c.raddr.port == port for c in gateway.net_connections("tcp")):
+                return gateway
+    raise AssertionError("no gateway has this connection")
 
 
 # ---- one row ----
@@ -65,7 +93,7 @@ def test_a_fault_of_one_row_is_that_rows_alone(scene: Scene, fault: Fault) -> No
     with scene.faults.on_token(TOKEN, fault):
         bad = Call(scene.service, "/v1/completions", {**GREEDY, "prompt": [TOKEN] * 40, "max_tokens": 10}).result()
     assert (bad.status, bad.error["code"]) == (500, "internal_error"), bad.error
-    wait_for(lambda: server_errors(scene) == known + 1, HEAL_S, "any gateway shows it")
+    wait_until_all_show(scene, known + 1)
     for call, wanted in zip(beside, undisturbed, strict=True):
         laws.check_tokens(call.result(), wanted, is_exact=True)
     assert {pid for record in scene.serving() for pid in (record.pid, *scene.ranks(record))} == before
@@ -103,7 +131,7 @@ def play_poison(scene: Scene, phase: str, num_others: int, max_tokens: int) -> N
                 client.completions.create(**asked)
             assert (refused.value.status_code, refused.value.code) == (500, "request_poisoned")
             assert refused.value.response.headers["x-should-retry"] == "false"
-    wait_for(lambda: server_errors(scene) == known + 2, HEAL_S, "nobody has asked again by itself")
+    wait_until_all_show(scene, known + 2)  # nobody has asked again by itself
     for call, wanted in zip(others, undisturbed, strict=True):
         laws.check_tokens(call.result(), wanted, is_exact=True)
     scene.wait_until_two_serve()
@@ -206,15 +234,6 @@ def test_how_soon_all_is_free_when_clients_leave(scene: Scene) -> None:
 # ---- a gateway ----
 
 
-def gateway_of(scene: Scene, call: Call) -> psutil.Process:
-    """The gateway at the other end of a call."""
-    for gateway in scene.service.titled(GATEWAY):
-        with suppress(psutil.NoSuchProcess):
-            if any(c.raddr and c.raddr.port == call.port for c in gateway.net_connections("tcp")):
-                return gateway
-    raise AssertionError("no gateway has this connection")
-
-
 def test_a_gateway_that_dies_leaves_no_orphan_and_no_clean_end(scene: Scene) -> None:
     """FT-05: its clients see a broken transfer, its requests end in their groups, each has a row."""
     scene.wait_until_two_serve()
@@ -224,8 +243,8 @@ def test_a_gateway_that_dies_leaves_no_orphan_and_no_clean_end(scene: Scene) -> 
         call.wait_for_tokens(1)
     scene.faults.hold_any_step()
     wait_for(lambda: len(scene.held()) == 2, HEAL_S, "both groups are held: no stream ends now")
-    victim = gateway_of(scene, calls[0])
-    cut = [call for call in calls if gateway_of(scene, call).pid == victim.pid]
+    victim = gateway_at(scene, calls[0].port)
+    cut = [call for call in calls if gateway_at(scene, call.port).pid == victim.pid]
     victim.kill()
     killed_s = time.monotonic()
     scene.faults.release()
