@@ -91,7 +91,7 @@ def test_groups_follow_the_load_and_a_killed_launcher_takes_all_with_it(tmp_path
             while not done.is_set():
                 statuses.append(service.post("/v1/completions", asked).status_code)
 
-        threads = [threading.Thread(target=keep_asking) for _ in range(8)]
+        threads = [threading.Thread(target=keep_asking) for _ in range(4)]
         for thread in threads:
             thread.start()
         try:

@@ -123,7 +123,7 @@ def test_a_redeploy_keeps_tenants_keys_and_running_streams(cluster: Cluster) -> 
     assert made.status_code == 201, made.text
     key = made.json()["key"]
     (old,) = groups(cluster)
-    streams = Streams(cluster, key, 3)
+    streams = Streams(cluster, key, 1)
     try:
         wait_for(lambda: streams.ends, 120, "streams run")
         began_s = time.monotonic()
