@@ -20,7 +20,8 @@ from tandem.parallel.collectives import Collectives, Pending, TorchCollectives
 SLOT_BYTES = 2**20
 LINE_BYTES = 64  # one cache line per flag
 TOKEN_BYTES = 8
-SPINS_BEFORE_CLOCK = 20_000
+SPINS = 1_000  # some 50 us: longer than ranks with a core each wait for each other in a decode step
+YIELDS = 1_000  # half a millisecond where nobody else wants the core
 NAP_S = 50e-6
 TIMEOUT_S = 120.0
 
@@ -81,8 +82,8 @@ class SharedMemoryCollectives:
     """The TP group's collectives. A tensor passes in pieces of SLOT_BYTES; point-to-point calls go to `others`.
 
     Each rank has two slots that take turns: it writes piece n + 2 only after all flags have reached n + 1, and raises
-    its flag to n + 1 only after it has read piece n of every rank. `spins`: waits without sleeping; only for ranks with
-    a core each.
+    its flag to n + 1 only after it has read piece n of every rank. `spins`: begins a wait without sleeping; only for
+    ranks with a core each.
     """
 
     def __init__(self, segment: mmap.mmap, rank: int, size: int, others: Collectives, spins: bool) -> None:
@@ -148,15 +149,18 @@ class SharedMemoryCollectives:
         return parts
 
     def _wait(self, index: int, count: int) -> None:
-        """Waits until a rank's flag has reached `count`. TimeoutError after TIMEOUT_S, when the rank is probably
-        dead."""
-        flags, tries, deadline_s = self._flags, 0, 0.0
+        """Waits until a rank's flag has reached `count`: spins, then lets others have the core, as the rank that is
+        waited for may need this one, then sleeps. TimeoutError after TIMEOUT_S, when the rank is probably dead."""
+        flags, deadline_s = self._flags, 0.0
+        tries = 0 if self._spins else SPINS + YIELDS
         while flags[index] < count:
             tries += 1
-            if self._spins and tries % SPINS_BEFORE_CLOCK:
+            if tries <= SPINS:
                 continue
-            if not self._spins:
-                time.sleep(NAP_S if tries > 1 else 0)
+            if tries <= SPINS + YIELDS:
+                os.sched_yield()
+                continue
+            time.sleep(NAP_S if deadline_s else 0)
             now_s = time.monotonic()
             deadline_s = deadline_s or now_s + TIMEOUT_S
             if now_s > deadline_s:
