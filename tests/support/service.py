@@ -102,7 +102,7 @@ class Service:
         return plain_http.get(self.url + path, timeout=30, **options)
 
     def post(self, path: str, json: Any = None, **options: Any) -> httpx.Response:
-        return plain_http.post(self.url + path, json=json, timeout=60, **options)
+        return plain_http.post(self.url + path, json=json, timeout=120, **options)
 
     def metric(self, name: str) -> float:
         """Sum of a metric over its labels."""
