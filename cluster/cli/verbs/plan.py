@@ -27,6 +27,7 @@ from tandem.parallel.stored.stored_checkpoint import StoredCheckpoint
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.families import parameters_of
 from tandem.workers.planning.budget import GIB, available_bytes
+from tandem.workers.planning.hub import Wanted
 from tandem.workers.planning.model_source import find_model
 from tandem.workers.planning.planner import GroupPlan, Memory, best_of, layouts, plan_group
 from tandem.workers.planning.resolve import (
@@ -126,7 +127,7 @@ class _Model:
 
 def _model(name: str, settings: EngineSettings, asked: _Asked) -> _Model:
     """Finds the model and resolves the settings that depend on it. SettingsError."""
-    folder = find_model(name, settings.model.revision, "MODEL", ("config.json",))
+    folder = find_model(name, settings.model.revision, "MODEL", Wanted(("config.json",)))
     settings = replace(settings, model=replace(settings.model, model=str(folder)))
     spec, memory = read_spec(settings), _memory(settings, asked)
     check_quantization(settings, memory.device)
