@@ -122,6 +122,11 @@ OPTIONS: tuple[Option, ...] = (
            "Accept a model folder that contains Python files. They are never run."),
     Option("hf_overrides", "engine.model.hf_overrides", dict[str, Any], MODEL,
            "JSON object whose keys replace those of the model's config.json."),
+    Option("generation_config", "engine.model.generation_config", str, MODEL,
+           "Where defaults of sampling come from. auto: the model's generation_config.json. vllm: none but vLLM's own. "
+           "Or a folder with another generation_config.json."),
+    Option("override_generation_config", "engine.model.override_generation_config", dict[str, Any], MODEL,
+           "JSON object whose keys replace those of generation_config.json; null takes one away."),
     Option("pooler_config", "engine.model.pooler_config", dict[str, Any], MODEL,
            "JSON object that says how embeddings are made: pooling_type LAST or MEAN, normalize true or false. "
            "Default: as sentence-transformers' files in the model's folder say, else LAST and true."),

@@ -17,6 +17,8 @@ from tandem.configs.schema import ModelSettings
 from tandem.parallel.stored.headers import no_weights
 from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.planning.hub import TEXT, Wanted, download
+from tandem.workers.text.generation_config import FILE as GENERATION
+from tandem.workers.text.generation_config import FROM_MODEL, WITHOUT
 
 DEMO = "demo"
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -44,6 +46,7 @@ def resolve_model(model: ModelSettings) -> ModelSettings:
         served_model_name=model.served_model_name or (model.model,),
         tokenizer=None if model.tokenizer is None else str(find_model(model.tokenizer, None, "--tokenizer", TEXT)),
         chat_template=_template(model.chat_template),
+        generation_config=_generation_folder(model.generation_config),
     )
     _check_remote_code(folder, resolved)
     return resolved
@@ -66,7 +69,8 @@ def model_digest(model: ModelSettings) -> str:
     """
     overrides = json.dumps(model.hf_overrides, sort_keys=True)
     dummy = model.seed if model.load_format == "dummy" else None
-    chosen = (model.model, model.revision, overrides, dummy, model.quantization)
+    ends = json.dumps((model.generation_config, model.override_generation_config), sort_keys=True)
+    chosen = (model.model, model.revision, overrides, dummy, model.quantization, ends)
     digest = blake2b(repr(chosen).encode(), digest_size=8)
     for folder in dict.fromkeys((model.model, model.tokenizer or model.model)):
         for name in DIGESTED:
@@ -96,6 +100,17 @@ def find_model(name: str, revision: str | None, flag: str, wanted: Wanted = TEXT
     if looks_like_path or folder.exists() or not HUB_ID.fullmatch(name):
         raise SettingsError(f"{name}: no such folder", flag)
     return download(name, revision, flag, wanted)
+
+
+def _generation_folder(given: str) -> str:
+    """The absolute path of the folder of --generation-config, or its word."""
+    if given in (FROM_MODEL, WITHOUT):
+        return given
+    folder = Path(given).expanduser()
+    if not (folder / GENERATION).is_file():
+        words = f"{given}: neither {FROM_MODEL} nor {WITHOUT}, nor a folder with a {GENERATION}"
+        raise SettingsError(words, "--generation-config")
+    return str(folder.resolve())
 
 
 def _template(given: str | None) -> str | None:

@@ -10,22 +10,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from tokenizers import AddedToken, Tokenizer, processors
 
 from tandem.workers.messages.errors import ContextLengthExceeded, RequestRefused, SettingsError
+from tandem.workers.text.generation_config import (
+    FILE,
+    GenerationConfig,
+    GenerationDefaults,
+    generation_config,
+    read_file,
+)
 
 NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling defaults of generation_config.json for fields that a request omits. do_sample is ignored."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
 
 
 class ModelTokenizer:
@@ -113,8 +109,9 @@ def last_tokens(token_ids: list[int], keep: int | None, max_model_len: int) -> l
     return token_ids if keep is None else token_ids[-(max_model_len if keep == -1 else keep) :]
 
 
-def load_tokenizer(folder: Path | str) -> ModelTokenizer:
-    """Loads the tokenizer of a model folder. SettingsError when tokenizer.json is missing or broken."""
+def load_tokenizer(folder: Path | str, generation: GenerationConfig | None = None) -> ModelTokenizer:
+    """Loads the tokenizer of a model folder. generation: defaults, and the ids that end a text beside the tokenizer's
+    own EOS; None: as the folder's files say. SettingsError when tokenizer.json is missing or broken."""
     folder = Path(folder)
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -129,12 +126,16 @@ def load_tokenizer(folder: Path | str) -> ModelTokenizer:
     special_tokens = _special_tokens(config, read_json(folder / "special_tokens_map.json"))
     _complete_added_tokens(tokenizer, config, special_tokens)
     _apply_bos_eos(tokenizer, config, special_tokens)
-    generation = read_json(folder / "generation_config.json")
+    if generation is None:
+        generation = generation_config(read_file(folder / FILE), {}, str(folder / FILE))
+    ends = generation.eos_token_ids
+    if ends is None:
+        ends = _listed_ids(read_json(folder / "config.json").get("eos_token_id"))
     return ModelTokenizer(
         tokenizer,
         special_tokens=special_tokens,
-        eos_token_ids=_eos_token_ids(tokenizer, special_tokens, generation, read_json(folder / "config.json")),
-        defaults=_generation_defaults(generation),
+        eos_token_ids=_with_own_eos(ends, tokenizer, special_tokens),
+        defaults=generation.defaults,
         config=config,
     )
 
@@ -202,26 +203,12 @@ def _apply_bos_eos(tokenizer: Tokenizer, config: Mapping[str, Any], special_toke
     )
 
 
-def _eos_token_ids(
-    tokenizer: Tokenizer,
-    special_tokens: Mapping[str, str],
-    generation: Mapping[str, Any],
-    model_config: Mapping[str, Any],
-) -> frozenset[int]:
-    """Returns the ids that end a text: the tokenizer's EOS and generation_config's list (else config.json's)."""
-    listed = generation.get("eos_token_id", model_config.get("eos_token_id"))
-    ids = {i for i in (listed if isinstance(listed, list) else [listed]) if isinstance(i, int)}
+def _listed_ids(value: Any) -> tuple[int, ...]:
+    return tuple(one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int))
+
+
+def _with_own_eos(listed: tuple[int, ...], tokenizer: Tokenizer, special_tokens: Mapping[str, str]) -> frozenset[int]:
+    """Returns the ids that end a text: those listed, and the tokenizer's EOS."""
     eos = special_tokens.get("eos_token")
-    if eos is not None and (eos_id := tokenizer.token_to_id(eos)) is not None:
-        ids.add(eos_id)
-    return frozenset(ids)
-
-
-def _generation_defaults(generation: Mapping[str, Any]) -> GenerationDefaults:
-    """Returns the fields of generation_config.json that serve as defaults; null means absent."""
-    names = GenerationDefaults.__struct_fields__
-    given = {name: generation[name] for name in names if generation.get(name) is not None}
-    try:
-        return msgspec.convert(given, GenerationDefaults)
-    except msgspec.ValidationError as error:
-        raise SettingsError(f"generation_config.json: {error}", "--tokenizer") from error
+    own = None if eos is None else tokenizer.token_to_id(eos)
+    return frozenset(listed if own is None else (*listed, own))
