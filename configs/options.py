@@ -117,7 +117,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("seed", "engine.model.seed", int, MODEL, "Seed of the random weights of --load-format dummy.",
            at_least(0), "at least 0"),
     Option("chat_template", "engine.model.chat_template", str, MODEL,
-           "Jinja file with the chat template. Default: the tokenizer's."),
+           "Jinja file with the chat template, or the name of one of the model's. Default: the model's `default`, and "
+           "its `tool_use` where there are tools."),
     Option("trust_remote_code", "engine.model.trust_remote_code", bool, MODEL,
            "Accept a model folder that contains Python files. They are never run."),
     Option("hf_overrides", "engine.model.hf_overrides", dict[str, Any], MODEL,

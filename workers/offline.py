@@ -206,8 +206,8 @@ class LLM:
         """Generates the assistant's answers to conversations, rendered by the chat template; returns one for each.
 
         messages: one conversation, a list of {"role": ..., "content": ...}, or a sequence of conversations.
-        sampling_params: for all conversations; None as in generate(). use_tqdm, lora_request: as in generate(). tools: in OpenAI's form, for
-        the template to show; calls are not parsed. chat_template_kwargs: more variables of the template, such as
+        sampling_params: for all conversations. It, use_tqdm, lora_request: as in generate(). tools: in OpenAI's form,
+        for the template to show; calls are not parsed. chat_template_kwargs: more variables of the template, such as
         enable_thinking; ValueError for one that it does not have.
 
         A conversation without messages, or one that the template refuses, gets finish_reason "error" and the reason.

@@ -52,7 +52,7 @@ def build_text_services(settings: ServiceSettings, metrics: GatewayMetrics) -> T
     spec = load_spec(folder, model.hf_overrides or None)
     tokenizer = load_tokenizer(text_folder, model_generation(model, spec))
     template = find_chat_template(text_folder, model.chat_template, tokenizer)
-    formats = choose_formats(settings.gateway, None if template is None else template.source)
+    formats = choose_formats(settings.gateway, None if template is None else template.for_tools.source)
     if formats.note is not None:
         log.info(formats.note)
     return TextServices(

@@ -17,6 +17,7 @@ from tandem.configs.schema import ModelSettings
 from tandem.parallel.stored.headers import no_weights
 from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.planning.hub import TEXT, Wanted, download
+from tandem.workers.text.chat_template import chosen_templates
 from tandem.workers.text.generation_config import FILE as GENERATION
 from tandem.workers.text.generation_config import FROM_MODEL, WITHOUT
 
@@ -39,13 +40,14 @@ def resolve_model(model: ModelSettings) -> ModelSettings:
     Raises SettingsError with the flag to change.
     """
     folder = find_model(model.model, model.revision, "MODEL", serving(model))
+    tokenizer = None if model.tokenizer is None else str(find_model(model.tokenizer, None, "--tokenizer", TEXT))
     resolved: ModelSettings = replace(
         model,
         model=str(folder),
         revision=None,
         served_model_name=model.served_model_name or (model.model,),
-        tokenizer=None if model.tokenizer is None else str(find_model(model.tokenizer, None, "--tokenizer", TEXT)),
-        chat_template=_template(model.chat_template),
+        tokenizer=tokenizer,
+        chat_template=_template(model.chat_template, Path(tokenizer or folder)),
         generation_config=_generation_folder(model.generation_config),
     )
     _check_remote_code(folder, resolved)
@@ -113,14 +115,16 @@ def _generation_folder(given: str) -> str:
     return str(folder.resolve())
 
 
-def _template(given: str | None) -> str | None:
-    """The absolute path of the chat template. Raises SettingsError when there is no such file."""
+def _template(given: str | None, text_folder: Path) -> str | None:
+    """The absolute path of the chat template, or the name of one in the folder. Raises SettingsError when it is
+    neither."""
     if given is None:
         return None
     path = Path(given).expanduser()
-    if not path.is_file():
-        raise SettingsError(f"{given}: no such file", "--chat-template")
-    return str(path.resolve())
+    if path.is_file():
+        return str(path.resolve())
+    chosen_templates(text_folder, given)
+    return given
 
 
 def _check_remote_code(folder: Path, model: ModelSettings) -> None:

@@ -1,8 +1,8 @@
 """A model folder's tokenizer, without transformers: text to token ids and back.
 
-Used by the gateway, offline runs and the CLI. Reads tokenizer.json (the `tokenizers` library), tokenizer_config.json,
-special_tokens_map.json and generation_config.json. Immutable after loading, so threads may share it. detokenizer.py
-decodes token by token.
+Used by the gateway, offline runs and the CLI. Reads tokenizer.json (the `tokenizers` library) or GPT-2's older files,
+tokenizer_config.json, special_tokens_map.json and generation_config.json. Immutable after loading, so threads may share
+it. detokenizer.py decodes token by token.
 """
 
 import json
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from tandem.workers.messages.errors import ContextLengthExceeded, RequestRefused, SettingsError
 from tandem.workers.text.generation_config import (
@@ -22,6 +22,14 @@ from tandem.workers.text.generation_config import (
 )
 
 NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+BYTE_LEVEL = (None, "GPT2Tokenizer", "GPT2TokenizerFast")
+"""Classes of tokenizers that vocab.json and merges.txt are enough for; others split texts in ways of their own."""
+SLOW_FILES = ("tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
+MAKE_FAST = (
+    "python -c \"from transformers import AutoTokenizer as T; T.from_pretrained('FOLDER').save_pretrained('NEW')\" "
+    "(of a tokenizer.model after `pip install sentencepiece`), and serve with --tokenizer NEW"
+)
 
 
 class ModelTokenizer:
@@ -113,16 +121,10 @@ def load_tokenizer(folder: Path | str, generation: GenerationConfig | None = Non
     """Loads the tokenizer of a model folder. generation: defaults, and the ids that end a text beside the tokenizer's
     own EOS; None: as the folder's files say. SettingsError when tokenizer.json is missing or broken."""
     folder = Path(folder)
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise SettingsError(f"{folder} holds no tokenizer.json", "--tokenizer")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise SettingsError(f"{path} cannot be read: {error}", "--tokenizer") from error
+    config = read_json(folder / "tokenizer_config.json")
+    tokenizer = read_backend(folder, config)
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    config = read_json(folder / "tokenizer_config.json")
     special_tokens = _special_tokens(config, read_json(folder / "special_tokens_map.json"))
     _complete_added_tokens(tokenizer, config, special_tokens)
     _apply_bos_eos(tokenizer, config, special_tokens)
@@ -138,6 +140,39 @@ def load_tokenizer(folder: Path | str, generation: GenerationConfig | None = Non
         defaults=generation.defaults,
         config=config,
     )
+
+
+def read_backend(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
+    """Reads tokenizer.json, or the vocab.json and merges.txt of GPT-2's kind. config: tokenizer_config.json.
+    SettingsError when there is neither, which says what to do, and for broken files."""
+    path = folder / "tokenizer.json"
+    try:
+        if path.is_file():
+            return Tokenizer.from_file(str(path))
+        path = folder / "vocab.json"
+        if path.is_file() and (folder / "merges.txt").is_file() and config.get("tokenizer_class") in BYTE_LEVEL:
+            return _byte_level(folder, config)
+    except Exception as error:  # the library raises bare Exception
+        raise SettingsError(f"{path} cannot be read: {error}", "--tokenizer") from error
+    found = [name for name in SLOW_FILES if (folder / name).is_file()]
+    found += sorted(path.name for path in folder.glob("*.tiktoken"))
+    if not found:
+        raise SettingsError(f"{folder} holds no tokenizer.json", "--tokenizer")
+    raise SettingsError(
+        f"{folder} holds no tokenizer.json, but {found[0]}, which is not read. Make one of it: {MAKE_FAST}",
+        "--tokenizer",
+    )
+
+
+def _byte_level(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
+    """Makes the tokenizer of vocab.json, merges.txt and added_tokens.json, as GPT-2's is made of them."""
+    tokenizer = Tokenizer(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(config.get("add_prefix_space", False)))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    added = sorted(read_json(folder / "added_tokens.json").items(), key=lambda item: int(item[1]))
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token, _ in added])
+    return tokenizer
 
 
 def read_json(path: Path) -> dict[str, Any]:
