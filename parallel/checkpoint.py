@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from tandem.parallel.mesh import Mesh
 from tandem.parallel.params import Init, Param
-from tandem.parallel.stored.read_ahead import LIMIT_BYTES, ReadAhead, ReadSlices
+from tandem.parallel.stored.read_ahead import Bounds, ReadAhead, ReadSlices
 from tandem.parallel.stored.slices import Slice, slice_of
 from tandem.parallel.stored.stored_checkpoint import StoredCheckpoint
 
@@ -167,15 +167,15 @@ DTYPES: Final = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.floa
 
 class SafetensorsSource:
     """Reads a checkpoint's slices ahead of the caller. SettingsError, with file and tensor, for what cannot be read.
-    limit: bytes that are read ahead."""
+    bounds: of the memory for what is read ahead."""
 
-    def __init__(self, checkpoint: StoredCheckpoint, limit: int = LIMIT_BYTES) -> None:
+    def __init__(self, checkpoint: StoredCheckpoint, bounds: Bounds = Bounds()) -> None:
         self._checkpoint = checkpoint
-        self._limit = limit
+        self._bounds = bounds
 
     def in_turn(self, wanted: Sequence[tuple[Share, ...]]) -> Iterator[Found]:
         groups = [tuple(map(self._slice, shares)) for shares in wanted]
-        yield from map(ReadShares, ReadAhead(groups, self._limit))
+        yield from map(ReadShares, ReadAhead(groups, self._bounds))
 
     def _slice(self, share: Share) -> Slice:
         return slice_of(share.param, self._checkpoint.tensors_of(share.param), share.dim, share.start, share.length)

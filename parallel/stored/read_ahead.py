@@ -1,9 +1,8 @@
 """Reads the slices of coming parameters on threads, while the ones before them are converted and packed.
 
 Called by load() (parallel/checkpoint.py). The threads do nothing but read bytes into memory that they are given: what
-is computed stays on the rank's own thread. Memory is bounded: slices that are read and not yet taken have at most
-`limit` bytes together, or are a single one. Memory that nobody keeps is used again, which saves the kernel from
-clearing new pages for each parameter.
+is computed stays on the rank's own thread. Memory is bounded, as Bounds says. Memory that nobody keeps is used again,
+which saves the kernel from clearing new pages for each parameter; so few bytes ahead cost less than many.
 """
 
 import os
@@ -19,10 +18,18 @@ import torch
 from tandem.configs.errors import SettingsError
 from tandem.parallel.stored.slices import Block, Slice
 
-LIMIT_BYTES: Final = 512 * 2**20
 THREADS: Final = 4
 PART_BYTES: Final = 16 * 2**20
 """Bytes that a thread reads at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Bytes of the groups that are held at once: the one that the caller has, and those read ahead of it. many: of any
+    number of them. pair: of the caller's and the next one. A group that is larger is read alone."""
+
+    many: int = 64 * 2**20
+    pair: int = 2**30
 
 
 @dataclass(slots=True)
@@ -44,13 +51,12 @@ class ReadSlices:
 
 
 class ReadAhead:
-    """Reads groups of slices, those of one tensor each. limit: bytes that are read ahead of what the caller has taken;
-    most_bytes: those that there were at once, read and kept for reuse. SettingsError, with file and tensor, where bytes
-    cannot be read."""
+    """Reads groups of slices, those of one tensor each. most_bytes: the most that were held at once, those kept for
+    reuse among them. SettingsError, with file and tensor, where bytes cannot be read."""
 
-    def __init__(self, groups: Sequence[tuple[Slice, ...]], limit: int = LIMIT_BYTES, threads: int = THREADS) -> None:
+    def __init__(self, groups: Sequence[tuple[Slice, ...]], bounds: Bounds = Bounds(), threads: int = THREADS) -> None:
         self._coming = deque(groups)
-        self._limit = limit
+        self._bounds = bounds
         self._threads = threads
         self._files: dict[Path, int] = {}
         self._spare: dict[int, list[torch.Tensor]] = defaultdict(list)
@@ -80,7 +86,8 @@ class ReadAhead:
 
     def _may_begin(self, reading: deque[tuple[ReadSlices, list[Future[None]]]]) -> bool:
         """Whether the next group may be read beside those that are."""
-        return not reading or self._ahead_bytes + _nbytes(self._coming[0]) <= self._limit
+        held = self._ahead_bytes + _nbytes(self._coming[0])
+        return not reading or held <= (self._bounds.pair if len(reading) == 1 else self._bounds.many)
 
     def _begin(self, slices: tuple[Slice, ...], pool: ThreadPoolExecutor) -> tuple[ReadSlices, list[Future[None]]]:
         data = self._room(_nbytes(slices))
@@ -98,7 +105,7 @@ class ReadAhead:
         if self._spare[size]:
             self._spare_bytes -= size
             return self._spare[size].pop()
-        if self._ahead_bytes + self._spare_bytes > self._limit:
+        if self._ahead_bytes + self._spare_bytes > max(self._bounds.many, self.most_bytes):
             self._spare.clear()
             self._spare_bytes = 0
         self.most_bytes = max(self.most_bytes, self._ahead_bytes + self._spare_bytes)
@@ -108,7 +115,7 @@ class ReadAhead:
         """Takes note that the caller is done with a group."""
         size = _nbytes(found.slices)
         self._ahead_bytes -= size
-        if not found.is_kept and self._ahead_bytes + self._spare_bytes + size <= self._limit:
+        if not found.is_kept and self._ahead_bytes + self._spare_bytes + size <= self.most_bytes:
             self._spare[size].append(found.data)
             self._spare_bytes += size
 
