@@ -14,8 +14,8 @@ DOCS    := $(VENV)/.docs-installed
 TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t0 )) s"
 
 .PHONY: install dev serve check check-kernels format test parity chaos fuzz mutate bench bench-engine bench-serve \
-  bench-startup bench-load bench-sampling bench-structured bench-quantization bench-speculation bench-routing bench-overload \
-  bench-batching bench-multiturn bench-weight-stream bench-lora performance model-table docs clean help
+  bench-startup bench-load bench-sampling bench-structured bench-quantization bench-speculation bench-routing \
+  bench-overload bench-batching bench-multiturn bench-weight-stream bench-lora performance model-table docs clean help
 
 help: ## show these goals
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24

@@ -3,8 +3,8 @@
     python -m benchmarks.engine.loading [--model qwen3-0.6b] [--turns 5] [--threads N]
 
 Random bf16 weights of a known shape in a temporary folder. In turns: the file is read into one buffer of 16 MiB by one
-thread, which is the floor; a rank's decoder is loaded from it, slices read ahead; and loaded without reading ahead, each
-parameter read when it is needed. Cold: before each, the file's pages are dropped (posix_fadvise). Loading converts,
+thread, which is the floor; a rank's decoder is loaded from it, slices read ahead; and loaded without reading ahead,
+each parameter read when it is needed. Cold: before each, the file's pages are dropped (posix_fadvise). Loading converts,
 packs and writes all weights into new memory, so CPU seconds are printed beside the time.
 """
 

@@ -1,7 +1,9 @@
 """What a rank decides at start: dtype, context, device, threads, blocks; and the profiling step at its fullest."""
 
 import io
+import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -74,6 +76,10 @@ def test_a_context_beyond_the_models_is_refused(folder: Path, length: int) -> No
     with pytest.raises(SettingsError, match=rf"--max-model-len {length} .*256") as refused:
         load_single(settings_for(folder, max_model_len=length))
     assert refused.value.flag == "--max-model-len"
+    advice = re.search("--hf-overrides '(.*)'", str(refused.value))
+    if length > 256:
+        assert advice is not None
+        assert load_spec(folder, json.loads(advice[1])).max_position_embeddings >= length
 
 
 def test_a_shorter_context_needs_fewer_blocks(folder: Path) -> None:
