@@ -59,11 +59,13 @@ def loading_section() -> str:
 `make bench-load` writes {found["file_bytes"] / 1e9:.2f} GB of random bf16 weights of the Qwen3-0.6B shape, and in turns
 reads the file with one thread into a buffer that is used again, loads a rank's decoder from it, and loads one without
 reading ahead. Cold, the file's pages are dropped from the page cache before each. Times are medians of
-{options["turns"]} turns with {options["threads"]} threads (in parentheses CPU seconds); ratios are medians of the turns' (in parentheses of the least times).
+{options["turns"]} turns with {options["threads"]} threads (in parentheses CPU seconds); ratios are medians of the
+turns' (in parentheses of the least times).
 
 {table(head, [cells(state) for state in figures])}
 
 The goal is 1.3. Loading writes every weight into new memory, in the layout that is multiplied, and the table of the
-embedding twice; warm, this takes several times the CPU of copying the file into one small buffer, so the goal is one
-for cold files. Other processes took {percent(found["other_cpu"])} of the two cores meanwhile, which stretches what uses both
-of them: the figures are of a busy machine."""
+embedding twice. Most of its CPU is oneDNN's packing, which costs several times what copying the file into one small
+buffer does: a warm file's loading is bound by that, not by reading. Other processes took
+{percent(found["other_cpu"])} of the two cores meanwhile, which stretches what computes more than what waits for a disk:
+the figures are of a busy machine, and single times vary twofold."""

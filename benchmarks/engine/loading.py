@@ -4,8 +4,8 @@
 
 Random bf16 weights of a known shape in a temporary folder. In turns: the file is read into one buffer of 16 MiB by one
 thread, which is the floor; a rank's decoder is loaded from it, slices read ahead; and loaded without reading ahead,
-each parameter read when it is needed. Cold: before each, the file's pages are dropped (posix_fadvise). Loading converts,
-packs and writes all weights into new memory, so CPU seconds are printed beside the time.
+each parameter read when it is needed. Cold: before each, the file's pages are dropped (posix_fadvise). Loading
+converts, packs and writes all weights into new memory, so CPU seconds are printed beside the time.
 """
 
 import argparse

@@ -21,6 +21,7 @@ MOST_HEADER_BYTES: Final = 100_000_000
 """safetensors' own limit."""
 STORED_BYTES: Final = {"BF16": 2, "F16": 2, "F32": 4}
 """Bytes of an element in the dtypes that weights are read from."""
+POINTER: Final = "git has left a pointer in its place; `git lfs pull` in its folder gets the file itself"
 PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt")
 OTHER_FORMATS: Final = (".h5", ".msgpack", ".onnx")
 CONVERT: Final = (
@@ -39,6 +40,12 @@ class StoredTensor:
     shape: tuple[int, ...]
     start: int
     nbytes: int
+
+
+def is_pointer(file: Path) -> bool:
+    """Returns whether git has left a pointer where the file should be."""
+    with file.open("rb") as stream:
+        return stream.read(40).startswith(b"version https://git-lfs")
 
 
 def weight_names(names: Iterable[str]) -> list[str]:
@@ -102,6 +109,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         size = file.stat().st_size
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
+            if is_pointer(file):
+                raise ValueError(POINTER)
             if length > min(MOST_HEADER_BYTES, size):
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(stream.read(length))

@@ -12,6 +12,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from tandem.parallel.stored.headers import POINTER, is_pointer
 from tandem.workers.messages.errors import ContextLengthExceeded, RequestRefused, SettingsError
 from tandem.workers.text.generation_config import (
     FILE,
@@ -144,16 +145,24 @@ def load_tokenizer(folder: Path | str, generation: GenerationConfig | None = Non
 
 def read_backend(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
     """Reads tokenizer.json, or the vocab.json and merges.txt of GPT-2's kind. config: tokenizer_config.json.
-    SettingsError when there is neither, which says what to do, and for broken files."""
-    path = folder / "tokenizer.json"
+    SettingsError as in find_backend(), and for broken files."""
+    path = find_backend(folder, config)
     try:
-        if path.is_file():
-            return Tokenizer.from_file(str(path))
-        path = folder / "vocab.json"
-        if path.is_file() and (folder / "merges.txt").is_file() and config.get("tokenizer_class") in BYTE_LEVEL:
-            return _byte_level(folder, config)
+        return _byte_level(folder, config) if path.name == "vocab.json" else Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise SettingsError(f"{path} cannot be read: {error}", "--tokenizer") from error
+
+
+def find_backend(folder: Path, config: Mapping[str, Any]) -> Path:
+    """Returns the tokenizer.json of a folder, or the vocab.json beside which merges.txt is enough. SettingsError when
+    there is neither, which says what to do."""
+    path, older = folder / "tokenizer.json", folder / "vocab.json"
+    if path.is_file():
+        if is_pointer(path):
+            raise SettingsError(f"{path}: {POINTER}", "--tokenizer")
+        return path
+    if older.is_file() and (folder / "merges.txt").is_file() and config.get("tokenizer_class") in BYTE_LEVEL:
+        return older
     found = [name for name in SLOW_FILES if (folder / name).is_file()]
     found += sorted(path.name for path in folder.glob("*.tiktoken"))
     if not found:

@@ -132,6 +132,11 @@ def test_a_file_that_ends_too_soon_is_named_with_the_tensor(tmp_path: Path) -> N
         load([slot], SafetensorsSource(checkpoint), dtype=torch.float32, device=CPU, progress=False)
     with pytest.raises(SettingsError, match=r"model\.safetensors is cut off: it has \d+ bytes, and its tensors end at"):
         StoredCheckpoint(tmp_path, [param])
+    file.rename(kept := tmp_path / "kept")
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 12\n")
+    with pytest.raises(SettingsError, match="not a safetensors file: git has left a pointer in its place; `git lfs"):
+        StoredCheckpoint(tmp_path, [param])
+    kept.rename(file)
     file.unlink()
     with pytest.raises(SettingsError, match=r"cannot read .*model\.safetensors: tensor w0: No such file"):
         load([slot], SafetensorsSource(checkpoint), dtype=torch.float32, device=CPU, progress=False)
