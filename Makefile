@@ -14,8 +14,8 @@ DOCS    := $(VENV)/.docs-installed
 TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t0 )) s"
 
 .PHONY: install dev serve check check-kernels format test parity chaos fuzz mutate bench bench-engine bench-serve \
-  bench-startup bench-sampling bench-structured bench-quantization bench-speculation bench-routing bench-overload \
-  bench-batching bench-multiturn bench-weight-stream bench-lora performance model-table docs clean help
+  bench-startup bench-load bench-sampling bench-structured bench-quantization bench-speculation bench-routing \
+  bench-overload bench-batching bench-multiturn bench-weight-stream bench-lora performance model-table docs clean help
 
 help: ## show these goals
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -94,6 +94,9 @@ bench-serve: $(DEV) ## the same workload over HTTP and offline, A-B-A-B
 
 bench-startup: $(DEV) ## seconds to the first answer, idle CPU and memory of all processes
 	$(BIN)/python -m benchmarks.service.startup $(ARGS)
+
+bench-load: $(DEV) ## loading a checkpoint over merely reading its file, with the page cache cold and warm, in turns
+	$(BIN)/python -m benchmarks.engine.loading $(ARGS)
 
 bench-routing: $(DEV) ## the choice of a group in a gateway, with 16, 64 and 256 groups
 	$(BIN)/python -m benchmarks.service.routing $(ARGS)

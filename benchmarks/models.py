@@ -49,10 +49,10 @@ def find_model(name: str, dtype: str = "bfloat16") -> Path:
     return model_folder(name, getattr(torch, dtype)) if name in SHAPES else Path(name)
 
 
-def model_folder(shape: str, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """The folder of the checkpoint of that shape, made now if it is missing."""
+def model_folder(shape: str, dtype: torch.dtype = torch.bfloat16, out: Path = OUT) -> Path:
+    """The folder of the checkpoint of that shape below `out`, made now if it is missing."""
     kind = str(dtype).removeprefix("torch.")
-    folder = OUT / f"{shape}-{kind}"
+    folder = out / f"{shape}-{kind}"
     if not (folder / "model.safetensors").exists():
         folder.mkdir(parents=True, exist_ok=True)
         config = {**SHAPES[shape], "torch_dtype": kind}

@@ -117,11 +117,17 @@ OPTIONS: tuple[Option, ...] = (
     Option("seed", "engine.model.seed", int, MODEL, "Seed of the random weights of --load-format dummy.",
            at_least(0), "at least 0"),
     Option("chat_template", "engine.model.chat_template", str, MODEL,
-           "Jinja file with the chat template. Default: the tokenizer's."),
+           "Jinja file with the chat template, or the name of one of the model's. Default: the model's `default`, and "
+           "its `tool_use` where there are tools."),
     Option("trust_remote_code", "engine.model.trust_remote_code", bool, MODEL,
            "Accept a model folder that contains Python files. They are never run."),
     Option("hf_overrides", "engine.model.hf_overrides", dict[str, Any], MODEL,
            "JSON object whose keys replace those of the model's config.json."),
+    Option("generation_config", "engine.model.generation_config", str, MODEL,
+           "Where defaults of sampling come from. auto: the model's generation_config.json. vllm: none but vLLM's own. "
+           "Or a folder with another generation_config.json."),
+    Option("override_generation_config", "engine.model.override_generation_config", dict[str, Any], MODEL,
+           "JSON object whose keys replace those of generation_config.json; null takes one away."),
     Option("pooler_config", "engine.model.pooler_config", dict[str, Any], MODEL,
            "JSON object that says how embeddings are made: pooling_type LAST or MEAN, normalize true or false. "
            "Default: as sentence-transformers' files in the model's folder say, else LAST and true."),

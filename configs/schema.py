@@ -49,6 +49,8 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     chat_template: str | None = None
     trust_remote_code: bool = False
     hf_overrides: dict[str, Any] = {}
+    generation_config: str = "auto"
+    override_generation_config: dict[str, Any] = {}
     pooler_config: dict[str, Any] = {}
     seed: int = 0
 

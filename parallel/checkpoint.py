@@ -1,26 +1,25 @@
 """Reads a rank's slices of a checkpoint folder: safetensors, one file or an index, or seeded random values.
 
-Called by the decoder's builder with the slots of its layers. Only this rank's slices are read, one parameter at a time
-(safetensors maps the file, and untouched pages are never loaded), so the peak is the shard and one more parameter.
+Called by the decoder's builder with the slots of its layers. Only this rank's slices are read, on threads, ahead of the
+parameter that is converted and packed (stored/read_ahead.py). So the peak is the shard, what is read ahead, which is
+bounded, and one parameter that is converted.
 """
 
-import json
 import zlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from tandem.configs.errors import SettingsError
 from tandem.parallel.mesh import Mesh
 from tandem.parallel.params import Init, Param
+from tandem.parallel.stored.read_ahead import Bounds, ReadAhead, ReadSlices
+from tandem.parallel.stored.slices import Slice, slice_of
+from tandem.parallel.stored.stored_checkpoint import StoredCheckpoint
 
 LoadFormat = Literal["safetensors", "dummy"]
-INDEX = "model.safetensors.index.json"
 DUMMY_DEVIATION = 0.02
 HELD_AS: dict[str | None, torch.dtype] = {"float32": torch.float32}
 """The dtypes of parameters that are not held in the model's."""
@@ -39,12 +38,14 @@ class ParameterSlot:
     """Parameters to be loaded into one tensor, one behind the other along dim 0 (q, k and v; gate and up), so that
     merged layers need no second copy. `accept` takes this rank's tensor, in the model's dtype unless the parameters
     have their own, and on its final device.
-    holder: keeps a form of its own, None: the tensor is kept. as_stored: the tensor has the checkpoint's dtype."""
+    holder: keeps a form of its own, None: the tensor is kept. as_stored: the tensor has the checkpoint's dtype.
+    keeps: False: `accept` keeps nothing of the tensor, whose memory is used again."""
 
     params: tuple[Param, ...]
     accept: Callable[[torch.Tensor], None]
     holder: Holder | None = None
     as_stored: bool = False
+    keeps: bool = True
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """Returns the tensor's shape on a rank."""
@@ -52,11 +53,33 @@ class ParameterSlot:
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
+class Share(NamedTuple):
+    """What a rank holds of a parameter: indices [start, start + length) along `dim`."""
+
+    param: Param
+    dim: int
+    start: int
+    length: int
+
+
+class Found(Protocol):
+    """The shares of one slot, read. Valid until the next are asked for."""
+
+    def share(self, place: int) -> torch.Tensor:
+        """Returns a share, in the checkpoint's dtype, on the CPU. place: its index in what was asked for."""
+        ...
+
+    def merged(self, *, keeps: bool) -> torch.Tensor | None:
+        """Returns all shares as one tensor in the checkpoint's dtype, one behind the other and flat, where they were
+        read so, else None. keeps: the caller keeps it."""
+        ...
+
+
 class Source(Protocol):
     """A reader of checkpoint slices."""
 
-    def read(self, param: Param, dim: int, start: int, length: int) -> torch.Tensor:
-        """Returns indices [start, start + length) along `dim` of a parameter, in the checkpoint's dtype, on the CPU."""
+    def in_turn(self, wanted: Sequence[tuple[Share, ...]]) -> Iterator[Found]:
+        """Yields the shares of each slot, in order."""
         ...
 
 
@@ -77,12 +100,13 @@ def load(
     """
     place = Mesh() if mesh is None else mesh
     total = sum(torch.Size(slot.local_shape(place)).numel() for slot in slots) * dtype.itemsize
+    shares = [_shares(slot, place) for slot in slots]
     with tqdm(total=total, unit="B", unit_scale=True, desc="loading weights", disable=not progress) as bar:
         loaded = held = 0
-        for slot in slots:
+        for slot, wanted, found in zip(slots, shares, source.in_turn(shares), strict=True):
             if on_bytes is not None:
                 on_bytes(loaded, total)
-            tensor = assemble(slot, source, dtype, device, place)
+            tensor = _assemble(slot, wanted, found, dtype, device, place)
             num_bytes = tensor.numel() * dtype.itemsize
             loaded += num_bytes
             bar.update(num_bytes)
@@ -95,162 +119,93 @@ def load(
     return held
 
 
-def assemble(slot: ParameterSlot, source: Source, dtype: torch.dtype, device: torch.device, mesh: Mesh) -> torch.Tensor:
-    """Returns a slot's tensor: a new one with its parameters' shares copied in and padding zeroed."""
-    tensor: torch.Tensor | None = None
-    offset = 0
+def _shares(slot: ParameterSlot, mesh: Mesh) -> tuple[Share, ...]:
+    """Returns this rank's shares of a slot's parameters, but for those of which it has none."""
+    found = []
+    for param in slot.params:
+        span = param.span(param.shard.dim, mesh)
+        if (present := min(span.start + span.length, span.total) - span.start) > 0:
+            found.append(Share(param, param.shard.dim, span.start, present))
+    return tuple(found)
+
+
+def _assemble(
+    slot: ParameterSlot, wanted: tuple[Share, ...], found: Found, dtype: torch.dtype, device: torch.device, mesh: Mesh
+) -> torch.Tensor:
+    """Returns a slot's tensor: what was read, or a new one with its shares copied in and padding zeroed."""
+    shape = slot.local_shape(mesh)
+    stored = found.share(0).dtype if wanted else dtype
+    kept = stored if slot.as_stored else HELD_AS.get(slot.params[0].dtype, dtype)
+    is_all = sum(share.length * _others(share) for share in wanted) == torch.Size(shape).numel()
+    if wanted and stored is kept and device.type == "cpu" and is_all:
+        merged = found.merged(keeps=slot.keeps)
+        if merged is not None:
+            return merged.view(shape)
+    tensor = torch.empty(shape, dtype=kept, device=device)
+    offset, place = 0, 0
     for param in slot.params:
         rows = param.local_shape(mesh)[0]
-        dim = param.shard.dim
-        span = param.span(dim, mesh)
-        present = max(0, min(span.start + span.length, span.total) - span.start)
-        share = source.read(param, dim, span.start, present) if present else None
-        if tensor is None:
-            kept = share.dtype if slot.as_stored and share is not None else HELD_AS.get(param.dtype, dtype)
-            tensor = torch.empty(slot.local_shape(mesh), dtype=kept, device=device)
         target = tensor[offset : offset + rows]
-        if present < span.length:
+        offset += rows
+        share = wanted[place] if place < len(wanted) and wanted[place].param is param else None
+        present = 0 if share is None else share.length
+        if present < target.shape[param.shard.dim]:
             target.zero_()
         if share is not None:
-            target.narrow(dim, 0, present).copy_(share)
-        offset += rows
-    assert tensor is not None, "a slot without parameters"
+            target.narrow(share.dim, 0, present).copy_(found.share(place))
+            place += 1
     return tensor
 
 
-STORED_DTYPES = ("BF16", "F16", "F32")
+def _others(share: Share) -> int:
+    """Returns the elements of a share at each index of its dimension."""
+    return share.param.num_elements // share.param.shape[share.dim]
+
+
+DTYPES: Final = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 class SafetensorsSource:
-    """Reads a checkpoint folder. SettingsError for missing, foreign or unreadable tensors and for shapes unlike
-    config.json's.
+    """Reads a checkpoint's slices ahead of the caller. SettingsError, with file and tensor, for what cannot be read.
+    bounds: of the memory for what is read ahead."""
 
-    `expected`: all parameters of the model, on whatever rank; tensors with one of ignored_suffixes or ignored_prefixes
-    may be present too.
-    base_prefix: what names begin with unless the checkpoint is of the model without its head, as embedding models are
-    saved (model.layers.0... and layers.0...).
-    """
+    def __init__(self, checkpoint: StoredCheckpoint, bounds: Bounds = Bounds()) -> None:
+        self._checkpoint = checkpoint
+        self._bounds = bounds
 
-    def __init__(
-        self,
-        folder: Path,
-        expected: Iterable[Param],
-        ignored_suffixes: tuple[str, ...] = (),
-        base_prefix: str = "",
-        ignored_prefixes: tuple[str, ...] = (),
-    ) -> None:
-        self._folder = folder
-        self._files: dict[str, Any] = {}
-        params = tuple(expected)
-        wanted = {name for param in params for name in param.source.names}
-        stored = self._index()
-        self._stored_name = dict(zip(_whole_names(stored, wanted, base_prefix), stored, strict=True))
-        self._file_of = {name: stored[theirs] for name, theirs in self._stored_name.items()}
-        for name, file in sorted(self._file_of.items()):
-            is_ignored = name.endswith(ignored_suffixes) or name.startswith(ignored_prefixes)
-            if name not in wanted and not is_ignored:
-                raise SettingsError(f"{folder / file}: tensor {name} does not belong to the model", "MODEL")
-        for param in sorted(params, key=lambda param: param.source.names):
-            self._name_of(param)
+    def in_turn(self, wanted: Sequence[tuple[Share, ...]]) -> Iterator[Found]:
+        groups = [tuple(map(self._slice, shares)) for shares in wanted]
+        yield from map(ReadShares, ReadAhead(groups, self._bounds))
 
-    def read(self, param: Param, dim: int, start: int, length: int) -> torch.Tensor:
-        source = param.source
-        view: Any = self._view(param, self._name_of(param)) if not source.joined else self._joined(param)
-        if len(view.get_shape() if hasattr(view, "get_shape") else view.shape) > len(param.shape):
-            view = view[source.index] if source.index is not None else view[:].flatten()
-        ranges = [(0, size) for size in param.shape]
-        ranges[dim] = start, length
-        columns = tuple(slice(first, first + count) for first, count in ranges[1:])
-        pieces = list(source.stored(*ranges[0]))
-        if source.order:  # one read, as its pieces are small
-            low, high = min(first for first, _ in pieces), max(first + count for first, count in pieces)
-            rows = torch.cat([torch.arange(first - low, first - low + count) for first, count in pieces])
-            tensor = _rows(view, low, high, columns, source.transposed)[rows]
-        else:
-            read = [_rows(view, first, first + count, columns, source.transposed) for first, count in pieces]
-            tensor = read[0] if len(read) == 1 else torch.cat(read)
-        return tensor + source.add if source.add else tensor
-
-    def _joined(self, param: Param) -> torch.Tensor:
-        """Returns the stored tensors of all names, one behind another."""
-        share = replace(param, shape=(param.shape[0] // len(param.source.names), *param.shape[1:]))
-        return torch.cat([self._view(share, self._stored(name))[:] for name in param.source.names])
-
-    def _name_of(self, param: Param) -> str:
-        """Returns the name under which a parameter is stored, or its last part. SettingsError when one is not."""
-        if not param.source.joined:
-            return self._stored(*param.source.names)
-        for name in param.source.names:
-            self._stored(name)
-        return name
-
-    def _stored(self, *names: str) -> str:
-        """Returns the first of the names that is stored. SettingsError when none is."""
-        for name in names:
-            if name in self._file_of:
-                return name
-        words = " or ".join(names)
-        raise SettingsError(f"{self._folder}: tensor {words} is in none of its safetensors files", "MODEL")
-
-    def _view(self, param: Param, name: str) -> Any:
-        """Returns the stored tensor, unread, whose shape is that of the model."""
-        file = self._file_of[name]
-        try:
-            view = self._open(file).get_slice(self._stored_name[name])
-        except SafetensorError as error:
-            raise SettingsError(f"{self._folder / file}: tensor {name}: {error}", "MODEL") from error
-        if (stored := view.get_dtype()) not in STORED_DTYPES:
-            raise SettingsError(
-                f"{self._folder / file}: tensor {name} is stored as {stored}; weights are read from "
-                f"{', '.join(STORED_DTYPES)}, not from quantized checkpoints",
-                "MODEL",
-            )
-        source, shape = param.source, tuple(view.get_shape())
-        wanted = (param.shape[0] if source.rows is None else source.rows, *param.shape[1:])
-        wanted = source.shape or (wanted[::-1] if source.transposed else wanted)
-        if shape != wanted:
-            raise SettingsError(
-                f"{self._folder / file}: tensor {name} has shape {list(shape)}, config.json makes it {list(wanted)}",
-                "MODEL",
-            )
-        return view
-
-    def _index(self) -> dict[str, str]:
-        """Returns tensor name -> file name, from the index file or from the headers of all files."""
-        index = self._folder / INDEX
-        if index.exists():
-            try:
-                return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise SettingsError(f"{index} is not a safetensors index: {error!r}", "MODEL") from error
-        files = sorted(path.name for path in self._folder.glob("*.safetensors"))
-        if not files:
-            raise SettingsError(f"{self._folder} holds no .safetensors file", "MODEL")
-        return {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118
-
-    def _open(self, file: str) -> Any:
-        if file not in self._files:
-            path = self._folder / file
-            try:
-                self._files[file] = safe_open(path, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise SettingsError(f"cannot read {path}: {error}", "MODEL") from error
-        return self._files[file]
+    def _slice(self, share: Share) -> Slice:
+        return slice_of(share.param, self._checkpoint.tensors_of(share.param), share.dim, share.start, share.length)
 
 
-def _rows(view: Any, low: int, high: int, columns: tuple[slice, ...], transposed: bool) -> torch.Tensor:
-    """Returns rows [low, high) of a stored tensor."""
-    index = (slice(low, high), *columns)
-    tensor: torch.Tensor = view[index[::-1]].T if transposed else view[index]
-    return tensor
+class ReadShares:
+    """Shares that were read from files."""
 
+    def __init__(self, read: ReadSlices) -> None:
+        self._read = read
 
-def _whole_names(stored: Iterable[str], wanted: set[str], base_prefix: str) -> list[str]:
-    """Returns the stored names, in their order, as a checkpoint with a head would have them."""
-    names = list(stored)
-    if any(name.startswith(base_prefix) for name in names):
-        return names
-    return [base_prefix + name if base_prefix + name in wanted else name for name in names]
+    def share(self, place: int) -> torch.Tensor:
+        stands = self._read.slices[place]
+        dtype, data = DTYPES[stands.dtype], self._read.bytes_of(place)
+        if data.storage_offset() % dtype.itemsize:  # behind shares of a smaller dtype
+            data = data.clone()
+        tensor = data.view(dtype).view(stands.shape)
+        if stands.transposed:
+            tensor = tensor.T
+        if stands.pieces is not None:
+            rows = torch.cat([torch.arange(first, first + count) for first, count in stands.pieces])
+            tensor = tensor[rows]
+        return tensor + stands.add if stands.add else tensor
+
+    def merged(self, *, keeps: bool) -> torch.Tensor | None:
+        slices = self._read.slices
+        if not all(one.is_plain and one.dtype == slices[0].dtype for one in slices):
+            return None
+        data = self._read.keep() if keeps else self._read.data
+        return data.view(DTYPES[slices[0].dtype])
 
 
 class DummySource:
@@ -261,10 +216,27 @@ class DummySource:
         self._seed = seed
         self._dtype = dtype
 
+    def in_turn(self, wanted: Sequence[tuple[Share, ...]]) -> Iterator[Found]:
+        for shares in wanted:
+            yield MadeShares(tuple(self.read(*share) for share in shares))
+
     def read(self, param: Param, dim: int, start: int, length: int) -> torch.Tensor:
+        """Returns indices [start, start + length) along `dim` of a parameter."""
         if param.init is not Init.NORMAL:
             whole = torch.full(param.shape, float(param.init is Init.ONES), dtype=self._dtype)
         else:
             generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {param.name}".encode()))
             whole = torch.empty(param.shape, dtype=self._dtype).normal_(0, DUMMY_DEVIATION, generator=generator)
         return whole.narrow(dim, start, length)
+
+
+class MadeShares(NamedTuple):
+    """Shares that were made up."""
+
+    tensors: tuple[torch.Tensor, ...]
+
+    def share(self, place: int) -> torch.Tensor:
+        return self.tensors[place]
+
+    def merged(self, *, keeps: bool) -> torch.Tensor | None:
+        return None

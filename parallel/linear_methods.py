@@ -47,7 +47,11 @@ class LinearMethod(Protocol):
         """Yields what is to be read for the merged weights; their outputs stand one behind the other. bias: is called
         when the last slot has been filled."""
         yield ParameterSlot(
-            tuple(weights), lambda weight_OI: self.take(weight_OI, bias()), self, as_stored=self.reads_stored
+            tuple(weights),
+            lambda weight_OI: self.take(weight_OI, bias()),
+            self,
+            as_stored=self.reads_stored,
+            keeps=not self.is_copy,
         )
 
     def take(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""The section of docs/performance.md about quantized weights."""
+"""The sections of docs/performance.md about loading and quantized weights."""
 
 from typing import Any
 
@@ -40,3 +40,32 @@ Perplexity of {scored["checkpoint"]}, a trained model of 260 thousand parameters
 stories in windows of {options["window"]}:
 
 {table(["weights", "perplexity"], text)}"""
+
+
+def loading_section() -> str:
+    """How long loading takes beside reading the file."""
+    found = read_json("loading.json")
+    options, figures = found["options"], found["figures"]
+
+    def cells(state: str) -> list[str]:
+        of = figures[state]
+        times = [f"{of[f'{name}_s']:.2f} ({of[f'{name}_cpu_s']:.2f})" for name in ("read", "load", "not ahead")]
+        ratios = [f"{of[f'{name}_ratio']:.2f} ({of[f'{name}_least_ratio']:.2f})" for name in ("load", "not ahead")]
+        return [state, *times, *ratios]
+
+    head = ["page cache", "reading, s", "loading, s", "not ahead, s", "loading / reading", "not ahead / reading"]
+    return f"""## Loading
+
+`make bench-load` writes {found["file_bytes"] / 1e9:.2f} GB of random bf16 weights of the Qwen3-0.6B shape, and in turns
+reads the file with one thread into a buffer that is used again, loads a rank's decoder from it, and loads one without
+reading ahead. Cold, the file's pages are dropped from the page cache before each. Times are medians of
+{options["turns"]} turns with {options["threads"]} threads (in parentheses CPU seconds); ratios are medians of the
+turns' (in parentheses of the least times).
+
+{table(head, [cells(state) for state in figures])}
+
+The goal is 1.3. Loading writes every weight into new memory, in the layout that is multiplied, and the table of the
+embedding twice. Most of its CPU is oneDNN's packing, which costs several times what copying the file into one small
+buffer does: a warm file's loading is bound by that, not by reading. Other processes took
+{percent(found["other_cpu"])} of the two cores meanwhile, which stretches what computes more than what waits for a disk:
+the figures are of a busy machine, and single times vary twofold."""

@@ -7,30 +7,27 @@ is made.
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 from msgspec.structs import replace
 
-from tandem.configs.errors import SettingsError
-from tandem.configs.schema import EngineSettings
+from tandem.configs.schema import EngineSettings, ModelSettings
 from tandem.workers.engine.engine import ModelFacts
 from tandem.workers.engine.executor import ExecutorReady
 from tandem.workers.executor.rank_group import RankGroup
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.planning.resolve import fingerprint, read_spec
 from tandem.workers.planning.resolve import resolve_max_model_len as resolve_max_model_len
+from tandem.workers.text.generation_config import GenerationConfig, generation_of
 
 
-def eos_token_ids(folder: Path, spec: ArchSpec) -> tuple[int, ...]:
+def model_generation(model: ModelSettings, spec: ArchSpec) -> GenerationConfig:
+    """Returns the model's generation config, with the EOS ids of config.json where it names none itself."""
+    found = generation_of(model)
+    return found if found.eos_token_ids is not None else replace(found, eos_token_ids=spec.eos_token_ids)
+
+
+def eos_token_ids(model: ModelSettings, spec: ArchSpec) -> tuple[int, ...]:
     """Returns the EOS token ids of generation_config.json if it has any, else those of config.json."""
-    file = folder / "generation_config.json"
-    if file.exists():
-        given = msgspec.json.decode(file.read_bytes()).get("eos_token_id")
-        if given is not None:
-            ids = tuple(given) if isinstance(given, list) else (given,)
-            if not all(type(one) is int for one in ids):
-                raise SettingsError(f"{file}: eos_token_id is {given!r}, want a token id or a list of them", "MODEL")
-            return ids
-    return spec.eos_token_ids
+    return model_generation(model, spec).eos_token_ids or ()
 
 
 def model_facts(settings: EngineSettings, ready: ExecutorReady) -> ModelFacts:
@@ -40,7 +37,7 @@ def model_facts(settings: EngineSettings, ready: ExecutorReady) -> ModelFacts:
     return ModelFacts(
         max_model_len=resolve_max_model_len(settings, spec),
         vocab_size=spec.vocab_size,
-        eos_token_ids=eos_token_ids(folder, spec),
+        eos_token_ids=eos_token_ids(settings.model, spec),
         model_revision=fingerprint(folder, settings),
         kv_dtype=_stored_as(ready),
     )

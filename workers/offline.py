@@ -22,7 +22,7 @@ from tandem.configs.errors import SettingsError
 from tandem.configs.load import build_settings
 from tandem.configs.options import option_named
 from tandem.configs.schema import EngineSettings
-from tandem.workers.build import model_facts, offline_settings, open_executor
+from tandem.workers.build import model_facts, model_generation, offline_settings, open_executor
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.engine_loop import EngineLoop
 from tandem.workers.lora.peft.adapter_check import AdapterChecker
@@ -99,7 +99,8 @@ class LLM:
         self.settings = _engine_settings(model, flags)
         self._pooling = pooling_facts(self.settings)
         text_folder = Path(self.settings.model.tokenizer or self.settings.model.model)
-        self.tokenizer = load_tokenizer(text_folder)
+        generation = model_generation(self.settings.model, read_spec(self.settings))
+        self.tokenizer = load_tokenizer(text_folder, generation)
         self._template: ChatTemplate | None = find_chat_template(text_folder, chat_template, self.tokenizer)
         self._factory = DetokenizerFactory(self.tokenizer)
         self._executor = open_executor(self.settings)
@@ -119,7 +120,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
         lora_request: AdapterRef | Sequence[AdapterRef | None] | None = None,
@@ -128,7 +129,8 @@ class LLM:
 
         prompts: a text, a list or array of token ids, vLLM's {"prompt": text} or {"prompt_token_ids": ids}, or a
             sequence of these. A mapping may have a "cache_salt" too.
-        sampling_params: one for all prompts, or one for each. A seed of None is drawn anew for each prompt.
+        sampling_params: one for all prompts, or one for each; None: those of get_default_sampling_params(). A seed of
+            None is drawn anew for each prompt.
         use_tqdm: shows a progress bar on standard error.
         lora_request: an adapter from load_adapter() for all prompts, one (or None) for each, or None: the base model.
 
@@ -139,7 +141,13 @@ class LLM:
         RuntimeError after close(). A Ctrl-C takes effect after the step under way, and the LLM can be used again; a
         second one interrupts at once, which closes the LLM.
         """
-        return self._generate(as_prompts(prompts), sampling_params, use_tqdm, lora_request)
+        given = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        return self._generate(as_prompts(prompts), given, use_tqdm, lora_request)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Returns the parameters that the model's generation_config.json asks for, under generation_config and
+        override_generation_config; vLLM's defaults for what they leave out."""
+        return self.tokenizer.defaults.sampling_params()
 
     def _generate(
         self,
@@ -188,7 +196,7 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
-        sampling_params: SamplingParams,
+        sampling_params: SamplingParams | None = None,
         *,
         use_tqdm: bool = True,
         lora_request: AdapterRef | Sequence[AdapterRef | None] | None = None,
@@ -198,8 +206,8 @@ class LLM:
         """Generates the assistant's answers to conversations, rendered by the chat template; returns one for each.
 
         messages: one conversation, a list of {"role": ..., "content": ...}, or a sequence of conversations.
-        sampling_params: for all conversations. use_tqdm, lora_request: as in generate(). tools: in OpenAI's form, for
-        the template to show; calls are not parsed. chat_template_kwargs: more variables of the template, such as
+        sampling_params: for all conversations. It, use_tqdm, lora_request: as in generate(). tools: in OpenAI's form,
+        for the template to show; calls are not parsed. chat_template_kwargs: more variables of the template, such as
         enable_thinking; ValueError for one that it does not have.
 
         A conversation without messages, or one that the template refuses, gets finish_reason "error" and the reason.
@@ -214,7 +222,8 @@ class LLM:
         texts = [self._rendered(render, conversation) for conversation in as_conversations(messages)]
         encode = self.tokenizer.encode
         prompts = [GivenPrompt(t, encode(t, add_special_tokens=False)) if isinstance(t, str) else t for t in texts]
-        return self._generate(prompts, sampling_params, use_tqdm, lora_request)
+        given = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        return self._generate(prompts, given, use_tqdm, lora_request)
 
     def beam_search(
         self,

@@ -33,6 +33,9 @@ from tandem.workers.planning.resolve import (
     resolve_dtype,
     resolve_max_model_len,
 )
+from tandem.workers.planning.stored_model import open_checkpoint
+from tandem.workers.text.generation_config import generation_of
+from tandem.workers.text.tokenizer import find_backend, read_json
 
 RANK_BYTES, COORDINATOR_BYTES = 250 * 2**20, 100 * 2**20
 """Resident memory of an idle process of each kind (torch, Ray), as `make bench-startup` measures it."""
@@ -58,14 +61,17 @@ def with_device(settings: ServiceSettings, chosen: Device) -> ServiceSettings:
 
 
 def check_model(settings: ServiceSettings) -> ArchSpec:
-    """Checks that the model has a known architecture and weights, can be sharded as requested, and fits
-    --max-model-len. Returns its spec."""
+    """Checks that the model has a known architecture and just the weights of it, by their headers, a tokenizer and
+    defaults of sampling, can be sharded as requested, and fits --max-model-len. Returns its spec."""
     model = settings.engine.model
     spec = read_spec(settings.engine)
-    if model.load_format == "safetensors" and not any(Path(model.model).glob("*.safetensors")):
-        raise SettingsError(f"{model.model} holds no .safetensors file", "MODEL")
+    if model.load_format == "safetensors":
+        open_checkpoint(Path(model.model), spec)
     resolve_max_model_len(settings.engine, spec)
     pooling_facts(settings.engine)
+    generation_of(model)
+    text_folder = Path(model.tokenizer or model.model)
+    find_backend(text_folder, read_json(text_folder / "tokenizer_config.json"))
     return spec
 
 

@@ -23,7 +23,7 @@ from tandem.cluster.gateway.http.text_workers import TextWorkers
 from tandem.cluster.gateway.services import Accounts, TextServices, extra_stop_token_ids
 from tandem.cluster.tenants.tenant_service import TenantService
 from tandem.configs.schema import GatewaySettings, ServiceSettings
-from tandem.workers.build import eos_token_ids, resolve_max_model_len
+from tandem.workers.build import eos_token_ids, model_generation, resolve_max_model_len
 from tandem.workers.engine.probation import probation_tokens
 from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.planning.resolve import pooling_facts
@@ -49,10 +49,10 @@ def build_text_services(settings: ServiceSettings, metrics: GatewayMetrics) -> T
     model = settings.engine.model
     folder = Path(model.model)
     text_folder = Path(model.tokenizer) if model.tokenizer is not None else folder
-    tokenizer = load_tokenizer(text_folder)
     spec = load_spec(folder, model.hf_overrides or None)
+    tokenizer = load_tokenizer(text_folder, model_generation(model, spec))
     template = find_chat_template(text_folder, model.chat_template, tokenizer)
-    formats = choose_formats(settings.gateway, None if template is None else template.source)
+    formats = choose_formats(settings.gateway, None if template is None else template.for_tools.source)
     if formats.note is not None:
         log.info(formats.note)
     return TextServices(
@@ -65,7 +65,7 @@ def build_text_services(settings: ServiceSettings, metrics: GatewayMetrics) -> T
         reasoning_format=formats.reasoning,
         max_model_len=resolve_max_model_len(settings.engine, spec),
         vocab_size=spec.vocab_size,
-        extra_stop_token_ids=extra_stop_token_ids(tokenizer, frozenset(eos_token_ids(folder, spec))),
+        extra_stop_token_ids=extra_stop_token_ids(tokenizer, frozenset(eos_token_ids(model, spec))),
         pooling=pooling_facts(settings.engine),
         workers=TextWorkers(meter=metrics),
         max_drafts=settings.engine.max_drafts,

@@ -55,7 +55,7 @@ class Handler(BaseHTTPRequestHandler):
         elif found := re.fullmatch(r"/api/models/(\w+/\w+)/tree/(\w+)", path):
             files = hub.files(found[1], found[2]) or {}
             self._send_json([{"type": "file", "path": n, "size": len(d), "oid": COMMIT} for n, d in files.items()])
-        elif found := re.fullmatch(r"/(\w+/\w+)/resolve/(\w+)/([\w.]+)", path):
+        elif found := re.fullmatch(r"/(\w+/\w+)/resolve/(\w+)/([\w.-]+)", path):
             self._send_file(found[3], (hub.files(found[1], found[2]) or {})[found[3]])
         else:
             self._send_json(None)

@@ -15,6 +15,7 @@ import tandem
 from tandem.configs.schema import EngineSettings
 from tandem.workers.executor.rank_group import RankGroup
 from tandem.workers.planning.resolve import read_spec
+from tandem.workers.planning.stored_model import open_checkpoint
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT")
 
@@ -34,8 +35,14 @@ class LocalRanks:
 
     def start(self, rank: int, endpoint: str, secret: str) -> None:
         if rank == 0:
-            read_spec(self._settings)  # what no rank could load is refused before any is started
+            self._check()
         self.processes.append(_spawn(rank, self._group, endpoint, secret))
+
+    def _check(self) -> None:
+        """Refuses what no rank could load before any is started. SettingsError."""
+        spec, model = read_spec(self._settings), self._settings.model
+        if model.load_format == "safetensors":
+            open_checkpoint(Path(model.model), spec)
 
     def lost(self) -> str | None:
         for rank, process in enumerate(self.processes):

@@ -35,9 +35,10 @@ from tandem.workers.models.layers.layer_inputs import LayerInputs
 from tandem.workers.models.layers.norms import AddNorm, make_norm
 from tandem.workers.models.layers.positions import RotaryOfLayers
 from tandem.workers.models.spec.arch import ArchSpec, LayerSpec, RopeSpec
-from tandem.workers.models.spec.families import family_of, parameters_of
+from tandem.workers.models.spec.families import parameters_of
 from tandem.workers.models.spec.kv_layout import kv_layouts
 from tandem.workers.models.spec.sizes import rank_weights
+from tandem.workers.planning.stored_model import open_checkpoint
 from tandem.workers.platforms.base import Platform
 
 
@@ -318,10 +319,7 @@ def build_decoder(
     if load_format == "dummy":
         source = DummySource(seed, dtype)
     else:
-        names = family_of(spec.architecture).names
-        behind = range(spec.num_layers, spec.num_layers + spec.extra_layers)
-        unread = tuple(names.layer_prefix.format(layer=layer) for layer in behind)
-        source = SafetensorsSource(folder, decoder.parameters, names.ignored_suffixes, names.base_prefix, unread)
+        source = SafetensorsSource(open_checkpoint(folder, spec))
     decoder.load(
         source, dtype=dtype, device=platform.device, progress=progress and context.rank == 0, on_bytes=on_bytes
     )

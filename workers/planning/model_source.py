@@ -14,10 +14,15 @@ from msgspec.structs import replace
 from tandem.configs.bundled import DEMO_MODEL
 from tandem.configs.errors import SettingsError
 from tandem.configs.schema import ModelSettings
+from tandem.parallel.stored.headers import no_weights
+from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.planning.hub import TEXT, Wanted, download
+from tandem.workers.text.chat_template import chosen_templates
+from tandem.workers.text.generation_config import FILE as GENERATION
+from tandem.workers.text.generation_config import FROM_MODEL, WITHOUT
 
 DEMO = "demo"
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "LICENSE*")
 DIGESTED = (
     "config.json",
     "generation_config.json",
@@ -26,7 +31,6 @@ DIGESTED = (
     "special_tokens_map.json",
 )
 """What a model's ids mean and how its weights are computed with, in small files."""
-INSTEAD = "give the folder of a model, or fill that cache where the hub can be reached (`hf download`)"
 
 
 def resolve_model(model: ModelSettings) -> ModelSettings:
@@ -35,17 +39,29 @@ def resolve_model(model: ModelSettings) -> ModelSettings:
 
     Raises SettingsError with the flag to change.
     """
-    folder = find_model(model.model, model.revision, "MODEL")
+    folder = find_model(model.model, model.revision, "MODEL", serving(model))
+    tokenizer = None if model.tokenizer is None else str(find_model(model.tokenizer, None, "--tokenizer", TEXT))
     resolved: ModelSettings = replace(
         model,
         model=str(folder),
         revision=None,
         served_model_name=model.served_model_name or (model.model,),
-        tokenizer=str(find_model(model.tokenizer, None, "--tokenizer")) if model.tokenizer is not None else None,
-        chat_template=_template(model.chat_template),
+        tokenizer=tokenizer,
+        chat_template=_template(model.chat_template, Path(tokenizer or folder)),
+        generation_config=_generation_folder(model.generation_config),
     )
     _check_remote_code(folder, resolved)
     return resolved
+
+
+def serving(model: ModelSettings) -> Wanted:
+    """Returns what is downloaded of a model to serve it. Weights come last, when config.json has been found to be of a
+    model that is served."""
+
+    def check(folder: Path) -> None:
+        load_spec(folder, model.hf_overrides or None)
+
+    return Wanted(TEXT.patterns, weights=model.load_format == "safetensors", check=check)
 
 
 def model_digest(model: ModelSettings) -> str:
@@ -55,7 +71,8 @@ def model_digest(model: ModelSettings) -> str:
     """
     overrides = json.dumps(model.hf_overrides, sort_keys=True)
     dummy = model.seed if model.load_format == "dummy" else None
-    chosen = (model.model, model.revision, overrides, dummy, model.quantization)
+    ends = json.dumps((model.generation_config, model.override_generation_config), sort_keys=True)
+    chosen = (model.model, model.revision, overrides, dummy, model.quantization, ends)
     digest = blake2b(repr(chosen).encode(), digest_size=8)
     for folder in dict.fromkeys((model.model, model.tokenizer or model.model)):
         for name in DIGESTED:
@@ -65,9 +82,9 @@ def model_digest(model: ModelSettings) -> str:
     return digest.hexdigest()
 
 
-def find_model(name: str, revision: str | None, flag: str, files: tuple[str, ...] = FILES) -> Path:
-    """Finds the folder of a model: the demo's, an existing folder, or a snapshot of the hub that has the `files`
-    (patterns). Without the hub its cache is used. Raises SettingsError with `flag`."""
+def find_model(name: str, revision: str | None, flag: str, wanted: Wanted = TEXT) -> Path:
+    """Finds the folder of a model: the demo's, an existing folder, or a snapshot of the hub that has what is `wanted`.
+    Without the hub its cache is used. Raises SettingsError with `flag`."""
     folder = Path(name).expanduser()
     if name == DEMO:  # also where the working folder has a "demo" of its own; ./demo names that one
         folder = DEMO_MODEL
@@ -76,62 +93,38 @@ def find_model(name: str, revision: str | None, flag: str, files: tuple[str, ...
             raise SettingsError(f"{name} is a folder; only models of the hub have revisions", "--revision")
         return folder.resolve()
     looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if folder.is_file() and folder.suffix in (".gguf", ".bin", ".safetensors"):
+        raise (
+            no_weights(str(folder.parent), [folder.name])
+            if folder.suffix != ".safetensors"
+            else SettingsError(f"{name} is a file; give its folder, which has config.json and the tokenizer too", flag)
+        )
     if looks_like_path or folder.exists() or not HUB_ID.fullmatch(name):
         raise SettingsError(f"{name}: no such folder", flag)
-    return _download(name, revision, flag, files)
+    return download(name, revision, flag, wanted)
 
 
-def _download(name: str, revision: str | None, flag: str, files: tuple[str, ...]) -> Path:
-    import huggingface_hub
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    try:
-        return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=list(files))).resolve()
-    except GatedRepoError as error:
-        raise SettingsError(
-            f"{name} is gated: accept its conditions on the hub, and set HF_TOKEN to a token that may read it", flag
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise SettingsError(
-            f"{name} is neither a folder here nor a model on the hub; for a private one set HF_TOKEN", flag
-        ) from error
-    except RevisionNotFoundError as error:
-        raise SettingsError(f"{name} has no revision {revision} on the hub", "--revision") from error
-    except LocalEntryNotFoundError as error:
-        raise SettingsError(_not_in_cache(name, error), flag) from error
-    except Exception as error:  # of many kinds, by the HTTP client that the hub's library has
-        raise SettingsError(f"{name} cannot be downloaded: {_first_line(error)}", flag) from error
+def _generation_folder(given: str) -> str:
+    """The absolute path of the folder of --generation-config, or its word."""
+    if given in (FROM_MODEL, WITHOUT):
+        return given
+    folder = Path(given).expanduser()
+    if not (folder / GENERATION).is_file():
+        words = f"{given}: neither {FROM_MODEL} nor {WITHOUT}, nor a folder with a {GENERATION}"
+        raise SettingsError(words, "--generation-config")
+    return str(folder.resolve())
 
 
-def _not_in_cache(name: str, error: Exception) -> str:
-    """The words for a hub id that is not here, or not all of it, and that the hub's library did not look up."""
-    from huggingface_hub import constants
-    from huggingface_hub.errors import OfflineModeIsEnabled
-
-    where = f"{name} is no folder here, and not complete in the hub's cache {constants.HF_HUB_CACHE}"
-    if isinstance(error.__cause__, OfflineModeIsEnabled):
-        return f"{where}; HF_HUB_OFFLINE forbids to download it: unset that, or {INSTEAD}"
-    reason = "" if error.__cause__ is None else f" ({_first_line(error.__cause__)})"
-    return f"{where}; the hub cannot be reached to download it{reason}: {INSTEAD}"
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
-
-
-def _template(given: str | None) -> str | None:
-    """The absolute path of the chat template. Raises SettingsError when there is no such file."""
+def _template(given: str | None, text_folder: Path) -> str | None:
+    """The absolute path of the chat template, or the name of one in the folder. Raises SettingsError when it is
+    neither."""
     if given is None:
         return None
     path = Path(given).expanduser()
-    if not path.is_file():
-        raise SettingsError(f"{given}: no such file", "--chat-template")
-    return str(path.resolve())
+    if path.is_file():
+        return str(path.resolve())
+    chosen_templates(text_folder, given)
+    return given
 
 
 def _check_remote_code(folder: Path, model: ModelSettings) -> None:

@@ -6,12 +6,13 @@ and by the ranks (workers/rank/loading.py), so that all of them raise the same e
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Final
 
 from tandem.configs.errors import SettingsError, UnsupportedModelError
 from tandem.configs.schema import EngineSettings
-from tandem.workers.models.spec.arch import ArchSpec
+from tandem.workers.models.spec.arch import ArchSpec, RopeKind
 from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.planning.pooling_config import PoolingFacts, read_pooling
 
@@ -52,8 +53,19 @@ def resolve_max_model_len(settings: EngineSettings, spec: ArchSpec) -> int:
     """The context length in tokens: --max-model-len, else the model's own. SettingsError when it is above that."""
     asked, own = settings.model.max_model_len, spec.max_position_embeddings
     if asked is not None and not 1 <= asked <= own:
-        raise SettingsError(f"--max-model-len {asked} is outside 1..{own}, the model's context", "--max-model-len")
+        words = f"--max-model-len {asked} is outside 1..{own}, the model's context"
+        raise SettingsError(words + _longer(asked, spec), "--max-model-len")
     return asked or own
+
+
+def _longer(asked: int, spec: ArchSpec) -> str:
+    """Words on how a model that was trained with fewer positions gets a context of `asked` tokens."""
+    own = spec.max_position_embeddings
+    if asked < own or any(rope.kind is not RopeKind.DEFAULT for rope in spec.ropes) or len(spec.ropes) != 1:
+        return ""
+    factor = math.ceil(asked / own * 4) / 4
+    scaling = json.dumps({"rope_scaling": {"rope_type": "yarn", "factor": factor}})
+    return f"; positions that it was not trained for need scaling, at some loss of quality: --hf-overrides '{scaling}'"
 
 
 def resolve_dtype(settings: EngineSettings, spec: ArchSpec, device: str) -> str:

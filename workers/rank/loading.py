@@ -38,6 +38,7 @@ from tandem.workers.rank.transfers.kv_lanes import open_kv_lanes
 from tandem.workers.rank.transfers.lanes import Lanes
 from tandem.workers.speculation.proposer import make_proposer
 from tandem.workers.structured.grammar_store import GrammarStore, TokenizerUnusable
+from tandem.workers.text.generation_config import generation_of
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +199,8 @@ def _facts(
 def _grammar_store(settings: EngineSettings, spec: ArchSpec) -> GrammarStore:
     """The grammars of the rank that samples; it reads the tokenizer later."""
     folder = Path(settings.model.tokenizer or settings.model.model)
-    return GrammarStore(folder, spec.vocab_size, spec.eos_token_ids)
+    ends = generation_of(settings.model).eos_token_ids
+    return GrammarStore(folder, spec.vocab_size, spec.eos_token_ids if ends is None else ends)
 
 
 def _name(dtype: torch.dtype) -> str:

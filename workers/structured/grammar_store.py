@@ -12,6 +12,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from tandem.workers.messages.errors import SettingsError
 from tandem.workers.text.detokenizer import DetokenizerFactory
+from tandem.workers.text.generation_config import GenerationConfig
 from tandem.workers.text.grammars import reason_of
 from tandem.workers.text.tokenizer import ModelTokenizer, load_tokenizer
 
@@ -48,7 +49,7 @@ class _Compiled(NamedTuple):
 
 class GrammarStore:
     """Grammars over a model's tokens. vocab_size: the model's, which may be more than the tokenizer's. eos_token_ids:
-    those of the model's files beside the tokenizer's."""
+    those at which the engine ends a text, beside the tokenizer's own."""
 
     def __init__(self, tokenizer_folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._folder = tokenizer_folder
@@ -66,8 +67,8 @@ class GrammarStore:
             if self._tokenizer is not None:
                 return
             try:
-                own = load_tokenizer(self._folder)
-                eos = own.eos_token_ids | self._eos
+                own = load_tokenizer(self._folder, GenerationConfig(eos_token_ids=tuple(self._eos)))
+                eos = own.eos_token_ids
                 self._tokenizer = _token_table(own, self._vocab_size, eos)
             except (SettingsError, ValueError, RuntimeError) as error:
                 raise TokenizerUnusable(f"the tokenizer cannot be used for structured output: {error}") from error

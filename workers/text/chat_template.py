@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import jinja2.ext
@@ -53,6 +53,7 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         *,
         source_name: str = "given",
+        with_tools: "ChatTemplate | None" = None,
         now: Callable[[], datetime] = datetime.now,
         max_chars: int = 32 * 2**20,
         timeout_s: float = 5.0,
@@ -60,10 +61,11 @@ class ChatTemplate:
     ) -> None:
         """Compiles `source`. SettingsError when it is not a valid template.
 
-        now: the clock of `strftime_now`. max_chars, timeout_s: limits of one rendering. clock: seconds, for the
-        timeout.
+        with_tools: renders in its place where there are tools. now: the clock of `strftime_now`. max_chars, timeout_s:
+        limits of one rendering. clock: seconds, for the timeout.
         """
         self.source = source
+        self._with_tools = with_tools
         self.source_name = source_name
         self.has_short_call_ids = re.search(r"length\s*!=\s*9\b", source) is not None
         self._special_tokens = dict(special_tokens)
@@ -94,6 +96,14 @@ class ChatTemplate:
         add_generation_prompt: the text ends with the assistant's header.
         continue_final_message: the text ends inside the last message, so that the model continues it.
         """
+        if tools and self._with_tools is not None:
+            return self._with_tools.render(
+                messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables=variables,
+            )
         conversation = [self._in_known_role(message) for message in messages]
         if continue_final_message:
             conversation[-1]["content"] = _final_text(conversation) + _CONTINUE_MARK
@@ -108,10 +118,15 @@ class ChatTemplate:
         text = self._run(names)
         return _cut_at_mark(text) if continue_final_message else text
 
+    @property
+    def for_tools(self) -> "ChatTemplate":
+        """The template that renders where there are tools."""
+        return self if self._with_tools is None else self._with_tools
+
     def takes(self, name: str) -> bool:
         """Returns whether a variable of this name may be passed to render(): the template uses it, and it is not one
         that it always has."""
-        return name in self.variables and name not in ALWAYS_GIVEN and name not in self._special_tokens
+        return name in self.variables | self.for_tools.variables and name not in (*ALWAYS_GIVEN, *self._special_tokens)
 
     def _in_known_role(self, message: Mapping[str, Any]) -> dict[str, Any]:
         if message.get("role") == "developer" and not self.knows_developer:
@@ -140,37 +155,78 @@ class ChatTemplate:
 
 
 def find_chat_template(folder: Path, override: str | None, tokenizer: ModelTokenizer) -> ChatTemplate | None:
-    """Returns the model's template: --chat-template (a file), chat_template.jinja, or the one in tokenizer_config.json.
+    """Returns the model's template, with the one for tools inside it where the model has one of its own; None when
+    there is none. SettingsError as in chosen_templates(), and when the template is invalid."""
+    found = chosen_templates(folder, override)
+    if found is None:
+        return None
+    specials, main, tools = tokenizer.special_tokens, found.main, found.with_tools
+    with_tools = None if tools is None else ChatTemplate(tools.text, specials, source_name=tools.origin)
+    return ChatTemplate(main.text, specials, source_name=main.origin, with_tools=with_tools)
 
-    None when there is none. SettingsError when `override` is no file or the template is invalid.
-    """
-    found = chat_template_text(folder, override)
-    return None if found is None else ChatTemplate(found[0], tokenizer.special_tokens, source_name=found[1])
+
+class NamedTemplate(NamedTuple):
+    """A template that is not compiled, and the file that it comes from."""
+
+    text: str
+    origin: str
 
 
-def chat_template_text(folder: Path, override: str | None) -> tuple[str, str] | None:
-    """Returns the text of the model's template, and its origin, as find_chat_template() finds it; not compiled."""
-    for path in (Path(override),) if override is not None else (folder / "chat_template.jinja",):
-        if path.is_file():
-            return path.read_text(encoding="utf-8"), path.name
+class Chosen(NamedTuple):
+    """The templates for conversations, and for those with tools where that is another."""
+
+    main: NamedTemplate
+    with_tools: NamedTemplate | None = None
+
+    @property
+    def of_tools(self) -> str:
+        """The text of the template that shows tools."""
+        return (self.with_tools or self.main).text
+
+
+def chosen_templates(folder: Path, override: str | None) -> Chosen | None:
+    """Returns what --chat-template names (a file, or one of the model's templates), else the model's only template or
+    its `default`, with `tool_use` for tools, as transformers chooses them. None when the model has none. SettingsError
+    when `override` is neither, or none is the default of several."""
+    if override is not None and Path(override).is_file():
+        return Chosen(NamedTemplate(Path(override).read_text(encoding="utf-8"), Path(override).name))
+    named = model_templates(folder)
     if override is not None:
-        raise SettingsError(f"no such file: {override}", "--chat-template")
-    for name in ("chat_template.json", "tokenizer_config.json"):
-        source = _named_default(read_json(folder / name).get("chat_template"))
-        if source is not None:
-            return source, name
-    return None
+        if override not in named:
+            raise SettingsError(f"{override}: no such file{_or_names(named)}", "--chat-template")
+        return Chosen(named[override])
+    if not named:
+        return None
+    if "default" not in named and len(named) > 1:
+        raise SettingsError(f"the model has several chat templates and no default{_or_names(named)}", "--chat-template")
+    main = named.get("default") or next(iter(named.values()))
+    tools = named.get("tool_use")
+    return Chosen(main, None if tools == main else tools)
 
 
-def _named_default(value: Any) -> str | None:
-    """Returns the template of tokenizer_config.json: its only one, the one named `default`, or the first of a list."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list):
-        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-        chosen = named.get("default", next(iter(named.values()), None))
-        return chosen if isinstance(chosen, str) else None
-    return None
+def _or_names(named: Mapping[str, NamedTemplate]) -> str:
+    return f"; the model has {', '.join(named)}" if named else ""
+
+
+def model_templates(folder: Path) -> dict[str, NamedTemplate]:
+    """Returns the templates in a model's folder by name: of chat_template.jinja (default) and the files of
+    additional_chat_templates, else of chat_template.json, else of tokenizer_config.json."""
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    named = {
+        name: NamedTemplate(path.read_text(encoding="utf-8"), path.name)
+        for name, path in files.items()
+        if path.is_file()
+    }
+    for file in ("chat_template.json", "tokenizer_config.json"):
+        if "default" in named:
+            break
+        given = read_json(folder / file).get("chat_template")
+        entries = [{"name": "default", "template": given}] if isinstance(given, str) else given
+        for entry in entries if isinstance(entries, list) else ():
+            if isinstance(entry, dict) and isinstance(entry.get("template"), str):
+                named.setdefault(str(entry.get("name")), NamedTemplate(entry["template"], file))
+    return named
 
 
 def _names(template: jinja2.nodes.Template, role: str) -> bool:

@@ -1,8 +1,8 @@
 """A model folder's tokenizer, without transformers: text to token ids and back.
 
-Used by the gateway, offline runs and the CLI. Reads tokenizer.json (the `tokenizers` library), tokenizer_config.json,
-special_tokens_map.json and generation_config.json. Immutable after loading, so threads may share it. detokenizer.py
-decodes token by token.
+Used by the gateway, offline runs and the CLI. Reads tokenizer.json (the `tokenizers` library) or GPT-2's older files,
+tokenizer_config.json, special_tokens_map.json and generation_config.json. Immutable after loading, so threads may share
+it. detokenizer.py decodes token by token.
 """
 
 import json
@@ -10,22 +10,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-from tokenizers import AddedToken, Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from tandem.parallel.stored.headers import POINTER, is_pointer
 from tandem.workers.messages.errors import ContextLengthExceeded, RequestRefused, SettingsError
+from tandem.workers.text.generation_config import (
+    FILE,
+    GenerationConfig,
+    GenerationDefaults,
+    generation_config,
+    read_file,
+)
 
 NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
-
-class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling defaults of generation_config.json for fields that a request omits. do_sample is ignored."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+BYTE_LEVEL = (None, "GPT2Tokenizer", "GPT2TokenizerFast")
+"""Classes of tokenizers that vocab.json and merges.txt are enough for; others split texts in ways of their own."""
+SLOW_FILES = ("tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
+MAKE_FAST = (
+    "python -c \"from transformers import AutoTokenizer as T; T.from_pretrained('FOLDER').save_pretrained('NEW')\" "
+    "(of a tokenizer.model after `pip install sentencepiece`), and serve with --tokenizer NEW"
+)
 
 
 class ModelTokenizer:
@@ -113,30 +118,70 @@ def last_tokens(token_ids: list[int], keep: int | None, max_model_len: int) -> l
     return token_ids if keep is None else token_ids[-(max_model_len if keep == -1 else keep) :]
 
 
-def load_tokenizer(folder: Path | str) -> ModelTokenizer:
-    """Loads the tokenizer of a model folder. SettingsError when tokenizer.json is missing or broken."""
+def load_tokenizer(folder: Path | str, generation: GenerationConfig | None = None) -> ModelTokenizer:
+    """Loads the tokenizer of a model folder. generation: defaults, and the ids that end a text beside the tokenizer's
+    own EOS; None: as the folder's files say. SettingsError when tokenizer.json is missing or broken."""
     folder = Path(folder)
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise SettingsError(f"{folder} holds no tokenizer.json", "--tokenizer")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise SettingsError(f"{path} cannot be read: {error}", "--tokenizer") from error
+    config = read_json(folder / "tokenizer_config.json")
+    tokenizer = read_backend(folder, config)
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    config = read_json(folder / "tokenizer_config.json")
     special_tokens = _special_tokens(config, read_json(folder / "special_tokens_map.json"))
     _complete_added_tokens(tokenizer, config, special_tokens)
     _apply_bos_eos(tokenizer, config, special_tokens)
-    generation = read_json(folder / "generation_config.json")
+    if generation is None:
+        generation = generation_config(read_file(folder / FILE), {}, str(folder / FILE))
+    ends = generation.eos_token_ids
+    if ends is None:
+        ends = _listed_ids(read_json(folder / "config.json").get("eos_token_id"))
     return ModelTokenizer(
         tokenizer,
         special_tokens=special_tokens,
-        eos_token_ids=_eos_token_ids(tokenizer, special_tokens, generation, read_json(folder / "config.json")),
-        defaults=_generation_defaults(generation),
+        eos_token_ids=_with_own_eos(ends, tokenizer, special_tokens),
+        defaults=generation.defaults,
         config=config,
     )
+
+
+def read_backend(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
+    """Reads tokenizer.json, or the vocab.json and merges.txt of GPT-2's kind. config: tokenizer_config.json.
+    SettingsError as in find_backend(), and for broken files."""
+    path = find_backend(folder, config)
+    try:
+        return _byte_level(folder, config) if path.name == "vocab.json" else Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise SettingsError(f"{path} cannot be read: {error}", "--tokenizer") from error
+
+
+def find_backend(folder: Path, config: Mapping[str, Any]) -> Path:
+    """Returns the tokenizer.json of a folder, or the vocab.json beside which merges.txt is enough. SettingsError when
+    there is neither, which says what to do."""
+    path, older = folder / "tokenizer.json", folder / "vocab.json"
+    if path.is_file():
+        if is_pointer(path):
+            raise SettingsError(f"{path}: {POINTER}", "--tokenizer")
+        return path
+    if older.is_file() and (folder / "merges.txt").is_file() and config.get("tokenizer_class") in BYTE_LEVEL:
+        return older
+    found = [name for name in SLOW_FILES if (folder / name).is_file()]
+    found += sorted(path.name for path in folder.glob("*.tiktoken"))
+    if not found:
+        raise SettingsError(f"{folder} holds no tokenizer.json", "--tokenizer")
+    raise SettingsError(
+        f"{folder} holds no tokenizer.json, but {found[0]}, which is not read. Make one of it: {MAKE_FAST}",
+        "--tokenizer",
+    )
+
+
+def _byte_level(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
+    """Makes the tokenizer of vocab.json, merges.txt and added_tokens.json, as GPT-2's is made of them."""
+    tokenizer = Tokenizer(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(config.get("add_prefix_space", False)))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    added = sorted(read_json(folder / "added_tokens.json").items(), key=lambda item: int(item[1]))
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token, _ in added])
+    return tokenizer
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -202,26 +247,12 @@ def _apply_bos_eos(tokenizer: Tokenizer, config: Mapping[str, Any], special_toke
     )
 
 
-def _eos_token_ids(
-    tokenizer: Tokenizer,
-    special_tokens: Mapping[str, str],
-    generation: Mapping[str, Any],
-    model_config: Mapping[str, Any],
-) -> frozenset[int]:
-    """Returns the ids that end a text: the tokenizer's EOS and generation_config's list (else config.json's)."""
-    listed = generation.get("eos_token_id", model_config.get("eos_token_id"))
-    ids = {i for i in (listed if isinstance(listed, list) else [listed]) if isinstance(i, int)}
+def _listed_ids(value: Any) -> tuple[int, ...]:
+    return tuple(one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int))
+
+
+def _with_own_eos(listed: tuple[int, ...], tokenizer: Tokenizer, special_tokens: Mapping[str, str]) -> frozenset[int]:
+    """Returns the ids that end a text: those listed, and the tokenizer's EOS."""
     eos = special_tokens.get("eos_token")
-    if eos is not None and (eos_id := tokenizer.token_to_id(eos)) is not None:
-        ids.add(eos_id)
-    return frozenset(ids)
-
-
-def _generation_defaults(generation: Mapping[str, Any]) -> GenerationDefaults:
-    """Returns the fields of generation_config.json that serve as defaults; null means absent."""
-    names = GenerationDefaults.__struct_fields__
-    given = {name: generation[name] for name in names if generation.get(name) is not None}
-    try:
-        return msgspec.convert(given, GenerationDefaults)
-    except msgspec.ValidationError as error:
-        raise SettingsError(f"generation_config.json: {error}", "--tokenizer") from error
+    own = None if eos is None else tokenizer.token_to_id(eos)
+    return frozenset(listed if own is None else (*listed, own))

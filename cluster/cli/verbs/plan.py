@@ -5,7 +5,9 @@ workers/planning/planner.py computes the plan. This module reads flags and the m
 """
 
 import json
+import math
 import sys
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,10 +22,12 @@ from tandem.configs.errors import SettingsError
 from tandem.configs.load import build_settings
 from tandem.configs.options import OPTIONS
 from tandem.configs.schema import EngineSettings
+from tandem.parallel.stored.headers import INDEX, find_weights, has_other_weights, no_weights
+from tandem.parallel.stored.stored_checkpoint import StoredCheckpoint
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.families import parameters_of
 from tandem.workers.planning.budget import GIB, available_bytes
-from tandem.workers.planning.headers import CheckpointFacts, read_checkpoint_facts
+from tandem.workers.planning.hub import Wanted
 from tandem.workers.planning.model_source import find_model
 from tandem.workers.planning.planner import GroupPlan, Memory, best_of, layouts, plan_group
 from tandem.workers.planning.resolve import (
@@ -33,6 +37,7 @@ from tandem.workers.planning.resolve import (
     resolve_kv_dtype,
     resolve_max_model_len,
 )
+from tandem.workers.planning.stored_model import open_checkpoint
 
 PLANNED = {
     "revision", "dtype", "quantization", "max_model_len", "hf_overrides", "tensor_parallel_size",
@@ -122,7 +127,7 @@ class _Model:
 
 def _model(name: str, settings: EngineSettings, asked: _Asked) -> _Model:
     """Finds the model and resolves the settings that depend on it. SettingsError."""
-    folder = find_model(name, settings.model.revision, "MODEL", ("config.json",))
+    folder = find_model(name, settings.model.revision, "MODEL", Wanted(("config.json",)))
     settings = replace(settings, model=replace(settings.model, model=str(folder)))
     spec, memory = read_spec(settings), _memory(settings, asked)
     check_quantization(settings, memory.device)
@@ -139,7 +144,7 @@ def _find(name: str, settings: EngineSettings, asked: _Asked) -> dict[str, Any]:
     found = layouts(spec, num_ranks, expert_parallel=given.enable_expert_parallel)
     candidates = [model.plan(*layout) for layout in found]
     best = best_of(candidates)
-    facts = read_checkpoint_facts(Path(model.settings.model.model))
+    stored = _stored(Path(model.settings.model.model), spec, is_own=Path(name).expanduser().is_dir())
     return {
         "model": name,
         "architecture": spec.architecture,
@@ -149,7 +154,7 @@ def _find(name: str, settings: EngineSettings, asked: _Asked) -> dict[str, Any]:
         "quantization": model.settings.model.quantization,
         "kv_dtype": model.kv_dtype,
         "lora": msgspec.structs.asdict(model.settings.lora),
-        "checkpoint": None if facts is None else _checkpoint(facts, parameters_of(spec).num_elements),
+        "checkpoint": None if stored is None else _checkpoint(stored, parameters_of(spec).num_elements),
         "memory": asdict(model.memory),
         "plan": _plain(model.plan(given.tensor_parallel_size, given.pipeline_parallel_size)),
         "num_ranks": num_ranks,
@@ -176,12 +181,28 @@ def _memory(settings: EngineSettings, asked: _Asked) -> Memory:
     )
 
 
-def _checkpoint(facts: CheckpointFacts, num_parameters: int) -> dict[str, Any]:
+def _stored(folder: Path, spec: ArchSpec, *, is_own: bool) -> StoredCheckpoint | None:
+    """The checkpoint, checked as ranks would check it; None for a config.json alone, and for a model of the hub (not
+    is_own) whose files are not all here. SettingsError when ranks could not load it."""
+    names = [path.name for path in folder.iterdir()]
+    if not any(name.endswith(".safetensors") or name == INDEX for name in names):
+        if has_other_weights(names):
+            raise no_weights(str(folder), names)
+        return None
+    if not is_own and not all(file.exists() for file in find_weights(folder)[0]):
+        return None
+    return open_checkpoint(folder, spec)
+
+
+def _checkpoint(stored: StoredCheckpoint, num_parameters: int) -> dict[str, Any]:
+    sizes: Counter[str] = Counter()
+    for tensor in stored.tensors:
+        sizes[tensor.dtype] += tensor.nbytes
     return {
-        "num_files": facts.num_files,
-        "total_bytes": facts.total_bytes,
-        "bytes_by_dtype": facts.bytes_by_dtype,
-        "num_elements": sum(facts.elements.values()),
+        "num_files": len(stored.files),
+        "total_bytes": sum(sizes.values()),
+        "bytes_by_dtype": dict(sizes),
+        "num_elements": sum(math.prod(tensor.shape) for tensor in stored.tensors),
         "num_parameters": num_parameters,
     }
 

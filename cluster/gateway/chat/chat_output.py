@@ -93,7 +93,7 @@ def chat_output(text: TextServices, body: ChatBody, prompt: str) -> ChatOutput:
         thinking=None if thinks is None else _thinking(text.tokenizer, thinks, prompt, body),
         shows_special_tokens=shows,
         special=_special_spellings(text.tokenizer) if hides else None,
-        has_short_ids=text.chat_template is not None and text.chat_template.has_short_call_ids,
+        has_short_ids=text.chat_template is not None and text.chat_template.for_tools.has_short_call_ids,
     )
 
 
@@ -104,7 +104,7 @@ def _chosen_tools(text: TextServices, body: ChatBody) -> tuple[list[Tool], bool,
         return [], False, False
     if not tools:
         raise invalid("tool_choice", "When using tool_choice, tools must be set.")
-    if text.chat_template is not None and "tools" not in text.chat_template.variables:
+    if text.chat_template is not None and "tools" not in text.chat_template.for_tools.variables:
         raise unsupported("tools", "The chat template of this model shows no tools to it; tool_choice may be none.")
     param = "tools" if choice is None else "tool_choice"
     if choice is None or choice == "auto":

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tandem.configs.errors import SettingsError
 from tandem.configs.schema import GatewaySettings, ServiceSettings
-from tandem.workers.text.chat_template import chat_template_text
+from tandem.workers.text.chat_template import chosen_templates
 from tandem.workers.text.output.format_list import REASONING_FORMATS, TOOL_FORMATS, tool_format_of
 from tandem.workers.text.output.formats import ReasoningFormat, ToolFormat
 
@@ -50,6 +50,6 @@ def choose_formats(settings: GatewaySettings, template: str | None) -> ChosenFor
 def check_formats(settings: ServiceSettings) -> str | None:
     """Checks the choice for a service whose model is a folder. Returns ChosenFormats.note."""
     model = settings.engine.model
-    found = chat_template_text(Path(model.tokenizer or model.model), model.chat_template)
-    chosen = choose_formats(settings.gateway, None if found is None else found[0])
+    found = chosen_templates(Path(model.tokenizer or model.model), model.chat_template)
+    chosen = choose_formats(settings.gateway, None if found is None else found.of_tools)
     return chosen.note

@@ -152,7 +152,7 @@ class Asked(NamedTuple):
 def fit(
     services: TextServices, prompt: Prompt, body: CommonBody, wanted: int | None, names: Asked
 ) -> tuple[Prompt, int]:
-    """The prompt, cut as asked, and its max_tokens (`wanted`, or all that fits).
+    """The prompt, cut as asked, and its max_tokens: `wanted`, or all that fits, within generation_config.json's limits.
 
     ContextLengthExceeded when both do not fit; it names the prompt where that does not fit by itself.
     """
@@ -176,7 +176,7 @@ def fit(
             f"Shorten the prompt {advice}.",
             names.max_tokens if room > 0 else names.prompt,
         )
-    return prompt, wanted if wanted is not None else room
+    return prompt, services.tokenizer.defaults.most_tokens(length, wanted, room)
 
 
 def message_bytes(message: Message) -> int:

@@ -2,6 +2,7 @@
 may stand beside use_beam_search. There `n` is the number of beams and of answers, as in vLLM. Beams are ranked by the
 model's own log probabilities, so fields that change those, or sample, are refused by name."""
 
+import math
 from typing import Any, TypeVar
 
 from tandem.cluster.gateway.openai.fields.grammar_fields import structured_field
@@ -46,7 +47,7 @@ def sampling_params(
     """Resolved parameters of one prompt, its bad words tokenized. RequestRefused when a token id or min_tokens is out
     of range."""
     defaults = text.tokenizer.defaults
-    min_tokens = body.min_tokens or 0
+    min_tokens = min(defaults.min_new_tokens, max_tokens) if body.min_tokens is None else body.min_tokens
     if min_tokens > max_tokens:
         raise invalid("min_tokens", f"min_tokens {min_tokens} exceeds max_tokens {max_tokens}.")
     temperature = _chosen(body.temperature, defaults.temperature)
@@ -65,15 +66,15 @@ def sampling_params(
         seed=body.seed if body.seed is not None else text.random_seed(),
         min_tokens=min_tokens,
         ignore_eos=ignore_eos,
-        stop=stop_strings(body),
+        stop=stop_strings(body, defaults.stop_strings),
         stop_token_ids=tuple(stop_ids),
         logprobs=logprobs,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         repetition_penalty=_chosen(body.repetition_penalty, defaults.repetition_penalty),
-        logit_bias=_logit_bias(body.logit_bias or {}, text.vocab_size),
+        logit_bias=_with_forbidden(_logit_bias(body.logit_bias or {}, text.vocab_size), defaults.suppress_tokens),
         allowed_token_ids=_allowed_token_ids(body.allowed_token_ids, text.vocab_size),
-        bad_words_token_ids=bad_word_ids(text.tokenizer, body.bad_words or ()),
+        bad_words_token_ids=(*defaults.bad_words_ids, *bad_word_ids(text.tokenizer, body.bad_words or ())),
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,
     )
@@ -84,9 +85,16 @@ def bad_words_size(body: CommonBody) -> int:
     return sum(map(len, body.bad_words or ()))
 
 
-def stop_strings(body: CommonBody) -> tuple[str, ...]:
-    """The stop field as a tuple."""
-    return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+def stop_strings(body: CommonBody, default: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """The stop field as a tuple; `default` where there is none."""
+    if body.stop is None:
+        return default
+    return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+
+
+def _with_forbidden(biases: tuple[tuple[int, float], ...], token_ids: tuple[int, ...]) -> tuple[tuple[int, float], ...]:
+    kept = tuple(pair for pair in biases if pair[0] not in token_ids)
+    return (*kept, *((token_id, -math.inf) for token_id in token_ids))
 
 
 def _chosen(given: float | None, default: float) -> float:

@@ -43,6 +43,8 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "chat_template": ("x.jinja", "x.jinja"),
     "trust_remote_code": (True, True),
     "hf_overrides": ('{"rope_theta": 5}', {"rope_theta": 5}),
+    "generation_config": ("vllm", "vllm"),
+    "override_generation_config": ('{"top_k": 5}', {"top_k": 5}),
     "pooler_config": ('{"pooling_type": "MEAN"}', {"pooling_type": "MEAN"}),
     "tensor_parallel_size": (2, 2),
     "cpu_offload_gb": (1.5, 1.5),

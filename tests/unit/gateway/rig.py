@@ -33,7 +33,8 @@ from tandem.configs.schema import GatewaySettings
 from tandem.workers.planning.pooling_config import PoolingFacts
 from tandem.workers.text.chat_template import ChatTemplate
 from tandem.workers.text.detokenizer import DetokenizerFactory, byte_level_alphabet
-from tandem.workers.text.tokenizer import GenerationDefaults, ModelTokenizer
+from tandem.workers.text.generation_config import GenerationDefaults
+from tandem.workers.text.tokenizer import ModelTokenizer
 from tests.support.fake_backend import FakeBackend
 
 MODEL = "echo"

@@ -8,7 +8,7 @@ from tandem.cluster.gateway.openai.answers import TokenFormatter
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.request import Abort, TokenLogprobs
 from tandem.workers.text.detokenizer import DetokenizerFactory
-from tandem.workers.text.tokenizer import GenerationDefaults
+from tandem.workers.text.generation_config import GenerationDefaults
 from tests.support.fake_backend import FakeBackend, fixed_script, logprob_of
 from tests.unit.gateway.rig import BOS, CONTEXT, EOS, MODEL, TURN, USER, Rig, events, gateway, make_tokenizer
 

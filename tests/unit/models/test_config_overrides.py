@@ -1,9 +1,11 @@
 """--hf-overrides win over every spelling of config.json, and leave what they do not name."""
 
+import re
 from typing import Any
 
 import pytest
 
+from tandem.configs.errors import UnsupportedModelError
 from tandem.workers.models.spec.arch import ArchSpec, RopeKind, RopeSpec
 from tandem.workers.models.spec.config_reader import spec_from_config
 from tests.unit.models.test_family_configs import BASE, MPT
@@ -27,6 +29,35 @@ def spec_of(architecture: str, config: dict[str, Any], overrides: dict[str, Any]
 def rope_of(architecture: str, config: dict[str, Any], overrides: dict[str, Any]) -> RopeSpec:
     [found] = spec_of(architecture, {**BASE, **config}, overrides).ropes
     return found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"rope_thetta": 5.0}, "rope_thetta is not a key that Qwen3ForCausalLM reads; did you mean rope_theta?"),
+        ({"model_type": "qwen3"}, "model_type is not a key that Qwen3ForCausalLM reads"),
+        ({"rope_scaling": {**YARN, "faktor": 2}}, "rope_scaling.faktor is not one of rope_type, type, rope_theta"),
+        ({"hidden_size": "64"}, "hidden_size is '64', want a positive integer"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear' needs 'factor'"),
+        ({"rope_scaling": 4}, "rope_scaling is 4, want an object"),
+    ],
+)
+def test_what_is_wrong_with_an_override_names_the_flag(overrides: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"^--hf-overrides: {re.escape(words)}") as refused:
+        spec_of("Qwen3ForCausalLM", BASE, overrides)
+    assert refused.value.flag == "--hf-overrides"
+
+
+def test_an_override_beside_a_wrong_config_is_not_blamed() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"^MODEL: config.json: hidden_size is 1.5") as refused:
+        spec_of("Qwen3ForCausalLM", {**BASE, "hidden_size": 1.5}, {"rope_theta": 5.0})
+    assert refused.value.flag == "MODEL"
+
+
+def test_overrides_inside_objects_and_those_read_elsewhere() -> None:
+    assert spec_of("Qwen3ForCausalLM", BASE, {"is_matryoshka": True, "torch_dtype": "float16"}).torch_dtype == "float16"
+    with pytest.raises(UnsupportedModelError, match=r"attn_config.alibbi is not a key that MptForCausalLM reads"):
+        spec_of("MptForCausalLM", MPT, {"attn_config": {"alibi": True, "alibbi": True}})
 
 
 @pytest.mark.parametrize("published", [{"rope_parameters": NEW}, {"rope_theta": 1e6}])

@@ -11,7 +11,7 @@ import pytest
 from tandem import LLM, SamplingParams
 from tandem.cluster.deploy.resolved_settings import resolve_settings
 from tandem.configs.bundled import DEMO_MODEL
-from tandem.configs.errors import SettingsError
+from tandem.configs.errors import SettingsError, UnsupportedModelError
 from tandem.configs.load import build_settings
 from tandem.workers.planning.model_source import find_model, model_digest
 from tests.support.hub_server import Hub, point_at, running_hub
@@ -84,6 +84,49 @@ def test_llm_downloads_what_it_needs_once(hub: Hub, cache: Path) -> None:
     read = len(hub.downloads)
     assert find_model("org/name", None, "MODEL") == folder
     assert len(hub.downloads) == read
+
+
+def serving_files(hub: Hub, model: str = "org/name", **flags: object) -> set[str]:
+    """Resolves a model of the hub; returns the names of the files that were downloaded."""
+    before = len(hub.downloads)
+    resolve_settings(build_settings(model, flags))
+    return set(hub.downloads[before:])
+
+
+def test_only_what_is_needed_is_downloaded_and_shown(hub: Hub, capfd: pytest.CaptureFixture[str]) -> None:
+    files = hub.repositories["org/name@main"]
+    weights = files["model.safetensors"]
+    files |= {"consolidated.safetensors": weights, "pytorch_model.bin": weights, "a.gguf": weights}
+    text = serving_files(hub, load_format="dummy")
+    assert {"config.json", "tokenizer.json", "chat_template.jinja"} <= text
+    assert serving_files(hub, "demo", tokenizer="org/name") == set()
+    assert serving_files(hub) == {"model.safetensors"}
+    assert "Fetching 1 files: 100%" in capfd.readouterr().err
+
+
+def test_the_files_of_the_index_are_downloaded(hub: Hub) -> None:
+    files = hub.repositories["org/name@main"]
+    files["part-1.safetensors"] = files["model.safetensors"]
+    files["model.safetensors.index.json"] = b'{"weight_map": {"a": "part-1.safetensors"}}'
+    assert {"part-1.safetensors", "config.json"} <= (found := serving_files(hub))
+    assert "model.safetensors" not in found
+
+
+def test_a_model_that_is_not_served_is_refused_before_its_weights(hub: Hub) -> None:
+    files = hub.repositories["org/name@main"]
+    config, files["config.json"] = files["config.json"], b'{"architectures": ["BertModel"]}'
+    with pytest.raises(UnsupportedModelError, match="BertModel"):
+        serving_files(hub)
+    hub.repositories["org/other@main"] = files = files | {"config.json": config}
+    files["pytorch_model.bin"] = files.pop("model.safetensors")
+    with pytest.raises(SettingsError, match=r"org/other holds no .safetensors file, but pytorch_model.bin"):
+        serving_files(hub, "org/other")
+    assert not {"model.safetensors", "pytorch_model.bin"} & set(hub.downloads)
+
+
+def test_a_file_in_place_of_a_folder_is_told(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").touch()
+    assert "GGUF (m.gguf), which is not read" in refusal(str(tmp_path / "m.gguf"))[0]
 
 
 def test_llm_takes_a_path_for_a_folder(cached: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 from tandem.configs.errors import SettingsError
-from tandem.parallel.checkpoint import DummySource, ParameterSlot, SafetensorsSource, assemble, load
+from tandem.parallel.checkpoint import DummySource, ParameterSlot, SafetensorsSource, Source, load
 from tandem.parallel.mesh import Mesh
-from tandem.parallel.params import WHOLE, Init, Param, Shard, Source
+from tandem.parallel.params import WHOLE, Init, Param, Shard
+from tandem.parallel.params import Source as Place
+from tandem.parallel.stored.stored_checkpoint import StoredCheckpoint
 
 CPU = torch.device("cpu")
 A, B = torch.arange(24.0).view(6, 4), torch.arange(8.0).view(2, 4) + 100
@@ -20,7 +23,7 @@ A, B = torch.arange(24.0).view(6, 4), torch.arange(8.0).view(2, 4) + 100
 
 def param(name: str, *shape: int, shard: Shard = WHOLE, init: Init = Init.NORMAL, **source: Any) -> Param:
     names = source.pop("names", (name,))
-    return Param(name=name, shape=shape, role="any", source=Source(names, **source), shard=shard, init=init)
+    return Param(name=name, shape=shape, role="any", source=Place(names, **source), shard=shard, init=init)
 
 
 A_PARAM, B_PARAM = param("a", 6, 4), param("b", 2, 4)
@@ -28,6 +31,16 @@ A_PARAM, B_PARAM = param("a", 6, 4), param("b", 2, 4)
 
 def one(*params: Param) -> ParameterSlot:
     return ParameterSlot(params, lambda _: None)
+
+
+def opened(folder: Path, *params: Param) -> SafetensorsSource:
+    return SafetensorsSource(StoredCheckpoint(folder, params))
+
+
+def assemble(slot: ParameterSlot, source: Source, dtype: torch.dtype, device: torch.device, mesh: Mesh) -> torch.Tensor:
+    taken: list[torch.Tensor] = []
+    load([replace(slot, accept=taken.append)], source, dtype=dtype, device=device, progress=False, mesh=mesh)
+    return taken[0]
 
 
 @pytest.fixture
@@ -39,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def source(folder: Path) -> SafetensorsSource:
-    return SafetensorsSource(folder, [A_PARAM, B_PARAM])
+    return opened(folder, A_PARAM, B_PARAM)
 
 
 def test_shares_are_stacked_and_cast(source: SafetensorsSource) -> None:
@@ -60,7 +73,7 @@ def test_columns_and_padding(source: SafetensorsSource) -> None:
 
 def test_parts_of_a_stored_tensor(folder: Path) -> None:
     """Fused, interleaved by heads, transposed, and stored with an offset."""
-    source = SafetensorsSource(folder, [A_PARAM, B_PARAM])
+    source = opened(folder, A_PARAM, B_PARAM)
 
     def read(wanted: Param, mesh: Mesh | None = None) -> torch.Tensor:
         return assemble(one(wanted), source, torch.float32, CPU, mesh or Mesh())
@@ -79,9 +92,9 @@ def test_parts_of_a_stored_tensor(folder: Path) -> None:
 
 def test_a_parameter_may_be_stored_under_several_names(folder: Path) -> None:
     tied = param("head", 2, 4, names=("head", "b"))
-    assert torch.equal(assemble(one(tied), SafetensorsSource(folder, [A_PARAM, tied]), torch.float32, CPU, Mesh()), B)
+    assert torch.equal(assemble(one(tied), opened(folder, A_PARAM, tied), torch.float32, CPU, Mesh()), B)
     with pytest.raises(SettingsError, match="tensor head or table is in none"):
-        SafetensorsSource(folder, [A_PARAM, B_PARAM, param("head", 2, 4, names=("head", "table"))])
+        opened(folder, A_PARAM, B_PARAM, param("head", 2, 4, names=("head", "table")))
 
 
 def test_load_hands_out_tensors_of_their_own(folder: Path, source: SafetensorsSource) -> None:
@@ -102,29 +115,29 @@ def test_load_tells_how_far_it_is(source: SafetensorsSource) -> None:
 
 def test_missing_unexpected_and_misshapen_tensors_are_named(folder: Path) -> None:
     with pytest.raises(SettingsError, match="tensor c is in none"):
-        SafetensorsSource(folder, [A_PARAM, B_PARAM, param("c", 1)])
+        opened(folder, A_PARAM, B_PARAM, param("c", 1))
     with pytest.raises(SettingsError, match=r"two\.safetensors: tensor b does not belong"):
-        SafetensorsSource(folder, [A_PARAM])
-    SafetensorsSource(folder, [A_PARAM], ignored_suffixes=("b",))
+        opened(folder, A_PARAM)
+    StoredCheckpoint(folder, [A_PARAM], ignored_suffixes=("b",))
     wrong = param("a", 4, 6)
     with pytest.raises(SettingsError, match=r"one\.safetensors: tensor a has shape \[6, 4\].* \[4, 6\]"):
-        SafetensorsSource(folder, [wrong, B_PARAM]).read(wrong, 0, 0, 4)
+        opened(folder, wrong, B_PARAM)
 
 
 def test_damaged_folders(folder: Path, tmp_path: Path) -> None:
     (folder / "one.safetensors").write_bytes(b"not safetensors at all")
-    with pytest.raises(SettingsError, match=r"cannot read .*one\.safetensors"):
-        SafetensorsSource(folder, [A_PARAM, B_PARAM])
+    with pytest.raises(SettingsError, match=r"one\.safetensors is not a safetensors file"):
+        opened(folder, A_PARAM, B_PARAM)
     (folder / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(SettingsError, match="index"):
-        SafetensorsSource(folder, [A_PARAM, B_PARAM])
+        opened(folder, A_PARAM, B_PARAM)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"b": "gone.safetensors"}}))
     with pytest.raises(SettingsError, match=r"gone\.safetensors"):
-        SafetensorsSource(folder, [B_PARAM]).read(B_PARAM, 0, 0, 2)
+        opened(folder, B_PARAM)
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(SettingsError, match=r"no \.safetensors file"):
-        SafetensorsSource(empty, [])
+        opened(empty)
 
 
 def test_dummy_slices_belong_to_one_tensor() -> None:
@@ -144,7 +157,7 @@ def test_progress_is_a_bar_of_bytes_and_nothing_where_it_is_not_wanted(
 ) -> None:
     """All bytes of this rank's slots, in the dtype that they get."""
     slots = [one(A_PARAM), one(B_PARAM)] * 50
-    load(slots, SafetensorsSource(folder, [A_PARAM, B_PARAM]), dtype=torch.bfloat16, device=CPU, progress=progress)
+    load(slots, opened(folder, A_PARAM, B_PARAM), dtype=torch.bfloat16, device=CPU, progress=progress)
     drawn = capsys.readouterr().err.rstrip().rsplit("\r", 1)[-1]
     assert bool(re.fullmatch(r"loading weights: 100%\|\S+\| 3\.20k/3\.20k \[.*B/s\]", drawn)) == progress, drawn
     assert progress or not drawn
@@ -157,6 +170,5 @@ def test_progress_is_a_bar_of_bytes_and_nothing_where_it_is_not_wanted(
 def test_weights_of_other_types_are_refused_by_name(tmp_path: Path, dtype: torch.dtype, name: str) -> None:
     """Integers without their scales are other numbers."""
     save_file({"a": A.to(dtype)}, tmp_path / "one.safetensors")
-    source = SafetensorsSource(tmp_path, [A_PARAM])
     with pytest.raises(SettingsError, match=f"one.safetensors: tensor a is stored as {name}"):
-        assemble(one(A_PARAM), source, torch.float32, CPU, Mesh(1, 1, 0))
+        opened(tmp_path, A_PARAM)

@@ -1,19 +1,24 @@
 """What a rank decides at start: dtype, context, device, threads, blocks; and the profiling step at its fullest."""
 
 import io
+import json
 import os
+import re
+import shutil
 import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tandem.configs.errors import SettingsError
 from tandem.configs.schema import CacheSettings, DeviceSettings, EngineSettings, ModelSettings, SchedulerSettings
 from tandem.parallel.context import ParallelContext
 from tandem.workers.engine.executor import Executor
 from tandem.workers.executor.in_process_ranks import in_process_group
+from tandem.workers.executor.local_ranks import LocalRanks
 from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.platforms.cpu import cpu_platform
 from tandem.workers.platforms.cuda import open_platform
@@ -74,6 +79,19 @@ def test_a_context_beyond_the_models_is_refused(folder: Path, length: int) -> No
     with pytest.raises(SettingsError, match=rf"--max-model-len {length} .*256") as refused:
         load_single(settings_for(folder, max_model_len=length))
     assert refused.value.flag == "--max-model-len"
+    advice = re.search("--hf-overrides '(.*)'", str(refused.value))
+    if length > 256:
+        assert advice is not None
+        assert load_spec(folder, json.loads(advice[1])).max_position_embeddings >= length
+
+
+def test_what_no_rank_could_load_starts_none(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, broken := tmp_path / "broken")
+    save_file({}, broken / "model.safetensors")
+    ranks = LocalRanks(settings_for(broken), "broken")
+    with pytest.raises(SettingsError, match=r"broken: tensor \S+ is in none of its safetensors files"):
+        ranks.start(0, "ipc:///nowhere", "secret")
+    assert not ranks.processes
 
 
 def test_a_shorter_context_needs_fewer_blocks(folder: Path) -> None:

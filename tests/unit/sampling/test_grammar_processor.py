@@ -42,7 +42,7 @@ GRAMMARS = {
 
 @cache
 def store() -> GrammarStore:
-    made = GrammarStore(MODEL, VOCAB, (END,))
+    made = GrammarStore(MODEL, VOCAB, (EOS, END))
     for name, text in GRAMMARS.items():
         made.compile(name, text)
     return made
@@ -228,7 +228,7 @@ def test_a_row_whose_grammar_is_missing_or_is_left_gets_an_error() -> None:
 
 
 def test_a_grammar_that_is_dropped_stays_with_the_rows_that_have_it() -> None:
-    own = GrammarStore(MODEL, VOCAB, (END,))
+    own = GrammarStore(MODEL, VOCAB, (EOS, END))
     own.compile("g", GRAMMARS["choice"], ticket=5)
     own.drop("g", ticket=4)
     assert len(own) == 1, "it was compiled again since"

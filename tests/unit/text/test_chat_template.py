@@ -138,10 +138,21 @@ def test_where_the_template_comes_from(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     found = find_chat_template(tmp_path, None, tokenizer)
-    assert found is not None and found.render([]) == "plain"
+    assert found is not None and found.render([]) == "plain" and found.render([], tools=[{"type": "x"}]) == "tools"
+    found = find_chat_template(tmp_path, "tool_use", tokenizer)
+    assert found is not None and found.render([]) == "tools"
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": [{**named[0], "name": "rag"}, named[0]]})
+    )
+    with pytest.raises(SettingsError, match="several chat templates and no default; the model has rag, tool_use"):
+        find_chat_template(tmp_path, None, tokenizer)
     (tmp_path / "chat_template.jinja").write_text("beside")
     found = find_chat_template(tmp_path, None, tokenizer)
     assert found is not None and found.render([]) == "beside"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools beside")
+    found = find_chat_template(tmp_path, None, tokenizer)
+    assert found is not None and found.render([], tools=[{"type": "x"}]) == found.for_tools.source == "tools beside"
     (tmp_path / "mine.jinja").write_text("mine")
     found = find_chat_template(tmp_path, str(tmp_path / "mine.jinja"), tokenizer)
     assert found is not None and found.render([]) == "mine" and found.source_name == "mine.jinja"

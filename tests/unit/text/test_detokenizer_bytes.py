@@ -13,7 +13,8 @@ from tandem.workers.text.detokenizer import (
     PrefixDetokenizer,
     byte_level_alphabet,
 )
-from tandem.workers.text.tokenizer import GenerationDefaults, ModelTokenizer
+from tandem.workers.text.generation_config import GenerationDefaults
+from tandem.workers.text.tokenizer import ModelTokenizer
 from tests.unit.gateway.rig import EOS, make_tokenizer
 
 BYTES = 20

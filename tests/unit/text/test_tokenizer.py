@@ -91,6 +91,34 @@ def folder(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
+@needs_data
+def test_older_files_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    """vocab.json, merges.txt and added_tokens.json, as OPT and early GPT-2 fine-tunes have them."""
+    from transformers import AutoTokenizer
+
+    saved = json.loads((tokenizer_folder("gpt2") / "tokenizer.json").read_text())["model"]
+    merges = (merge if isinstance(merge, str) else " ".join(merge) for merge in saved["merges"])
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    (tmp_path / "vocab.json").write_text(json.dumps(saved["vocab"]))
+    named = {"tokenizer_class": "GPT2Tokenizer", "bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**named, "unk_token": "<|endoftext|>"}))
+    old, new = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    for text in TEXTS:
+        ids = old.encode(text, add_special_tokens=True)
+        assert ids == new(text).input_ids and old.decode(ids) == new.decode(ids, skip_special_tokens=True)
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|b|>": 50258, "<|a|>": 50257}))
+    assert load_tokenizer(tmp_path).encode("<|a|><|b|>", add_special_tokens=False) == [50257, 50258]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "tekken.json", "vocab.json", "qwen.tiktoken"])
+def test_files_that_are_not_read_say_what_to_do(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(
+        SettingsError, match=rf"no tokenizer.json, but {name}, which is not read. Make one of it: python"
+    ):
+        load_tokenizer(tmp_path)
+
+
 def test_reads_defaults_and_all_eos_ids(folder: Callable[..., Path]) -> None:
     tokenizer = load_tokenizer(
         folder(
@@ -100,7 +128,6 @@ def test_reads_defaults_and_all_eos_ids(folder: Callable[..., Path]) -> None:
                 "temperature": 0.5,
                 "top_k": 20,
                 "top_p": None,
-                "do_sample": False,
                 "max_length": 20,
             },
         )
@@ -109,6 +136,7 @@ def test_reads_defaults_and_all_eos_ids(folder: Callable[..., Path]) -> None:
     assert tokenizer.defaults.temperature == 0.5
     assert tokenizer.defaults.top_k == 20
     assert tokenizer.defaults.top_p == 1.0
+    assert tokenizer.defaults.max_length == 20
 
 
 def test_stated_bos_and_eos_replace_the_post_processor(folder: Callable[..., Path]) -> None:

@@ -12,11 +12,11 @@ from typing import BinaryIO, Final
 import numpy as np
 import numpy.typing as npt
 
+from tandem.parallel.stored.headers import MOST_HEADER_BYTES, find_weights
 from tandem.workers.lora.peft.peft_folder import ELEMENT_BYTES, Bytes, PeftAdapter
 from tandem.workers.messages.errors import AdapterRefused
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.families import family_of, parameters_of
-from tandem.workers.planning.headers import MOST_HEADER_BYTES
 
 SAMPLED_ROWS: Final = 64
 ROUNDING: Final = 2.0**-7
@@ -48,7 +48,7 @@ def sampled_rows(count: int) -> list[int]:
 def read_rows(folder: Path, names: tuple[str, ...], rows: list[int]) -> Floats:
     """Reads rows of a matrix of a checkpoint, float32 [rows, columns], which has one of these names. AdapterRefused if
     no file has it."""
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in find_weights(folder)[0]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(length, MOST_HEADER_BYTES)))

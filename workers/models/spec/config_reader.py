@@ -5,6 +5,7 @@ the classic keys (rope_theta, rope_scaling, torch_dtype) and those of transforme
 layer_types) are read. What the decoder cannot compute is refused by name, never ignored.
 """
 
+import difflib
 import json
 import math
 from collections.abc import Mapping
@@ -23,11 +24,24 @@ from tandem.workers.models.spec.arch import (
     Norm,
     RopeSpec,
 )
-from tandem.workers.models.spec.config_values import ConfigValues, text, whole
+from tandem.workers.models.spec.config_values import ConfigValues, text, whole, wrong_weights
 from tandem.workers.models.spec.families import family_of
 from tandem.workers.models.spec.family import Family, PositionKind, Window
 from tandem.workers.models.spec.mlp_config import layer_mlps
-from tandem.workers.models.spec.rope_config import RopeRow, context_length, long_rope, rope_from_config
+from tandem.workers.models.spec.rope_config import (
+    SPELLINGS,
+    RopeRow,
+    check_rope_keys,
+    context_length,
+    long_rope,
+    rope_from_config,
+)
+
+OVERRIDES = "--hf-overrides"
+READ_BESIDE = ("architectures", "dtype", "torch_dtype", "matryoshka_dimensions", "is_matryoshka")
+"""Keys of config.json that are read elsewhere."""
+QUANTIZED_BESIDE = {"quantize_config.json": "GPTQ", "quant_config.json": "AWQ", "hf_quant_config.json": "ModelOpt"}
+"""Files beside config.json that older quantized checkpoints have."""
 
 
 def load_spec(folder: str | Path, overrides: Mapping[str, Any] | None = None) -> ArchSpec:
@@ -45,13 +59,51 @@ def load_spec(folder: str | Path, overrides: Mapping[str, Any] | None = None) ->
         raise SettingsError(f"{file} is not JSON: {error}", "MODEL") from error
     if not isinstance(config, dict):
         raise SettingsError(f"{file} is not a JSON object", "MODEL")
+    if not config.get("quantization_config"):
+        for name, scheme in QUANTIZED_BESIDE.items():
+            if (file.parent / name).exists():
+                raise wrong_weights(f"{file.parent / name}: a checkpoint quantized by {scheme}")
     return spec_from_config(config, overrides)
 
 
 def spec_from_config(published: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> ArchSpec:
     """Returns the ArchSpec of config.json's keys. `overrides`: what the user gave, which wins, also over other
-    spellings."""
-    overrides = overrides or {}
+    spellings. UnsupportedModelError, with the flag of overrides where config.json alone would not raise it."""
+    try:
+        return _spec(published, overrides or {})
+    except UnsupportedModelError as error:
+        if not overrides or str(error) == _complaint(published):
+            raise
+        words = str(error).removeprefix("MODEL: ").removeprefix("config.json: ")
+        raise UnsupportedModelError(words, OVERRIDES) from error
+
+
+def _complaint(published: Mapping[str, Any]) -> str | None:
+    """Returns the words with which config.json alone is refused."""
+    try:
+        _spec(published, {})
+    except UnsupportedModelError as error:
+        return str(error)
+    return None
+
+
+def _check_overrides(overrides: Mapping[str, Any], reader: ConfigValues, architecture: str, *, rotates: bool) -> None:
+    """UnsupportedModelError for the first override that nothing has read. reader: has read what it reads."""
+    asked = {*READ_BESIDE, *reader.asked, *(SPELLINGS if rotates else ())}
+    for key, value in overrides.items():
+        inside = {name.partition(".")[2] for name in asked if name.startswith(f"{key}.")}
+        if key not in asked and not inside:
+            close = difflib.get_close_matches(key, asked, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise UnsupportedModelError(f"{key} is not a key that {architecture} reads{hint}", OVERRIDES)
+        if key in SPELLINGS:
+            check_rope_keys(key, value)
+        unread = sorted(set(value) - inside) if inside and isinstance(value, Mapping) else []
+        if unread:
+            raise UnsupportedModelError(f"{key}.{unread[0]} is not a key that {architecture} reads", OVERRIDES)
+
+
+def _spec(published: Mapping[str, Any], overrides: Mapping[str, Any]) -> ArchSpec:
     config, overridden = {**published, **overrides}, frozenset(overrides)
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list) or len(architectures) != 1:
@@ -73,7 +125,7 @@ def spec_from_config(published: Mapping[str, Any], overrides: Mapping[str, Any] 
             base, given = reader.number(key, theta, above=0), reader.overrides(key)
             local = rope_from_config(published, replace(row, theta=base, theta_given=given, local=True), overrides)
     has_final_norm = not any(reader.holds(condition) for condition in family.no_final_norm_if)
-    return ArchSpec(
+    found = ArchSpec(
         architecture=family.architecture,
         vocab_size=reader.positive("vocab_size"),
         hidden_size=hidden_size,
@@ -97,6 +149,8 @@ def spec_from_config(published: Mapping[str, Any], overrides: Mapping[str, Any] 
         if family.extra_layers is None
         else whole(family.extra_layers, reader.get(family.extra_layers, 0), 0),
     )
+    _check_overrides(overrides, reader, family.architecture, rotates=kind is PositionKind.ROTARY)
+    return found
 
 
 def _positions(reader: ConfigValues, family: Family) -> PositionKind:

@@ -50,6 +50,15 @@ def wrong(key: str, value: Any, want: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"config.json: {key} is {value!r}, want {want}", "MODEL")
 
 
+def wrong_weights(what: str) -> UnsupportedModelError:
+    """Returns the error for a checkpoint whose weights are quantized. what: what says so."""
+    return UnsupportedModelError(
+        f"{what} is not supported; take the model that it was made of, in bf16, fp16 or float32 "
+        "(--quantization int8 holds that in less memory)",
+        "MODEL",
+    )
+
+
 def number(key: str, value: Any, above: float = -math.inf) -> float:
     """Returns a finite number greater than `above`."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -95,12 +104,13 @@ def entries(key: str, value: Any) -> Mapping[str, Any]:
 
 class ConfigValues:
     """Reads config.json by a family's row, and makes the errors for invalid values. overridden: the keys that the user
-    gave, which win over other spellings."""
+    gave, which win over other spellings. asked: the keys that were asked for, whether they are there or not."""
 
     def __init__(self, config: Mapping[str, Any], family: Family, overridden: frozenset[str] = frozenset()) -> None:
         self._config = config
         self._family = family
         self._overridden = overridden
+        self.asked: set[str] = set()
 
     def key(self, what: str) -> str:
         """Returns config.json's key of one of LLAMA_KEYS; other keys are called the same everywhere."""
@@ -132,6 +142,7 @@ class ConfigValues:
         return tuple(sorted(spellings, key=lambda spelling: spelling not in self._overridden))
 
     def _at(self, spelling: str) -> Any:
+        self.asked.add(spelling)
         holder, _, name = spelling.rpartition(".")
         values = entries(holder, self._config.get(holder) or {}) if holder else self._config
         return values.get(name, _ABSENT)
@@ -139,7 +150,7 @@ class ConfigValues:
     def check_neutral(self) -> None:
         """UnsupportedModelError for a key that would change what is computed, but for the family's own."""
         if (scheme := self._quantized_by()) is not None:
-            raise self.unsupported("quantization_config with quant_method", scheme)
+            raise wrong_weights(f"config.json: quantization_config with quant_method {scheme!r}")
         for key, neutral in {**NEUTRAL_VALUES, **self._family.neutral}.items():
             value = self.get(key, None)
             if key not in self._family.own_keys and value not in neutral:

@@ -21,6 +21,25 @@ REQUIRED: Mapping[RopeKind, tuple[str, ...]] = {
     RopeKind.LONGROPE: ("short_factor", "long_factor"),
 }
 SPELLINGS = ("rope_parameters", "rope_scaling")
+KEYS = (
+    "rope_type",
+    "type",
+    "rope_theta",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "truncate",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "short_factor",
+    "long_factor",
+)
+"""The keys of rope parameters that are read."""
 KEPT = ("rope_theta", "partial_rotary_factor")
 """What a model keeps where the user's rope parameters lack it."""
 
@@ -93,6 +112,15 @@ def long_rope(config: Mapping[str, Any], rope: RopeSpec, row: RopeRow, overrides
         return None
     given = _parameters(config, overrides, row.local)
     return LongRope(rope.trained_context, _factors(given, "short_factor", len(rope.factors)))
+
+
+def check_rope_keys(name: str, given: Any) -> None:
+    """UnsupportedModelError for a key of the user's rope parameters that nothing reads. name: of the parameters."""
+    for key, value in (given or {}).items():
+        if isinstance(value, dict):  # of a kind of layers
+            check_rope_keys(f"{name}.{key}", value)
+        elif key not in KEYS:
+            raise UnsupportedModelError(f"{name}.{key} is not one of {', '.join(KEYS)}", "--hf-overrides")
 
 
 def _named(key: str) -> str:

@@ -1,6 +1,7 @@
 """`tandem plan`: what it says of a model before loading it, against what a rank finds when it loads."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,8 +9,11 @@ from typing import Any, Literal
 
 import pytest
 from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 import tandem.cluster.cli.verbs.plan as plan_command
+from tandem.cluster.cli.main import build_app
 from tandem.cluster.deploy import devices
 from tandem.cluster.deploy.preflight import cpu_weight_bytes
 from tandem.configs.errors import SettingsError
@@ -27,8 +31,8 @@ from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.models.spec.families import parameters_of
 from tandem.workers.planning.budget import GIB, KVNeeds, cpu_blocks
-from tandem.workers.planning.headers import read_checkpoint_facts
 from tandem.workers.planning.planner import GroupPlan, Memory, best_of, gib, layouts, least_bytes, plan_group
+from tandem.workers.planning.stored_model import open_checkpoint
 from tests.support.loading import load_single
 from tests.support.tiny_models import BY_NAME, save_tiny_model
 
@@ -255,16 +259,36 @@ def test_what_must_fit_is_what_was_asked_for(large: Path) -> None:
 
 
 def test_headers_tell_what_a_checkpoint_holds(folder: Path, tmp_path: Path) -> None:
-    facts = read_checkpoint_facts(folder)
-    assert facts is not None
-    assert sum(facts.elements.values()) == parameters_of(load_spec(folder)).num_elements
-    assert facts.bytes_by_dtype == {"F32": 4 * parameters_of(load_spec(folder)).num_elements}
-    assert read_checkpoint_facts(tmp_path) is None
-    for wrong in (b"", b"\xff" * 20, (2).to_bytes(8, "little") + b"[]", (9).to_bytes(8, "little") + b'{"a": {}}'):
+    spec = load_spec(folder)
+    tensors = open_checkpoint(folder, spec).tensors
+    assert sum(tensor.nbytes for tensor in tensors) == 4 * parameters_of(spec).num_elements
+    for wrong in (b"\xff" * 20, (2).to_bytes(8, "little") + b"[]", (9).to_bytes(8, "little") + b'{"a": {}}'):
         (tmp_path / "model.safetensors").write_bytes(wrong)
-        if wrong != b"":
-            with pytest.raises(SettingsError, match="is not a safetensors file"):
-                read_checkpoint_facts(tmp_path)
+        with pytest.raises(SettingsError, match="is not a safetensors file"):
+            open_checkpoint(tmp_path, spec)
+
+
+def test_a_checkpoint_that_ranks_could_not_load_fits_nowhere(folder: Path, tmp_path: Path) -> None:
+    """Refused with the words of loading, from the headers alone."""
+    shutil.copytree(folder, broken := tmp_path / "broken")
+    tensors = load_file(broken / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, broken / "model.safetensors")
+    with pytest.raises(SettingsError, match=r"broken: tensor model.norm.weight is in none of its safetensors files"):
+        planned(broken)
+    (broken / "model.safetensors").rename(broken / "pytorch_model.bin")
+    with pytest.raises(SettingsError, match=r"pytorch_model.bin: such files are pickles, which can run code"):
+        planned(broken)
+    (broken / "pytorch_model.bin").rename(broken / "model-q4.gguf")
+    with pytest.raises(SettingsError, match=r"GGUF \(model-q4.gguf\), which is not read: take the model that"):
+        planned(broken)
+
+
+def planned(folder: Path) -> None:
+    """Runs the verb in this process."""
+    found = CliRunner().invoke(build_app(), ["plan", str(folder), "--device", "cpu"])
+    if found.exception is not None:
+        raise found.exception
 
 
 def test_the_command_prints_tables_or_json(large: Path) -> None:

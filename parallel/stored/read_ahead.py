@@ -1,0 +1,147 @@
+"""Reads the slices of coming parameters on threads, while the ones before them are converted and packed.
+
+Called by load() (parallel/checkpoint.py). The threads do nothing but read bytes into memory that they are given: what
+is computed stays on the rank's own thread. Memory is bounded, as Bounds says. Memory that nobody keeps is used again,
+which saves the kernel from clearing new pages for each parameter; so few bytes ahead cost less than many.
+"""
+
+import os
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from tandem.configs.errors import SettingsError
+from tandem.parallel.stored.slices import Block, Slice
+
+THREADS: Final = 4
+PART_BYTES: Final = 16 * 2**20
+"""Bytes that a thread reads at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Bytes of the groups that are held at once: the one that the caller has, and those read ahead of it. many: of any
+    number of them. pair: of the caller's and the next one. A group that is larger is read alone."""
+
+    many: int = 64 * 2**20
+    pair: int = 2**30
+
+
+@dataclass(slots=True)
+class ReadSlices:
+    """Slices and their bytes, uint8, one behind another. keep(): the memory belongs to the caller from now on."""
+
+    slices: tuple[Slice, ...]
+    data: torch.Tensor
+    is_kept: bool = field(default=False)
+
+    def keep(self) -> torch.Tensor:
+        self.is_kept = True
+        return self.data
+
+    def bytes_of(self, place: int) -> torch.Tensor:
+        """Returns the bytes of the slice at that place of `slices`."""
+        first = sum(one.nbytes for one in self.slices[:place])
+        return self.data[first : first + self.slices[place].nbytes]
+
+
+class ReadAhead:
+    """Reads groups of slices, those of one tensor each. most_bytes: the most that were held at once, those kept for
+    reuse among them. SettingsError, with file and tensor, where bytes cannot be read."""
+
+    def __init__(self, groups: Sequence[tuple[Slice, ...]], bounds: Bounds = Bounds(), threads: int = THREADS) -> None:
+        self._coming = deque(groups)
+        self._bounds = bounds
+        self._threads = threads
+        self._files: dict[Path, int] = {}
+        self._spare: dict[int, list[torch.Tensor]] = defaultdict(list)
+        self._spare_bytes = 0
+        self._ahead_bytes = 0
+        self.most_bytes = 0
+
+    def __iter__(self) -> Iterator[ReadSlices]:
+        """Yields each group when it has been read; the caller is done with it when it asks for the next."""
+        pool = ThreadPoolExecutor(self._threads, "read ahead")
+        reading: deque[tuple[ReadSlices, list[Future[None]]]] = deque()
+        try:
+            while self._coming or reading:
+                while self._coming and self._may_begin(reading):
+                    reading.append(self._begin(self._coming.popleft(), pool))
+                found, futures = reading[0]
+                for future in futures:
+                    future.result()
+                yield found
+                reading.popleft()
+                self._release(found)
+        finally:
+            pool.shutdown(cancel_futures=True)
+            for descriptor in self._files.values():
+                os.close(descriptor)
+            self._files.clear()
+
+    def _may_begin(self, reading: deque[tuple[ReadSlices, list[Future[None]]]]) -> bool:
+        """Whether the next group may be read beside those that are."""
+        held = self._ahead_bytes + _nbytes(self._coming[0])
+        return not reading or held <= (self._bounds.pair if len(reading) == 1 else self._bounds.many)
+
+    def _begin(self, slices: tuple[Slice, ...], pool: ThreadPoolExecutor) -> tuple[ReadSlices, list[Future[None]]]:
+        data = self._room(_nbytes(slices))
+        view = memoryview(data.numpy())
+        futures, first = [], 0
+        for part in (part for one in slices for block in one.blocks for part in block.parts(PART_BYTES)):
+            target = view[first : first + part.nbytes]
+            futures.append(pool.submit(_read, part, self._descriptor(part), target))
+            first += part.nbytes
+        return ReadSlices(slices, data), futures
+
+    def _room(self, size: int) -> torch.Tensor:
+        """Returns memory for a group, that of one of the same size if there is any to spare."""
+        self._ahead_bytes += size
+        if self._spare[size]:
+            self._spare_bytes -= size
+            return self._spare[size].pop()
+        if self._ahead_bytes + self._spare_bytes > max(self._bounds.many, self.most_bytes):
+            self._spare.clear()
+            self._spare_bytes = 0
+        self.most_bytes = max(self.most_bytes, self._ahead_bytes + self._spare_bytes)
+        return torch.empty(size, dtype=torch.uint8)
+
+    def _release(self, found: ReadSlices) -> None:
+        """Takes note that the caller is done with a group."""
+        size = _nbytes(found.slices)
+        self._ahead_bytes -= size
+        if not found.is_kept and self._ahead_bytes + self._spare_bytes + size <= self.most_bytes:
+            self._spare[size].append(found.data)
+            self._spare_bytes += size
+
+    def _descriptor(self, block: Block) -> int:
+        file = block.tensor.file
+        if file not in self._files:
+            try:
+                self._files[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise _unreadable(block, error.strerror) from error
+        return self._files[file]
+
+
+def _nbytes(slices: tuple[Slice, ...]) -> int:
+    return sum(one.nbytes for one in slices)
+
+
+def _read(block: Block, descriptor: int, target: memoryview) -> None:
+    try:
+        block.read(descriptor, target)
+    except OSError as error:
+        raise _unreadable(block, error.strerror) from error
+    except EOFError as error:
+        raise _unreadable(block, "the file ends before it does") from error
+
+
+def _unreadable(block: Block, reason: str | None) -> SettingsError:
+    tensor = block.tensor
+    return SettingsError(f"cannot read {tensor.file}: tensor {tensor.name}: {reason}", "MODEL")
