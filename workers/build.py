@@ -16,7 +16,7 @@ from tandem.workers.engine.engine import ModelFacts
 from tandem.workers.engine.executor import ExecutorReady
 from tandem.workers.executor.rank_group import RankGroup
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.planning.resolve import fingerprint, read_spec
+from tandem.workers.planning.resolve import fingerprint, kv_groups, read_spec
 from tandem.workers.planning.resolve import resolve_max_model_len as resolve_max_model_len
 
 
@@ -43,6 +43,7 @@ def model_facts(settings: EngineSettings, ready: ExecutorReady) -> ModelFacts:
         eos_token_ids=eos_token_ids(folder, spec),
         model_revision=fingerprint(folder, settings),
         kv_dtype=_stored_as(ready),
+        kv_windows=kv_groups(settings, spec).windows,
     )
 
 

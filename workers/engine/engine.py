@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Protocol
 
 from tandem.configs.schema import EngineSettings, SchedulerSettings
+from tandem.offload.kv.kv_groups import KVGroups
 from tandem.workers.engine.admission import Deadlines, ModelFacts, QueueLimits, check_request
 from tandem.workers.engine.base.arrivals import Arrivals, closing_delta, end_of
 from tandem.workers.engine.base.blockers import Blocker
@@ -99,6 +100,11 @@ class Engine:
             model_revision=facts.model_revision,
             kv_dtype=facts.kv_dtype,
             enable_prefix_caching=settings.cache.enable_prefix_caching,
+            groups=KVGroups(
+                settings.cache.block_size,
+                facts.kv_windows,
+                self._depth * settings.scheduler.max_num_batched_tokens,
+            ),
         )
         self._chunk_limiter = _chunk_limiter(settings.scheduler, settings.cache.block_size)
         self._waiting = WaitingQueue()

@@ -11,8 +11,10 @@ from typing import Final
 
 from tandem.configs.errors import SettingsError, UnsupportedModelError
 from tandem.configs.schema import EngineSettings
+from tandem.offload.kv.kv_groups import KVGroups
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.kv_layout import kv_windows
 from tandem.workers.planning.pooling_config import PoolingFacts, read_pooling
 
 SAMPLE_BYTES = 2**16
@@ -54,6 +56,16 @@ def resolve_max_model_len(settings: EngineSettings, spec: ArchSpec) -> int:
     if asked is not None and not 1 <= asked <= own:
         raise SettingsError(f"--max-model-len {asked} is outside 1..{own}, the model's context", "--max-model-len")
     return asked or own
+
+
+def kv_groups(settings: EngineSettings, spec: ArchSpec) -> KVGroups:
+    """The groups of layers with KV block tables of their own; one group with --disable-hybrid-kv-cache-manager.
+    SettingsError as of resolve_max_model_len()."""
+    windows: tuple[int | None, ...] = (None,)
+    if not settings.cache.disable_hybrid_kv_cache_manager:
+        windows = kv_windows(spec, resolve_max_model_len(settings, spec))
+    in_flight = settings.steps_in_flight * settings.scheduler.max_num_batched_tokens
+    return KVGroups(settings.cache.block_size, windows, in_flight)
 
 
 def resolve_dtype(settings: EngineSettings, spec: ArchSpec, device: str) -> str:

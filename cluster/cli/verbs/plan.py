@@ -38,6 +38,7 @@ PLANNED = {
     "revision", "dtype", "quantization", "max_model_len", "hf_overrides", "tensor_parallel_size",
     "pipeline_parallel_size", "enable_expert_parallel",
     "gpu_memory_utilization", "kv_cache_dtype", "kv_cache_memory_bytes", "num_gpu_blocks_override", "block_size",
+    "disable_hybrid_kv_cache_manager",
     "max_num_seqs", "max_num_batched_tokens", "device", "cpu_offload_gb", "enable_lora", "max_loras", "max_lora_rank",
     "max_cpu_loras", "lora_memory_bytes",
 }  # fmt: skip

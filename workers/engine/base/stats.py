@@ -227,7 +227,7 @@ def engine_stats(
         kv_usage=pool.num_used / pool.num_blocks,
         reserved_blocks=pool.num_reserved,
         allocated_slots=(pool.num_used - pool.num_pending) * manager.block_size,
-        empty_slots=sum(seq.table.capacity - seq.num_scheduled for seq in running),
+        empty_slots=sum(seq.table.capacity - seq.num_scheduled for seq in running) * manager.groups.count,
         prefix_cache_queries=collector.prefix_cache_queries,
         prefix_cache_hits=collector.prefix_cache_hits,
         preemptions=preemptions,
