@@ -37,13 +37,14 @@ def model_facts(settings: EngineSettings, ready: ExecutorReady) -> ModelFacts:
     """Returns the facts of the model that the engine needs, for ranks that are ready."""
     folder = Path(settings.model.model)
     spec = read_spec(settings)
+    max_model_len = resolve_max_model_len(settings, spec)
     return ModelFacts(
-        max_model_len=resolve_max_model_len(settings, spec),
+        max_model_len=max_model_len,
         vocab_size=spec.vocab_size,
         eos_token_ids=eos_token_ids(folder, spec),
         model_revision=fingerprint(folder, settings),
         kv_dtype=_stored_as(ready),
-        kv_windows=kv_groups(settings, spec).windows,
+        kv_groups=kv_groups(settings, spec, max_model_len),
     )
 
 

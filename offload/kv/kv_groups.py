@@ -71,5 +71,7 @@ class KVGroups:
         return sum(places - self.first_seen(group, full) for group in range(self.count))
 
     def tokens_held(self, num_blocks: int, context: int) -> int:
-        """Returns the tokens of KV that num_blocks blocks hold in decoding sequences of `context` tokens each."""
+        """Returns the tokens of KV that num_blocks blocks hold in decoding sequences of `context` tokens each, which
+        are rounded up to whole places."""
+        context = self.places(context) * self.block_size
         return num_blocks * context // self.held(context)

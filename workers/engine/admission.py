@@ -7,7 +7,7 @@ import heapq
 from dataclasses import dataclass
 
 from tandem.configs.schema import SchedulerSettings
-from tandem.offload.kv.kv_groups import UNLIMITED
+from tandem.offload.kv.kv_groups import UNLIMITED, KVGroups
 from tandem.workers.engine.base.sequence import RequestState
 from tandem.workers.messages.errors import ContextLengthExceeded, QueueFull, RequestRefused
 from tandem.workers.messages.request import GenerationRequest
@@ -15,15 +15,15 @@ from tandem.workers.messages.request import GenerationRequest
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts of the model for the engine: limits, end tokens, the names in the keys of its KV blocks, and the windows of
-    its groups of layers (KVGroups)."""
+    """Facts of the model for the engine: limits, end tokens, the names in the keys of its KV blocks, and its groups of
+    layers, None for one without a window."""
 
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     model_revision: str
     kv_dtype: str
-    kv_windows: tuple[int | None, ...] = (None,)
+    kv_groups: KVGroups | None = None
 
 
 class Deadlines:

@@ -121,7 +121,7 @@ def _overridden(num_blocks: int, needs: KVNeeds, free_bytes: int) -> int:
     refused later."""
     if num_blocks < needs.kv_groups.count:
         raise SettingsError(
-            f"{num_blocks} hold no token: each of the model's {needs.kv_groups.count} groups of layers has its own blocks",
+            f"{num_blocks} hold no token: each of the model's {needs.kv_groups.count} groups of layers has its own",
             "--num-gpu-blocks-override",
         )
     wanted = num_blocks * needs.block_bytes

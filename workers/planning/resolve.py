@@ -58,12 +58,11 @@ def resolve_max_model_len(settings: EngineSettings, spec: ArchSpec) -> int:
     return asked or own
 
 
-def kv_groups(settings: EngineSettings, spec: ArchSpec) -> KVGroups:
-    """The groups of layers with KV block tables of their own; one group with --disable-hybrid-kv-cache-manager.
-    SettingsError as of resolve_max_model_len()."""
+def kv_groups(settings: EngineSettings, spec: ArchSpec, max_model_len: int) -> KVGroups:
+    """The groups of layers with KV block tables of their own; one group with --disable-hybrid-kv-cache-manager."""
     windows: tuple[int | None, ...] = (None,)
     if not settings.cache.disable_hybrid_kv_cache_manager:
-        windows = kv_windows(spec, resolve_max_model_len(settings, spec))
+        windows = kv_windows(spec, max_model_len)
     in_flight = settings.steps_in_flight * settings.scheduler.max_num_batched_tokens
     return KVGroups(settings.cache.block_size, windows, in_flight)
 

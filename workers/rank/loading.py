@@ -67,7 +67,7 @@ class LoadedRank:
         decoder = self.decoder
         kv = KVCache.allocate(decoder.kv_layouts, num_blocks, block_size, self.kv_dtype, self.platform)
         capacity = self.settings.scheduler.max_num_seqs
-        windows = kv_groups(self.settings, self.spec).windows
+        windows = kv_groups(self.settings, self.spec, self.max_model_len).windows
         table = RowTable(capacity, self.max_model_len, block_size, self.spec.vocab_size, self.grammars, windows)
         context = self.context
         link = None
@@ -157,7 +157,7 @@ def _choose(settings: EngineSettings, context: ParallelContext, platform: Platfo
     dtype = choose_dtype(settings, spec, platform.name)
     kv_name = resolve_kv_dtype(settings, _name(dtype))
     kv_dtype: torch.dtype = torch.float8_e4m3fn if kv_name == "fp8_e4m3" else getattr(torch, kv_name)
-    groups = kv_groups(settings, spec)
+    groups = kv_groups(settings, spec, max_model_len)
     return _Chosen(settings, spec, context, platform, dtype, kv_name, kv_dtype, max_model_len, ranks_on_node, groups)
 
 
@@ -184,6 +184,7 @@ def _facts(
         weight_bytes=decoder.weight_bytes,
         block_bytes=needs.block_bytes,
         kv_layout=described(decoder.kv_layouts),
+        num_kv_groups=chosen.groups.count,
         device=str(chosen.platform.device),
         dtype=_name(chosen.dtype),
         threads=torch.get_num_threads(),

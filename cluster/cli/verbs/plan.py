@@ -80,8 +80,8 @@ def plan(
     """Compute the memory that MODEL needs and the KV that fits.
 
     Reads only config.json and the headers of the weights. Prints bytes of weights, KV, adapters and activations per
-    rank; tokens of KV on device, host and disk; with --enable-lora, the memory for adapters; the best TP x PP for
-    --ranks. The exit status is 1 when the model does not fit.
+    rank; tokens of KV on device, host and disk, and what windows save; with --enable-lora, the memory for adapters; the
+    best TP x PP for --ranks. The exit status is 1 when the model does not fit.
     """
     asked = _Asked(device_memory, kv_offloading_size, kv_disk_size, ranks)
     _check(asked)
@@ -203,7 +203,7 @@ def _plain(plan: GroupPlan) -> dict[str, Any]:
                 "host_weight_bytes": stage.placement.host_bytes,
                 "streamed_layers": len(stage.placement.streamed),
                 "activation_bytes": stage.activation_bytes,
-                "kv_bytes_per_token": stage.kv_token_bytes,
+                "kv_bytes_per_token": stage.kv_layers_bytes,
                 "kv_budget_bytes": stage.kv_budget_bytes,
                 "adapter_bytes": stage.adapter_bytes,
                 "adapter_page_bytes": stage.adapter_room.page_bytes,
@@ -217,4 +217,6 @@ def _plain(plan: GroupPlan) -> dict[str, Any]:
         "tiers": [asdict(tier) for tier in plan.tiers],
         "problems": [asdict(problem) for problem in plan.problems],
         "notes": list(plan.notes),
+        "kv_windows": list(plan.kv_groups.windows),
+        "kv_tokens_kept_whole": plan.tokens_kept_whole,
     }

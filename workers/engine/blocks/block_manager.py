@@ -262,11 +262,12 @@ class BlockManager:
         return sum(block_id != NO_BLOCK for block_id in table.block_ids[: table.num_committed * self._num_groups])
 
     def stored(self, table: BlockTable) -> Iterator[tuple[int, bytes, int]]:
-        """Yields (place, key, block) of each published block that the table holds."""
-        for index in range(table.num_committed * self._num_groups):
+        """Yields (place, key, block) of each published block that the table holds; of a fork, those whose keys it has
+        needed itself."""
+        for index, key in enumerate(table.keys[: table.num_committed * self._num_groups]):
             block_id = table.block_ids[index]
             if block_id != NO_BLOCK:
-                yield index // self._num_groups, table.keys[index], block_id
+                yield index // self._num_groups, key, block_id
 
     def release(self, table: BlockTable, step_id: int) -> None:
         """Releases every block, and what is left of the reservation; step_id is the last plan that names the blocks.
