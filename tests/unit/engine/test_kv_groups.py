@@ -1,6 +1,11 @@
 """Blocks of layers with windows: invariants over random histories, seeded defects, and what KVGroups counts."""
 
+import random
+from typing import Any
+
 import pytest
+from builders import assert_as_expected, harness, request
+from fake_tiers import TierPlan
 from group_machine import machine
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -21,6 +26,37 @@ class OnePlaceEarly(KVGroups):
 
     def first_seen(self, group: int, num_full: int) -> int:
         return min(num_full, super().first_seen(group, num_full) + (self.windows[group] is not None))
+
+
+MODES: list[dict[str, Any]] = [
+    {"windows": (None, 9, 9), "num_blocks": 75},
+    {"windows": (None, 9), "num_blocks": 50, "asynchronous": True, "drafts": 3},
+    {"windows": (11,), "num_blocks": 21, "asynchronous": True, "caching": False},
+    {"windows": (5, None), "num_blocks": 60, "stages": 2, "tiers": TierPlan(host_slots=80)},
+]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["sync", "drafts", "all", "pp2-tiers"])
+def test_answers_are_right_whatever_happens(mode: dict[str, Any]) -> None:
+    """Prompts of many chunks and several choices beside each other, in pools that hold few; conversations go on; now
+    and then a step fails for lack of memory. Each token is compared with the KV that it sees (fake_executor.py)."""
+    rng = random.Random(5)
+    h = harness(
+        **mode, max_num_batched_tokens=16, max_num_seqs=6, patience=40, room=lambda step: 5 if step % 17 == 0 else 99
+    )
+    said: list[int] = []
+    for number in range(40):
+        if len(said) > 60:
+            said = said[: rng.choice([0, 16, 30])]
+        prompt = [*said, *(rng.randrange(2, 90) for _ in range(rng.randint(1, 30)))]
+        asked = [request(f"a{number}", prompt, rng.randint(1, 24), n=rng.choice([1, 1, 3]))]
+        asked.append(request(f"b{number}", [rng.randrange(2, 90) for _ in range(rng.randint(1, 70))], 6))
+        h.add(*asked)
+        h.run(4000)
+        assert_as_expected(h, *asked)
+        said = [*prompt, *h.sink.tokens[f"a{number}", 0]]
+    hits = h.engine.stats().prefix_cache_hits
+    assert h.executor.failures and (hits > 200 or not mode.get("caching", True)), "nothing went wrong, or was reused"
 
 
 def assert_caught(defect: type[BlockManager], words: str) -> None:
