@@ -155,6 +155,9 @@ OPTIONS: tuple[Option, ...] = (
            lambda v: 1 <= v <= 256 and v & (v - 1) == 0, "a power of two up to 256"),
     Option("enable_prefix_caching", "engine.cache.enable_prefix_caching", bool, CACHE,
            "Reuse the KV of prompts that begin with the same tokens."),
+    Option("disable_hybrid_kv_cache_manager", "engine.cache.disable_hybrid_kv_cache_manager", bool, CACHE,
+           "Keep the KV of all tokens in layers with a sliding window too. Default: blocks that no token sees any more "
+           "are given back."),
     Option("kv_offloading_size", "engine.cache.kv_offloading_gib", float, CACHE,
            "GiB of host memory per group for KV that leaves the device. Default: none.",
            lambda v: v > 0, "above 0"),

@@ -71,7 +71,8 @@ class ParallelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The paged KV cache. Device sizes are bytes per rank, and `num_blocks` overrides them. Host and disk sizes are GiB
-    per group, over all its ranks; None: the tier is off. kv_cache_dtype auto: the model's dtype; fp8: fp8_e4m3."""
+    per group, over all its ranks; None: the tier is off. kv_cache_dtype auto: the model's dtype; fp8: fp8_e4m3.
+    disable_hybrid_kv_cache_manager: layers with a window keep all tokens, as others do."""
 
     kv_cache_dtype: KVCacheDType = "auto"
     block_size: int = 16
@@ -79,6 +80,7 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
+    disable_hybrid_kv_cache_manager: bool = False
     kv_offloading_gib: float | None = None
     kv_disk_path: str | None = None
     kv_disk_gib: float | None = None
@@ -164,6 +166,12 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def max_drafts(self) -> int:
         """The most drafts of a sequence in one step."""
         return 0 if self.speculative is None else self.speculative.num_speculative_tokens
+
+    @property
+    def steps_in_flight(self) -> int:
+        """The most plans that are in flight at once."""
+        stages = self.parallel.pipeline_parallel_size
+        return stages if stages > 1 else 2 if self.scheduler.async_scheduling else 1
 
     @property
     def most_samples(self) -> int:

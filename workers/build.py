@@ -14,7 +14,7 @@ from tandem.workers.engine.engine import ModelFacts
 from tandem.workers.engine.executor import ExecutorReady
 from tandem.workers.executor.rank_group import RankGroup
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.planning.resolve import fingerprint, read_spec
+from tandem.workers.planning.resolve import fingerprint, kv_groups, read_spec
 from tandem.workers.planning.resolve import resolve_max_model_len as resolve_max_model_len
 from tandem.workers.text.generation_config import GenerationConfig, generation_of
 
@@ -34,12 +34,14 @@ def model_facts(settings: EngineSettings, ready: ExecutorReady) -> ModelFacts:
     """Returns the facts of the model that the engine needs, for ranks that are ready."""
     folder = Path(settings.model.model)
     spec = read_spec(settings)
+    max_model_len = resolve_max_model_len(settings, spec)
     return ModelFacts(
-        max_model_len=resolve_max_model_len(settings, spec),
+        max_model_len=max_model_len,
         vocab_size=spec.vocab_size,
         eos_token_ids=eos_token_ids(settings.model, spec),
         model_revision=fingerprint(folder, settings),
         kv_dtype=_stored_as(ready),
+        kv_groups=kv_groups(settings, spec, max_model_len),
     )
 
 

@@ -110,9 +110,9 @@ class LLM:
         try:
             ready = self._executor.start()
             self._facts = model_facts(self.settings, ready)
-            self._max_len = min(self._facts.max_model_len, ready.num_blocks * self.settings.cache.block_size + 1)
-            warn_of_pool(self.settings.cache, self._facts.max_model_len, log)
+            warn_of_pool(self.settings.cache, self._facts, log)
             self._engine = Engine(self.settings, self._facts, self._executor, ready, self)
+            self._max_len = self._engine.max_len
         except BaseException:
             self._executor.close()
             raise

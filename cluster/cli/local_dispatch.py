@@ -113,7 +113,7 @@ class LocalDispatch:
         try:
             ready = executor.start()
             facts = model_facts(self._settings, ready)
-            warn_of_pool(self._settings.cache, facts.max_model_len, log)
+            warn_of_pool(self._settings.cache, facts, log)
             engine = Engine(self._settings, facts, executor, ready, self)
         except Exception as error:
             executor.close()

@@ -345,7 +345,7 @@ class Coordinator:
             running=stats.running if stats is not None else 0,
             outstanding_tokens=sum(tokens for _, tokens in self._outstanding.values()),
             kv_used=stats.kv_usage if stats is not None else 0.0,
-            kv_tokens=stats.num_blocks * stats.block_size if stats is not None else 0,
+            kv_tokens=stats.kv_tokens if stats is not None else 0,
             stalled_s=self._stalled_s(),
             loaded_bytes=loaded_bytes,
             total_bytes=total_bytes,

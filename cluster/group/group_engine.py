@@ -45,7 +45,7 @@ class GroupEngine:
         ready = self._executor.start()
         self.rank_pids = ready.rank_pids
         facts = model_facts(self._settings, ready)
-        warnings = warn_of_pool(self._settings.cache, facts.max_model_len, log)
+        warnings = warn_of_pool(self._settings.cache, facts, log)
         self.notes = (loading_note(ready), *ready.tier_notes, *warnings)
         if self._settings.step_log is not None:
             self.notes += (f"every step's plan goes to {self._settings.step_log}",)

@@ -12,6 +12,7 @@ from hashlib import blake2b
 KEY_BYTES = 16
 _ROOT = b"tandem-kv-root"
 _BLOCK = b"tandem-kv-block"
+_GROUP = b"tandem-kv-group"
 
 
 def root_key(model_revision: str, kv_dtype: str, adapter_digest: str | None, salt: str) -> bytes:
@@ -33,3 +34,9 @@ def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     `parent`."""
     packed = struct.pack(f"<{len(token_ids)}I", *token_ids)
     return blake2b(parent + packed, digest_size=KEY_BYTES, person=_BLOCK).digest()
+
+
+def group_key(key: bytes, group: int) -> bytes:
+    """Returns the key, 16 bytes, of the block that a group of layers has for the tokens of `key`. Group 0 has `key`
+    itself."""
+    return blake2b(key, digest_size=KEY_BYTES, person=_GROUP, salt=struct.pack("<I", group)).digest() if group else key

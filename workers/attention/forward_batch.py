@@ -4,11 +4,19 @@ Built by workers/rank/batch.py from a StepPlan and the rank's own row tables; re
 and workers/attention. T tokens of the step, R rows, S rows that sample, N blocks of the longest row.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from tandem.workers.kernels.lora_ops import AdapterRows
+
+
+class GroupTable(NamedTuple):
+    """slot_mapping_T and block_table_RN of a group of layers with block tables of its own."""
+
+    slot_mapping_T: torch.Tensor
+    block_table_RN: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +26,10 @@ class ForwardBatch:
     input_ids_T, positions_T: int64. slot_mapping_T: int64, the slot of each token's KV, block id * block size + offset.
     query_starts: int32 [R + 1], row r's tokens are query_starts[r]:query_starts[r + 1]. seq_lens: int32 [R], known
     tokens whose KV exists after this step (a row's context is seq_lens[r], and its queries are the last ones).
-    block_table_RN: int32, a short row padded with its own first block. logits_rows_S: int64, indices into T of the
-    logits to compute, in plan order. adapters: the adapter of each token, None without any; sample_adapters: the same
-    for the rows S.
+    block_table_RN: int32, a short row padded with its own first block. Both are of group 0; further_groups: those of
+    the others, in which blocks that no query sees any more are replaced by the row's first visible one. logits_rows_S:
+    int64, indices into T of the logits to compute, in plan order. adapters: the adapter of each token, None without
+    any; sample_adapters: the same for the rows S.
     """
 
     input_ids_T: torch.Tensor
@@ -35,6 +44,14 @@ class ForwardBatch:
     block_size: int
     adapters: AdapterRows | None = None
     sample_adapters: AdapterRows | None = None
+    further_groups: tuple[GroupTable, ...] = ()
+
+    def of_group(self, group: int) -> "ForwardBatch":
+        """Returns the batch as the layers of a group see it."""
+        if not group:
+            return self
+        slot_mapping_T, block_table_RN = self.further_groups[group - 1]
+        return replace(self, slot_mapping_T=slot_mapping_T, block_table_RN=block_table_RN)
 
     @property
     def num_tokens(self) -> int:

@@ -7,6 +7,7 @@ import heapq
 from dataclasses import dataclass
 
 from tandem.configs.schema import SchedulerSettings
+from tandem.offload.kv.kv_groups import UNLIMITED, KVGroups
 from tandem.workers.engine.base.sequence import RequestState
 from tandem.workers.messages.errors import ContextLengthExceeded, QueueFull, RequestRefused
 from tandem.workers.messages.request import GenerationRequest
@@ -14,13 +15,15 @@ from tandem.workers.messages.request import GenerationRequest
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts of the model for the engine: limits, end tokens, and the names in the keys of its KV blocks."""
+    """Facts of the model for the engine: limits, end tokens, the names in the keys of its KV blocks, and its groups of
+    layers, None for one without a window."""
 
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     model_revision: str
     kv_dtype: str
+    kv_groups: KVGroups | None = None
 
 
 class Deadlines:
@@ -126,8 +129,9 @@ def check_fit(prompt_len: int, facts: ModelFacts, num_slots: int, num_output: in
     """A prompt needs a KV slot for each of its tokens, and a position for an output token if it is continued."""
     fits = min(facts.max_model_len - num_output, num_slots)
     if prompt_len > fits:
+        holds = "any number" if num_slots == UNLIMITED else num_slots
         raise ContextLengthExceeded(
-            f"this model's context is {facts.max_model_len} tokens and its KV cache holds {num_slots}; the prompt has "
+            f"this model's context is {facts.max_model_len} tokens and its KV cache holds {holds}; the prompt has "
             f"{prompt_len} tokens, at most {fits} would fit",
             "prompt",
         )

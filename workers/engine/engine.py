@@ -99,6 +99,7 @@ class Engine:
             model_revision=facts.model_revision,
             kv_dtype=facts.kv_dtype,
             enable_prefix_caching=settings.cache.enable_prefix_caching,
+            groups=facts.kv_groups,
         )
         self._chunk_limiter = _chunk_limiter(settings.scheduler, settings.cache.block_size)
         self._waiting = WaitingQueue()
@@ -127,7 +128,7 @@ class Engine:
         self._collector = Collector()
         self._forget_at_s = clock() + TENANT_IDLE_S
         eos = frozenset(facts.eos_token_ids)
-        self._arrivals = Arrivals(self._manager, eos, min(facts.max_model_len, self._manager.num_slots + 1))
+        self._arrivals = Arrivals(self._manager, eos, self.max_len)
         self._results = ResultApplier(self._scheduler, self._manager, self._collector, eos, self._drafting)
         self._limits = QueueLimits(settings.scheduler)
         self._deadlines = Deadlines()
@@ -299,12 +300,18 @@ class Engine:
             self._manager,
             self._collector,
             self._waiting.tenants.output_tokens(),
+            max_model_len=self._facts.max_model_len,
             in_flight_steps=len(self._in_flight_steps),
             preemptions=self._scheduler.num_preemptions,
             offload=None if self._offload is None else self._offload.stats(self._block_bytes),
             adapters=None if self._adapters is None else self._adapters.stats(),
             drafts=None if self._drafting is None else self._drafting.stats(),
         )
+
+    @property
+    def max_len(self) -> int:
+        """The most tokens of a sequence, prompt and output. The last one needs no KV."""
+        return min(self._facts.max_model_len, self._manager.num_slots + 1)
 
     def losses(self) -> dict[str, Loss]:
         """What the end of the group now says of each unfinished request, by id. Suspect is each row of the step whose

@@ -26,7 +26,7 @@ def find_prefix(
         step.awaits.append(overlapped.ticket)
     if not admitted:
         return False
-    seq.num_scheduled = seq.num_computed = len(hits) * manager.block_size
+    seq.num_scheduled = seq.num_computed = len(hits) // manager.groups.count * manager.block_size
     return True
 
 
@@ -38,9 +38,10 @@ def share_prompt(manager: BlockManager, step: InFlightStep, seq: Sequence, reser
     num_tokens = min(seq.prompt_len, len(seq.tokens) - 1)
     source = seq.state.fork_source(num_tokens, done_step)
     total = len(seq.tokens)
-    whole = num_tokens // manager.block_size
-    if source is None or manager.blocks_for(total) - whole + reserve > manager.pool.num_allocatable:
+    cost = None if source is None else manager.cost_of_fork(source.table, num_tokens, total)
+    if source is None or cost is None or cost + reserve > manager.pool.num_allocatable:
         return False
+    whole = num_tokens // manager.block_size * manager.groups.count
     if seq.num_output and len(manager.match_prefix(seq.table, seq.tokens)) > whole:
         return False
     manager.fork(source.table, seq.table, num_tokens)
@@ -56,9 +57,12 @@ def check_reservations(manager: BlockManager, sequences: Iterable[Sequence]) -> 
     """Asserts that only running sequences hold or reserve blocks, and that a prompt has those of all its tokens."""
     for seq in sequences:
         table = seq.table
-        have, need = len(table.block_ids) + table.num_reserved, manager.blocks_for(len(seq.tokens))
+        have = len(table.block_ids) + table.num_reserved
+        need = manager.places_for(len(seq.tokens)) * manager.groups.count
         if seq.status is not Status.RUNNING:
             assert have == 0, "a sequence without a row holds or reserves blocks"
+        elif manager.groups.has_windows:
+            assert have <= max(need, len(table.block_ids)), "more is reserved than the prompt lacks"
         elif table.num_reserved:
             assert have == need, f"a prompt that needs {need} blocks holds and reserves {have}"
         elif seq.num_scheduled < max(seq.prompt_len, len(seq.tokens) - 1):

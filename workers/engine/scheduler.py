@@ -320,7 +320,7 @@ class Scheduler:
         drafts alone nobody is preempted, and no block is taken that running sequences will need soon."""
         known = seq.num_known
         most = known + seq.num_drafts
-        missing = self._manager.blocks_for(most + num_drafts) - len(seq.table.block_ids)
+        missing = self._manager.lacks(seq.table, most + num_drafts)
         if missing > max(0, self._manager.pool.num_allocatable - self._reserve):
             num_drafts = 0
         added = self._extend_or_preempt(seq, most + num_drafts)
@@ -354,7 +354,7 @@ class Scheduler:
         """
         manager, pool = self._manager, self._manager.pool
         while (added := manager.extend(seq.table, num_tokens)) is None:
-            missing = manager.blocks_for(num_tokens) - len(seq.table.block_ids)
+            missing = manager.lacks(seq.table, num_tokens)
             if pool.num_allocatable + pool.num_pending >= missing:
                 return None
             for victim in self._giving_way(self._victim(seq), seq):
@@ -435,10 +435,17 @@ class Scheduler:
             seq.num_charged = num_tokens
 
     def _schedule_prefills(self, step: InFlightStep, prefills: list[Sequence], budget: int) -> int:
-        """Schedules the next chunks of running prefills, earliest first. Their blocks are reserved since admission."""
+        """Schedules the next chunks of running prefills, earliest first. Their blocks are reserved since admission, but
+        for those that take the place of others which a window has passed and which are shared: one that gets none is
+        preempted, if it is not the first of all."""
         for seq in prefills:
-            if seq.status is Status.RUNNING and budget > 0:
+            if seq.status is not Status.RUNNING or budget <= 0:
+                continue
+            if self._manager.can_take(seq.table, min(seq.num_known, seq.num_scheduled + budget)):
                 budget -= self._give(step, seq, budget, [])
+            elif seq is not self._running[0]:
+                self._running.remove(seq)
+                self._preempt(seq)
         return budget
 
     def _give(self, step: InFlightStep, seq: Sequence, budget: int, hits: list[int]) -> int:
@@ -506,9 +513,10 @@ class Scheduler:
 
     @property
     def _reserve(self) -> int:
-        """Blocks to leave for running sequences (each takes one per block_size steps), so that a new one is not
-        preempted in the next steps. 0 when none runs, so that a sequence that fits the empty pool is admitted."""
-        return -(-len(self._running) // 4)
+        """Blocks to leave for running sequences (each takes one of each group per block_size steps), so that a new one
+        is not preempted in the next steps. 0 when none runs, so that a sequence that fits the empty pool is
+        admitted."""
+        return -(-len(self._running) * self._manager.groups.count // 4)
 
     def _bind(self, step: InFlightStep, seq: Sequence) -> None:
         seq.row = self._free_rows.pop()

@@ -84,8 +84,9 @@ def open_tiers(
             return no_tiers(str(error))
         index = SlotIndex(held.index, num_slots)
         found = index.items()
-    tokens = num_slots * cache.block_size
-    notes = [f"host tier: {num_slots} KV blocks ({tokens} tokens, {size_bytes / GIB:g} GiB), {cache.kv_eviction}"]
+    num_groups = loaded[0].num_kv_groups
+    tokens = f"{'at least ' if num_groups > 1 else ''}{num_slots // num_groups * cache.block_size} tokens"
+    notes = [f"host tier: {num_slots} KV blocks ({tokens}, {size_bytes / GIB:g} GiB), {cache.kv_eviction}"]
     disk = _open_disk(cache, layout, loaded, notes)
     if found:
         notes.append(f"host tier: {len(found)} KV blocks of an earlier group are there")

@@ -19,9 +19,10 @@ SCALE_DTYPE: Final = torch.float32
 
 class LayerKV:
     """One layer's cache: planes [num_blocks, block_size, K, D], each of its own K and D, and where quantized their
-    scales [num_blocks, block_size, K]. keys, values: the first plane and the last, which may be the same one."""
+    scales [num_blocks, block_size, K]. keys, values: the first plane and the last, which may be the same one. group:
+    whose block table the layer uses (docs/decisions/037-kv-groups.md)."""
 
-    __slots__ = ("key_scales", "keys", "planes", "scales", "value_scales", "values")
+    __slots__ = ("group", "key_scales", "keys", "planes", "scales", "value_scales", "values")
 
     def __init__(
         self,
@@ -33,12 +34,13 @@ class LayerKV:
         self.keys, self.values, self.key_scales, self.value_scales = keys, values, key_scales, value_scales
         self.planes: Sequence[torch.Tensor] = (keys, values)
         self.scales = tuple(scales for scales in (key_scales, value_scales) if scales is not None)
+        self.group = 0
 
     @classmethod
-    def of(cls, planes: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> "LayerKV":
+    def of(cls, planes: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], group: int = 0) -> "LayerKV":
         """scales: of the planes, in order; none where the cache is not quantized."""
         kv = cls(planes[0], planes[-1], *((scales[0], scales[-1]) if scales else ()))
-        kv.planes, kv.scales = tuple(planes), tuple(scales)
+        kv.planes, kv.scales, kv.group = tuple(planes), tuple(scales), group
         return kv
 
 

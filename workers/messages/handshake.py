@@ -71,6 +71,7 @@ class RankLoaded(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     host memory; it passes through buffer_bytes of the device. adapter_pages: device pages for LoRA adapters, of
     adapter_page_bytes each; 0: --enable-lora is off. is_in_host_memory: the device's memory is the machine's.
     kernel_notes: lines for the user about kernels that are missing. kv_layout: the planes of its layers, in words.
+    num_kv_groups: groups of layers, each with blocks of its own for every token.
     """
 
     rank: int
@@ -91,6 +92,7 @@ class RankLoaded(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     adapter_page_bytes: int = 0
     kernel_notes: tuple[str, ...] = ()
     kv_layout: str = ""
+    num_kv_groups: int = 1
 
 
 class AllocateKV(msgspec.Struct, frozen=True, array_like=True, tag="allocate"):

@@ -79,12 +79,13 @@ class Decoder:
         dtype: torch.dtype,
         stream: WeightStream,
         quantization: str | None = None,
+        windows: tuple[int | None, ...] = (None,),
     ) -> None:
         spec.check_parallel(context.tp_size, context.pp_size, expert_parallel=context.mesh.expert_parallel)
         ops, make = platform.fused_ops(dtype), platform.linear_methods(dtype, quantization)
         self.parameters = parameters_of(spec)
         self.layer_ids = layer_range(spec.num_layers, context.pp_rank, context.pp_size)
-        self.kv_layouts = kv_layouts(spec, context.mesh)
+        self.kv_layouts = kv_layouts(spec, context.mesh, windows)
         self.weight_bytes = 0
         self._mesh = context.mesh
         self._dtype = dtype
@@ -170,7 +171,7 @@ class Decoder:
         inputs = LayerInputs(
             batch,
             residual_TH,
-            batch.slot_mapping_T,
+            [batch.slot_mapping_T, *(table.slot_mapping_T for table in batch.further_groups)],
             angles,
             batch.adapters,
             self._attention,
@@ -300,12 +301,14 @@ def build_decoder(
     streamed: Sequence[int] = (),
     copier: Copier | None = None,
     quantization: str | None = None,
+    windows: tuple[int | None, ...] = (None,),
 ) -> Decoder:
     """Returns this rank's decoder with its weights, from `folder` or random (load_format dummy).
 
     kv_dtype: the cache's dtype, None for `dtype`; attention and copier: in place of the platform's. `streamed`: indices
     on this rank of layers that are kept in host memory and pass through the device. Such a decoder must be closed.
-    quantization: of linear layers and the head, a key of FORMATS (parallel/quantization/weight_formats.py).
+    quantization: of linear layers and the head, a key of FORMATS (parallel/quantization/weight_formats.py). windows: of
+    the groups of layers that have block tables of their own (spec/kv_layout.py).
     on_bytes: a callback for the loading's progress, on every rank; `progress`: shows a bar, on rank 0. Raises
     SettingsError for a model that cannot be sharded this way, and for a checkpoint that does not match its config.json.
     """
@@ -314,7 +317,7 @@ def build_decoder(
     held = weights.layer_bytes * len(streamed)
     stream = WeightStream(streamed, copier or platform.weight_copier(held))
     attention = attention or platform.attention(dtype, spec.head_dim, kv_dtype)
-    decoder = Decoder(spec, context, attention, platform, dtype, stream, quantization)
+    decoder = Decoder(spec, context, attention, platform, dtype, stream, quantization, windows)
     source: Source
     if load_format == "dummy":
         source = DummySource(seed, dtype)

@@ -14,6 +14,7 @@ import psutil
 
 from tandem.configs.errors import SettingsError
 from tandem.configs.schema import CacheSettings
+from tandem.offload.kv.kv_groups import KVGroups
 
 CPU_SHARE = 0.4
 MIB = 2**20
@@ -26,16 +27,21 @@ CGROUP: Final = Path("/sys/fs/cgroup")
 @dataclass(frozen=True, slots=True)
 class KVNeeds:
     """The KV that the engine can use. block_bytes: of a block on this rank. block_size, max_model_len: tokens.
-    max_num_seqs: contexts at the same time."""
+    max_num_seqs: contexts at the same time. groups: None: one, without a window."""
 
     block_bytes: int
     block_size: int
     max_model_len: int
     max_num_seqs: int
+    groups: KVGroups | None = None
+
+    @property
+    def kv_groups(self) -> KVGroups:
+        return KVGroups(self.block_size) if self.groups is None else self.groups
 
     @property
     def blocks_per_context(self) -> int:
-        return -(-self.max_model_len // self.block_size)
+        return self.kv_groups.needed(self.max_model_len)
 
     @property
     def most_blocks(self) -> int:
@@ -111,7 +117,13 @@ def cuda_blocks(cache: CacheSettings, needs: KVNeeds, total_bytes: int, free_byt
 
 
 def _overridden(num_blocks: int, needs: KVNeeds, free_bytes: int) -> int:
-    """Checks --num-gpu-blocks-override against memory only; a request too long for the pool is refused later."""
+    """Checks --num-gpu-blocks-override against memory, and that a token fits; a request too long for the pool is
+    refused later."""
+    if num_blocks < needs.kv_groups.count:
+        raise SettingsError(
+            f"{num_blocks} hold no token: each of the model's {needs.kv_groups.count} groups of layers has its own",
+            "--num-gpu-blocks-override",
+        )
     wanted = num_blocks * needs.block_bytes
     if wanted > free_bytes:
         raise SettingsError(
@@ -139,7 +151,7 @@ def _at_least_one_context(size_bytes: int, needs: KVNeeds, source: str, flag: st
     wanted = needs.blocks_per_context * needs.block_bytes
     raise SettingsError(
         f"one context of --max-model-len {needs.max_model_len} needs {_mib(wanted)} of KV cache on a rank; {source} "
-        f"{_mib(max(0, size_bytes))}: enough for --max-model-len {blocks * needs.block_size}",
+        f"{_mib(max(0, size_bytes))}: enough for --max-model-len {needs.kv_groups.longest(blocks)}",
         flag,
     )
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from tandem.configs.errors import SettingsError
 from tandem.configs.schema import Device, EngineSettings
 from tandem.offload.kv.disk_io import file_bytes
+from tandem.offload.kv.kv_groups import KVGroups
 from tandem.offload.weights.layer_placement import LayerPlacement, bytes_to_save, place_layers
 from tandem.parallel.mesh import Mesh
 from tandem.parallel.quantization.weight_formats import weight_format
@@ -16,7 +17,7 @@ from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.sizes import RankWeights, activation_bytes, adapter_bytes, kv_token_bytes, rank_weights
 from tandem.workers.planning.adapter_room import AdapterRoom, adapter_room
 from tandem.workers.planning.budget import ATTENTION_BYTES, CPU_SHARE, GIB
-from tandem.workers.planning.resolve import DTYPE_BYTES
+from tandem.workers.planning.resolve import DTYPE_BYTES, kv_groups
 from tandem.workers.planning.start_notes import pool_notes
 
 CONVERSATION_TOKENS = 2048
@@ -43,14 +44,16 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """The memory of one rank of a stage, in bytes. kv_budget_bytes: negative when memory is lacking. adapter_bytes: of
-    one adapter of --max-lora-rank on every linear layer. adapter_room: the memory reserved for adapters."""
+    """The memory of one rank of a stage, in bytes. kv_token_bytes: of a token in a KV block; kv_layers_bytes: of its KV
+    in all layers, the same where they form one group. kv_budget_bytes: negative when memory is lacking. adapter_bytes:
+    of one adapter of --max-lora-rank on every linear layer. adapter_room: the memory reserved for adapters."""
 
     stage: int
     weights: RankWeights
     placement: LayerPlacement
     activation_bytes: int
     kv_token_bytes: int
+    kv_layers_bytes: int
     kv_budget_bytes: int
     adapter_bytes: int
     adapter_room: AdapterRoom
@@ -81,7 +84,8 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """The plan of one group of tp_size x pp_size ranks. notes: warnings that its start would log too."""
+    """The plan of one group of tp_size x pp_size ranks. notes: warnings that its start would log too. kv_groups: of its
+    layers; tokens_kept_whole: KV tokens of the device's blocks if no layer gave any back."""
 
     tp_size: int
     pp_size: int
@@ -90,6 +94,8 @@ class GroupPlan:
     tiers: tuple[TierPlan, ...]
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
+    kv_groups: KVGroups
+    tokens_kept_whole: int
 
     @property
     def fits(self) -> bool:
@@ -108,17 +114,19 @@ def plan_group(
     tp_size = settings.parallel.tensor_parallel_size
     pp_size = settings.parallel.pipeline_parallel_size
     experts = settings.parallel.enable_expert_parallel
+    groups = kv_groups(settings, spec, max_model_len)
     meshes = [Mesh(tp_size, pp_size, stage * tp_size, experts) for stage in range(pp_size)]
     stages = tuple(_stage(settings, spec, memory, mesh, dtype, kv_dtype, max_model_len) for mesh in meshes)
     if memory.is_shared:
-        stages = _share_machine(settings, stages, memory, tp_size, max_model_len)
-    tiers = _tiers(settings, stages, memory, tp_size, max_model_len)
+        stages = _share_machine(settings, stages, memory, tp_size, groups.needed(max_model_len))
+    tiers = _tiers(settings, stages, memory, tp_size, max_model_len, groups)
     problems = [
-        *_problems(settings, stages, memory, max_model_len),
+        *_problems(settings, stages, memory, max_model_len, groups),
         *_host_problems(stages, memory, tp_size, tiers[0].size_bytes),
     ]
-    notes = pool_notes(settings.cache, max_model_len)
-    return GroupPlan(tp_size, pp_size, max_model_len, stages, tiers, tuple(problems), notes)
+    notes = pool_notes(settings.cache, max_model_len, groups)
+    whole = _kept_whole(settings, stages)
+    return GroupPlan(tp_size, pp_size, max_model_len, stages, tiers, tuple(problems), notes, groups, whole)
 
 
 def least_bytes(
@@ -127,8 +135,9 @@ def least_bytes(
     """Bytes that a device must hold beside the weights: the KV of the flags, else of one context, the reserve for
     adapters, and the activations of the largest step."""
     cache, scheduler = settings.cache, settings.scheduler
-    block = cache.block_size * kv_token_bytes(spec, mesh, kv_dtype)
-    kv = cache.kv_cache_memory_bytes or -(-max_model_len // cache.block_size) * block
+    groups = kv_groups(settings, spec, max_model_len)
+    block = cache.block_size * kv_token_bytes(spec, mesh, kv_dtype, groups.windows)
+    kv = cache.kv_cache_memory_bytes or groups.needed(max_model_len) * block
     if cache.num_blocks is not None:
         kv = cache.num_blocks * block
     tokens, seqs = scheduler.max_num_batched_tokens, settings.most_samples
@@ -191,7 +200,8 @@ def _stage(
         weights=weights,
         placement=placement,
         activation_bytes=activations,
-        kv_token_bytes=kv_token_bytes(spec, mesh, kv_dtype),
+        kv_token_bytes=kv_token_bytes(spec, mesh, kv_dtype, kv_groups(settings, spec, max_model_len).windows),
+        kv_layers_bytes=kv_token_bytes(spec, mesh, kv_dtype),
         kv_budget_bytes=budget - weights.fixed_bytes - placement.device_bytes - activations - room.device_bytes,
         adapter_bytes=adapter_bytes(spec, mesh, settings.lora.max_lora_rank, element),
         adapter_room=room,
@@ -199,13 +209,13 @@ def _stage(
 
 
 def _share_machine(
-    settings: EngineSettings, stages: tuple[StagePlan, ...], memory: Memory, tp_size: int, max_model_len: int
+    settings: EngineSettings, stages: tuple[StagePlan, ...], memory: Memory, tp_size: int, context_blocks: int
 ) -> tuple[StagePlan, ...]:
     """Sets the KV budgets of CPU ranks: equal parts of the memory that weights leave, or of 40 % of it where no flag
-    sizes the cache, and at most the KV of max_num_seqs contexts."""
+    sizes the cache, and at most the KV of max_num_seqs contexts, of context_blocks each."""
     left = memory.device_bytes - _machine_weights(stages, tp_size)
     share = (left if settings.cache.kv_cache_memory_bytes else int(CPU_SHARE * left)) // (tp_size * len(stages))
-    blocks = settings.scheduler.max_num_seqs * -(-max_model_len // settings.cache.block_size)
+    blocks = settings.scheduler.max_num_seqs * context_blocks
 
     def budget(stage: StagePlan) -> int:
         return min(share, blocks * settings.cache.block_size * stage.kv_token_bytes)
@@ -232,8 +242,19 @@ def _blocks(settings: EngineSettings, stages: tuple[StagePlan, ...]) -> int:
     )
 
 
+def _kept_whole(settings: EngineSettings, stages: tuple[StagePlan, ...]) -> int:
+    """The KV tokens of the device's blocks, if their bytes held every token in all layers."""
+    size, blocks = settings.cache.block_size, _blocks(settings, stages)
+    return min(blocks * stage.kv_token_bytes // stage.kv_layers_bytes for stage in stages) * size
+
+
 def _tiers(
-    settings: EngineSettings, stages: tuple[StagePlan, ...], memory: Memory, tp_size: int, max_model_len: int
+    settings: EngineSettings,
+    stages: tuple[StagePlan, ...],
+    memory: Memory,
+    tp_size: int,
+    max_model_len: int,
+    groups: KVGroups,
 ) -> tuple[TierPlan, ...]:
     """The tiers device, host and disk, with the KV of all ranks of the group."""
     size = settings.cache.block_size
@@ -250,17 +271,20 @@ def _tiers(
         "host": memory.host_tier_bytes,
         "disk": memory.disk_tier_bytes,
     }
-    full, short = (-(-tokens // size) for tokens in (max_model_len, min(CONVERSATION_TOKENS, max_model_len)))
-    return tuple(TierPlan(t, sizes[t], count * size, count // full, count // short) for t, count in blocks.items())
+    full, short = (groups.held(tokens) for tokens in (max_model_len, min(CONVERSATION_TOKENS, max_model_len)))
+    return tuple(
+        TierPlan(t, sizes[t], groups.tokens_held(count, max_model_len), count // full, count // short)
+        for t, count in blocks.items()
+    )
 
 
 def _problems(
-    settings: EngineSettings, stages: tuple[StagePlan, ...], memory: Memory, max_model_len: int
+    settings: EngineSettings, stages: tuple[StagePlan, ...], memory: Memory, max_model_len: int, groups: KVGroups
 ) -> list[Problem]:
     """Problems on the device: weights first, then the KV of the flags, then one context. At most one is reported."""
     cache = settings.cache
     fullest = min(stages, key=lambda stage: stage.kv_budget_bytes / stage.kv_token_bytes)
-    tokens = _blocks(settings, stages) * cache.block_size
+    tokens = groups.longest(_blocks(settings, stages))
     found = []
     if fullest.kv_budget_bytes < 0:
         found.append(_no_room_for_weights(settings, fullest, memory))

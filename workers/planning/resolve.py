@@ -12,8 +12,10 @@ from typing import Final
 
 from tandem.configs.errors import SettingsError, UnsupportedModelError
 from tandem.configs.schema import EngineSettings
+from tandem.offload.kv.kv_groups import KVGroups
 from tandem.workers.models.spec.arch import ArchSpec, RopeKind
 from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.kv_layout import kv_windows
 from tandem.workers.planning.pooling_config import PoolingFacts, read_pooling
 
 SAMPLE_BYTES = 2**16
@@ -66,6 +68,15 @@ def _longer(asked: int, spec: ArchSpec) -> str:
     factor = math.ceil(asked / own * 4) / 4
     scaling = json.dumps({"rope_scaling": {"rope_type": "yarn", "factor": factor}})
     return f"; positions that it was not trained for need scaling, at some loss of quality: --hf-overrides '{scaling}'"
+
+
+def kv_groups(settings: EngineSettings, spec: ArchSpec, max_model_len: int) -> KVGroups:
+    """The groups of layers with KV block tables of their own; one group with --disable-hybrid-kv-cache-manager."""
+    windows: tuple[int | None, ...] = (None,)
+    if not settings.cache.disable_hybrid_kv_cache_manager:
+        windows = kv_windows(spec, max_model_len)
+    in_flight = settings.steps_in_flight * settings.scheduler.max_num_batched_tokens
+    return KVGroups(settings.cache.block_size, windows, in_flight)
 
 
 def resolve_dtype(settings: EngineSettings, spec: ArchSpec, device: str) -> str:

@@ -6,11 +6,23 @@ Torch-free.
 
 import logging
 from collections.abc import Sequence
+from typing import Protocol
 
 from tandem.configs.schema import CacheSettings
+from tandem.offload.kv.kv_groups import KVGroups
 from tandem.workers.messages.handshake import RankLoaded
 
 MIB, GIB = 2**20, 2**30
+
+
+class PoolFacts(Protocol):
+    """What ModelFacts says of KV."""
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def kv_groups(self) -> KVGroups | None: ...
 
 
 def kernel_notes(loaded: Sequence[RankLoaded]) -> tuple[str, ...]:
@@ -43,21 +55,21 @@ def adapter_notes(loaded: Sequence[RankLoaded]) -> tuple[str, ...]:
     return (f"adapters: {num_pages} device pages ({_mib(num_pages * page_bytes)} over {len(loaded)} rank(s))",)
 
 
-def pool_notes(cache: CacheSettings, max_model_len: int) -> tuple[str, ...]:
+def pool_notes(cache: CacheSettings, max_model_len: int, groups: KVGroups) -> tuple[str, ...]:
     """One line when the KV pool is smaller than a context of max_model_len tokens, which only --num-gpu-blocks-override
     allows; else none. The last token of a context needs no KV."""
-    if cache.num_blocks is None or (num_slots := cache.num_blocks * cache.block_size) >= max_model_len - 1:
+    if cache.num_blocks is None or (num_slots := groups.longest(cache.num_blocks)) >= max_model_len - 1:
         return ()
     return (
         f"--num-gpu-blocks-override {cache.num_blocks} holds {num_slots} tokens, less than one context of "
         f"{max_model_len}: a prompt and its answer end at {num_slots + 1} tokens; "
-        f"{-(-(max_model_len - 1) // cache.block_size)} blocks would hold it all",
+        f"{groups.needed(max_model_len - 1)} blocks would hold it all",
     )
 
 
-def warn_of_pool(cache: CacheSettings, max_model_len: int, log: logging.Logger) -> tuple[str, ...]:
+def warn_of_pool(cache: CacheSettings, facts: PoolFacts, log: logging.Logger) -> tuple[str, ...]:
     """Returns pool_notes() and logs them as warnings."""
-    notes = pool_notes(cache, max_model_len)
+    notes = pool_notes(cache, facts.max_model_len, facts.kv_groups or KVGroups(cache.block_size))
     for note in notes:
         log.warning("%s", note)
     return notes

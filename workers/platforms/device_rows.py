@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tandem.workers.attention.forward_batch import GroupTable
+
 Ints = npt.NDArray[np.int64]
 PENDING: Final = -1
 """Stands in token_ids for a token that was sampled and has not reached the host."""
@@ -19,13 +21,14 @@ PENDING: Final = -1
 
 class Columns(Protocol):
     """The host's columns of rows, as of workers/rank/row_table.py. token_ids int32 [rows, tokens], block_ids int32
-    [rows, blocks], counts int64 [rows]."""
+    [rows, blocks x groups], counts int64 [rows]. windows: of each group of layers, None where a token sees all."""
 
     block_size: int
     token_ids: npt.NDArray[np.int32]
     block_ids: npt.NDArray[np.int32]
     num_known: Ints
     num_blocks: Ints
+    windows: tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,7 @@ class StepTensors(NamedTuple):
     logits_rows_S: torch.Tensor
     slots_T: torch.Tensor | None
     slots_S: torch.Tensor | None
+    further_groups: tuple[GroupTable, ...] = ()
 
 
 class DeviceRows(Protocol):
@@ -91,18 +95,24 @@ class HostRows:
             row_T = np.repeat(rows.rows_R, lens_R)
             positions_T = np.arange(rows.starts[-1]) + np.repeat(rows.begin_R - rows.starts[:-1], lens_R)
         block_T, offset_T = np.divmod(positions_T, size)
-        slots_T = columns.block_ids[row_T, block_T].astype(np.int64) * size + offset_T
-        width = int(-(-rows.end_R.max() // size))
+        width, num_groups = int(-(-rows.end_R.max() // size)), len(columns.windows)
+        groups = []
+        for group, window in enumerate(columns.windows):
+            ids = columns.block_ids[:, group::num_groups]
+            slots_T = ids[row_T, block_T].astype(np.int64) * size + offset_T
+            table_RN = own_blocks(ids, columns.num_blocks, rows, width, _first_seen(rows, window, size))
+            groups.append(GroupTable(torch.from_numpy(slots_T), torch.from_numpy(table_RN)))
         return StepTensors(
             torch.from_numpy(columns.token_ids[row_T, positions_T].astype(np.int64)),
             torch.from_numpy(positions_T),
-            torch.from_numpy(slots_T),
+            groups[0].slot_mapping_T,
             torch.from_numpy(rows.starts.astype(np.int32)),
             torch.from_numpy(rows.end_R.astype(np.int32)),
-            torch.from_numpy(own_blocks(columns, rows.rows_R, width)),
+            groups[0].block_table_RN,
             torch.from_numpy(rows.logits_rows_S),
             None if rows.slots_T is None else torch.from_numpy(rows.slots_T),
             None if rows.slots_S is None else torch.from_numpy(rows.slots_S),
+            tuple(groups[1:]),
         )
 
     def append(self, ids_S: torch.Tensor) -> bool:
@@ -110,11 +120,24 @@ class HostRows:
         return True
 
 
-def own_blocks(columns: Columns, rows_R: Ints, width: int) -> npt.NDArray[np.int32]:
-    """Returns the rows' first `width` block ids; a shorter row repeats its own first block instead of another row's.
+def own_blocks(
+    ids: npt.NDArray[np.int32], num_blocks: Ints, rows: StepRows, width: int, first_R: Ints | None
+) -> npt.NDArray[np.int32]:
+    """Returns the step's rows' first `width` block ids; a row repeats a block of its own in place of those behind its
+    end and those before first_R, which may be another row's by now. first_R: the first block that a row's queries see;
+    None: each row sees all.
 
     Attention may read what it then weighs with 0, and 0 x NaN is NaN: a failed row must not harm others.
     """
-    block_table_RN = columns.block_ids[rows_R, :width]
-    own_RN = np.arange(width) < columns.num_blocks[rows_R, None]
-    return np.where(own_RN, block_table_RN, block_table_RN[:, :1])
+    block_table_RN = ids[rows.rows_R, :width]
+    place_N = np.arange(width)
+    own_RN = place_N < num_blocks[rows.rows_R, None]
+    if first_R is None:
+        return np.where(own_RN, block_table_RN, block_table_RN[:, :1])
+    own_RN &= place_N >= first_R[:, None]
+    return np.where(own_RN, block_table_RN, np.take_along_axis(block_table_RN, first_R[:, None], 1))
+
+
+def _first_seen(rows: StepRows, window: int | None, block_size: int) -> Ints | None:
+    """Returns the first block that each row's first query sees; None without a window."""
+    return None if window is None else np.maximum(0, rows.begin_R - window + 1) // block_size

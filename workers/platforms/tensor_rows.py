@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from tandem.offload.copies.accelerator import Accelerator, Event
+from tandem.workers.attention.forward_batch import GroupTable
 from tandem.workers.platforms.device_rows import Columns, Ints, StepRows, StepTensors
 
 Array = npt.NDArray[np.generic]
@@ -111,7 +112,8 @@ class TensorRows:
         if len(columns.num_known) > len(self._known):
             self._grow()
         width = int(-(-rows.end_R.max() // size))
-        counts, blocks = self._changed_counts(rows.rows_R), self._changed_blocks(rows.rows_R, width)
+        counts = self._changed_counts(rows.rows_R)
+        blocks = self._changed_blocks(rows.rows_R, width * len(columns.windows))
         place_T = np.repeat(np.arange(len(rows.rows_R)), rows.lens_R)
         positions_T = np.arange(rows.starts[-1]) + (rows.begin_R - rows.starts[:-1])[place_T]
         arrays: dict[str, Array] = {
@@ -163,21 +165,36 @@ class TensorRows:
         begin_R = self._num_known[rows_R] - sent["back_R"]
         positions_T = begin_R[place_T] + sent["steps_T"]
         ids_T = torch.where(sent["ids_T"] < 0, self._last_token[rows_R][place_T], sent["ids_T"])
-        table_RN = self._block_ids[rows_R, :width]
-        own_RN = torch.arange(width, device=self._device) < sent["num_blocks_R"][:, None]
-        table_RN = torch.where(own_RN, table_RN, table_RN[:, :1])
-        slots_T = table_RN[place_T, positions_T // size].long() * size + positions_T % size
+        tables_RN = [self._own_blocks(group, sent, begin_R, width) for group in range(len(self._columns.windows))]
+        groups = [
+            GroupTable(table_RN[place_T, positions_T // size].long() * size + positions_T % size, table_RN)
+            for table_RN in tables_RN
+        ]
         return StepTensors(
             ids_T,
             positions_T,
-            slots_T,
+            groups[0].slot_mapping_T,
             sent["starts"],
             begin_R.int() + sent["lens_R"],
-            table_RN,
+            groups[0].block_table_RN,
             sent["logits_rows_S"],
             sent.get("slots_T"),
             sent.get("slots_S"),
+            tuple(groups[1:]),
         )
+
+    def _own_blocks(
+        self, group: int, sent: Mapping[str, torch.Tensor], begin_R: torch.Tensor, width: int
+    ) -> torch.Tensor:
+        """Returns what own_blocks() of device_rows.py does, for a group."""
+        window, num_groups = self._columns.windows[group], len(self._columns.windows)
+        table_RN = self._block_ids[sent["rows_R"], group : width * num_groups : num_groups]
+        place_N = torch.arange(width, device=self._device)
+        own_RN = place_N < sent["num_blocks_R"][:, None]
+        if window is None:
+            return torch.where(own_RN, table_RN, table_RN[:, :1])
+        first_R1 = ((begin_R - (window - 1)).clamp(min=0) // self._columns.block_size)[:, None]
+        return torch.where(own_RN & (place_N >= first_R1), table_RN, table_RN.gather(1, first_R1))
 
     def _grow(self) -> None:
         """Follows columns that have grown: rows beyond the settings' are rare."""

@@ -122,6 +122,7 @@ def _forward(
         block_size=block_size,
         adapters=rows_T,
         sample_adapters=rows_S,
+        further_groups=tensors.further_groups,
     )
 
 

@@ -15,14 +15,15 @@ import torch
 
 from tandem.workers.attention.backend import KVTensors
 from tandem.workers.kernels.kv_store import LARGEST, SCALE_DTYPE, LayerKV, as_indexable
-from tandem.workers.models.spec.kv_layout import KVLayout
+from tandem.workers.models.spec.kv_layout import KVLayout, block_layouts, planes_of
 from tandem.workers.platforms.base import Platform
 
 
 def block_bytes(layouts: Sequence[KVLayout], block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block on this rank: the planes of all its layers, with their scales where dtype needs some."""
+    """Bytes of one block on this rank: the planes of all its layers, or of a group's, with their scales where dtype
+    needs some."""
     scale_bytes = SCALE_DTYPE.itemsize if dtype in LARGEST else 0
-    planes = [plane for layout in layouts for plane in layout.planes]
+    planes = [plane for layout in block_layouts(layouts) for plane in layout.planes]
     return block_size * sum(plane.heads * (plane.dim * dtype.itemsize + scale_bytes) for plane in planes)
 
 
@@ -30,11 +31,14 @@ def block_bytes(layouts: Sequence[KVLayout], block_size: int, dtype: torch.dtype
 class KVCache:
     """One slab [planes, num_blocks, block_size, heads, dim] in the storage dtype for all planes of one shape; scales
     [planes, num_blocks, block_size, heads] beside each where it is quantized; and `tensors`, the same memory by
-    layer."""
+    layer. Where layers have several groups, the i-th layers of all groups share their planes. pages: the memory without
+    such repetitions; page_of: the page of each layer."""
 
     slabs: tuple[torch.Tensor, ...]
     scales: tuple[torch.Tensor, ...]
     tensors: KVTensors
+    pages: tuple[LayerKV, ...]
+    page_of: tuple[int, ...]
     platform: Platform
 
     @classmethod
@@ -43,7 +47,8 @@ class KVCache:
     ) -> "KVCache":
         """Zeroed, with the platform's scratch blocks behind the others. layouts: of this rank's layers. On CPU pages
         are taken from the system only when a block is first written."""
-        counts = Counter(plane for layout in layouts for plane in layout.planes)
+        in_blocks, page_of = block_layouts(layouts), planes_of(layouts)
+        counts = Counter(plane for layout in in_blocks for plane in layout.planes)
         room = (num_blocks + platform.scratch_blocks, block_size)
         slabs = {
             plane: platform.zeros((count, *room, plane.heads, plane.dim), dtype) for plane, count in counts.items()
@@ -54,14 +59,18 @@ class KVCache:
             else {}
         )
         left = {plane: iter(range(count)) for plane, count in counts.items()}
-        layers = []
-        for layout in layouts:
+        pages = []
+        for layout in in_blocks:
             places = [(plane, next(left[plane])) for plane in layout.planes]
             own_scales = [scales[plane][place] for plane, place in places] if scales else []
-            layers.append(LayerKV.of([slabs[plane][place] for plane, place in places], own_scales))
+            pages.append(LayerKV.of([slabs[plane][place] for plane, place in places], own_scales))
+        layers = [
+            LayerKV.of(pages[page].planes, pages[page].scales, layout.group)
+            for layout, page in zip(layouts, page_of, strict=True)
+        ]
         scratch_block = num_blocks if platform.scratch_blocks else -1
         tensors = KVTensors(layers, block_size, scratch_block)
-        return cls(tuple(slabs.values()), tuple(scales.values()), tensors, platform)
+        return cls(tuple(slabs.values()), tuple(scales.values()), tensors, tuple(pages), page_of, platform)
 
     @property
     def slab(self) -> torch.Tensor:
@@ -75,9 +84,9 @@ class KVCache:
 
     @property
     def layers(self) -> list[list[torch.Tensor]]:
-        """All memory of the cache by layer, as tensors [num_blocks, ...], contiguous per block: the layer's planes,
-        then their scales where it is quantized."""
-        return [[*kv.planes, *kv.scales] for kv in self.tensors.layers]
+        """All memory of the cache by layer (of several groups: by page), as tensors [num_blocks, ...], contiguous per
+        block: the layer's planes, then their scales where it is quantized."""
+        return [[*kv.planes, *kv.scales] for kv in self.pages]
 
     @property
     def planes(self) -> list[torch.Tensor]:

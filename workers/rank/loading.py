@@ -14,6 +14,7 @@ import torch
 
 from tandem.configs.errors import SettingsError
 from tandem.configs.schema import Device, EngineSettings
+from tandem.offload.kv.kv_groups import KVGroups
 from tandem.offload.weights.layer_placement import LayerPlacement
 from tandem.parallel.checkpoint import OnBytes
 from tandem.parallel.context import ParallelContext
@@ -26,7 +27,7 @@ from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.kv_layout import described
 from tandem.workers.planning.budget import KVNeeds, available_bytes, cpu_blocks, cuda_blocks
 from tandem.workers.planning.placing import place_weights
-from tandem.workers.planning.resolve import read_spec, resolve_dtype, resolve_kv_dtype, resolve_max_model_len
+from tandem.workers.planning.resolve import kv_groups, read_spec, resolve_dtype, resolve_kv_dtype, resolve_max_model_len
 from tandem.workers.platforms.base import Platform
 from tandem.workers.rank.kv_cache import KVCache, block_bytes
 from tandem.workers.rank.model_runner import ModelRunner
@@ -67,14 +68,15 @@ class LoadedRank:
         decoder = self.decoder
         kv = KVCache.allocate(decoder.kv_layouts, num_blocks, block_size, self.kv_dtype, self.platform)
         capacity = self.settings.scheduler.max_num_seqs
-        table = RowTable(capacity, self.max_model_len, block_size, self.spec.vocab_size, self.grammars)
+        windows = kv_groups(self.settings, self.spec, self.max_model_len).windows
+        table = RowTable(capacity, self.max_model_len, block_size, self.spec.vocab_size, self.grammars, windows)
         context = self.context
         link = None
         if context.pp_size > 1:
             link = StageLink(context, self.spec.hidden_size, self.dtype, self.platform.device)
         proposer = make_proposer(self.settings.speculative)
         runner = ModelRunner(decoder, context, kv, table, self.platform, link, proposer)
-        _warm_up(runner, self.max_model_len, block_size, relays=context.pp_size > 1)
+        _warm_up(runner, self.max_model_len, block_size, len(windows), relays=context.pp_size > 1)
         return runner
 
     def open_kv_lanes(self, runner: ModelRunner, tiers: RankTiers, lanes: Lanes) -> None:
@@ -147,6 +149,7 @@ class _Chosen:
     kv_dtype: torch.dtype
     max_model_len: int
     ranks_on_node: int
+    groups: KVGroups
 
 
 def _choose(settings: EngineSettings, context: ParallelContext, platform: Platform, ranks_on_node: int) -> _Chosen:
@@ -155,7 +158,8 @@ def _choose(settings: EngineSettings, context: ParallelContext, platform: Platfo
     dtype = choose_dtype(settings, spec, platform.name)
     kv_name = resolve_kv_dtype(settings, _name(dtype))
     kv_dtype: torch.dtype = torch.float8_e4m3fn if kv_name == "fp8_e4m3" else getattr(torch, kv_name)
-    return _Chosen(settings, spec, context, platform, dtype, kv_name, kv_dtype, max_model_len, ranks_on_node)
+    groups = kv_groups(settings, spec, max_model_len)
+    return _Chosen(settings, spec, context, platform, dtype, kv_name, kv_dtype, max_model_len, ranks_on_node, groups)
 
 
 def _facts(
@@ -173,6 +177,7 @@ def _facts(
         block_size=size,
         max_model_len=chosen.max_model_len,
         max_num_seqs=chosen.settings.scheduler.max_num_seqs,
+        groups=chosen.groups,
     )
     return RankLoaded(
         rank=rank,
@@ -180,6 +185,7 @@ def _facts(
         weight_bytes=decoder.weight_bytes,
         block_bytes=needs.block_bytes,
         kv_layout=described(decoder.kv_layouts),
+        num_kv_groups=chosen.groups.count,
         device=str(chosen.platform.device),
         dtype=_name(chosen.dtype),
         threads=torch.get_num_threads(),
@@ -232,6 +238,7 @@ def _build(chosen: _Chosen, placement: LayerPlacement, on_bytes: OnBytes | None)
             seed=model.seed,
             streamed=placement.streamed,
             quantization=model.quantization,
+            windows=chosen.groups.windows,
         )
     except torch.OutOfMemoryError as error:
         raise SettingsError(
@@ -269,6 +276,7 @@ def _count_blocks(chosen: _Chosen, decoder: Decoder, needs: KVNeeds, adapter_byt
         max_model_len=needs.max_model_len,
         dtype=chosen.dtype,
         kv_dtype=chosen.kv_dtype,
+        windows=chosen.groups.windows,
     )
     free_bytes, total_bytes = platform.memory()
     free_bytes += profiled_kv_bytes
@@ -276,13 +284,13 @@ def _count_blocks(chosen: _Chosen, decoder: Decoder, needs: KVNeeds, adapter_byt
     return cuda_blocks(cache, needs, total_bytes, free_bytes, total_bytes - free_bytes)
 
 
-def _warm_up(runner: ModelRunner, max_model_len: int, block_size: int, *, relays: bool) -> None:
+def _warm_up(runner: ModelRunner, max_model_len: int, block_size: int, num_groups: int, *, relays: bool) -> None:
     """Runs a prefill chunk and, if a block has room, a decode: kernels, buffers and links exist before requests.
     SettingsError when the device has no memory left for them."""
     num_tokens = max(1, min(WARM_UP_TOKENS, block_size - 1, max_model_len - 1))
     greedy = RowSampling(temperature=0.0)
     init = RowInit(row=0, token_ids=[0] * num_tokens, prompt_len=num_tokens, num_computed=0, sampling=greedy)
-    first = RowWork(row=0, num_tokens=num_tokens, samples=True, new_block_ids=[0])
+    first = RowWork(row=0, num_tokens=num_tokens, samples=True, new_block_ids=list(range(num_groups)))
     plans = [StepPlan(step_id=0, work=[first], new_rows=[init])]
     if num_tokens < min(block_size, max_model_len):
         second = RowWork(row=0, num_tokens=1, samples=True, token_ids=[0] if relays else [])

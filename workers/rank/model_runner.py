@@ -265,7 +265,7 @@ class ModelRunner:
         if not self._awaits:
             return tensors
         assert self.gate is not None, "an overlapped load without a memory lane"
-        return replace(tensors, layers=self.gate.in_turn(tensors.layers, tuple(self._awaits)))
+        return replace(tensors, layers=self.gate.in_turn(tensors.layers, tuple(self._awaits), self.kv.page_of))
 
     def _run(self, plan: StepPlan, batch: StepBatch, drafts: Drafts | None, kv: KVTensors) -> _Computed:
         """Forward, sampling and pooling."""

@@ -18,13 +18,15 @@ from tandem.workers.rank.row_table import RowTable
 from tandem.workers.sampling.sampler import sample
 
 
-def fullest_plan(rows: int, max_num_tokens: int, max_model_len: int, block_size: int, max_drafts: int = 0) -> StepPlan:
+def fullest_plan(
+    rows: int, max_num_tokens: int, max_model_len: int, block_size: int, max_drafts: int = 0, num_groups: int = 1
+) -> StepPlan:
     """A plan that spends the budget of tokens on equal chunks of `rows` rows, each at the end of the longest context,
     with up to max_drafts of them as drafts. All blocks of a context are the few that its chunk would fill."""
     rows = min(rows, max_num_tokens)
     length = min(max_num_tokens // rows, max_model_len)
     drafts = min(max_drafts, length - 1)
-    own, all_blocks = (-(-tokens // block_size) for tokens in (length, max_model_len))
+    own, all_blocks = (-(-tokens // block_size) * num_groups for tokens in (length, max_model_len))
     blocks = [place % own for place in range(all_blocks)]
     sampling = RowSampling(temperature=1.0, top_p=0.9)
     return StepPlan(
@@ -58,16 +60,18 @@ def run_fullest_steps(
     max_model_len: int,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
+    windows: tuple[int | None, ...] = (None,),
 ) -> int:
     """Runs a step of all rows and one of a single row, and keeps nothing but the allocator's reserved memory. Returns
     the KV bytes that were used for it."""
     size, scheduler = settings.cache.block_size, settings.scheduler
     used_bytes = 0
     for rows in (scheduler.max_num_seqs, 1):
-        plan = fullest_plan(rows, scheduler.max_num_batched_tokens, max_model_len, size, settings.max_drafts)
+        tokens, drafts = scheduler.max_num_batched_tokens, settings.max_drafts
+        plan = fullest_plan(rows, tokens, max_model_len, size, drafts, len(windows))
         num_blocks = 1 + max(plan.work[0].new_block_ids)
         kv = KVCache.allocate(decoder.kv_layouts, num_blocks, size, kv_dtype, platform)
-        table = RowTable(len(plan.work), max_model_len, size, vocab_size)
+        table = RowTable(len(plan.work), max_model_len, size, vocab_size, windows=windows)
         table.apply(plan)
         batch = build_batch(plan, table, platform.rows(table), np.array([work.max_drafts for work in plan.work]))
         hidden_TH = None

@@ -20,7 +20,9 @@ OVERRUN = 64  # tokens a row may hold beyond max_model_len: sampled before its e
 
 
 class RowTable:
-    """Columns indexed by row. token_ids int32 [rows, tokens], block_ids int32 [rows, blocks], counts int64 [rows].
+    """Columns indexed by row. token_ids int32 [rows, tokens], counts int64 [rows]. block_ids int32 [rows, blocks x
+    groups]: entry i * groups + g is the block of the i-th tokens in group g of layers; below 0 where none is needed.
+    windows: of the groups, None where a token sees all before it.
 
     adapter_slots: int64 [rows], -1 without an adapter; num_adapted: rows with one.
     lives: int64 [rows], counts the sequences that a row was bound to, so that a late token finds its own.
@@ -29,15 +31,23 @@ class RowTable:
     """
 
     def __init__(
-        self, capacity: int, max_model_len: int, block_size: int, vocab_size: int, grammars: Grammars | None = None
+        self,
+        capacity: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        grammars: Grammars | None = None,
+        windows: tuple[int | None, ...] = (None,),
     ) -> None:
         self.block_size = block_size
+        self.windows = windows
+        self._groups = len(windows)
         self.vocab_size = vocab_size
         self._max_tokens = max_model_len + OVERRUN
         self._max_blocks = -(-self._max_tokens // block_size)
         self.sampling = SamplingTable(capacity, vocab_size, grammars=grammars)
         self.token_ids = np.zeros((capacity, self._max_tokens), np.int32)
-        self.block_ids = np.zeros((capacity, self._max_blocks), np.int32)
+        self.block_ids = np.zeros((capacity, self._max_blocks * self._groups), np.int32)
         self.num_known = np.zeros(capacity, np.int64)
         self.num_computed = np.zeros(capacity, np.int64)
         self.num_blocks = np.zeros(capacity, np.int64)
@@ -112,13 +122,14 @@ class RowTable:
         return self._slots(row, int(self.num_computed[row]), rejected)
 
     def _slots(self, row: int, start: int, count: int) -> Ints:
-        """The KV slots of `count` positions from `start` on."""
+        """The KV slots of `count` positions from `start` on, in all groups."""
         block, offset = np.divmod(np.arange(start, start + count), self.block_size)
-        return self.block_ids[row, block].astype(np.int64) * self.block_size + offset
+        ids = self.block_ids[row].reshape(-1, self._groups)[block].astype(np.int64)
+        return np.asarray(ids * self.block_size + offset[:, None]).reshape(-1)
 
     def _clear(self, row: int) -> None:
         if row < len(self.num_known):
-            self.block_ids[row, : self.num_blocks[row]] = 0
+            self.block_ids[row, : self.num_blocks[row] * self._groups] = 0
             self.num_known[row] = self.num_computed[row] = self.num_blocks[row] = 0
             self.lives[row] += 1
             self.num_adapted -= int(self.adapter_slots[row] >= 0)
@@ -149,13 +160,13 @@ class RowTable:
         if work.token_ids:
             self._append_tokens(row, work.token_ids)
         if work.new_block_ids:
-            start = int(self.num_blocks[row])
+            start = int(self.num_blocks[row]) * self._groups
             self.block_ids[row, start : start + len(work.new_block_ids)] = work.new_block_ids
-            self.num_blocks[row] += len(work.new_block_ids)
-            filled = -(-int(self.num_computed[row]) // self.block_size)
+            self.num_blocks[row] += len(work.new_block_ids) // self._groups
+            filled = -(-int(self.num_computed[row]) // self.block_size) * self._groups
             fresh += work.new_block_ids[max(0, filled - start) :]
         for index, block_id in work.replaced_blocks:
-            assert index < self.num_blocks[row], f"row {row} has no block {index}"
+            assert index < self.num_blocks[row] * self._groups, f"row {row} has no block {index}"
             self.block_ids[row, index] = block_id
 
     def _append_tokens(self, row: int, token_ids: list[int]) -> None:

@@ -43,6 +43,7 @@ PLANNED = {
     "revision", "dtype", "quantization", "max_model_len", "hf_overrides", "tensor_parallel_size",
     "pipeline_parallel_size", "enable_expert_parallel",
     "gpu_memory_utilization", "kv_cache_dtype", "kv_cache_memory_bytes", "num_gpu_blocks_override", "block_size",
+    "disable_hybrid_kv_cache_manager",
     "max_num_seqs", "max_num_batched_tokens", "device", "cpu_offload_gb", "enable_lora", "max_loras", "max_lora_rank",
     "max_cpu_loras", "lora_memory_bytes",
 }  # fmt: skip
@@ -84,8 +85,8 @@ def plan(
     """Compute the memory that MODEL needs and the KV that fits.
 
     Reads only config.json and the headers of the weights. Prints bytes of weights, KV, adapters and activations per
-    rank; tokens of KV on device, host and disk; with --enable-lora, the memory for adapters; the best TP x PP for
-    --ranks. The exit status is 1 when the model does not fit.
+    rank; tokens of KV on device, host and disk, and what windows save; with --enable-lora, the memory for adapters; the
+    best TP x PP for --ranks. The exit status is 1 when the model does not fit.
     """
     asked = _Asked(device_memory, kv_offloading_size, kv_disk_size, ranks)
     _check(asked)
@@ -223,7 +224,7 @@ def _plain(plan: GroupPlan) -> dict[str, Any]:
                 "host_weight_bytes": stage.placement.host_bytes,
                 "streamed_layers": len(stage.placement.streamed),
                 "activation_bytes": stage.activation_bytes,
-                "kv_bytes_per_token": stage.kv_token_bytes,
+                "kv_bytes_per_token": stage.kv_layers_bytes,
                 "kv_budget_bytes": stage.kv_budget_bytes,
                 "adapter_bytes": stage.adapter_bytes,
                 "adapter_page_bytes": stage.adapter_room.page_bytes,
@@ -237,4 +238,6 @@ def _plain(plan: GroupPlan) -> dict[str, Any]:
         "tiers": [asdict(tier) for tier in plan.tiers],
         "problems": [asdict(problem) for problem in plan.problems],
         "notes": list(plan.notes),
+        "kv_windows": list(plan.kv_groups.windows),
+        "kv_tokens_kept_whole": plan.tokens_kept_whole,
     }

@@ -19,6 +19,7 @@ def report(found: dict[str, Any]) -> str:
         *table(_rank_rows(plan, found["lora"]["max_lora_rank"])),
         "",
         *table(_tier_rows(plan)),
+        *_windows(plan),
         "",
         *_adapters(plan, found["lora"]),
         *_verdict(plan),
@@ -82,6 +83,19 @@ def _tier_rows(plan: dict[str, Any]) -> list[list[str]]:
         numbers = (tier[key] for key in ("tokens", *lengths.values()))
         rows.append([tier["tier"], gib(tier["size_bytes"]), *(f"{number:,}" for number in numbers)])
     return rows
+
+
+def _windows(plan: dict[str, Any]) -> list[str]:
+    """What layers with a window save on the device; nothing for a model without any."""
+    windows = [window for window in plan["kv_windows"] if window is not None]
+    if not windows:
+        return []
+    sizes, count = ", ".join(map(str, sorted(set(windows)))), len(plan["kv_windows"])
+    return [
+        f"Layers with a window of {sizes} tokens give back what it has passed (KV groups: {count}, {len(windows)} of "
+        f"them with a window).",
+        f"With --disable-hybrid-kv-cache-manager the device holds {plan['kv_tokens_kept_whole']:,} tokens.",
+    ]
 
 
 def _adapters(plan: dict[str, Any], lora: dict[str, Any]) -> list[str]:

@@ -57,6 +57,7 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "num_gpu_blocks_override": (100, 100),
     "block_size": (32, 32),
     "enable_prefix_caching": (False, False),
+    "disable_hybrid_kv_cache_manager": (True, True),
     "max_num_seqs": (8, 8),
     "max_num_batched_tokens": ("4K", 4096),
     "max_num_queued_reqs": (9, 9),

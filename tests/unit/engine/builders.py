@@ -18,6 +18,7 @@ from tandem.configs.schema import (
     SchedulerSettings,
     SpeculativeSettings,
 )
+from tandem.offload.kv.kv_groups import KVGroups
 from tandem.workers.engine.base.blockers import Blocker
 from tandem.workers.engine.base.sequence import Status
 from tandem.workers.engine.blocks.block_manager import BlockManager, BlockTable
@@ -200,11 +201,12 @@ def harness(
     transfers: type[TransferManager] = TransferManager,
     patience: int = 1,
     drafts: int = 0,
+    windows: tuple[int | None, ...] = (None,),
     **scheduler: Any,
 ) -> Harness:
     """An engine over a FakeExecutor; further keywords are SchedulerSettings' fields. patience: steps without progress
     that are no sign of a standstill (late transfers). drafts: --speculative-config's num_speculative_tokens; 0: off.
-    adapter_cache, transfers: the real ones or defective."""
+    adapter_cache, transfers: the real ones or defective. windows: of the groups of layers."""
     limits = SchedulerSettings(
         **{"max_num_seqs": 8, "max_num_batched_tokens": 32, "async_scheduling": asynchronous, **scheduler}
     )
@@ -231,8 +233,11 @@ def harness(
         device_s=device_s,
         tiers=tiers,
         adapters=adapters,
+        windows=windows,
     )
-    facts = ModelFacts(max_model_len, VOCAB, (EOS,), "revision", "float32")
+    in_flight = (stages if stages > 1 else 1 + asynchronous) * limits.max_num_batched_tokens
+    groups = KVGroups(block_size, windows, in_flight)
+    facts = ModelFacts(max_model_len, VOCAB, (EOS,), "revision", "float32", groups)
     sink, clock = Sink(), FakeClock()
     with (
         mock.patch("tandem.workers.engine.engine.AdapterCache", adapter_cache),
@@ -335,7 +340,7 @@ def expected(req: GenerationRequest, choice: int, max_len: int, root: str = "") 
 
 def assert_as_expected(h: Harness, *requests: GenerationRequest, root: str = "") -> None:
     """Every choice of these finished requests has the oracle's tokens, reason and bill."""
-    max_len = min(h.facts.max_model_len, h.executor.num_blocks * h.executor.block_size + 1)
+    max_len = h.engine.max_len
     for req in requests:
         of_row = root if req.adapter is None else f"{root}{req.adapter.digest}"
         ended = h.sink.ends[req.request_id]

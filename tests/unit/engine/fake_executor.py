@@ -7,7 +7,9 @@ missing copy-on-write or a block reused too early turns up as a violation and as
 pool of its own, which a transfer (fake_tiers.py) can fill or spoil alone; plans write all of them. With adapters
 (fake_adapters.py) the root is what the row's slot holds on the ranks when the plan runs.
 
-A slot holds (position, chain): chain stands for the root and all tokens up to that position.
+A slot holds (position, chain): chain stands for the root and all tokens up to that position, and for the group of
+layers that the slot belongs to. Of a group with a window a row compares what its next token sees, and names no other
+block.
 """
 
 import math
@@ -21,6 +23,7 @@ from fake_adapters import AdapterPlan, FakeAdapters
 from fake_grammars import FakeGrammars
 from fake_tiers import GARBAGE, FakeTiers, Slot, TierPlan
 
+from tandem.workers.engine.blocks.block_manager import NO_BLOCK
 from tandem.workers.engine.executor import ExecutorReady
 from tandem.workers.messages.request import Pool, PromptLogprobs, TokenLogprobs
 from tandem.workers.messages.step import RowInit, RowResult, RowSampling, RowWork, StepPlan, StepResult
@@ -34,6 +37,11 @@ def chain_of(root: str, tokens: list[int]) -> list[int]:
         value = hash((value, token))
         values.append(value)
     return values
+
+
+def in_group(value: int, group: int) -> int:
+    """The chain as a group of layers keeps it."""
+    return hash((value, group)) if group and value != GARBAGE[1] else value
 
 
 def fake_token(sampling: RowSampling, context: int, position: int, num_output: int, vocab_size: int) -> int:
@@ -97,7 +105,9 @@ class FakeExecutor:
         room: Callable[[int], float] = lambda step_id: math.inf,
         tiers: TierPlan | None = None,
         adapters: AdapterPlan | None = None,
+        windows: tuple[int | None, ...] = (None,),
     ) -> None:
+        self.windows = windows
         self.num_blocks, self.block_size, self.num_rows = num_blocks, block_size, num_rows
         self.stages, self.vocab_size = stages, vocab_size
         self.roots = roots or {}
@@ -236,8 +246,7 @@ class FakeExecutor:
         for work in plan.work:
             row = self.rows[work.row]
             for position in range(row.computed, row.computed + work.num_tokens + work.max_drafts):
-                for pool in self.pools:
-                    pool[row.blocks[position // self.block_size]][position % self.block_size] = GARBAGE
+                self._write(self.pools, row, position, GARBAGE[1])
             row.computed += work.num_tokens
             if work.samples and self.stages == 1 and row.pool is None:
                 row.tokens.append(self.vocab_size)
@@ -289,12 +298,15 @@ class FakeExecutor:
             row.blocks += work.new_block_ids
             for place, block_id in work.replaced_blocks:
                 row.blocks[place] = block_id
-            assert len(set(row.blocks)) == len(row.blocks), "a block twice in one table"
-            assert all(0 <= block_id < self.num_blocks for block_id in row.blocks)
+            blocks = self._seen_blocks(row)
+            assert len(set(blocks)) == len(blocks), "a block twice in one table"
+            assert all(0 <= block_id < self.num_blocks for block_id in blocks)
+            assert len(row.blocks) % len(self.windows) == 0, "each group has its entry"
             end = row.computed + work.num_tokens
             assert work.num_tokens > 0 and end <= len(row.tokens), "work beyond the known tokens"
             assert work.samples == (end == len(row.tokens)), "samples exactly at the last known token"
-            assert end + work.max_drafts <= len(row.blocks) * self.block_size, "the table does not cover the tokens"
+            room = len(row.blocks) // len(self.windows) * self.block_size
+            assert end + work.max_drafts <= room, "the table does not cover the tokens"
             assert not work.max_drafts or (self.stages == 1 and work.samples and work.num_tokens == 1), "drafts"
 
     def _check_writes(self, plan: StepPlan) -> None:
@@ -303,8 +315,9 @@ class FakeExecutor:
         for work in plan.work:
             row = self.rows[work.row]
             used = -(-(row.computed + work.num_tokens + work.max_drafts) // self.block_size)
-            for block_id in row.blocks[:used]:
-                named.setdefault(block_id, set()).add(id(row))
+            for group in range(len(self.windows)):
+                for place in range(self._first_seen(row, group) // self.block_size, used):
+                    named.setdefault(self._block(row, group, place), set()).add(id(row))
         for work in plan.work:
             row = self.rows[work.row]
             for block_id in row.blocks[self._written(row, work)]:
@@ -317,7 +330,34 @@ class FakeExecutor:
     def _written(self, row: Row, work: RowWork) -> slice:
         """The row's blocks that a plan may write, by their places."""
         end = row.computed + work.num_tokens + work.max_drafts
-        return slice(row.computed // self.block_size, -(-end // self.block_size))
+        groups = len(self.windows)
+        return slice(row.computed // self.block_size * groups, -(-end // self.block_size) * groups)
+
+    def _first_seen(self, row: Row, group: int) -> int:
+        """The first position that the row's next token sees."""
+        window = self.windows[group]
+        return 0 if window is None else max(0, row.computed - window + 1)
+
+    def _seen_blocks(self, row: Row) -> list[int]:
+        """The row's blocks but for those that nothing tells ranks of: they may be another row's by now."""
+        count = len(self.windows)
+        return [
+            block_id
+            for entry, block_id in enumerate(row.blocks)
+            if entry // count >= self._first_seen(row, entry % count) // self.block_size
+        ]
+
+    def _block(self, row: Row, group: int, place: int) -> int:
+        block_id = row.blocks[place * len(self.windows) + group]
+        assert block_id != NO_BLOCK, f"block {place} of group {group} was given back, and is seen"
+        return block_id
+
+    def _write(self, pools: list[list[list[Slot | None]]], row: Row, position: int, value: int) -> None:
+        place, offset = divmod(position, self.block_size)
+        for group in range(len(self.windows)):
+            for pool in pools:
+                slot = GARBAGE if value == GARBAGE[1] else (position, in_group(value, group))
+                pool[self._block(row, group, place)][offset] = slot
 
     def _note_touched(self, plan: StepPlan, named: set[int]) -> None:
         """Blocks that the plan reads or writes in whatever way, for transfers, which keep no order with plans."""
@@ -352,15 +392,17 @@ class FakeExecutor:
     def _compute(self, work: RowWork) -> RowResult | None:
         row, size = self.rows[work.row], self.block_size
         chain = chain_of(self._root(row), row.tokens)
+        seen = [(group, position) for group in range(len(self.windows))
+                for position in range(self._first_seen(row, group), row.computed)]  # fmt: skip
         for rank, pool in enumerate(self.pools):
-            for position in range(row.computed):
-                block_id = row.blocks[position // size]
+            for group, position in seen:
+                block_id = self._block(row, group, position // size)
                 slot = pool[block_id][position % size]
                 if self.tiers is not None and (ticket := self.tiers.spoiled_by(block_id)) is not None:
                     row.failed_load_of = ticket
                 if row.failed_load_of is not None:
                     break
-                assert slot == (position, chain[position]), (
+                assert slot == (position, in_group(chain[position], group)), (
                     f"rank {rank}, row {work.row}: wrong KV at position {position}: {slot}"
                 )
         if row.failed_load_of is not None:
@@ -373,9 +415,8 @@ class FakeExecutor:
         chain = self._extended(chain, drafts)
         end = row.computed + work.num_tokens
         for position in range(row.computed, end + len(drafts)):
-            for pool in self.pools:
-                value = (position, chain[position]) if row.failed_load_of is None else GARBAGE
-                pool[row.blocks[position // size]][position % size] = value
+            value = chain[position] if row.failed_load_of is None else GARBAGE[1]
+            self._write(self.pools, row, position, value)
         row.states |= {position: chain[position] for position in range(row.computed, end)}
         row.computed = end
         if not work.samples:

@@ -16,10 +16,15 @@ MODES = [
     {"stages": 2},
     {"stages": 4},
     {"drafts": 4, "asynchronous": True},
+    {"windows": (None, 9, 9), "asynchronous": True, "num_blocks": 96},
+    {"windows": (13,), "drafts": 4, "asynchronous": True},
+    {"windows": (None, 6), "stages": 2, "num_blocks": 64},
 ]
 
 
-@pytest.mark.parametrize("mode", MODES, ids=["depth1", "async", "pp2", "pp4", "drafts"])
+@pytest.mark.parametrize(
+    "mode", MODES, ids=["depth1", "async", "pp2", "pp4", "drafts", "groups", "window", "groups-pp2"]
+)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("seed", range(4))
 def test_kv_02_eight_clients_thrash_tiny_tiers(mode, num_ranks, seed):
@@ -33,7 +38,7 @@ def test_kv_02_eight_clients_thrash_tiny_tiers(mode, num_ranks, seed):
         delay=up_to(rng, 4),
         fails=sometimes(rng, rng.choice([5, 40])),
     )
-    h = harness(**mode, num_blocks=32, max_num_seqs=8, tiers=plan, patience=80, stalls=rng.randint(0, 1))
+    h = harness(**{"num_blocks": 32, **mode}, max_num_seqs=8, tiers=plan, patience=80, stalls=rng.randint(0, 1))
     talks: list[list[int]] = [[] for _ in range(8)]
     running: dict[int, GenerationRequest] = {}
     finished = number = 0

@@ -156,7 +156,7 @@ def test_a_step_waits_for_its_layer_and_not_for_the_rest(monkeypatch):
     lanes = Lanes(0, done.append)
     lanes.open("memory", HostAccelerator(), MemoryLane(copier, slab, gate))
     lanes.put(load(1, [0], [1]))
-    turn = gate.in_turn(["a", "b", "c"], [1])
+    turn = gate.in_turn(["a", "b", "c"], [1], range(3))
     seen = [next(turn), next(turn)]
     assert seen == ["a", "b"] and not done, "the load is still under way"
     go_on.set()

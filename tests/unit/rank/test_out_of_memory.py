@@ -125,7 +125,7 @@ def test_loads_that_a_failed_step_awaited_are_awaited_by_the_next() -> None:
     planner, awaited = Planner({0: "out of memory at once"}), []
 
     class Gate:
-        def in_turn(self, layers: Any, tickets: Any) -> Any:
+        def in_turn(self, layers: Any, tickets: Any, page_of: Any) -> Any:
             awaited.append(list(tickets))
             return layers
 

@@ -118,13 +118,13 @@ class TenantStats:
 class EngineStats:
     """Counts of one engine at one moment. Tokens, seconds and events count from its start.
 
-    running: sequences with a row. waiting: all other live sequences. waiting_tokens: known tokens of those.
-    kv_usage: share of blocks in use, 0 to 1. reserved_blocks: those of the others that chunks of running prompts will
-    take. allocated_slots: tokens that the blocks with a user can hold. empty_slots: those of them for which no plan has
-    a token yet; their share is the KV waste. prefix_cache_queries, prefix_cache_hits: tokens looked up and found.
-    wasted_tokens: generated, but neither delivered nor billed. schedule_s: seconds of planning and applying results.
-    wait_s: of waiting for ranks. device_s: of steps, measured by the last stage. finished: by reason and choice.
-    rejected: by cause and request.
+    running: sequences with a row. waiting: all other live sequences. waiting_tokens: known tokens of those. kv_tokens:
+    that all blocks hold, in contexts as long as the model takes. kv_usage: share of blocks in use, 0 to 1.
+    reserved_blocks: those of the others that chunks of running prompts will take. allocated_slots: tokens that the
+    blocks with a user can hold. empty_slots: those of them for which no plan has a token yet; their share is the KV
+    waste. prefix_cache_queries, prefix_cache_hits: tokens looked up and found. wasted_tokens: generated, but neither
+    delivered nor billed. schedule_s: seconds of planning and applying results. wait_s: of waiting for ranks. device_s:
+    of steps, measured by the last stage. finished: by reason and choice. rejected: by cause and request.
     """
 
     running: int
@@ -160,6 +160,7 @@ class EngineStats:
     adapters: AdapterStats | None = None
     tenants: dict[str, TenantStats] = field(default_factory=dict)
     drafts: DraftStats | None = None
+    kv_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -204,6 +205,7 @@ def engine_stats(
     collector: Collector,
     output_tokens: dict[str, int],
     *,
+    max_model_len: int,
     in_flight_steps: int,
     preemptions: int,
     offload: OffloadStats | None,
@@ -222,12 +224,13 @@ def engine_stats(
         in_flight_steps=in_flight_steps,
         num_blocks=pool.num_blocks,
         block_size=manager.block_size,
+        kv_tokens=manager.groups.tokens_held(pool.num_blocks, max_model_len),
         used_blocks=pool.num_used,
         cached_blocks=pool.num_cached,
         kv_usage=pool.num_used / pool.num_blocks,
         reserved_blocks=pool.num_reserved,
         allocated_slots=(pool.num_used - pool.num_pending) * manager.block_size,
-        empty_slots=sum(seq.table.capacity - seq.num_scheduled for seq in running),
+        empty_slots=sum(seq.table.capacity - seq.num_scheduled for seq in running) * manager.groups.count,
         prefix_cache_queries=collector.prefix_cache_queries,
         prefix_cache_hits=collector.prefix_cache_hits,
         preemptions=preemptions,

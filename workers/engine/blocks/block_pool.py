@@ -62,6 +62,10 @@ class BlockPool:
         """Returns the block that holds this content, with or without users; None if there is none."""
         return self._index.get(key)
 
+    def block_of(self, key: bytes) -> int:
+        """Returns the block that lookup() finds."""
+        return self._index[key]
+
     def is_idle(self, block_id: int) -> bool:
         """Returns whether the block is free or cached: to acquire it lowers num_allocatable, which must allow it."""
         return self._refs[block_id] == 0 and not self._pending[block_id]

@@ -14,7 +14,7 @@ from tandem.offload.kv.tiered_store import Kind, TieredStore, TierMove
 from tandem.workers.engine.base.blockers import Blocker, Event
 from tandem.workers.engine.base.sequence import Sequence
 from tandem.workers.engine.base.stats import OffloadStats
-from tandem.workers.engine.blocks.block_manager import BlockManager, BlockTable
+from tandem.workers.engine.blocks.block_manager import NO_BLOCK, BlockManager, BlockTable
 from tandem.workers.engine.transfers.copy_costs import CopyCosts
 from tandem.workers.engine.transfers.lower_tiers import OverlappedLoad
 from tandem.workers.engine.transfers.transfer_manager import TransferManager, TransferOutcome
@@ -30,8 +30,8 @@ COST_DEPTH_TOKENS = 4096
 
 
 class _Found(NamedTuple):
-    """Prefix found over all tiers. run: its blocks in order, None where the device lacks one. on_device: the device's
-    blocks. from_host, from_disk: keys of the others by tier. num_tokens: tokens whose KV a load would save."""
+    """Prefix found over all tiers. run: its entries in order, None where the device lacks a block. on_device: the
+    device's blocks. from_host, from_disk: keys of the others by tier. num_tokens: tokens whose KV a load would save."""
 
     run: list[int | None]
     on_device: list[int]
@@ -165,11 +165,11 @@ class KVOffload:
             self._store_blocks(table)
 
     def swap_out(self, table: BlockTable) -> None:
-        blocks = table.num_committed
-        if not blocks:
+        if not table.num_committed:
             return
+        blocks = self._manager.num_stored(table)
         swap_s = self._costs.copy_s("store", blocks) + self._costs.copy_s("load", blocks)
-        if swap_s < self._costs.recompute_s(blocks * self._manager.block_size):
+        if swap_s < self._costs.recompute_s(table.num_committed * self._manager.block_size):
             self.counts.swapped_out += 1
             self._store_blocks(table)
         else:
@@ -212,24 +212,24 @@ class KVOffload:
 
     def _find(self, seq: Sequence) -> _Found | None:
         """The longest findable prefix over all tiers; None when nothing of it is missing on the device."""
-        pool, store = self._manager.pool, self._store
+        manager, pool, store = self._manager, self._manager.pool, self._store
         run: list[int | None] = []
         missing: dict[str, list[bytes]] = {"host": [], "disk": []}
-        first = 0
-        for key in self._manager.prefix_keys(seq.table, seq.tokens):
-            block_id = pool.lookup(key)
-            if block_id is None:
-                place = store.place(key)
-                if place is None:
-                    break
-                if not missing["host"] and not missing["disk"]:
-                    first = len(run)
-                missing[place].append(key)
+        found = manager.prefix_keys(
+            seq.table, seq.tokens, lambda key: pool.lookup(key) is not None or store.place(key) is not None
+        )
+        for key in found:
+            block_id = NO_BLOCK if key is None else pool.lookup(key)
             run.append(block_id)
+            if key is not None and block_id is None:
+                place = store.place(key)
+                assert place is not None, "found a moment ago"
+                missing[place].append(key)
         if not missing["host"] and not missing["disk"]:
             return None
-        on_device = [block_id for block_id in run if block_id is not None]
-        num_tokens = (len(run) - first) * self._manager.block_size
+        on_device = [block_id for block_id in run if block_id is not None and block_id != NO_BLOCK]
+        there = len(manager.match_prefix(seq.table, seq.tokens))
+        num_tokens = (len(run) - there) // manager.groups.count * manager.block_size
         return _Found(run, on_device, missing["host"], missing["disk"], num_tokens)
 
     def _is_worth(self, found: _Found) -> bool:
@@ -257,11 +257,9 @@ class KVOffload:
         """The committed blocks that the host lacks; at most half of the pool is held by stores, the heads first."""
         manager = self._manager
         room = manager.pool.num_blocks // 2 - manager.pool.num_held
-        wanted = [
-            (place, key) for place, key in enumerate(table.keys[: table.num_committed]) if not self._store.is_kept(key)
-        ][: max(0, room)]
-        costs = [1.0 + place * manager.block_size / COST_DEPTH_TOKENS for place, _ in wanted]
-        move = self._store.store([(key, table.block_ids[place]) for place, key in wanted], costs)
+        wanted = [one for one in manager.stored(table) if not self._store.is_kept(one[1])][: max(0, room)]
+        costs = [1.0 + place * manager.block_size / COST_DEPTH_TOKENS for place, _, _ in wanted]
+        move = self._store.store([(key, block_id) for _, key, block_id in wanted], costs)
         if move is not None:
             manager.pool.hold(move.block_ids)
             self._start(move)

@@ -90,14 +90,14 @@ class LatentAttentionLayer:
 
     def __call__(self, x_TH: torch.Tensor, inputs: LayerInputs, kv: LayerKV) -> torch.Tensor:
         """Returns [T, H], before the residual. `kv`: this layer's cache, to which the step's tokens are added."""
-        spec, step = self._spec, inputs.attention
+        spec, step = self._spec, inputs.attention(kv.group)
         assert isinstance(step, LatentStep), "an attention backend without latents"
         q_TX, latents_TL, k_TR = self._latents(x_TH).split((spec.q_rank or 0, spec.kv_rank, spec.rope_dim), dim=-1)
         q_TND = self._q(x_TH if self._q_norm is None else self._q_norm.alone(q_TX.contiguous()))
         q_TND = q_TND.unflatten(-1, (-1, spec.key_dim))
         q_TND, k_T1R = self._rotated(q_TND, k_TR[:, None], inputs)
         latents_T1E = torch.cat((self._norm.alone(latents_TL.contiguous())[:, None], k_T1R), dim=-1)
-        self._ops.store(latents_T1E, latents_T1E, kv, inputs.slots_T)
+        self._ops.store(latents_T1E, latents_T1E, kv, inputs.slots_T[kv.group])
         out_TNV = step.attend_latent(q_TND, latents_T1E, kv, self._params, self._heads)
         return self._o(out_TNV.flatten(1))
 

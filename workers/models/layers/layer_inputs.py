@@ -1,7 +1,7 @@
 """The inputs of a step's layers, as one record that a graph can hold. Made by decoder.py. T tokens, H hidden size."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,25 +13,26 @@ from tandem.workers.models.layers.positions import Angles
 
 @dataclass(slots=True)
 class LayerInputs:
-    """residual_TH: the residual stream, to which the layers add in place. slots_T: where the tokens' K and V are
-    stored. adapters: of the tokens. kv: the cache, the same for all steps of a graph."""
+    """residual_TH: the residual stream, to which the layers add in place. slots_T: for each group of layers, where the
+    tokens' K and V are stored. adapters: of the tokens. kv: the cache, the same for all steps of a graph."""
 
     batch: ForwardBatch
     residual_TH: torch.Tensor
-    slots_T: torch.Tensor
+    slots_T: list[torch.Tensor]
     angles: Angles | None
     adapters: AdapterRows | None
     backend: AttentionBackend
     kv: KVTensors
     num_tokens: int
-    _step: AttentionStep | None = None
-    _replayable: ReplayableStep | None = None
+    _steps: dict[int, AttentionStep] = field(default_factory=dict)
+    _replayable: tuple[ReplayableStep, ...] = ()
 
-    @property
-    def attention(self) -> AttentionStep:
-        if self._step is None:
-            self._step = self.backend.prepare(self.batch)
-        return self._step
+    def attention(self, group: int) -> AttentionStep:
+        """Returns the step's attention over the block tables of a group of layers."""
+        step = self._steps.get(group)
+        if step is None:
+            step = self._steps[group] = self.backend.prepare(self.batch.of_group(group))
+        return step
 
     @property
     def graph_key(self) -> Hashable | None:
@@ -46,33 +47,37 @@ class LayerInputs:
             return tensor.new_empty((num_tokens, *tensor.shape[1:]))
 
         angles, adapters = self.angles, self.adapters
-        step = self.backend.prepare_replay(self.batch, num_tokens, self.kv.scratch_block)
+        steps = tuple(
+            self.backend.prepare_replay(self.batch.of_group(group), num_tokens, self.kv.scratch_block)
+            for group in range(len(self.slots_T))
+        )
         static = LayerInputs(
             self.batch,
             room(self.residual_TH),
-            room(self.slots_T),
+            [room(slots_T) for slots_T in self.slots_T],
             None if angles is None else Angles(room(angles.cos_T1D), room(angles.sin_T1D)),
             None if adapters is None else AdapterRows(room(adapters.slots_T), adapters.segments),
             self.backend,
             self.kv,
             num_tokens,
-            step,
-            step,
+            dict(enumerate(steps)),
+            steps,
         )
         static.take(self)
         return static
 
     def take(self, inputs: "LayerInputs", /) -> None:
-        assert self._replayable is not None, "inputs of one step alone"
+        assert self._replayable, "inputs of one step alone"
         count = inputs.num_tokens
         if count < self.num_tokens:
             self._pad(count)
         for mine, its in zip(self._tensors(), inputs._tensors(), strict=True):
             (mine if count == self.num_tokens else mine[:count]).copy_(its)
-        self._replayable.set_batch(inputs.batch)
+        for group, step in enumerate(self._replayable):
+            step.set_batch(inputs.batch.of_group(group))
 
     def _tensors(self) -> list[torch.Tensor]:
-        tensors = [self.residual_TH, self.slots_T]
+        tensors = [self.residual_TH, *self.slots_T]
         if self.angles is not None:
             tensors += (self.angles.cos_T1D, self.angles.sin_T1D)
         if self.adapters is not None:
@@ -83,6 +88,7 @@ class LayerInputs:
         """Fills what is behind `count` tokens: zeros that are written to the scratch block, without an adapter."""
         for tensor in self._tensors():
             tensor[count:].zero_()
-        self.slots_T[count:].fill_(self.kv.scratch_block * self.kv.block_size)
+        for slots_T in self.slots_T:
+            slots_T[count:].fill_(self.kv.scratch_block * self.kv.block_size)
         if self.adapters is not None:
             self.adapters.slots_T[count:].fill_(-1)

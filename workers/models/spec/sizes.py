@@ -13,7 +13,7 @@ from tandem.parallel.params import Param
 from tandem.parallel.quantization.weight_formats import DENSE, WeightFormat, held_bytes
 from tandem.workers.models.spec.arch import ArchSpec, LayerSpec, Mla, Moe
 from tandem.workers.models.spec.families import parameters_of
-from tandem.workers.models.spec.kv_layout import kv_layout, kv_layouts
+from tandem.workers.models.spec.kv_layout import block_layouts, kv_layout, kv_layouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +79,10 @@ def _whole(params: Iterable[Param]) -> int:
     return sum(param.num_elements for param in params)
 
 
-def kv_token_bytes(spec: ArchSpec, mesh: Mesh, kv_dtype: str) -> int:
-    """Returns the bytes of one token's planes on the rank at `mesh`, scales included."""
-    return sum(layout.token_bytes(kv_dtype) for layout in kv_layouts(spec, mesh))
+def kv_token_bytes(spec: ArchSpec, mesh: Mesh, kv_dtype: str, windows: tuple[int | None, ...] = (None,)) -> int:
+    """Returns the bytes of one token's planes in a block on the rank at `mesh`, scales included. windows: of the groups
+    of layers."""
+    return sum(layout.token_bytes(kv_dtype) for layout in block_layouts(kv_layouts(spec, mesh, windows)))
 
 
 def adapter_bytes(spec: ArchSpec, mesh: Mesh, rank: int, element_bytes: int) -> int:

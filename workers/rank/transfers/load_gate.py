@@ -57,11 +57,12 @@ class LoadGate:
 
     # ---- the step's thread ----
 
-    def in_turn(self, layers: Iterable[L], tickets: Sequence[int]) -> Iterator[L]:
-        """The layers, each as soon as all tickets have brought it."""
-        for number, layer in enumerate(layers):
+    def in_turn(self, layers: Iterable[L], tickets: Sequence[int], page_of: Sequence[int]) -> Iterator[L]:
+        """The layers, each as soon as all tickets have brought it. page_of: the number under which the copies of each
+        layer arrive."""
+        for page, layer in zip(page_of, layers, strict=True):
             for ticket in tickets:
-                self.wait(ticket, number)
+                self.wait(ticket, page)
             yield layer
 
     def wait(self, ticket: int, layer: int) -> None:

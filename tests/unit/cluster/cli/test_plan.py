@@ -112,6 +112,25 @@ def test_a_plan_of_quantized_weights_is_what_a_rank_finds(folder: Path) -> None:
     loaded.decoder.close()
 
 
+def test_a_plan_with_windows_is_what_a_rank_finds(tmp_path: Path) -> None:
+    """Blocks of one of two groups, as many as the contexts of all rows hold at once."""
+    folder = save_tiny_model(BY_NAME["gemma3"], tmp_path)
+    settings = settings_for(folder)
+    settings = replace(settings, scheduler=replace(settings.scheduler, max_num_batched_tokens=64))
+    plan = plan_group(settings, load_spec(folder), Memory("cpu", 8 * GIB), "bfloat16", "bfloat16", CONTEXT)
+    loaded = load_single(settings)
+    [stage], facts = plan.stages, loaded.facts
+    assert plan.kv_groups.windows == (None, 24) and facts.num_kv_groups == 2
+    assert 2 * stage.kv_token_bytes == stage.kv_layers_bytes
+    assert stage.kv_token_bytes * 16 * facts.num_blocks == facts.block_bytes * facts.num_blocks
+    assert plan.tiers[0].size_bytes == facts.block_bytes * facts.num_blocks
+    assert plan.device_tokens > plan.tokens_kept_whole == facts.num_blocks // 2 * 16
+    loaded.decoder.close()
+    shown = run(str(folder), "--device", "cpu").stdout
+    assert "a window of 24 tokens" in shown and "With --disable-hybrid-kv-cache-manager the device holds" in shown
+    assert "KV groups" not in run(str(folder), "--device", "cpu", "--disable-hybrid-kv-cache-manager").stdout
+
+
 def test_the_command_takes_quantization_and_refuses_what_a_device_has_not(folder: Path) -> None:
     shown = run(str(folder), "--device", "cpu", "--quantization", "w8a8")
     assert shown.returncode == 0 and "weights in w8a8 (the rest in float32)" in shown.stdout, shown.stderr
