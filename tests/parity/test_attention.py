@@ -66,6 +66,7 @@ def check(
     kv_dtype: torch.dtype | None = None,
     softcap: float | None = None,
     slopes: tuple[float, ...] | None = None,
+    sinks: tuple[float, ...] | None = None,
 ) -> None:
     """Same output as the oracle, and the same cache afterwards. Quantized: what is rounded to half precision on the way
     may differ by one more rounding."""
@@ -81,7 +82,7 @@ def check(
     qkv = noise(tokens, num_heads + 2 * num_kv_heads, head_dim)
     q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     planes = [plane for _ in "kv" for plane in encode(noise(blocks, batch.block_size, num_kv_heads, head_dim), storage)]
-    outputs, caches, params = [], [], AttentionParams(head_dim**-0.5, window, softcap, slopes)
+    outputs, caches, params = [], [], AttentionParams(head_dim**-0.5, window, softcap, slopes, sinks)
     for each in (backend, ReferenceAttention()):
         ops = cpu_platform().fused_ops(dtype) if isinstance(each, CpuAttention) else TorchFusedOps()
         keys, key_scales, values, value_scales = (None if plane is None else plane.clone() for plane in planes)
@@ -121,16 +122,17 @@ def test_random_steps(seed: int, kv_dtype: torch.dtype | None) -> None:
 
 @pytest.mark.parametrize("kv_dtype", [None, QUANTIZED[0]], ids=str)
 @pytest.mark.parametrize("seed", range(4))
-def test_soft_caps_and_slopes(seed: int, kv_dtype: torch.dtype | None) -> None:
-    """ALiBi, soft-capped scores and both, with and without a window, decodes and chunks."""
+def test_soft_caps_slopes_and_sinks(seed: int, kv_dtype: torch.dtype | None) -> None:
+    """ALiBi, soft-capped scores, sinks and all of them, with and without a window, decodes and chunks."""
     rng = random.Random(seed)
     seq_lens = [rng.choice((1, 2, 17, 40, 130)) for _ in range(6)]
     query_lens = [rng.choice((1, min(3, length), length)) for length in seq_lens]
     batch, window = random_batch(rng, 16, query_lens, seq_lens), rng.choice((None, 7, 33))
     slopes = tuple(2.0 ** -rng.uniform(0, 8) for _ in range(6))
-    for softcap, own in ((5.0, None), (None, slopes), (2.0, slopes)):
+    sinks = tuple(rng.uniform(-3, 5) for _ in range(6))
+    for softcap, own, sunk in ((5.0, None, None), (None, slopes, None), (None, None, sinks), (2.0, slopes, sinks)):
         for backend in backends(torch.float32, 32, kv_dtype):
-            check(backend, batch, (6, 2), 32, window, kv_dtype=kv_dtype, softcap=softcap, slopes=own)
+            check(backend, batch, (6, 2), 32, window, kv_dtype=kv_dtype, softcap=softcap, slopes=own, sinks=sunk)
 
 
 class PaddedAttention(TorchAttention):
@@ -143,14 +145,16 @@ class PaddedAttention(TorchAttention):
 @pytest.mark.parametrize("kv_dtype", [None, QUANTIZED[0]], ids=str)
 @pytest.mark.parametrize("seed", range(6))
 def test_padded_decodes(seed: int, kv_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of one token and rows with drafts, all at once or some tokens at a time; soft-caps, ALiBi, windows."""
+    """Rows of one token and rows with drafts, all at once or some tokens at a time; soft-caps, ALiBi, sinks, windows."""
     rng = random.Random(seed)
     monkeypatch.setattr(pieces, "GATHER_BYTES", rng.choice((2**24, 2**15)))
     seq_lens = [rng.choice((1, 2, 17, 40, 130)) for _ in range(6)]
     batch = random_batch(rng, 16, [rng.choice((1, min(4, length))) for length in seq_lens], seq_lens)
     slopes = tuple(2.0 ** -rng.uniform(0, 8) for _ in range(6))
-    for window, softcap, own in ((None, None, None), (7, None, None), (33, 5.0, None), (None, 2.0, slopes)):
-        check(PaddedAttention(), batch, (6, 2), 32, window, kv_dtype=kv_dtype, softcap=softcap, slopes=own)
+    for window, softcap, own, sinks in (
+        (None, None, None, None), (7, None, None, None), (33, 5.0, None, slopes), (None, 2.0, slopes, None),
+    ):  # fmt: skip
+        check(PaddedAttention(), batch, (6, 2), 32, window, kv_dtype=kv_dtype, softcap=softcap, slopes=own, sinks=sinks)
 
 
 @pytest.mark.parametrize("kv_dtype", [None, QUANTIZED[0]], ids=str)

@@ -1,4 +1,4 @@
-"""Attention of any AttentionParams, row by row in torch operations: soft-caps and ALiBi, which no kernel here computes.
+"""Attention of any AttentionParams, row by row in torch operations: soft-caps, ALiBi and sinks, which SDPA does not compute.
 
 Used by the torch and the CPU backends in place of their fast paths. Shapes as in backend.py.
 """
