@@ -97,11 +97,9 @@ def check(
 def backends(dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> list[AttentionBackend]:
     """torch's, and the compiled one where there is a compiler for it."""
     kernel = CpuDecodeAttention.make(dtype, head_dim, kv_dtype or dtype)
-    store = CpuKVStore.make(dtype, head_dim, kv_dtype or dtype)
-    return [
-        TorchAttention(),
-        *([CpuAttention(kernel, store, CpuChunkAttention.make(dtype))] if kernel and store else []),
-    ]
+    store, chunk_kernel = CpuKVStore.make(dtype, kv_dtype or dtype), CpuChunkAttention.make(dtype)
+    compiled = CpuAttention(kernel, store, chunk_kernel) if kernel and store and chunk_kernel else None
+    return [TorchAttention(), *([compiled] if compiled else [])]
 
 
 @pytest.mark.parametrize("kv_dtype", [None, *QUANTIZED, torch.bfloat16], ids=str)
@@ -256,7 +254,8 @@ def test_many_groups_and_one_backend_for_many_steps() -> None:
 def test_selection() -> None:
     """The compiled kernel for what it serves, SDPA for the rest; both have names for the log."""
     assert cpu_platform().attention(torch.float16, 64).name == "torch-sdpa"
-    assert cpu_platform().attention(torch.float32, 24).name == "torch-sdpa"
+    assert cpu_platform().attention(torch.float32, 264).name == "torch-sdpa"
+    assert cpu_platform().attention(torch.float32, 24).name == backends(torch.float32, 24)[-1].name
     assert cpu_platform().attention(torch.bfloat16, 64).name == backends(torch.bfloat16, 64)[-1].name
     for kv_dtype in QUANTIZED:
         assert cpu_platform().attention(torch.bfloat16, 64, kv_dtype).name == backends(torch.bfloat16, 64)[-1].name

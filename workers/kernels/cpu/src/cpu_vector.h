@@ -7,6 +7,10 @@
 #include <immintrin.h>
 #endif
 
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+#define MASKED /* parts of vectors are read and written under a mask */
+#endif
+
 #define LANES 16
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLLED _Pragma("GCC unroll 16")
@@ -53,6 +57,35 @@ INLINE void store(element *at, floats x) { store_bf16(at, x); }
 INLINE floats rounded(floats x) { return (floats)rounded_bits(x); }
 #endif
 
+/* Lanes 0..count of the vector at `at`, the rest zero; count may exceed a vector. */
+INLINE floats load_some(const element *at, long count) {
+  if (count >= LANES) return load(at);
+#if !defined(MASKED)
+  element part[LANES] = {0};
+  memcpy(part, at, count * sizeof(element));
+  return load(part);
+#elif ELEMENT == 0
+  return (floats)_mm512_maskz_loadu_ps((1u << count) - 1, at);
+#else
+  return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16((1u << count) - 1, at)), 16);
+#endif
+}
+INLINE void store_some(element *at, floats x, long count) {
+  if (count >= LANES) {
+    store(at, x);
+    return;
+  }
+#if !defined(MASKED)
+  element part[LANES];
+  store(part, x);
+  memcpy(at, part, count * sizeof(element));
+#elif ELEMENT == 0
+  _mm512_mask_storeu_ps(at, (1u << count) - 1, (__m512)x);
+#else
+  _mm256_mask_storeu_epi16(at, (1u << count) - 1, _mm512_cvtepi32_epi16((__m512i)(rounded_bits(x) >> 16)));
+#endif
+}
+
 INLINE float sum_lanes(floats x) {
   x += __builtin_shuffle(x, (ints){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
   x += __builtin_shuffle(x, (ints){4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
@@ -91,3 +124,6 @@ INLINE floats exponential(floats given) {
   p = choose_lanes(given > 88.0f, (floats){} + INFINITY, p * (floats)power);
   return choose_lanes(given != given, given, p);
 }
+
+/* cap * tanh(x / cap), absolute error about 1e-7 * cap. */
+INLINE floats capped(floats x, float cap) { return cap - 2 * cap / (exponential(x * (2 / cap)) + 1); }
