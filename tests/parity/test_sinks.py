@@ -54,7 +54,7 @@ def test_every_backend_equals_transformers(window: int | None) -> None:
     q_TND = torch.randn(batch.num_tokens, HEADS, DIM, generator=generator)
     kv = LayerKV(*torch.zeros(2, int(batch.block_table_RN.max()) + 1, 16, KV_HEADS, DIM))
     expected = []
-    for row, (own, (queries, length)) in enumerate(zip(q_TND.split([n for n, _ in lens]), lens, strict=True)):
+    for row, (own, (_, length)) in enumerate(zip(q_TND.split([n for n, _ in lens]), lens, strict=True)):
         slots = torch.tensor([int(batch.block_table_RN[row, j // 16]) * 16 + j % 16 for j in range(length)])
         for plane, side in zip((kv.keys, kv.values), contexts[row], strict=True):
             plane.flatten(0, 1)[slots] = side

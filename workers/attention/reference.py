@@ -1,7 +1,8 @@
 """Paged attention written as its definition, slow and exact: the reference that the other backends are tested against.
 
 out[t] = softmax(cap(scale * q[t] . k[j]) - slope * (t - j) for j in the row's context, j <= position of t, within the
-window; and the sink) @ (v, 0 for the sink), in float32 (float64 for float64 inputs). Works on any device. Shapes as in backend.py.
+window; and the sink) @ (v, 0 for the sink), in float32 (float64 for float64 inputs). Works on any device. Shapes as in
+backend.py.
 """
 
 from collections.abc import Hashable

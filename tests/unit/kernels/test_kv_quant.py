@@ -87,7 +87,7 @@ def filled(store: KVStore, x: torch.Tensor, storage: torch.dtype) -> tuple[Layer
 
 @pytest.mark.parametrize("storage", [*STORAGES, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("heads", "dim"), [(1, 16), (2, 64), (3, 80), (8, 128)])
+@pytest.mark.parametrize(("heads", "dim"), [(1, 16), (2, 24), (3, 70), (8, 128)])
 def test_the_compiled_store_equals_its_twin(dtype: torch.dtype, storage: torch.dtype, heads: int, dim: int) -> None:
     store = CpuKVStore.make(dtype, storage)
     if storage is torch.float32 and dtype is torch.bfloat16:

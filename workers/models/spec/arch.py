@@ -145,7 +145,7 @@ class AttentionParams:
     window: the number of last positions (itself included) that a token attends to, None for all. softcap: scores s
     become softcap * tanh(s / softcap), None for none (Gemma 2). slopes: of each query head, the score falls by its
     slope for each position of distance (ALiBi, Press et al. 2021), None for none. sinks: of each query head, the score
-    of a position that has no value: it takes its share of the softmax and adds nothing (gpt-oss; Xiao et al. 2023), None
+    of a position without a value: it takes its share of the softmax and adds nothing (gpt-oss, Xiao et al. 2023), None
     for none. Slopes and sinks are of this rank's heads where a kernel gets them.
     """
 

@@ -96,9 +96,9 @@ typedef struct {
   const float *slopes, *sinks;
 } work;
 
-/* Tokens of one block that are read together. place: in the cache, of the first one's first head. */
+/* Tokens of one block that are read together. */
 typedef struct {
-  const stored *from, *next; /* next: what is read after these */
+  const stored *from, *next; /* the first token's first head; what is read after these tokens */
   const float *scales;
   long count, token; /* elements of one token */
 } span;
@@ -113,32 +113,35 @@ INLINE long span_end(long position, long last, long block_size) {
   return stop < last ? stop : last;
 }
 
-INLINE void prefetch_next(const span *s, long head, long dim) {
-  for (long j = 0; j < s->count; j++)
-    for (long i = 0; i < dim; i += LINE) __builtin_prefetch(s->next + j * s->token + head * dim + i, 0, 3);
+/* Asks for what is read after this place, while this is computed. */
+INLINE void prefetch(const stored *next, int elements) {
+  for (int i = 0; i < elements; i += LINE) __builtin_prefetch(next + i, 0, 3);
 }
 
-/* Scores of a span's tokens, of G query heads that share KV head h. */
+/* Scores of a span's tokens, of G query heads of D elements that share KV head h. */
 INLINE void span_scores(const work *w, const span *s, long h, const query_part *query, float *score, long length,
-                        const int G) {
-  const int J = G > 2 ? 2 : 4; /* tokens at once: up to eight sums, so that none waits for another */
-  const long whole = w->dim - w->dim % WIDE;
+                        const int D, const int G) {
+  const int J = G > 1 ? 2 : 4; /* tokens at once: enough sums that none waits for another */
+  const int P = (D + PAIR - 1) / PAIR * PAIR, whole = D - D % WIDE;
   for (long j = 0; j < s->count; j += J) {
     floats dot[8] = {};
     const stored *key[4];
-    UNROLLED for (int k = 0; k < J; k++)
-      key[k] = s->from + (j + k < s->count ? j + k : s->count - 1) * s->token + h * w->dim;
-    for (long i = 0; i < whole; i += WIDE)
+    UNROLLED for (int k = 0; k < J; k++) {
+      const long offset = (j + k < s->count ? j + k : s->count - 1) * s->token + h * D;
+      key[k] = s->from + offset;
+      prefetch(s->next + offset, D);
+    }
+    UNROLLED for (int i = 0; i < whole; i += WIDE)
       UNROLLED for (int k = 0; k < J; k++) {
         const operand x = load_key(key[k] + i, WIDE);
         UNROLLED for (int g = 0; g < G; g++)
-          dot[k * G + g] = multiply_add(dot[k * G + g], load_query(query + g * w->padded + i), x);
+          dot[k * G + g] = multiply_add(dot[k * G + g], load_query(query + g * P + i), x);
       }
-    if (whole < w->dim)
+    if (whole < D)
       UNROLLED for (int k = 0; k < J; k++) {
-        const operand x = load_key(key[k] + whole, w->dim - whole);
+        const operand x = load_key(key[k] + whole, D - whole);
         UNROLLED for (int g = 0; g < G; g++)
-          dot[k * G + g] = multiply_add(dot[k * G + g], load_query(query + g * w->padded + whole), x);
+          dot[k * G + g] = multiply_add(dot[k * G + g], load_query(query + g * P + whole), x);
       }
     float sums[8];
     sum_four(dot, sums);
@@ -152,38 +155,60 @@ INLINE void span_scores(const work *w, const span *s, long h, const query_part *
 }
 
 /* Adds two vectors of `count` tokens' values, weighed, to the sums of G heads. */
-INLINE void add_two(const work *w, float *sums, const stored *value, long token, const float *weight, const long count,
-                    const int left, const int G) {
+INLINE void add_two(float *sums, const stored *value, const stored *next, long token, const float *weight,
+                    const long count, const int P, const int left, const int G) {
   floats sum[MAX_TILE][2];
-  UNROLLED for (int g = 0; g < G; g++) memcpy(sum[g], sums + g * w->padded, sizeof sum[g]);
-  UNROLLED for (long j = 0; j < count; j++) {
+  UNROLLED for (int g = 0; g < G; g++) memcpy(sum[g], sums + g * P, sizeof sum[g]);
+  _Pragma("GCC unroll 4")
+  for (long j = 0; j < count; j++) {
     floats x[2];
     load_two(x, value + j * token, left);
+    prefetch(next + j * token, left);
     UNROLLED for (int g = 0; g < G; g++) {
       sum[g][0] += weight[j * G + g] * x[0];
       if (left > LANES) sum[g][1] += weight[j * G + g] * x[1];
     }
   }
-  UNROLLED for (int g = 0; g < G; g++) memcpy(sums + g * w->padded, sum[g], sizeof sum[g]);
+  UNROLLED for (int g = 0; g < G; g++) memcpy(sums + g * P, sum[g], sizeof sum[g]);
 }
 
 INLINE void span_values(const work *w, const span *s, long h, const float *score, long length, float *sums,
-                        const int G) {
+                        const int D, const int G) {
+  const int P = (D + PAIR - 1) / PAIR * PAIR, whole = D - D % PAIR, left = D - whole;
   float weight[SPAN * MAX_TILE];
   for (long j = 0; j < s->count; j++) {
     const float factor = SCALED ? UNIT * s->scales[j * w->kv_heads + h] : 1.0f;
     UNROLLED for (int g = 0; g < G; g++) weight[j * G + g] = score[g * length + j] * factor;
   }
-  const stored *value = s->from + h * w->dim;
-  const long whole = w->dim - w->dim % PAIR, left = w->dim - whole;
-  if (s->count == SPAN)
-    for (long i = 0; i < whole; i += PAIR) add_two(w, sums + i, value + i, s->token, weight, SPAN, PAIR, G);
-  else
-    for (long i = 0; i < whole; i += PAIR) add_two(w, sums + i, value + i, s->token, weight, s->count, PAIR, G);
+  const stored *value = s->from + h * D, *next = s->next + h * D;
+  if (__builtin_constant_p(D) && D % PAIR == 0 && G <= 2) { /* all sums stay in registers */
+    floats sum[MAX_TILE][128 / LANES];
+    UNROLLED for (int g = 0; g < G; g++)
+      UNROLLED for (int i = 0; i < D / LANES; i++) memcpy(&sum[g][i], sums + g * P + i * LANES, sizeof(floats));
+    for (long j = 0; j < s->count; j++) {
+      prefetch(next + j * s->token, D);
+      UNROLLED for (int i = 0; i < D / LANES; i += 2) {
+        floats x[2];
+        load_two(x, value + j * s->token + i * LANES, PAIR);
+        UNROLLED for (int g = 0; g < G; g++) {
+          sum[g][i] += weight[j * G + g] * x[0];
+          sum[g][i + 1] += weight[j * G + g] * x[1];
+        }
+      }
+    }
+    UNROLLED for (int g = 0; g < G; g++)
+      UNROLLED for (int i = 0; i < D / LANES; i++) memcpy(sums + g * P + i * LANES, &sum[g][i], sizeof(floats));
+    return;
+  }
+  for (int i = 0; i < whole; i += PAIR)
+    if (s->count == SPAN)
+      add_two(sums + i, value + i, next + i, s->token, weight, SPAN, P, PAIR, G);
+    else
+      add_two(sums + i, value + i, next + i, s->token, weight, s->count, P, PAIR, G);
   if (left == LANES)
-    add_two(w, sums + whole, value + whole, s->token, weight, s->count, LANES, G);
+    add_two(sums + whole, value + whole, next + whole, s->token, weight, s->count, P, LANES, G);
   else if (left)
-    add_two(w, sums + whole, value + whole, s->token, weight, s->count, left, G);
+    add_two(sums + whole, value + whole, next + whole, s->token, weight, s->count, P, left, G);
 }
 
 /* Scores to weights, their maximum and their sum. first: the position of the first score; count: of scores; length: with
@@ -227,8 +252,8 @@ INLINE void softmax_head(const work *w, float *row, long n, long first, long que
   }
 
 /* One partition of one row's context, all heads. partial: the sums of all heads, then each one's maximum and weight. */
-static void attend_partition(const work *w, const element *q, float *partial, float *scratch, const int32_t *blocks,
-                             long first, long last, long query_position) {
+INLINE void attend_partition(const work *w, const element *q, float *partial, float *scratch, const int32_t *blocks,
+                             long first, long last, long query_position, const int D) {
   const long group = w->heads / w->kv_heads, token = w->kv_heads * w->dim;
   const long length = (last - first + LANES - 1) / LANES * LANES; /* of a head's scores, padded */
   query_part *query = (query_part *)scratch;
@@ -241,11 +266,10 @@ static void attend_partition(const work *w, const element *q, float *partial, fl
     const span s = {w->keys + slot * token, next, w->key_scales + (SCALED ? slot * w->kv_heads : 0), stop - position,
                     token};
     for (long h = 0; h < w->kv_heads; h++) {
-      prefetch_next(&s, h, w->dim);
       for (long n = h * group; n < (h + 1) * group; n += MAX_TILE) {
         const long tile = (h + 1) * group - n;
         float *score = scores + n * length + position - first;
-#define SCORE(G) span_scores(w, &s, h, query + n * w->padded, score, length, G)
+#define SCORE(G) span_scores(w, &s, h, query + n * w->padded, score, length, D, G)
         TILES(SCORE)
       }
     }
@@ -260,17 +284,29 @@ static void attend_partition(const work *w, const element *q, float *partial, fl
     const stored *next = stop < last ? w->values + slot_of(blocks, w->block_size, stop) * token : from;
     const span s = {from, next, w->value_scales + (SCALED ? slot * w->kv_heads : 0), stop - position, token};
     for (long h = 0; h < w->kv_heads; h++) {
-      prefetch_next(&s, h, w->dim);
       for (long n = h * group; n < (h + 1) * group; n += MAX_TILE) {
         const long tile = (h + 1) * group - n;
         const float *score = scores + n * length + position - first;
-#define SUM(G) span_values(w, &s, h, score, length, partial + n * w->padded, G)
+#define SUM(G) span_values(w, &s, h, score, length, partial + n * w->padded, D, G)
         TILES(SUM)
       }
     }
     position = stop;
   }
 }
+
+typedef void partition_function(const work *, const element *, float *, float *, const int32_t *, long, long, long);
+
+/* Constants for the sizes in use, so that loops over a head are unrolled. */
+#define FIXED(name, dim)                                                                                    \
+  static void name(const work *w, const element *q, float *p, float *s, const int32_t *b, long f, long l, long at) { \
+    attend_partition(w, q, p, s, b, f, l, at, dim);                                                         \
+  }
+FIXED(attend_64, 64)
+FIXED(attend_80, 80)
+FIXED(attend_96, 96)
+FIXED(attend_128, 128)
+FIXED(attend_any, w->dim)
 
 /* The sum of a row's partitions, for one head. */
 static void merge_partitions(const work *w, const float *partials, long partial_size, long tasks, long n,
@@ -308,14 +344,18 @@ void decode_attention(const element *q, long q_stride, const stored *keys, const
   const long partial_size = (heads * (padded + 2) + LANES - 1) / LANES * LANES;
   const work w = {keys, values, key_scales, value_scales, heads, kv_heads, dim, padded, block_size, scale, softcap,
                   slopes, sinks};
+  partition_function *attend = dim == 64    ? attend_64
+                               : dim == 80  ? attend_80
+                               : dim == 96  ? attend_96
+                               : dim == 128 ? attend_128
+                                            : attend_any;
 #pragma omp parallel num_threads(threads)
   {
 #pragma omp for schedule(dynamic, 1)
     for (long t = 0; t < num_tasks; t++) {
       const int32_t *task = tasks + 5 * t; /* row of the table, token, first position, last position + 1, the query's */
-      attend_partition(&w, q + task[1] * q_stride, partials + t * partial_size,
-                       scratch + omp_get_thread_num() * scratch_stride, table + task[0] * table_stride, task[2],
-                       task[3], task[4]);
+      attend(&w, q + task[1] * q_stride, partials + t * partial_size, scratch + omp_get_thread_num() * scratch_stride,
+             table + task[0] * table_stride, task[2], task[3], task[4]);
     }
 #pragma omp for schedule(static) collapse(2)
     for (long r = 0; r < num_rows; r++)

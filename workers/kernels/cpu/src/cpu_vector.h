@@ -125,5 +125,21 @@ INLINE floats exponential(floats given) {
   return choose_lanes(given != given, given, p);
 }
 
-/* cap * tanh(x / cap), absolute error about 1e-7 * cap. */
-INLINE floats capped(floats x, float cap) { return cap - 2 * cap / (exponential(x * (2 / cap)) + 1); }
+/* cap * tanh(x / cap), relative error about 1e-7: a rational function, as Eigen has it. NaN stays NaN. */
+INLINE floats capped(floats given, float cap) {
+  const float end = 7.90531110763549805f; /* from here on it is 1 in float32 */
+  floats x = given * (1 / cap);
+  x = choose_lanes(x > end, (floats){} + end, x);
+  x = choose_lanes(x < -end, (floats){} - end, x);
+  const floats y = x * x;
+  floats p = y * -2.76076847742355e-16f + 2.00018790482477e-13f;
+  p = p * y + -8.60467152213735e-11f;
+  p = p * y + 5.12229709037114e-08f;
+  p = p * y + 1.48572235717979e-05f;
+  p = p * y + 6.37261928875436e-04f;
+  p = p * y + 4.89352455891786e-03f;
+  floats q = y * 1.19825839466702e-06f + 1.18534705686654e-04f;
+  q = q * y + 2.26843463243900e-03f;
+  q = q * y + 4.89352518554385e-03f;
+  return x * p / q * cap;
+}
