@@ -25,6 +25,7 @@ from tandem.workers.models.spec.arch import AttentionParams
 from tandem.workers.platforms.cpu import cpu_platform
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+RELATIVE = {torch.float32: 0.0, torch.bfloat16: 2**-7, torch.float16: 0.0}  # a unit in the last place
 QUANTIZED = [torch.int8, torch.float8_e4m3fn]
 
 
@@ -66,6 +67,7 @@ def check(
     kv_dtype: torch.dtype | None = None,
     softcap: float | None = None,
     slopes: tuple[float, ...] | None = None,
+    sinks: tuple[float, ...] | None = None,
 ) -> None:
     """Same output as the oracle, and the same cache afterwards. Quantized: what is rounded to half precision on the way
     may differ by one more rounding."""
@@ -81,7 +83,7 @@ def check(
     qkv = noise(tokens, num_heads + 2 * num_kv_heads, head_dim)
     q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     planes = [plane for _ in "kv" for plane in encode(noise(blocks, batch.block_size, num_kv_heads, head_dim), storage)]
-    outputs, caches, params = [], [], AttentionParams(head_dim**-0.5, window, softcap, slopes)
+    outputs, caches, params = [], [], AttentionParams(head_dim**-0.5, window, softcap, slopes, sinks)
     for each in (backend, ReferenceAttention()):
         ops = cpu_platform().fused_ops(dtype) if isinstance(each, CpuAttention) else TorchFusedOps()
         keys, key_scales, values, value_scales = (None if plane is None else plane.clone() for plane in planes)
@@ -90,17 +92,15 @@ def check(
         outputs.append(each.prepare(batch).attend(q, k, v, kv, params))
         caches.append([as_indexable(plane) for plane in (keys, values, key_scales, value_scales) if plane is not None])
     assert all(torch.equal(ours, exact) for ours, exact in zip(*caches, strict=True))
-    torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=TOLERANCE[dtype])
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=RELATIVE[dtype], atol=TOLERANCE[dtype])
 
 
 def backends(dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> list[AttentionBackend]:
     """torch's, and the compiled one where there is a compiler for it."""
     kernel = CpuDecodeAttention.make(dtype, head_dim, kv_dtype or dtype)
-    store = CpuKVStore.make(dtype, head_dim, kv_dtype or dtype)
-    return [
-        TorchAttention(),
-        *([CpuAttention(kernel, store, CpuChunkAttention.make(dtype))] if kernel and store else []),
-    ]
+    store, chunk_kernel = CpuKVStore.make(dtype, kv_dtype or dtype), CpuChunkAttention.make(dtype)
+    compiled = CpuAttention(kernel, store, chunk_kernel) if kernel and store and chunk_kernel else None
+    return [TorchAttention(), *([compiled] if compiled else [])]
 
 
 @pytest.mark.parametrize("kv_dtype", [None, *QUANTIZED, torch.bfloat16], ids=str)
@@ -121,16 +121,57 @@ def test_random_steps(seed: int, kv_dtype: torch.dtype | None) -> None:
 
 @pytest.mark.parametrize("kv_dtype", [None, QUANTIZED[0]], ids=str)
 @pytest.mark.parametrize("seed", range(4))
-def test_soft_caps_and_slopes(seed: int, kv_dtype: torch.dtype | None) -> None:
-    """ALiBi, soft-capped scores and both, with and without a window, decodes and chunks."""
+def test_soft_caps_slopes_and_sinks(seed: int, kv_dtype: torch.dtype | None) -> None:
+    """ALiBi, soft-capped scores, sinks and all of them, with and without a window, decodes and chunks."""
     rng = random.Random(seed)
     seq_lens = [rng.choice((1, 2, 17, 40, 130)) for _ in range(6)]
     query_lens = [rng.choice((1, min(3, length), length)) for length in seq_lens]
     batch, window = random_batch(rng, 16, query_lens, seq_lens), rng.choice((None, 7, 33))
     slopes = tuple(2.0 ** -rng.uniform(0, 8) for _ in range(6))
-    for softcap, own in ((5.0, None), (None, slopes), (2.0, slopes)):
+    sinks = tuple(rng.uniform(-3, 5) for _ in range(6))
+    for softcap, own, sunk in ((5.0, None, None), (None, slopes, None), (None, None, sinks), (2.0, slopes, sinks)):
         for backend in backends(torch.float32, 32, kv_dtype):
-            check(backend, batch, (6, 2), 32, window, kv_dtype=kv_dtype, softcap=softcap, slopes=own)
+            check(backend, batch, (6, 2), 32, window, kv_dtype=kv_dtype, softcap=softcap, slopes=own, sinks=sunk)
+
+
+@pytest.mark.parametrize("head_dim", [8, 24, 80, 96, 112, 192, 256])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (7, 1), (16, 2)], ids=str)
+def test_every_head_size_and_group_under_all_params(head_dim: int, heads: int, kv_heads: int) -> None:
+    """Parts of vectors and all tiles of query heads; contexts that end at borders of blocks, partitions and windows."""
+    rng = random.Random(head_dim + heads)
+    batch = random_batch(rng, 16, [1, 1, 1, 20, 33], [1, 128, 145, 48, 33])
+    per_head = [tuple(rng.uniform(0, 1) for _ in range(heads)) for _ in range(2)]
+    params = {"softcap": 3.0, "slopes": per_head[0], "sinks": per_head[1]}
+    for dtype, kv_dtype in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.int8)):
+        for window, names in ((None, ()), (16, ("softcap",)), (17, ("slopes",)), (128, ("sinks",)), (None, params)):
+            chosen: Any = {name: params[name] for name in names}
+            check(
+                backends(dtype, head_dim, kv_dtype)[-1],
+                batch,
+                (heads, kv_heads),
+                head_dim,
+                window,
+                dtype,
+                kv_dtype,
+                **chosen,
+            )
+
+
+@pytest.mark.parametrize("num_queries", [1, 20])
+def test_blocks_before_a_window_are_not_read(num_queries: int) -> None:
+    """Not even multiplied by zero, or what is in them would show."""
+    batch = random_batch(random.Random(0), 16, [num_queries], [200])
+    kv = LayerKV(*torch.randn(2, 14, 16, 2, 24, generator=torch.Generator().manual_seed(0)))
+    q, k, v = (torch.ones(num_queries, heads, 24) for heads in (4, 2, 2))
+    TorchFusedOps().store(k, v, kv, batch.slot_mapping_T)
+    for backend in backends(torch.float32, 24):
+        step = backend.prepare(batch)
+        before = step.attend(q, k, v, kv, AttentionParams(0.2, window=40, sinks=(1.0,) * 4))
+        first = (200 - num_queries - 39) // 16
+        poisoned = LayerKV(kv.keys.clone(), kv.values.clone())
+        for plane in poisoned.planes:
+            plane[batch.block_table_RN[0, :first].long()] = float("nan")
+        assert torch.equal(step.attend(q, k, v, poisoned, AttentionParams(0.2, window=40, sinks=(1.0,) * 4)), before)
 
 
 class PaddedAttention(TorchAttention):
@@ -143,14 +184,16 @@ class PaddedAttention(TorchAttention):
 @pytest.mark.parametrize("kv_dtype", [None, QUANTIZED[0]], ids=str)
 @pytest.mark.parametrize("seed", range(6))
 def test_padded_decodes(seed: int, kv_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of one token and rows with drafts, all at once or some tokens at a time; soft-caps, ALiBi, windows."""
+    """Rows of one token and rows with drafts, all at once or some tokens at a time; soft-caps, ALiBi, sinks, windows."""
     rng = random.Random(seed)
     monkeypatch.setattr(pieces, "GATHER_BYTES", rng.choice((2**24, 2**15)))
     seq_lens = [rng.choice((1, 2, 17, 40, 130)) for _ in range(6)]
     batch = random_batch(rng, 16, [rng.choice((1, min(4, length))) for length in seq_lens], seq_lens)
     slopes = tuple(2.0 ** -rng.uniform(0, 8) for _ in range(6))
-    for window, softcap, own in ((None, None, None), (7, None, None), (33, 5.0, None), (None, 2.0, slopes)):
-        check(PaddedAttention(), batch, (6, 2), 32, window, kv_dtype=kv_dtype, softcap=softcap, slopes=own)
+    for window, softcap, own, sinks in (
+        (None, None, None, None), (7, None, None, None), (33, 5.0, None, slopes), (None, 2.0, slopes, None),
+    ):  # fmt: skip
+        check(PaddedAttention(), batch, (6, 2), 32, window, kv_dtype=kv_dtype, softcap=softcap, slopes=own, sinks=sinks)
 
 
 @pytest.mark.parametrize("kv_dtype", [None, QUANTIZED[0]], ids=str)
@@ -252,7 +295,8 @@ def test_many_groups_and_one_backend_for_many_steps() -> None:
 def test_selection() -> None:
     """The compiled kernel for what it serves, SDPA for the rest; both have names for the log."""
     assert cpu_platform().attention(torch.float16, 64).name == "torch-sdpa"
-    assert cpu_platform().attention(torch.float32, 24).name == "torch-sdpa"
+    assert cpu_platform().attention(torch.float32, 264).name == "torch-sdpa"
+    assert cpu_platform().attention(torch.float32, 24).name == backends(torch.float32, 24)[-1].name
     assert cpu_platform().attention(torch.bfloat16, 64).name == backends(torch.bfloat16, 64)[-1].name
     for kv_dtype in QUANTIZED:
         assert cpu_platform().attention(torch.bfloat16, 64, kv_dtype).name == backends(torch.bfloat16, 64)[-1].name

@@ -12,13 +12,14 @@ import torch.nn.functional as F
 
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.kernels.kv_store import KVStore, LayerKV
+from tandem.workers.models.spec.arch import AttentionParams
 
 
 class ChunkAttention(Protocol):
     """Attention of one row over its contiguous context."""
 
     def attend(
-        self, q_TND: torch.Tensor, k_JKD: torch.Tensor, v_JKD: torch.Tensor, scale: float, window: int | None
+        self, q_TND: torch.Tensor, k_JKD: torch.Tensor, v_JKD: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         """Returns out_TND. The chunk's tokens are the last T of the J positions."""
         ...
@@ -54,14 +55,16 @@ class Chunk:
 
 
 class SdpaChunks:
-    """ChunkAttention by torch's SDPA; one per step, since all layers share the masks."""
+    """ChunkAttention by torch's SDPA, of plain params; one per step, since all layers share the masks."""
 
     def __init__(self) -> None:
         self._masks: dict[tuple[int, int, int | None], torch.Tensor] = {}
 
     def attend(
-        self, q_TND: torch.Tensor, k_JKD: torch.Tensor, v_JKD: torch.Tensor, scale: float, window: int | None
+        self, q_TND: torch.Tensor, k_JKD: torch.Tensor, v_JKD: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
+        assert params.is_plain, "scores that SDPA does not compute"
+        window = params.window
         num_tokens, context_len = q_TND.shape[0], k_JKD.shape[0]
         is_plain = num_tokens == context_len and (window is None or window >= context_len)
         out_1NTD = F.scaled_dot_product_attention(
@@ -70,7 +73,7 @@ class SdpaChunks:
             v_JKD.transpose(0, 1)[None],
             attn_mask=None if is_plain else self._mask(num_tokens, context_len, window, q_TND),
             is_causal=is_plain,
-            scale=scale,
+            scale=params.scale,
             enable_gqa=q_TND.shape[1] != k_JKD.shape[1],
         )
         return out_1NTD[0].transpose(0, 1)

@@ -1,4 +1,5 @@
-"""Paged attention on CPU: a compiled decode kernel that reads the cache in place; matmuls (bf16) or SDPA for prefill.
+"""Paged attention on CPU: a compiled decode kernel that reads the cache in place; matmuls and a compiled softmax for
+prefill. Both compute any AttentionParams.
 
 Chosen by workers/platforms/cpu.py where the kernels can be compiled; torch_sdpa.py is the twin that needs
 no compiler. The cache may have any dtype that kernel and store were compiled for. Shapes as in backend.py.
@@ -11,9 +12,8 @@ from itertools import accumulate
 import torch
 
 from tandem.workers.attention.backend import DECODE_QUERIES, AttentionStep, ReplayableStep
-from tandem.workers.attention.chunks import Chunk, ChunkAttention, Gatherer, SdpaChunks, chunk_of
+from tandem.workers.attention.chunks import Chunk, ChunkAttention, Gatherer, chunk_of
 from tandem.workers.attention.forward_batch import ForwardBatch
-from tandem.workers.attention.general import GeneralAttention
 from tandem.workers.attention.latent import LatentHeads
 from tandem.workers.attention.torch_sdpa import TorchStep, in_place
 from tandem.workers.kernels.cpu.cpu_chunk_attention import CpuChunkAttention
@@ -27,7 +27,7 @@ class CpuAttention:
 
     name = "cpu-paged"
 
-    def __init__(self, kernel: CpuDecodeAttention, store: KVStore, chunk_kernel: CpuChunkAttention | None) -> None:
+    def __init__(self, kernel: CpuDecodeAttention, store: KVStore, chunk_kernel: CpuChunkAttention) -> None:
         self._kernel = kernel
         self._chunk_kernel = chunk_kernel
         self._gatherer = Gatherer(store)
@@ -44,7 +44,7 @@ class CpuAttention:
         return self._step(batch)
 
     def _step(self, batch: ForwardBatch) -> "_CpuStep":
-        return _CpuStep(batch, self._kernel, self._chunk_kernel or SdpaChunks(), self._gatherer)
+        return _CpuStep(batch, self._kernel, self._chunk_kernel, self._gatherer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,6 @@ class _CpuStep:
         self._kernel = kernel
         self._chunk_attention = chunk_attention
         self._gatherer = gatherer
-        self._general = GeneralAttention(batch, gatherer)
         self._layouts: dict[int | None, _Layout] = {}
         self._heads: Sequence[int] = ()
         self._of_latents: TorchStep | None = None
@@ -82,9 +81,7 @@ class _CpuStep:
         kv: LayerKV,
         params: AttentionParams,
     ) -> torch.Tensor:
-        if not params.is_plain:
-            return self._general.attend(q_TND, k_TKD, v_TKD, kv, params)
-        window, scale = params.window, params.scale
+        window = params.window
         layout = self._layouts.get(window)
         if layout is None:
             layout = self._layouts[window] = self._lay_out(window, kv.keys.dtype is k_TKD.dtype)
@@ -92,11 +89,11 @@ class _CpuStep:
             self._reserve(layout)
         out_TND = torch.empty(q_TND.shape, dtype=q_TND.dtype)
         if layout.decodes is not None:
-            self._kernel.attend(q_TND, kv, out_TND, layout.decodes, scale)
+            self._kernel.attend(q_TND, kv, out_TND, layout.decodes, params)
         for chunk in layout.chunks:
             k_JKD, v_JKD = self._gatherer.context(chunk, k_TKD, v_TKD, kv)
             own = slice(chunk.start, chunk.stop)
-            out_TND[own] = self._chunk_attention.attend(q_TND[own], k_JKD, v_JKD, scale, window)
+            out_TND[own] = self._chunk_attention.attend(q_TND[own], k_JKD, v_JKD, params)
         return out_TND
 
     def attend_latent(

@@ -1,6 +1,7 @@
-"""Attention of any AttentionParams, row by row in torch operations: soft-caps and ALiBi, which no kernel here computes.
+"""Attention of any AttentionParams, row by row in torch operations: soft-caps, ALiBi and sinks, which SDPA does not
+compute.
 
-Used by the torch and the CPU backends in place of their fast paths. Shapes as in backend.py.
+Used by the torch backend in place of its fast path. Shapes as in backend.py.
 """
 
 from itertools import accumulate

@@ -122,7 +122,7 @@ class LatentChunks:
         v_JND = F.pad(v_JNV, (0, spec.key_dim - spec.v_dim)) if spec.v_dim < spec.key_dim else v_JNV
         if spec.v_dim > spec.key_dim:
             own, k_JND = (F.pad(x, (0, spec.v_dim - spec.key_dim)) for x in (own, k_JND))
-        return self._attention.attend(own, k_JND, v_JND, params.scale, None)[..., : spec.v_dim]
+        return self._attention.attend(own, k_JND, v_JND, params)[..., : spec.v_dim]
 
     def _fits(self, chunk: Chunk, own: torch.Tensor, of_position: int) -> bool:
         """Whether the scores, should they be kept, and the expanded keys and values stay within bounds."""

@@ -43,7 +43,7 @@ class PaddedDecode:
         self._position_J = torch.arange(width * batch.block_size, device=device)
         self._tokens_T = torch.arange(num_tokens, dtype=torch.int32, device=device)
         self._masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}
-        self._slopes: dict[Sequence[float], torch.Tensor] = {}
+        self._of_heads: dict[Sequence[float], torch.Tensor] = {}
         self.set_batch(batch)
 
     def set_batch(self, batch: ForwardBatch) -> None:
@@ -113,14 +113,18 @@ class PaddedDecode:
         lens_R1: torch.Tensor,
         params: AttentionParams,
     ) -> torch.Tensor:
-        """Soft-caps and ALiBi, in float32."""
+        """Soft-caps, ALiBi and sinks, in float32."""
         scores_RKGJ = (q_RKGD.float() @ k_RKJD.float().transpose(2, 3)) * params.scale
         if params.softcap is not None:
             scores_RKGJ = torch.tanh(scores_RKGJ / params.softcap) * params.softcap
         if params.slopes is not None:
-            slopes_KG1 = self._slopes_of(params.slopes, q_RKGD.device).view(*q_RKGD.shape[1:3], 1)
+            slopes_KG1 = self._of_head(params.slopes, q_RKGD.device).view(*q_RKGD.shape[1:3], 1)
             scores_RKGJ = scores_RKGJ + slopes_KG1 * (self._position_J - (lens_R1 - 1))[:, None, None]
-        weights_RKGJ = (scores_RKGJ + mask_R11J).softmax(-1)
+        scores_RKGJ = scores_RKGJ + mask_R11J
+        if params.sinks is not None:
+            sinks_KG1 = self._of_head(params.sinks, q_RKGD.device).view(*q_RKGD.shape[1:3], 1)
+            scores_RKGJ = torch.cat((scores_RKGJ, sinks_KG1.expand(len(scores_RKGJ), -1, -1, 1)), dim=-1)
+        weights_RKGJ = scores_RKGJ.softmax(-1)[..., : k_RKJD.shape[2]]
         return (weights_RKGJ @ v_RKJD.float()).to(q_RKGD.dtype)
 
     def _mask_of(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
@@ -136,7 +140,8 @@ class PaddedDecode:
             seen_TJ &= self._position_J >= self._lens_T1 - window
         return additive_mask(seen_TJ, dtype)
 
-    def _slopes_of(self, slopes: Sequence[float], device: torch.device) -> torch.Tensor:
-        if slopes not in self._slopes:
-            self._slopes[slopes] = torch.tensor(slopes, dtype=torch.float32, device=device)
-        return self._slopes[slopes]
+    def _of_head(self, numbers: Sequence[float], device: torch.device) -> torch.Tensor:
+        """Returns slopes or sinks [N] on the device, kept as a graph reads them."""
+        if numbers not in self._of_heads:
+            self._of_heads[numbers] = torch.tensor(numbers, dtype=torch.float32, device=device)
+        return self._of_heads[numbers]

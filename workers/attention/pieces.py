@@ -66,8 +66,7 @@ def attend_in_pieces(
         q_KGTD = q_TND.view(tokens, kv_heads, group, dim).permute(1, 2, 0, 3)
         if sums_KGTD is None:
             sums_KGTD = q_TND.new_zeros((kv_heads, group, tokens, v_JKD.shape[2]), dtype=torch.float32)
-            most_KGT = torch.full_like(sums_KGTD[..., 0], float("-inf"))
-            total_KGT = torch.zeros_like(most_KGT)
+            most_KGT, total_KGT = _running(sums_KGTD[..., 0], params)
         k_KJD, v_KJD = k_JKD.transpose(0, 1), v_JKD.transpose(0, 1)
         rows = max(1, SCORE_BYTES // (heads * length * 4))
         for start in range(0, tokens, rows):
@@ -80,6 +79,14 @@ def attend_in_pieces(
         first += length
     assert sums_KGTD is not None, "a context without tokens"
     return (sums_KGTD / total_KGT[..., None]).permute(2, 0, 1, 3).flatten(1, 2).to(q_TND.dtype)
+
+
+def _running(like_KGT: torch.Tensor, params: AttentionParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the greatest score and the sum of weights before any position: those of the sinks, if there are any."""
+    if params.sinks is None:
+        return torch.full_like(like_KGT, float("-inf")), torch.zeros_like(like_KGT)
+    sinks_KG1 = torch.tensor(params.sinks, dtype=like_KGT.dtype, device=like_KGT.device).view(*like_KGT.shape[:2], 1)
+    return sinks_KG1.expand_as(like_KGT).clone(), torch.ones_like(like_KGT)
 
 
 class _Tile(NamedTuple):

@@ -1,7 +1,8 @@
 """Paged attention written as its definition, slow and exact: the reference that the other backends are tested against.
 
 out[t] = softmax(cap(scale * q[t] . k[j]) - slope * (t - j) for j in the row's context, j <= position of t, within the
-window) @ v, in float32 (float64 for float64 inputs). Works on any device. Shapes as in backend.py.
+window; and the sink) @ (v, 0 for the sink), in float32 (float64 for float64 inputs). Works on any device. Shapes as in
+backend.py.
 """
 
 from collections.abc import Hashable
@@ -111,5 +112,9 @@ def attend_row(
     if params.slopes is not None:
         slopes_N11 = torch.tensor(params.slopes, dtype=wide, device=q_TND.device)[:, None, None]
         scores_NTJ = scores_NTJ - slopes_N11 * distance_TJ
-    weights_NTJ = scores_NTJ.masked_fill(~seen_TJ, float("-inf")).softmax(dim=-1)
+    scores_NTJ = scores_NTJ.masked_fill(~seen_TJ, float("-inf"))
+    if params.sinks is not None:
+        sinks_N11 = torch.tensor(params.sinks, dtype=wide, device=q_TND.device)[:, None, None]
+        scores_NTJ = torch.cat((scores_NTJ, sinks_N11.expand(-1, scores_NTJ.shape[1], 1)), dim=-1)
+    weights_NTJ = scores_NTJ.softmax(dim=-1)[..., : k_JKD.shape[0]]
     return torch.einsum("ntj,jnd->tnd", weights_NTJ, v_JND).to(q_TND.dtype)

@@ -139,7 +139,7 @@ class TorchStep:
                 out_TND[own] = attend_in_pieces(q_TND[own], pieces, chunk.context_len, params)
             else:
                 k_JKD, v_JKD = self._gatherer.context(chunk, k_TKD, v_TKD, kv)
-                out_TND[own] = self._sdpa.attend(q_TND[own], k_JKD, v_JKD, scale, window)
+                out_TND[own] = self._sdpa.attend(q_TND[own], k_JKD, v_JKD, params)
         return out_TND
 
     def attend_latent(

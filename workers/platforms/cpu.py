@@ -177,10 +177,10 @@ def _linear_methods(dtype: torch.dtype, quantization: str | None = None) -> Make
 def _attention(dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> AttentionBackend:
     storage = dtype if kv_dtype is None else kv_dtype
     kernel = CpuDecodeAttention.make(dtype, head_dim, storage)
-    store = CpuKVStore.make(dtype, head_dim, storage)
-    if kernel is None or store is None:
+    store, chunk_kernel = CpuKVStore.make(dtype, storage), CpuChunkAttention.make(dtype)
+    if kernel is None or store is None or chunk_kernel is None:
         return TorchAttention()
-    return CpuAttention(kernel, store, CpuChunkAttention.make(dtype))
+    return CpuAttention(kernel, store, chunk_kernel)
 
 
 def _fused_ops(dtype: torch.dtype) -> FusedOps:

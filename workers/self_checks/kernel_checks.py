@@ -159,7 +159,7 @@ def _kv_store(shapes: Sequence[tuple[int, int, int]]) -> str:
     """Codes and scales are equal to the twin's bit for bit, and so is what is read back."""
     for storage in LARGEST:
         for tokens, heads, dim in shapes:
-            store = CpuKVStore.make(BF16, dim, storage)
+            store = CpuKVStore.make(BF16, storage)
             if store is None:
                 raise _no_kernel()
             blocks = -(-tokens // BLOCK) + 1

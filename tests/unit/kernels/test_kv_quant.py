@@ -87,9 +87,9 @@ def filled(store: KVStore, x: torch.Tensor, storage: torch.dtype) -> tuple[Layer
 
 @pytest.mark.parametrize("storage", [*STORAGES, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("heads", "dim"), [(1, 16), (2, 64), (3, 80), (8, 128)])
+@pytest.mark.parametrize(("heads", "dim"), [(1, 16), (2, 24), (3, 70), (8, 128)])
 def test_the_compiled_store_equals_its_twin(dtype: torch.dtype, storage: torch.dtype, heads: int, dim: int) -> None:
-    store = CpuKVStore.make(dtype, dim, storage)
+    store = CpuKVStore.make(dtype, storage)
     if storage is torch.float32 and dtype is torch.bfloat16:
         assert store is None  # wider than what is computed: torch serves it
         return
@@ -108,7 +108,7 @@ def test_the_compiled_store_equals_its_twin(dtype: torch.dtype, storage: torch.d
 def test_every_code_is_read_as_torch_reads_it(dtype: torch.dtype) -> None:
     """All codes that are ever written: not -128 of int8, not NaN of fp8."""
     for storage in STORAGES:
-        store = CpuKVStore.make(dtype, 256, storage)
+        store = CpuKVStore.make(dtype, storage)
         if store is None:
             pytest.skip("no C compiler")
         codes = torch.arange(-128, 128).to(torch.int8).view(storage).view(1, 1, 1, 256)

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 POINTER, NUMBER, COUNT, REAL = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 LEAST_CHUNK_BYTES = 4096
+CACHE_LINE = 64
 _aten = torch.ops.aten
 EMPTY = {_aten.empty.memory_format, _aten.empty_like.default}
 GIVEN = {_aten.lift_fresh.default, _aten.detach_.default}
@@ -69,12 +70,30 @@ class Scratch:
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.float32)
+        self._count = -1
         self.address = ctypes.c_void_p()
 
     def reserve(self, count: int) -> None:
-        if self._memory.shape[0] < count:
-            self._memory = np.empty(count, np.float32)
-            self.address.value = self._memory.ctypes.data
+        """Makes room for `count` floats, from the start of a cache line."""
+        if self._count < count:
+            self._count = count
+            self._memory = np.empty(count + CACHE_LINE // 4, np.float32)
+            self.address.value = -(-self._memory.ctypes.data // CACHE_LINE) * CACHE_LINE
+
+
+class OfHeads:
+    """Numbers of heads as C arrays, one for equal numbers; captured calls keep theirs."""
+
+    def __init__(self) -> None:
+        self._held: dict[Sequence[float], Any] = {}
+
+    def array(self, numbers: tuple[float, ...] | None) -> Any:
+        """Returns the array; None for None."""
+        if numbers is None:
+            return None
+        if numbers not in self._held:
+            self._held[numbers] = (ctypes.c_float * len(numbers))(*numbers)
+        return self._held[numbers]
 
 
 class Arena:

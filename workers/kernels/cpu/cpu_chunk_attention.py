@@ -1,11 +1,13 @@
 """Attention of a prefill chunk for CPUs: blocks of queries, two batched matmuls, and a compiled softmax between them.
 
-    out[t, n] = softmax_j(scale * q[t, n] . k[j, n / G]) v[j, n / G],  j <= position of t, within the window
+    out[t, n] = softmax_j(cap(scale * q[t, n] . k[j, n / G]) - slope[n] * (p - j)) v[j, n / G]
 
-A block of queries multiplies only the keys that some of them attend to, so the masked half is hardly computed, and
-oneDNN's matmul runs at full speed (SDPA took 2.8 times as long at 1,024 tokens). For bf16, whose scores are rounded to
-bf16 as in transformers' eager attention; fp32 stays with SDPA. The torch twin is SdpaChunks of
-workers/attention/chunks.py. T tokens of the chunk, J context positions, N query heads, K KV heads, G = N / K, D dim.
+over positions j up to p, that of t, within the window; a head's sink takes its share of the softmax and adds nothing.
+
+A block of queries multiplies only the keys that some of them attend to, so what is masked is hardly computed, and the
+matmul runs at full speed (SDPA took 2.8 times as long at 1,024 tokens in bf16). For bf16, whose scores are rounded to
+bf16 as in transformers' eager attention, and fp32. The torch twin is attend_in_pieces of workers/attention/pieces.py.
+T tokens of the chunk, J context positions, N query heads, K KV heads, G = N / K, D dim.
 """
 
 import ctypes
@@ -13,29 +15,40 @@ import ctypes
 import torch
 
 from tandem.workers.kernels.cpu.cpu_build import cpu_library
-from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, REAL, Kernel
+from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, REAL, Kernel, OfHeads, Scratch
+from tandem.workers.models.spec.arch import AttentionParams
 
 QUERY_BLOCK = 128
+LANES = 16
 
 
 class CpuChunkAttention:
-    """ChunkAttention by the compiled softmax and a loop around it, for bf16."""
+    """ChunkAttention by the compiled softmax and a loop around it. It keeps scratch memory between calls, so it serves
+    one thread."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._softmax = Kernel(library, "causal_softmax", POINTER, NUMBER, NUMBER, NUMBER, NUMBER, NUMBER, REAL, COUNT)
+        self._of_heads, self._scratch = OfHeads(), Scratch()
+        self._softmax = Kernel(
+            library, "causal_softmax", POINTER, NUMBER, NUMBER, NUMBER, NUMBER, NUMBER, REAL, REAL, POINTER, POINTER,
+            POINTER, NUMBER, COUNT,
+        )  # fmt: skip
 
     @classmethod
     def make(cls, dtype: torch.dtype) -> "CpuChunkAttention | None":
         """Returns the implementation; None for other dtypes, or when compilation failed."""
-        library = cpu_library(dtype) if dtype is torch.bfloat16 else None
+        library = cpu_library(dtype)
         return None if library is None else cls(library)
 
     def attend(
-        self, q_TND: torch.Tensor, k_JKD: torch.Tensor, v_JKD: torch.Tensor, scale: float, window: int | None
+        self, q_TND: torch.Tensor, k_JKD: torch.Tensor, v_JKD: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         """Returns out_TND. The chunk's tokens are the last T of the J positions."""
         num_tokens, num_heads, head_dim = q_TND.shape
         before, num_kv_heads = k_JKD.shape[0] - num_tokens, k_JKD.shape[1]
+        window = params.window
+        slopes, sinks = self._of_heads.array(params.slopes), self._of_heads.array(params.sinks)
+        width, threads = -(-k_JKD.shape[0] // LANES) * LANES, torch.get_num_threads()
+        self._scratch.reserve(threads * width)
         k_KJD = k_JKD.transpose(0, 1).contiguous()  # oneDNN reads it transposed as fast; a copy as D by J is slow
         v_KJD = v_JKD.transpose(0, 1).contiguous()
         out_TND = torch.empty(q_TND.shape, dtype=q_TND.dtype)
@@ -48,7 +61,8 @@ class CpuChunkAttention:
             scores_KXJ = torch.bmm(q_KXD, k_KJD[:, first:last].transpose(1, 2))
             self._softmax(
                 scores_KXJ.data_ptr(), num_heads * count, last - first, count, before + start + 1 - first,
-                window or 0, scale, torch.get_num_threads(),
+                window or 0, params.scale, params.softcap or 0.0, slopes, sinks,
+                self._scratch.address, width, threads,
             )  # fmt: skip
             out_KXD = torch.bmm(scores_KXJ, v_KJD[:, first:last])
             out_TND[start:stop] = out_KXD.view(num_heads, count, head_dim).transpose(0, 1)

@@ -21,7 +21,7 @@ class CpuFusedOps:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._twin = TorchFusedOps()
-        self._stores: dict[tuple[torch.dtype, torch.dtype, int], KVStore] = {}
+        self._stores: dict[tuple[torch.dtype, torch.dtype], KVStore] = {}
         self._add_rms_norm = Kernel(
             library, "add_rms_norm", POINTER, POINTER, POINTER, POINTER, NUMBER, NUMBER, REAL, COUNT
         )
@@ -78,8 +78,8 @@ class CpuFusedOps:
         return out_TM
 
     def store(self, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv: LayerKV, slots_T: torch.Tensor) -> None:
-        kind = (k_TKD.dtype, kv.keys.dtype, k_TKD.shape[2])
+        kind = (k_TKD.dtype, kv.keys.dtype)
         store = self._stores.get(kind)
         if store is None:
-            store = self._stores[kind] = CpuKVStore.make(kind[0], kind[2], kind[1]) or TorchKVStore()
+            store = self._stores[kind] = CpuKVStore.make(*kind) or TorchKVStore()
         store.write(k_TKD, v_TKD, kv, slots_T)

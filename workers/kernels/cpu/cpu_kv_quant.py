@@ -1,7 +1,7 @@
 """KVStore compiled for CPUs: quantizes on writing to the cache, converts back on gathering whole blocks.
 
 Formulas in kv_store.py, whose TorchKVStore is the twin, with bit-equal codes and scales. Computes in bf16 or fp32; the
-cache has the same type, int8, fp8 e4m3, or bf16 under fp32; head dims are multiples of 16. Called by
+cache has the same type, int8, fp8 e4m3, or bf16 under fp32. Called by
 workers/attention/cpu_paged.py. T tokens, K KV heads, D head dim.
 """
 
@@ -12,8 +12,6 @@ import torch
 from tandem.workers.kernels.cpu.cpu_build import cpu_library
 from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, Kernel
 from tandem.workers.kernels.kv_store import LayerKV
-
-LANES = 16
 
 
 class CpuKVStore:
@@ -29,9 +27,9 @@ class CpuKVStore:
         )
 
     @classmethod
-    def make(cls, dtype: torch.dtype, head_dim: int, storage: torch.dtype) -> "CpuKVStore | None":
-        """Returns the store; None for unsupported types or head dims, or when compilation failed."""
-        library = cpu_library(dtype, storage) if head_dim % LANES == 0 else None
+    def make(cls, dtype: torch.dtype, storage: torch.dtype) -> "CpuKVStore | None":
+        """Returns the store; None for unsupported types, or when compilation failed."""
+        library = cpu_library(dtype, storage)
         return None if library is None else cls(library)
 
     def write(self, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv: LayerKV, slots_T: torch.Tensor) -> None:

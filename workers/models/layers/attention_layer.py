@@ -48,6 +48,7 @@ class AttentionLayer:
         self._qkv = ColumnParallelLinear(*params.merged("qkv"), context, make)
         self._rope = rope
         self._norm = make_qk_norm(spec, params, (num_heads, num_kv_heads), context)
+        self._sinks = weights.get(Role.SINKS)
         self._o = RowParallelLinear(*params.merged("o"), context, make)
 
     def __call__(self, x_TH: torch.Tensor, inputs: LayerInputs, kv: LayerKV) -> torch.Tensor:
@@ -75,7 +76,12 @@ class AttentionLayer:
         yield from self._qkv.slots()
         if self._norm is not None:
             yield from self._norm.slots()
+        if self._sinks is not None:
+            yield ParameterSlot((self._sinks,), self._accept_sinks)
         yield from self._o.slots()
+
+    def _accept_sinks(self, sinks_N: torch.Tensor) -> None:
+        self._params = replace(self._params, sinks=tuple(sinks_N.tolist()))
 
 
 def _own_heads(params: AttentionParams, rows: Span, head_dim: int) -> AttentionParams:

@@ -86,7 +86,8 @@ class QkNorm(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Gqa:
     """Attention with num_heads query heads in groups that share a key and value head (MHA and MQA are cases of it).
-    qk_norm: which norm q and k pass, of the layer's kind without a bias; None for none."""
+    qk_norm: which norm q and k pass, of the layer's kind without a bias; None for none. sinks: each query head has a
+    learned sink (AttentionParams)."""
 
     num_heads: int
     num_kv_heads: int
@@ -94,6 +95,7 @@ class Gqa:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: QkNorm | None = None
+    sinks: bool = False
 
     @property
     def rope_dim(self) -> int:
@@ -142,18 +144,21 @@ class AttentionParams:
 
     window: the number of last positions (itself included) that a token attends to, None for all. softcap: scores s
     become softcap * tanh(s / softcap), None for none (Gemma 2). slopes: of each query head, the score falls by its
-    slope for each position of distance (ALiBi, Press et al. 2021), None for none.
+    slope for each position of distance (ALiBi, Press et al. 2021), None for none. sinks: of each query head, the score
+    of a position without a value: it takes its share of the softmax and adds nothing (gpt-oss, Xiao et al. 2023), None
+    for none. Slopes and sinks are of this rank's heads where a kernel gets them.
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
     slopes: tuple[float, ...] | None = None
+    sinks: tuple[float, ...] | None = None
 
     @property
     def is_plain(self) -> bool:
-        """Whether scores are scaled products, as every kernel computes them."""
-        return self.softcap is None and self.slopes is None
+        """Whether weights are the softmax of scaled products, as every kernel computes them."""
+        return self.softcap is None and self.slopes is None and self.sinks is None
 
 
 class NormKind(StrEnum):

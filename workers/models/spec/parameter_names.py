@@ -25,6 +25,7 @@ class Role(StrEnum):
     V = "v"
     Q_NORM = "q_norm"
     K_NORM = "k_norm"
+    SINKS = "sinks"
     O = "o"  # noqa: E741 - the projection behind attention has this name everywhere
     ATTENTION_POST_NORM = "attention_post_norm"
     MLP_NORM = "mlp_norm"
@@ -49,6 +50,7 @@ LLAMA_STEMS: Mapping[Role, str] = MappingProxyType(
         Role.V: "self_attn.v_proj",
         Role.Q_NORM: "self_attn.q_norm",
         Role.K_NORM: "self_attn.k_norm",
+        Role.SINKS: "self_attn",
         Role.O: "self_attn.o_proj",
         Role.MLP_NORM: "post_attention_layernorm",
         Role.GATE: "mlp.gate_proj",

@@ -268,6 +268,11 @@ class _Group:
         if spec.correction:
             self._router_param(self.weights, Role.ROUTER_CORRECTION, "e_score_correction_bias", (size,), Init.ZEROS)
 
+    def sinks(self, num_heads: int) -> None:
+        """The scores of a head's sink."""
+        names = self._names.stored(self._prefix, Role.SINKS, "sinks")
+        self.weights[Role.SINKS] = self._param(Role.SINKS, names[0], (num_heads,), Source(names), Shard("tp"))
+
     def _router_param(
         self, into: dict[Role, Param], role: Role, suffix: str, shape: tuple[int, ...], init: Init
     ) -> None:
@@ -406,6 +411,8 @@ def _attention(found: _Group, hidden: int, layer: LayerSpec, spec: Gqa, fused: F
         norm = replace(layer.norm, bias=False)
         found.norm_of_heads(Role.Q_NORM, spec.qk_norm, spec.num_heads, norm, order, by_head)
         found.norm_of_heads(Role.K_NORM, spec.qk_norm, spec.num_kv_heads, norm, order, by_kv_head)
+    if spec.sinks:
+        found.sinks(spec.num_heads)
     found.linear(Role.O, hidden, q, Shard("tp", dim=1, unit=dim), "o", bias=spec.o_bias)
 
 

@@ -1,61 +1,66 @@
 /* Softmax of a block of causal scores, in place, for CPUs. See cpu_chunk_attention.py for its meaning. */
+#include <omp.h>
+
 #include "cpu_vector.h"
 
 #define PARALLEL_ELEMENTS 16384
-
-/* Lanes 0..count of the vector at `at`, the rest zero. */
-INLINE floats load_some(const element *at, long count) {
-  if (count >= LANES) return load(at);
-  element part[LANES] = {0};
-  memcpy(part, at, count * sizeof(element));
-  return load(part);
-}
-
-INLINE void store_some(element *at, floats x, long count) {
-  if (count >= LANES) {
-    store(at, x);
-    return;
-  }
-  element part[LANES];
-  store(part, x);
-  memcpy(at, part, count * sizeof(element));
-}
 
 INLINE ints seen_lanes(long at, long begin, long end) {
   const ints lane = (ints){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + (int32_t)at;
   return (lane >= (int32_t)begin) & (lane < (int32_t)end);
 }
 
-INLINE void softmax_row(element *row, long begin, long end, long width, float scale) {
-  const floats nothing = (floats){} - INFINITY;
+/* How scores of one head become weights. softcap: 0 for none; slope: 0 for none; sink: -infinity for none. */
+typedef struct {
+  float scale, softcap, slope, sink;
+} rule;
+
+/* Columns begin..end are seen, the last one is the query's own. own: as many floats as columns, in whole vectors. */
+INLINE void softmax_row(element *row, float *own, long begin, long end, long width, const rule *rule, const int plain) {
+  const floats lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, nothing = (floats){} - INFINITY;
   const long first = begin / LANES * LANES;
-  floats most = nothing, weight = {};
+  floats x, most = (floats){} + rule->sink, weight = {};
   for (long j = first; j < end; j += LANES) {
-    const floats x = load_some(row + j, width - j) * scale;
-    most = choose_lanes(seen_lanes(j, begin, end) & ~(x <= most), x, most);
+    x = load_some(row + j, width - j) * rule->scale;
+    if (!plain && rule->softcap > 0) x = capped(x, rule->softcap);
+    if (!plain) x += rule->slope * (lane + (float)(j - end + 1));
+    if (j < begin || j + LANES > end) x = choose_lanes(seen_lanes(j, begin, end), x, nothing);
+    memcpy(own + j, &x, sizeof x);
+    most = choose_lanes(~(x <= most), x, most);
   }
   most = (floats){} + max_lanes(most);
   for (long j = first; j < end; j += LANES) {
-    const floats x = exponential(load_some(row + j, width - j) * scale - most);
-    weight += choose_lanes(seen_lanes(j, begin, end), x, (floats){});
+    memcpy(&x, own + j, sizeof x);
+    x = exponential(x - most);
+    if (j < begin || j + LANES > end) x = choose_lanes(seen_lanes(j, begin, end), x, (floats){});
+    memcpy(own + j, &x, sizeof x);
+    weight += x;
   }
-  const float factor = 1.0f / sum_lanes(weight);
+  const float factor = 1.0f / (sum_lanes(weight) + (rule->sink > -INFINITY ? expf(rule->sink - most[0]) : 0));
   for (long j = first; j < end; j += LANES) {
-    const floats x = exponential(load_some(row + j, width - j) * scale - most) * factor;
-    store_some(row + j, choose_lanes(seen_lanes(j, begin, end), x, (floats){}), width - j);
+    memcpy(&x, own + j, sizeof x);
+    store_some(row + j, x * factor, width - j);
   }
   memset(row, 0, first * sizeof(element));
   const long after = (end + LANES - 1) / LANES * LANES;
   if (after < width) memset(row + after, 0, (width - after) * sizeof(element));
 }
 
-/* Rows are [.., queries]: query t sees positions up to first_end + t, of them the last `window` where that is positive. */
+/* Rows are [heads, queries]: query t sees positions up to first_end + t, of them the last `window` where that is
+   positive. slopes, sinks: of the heads, or null. scratch: of each thread. */
 void causal_softmax(element *scores, long rows, long width, long queries, long first_end, long window, float scale,
+                    float softcap, const float *slopes, const float *sinks, float *scratch, long scratch_stride,
                     int threads) {
+  const int plain = !(softcap > 0) && !slopes;
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows * width >= PARALLEL_ELEMENTS)
   for (long r = 0; r < rows; r++) {
-    const long end = first_end + r % queries;
+    const long head = r / queries, end = first_end + r % queries;
     const long begin = window > 0 && end > window ? end - window : 0;
-    softmax_row(scores + r * width, begin, end, width, scale);
+    const rule how = {scale, softcap, slopes ? slopes[head] : 0, sinks ? sinks[head] : -INFINITY};
+    float *own = scratch + omp_get_thread_num() * scratch_stride;
+    if (plain)
+      softmax_row(scores + r * width, own, begin, end, width, &how, 1);
+    else
+      softmax_row(scores + r * width, own, begin, end, width, &how, 0);
   }
 }

@@ -7,36 +7,55 @@
 #define MAX_TILE 4
 #define SPAN 4 /* tokens that all heads read before the next ones: they are contiguous, so the reads stream */
 #define LINE (64 / (int)sizeof(stored)) /* elements of a cache line */
+#define PAIR (2 * LANES)
 
-/* A product of q and k: pairs of bf16 where the CPU multiplies them, floats elsewhere. `left`: elements to the end. */
+/* A product of q and k: pairs of bf16 where the CPU multiplies them, floats elsewhere. */
 #if ELEMENT == 1 && STORED == 0 && defined(__AVX512BF16__)
 #define WIDE 32
 typedef __m512i operand;
-INLINE operand load_query(const element *at, int left) {
-  return left < WIDE ? _mm512_maskz_loadu_epi16(0xffff, at) : _mm512_loadu_si512(at);
+typedef element query_part;
+INLINE operand load_query(const query_part *at) { return _mm512_loadu_si512(at); }
+INLINE operand load_key(const stored *at, int left) {
+  return left < WIDE ? _mm512_maskz_loadu_epi16((1u << left) - 1, at) : _mm512_loadu_si512(at);
 }
-INLINE operand load_key(const stored *at, int left) { return load_query(at, left); }
 INLINE floats multiply_add(floats sum, operand a, operand b) {
   return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+INLINE void copy_query(query_part *to, const element *q, long dim, long padded) {
+  memset(to + dim, 0, (padded - dim) * sizeof *to);
+  memcpy(to, q, dim * sizeof *to);
 }
 #else
 #define WIDE LANES
 typedef floats operand;
-INLINE operand load_query(const element *at, int left) { return (void)left, load(at); }
-INLINE operand load_key(const stored *at, int left) { return (void)left, load_stored(at); }
+typedef float query_part;
+INLINE operand load_query(const query_part *at) { floats x; memcpy(&x, at, sizeof x); return x; }
+INLINE operand load_key(const stored *at, int left) { return load_stored_some(at, left); }
 INLINE floats multiply_add(floats sum, operand a, operand b) { return sum + a * b; }
+INLINE void copy_query(query_part *to, const element *q, long dim, long padded) {
+  for (long i = 0; i < padded; i += LANES) {
+    const floats x = i < dim ? load_some(q + i, dim - i) : (floats){};
+    memcpy(to + i, &x, sizeof x);
+  }
+}
 #endif
 
-/* Two vectors of values. For bf16 the even and the odd ones, split by a shift and a mask; `in_order` restores the
-   order in the sums. */
+/* Two vectors of values, of which `left` elements exist, the rest zero. For bf16 the even and the odd ones, split by a
+   shift and a mask; `in_order` restores the order in the sums. */
 #if STORED == 3 || (STORED == 0 && ELEMENT == 1)
-INLINE void load_two(floats *value, const stored *at, int vectors) {
-  if (vectors == 1) {
-    value[0] = load_bf16(at);
+INLINE void load_two(floats *value, const stored *at, int left) {
+  if (left <= LANES) {
+    value[0] = load_stored_some(at, left);
+    value[1] = (floats){};
     return;
   }
   words pairs;
-  memcpy(&pairs, at, sizeof pairs);
+#ifdef MASKED
+  pairs = (words)(left < PAIR ? _mm512_maskz_loadu_epi16((1u << left) - 1, at) : _mm512_loadu_si512(at));
+#else
+  if (left < PAIR) pairs = (words){};
+  memcpy(&pairs, at, left < PAIR ? left * sizeof *at : sizeof pairs);
+#endif
   value[0] = (floats)(pairs << 16);
   value[1] = (floats)(pairs & 0xffff0000u);
 }
@@ -48,9 +67,9 @@ INLINE void in_order(floats *sum, int vectors) {
   }
 }
 #else
-INLINE void load_two(floats *value, const stored *at, int vectors) {
-  value[0] = load_stored(at);
-  if (vectors > 1) value[1] = load_stored(at + LANES);
+INLINE void load_two(floats *value, const stored *at, int left) {
+  value[0] = load_stored_some(at, left);
+  value[1] = left > LANES ? load_stored_some(at + LANES, left - LANES) : (floats){};
 }
 INLINE void in_order(floats *sum, int vectors) { (void)sum, (void)vectors; }
 #endif
@@ -67,10 +86,22 @@ INLINE void sum_four(const floats *x, float *sums) {
   memcpy(sums, &c, 4 * sizeof *sums);
 }
 
+/* What all tasks of a call share. padded: a head's elements in scratch memory. slopes, sinks: of query heads, or null;
+   softcap: 0 for none. */
 typedef struct {
   const stored *keys, *values;
   const float *key_scales, *value_scales; /* of each token and KV head, where SCALED */
-} cache;
+  long heads, kv_heads, dim, padded, block_size;
+  float scale, softcap;
+  const float *slopes, *sinks;
+} work;
+
+/* Tokens of one block that are read together. */
+typedef struct {
+  const stored *from, *next; /* the first token's first head; what is read after these tokens */
+  const float *scales;
+  long count, token; /* elements of one token */
+} span;
 
 INLINE long slot_of(const int32_t *blocks, long block_size, long position) {
   return blocks[position / block_size] * block_size + position % block_size;
@@ -82,157 +113,256 @@ INLINE long span_end(long position, long last, long block_size) {
   return stop < last ? stop : last;
 }
 
-/* One partition of one row's context, all heads, G query heads of one KV head at a time.
-   partial: per query head D sums, then the maximum, then the weight. */
-INLINE void attend_partition(const element *q, const cache *kv, float *partial, float *scores, const int32_t *blocks,
-                             long first, long last, long heads, long kv_heads, const int D, const int G,
-                             long block_size, float scale) {
-  const int V = D / LANES, O = (D + WIDE - 1) / WIDE, J = MAX_TILE / G; /* J tokens make four scores or nearly */
-  const long tiles = heads / kv_heads / G;
-  const long token = kv_heads * D;
+/* Asks for what is read after this place, while this is computed. */
+INLINE void prefetch(const stored *next, int elements) {
+  for (int i = 0; i < elements; i += LINE) __builtin_prefetch(next + i, 0, 3);
+}
+
+/* Scores of a span's tokens, of G query heads of D elements that share KV head h. */
+INLINE void span_scores(const work *w, const span *s, long h, const query_part *query, float *score, long length,
+                        const int D, const int G) {
+  const int J = G > 1 ? 2 : 4; /* tokens at once: enough sums that none waits for another */
+  const int P = (D + PAIR - 1) / PAIR * PAIR, whole = D - D % WIDE;
+  for (long j = 0; j < s->count; j += J) {
+    floats dot[8] = {};
+    const stored *key[4];
+    UNROLLED for (int k = 0; k < J; k++) {
+      const long offset = (j + k < s->count ? j + k : s->count - 1) * s->token + h * D;
+      key[k] = s->from + offset;
+      prefetch(s->next + offset, D);
+    }
+    UNROLLED for (int i = 0; i < whole; i += WIDE)
+      UNROLLED for (int k = 0; k < J; k++) {
+        const operand x = load_key(key[k] + i, WIDE);
+        UNROLLED for (int g = 0; g < G; g++)
+          dot[k * G + g] = multiply_add(dot[k * G + g], load_query(query + g * P + i), x);
+      }
+    if (whole < D)
+      UNROLLED for (int k = 0; k < J; k++) {
+        const operand x = load_key(key[k] + whole, D - whole);
+        UNROLLED for (int g = 0; g < G; g++)
+          dot[k * G + g] = multiply_add(dot[k * G + g], load_query(query + g * P + whole), x);
+      }
+    float sums[8];
+    sum_four(dot, sums);
+    if (G * J > 4) sum_four(dot + 4, sums + 4);
+    UNROLLED for (int k = 0; k < J; k++) {
+      const long at = j + k < s->count ? j + k : s->count - 1;
+      const float factor = SCALED ? w->scale * UNIT * s->scales[at * w->kv_heads + h] : w->scale;
+      UNROLLED for (int g = 0; g < G; g++) score[g * length + at] = sums[k * G + g] * factor;
+    }
+  }
+}
+
+/* Adds two vectors of `count` tokens' values, weighed, to the sums of G heads. */
+INLINE void add_two(float *sums, const stored *value, const stored *next, long token, const float *weight,
+                    const long count, const int P, const int left, const int G) {
+  floats sum[MAX_TILE][2];
+  UNROLLED for (int g = 0; g < G; g++) memcpy(sum[g], sums + g * P, sizeof sum[g]);
+  _Pragma("GCC unroll 4")
+  for (long j = 0; j < count; j++) {
+    floats x[2];
+    load_two(x, value + j * token, left);
+    prefetch(next + j * token, left);
+    UNROLLED for (int g = 0; g < G; g++) {
+      sum[g][0] += weight[j * G + g] * x[0];
+      if (left > LANES) sum[g][1] += weight[j * G + g] * x[1];
+    }
+  }
+  UNROLLED for (int g = 0; g < G; g++) memcpy(sums + g * P, sum[g], sizeof sum[g]);
+}
+
+INLINE void span_values(const work *w, const span *s, long h, const float *score, long length, float *sums,
+                        const int D, const int G) {
+  const int P = (D + PAIR - 1) / PAIR * PAIR, whole = D - D % PAIR, left = D - whole;
+  float weight[SPAN * MAX_TILE];
+  for (long j = 0; j < s->count; j++) {
+    const float factor = SCALED ? UNIT * s->scales[j * w->kv_heads + h] : 1.0f;
+    UNROLLED for (int g = 0; g < G; g++) weight[j * G + g] = score[g * length + j] * factor;
+  }
+  const stored *value = s->from + h * D, *next = s->next + h * D;
+  if (__builtin_constant_p(D) && D % PAIR == 0 && G <= 2) { /* all sums stay in registers */
+    floats sum[MAX_TILE][128 / LANES];
+    UNROLLED for (int g = 0; g < G; g++)
+      UNROLLED for (int i = 0; i < D / LANES; i++) memcpy(&sum[g][i], sums + g * P + i * LANES, sizeof(floats));
+    for (long j = 0; j < s->count; j++) {
+      prefetch(next + j * s->token, D);
+      UNROLLED for (int i = 0; i < D / LANES; i += 2) {
+        floats x[2];
+        load_two(x, value + j * s->token + i * LANES, PAIR);
+        UNROLLED for (int g = 0; g < G; g++) {
+          sum[g][i] += weight[j * G + g] * x[0];
+          sum[g][i + 1] += weight[j * G + g] * x[1];
+        }
+      }
+    }
+    UNROLLED for (int g = 0; g < G; g++)
+      UNROLLED for (int i = 0; i < D / LANES; i++) memcpy(sums + g * P + i * LANES, &sum[g][i], sizeof(floats));
+    return;
+  }
+  for (int i = 0; i < whole; i += PAIR)
+    if (s->count == SPAN)
+      add_two(sums + i, value + i, next + i, s->token, weight, SPAN, P, PAIR, G);
+    else
+      add_two(sums + i, value + i, next + i, s->token, weight, s->count, P, PAIR, G);
+  if (left == LANES)
+    add_two(sums + whole, value + whole, next + whole, s->token, weight, s->count, P, LANES, G);
+  else if (left)
+    add_two(sums + whole, value + whole, next + whole, s->token, weight, s->count, P, left, G);
+}
+
+/* Scores to weights, their maximum and their sum. first: the position of the first score; count: of scores; length: with
+   padding; query: the position of the query. */
+INLINE void softmax_head(const work *w, float *row, long n, long first, long query, long count, long length,
+                         float *stats) {
+  floats x, most = {}, weight = {};
+  if (w->softcap > 0 || w->slopes) {
+    const floats lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const float slope = w->slopes ? w->slopes[n] : 0;
+    for (long j = 0; j < length; j += LANES) {
+      memcpy(&x, row + j, sizeof x);
+      if (w->softcap > 0) x = capped(x, w->softcap);
+      x += slope * (lane + (float)(first + j - query));
+      memcpy(row + j, &x, sizeof x);
+    }
+  }
+  for (long j = count; j < length; j++) row[j] = -INFINITY;
+  most -= INFINITY;
+  for (long j = 0; j < length; j += LANES) {
+    memcpy(&x, row + j, sizeof x);
+    most = choose_lanes(x > most, x, most);
+  }
+  most = (floats){} + max_lanes(most);
+  for (long j = 0; j < length; j += LANES) {
+    memcpy(&x, row + j, sizeof x);
+    x = exponential(x - most);
+    memcpy(row + j, &x, sizeof x);
+    weight += x;
+  }
+  stats[0] = most[0];
+  stats[1] = sum_lanes(weight);
+}
+
+#define TILES(call)              \
+  switch (tile) {                \
+    case 1: call(1); break;      \
+    case 2: call(2); break;      \
+    case 3: call(3); break;      \
+    default: call(4);            \
+  }
+
+/* One partition of one row's context, all heads. partial: the sums of all heads, then each one's maximum and weight. */
+INLINE void attend_partition(const work *w, const element *q, float *partial, float *scratch, const int32_t *blocks,
+                             long first, long last, long query_position, const int D) {
+  const long group = w->heads / w->kv_heads, token = w->kv_heads * w->dim;
   const long length = (last - first + LANES - 1) / LANES * LANES; /* of a head's scores, padded */
+  query_part *query = (query_part *)scratch;
+  float *scores = scratch + w->heads * w->padded, *stats = partial + w->heads * w->padded;
+  for (long n = 0; n < w->heads; n++) copy_query(query + n * w->padded, q + n * w->dim, w->dim, w->padded);
   for (long position = first; position < last;) {
-    const long stop = span_end(position, last, block_size), slot = slot_of(blocks, block_size, position);
-    const stored *from = kv->keys + slot * token;
-    const stored *next = stop < last ? kv->keys + slot_of(blocks, block_size, stop) * token
-                                     : kv->values + slot_of(blocks, block_size, first) * token;
-    for (long h = 0; h < kv_heads * tiles; h++) {
-      operand query[MAX_TILE * MAX_DIM / LANES];
-      UNROLLED for (int g = 0; g < G; g++)
-        UNROLLED for (int i = 0; i < O; i++) query[g * O + i] = load_query(q + (h * G + g) * D + i * WIDE, D - i * WIDE);
-      float *score = scores + h * G * length + position - first;
-      const long count = stop - position;
-      for (long j = 0; j < count; j += J) {
-        floats dot[4] = {};
-        UNROLLED for (int k = 0; k < J; k++) {
-          const long offset = (j + k < count ? j + k : count - 1) * token + h / tiles * D;
-          for (int i = 0; i < D; i += LINE) __builtin_prefetch(next + offset + i, 0, 3);
-          UNROLLED for (int i = 0; i < O; i++) {
-            const operand key = load_key(from + offset + i * WIDE, D - i * WIDE);
-            UNROLLED for (int g = 0; g < G; g++) dot[k * G + g] = multiply_add(dot[k * G + g], query[g * O + i], key);
-          }
-        }
-        float sums[4];
-        sum_four(dot, sums);
-        UNROLLED for (int k = 0; k < J; k++) {
-          const long at = j + k < count ? j + k : count - 1;
-          const float factor = SCALED ? scale * UNIT * kv->key_scales[(slot + at) * kv_heads + h / tiles] : scale;
-          UNROLLED for (int g = 0; g < G; g++) score[g * length + at] = sums[k * G + g] * factor;
-        }
+    const long stop = span_end(position, last, w->block_size), slot = slot_of(blocks, w->block_size, position);
+    const stored *next = stop < last ? w->keys + slot_of(blocks, w->block_size, stop) * token
+                                     : w->values + slot_of(blocks, w->block_size, first) * token;
+    const span s = {w->keys + slot * token, next, w->key_scales + (SCALED ? slot * w->kv_heads : 0), stop - position,
+                    token};
+    for (long h = 0; h < w->kv_heads; h++) {
+      for (long n = h * group; n < (h + 1) * group; n += MAX_TILE) {
+        const long tile = (h + 1) * group - n;
+        float *score = scores + n * length + position - first;
+#define SCORE(G) span_scores(w, &s, h, query + n * w->padded, score, length, D, G)
+        TILES(SCORE)
       }
     }
     position = stop;
   }
-  for (long n = 0; n < heads; n++) {
-    float *row = scores + n * length, *mine = partial + n * (D + 2);
-    for (long j = last - first; j < length; j++) row[j] = -INFINITY;
-    floats x, most = {}, weight = {};
-    most -= INFINITY;
-    for (long j = 0; j < length; j += LANES) {
-      memcpy(&x, row + j, sizeof x);
-      most = choose_lanes(x > most, x, most);
-    }
-    most = (floats){} + max_lanes(most);
-    for (long j = 0; j < length; j += LANES) {
-      memcpy(&x, row + j, sizeof x);
-      x = exponential(x - most);
-      memcpy(row + j, &x, sizeof x);
-      weight += x;
-    }
-    memset(mine, 0, D * sizeof(float));
-    mine[D] = most[0];
-    mine[D + 1] = sum_lanes(weight);
-  }
+  for (long n = 0; n < w->heads; n++)
+    softmax_head(w, scores + n * length, n, first, query_position, last - first, length, stats + 2 * n);
+  memset(partial, 0, w->heads * w->padded * sizeof *partial);
   for (long position = first; position < last;) {
-    const long stop = span_end(position, last, block_size), slot = slot_of(blocks, block_size, position);
-    const stored *from = kv->values + slot * token;
-    const stored *next = stop < last ? kv->values + slot_of(blocks, block_size, stop) * token : from;
-    for (long h = 0; h < kv_heads * tiles; h++) {
-      const float *score = scores + h * G * length + position - first;
-      float *mine = partial + h * G * (D + 2);
-      floats sum[MAX_TILE * MAX_DIM / LANES];
-      UNROLLED for (int g = 0; g < G; g++)
-        UNROLLED for (int i = 0; i < V; i++) memcpy(sum + g * V + i, mine + g * (D + 2) + i * LANES, sizeof *sum);
-      for (long j = 0; j < stop - position; j++) {
-        const long offset = j * token + h / tiles * D;
-        for (int i = 0; i < D; i += LINE) __builtin_prefetch(next + offset + i, 0, 3);
-        const float factor = SCALED ? UNIT * kv->value_scales[(slot + j) * kv_heads + h / tiles] : 1.0f;
-        UNROLLED for (int i = 0; i < V; i += 2) {
-          floats value[2] = {};
-          load_two(value, from + offset + i * LANES, V - i);
-          UNROLLED for (int g = 0; g < G; g++) {
-            sum[g * V + i] += score[g * length + j] * factor * value[0];
-            if (i + 1 < V) sum[g * V + i + 1] += score[g * length + j] * factor * value[1];
-          }
-        }
+    const long stop = span_end(position, last, w->block_size), slot = slot_of(blocks, w->block_size, position);
+    const stored *from = w->values + slot * token;
+    const stored *next = stop < last ? w->values + slot_of(blocks, w->block_size, stop) * token : from;
+    const span s = {from, next, w->value_scales + (SCALED ? slot * w->kv_heads : 0), stop - position, token};
+    for (long h = 0; h < w->kv_heads; h++) {
+      for (long n = h * group; n < (h + 1) * group; n += MAX_TILE) {
+        const long tile = (h + 1) * group - n;
+        const float *score = scores + n * length + position - first;
+#define SUM(G) span_values(w, &s, h, score, length, partial + n * w->padded, D, G)
+        TILES(SUM)
       }
-      UNROLLED for (int g = 0; g < G; g++)
-        UNROLLED for (int i = 0; i < V; i++) memcpy(mine + g * (D + 2) + i * LANES, sum + g * V + i, sizeof *sum);
     }
     position = stop;
   }
 }
 
-typedef void partition_function(const element *, const cache *, float *, float *, const int32_t *, long, long, long,
-                                long, int, long, float);
+typedef void partition_function(const work *, const element *, float *, float *, const int32_t *, long, long, long);
 
-/* Constants for the shapes in use, so that sums stay in registers. */
-#define FIXED(name, dim, group)                                                                                 \
-  static void name##_##group(const element *q, const cache *kv, float *p, float *s, const int32_t *b, long f, long l, \
-                             long n, long m, int d, long z, float c) {                                          \
-    (void)d;                                                                                                    \
-    attend_partition(q, kv, p, s, b, f, l, n, m, dim, group, z, c);                                             \
+/* Constants for the sizes in use, so that loops over a head are unrolled. */
+#define FIXED(name, dim)                                                                                    \
+  static void name(const work *w, const element *q, float *p, float *s, const int32_t *b, long f, long l, long at) { \
+    attend_partition(w, q, p, s, b, f, l, at, dim);                                                         \
   }
-#define FIXED_DIM(name, dim) FIXED(name, dim, 1) FIXED(name, dim, 2) FIXED(name, dim, 3) FIXED(name, dim, 4)
-FIXED_DIM(attend_64, 64)
-FIXED_DIM(attend_128, 128)
-FIXED_DIM(attend_any, d)
+FIXED(attend_64, 64)
+FIXED(attend_80, 80)
+FIXED(attend_96, 96)
+FIXED(attend_128, 128)
+FIXED(attend_any, w->dim)
 
-#define CHOOSE(name) (tile == 1 ? name##_1 : tile == 2 ? name##_2 : tile == 3 ? name##_3 : name##_4)
-static partition_function *choose(long dim, long group) {
-  const int tile = group % 4 == 0 ? 4 : group % 3 == 0 ? 3 : group % 2 == 0 ? 2 : 1;
-  return dim == 64 ? CHOOSE(attend_64) : dim == 128 ? CHOOSE(attend_128) : CHOOSE(attend_any);
+/* The sum of a row's partitions, for one head. */
+static void merge_partitions(const work *w, const float *partials, long partial_size, long tasks, long n,
+                             element *out) {
+  const long stats = w->heads * w->padded + 2 * n;
+  float most = w->sinks ? w->sinks[n] : -INFINITY;
+  for (long t = 0; t < tasks; t++) {
+    const float m = partials[t * partial_size + stats];
+    most = m > most ? m : most;
+  }
+  float weight = w->sinks ? expf(w->sinks[n] - most) : 0;
+  floats sum[MAX_DIM / LANES];
+  memset(sum, 0, sizeof sum);
+  for (long t = 0; t < tasks; t++) {
+    const float *part = partials + t * partial_size;
+    const float factor = expf(part[stats] - most);
+    weight += part[stats + 1] * factor;
+    for (long i = 0; i < w->dim; i += LANES) {
+      floats x;
+      memcpy(&x, part + n * w->padded + i, sizeof x);
+      sum[i / LANES] += x * factor;
+    }
+  }
+  in_order(sum, (w->dim + LANES - 1) / LANES);
+  for (long i = 0; i < w->dim; i += LANES) store_some(out + n * w->dim + i, sum[i / LANES] / weight, w->dim - i);
 }
 
 void decode_attention(const element *q, long q_stride, const stored *keys, const stored *values,
                       const float *key_scales, const float *value_scales, element *out, const int32_t *table,
                       long table_stride, const int32_t *tasks, long num_tasks, const int32_t *rows, long num_rows,
-                      float *partials, float *scores, long scores_stride, long heads, long kv_heads, long dim,
-                      long block_size, float scale, int threads) {
-  const cache kv = {keys, values, key_scales, value_scales};
-  partition_function *attend = choose(dim, heads / kv_heads);
-  const long partial_size = heads * (dim + 2);
+                      float *partials, float *scratch, long scratch_stride, long heads, long kv_heads, long dim,
+                      long block_size, float scale, float softcap, const float *slopes, const float *sinks,
+                      int threads) {
+  const long padded = (dim + PAIR - 1) / PAIR * PAIR;
+  const long partial_size = (heads * (padded + 2) + LANES - 1) / LANES * LANES;
+  const work w = {keys, values, key_scales, value_scales, heads, kv_heads, dim, padded, block_size, scale, softcap,
+                  slopes, sinks};
+  partition_function *attend = dim == 64    ? attend_64
+                               : dim == 80  ? attend_80
+                               : dim == 96  ? attend_96
+                               : dim == 128 ? attend_128
+                                            : attend_any;
 #pragma omp parallel num_threads(threads)
   {
 #pragma omp for schedule(dynamic, 1)
     for (long t = 0; t < num_tasks; t++) {
-      const int32_t *task = tasks + 4 * t; /* row of the table, token, first position, last position + 1 */
-      attend(q + task[1] * q_stride, &kv, partials + t * partial_size, scores + omp_get_thread_num() * scores_stride,
-             table + task[0] * table_stride, task[2], task[3], heads, kv_heads, dim, block_size, scale);
+      const int32_t *task = tasks + 5 * t; /* row of the table, token, first position, last position + 1, the query's */
+      attend(&w, q + task[1] * q_stride, partials + t * partial_size, scratch + omp_get_thread_num() * scratch_stride,
+             table + task[0] * table_stride, task[2], task[3], task[4]);
     }
 #pragma omp for schedule(static) collapse(2)
     for (long r = 0; r < num_rows; r++)
       for (long n = 0; n < heads; n++) {
         const int32_t *row = rows + 3 * r; /* token, first task, last task + 1 */
-        float most = -INFINITY, weight = 0;
-        floats sum[MAX_DIM / LANES];
-        memset(sum, 0, sizeof sum);
-        for (long t = row[1]; t < row[2]; t++) {
-          const float m = partials[t * partial_size + n * (dim + 2) + dim];
-          most = m > most ? m : most;
-        }
-        for (long t = row[1]; t < row[2]; t++) {
-          const float *part = partials + t * partial_size + n * (dim + 2);
-          const float factor = expf(part[dim] - most);
-          weight += part[dim + 1] * factor;
-          for (long i = 0; i < dim / LANES; i++) {
-            floats x;
-            memcpy(&x, part + i * LANES, sizeof x);
-            sum[i] += x * factor;
-          }
-        }
-        in_order(sum, dim / LANES);
-        for (long i = 0; i < dim / LANES; i++) store(out + (row[0] * heads + n) * dim + i * LANES, sum[i] / weight);
+        merge_partitions(&w, partials + row[1] * partial_size, partial_size, row[2] - row[1], n,
+                         out + row[0] * heads * dim);
       }
   }
 }

@@ -6,11 +6,11 @@ INLINE void encode(const element *x, stored *codes, float *scale, long dim) {
 #if STORED == 0
   memcpy(codes, x, dim * sizeof *codes);
 #elif !SCALED
-  for (long i = 0; i < dim; i += LANES) store_stored(codes + i, load(x + i));
+  for (long i = 0; i < dim; i += LANES) store_stored_some(codes + i, load_some(x + i, dim - i), dim - i);
 #else
   ints most = {};
   for (long i = 0; i < dim; i += LANES) { /* as integers, so that NaN is above infinity and infinity above all */
-    const ints bits = (ints)load(x + i) & 0x7fffffff;
+    const ints bits = (ints)load_some(x + i, dim - i) & 0x7fffffff;
     most = (bits & (bits > most)) | (most & ~(bits > most));
   }
   int32_t largest = 0;
@@ -24,10 +24,10 @@ INLINE void encode(const element *x, stored *codes, float *scale, long dim) {
   }
   const floats top = (floats){} + LARGEST;
   for (long i = 0; i < dim; i += LANES) {
-    floats y = load(x + i) / *scale;
+    floats y = load_some(x + i, dim - i) / *scale;
     y = choose_lanes(y > top, top, y);
     y = choose_lanes(y < -top, -top, y);
-    store_stored(codes + i, y);
+    store_stored_some(codes + i, y, dim - i);
   }
 #endif
 }
@@ -60,7 +60,10 @@ void gather_blocks(const stored *cache, const float *scales, const int64_t *bloc
 #else
     for (long h = 0; h < heads; h++) {
       const float factor = SCALED ? scales[blocks[b] * heads + h] * UNIT : 1.0f;
-      for (long i = h * dim; i < (h + 1) * dim; i += LANES) store(to + i, load_stored(from + i) * factor);
+      for (long i = 0; i < dim; i += LANES) {
+        const long at = h * dim + i;
+        store_some(to + at, load_stored_some(from + at, dim - i) * factor, dim - i);
+      }
     }
 #endif
   }

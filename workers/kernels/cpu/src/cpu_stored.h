@@ -63,3 +63,32 @@ typedef uint16_t stored;
 INLINE floats load_stored(const stored *at) { return load_bf16(at); }
 INLINE void store_stored(stored *at, floats x) { store_bf16(at, x); }
 #endif
+
+/* Elements 0..count of the vector at `at`, the rest zero; count may exceed a vector. */
+INLINE floats load_stored_some(const stored *at, long count) {
+  if (count >= LANES) return load_stored(at);
+#if STORED == 0
+  return load_some(at, count);
+#else
+  stored part[LANES] = {0};
+#ifdef MASKED
+  if (sizeof(stored) == 1)
+    _mm_storeu_si128((__m128i *)part, _mm_maskz_loadu_epi8((1u << count) - 1, at));
+  else
+    _mm256_storeu_si256((__m256i *)part, _mm256_maskz_loadu_epi16((1u << count) - 1, at));
+#else
+  memcpy(part, at, count * sizeof *part);
+#endif
+  return load_stored(part);
+#endif
+}
+/* Writes elements 0..count. */
+INLINE void store_stored_some(stored *at, floats x, long count) {
+  if (count >= LANES) {
+    store_stored(at, x);
+    return;
+  }
+  stored part[LANES];
+  store_stored(part, x);
+  memcpy(at, part, count * sizeof *part);
+}

@@ -7,6 +7,10 @@
 #include <immintrin.h>
 #endif
 
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+#define MASKED /* parts of vectors are read and written under a mask */
+#endif
+
 #define LANES 16
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLLED _Pragma("GCC unroll 16")
@@ -53,6 +57,35 @@ INLINE void store(element *at, floats x) { store_bf16(at, x); }
 INLINE floats rounded(floats x) { return (floats)rounded_bits(x); }
 #endif
 
+/* Lanes 0..count of the vector at `at`, the rest zero; count may exceed a vector. */
+INLINE floats load_some(const element *at, long count) {
+  if (count >= LANES) return load(at);
+#if !defined(MASKED)
+  element part[LANES] = {0};
+  memcpy(part, at, count * sizeof(element));
+  return load(part);
+#elif ELEMENT == 0
+  return (floats)_mm512_maskz_loadu_ps((1u << count) - 1, at);
+#else
+  return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16((1u << count) - 1, at)), 16);
+#endif
+}
+INLINE void store_some(element *at, floats x, long count) {
+  if (count >= LANES) {
+    store(at, x);
+    return;
+  }
+#if !defined(MASKED)
+  element part[LANES];
+  store(part, x);
+  memcpy(at, part, count * sizeof(element));
+#elif ELEMENT == 0
+  _mm512_mask_storeu_ps(at, (1u << count) - 1, (__m512)x);
+#else
+  _mm256_mask_storeu_epi16(at, (1u << count) - 1, _mm512_cvtepi32_epi16((__m512i)(rounded_bits(x) >> 16)));
+#endif
+}
+
 INLINE float sum_lanes(floats x) {
   x += __builtin_shuffle(x, (ints){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
   x += __builtin_shuffle(x, (ints){4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
@@ -90,4 +123,23 @@ INLINE floats exponential(floats given) {
   ints power = (__builtin_convertvector(whole, ints) + 127) << 23;
   p = choose_lanes(given > 88.0f, (floats){} + INFINITY, p * (floats)power);
   return choose_lanes(given != given, given, p);
+}
+
+/* cap * tanh(x / cap), relative error about 1e-7: a rational function, as Eigen has it. NaN stays NaN. */
+INLINE floats capped(floats given, float cap) {
+  const float end = 7.90531110763549805f; /* from here on it is 1 in float32 */
+  floats x = given * (1 / cap);
+  x = choose_lanes(x > end, (floats){} + end, x);
+  x = choose_lanes(x < -end, (floats){} - end, x);
+  const floats y = x * x;
+  floats p = y * -2.76076847742355e-16f + 2.00018790482477e-13f;
+  p = p * y + -8.60467152213735e-11f;
+  p = p * y + 5.12229709037114e-08f;
+  p = p * y + 1.48572235717979e-05f;
+  p = p * y + 6.37261928875436e-04f;
+  p = p * y + 4.89352455891786e-03f;
+  floats q = y * 1.19825839466702e-06f + 1.18534705686654e-04f;
+  q = q * y + 2.26843463243900e-03f;
+  q = q * y + 4.89352518554385e-03f;
+  return x * p / q * cap;
 }
