@@ -149,6 +149,11 @@ class CpuExperts:
             COUNT,
         )  # fmt: skip
 
+    @property
+    def has_products(self) -> bool:
+        """Whether the products too are compiled."""
+        return self._products is not None
+
     def method(self, experts: Sequence[ExpertParams], context: ParallelContext) -> ExpertMethod:
         inputs, products = experts[0].weights[0].span(1, context.mesh).length, self._products
         if products is None or inputs % products.together or inputs > products.most:

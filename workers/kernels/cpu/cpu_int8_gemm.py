@@ -1,5 +1,5 @@
-"""Products with int8 weights on CPUs with AVX512-VNNI, for any number of rows. Twins: parallel/quantization/int8.py. cpu_experts.py
-multiplies those of experts.
+"""Products with int8 weights on CPUs with AVX512-VNNI, for any number of rows. Twins: parallel/quantization/int8.py.
+cpu_experts.py has those with the weights of experts.
 
     y[t, o] = (sum_i c[t, i] W[o, i]) s[t] scale[o] + b[o]      c, s: x[t] as integers and their scale
 
