@@ -21,7 +21,7 @@ INLINE __m512 add_products(__m512 sum, __m512 weights, const element *x) {
 #endif
 #define LINE (BLOCK * TOGETHER) /* elements of a step: what stands together, of all outputs of a block */
 #define LINE_BYTES 256
-#define RUN 32      /* steps that stay in the L1 cache while rows pass over them */
+#define RUN 64      /* steps that stay in the L1 cache while rows pass over them */
 #define GROUP 64    /* rows whose sums are kept at a time */
 #define TILE_ROWS 6 /* times 4 vectors of outputs: 24 sums and what feeds them fill the registers */
 #define VECTORS 4
