@@ -89,8 +89,59 @@ def launch_lora(shape: LoraShape) -> None:
         TritonLora().add(y_TO, x_TI, torch.empty(4096, dtype=dtype), projections, rows)
 
 
+class ExpertShape(NamedTuple):
+    """A mixture of experts: widths in elements; biased: experts have biases."""
+
+    dtype: str
+    hidden: int
+    width: int
+    experts: int
+    biased: bool
+
+
+EXPERT_SHAPES = (
+    ExpertShape("bfloat16", 2048, 768, 128, False),
+    ExpertShape("bfloat16", 2880, 2880, 32, True),
+    ExpertShape("float16", 4096, 14336, 8, False),
+    ExpertShape("float32", 1001, 333, 5, True),
+)
+"""Each dtype, with and without biases, sizes that are multiples of 16 and ones that are not."""
+
+
+def launch_experts(shape: ExpertShape) -> None:
+    """Calls TritonExperts as a layer does, with few and with many rows for each expert."""
+    import torch
+
+    from tandem.parallel.context import ParallelContext
+    from tandem.parallel.expert_methods import ExpertParams, Groups
+    from tandem.parallel.linear_methods import as_given, plain
+    from tandem.parallel.params import Param, Source
+    from tandem.workers.kernels.triton.triton_experts import MANY_FROM, TritonExperts
+
+    def param(*size: int) -> Param:
+        return Param(name="x.weight", shape=size, role="x", source=Source(("x.weight",)), merge="x")
+
+    dtype, ops = getattr(torch, shape.dtype), TritonExperts(plain, as_given)
+    biases = (param(shape.width),) if shape.biased else ()
+    one = ExpertParams((param(shape.width, shape.hidden),), biases)
+    method = ops.method([one] * shape.experts, ParallelContext.single())
+    for slot in method.slots():
+        slot.accept(torch.empty(slot.params[0].shape, dtype=dtype))
+    for tokens in (1, MANY_FROM * shape.experts):
+        order, ends = torch.zeros(2 * tokens, dtype=torch.int32), torch.zeros(shape.experts, dtype=torch.int32)
+        groups = Groups(order, order, ends, 2)
+        for gathers in (True, False):
+            x = torch.empty((1 if gathers else 2) * tokens, shape.hidden, dtype=dtype)
+            method.apply(x, groups, gathers=gathers)
+        y_PH, weight_TK = torch.empty(2 * tokens, shape.hidden, dtype=dtype), torch.zeros(tokens, 2)
+        base, gate = torch.empty(tokens, shape.hidden, dtype=dtype), torch.empty(tokens, 1, dtype=dtype)
+        for more in ((), (base,), (base, gate)):
+            ops.combine(y_PH, weight_TK, groups, *more)
+
+
 LAUNCHES: Mapping[str, Callable[[], None]] = {
-    **{f"lora {number}": partial(launch_lora, shape) for number, shape in enumerate(LORA_SHAPES)}
+    **{f"lora {number}": partial(launch_lora, shape) for number, shape in enumerate(LORA_SHAPES)},
+    **{f"experts {number}": partial(launch_experts, shape) for number, shape in enumerate(EXPERT_SHAPES)},
 }
 """Every module that launches kernels has entries, which together launch all variants that it can choose. Each is a job
 of its own, so that they fill all cores."""

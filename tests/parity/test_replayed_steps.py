@@ -97,7 +97,7 @@ def check(decoder: Callable[[], Decoder], kv_dtype: torch.dtype | None = None) -
     replaying.close()
 
 
-REPLAYED = {"llama", "mistral", "qwen2", "qwen3", "smollm3"}
+REPLAYED = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "smollm3"}
 """Model types whose layers are kernels alone. Others, as those with gelu, compute in torch and are not replayed."""
 
 

@@ -83,6 +83,7 @@ class Decoder:
     ) -> None:
         spec.check_parallel(context.tp_size, context.pp_size, expert_parallel=context.mesh.expert_parallel)
         ops, make = platform.fused_ops(dtype), platform.linear_methods(dtype, quantization)
+        experts = platform.expert_ops(dtype, quantization)
         self.parameters = parameters_of(spec)
         self.layer_ids = layer_range(spec.num_layers, context.pp_rank, context.pp_size)
         self.kv_layouts = kv_layouts(spec, context.mesh, windows)
@@ -100,6 +101,7 @@ class Decoder:
                 context,
                 ops,
                 partial(make, place=stream.place_of(index)),
+                experts(stream.place_of(index)),
                 _rope_of(spec.layers[layer], ropes),
             )
             for index, layer in enumerate(self.layer_ids)

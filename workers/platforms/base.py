@@ -17,6 +17,7 @@ from tandem.parallel.groups import Backend
 from tandem.parallel.linear_methods import MakeMethod
 from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.graphs.graph_runner import GraphRunner
+from tandem.workers.kernels.expert_ops import MakeExpertOps
 from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.kernels.lora_ops import LoraOps
 from tandem.workers.kernels.sampling_ops import SamplingOps
@@ -44,6 +45,14 @@ class LinearMethods(Protocol):
     def __call__(self, dtype: torch.dtype, quantization: str | None = None, /) -> MakeMethod:
         """quantization: a key of FORMATS (parallel/quantization/weight_formats.py), None: dense. SettingsError where
         the platform has no such method."""
+        ...
+
+
+class ExpertOpsOf(Protocol):
+    """Chooses what computes mixtures of experts."""
+
+    def __call__(self, dtype: torch.dtype, quantization: str | None = None, /) -> MakeExpertOps:
+        """quantization: as in LinearMethods."""
         ...
 
 
@@ -83,6 +92,7 @@ class Platform:
     packs: Callable[[torch.dtype], bool]
     linear_methods: LinearMethods
     attention: MakeAttention
+    expert_ops: ExpertOpsOf
     fused_ops: Callable[[torch.dtype], FusedOps]
     lora_ops: Callable[[torch.dtype], LoraOps]
     graphs: MakeGraphs

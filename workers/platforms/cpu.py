@@ -31,12 +31,14 @@ from tandem.workers.kernels.cpu.cpu_build import (
 )
 from tandem.workers.kernels.cpu.cpu_chunk_attention import CpuChunkAttention
 from tandem.workers.kernels.cpu.cpu_decode_attention import CpuDecodeAttention
+from tandem.workers.kernels.cpu.cpu_experts import cpu_experts
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
 from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel, int8_methods, w8a8_methods
 from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
 from tandem.workers.kernels.cpu.cpu_lora import CpuLora
 from tandem.workers.kernels.cpu.cpu_sampling import CpuSampling
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
+from tandem.workers.kernels.expert_ops import MakeExpertOps
 from tandem.workers.kernels.fused_ops import FusedOps, TorchFusedOps
 from tandem.workers.kernels.lora_ops import LoraOps, TorchLora
 from tandem.workers.kernels.sampling_ops import SamplingOps, TorchSampling
@@ -142,6 +144,7 @@ def cpu_platform(*, copies_beside: bool = True) -> Platform:
         packs=can_pack,
         linear_methods=_linear_methods,
         attention=_attention,
+        expert_ops=_expert_ops,
         fused_ops=_fused_ops,
         lora_ops=_lora_ops,
         graphs=CpuGraphs,
@@ -181,6 +184,10 @@ def _attention(dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None =
     if kernel is None or store is None or chunk_kernel is None:
         return TorchAttention()
     return CpuAttention(kernel, store, chunk_kernel)
+
+
+def _expert_ops(dtype: torch.dtype, quantization: str | None = None) -> MakeExpertOps:
+    return cpu_experts(dtype, quantization, _linear_methods(dtype, quantization))
 
 
 def _fused_ops(dtype: torch.dtype) -> FusedOps:

@@ -20,6 +20,7 @@ from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.graphs.cuda_graphs import CaptureGraph, CudaGraphs, Replay
 from tandem.workers.graphs.graph_runner import Outputs
+from tandem.workers.kernels.expert_ops import MakeExpertOps, TorchExperts
 from tandem.workers.kernels.fused_ops import FusedOps, TorchFusedOps
 from tandem.workers.kernels.lora_ops import LoraOps, TorchLora
 from tandem.workers.kernels.sampling_ops import TorchSampling
@@ -190,6 +191,7 @@ def platform_on(
         packs=lambda dtype: False,
         linear_methods=_linear_methods,
         attention=partial(_attention, accelerator),
+        expert_ops=partial(_expert_ops, device),
         fused_ops=_fused_ops,
         lora_ops=_lora_ops,
         graphs=partial(CudaGraphs, capture=CudaCapture() if capture is None else capture),
@@ -221,6 +223,10 @@ def _attention(
     accelerator: Accelerator, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None
 ) -> AttentionBackend:
     return TorchAttention(accelerator.to_device, is_bounded=True, replays=True)
+
+
+def _expert_ops(device: torch.device, dtype: torch.dtype, quantization: str | None = None) -> MakeExpertOps:
+    return partial(TorchExperts, _linear_methods(dtype, quantization), device=device)
 
 
 def _fused_ops(dtype: torch.dtype) -> FusedOps:

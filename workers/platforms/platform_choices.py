@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 import torch
 
+from tandem.parallel.linear_methods import as_given
 from tandem.workers.attention.cpu_paged import CpuAttention
 from tandem.workers.kernels.cpu.cpu_build import obstacle
+from tandem.workers.kernels.cpu.cpu_experts import CpuExperts
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
 from tandem.workers.kernels.cpu.cpu_sampling import CpuSampling
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
@@ -42,11 +44,18 @@ def _on_cpu(platform: Platform, dtype: torch.dtype) -> list[PlatformChoice]:
     instead = missing or "there is no such kernel for this machine"
     has_attention, has_fused = isinstance(attention, CpuAttention), isinstance(fused, CpuFusedOps)
     has_gemm, has_sampling = skinny_gemm(dtype) is not None, isinstance(platform.sampling_ops(), CpuSampling)
+    experts = platform.expert_ops(dtype)(as_given)
+    has_experts = isinstance(experts, CpuExperts) and experts.has_products
     shares = platform.backend.shares_memory and sys.platform == "linux" and machine() in ("x86_64", "AMD64")
     return [
         PlatformChoice("attention", attention.name, compiled if has_attention else instead),
         PlatformChoice("fused ops", "compiled" if has_fused else "torch", compiled if has_fused else instead),
         _linear(platform, dtype, has_gemm, missing),
+        PlatformChoice(
+            "experts",
+            "grouped products" if has_experts else "torch, expert by expert",
+            compiled if has_experts else missing or "the kernel needs a CPU and a compiler with AVX512-BF16",
+        ),
         PlatformChoice(
             "LoRA ops", "torch" if lora is TorchLora else "compiled", instead if lora is TorchLora else compiled
         ),
@@ -82,6 +91,7 @@ def _on_gpu(platform: Platform, dtype: torch.dtype) -> list[PlatformChoice]:
         PlatformChoice("attention", attention.name, "torch's SDPA over gathered blocks is the only one for GPUs"),
         PlatformChoice("fused ops", "torch", "there are no kernels for GPUs yet"),
         PlatformChoice("linear", "cuBLAS", "weights stay as they are"),
+        PlatformChoice("experts", "torch, expert by expert", "there is no kernel for GPUs yet"),
         PlatformChoice(
             "LoRA ops",
             "torch" if lora is TorchLora else "Triton",

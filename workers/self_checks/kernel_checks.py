@@ -11,19 +11,23 @@ import torch
 import torch.nn.functional as F
 
 from tandem.parallel.context import ParallelContext
+from tandem.parallel.expert_methods import ExpertMethod, ExpertParams, StackedExperts
+from tandem.parallel.linear_methods import as_given, plain
 from tandem.parallel.params import Param, Source
 from tandem.parallel.quantization.int8 import Int8Method, W8A8Method
+from tandem.parallel.quantization.weight_formats import FORMATS
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.kernels.cpu import cpu_build
 from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel, int8_methods, w8a8_methods
 from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
+from tandem.workers.kernels.expert_ops import ExpertOps, RouterWeights, TorchExperts
 from tandem.workers.kernels.fused_ops import FusedOps, TorchFusedOps
 from tandem.workers.kernels.kv_store import LARGEST, SCALE_DTYPE, LayerKV, TorchKVStore, as_indexable
 from tandem.workers.kernels.lora_ops import AdapterRows, ProjectionTables, TorchLora
 from tandem.workers.kernels.sampling_ops import Draws, TorchSampling
-from tandem.workers.models.spec.arch import AttentionParams
+from tandem.workers.models.spec.arch import Activation, AttentionParams, Moe
 from tandem.workers.platforms.cpu import cpu_platform
 from tandem.workers.self_checks.outcome import Check, NotHere, relative_error, require
 
@@ -47,6 +51,7 @@ def kernel_checks() -> list[Check]:
         Check("kernel KV quantization", lambda: _kv_store(((1, 2, 128), (33, 8, 64), (100, 4, 128)))),
         Check("kernel skinny GEMM", lambda: _skinny_gemm(((1, 1024, 1024), (7, 2048, 1000), (64, 512, 4096)))),
         Check("kernel int8 GEMM", lambda: _int8_gemm(((1, 1024, 1024), (7, 2048, 1000), (64, 512, 4096)))),
+        Check("kernel experts", lambda: _experts(((1, 1024, 768), (7, 512, 1000), (200, 256, 512)))),
         Check("kernel sampling", lambda: _sampling(((1, 1000), (7, 32_000), (8, 151_936)))),
         Check("kernel grouped LoRA", lambda: _lora(((1, 1024, 1024), (7, 2048, 512), (64, 512, 3072)))),
     ]
@@ -214,6 +219,38 @@ def _int8_gemm(shapes: Sequence[tuple[int, int, int]]) -> str:
                 products.append(method.apply(x))
             errors.append(relative_error(products[0], products[1].float()))
     return _worst(errors)
+
+
+def _experts(shapes: Sequence[tuple[int, int, int]]) -> str:
+    """8 experts, 3 of them for each token, of which the rank has 4, in every form of weights."""
+    errors = []
+    for form in (None, *FORMATS):
+        for tokens, inputs, outputs in shapes:
+            platform = cpu_platform()
+            ours, wide = platform.expert_ops(BF16, form)(as_given), BF16 if form else torch.float32
+            twin = TorchExperts(platform.linear_methods(BF16, form) if form else plain, as_given)
+            weights = [_noise(outputs + expert, inputs)[expert:] for expert in range(4)]
+            methods = _grouped(ours, weights), _grouped(twin, [weight.to(wide) for weight in weights])
+            if not isinstance(methods[0], StackedExperts):
+                raise _no_kernel("the CPU and its compiler must know AVX512-BF16", "torch multiplies expert by expert")
+            x, router = _noise(tokens, inputs), RouterWeights(_noise(8, inputs, dtype=torch.float32) * inputs**-0.5)
+            sums, spec = [], Moe(num_experts=8, top_k=3, width=outputs, activation=Activation.SILU)
+            for ops, method, given in zip((ours, twin), methods, (x, x.to(wide)), strict=True):
+                weight, chosen = ops.route(given, router, spec)
+                groups = ops.group(chosen, range(2, 6), torch.zeros(8, dtype=torch.int64))
+                sums.append(ops.combine(method.apply(given, groups, gathers=True), weight, groups))
+            errors.append(relative_error(sums[0], sums[1].float()))
+    return _worst(errors)
+
+
+def _grouped(ops: ExpertOps, weights: Sequence[torch.Tensor]) -> ExpertMethod:
+    """Returns the method of experts with these weights."""
+    source = Source(("x.weight",))
+    param = Param(name="x.weight", shape=(*weights[0].shape,), role="x", source=source, merge="x", takes_format=True)
+    method = ops.method([ExpertParams((param,), ())] * len(weights), ParallelContext.single())
+    for slot, weight in zip(method.slots(), weights, strict=True):
+        slot.accept(weight)
+    return method
 
 
 def _sampling(shapes: Sequence[tuple[int, int]]) -> str:

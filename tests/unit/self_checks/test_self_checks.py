@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,15 +13,18 @@ import torch
 
 from tandem.offload.copies.kv_copies import CpuCopier
 from tandem.parallel.context import ParallelContext
+from tandem.parallel.linear_methods import plain
 from tandem.workers.attention.cpu_paged import CpuAttention
 from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.graphs.cpu_graphs import CpuGraphs
 from tandem.workers.kernels.cpu import cpu_build, cpu_skinny_gemm
+from tandem.workers.kernels.cpu.cpu_experts import CpuExperts, DenseExperts, Int8Experts
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
 from tandem.workers.kernels.cpu.cpu_int8_gemm import CpuInt8Method
 from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
 from tandem.workers.kernels.cpu.cpu_lora import CpuLora
 from tandem.workers.kernels.cpu.cpu_sampling import CpuSampling
+from tandem.workers.kernels.expert_ops import TorchExperts
 from tandem.workers.kernels.fused_ops import TorchFusedOps
 from tandem.workers.kernels.lora_ops import TorchLora
 from tandem.workers.kernels.sampling_ops import TorchSampling
@@ -40,8 +44,8 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 def result_spoiled(original: Callable[..., Any]) -> Callable[..., Any]:
     """A kernel whose first result is 5 % off."""
 
-    def spoiled(*args: Any) -> Any:
-        out = original(*args)
+    def spoiled(*args: Any, **more: Any) -> Any:
+        out = original(*args, **more)
         out.view(-1)[:] *= 1.05
         return out
 
@@ -86,6 +90,9 @@ def replay_spoiled(original: Callable[..., Any]) -> Callable[..., Any]:
         ("kernel KV quantization", CpuKVStore, "gather", result_spoiled, "what is read from torch.int8 differs"),
         ("kernel skinny GEMM", cpu_skinny_gemm._Product, "__call__", result_spoiled, "differs from its torch twin"),
         ("kernel int8 GEMM", CpuInt8Method, "apply", result_spoiled, "differs from its torch twin by 0.0"),
+        ("kernel experts", DenseExperts, "apply", result_spoiled, "differs from its torch twin by 0.0"),
+        ("kernel experts", Int8Experts, "apply", result_spoiled, "differs from its torch twin by 0.0"),
+        ("kernel experts", CpuExperts, "combine", result_spoiled, "differs from its torch twin by 0.0"),
         ("kernel sampling", CpuSampling, "draw", nothing_done, "a token is drawn that its number does not belong to"),
         ("kernel sampling", CpuSampling, "best", first_spoiled, "a best token is not its torch twin's"),
         ("kernel grouped LoRA", CpuLora, "add", nothing_done, "differs from its torch twin"),
@@ -132,6 +139,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Platform:
     made = replace(
         cpu_platform(),
         attention=lambda *_: TorchAttention(),
+        expert_ops=lambda *_: partial(TorchExperts, plain),
         fused_ops=lambda _: TorchFusedOps(),
         lora_ops=lambda _: TorchLora(),
         sampling_ops=lambda: TorchSampling(lambda host: host),
@@ -169,12 +177,23 @@ def test_a_missing_compiler_is_not_blamed_on_the_cpu(
         if name.startswith("kernel") or name == "replayed steps":
             assert str(outcome(check)["detail"]).startswith(f"{reason}; "), name
     why = {one.subject: one.why for one in choices(replace(without_kernels, packs=lambda _: True))}
-    assert all(reason in why[subject] for subject in ("attention", "fused ops", "linear", "LoRA ops", "graphs"))
+    assert all(
+        reason in why[subject] for subject in ("attention", "fused ops", "linear", "experts", "LoRA ops", "graphs")
+    )
 
 
 def test_choices_are_said_with_their_reasons() -> None:
     here = {one.subject: one for one in choices(cpu_platform())}
-    assert list(here) == ["attention", "fused ops", "linear", "LoRA ops", "sampling", "collectives", "graphs"]
+    assert list(here) == [
+        "attention",
+        "fused ops",
+        "linear",
+        "experts",
+        "LoRA ops",
+        "sampling",
+        "collectives",
+        "graphs",
+    ]
     assert here["attention"].chosen == cpu_platform().attention(torch.bfloat16, 128).name
     traced = traced_platform(TracedAccelerator())
     platform = replace(traced, backend=replace(traced.backend, name="nccl"), lora_ops=lambda _: SimpleNamespace())
@@ -183,7 +202,7 @@ def test_choices_are_said_with_their_reasons() -> None:
     assert (gpu["attention"], gpu["linear"], gpu["LoRA ops"], gpu["collectives"]) == (
         "torch-sdpa", "cuBLAS", "Triton", "nccl",
     )  # fmt: skip
-    assert choices(traced)[3].why == "Triton is not installed"
+    assert choices(traced)[4].why == "Triton is not installed"
 
 
 @pytest.mark.parametrize(("packs", "linear"), [(True, "oneDNN"), (False, "torch")])
@@ -193,6 +212,7 @@ def test_choices_without_kernels(without_kernels: Platform, packs: bool, linear:
         "attention": "torch-sdpa",
         "fused ops": "torch",
         "linear": linear,
+        "experts": "torch, expert by expert",
         "LoRA ops": "torch",
         "sampling": "torch",
         "collectives": "",

@@ -25,6 +25,7 @@ CACHE_SOURCES = ("cpu_decode_attention.c", "cpu_kv_quant.c")
 SOURCES = (*CACHE_SOURCES, "cpu_chunk_attention.c", "cpu_fused_ops.c", "cpu_skinny_gemm.c")
 LORA_SOURCES = ("cpu_lora.c",)
 INT8_SOURCES = ("cpu_int8_gemm.c",)
+EXPERTS_SOURCES = ("cpu_experts.c", "cpu_grouped_gemm.c")
 SAMPLING_SOURCES = ("cpu_sampling.c",)
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 TIMEOUT_S = 300.0
@@ -56,6 +57,12 @@ def cpu_lora_library(dtype: torch.dtype) -> ctypes.CDLL | None:
 def cpu_int8_library(dtype: torch.dtype) -> ctypes.CDLL | None:
     """Returns the products with int8 weights for tensors of `dtype`; None as for cpu_library."""
     return _compiled(INT8_SOURCES, dtype, None)
+
+
+@cache
+def cpu_experts_library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """Returns the kernels of mixtures of experts for tensors of `dtype`; None as for cpu_library."""
+    return _compiled(EXPERTS_SOURCES, dtype, None)
 
 
 @cache

@@ -1,4 +1,5 @@
 """Products with int8 weights on CPUs with AVX512-VNNI, for any number of rows. Twins: parallel/quantization/int8.py.
+cpu_experts.py has those with the weights of experts.
 
     y[t, o] = (sum_i c[t, i] W[o, i]) s[t] scale[o] + b[o]      c, s: x[t] as integers and their scale
 
@@ -15,6 +16,7 @@ follow, so that one piece of memory has it all. T rows, I inputs, O outputs.
 
 from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -50,13 +52,11 @@ class CpuInt8Method(Int8Method):
         x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
         assert x_TI.shape[1] == inputs and (bias_O is None or bias_O.dtype is x_TI.dtype)
         y_TO = torch.empty(rows, outputs, dtype=x_TI.dtype)
-        stride = -(-inputs // LANES) * LANES
-        codes = torch.empty(rows, self._planes, stride, dtype=torch.int8)
-        scales, sums = torch.empty(rows, dtype=torch.float32), torch.empty(rows, self._planes, dtype=torch.int32)
+        rounded = RoundedRows.room(rows, self._planes, inputs)
         self._kernel(
             held.data_ptr(), held.data_ptr() + self._weight_bytes, x_TI.data_ptr(), x_TI.stride(0),
-            None if bias_O is None else bias_O.data_ptr(), y_TO.data_ptr(), codes.data_ptr(), stride, scales.data_ptr(),
-            sums.data_ptr(), self._planes, rows, inputs, outputs, torch.get_num_threads(),
+            None if bias_O is None else bias_O.data_ptr(), y_TO.data_ptr(), *rounded.arguments, self._planes, rows,
+            inputs, outputs, torch.get_num_threads(),
         )  # fmt: skip
         return y_TO
 
@@ -70,8 +70,7 @@ class CpuInt8Method(Int8Method):
 
     @property
     def _weight_bytes(self) -> int:
-        outputs, inputs = self._shape
-        return -(-outputs // BLOCK) * BLOCK * inputs
+        return padded_bytes(*self._shape)
 
     def _room(self, device: torch.device) -> torch.Tensor:
         padded_outputs = -(-self._shape[0] // BLOCK) * BLOCK
@@ -94,6 +93,31 @@ class CpuInt8Method(Int8Method):
         return held[self._weight_bytes :].view(torch.float32)
 
 
+def padded_bytes(outputs: int, inputs: int) -> int:
+    """Returns the bytes of a weight in the kernel's layout, which its scales follow."""
+    return -(-outputs // BLOCK) * BLOCK * inputs
+
+
+class RoundedRows(NamedTuple):
+    """Memory for the rows of one call as integers. codes: int8 [rows, planes, inputs rounded up]; scales: float32;
+    sums: int32 [rows, planes]."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    sums: torch.Tensor
+
+    @classmethod
+    def room(cls, rows: int, planes: int, inputs: int) -> "RoundedRows":
+        codes = torch.empty(rows, planes, -(-inputs // LANES) * LANES, dtype=torch.int8)
+        sums = torch.empty(rows, planes, dtype=torch.int32)
+        return cls(codes, torch.empty(rows, dtype=torch.float32), sums)
+
+    @property
+    def arguments(self) -> tuple[int, int, int, int]:
+        """The arguments of a kernel that works in it."""
+        return self.codes.data_ptr(), self.codes.shape[2], self.scales.data_ptr(), self.sums.data_ptr()
+
+
 def int8_methods(dtype: torch.dtype) -> MakeMethod:
     """Returns what makes the methods of --quantization int8."""
     return _methods(dtype, PLANES.get(dtype, 0), Int8Method)
@@ -114,6 +138,18 @@ def int8_kernel(dtype: torch.dtype) -> Kernel | None:
     return Kernel(
         library, "int8_gemm", POINTER, POINTER, POINTER, NUMBER, POINTER, POINTER, *work, NUMBER, NUMBER, NUMBER, COUNT
     )
+
+
+def grouped_int8_kernel(dtype: torch.dtype) -> Kernel | None:
+    """Returns the kernel for the rows of several weights; None where int8_kernel is. See cpu_experts.py."""
+    library = cpu_int8_library(dtype)
+    if library is None or int8_kernel(dtype) is None:
+        return None
+    work, groups = (POINTER, NUMBER, POINTER, POINTER, COUNT), (POINTER, POINTER, NUMBER, NUMBER)
+    return Kernel(
+        library, "grouped_int8_gemm", POINTER, NUMBER, NUMBER, POINTER, NUMBER, POINTER, POINTER, *work, *groups,
+        NUMBER, NUMBER, COUNT,
+    )  # fmt: skip
 
 
 def _methods(dtype: torch.dtype, planes: int, twin: type[Int8Method]) -> MakeMethod:

@@ -7,6 +7,7 @@ import torch
 
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear_methods import MakeMethod
+from tandem.workers.kernels.expert_ops import ExpertOps
 from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.layers.decoder_layer import DecoderLayer
@@ -106,12 +107,13 @@ def make_layer(
     context: ParallelContext,
     ops: FusedOps,
     make: MakeMethod,
+    experts: ExpertOps,
     rope: int | None = None,
 ) -> DecoderLayer:
     """Returns the layer that a spec describes. rope: which of the model's several ropes it has."""
     if spec.branch_scale == 1.0:
-        return ARRANGEMENTS[spec.place](spec, params, context, ops, make, rope)
+        return ARRANGEMENTS[spec.place](spec, params, context, ops, make, experts, rope)
     assert spec.place is Place.PRE, "scaled branches elsewhere than behind norms"
-    layer = ScaledLayer(spec, params, context, ops, make, rope)
+    layer = ScaledLayer(spec, params, context, ops, make, experts, rope)
     layer.scale = spec.branch_scale
     return layer

@@ -8,6 +8,7 @@ from tandem.parallel.checkpoint import ParameterSlot
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear import AdaptableLinear
 from tandem.parallel.linear_methods import MakeMethod
+from tandem.workers.kernels.expert_ops import ExpertOps
 from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.layers.attention_layer import AttentionLayer
@@ -31,6 +32,7 @@ class DecoderLayer:
         context: ParallelContext,
         ops: FusedOps,
         make: MakeMethod,
+        experts: ExpertOps,
         rope: int | None = None,
     ) -> None:
         def norm(role: Role) -> AddNorm:
@@ -42,7 +44,7 @@ class DecoderLayer:
         self._attention: AttentionLayer | LatentAttentionLayer = attention(spec, params, context, ops, make, rope)
         self._mlp: MLP | MixtureOfExperts
         if isinstance(spec.mlp, Moe):
-            self._mlp = MixtureOfExperts(spec.mlp, params, context, ops, make)
+            self._mlp = MixtureOfExperts(spec.mlp, params, context, ops, make, experts)
         else:
             self._mlp = MLP(spec.mlp, params, context, ops, make)
         self._post_norms: tuple[AddNorm, AddNorm] | None = None

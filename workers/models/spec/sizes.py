@@ -106,16 +106,17 @@ def activation_bytes(spec: ArchSpec, tp_size: int, max_num_tokens: int, max_num_
     It counts the residual stream, the widest layer's input, merged outputs and result, and logits in float32 with the
     sampler's copies.
     """
-    widest = max(_widest(layer, tp_size) for layer in dict.fromkeys(spec.layers))
+    widest = max(_widest(layer, spec.hidden_size, tp_size) for layer in dict.fromkeys(spec.layers))
     return max_num_tokens * (3 * spec.hidden_size + widest) * element_bytes + 3 * max_num_seqs * spec.vocab_size * 4
 
 
-def _widest(layer: LayerSpec, tp_size: int) -> int:
+def _widest(layer: LayerSpec, hidden: int, tp_size: int) -> int:
     """Returns the elements of a token that a layer holds at once beside the residual stream."""
     width = layer.mlp.width // tp_size
-    if isinstance(layer.mlp, Moe):
-        width = width * layer.mlp.top_k + (layer.mlp.shared or 0) // tp_size
-    return max(_attention_width(layer, tp_size), 3 * width)
+    of_mlp = 3 * width
+    if isinstance(layer.mlp, Moe):  # of every expert of a token: gate, up and their product, then that and the output
+        of_mlp = layer.mlp.top_k * max(3 * width, width + hidden) + 3 * (layer.mlp.shared or 0) // tp_size
+    return max(_attention_width(layer, tp_size), of_mlp)
 
 
 def _attention_width(layer: LayerSpec, tp_size: int) -> int:

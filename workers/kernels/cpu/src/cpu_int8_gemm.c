@@ -1,6 +1,6 @@
 /* Products of int8 weights and inputs of 1, 2 or 3 bytes, for CPUs with VNNI: y = (c W^T) * s * scale + b, summed as
    integers. See cpu_int8_gemm.py for the layout and the meaning. */
-#include "cpu_vector.h"
+#include "cpu_grouped.h"
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 
 #define TILE_UNROLLED _Pragma("GCC unroll 24")
@@ -66,19 +66,6 @@ static void multiply_all(const uint8_t *w, const int8_t *x, long x_stride, int32
     }
 }
 
-INLINE void store_first(element *at, floats x, long count) {
-  if (count >= LANES) { store(at, x); return; }
-  element some[LANES];
-  store(some, x);
-  memcpy(at, some, count * sizeof *at);
-}
-INLINE floats load_first(const element *at, long count) {
-  if (count >= LANES) return load(at);
-  element some[LANES] = {0};
-  memcpy(some, at, count * sizeof *at);
-  return load(some);
-}
-
 /* What a row's inputs are multiplied by to be rounded. One byte: the largest becomes 127. More: a power of two, so that
    numbers with few bits stay as they are, and the largest fits. */
 INLINE float steps_per_one(float largest, int planes) {
@@ -118,40 +105,82 @@ INLINE void round_row(const element *x, long inputs, int planes, int8_t *codes, 
   *scale = planes == 1 || !(most < INFINITY) ? most / 127 : steps > 0 ? 1 / steps : 0; /* NaN stays NaN */
 }
 
-/* codes: [rows][planes][stride], stride a multiple of 16; row_scales: [rows]; row_sums: [rows][planes]; to work in. */
+/* Rows that have been rounded, and where their products go. codes: [rows][planes][stride], stride a multiple of 16. */
+typedef struct {
+  const int8_t *codes;
+  long stride;
+  const float *scales;  /* [rows] */
+  const int32_t *sums;  /* [rows][planes] */
+  int planes;
+  element *out;
+  long out_stride;
+} rounded_rows;
+
+/* Rows [first, end) times `vectors` vectors of outputs of one block, of which `outputs` are there. */
+static void multiply_block(const uint8_t *w, const float *scale, const element *bias, rounded_rows rows, long first,
+                           long end, long quads, long outputs, int vectors) {
+  int32_t sums[GROUP * BLOCK];
+  const int planes = rows.planes;
+  const long groups = (end - first + GROUP / planes - 1) / (GROUP / planes);
+  for (long g = 0; g < groups; g++) {
+    const long begin = first + (end - first) * g / groups, stop = first + (end - first) * (g + 1) / groups;
+    multiply_all(w, rows.codes + begin * planes * rows.stride, rows.stride, sums, (stop - begin) * planes, quads, vectors);
+    for (long row = begin; row < stop; row++)
+      for (long v = 0, o = 0; v < vectors && o < outputs; v++, o += LANES) {
+        floats y = {0};
+        for (int plane = 0; plane < planes; plane++) { /* weights are stored + 128 */
+          const __m512i sum = _mm512_loadu_si512(sums + ((row - begin) * planes + plane) * BLOCK + v * LANES);
+          const __m512i excess = _mm512_set1_epi32(128 * rows.sums[row * planes + plane]);
+          y = y * 256.0f + (floats)_mm512_cvtepi32_ps(_mm512_sub_epi32(sum, excess));
+        }
+        y = y * rows.scales[row] * (floats)_mm512_loadu_ps(scale + o);
+        if (bias) y += load_first(bias + o, outputs - o);
+        store_first(rows.out + row * rows.out_stride + o, y, outputs - o);
+      }
+  }
+}
+
+/* codes, row_scales, row_sums: of all rows, to work in. */
 void int8_gemm(const uint8_t *weight, const float *scale, const element *x, long x_stride, const element *bias, element *out,
                int8_t *codes, long stride, float *row_scales, int32_t *row_sums, int planes, long rows, long inputs,
                long outputs, int threads) {
   const long quads = inputs / QUAD, halves = (outputs + BLOCK / 2 - 1) / (BLOCK / 2);
-  const long in_group = GROUP / planes, groups = (rows + in_group - 1) / in_group;
 #pragma omp parallel for num_threads(threads) schedule(static) if (rows >= 16)
   for (long row = 0; row < rows; row++)
     round_row(x + row * x_stride, inputs, planes, codes + row * planes * stride, stride, row_scales + row,
               row_sums + row * planes);
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (long part = 0; part < threads; part++) {
-    int32_t sums[GROUP * BLOCK];
     const long last = halves * (part + 1) / threads;
     for (long half = halves * part / threads, vectors; half < last; half += vectors / 2) {
       const uint8_t *w = weight + half / 2 * quads * LINE + half % 2 * (LINE / 2);
+      const long o = half * (BLOCK / 2);
       vectors = half % 2 == 0 && half + 1 < last ? 4 : 2; /* a block that two threads share is halved */
-      for (long g = 0; g < groups; g++) {
-        const long begin = rows * g / groups, end = rows * (g + 1) / groups;
-        multiply_all(w, codes + begin * planes * stride, stride, sums, (end - begin) * planes, quads, vectors);
-        for (long row = begin; row < end; row++)
-          for (long v = 0, o = half * (BLOCK / 2); v < vectors && o < outputs; v++, o += LANES) {
-            floats y = {0};
-            for (int plane = 0; plane < planes; plane++) { /* weights are stored + 128 */
-              const __m512i sum = _mm512_loadu_si512(sums + ((row - begin) * planes + plane) * BLOCK + v * LANES);
-              const __m512i excess = _mm512_set1_epi32(128 * row_sums[row * planes + plane]);
-              y = y * 256.0f + (floats)_mm512_cvtepi32_ps(_mm512_sub_epi32(sum, excess));
-            }
-            y = y * row_scales[row] * (floats)_mm512_loadu_ps(scale + o);
-            if (bias) y += load_first(bias + o, outputs - o);
-            store_first(out + row * outputs + o, y, outputs - o);
-          }
-      }
+      const rounded_rows all = {codes, stride, row_scales, row_sums, planes, out + o, outputs};
+      multiply_block(w, scale + o, bias ? bias + o : 0, all, 0, rows, quads, outputs - o, vectors);
     }
+  }
+}
+
+/* As grouped_gemm (cpu_grouped_gemm.c). weight: of each expert its blocks, and `scale_at` bytes further its scales. */
+void grouped_int8_gemm(const uint8_t *weight, long expert_bytes, long scale_at, const element *x, long x_stride,
+                       const element *bias, element *out, int8_t *codes, long stride, float *row_scales,
+                       int32_t *row_sums, int planes, const int32_t *order, const int32_t *ends, long experts, long top_k,
+                       long inputs, long outputs, int threads) {
+  const long quads = inputs / QUAD, blocks = (outputs + BLOCK - 1) / BLOCK, rows = ends[experts - 1];
+  int used[experts];
+  const long items = experts_used(ends, experts, used) * blocks;
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows >= 16)
+  for (long row = 0; row < rows; row++)
+    round_row(x + (top_k ? order[row] / top_k : row) * x_stride, inputs, planes, codes + row * planes * stride, stride,
+              row_scales + row, row_sums + row * planes);
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+  for (long item = 0; item < items; item++) {
+    const long expert = used[item / blocks], o = item % blocks * BLOCK;
+    const uint8_t *w = weight + expert * expert_bytes;
+    const rounded_rows all = {codes, stride, row_scales, row_sums, planes, out + o, outputs};
+    multiply_block(w + o * inputs, (const float *)(w + scale_at) + o, bias ? bias + expert * outputs + o : 0, all,
+                   expert ? ends[expert - 1] : 0, ends[expert], quads, outputs - o, 4);
   }
 }
 #endif

@@ -1,0 +1,235 @@
+"""ExpertOps compiled for CPUs: routing, sorting by expert, the grouped products and their sum, one call each.
+
+Formulas as in expert_ops.py, whose TorchExperts is the twin and serves widths of partial vectors (of 16 elements). A
+product reads the weights of experts that have tokens, once per 64 of their rows, and nothing of the others; threads
+take blocks of 64 outputs as they get done with others. A row's result does not depend on its batch mates. Sums in
+float32 (bf16: by VDPBF16PS, which treats denormals as 0), or of integers as in cpu_int8_gemm.py, rounded once. No call
+depends on what experts are chosen, so decode steps are replayed.
+
+The layout of dense weights: [experts] blocks of 64 outputs, each [I / n][64][n], padded with zeros; n = 2 inputs that
+are multiplied at once in bf16, 1 in float32. T tokens, E experts, K of them per token, P = T * K pairs, I inputs, O
+outputs.
+"""
+
+import ctypes
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from tandem.parallel.checkpoint import ParameterSlot
+from tandem.parallel.context import ParallelContext
+from tandem.parallel.expert_methods import ExpertMethod, ExpertParams, Groups, MakeForm, StackedExperts
+from tandem.parallel.linear_methods import Bias, MakeMethod, Place, as_given
+from tandem.parallel.params import Param
+from tandem.workers.kernels.cpu.cpu_build import cpu_experts_library
+from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, REAL, Kernel
+from tandem.workers.kernels.cpu.cpu_int8_gemm import (
+    MOST_INPUTS,
+    PLANES,
+    QUAD,
+    RoundedRows,
+    grouped_int8_kernel,
+    padded_bytes,
+)
+from tandem.workers.kernels.expert_ops import MakeExpertOps, RouterWeights, TorchExperts
+from tandem.workers.models.spec.arch import Moe, Scoring
+
+CPU = torch.device("cpu")
+LANES, BLOCK = 16, 64
+TOGETHER = {torch.float32: 1, torch.bfloat16: 2}
+"""Inputs that the kernel multiplies at once."""
+SCORINGS = (Scoring.SOFTMAX, Scoring.TOP_SOFTMAX, Scoring.SIGMOID)
+"""In the order of cpu_experts.c."""
+
+
+class DenseBlocks:
+    """One expert's weight in the kernel's layout: an ExpertForm."""
+
+    def __init__(self, weights: Sequence[Param], context: ParallelContext, /, place: Place = as_given) -> None:
+        self._place = place
+        self.nbytes = 0
+
+    def slots(self, weights: Sequence[Param], bias: Bias) -> Iterator[ParameterSlot]:
+        yield ParameterSlot(tuple(weights), self._take, self)
+
+    def _take(self, weight_OI: torch.Tensor) -> None:
+        self.nbytes = weight_OI.nbytes
+        self._place(in_blocks(weight_OI))
+
+
+def in_blocks(weight_OI: torch.Tensor) -> torch.Tensor:
+    """Returns a weight in the kernel's layout, [blocks, I / n, 64, n]."""
+    outputs, inputs = weight_OI.shape
+    together = TOGETHER[weight_OI.dtype]
+    padded_OI = weight_OI.new_zeros(-(-outputs // BLOCK) * BLOCK, inputs)
+    padded_OI[:outputs] = weight_OI
+    return padded_OI.view(-1, BLOCK, inputs // together, together).transpose(1, 2).contiguous()
+
+
+class DenseExperts(StackedExperts):
+    """The products with dense weights. kernel: grouped_gemm."""
+
+    def __init__(
+        self, kernel: Kernel, experts: Sequence[ExpertParams], context: ParallelContext, place: Place = as_given
+    ) -> None:
+        super().__init__(DenseBlocks, experts, context, place)
+        self._kernel = kernel
+
+    def apply(self, x: torch.Tensor, groups: Groups, *, gathers: bool) -> torch.Tensor:
+        weights, bias_EO = self.weights(), self._bias_EO
+        assert x.stride(1) == 1 and x.dtype is weights.dtype and x.shape[1] == self.inputs
+        y_PO = torch.empty(len(groups.order_P), self.outputs, dtype=x.dtype)
+        self._kernel(
+            weights.data_ptr(), weights.stride(0), x.data_ptr(), x.stride(0),
+            None if bias_EO is None else bias_EO.data_ptr(), y_PO.data_ptr(), groups.order_P.data_ptr(),
+            groups.ends_E.data_ptr(), len(weights), groups.top_k if gathers else 0, self.inputs, self.outputs,
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return y_PO
+
+
+class Int8Experts(StackedExperts):
+    """The products with int8 weights. kernel: grouped_int8_gemm; planes: bytes of an input."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        planes: int,
+        make: MakeForm,
+        experts: Sequence[ExpertParams],
+        context: ParallelContext,
+        place: Place = as_given,
+    ) -> None:
+        super().__init__(make, experts, context, place)
+        self._kernel, self._planes = kernel, planes
+
+    def apply(self, x: torch.Tensor, groups: Groups, *, gathers: bool) -> torch.Tensor:
+        weights, bias_EO, pairs = self.weights(), self._bias_EO, len(groups.order_P)
+        assert x.stride(1) == 1 and x.shape[1] == self.inputs
+        y_PO = torch.empty(pairs, self.outputs, dtype=x.dtype)
+        rounded = RoundedRows.room(pairs, self._planes, self.inputs)
+        self._kernel(
+            weights.data_ptr(), weights.stride(0), padded_bytes(self.outputs, self.inputs), x.data_ptr(), x.stride(0),
+            None if bias_EO is None else bias_EO.data_ptr(), y_PO.data_ptr(), *rounded.arguments, self._planes,
+            groups.order_P.data_ptr(), groups.ends_E.data_ptr(), len(weights),
+            groups.top_k if gathers else 0, self.inputs, self.outputs, torch.get_num_threads(),
+        )  # fmt: skip
+        return y_PO
+
+
+class Products(NamedTuple):
+    """The grouped products of a form of weights. method: makes those of a projection. together, most: the inputs of a
+    product are a multiple of the one and at most the other."""
+
+    method: Callable[[Sequence[ExpertParams], ParallelContext, Place], ExpertMethod]
+    together: int
+    most: int = sys.maxsize
+
+
+class CpuExperts:
+    """The compiled operations. make: linear methods, for what `products` does not multiply; None: for all."""
+
+    device = CPU
+
+    def __init__(self, library: ctypes.CDLL, products: Products | None, make: MakeMethod, place: Place) -> None:
+        self._twin = TorchExperts(make, place)
+        self._products, self._place = products, place
+        self._route = Kernel(
+            library, "route", POINTER, NUMBER, POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, NUMBER, NUMBER,
+            NUMBER, NUMBER, COUNT, COUNT, REAL, NUMBER, NUMBER, NUMBER, COUNT,
+        )  # fmt: skip
+        self._group = Kernel(
+            library, "group_pairs", POINTER, NUMBER, NUMBER, NUMBER, POINTER, POINTER, POINTER, POINTER
+        )
+        self._combine = Kernel(
+            library, "combine", POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, NUMBER, NUMBER, NUMBER,
+            COUNT,
+        )  # fmt: skip
+
+    @property
+    def has_products(self) -> bool:
+        """Whether the products too are compiled."""
+        return self._products is not None
+
+    def method(self, experts: Sequence[ExpertParams], context: ParallelContext) -> ExpertMethod:
+        inputs, products = experts[0].weights[0].span(1, context.mesh).length, self._products
+        if products is None or inputs % products.together or inputs > products.most:
+            return self._twin.method(experts, context)
+        return products.method(experts, context, self._place)
+
+    def route(self, x_TH: torch.Tensor, router: RouterWeights, spec: Moe) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, hidden = x_TH.shape
+        if hidden % LANES or x_TH.stride(1) != 1:
+            return self._twin.route(x_TH, router, spec)
+        weight_TK = torch.empty(tokens, spec.top_k, dtype=torch.float32)
+        expert_TK = torch.empty(tokens, spec.top_k, dtype=torch.int64)
+        logits_TE = torch.empty(tokens, spec.num_experts, dtype=torch.float32)
+        weight, bias, correction = (None if t is None else t.data_ptr() for t in router)
+        groups = (0, 0, 0) if spec.groups is None else (spec.groups.count, spec.groups.taken, spec.groups.best)
+        self._route(
+            x_TH.data_ptr(), x_TH.stride(0), weight, bias, correction, logits_TE.data_ptr(), weight_TK.data_ptr(),
+            expert_TK.data_ptr(), tokens, hidden, spec.num_experts, spec.top_k, SCORINGS.index(spec.scoring),
+            int(spec.renormalize), spec.scale, *groups, torch.get_num_threads(),
+        )  # fmt: skip
+        return weight_TK, expert_TK
+
+    def group(self, expert_TK: torch.Tensor, here: range, loads_E: torch.Tensor) -> Groups:
+        pairs = expert_TK.numel()
+        order_P, place_P = torch.empty(pairs, dtype=torch.int32), torch.empty(pairs, dtype=torch.int32)
+        ends_E = torch.empty(len(here), dtype=torch.int32)
+        self._group(
+            expert_TK.data_ptr(), pairs, here.start, len(here), order_P.data_ptr(), place_P.data_ptr(),
+            ends_E.data_ptr(), loads_E.data_ptr(),
+        )  # fmt: skip
+        return Groups(order_P, place_P, ends_E, expert_TK.shape[1])
+
+    def combine(
+        self,
+        y_PH: torch.Tensor,
+        weight_TK: torch.Tensor,
+        groups: Groups,
+        base_TH: torch.Tensor | None = None,
+        gate_T1: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        (tokens, top_k), hidden = weight_TK.shape, y_PH.shape[1]
+        if hidden % LANES:
+            return self._twin.combine(y_PH, weight_TK, groups, base_TH, gate_T1)
+        assert y_PH.is_contiguous() and (base_TH is None or base_TH.is_contiguous())
+        assert gate_T1 is None or gate_T1.is_contiguous()
+        out_TH = torch.empty(tokens, hidden, dtype=y_PH.dtype)
+        base, gate = (None if t is None else t.data_ptr() for t in (base_TH, gate_T1))
+        self._combine(
+            y_PH.data_ptr(), weight_TK.data_ptr(), groups.place_P.data_ptr(), groups.ends_E[-1:].data_ptr(), base, gate,
+            out_TH.data_ptr(), tokens, hidden, top_k, torch.get_num_threads(),
+        )  # fmt: skip
+        return out_TH
+
+
+def cpu_experts(dtype: torch.dtype, quantization: str | None, make: MakeMethod) -> MakeExpertOps:
+    """Returns what makes a layer's operations: compiled ones, or twins where there are no kernels for the dtype, this
+    CPU or (of the products) the form of weights. make: linear methods of that form."""
+    library = cpu_experts_library(dtype)
+    if library is None:
+        return partial(TorchExperts, make)
+    return partial(CpuExperts, library, _products(library, dtype, quantization, make), make)
+
+
+def _products(library: ctypes.CDLL, dtype: torch.dtype, quantization: str | None, make: MakeMethod) -> Products | None:
+    if quantization is None:
+        return _dense(library, dtype) if hasattr(library, "grouped_gemm") else None
+    planes = {"int8": PLANES[dtype], "w8a8": 1}.get(quantization)
+    kernel = grouped_int8_kernel(dtype)
+    if planes is None or kernel is None:
+        return None
+    return Products(partial(Int8Experts, kernel, planes, make), QUAD, MOST_INPUTS)
+
+
+def _dense(library: ctypes.CDLL, dtype: torch.dtype) -> Products:
+    kernel = Kernel(
+        library, "grouped_gemm", POINTER, NUMBER, POINTER, NUMBER, POINTER, POINTER, POINTER, POINTER, NUMBER, NUMBER,
+        NUMBER, NUMBER, COUNT,
+    )  # fmt: skip
+    return Products(partial(DenseExperts, kernel), TOGETHER[dtype])
