@@ -184,7 +184,7 @@ class PaddedAttention(TorchAttention):
 @pytest.mark.parametrize("kv_dtype", [None, QUANTIZED[0]], ids=str)
 @pytest.mark.parametrize("seed", range(6))
 def test_padded_decodes(seed: int, kv_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of one token and rows with drafts, all at once or some tokens at a time; soft-caps, ALiBi, sinks, windows."""
+    """Rows of one token and rows with drafts, all at once or some tokens at a time, with every kind of score."""
     rng = random.Random(seed)
     monkeypatch.setattr(pieces, "GATHER_BYTES", rng.choice((2**24, 2**15)))
     seq_lens = [rng.choice((1, 2, 17, 40, 130)) for _ in range(6)]

@@ -7,7 +7,7 @@ nothing.
 
 A row's context is split into partitions, so that one long row keeps all threads busy; partitions are merged by their
 maxima and weights (flash-decoding, Dao et al. 2023); positions before a window are not read. bf16 and fp32, computed in
-fp32 (q . k of bf16 by VDPBF16PS, if present); head dims up to 256, the last vector of a head being read in part. A cache
+fp32 (q . k of bf16 by VDPBF16PS, if present); head dims up to 256, a head's last vector being read in part. A cache
 of another type (kv_store.py) is converted in registers, and a token's scale multiplies its score and its weight instead
 of its elements. Called by workers/attention/cpu_paged.py; the torch twin is workers/attention/torch_sdpa.py. T tokens,
 N query heads, K KV heads, G = N / K, D head dim.

@@ -78,7 +78,8 @@ def grouped_product(
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for first in range(0, INPUTS, BLOCK):
             i = first + tl.arange(0, BLOCK)
-            left = tl.load(x + row[:, None] * x_stride + i[None, :], mask=here[:, None] & (i < INPUTS)[None, :], other=0.0)
+            inside = here[:, None] & (i < INPUTS)[None, :]
+            left = tl.load(x + row[:, None] * x_stride + i[None, :], mask=inside, other=0.0)
             right = tl.load(
                 of_expert + o[None, :].to(tl.int64) * INPUTS + i[:, None],
                 mask=there[None, :] & (i < INPUTS)[:, None], other=0.0,
@@ -105,7 +106,7 @@ def add_experts(
         if GATED:
             total *= tl.sigmoid(tl.load(gate + token).to(tl.float32))
     computed = tl.load(here)
-    for k in range(0, top_k):
+    for k in range(top_k):
         at = tl.load(place + token * top_k + k).to(tl.int64)
         if at < computed:
             own = tl.load(y + at * HIDDEN + h, mask=h < HIDDEN, other=0.0).to(tl.float32)
