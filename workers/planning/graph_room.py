@@ -47,7 +47,8 @@ def capture_bytes(spec: ArchSpec, num_tokens: int, num_blocks: int, block_size: 
     positions = num_blocks * block_size
     windows = len({layer.params.window for layer in spec.layers})
     masks = windows * positions * 4
-    return num_tokens * (stream + rotary + masks + LONG * (num_blocks + 4)) + LONG * positions
+    tables = LONG * windows * (num_blocks + 1)  # and slots, of each group of layers
+    return num_tokens * (stream + rotary + masks + tables + 4 * LONG) + LONG * positions
 
 
 def _most_blocks(spec: ArchSpec, mesh: Mesh, block_size: int, element_bytes: int, max_model_len: int) -> int:

@@ -59,7 +59,7 @@ class StepRows:
     numbers of tokens. logits_rows_S: places of the logits. sample_rows_S: rows
     of the sampled tokens. slots_T, slots_S: int32, adapter slots of the tokens and of those sampled, None without
     adapters. drafts: where rows have any. Where drafts of earlier steps are in flight, positions count one token for
-    each of these steps; spare_R: by how much a row may be ahead of that."""
+    each of these steps; spare_R: by how much a row may be ahead of that, None for no row."""
 
     rows_R: Ints
     begin_R: Ints
@@ -70,8 +70,13 @@ class StepRows:
     sample_rows_S: Ints
     slots_T: npt.NDArray[np.int32] | None
     slots_S: npt.NDArray[np.int32] | None
-    spare_R: Ints
+    spare_R: Ints | None = None
     drafts: "StepDrafts | None" = None
+
+    @property
+    def most_R(self) -> Ints:
+        """The last position + 1 that a row may compute."""
+        return self.end_R if self.spare_R is None else self.end_R + self.spare_R
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,7 +141,7 @@ class TensorRows:
         columns, size = self._columns, self._columns.block_size
         if len(columns.num_known) > len(self._base):
             self._grow()
-        width = int(-(-(rows.end_R + rows.spare_R).max() // size))
+        width = int(-(-rows.most_R.max() // size))
         counts = self._changed_counts(rows.rows_R)
         blocks = self._changed_blocks(rows.rows_R, width * len(columns.windows))
         place_T = np.repeat(np.arange(len(rows.rows_R)), rows.lens_R)
@@ -244,8 +244,8 @@ class TensorRows:
         drafts_S = None
         if rows.drafts is not None:
             if rows.drafts.guessed:
-                spare = int((rows.end_R + rows.spare_R).max())
-                ids_T = self._with_guesses(sent, ids_T, spare, int(rows.drafts.most_R.max()))
+                longest = int(rows.most_R.max())
+                ids_T = self._with_guesses(sent, ids_T, longest, int(rows.drafts.most_R.max()))
             behind_S = sent["behind_S"]
             drafts_S = torch.where(behind_S >= 0, ids_T[behind_S.clamp(min=0)], NO_PLACE)
             ids_T = ids_T.clamp(min=0)

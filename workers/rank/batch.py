@@ -70,15 +70,18 @@ def build_batch(
     samples_R = np.fromiter((w.samples for w in plan.work), np.bool_, count)
     drafts_R = np.zeros(count, np.int64) if drafts is None else drafts.counts_R
     lens_R += drafts_R
-    spare_R = table.max_accepted[rows_R]
+    spare_R = table.max_accepted[rows_R] if table.has_drafts else None
     begin_R = table.num_computed[rows_R]
     end_R = begin_R + lens_R
     _check(table, rows_R, lens_R, end_R, spare_R, samples_R, drafts_R)
     if table.pooled:  # these end with an embedding
         samples_R &= np.fromiter((w.row not in table.pooled for w in plan.work), np.bool_, count)
-    table.num_computed[rows_R] = end_R - drafts_R
-    if drafts is not None:
+    if drafts is None:
+        table.num_computed[rows_R] = end_R
+    else:
+        table.num_computed[rows_R] = end_R - drafts_R
         table.max_accepted[rows_R] += drafts_R
+        table.has_drafts = True
     starts = np.zeros(count + 1, np.int64)
     np.cumsum(lens_R, out=starts[1:])
     row_S, back_S = _samples(samples_R, None if drafts is None else drafts_R)
@@ -112,7 +115,7 @@ def _check(
     rows_R: Ints,
     lens_R: Ints,
     end_R: Ints,
-    spare_R: Ints,
+    spare_R: Ints | None,
     samples_R: npt.NDArray[np.bool_],
     drafts_R: Ints,
 ) -> None:
@@ -120,12 +123,13 @@ def _check(
     blocks."""
     known_R = table.num_known[rows_R] + drafts_R
     ok_R = (lens_R > 0) & (end_R <= known_R) & (~samples_R | (end_R == known_R))
-    ok_R &= end_R + spare_R <= table.num_blocks[rows_R] * table.block_size
+    most_R = end_R if spare_R is None else end_R + spare_R
+    ok_R &= most_R <= table.num_blocks[rows_R] * table.block_size
     if not ok_R.all():
         bad = int(np.flatnonzero(~ok_R)[0])
         row = int(rows_R[bad])
         raise AssertionError(
-            f"row {row}: {lens_R[bad]} tokens up to {end_R[bad]} + {spare_R[bad]}, known {known_R[bad]}, "
+            f"row {row}: {lens_R[bad]} tokens up to {end_R[bad]} or {most_R[bad]}, known {known_R[bad]}, "
             f"blocks {table.num_blocks[row]} x {table.block_size}, samples {samples_R[bad]}"
         )
 
@@ -145,12 +149,12 @@ def _forward(tensors: StepTensors, rows: StepRows, adapters: Adapters | None, bl
         block_table_RN=tensors.block_table_RN,
         logits_rows_S=tensors.logits_rows_S,
         query_lens_list=rows.lens_R.tolist(),
-        seq_lens_list=(rows.end_R + rows.spare_R).tolist(),
+        seq_lens_list=rows.most_R.tolist(),
         block_size=block_size,
         adapters=rows_T,
         sample_adapters=rows_S,
         further_groups=tensors.further_groups,
-        spare_lens_list=rows.spare_R.tolist() if rows.spare_R.any() else None,
+        spare_lens_list=None if rows.spare_R is None or not rows.spare_R.any() else rows.spare_R.tolist(),
     )
 
 

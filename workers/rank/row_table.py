@@ -29,7 +29,7 @@ class RowTable:
     lives: int64 [rows], counts how often a row was bound, freed or rolled back, so that a late token finds its own.
     num_unread: tokens counted in num_known whose values the host has not read. num_accepted: accepted drafts among the
     known tokens since the row was bound. max_accepted: the most that the steps in flight may add to num_known and
-    num_computed, which count one token for each of them.
+    num_computed, which count one token for each of them; has_drafts: some step has ever had any.
     pooled: rows that end with an embedding. scored: rows with prompt_logprobs. `errors[row]`: why nothing can be
     sampled for it (its tokens are outside the vocabulary); it runs on harmlessly.
     """
@@ -58,6 +58,7 @@ class RowTable:
         self.num_unread = np.zeros(capacity, np.int64)
         self.num_accepted = np.zeros(capacity, np.int64)
         self.max_accepted = np.zeros(capacity, np.int64)
+        self.has_drafts = False
         self.prompt_len = np.zeros(capacity, np.int64)
         self.lives = np.zeros(capacity, np.int64)
         self.adapter_slots = np.full(capacity, -1, np.int64)

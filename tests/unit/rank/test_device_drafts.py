@@ -29,7 +29,7 @@ FIELDS: list[dict[str, Any]] = [
 
 def requests_of(**more: Any) -> tuple[GenerationRequest, ...]:
     """Rows that repeat themselves, some with random tokens. more: fields of the last one."""
-    every = [{"max_tokens": 14 + 5 * place, "seed": place, **fields} for place, fields in enumerate(FIELDS)]
+    every = [{"max_tokens": 10 + 3 * place, "seed": place, **fields} for place, fields in enumerate(FIELDS)]
     every[-1] |= more
     return tuple(
         GenerationRequest(
@@ -47,7 +47,9 @@ def _always_drafting() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=["qwen3", "gemma2", "bloom"])
+@pytest.fixture(
+    scope="module", params=["gemma2", *(pytest.param(name, marks=pytest.mark.parity) for name in ("qwen3", "bloom"))]
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Windows, soft-caps and ALiBi among them."""
     return save_tiny_model(BY_NAME[request.param], tmp_path_factory.mktemp("models"))
@@ -97,10 +99,14 @@ def test_steps_with_drafts_are_launched_ahead_and_change_no_token(
     wanted = served(replace(case, late=False))
     launches = Launches(monkeypatch)
     assert served(replace(case, drafts=3)).tokens == wanted.tokens
-    assert launches.ahead >= 10 and launches.waited == 0, "nothing is read before the next launch"
+    assert launches.ahead >= 8 and launches.waited == 0, "nothing is read before the next launch"
     assert launches.accepted >= 5
-    if folder.name == "qwen3":
-        assert served(replace(case, drafts=3, tp_size=2)).tokens == wanted.tokens
+
+
+@pytest.mark.parity
+def test_ranks_guess_and_accept_alike(folder: Path) -> None:
+    case = case_of(folder, requests_of())
+    assert served(replace(case, drafts=3, tp_size=2)).tokens == served(replace(case, late=False)).tokens
 
 
 def test_rows_that_wait_for_their_tokens_and_tight_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
