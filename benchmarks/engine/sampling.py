@@ -72,7 +72,8 @@ class Case:
         sampled = drawn.collect()
         self.best_ms = min(self.best_ms, (clock() - begin) * 1e3)
         assert not any(sampled.failed)
-        table.fill(self._rows, table.reserve(self._rows), sampled.token_ids)
+        table.reserve(self._rows)
+        table.fill(self._rows, sampled.token_ids)
 
 
 def cases_of(options: argparse.Namespace, rows: int) -> list[Case]:
@@ -88,7 +89,7 @@ def cases_of(options: argparse.Namespace, rows: int) -> list[Case]:
     found += [case(f"all but {field}", [f for f in among if f != field]) for field in among]
     found += [case(field, ["temperature", field] if field in TRUNCATION else [field]) for field in FIELDS]
     if options.torch:
-        twin = replace(platform, sampling_ops=lambda: TorchSampling(lambda host: host))
+        twin = replace(platform, sampling_ops=lambda: TorchSampling())
         found += [case("greedy, torch twin", [], twin), case("all, torch twin", among, twin)]
     return found
 

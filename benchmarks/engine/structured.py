@@ -171,7 +171,8 @@ class Rows:
         drawn = sample(logits, self._rows, positions, table.sampling, table.history, cpu_platform())
         sampled = drawn.collect()
         assert not any(sampled.failed) and not table.sampling.grammars.errors
-        table.fill(self._rows, table.reserve(self._rows), sampled.token_ids)
+        table.reserve(self._rows)
+        table.fill(self._rows, sampled.token_ids)
 
 
 def measure_steps(options: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 """Families whose layers differ from Llama's through the whole engine: drafts, preemption, a host tier, streamed weights
-and prefix hits at once. Texts are those of transformers, in float32."""
+and prefix hits at once. 64 greedy tokens are those of transformers, in float32."""
 
 import shutil
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ from tandem import LLM, SamplingParams
 from tests.support.tiny_models import BY_NAME, SHALLOW, load_peer, save_tiny_model
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo" / "model"
-VOCAB, TOKENS = 768, 24
-WORDS = [[7 + (i * j) % 40 for i in range(20 + 9 * j)] for j in range(1, 6)]
+VOCAB, TOKENS = 768, 64
+WORDS = [[7 + (i * j) % 40 for i in range(20 + 8 * j)] for j in range(1, 6)]
 """Prompts with repetitions, so that there is something to look up."""
 
 

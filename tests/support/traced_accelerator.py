@@ -333,7 +333,7 @@ class _Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         accelerator, kwargs = self._accelerator, kwargs or {}
-        accelerator.counts["operators"] += not _is_view(func)
+        accelerator.counts["operators"] += not is_view(func)
         accelerator.counts["reads on the host"] += func in READS_ON_HOST
         reads: list[Any] = []
         writes: list[Any] = []
@@ -345,7 +345,7 @@ class _Trace(TorchDispatchMode):
         places = self._indexed(func, args)
         output = func(*args, **kwargs)
         made = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        if not _is_view(func):
+        if not is_view(func):
             known = {id(tensor) for tensor in (*reads, *writes)}
             made = [tensor for tensor in made if id(tensor) not in known]
             part = {id(args[0]): places} if places is not None else {}
@@ -365,7 +365,7 @@ class _Trace(TorchDispatchMode):
         return self._accelerator.cells_at(target, addresses(target).index_select(dim, index))
 
 
-def _is_view(func: Any) -> bool:
+def is_view(func: Any) -> bool:
     """Whether it only makes another view: its outputs alias inputs that it does not write."""
     returns = func._schema.returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)

@@ -45,13 +45,15 @@ class Chunk:
     """A row with several queries, tokens start:stop of the step.
 
     `block_ids`: the blocks that it attends to, the first context_len of their slots; None when its context is only its
-    own tokens.
+    own tokens. before: the number of positions ahead of its first token, int64 [] on the device, where the host does
+    not know it: then context_len is the most. None: context_len less the chunk's tokens.
     """
 
     start: int
     stop: int
     block_ids: torch.Tensor | None
     context_len: int
+    before: torch.Tensor | None = None
 
 
 class SdpaChunks:
@@ -122,10 +124,16 @@ class Gatherer:
         return k_BSKD.flatten(0, 1)[: chunk.context_len], v_BSKD.flatten(0, 1)[: chunk.context_len]
 
 
+def spare_len(batch: ForwardBatch, row: int) -> int:
+    """Returns by how much a row's length may be less than the host's."""
+    return 0 if batch.spare_lens_list is None else batch.spare_lens_list[row]
+
+
 def visible_span(batch: ForwardBatch, row: int, window: int | None) -> range:
     """Returns the indices into the row's block table that its first query, and all later ones, may attend to."""
     seq_len, num_queries = batch.seq_lens_list[row], batch.query_lens_list[row]
-    first_seen = 0 if window is None else max(0, seq_len - num_queries - window + 1)
+    least = seq_len - spare_len(batch, row)
+    first_seen = 0 if window is None else max(0, least - num_queries - window + 1)
     return range(first_seen // batch.block_size, -(-seq_len // batch.block_size))
 
 
@@ -139,7 +147,9 @@ def chunk_of(batch: ForwardBatch, row: int, start: int, window: int | None, is_e
         return Chunk(start, start + num_queries, None, seq_len)
     span = visible_span(batch, row, window)
     block_ids = batch.block_table_RN[row, span.start : span.stop].long()
-    return Chunk(start, start + num_queries, block_ids, seq_len - span.start * batch.block_size)
+    hidden = span.start * batch.block_size
+    before = batch.positions_T[start] - hidden if spare_len(batch, row) else None
+    return Chunk(start, start + num_queries, block_ids, seq_len - hidden, before)
 
 
 def additive_mask(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -15,7 +15,7 @@ from tandem.workers.attention.backend import DECODE_QUERIES, AttentionStep, Repl
 from tandem.workers.attention.chunks import Chunk, ChunkAttention, Gatherer, chunk_of
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.attention.latent import LatentHeads
-from tandem.workers.attention.torch_sdpa import TorchStep, in_place
+from tandem.workers.attention.torch_sdpa import TorchStep
 from tandem.workers.kernels.cpu.cpu_chunk_attention import CpuChunkAttention
 from tandem.workers.kernels.cpu.cpu_decode_attention import CpuDecodeAttention, DecodeWork, Rows
 from tandem.workers.kernels.kv_store import KVStore, LayerKV
@@ -105,7 +105,7 @@ class _CpuStep:
         heads: LatentHeads,
     ) -> torch.Tensor:
         if self._of_latents is None:
-            self._of_latents = TorchStep(self._batch, self._gatherer, in_place, False, self._chunk_attention)
+            self._of_latents = TorchStep(self._batch, self._gatherer, False, self._chunk_attention)
         return self._of_latents.attend_latent(q_TND, latents_T1E, kv, params, heads)
 
     def set_batch(self, batch: ForwardBatch) -> None:

@@ -29,7 +29,9 @@ class ForwardBatch:
     block_table_RN: int32, a short row padded with its own first block. Both are of group 0; further_groups: those of
     the others, in which blocks that no query sees any more are replaced by the row's first visible one. logits_rows_S:
     int64, indices into T of the logits to compute, in plan order. adapters: the adapter of each token, None without
-    any; sample_adapters: the same for the rows S.
+    any; sample_adapters: the same for the rows S. spare_lens_list: drafts in flight may be rejected, so seq_lens_list
+    says the most, and seq_lens may be less by so many at most; None: they are equal. A row's number of queries is
+    always what the list says.
     """
 
     input_ids_T: torch.Tensor
@@ -44,6 +46,7 @@ class ForwardBatch:
     block_size: int
     adapters: AdapterRows | None = None
     sample_adapters: AdapterRows | None = None
+    spare_lens_list: list[int] | None = None
     further_groups: tuple[GroupTable, ...] = ()
 
     def of_group(self, group: int) -> "ForwardBatch":

@@ -38,7 +38,7 @@ class GeneralAttention:
         for chunk in self._chunks[params.window]:
             own = slice(chunk.start, chunk.stop)
             pieces = context_pieces(self._gatherer, chunk, k_TKD, v_TKD, kv)
-            out_TND[own] = attend_in_pieces(q_TND[own], pieces, chunk.context_len, params)
+            out_TND[own] = attend_in_pieces(q_TND[own], pieces, chunk.context_len, params, chunk.before)
         return out_TND
 
     def _lay_out(self, window: int | None, is_exact: bool) -> list[Chunk]:

@@ -25,9 +25,10 @@ import torch.nn.functional as F
 
 from tandem.workers.attention.backend import DECODE_QUERIES
 from tandem.workers.attention.chunks import Chunk, ChunkAttention, Gatherer
-from tandem.workers.attention.pieces import GATHER_BYTES, attend_in_pieces, scores_fit
+from tandem.workers.attention.pieces import attend_in_pieces, scores_fit
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.spec.arch import AttentionParams, Mla
+from tandem.workers.planning.budget import GATHER_BYTES
 
 
 class LatentHeads(Protocol):
@@ -108,10 +109,11 @@ class LatentChunks:
     ) -> torch.Tensor:
         """Returns out_TNV of the chunk's own tokens."""
         spec, own = heads.spec, q_TND[chunk.start : chunk.stop]
-        if absorbs(spec, len(own), chunk.context_len):
+        if chunk.before is not None or absorbs(spec, len(own), chunk.context_len):
             pieces = self._pieces(chunk, latents_T1E, kv, spec.head_dim)
             keys_and_values = ((piece, piece[..., : spec.kv_rank]) for piece in pieces)
-            return heads.release(attend_in_pieces(heads.absorb(own), keys_and_values, chunk.context_len, params))
+            out_TNL = attend_in_pieces(heads.absorb(own), keys_and_values, chunk.context_len, params, chunk.before)
+            return heads.release(out_TNL)
         of_position = own.shape[1] * (spec.key_dim + spec.v_dim)
         if not self._fits(chunk, own, of_position):
             pieces = self._pieces(chunk, latents_T1E, kv, of_position)

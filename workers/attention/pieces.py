@@ -15,9 +15,8 @@ import torch
 from tandem.workers.attention.chunks import Chunk, Gatherer
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.spec.arch import AttentionParams
+from tandem.workers.planning.budget import GATHER_BYTES
 
-GATHER_BYTES: Final = 16 * 2**20
-"""Keys and values that are gathered at once."""
 SCORE_BYTES: Final = 64 * 2**20
 """Scores in float32, with or without a kernel of torch's own that keeps them."""
 WORKSPACE_BYTES: Final = 2 * GATHER_BYTES + 3 * SCORE_BYTES
@@ -55,8 +54,10 @@ def attend_in_pieces(
     pieces: Iterator[tuple[torch.Tensor, torch.Tensor]],
     context_len: int,
     params: AttentionParams,
+    before: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns out_TND, as wide as the values; the chunk's tokens are the last T of the context's positions."""
+    """Returns out_TND, as wide as the values; the chunk's tokens are the last T of the context's positions, or those
+    behind the first `before` (Chunk)."""
     tokens, heads, dim = q_TND.shape
     sums_KGTD: torch.Tensor | None = None
     first = 0
@@ -71,7 +72,7 @@ def attend_in_pieces(
         rows = max(1, SCORE_BYTES // (heads * length * 4))
         for start in range(0, tokens, rows):
             own = slice(start, min(start + rows, tokens))
-            tile = _tile(own, context_len - tokens, first, length, params, q_TND.device)
+            tile = _tile(own, context_len - tokens if before is None else before, first, length, params, q_TND.device)
             _add_tile(
                 q_KGTD[:, :, own], k_KJD, v_KJD, tile, params,
                 sums_KGTD[:, :, own], most_KGT[:, :, own], total_KGT[:, :, own],
@@ -97,10 +98,12 @@ class _Tile(NamedTuple):
     bias_NTJ: torch.Tensor | None
 
 
-def _tile(own: slice, before: int, first: int, length: int, params: AttentionParams, device: torch.device) -> _Tile:
+def _tile(
+    own: slice, before: int | torch.Tensor, first: int, length: int, params: AttentionParams, device: torch.device
+) -> _Tile:
     """The piece of `length` positions that begins at `first`, and the chunk's tokens `own`, with `before` positions
     ahead of the chunk."""
-    position_T1 = torch.arange(before + own.start, before + own.stop, device=device)[:, None]
+    position_T1 = torch.arange(own.start, own.stop, device=device)[:, None] + before
     position_J = torch.arange(first, first + length, device=device)
     seen_TJ = position_J <= position_T1
     if params.window is not None:

@@ -6,7 +6,7 @@ KV head are folded into the query dim, so K and V are never repeated and each is
 one. T tokens, R rows of a group, N query heads, K KV heads, G = N / K, D head dim, J padded context positions.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -21,6 +21,7 @@ from tandem.workers.attention.chunks import (
     SdpaChunks,
     additive_mask,
     chunk_of,
+    spare_len,
     visible_span,
 )
 from tandem.workers.attention.forward_batch import ForwardBatch
@@ -37,29 +38,20 @@ GROUP_COST_TOKENS = 512
 GROUP_BYTES = 10 * 2**20
 
 
-ToDevice = Callable[[torch.Tensor], torch.Tensor]
-
-
-def in_place(host: torch.Tensor) -> torch.Tensor:
-    """The ToDevice of host memory."""
-    return host
-
-
 class TorchAttention:
-    """The backend. to_device copies a host tensor to the cache's device; is_bounded: its memory does not grow with the
+    """The backend. is_bounded: its memory does not grow with the
     context (pieces.py). replays: decode steps may be padded and replayed (padded_decode.py). It keeps scratch memory
     between steps, so one instance serves one decoder on one thread."""
 
     name = "torch-sdpa"
 
-    def __init__(self, to_device: ToDevice = in_place, *, is_bounded: bool = False, replays: bool = False) -> None:
-        self._to_device = to_device
+    def __init__(self, *, is_bounded: bool = False, replays: bool = False) -> None:
         self._replays = replays
         self._is_bounded = is_bounded
         self._gatherer = Gatherer(TorchKVStore())
 
     def prepare(self, batch: ForwardBatch) -> AttentionStep:
-        return TorchStep(batch, self._gatherer, self._to_device, self._is_bounded)
+        return TorchStep(batch, self._gatherer, self._is_bounded)
 
     def replay_key(self, batch: ForwardBatch, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
         if not self._replays or max(batch.query_lens_list) > DECODE_QUERIES:
@@ -101,12 +93,10 @@ class TorchStep:
         self,
         batch: ForwardBatch,
         gatherer: Gatherer,
-        to_device: ToDevice,
         is_bounded: bool,
         of_latents: ChunkAttention | None = None,
     ) -> None:
         self._batch = batch
-        self._to_device = to_device
         self._is_bounded = is_bounded
         self._gatherer = gatherer
         self._sdpa = SdpaChunks()
@@ -134,9 +124,10 @@ class TorchStep:
             out_TND[group.tokens_R] = self._attend_group(group, q_TND[group.tokens_R], kv, scale)
         for chunk in layout.chunks:
             own = slice(chunk.start, chunk.stop)
-            if self._is_bounded and not self._fits(chunk, q_TND, kv, window):
+            in_pieces = self._is_bounded and not self._fits(chunk, q_TND, kv, window)
+            if in_pieces or chunk.before is not None:
                 pieces = context_pieces(self._gatherer, chunk, k_TKD, v_TKD, kv)
-                out_TND[own] = attend_in_pieces(q_TND[own], pieces, chunk.context_len, params)
+                out_TND[own] = attend_in_pieces(q_TND[own], pieces, chunk.context_len, params, chunk.before)
             else:
                 k_JKD, v_JKD = self._gatherer.context(chunk, k_TKD, v_TKD, kv)
                 out_TND[own] = self._sdpa.attend(q_TND[own], k_JKD, v_JKD, params)
@@ -170,7 +161,7 @@ class TorchStep:
             max_blocks = max(1, GROUP_BYTES // (2 * kv.keys[0].numel() * dtype.itemsize))
             is_exact = kv.keys.dtype is dtype
             longest = piece_blocks(kv, dtype) if self._is_bounded else None
-            self._layouts[window] = _lay_out(self._batch, window, dtype, max_blocks, is_exact, longest, self._to_device)
+            self._layouts[window] = _lay_out(self._batch, window, dtype, max_blocks, is_exact, longest)
         return self._layouts[window]
 
     def _fits(self, chunk: Chunk, q_TND: torch.Tensor, kv: LayerKV, window: int | None) -> bool:
@@ -201,12 +192,13 @@ def _lay_out(
     max_blocks: int,
     is_exact: bool,
     longest: int | None,
-    to_device: ToDevice,
 ) -> _Layout:
     """Sorts the rows of a step into decode groups and prefill chunks. Decodes of more than `longest` blocks are
-    chunks."""
+    chunks, as are rows whose length the host does not know."""
     starts = list(accumulate(batch.query_lens_list, initial=0))
-    decodes = [row for row, num_queries in enumerate(batch.query_lens_list) if num_queries == 1]
+    decodes = [
+        row for row, num_queries in enumerate(batch.query_lens_list) if num_queries == 1 and not spare_len(batch, row)
+    ]
     spans = {row: visible_span(batch, row, window) for row in decodes}
     if longest is not None:
         spans = {row: span for row, span in spans.items() if len(span) <= longest}
@@ -218,10 +210,7 @@ def _lay_out(
     cost = GROUP_COST_TOKENS // batch.block_size
     row_groups = _similar_rows({row: len(span) for row, span in spans.items()}, cost, max_blocks)
     in_order = len(row_groups) == 1 and not chunks
-    groups = [
-        _group(batch, rows, [spans[row] for row in rows], None if in_order else starts, window, dtype, to_device)
-        for rows in row_groups
-    ]
+    groups = [_group(batch, rows, [spans[row] for row in rows], in_order, window, dtype) for rows in row_groups]
     return _Layout(groups, chunks)
 
 
@@ -243,28 +232,35 @@ def _similar_rows(num_blocks: dict[int, int], group_cost: int, max_blocks: int) 
 
 
 def _group(
-    batch: ForwardBatch,
-    rows: list[int],
-    spans: list[range],
-    starts: list[int] | None,
-    window: int | None,
-    dtype: torch.dtype,
-    to_device: ToDevice,
+    batch: ForwardBatch, rows: list[int], spans: list[range], in_order: bool, window: int | None, dtype: torch.dtype
 ) -> _DecodeGroup:
-    """Returns a group's gather list and mask; `starts` is None when the group is the whole step in order."""
+    """Returns a group's gather list and mask, made on the device: nothing is copied there. in_order: the group is the
+    whole step in order."""
     device, block_size = batch.block_table_RN.device, batch.block_size
     width = max(len(span) for span in spans)
-    rows_R = to_device(torch.tensor(rows))
-    first_R = to_device(torch.tensor([span.start for span in spans]))
-    column_RB = first_R[:, None] + torch.arange(width, device=device)
+    rows_R = _places(rows, device)
+    seq_len_R1 = batch.seq_lens[rows_R, None].long()
+    first_R1 = torch.zeros_like(seq_len_R1)
+    if window is not None:
+        first_R1 = (seq_len_R1 - window).clamp_(min=0) // block_size
+    column_RB = first_R1 + torch.arange(width, device=device)
     table_RN = batch.block_table_RN[rows_R].long()
     block_ids = table_RN.gather(1, column_RB.clamp(max=table_RN.shape[1] - 1)).flatten()
-    tokens_R = None if starts is None else to_device(torch.tensor([starts[row] for row in rows]))
-    seq_len_R1 = batch.seq_lens[rows_R, None].long()
-    position_RJ = first_R[:, None] * block_size + torch.arange(width * block_size, device=device)
+    tokens_R = None if in_order else batch.query_starts[rows_R].long()
+    position_RJ = first_R1 * block_size + torch.arange(width * block_size, device=device)
     seen_RJ = position_RJ < seq_len_R1
     if window is not None:
         seen_RJ &= position_RJ >= seq_len_R1 - window
     if all(batch.seq_lens_list[row] == width * block_size for row in rows) and window is None:
         return _DecodeGroup(len(rows), tokens_R, block_ids, None)
     return _DecodeGroup(len(rows), tokens_R, block_ids, additive_mask(seen_RJ, dtype)[:, None, None])
+
+
+def _places(rows: list[int], device: torch.device) -> torch.Tensor:
+    """Returns ascending numbers as an int64 tensor, put together of runs: a list would have to be copied."""
+    runs, start = [], 0
+    for place in range(1, len(rows) + 1):
+        if place == len(rows) or rows[place] != rows[place - 1] + 1:
+            runs.append(torch.arange(rows[start], rows[place - 1] + 1, device=device))
+            start = place
+    return runs[0] if len(runs) == 1 else torch.cat(runs)

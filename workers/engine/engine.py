@@ -270,7 +270,7 @@ class Engine:
             self._costs.observe_step(step.num_prefill_tokens, step.num_decode, result.device_s)
             num_drafts = 0
             if self._drafting is not None:
-                num_drafts = sum(row.num_drafts for row in result.rows)
+                num_drafts = sum(row.num_drafts for row in result.rows) + result.num_unguessed
                 num_tokens = step.num_decode + step.num_prefill_tokens + num_drafts
                 self._drafting.observe_step(num_tokens, step.num_prefill_tokens, result.device_s)
             self._chunk_limiter.observe(step.num_prefill_tokens + num_drafts, result.device_s)

@@ -12,10 +12,9 @@ from collections.abc import Callable, Hashable
 from typing import Any, Final, NamedTuple
 
 from tandem.workers.graphs.graph_runner import Body, Captures, I, Outputs
+from tandem.workers.planning.graph_room import BUCKETS, MAX_CAPTURES
 
 log = logging.getLogger(__name__)
-BUCKETS: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-MAX_CAPTURES: Final = 64
 RUNS_BEFORE_CAPTURE: Final = 2
 Replay = Callable[[], object]
 CaptureGraph = Callable[[Callable[[], Outputs]], tuple[Replay, Outputs]]

@@ -12,13 +12,15 @@ Called by workers/sampling/sampler.py; compiled for CPUs in cpu_sampling.py. S r
 vocabulary, C chunk, N chunks, B buckets.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from tandem.workers.kernels.step_arrays import Send, Sent
 
 CHUNK: Final = 128
 DIGIT_BITS: Final = 10
@@ -29,7 +31,11 @@ MASS_ONE: Final = 2.0**44
 CUT_ROWS: Final = 32
 """Rows whose thresholds are searched at once, which bounds the twin's memory to 28 bytes times these times V."""
 
-ToDevice = Callable[[torch.Tensor], torch.Tensor]
+Change = Callable[[torch.Tensor], None]
+"""Changes logits [S, V], float32, in place."""
+DrawTokens = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Overwrites ids_S where a token is drawn, given logits_SV, best_S, ids_S and uniforms_R (float64 in [0, 1), on the
+logits' device); may overwrite those rows of the logits. A row whose best logit is not finite gets some id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +43,7 @@ class Draws:
     """What a step draws, on the host: numpy arrays [R], contiguous.
 
     places: int64, distinct rows of the logits. temperature: float32, above 0. top_k: int64, 0: off. top_p: float64, 1:
-    off. min_p: float32, 0: off. uniforms: float64 in [0, 1).
+    off. min_p: float32, 0: off.
     """
 
     places: npt.NDArray[np.int64]
@@ -45,7 +51,6 @@ class Draws:
     top_k: npt.NDArray[np.int64]
     top_p: npt.NDArray[np.float64]
     min_p: npt.NDArray[np.float32]
-    uniforms: npt.NDArray[np.float64]
 
 
 class SamplingOps(Protocol):
@@ -56,69 +61,86 @@ class SamplingOps(Protocol):
         with NaN. Rows may have a stride."""
         ...
 
-    def draw(self, logits_SV: torch.Tensor, best_S: torch.Tensor, ids_S: torch.Tensor, draws: Draws) -> None:
-        """Overwrites ids_S where a token is drawn; may overwrite those rows of the logits. A row whose best logit is
-        not finite gets some id."""
+    def prepare_draw(self, draws: Draws, send: Send) -> DrawTokens:
+        """Returns what draws these tokens once the arrays that it sends have arrived."""
         ...
 
-    def keep(self, logits_SV: torch.Tensor, places_P: npt.NDArray[np.int64], bits_PW: npt.NDArray[np.uint32]) -> None:
-        """Makes minus infinity of the logits whose bits are 0, in the rows places_P; bit i % 32 of word i / 32 is of
-        token i."""
+    def prepare_keep(self, places_P: npt.NDArray[np.int64], bits_PW: npt.NDArray[np.uint32], send: Send) -> Change:
+        """Returns what makes minus infinity of the logits whose bits are 0, in the rows places_P; bit i % 32 of word
+        i / 32 is of token i. send: as above."""
         ...
 
 
 class TorchSampling:
-    """The twin, for any device. to_device copies a host tensor to it."""
-
-    def __init__(self, to_device: ToDevice) -> None:
-        self._to_device = to_device
+    """The twin, for any device."""
 
     def best(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         best = logits_SV.max(dim=-1)
         return best.values, best.indices
 
-    def draw(self, logits_SV: torch.Tensor, best_S: torch.Tensor, ids_S: torch.Tensor, draws: Draws) -> None:
-        upload = self._to_device
-        at = upload(torch.from_numpy(draws.places))
-        temperature_R1 = upload(torch.from_numpy(draws.temperature))[:, None]
-        weights_RV = (logits_SV[at] - best_S[at][:, None]).div_(temperature_R1).exp_()
+    def prepare_draw(self, draws: Draws, send: Send) -> DrawTokens:
+        at, temperature = send(draws.places), send(draws.temperature)
+        limits = None
         if draws.min_p.any() or draws.top_k.any() or (draws.top_p < 1).any():
-            floor_R = thresholds(weights_RV, draws.top_k, draws.top_p, draws.min_p, upload)
-            weights_RV.masked_fill_(weights_RV < floor_R[:, None], 0.0)
-        ids_S[at] = drawn(weights_RV, upload(torch.from_numpy(draws.uniforms)))
+            limits = Limits(draws.top_k, draws.top_p, draws.min_p, send)
 
-    def keep(self, logits_SV: torch.Tensor, places_P: npt.NDArray[np.int64], bits_PW: npt.NDArray[np.uint32]) -> None:
-        at = self._to_device(torch.from_numpy(places_P))
-        words_PW = self._to_device(torch.from_numpy(bits_PW.view(np.int32)))
-        shifts = torch.arange(32, dtype=torch.int32, device=logits_SV.device)
-        kept_PV = ((words_PW[:, :, None] >> shifts) & 1).bool().flatten(1)[:, : logits_SV.shape[1]]
-        logits_SV[at] = logits_SV[at].masked_fill_(kept_PV.logical_not_(), float("-inf"))
+        def draw(logits_SV: torch.Tensor, best_S: torch.Tensor, ids_S: torch.Tensor, uniforms_R: torch.Tensor) -> None:
+            at_R = at()
+            weights_RV = (logits_SV[at_R] - best_S[at_R][:, None]).div_(temperature()[:, None]).exp_()
+            if limits is not None:
+                floor_R = limits.thresholds(weights_RV)
+                weights_RV.masked_fill_(weights_RV < floor_R[:, None], 0.0)
+            ids_S[at_R] = drawn(weights_RV, uniforms_R)
+
+        return draw
+
+    def prepare_keep(self, places_P: npt.NDArray[np.int64], bits_PW: npt.NDArray[np.uint32], send: Send) -> Change:
+        at, words = send(places_P), send(bits_PW.view(np.int32))
+
+        def keep(logits_SV: torch.Tensor) -> None:
+            shifts = torch.arange(32, dtype=torch.int32, device=logits_SV.device)
+            kept_PV = ((words()[:, :, None] >> shifts) & 1).bool().flatten(1)[:, : logits_SV.shape[1]]
+            logits_SV[at()] = logits_SV[at()].masked_fill_(kept_PV.logical_not_(), float("-inf"))
+
+        return keep
 
 
-def thresholds(
-    weights_RV: torch.Tensor,
-    top_k_R: npt.NDArray[np.int64],
-    top_p_R: npt.NDArray[np.float64],
-    min_p_R: npt.NDArray[np.float32],
-    to_device: ToDevice,
-) -> torch.Tensor:
-    """Returns the least weight that each row keeps, float32 [R]."""
-    floor_R = to_device(torch.from_numpy(min_p_R.astype(np.float32)))
-    limited, nucleus = np.flatnonzero(top_k_R), np.flatnonzero(top_p_R < 1)
-    for rows in np.array_split(limited, -(-len(limited) // CUT_ROWS)) if len(limited) else ():
-        at = to_device(torch.from_numpy(rows))
-        most = to_device(torch.from_numpy(np.minimum(top_k_R[rows], weights_RV.shape[1]).astype(np.float64)))
-        some_RV = weights_RV[at]
-        kth_R = _cut(some_RV, torch.ones_like(some_RV, dtype=torch.int64), most[:, None])
-        floor_R[at] = torch.maximum(floor_R[at], kth_R)
-    for rows in np.array_split(nucleus, -(-len(nucleus) // CUT_ROWS)) if len(nucleus) else ():
-        at = to_device(torch.from_numpy(rows))
-        some_RV = weights_RV[at]
-        some_RV.masked_fill_(some_RV < floor_R[at][:, None], 0.0)
-        mass_RV = (some_RV.double() * MASS_ONE).long()
-        target_R1 = to_device(torch.from_numpy(top_p_R[rows]))[:, None] * mass_RV.sum(1, keepdim=True)
-        floor_R[at] = torch.maximum(floor_R[at], _cut(some_RV, mass_RV, target_R1))
-    return floor_R
+class Limits:
+    """Truncation of some rows, on its way to the device."""
+
+    def __init__(
+        self,
+        top_k_R: npt.NDArray[np.int64],
+        top_p_R: npt.NDArray[np.float64],
+        min_p_R: npt.NDArray[np.float32],
+        send: Send,
+    ) -> None:
+        limited, nucleus = np.flatnonzero(top_k_R), np.flatnonzero(top_p_R < 1)
+        self._floor = send(min_p_R.astype(np.float32))
+        self._limited = (send(limited), send(top_k_R[limited].astype(np.float64))) if len(limited) else None
+        self._nucleus = (send(nucleus), send(top_p_R[nucleus])) if len(nucleus) else None
+
+    def thresholds(self, weights_RV: torch.Tensor) -> torch.Tensor:
+        """Returns the least weight that each row keeps, float32 [R]."""
+        floor_R = self._floor().clone()
+        for at, most in _in_parts(self._limited):
+            some_RV = weights_RV[at]
+            most = most.clamp(max=weights_RV.shape[1])
+            kth_R = _cut(some_RV, torch.ones_like(some_RV, dtype=torch.int64), most[:, None])
+            floor_R[at] = torch.maximum(floor_R[at], kth_R)
+        for at, share in _in_parts(self._nucleus):
+            some_RV = weights_RV[at]
+            some_RV.masked_fill_(some_RV < floor_R[at][:, None], 0.0)
+            mass_RV = (some_RV.double() * MASS_ONE).long()
+            target_R1 = share[:, None] * mass_RV.sum(1, keepdim=True)
+            floor_R[at] = torch.maximum(floor_R[at], _cut(some_RV, mass_RV, target_R1))
+        return floor_R
+
+
+def _in_parts(rows: tuple[Sent, Sent] | None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields places and limits of at most CUT_ROWS rows at a time."""
+    if rows is not None:
+        yield from zip(rows[0]().split(CUT_ROWS), rows[1]().split(CUT_ROWS), strict=True)
 
 
 def _cut(weights_RV: torch.Tensor, measure_RV: torch.Tensor, target_R1: torch.Tensor) -> torch.Tensor:

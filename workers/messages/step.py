@@ -125,9 +125,11 @@ class RowResult(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=
 class StepResult(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=True, tag="result"):
     """Result of a StepPlan: one RowResult for each RowWork that has one, in the plan's order.
 
-    device_s: seconds that the last stage computed. wait_s: seconds that it waited for the plan and for hidden states.
-    failure: why the step counts for nothing, as a device ran out of memory; None otherwise. What the plan freed, bound,
-    copied and appended to tables stands; its rows are as they were before it once a plan has rolled them back.
+    device_s: seconds that the last stage computed. num_unguessed: tokens that were computed in places for drafts where
+    nothing was guessed: on a device, places are made before guesses. wait_s: seconds that it waited for the plan and
+    for hidden states. failure: why the step counts for nothing, as a device ran out of memory; None otherwise. What the
+    plan freed, bound, copied and appended to tables stands; its rows are as they were before it once a plan has rolled
+    them back.
     """
 
     step_id: int
@@ -135,3 +137,4 @@ class StepResult(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only
     failure: str | None = None
     device_s: float = 0.0
     wait_s: float = 0.0
+    num_unguessed: int = 0

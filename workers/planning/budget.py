@@ -19,6 +19,8 @@ from tandem.offload.kv.kv_groups import KVGroups
 CPU_SHARE = 0.4
 MIB = 2**20
 GIB = 2**30
+GATHER_BYTES: Final = 16 * MIB
+"""Keys and values that attention gathers at once, where it gathers them."""
 ATTENTION_BYTES: Final = 224 * MIB
 """The most that attention takes on a device with memory of its own, whatever the context (attention/pieces.py)."""
 CGROUP: Final = Path("/sys/fs/cgroup")

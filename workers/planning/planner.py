@@ -17,6 +17,7 @@ from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.sizes import RankWeights, activation_bytes, adapter_bytes, kv_token_bytes, rank_weights
 from tandem.workers.planning.adapter_room import AdapterRoom, adapter_room
 from tandem.workers.planning.budget import ATTENTION_BYTES, CPU_SHARE, GIB
+from tandem.workers.planning.graph_room import graph_bytes
 from tandem.workers.planning.resolve import DTYPE_BYTES, kv_groups
 from tandem.workers.planning.start_notes import pool_notes
 
@@ -46,7 +47,8 @@ class Memory:
 class StagePlan:
     """The memory of one rank of a stage, in bytes. kv_token_bytes: of a token in a KV block; kv_layers_bytes: of its KV
     in all layers, the same where they form one group. kv_budget_bytes: negative when memory is lacking. adapter_bytes:
-    of one adapter of --max-lora-rank on every linear layer. adapter_room: the memory reserved for adapters."""
+    of one adapter of --max-lora-rank on every linear layer. adapter_room: the memory reserved for adapters.
+    graph_bytes: of captured steps, with the KV block that their padding writes."""
 
     stage: int
     weights: RankWeights
@@ -57,6 +59,7 @@ class StagePlan:
     kv_budget_bytes: int
     adapter_bytes: int
     adapter_room: AdapterRoom
+    graph_bytes: int
 
     @property
     def device_weight_bytes(self) -> int:
@@ -133,7 +136,7 @@ def least_bytes(
     settings: EngineSettings, spec: ArchSpec, mesh: Mesh, dtype: str, kv_dtype: str, max_model_len: int
 ) -> int:
     """Bytes that a device must hold beside the weights: the KV of the flags, else of one context, the reserve for
-    adapters, and the activations of the largest step."""
+    adapters, the activations of the largest step, and what captured steps take."""
     cache, scheduler = settings.cache, settings.scheduler
     groups = kv_groups(settings, spec, max_model_len)
     block = cache.block_size * kv_token_bytes(spec, mesh, kv_dtype, groups.windows)
@@ -143,7 +146,31 @@ def least_bytes(
     tokens, seqs = scheduler.max_num_batched_tokens, settings.most_samples
     adapters = adapter_room(settings.lora, spec, mesh, DTYPE_BYTES[dtype]).device_bytes
     activations = activation_bytes(spec, mesh.tp_size, tokens, seqs, DTYPE_BYTES[dtype])
-    return kv + adapters + activations + ATTENTION_BYTES
+    graphs = _graph_bytes(settings, spec, mesh, dtype, kv_dtype, max_model_len, replays=True)
+    return kv + adapters + activations + ATTENTION_BYTES + _row_bytes(settings, max_model_len) + graphs
+
+
+def _graph_bytes(
+    settings: EngineSettings,
+    spec: ArchSpec,
+    mesh: Mesh,
+    dtype: str,
+    kv_dtype: str,
+    max_model_len: int,
+    *,
+    replays: bool,
+) -> int:
+    """Bytes of captured steps on a device with memory of its own, and of the KV block that their padding writes.
+    replays: steps are captured, as they are without streamed layers."""
+    scratch = settings.cache.block_size * kv_token_bytes(spec, mesh, kv_dtype)
+    return scratch + (graph_bytes(spec, mesh, settings, DTYPE_BYTES[dtype], max_model_len) if replays else 0)
+
+
+def _row_bytes(settings: EngineSettings, max_model_len: int) -> int:
+    """Bytes of the rows' block tables on a device with memory of its own, and of their tokens where it guesses
+    drafts."""
+    blocks = -(-max_model_len // settings.cache.block_size)
+    return 4 * settings.scheduler.max_num_seqs * (blocks + (max_model_len if settings.max_drafts else 0))
 
 
 def layouts(spec: ArchSpec, num_ranks: int, *, expert_parallel: bool = False) -> list[tuple[int, int]]:
@@ -193,8 +220,12 @@ def _stage(
     placement = place_layers(weights.num_layers, weights.layer_bytes, save, weights.may_stream)
     tokens, seqs = scheduler.max_num_batched_tokens, settings.most_samples
     activations = activation_bytes(spec, mesh.tp_size, tokens, seqs, element)
-    activations += ATTENTION_BYTES if not memory.is_shared else 0
     room = adapter_room(settings.lora, spec, mesh, element)
+    graphs = 0
+    if not memory.is_shared:
+        activations += ATTENTION_BYTES + _row_bytes(settings, max_model_len)
+        graphs = _graph_bytes(settings, spec, mesh, dtype, kv_dtype, max_model_len, replays=not placement.streamed)
+    held = weights.fixed_bytes + placement.device_bytes + activations + room.device_bytes + graphs
     return StagePlan(
         stage=mesh.pp_rank,
         weights=weights,
@@ -202,9 +233,10 @@ def _stage(
         activation_bytes=activations,
         kv_token_bytes=kv_token_bytes(spec, mesh, kv_dtype, kv_groups(settings, spec, max_model_len).windows),
         kv_layers_bytes=kv_token_bytes(spec, mesh, kv_dtype),
-        kv_budget_bytes=budget - weights.fixed_bytes - placement.device_bytes - activations - room.device_bytes,
+        kv_budget_bytes=budget - held,
         adapter_bytes=adapter_bytes(spec, mesh, settings.lora.max_lora_rank, element),
         adapter_room=room,
+        graph_bytes=graphs,
     )
 
 
@@ -339,7 +371,8 @@ def _no_room_for_weights(settings: EngineSettings, stage: StagePlan, memory: Mem
     return Problem(
         "--tensor-parallel-size",
         f"a rank of stage {stage.stage} lacks {gib(-stage.kv_budget_bytes)}: {gib(stage.device_weight_bytes)} of "
-        f"weights and {gib(stage.activation_bytes)} of activations for {settings.cache.gpu_memory_utilization:g} of "
+        f"weights and {gib(stage.activation_bytes + stage.graph_bytes)} of activations for "
+        f"{settings.cache.gpu_memory_utilization:g} of "
         f"{gib(memory.device_bytes)}, with {streamed} of {stage.placement.num_layers} layers in host memory",
     )
 

@@ -21,7 +21,7 @@ from tandem.workers.kernels.expert_ops import MakeExpertOps
 from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.kernels.lora_ops import LoraOps
 from tandem.workers.kernels.sampling_ops import SamplingOps
-from tandem.workers.platforms.device_rows import Columns, DeviceRows
+from tandem.workers.platforms.device_rows import Columns, DeviceRows, Guess
 
 
 class DeviceMemory(NamedTuple):
@@ -77,10 +77,10 @@ class Platform:
     memory: measures a device that has memory of its own; None where device and host share memory. copies_beside: bytes
     move while the rank computes without taking from it. packs: whether dense matrices of a dtype are packed.
     scratch_blocks: KV blocks beside those of sequences, for padded tokens. weight_copier: takes the bytes of the
-    streamed layers. rows: makes the device's view of a row table. zeros: zeroed memory of a shape. clear_blocks: zeroes
-    blocks, which are in dim 1. copy_pages: host memory to device memory, for adapters. sampling_ops: from logits to
-    tokens; the first call may compile. kernel_notes: lines for the user about kernels for a dtype that could not be
-    had, as far as they have been asked for.
+    streamed layers. rows: makes the device's view of a row table, which guesses drafts by what it is given. zeros:
+    zeroed memory of a shape. clear_blocks: zeroes blocks, which are in dim 1. copy_pages: host memory to device memory,
+    for adapters. sampling_ops: from logits to tokens; the first call may compile. kernel_notes: lines for the user
+    about kernels for a dtype that could not be had, as far as they have been asked for.
     """
 
     name: Device
@@ -99,7 +99,7 @@ class Platform:
     scratch_blocks: int
     kv_copier: MakeKVCopier
     weight_copier: Callable[[int], Copier]
-    rows: Callable[[Columns], DeviceRows]
+    rows: Callable[[Columns, Guess | None], DeviceRows]
     zeros: Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
     clear_blocks: Callable[[torch.Tensor, Sequence[int]], None]
     copy_pages: Callable[[torch.Tensor, torch.Tensor], None]

@@ -151,7 +151,7 @@ def cpu_platform(*, copies_beside: bool = True) -> Platform:
         scratch_blocks=0,
         kv_copier=CpuCopier,
         weight_copier=partial(_weight_copier, copies_beside),
-        rows=HostRows,
+        rows=lambda columns, guess: HostRows(columns),
         zeros=_zeros,
         clear_blocks=_clear_blocks,
         copy_pages=_copy_pages,
@@ -224,7 +224,7 @@ def _copy_pages(target: torch.Tensor, source: torch.Tensor) -> None:
 @cache
 def _sampling_ops() -> SamplingOps:
     library = cpu_sampling_library()
-    return TorchSampling(lambda host: host) if library is None else CpuSampling(library)
+    return TorchSampling() if library is None else CpuSampling(library)
 
 
 def _kernel_notes(dtype: torch.dtype, quantization: str | None) -> tuple[str, ...]:

@@ -190,7 +190,7 @@ def platform_on(
         copies_beside=True,
         packs=lambda dtype: False,
         linear_methods=_linear_methods,
-        attention=partial(_attention, accelerator),
+        attention=_attention,
         expert_ops=partial(_expert_ops, device),
         fused_ops=_fused_ops,
         lora_ops=_lora_ops,
@@ -198,11 +198,11 @@ def platform_on(
         scratch_blocks=1,
         kv_copier=partial(StreamCopier, accelerator),
         weight_copier=partial(StreamWeightCopier, accelerator),
-        rows=partial(TensorRows, accelerator=accelerator, device=device),
+        rows=lambda columns, guess: TensorRows(columns, accelerator, device, guess),
         zeros=partial(_zeros, device),
         clear_blocks=partial(_clear_blocks, accelerator),
         copy_pages=_copy_pages,
-        sampling_ops=partial(TorchSampling, accelerator.to_device),
+        sampling_ops=TorchSampling,
         kernel_notes=lambda dtype, quantization: (),
     )
 
@@ -219,10 +219,8 @@ def _linear_methods(dtype: torch.dtype, quantization: str | None = None) -> Make
     return plain
 
 
-def _attention(
-    accelerator: Accelerator, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None
-) -> AttentionBackend:
-    return TorchAttention(accelerator.to_device, is_bounded=True, replays=True)
+def _attention(dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> AttentionBackend:
+    return TorchAttention(is_bounded=True, replays=True)
 
 
 def _expert_ops(device: torch.device, dtype: torch.dtype, quantization: str | None = None) -> MakeExpertOps:

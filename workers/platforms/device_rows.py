@@ -13,15 +13,33 @@ import numpy.typing as npt
 import torch
 
 from tandem.workers.attention.forward_batch import GroupTable
+from tandem.workers.kernels.step_arrays import StepArrays
 
 Ints = npt.NDArray[np.int64]
 PENDING: Final = -1
 """Stands in token_ids for a token that was sampled and has not reached the host."""
+NO_DRAFT: Final = -2
+"""Stands for a draft where nothing was guessed. No sampled token equals it."""
+NO_PLACE: Final = -3
+"""The same behind the last token of a row, where there is no place for a draft."""
+
+
+class Guess(Protocol):
+    """Guesses drafts on the device. All TP ranks must guess the same."""
+
+    def __call__(
+        self, tokens_QL: torch.Tensor, num_known_Q: torch.Tensor, most_Q: torch.Tensor, num_drafts: int, /
+    ) -> torch.Tensor:
+        """Returns num_drafts ids for each row, the next tokens in order, NO_DRAFT from the first place on for which
+        nothing is guessed; int64 [Q, D]. tokens_QL: int32, of which the first num_known_Q count. most_Q: the most
+        drafts of each row. Reads nothing back."""
+        ...
 
 
 class Columns(Protocol):
-    """The host's columns of rows, as of workers/rank/row_table.py. token_ids int32 [rows, tokens], block_ids int32
-    [rows, blocks x groups], counts int64 [rows]. windows: of each group of layers, None where a token sees all."""
+    """The host's columns of rows, as of workers/rank/row_table.py, which explains them. token_ids int32 [rows, tokens],
+    block_ids int32 [rows, blocks x groups], counts int64 [rows]. windows: of each group of layers, None where a token
+    sees all."""
 
     block_size: int
     token_ids: npt.NDArray[np.int32]
@@ -29,6 +47,9 @@ class Columns(Protocol):
     num_known: Ints
     num_blocks: Ints
     windows: tuple[int | None, ...]
+    num_unread: Ints
+    num_accepted: Ints
+    lives: Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +58,8 @@ class StepRows:
     starts: int64 [R + 1], the rows' places among the tokens. lens_R: their
     numbers of tokens. logits_rows_S: places of the logits. sample_rows_S: rows
     of the sampled tokens. slots_T, slots_S: int32, adapter slots of the tokens and of those sampled, None without
-    adapters."""
+    adapters. drafts: where rows have any. Where drafts of earlier steps are in flight, positions count one token for
+    each of these steps; spare_R: by how much a row may be ahead of that, None for no row."""
 
     rows_R: Ints
     begin_R: Ints
@@ -48,10 +70,29 @@ class StepRows:
     sample_rows_S: Ints
     slots_T: npt.NDArray[np.int32] | None
     slots_S: npt.NDArray[np.int32] | None
+    spare_R: Ints | None = None
+    drafts: "StepDrafts | None" = None
+
+    @property
+    def most_R(self) -> Ints:
+        """The last position + 1 that a row may compute."""
+        return self.end_R if self.spare_R is None else self.end_R + self.spare_R
+
+
+@dataclass(frozen=True, slots=True)
+class StepDrafts:
+    """The drafts of a step, which are the last tokens of their rows. most_R: places for drafts of each row. behind_S:
+    whether behind a token that samples comes a draft of its row. guessed: the device guesses; else they are in
+    token_ids behind the known tokens."""
+
+    most_R: Ints
+    behind_S: npt.NDArray[np.bool_]
+    guessed: bool
 
 
 class StepTensors(NamedTuple):
-    """The tensors of a ForwardBatch, and the adapter slots."""
+    """The tensors of a ForwardBatch, and the adapter slots. drafts_S: int64, the draft behind each token that samples,
+    or NO_DRAFT or NO_PLACE; None for a step without drafts."""
 
     input_ids_T: torch.Tensor
     positions_T: torch.Tensor
@@ -62,31 +103,45 @@ class StepTensors(NamedTuple):
     logits_rows_S: torch.Tensor
     slots_T: torch.Tensor | None
     slots_S: torch.Tensor | None
+    drafts_S: torch.Tensor | None = None
     further_groups: tuple[GroupTable, ...] = ()
 
 
 class DeviceRows(Protocol):
-    """One rank's rows on its device, made once from the row table's columns."""
+    """One rank's rows on its device, made once from the row table's columns. is_ahead: the device's counts may be
+    ahead of the host's, so that positions come from there. guesses: drafts can be guessed there."""
 
-    def step(self, rows: StepRows) -> StepTensors:
-        """Brings the columns' changes of these rows to the device, and derives the step's tensors there. They last
-        until the next call."""
+    is_ahead: bool
+    guesses: bool
+
+    def step(self, rows: StepRows, beside: StepArrays) -> StepTensors:
+        """Brings the columns' changes of these rows to the device, with the arrays of other parts of the step, and
+        derives the step's tensors there. All of them last until the next call."""
+        ...
+
+    def send_late(self, arrays: StepArrays) -> None:
+        """Brings more arrays of this step to the device, by one copy behind the forward pass. They last until the next
+        call."""
         ...
 
     def append(self, ids_S: torch.Tensor) -> bool:
-        """Adds one token to each row that the last step sampled, int64 [S] on the device; the host counts them as known
-        at once, and learns their values later. Rows are distinct. Returns False, and raises nothing, if there is no
-        memory for that: then the host must have entered them before the next step is made."""
+        """Adds the tokens that the last step sampled to its rows, int64 [S] on the device: one each, and with drafts
+        those up to the first that is not the draft in its place. The host counts one for each row at once, and learns
+        the rest later. Returns False, and raises nothing, if there is no memory for that: then the host must have
+        entered them before the next step is made."""
         ...
 
 
 class HostRows:
     """The columns themselves: tokens are there before the next step is made."""
 
+    is_ahead = guesses = False
+
     def __init__(self, columns: Columns) -> None:
         self._columns = columns
 
-    def step(self, rows: StepRows) -> StepTensors:
+    def step(self, rows: StepRows, beside: StepArrays) -> StepTensors:
+        self.send_late(beside)
         columns, size = self._columns, self._columns.block_size
         lens_R = rows.lens_R
         if rows.starts[-1] == len(lens_R):  # one token each
@@ -102,8 +157,13 @@ class HostRows:
             slots_T = ids[row_T, block_T].astype(np.int64) * size + offset_T
             table_RN = own_blocks(ids, columns.num_blocks, rows, width, _first_seen(rows, window, size))
             groups.append(GroupTable(torch.from_numpy(slots_T), torch.from_numpy(table_RN)))
+        ids_T = columns.token_ids[row_T, positions_T].astype(np.int64)
+        drafts_S = None
+        if rows.drafts is not None:
+            behind_S = np.minimum(rows.logits_rows_S + 1, len(ids_T) - 1)
+            drafts_S = torch.from_numpy(np.where(rows.drafts.behind_S, ids_T[behind_S], NO_PLACE))
         return StepTensors(
-            torch.from_numpy(columns.token_ids[row_T, positions_T].astype(np.int64)),
+            torch.from_numpy(ids_T),
             torch.from_numpy(positions_T),
             groups[0].slot_mapping_T,
             torch.from_numpy(rows.starts.astype(np.int32)),
@@ -112,8 +172,13 @@ class HostRows:
             torch.from_numpy(rows.logits_rows_S),
             None if rows.slots_T is None else torch.from_numpy(rows.slots_T),
             None if rows.slots_S is None else torch.from_numpy(rows.slots_S),
+            drafts_S,
             tuple(groups[1:]),
         )
+
+    def send_late(self, arrays: StepArrays) -> None:
+        if arrays.arrays:
+            arrays.arrive([torch.from_numpy(array) for array in arrays.arrays])
 
     def append(self, ids_S: torch.Tensor) -> bool:
         """The host enters them."""

@@ -2,12 +2,13 @@
 
 The copy holds the step's rows, the tokens that the host knows, and what changed in the columns since the device last
 saw these rows; ids, positions and slots are derived on the device. A copy of the columns on the host says what the
-device has, so that no change can be missed, whatever made it. T tokens, R rows of a step, S tokens that are sampled, N
-blocks of the longest row.
+device has, so that no change can be missed, whatever made it. Drafts are guessed and accepted here too, so that the
+host may be behind by as many tokens as are in flight. T tokens, R rows of a step, S tokens that are sampled by B rows,
+Q rows with drafts, D drafts of a row, N blocks and L tokens of the longest row.
 """
 
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +16,17 @@ import torch
 
 from tandem.offload.copies.accelerator import Accelerator, Event
 from tandem.workers.attention.forward_batch import GroupTable
-from tandem.workers.platforms.device_rows import Columns, Ints, StepRows, StepTensors
+from tandem.workers.kernels.step_arrays import Array, StepArrays
+from tandem.workers.platforms.device_rows import (
+    NO_PLACE,
+    Columns,
+    Guess,
+    Ints,
+    StepDrafts,
+    StepRows,
+    StepTensors,
+)
 
-Array = npt.NDArray[np.generic]
 ALIGNED_BYTES: Final = 16
 """Arrays of a packed copy begin at multiples of it, so that a kernel is compiled for one alignment of each."""
 STAGING_BUFFERS: Final = 4
@@ -39,25 +48,25 @@ class StepBuffer:
         self._read: list[Event | None] = []
         self._turn = 0
 
-    def fill(self, arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
-        """Returns int64 and int32 arrays as aligned views of the buffer, by one copy in the order of the stream. They
-        last until the next call."""
+    def fill(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
+        """Returns the arrays as aligned views of the buffer, by one copy in the order of the stream. They last until
+        the next call."""
         starts, size = [], 0
-        for array in arrays.values():
+        for array in arrays:
             starts.append(size)
             size += -(-array.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
         host = self._room(size)
         packed = host.numpy()
-        for array, start in zip(arrays.values(), starts, strict=True):
+        for array, start in zip(arrays, starts, strict=True):
             packed[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         self._accelerator.upload(host[:size], self._on_device[:size])
         self._read[self._turn] = self._accelerator.event()
-        return {
-            name: self._on_device[start : start + array.nbytes]
+        return [
+            self._on_device[start : start + array.nbytes]
             .view(torch.from_numpy(array.reshape(-1)[:0]).dtype)
             .view(array.shape)
-            for (name, array), start in zip(arrays.items(), starts, strict=True)
-        }
+            for array, start in zip(arrays, starts, strict=True)
+        ]
 
     def _room(self, size: int) -> torch.Tensor:
         """Returns the next pinned buffer, which the device has read."""
@@ -75,47 +84,69 @@ class StepBuffer:
 
 
 class TensorRows:
-    """The rows. _known, _blocks: what the device's tensors hold or will when the work given so far has run."""
+    """The rows. guess: what guesses drafts here; None: nothing does.
 
-    def __init__(self, columns: Columns, accelerator: Accelerator, device: torch.device) -> None:
+    _base, _lives, _blocks: what the device's tensors hold or will when the work given so far has run: known tokens
+    without accepted drafts, of which life of the row, and block ids. _told: the life of which the device has all
+    tokens.
+    """
+
+    is_ahead = True
+
+    def __init__(
+        self, columns: Columns, accelerator: Accelerator, device: torch.device, guess: Guess | None = None
+    ) -> None:
         self._columns = columns
         self._device = device
+        self._guess = guess
         self._buffer = StepBuffer(accelerator, device)
-        self._known = np.zeros_like(columns.num_known)
+        self._late = StepBuffer(accelerator, device)
+        self._base = np.zeros_like(columns.num_known)
+        self._lives = np.full_like(self._base, UNKNOWN)
+        self._told = np.full_like(self._base, UNKNOWN)
         self._blocks = np.zeros_like(columns.block_ids)
-        self._last_token = torch.zeros(len(self._known), dtype=torch.int64, device=device)
+        self._last_token = torch.zeros(len(self._base), dtype=torch.int64, device=device)
         self._num_known = torch.zeros_like(self._last_token)
         self._block_ids = torch.zeros(self._blocks.shape, dtype=torch.int32, device=device)
-        self._sampled: tuple[Ints, torch.Tensor] | None = None
+        shape = (len(self._base), 0 if guess is None else columns.token_ids.shape[1])
+        self._tokens = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._sampled: _Sampled | None = None
 
-    def step(self, rows: StepRows) -> StepTensors:
+    @property
+    def guesses(self) -> bool:
+        return self._guess is not None
+
+    def step(self, rows: StepRows, beside: StepArrays) -> StepTensors:
         try:
-            return self._step(rows)
+            return self._step(rows, beside)
         except torch.OutOfMemoryError:
             self._forget()
             raise
 
+    def send_late(self, arrays: StepArrays) -> None:
+        arrays.arrive(self._late.fill(arrays.arrays))
+
     def append(self, ids_S: torch.Tensor) -> bool:
         assert self._sampled is not None, "no step has sampled"
-        rows, rows_S = self._sampled
+        sampled = self._sampled
         try:
-            self._last_token.index_copy_(0, rows_S, ids_S)
-            self._num_known.index_add_(0, rows_S, torch.ones_like(rows_S))
+            self._append(sampled, ids_S)
         except torch.OutOfMemoryError:
             self._forget()
             return False
-        self._known[rows] += 1
+        self._base[sampled.numbers] += 1
         return True
 
-    def _step(self, rows: StepRows) -> StepTensors:
+    def _step(self, rows: StepRows, beside: StepArrays) -> StepTensors:
         columns, size = self._columns, self._columns.block_size
-        if len(columns.num_known) > len(self._known):
+        if len(columns.num_known) > len(self._base):
             self._grow()
-        width = int(-(-rows.end_R.max() // size))
+        width = int(-(-rows.most_R.max() // size))
         counts = self._changed_counts(rows.rows_R)
         blocks = self._changed_blocks(rows.rows_R, width * len(columns.windows))
         place_T = np.repeat(np.arange(len(rows.rows_R)), rows.lens_R)
-        positions_T = np.arange(rows.starts[-1]) + (rows.begin_R - rows.starts[:-1])[place_T]
+        steps_T = np.arange(rows.starts[-1]) - rows.starts[:-1][place_T]
+        positions_T = rows.begin_R[place_T] + steps_T
         arrays: dict[str, Array] = {
             "ids_T": columns.token_ids[rows.rows_R[place_T], positions_T].astype(np.int64),
             "place_T": place_T,
@@ -123,34 +154,45 @@ class TensorRows:
             "back_R": columns.num_known[rows.rows_R] - rows.begin_R,
             "num_blocks_R": columns.num_blocks[rows.rows_R],
             "logits_rows_S": rows.logits_rows_S,
-            "sample_rows_S": rows.sample_rows_S,
             "starts": rows.starts.astype(np.int32),
-            "steps_T": np.arange(rows.starts[-1]) - rows.starts[:-1][place_T],
+            "steps_T": steps_T,
             "lens_R": rows.lens_R.astype(np.int32),
             "count_rows": counts,
-            "counts": self._known[counts],
+            "counts": columns.num_known[counts],
             "block_places": blocks,
             "blocks": self._blocks.reshape(-1)[blocks],
         }
         adapters = {"slots_T": rows.slots_T, "slots_S": rows.slots_S}
-        sent = self._buffer.fill(arrays | {name: slots for name, slots in adapters.items() if slots is not None})
+        arrays |= {name: slots for name, slots in adapters.items() if slots is not None}
+        if rows.drafts is not None:
+            arrays |= self._draft_arrays(rows, rows.drafts, place_T, steps_T)
+        numbers, first_B, count_B = _runs(rows.sample_rows_S)
+        arrays |= {"rows_B": numbers, "first_B": first_B, "count_B": count_B}
+        tensors = self._buffer.fill([*arrays.values(), *beside.arrays])
+        sent = dict(zip(arrays, tensors, strict=False))
+        beside.arrive(tensors[len(arrays) :])
         if len(counts):
             self._num_known.index_copy_(0, sent["count_rows"], sent["counts"])
         if len(blocks):
             self._block_ids.view(-1).index_copy_(0, sent["block_places"], sent["blocks"])
-        self._sampled = rows.sample_rows_S, sent["sample_rows_S"]
-        return self._derived(sent, width)
+        derived = self._derived(sent, rows, width)
+        drafts_S, most = derived.drafts_S, int(count_B.max(initial=1)) - 1
+        self._sampled = _Sampled(numbers, sent["rows_B"], sent["first_B"], sent["count_B"], most, drafts_S)
+        return derived
 
     def _forget(self) -> None:
         """The device has run out of memory in the middle: nobody knows which changes it has got."""
-        self._known.fill(UNKNOWN)
+        self._lives.fill(UNKNOWN)
+        self._told.fill(UNKNOWN)
         self._blocks.fill(UNKNOWN)
 
     def _changed_counts(self, rows_R: Ints) -> Ints:
-        """Notes the counts that the host has changed; returns their rows."""
-        now_R = self._columns.num_known[rows_R]
-        changed = rows_R[now_R != self._known[rows_R]]
-        self._known[rows_R] = now_R
+        """Notes the rows whose tokens the host has changed, but for drafts that were accepted here first; returns
+        them."""
+        columns = self._columns
+        base_R, lives_R = columns.num_known[rows_R] - columns.num_accepted[rows_R], columns.lives[rows_R]
+        changed = rows_R[(base_R != self._base[rows_R]) | (lives_R != self._lives[rows_R])]
+        self._base[rows_R], self._lives[rows_R] = base_R, lives_R
         return changed
 
     def _changed_blocks(self, rows_R: Ints, width: int) -> Ints:
@@ -160,11 +202,53 @@ class TensorRows:
         self._blocks[rows_R, :width] = now_RN
         return np.asarray(rows_R[place_R] * self._blocks.shape[1] + column)
 
-    def _derived(self, sent: Mapping[str, torch.Tensor], width: int) -> StepTensors:
+    def _draft_arrays(self, rows: StepRows, drafts: StepDrafts, place_T: Ints, steps_T: Ints) -> dict[str, Array]:
+        """behind_S: the place of the draft behind each token that samples, -1 for none. Where the device guesses:
+        rows_Q, most_Q, the rows with drafts and how many; draft_T: each token's place among their drafts [Q, D], -1 for
+        one that is no draft; told_places, told: tokens of these rows that the device lacks."""
+        arrays: dict[str, Array] = {"behind_S": np.where(drafts.behind_S, rows.logits_rows_S + 1, -1)}
+        if not drafts.guessed:
+            return arrays
+        with_drafts = np.flatnonzero(drafts.most_R)
+        most_Q = drafts.most_R[with_drafts]
+        order_R = np.cumsum(drafts.most_R > 0) - 1
+        number_T = steps_T - (rows.lens_R - drafts.most_R)[place_T]
+        draft_T = np.where(number_T >= 0, order_R[place_T] * most_Q.max() + number_T, -1)
+        rows_Q = rows.rows_R[with_drafts]
+        places, tokens = self._untold(rows_Q)
+        return arrays | {
+            "rows_Q": rows_Q,
+            "most_Q": most_Q,
+            "draft_T": draft_T,
+            "told_places": places,
+            "told": tokens,
+        }
+
+    def _untold(self, rows_Q: Ints) -> tuple[Ints, npt.NDArray[np.int32]]:
+        """Notes the rows whose tokens the device lacks; returns the tokens that the host has read, and their places in
+        the flat table. What was sampled since a row was bound, the device has noted."""
+        columns = self._columns
+        new = rows_Q[self._told[rows_Q] != columns.lives[rows_Q]]
+        self._told[new] = columns.lives[new]
+        ends = columns.num_known[new] - columns.num_unread[new]
+        width = columns.token_ids.shape[1]
+        spans = [np.arange(row * width, row * width + end) for row, end in zip(new, ends, strict=True)]
+        places = np.concatenate([np.empty(0, np.int64), *spans])
+        return places, columns.token_ids.reshape(-1)[places]
+
+    def _derived(self, sent: Mapping[str, torch.Tensor], rows: StepRows, width: int) -> StepTensors:
         rows_R, place_T, size = sent["rows_R"], sent["place_T"], self._columns.block_size
         begin_R = self._num_known[rows_R] - sent["back_R"]
         positions_T = begin_R[place_T] + sent["steps_T"]
         ids_T = torch.where(sent["ids_T"] < 0, self._last_token[rows_R][place_T], sent["ids_T"])
+        drafts_S = None
+        if rows.drafts is not None:
+            if rows.drafts.guessed:
+                longest = int(rows.most_R.max())
+                ids_T = self._with_guesses(sent, ids_T, longest, int(rows.drafts.most_R.max()))
+            behind_S = sent["behind_S"]
+            drafts_S = torch.where(behind_S >= 0, ids_T[behind_S.clamp(min=0)], NO_PLACE)
+            ids_T = ids_T.clamp(min=0)
         tables_RN = [self._own_blocks(group, sent, begin_R, width) for group in range(len(self._columns.windows))]
         groups = [
             GroupTable(table_RN[place_T, positions_T // size].long() * size + positions_T % size, table_RN)
@@ -180,6 +264,7 @@ class TensorRows:
             sent["logits_rows_S"],
             sent.get("slots_T"),
             sent.get("slots_S"),
+            drafts_S,
             tuple(groups[1:]),
         )
 
@@ -196,12 +281,62 @@ class TensorRows:
         first_R1 = ((begin_R - (window - 1)).clamp(min=0) // self._columns.block_size)[:, None]
         return torch.where(own_RN & (place_N >= first_R1), table_RN, table_RN.gather(1, first_R1))
 
+    def _with_guesses(
+        self, sent: Mapping[str, torch.Tensor], ids_T: torch.Tensor, width: int, num_drafts: int
+    ) -> torch.Tensor:
+        """Returns the ids with guesses, where there are any, in the drafts' places. width: of the longest row, at
+        most."""
+        assert self._guess is not None
+        if len(sent["told"]):
+            self._tokens.view(-1).index_copy_(0, sent["told_places"], sent["told"])
+        tokens_QL = self._tokens[:, :width][sent["rows_Q"]]
+        guesses_QD = self._guess(tokens_QL, self._num_known[sent["rows_Q"]], sent["most_Q"], num_drafts)
+        draft_T = sent["draft_T"]
+        return torch.where(draft_T >= 0, guesses_QD.flatten()[draft_T.clamp(min=0)], ids_T)
+
+    def _append(self, sampled: "_Sampled", ids_S: torch.Tensor) -> None:
+        """Notes every sampled token behind its row's known ones, and counts those that are accepted."""
+        rows_B, known_B = sampled.rows_B, self._num_known[sampled.rows_B]
+        place_D = torch.arange(sampled.most + 1, device=self._device)
+        at_BD = sampled.first_B[:, None] + torch.minimum(place_D, sampled.count_B[:, None] - 1)
+        ids_BD = ids_S.clamp(min=0)[at_BD]
+        accepted_B1 = torch.zeros_like(known_B)[:, None]
+        if sampled.drafts_S is not None:
+            same_BD = (ids_S == sampled.drafts_S)[at_BD] & (place_D < sampled.count_B[:, None] - 1)
+            accepted_B1 = same_BD.long().cumprod(1).sum(1, keepdim=True)
+        if self._guess is not None:
+            column_BD = (known_B[:, None] + place_D).clamp(max=self._tokens.shape[1] - 1)
+            self._tokens[rows_B[:, None], column_BD] = ids_BD.int()
+        self._last_token.index_copy_(0, rows_B, ids_BD.gather(1, accepted_B1)[:, 0])
+        self._num_known.index_copy_(0, rows_B, known_B + 1 + accepted_B1[:, 0])
+
     def _grow(self) -> None:
         """Follows columns that have grown: rows beyond the settings' are rare."""
-        more = len(self._columns.num_known) - len(self._known)
-        self._last_token, self._num_known, self._block_ids = (
+        more = len(self._columns.num_known) - len(self._base)
+        self._last_token, self._num_known, self._block_ids, self._tokens = (
             torch.cat((held, held.new_zeros((more, *held.shape[1:]))))
-            for held in (self._last_token, self._num_known, self._block_ids)
+            for held in (self._last_token, self._num_known, self._block_ids, self._tokens)
         )
-        self._known = np.append(self._known, np.zeros(more, np.int64))
+        self._base, self._lives, self._told = (
+            np.append(held, np.full(more, UNKNOWN, np.int64)) for held in (self._base, self._lives, self._told)
+        )
         self._blocks = np.append(self._blocks, np.zeros((more, self._blocks.shape[1]), np.int32), axis=0)
+
+
+class _Sampled(NamedTuple):
+    """The B rows that the last step samples: their numbers on the host; on the device their numbers, the place of each
+    one's first token among those sampled, and how many it has. most: drafts of a row, at most. drafts_S: as in
+    StepTensors."""
+
+    numbers: Ints
+    rows_B: torch.Tensor
+    first_B: torch.Tensor
+    count_B: torch.Tensor
+    most: int
+    drafts_S: torch.Tensor | None
+
+
+def _runs(rows_S: Ints) -> tuple[Ints, Ints, Ints]:
+    """Returns each row once, where it begins, and how often it stands there in succession."""
+    first_B = np.flatnonzero(np.diff(rows_S, prepend=-1))
+    return rows_S[first_B], first_B, np.diff(first_B, append=len(rows_S))

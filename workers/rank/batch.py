@@ -1,19 +1,24 @@
 """A StepPlan and the RowTable to a ForwardBatch: counts in numpy, tensors by DeviceRows. Called by model_runner.py.
 
-Tokens of a batch count as computed from then on, so consecutive chunks of one prefill may be in flight in consecutive
-plans; nothing else changes. T tokens, R rows, S rows that sample.
+Tokens of a batch count as computed from then on, but for drafts, so consecutive chunks of one prefill may be in flight
+in consecutive plans; nothing else changes. T tokens, R rows, S rows that sample.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.kernels.lora_ops import AdapterRows
+from tandem.workers.kernels.step_arrays import Send, StepArrays
 from tandem.workers.messages.step import StepPlan
-from tandem.workers.platforms.device_rows import DeviceRows, Ints, StepRows, StepTensors
+from tandem.workers.platforms.device_rows import DeviceRows, Ints, StepDrafts, StepRows, StepTensors
+from tandem.workers.rank.drafts import Drafts
 from tandem.workers.rank.row_table import RowTable
+from tandem.workers.sampling.sampler import Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,7 @@ class StepBatch:
     row with drafts is there once for its last token and once for each draft.
 
     rows_R, begin_R, starts: the rows of the step, the positions of their first tokens, and the places of these among
-    all tokens.
+    all tokens. sampling: on the rank that samples. drafts_S: as in StepTensors.
     """
 
     forward: ForwardBatch
@@ -41,35 +46,56 @@ class StepBatch:
     starts: Ints
     sample_rows_S: Ints
     sample_positions_S: Ints
+    sampling: Sampling | None
+    drafts_S: torch.Tensor | None
+
+
+Prepare = Callable[[Ints, Ints, Send], Sampling]
+"""Prepares the sampling of a step from its rows and positions."""
 
 
 def build_batch(
-    plan: StepPlan, table: RowTable, device_rows: DeviceRows, num_drafts_R: Ints | None = None
+    plan: StepPlan,
+    table: RowTable,
+    device_rows: DeviceRows,
+    drafts: Drafts | None = None,
+    prepare: Prepare | None = None,
 ) -> StepBatch:
-    """The batch of a plan that has work; the table has applied the plan and holds the drafts. Advances the rows'
-    computed counts, drafts included. device_rows: of this table. num_drafts_R: of each row of the plan; None: no row
-    has any."""
+    """The batch of a plan that has work; the table has applied the plan and holds the drafts that the host has
+    proposed. Advances the rows' computed counts. device_rows: of this table. prepare: on the rank that samples; what it
+    sends goes with the rows."""
     count = len(plan.work)
     rows_R = np.fromiter((w.row for w in plan.work), np.int64, count)
     lens_R = np.fromiter((w.num_tokens for w in plan.work), np.int64, count)
     samples_R = np.fromiter((w.samples for w in plan.work), np.bool_, count)
-    drafts_R = np.zeros(count, np.int64) if num_drafts_R is None else num_drafts_R
+    drafts_R = np.zeros(count, np.int64) if drafts is None else drafts.counts_R
     lens_R += drafts_R
+    spare_R = table.max_accepted[rows_R] if table.has_drafts else None
     begin_R = table.num_computed[rows_R]
     end_R = begin_R + lens_R
-    _check(table, rows_R, lens_R, end_R, samples_R, drafts_R)
+    _check(table, rows_R, lens_R, end_R, spare_R, samples_R, drafts_R)
     if table.pooled:  # these end with an embedding
         samples_R &= np.fromiter((w.row not in table.pooled for w in plan.work), np.bool_, count)
-    table.num_computed[rows_R] = end_R
+    if drafts is None:
+        table.num_computed[rows_R] = end_R
+    else:
+        table.num_computed[rows_R] = end_R - drafts_R
+        table.max_accepted[rows_R] += drafts_R
+        table.has_drafts = True
     starts = np.zeros(count + 1, np.int64)
     np.cumsum(lens_R, out=starts[1:])
-    row_S, back_S = _samples(samples_R, num_drafts_R)
+    row_S, back_S = _samples(samples_R, None if drafts is None else drafts_R)
     sample_rows_S = rows_R[row_S]
     adapters = _adapters(table.adapter_slots[rows_R], lens_R, starts, row_S) if table.num_adapted else None
     own = (None, None) if adapters is None else (adapters.slots_T, adapters.slots_S)
-    rows = StepRows(rows_R, begin_R, end_R, starts, lens_R, starts[1:][row_S] - back_S, sample_rows_S, *own)
-    forward = _forward(device_rows.step(rows), lens_R, end_R, adapters, table.block_size)
-    return StepBatch(forward, rows_R, begin_R, starts, sample_rows_S, end_R[row_S] + 1 - back_S)
+    places = None if drafts is None else StepDrafts(drafts_R, back_S > 1, drafts.ids is None)
+    logits_rows_S = starts[1:][row_S] - back_S
+    rows = StepRows(rows_R, begin_R, end_R, starts, lens_R, logits_rows_S, sample_rows_S, *own, spare_R, places)
+    positions_S, beside = end_R[row_S] + 1 - back_S, StepArrays()
+    sampling = None if prepare is None or not len(row_S) else prepare(sample_rows_S, positions_S, beside.send)
+    tensors = device_rows.step(rows, beside)
+    forward = _forward(tensors, rows, adapters, table.block_size)
+    return StepBatch(forward, rows_R, begin_R, starts, sample_rows_S, positions_S, sampling, tensors.drafts_S)
 
 
 def _samples(samples_R: npt.NDArray[np.bool_], num_drafts_R: Ints | None) -> tuple[Ints, Ints]:
@@ -85,25 +111,30 @@ def _samples(samples_R: npt.NDArray[np.bool_], num_drafts_R: Ints | None) -> tup
 
 
 def _check(
-    table: RowTable, rows_R: Ints, lens_R: Ints, end_R: Ints, samples_R: npt.NDArray[np.bool_], drafts_R: Ints
+    table: RowTable,
+    rows_R: Ints,
+    lens_R: Ints,
+    end_R: Ints,
+    spare_R: Ints | None,
+    samples_R: npt.NDArray[np.bool_],
+    drafts_R: Ints,
 ) -> None:
     """Our own invariants: a plan never computes tokens that are neither known nor drafts, or writes beyond a row's
     blocks."""
     known_R = table.num_known[rows_R] + drafts_R
     ok_R = (lens_R > 0) & (end_R <= known_R) & (~samples_R | (end_R == known_R))
-    ok_R &= end_R <= table.num_blocks[rows_R] * table.block_size
+    most_R = end_R if spare_R is None else end_R + spare_R
+    ok_R &= most_R <= table.num_blocks[rows_R] * table.block_size
     if not ok_R.all():
         bad = int(np.flatnonzero(~ok_R)[0])
         row = int(rows_R[bad])
         raise AssertionError(
-            f"row {row}: {lens_R[bad]} tokens up to {end_R[bad]}, known {known_R[bad]}, "
+            f"row {row}: {lens_R[bad]} tokens up to {end_R[bad]} or {most_R[bad]}, known {known_R[bad]}, "
             f"blocks {table.num_blocks[row]} x {table.block_size}, samples {samples_R[bad]}"
         )
 
 
-def _forward(
-    tensors: StepTensors, lens_R: Ints, end_R: Ints, adapters: Adapters | None, block_size: int
-) -> ForwardBatch:
+def _forward(tensors: StepTensors, rows: StepRows, adapters: Adapters | None, block_size: int) -> ForwardBatch:
     rows_T = rows_S = None
     if adapters is not None:
         assert tensors.slots_T is not None and tensors.slots_S is not None
@@ -117,12 +148,13 @@ def _forward(
         seq_lens=tensors.seq_lens,
         block_table_RN=tensors.block_table_RN,
         logits_rows_S=tensors.logits_rows_S,
-        query_lens_list=lens_R.tolist(),
-        seq_lens_list=end_R.tolist(),
+        query_lens_list=rows.lens_R.tolist(),
+        seq_lens_list=rows.most_R.tolist(),
         block_size=block_size,
         adapters=rows_T,
         sample_adapters=rows_S,
         further_groups=tensors.further_groups,
+        spare_lens_list=None if rows.spare_R is None or not rows.spare_R.any() else rows.spare_R.tolist(),
     )
 
 

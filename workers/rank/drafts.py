@@ -1,5 +1,5 @@
-"""Draft tokens of a step on one rank: asked of the proposer before the forward pass, accepted or not when its tokens
-are known.
+"""Draft tokens of a step on one rank: asked of the proposer before the forward pass, or guessed on the device
+(workers/platforms/tensor_rows.py), and accepted or not when its tokens are known.
 
 Called by model_runner.py. The model computes a row's last token and its drafts at once, and a token is sampled behind
 each. A draft is accepted while it equals the token sampled in its place; the first one that does not is replaced by
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.workers.messages.step import StepPlan
+from tandem.workers.platforms.device_rows import NO_DRAFT
 from tandem.workers.rank.row_table import RowTable
 from tandem.workers.speculation.proposer import ProposalRow, Proposer
 
@@ -25,44 +26,55 @@ NOT_FINITE_ID = -1
 @dataclass(frozen=True, slots=True)
 class Accepted:
     """One row's outcome: its new tokens are `count` sampled ones from place `first` of S on; num_drafts: the drafts
-    that it had."""
+    that it had; num_places: those that there was a place for."""
 
     row: int
     first: int
     count: int
     num_drafts: int
+    num_places: int
 
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Drafts of a step. counts_R: int64, how many each row of the plan has. ids: those of each row that has any, by
-    row."""
+    """Places for drafts in a step. counts_R: int64, how many each row of the plan has. ids: those of each row that has
+    any, by row; None: the device guesses, and NO_DRAFT stands where it has not."""
 
     counts_R: Ints
-    ids: dict[int, list[int]]
+    ids: dict[int, list[int]] | None
 
     @property
     def total(self) -> int:
         return int(self.counts_R.sum())
 
-    def accept(self, rows_S: Ints, ids_S: Ints) -> list[Accepted]:
-        """Returns the outcome of each sampling row, in the plan's order. rows_S, ids_S: rows and sampled tokens."""
-        outcomes: list[Accepted] = []
-        sampled, first = ids_S.tolist(), 0
-        while first < len(sampled):
-            row = int(rows_S[first])
-            drafts = self.ids.get(row, [])
-            count = 1
-            while count <= len(drafts) and drafts[count - 1] == sampled[first + count - 1]:
-                count += 1
-            outcomes.append(Accepted(row, first, count, len(drafts)))
-            first += 1 + len(drafts)
-        return outcomes
+    @classmethod
+    def on_device(cls, plan: StepPlan) -> "Drafts":
+        """As many as the plan allows, so that their number is known before they are guessed."""
+        return cls(np.fromiter((work.max_drafts for work in plan.work), np.int64, len(plan.work)), None)
+
+
+def accept(rows_S: Ints, ids_S: Ints, drafts_S: Ints) -> list[Accepted]:
+    """Returns the outcome of each sampling row, in the plan's order. rows_S, ids_S: rows and sampled tokens. drafts_S:
+    the draft behind each, or NO_DRAFT or NO_PLACE."""
+    outcomes: list[Accepted] = []
+    rows, sampled, drafts, first = rows_S.tolist(), ids_S.tolist(), drafts_S.tolist(), 0
+    while first < len(rows):
+        end = first + 1
+        while end < len(rows) and rows[end] == rows[first]:
+            end += 1
+        own = drafts[first : end - 1]
+        count = 1
+        while count <= len(own) and own[count - 1] == sampled[first + count - 1]:
+            count += 1
+        guessed = own.index(NO_DRAFT) if NO_DRAFT in own else len(own)
+        outcomes.append(Accepted(rows[first], first, count, guessed, len(own)))
+        first = end
+    return outcomes
 
 
 def propose(proposer: Proposer, plan: StepPlan, table: RowTable) -> Drafts | None:
-    """Returns the drafts of a plan's rows, and writes them behind the rows' known tokens. None if there are none. The
-    table has applied the plan and holds every token sampled so far."""
+    """Returns the drafts of a plan's rows as the host proposes them, and writes them behind the rows' known tokens.
+    None if there are none. The table has applied the plan and holds every token sampled so far."""
     asked = [work for work in plan.work if work.max_drafts]
     if not asked:
         return None

@@ -110,9 +110,12 @@ class KVCache:
     def clear_slots(self, slots: npt.NDArray[np.int64]) -> None:
         """Zeroes slots (block id * block size + offset), for the same reason: a failed step may have left NaN there."""
         if len(slots):
-            at = self.platform.accelerator.to_device(torch.from_numpy(slots))
-            for memory in self._memories():
-                memory.flatten(1, 2).index_fill_(1, at, 0)
+            self.clear_on_device(self.platform.accelerator.to_device(torch.from_numpy(slots)))
+
+    def clear_on_device(self, slots: torch.Tensor) -> None:
+        """As clear_slots(), of slots that are on the device."""
+        for memory in self._memories():
+            memory.flatten(1, 2).index_fill_(1, slots, 0)
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copies whole blocks, (source, destination); every source is read before any destination is written."""

@@ -26,6 +26,7 @@ from tandem.workers.models.decoder import Decoder, build_decoder
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.kv_layout import described
 from tandem.workers.planning.budget import KVNeeds, available_bytes, cpu_blocks, cuda_blocks
+from tandem.workers.planning.graph_room import graph_bytes
 from tandem.workers.planning.placing import place_weights
 from tandem.workers.planning.resolve import kv_groups, read_spec, resolve_dtype, resolve_kv_dtype, resolve_max_model_len
 from tandem.workers.platforms.base import Platform
@@ -37,7 +38,7 @@ from tandem.workers.rank.transfers.adapter_lanes import open_adapter_lanes
 from tandem.workers.rank.transfers.grammar_lanes import open_grammar_lanes
 from tandem.workers.rank.transfers.kv_lanes import open_kv_lanes
 from tandem.workers.rank.transfers.lanes import Lanes
-from tandem.workers.speculation.proposer import make_proposer
+from tandem.workers.speculation.proposer import make_guess, make_proposer
 from tandem.workers.structured.grammar_store import GrammarStore, TokenizerUnusable
 from tandem.workers.text.generation_config import generation_of
 
@@ -75,7 +76,8 @@ class LoadedRank:
         if context.pp_size > 1:
             link = StageLink(context, self.spec.hidden_size, self.dtype, self.platform.device)
         proposer = make_proposer(self.settings.speculative)
-        runner = ModelRunner(decoder, context, kv, table, self.platform, link, proposer)
+        guess = make_guess(self.settings.speculative)
+        runner = ModelRunner(decoder, context, kv, table, self.platform, link, proposer, guess)
         _warm_up(runner, self.max_model_len, block_size, len(windows), relays=context.pp_size > 1)
         return runner
 
@@ -261,7 +263,8 @@ def _open_adapters(chosen: _Chosen, decoder: Decoder) -> RankAdapters | None:
 
 def _count_blocks(chosen: _Chosen, decoder: Decoder, needs: KVNeeds, adapter_bytes: int) -> int:
     """On a device with memory of its own after profiling steps: what they reserved stays with torch's allocator and
-    counts as used. adapter_bytes: of each rank's slab, which in host memory takes memory only as it fills."""
+    counts as used. Steps are captured later, so what that takes is counted (graph_room.py). adapter_bytes: of each
+    rank's slab, which in host memory takes memory only as it fills."""
     cache, platform = chosen.settings.cache, chosen.platform
     if platform.memory is None:
         free_bytes = max(0, available_bytes() - chosen.ranks_on_node * adapter_bytes)
@@ -281,6 +284,9 @@ def _count_blocks(chosen: _Chosen, decoder: Decoder, needs: KVNeeds, adapter_byt
     free_bytes, total_bytes = platform.memory()
     free_bytes += profiled_kv_bytes
     free_bytes -= platform.scratch_blocks * needs.block_bytes
+    if decoder.graphs.can_replay:
+        mesh, size = chosen.context.mesh, chosen.dtype.itemsize
+        free_bytes -= graph_bytes(chosen.spec, mesh, chosen.settings, size, needs.max_model_len)
     return cuda_blocks(cache, needs, total_bytes, free_bytes, total_bytes - free_bytes)
 
 

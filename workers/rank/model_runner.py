@@ -20,10 +20,12 @@ from tandem.parallel.pipeline import StageLink
 from tandem.workers.attention.backend import KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.kernels.lora_ops import AdapterRows
+from tandem.workers.kernels.step_arrays import Send, StepArrays
 from tandem.workers.messages.step import RowResult, StepPlan, StepResult
 from tandem.workers.platforms.base import Platform
+from tandem.workers.platforms.device_rows import NO_PLACE, Guess
 from tandem.workers.rank.batch import StepBatch, build_batch
-from tandem.workers.rank.drafts import NOT_FINITE_ID, Accepted, Drafts, propose
+from tandem.workers.rank.drafts import NOT_FINITE_ID, Accepted, Drafts, accept, propose
 from tandem.workers.rank.kv_cache import KVCache
 from tandem.workers.rank.pooler import Pooled, Pooler
 from tandem.workers.rank.row_results import row_results
@@ -31,8 +33,8 @@ from tandem.workers.rank.row_table import RowTable
 from tandem.workers.rank.step_exchanges import StepExchanges, Verdict
 from tandem.workers.rank.transfers.load_gate import LoadGate
 from tandem.workers.sampling.prompt_logprobs import PromptScorer, Scored, ScoredRows
-from tandem.workers.sampling.sampler import Drawn, sample
-from tandem.workers.sampling.sampling_table import EDITS
+from tandem.workers.sampling.sampler import Drawn, Sampling
+from tandem.workers.sampling.sampling_table import EDITS, READS_TOKENS
 from tandem.workers.speculation.proposer import Proposer
 
 Ints = npt.NDArray[np.int64]
@@ -65,14 +67,16 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """The sampled tokens of a step on the way to the row table: the rows that sample, the position of each one's first
-    token and those rows' lives; the ids on the device, and where they arrive on the host."""
+    """The sampled tokens of a step on the way to the row table: the rows that sample and those rows' lives; the ids on
+    the device; where they and the drafts behind them arrive on the host. is_clean: what rejected drafts have left in
+    the cache harms nobody."""
 
     rows: Ints
-    positions: Ints
     lives: Ints
     ids_S: torch.Tensor
     host_ids_S: torch.Tensor
+    host_drafts_S: torch.Tensor | None
+    is_clean: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +137,8 @@ class StepHandle:
 
 class ModelRunner:
     """One rank's shard, its KV tensors and its row table. `link` is None when the pipeline has one stage, `proposer`
-    without speculative decoding. _on_device: the device has the tokens of the step launched last, so that the next one
-    need not wait for them; not those of a step with drafts, whose rows' counts depend on what was sampled."""
+    without speculative decoding; guess: its form for devices, where there is one. _on_device: the device has the tokens
+    of the step launched last, so that the next one need not wait for them."""
 
     def __init__(
         self,
@@ -145,13 +149,14 @@ class ModelRunner:
         platform: Platform,
         link: StageLink | None = None,
         proposer: Proposer | None = None,
+        guess: Guess | None = None,
     ) -> None:
         self._model = model
         self._context = context
         self.kv = kv
         self.gate: LoadGate | None = None
         self._table = table
-        self._rows = platform.rows(table)
+        self._rows = platform.rows(table, guess)
         self._on_device = True
         self._platform = platform
         self._proposer = proposer
@@ -172,8 +177,9 @@ class ModelRunner:
         """Does a plan's work on the host and gives the device its own, without waiting for it. No fault of a single row
         raises.
 
-        On CPU the step is computed when it returns. A row with penalties, bias, min_tokens or drafts waits for its last
-        token.
+        On CPU the step is computed when it returns. On a device nothing is read back before, drafts included, but for a
+        row whose logits processors read its tokens (Reads), and drafts of a step with such a row or of a proposer that
+        has no form for devices.
 
         A rank that runs out of device memory takes part in the rest of the step's exchanges with zeros, and the step
         counts for nothing in the whole group: StepResult.failure. So does each plan made before the engine knew. Rows
@@ -237,10 +243,13 @@ class ModelRunner:
         return None, failure
 
     def _propose(self, plan: StepPlan) -> Drafts | None:
-        """Returns the step's drafts, which are guessed from all tokens sampled so far. None of a plan that counts for
-        nothing, as all ranks know by then."""
+        """Returns the step's drafts, which are guessed from all tokens sampled so far. Of a plan that counts for
+        nothing the host proposes none, as all ranks know by then; the device would have guessed as many as for any
+        other."""
         if self._proposer is None or not any(work.max_drafts for work in plan.work):
             return None
+        if self._rows.guesses and not (self._flags_of(plan) & EDITS).any():
+            return Drafts.on_device(plan)
         if self._steps:
             self.settle(self._steps[-1])
         if self._void(plan.step_id, plan.known_failure) is not None:
@@ -254,10 +263,29 @@ class ModelRunner:
         return f"planned before the failure of step {self._failed_step} was known"
 
     def _compute(self, plan: StepPlan, drafts: Drafts | None) -> _Computed:
-        batch = build_batch(plan, self._table, self._rows, None if drafts is None else drafts.counts_R)
+        if self._steps and self._samples and self._waits_for_tokens(plan):
+            self.settle(self._steps[-1])
+        batch = build_batch(plan, self._table, self._rows, drafts, self._sampling if self._samples else None)
         computed = self._run(plan, batch, drafts, self._tensors())
         self._awaits.clear()
         return computed
+
+    def _waits_for_tokens(self, plan: StepPlan) -> bool:
+        """Whether logits processors of some row read its tokens ahead of the forward pass, or behind it where drafts in
+        flight leave its positions open."""
+        rows_S = [work.row for work in plan.work if work.samples]
+        flags_S = self._flags_of(plan)
+        is_open = self._table.max_accepted[rows_S] > 0
+        return bool(((flags_S & READS_TOKENS > 0) | (flags_S & EDITS > 0) & is_open).any())
+
+    def _flags_of(self, plan: StepPlan) -> npt.NDArray[np.uint8]:
+        """The sampling flags of the rows that sample."""
+        return self._table.sampling.flags[[work.row for work in plan.work if work.samples]]
+
+    def _sampling(self, rows_S: Ints, positions_S: Ints, send: Send) -> Sampling:
+        table, ops = self._table, self._platform.sampling_ops()
+        is_ahead = self._rows.is_ahead
+        return Sampling(rows_S, positions_S, table.sampling, table.history, ops, send, is_ahead=is_ahead)
 
     def _tensors(self) -> KVTensors:
         """The cache; with an overlapped load, layer by layer as it arrives."""
@@ -280,21 +308,27 @@ class ModelRunner:
             self._exchanges.send(output)
             return _Computed(batch, received=received)
         drawn, rows_S = None, batch.sample_rows_S
-        if self._samples and len(rows_S):
-            if self._steps and (self._table.sampling.flags[rows_S] & EDITS).any():
-                self.settle(self._steps[-1])
-            drawn = sample(
-                output, rows_S, batch.sample_positions_S, self._table.sampling, self._table.history, self._platform
-            )
+        if batch.sampling is not None:
+            drawn = self._draw(batch.sampling, batch.forward, output)
             if drafts is not None:
                 drawn = drawn.marked(NOT_FINITE_ID, self._platform.accelerator.to_host)
-        verdict = self._exchanges.agree(None if drawn is None else drawn.ids_S)
-        rows = rows_S if drafts is None else rows_S[np.diff(rows_S, prepend=-1) != 0]  # once each
-        tokens = self._tokens(rows, drawn, verdict) if self._appends and len(rows_S) else None
-        if tokens is not None:
-            self._on_device = drafts is None and self._rows.append(tokens.ids_S)
+        host_drafts_S = None if batch.drafts_S is None else self._platform.accelerator.to_host(batch.drafts_S)
+        verdict = self._exchanges.agree(None if drawn is None else drawn.ids_S)  # from here on nothing may fail
+        tokens = self._tokens(batch, host_drafts_S, drawn, verdict) if self._appends and len(rows_S) else None
         errors = {**self._table.sampling.grammars.errors, **self._table.errors}
         return _Computed(batch, drafts, drawn, tokens, received, errors, verdict, pooled, scored)
+
+    def _draw(self, sampling: Sampling, forward: ForwardBatch, logits_SV: torch.Tensor) -> Drawn:
+        if sampling.prepares_late:
+            if self._steps:
+                self.settle(self._steps[-1])
+            arrays = StepArrays()
+            sampling.prepare_late(arrays.send)
+            self._rows.send_late(arrays)
+        positions_S = None
+        if sampling.is_random and self._rows.is_ahead:
+            positions_S = forward.positions_T[forward.logits_rows_S] + 1
+        return sampling.draw(logits_SV, self._platform.accelerator, positions_S)
 
     def _forward(
         self, plan: StepPlan, batch: StepBatch, kv: KVTensors, hidden_TH: torch.Tensor | None
@@ -316,7 +350,9 @@ class ModelRunner:
             return output, pooled, None
         return output, pooled, self._scorer.score(scored, hidden_PH[num_pooled:], self._model.logits)
 
-    def _tokens(self, rows: Ints, drawn: Drawn | None, verdict: Verdict | None) -> _Tokens:
+    def _tokens(
+        self, batch: StepBatch, host_drafts_S: torch.Tensor | None, drawn: Drawn | None, verdict: Verdict | None
+    ) -> _Tokens:
         """One stage: every TP rank appends what tp0 sampled. A failed row gets some token too, so that a plan made
         before its failure was known still finds what it counts on."""
         if verdict is None:
@@ -324,19 +360,44 @@ class ModelRunner:
             ids_S, host_ids_S = drawn.ids_S, drawn.host_ids_S
         else:
             ids_S, host_ids_S = verdict.ids_S, verdict.host_ids_S
-        table = self._table
-        return _Tokens(rows, table.reserve(rows), table.lives[rows], ids_S, host_ids_S)
+        table, rows, is_clean = self._table, batch.sample_rows_S, True
+        if batch.drafts_S is not None:
+            rows = rows[np.diff(rows, prepend=-1) != 0]  # once each
+            is_clean = self._clean_rejected(batch.forward, ids_S, batch.drafts_S)
+        self._on_device = is_clean and self._rows.append(ids_S)
+        table.reserve(rows)
+        return _Tokens(rows, table.lives[rows], ids_S, host_ids_S, host_drafts_S, is_clean)
+
+    def _clean_rejected(self, forward: ForwardBatch, ids_S: torch.Tensor, drafts_S: torch.Tensor) -> bool:
+        """Zeroes the KV of drafts whose logits are not finite, on a device: attention may read what it then weighs with
+        0. A row that has accepted such a draft ends. Returns False where the host has to do it, before any later
+        step."""
+        scratch = self.kv.tensors.scratch_block
+        if scratch < 0:
+            return False
+        try:
+            is_bad_S = ids_S == NOT_FINITE_ID
+            is_bad_S[1:] &= drafts_S[:-1] != NO_PLACE
+            is_bad_S[:1] = False  # as all those behind NO_PLACE: a known token
+            for group in range(1 + len(forward.further_groups)):
+                slots_S = forward.of_group(group).slot_mapping_T[forward.logits_rows_S]
+                self.kv.clear_on_device(torch.where(is_bad_S, slots_S, scratch * forward.block_size))
+        except torch.OutOfMemoryError:
+            return False
+        return True
 
     # ---- results ----
 
     def _settle_one(self, step: StepHandle) -> None:
         computed, step.computed = step.computed, None
-        received_s = 0.0
+        received_s, num_unguessed = 0.0, 0
         rows: list[RowResult] = []
         if computed is not None:
             step.failure = self._failure_of(step, computed)
             if step.failure is None:
                 rows = self._take(computed)
+                if computed.drafts is not None:
+                    num_unguessed = computed.drafts.total - sum(row.num_drafts for row in rows)
                 if computed.pooled is not None:
                     rows = computed.pooled.merged(rows, computed.errors)
                 if computed.scored is not None:
@@ -348,6 +409,7 @@ class ModelRunner:
                 step_id=step.step_id,
                 rows=rows,
                 failure=step.failure,
+                num_unguessed=num_unguessed,
                 device_s=step.done.seconds_since(step.began) - received_s,
                 wait_s=max(0.0, step.began.seconds_since(self._last_done)) + received_s,
             )
@@ -364,13 +426,13 @@ class ModelRunner:
 
     def _take(self, computed: _Computed) -> list[RowResult]:
         """Enters a step's tokens into the row table; returns the rows' results where this rank samples."""
-        rows_S, accepted = computed.batch.sample_rows_S, None
-        if computed.tokens is not None:
-            if computed.drafts is None:
-                self._fill(computed.tokens)
+        rows_S, accepted, tokens = computed.batch.sample_rows_S, None, computed.tokens
+        if tokens is not None:
+            if tokens.host_drafts_S is None:
+                self._fill(tokens)
             else:
-                accepted = computed.drafts.accept(rows_S, computed.tokens.host_ids_S.numpy())
-                self._fill_accepted(computed.tokens, accepted)
+                accepted = accept(rows_S, tokens.host_ids_S.numpy(), tokens.host_drafts_S.numpy())
+                self._fill_accepted(tokens, accepted)
         if computed.drawn is None:
             return []
         return row_results(rows_S.tolist(), computed.drawn.collect(), computed.errors, accepted)
@@ -379,13 +441,16 @@ class ModelRunner:
         """Enters a step's tokens, but for rows that meanwhile belong to other sequences."""
         ids = tokens.host_ids_S.numpy()
         live = np.flatnonzero(self._table.lives[tokens.rows] == tokens.lives)
-        self._table.fill(tokens.rows[live], tokens.positions[live], ids[live])
+        self._table.fill(tokens.rows[live], ids[live])
 
     def _fill_accepted(self, tokens: _Tokens, accepted: list[Accepted]) -> None:
-        """As _fill, after a step with drafts, before any later plan."""
+        """As _fill, after a step with drafts."""
         ids = tokens.host_ids_S.tolist()
-        for row in accepted:
+        is_live = (self._table.lives[tokens.rows] == tokens.lives).tolist()
+        for row, live in zip(accepted, is_live, strict=True):
+            if not live:
+                continue
             own = ids[row.first : row.first + row.count]
-            rejected = self._table.accept(row.row, [max(0, token) for token in own], row.num_drafts)
-            if NOT_FINITE_ID in ids[row.first : row.first + row.num_drafts + 1]:
+            rejected = self._table.accept(row.row, [max(0, token) for token in own], row.num_places)
+            if not tokens.is_clean and NOT_FINITE_ID in ids[row.first : row.first + row.num_places + 1]:
                 self.kv.clear_slots(rejected)  # attention may read what it then weighs with 0

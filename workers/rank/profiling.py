@@ -4,7 +4,6 @@ memory of their own.
 Called by loading.py once the weights are in memory; all TP ranks run them together, stages apart from each other.
 """
 
-import numpy as np
 import torch
 
 from tandem.configs.schema import EngineSettings
@@ -13,9 +12,11 @@ from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.platforms.base import Platform
 from tandem.workers.rank.batch import build_batch
+from tandem.workers.rank.drafts import Drafts
 from tandem.workers.rank.kv_cache import KVCache
 from tandem.workers.rank.row_table import RowTable
 from tandem.workers.sampling.sampler import sample
+from tandem.workers.speculation.proposer import make_guess
 
 
 def fullest_plan(
@@ -73,7 +74,11 @@ def run_fullest_steps(
         kv = KVCache.allocate(decoder.kv_layouts, num_blocks, size, kv_dtype, platform)
         table = RowTable(len(plan.work), max_model_len, size, vocab_size, windows=windows)
         table.apply(plan)
-        batch = build_batch(plan, table, platform.rows(table), np.array([work.max_drafts for work in plan.work]))
+        guess = make_guess(settings.speculative)
+        drafts = Drafts.on_device(plan) if any(work.max_drafts for work in plan.work) else None
+        if drafts is not None and guess is None:
+            drafts = Drafts(drafts.counts_R, {})  # those of the host, wherever they come from
+        batch = build_batch(plan, table, platform.rows(table, guess), drafts)
         hidden_TH = None
         if not context.is_first_stage:
             hidden_TH = torch.zeros(batch.forward.num_tokens, hidden_size, dtype=dtype, device=platform.device)

@@ -16,7 +16,7 @@ def row_results(
     if accepted is not None:
         return [_result_of(outcome, sampled, errors) for outcome in accepted]
     if any(sampled.failed) or errors:
-        singles = (Accepted(row, place, 1, 0) for place, row in enumerate(rows_S))
+        singles = (Accepted(row, place, 1, 0, 0) for place, row in enumerate(rows_S))
         return [_result_of(single, sampled, errors) for single in singles]
     return [
         RowResult(row=row, token_ids=[token], logprobs=None if entry is None else [entry])

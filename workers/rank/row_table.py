@@ -16,6 +16,7 @@ from tandem.workers.sampling.sampling_table import SamplingTable
 from tandem.workers.structured.grammar_store import Grammars
 
 Ints = npt.NDArray[np.int64]
+COUNTS = ("num_known", "num_computed", "num_blocks", "num_unread", "num_accepted", "max_accepted")
 OVERRUN = 64  # tokens a row may hold beyond max_model_len: sampled before its end is known
 
 
@@ -25,7 +26,10 @@ class RowTable:
     windows: of the groups, None where a token sees all before it.
 
     adapter_slots: int64 [rows], -1 without an adapter; num_adapted: rows with one.
-    lives: int64 [rows], counts the sequences that a row was bound to, so that a late token finds its own.
+    lives: int64 [rows], counts how often a row was bound, freed or rolled back, so that a late token finds its own.
+    num_unread: tokens counted in num_known whose values the host has not read. num_accepted: accepted drafts among the
+    known tokens since the row was bound. max_accepted: the most that the steps in flight may add to num_known and
+    num_computed, which count one token for each of them; has_drafts: some step has ever had any.
     pooled: rows that end with an embedding. scored: rows with prompt_logprobs. `errors[row]`: why nothing can be
     sampled for it (its tokens are outside the vocabulary); it runs on harmlessly.
     """
@@ -51,6 +55,10 @@ class RowTable:
         self.num_known = np.zeros(capacity, np.int64)
         self.num_computed = np.zeros(capacity, np.int64)
         self.num_blocks = np.zeros(capacity, np.int64)
+        self.num_unread = np.zeros(capacity, np.int64)
+        self.num_accepted = np.zeros(capacity, np.int64)
+        self.max_accepted = np.zeros(capacity, np.int64)
+        self.has_drafts = False
         self.prompt_len = np.zeros(capacity, np.int64)
         self.lives = np.zeros(capacity, np.int64)
         self.adapter_slots = np.full(capacity, -1, np.int64)
@@ -81,22 +89,24 @@ class RowTable:
         """
         slots = [np.empty(0, np.int64)]
         for row, num_known, num_computed in rows:
-            slots.append(self._slots(row, num_computed, int(self.num_computed[row]) - num_computed))
+            end = int(self.num_computed[row] + self.max_accepted[row])
+            slots.append(self._slots(row, num_computed, end - num_computed))
             assert num_known <= self.num_known[row], f"row {row}: {num_known} known, here {self.num_known[row]}"
             self.num_known[row], self.num_computed[row] = num_known, num_computed
+            self.num_unread[row] = self.max_accepted[row] = self.num_accepted[row] = 0
+            self.lives[row] += 1
         return np.concatenate(slots)
 
-    def reserve(self, rows: Ints) -> Ints:
-        """Counts one more known token per row, whose value `fill` brings; returns their positions. Rows are
-        distinct."""
-        positions = self.num_known[rows]
-        self.token_ids[rows, positions] = PENDING
+    def reserve(self, rows: Ints) -> None:
+        """Counts one more known token per row, whose value `fill` or `accept` brings. Rows are distinct."""
+        self.token_ids[rows, self.num_known[rows]] = PENDING
         self.num_known[rows] += 1
-        return positions
+        self.num_unread[rows] += 1
 
-    def fill(self, rows: Ints, positions: Ints, token_ids: Sequence[int]) -> None:
-        """Sets reserved tokens."""
-        self.token_ids[rows, positions] = token_ids
+    def fill(self, rows: Ints, token_ids: Sequence[int]) -> None:
+        """Sets the first reserved token of each row."""
+        self.token_ids[rows, self.num_known[rows] - self.num_unread[rows]] = token_ids
+        self.num_unread[rows] -= 1
 
     def history(self, row: int, position: int) -> tuple[npt.NDArray[np.int32], int]:
         """The row's tokens before a position (a view), drafts included, and the length of its prompt."""
@@ -112,14 +122,17 @@ class RowTable:
         self.token_ids[row, start : start + len(token_ids)] = token_ids
 
     def accept(self, row: int, token_ids: Sequence[int], num_drafts: int) -> Ints:
-        """Sets the tokens that a step with drafts has sampled, of which `reserve` has counted the first. Their drafts
-        count as computed, the others no longer do. Returns the KV slots of the latter."""
-        start = int(self.num_known[row]) - 1
+        """Sets the tokens that a step with drafts has sampled; of all steps that were launched since, `reserve` has
+        counted one each. Returns the KV slots of the rejected drafts."""
+        accepted = len(token_ids) - 1
+        start = int(self.num_known[row] - self.num_unread[row])
         self.token_ids[row, start : start + len(token_ids)] = token_ids
-        self.num_known[row] += len(token_ids) - 1
-        rejected = num_drafts - (len(token_ids) - 1)
-        self.num_computed[row] -= rejected
-        return self._slots(row, int(self.num_computed[row]), rejected)
+        for counts in (self.num_known, self.num_computed, self.num_accepted):
+            counts[row] += accepted
+        self.max_accepted[row] -= num_drafts
+        self.num_unread[row] -= 1
+        self.token_ids[row, start + len(token_ids) : int(self.num_known[row])] = PENDING
+        return self._slots(row, start + accepted, num_drafts - accepted)
 
     def _slots(self, row: int, start: int, count: int) -> Ints:
         """The KV slots of `count` positions from `start` on, in all groups."""
@@ -131,6 +144,7 @@ class RowTable:
         if row < len(self.num_known):
             self.block_ids[row, : self.num_blocks[row] * self._groups] = 0
             self.num_known[row] = self.num_computed[row] = self.num_blocks[row] = 0
+            self.num_unread[row] = self.max_accepted[row] = self.num_accepted[row] = 0
             self.lives[row] += 1
             self.num_adapted -= int(self.adapter_slots[row] >= 0)
             self.adapter_slots[row] = -1
@@ -186,7 +200,7 @@ class RowTable:
         if row < held:
             return
         capacity = max(row + 1, 2 * held)
-        for name in ("token_ids", "block_ids", "num_known", "num_computed", "num_blocks", "prompt_len", "lives"):
+        for name in (*COUNTS, "token_ids", "block_ids", "prompt_len", "lives"):
             old = getattr(self, name)
             new = np.zeros((capacity, *old.shape[1:]), old.dtype)
             new[:held] = old

@@ -1,6 +1,7 @@
-"""sample(): logits of a step to one token per row. Called by model_runner.py on tp0 of the last stage.
+"""Sampling: logits of a step to one token per row. Made and called by model_runner.py on tp0 of the last stage.
 
-It gives the device work and waits for none of it; Drawn.collect() reads the outcome once that work has run.
+Its arrays travel with the step's rows, in one copy, before the forward pass. It gives the device work and waits for
+none of it; Drawn.collect() reads the outcome once that work has run.
 
 Greedy rows cost one argmax; a row pays only for what it asks. A row whose logits are not finite gets an error, the
 others their tokens. Randomness is philox.py's, so the result of a row is a function of its logits, its parameters and
@@ -14,14 +15,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tandem.workers.kernels.sampling_ops import Draws
+from tandem.offload.copies.accelerator import Accelerator
+from tandem.workers.kernels.sampling_ops import Change, Draws, DrawTokens, SamplingOps
+from tandem.workers.kernels.step_arrays import Send, Sent, sending_with
 from tandem.workers.messages.request import TokenLogprobs
 from tandem.workers.messages.step import NOT_FINITE, NOTHING_LEFT
 from tandem.workers.platforms.base import Platform
 from tandem.workers.sampling.logprobs import ChosenLogprobs, RawLogprobs
-from tandem.workers.sampling.philox import uniforms
+from tandem.workers.sampling.philox import uniforms, uniforms_on_device
 from tandem.workers.sampling.processors.logits_processor import FORBIDDEN, History
-from tandem.workers.sampling.sampling_table import EDITS, LOGPROBS, RANDOM, SamplingTable
+from tandem.workers.sampling.sampling_table import EDITS, LOGPROBS, RANDOM, READS_LATE, SamplingTable
 
 Ints = npt.NDArray[np.int64]
 
@@ -71,6 +74,121 @@ class Drawn:
         return Sampled(ids, failed_S.tolist(), logprobs, reasons)
 
 
+class Sampling:
+    """The choice of one token per place of a step: what the host prepares before there are logits, and `draw`.
+
+    rows_S: rows of the table; a row with drafts stands several times, with consecutive positions. positions_S: index in
+    its sequence of the token to choose. history(row, position) gives the row's tokens before that position, drafts too,
+    and the length of its prompt; only logits processors ask for it. send: takes arrays to the device by the time of
+    draw(). is_ahead: the device's counts may be ahead of positions_S, and draw() gets the positions that it has.
+    """
+
+    def __init__(
+        self,
+        rows_S: Ints,
+        positions_S: Ints,
+        table: SamplingTable,
+        history: History,
+        ops: SamplingOps,
+        send: Send,
+        *,
+        is_ahead: bool = False,
+    ) -> None:
+        self._rows_S, self._positions_S = rows_S, positions_S
+        self._table, self._history, self._ops = table, history, ops
+        self._flags_S = table.flags[rows_S]
+        self._used = int(np.bitwise_or.reduce(self._flags_S))
+        self._changes = self._changes_by(send, late=False) if self._used & EDITS else []
+        self._logged = self._logged_of(send) if self._used & LOGPROBS else None
+        self._random = self._random_of(send, is_ahead) if self._used & RANDOM else None
+
+    @property
+    def is_random(self) -> bool:
+        """Whether tokens are drawn, and not only the best ones chosen."""
+        return self._random is not None
+
+    @property
+    def prepares_late(self) -> bool:
+        """Whether prepare_late() has something to do."""
+        return bool(self._used & READS_LATE)
+
+    def prepare_late(self, send: Send) -> None:
+        """Prepares, behind the forward pass, what takes long (Reads.TOKENS_LATE). The row table has the tokens of all
+        steps before."""
+        self._changes += self._changes_by(send, late=True)
+
+    def draw(
+        self, logits_SV: torch.Tensor, accelerator: Accelerator, device_positions_S: torch.Tensor | None = None
+    ) -> Drawn:
+        """Chooses a token per place. logits_SV (float32) is overwritten. device_positions_S: int64, where is_ahead and
+        is_random."""
+        raw, logprobs = None, None
+        if self._logged is not None:
+            raw = RawLogprobs.of(logits_SV[self._logged.at()], self._logged.wanted)
+        for change in self._changes:
+            change(logits_SV)
+        best_S, ids_S = self._ops.best(logits_SV)
+        if self._random is not None:
+            self._random.draw(logits_SV, best_S, ids_S, self._random.uniforms_R(device_positions_S))
+        if raw is not None and self._logged is not None:
+            logprobs = raw.of_tokens(ids_S[self._logged.at()], accelerator.to_host)
+        asked = [] if self._logged is None else self._logged.places
+        edited_S = (self._flags_S & EDITS).astype(np.bool_)
+        return Drawn(ids_S, best_S, accelerator.to_host(ids_S), accelerator.to_host(best_S), edited_S, logprobs, asked)
+
+    # ---- inside ----
+
+    def _changes_by(self, send: Send, *, late: bool) -> list[Change]:
+        return self._table.chain.prepare(self._rows_S, self._positions_S, self._history, send, self._ops, late=late)
+
+    def _logged_of(self, send: Send) -> "_Logged":
+        places = np.flatnonzero(self._flags_S & LOGPROBS)
+        wanted = [self._table.of(int(row)).logprobs or 0 for row in self._rows_S[places]]
+        return _Logged(places.tolist(), wanted, send(places))
+
+    def _random_of(self, send: Send, is_ahead: bool) -> "_Random":
+        places, table = np.flatnonzero(self._flags_S & RANDOM), self._table
+        rows = self._rows_S[places]
+        draws = Draws(
+            places=places,
+            temperature=table.temperature[rows].astype(np.float32),
+            top_k=table.top_k[rows],
+            top_p=table.top_p[rows],
+            min_p=table.min_p[rows].astype(np.float32),
+        )
+        draw = self._ops.prepare_draw(draws, send)
+        if is_ahead:
+            seeds, choices = send(table.seed[rows].view(np.int64)), send(table.choice[rows])
+            return _Random(draw, None, (send(places), seeds, choices))
+        return _Random(draw, send(uniforms(table.seed[rows], table.choice[rows], self._positions_S[places])), None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Logged:
+    """Places of the rows that want log probabilities, how many best tokens each, and the places on the device."""
+
+    places: list[int]
+    wanted: list[int]
+    at: Sent
+
+
+@dataclass(frozen=True, slots=True)
+class _Random:
+    """What draws tokens, and the random numbers: known on the host, or made on the device of (places, seeds, choices)
+    and positions."""
+
+    draw: DrawTokens
+    known: Sent | None
+    keys: tuple[Sent, Sent, Sent] | None
+
+    def uniforms_R(self, positions_S: torch.Tensor | None) -> torch.Tensor:
+        if self.known is not None:
+            return self.known()
+        assert self.keys is not None and positions_S is not None
+        places, seeds, choices = self.keys
+        return uniforms_on_device(seeds(), choices(), positions_S[places()])
+
+
 def sample(
     logits_SV: torch.Tensor,
     rows_S: Ints,
@@ -79,39 +197,11 @@ def sample(
     history: History,
     platform: Platform,
 ) -> Drawn:
-    """Chooses a token per place. logits_SV (float32) is overwritten.
-
-    rows_S: rows of the table; a row with drafts stands several times, with consecutive positions. positions_S: index in
-    its sequence of the token to choose. history(row, position) gives the row's tokens before that position, drafts too,
-    and the length of its prompt; only logits processors ask for it.
-    """
-    flags_S = table.flags[rows_S]
-    used = int(np.bitwise_or.reduce(flags_S))
-    accelerator, ops = platform.accelerator, platform.sampling_ops()
-    raw, logprobs, with_logprobs = None, None, np.flatnonzero(flags_S & LOGPROBS) if used & LOGPROBS else None
-    if with_logprobs is not None:
-        wanted = [table.of(int(row)).logprobs or 0 for row in rows_S[with_logprobs]]
-        at = accelerator.to_device(torch.from_numpy(with_logprobs))
-        raw = RawLogprobs.of(logits_SV[at], wanted)
-    if used & EDITS:
-        table.chain.apply(logits_SV, rows_S, positions_S, history, accelerator.to_device, ops)
-    best_S, ids_S = ops.best(logits_SV)
-    if used & RANDOM:
-        places = np.flatnonzero(flags_S & RANDOM)
-        ops.draw(logits_SV, best_S, ids_S, _draws(places, rows_S[places], positions_S[places], table))
-    if raw is not None:
-        logprobs = raw.of_tokens(ids_S[at], accelerator.to_host)
-    asked = [] if with_logprobs is None else with_logprobs.tolist()
-    edited_S = (flags_S & EDITS).astype(np.bool_)
-    return Drawn(ids_S, best_S, accelerator.to_host(ids_S), accelerator.to_host(best_S), edited_S, logprobs, asked)
-
-
-def _draws(places_R: Ints, rows_R: Ints, positions_R: Ints, table: SamplingTable) -> Draws:
-    return Draws(
-        places=places_R,
-        temperature=table.temperature[rows_R].astype(np.float32),
-        top_k=table.top_k[rows_R],
-        top_p=table.top_p[rows_R],
-        min_p=table.min_p[rows_R].astype(np.float32),
-        uniforms=uniforms(table.seed[rows_R], table.choice[rows_R], positions_R),
-    )
+    """Chooses a token per place at once, with a copy for each array that the device lacks. Arguments as for Sampling;
+    logits_SV is overwritten."""
+    accelerator = platform.accelerator
+    send = sending_with(accelerator.to_device)
+    sampling = Sampling(rows_S, positions_S, table, history, platform.sampling_ops(), send)
+    if sampling.prepares_late:
+        sampling.prepare_late(send)
+    return sampling.draw(logits_SV, accelerator)

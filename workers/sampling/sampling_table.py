@@ -12,12 +12,14 @@ import numpy as np
 from tandem.workers.messages.step import RowSampling
 from tandem.workers.sampling.processors.chain import ProcessorChain, all_processors
 from tandem.workers.sampling.processors.grammar import GrammarMask
-from tandem.workers.sampling.processors.logits_processor import LogitsProcessor
+from tandem.workers.sampling.processors.logits_processor import LogitsProcessor, Reads
 from tandem.workers.structured.grammar_store import Grammars
 
 RANDOM: Final = 1  # temperature above 0
 EDITS: Final = 2  # some logits processor changes the logits before the choice
 LOGPROBS: Final = 4
+READS_TOKENS: Final = 8  # some logits processor reads the row's tokens before the forward pass
+READS_LATE: Final = 16  # and some behind it
 GREEDY_BELOW: Final = 1e-5  # as in vLLM: a temperature this small is greedy
 
 
@@ -56,7 +58,13 @@ class SamplingTable:
 
     def bind(self, row: int, sampling: RowSampling) -> None:
         """Replaces what the row held."""
-        self.flags[row] = flags_of(sampling) + EDITS * self.chain.bind(row, sampling)
+        reads = self.chain.bind(row, sampling)
+        self.flags[row] = (
+            flags_of(sampling)
+            + EDITS * bool(reads)
+            + READS_TOKENS * (Reads.TOKENS in reads)
+            + READS_LATE * (Reads.TOKENS_LATE in reads)
+        )
         self.temperature[row] = sampling.temperature
         self.top_k[row] = min(sampling.top_k, self.vocab_size)
         self.top_p[row] = sampling.top_p

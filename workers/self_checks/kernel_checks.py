@@ -27,6 +27,7 @@ from tandem.workers.kernels.fused_ops import FusedOps, TorchFusedOps
 from tandem.workers.kernels.kv_store import LARGEST, SCALE_DTYPE, LayerKV, TorchKVStore, as_indexable
 from tandem.workers.kernels.lora_ops import AdapterRows, ProjectionTables, TorchLora
 from tandem.workers.kernels.sampling_ops import Draws, TorchSampling
+from tandem.workers.kernels.step_arrays import StepArrays
 from tandem.workers.models.spec.arch import Activation, AttentionParams, Moe
 from tandem.workers.platforms.cpu import cpu_platform
 from tandem.workers.self_checks.outcome import Check, NotHere, relative_error, require
@@ -262,16 +263,16 @@ def _sampling(shapes: Sequence[tuple[int, int]]) -> str:
         logits = _noise(rows, vocab, dtype=torch.float32)
         ids = torch.randperm(vocab, generator=torch.Generator().manual_seed(2))[: 8 * rows].view(rows, 8).sort(1).values
         best, greedy = ops.best(logits)
-        twin = TorchSampling(lambda host: host).best(logits)
+        twin = TorchSampling().best(logits)
         require(torch.equal(best, twin[0]) and torch.equal(greedy, twin[1]), "a best token is not its torch twin's")
         logits.scatter_(1, ids, 20.0)
         places = np.arange(rows)
         draws = Draws(
-            places, np.ones(rows, np.float32), np.full(rows, 8), np.full(rows, 0.95), np.full(rows, 0.5, np.float32),
-            (places % 8 + 0.5) / 8,
-        )  # fmt: skip
+            places, np.ones(rows, np.float32), np.full(rows, 8), np.full(rows, 0.95), np.full(rows, 0.5, np.float32)
+        )
         best, chosen = ops.best(logits)
-        ops.draw(logits, best, chosen, draws)
+        arrays = StepArrays()
+        ops.prepare_draw(draws, arrays.send)(logits, best, chosen, torch.from_numpy((places % 8 + 0.5) / 8))
         expected = ids[torch.from_numpy(places), torch.from_numpy(places % 8)]
         require(torch.equal(chosen, expected), "a token is drawn that its number does not belong to")
         drawn += rows

@@ -64,7 +64,7 @@ def _logits(decoder: Decoder, platform: Platform, num_layers: int, vocab_size: i
     blocks = ROWS * BLOCKS_PER_ROW
     kv = KVCache.allocate(decoder.kv_layouts, blocks, BLOCK, BF16, platform)
     table = RowTable(ROWS, BLOCK * BLOCKS_PER_ROW, BLOCK, vocab_size)
-    rows, logits = platform.rows(table), []
+    rows, logits = platform.rows(table, None), []
     for step in range(STEPS + 1):
         new, work = [], []
         for row in range(ROWS):

@@ -1,7 +1,8 @@
-"""Proposer: guesses the next tokens of a row, which the model then checks in one step. make_proposer() is their list.
+"""Proposer: guesses the next tokens of a row, which the model then checks in one step. PROPOSERS is their list.
 
-Called by workers/rank/drafts.py on every TP rank before a step's forward pass. Leviathan et al., "Fast inference from
-transformers via speculative decoding" (2023); the engine decides how many drafts a row may have (drafting.py).
+Called by workers/rank/drafts.py on every TP rank before a step's forward pass. A Guess does the same on the device.
+Leviathan et al., "Fast inference from transformers via speculative decoding" (2023); the engine decides how many drafts
+a row may have (drafting.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.configs.schema import SpeculativeSettings
+from tandem.workers.platforms.device_rows import Guess
 from tandem.workers.speculation.ngram import find_continuation
+from tandem.workers.speculation.ngram_on_device import NgramOnDevice
 
 
 class ProposalRow(NamedTuple):
@@ -45,6 +48,16 @@ class NgramProposer:
 
 PROPOSERS: dict[str, Callable[[SpeculativeSettings], Proposer]] = {"ngram": NgramProposer}
 """By the `method` of --speculative-config."""
+
+
+GUESSES: dict[str, Callable[[SpeculativeSettings], Guess]] = {"ngram": NgramOnDevice}
+"""The same on a device with memory of its own, for those methods that need not wait there for the step before."""
+
+
+def make_guess(settings: SpeculativeSettings | None) -> Guess | None:
+    """Returns the form of the proposer that runs on a device; None where there is none: then the host proposes."""
+    make = None if settings is None else GUESSES.get(settings.method)
+    return None if settings is None or make is None else make(settings)
 
 
 def make_proposer(settings: SpeculativeSettings | None) -> Proposer | None:

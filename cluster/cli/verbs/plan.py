@@ -224,6 +224,7 @@ def _plain(plan: GroupPlan) -> dict[str, Any]:
                 "host_weight_bytes": stage.placement.host_bytes,
                 "streamed_layers": len(stage.placement.streamed),
                 "activation_bytes": stage.activation_bytes,
+                "graph_bytes": stage.graph_bytes,
                 "kv_bytes_per_token": stage.kv_layers_bytes,
                 "kv_budget_bytes": stage.kv_budget_bytes,
                 "adapter_bytes": stage.adapter_bytes,

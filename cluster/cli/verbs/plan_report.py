@@ -55,7 +55,7 @@ def _rank_rows(plan: dict[str, Any], lora_rank: int) -> list[list[str]]:
     """A title row, and a row for one rank of each stage. lora_rank: the rank of the adapter whose size is shown."""
     rows = [
         [
-            "stage", "ranks", "layers", "weights/rank", "on device", "in host", "activations", "KV/token",
+            "stage", "ranks", "layers", "weights/rank", "on device", "in host", "activations", "graphs", "KV/token",
             f"LoRA r{lora_rank}", "KV room",
         ]
     ]  # fmt: skip
@@ -66,7 +66,8 @@ def _rank_rows(plan: dict[str, Any], lora_rank: int) -> list[list[str]]:
                 str(plan["tp_size"]),
                 str(stage["num_layers"]),
                 *(gib(stage[key]) for key in ("weight_bytes", "device_weight_bytes", "host_weight_bytes")),
-                *(gib(stage[key]) for key in ("activation_bytes", "kv_bytes_per_token", "adapter_bytes")),
+                *(gib(stage[key]) for key in ("activation_bytes", "graph_bytes")),
+                *(gib(stage[key]) for key in ("kv_bytes_per_token", "adapter_bytes")),
                 gib(stage["kv_budget_bytes"]) if stage["kv_budget_bytes"] >= 0 else "none",
             ]
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.configs.schema import LoraSettings
+from tandem.configs.schema import EngineSettings, LoraSettings, ModelSettings, SchedulerSettings
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.groups import GLOO
 from tandem.workers.graphs.cuda_graphs import RUNS_BEFORE_CAPTURE, CudaGraphs, Replay
@@ -17,9 +17,12 @@ from tandem.workers.graphs.graph_runner import NoGraphs, Outputs
 from tandem.workers.lora.device.rank_adapters import open_adapters
 from tandem.workers.models.decoder import Decoder, build_decoder
 from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.planning.budget import ATTENTION_BYTES, MIB
+from tandem.workers.planning.graph_room import capture_bytes, graph_bytes
 from tandem.workers.platforms.base import DeviceMemory, Platform
 from tandem.workers.platforms.cpu import HostAccelerator
 from tandem.workers.platforms.cuda import platform_on
+from tandem.workers.rank.loading import load_rank
 from tests.support.adapters import save_random_adapter
 from tests.support.lora_ranks import put_all, with_adapters
 from tests.support.paged_rows import PagedRows, prompt_ids
@@ -195,3 +198,37 @@ def test_one_graph_serves_any_mix_of_adapters(folders: Callable[[str], Path], tm
     logits_of(decoder, platform, [([(0, [step + 3]), (1, [7])], mix) for step, mix in enumerate(mixes)])
     assert len(decoder.graphs._captures) == 1  # type: ignore[attr-defined]
     assert decoder.graphs.num_replays == len(mixes) - RUNS_BEFORE_CAPTURE
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "bloom"])
+def test_a_capture_keeps_no_more_than_the_plan_says(folders: Callable[[str], Path], name: str) -> None:
+    platform = device(recorded)
+    decoder = decoder_on(platform, folders(name), [])
+    logits_of(decoder, platform, steps_of(3, with_slots=False))
+    captures = decoder.graphs._captures._held  # type: ignore[attr-defined]
+    assert len(captures) >= 2
+    for (key, bucket), captured in captures.items():
+        inputs = captured.inputs
+        attention = [value for value in vars(inputs._replayable).values() if isinstance(value, torch.Tensor)]
+        attention += inputs._replayable._masks.values()
+        kept = sum(tensor.nbytes for tensor in (*inputs._tensors(), *captured.outputs, *attention))
+        most = capture_bytes(load_spec(folders(name)), bucket, key[0], 16, 4)
+        assert most / 2 <= kept <= most, (bucket, key[0])
+
+
+def test_the_pool_leaves_room_for_captures(folders: Callable[[str], Path]) -> None:
+    """A device of 1 GiB, of which 700 MiB are free once the weights are there."""
+    settings = EngineSettings(
+        model=ModelSettings(model=str(folders("qwen3")), dtype="float32"),
+        scheduler=SchedulerSettings(max_num_seqs=2, max_num_batched_tokens=64),
+    )
+    counts, context = [], ParallelContext.single()
+    for graphs in (device(recorded).graphs, lambda *_: NoGraphs()):
+        memory = lambda: DeviceMemory(700 * MIB, 1024 * MIB)  # noqa: E731
+        platform = replace(device(recorded), memory=memory, graphs=graphs)
+        loaded = load_rank(settings, context, platform, rank=0, ranks_on_node=1)
+        counts.append(loaded.facts.num_blocks)
+        size = loaded.facts.block_bytes
+        loaded.decoder.close()
+    of_captures = graph_bytes(loaded.spec, context.mesh, settings, 4, loaded.max_model_len)
+    assert of_captures > ATTENTION_BYTES and abs((counts[1] - counts[0]) * size - of_captures) <= size

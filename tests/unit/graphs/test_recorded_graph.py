@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,6 +19,7 @@ from tandem.parallel.groups import GLOO
 from tandem.workers.attention.backend import KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.kernels.fused_ops import TorchFusedOps
+from tandem.workers.kernels.step_arrays import sending_with
 from tandem.workers.messages.step import RowSampling
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.models.spec.arch import (
@@ -35,7 +37,7 @@ from tandem.workers.platforms.base import DeviceMemory
 from tandem.workers.platforms.cpu import HostAccelerator, cpu_platform
 from tandem.workers.platforms.cuda import platform_on
 from tandem.workers.rank.kv_cache import KVCache
-from tandem.workers.sampling.sampler import sample
+from tandem.workers.sampling.sampler import Sampling, sample
 from tandem.workers.sampling.sampling_table import SamplingTable
 from tests.support.recorded_graph import RecordedGraph, RefusedError
 
@@ -43,14 +45,11 @@ CPU = torch.device("cpu")
 GPU = platform_on(HostAccelerator(), CPU, GLOO, lambda: DeviceMemory(0, 0))
 """The platform of a GPU, on CPU memory: torch's operations, and weights that are not packed for a CPU."""
 BLOCK, NUM_BLOCKS, LAYERS = 4, 40, 2
-REFUSED_IN_A_DECODE_STEP = frozenset({"aten.lift_fresh.default"})
-"""TorchAttention makes its groups of rows on the host. This set may only shrink."""
-REFUSED_IN_SAMPLING: dict[str, tuple[RowSampling, set[str]]] = {
-    "greedy": (RowSampling(temperature=0.0), set()),
-    "random": (RowSampling(temperature=1.0), {"aten.lift_fresh.default"}),
-    "top-p": (RowSampling(temperature=1.0, top_p=0.9), {"aten.lift_fresh.default"}),
+SAMPLINGS = {
+    "greedy": RowSampling(temperature=0.0),
+    "random": RowSampling(temperature=1.0),
+    "top-p": RowSampling(temperature=1.0, top_p=0.9, top_k=7, min_p=0.01, frequency_penalty=0.5),
 }
-"""sample() copies its rows' parameters to the device. These sets may only shrink."""
 
 
 def test_a_replay_computes_with_the_inputs_of_now() -> None:
@@ -196,9 +195,8 @@ def test_a_decode_step_replays_another_batch(
     a, b = (decode_batch(list(lens), seed + place) for place, lens in enumerate(lengths))
     static = replace(a, **{f.name: v.clone() for f in fields(a) if isinstance(v := getattr(a, f.name), torch.Tensor)})
     kv, eager_kv = fresh_kv(decoder, dtype), fresh_kv(decoder, dtype)
-    graph = RecordedGraph.capture(lambda: forward(decoder, static, kv.tensors), REFUSED_IN_A_DECODE_STEP)
+    graph = RecordedGraph.capture(lambda: forward(decoder, static, kv.tensors))
     assert torch.equal(graph.outputs, forward(decoder, a, fresh_kv(decoder, dtype).tensors))
-    assert set(graph.refused) == REFUSED_IN_A_DECODE_STEP, "the budget is exact"
     kv.slab.copy_(eager_kv.slab)
     for mine, its in zip(tensors_of(static), tensors_of(b), strict=True):
         mine.copy_(its)
@@ -212,18 +210,27 @@ def forward(decoder: Decoder, batch: ForwardBatch, kv: KVTensors) -> torch.Tenso
     return decoder.forward(batch, kv, None)
 
 
-@pytest.mark.parametrize("kind", REFUSED_IN_SAMPLING)
-def test_the_budget_of_sampling_is_exact(kind: str) -> None:
-    sampling, budget = REFUSED_IN_SAMPLING[kind]
+@pytest.mark.parametrize("kind", SAMPLINGS)
+def test_a_graph_can_hold_sampling(kind: str) -> None:
+    """Its parameters have come with the rows; a replay draws what other logits and positions ask for."""
+    sampling = SAMPLINGS[kind]
     table, rows = SamplingTable(3, 97), np.arange(3)
     for row in rows:
         table.bind(int(row), sampling)
     logits = torch.randn(3, 97, generator=torch.Generator().manual_seed(0))
-    graph = RecordedGraph.capture(
-        lambda: sample(logits.clone(), rows, rows + 9, table, lambda *_: (np.zeros(0, np.int32), 0), GPU),
-        frozenset(budget),
-    )
-    assert set(graph.refused) == budget
+    positions = rows + 9
+
+    def history(row: int, position: int) -> tuple[npt.NDArray[np.int32], int]:
+        return np.arange(20, dtype=np.int32), 5
+
+    send = sending_with(HostAccelerator().to_device)
+    mine = Sampling(rows, positions, table, history, GPU.sampling_ops(), send, is_ahead=True)
+    at = torch.from_numpy(positions.copy())
+    graph = RecordedGraph.capture(lambda: mine.draw(logits.clone(), HostAccelerator(), at).ids_S)
+    assert torch.equal(graph.outputs, sample(logits.clone(), rows, positions, table, history, GPU).ids_S)
+    logits.copy_(logits.flip(1))
+    at += 1
+    assert torch.equal(graph.replay(), sample(logits.clone(), rows, positions + 1, table, history, GPU).ids_S)
 
 
 def test_a_row_with_more_blocks_needs_another_graph_today() -> None:
@@ -233,7 +240,7 @@ def test_a_row_with_more_blocks_needs_another_graph_today() -> None:
     lens = torch.tensor([3, 6], dtype=torch.int32)
     static = replace(now, seq_lens=lens, seq_lens_list=lens.tolist(), positions_T=lens.long() - 1)
     kv, eager_kv = fresh_kv(decoder, dtype), fresh_kv(decoder, dtype)
-    graph = RecordedGraph.capture(lambda: forward(decoder, static, kv.tensors), REFUSED_IN_A_DECODE_STEP)
+    graph = RecordedGraph.capture(lambda: forward(decoder, static, kv.tensors))
     kv.slab.copy_(eager_kv.slab)
     for mine, its in zip(tensors_of(static), tensors_of(now), strict=True):
         mine.copy_(its)

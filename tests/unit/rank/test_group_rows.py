@@ -24,7 +24,7 @@ def test_each_group_has_its_table_and_no_block_that_a_window_has_passed(
 ) -> None:
     """Rows begin behind a prefix hit, whose entries ahead of the windows name no block, and grow in chunks."""
     table = RowTable(len(LENGTHS), 100, size, 50, windows=windows)
-    rows = TensorRows(table, HostAccelerator(), CPU) if on_device else cpu_platform().rows(table)
+    rows = TensorRows(table, HostAccelerator(), CPU) if on_device else cpu_platform().rows(table, None)
     blocks: list[list[list[int]]] = [[[] for _ in windows] for _ in LENGTHS]
     computed = [data.draw(st.integers(0, (length - 1) // size)) * size for length in LENGTHS]
     next_block = 100

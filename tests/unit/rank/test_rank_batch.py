@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.workers.kernels.step_arrays import Array
 from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan
 from tandem.workers.platforms.cpu import HostAccelerator, cpu_platform
 from tandem.workers.platforms.device_rows import DeviceRows, Ints
-from tandem.workers.platforms.tensor_rows import Array, StepBuffer, TensorRows
+from tandem.workers.platforms.tensor_rows import StepBuffer, TensorRows
 from tandem.workers.rank.batch import build_batch
 from tandem.workers.rank.row_table import RowTable
 
@@ -82,8 +83,8 @@ def test_any_course_of_plans(data: st.DataObject, block_size: int, on_device: bo
     """Rows are bound (beyond the table's capacity too), grow in chunks, sample, are replaced and freed. On a device the
     host learns tokens of one step while the next one is made."""
     table = RowTable(2, 200, block_size, VOCAB)
-    device_rows = TensorRows(table, HostAccelerator(), CPU) if on_device else cpu_platform().rows(table)
-    late: list[tuple[Ints, Ints, list[int], Ints]] = []
+    device_rows = TensorRows(table, HostAccelerator(), CPU) if on_device else cpu_platform().rows(table, None)
+    late: list[tuple[Ints, list[int], Ints]] = []
     rows: dict[int, NaiveRow] = {}
     next_block = 0
     for step in range(5):
@@ -119,16 +120,17 @@ def test_any_course_of_plans(data: st.DataObject, block_size: int, on_device: bo
         plan = StepPlan(step_id=step, work=work, new_rows=new_rows, freed_rows=freed)
         compare(plan, table, device_rows, rows, block_size)
         for entry in late:
-            live = np.flatnonzero(table.lives[entry[0]] == entry[3])
-            table.fill(entry[0][live], entry[1][live], np.array(entry[2])[live])
+            live = np.flatnonzero(table.lives[entry[0]] == entry[2])
+            table.fill(entry[0][live], np.array(entry[1])[live])
         late.clear()
         if not (appended := [w.row for w in work if w.samples]) or not data.draw(st.booleans()):
             continue
         at, ids = np.array(appended, np.int64), data.draw(st.permutations(range(len(appended))))
         device_rows.append(torch.tensor(ids))
-        late.append((at, table.reserve(at), ids, table.lives[at]))
+        table.reserve(at)
+        late.append((at, ids, table.lives[at]))
         if not on_device or data.draw(st.booleans()):
-            table.fill(at, late.pop()[1], ids)
+            table.fill(at, late.pop()[1])
         for row, token in zip(appended, ids, strict=True):
             rows[row].tokens.append(token)
 
@@ -137,7 +139,8 @@ def test_history_is_prompt_and_output() -> None:
     table = RowTable(1, 20, 4, VOCAB)
     table.apply(StepPlan(step_id=1, work=[], new_rows=[init(0, [3, 4])]))
     row = np.array([0])
-    table.fill(row, table.reserve(row), [9])
+    table.reserve(row)
+    table.fill(row, [9])
     tokens, prompt_len = table.history(0, 3)
     assert (tokens.tolist(), prompt_len) == ([3, 4, 9], 2)
     table.draft(0, [5, 6])
@@ -169,16 +172,17 @@ def test_impossible_plans_are_caught(work: RowWork) -> None:
     plan = StepPlan(step_id=1, work=[work], new_rows=[init(0, [1, 2])])
     table.apply(plan)
     with pytest.raises(AssertionError, match="row 0"):
-        build_batch(plan, table, cpu_platform().rows(table))
+        build_batch(plan, table, cpu_platform().rows(table, None))
 
 
 def test_one_copy_keeps_values_shapes_and_types() -> None:
     buffer, places = StepBuffer(HostAccelerator(), CPU), set()
     for size in (3, 1, 7):
         arrays: list[Array] = [np.arange(size), np.arange(0), np.arange(6, dtype=np.int32).reshape(2, 3)]
-        tensors = list(buffer.fill({f"{place}": array for place, array in enumerate(arrays)}).values())
+        arrays += [np.linspace(0, 1, size), np.ones(size, np.float32)]
+        tensors = buffer.fill(arrays)
         assert [t.tolist() for t in tensors] == [a.tolist() for a in arrays]
-        assert [t.dtype for t in tensors] == [torch.int64, torch.int64, torch.int32]
+        assert [t.dtype for t in tensors] == [torch.int64, torch.int64, torch.int32, torch.float64, torch.float32]
         assert all(t.storage_offset() * t.itemsize % 16 == 0 for t in tensors), "Triton compiles for one alignment"
         places.add(tensors[0].data_ptr())
     assert len(places) == 1, "one buffer for all steps"
@@ -202,5 +206,5 @@ def test_a_step_neither_waits_for_the_device_nor_overwrites_what_it_has_not_read
     accelerator = NeverRead()
     buffer = StepBuffer(accelerator, CPU)
     for step in range(11):
-        buffer.fill({"ids": np.array([step])})
+        buffer.fill([np.array([step])])
     assert [int(host.view(torch.int64)[0]) for host in accelerator.hosts] == list(range(11))

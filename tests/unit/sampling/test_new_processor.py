@@ -6,10 +6,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from tandem.workers.kernels.sampling_ops import Change
 from tandem.workers.messages.step import RowSampling
 from tandem.workers.platforms.cpu import cpu_platform
 from tandem.workers.sampling.processors.chain import all_processors
-from tandem.workers.sampling.processors.logits_processor import SampledRows
+from tandem.workers.sampling.processors.logits_processor import Reads, SampledRows
 from tandem.workers.sampling.sampler import sample
 from tandem.workers.sampling.sampling_table import EDITS, SamplingTable
 
@@ -26,6 +27,8 @@ class Capped(RowSampling, frozen=True, array_like=True, kw_only=True):
 class MaxRepeats:
     """Step 2: no token more than max_repeats times in a row."""
 
+    reads = Reads.TOKENS
+
     def __init__(self) -> None:
         self.rows: dict[int, int] = {}
 
@@ -36,14 +39,14 @@ class MaxRepeats:
         self.rows[row] = most
         return True
 
-    def apply(self, logits_SV: torch.Tensor, rows: SampledRows) -> None:
+    def prepare(self, rows: SampledRows) -> Change | None:
         columns = []
         for row, position in rows:
             tokens, prompt_len = rows.history(row, position)
             end = tokens[prompt_len:][-self.rows[row] :]
             is_full = len(end) == self.rows[row] and bool((end == end[0]).all())
             columns.append(end[:1].astype(np.int64) if is_full else np.empty(0, np.int64))
-        rows.forbid(logits_SV, columns)
+        return rows.forbid(columns)
 
     def free(self, row: int) -> None:
         del self.rows[row]
@@ -78,6 +81,14 @@ def test_the_recipe_names_what_is_there() -> None:
     """Its paths and names, all of which the test above uses or stands beside."""
     for path in re.findall(r"`((?:workers|cluster|tests|benchmarks)/[\w/.]+)`", RECIPE):
         assert (ROOT / path).exists(), path
-    for name in ("LogitsProcessor", "SampledRows", "all_processors", "RowSampling", "SamplingParams", "row_sampling"):
+    for name in (
+        "LogitsProcessor",
+        "SampledRows",
+        "Reads",
+        "all_processors",
+        "RowSampling",
+        "SamplingParams",
+        "row_sampling",
+    ):
         assert f"`{name}" in RECIPE
         assert re.search(rf"(class|def) {name}\b", "".join(f.read_text() for f in (ROOT / "workers").rglob("*.py")))

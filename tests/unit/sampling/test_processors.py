@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.workers.kernels.sampling_ops import TorchSampling
 from tandem.workers.messages.step import RowSampling
 from tandem.workers.sampling.processors.logits_processor import FORBIDDEN
 from tandem.workers.sampling.sampling_table import EDITS, SamplingTable
+from tests.unit.sampling.chain_now import apply_chain
 from tests.unit.sampling.naive_twin import adjusted
 
 
@@ -51,7 +51,7 @@ def apply(
         return np.array(each.tokens[:position], np.int32), each.prompt_len
 
     at = np.array(places, np.int64)
-    table.chain.apply(logits, at[:, 0], at[:, 1], history, lambda host: host, TorchSampling(lambda host: host))
+    apply_chain(table.chain, logits, at[:, 0], at[:, 1], history)
 
 
 @pytest.mark.parametrize(("num_output", "is_forbidden"), [(0, True), (2, True), (3, False), (4, False)])

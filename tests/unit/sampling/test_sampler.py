@@ -18,7 +18,7 @@ from tandem.workers.sampling.sampling_table import SamplingTable
 from tests.unit.sampling.naive_twin import adjusted, choose, kept, softmax
 
 PLATFORM = cpu_platform()
-IN_TORCH = replace(PLATFORM, sampling_ops=lambda: TorchSampling(lambda host: host))
+IN_TORCH = replace(PLATFORM, sampling_ops=lambda: TorchSampling())
 PLATFORMS = pytest.mark.parametrize("platform", [PLATFORM, IN_TORCH], ids=["own", "torch"])
 
 Row = tuple[RowSampling, list[int], int]

@@ -3,6 +3,7 @@
 import ctypes
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 from tandem.workers.kernels.cpu import cpu_build
 from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER
 from tandem.workers.kernels.cpu.cpu_sampling import SCRATCH_FLOATS, CpuSampling
-from tandem.workers.kernels.sampling_ops import CHUNK, Draws, SamplingOps, TorchSampling, drawn, thresholds
+from tandem.workers.kernels.sampling_ops import CHUNK, Draws, Limits, SamplingOps, TorchSampling, drawn
+from tandem.workers.kernels.step_arrays import sending_with
 from tests.unit.sampling.sorted_twin import Floats, mass_from, sorted_floor
 
 
@@ -39,6 +41,7 @@ def portable_library() -> ctypes.CDLL:
         return ctypes.CDLL(f"{folder}/x.so")
 
 
+AT_ONCE = sending_with(lambda host: host)
 LIBRARY = cpu_build.cpu_sampling_library()
 LIBRARIES = {} if LIBRARY is None else {"compiled": LIBRARY, "portable": portable_library()}
 needs_compiler = pytest.mark.skipif(LIBRARY is None, reason="there is no C compiler")
@@ -48,7 +51,7 @@ VOCABS = [1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 10 * CHUNK + 17]
 
 def ops_of(kind: str) -> SamplingOps:
     if kind == "torch":
-        return TorchSampling(lambda host: host)
+        return TorchSampling()
     return CpuSampling(LIBRARIES[kind])
 
 
@@ -57,7 +60,7 @@ def floor_of(kind: str, weights: Floats, top_k: int = 0, top_p: float = 1.0, min
     if kind == "torch":
         row = torch.from_numpy(weights)[None]
         columns = np.array([top_k]), np.array([top_p]), np.array([min_p], np.float32)
-        return float(thresholds(row, *columns, lambda host: host)[0])
+        return float(Limits(*columns, AT_ONCE).thresholds(row)[0])
     function = LIBRARIES[kind]["floor_of"]
     function.restype = ctypes.c_float
     function.argtypes = [POINTER, NUMBER, COUNT, NUMBER, ctypes.c_double, ctypes.c_double, *[POINTER] * 3]
@@ -71,6 +74,17 @@ def floor_of(kind: str, weights: Floats, top_k: int = 0, top_p: float = 1.0, min
     return dense
 
 
+def draw_now(
+    ops: SamplingOps,
+    logits: torch.Tensor,
+    best: torch.Tensor,
+    ids: torch.Tensor,
+    draws: Draws,
+    uniforms: Sequence[float],
+) -> None:
+    ops.prepare_draw(draws, AT_ONCE)(logits, best, ids, torch.tensor(uniforms, dtype=torch.float64))
+
+
 def draw(kind: str, logits: torch.Tensor, uniforms: list[float], **columns: float) -> list[int]:
     """One draw per row, or of one row for each number."""
     rows = len(uniforms)
@@ -81,11 +95,10 @@ def draw(kind: str, logits: torch.Tensor, uniforms: list[float], **columns: floa
         top_k=np.full(rows, int(columns.get("top_k", 0))),
         top_p=np.full(rows, columns.get("top_p", 1.0)),
         min_p=np.full(rows, columns.get("min_p", 0.0), np.float32),
-        uniforms=np.array(uniforms),
     )
     ops = ops_of(kind)
     best, ids = ops.best(logits)
-    ops.draw(logits, best, ids, draws)
+    draw_now(ops, logits, best, ids, draws, uniforms)
     return [int(i) for i in ids]
 
 
@@ -164,7 +177,7 @@ def test_rows_with_limits_and_without_are_cut_each_by_its_own_in_torch() -> None
     top_k = np.arange(70) % 3 * 20
     top_p = np.where(np.arange(70) % 2, 0.5, 1.0)
     min_p = np.where(np.arange(70) % 5, 0.0, 0.1).astype(np.float32)
-    got = thresholds(weights, top_k, top_p, min_p, lambda host: host)
+    got = Limits(top_k, top_p, min_p, AT_ONCE).thresholds(weights)
     limits = zip(weights.numpy(), top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True)
     assert got.tolist() == [sorted_floor(*row) for row in limits]
 
@@ -268,7 +281,6 @@ def test_the_compiled_draw_is_the_twins(scale: float, limits: dict[str, float]) 
         top_k=np.full(3, int(limits.get("top_k", 0))),
         top_p=np.full(3, limits.get("top_p", 1.0)),
         min_p=np.full(3, limits.get("min_p", 0.0), np.float32),
-        uniforms=np.array([0.11, 0.5, 0.93]),
     )
     found = []
     for kind in ("torch", "compiled", "portable"):
@@ -276,7 +288,7 @@ def test_the_compiled_draw_is_the_twins(scale: float, limits: dict[str, float]) 
         best, ids = ops.best(logits)
         greedy = ids.clone()
         for _ in range(3):
-            ops.draw(logits.clone(), best, ids, draws)
+            draw_now(ops, logits.clone(), best, ids, draws, [0.11, 0.5, 0.93])
         rest = np.setdiff1d(np.arange(rows), places)
         assert torch.equal(ids[rest], greedy[rest]) and torch.equal(greedy, logits.argmax(1))
         found.append(ids[places].tolist())
@@ -298,10 +310,9 @@ def test_models_of_one_process_may_draw_at_once() -> None:
             top_k=np.zeros(rows, np.int64),
             top_p=np.full(rows, top_p),
             min_p=np.zeros(rows, np.float32),
-            uniforms=np.full(rows, 0.7),
         )
         ids = greedy.clone()
-        ops.draw(logits.clone(), best, ids, draws)
+        draw_now(ops, logits.clone(), best, ids, draws, [0.7] * rows)
         return [int(i) for i in ids]
 
     shares = [0.2 + 0.01 * i for i in range(40)]
@@ -358,17 +369,17 @@ def test_a_draw_may_share_a_step_with_other_limits() -> None:
         top_k=np.array([0, 0, 3, 0]),
         top_p=np.array([1.0, 0.5, 1.0, 0.9]),
         min_p=np.array([0.0, 0.0, 0.0, 0.3], np.float32),
-        uniforms=np.array([0.9, 0.8, 0.7, 0.6]),
     )
+    uniforms = [0.9, 0.8, 0.7, 0.6]
     for kind in ops_here():
         ops = ops_of(kind)
         together = logits.repeat(4, 1)
         best, ids = ops.best(together)
-        ops.draw(together, best, ids, draws)
+        draw_now(ops, together, best, ids, draws, uniforms)
         for row in range(4):
-            names = ("temperature", "top_k", "top_p", "min_p", "uniforms")
+            names = ("temperature", "top_k", "top_p", "min_p")
             alone = replace(draws, places=np.zeros(1, np.int64), **{n: getattr(draws, n)[row : row + 1] for n in names})
             one = logits.clone()
             best, single = ops.best(one)
-            ops.draw(one, best, single, alone)
+            draw_now(ops, one, best, single, alone, uniforms[row : row + 1])
             assert int(single[0]) == int(ids[row])

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.workers.kernels.sampling_ops import TorchSampling
 from tandem.workers.messages.step import RowSampling
 from tandem.workers.messages.thinking import ThinkingBudget, ThinkingSpan
 from tandem.workers.sampling.processors.logits_processor import History
 from tandem.workers.sampling.processors.thinking_budget import PREFERENCE
 from tandem.workers.sampling.sampling_table import SamplingTable
+from tests.unit.sampling.chain_now import apply_chain
 from tests.unit.sampling.naive_twin import adjusted
 
 START, END = (7,), (8, 9)
@@ -27,7 +27,7 @@ def logits_of(table: SamplingTable, tokens: list[int], positions: list[int], pro
     logits = torch.zeros(len(positions), 12)
     at = np.array([[0, position] for position in positions], np.int64)
     history: History = lambda _, position: (np.array(tokens[:position], np.int32), prompt_len)  # noqa: E731
-    table.chain.apply(logits, at[:, 0], at[:, 1], history, lambda host: host, TorchSampling(lambda host: host))
+    apply_chain(table.chain, logits, at[:, 0], at[:, 1], history)
     return logits
 
 

@@ -11,10 +11,11 @@ from tandem.workers.kernels.sampling_ops import SamplingOps, TorchSampling
 from tandem.workers.messages.step import RowSampling
 from tandem.workers.platforms.cpu import cpu_platform
 from tandem.workers.sampling.sampling_table import SamplingTable
+from tests.unit.sampling.chain_now import apply_chain
 from tests.unit.sampling.test_sampling_ops import draw
 
 VOCAB, PROMPT = 320, 6
-OPS: dict[str, SamplingOps] = {"own": cpu_platform().sampling_ops(), "torch": TorchSampling(lambda host: host)}
+OPS: dict[str, SamplingOps] = {"own": cpu_platform().sampling_ops(), "torch": TorchSampling()}
 PLAIN = SamplingTable(1, VOCAB)
 
 
@@ -32,13 +33,12 @@ def ours(sampling: dict[str, Any], tokens: list[int], logits: torch.Tensor, prom
     table = SamplingTable(1, VOCAB)
     table.bind(0, RowSampling(temperature=0.0, **sampling))
     got = logits.clone()
-    table.chain.apply(
+    apply_chain(
+        table.chain,
         got,
         np.zeros(1, np.int64),
         np.array([len(tokens)]),
         lambda row, position: (np.array(tokens[:position], np.int32), prompt_len),
-        lambda host: host,
-        OPS["torch"],
     )
     return got
 

@@ -142,7 +142,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Platform:
         expert_ops=lambda *_: partial(TorchExperts, plain),
         fused_ops=lambda _: TorchFusedOps(),
         lora_ops=lambda _: TorchLora(),
-        sampling_ops=lambda: TorchSampling(lambda host: host),
+        sampling_ops=lambda: TorchSampling(),
     )
     for module in (kernel_checks, step_checks):
         monkeypatch.setattr(module, "cpu_platform", lambda: made)

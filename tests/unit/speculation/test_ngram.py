@@ -2,11 +2,14 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.configs.schema import SpeculativeSettings
+from tandem.workers.platforms.device_rows import NO_DRAFT
 from tandem.workers.speculation.ngram import find_continuation
+from tandem.workers.speculation.ngram_on_device import NgramOnDevice
 from tandem.workers.speculation.proposer import ProposalRow, make_proposer
 
 
@@ -53,3 +56,27 @@ def test_rows_get_at_most_what_they_may_have() -> None:
     tokens = np.array([1, 2, 3, 4, 5, 1], np.int32)
     rows = [ProposalRow(0, tokens, 2), ProposalRow(7, tokens[:5], 4), ProposalRow(3, tokens, 9)]
     assert proposer.propose(rows) == [[2, 3], [], [2, 3, 4, 5, 1]]
+
+
+@given(
+    rows=st.lists(st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=24), st.integers(1, 5)), min_size=1),
+    longest=st.integers(1, 5),
+    shorter=st.integers(0, 4),
+    spare=st.integers(0, 3),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_device_guesses_the_same(rows: list[tuple[list[int], int]], longest: int, shorter: int, spare: int) -> None:
+    """Whatever stands behind a row's known tokens."""
+    shortest, most = max(1, longest - shorter), max(count for _, count in rows)
+    guess = NgramOnDevice(
+        SpeculativeSettings(
+            method="ngram", num_speculative_tokens=most, prompt_lookup_min=shortest, prompt_lookup_max=longest
+        )
+    )
+    table = np.random.default_rng(0).integers(0, 4, (len(rows), max(len(row) for row, _ in rows) + spare), np.int32)
+    for row, (tokens, _) in enumerate(rows):
+        table[row, : len(tokens)] = tokens
+    known, counts = (torch.tensor(column) for column in zip(*((len(row), count) for row, count in rows), strict=True))
+    for found, (tokens, count) in zip(guess(torch.from_numpy(table), known, counts, most).tolist(), rows, strict=True):
+        wanted = find_continuation(np.array(tokens, np.int32), shortest, longest, count)
+        assert found == wanted + [NO_DRAFT] * (most - len(wanted))

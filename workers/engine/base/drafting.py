@@ -133,7 +133,7 @@ class Drafting:
 
     def observe_none(self, record: DraftRecord, num_tokens: int) -> None:
         """Notes that nothing was guessed for a sequence of num_tokens tokens: a budget for nothing holds blocks, and on
-        a GPU the step before. After some such steps it pauses shortly, the longer the more there were."""
+        a GPU its tokens are computed. After some such steps it pauses shortly, the longer the more there were."""
         record.num_empty += 1
         if record.num_empty >= EMPTY_STEPS:
             record.resume_at = num_tokens + min(record.num_empty, LONGEST_EMPTY_PAUSE)

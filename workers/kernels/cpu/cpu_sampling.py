@@ -6,15 +6,17 @@ below e^-87 they are 0, and sums are made in another order; so a draw may differ
 
 import ctypes
 import threading
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, Kernel, Scratch
-from tandem.workers.kernels.sampling_ops import Draws
+from tandem.workers.kernels.sampling_ops import Change, Draws, DrawTokens
+from tandem.workers.kernels.step_arrays import Send
 
-KINDS = ("l", "f", "l", "d", "f", "d")
+KINDS = ("l", "f", "l", "d", "f")
 SCRATCH_FLOATS = 80
 """For each thread, beside four for each token of the vocabulary."""
 
@@ -48,21 +50,37 @@ class CpuSampling:
         )  # fmt: skip
         return best_S, ids_S
 
-    def draw(self, logits_SV: torch.Tensor, best_S: torch.Tensor, ids_S: torch.Tensor, draws: Draws) -> None:
+    def prepare_draw(self, draws: Draws, send: Send) -> DrawTokens:
+        return partial(self.draw, draws)
+
+    def prepare_keep(self, places_P: npt.NDArray[np.int64], bits_PW: npt.NDArray[np.uint32], send: Send) -> Change:
+        return partial(self.keep, places_P, bits_PW)
+
+    def draw(
+        self,
+        draws: Draws,
+        logits_SV: torch.Tensor,
+        best_S: torch.Tensor,
+        ids_S: torch.Tensor,
+        uniforms_R: torch.Tensor,
+    ) -> None:
+        """Draws from arrays of the host."""
         vocab, threads = logits_SV.shape[1], torch.get_num_threads()
         assert logits_SV.dtype is torch.float32 and logits_SV.stride(1) == 1
-        columns = (draws.places, draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.uniforms)
+        columns = (draws.places, draws.temperature, draws.top_k, draws.top_p, draws.min_p)
         assert tuple(column.dtype.char for column in columns) == KINDS, "as Draws says"
         assert all(column.flags.c_contiguous for column in columns)
+        assert uniforms_R.dtype is torch.float64 and uniforms_R.is_contiguous()
         places, *numbers = (column.ctypes.data for column in columns)
         scratch = self._own.scratch
         scratch.reserve(threads * (4 * vocab + SCRATCH_FLOATS))
         self._draw(
             logits_SV.data_ptr(), logits_SV.stride(0), vocab, best_S.data_ptr(), ids_S.data_ptr(), places,
-            len(draws.places), *numbers, scratch.address, threads,
+            len(draws.places), *numbers, uniforms_R.data_ptr(), scratch.address, threads,
         )  # fmt: skip
 
-    def keep(self, logits_SV: torch.Tensor, places_P: npt.NDArray[np.int64], bits_PW: npt.NDArray[np.uint32]) -> None:
+    def keep(self, places_P: npt.NDArray[np.int64], bits_PW: npt.NDArray[np.uint32], logits_SV: torch.Tensor) -> None:
+        """Reads the host's bits."""
         vocab, words = logits_SV.shape[1], bits_PW.shape[1]
         assert logits_SV.dtype is torch.float32 and logits_SV.stride(1) == 1 and 32 * words >= vocab
         assert (places_P.dtype.char, bits_PW.dtype.char) == ("l", "I")

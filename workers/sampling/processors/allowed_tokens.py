@@ -1,14 +1,19 @@
 """AllowedTokens: of a row with allowed_token_ids no other token can be chosen. See logits_processor.py."""
 
+import numpy as np
 import torch
 
+from tandem.workers.kernels.sampling_ops import Change
+from tandem.workers.kernels.step_arrays import Sent
 from tandem.workers.messages.step import RowSampling
-from tandem.workers.sampling.processors.logits_processor import FORBIDDEN, SampledRows, known_ids
+from tandem.workers.sampling.processors.logits_processor import FORBIDDEN, Reads, SampledRows, known_ids
 
 
 class AllowedTokens:
     """Per row a mask of the vocabulary, True where a token is forbidden: it is on the logits' device after its first
-    step."""
+    step, and on the host until then."""
+
+    reads = Reads.NOTHING
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -23,13 +28,24 @@ class AllowedTokens:
         self._rows[row] = mask_V
         return True
 
-    def apply(self, logits_SV: torch.Tensor, rows: SampledRows) -> None:
-        for place, (row, _) in zip(rows.places_P.tolist(), rows, strict=True):
-            if row not in self._on_device:
-                self._rows[row] = rows.to_device(self._rows[row])
-                self._on_device.add(row)
-            logits_SV[place].masked_fill_(self._rows[row], FORBIDDEN)
+    def prepare(self, rows: SampledRows) -> Change | None:
+        numbers, places = rows.rows_P.tolist(), rows.places_P.tolist()
+        unsent = sorted(set(numbers) - self._on_device)
+        new = {row: rows.send(self._rows[row].numpy().view(np.uint8)) for row in unsent}
+
+        def change(logits_SV: torch.Tensor) -> None:
+            self._take(new)
+            for place, row in zip(places, numbers, strict=True):
+                logits_SV[place].masked_fill_(self._rows[row], FORBIDDEN)
+
+        return change
 
     def free(self, row: int) -> None:
         del self._rows[row]
         self._on_device.discard(row)
+
+    def _take(self, new: dict[int, Sent]) -> None:
+        """Keeps the masks that have come with this step."""
+        for row, mask in new.items():
+            self._rows[row] = mask().bool()
+            self._on_device.add(row)

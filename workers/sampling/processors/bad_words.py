@@ -6,10 +6,10 @@ As in vLLM, only the output counts: a word that began in the prompt may end. See
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
+from tandem.workers.kernels.sampling_ops import Change
 from tandem.workers.messages.step import RowSampling
-from tandem.workers.sampling.processors.logits_processor import Ids, SampledRows, Tokens, known_ids
+from tandem.workers.sampling.processors.logits_processor import Ids, Reads, SampledRows, Tokens, known_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,8 @@ class _Words:
 class BadWords:
     """Per row its words, as token ids."""
 
+    reads = Reads.TOKENS
+
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._rows: dict[int, _Words] = {}
@@ -51,12 +53,12 @@ class BadWords:
         self._rows[row] = _Words(always, endings)
         return True
 
-    def apply(self, logits_SV: torch.Tensor, rows: SampledRows) -> None:
+    def prepare(self, rows: SampledRows) -> Change | None:
         columns = []
         for row, position in rows:
             tokens, prompt_len = rows.history(row, position)
             columns.append(self._rows[row].forbidden(tokens[prompt_len:]))
-        rows.forbid(logits_SV, columns)
+        return rows.forbid(columns)
 
     def free(self, row: int) -> None:
         del self._rows[row]

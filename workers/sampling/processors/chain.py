@@ -1,4 +1,5 @@
-"""ProcessorChain: the logits processors of a rank, in their fixed order, and which rows need which.
+"""ProcessorChain: the logits processors of a rank, in their fixed order, and which rows need which. Those that read
+tokens late (Reads) change the logits behind all others.
 
 Owned by sampling_table.py; applied by sampler.py. The order is vLLM's: what forbids tokens first, then
 penalties; the grammar comes last. S rows that sample, V vocabulary.
@@ -7,9 +8,9 @@ penalties; the grammar comes last. S rows that sample, V vocabulary.
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
-from tandem.workers.kernels.sampling_ops import SamplingOps
+from tandem.workers.kernels.sampling_ops import Change, SamplingOps
+from tandem.workers.kernels.step_arrays import Send
 from tandem.workers.messages.step import RowSampling
 from tandem.workers.sampling.processors.allowed_tokens import AllowedTokens
 from tandem.workers.sampling.processors.bad_words import BadWords
@@ -19,8 +20,8 @@ from tandem.workers.sampling.processors.logits_processor import (
     History,
     Ids,
     LogitsProcessor,
+    Reads,
     SampledRows,
-    ToDevice,
 )
 from tandem.workers.sampling.processors.min_tokens import MinTokens
 from tandem.workers.sampling.processors.penalties import Penalties
@@ -28,8 +29,8 @@ from tandem.workers.sampling.processors.thinking_budget import ThinkingBudgets
 
 
 def all_processors(vocab_size: int, grammars: GrammarMask | None = None) -> list[LogitsProcessor]:
-    """Returns every processor, in the order in which they are applied. grammars: the one for grammars; None: one that
-    knows none."""
+    """Returns every processor, in the order in which they change the logits. grammars: the one for grammars; None:
+    one that knows none."""
     return [
         MinTokens(vocab_size),
         AllowedTokens(vocab_size),
@@ -46,14 +47,16 @@ class ProcessorChain:
 
     def __init__(self, processors: Sequence[LogitsProcessor], capacity: int) -> None:
         self._processors = processors
+        self._reads = np.array([processor.reads for processor in processors], np.int64)
         self._needs = np.zeros((capacity, len(processors)), np.bool_)
 
-    def bind(self, row: int, sampling: RowSampling) -> bool:
-        """Replaces what the row held; returns whether any processor has something to do for it."""
+    def bind(self, row: int, sampling: RowSampling) -> set[Reads]:
+        """Replaces what the row held; returns what the processors read that have something to do for it; empty for
+        none."""
         self.free(row)
         needs = [processor.bind(row, sampling) for processor in self._processors]
         self._needs[row] = needs
-        return any(needs)
+        return {processor.reads for processor, need in zip(self._processors, needs, strict=True) if need}
 
     def free(self, row: int) -> None:
         """Forgets the row. Idempotent."""
@@ -66,18 +69,16 @@ class ProcessorChain:
         """Makes room for rows below `capacity`; rows keep what they hold."""
         self._needs = np.pad(self._needs, ((0, capacity - len(self._needs)), (0, 0)))
 
-    def apply(
-        self,
-        logits_SV: torch.Tensor,
-        rows_S: Ids,
-        positions_S: Ids,
-        history: History,
-        to_device: ToDevice,
-        ops: SamplingOps,
-    ) -> None:
-        """Changes logits_SV in place. Arguments as for sample()."""
+    def prepare(
+        self, rows_S: Ids, positions_S: Ids, history: History, send: Send, ops: SamplingOps, *, late: bool
+    ) -> list[Change]:
+        """Returns what changes the logits, in order. late: by the processors that read tokens late; else by all
+        others. Arguments as for Sampling."""
         needs_SP = self._needs[rows_S]
-        for which in np.flatnonzero(needs_SP.any(axis=0)).tolist():
+        mine_P = needs_SP.any(axis=0) & ((self._reads == Reads.TOKENS_LATE) == late)
+        changes = []
+        for which in np.flatnonzero(mine_P).tolist():
             places = np.flatnonzero(needs_SP[:, which])
-            rows = SampledRows(places, rows_S[places], positions_S[places], history, to_device, ops)
-            self._processors[which].apply(logits_SV, rows)
+            rows = SampledRows(places, rows_S[places], positions_S[places], history, send, ops)
+            changes.append(self._processors[which].prepare(rows))
+        return [change for change in changes if change is not None]

@@ -10,8 +10,9 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from tandem.workers.kernels.sampling_ops import Change
 from tandem.workers.messages.step import GRAMMAR_FAILED, RowSampling
-from tandem.workers.sampling.processors.logits_processor import FORBIDDEN, Ids, SampledRows
+from tandem.workers.sampling.processors.logits_processor import FORBIDDEN, Ids, Reads, SampledRows
 from tandem.workers.structured.grammar_store import Grammars
 from tandem.workers.structured.masks import ALLOWED, Bits, MaskWriter, allow
 from tandem.workers.structured.row_grammar import Position, RowGrammar
@@ -22,6 +23,8 @@ OFF_TRACK = f"{GRAMMAR_FAILED}the text so far does not follow it"
 
 class GrammarMask:
     """Per row its place in its grammar. errors: why rows whose grammar has failed end, by row."""
+
+    reads = Reads.TOKENS_LATE
 
     def __init__(self, vocab_size: int, grammars: Grammars | None) -> None:
         self.errors: dict[int, str] = {}
@@ -45,7 +48,7 @@ class GrammarMask:
         self._rows.pop(row, None)
         self.errors.pop(row, None)
 
-    def apply(self, logits_SV: torch.Tensor, rows: SampledRows) -> None:
+    def prepare(self, rows: SampledRows) -> Change | None:
         bits_PW = np.full((len(rows.places_P), self._num_words), ALLOWED, np.uint32)
         may_end: list[int] = []
         alone: list[tuple[RowGrammar, int, int]] = []
@@ -66,9 +69,8 @@ class GrammarMask:
         for grammar, row, place in alone:
             if self._settle(bits_PW, grammar, row, place):
                 may_end.append(place)
-        rows.ops.keep(logits_SV, rows.places_P, bits_PW)
-        if may_end:
-            self._allow_ends(logits_SV, rows, may_end)
+        keep = rows.ops.prepare_keep(rows.places_P, bits_PW, rows.send)
+        return self._allowing_ends(keep, rows, may_end) if may_end else keep
 
     # ---- inside ----
 
@@ -107,13 +109,17 @@ class GrammarMask:
         allow(bits_PW[place], grammar.end_ids)
         return True
 
-    def _allow_ends(self, logits_SV: torch.Tensor, rows: SampledRows, may_end: list[int]) -> None:
+    def _allowing_ends(self, keep: Change, rows: SampledRows, may_end: list[int]) -> Change:
         """Where a text may end and nothing is left to choose, its end is, whatever else forbids it."""
         ends = [min(self._rows[int(rows.rows_P[place])].end_ids) for place in may_end]
-        at = rows.to_device(torch.from_numpy(rows.places_P[may_end]))
-        ids = rows.to_device(torch.from_numpy(np.array(ends, np.int64)))
-        is_stuck = logits_SV[at].amax(dim=1) == FORBIDDEN
-        logits_SV[at, ids] = torch.where(is_stuck, 0.0, logits_SV[at, ids])
+        at, ids = rows.send(rows.places_P[may_end]), rows.send(np.array(ends, np.int64))
+
+        def change(logits_SV: torch.Tensor) -> None:
+            keep(logits_SV)
+            is_stuck = logits_SV[at()].amax(dim=1) == FORBIDDEN
+            logits_SV[at(), ids()] = torch.where(is_stuck, 0.0, logits_SV[at(), ids()])
+
+        return change
 
 
 def _only_ends(bits_PW: Bits, grammar: RowGrammar, first: int, last: int) -> range:

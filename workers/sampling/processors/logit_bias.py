@@ -4,12 +4,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tandem.workers.kernels.sampling_ops import Change
 from tandem.workers.messages.step import RowSampling
-from tandem.workers.sampling.processors.logits_processor import Ids, SampledRows
+from tandem.workers.sampling.processors.logits_processor import Ids, Reads, SampledRows
 
 
 class LogitBias:
     """Per row its ids and what is added to each."""
+
+    reads = Reads.NOTHING
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -22,11 +25,15 @@ class LogitBias:
         self._rows[row] = np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)
         return True
 
-    def apply(self, logits_SV: torch.Tensor, rows: SampledRows) -> None:
+    def prepare(self, rows: SampledRows) -> Change | None:
         held = [self._rows[row] for row, _ in rows]
-        values = rows.to_device(torch.from_numpy(np.concatenate([values for _, values in held])))
+        values = rows.send(np.concatenate([values for _, values in held]))
         at = rows.at([ids for ids, _ in held])
-        logits_SV[at] = logits_SV[at] + values
+
+        def change(logits_SV: torch.Tensor) -> None:
+            logits_SV[at()] = logits_SV[at()] + values()
+
+        return change
 
     def free(self, row: int) -> None:
         del self._rows[row]

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from tandem.workers.kernels.sampling_ops import Change
 from tandem.workers.messages.step import RowSampling
-from tandem.workers.sampling.processors.logits_processor import SampledRows
+from tandem.workers.sampling.processors.logits_processor import Reads, SampledRows
 from tandem.workers.sampling.processors.token_counts import TokenCounts
 
 
@@ -26,6 +27,8 @@ class _Row(NamedTuple):
 class Penalties:
     """Per row its penalties and the counts of its tokens, which catch up with the row at each step."""
 
+    reads = Reads.TOKENS
+
     def __init__(self) -> None:
         self._rows: dict[int, _Row] = {}
 
@@ -37,7 +40,7 @@ class Penalties:
         self._rows[row] = _Row(repetition, frequency, sampling.presence_penalty, counts)
         return True
 
-    def apply(self, logits_SV: torch.Tensor, rows: SampledRows) -> None:
+    def prepare(self, rows: SampledRows) -> Change | None:
         penalties, columns, counted, last = [], [], [], -1
         for row, position in rows:
             own = self._rows[row]
@@ -49,14 +52,18 @@ class Penalties:
             last = row
         lens = [len(ids) for ids in columns]
         if not sum(lens):
-            return
+            return None
         repetition, frequency, presence = np.array(penalties, np.float32).T.repeat(lens, axis=1)
         count = np.concatenate(counted)
-        factor = rows.to_device(torch.from_numpy(repetition))
-        less = rows.to_device(torch.from_numpy(frequency * count + presence * (count > 0)))
+        factor = rows.send(repetition)
+        less = rows.send(frequency * count + presence * (count > 0))
         at = rows.at(columns)
-        values = logits_SV[at]
-        logits_SV[at] = torch.where(values > 0, values / factor, values * factor) - less
+
+        def change(logits_SV: torch.Tensor) -> None:
+            values = logits_SV[at()]
+            logits_SV[at()] = torch.where(values > 0, values / factor(), values * factor()) - less()
+
+        return change
 
     def free(self, row: int) -> None:
         del self._rows[row]

@@ -9,9 +9,10 @@ from typing import Final
 import numpy as np
 import torch
 
+from tandem.workers.kernels.sampling_ops import Change
 from tandem.workers.messages.step import RowSampling
 from tandem.workers.messages.thinking import ThinkingBudget, ThinkingSpan
-from tandem.workers.sampling.processors.logits_processor import Ids, SampledRows, Tokens
+from tandem.workers.sampling.processors.logits_processor import Ids, Reads, SampledRows, Tokens
 
 PREFERENCE: Final = 1e9
 NOTHING: Final[Ids] = np.empty(0, np.int64)
@@ -19,6 +20,8 @@ NOTHING: Final[Ids] = np.empty(0, np.int64)
 
 class ThinkingBudgets:
     """Per row its budget, and what is known of its thinking: of tokens that no longer can be rejected."""
+
+    reads = Reads.TOKENS
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -31,7 +34,7 @@ class ThinkingBudgets:
         self._rows[row] = budget, _new_span(budget)
         return True
 
-    def apply(self, logits_SV: torch.Tensor, rows: SampledRows) -> None:
+    def prepare(self, rows: SampledRows) -> Change | None:
         columns: list[Ids] = []
         last_row, span = -1, None
         for row, position in rows:
@@ -43,8 +46,14 @@ class ThinkingBudgets:
                 span.add(tokens[prompt_len + span.seen :].tolist())
             last_row = row
             columns.append(_preferred(self._rows[row][0], span))
-        if any(map(len, columns)):
-            logits_SV[rows.at(columns)] += PREFERENCE
+        if not any(map(len, columns)):
+            return None
+        at = rows.at(columns)
+
+        def change(logits_SV: torch.Tensor) -> None:
+            logits_SV[at()] += PREFERENCE
+
+        return change
 
     def free(self, row: int) -> None:
         del self._rows[row]

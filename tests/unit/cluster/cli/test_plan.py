@@ -30,7 +30,8 @@ from tandem.parallel.mesh import Mesh
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.models.spec.families import parameters_of
-from tandem.workers.planning.budget import GIB, KVNeeds, cpu_blocks
+from tandem.workers.planning.budget import ATTENTION_BYTES, GIB, MIB, KVNeeds, cpu_blocks
+from tandem.workers.planning.graph_room import graph_bytes
 from tandem.workers.planning.planner import GroupPlan, Memory, best_of, gib, layouts, least_bytes, plan_group
 from tandem.workers.planning.stored_model import open_checkpoint
 from tests.support.loading import load_single
@@ -164,12 +165,23 @@ def test_a_gpu_plan_adds_up(large: Path) -> None:
     plan = plan_on_gpu(large, 80, tp=4, pp=2)
     assert plan.fits and len(plan.stages) == 2
     for stage in plan.stages:
-        used = stage.device_weight_bytes + stage.activation_bytes + stage.kv_budget_bytes
+        used = stage.device_weight_bytes + stage.activation_bytes + stage.graph_bytes + stage.kv_budget_bytes
         assert used == int(0.9 * 80 * GIB)
+        assert stage.graph_bytes == 16 * stage.kv_token_bytes, "the scratch block, and no captures with TP"
         assert not stage.placement.streamed
     assert plan.device_tokens == min(s.kv_budget_bytes // (16 * s.kv_token_bytes) for s in plan.stages) * 16
     assert plan.tiers[0].full_conversations == plan.device_tokens // 32768
     assert plan.tiers[0].short_conversations == plan.device_tokens // 2048
+
+
+def test_a_gpu_that_replays_steps_keeps_room_for_them(large: Path) -> None:
+    spec, settings = load_spec(large), settings_for(large)
+    (stage,) = plan_group(settings, spec, Memory("cuda", 640 * GIB), "bfloat16", "bfloat16", 32768).stages
+    of_graphs = graph_bytes(spec, Mesh(), settings, 2, 32768)
+    assert stage.graph_bytes == of_graphs + 16 * stage.kv_token_bytes
+    assert ATTENTION_BYTES + 100 * MIB < of_graphs < 2 * GIB
+    (stage,) = plan_group(settings, spec, Memory("cpu", 640 * GIB), "bfloat16", "bfloat16", 32768).stages
+    assert stage.graph_bytes == 0
 
 
 def test_tiers_count_the_kv_of_all_ranks(large: Path) -> None:
@@ -206,7 +218,7 @@ def test_a_model_larger_than_the_device_streams_what_it_must(large: Path) -> Non
     ("gib", "context", "cache", "flag", "words"),
     [
         (4, 32768, {}, "--tensor-parallel-size", "with 80 of 80 layers in host memory"),
-        (12, 131072, {}, "--max-model-len", "--max-model-len 9696 would do"),
+        (12, 131072, {}, "--max-model-len", "--max-model-len 9680 would do"),
         (80, 4096, {"kv_cache_memory_bytes": 70 * GIB}, "--kv-cache-memory-bytes", "70 GiB of KV on a rank"),
         (80, 4096, {"num_blocks": 10**6}, "--num-gpu-blocks-override", "are left for it"),
     ],
