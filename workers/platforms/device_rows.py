@@ -17,6 +17,8 @@ from tandem.workers.attention.forward_batch import GroupTable
 Ints = npt.NDArray[np.int64]
 PENDING: Final = -1
 """Stands in token_ids for a token that was sampled and has not reached the host."""
+UNLIMITED: Final = 1 << 40
+"""In place of a window, where a token sees all before it."""
 
 
 class Columns(Protocol):
@@ -95,13 +97,7 @@ class HostRows:
             row_T = np.repeat(rows.rows_R, lens_R)
             positions_T = np.arange(rows.starts[-1]) + np.repeat(rows.begin_R - rows.starts[:-1], lens_R)
         block_T, offset_T = np.divmod(positions_T, size)
-        width, num_groups = int(-(-rows.end_R.max() // size)), len(columns.windows)
-        groups = []
-        for group, window in enumerate(columns.windows):
-            ids = columns.block_ids[:, group::num_groups]
-            slots_T = ids[row_T, block_T].astype(np.int64) * size + offset_T
-            table_RN = own_blocks(ids, columns.num_blocks, rows, width, _first_seen(rows, window, size))
-            groups.append(GroupTable(torch.from_numpy(slots_T), torch.from_numpy(table_RN)))
+        groups = self._tables(rows, row_T, block_T, offset_T)
         return StepTensors(
             torch.from_numpy(columns.token_ids[row_T, positions_T].astype(np.int64)),
             torch.from_numpy(positions_T),
@@ -119,25 +115,33 @@ class HostRows:
         """The host enters them."""
         return True
 
+    def _tables(self, rows: StepRows, row_T: Ints, block_T: Ints, offset_T: Ints) -> list[GroupTable]:
+        """Returns the slots and block tables of each group of layers."""
+        columns, size, count = self._columns, self._columns.block_size, len(self._columns.windows)
+        width = int(-(-rows.end_R.max() // size))
+        ids = columns.block_ids.reshape(len(columns.block_ids), -1, count)
+        tables_RNG = own_blocks(columns, ids[rows.rows_R, :width], rows)
+        if count == 1:
+            slots_T = ids[row_T, block_T, 0].astype(np.int64) * size + offset_T
+            return [GroupTable(torch.from_numpy(slots_T), torch.from_numpy(tables_RNG[..., 0]))]
+        slots_GT = ids[row_T, block_T].T.astype(np.int64, order="C") * size + offset_T
+        tables_GRN = np.ascontiguousarray(np.moveaxis(tables_RNG, 2, 0))
+        return [
+            GroupTable(*pair) for pair in zip(torch.from_numpy(slots_GT), torch.from_numpy(tables_GRN), strict=True)
+        ]
 
-def own_blocks(
-    ids: npt.NDArray[np.int32], num_blocks: Ints, rows: StepRows, width: int, first_R: Ints | None
-) -> npt.NDArray[np.int32]:
-    """Returns the step's rows' first `width` block ids; a row repeats a block of its own in place of those behind its
-    end and those before first_R, which may be another row's by now. first_R: the first block that a row's queries see;
-    None: each row sees all.
+
+def own_blocks(columns: Columns, tables_RNG: npt.NDArray[np.int32], rows: StepRows) -> npt.NDArray[np.int32]:
+    """Returns the block tables of a step's rows in each group of layers; a row repeats a block of its own in place of
+    those behind its end and those ahead of its first query's window, which may be another row's by now.
 
     Attention may read what it then weighs with 0, and 0 x NaN is NaN: a failed row must not harm others.
     """
-    block_table_RN = ids[rows.rows_R, :width]
-    place_N = np.arange(width)
-    own_RN = place_N < num_blocks[rows.rows_R, None]
-    if first_R is None:
-        return np.where(own_RN, block_table_RN, block_table_RN[:, :1])
-    own_RN &= place_N >= first_R[:, None]
-    return np.where(own_RN, block_table_RN, np.take_along_axis(block_table_RN, first_R[:, None], 1))
-
-
-def _first_seen(rows: StepRows, window: int | None, block_size: int) -> Ints | None:
-    """Returns the first block that each row's first query sees; None without a window."""
-    return None if window is None else np.maximum(0, rows.begin_R - window + 1) // block_size
+    place_N1 = np.arange(tables_RNG.shape[1])[:, None]
+    own_RN1 = place_N1 < columns.num_blocks[rows.rows_R, None, None]
+    if columns.windows == (None,):
+        return np.where(own_RN1, tables_RNG, tables_RNG[:, :1])
+    windows_G = np.array([UNLIMITED if window is None else window for window in columns.windows])
+    first_R1G = np.maximum(0, rows.begin_R[:, None, None] + 1 - windows_G) // columns.block_size
+    fill_R1G = np.take_along_axis(tables_RNG, first_R1G, 1)
+    return np.where(own_RN1 & (place_N1 >= first_R1G), tables_RNG, fill_R1G)
