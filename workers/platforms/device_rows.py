@@ -123,7 +123,7 @@ class HostRows:
         tables_RNG = own_blocks(columns, ids[rows.rows_R, :width], rows)
         if count == 1:
             slots_T = ids[row_T, block_T, 0].astype(np.int64) * size + offset_T
-            return [GroupTable(torch.from_numpy(slots_T), torch.from_numpy(tables_RNG[..., 0]))]
+            return [GroupTable(torch.from_numpy(slots_T), torch.from_numpy(np.ascontiguousarray(tables_RNG[..., 0])))]
         slots_GT = ids[row_T, block_T].T.astype(np.int64, order="C") * size + offset_T
         tables_GRN = np.ascontiguousarray(np.moveaxis(tables_RNG, 2, 0))
         return [
