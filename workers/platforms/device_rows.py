@@ -17,8 +17,6 @@ from tandem.workers.attention.forward_batch import GroupTable
 Ints = npt.NDArray[np.int64]
 PENDING: Final = -1
 """Stands in token_ids for a token that was sampled and has not reached the host."""
-UNLIMITED: Final = 1 << 40
-"""In place of a window, where a token sees all before it."""
 
 
 class Columns(Protocol):
@@ -117,31 +115,38 @@ class HostRows:
 
     def _tables(self, rows: StepRows, row_T: Ints, block_T: Ints, offset_T: Ints) -> list[GroupTable]:
         """Returns the slots and block tables of each group of layers."""
-        columns, size, count = self._columns, self._columns.block_size, len(self._columns.windows)
-        width = int(-(-rows.end_R.max() // size))
-        ids = columns.block_ids.reshape(len(columns.block_ids), -1, count)
-        tables_RNG = own_blocks(columns, ids[rows.rows_R, :width], rows)
-        if count == 1:
-            slots_T = ids[row_T, block_T, 0].astype(np.int64) * size + offset_T
-            return [GroupTable(torch.from_numpy(slots_T), torch.from_numpy(np.ascontiguousarray(tables_RNG[..., 0])))]
-        slots_GT = ids[row_T, block_T].T.astype(np.int64, order="C") * size + offset_T
-        tables_GRN = np.ascontiguousarray(np.moveaxis(tables_RNG, 2, 0))
-        return [
-            GroupTable(*pair) for pair in zip(torch.from_numpy(slots_GT), torch.from_numpy(tables_GRN), strict=True)
-        ]
+        columns, count = self._columns, len(self._columns.windows)
+        width = int(-(-rows.end_R.max() // columns.block_size))
+        seen = {window: _seen(columns, rows, window, width) for window in dict.fromkeys(columns.windows)}
+        tables = []
+        for group, window in enumerate(columns.windows):
+            ids = columns.block_ids[:, group::count]
+            slots_T = ids[row_T, block_T].astype(np.int64) * columns.block_size + offset_T
+            table_RN = own_blocks(ids[rows.rows_R, :width], *seen[window])
+            tables.append(GroupTable(torch.from_numpy(slots_T), torch.from_numpy(table_RN)))
+        return tables
 
 
-def own_blocks(columns: Columns, tables_RNG: npt.NDArray[np.int32], rows: StepRows) -> npt.NDArray[np.int32]:
-    """Returns the block tables of a step's rows in each group of layers; a row repeats a block of its own in place of
-    those behind its end and those ahead of its first query's window, which may be another row's by now.
+def _seen(
+    columns: Columns, rows: StepRows, window: int | None, width: int
+) -> tuple[npt.NDArray[np.bool_], Ints | None]:
+    """Returns which entries of the rows' block tables a window sees [R, width], and each row's first one; None: the
+    first of all."""
+    place_N = np.arange(width)
+    own_RN = place_N < columns.num_blocks[rows.rows_R, None]
+    if window is None:
+        return own_RN, None
+    first_R = np.maximum(0, rows.begin_R + 1 - window) // columns.block_size
+    return own_RN & (place_N >= first_R[:, None]), first_R
+
+
+def own_blocks(
+    table_RN: npt.NDArray[np.int32], own_RN: npt.NDArray[np.bool_], first_R: Ints | None
+) -> npt.NDArray[np.int32]:
+    """Returns block tables in which a row repeats its first visible block in place of those behind its end and ahead of
+    its window, which may be another row's by now.
 
     Attention may read what it then weighs with 0, and 0 x NaN is NaN: a failed row must not harm others.
     """
-    place_N1 = np.arange(tables_RNG.shape[1])[:, None]
-    own_RN1 = place_N1 < columns.num_blocks[rows.rows_R, None, None]
-    if columns.windows == (None,):
-        return np.where(own_RN1, tables_RNG, tables_RNG[:, :1])
-    windows_G = np.array([UNLIMITED if window is None else window for window in columns.windows])
-    first_R1G = np.maximum(0, rows.begin_R[:, None, None] + 1 - windows_G) // columns.block_size
-    fill_R1G = np.take_along_axis(tables_RNG, first_R1G, 1)
-    return np.where(own_RN1 & (place_N1 >= first_R1G), tables_RNG, fill_R1G)
+    fill_R1 = table_RN[:, :1] if first_R is None else table_RN[np.arange(len(first_R)), first_R][:, None]
+    return np.where(own_RN, table_RN, fill_R1)
