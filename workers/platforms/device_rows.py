@@ -150,13 +150,7 @@ class HostRows:
             row_T = np.repeat(rows.rows_R, lens_R)
             positions_T = np.arange(rows.starts[-1]) + np.repeat(rows.begin_R - rows.starts[:-1], lens_R)
         block_T, offset_T = np.divmod(positions_T, size)
-        width, num_groups = int(-(-rows.end_R.max() // size)), len(columns.windows)
-        groups = []
-        for group, window in enumerate(columns.windows):
-            ids = columns.block_ids[:, group::num_groups]
-            slots_T = ids[row_T, block_T].astype(np.int64) * size + offset_T
-            table_RN = own_blocks(ids, columns.num_blocks, rows, width, _first_seen(rows, window, size))
-            groups.append(GroupTable(torch.from_numpy(slots_T), torch.from_numpy(table_RN)))
+        groups = self._tables(rows, row_T, block_T, offset_T)
         ids_T = columns.token_ids[row_T, positions_T].astype(np.int64)
         drafts_S = None
         if rows.drafts is not None:
@@ -184,25 +178,40 @@ class HostRows:
         """The host enters them."""
         return True
 
+    def _tables(self, rows: StepRows, row_T: Ints, block_T: Ints, offset_T: Ints) -> list[GroupTable]:
+        """Returns the slots and block tables of each group of layers."""
+        columns, count = self._columns, len(self._columns.windows)
+        width = int(-(-rows.end_R.max() // columns.block_size))
+        seen = {window: _seen(columns, rows, window, width) for window in dict.fromkeys(columns.windows)}
+        tables = []
+        for group, window in enumerate(columns.windows):
+            ids = columns.block_ids[:, group::count]
+            slots_T = ids[row_T, block_T].astype(np.int64) * columns.block_size + offset_T
+            table_RN = own_blocks(ids[rows.rows_R, :width], *seen[window])
+            tables.append(GroupTable(torch.from_numpy(slots_T), torch.from_numpy(table_RN)))
+        return tables
+
+
+def _seen(
+    columns: Columns, rows: StepRows, window: int | None, width: int
+) -> tuple[npt.NDArray[np.bool_], Ints | None]:
+    """Returns which entries of the rows' block tables a window sees [R, width], and each row's first one; None: the
+    first of all."""
+    place_N = np.arange(width)
+    own_RN = place_N < columns.num_blocks[rows.rows_R, None]
+    if window is None:
+        return own_RN, None
+    first_R = np.maximum(0, rows.begin_R + 1 - window) // columns.block_size
+    return own_RN & (place_N >= first_R[:, None]), first_R
+
 
 def own_blocks(
-    ids: npt.NDArray[np.int32], num_blocks: Ints, rows: StepRows, width: int, first_R: Ints | None
+    table_RN: npt.NDArray[np.int32], own_RN: npt.NDArray[np.bool_], first_R: Ints | None
 ) -> npt.NDArray[np.int32]:
-    """Returns the step's rows' first `width` block ids; a row repeats a block of its own in place of those behind its
-    end and those before first_R, which may be another row's by now. first_R: the first block that a row's queries see;
-    None: each row sees all.
+    """Returns block tables in which a row repeats its first visible block in place of those behind its end and ahead of
+    its window, which may be another row's by now.
 
     Attention may read what it then weighs with 0, and 0 x NaN is NaN: a failed row must not harm others.
     """
-    block_table_RN = ids[rows.rows_R, :width]
-    place_N = np.arange(width)
-    own_RN = place_N < num_blocks[rows.rows_R, None]
-    if first_R is None:
-        return np.where(own_RN, block_table_RN, block_table_RN[:, :1])
-    own_RN &= place_N >= first_R[:, None]
-    return np.where(own_RN, block_table_RN, np.take_along_axis(block_table_RN, first_R[:, None], 1))
-
-
-def _first_seen(rows: StepRows, window: int | None, block_size: int) -> Ints | None:
-    """Returns the first block that each row's first query sees; None without a window."""
-    return None if window is None else np.maximum(0, rows.begin_R - window + 1) // block_size
+    fill_R1 = table_RN[:, :1] if first_R is None else table_RN[np.arange(len(first_R)), first_R][:, None]
+    return np.where(own_RN, table_RN, fill_R1)

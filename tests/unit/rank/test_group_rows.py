@@ -59,6 +59,7 @@ def test_each_group_has_its_table_and_no_block_that_a_window_has_passed(
         batch = build_batch(StepPlan(step_id=step, work=work), table, rows).forward
         for group, window in enumerate(windows):
             own = batch.of_group(group)
+            assert own.block_table_RN.stride(1) == own.slot_mapping_T.stride(0) == 1
             assert own.block_table_RN.dtype == torch.int32 and own.slot_mapping_T.dtype == torch.int64
             slots = [
                 blocks[one.row][group][p // size] * size + p % size

@@ -346,7 +346,8 @@ class BlockManager:
         for place in range(len(keys) // groups, count):
             key = block_key(keys[-groups] if keys else table.root, token_ids[place * size : (place + 1) * size])
             keys.append(key)
-            keys.extend(group_key(key, group) for group in range(1, groups))
+            if groups > 1:
+                keys.extend(group_key(key, group) for group in range(1, groups))
         return keys
 
     # ---- invariants, for tests ----
