@@ -128,6 +128,7 @@ class StepResult(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only
     device_s: seconds that the last stage computed. wait_s: seconds that it waited for the plan and for hidden states.
     failure: why the step counts for nothing, as a device ran out of memory; None otherwise. What the plan freed, bound,
     copied and appended to tables stands; its rows are as they were before it once a plan has rolled them back.
+    expert_tokens: now and then, by layer of the last stage, tokens that each of its experts has got since the start.
     """
 
     step_id: int
@@ -135,3 +136,4 @@ class StepResult(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only
     failure: str | None = None
     device_s: float = 0.0
     wait_s: float = 0.0
+    expert_tokens: dict[int, list[int]] | None = None

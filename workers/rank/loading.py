@@ -29,6 +29,7 @@ from tandem.workers.planning.budget import KVNeeds, available_bytes, cpu_blocks,
 from tandem.workers.planning.placing import place_weights
 from tandem.workers.planning.resolve import kv_groups, read_spec, resolve_dtype, resolve_kv_dtype, resolve_max_model_len
 from tandem.workers.platforms.base import Platform
+from tandem.workers.rank.expert_loads import ExpertLoads
 from tandem.workers.rank.kv_cache import KVCache, block_bytes
 from tandem.workers.rank.model_runner import ModelRunner
 from tandem.workers.rank.profiling import run_fullest_steps
@@ -75,8 +76,10 @@ class LoadedRank:
         if context.pp_size > 1:
             link = StageLink(context, self.spec.hidden_size, self.dtype, self.platform.device)
         proposer = make_proposer(self.settings.speculative)
-        runner = ModelRunner(decoder, context, kv, table, self.platform, link, proposer)
+        loads = ExpertLoads(decoder.expert_loads)
+        runner = ModelRunner(decoder, context, kv, table, self.platform, link, proposer, loads)
         _warm_up(runner, self.max_model_len, block_size, len(windows), relays=context.pp_size > 1)
+        loads.clear()
         return runner
 
     def open_kv_lanes(self, runner: ModelRunner, tiers: RankTiers, lanes: Lanes) -> None:

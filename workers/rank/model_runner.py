@@ -24,6 +24,7 @@ from tandem.workers.messages.step import RowResult, StepPlan, StepResult
 from tandem.workers.platforms.base import Platform
 from tandem.workers.rank.batch import StepBatch, build_batch
 from tandem.workers.rank.drafts import NOT_FINITE_ID, Accepted, Drafts, propose
+from tandem.workers.rank.expert_loads import ExpertLoads
 from tandem.workers.rank.kv_cache import KVCache
 from tandem.workers.rank.pooler import Pooled, Pooler
 from tandem.workers.rank.row_results import row_results
@@ -145,6 +146,7 @@ class ModelRunner:
         platform: Platform,
         link: StageLink | None = None,
         proposer: Proposer | None = None,
+        expert_loads: ExpertLoads | None = None,
     ) -> None:
         self._model = model
         self._context = context
@@ -155,6 +157,7 @@ class ModelRunner:
         self._on_device = True
         self._platform = platform
         self._proposer = proposer
+        self._expert_loads = expert_loads
         self._exchanges = StepExchanges(context, link, platform)
         self._samples = context.is_last_stage and context.tp_rank == 0
         if self._samples:
@@ -350,6 +353,7 @@ class ModelRunner:
                 failure=step.failure,
                 device_s=step.done.seconds_since(step.began) - received_s,
                 wait_s=max(0.0, step.began.seconds_since(self._last_done)) + received_s,
+                expert_tokens=None if self._expert_loads is None else self._expert_loads.due(),
             )
         self._last_done = step.done
 
