@@ -15,6 +15,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from tandem.parallel.checkpoint import SafetensorsSource, load
 from tandem.parallel.linear_methods import as_given, plain
 from tandem.parallel.mesh import Mesh
+from tandem.parallel.stored.stored_checkpoint import StoredCheckpoint
 from tandem.workers.kernels.expert_ops import TorchExperts
 from tandem.workers.models.layers.moe import MixtureOfExperts
 from tandem.workers.models.spec.arch import Activation, ClampedSwiglu, Moe, Scoring
@@ -76,7 +77,7 @@ def test_the_layer_equals_theirs(compiled: bool, tmp_path: Path) -> None:
             context: Any = SimpleNamespace(mesh=mesh, tp_rank=rank, tp_size=ranks, tp=ALONE)
             layer = MixtureOfExperts(moe, params, context, platform.fused_ops(torch.float32), make, ops)
             slots = list(layer.slots())
-            source = SafetensorsSource(tmp_path, [param for slot in slots for param in slot.params])
+            source = SafetensorsSource(StoredCheckpoint(tmp_path, [param for slot in slots for param in slot.params]))
             held += load(slots, source, dtype=torch.float32, device=torch.device("cpu"), progress=False, mesh=mesh)
             with torch.inference_mode():
                 out += layer(x)
