@@ -7,7 +7,7 @@
 #define STEPS_UNROLLED _Pragma("GCC unroll 4")
 #define BLOCK 64            /* outputs of one block of weights */
 #define QUAD 4              /* inputs of one output that stand together */
-#define RUN 32              /* quads that stay in the L1 cache while rows pass over them */
+#define RUN 64              /* quads that stay in the L1 cache while rows pass over them */
 #define LINE (BLOCK * QUAD) /* bytes of a quad of all outputs of a block */
 #define GROUP 64            /* rows of bytes whose sums are kept at a time */
 #define TILE_ROWS 6         /* times 4 vectors of outputs: 24 sums and what feeds them fill the registers */
