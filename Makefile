@@ -15,7 +15,7 @@ TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t
 
 .PHONY: install dev serve check check-kernels format test parity chaos fuzz mutate bench bench-engine bench-serve \
   bench-startup bench-load bench-sampling bench-structured bench-quantization bench-speculation bench-routing \
-  bench-overload bench-batching bench-multiturn bench-weight-stream bench-lora performance model-table docs clean help
+  bench-overload bench-batching bench-multiturn bench-weight-stream bench-lora bench-moe performance model-table docs clean help
 
 help: ## show these goals
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -115,6 +115,9 @@ bench-multiturn: $(DEV) ## KV tiers: replay of a conversation trace, one returni
 
 bench-weight-stream: $(DEV) ## decode with 100, 75, 50 and 25 % of the layers on the device, beside the roofline
 	$(BIN)/python -m benchmarks.engine.weight_stream $(ARGS)
+
+bench-moe: $(DEV) ## mixtures of experts: grouped products and a loop beside the roofline; bytes that a step touches
+	$(BIN)/python -m benchmarks.kernels.experts $(ARGS)
 
 bench-lora: $(DEV) ## LoRA adapters: decode speed, memory, replay of requests for more than there is room, peft
 	$(BIN)/python -m benchmarks.service.trace_replay lora $(ARGS)

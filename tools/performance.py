@@ -28,7 +28,7 @@ from tools.result_files import (
 )
 from tools.service_figures import cluster_section, overload_section
 from tools.token_figures import batching_section, sampling_section, speculation_section, structured_section
-from tools.weight_figures import loading_section, quantization_section
+from tools.weight_figures import experts_section, loading_section, quantization_section
 
 PAGE = ROOT / "docs" / "performance.md"
 SHAPES = {"qwen3-0.6b": "Qwen3-0.6B shape", "llama-135m": "135M Llama shape", "demo": "demo model (2.4M)"}
@@ -391,6 +391,7 @@ def render() -> str:
         decode_section(),
         loading_section(),
         quantization_section(),
+        experts_section(),
         weights_section(),
         lora_section(),
     ]

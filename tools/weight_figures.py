@@ -1,8 +1,8 @@
-"""The sections of docs/performance.md about loading and quantized weights."""
+"""The sections of docs/performance.md about loading, quantized weights and experts."""
 
 from typing import Any
 
-from tools.result_files import percent, read_json, table, whole
+from tools.result_files import percent, read_json, span, table, whole
 
 NAMES = {"bf16": "bf16", "int8": "`int8`", "w8a8": "`w8a8`"}
 
@@ -69,3 +69,27 @@ embedding twice. Most of its CPU is oneDNN's packing, which costs several times 
 buffer does: a warm file's loading is bound by that, not by reading. Other processes took
 {percent(found["other_cpu"])} of the two cores meanwhile, which stretches what computes more than what waits for a disk:
 the figures are of a busy machine, and single times vary twofold."""
+
+
+def experts_section() -> str:
+    """How near one layer of experts is to the roofline, and what a loop over experts takes."""
+    rows, touched = [], []
+    for form in ("bf16", "int8"):
+        for tokens, case in read_json(f"experts-{form}.json")["steps"].items():
+            new, old = case["grouped"]["cpu_ms"], case["loop"]["cpu_ms"]
+            used = sum(case["used"]) / len(case["used"])
+            cells = [f"{NAMES[form]}, {tokens}", whole(used), f"{new:.2f}", f"{old:.2f}", f"{old / new:.2f}"]
+            rows.append([*cells, percent(case["roofline_cpu_ms"] / new), percent(case["other_cpu"])])
+            touched.append(case["touched"])
+    head = ["weights, tokens", "experts used", "grouped, ms", "loop, ms", "loop / grouped", "of the roofline"]
+    return f"""## Mixtures of experts
+
+`make bench-moe` computes one layer of the Qwen3-30B-A3B shape (128 experts of 768, 8 for each token), routing included,
+by grouped products and by the loop over the experts used that they replace, in turns. Other processes took most of
+the machine, so milliseconds are CPU time over the two threads, for the layer as for the roofline: the bytes of the
+experts used at the rate of a plain read, or the operations at that of a large bf16 product, whichever takes longer.
+
+{table([*head, "others' CPU"], rows)}
+
+A step touches the weights of the experts that it uses and no others: bytes of accessed pages, as the processor marks
+them, over the bytes of those experts are {span(touched, 3)}."""

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from tandem.cluster.fleet.group_reports import GroupReport
 from tandem.workers.engine.base.drafting import DraftStats
-from tandem.workers.engine.base.stats import EngineStats, HistogramStats, OffloadStats
+from tandem.workers.engine.base.stats import EngineStats, ExpertStats, HistogramStats, OffloadStats
 
 GAUGE, COUNTER, HISTOGRAM = GaugeMetricFamily, CounterMetricFamily, HistogramMetricFamily
 Kind = type[GaugeMetricFamily] | type[CounterMetricFamily] | type[HistogramMetricFamily]
@@ -130,6 +130,7 @@ def add_engines(
     add(COUNTER, "admission_rejections_total", "Requests refused, by reason.", rejected, "reason")
     _add_offload(families, [(labels, s.offload) for labels, s in engines if s.offload is not None])
     _add_drafts(families, [(labels, s.drafts) for labels, s in engines if s.drafts is not None])
+    _add_experts(families, [(labels, s.experts) for labels, s in engines if s.experts is not None])
     if with_tenants:
         shares = [((*labels, tenant), share) for labels, s in engines for tenant, share in s.tenants.items()]
         families.add_table(TENANT_FAMILIES, shares, "tenant")
@@ -160,6 +161,18 @@ def _add_drafts(families: Families, drafting: list[tuple[tuple[str, str], DraftS
     name, text = "spec_decode_num_accepted_tokens_per_pos_total", "Draft tokens that were accepted, by place."
     places = (((*labels, str(at)), n) for labels, d in drafting for at, n in enumerate(d.accepted_per_position))
     families.add(COUNTER, name, text, places, "position")
+
+
+def _add_experts(families: Families, loads: list[tuple[tuple[str, str], ExpertStats]]) -> None:
+    """Adds the families of groups whose model has experts, none when no group's has. A sample for each expert and for
+    each layer, not for each expert of each layer, which would be thousands."""
+    if not loads:
+        return
+    tokens = (((*labels, str(expert)), count) for labels, s in loads for expert, count in enumerate(s.tokens))
+    families.add(COUNTER, "expert_tokens_total", "Tokens that experts got, added over layers.", tokens, "expert")
+    name, text = "expert_imbalance", "Tokens of a layer's busiest expert over the mean of its experts."
+    layers = (((*labels, str(layer)), ratio) for labels, s in loads for layer, ratio in s.imbalance.items())
+    families.add(GAUGE, name, text, layers, "layer")
 
 
 def decode_stats(report: GroupReport) -> EngineStats | None:

@@ -97,7 +97,7 @@ def slice_of(param: Param, stored: tuple[StoredTensor, ...], dim: int, start: in
     pieces = tuple(source.stored(*ranges[0]))
     low, high = min(first for first, _ in pieces), max(first + count for first, count in pieces)
     columns = ranges[1] if len(param.shape) > 1 else (0, 1)
-    bounding = source.joined or source.transposed or bool(source.order)
+    bounding = source.joined or source.transposed or bool(source.order) or source.run == 1
     if source.joined:
         low, high = 0, param.shape[0]
         blocks = tuple(_block(tensor, None, (0, math.prod(tensor.shape)), (0, 1), flat=True) for tensor in stored)

@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.parallel.groups import GLOO
+from tandem.parallel.linear_methods import plain
+from tandem.workers.kernels.expert_ops import TorchExperts
 from tandem.workers.kernels.lora_ops import TorchLora
 from tandem.workers.platforms import cuda
 from tandem.workers.platforms.base import DeviceMemory, Platform
@@ -372,6 +375,7 @@ def is_view(func: Any) -> bool:
 
 
 def traced_platform(accelerator: TracedAccelerator) -> Platform:
-    """The platform of CUDA ranks on this accelerator; Triton's kernels, which need a device, give way to their twin."""
+    """The platform of CUDA ranks on this accelerator; Triton's kernels, which need a device, give way to twins."""
     made = cuda.platform_on(accelerator, torch.device("cpu"), GLOO, lambda: DeviceMemory(0, 0))
-    return replace(made, lora_ops=lambda dtype: TorchLora())
+    experts = partial(TorchExperts, plain)
+    return replace(made, lora_ops=lambda dtype: TorchLora(), expert_ops=lambda dtype, quantization=None: experts)

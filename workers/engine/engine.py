@@ -265,6 +265,7 @@ class Engine:
         if result is None:
             return self._take_transfers() or progress
         step = self._applied = self._in_flight_steps.popleft()
+        self._collector.expert_tokens = result.expert_tokens or self._collector.expert_tokens
         if result.failure is None:
             deltas, ended = self._results.apply(step, result, now_s)
             self._costs.observe_step(step.num_prefill_tokens, step.num_decode, result.device_s)

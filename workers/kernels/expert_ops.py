@@ -1,8 +1,9 @@
 """What a mixture of experts computes around its products: a Protocol and its torch twin.
 
-    route      logits in float32, then the experts of each token and their weights
-    group      the pairs (token, expert) sorted by expert, and counts of them
-    combine    sum over a token's experts of weight * output, + the output of an expert that all tokens pass
+    route            logits in float32, then the experts of each token and their weights
+    group            the pairs (token, expert) sorted by expert, and counts of them
+    clamped_swiglu   the activation of gpt-oss's experts
+    combine          sum over a token's experts of weight * output, + the output of an expert that all tokens pass
 
 The products themselves are an ExpertMethod (parallel/expert_methods.py). Called by workers/models/layers. T tokens, E
 experts, K of them per token, P = T * K pairs, G groups of experts, H hidden size.
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.expert_methods import EachExpert, ExpertMethod, ExpertParams, Groups
 from tandem.parallel.linear_methods import MakeMethod, Place
-from tandem.workers.models.spec.arch import ExpertGroups, Moe, Scoring
+from tandem.workers.models.spec.arch import ClampedSwiglu, ExpertGroups, Moe, Scoring
 
 LEAST_SUM = 1e-20
 """Is added to a sum of weights that may all be 0."""
@@ -47,6 +48,10 @@ class ExpertOps(Protocol):
 
     def group(self, expert_TK: torch.Tensor, here: range, loads_E: torch.Tensor) -> Groups:
         """Sorts pairs by expert and adds to loads_E, int64, how many each has. here: the experts of this rank."""
+        ...
+
+    def clamped_swiglu(self, spec: ClampedSwiglu, gate_up_PM: torch.Tensor) -> torch.Tensor:
+        """Returns the activation [P, M] of rows [gate | up], 2 M wide."""
         ...
 
     def combine(
@@ -92,6 +97,12 @@ class TorchExperts:
         experts_E = torch.arange(len(here), device=sorted_P.device)
         ends_E = torch.searchsorted(sorted_P, experts_E, right=True, out_int32=True)
         return Groups(order_P.int(), place_P.int(), ends_E, expert_TK.shape[1])
+
+    def clamped_swiglu(self, spec: ClampedSwiglu, gate_up_PM: torch.Tensor) -> torch.Tensor:
+        gate_PM, up_PM = gate_up_PM.float().chunk(2, dim=-1)
+        gate_PM = gate_PM.clamp(max=spec.limit)
+        up_PM = up_PM.clamp(-spec.limit, spec.limit)
+        return (gate_PM * (gate_PM * spec.alpha).sigmoid() * (up_PM + 1)).to(gate_up_PM.dtype)
 
     def combine(
         self,

@@ -130,6 +130,7 @@ class StepResult(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only
     for hidden states. failure: why the step counts for nothing, as a device ran out of memory; None otherwise. What the
     plan freed, bound, copied and appended to tables stands; its rows are as they were before it once a plan has rolled
     them back.
+    expert_tokens: now and then, by layer of the last stage, tokens that each of its experts has got since the start.
     """
 
     step_id: int
@@ -138,3 +139,4 @@ class StepResult(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only
     device_s: float = 0.0
     wait_s: float = 0.0
     num_unguessed: int = 0
+    expert_tokens: dict[int, list[int]] | None = None

@@ -129,6 +129,12 @@ class Decoder:
     def num_local_layers(self) -> int:
         return len(self._layers)
 
+    @property
+    def expert_loads(self) -> dict[int, torch.Tensor]:
+        """By layer of this stage that has experts: tokens that each has got, int64, which steps add to."""
+        loads = zip(self.layer_ids, (layer.expert_loads_E for layer in self._layers), strict=True)
+        return {layer: loads_E for layer, loads_E in loads if loads_E is not None}
+
     def forward(self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None) -> torch.Tensor:
         """Runs one step. `hidden_TH`: the previous stage's output, None on the first; it may be overwritten.
 

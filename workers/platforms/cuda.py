@@ -224,7 +224,12 @@ def _attention(dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None =
 
 
 def _expert_ops(device: torch.device, dtype: torch.dtype, quantization: str | None = None) -> MakeExpertOps:
-    return partial(TorchExperts, _linear_methods(dtype, quantization), device=device)
+    make = _linear_methods(dtype, quantization)
+    if importlib.util.find_spec("triton") is None:
+        return partial(TorchExperts, make, device=device)
+    from tandem.workers.kernels.triton.triton_experts import TritonExperts
+
+    return partial(TritonExperts, make, device=device)
 
 
 def _fused_ops(dtype: torch.dtype) -> FusedOps:

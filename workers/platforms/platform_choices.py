@@ -16,6 +16,7 @@ from tandem.workers.kernels.cpu.cpu_experts import CpuExperts
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
 from tandem.workers.kernels.cpu.cpu_sampling import CpuSampling
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
+from tandem.workers.kernels.expert_ops import TorchExperts
 from tandem.workers.kernels.lora_ops import TorchLora
 from tandem.workers.platforms.base import Platform
 
@@ -87,11 +88,16 @@ def _linear(platform: Platform, dtype: torch.dtype, has_gemm: bool, missing: str
 
 def _on_gpu(platform: Platform, dtype: torch.dtype) -> list[PlatformChoice]:
     attention, lora = platform.attention(dtype, HEAD_DIM), type(platform.lora_ops(dtype))
+    experts = type(platform.expert_ops(dtype)(as_given))
     return [
         PlatformChoice("attention", attention.name, "torch's SDPA over gathered blocks is the only one for GPUs"),
         PlatformChoice("fused ops", "torch", "there are no kernels for GPUs yet"),
         PlatformChoice("linear", "cuBLAS", "weights stay as they are"),
-        PlatformChoice("experts", "torch, expert by expert", "there is no kernel for GPUs yet"),
+        PlatformChoice(
+            "experts",
+            "torch, expert by expert" if experts is TorchExperts else "Triton",
+            "Triton is not installed" if experts is TorchExperts else "Triton is installed",
+        ),
         PlatformChoice(
             "LoRA ops",
             "torch" if lora is TorchLora else "Triton",

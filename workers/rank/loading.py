@@ -30,6 +30,7 @@ from tandem.workers.planning.graph_room import graph_bytes
 from tandem.workers.planning.placing import place_weights
 from tandem.workers.planning.resolve import kv_groups, read_spec, resolve_dtype, resolve_kv_dtype, resolve_max_model_len
 from tandem.workers.platforms.base import Platform
+from tandem.workers.rank.expert_loads import ExpertLoads
 from tandem.workers.rank.kv_cache import KVCache, block_bytes
 from tandem.workers.rank.model_runner import ModelRunner
 from tandem.workers.rank.profiling import run_fullest_steps
@@ -77,8 +78,10 @@ class LoadedRank:
             link = StageLink(context, self.spec.hidden_size, self.dtype, self.platform.device)
         proposer = make_proposer(self.settings.speculative)
         guess = make_guess(self.settings.speculative)
-        runner = ModelRunner(decoder, context, kv, table, self.platform, link, proposer, guess)
+        loads = ExpertLoads(decoder.expert_loads)
+        runner = ModelRunner(decoder, context, kv, table, self.platform, link, proposer, guess, loads)
         _warm_up(runner, self.max_model_len, block_size, len(windows), relays=context.pp_size > 1)
+        loads.clear()
         return runner
 
     def open_kv_lanes(self, runner: ModelRunner, tiers: RankTiers, lanes: Lanes) -> None:

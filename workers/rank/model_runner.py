@@ -26,6 +26,7 @@ from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.device_rows import NO_PLACE, Guess
 from tandem.workers.rank.batch import StepBatch, build_batch
 from tandem.workers.rank.drafts import NOT_FINITE_ID, Accepted, Drafts, accept, propose
+from tandem.workers.rank.expert_loads import ExpertLoads
 from tandem.workers.rank.kv_cache import KVCache
 from tandem.workers.rank.pooler import Pooled, Pooler
 from tandem.workers.rank.row_results import row_results
@@ -150,6 +151,7 @@ class ModelRunner:
         link: StageLink | None = None,
         proposer: Proposer | None = None,
         guess: Guess | None = None,
+        expert_loads: ExpertLoads | None = None,
     ) -> None:
         self._model = model
         self._context = context
@@ -160,6 +162,7 @@ class ModelRunner:
         self._on_device = True
         self._platform = platform
         self._proposer = proposer
+        self._expert_loads = expert_loads
         self._exchanges = StepExchanges(context, link, platform)
         self._samples = context.is_last_stage and context.tp_rank == 0
         if self._samples:
@@ -412,6 +415,7 @@ class ModelRunner:
                 num_unguessed=num_unguessed,
                 device_s=step.done.seconds_since(step.began) - received_s,
                 wait_s=max(0.0, step.began.seconds_since(self._last_done)) + received_s,
+                expert_tokens=None if self._expert_loads is None else self._expert_loads.due(),
             )
         self._last_done = step.done
 

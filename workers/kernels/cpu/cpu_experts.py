@@ -35,7 +35,7 @@ from tandem.workers.kernels.cpu.cpu_int8_gemm import (
     padded_bytes,
 )
 from tandem.workers.kernels.expert_ops import MakeExpertOps, RouterWeights, TorchExperts
-from tandem.workers.models.spec.arch import Moe, Scoring
+from tandem.workers.models.spec.arch import ClampedSwiglu, Moe, Scoring
 
 CPU = torch.device("cpu")
 LANES, BLOCK = 16, 64
@@ -144,6 +144,7 @@ class CpuExperts:
         self._group = Kernel(
             library, "group_pairs", POINTER, NUMBER, NUMBER, NUMBER, POINTER, POINTER, POINTER, POINTER
         )
+        self._swiglu = Kernel(library, "clamped_swiglu", POINTER, POINTER, NUMBER, NUMBER, REAL, REAL, COUNT)
         self._combine = Kernel(
             library, "combine", POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, NUMBER, NUMBER, NUMBER,
             COUNT,
@@ -185,6 +186,17 @@ class CpuExperts:
             ends_E.data_ptr(), loads_E.data_ptr(),
         )  # fmt: skip
         return Groups(order_P, place_P, ends_E, expert_TK.shape[1])
+
+    def clamped_swiglu(self, spec: ClampedSwiglu, gate_up_PM: torch.Tensor) -> torch.Tensor:
+        rows, width = gate_up_PM.shape[0], gate_up_PM.shape[1] // 2
+        if width % LANES:
+            return self._twin.clamped_swiglu(spec, gate_up_PM)
+        assert gate_up_PM.is_contiguous()
+        out_PM = torch.empty(rows, width, dtype=gate_up_PM.dtype)
+        self._swiglu(
+            gate_up_PM.data_ptr(), out_PM.data_ptr(), rows, width, spec.alpha, spec.limit, torch.get_num_threads()
+        )
+        return out_PM
 
     def combine(
         self,

@@ -67,6 +67,11 @@ class DecoderLayer:
         behind_attention, behind_mlp = self._post_norms
         return behind_mlp.alone(self._mlp(self._mlp_norm(behind_attention.alone(x_TH), residual_TH)))
 
+    @property
+    def expert_loads_E(self) -> torch.Tensor | None:
+        """Tokens that each of its experts has got; None without experts."""
+        return self._mlp.loads_E if isinstance(self._mlp, MixtureOfExperts) else None
+
     def linears(self) -> Iterator[AdaptableLinear]:
         yield from self._attention.linears()
         yield from self._mlp.linears()

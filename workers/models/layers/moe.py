@@ -7,6 +7,7 @@ hidden size, M this rank's share of an expert's width.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -73,7 +74,8 @@ class MixtureOfExperts:
         here = [i for i, each in enumerate(params.experts) if all(p.local_elements(context.mesh) for p in each)]
         self._here = range(here[0], here[-1] + 1)
         own = params.experts[here[0] : here[-1] + 1]
-        self._middle = gating(spec.activation, ops)
+        swiglu = spec.swiglu
+        self._middle = gating(spec.activation, ops) if swiglu is None else partial(experts.clamped_swiglu, swiglu)
         self._up = experts.method([ExpertParams(*each.merged("up")) for each in own], context)
         self._down = experts.method([ExpertParams(*each.merged("down")) for each in own], context)
         self.loads_E = torch.zeros(spec.num_experts, dtype=torch.int64, device=experts.device)

@@ -231,12 +231,22 @@ class ExpertGroups:
 
 
 @dataclass(frozen=True, slots=True)
+class ClampedSwiglu:
+    """gpt-oss's activation of gated experts: gate up to `limit` times its sigmoid of `alpha` times itself, times up
+    between -limit and limit plus 1."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
 class Moe:
     """A mixture of experts (Shazeer et al. 2017): each token passes the top_k of num_experts gated MLPs, `width` wide,
     whose outputs are added by their weights. scoring, groups: how they are chosen and weighed; renormalize: the weights
     of the top_k add up to 1; scale: multiplies them then. router_bias: its logits have one. correction: a bias, by
     which experts are chosen, not weighed. shared: the width of an MLP that every token passes, None without one; its
-    output is multiplied by a sigmoid of its own gate if it is shared_gated."""
+    output is multiplied by a sigmoid of its own gate if it is shared_gated. expert_bias: the experts' projections have
+    biases. swiglu: in place of their activation."""
 
     num_experts: int
     top_k: int
@@ -250,11 +260,13 @@ class Moe:
     scale: float = 1.0
     router_bias: bool = False
     correction: bool = False
+    expert_bias: bool = False
+    swiglu: ClampedSwiglu | None = None
 
     @property
     def expert(self) -> Gated:
         """One expert."""
-        return Gated(self.width, self.activation)
+        return Gated(self.width, self.activation, self.expert_bias)
 
     @property
     def shared_expert(self) -> Gated | None:

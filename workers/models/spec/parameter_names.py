@@ -77,8 +77,9 @@ class ParameterNames:
     index, those of an expert expert_prefix too. With a name of GATE_UP both are rows of one tensor, the gate's first.
     aliases: other names that a checkpoint may use. base_prefix: what names lack in a checkpoint without a head.
     transposed: matrices of layers are stored as [inputs, outputs]. stacked_experts: one tensor has all experts'
-    matrices. norm_of_head: where each head's norm of q or k is stored. mlp_prefix: of an MLP's names, where an
-    expert's are as short. shared_prefix: of the shared expert's names.
+    matrices. interleaved_experts: one has, as [experts, inputs, outputs], gate and up in turn, and names end neither in
+    `.weight` nor in `.bias`, but those of biases in `_bias` (gpt-oss). norm_of_head: where each head's norm of q or k
+    is stored. mlp_prefix: of an MLP's names, where an expert's are as short. shared_prefix: of the shared expert's.
     ignored_suffixes: of tensors that checkpoints may hold too, as they can be derived.
     """
 
@@ -92,9 +93,14 @@ class ParameterNames:
     fused_qkv: FusedQkv = FusedQkv.APART
     transposed: bool = False
     stacked_experts: bool = False
+    interleaved_experts: bool = False
     norm_of_head: str | None = None
     ignored_suffixes: tuple[str, ...] = ("rotary_emb.inv_freq",)
 
     def stored(self, prefix: str, role: Role, suffix: str) -> tuple[str, ...]:
         """Returns the names that a tensor may have."""
         return tuple(f"{prefix}{stem}.{suffix}" for stem in (self.stems[role], *self.aliases.get(role, ())))
+
+    def stored_interleaved(self, prefix: str, role: Role, suffix: str) -> tuple[str, ...]:
+        """Returns the names of a tensor of all experts under interleaved_experts."""
+        return (prefix + self.stems[role] + ("" if suffix == "weight" else f"_{suffix}"),)

@@ -255,7 +255,7 @@ class _Group:
             merge,
         )
         if bias:
-            stored = replace(source or Source(()), names=self._names.stored(self._prefix, within or role, "bias"))
+            stored = self._stored_bias(source or Source(()), within or role, outputs)
             of_bias = shard if shard.dim == 0 else WHOLE
             self.biases[role] = self._param(role, f"{stem}.bias", (outputs,), stored, of_bias, merge, init=Init.ZEROS)
 
@@ -282,12 +282,25 @@ class _Group:
     def _stored_weight(self, source: Source, stored: Role, outputs: int, inputs: int) -> Source:
         """Returns where a matrix is stored: in a tensor of its layer, or in the stack of all experts' tensors."""
         source = replace(source, transposed=self._names.transposed)
-        if self._expert is None or not self._names.stacked_experts:
+        if self._expert is None or not (self._names.stacked_experts or self._names.interleaved_experts):
             return replace(source, names=self._names.stored(self._prefix, stored, "weight"))
         index, count = self._expert
         prefix = self._names.layer_prefix.format(layer=self._layer)
+        rows = source.rows or outputs
+        if self._names.interleaved_experts:
+            names, shape = self._names.stored_interleaved(prefix, stored, "weight"), (count, inputs, rows)
+            return replace(source, names=names, index=index, shape=shape, transposed=True)
         names = self._names.stored(prefix, stored, "weight")
-        return replace(source, names=names, index=index, shape=(count, source.rows or outputs, inputs))
+        return replace(source, names=names, index=index, shape=(count, rows, inputs))
+
+    def _stored_bias(self, source: Source, stored: Role, outputs: int) -> Source:
+        """Returns where a bias is stored, as _stored_weight does."""
+        if self._expert is None or not self._names.interleaved_experts:
+            return replace(source, names=self._names.stored(self._prefix, stored, "bias"))
+        index, count = self._expert
+        prefix = self._names.layer_prefix.format(layer=self._layer)
+        names = self._names.stored_interleaved(prefix, stored, "bias")
+        return replace(source, names=names, index=index, shape=(count, source.rows or outputs))
 
     def _param(
         self,
@@ -420,5 +433,7 @@ def _mlp(found: _Group, hidden: int, spec: Gated | Plain, names: ParameterNames)
     fused = Role.GATE_UP if Role.GATE_UP in names.stems else None
     for place, role in enumerate((Role.GATE, Role.UP) if isinstance(spec, Gated) else (Role.UP,)):
         source = Source((), rows=2 * spec.width, start=place * spec.width) if fused else None
+        if fused and names.interleaved_experts:
+            source = Source((), rows=2 * spec.width, start=place, run=1, stride=2)
         found.linear(role, spec.width, hidden, Shard("tp"), "up", bias=spec.bias, source=source, within=fused)
     found.linear(Role.DOWN, hidden, spec.width, Shard("tp", dim=1), "down", bias=spec.bias)

@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.cluster.fleet.engine_metrics import Families, add_engines
 from tandem.cluster.fleet.group_reports import GroupReport
-from tandem.workers.engine.base.stats import OffloadStats
+from tandem.workers.engine.base.stats import ExpertStats, OffloadStats
 from tests.support.fake_engine import FakeEngine
 
 
@@ -57,6 +57,20 @@ def test_a_disk_tier_that_was_switched_off_shows() -> None:
     text = text_of(reports)
     (family,) = [f for f in text_string_to_metric_families(text) if f.name == "tandem:kv_disk_disabled"]
     assert [(s.labels["engine"], s.value) for s in family.samples] == [("g1", 0), ("g2", 1)]
+
+
+def test_loads_of_experts_are_shown_by_expert_and_by_layer() -> None:
+    experts = ExpertStats.of({1: [30, 10, 0, 0], 3: [5, 5, 5, 5], 4: [0, 0, 0, 0]})
+    reports = [
+        report("g1", msgspec.msgpack.encode(dataclasses.replace(FakeEngine(None).stats(), experts=experts))),
+        report("dense", msgspec.msgpack.encode(FakeEngine(None).stats())),
+    ]
+    families = {f.name: f for f in text_string_to_metric_families(text_of(reports))}
+    tokens = [(s.labels["engine"], s.labels["expert"], s.value) for s in families["tandem:expert_tokens"].samples]
+    assert tokens == [("g1", "0", 35), ("g1", "1", 15), ("g1", "2", 5), ("g1", "3", 5)]
+    layers = [(s.labels["layer"], s.value) for s in families["tandem:expert_imbalance"].samples]
+    assert layers == [("1", 3), ("3", 1), ("4", 0)]
+    assert "expert" not in text_of(reports[1:])
 
 
 def test_a_group_without_readable_statistics_costs_nothing() -> None:

@@ -129,6 +129,19 @@ void group_pairs(const int64_t *chosen, long pairs, long first, long count, int3
   }
 }
 
+/* out = g * sigmoid(alpha * g) * (u + 1) of rows [gate | up], g = min(gate, limit), u within limits. */
+void clamped_swiglu(const element *gate_up, element *out, long rows, long width, float alpha, float limit, int threads) {
+  const floats most = (floats){} + limit, least = -most;
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows * width >= PARALLEL_ELEMENTS)
+  for (long row = 0; row < rows; row++)
+    for (long i = 0; i < width; i += LANES) {
+      floats gate = load(gate_up + row * 2 * width + i), up = load(gate_up + row * 2 * width + width + i);
+      gate = choose_lanes(gate > most, most, gate);
+      up = choose_lanes(up > most, most, choose_lanes(up < least, least, up));
+      store(out + row * width + i, gate / (1.0f + exponential(-alpha * gate)) * (up + 1.0f));
+    }
+}
+
 /* out = base * sigmoid(gate), where they are given, + the outputs of a token's experts times their weights. here: the
    number of pairs that this rank has computed. */
 void combine(const element *y, const float *weights, const int32_t *place, const int32_t *here, const element *base,

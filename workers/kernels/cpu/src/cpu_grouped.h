@@ -33,3 +33,12 @@ INLINE long experts_used(const int32_t *ends, long experts, int *used) {
     if (ends[e] > (e ? ends[e - 1] : 0)) used[count++] = e;
   return count;
 }
+
+#define MOST_BLOCKS 4 /* that a group of rows passes while it is in the L2 cache */
+#define LEAST_ITEMS 8 /* of a thread, so that threads end at the same time */
+
+/* How many of `blocks` blocks of outputs a thread takes at a time. */
+INLINE long blocks_of_item(long blocks, int threads) {
+  const long fair = blocks / (threads * LEAST_ITEMS);
+  return fair < 1 ? 1 : fair < MOST_BLOCKS ? fair : MOST_BLOCKS;
+}

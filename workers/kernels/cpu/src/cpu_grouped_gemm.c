@@ -25,8 +25,6 @@ INLINE __m512 add_products(__m512 sum, __m512 weights, const element *x) {
 #define GROUP 64    /* rows whose sums are kept at a time */
 #define TILE_ROWS 6 /* times 4 vectors of outputs: 24 sums and what feeds them fill the registers */
 #define VECTORS 4
-#define BLOCKS 4      /* that a group of rows passes while it is in the L2 cache */
-#define LEAST_ITEMS 8 /* of a thread, so that threads end at the same time */
 
 /* R rows times a block of outputs over `steps`; sums: [row][BLOCK]. `ahead`: memory that is read next, of which
    `a_step` bytes are fetched with each step. */
@@ -91,8 +89,8 @@ void grouped_gemm(const element *weight, long expert_stride, const element *x, l
                   long outputs, int threads) {
   const long steps = inputs / TOGETHER, blocks = (outputs + BLOCK - 1) / BLOCK;
   int used[experts];
-  const long count = experts_used(ends, experts, used), fair = count * blocks / (threads * LEAST_ITEMS);
-  const long run = fair < 1 ? 1 : fair < BLOCKS ? fair : BLOCKS, runs = (blocks + run - 1) / run;
+  const long count = experts_used(ends, experts, used), run = blocks_of_item(count * blocks, threads);
+  const long runs = (blocks + run - 1) / run;
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
   for (long item = 0; item < count * runs; item++) {
     const long expert = used[item / runs], start = expert ? ends[expert - 1] : 0, end = ends[expert];

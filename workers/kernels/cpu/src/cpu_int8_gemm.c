@@ -7,7 +7,7 @@
 #define STEPS_UNROLLED _Pragma("GCC unroll 4")
 #define BLOCK 64            /* outputs of one block of weights */
 #define QUAD 4              /* inputs of one output that stand together */
-#define RUN 32              /* quads that stay in the L1 cache while rows pass over them */
+#define RUN 64              /* quads that stay in the L1 cache while rows pass over them */
 #define LINE (BLOCK * QUAD) /* bytes of a quad of all outputs of a block */
 #define GROUP 64            /* rows of bytes whose sums are kept at a time */
 #define TILE_ROWS 6         /* times 4 vectors of outputs: 24 sums and what feeds them fill the registers */
@@ -169,18 +169,23 @@ void grouped_int8_gemm(const uint8_t *weight, long expert_bytes, long scale_at, 
                        long inputs, long outputs, int threads) {
   const long quads = inputs / QUAD, blocks = (outputs + BLOCK - 1) / BLOCK, rows = ends[experts - 1];
   int used[experts];
-  const long items = experts_used(ends, experts, used) * blocks;
+  const long count = experts_used(ends, experts, used), run = blocks_of_item(count * blocks, threads);
+  const long runs = (blocks + run - 1) / run;
 #pragma omp parallel for num_threads(threads) schedule(static) if (rows >= 16)
   for (long row = 0; row < rows; row++)
     round_row(x + (top_k ? order[row] / top_k : row) * x_stride, inputs, planes, codes + row * planes * stride, stride,
               row_scales + row, row_sums + row * planes);
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
-  for (long item = 0; item < items; item++) {
-    const long expert = used[item / blocks], o = item % blocks * BLOCK;
+  for (long item = 0; item < count * runs; item++) {
+    const long expert = used[item / runs], begin = item % runs * run * BLOCK, end = ends[expert];
+    const long stop = begin + run * BLOCK < outputs ? begin + run * BLOCK : outputs, in_group = GROUP / planes;
     const uint8_t *w = weight + expert * expert_bytes;
-    const rounded_rows all = {codes, stride, row_scales, row_sums, planes, out + o, outputs};
-    multiply_block(w + o * inputs, (const float *)(w + scale_at) + o, bias ? bias + expert * outputs + o : 0, all,
-                   expert ? ends[expert - 1] : 0, ends[expert], quads, outputs - o, 4);
+    for (long first = expert ? ends[expert - 1] : 0; first < end; first += in_group)
+      for (long o = begin; o < stop; o += BLOCK) {
+        const rounded_rows all = {codes, stride, row_scales, row_sums, planes, out + o, outputs};
+        multiply_block(w + o * inputs, (const float *)(w + scale_at) + o, bias ? bias + expert * outputs + o : 0, all,
+                       first, end - first < in_group ? end : first + in_group, quads, stop - o, 4);
+      }
   }
 }
 #endif
