@@ -1,6 +1,6 @@
 """Products whose rows do not depend on each other, for any number of rows, inputs and outputs: of --batch-invariant.
 
-    y[t, o] = b[o] + sum_i x[t, i] W[o, i],  summed in float32, i ascending, one by one, whatever t's batch mates are
+    y[t, o] = b[o] + sum_i x[t, i] W[o, i],  summed in float32, in runs of 128 inputs, in order
 
 oneDNN splits a sum otherwise for other numbers of rows. bf16 and float32. Where the skinny GEMM multiplies a weight
 (kernels/cpu/cpu_skinny_gemm.py) it does so here too, for all rows, 64 at a time, since its rows are independent. A

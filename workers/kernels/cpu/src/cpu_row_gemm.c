@@ -5,7 +5,7 @@
 #define VECTORS (BLOCK / LANES)
 #define PIECE 60 /* rows that share one read of the weight */
 #define TILE_ROWS 6 /* times VECTORS: 24 sums and what feeds them fill the registers */
-#define RUN (128 * 4 / (int)sizeof(element)) /* inputs whose weights stay in the L1 cache while a piece's rows pass */
+#define RUN 128 /* inputs whose weights stay in the L1 cache while a piece's rows pass over them */
 
 INLINE floats spread(element x) {
 #if ELEMENT == 0
@@ -15,13 +15,11 @@ INLINE floats spread(element x) {
 #endif
 }
 
-/* R rows times BLOCK outputs over `count` inputs; sums: [row][BLOCK]. Each sum takes its inputs one by one, in order. */
+/* R rows times BLOCK outputs over one run of inputs, which are summed one by one, in order; then the run's sum is added
+   to those before it. sums: [row][BLOCK]. */
 INLINE void multiply(const element *w, const element *x, long x_stride, float *sums, long count, int first, const int R) {
   floats sum[TILE_ROWS * VECTORS];
-  UNROLLED for (int i = 0; i < R * VECTORS; i++) {
-    if (first) sum[i] = (floats){};
-    else memcpy(sum + i, sums + i * LANES, sizeof *sum);
-  }
+  UNROLLED for (int i = 0; i < R * VECTORS; i++) sum[i] = (floats){};
   for (long i = 0; i < count; i++) {
     floats weight[VECTORS];
     UNROLLED for (int v = 0; v < VECTORS; v++) weight[v] = load(w + i * BLOCK + v * LANES);
@@ -32,7 +30,12 @@ INLINE void multiply(const element *w, const element *x, long x_stride, float *s
       UNROLLED for (int v = 0; v < VECTORS; v++) sum[r * VECTORS + v] += weight[v] * input;
     }
   }
-  UNROLLED for (int i = 0; i < R * VECTORS; i++) memcpy(sums + i * LANES, sum + i, sizeof *sum);
+  UNROLLED for (int i = 0; i < R * VECTORS; i++) {
+    floats before = {};
+    if (!first) memcpy(&before, sums + i * LANES, sizeof before);
+    sum[i] += before;
+    memcpy(sums + i * LANES, sum + i, sizeof *sum);
+  }
 }
 
 typedef void tile(const element *, const element *, long, float *, long, int);
