@@ -26,7 +26,6 @@ def refusal(folder: Path, device: str = "cpu", **flags: Any) -> str | None:
     try:
         check_batch_invariant(settings, read_spec(settings), device)
     except SettingsError as error:
-        assert error.flag == "--batch-invariant"
         return str(error)
     return None
 
@@ -88,7 +87,7 @@ def test_a_machine_without_a_kernel(missing: str) -> None:
         "int8_kernel": lambda: platform.linear_methods(torch.float32, "int8"),
     }
     with (
-        mock.patch.object(cpu_invariant, missing, lambda _: None),
+        mock.patch.object(cpu_invariant, missing, return_value=None),
         pytest.raises(SettingsError, match="kernel") as refused,
     ):
         asked[missing]()
