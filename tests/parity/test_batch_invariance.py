@@ -146,7 +146,8 @@ def test_two_ranks_and_adapters_among_other_crowds(dtype: str, tmp_path: Path) -
 FAMILIES = (
     "llama-gqa", "mistral-window", "gpt2", "qwen3", "phi3-longrope", "olmo", "olmo2", "stablelm", "stablelm-parallel",
     "cohere", "gpt_neox", "opt", "opt-post", "gptj", "falcon", "starcoder2", "ministral", "granite", "smollm3",
-    "gemma", "gemma3", "llama-gelu", "llama-mqa-biased",
+    "gemma", "gemma2", "gemma3", "llama-gelu", "llama-mqa-biased", "bloom-six-heads", "mpt", "falcon-alibi",
+    "qwen3-untied", "gpt2-narrow", "mixtral", "qwen2_moe", "granitemoe",
 )  # fmt: skip
 """One for each kind of attention, norm, position and MLP that the mode takes."""
 

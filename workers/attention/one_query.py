@@ -60,7 +60,6 @@ class _Step:
         kv: LayerKV,
         params: AttentionParams,
     ) -> torch.Tensor:
-        assert params.is_plain, "refused at the start"
         works = self._works.get(params.window)
         if works is None:
             batch, self._heads = self._batch, q_TND.shape[1:]
@@ -71,7 +70,7 @@ class _Step:
                 self._kernel.reserve(work, *self._heads)
         out_TND = torch.empty(q_TND.shape, dtype=q_TND.dtype)
         for work in works:
-            self._kernel.attend(q_TND, kv, out_TND, work, params.scale)
+            self._kernel.attend(q_TND, kv, out_TND, work, params)
         return out_TND
 
     def set_batch(self, batch: ForwardBatch) -> None:

@@ -14,6 +14,8 @@ from tandem.workers.planning.resolve import resolve_dtype
 FLAG = "--batch-invariant"
 LANES = 16
 """Elements that a compiled kernel takes at a time."""
+MOST_HEAD_DIM = 256
+"""MAX_HEAD_DIM of kernels/cpu/cpu_decode_attention.py, which loads torch."""
 
 
 def check_batch_invariant(settings: EngineSettings, spec: ArchSpec, device: str) -> None:
@@ -41,12 +43,10 @@ def _of_model(spec: ArchSpec) -> Iterator[str]:
         attention = layer.attention
         if not isinstance(attention, Gqa):
             yield "latent attention"
-        elif attention.head_dim % LANES:
-            yield f"attention heads of {attention.head_dim} elements, which is no multiple of {LANES}"
-        if not layer.params.is_plain:
-            yield "scores that are capped or have biases (soft-caps, ALiBi)"
-        if isinstance(layer.mlp, Moe):
-            yield "a mixture of experts"
+        elif attention.head_dim > MOST_HEAD_DIM:
+            yield f"attention heads of {attention.head_dim} elements; the kernel takes {MOST_HEAD_DIM}"
+        if isinstance(layer.mlp, Moe) and spec.hidden_size % LANES:
+            yield f"experts in a model {spec.hidden_size} wide, which is no multiple of {LANES}"
     if any(rope.kind is RopeKind.DYNAMIC for rope in spec.ropes):
         yield "rope_scaling of type dynamic"
 

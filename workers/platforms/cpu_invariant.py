@@ -19,16 +19,19 @@ from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.attention.one_query import OneQueryAttention
 from tandem.workers.kernels.cpu.cpu_build import (
     compiler_words,
+    cpu_experts_library,
     cpu_invariant_library,
     cpu_library,
     cpu_lora_library,
     obstacle,
 )
 from tandem.workers.kernels.cpu.cpu_decode_attention import CpuDecodeAttention
+from tandem.workers.kernels.cpu.cpu_experts import cpu_experts
 from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel
 from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
 from tandem.workers.kernels.cpu.cpu_lora import CpuLora
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
+from tandem.workers.kernels.expert_ops import MakeExpertOps
 from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.kernels.invariant.row_activations import RowFusedOps
 from tandem.workers.kernels.invariant.row_gemm import row_methods
@@ -49,6 +52,7 @@ def batch_invariant(platform: Platform) -> Platform:
         linear_methods=_linear_methods,
         attention=_attention,
         fused_ops=_fused_ops,
+        expert_ops=_expert_ops,
         lora_ops=_lora_ops,
     )
 
@@ -66,7 +70,7 @@ def _linear_methods(dtype: torch.dtype, quantization: str | None = None) -> Make
 def _attention(dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> AttentionBackend:
     storage = dtype if kv_dtype is None else kv_dtype
     kernel = CpuDecodeAttention.make(dtype, head_dim, storage)
-    if kernel is None or CpuKVStore.make(dtype, head_dim, storage) is None:
+    if kernel is None or CpuKVStore.make(dtype, storage) is None:
         _required(cpu_library, dtype)
         raise SettingsError(f"there is no attention kernel for heads of {head_dim} elements", FLAG)
     return OneQueryAttention(kernel)
@@ -74,6 +78,13 @@ def _attention(dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None =
 
 def _fused_ops(dtype: torch.dtype) -> FusedOps:
     return RowFusedOps(_required(cpu_library, dtype), _required(cpu_invariant_library, dtype))
+
+
+def _expert_ops(dtype: torch.dtype, quantization: str | None = None) -> MakeExpertOps:
+    """Routing, grouped products and their sum take each row alone; forms of weights that they do not multiply go
+    through the linear methods from here."""
+    _required(cpu_experts_library, dtype)
+    return cpu_experts(dtype, quantization, _linear_methods(dtype, quantization))
 
 
 def _lora_ops(dtype: torch.dtype) -> LoraOps:
