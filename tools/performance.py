@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tools import result_files
+from tools.invariance_figures import invariance_section
 from tools.result_files import (
     NUMBER,
     ROOT,
@@ -391,6 +392,7 @@ def render() -> str:
         decode_section(),
         loading_section(),
         quantization_section(),
+        invariance_section(),
         weights_section(),
         lora_section(),
     ]

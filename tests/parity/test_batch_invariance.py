@@ -125,12 +125,20 @@ def test_200_rounds_give_one_output_per_prompt(dtype: str, quantization: str | N
     assert told.seen.num_equal > 5000 and told.preempted and told.found and told.loaded and told.accepted
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.parity)])
-def test_two_ranks_and_adapters_among_other_crowds(dtype: str, tmp_path: Path) -> None:
+RANKS: tuple[dict[str, Any], ...] = (
+    {"dtype": "bfloat16", "tensor_parallel_size": 2},
+    {"dtype": "float32", "tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    {"dtype": "bfloat16", "tensor_parallel_size": 4, "quantization": "w8a8", "kv_cache_dtype": "fp8"},
+    {"dtype": "float32", "quantization": "int8", "kv_cache_dtype": "int8"},
+)
+
+
+@pytest.mark.parametrize("flags", [RANKS[0], *(pytest.param(flags, marks=pytest.mark.parity) for flags in RANKS[1:])])
+def test_ranks_and_adapters_among_other_crowds(flags: dict[str, Any], tmp_path: Path) -> None:
     """What ranks in processes of their own tell: log probabilities, which come of all logits, and of whole prompts."""
     folder = save_random_adapter(DEMO, tmp_path / "a", rank=8, seed=3)
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=5, prompt_logprobs=1)
-    flags = {"dtype": dtype, "tensor_parallel_size": 2, "cpu_threads": 1, "enable_lora": True}
+    flags = {"cpu_threads": 1, "enable_lora": True, **flags}
     prompts = [prompt_ids(length, VOCAB, seed=length) for length in (3, 30, 70, 300)]
     with LLM("demo", batch_invariant=True, max_num_batched_tokens=310, **flags) as llm:
         ref = llm.load_adapter(folder)
