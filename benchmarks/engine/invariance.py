@@ -1,6 +1,6 @@
 """The cost of --batch-invariant: CPU milliseconds of decode steps and of prompts beside the usual mode's, in turns.
 
-    python -m benchmarks.engine.invariance [--batch 1 8 32] [--prompt 128 512 2048] [--seconds 4]
+    python -m benchmarks.engine.invariance [--batch 1 8 32] [--prompt 128 512 1024] [--seconds 4]
 
 One decoder of a known shape with random weights for each mode and dtype; modes take turns step by step, head included.
 Times are CPU time of this process, all threads together: on a machine that others use too, time on the clock would be
@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--model", default="llama-135m", choices=sorted(SHAPES))
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--prompt", type=int, nargs="+", default=[128, 512, 2048])
+    parser.add_argument("--prompt", type=int, nargs="+", default=[128, 512, 1024])
     parser.add_argument("--context", type=int, default=300)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=4.0, help="of CPU time, of each mode in each case")
