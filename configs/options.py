@@ -110,6 +110,9 @@ OPTIONS: tuple[Option, ...] = (
            "Hold the weights of linear layers and of the head as int8, made at load: half the bytes of bfloat16. int8: "
            "weights are rounded. w8a8: their inputs too, token by token, which is faster in large steps. CPU only. "
            "Default: neither.", aliases=("-q",)),
+    Option("batch_invariant", "engine.model.batch_invariant", bool, MODEL,
+           "Compute every token alike, whatever is computed beside it: logits depend on no batch mates, chunks, "
+           "prefix hits or preemptions, to the last bit. Slower. CPU, bfloat16 and float32 only."),
     Option("max_model_len", "engine.model.max_model_len", int, MODEL,
            "Context length: prompt and output in tokens. Default: the model's.", at_least(1), "at least 1", size=True),
     Option("load_format", "engine.model.load_format", Literal["safetensors", "dummy"], MODEL,

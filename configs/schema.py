@@ -36,7 +36,8 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The checkpoint and how it is read. `model` is a folder or a hub id; the launcher resolves it to a folder.
-    quantization: how the weights of linear layers are held and multiplied; None: in `dtype`."""
+    quantization: how the weights of linear layers are held and multiplied; None: in `dtype`. batch_invariant: logits of
+    a sequence have the same bits whatever else is computed with it."""
 
     model: str
     served_model_name: tuple[str, ...] = ()
@@ -44,6 +45,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     revision: str | None = None
     dtype: DType = "auto"
     quantization: Quantization | None = None
+    batch_invariant: bool = False
     max_model_len: int | None = None
     load_format: Literal["safetensors", "dummy"] = "safetensors"
     chat_template: str | None = None

@@ -106,9 +106,12 @@ class SharedMemoryCollectives:
             parts = self._exchange(piece)
             if self._size == 2:
                 torch.add(parts[0], parts[1], out=piece)
-            else:
-                wide = torch.float32 if piece.dtype in (torch.bfloat16, torch.float16) else piece.dtype
-                piece.copy_(torch.stack(parts).sum(dim=0, dtype=wide))
+                continue
+            wide = torch.float32 if piece.dtype in (torch.bfloat16, torch.float16) else piece.dtype
+            total = parts[0].to(wide, copy=True)
+            for part in parts[1:]:  # torch.sum takes a tensor's last elements in another order
+                total += part
+            piece.copy_(total)
         return tensor
 
     def all_gather(self, parts_R: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

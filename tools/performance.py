@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tools import result_files
+from tools.invariance_figures import invariance_section
 from tools.result_files import (
     NUMBER,
     ROOT,
@@ -392,6 +393,7 @@ def render() -> str:
         loading_section(),
         quantization_section(),
         experts_section(),
+        invariance_section(),
         weights_section(),
         lora_section(),
     ]

@@ -31,6 +31,7 @@ from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.models.spec.families import parameters_of
 from tandem.workers.models.spec.kv_layout import kv_layouts
+from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import cpu_platform
 from tandem.workers.rank.kv_cache import KVCache, block_bytes
 
@@ -65,18 +66,21 @@ def build(
     streamed: Sequence[int] = (),
     copier: Copier | None = None,
     quantization: str | None = None,
+    platform: Platform | None = None,
 ) -> tuple[ArchSpec, Decoder, Switch]:
-    """A random decoder of a known shape, whose `streamed` layers are in host memory and moved by `copier`."""
+    """A random decoder of a known shape, whose `streamed` layers are in host memory and moved by `copier`. platform:
+    None: the usual one on CPU."""
+    platform = platform or cpu_platform()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]))
         spec = load_spec(folder)
-    attention = Switch({kv: cpu_platform().attention(dtype, spec.head_dim, kv) for kv in kv_dtypes})
+    attention = Switch({kv: platform.attention(dtype, spec.head_dim, kv) for kv in kv_dtypes})
     decoder = build_decoder(
         spec,
         ParallelContext.single(),
         folder=Path(),
         dtype=dtype,
-        platform=cpu_platform(),
+        platform=platform,
         attention=attention,
         load_format="dummy",
         progress=True,

@@ -25,6 +25,7 @@ from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.sizes import rank_weights
 from tandem.workers.planning.adapter_room import adapter_room
 from tandem.workers.planning.budget import available_bytes, check_offload
+from tandem.workers.planning.invariance import check_batch_invariant
 from tandem.workers.planning.resolve import (
     DTYPE_BYTES,
     check_quantization,
@@ -65,6 +66,7 @@ def check_model(settings: ServiceSettings) -> ArchSpec:
     defaults of sampling, can be sharded as requested, and fits --max-model-len. Returns its spec."""
     model = settings.engine.model
     spec = read_spec(settings.engine)
+    check_batch_invariant(settings.engine, spec, settings.engine.device.device or "cpu")
     if model.load_format == "safetensors":
         open_checkpoint(Path(model.model), spec)
     resolve_max_model_len(settings.engine, spec)

@@ -1,6 +1,6 @@
 """n-gram speculation changes no token: random requests of every kind on one engine with drafts and one without, in
-float32, whatever happens to them on the way (prefix hits, preemption, lower tiers, adapters, TP2), and requests that
-another engine resumes, as a second group does when the first is lost.
+float32 and, with --batch-invariant, in bfloat16, whatever happens to them on the way (prefix hits, preemption, lower
+tiers, adapters, TP2), and requests that another engine resumes, as a second group does when the first is lost.
 
 Prompts repeat themselves, so that there is something to look up. Sampling is among a few tokens: among hundreds, some
 draw falls nearer to a border than float32 can tell.
@@ -41,9 +41,12 @@ CASES: dict[str, dict[str, Any]] = {
     "offload": {"num_gpu_blocks_override": 24, "kv_offloading_size": 0.05},
     "small chunks": {"max_num_batched_tokens": 24},
     "tp2": {"tensor_parallel_size": 2},
+    "bfloat16": {"dtype": "bfloat16", "batch_invariant": True},
 }
 CROWDED = {"preemption": {"preempted"}, "offload": {"preempted", "found", "loaded"}}
 """What must happen to a crowd in these cases; in the others prefixes are found."""
+EXACT = {"bfloat16"}
+"""Cases in which log probabilities are equal to the last bit, as logits are (--batch-invariant)."""
 COMMON: dict[str, Any] = {"max_num_seqs": 8, "enable_lora": True, "dtype": "float32", "cpu_threads": 1}
 NEAR = 1e-3
 """Of log probabilities; float32, sums in another order."""
@@ -71,17 +74,17 @@ def engines(case: str) -> Iterator[tuple[LLM, LLM]]:
     """One engine with drafts, one without; both with one adapter."""
     threads = torch.get_num_threads()
     with (
-        LLM("demo", speculative_config=NGRAM, **COMMON, **CASES[case]) as drafting,
-        LLM("demo", **COMMON, **CASES[case]) as plain,
+        LLM("demo", speculative_config=NGRAM, **COMMON | CASES[case]) as drafting,
+        LLM("demo", **COMMON | CASES[case]) as plain,
     ):
         yield drafting, plain
     torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
-def second() -> Iterator[LLM]:
+def second(case: str) -> Iterator[LLM]:
     """The group that resumes: with drafts too, and nobody's KV."""
-    with LLM("demo", speculative_config=NGRAM, **COMMON) as llm:
+    with LLM("demo", speculative_config=NGRAM, **COMMON | (CASES[case] if case in EXACT else {})) as llm:
         yield llm
 
 
@@ -125,22 +128,23 @@ PROMPT_IDS = st.builds(
 PROMPTS = PROMPT_IDS | st.integers(1, 3).map(lambda times: STORY * times)
 
 
-def assert_same(one: list[RequestOutput], other: list[RequestOutput]) -> None:
-    """Equal are tokens, texts, reasons and the ids of the best tokens; log probabilities to a rounding."""
+def assert_same(case: str, one: list[RequestOutput], other: list[RequestOutput]) -> None:
+    """Equal are tokens, texts, reasons and the ids of the best tokens; log probabilities to a rounding, or exactly."""
+    near = 0.0 if case in EXACT else NEAR
     for first, again in zip(one, other, strict=True):
-        assert_near(first.prompt_logprobs, again.prompt_logprobs)
+        assert_near(first.prompt_logprobs, again.prompt_logprobs, near)
         for a, b in zip(first.outputs, again.outputs, strict=True):
             assert (a.token_ids, a.text, a.finish_reason, a.error) == (b.token_ids, b.text, b.finish_reason, b.error)
-            assert_near(a.logprobs, b.logprobs)
+            assert_near(a.logprobs, b.logprobs, near)
 
 
 Logprobs = list[TokenLogprobs] | list[TokenLogprobs | None] | None
 
 
-def assert_near(one: Logprobs, other: Logprobs) -> None:
+def assert_near(one: Logprobs, other: Logprobs, near: float) -> None:
     ids, values = zip(*map(split, (one, other)), strict=True)
     assert ids[0] == ids[1]
-    assert values[0] == pytest.approx(values[1], abs=NEAR)
+    assert values[0] == pytest.approx(values[1], rel=0, abs=near)
 
 
 def split(entries: Logprobs) -> tuple[Any, list[float]]:
@@ -153,14 +157,14 @@ def split(entries: Logprobs) -> tuple[Any, list[float]]:
 
 @given(batch=st.lists(st.tuples(PROMPTS, PARAMS, st.booleans()), min_size=3, max_size=6))
 @settings(max_examples=6, deadline=None)
-def test_drafts_change_no_token(engines: tuple[LLM, LLM], adapter: Path, batch: list[Any]) -> None:
+def test_drafts_change_no_token(case: str, engines: tuple[LLM, LLM], adapter: Path, batch: list[Any]) -> None:
     prompts, params = [prompt for prompt, _, _ in batch], [one for _, one, _ in batch]
     answers = []
     for llm in engines:
         ref = llm.load_adapter(adapter)
         refs: list[AdapterRef | None] = [ref if adapted else None for _, _, adapted in batch]
         answers.append(llm.generate(prompts, params, use_tqdm=False, lora_request=refs))
-    assert_same(*answers)
+    assert_same(case, *answers)
 
 
 def test_drafts_are_accepted_and_refused(case: str, engines: tuple[LLM, LLM]) -> None:
@@ -170,7 +174,7 @@ def test_drafts_are_accepted_and_refused(case: str, engines: tuple[LLM, LLM]) ->
     others = 7 if case in CROWDED else 0
     crowd = [STORY * 2, *(prompt_ids(20, VOCAB, seed=10 + i) * 3 for i in range(others))]
     for _ in range(2):
-        assert_same(*(llm.generate(crowd, params, use_tqdm=False) for llm in engines))
+        assert_same(case, *(llm.generate(crowd, params, use_tqdm=False) for llm in engines))
     stats = drafting._engine.stats()
     drafts = stats.drafts
     assert drafts is not None and plain._engine.stats().drafts is None
@@ -232,10 +236,11 @@ def moved(
     return output, True
 
 
-@pytest.mark.parametrize("case", ["room for all", "offload"], indirect=True)
+@pytest.mark.parametrize("case", ["room for all", "offload", "bfloat16"], indirect=True)
 @given(prompt=PROMPTS, params=PARAMS, adapted=st.booleans(), cut=st.integers(1, 40), suspect=st.booleans())
 @settings(max_examples=6, deadline=None)
 def test_a_stream_that_another_group_resumes(
+    case: str,
     engines: tuple[LLM, LLM],
     second: LLM,
     adapter: Path,
@@ -251,11 +256,11 @@ def test_a_stream_that_another_group_resumes(
     whole = plain.generate([prompt], params, use_tqdm=False, lora_request=ref)
     for first in (drafting, plain):
         output, _ = moved(first, second, prompt, params, adapter if adapted else None, cut, suspect)
-        assert_same(whole, [output])
+        assert_same(case, whole, [output])
 
 
 @pytest.mark.parametrize("case", ["room for all"], indirect=True)
-def test_a_story_is_drafted_on_by_the_group_that_resumes_it(engines: tuple[LLM, LLM], second: LLM) -> None:
+def test_a_story_is_drafted_on_by_the_group_that_resumes_it(case: str, engines: tuple[LLM, LLM], second: LLM) -> None:
     drafting, plain = engines
     params = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True, seed=3, n=2, logprobs=2)
     whole = plain.generate([STORY * 2], params, use_tqdm=False)
@@ -263,6 +268,6 @@ def test_a_story_is_drafted_on_by_the_group_that_resumes_it(engines: tuple[LLM, 
         before = second._engine.stats().drafts
         output, is_moved = moved(drafting, second, STORY * 2, params, None, cut, suspect=False)
         after = second._engine.stats().drafts
-        assert_same(whole, [output])
+        assert_same(case, whole, [output])
         assert is_moved and before is not None and after is not None
         assert after.num_accepted > before.num_accepted

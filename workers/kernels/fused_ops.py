@@ -3,6 +3,7 @@
     add_rms_norm   residual += x; residual / rms(residual) * weight
     norm_rotate    every head of q and k: x / rms(x) * weight, then RoPE: x * cos + swap_halves(x) * sin
     silu_mul       silu(gate) * up
+    activate       silu(x), gelu(x) or relu(x)
     store          cache[slot of token t] = k[t], v[t], as the cache stores them (kv_store.py)
 
 Called by workers/models. T tokens, H hidden size, S heads of q and k, K KV heads, D head dim, M MLP width.
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from tandem.workers.kernels.kv_store import LayerKV, TorchKVStore
+from tandem.workers.models.spec.arch import Activation
 
 
 class FusedOps(Protocol):
@@ -42,6 +44,10 @@ class FusedOps(Protocol):
 
     def silu_mul(self, gate_up_TM: torch.Tensor) -> torch.Tensor:
         """Returns [T, M] from rows [gate | up], 2 M wide. May overwrite its input."""
+        ...
+
+    def activate(self, x_TM: torch.Tensor, kind: Activation) -> torch.Tensor:
+        """Returns the activation of each element. May overwrite its input."""
         ...
 
     def store(self, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv: LayerKV, slots_T: torch.Tensor) -> None:
@@ -81,6 +87,13 @@ class TorchFusedOps:
     def silu_mul(self, gate_up_TM: torch.Tensor) -> torch.Tensor:
         gate_TM, up_TM = gate_up_TM.chunk(2, dim=-1)
         return F.silu(gate_TM, inplace=True) * up_TM
+
+    def activate(self, x_TM: torch.Tensor, kind: Activation) -> torch.Tensor:
+        if kind is Activation.SILU:
+            return F.silu(x_TM, inplace=True)
+        if kind is Activation.RELU:
+            return F.relu(x_TM, inplace=True)
+        return F.gelu(x_TM, approximate="tanh" if kind is Activation.GELU_TANH else "none")
 
     def store(self, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv: LayerKV, slots_T: torch.Tensor) -> None:
         self._store.write(k_TKD, v_TKD, kv, slots_T)

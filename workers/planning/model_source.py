@@ -72,7 +72,7 @@ def model_digest(model: ModelSettings) -> str:
     overrides = json.dumps(model.hf_overrides, sort_keys=True)
     dummy = model.seed if model.load_format == "dummy" else None
     ends = json.dumps((model.generation_config, model.override_generation_config), sort_keys=True)
-    chosen = (model.model, model.revision, overrides, dummy, model.quantization, ends)
+    chosen = (model.model, model.revision, overrides, dummy, model.quantization, model.batch_invariant, ends)
     digest = blake2b(repr(chosen).encode(), digest_size=8)
     for folder in dict.fromkeys((model.model, model.tokenizer or model.model)):
         for name in DIGESTED:

@@ -116,6 +116,8 @@ def fingerprint(folder: Path, settings: EngineSettings) -> str:
     overrides = json.dumps(model.hf_overrides, sort_keys=True)
     dummy = model.seed if model.load_format == "dummy" else None
     digest.update(f"{model.revision}|{overrides}|{dummy}|{model.quantization or ''}".encode())
+    if model.batch_invariant:  # KV of the other mode has other bits
+        digest.update(b"batch-invariant")
     digest.update((folder / "config.json").read_bytes())
     spec = read_spec(settings)
     if spec.short_factors:  # --max-model-len changes what keys are rotated by

@@ -26,6 +26,7 @@ from tandem.workers.kernels.lora_ops import LoraOps, TorchLora
 from tandem.workers.kernels.sampling_ops import TorchSampling
 from tandem.workers.platforms.base import DeviceMemory, Platform
 from tandem.workers.platforms.cpu import open_cpu
+from tandem.workers.platforms.cpu_invariant import batch_invariant
 from tandem.workers.platforms.tensor_rows import TensorRows
 
 log = logging.getLogger(__name__)
@@ -157,7 +158,8 @@ def open_platform(settings: EngineSettings, rank: int, ranks_on_node: int) -> Pl
     if asked == "cuda" and not available:
         raise SettingsError("--device cuda, but torch sees no CUDA device here", "--device")
     if asked == "cpu" or not available:
-        return open_cpu(settings.device.cpu_threads, ranks_on_node)
+        platform = open_cpu(settings.device.cpu_threads, ranks_on_node)
+        return batch_invariant(platform) if settings.model.batch_invariant else platform
     torch.set_num_threads(1)
     return cuda_platform(torch.device("cuda", rank % torch.cuda.device_count()))
 

@@ -17,6 +17,7 @@ from tandem.configs.schema import Device, EngineSettings
 from tandem.offload.kv.kv_groups import KVGroups
 from tandem.offload.weights.layer_placement import LayerPlacement
 from tandem.parallel.checkpoint import OnBytes
+from tandem.parallel.collectives import TorchCollectives
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.pipeline import StageLink
 from tandem.workers.lora.device.rank_adapters import RankAdapters, open_adapters
@@ -27,6 +28,7 @@ from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.kv_layout import described
 from tandem.workers.planning.budget import KVNeeds, available_bytes, cpu_blocks, cuda_blocks
 from tandem.workers.planning.graph_room import graph_bytes
+from tandem.workers.planning.invariance import check_batch_invariant
 from tandem.workers.planning.placing import place_weights
 from tandem.workers.planning.resolve import kv_groups, read_spec, resolve_dtype, resolve_kv_dtype, resolve_max_model_len
 from tandem.workers.platforms.base import Platform
@@ -159,6 +161,11 @@ class _Chosen:
 
 def _choose(settings: EngineSettings, context: ParallelContext, platform: Platform, ranks_on_node: int) -> _Chosen:
     spec = read_spec(settings)
+    check_batch_invariant(settings, spec, platform.name)
+    if settings.model.batch_invariant and isinstance(context.tp.group, TorchCollectives):
+        raise SettingsError(
+            "the ranks of a stage share no memory, so that sums have no fixed order", "--batch-invariant"
+        )
     max_model_len = resolve_max_model_len(settings, spec)
     dtype = choose_dtype(settings, spec, platform.name)
     kv_name = resolve_kv_dtype(settings, _name(dtype))

@@ -28,6 +28,7 @@ from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.families import parameters_of
 from tandem.workers.planning.budget import GIB, available_bytes
 from tandem.workers.planning.hub import Wanted
+from tandem.workers.planning.invariance import check_batch_invariant
 from tandem.workers.planning.model_source import find_model
 from tandem.workers.planning.planner import GroupPlan, Memory, best_of, layouts, plan_group
 from tandem.workers.planning.resolve import (
@@ -40,7 +41,7 @@ from tandem.workers.planning.resolve import (
 from tandem.workers.planning.stored_model import open_checkpoint
 
 PLANNED = {
-    "revision", "dtype", "quantization", "max_model_len", "hf_overrides", "tensor_parallel_size",
+    "revision", "dtype", "quantization", "batch_invariant", "max_model_len", "hf_overrides", "tensor_parallel_size",
     "pipeline_parallel_size", "enable_expert_parallel",
     "gpu_memory_utilization", "kv_cache_dtype", "kv_cache_memory_bytes", "num_gpu_blocks_override", "block_size",
     "disable_hybrid_kv_cache_manager",
@@ -132,6 +133,7 @@ def _model(name: str, settings: EngineSettings, asked: _Asked) -> _Model:
     settings = replace(settings, model=replace(settings.model, model=str(folder)))
     spec, memory = read_spec(settings), _memory(settings, asked)
     check_quantization(settings, memory.device)
+    check_batch_invariant(settings, spec, memory.device)
     dtype = resolve_dtype(settings, spec, memory.device)
     kv_dtype = resolve_kv_dtype(settings, dtype)
     return _Model(settings, spec, memory, dtype, kv_dtype, resolve_max_model_len(settings, spec))

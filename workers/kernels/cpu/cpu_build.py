@@ -27,6 +27,7 @@ LORA_SOURCES = ("cpu_lora.c",)
 INT8_SOURCES = ("cpu_int8_gemm.c",)
 EXPERTS_SOURCES = ("cpu_experts.c", "cpu_grouped_gemm.c")
 SAMPLING_SOURCES = ("cpu_sampling.c",)
+INVARIANT_SOURCES = ("cpu_row_gemm.c", "cpu_activations.c")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 TIMEOUT_S = 300.0
 """On cores that many others want, gcc takes more than a minute; without its kernels a service would stay slow."""
@@ -63,6 +64,13 @@ def cpu_int8_library(dtype: torch.dtype) -> ctypes.CDLL | None:
 def cpu_experts_library(dtype: torch.dtype) -> ctypes.CDLL | None:
     """Returns the kernels of mixtures of experts for tensors of `dtype`; None as for cpu_library."""
     return _compiled(EXPERTS_SOURCES, dtype, None)
+
+
+@cache
+def cpu_invariant_library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """Returns what --batch-invariant needs beside the other kernels, for tensors of `dtype`; None as for
+    cpu_library."""
+    return _compiled(INVARIANT_SOURCES, dtype, None)
 
 
 @cache

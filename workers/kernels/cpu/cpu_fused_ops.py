@@ -12,6 +12,7 @@ from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, REAL, K
 from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
 from tandem.workers.kernels.fused_ops import TorchFusedOps
 from tandem.workers.kernels.kv_store import KVStore, LayerKV, TorchKVStore
+from tandem.workers.models.spec.arch import Activation
 
 LANES = 16
 
@@ -76,6 +77,9 @@ class CpuFusedOps:
             gate_up_TM.data_ptr(), gate_up_TM.stride(0), out_TM.data_ptr(), tokens, width, torch.get_num_threads()
         )
         return out_TM
+
+    def activate(self, x_TM: torch.Tensor, kind: Activation) -> torch.Tensor:
+        return self._twin.activate(x_TM, kind)
 
     def store(self, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv: LayerKV, slots_T: torch.Tensor) -> None:
         kind = (k_TKD.dtype, kv.keys.dtype)

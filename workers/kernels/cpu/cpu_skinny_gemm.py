@@ -29,11 +29,11 @@ DESCRIPTOR_BYTES = 772
 
 
 class CpuSkinnyGemm:
-    """The compiled kernel."""
+    """The compiled kernel. max_rows: what it is to multiply; more than MAX_ROWS go in pieces, each of which reads the
+    weight."""
 
-    max_rows = MAX_ROWS
-
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, max_rows: int = MAX_ROWS) -> None:
+        self.max_rows = max_rows
         assert ctypes.c_int.in_dll(library, "skinny_gemm_max_rows").value == MAX_ROWS
         self._multiply = Kernel(
             library, "skinny_gemm", POINTER, POINTER, NUMBER, POINTER, POINTER, NUMBER, NUMBER, NUMBER, COUNT
@@ -60,26 +60,30 @@ class _Product:
         self._inputs, self._outputs = packed.shape[1], outputs
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
-        assert x_TI.dtype is torch.bfloat16 and x_TI.shape[1] == self._inputs and x_TI.shape[0] <= MAX_ROWS
+        assert x_TI.dtype is torch.bfloat16 and x_TI.shape[1] == self._inputs
         if x_TI.stride(1) != 1:
             x_TI = x_TI.contiguous()
-        y_TO = torch.empty(x_TI.shape[0], self._outputs, dtype=torch.bfloat16)
-        self._multiply(
-            self._weight, x_TI.data_ptr(), x_TI.stride(0), self._bias, y_TO.data_ptr(), x_TI.shape[0], self._inputs,
-            self._outputs, torch.get_num_threads(),
-        )  # fmt: skip
+        rows, stride = x_TI.shape[0], x_TI.stride(0)
+        y_TO = torch.empty(rows, self._outputs, dtype=torch.bfloat16)
+        x, y, size = x_TI.data_ptr(), y_TO.data_ptr(), y_TO.element_size()
+        for first in range(0, rows, MAX_ROWS):
+            self._multiply(
+                self._weight, x + first * stride * size, stride, self._bias, y + first * self._outputs * size,
+                min(MAX_ROWS, rows - first), self._inputs, self._outputs, torch.get_num_threads(),
+            )  # fmt: skip
         return y_TO
 
 
 @cache
-def skinny_gemm(dtype: torch.dtype) -> CpuSkinnyGemm | None:
-    """Returns the kernel; None where this dtype, CPU or torch build does not support it."""
+def skinny_gemm(dtype: torch.dtype, max_rows: int = MAX_ROWS) -> CpuSkinnyGemm | None:
+    """Returns the kernel; None where this dtype, CPU or torch build does not support it. max_rows: as in
+    CpuSkinnyGemm."""
     if dtype is not torch.bfloat16 or not can_pack(dtype):
         return None
     library = cpu_library(dtype)
     if library is None or not hasattr(library, "skinny_gemm") or not _layout_is_known():
         return None
-    return CpuSkinnyGemm(library)
+    return CpuSkinnyGemm(library, max_rows)
 
 
 def describe(packed: torch.Tensor) -> bytes:

@@ -1,0 +1,89 @@
+"""Kernels of --batch-invariant: right, and to the last bit the same for a row alone and among any others."""
+
+from shutil import which
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tandem.parallel.context import ParallelContext
+from tandem.parallel.linear_methods import LinearMethod
+from tandem.parallel.params import Param, Source
+from tandem.workers.kernels.cpu.cpu_build import cpu_invariant_library, cpu_library
+from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
+from tandem.workers.kernels.invariant.row_activations import RowFusedOps
+from tandem.workers.kernels.invariant.row_gemm import RowMethod, SkinnyMethod, row_methods
+from tandem.workers.models.spec.arch import Activation
+
+pytestmark = pytest.mark.skipif(which("gcc") is None and which("cc") is None, reason="needs a C compiler")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+ROWS = 131
+RUNS = [(0, 1), (5, 6), (2, 9), (0, 13), (1, 61), (0, 64), (3, 68), (0, 130)]
+"""First row and last + 1 of those that are multiplied without the others."""
+
+
+def library(dtype: torch.dtype) -> Any:
+    found = cpu_invariant_library(dtype)
+    assert found is not None
+    return found
+
+
+def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def method_of(outputs: int, inputs: int, dtype: torch.dtype) -> LinearMethod:
+    weight = Param(name="w.weight", shape=(outputs, inputs), role="w", source=Source(("w.weight",)))
+    return row_methods(library(dtype), skinny_gemm(dtype, max_rows=10**9))([weight], ParallelContext.single())
+
+
+@DTYPES
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (203, 64), (33, 80), (100, 1000), (1, 7)])
+def test_a_row_is_the_same_alone_and_among_others(dtype: torch.dtype, outputs: int, inputs: int) -> None:
+    method = method_of(outputs, inputs, dtype)
+    is_skinny = skinny_gemm(dtype) is not None and inputs % 32 == 0
+    assert isinstance(method, SkinnyMethod if is_skinny else RowMethod)
+    weight, bias = draw(outputs, inputs, dtype=dtype), draw(outputs, dtype=dtype, seed=1)
+    x = draw(ROWS, 2 * inputs, dtype=dtype, seed=2)[:, :inputs]
+    for given in (None, bias):
+        method.take(weight, given)
+        y = method.apply(x)
+        expected = x.double() @ weight.double().T + (0 if given is None else given.double())
+        eps = torch.finfo(dtype).eps if dtype is torch.bfloat16 else 1e-6
+        torch.testing.assert_close(y.double(), expected, rtol=eps, atol=2e-6 * inputs**0.5)
+        for first, last in RUNS:
+            assert torch.equal(method.apply(x[first:last]), y[first:last]), (first, last)
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", list(Activation))
+def test_an_activation_is_the_same_alone_and_among_others(dtype: torch.dtype, kind: Activation) -> None:
+    usual = cpu_library(dtype)
+    assert usual is not None
+    ops = RowFusedOps(usual, library(dtype))
+    for width in (64, 72, 1000):
+        given = 4 * draw(ROWS, 2 * width, dtype=dtype)
+        for x in (given, given[:, :width], given[:, width:]):
+            y = ops.activate(x.clone() if kind is Activation.RELU else x, kind)
+            function = {Activation.SILU: F.silu, Activation.RELU: F.relu}.get(kind)
+            approximate = "tanh" if kind is Activation.GELU_TANH else "none"
+            expected = F.gelu(x.double(), approximate=approximate) if function is None else function(x.double())
+            torch.testing.assert_close(
+                y.double(), expected, rtol=max(torch.finfo(dtype).eps / 2, 1e-6), atol=5e-7, msg=str(kind)
+            )
+            for first, last in RUNS:
+                assert torch.equal(ops.activate(x[first:last].clone(), kind), y[first:last]), (width, first, last)
+
+
+@DTYPES
+def test_infinities_and_nans_stay_in_their_rows(dtype: torch.dtype) -> None:
+    method = method_of(70, 64, dtype)
+    method.take(draw(70, 64, dtype=dtype), None)
+    x = draw(9, 64, dtype=dtype, seed=3)
+    clean = method.apply(x)
+    x[4, 3], x[7, 0] = float("nan"), float("inf")
+    y = method.apply(x)
+    assert y[4].isnan().all() and not y[7].isfinite().any()
+    others = [0, 1, 2, 3, 5, 6, 8]
+    assert torch.equal(y[others], clean[others])

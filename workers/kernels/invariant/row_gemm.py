@@ -1,0 +1,89 @@
+"""Products whose rows do not depend on each other, for any number of rows, inputs and outputs: of --batch-invariant.
+
+    y[t, o] = b[o] + sum_i x[t, i] W[o, i],  summed in float32, in runs of 128 inputs, in order
+
+oneDNN splits a sum otherwise for other numbers of rows. bf16 and float32. Where the skinny GEMM multiplies a weight
+(kernels/cpu/cpu_skinny_gemm.py) it does so here too, for all rows, 64 at a time, since its rows are independent. A
+reduction that is the same for all batch sizes is the idea of Thinking Machines' "Defeating Nondeterminism in LLM
+Inference" (2025). T rows, I inputs, O outputs.
+
+The layout: blocks of 64 outputs, [O / 64][I][64], padded with zeros.
+"""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from tandem.configs.errors import SettingsError
+from tandem.parallel.context import ParallelContext
+from tandem.parallel.linear_methods import Arrive, LinearMethod, MakeMethod, PackedMethod, Place, as_given
+from tandem.parallel.params import Param
+from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, Kernel
+from tandem.workers.kernels.cpu.cpu_skinny_gemm import DEPTH, CpuSkinnyGemm
+
+BLOCK = 64
+
+
+class RowMethod(LinearMethod):
+    """A weight in the kernel's layout."""
+
+    is_copy = True
+
+    def __init__(self, kernel: Kernel, place: Place = as_given) -> None:
+        self._kernel = kernel
+        self._place = place
+        self._packed: torch.Tensor | None = None
+        self._bias_O: torch.Tensor | None = None
+        self._arrive: Arrive | None = None
+        self._shape = (0, 0)
+        self.nbytes = 0
+
+    def take(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
+        outputs, inputs = self._shape = weight_OI.shape[0], weight_OI.shape[1]
+        self.nbytes = weight_OI.nbytes
+        packed = weight_OI.new_zeros(-(-outputs // BLOCK), inputs, BLOCK)
+        for block, rows_OI in zip(packed, weight_OI.split(BLOCK), strict=True):
+            block[:, : len(rows_OI)] = rows_OI.T
+        self._packed, self._arrive = self._place(packed)
+        self._bias_O = bias_O
+
+    def apply(self, x_TI: torch.Tensor) -> torch.Tensor:
+        assert self._packed is not None, "not loaded"
+        if self._arrive is not None:
+            self._arrive()
+        packed, bias_O, (outputs, inputs) = self._packed, self._bias_O, self._shape
+        x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
+        assert x_TI.shape[1] == inputs and x_TI.dtype is packed.dtype
+        assert bias_O is None or (bias_O.is_contiguous() and bias_O.dtype is packed.dtype)
+        y_TO = torch.empty(x_TI.shape[0], outputs, dtype=packed.dtype)
+        self._kernel(
+            packed.data_ptr(), x_TI.data_ptr(), x_TI.stride(0), None if bias_O is None else bias_O.data_ptr(),
+            y_TO.data_ptr(), x_TI.shape[0], inputs, outputs, torch.get_num_threads(),
+        )  # fmt: skip
+        return y_TO
+
+
+class SkinnyMethod(PackedMethod):
+    """A weight in oneDNN's layout, multiplied by the skinny GEMM alone."""
+
+    def take(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
+        super().take(weight_OI, bias_O)
+        if self._skinny is None:
+            raise SettingsError(
+                f"oneDNN lays a matrix of {tuple(weight_OI.shape)} out as the skinny GEMM cannot read it",
+                "--batch-invariant",
+            )
+
+
+def row_methods(library: ctypes.CDLL, skinny: CpuSkinnyGemm | None) -> MakeMethod:
+    """Returns the MakeMethod of dense weights. library: of cpu_invariant_library(). skinny: multiplies any number of
+    rows; None where it has no such kernel."""
+    kernel = Kernel(library, "row_gemm", POINTER, POINTER, NUMBER, POINTER, POINTER, NUMBER, NUMBER, NUMBER, COUNT)
+
+    def make(weights: Sequence[Param], context: ParallelContext, /, place: Place = as_given) -> LinearMethod:
+        if skinny is not None and weights[0].span(1, context.mesh).length % DEPTH == 0:
+            return SkinnyMethod(place, skinny)
+        return RowMethod(kernel, place)
+
+    return make

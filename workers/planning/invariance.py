@@ -1,0 +1,62 @@
+"""What --batch-invariant refuses: models and settings whose rows would depend on each other. Torch-free.
+
+Called by the launcher before anything starts, by `tandem plan` and by the ranks; kernels that a machine lacks are found
+by the platform (workers/platforms/cpu_invariant.py).
+"""
+
+from collections.abc import Iterator
+
+from tandem.configs.errors import SettingsError
+from tandem.configs.schema import EngineSettings
+from tandem.workers.models.spec.arch import ArchSpec, Gqa, Moe, RopeKind
+from tandem.workers.planning.resolve import resolve_dtype
+
+FLAG = "--batch-invariant"
+LANES = 16
+"""Elements that a compiled kernel takes at a time."""
+MOST_HEAD_DIM = 256
+"""MAX_HEAD_DIM of kernels/cpu/cpu_decode_attention.py, which loads torch."""
+
+
+def check_batch_invariant(settings: EngineSettings, spec: ArchSpec, device: str) -> None:
+    """Checks that --batch-invariant, if it is given, can be kept with this model on a device. SettingsError names the
+    first thing that it cannot be kept with."""
+    if settings.model.batch_invariant:
+        for reason in _obstacles(settings, spec, device):
+            raise SettingsError(f"it is not to be had with {reason}", FLAG)
+
+
+def _obstacles(settings: EngineSettings, spec: ArchSpec, device: str) -> Iterator[str]:
+    if device != "cpu":
+        yield f"--device {device}: it is for ranks on CPU"
+        return
+    dtype = resolve_dtype(settings, spec, device)
+    if dtype == "float16":
+        yield "--dtype float16; bfloat16 and float32 have the kernels"
+    yield from _of_model(spec)
+    if settings.lora.enable_lora:
+        yield from _of_adapters(settings, spec)
+
+
+def _of_model(spec: ArchSpec) -> Iterator[str]:
+    for layer in spec.layers:
+        attention = layer.attention
+        if not isinstance(attention, Gqa):
+            yield "latent attention"
+        elif attention.head_dim > MOST_HEAD_DIM:
+            yield f"attention heads of {attention.head_dim} elements; the kernel takes {MOST_HEAD_DIM}"
+        if isinstance(layer.mlp, Moe) and spec.hidden_size % LANES:
+            yield f"experts in a model {spec.hidden_size} wide, which is no multiple of {LANES}"
+    if any(rope.kind is RopeKind.DYNAMIC for rope in spec.ropes):
+        yield "rope_scaling of type dynamic"
+
+
+def _of_adapters(settings: EngineSettings, spec: ArchSpec) -> Iterator[str]:
+    """Adapters go through the compiled kernel, which takes whole vectors; torch would take the rest."""
+    rank, tp_size = settings.lora.max_lora_rank, settings.parallel.tensor_parallel_size
+    if rank % LANES:
+        yield f"adapters of --max-lora-rank {rank}, which is no multiple of {LANES}"
+    widths = [spec.hidden_size, *(layer.mlp.width for layer in spec.layers if not isinstance(layer.mlp, Moe))]
+    for width in widths:
+        if width % (LANES * tp_size):
+            yield f"adapters on layers {width} wide, which {tp_size} rank(s) do not divide into multiples of {LANES}"
