@@ -42,7 +42,8 @@ TABLE = Path(__file__).with_name("mutants.toml")
 RESULTS = ROOT / "out" / "mutate"
 ENOUGH = 0.95
 PATIENCE, LEAST_PATIENCE_S = 4.0, 20.0
-"""A test fails that takes longer than all take without a mutant, and a child is ended after so many times that."""
+"""A test fails, or a child is ended, that takes so many times what the slowest test, or all tests, take without a
+mutant."""
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 CAUGHT, ENDED, SURVIVED = "caught", "ended", "SURVIVED"
 """A test failed; the tests took far too long, or crashed; nothing happened."""
@@ -61,6 +62,7 @@ class Module:
     equivalent: dict[Identity, str] = field(default_factory=dict)
     known: dict[Key, str] = field(default_factory=dict)
     seconds: float = 0.0
+    slowest_s: float = 0.0
     lines: dict[str, list[int]] = field(default_factory=dict)
     """By test, the lines that it runs."""
 
@@ -166,6 +168,7 @@ class Observer:
         self._path, self._notes = str(path), notes
         self._lines: dict[str, set[int]] = {}
         self._now: set[int] = set()
+        self._slowest_s = 0.0
         threading.settrace(self._trace)
         sys.settrace(self._trace)
 
@@ -178,11 +181,14 @@ class Observer:
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._now = self._lines[nodeid] = set()
 
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._slowest_s = max(self._slowest_s, report.duration)
+
     def pytest_sessionfinish(self) -> None:
         loaded = list(sys.modules.items())
         libraries = [name for name, m in loaded if (getattr(m, "__file__", None) or "").startswith(LIBRARIES)]
         lines = {name: sorted(numbers) for name, numbers in self._lines.items()}
-        self._notes.write_text(json.dumps({"libraries": libraries, "lines": lines}))
+        self._notes.write_text(json.dumps({"libraries": libraries, "lines": lines, "slowest_s": self._slowest_s}))
 
 
 class Order:
@@ -206,7 +212,7 @@ def _pytest(module: Module, mutant: Mutant | None, notes: Path) -> int:
     )  # fmt: skip
     settings.register_profile("mutate", quick)
     arguments = ["-x", "-q", "--no-header", "--durations=0", "--hypothesis-profile=mutate", "-W", "ignore"]
-    arguments.append(f"--timeout={max(LEAST_PATIENCE_S, module.seconds) if module.seconds else 600}")
+    arguments.append(f"--timeout={max(LEAST_PATIENCE_S, PATIENCE * module.slowest_s) if mutant else 600}")
     if module.without:
         arguments += ["-k", f"not ({module.without})"]
     plugin = Observer(module.path, notes) if mutant is None else Order(module, mutant.number)
@@ -241,7 +247,7 @@ class Run:
                     print(f"mutate: {module.name}: its tests fail without any mutant")
                     raise SystemExit(2)
             notes = json.loads(child.notes.read_text())
-            module.lines = notes["lines"]
+            module.lines, module.slowest_s = notes["lines"], notes["slowest_s"]
             for name in notes["libraries"]:  # once here instead of in each child
                 with suppress(Exception):  # one that loads only after others
                     importlib.import_module(name)

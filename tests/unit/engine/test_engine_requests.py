@@ -203,6 +203,15 @@ def test_an_abort_at_any_moment_releases_everything(mode, steps):
     assert_as_expected(h, request("b", 7, 9))
 
 
+def test_an_abort_of_what_was_complete_when_resumed_comes_too_late():
+    h = harness()
+    h.add(request("a", 3, 2, resume=[[5, 6]]))
+    h.engine.abort(Abort(request_id="a", attempt=0))
+    assert not h.sink.ends
+    h.run()
+    assert h.sink.reasons["a", 0] == "length" and h.sink.ends["a"].finish_reasons == ["length"]
+
+
 def test_an_abort_of_another_attempt_is_ignored():
     h = harness()
     h.add(request("a", 3, 4, attempt=2))
