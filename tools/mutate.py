@@ -20,22 +20,19 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
-import threading
 import time
 import tomllib
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 
 from tools.mutants import Identity, Key, Mutant, mutants_of
+from tools.reached_lines import Observer, ReachingFirst
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = Path(__file__).with_name("mutants.toml")
@@ -44,7 +41,6 @@ ENOUGH = 0.95
 PATIENCE, LEAST_PATIENCE_S = 4.0, 20.0
 """A test fails, or a child is ended, that takes so many times what the slowest test, or all tests, take without a
 mutant."""
-LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 CAUGHT, ENDED, SURVIVED = "caught", "ended", "SURVIVED"
 """A test failed; the tests took far too long, or crashed; nothing happened."""
 
@@ -161,47 +157,6 @@ class Child:
         return os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else -1
 
 
-class Observer:
-    """Notes which tests run which lines of a module, and which libraries they load. A plugin of pytest."""
-
-    def __init__(self, path: Path, notes: Path) -> None:
-        self._path, self._notes = str(path), notes
-        self._lines: dict[str, set[int]] = {}
-        self._now: set[int] = set()
-        self._slowest_s = 0.0
-        threading.settrace(self._trace)
-        sys.settrace(self._trace)
-
-    def _trace(self, frame: FrameType, event: str, arg: object) -> Callable[[FrameType, str, Any], Any] | None:
-        if not frame.f_code.co_filename.endswith(self._path):
-            return None
-        self._now.add(frame.f_lineno)
-        return self._trace
-
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._now = self._lines[nodeid] = set()
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._slowest_s = max(self._slowest_s, report.duration)
-
-    def pytest_sessionfinish(self) -> None:
-        loaded = list(sys.modules.items())
-        libraries = [name for name, m in loaded if (getattr(m, "__file__", None) or "").startswith(LIBRARIES)]
-        lines = {name: sorted(numbers) for name, numbers in self._lines.items()}
-        self._notes.write_text(json.dumps({"libraries": libraries, "lines": lines, "slowest_s": self._slowest_s}))
-
-
-class Order:
-    """The tests that run a mutant's line come first. A plugin of pytest."""
-
-    def __init__(self, module: Module, line: int) -> None:
-        self._first = {name for name, lines in module.lines.items() if line in lines}
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items.sort(key=lambda item: item.nodeid not in self._first)
-
-
 def _pytest(module: Module, mutant: Mutant | None, notes: Path) -> int:
     from hypothesis import HealthCheck, Phase, settings
 
@@ -215,7 +170,7 @@ def _pytest(module: Module, mutant: Mutant | None, notes: Path) -> int:
     arguments.append(f"--timeout={max(LEAST_PATIENCE_S, PATIENCE * module.slowest_s) if mutant else 600}")
     if module.without:
         arguments += ["-k", f"not ({module.without})"]
-    plugin = Observer(module.path, notes) if mutant is None else Order(module, mutant.number)
+    plugin = Observer(module.path, notes) if mutant is None else ReachingFirst(module.lines, mutant.number)
     status = int(pytest.main([*arguments, *module.tests], [plugin]))
     wanted = os.path.realpath(module.path)
     loaded = {os.path.realpath(file) for m in list(sys.modules.values()) if (file := getattr(m, "__file__", None))}

@@ -81,15 +81,16 @@ def test_a_flush_goes_on_with_no_request() -> None:
     assert len(h.executor.plans) == num_plans
 
 
+def waits(h: Harness) -> list[float]:
+    """How long the next turn waits for the ranks, if it does."""
+    waited: list[float] = []
+    with taking(h, h.executor, "poll", 0.0, waited):
+        h.engine.turn(0.5)
+    return waited[:1]
+
+
 def test_what_moves_decides_how_long_a_turn_waits_for_the_ranks() -> None:
     """Of adapters alone little: their sources are slow, and requests come. Of KV, or a step: as long as is said."""
-
-    def waits(h: Harness) -> list[float]:
-        waited: list[float] = []
-        with taking(h, h.executor, "poll", 0.0, waited):
-            h.engine.turn(0.5)
-        return waited[:1]
-
     h = harness(adapters=AdapterPlan(delay=lambda move, rank: None), patience=100)
     h.engine.set_pinned_adapters([AdapterRef(name="a", digest="a", source="a")])
     assert waits(h) == [ADAPTER_WAIT_S]
@@ -97,6 +98,24 @@ def test_what_moves_decides_how_long_a_turn_waits_for_the_ranks() -> None:
     assert waits(h) == [0.5]
     assert waits(storing()) == [0.5]
     assert waits(harness()) == [], "there is nothing to wait for"
+
+
+def test_a_plan_and_its_result_are_progress_and_the_wait_between_them_is_none() -> None:
+    h = harness(stalls=2)
+    h.add(request("a", 3, 1))
+    assert [h.step() for _ in range(4)] == [True, False, True, False]
+    assert h.sink.ends["a"].positions == [1]
+
+
+def test_what_ends_without_a_step_is_progress_and_the_turn_does_not_wait() -> None:
+    h = harness(adapters=AdapterPlan(delay=lambda move, rank: None), patience=100)
+    h.add(request("a", 3, 4, adapter="a", deadline_s=1.0))
+    assert not any(h.step() for _ in range(3)) and h.engine.is_copying
+    h.clock.now_s += 2.0
+    waited: list[float] = []
+    with taking(h, h.executor, "poll", 0.0, waited):
+        assert h.engine.turn(0.5)
+    assert not waited and h.sink.ends["a"].refused is not None
 
 
 def test_an_engine_without_work_says_when_it_must_be_turned() -> None:
