@@ -129,11 +129,12 @@ def test_an_engine_without_work_says_when_it_must_be_turned() -> None:
     assert h.engine.idle_s == pytest.approx(0.0)
 
 
-def test_the_first_guess_of_a_loads_time_is_of_one_ranks_part() -> None:
-    """24 tokens take 24 ms to compute again; six blocks 13 ms to load if each rank loads its half of them."""
+@pytest.mark.parametrize(("block_bytes", "loaded"), [(8_000_000, 6), (32_000_000, 0)])
+def test_the_first_guess_of_a_loads_time_is_of_one_ranks_part(block_bytes: int, loaded: int) -> None:
+    """24 tokens take 24 ms to compute again; six blocks 13 ms to load if each rank loads its half of them, or 49 ms."""
     h = harness(
         num_blocks=12,
-        tiers=TierPlan(host_slots=64, num_ranks=2, block_bytes=8_000_000),
+        tiers=TierPlan(host_slots=64, num_ranks=2, block_bytes=block_bytes),
         device_s=lambda plan: 0.001 * sum(work.num_tokens for work in plan.work),
         patience=100,
     )
@@ -142,4 +143,22 @@ def test_the_first_guess_of_a_loads_time_is_of_one_ranks_part() -> None:
         h.run()
     h.add(request("again", [*request("first", 24).prompt_token_ids, 5], 2))
     h.run()
-    assert h.tiers.kinds()["load"] == 6
+    assert h.tiers.kinds()["load"] == loaded
+
+
+def test_drafts_count_among_the_tokens_of_a_step() -> None:
+    h = harness(drafts=3)
+    drafting, limiter = h.engine._drafting, h.engine._chunk_limiter
+    assert drafting is not None
+    with (
+        mock.patch.object(drafting, "observe_step", wraps=drafting.observe_step) as of_drafting,
+        mock.patch.object(limiter, "observe", wraps=limiter.observe) as of_limiter,
+    ):
+        h.add(request("a", 5, 30))
+        h.run()
+    num_drafts = h.executor.num_accepted + h.executor.num_rejected
+    num_tokens = sum(work.num_tokens for plan in h.executor.plans for work in plan.work) + num_drafts
+    assert num_drafts
+    assert sum(call.args[0] for call in of_drafting.call_args_list) == num_tokens
+    assert sum(call.args[0] for call in of_limiter.call_args_list) == 5 + num_drafts
+    assert h.engine.stats().iteration_tokens.total == num_tokens
