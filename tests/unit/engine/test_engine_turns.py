@@ -49,7 +49,7 @@ def test_seconds_are_counted_where_they_were_spent() -> None:
     stats = h.engine.stats()
     assert (stats.steps, stats.device_s) == (2, 0.5)
     assert (stats.schedule_s, stats.wait_s) == (2 * (1.0 + 4.0), 2 * 16.0)
-    assert stats.queue_time_s.total == 64.0
+    assert stats.queue_time_s.total == stats.tenants["default"].queue_s == 64.0
     assert stats.e2e_latency_s.total == 2 * (64.0 + 1.0 + 16.0 + 4.0)
 
 
@@ -105,6 +105,17 @@ def test_a_plan_and_its_result_are_progress_and_the_wait_between_them_is_none() 
     h.add(request("a", 3, 1))
     assert [h.step() for _ in range(4)] == [True, False, True, False]
     assert h.sink.ends["a"].positions == [1]
+
+
+def test_each_ranks_answer_is_progress_though_nobody_waits_for_it() -> None:
+    h = harness(tiers=TierPlan(host_slots=64, delay=lambda transfer, rank: 3), patience=100)
+    h.add(request("a", 9, 1))
+    assert [h.step() for _ in range(6)] == [True, False, False, False, True, False]
+    assert not h.engine.is_copying
+    h = harness(adapters=AdapterPlan(delay=lambda move, rank: 2), patience=100)
+    h.engine.set_pinned_adapters([AdapterRef(name="a", digest="a", source="a")])
+    assert [h.step() for _ in range(7)] == [False, False, True, False, False, True, False], "fetched, and placed"
+    assert not h.engine.is_copying
 
 
 def test_what_ends_without_a_step_is_progress_and_the_turn_does_not_wait() -> None:
