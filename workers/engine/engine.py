@@ -366,10 +366,8 @@ class Engine:
         if not arrived or transfers.is_open(self._in_flight_steps[0].awaits):
             is_soon = self._in_flight_steps or self._is_copying_kv
             self._poll(timeout_s if is_soon else min(timeout_s, ADAPTER_WAIT_S))
-            if arrived and self._in_flight_steps[0].awaits:
-                self._take_transfers()
-                if transfers.is_open(self._in_flight_steps[0].awaits):
-                    return None
+            if arrived and transfers.is_open(self._in_flight_steps[0].awaits):
+                return None  # the answers that came before it are taken first
         return arrived.popleft() if arrived else None
 
     def _poll(self, timeout_s: float) -> None:
