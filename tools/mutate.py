@@ -1,10 +1,10 @@
 """Do the tests notice? `make mutate ARGS="MODULE ..."`: small defects, one at a time, and the tests of their module.
 
 mutmut's operators make them (mutants.py). Its runner needs a package of its own copying and naming; here each mutant is
-written into a copy of the tree (links kept), and a forked child, which has torch and pytest loaded already, runs the
-module's tests there: the checkout is never touched, processes that tests start see the mutant too, and it costs little
-more than the tests. mutants.toml names each module's file and tests, and the mutants that no test can notice, with the
-reason; those are not run (--doubt runs them).
+written into a copy of the tree (links kept), and a forked child, which has all libraries loaded already, runs the
+module's tests there, those that reach the changed line first, up to the first failure: the checkout is never touched,
+processes that tests start see the mutant too, and it costs little more than these tests. mutants.toml names each
+module's file and tests, and the mutants that no test can notice, with the reason; they are not run (--doubt runs them).
 
 Results lie under out/mutate and are taken up again as long as module and tests are the same. Status 1: fewer than
 95 % of the mutants were caught. 2: the tests fail without any.
@@ -29,15 +29,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import NoReturn
 
+import pytest
+
 from tools.mutants import Identity, Key, Mutant, mutants_of
+from tools.reached_lines import Observer, ReachingFirst
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = Path(__file__).with_name("mutants.toml")
 RESULTS = ROOT / "out" / "mutate"
 ENOUGH = 0.95
 PATIENCE, LEAST_PATIENCE_S = 4.0, 20.0
-"""A test fails that takes longer than all take without a mutant, and a child is ended after so many times that."""
-LOADED_BEFOREHAND = ("pytest", "pytest_asyncio.plugin", "pytest_timeout", "hypothesis.stateful", "numpy", "msgspec")
+"""A test fails, or a child is ended, that takes so many times what the slowest test, or all tests, take without a
+mutant."""
 CAUGHT, ENDED, SURVIVED = "caught", "ended", "SURVIVED"
 """A test failed; the tests took far too long, or crashed; nothing happened."""
 
@@ -51,11 +54,13 @@ class Module:
     text: str
     tests: list[str]
     without: str
-    loads: list[str]
     mutants: list[Mutant] = field(default_factory=list)
     equivalent: dict[Identity, str] = field(default_factory=dict)
     known: dict[Key, str] = field(default_factory=dict)
     seconds: float = 0.0
+    slowest_s: float = 0.0
+    lines: dict[str, list[int]] = field(default_factory=dict)
+    """By test, the lines that it runs."""
 
     @cached_property
     def stamp(self) -> str:
@@ -108,6 +113,11 @@ class Child:
     pid: int = 0
     log: Path = Path()
 
+    @property
+    def notes(self) -> Path:
+        """What a run without a mutant has found out."""
+        return self.copy.folder.with_suffix(".json")
+
     def start(self) -> "Child":
         self.copy.hold(self.module, self.module.text if self.mutant is None else self.mutant.text)
         self.log = self.copy.folder.with_suffix(".log")
@@ -128,7 +138,7 @@ class Child:
                 os.dup2(descriptor, standard)
             sys.path[0] = os.environ["PYTHONPATH"] = str(self.copy.folder)
             sys.dont_write_bytecode = self.mutant is not None
-            status = _pytest(self.module)
+            status = _pytest(self.module, self.mutant, self.notes)
         finally:
             sys.stdout.flush()
             os._exit(status)
@@ -147,8 +157,7 @@ class Child:
         return os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else -1
 
 
-def _pytest(module: Module) -> int:
-    import pytest
+def _pytest(module: Module, mutant: Mutant | None, notes: Path) -> int:
     from hypothesis import HealthCheck, Phase, settings
 
     # the usual examples; a failing one is enough, the smallest is not needed
@@ -158,12 +167,13 @@ def _pytest(module: Module) -> int:
     )  # fmt: skip
     settings.register_profile("mutate", quick)
     arguments = ["-x", "-q", "--no-header", "--durations=0", "--hypothesis-profile=mutate", "-W", "ignore"]
-    arguments.append(f"--timeout={max(LEAST_PATIENCE_S, module.seconds) if module.seconds else 600}")
+    arguments.append(f"--timeout={max(LEAST_PATIENCE_S, PATIENCE * module.slowest_s) if mutant else 600}")
     if module.without:
         arguments += ["-k", f"not ({module.without})"]
-    status = int(pytest.main([*arguments, *module.tests]))
+    plugin = Observer(module.path, notes) if mutant is None else ReachingFirst(module.lines, mutant.number)
+    status = int(pytest.main([*arguments, *module.tests], [plugin]))
     wanted = os.path.realpath(module.path)
-    loaded = {os.path.realpath(m.__file__) for m in list(sys.modules.values()) if getattr(m, "__file__", None)}
+    loaded = {os.path.realpath(file) for m in list(sys.modules.values()) if (file := getattr(m, "__file__", None))}
     if status == 0 and wanted not in loaded:
         print(f"these tests never load {module.path}")
         return 3
@@ -180,7 +190,7 @@ class Run:
         self.running: list[Child] = []
 
     def check_tests(self) -> None:
-        """Without a mutant all tests pass; that also says how long they take."""
+        """Without a mutant all tests pass; that also says how long they take, and what Observer notes."""
         for module in self.modules.values():
             for copy in self.copies:  # in each, so that all is compiled in each
                 child = Child(copy, module, None).start()
@@ -191,6 +201,11 @@ class Run:
                     print(child.log.read_text())
                     print(f"mutate: {module.name}: its tests fail without any mutant")
                     raise SystemExit(2)
+            notes = json.loads(child.notes.read_text())
+            module.lines, module.slowest_s = notes["lines"], notes["slowest_s"]
+            for name in notes["libraries"]:  # once here instead of in each child
+                with suppress(Exception):  # one that loads only after others
+                    importlib.import_module(name)
             print(
                 f"mutate: {module.name}: {len(module.mutants)} mutants, tests take {module.seconds:.1f} s", flush=True
             )
@@ -245,7 +260,7 @@ def read_table(names: list[str]) -> list[Module]:
             continue
         path = Path(row["path"])
         text = (ROOT / path).read_text()
-        module = Module(name, path, text, row["tests"], row.get("without", ""), row.get("loads", []))
+        module = Module(name, path, text, row["tests"], row.get("without", ""))
         module.mutants = mutants_of(name, text)
         there = {mutant.identity for mutant in module.mutants}
         for entry in table.get("equivalent", []):
@@ -326,8 +341,6 @@ def main() -> int:
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("mutate: ended; what was found is kept"))
     names = {mutant.module for mutant in wanted}
-    for name in sorted({*LOADED_BEFOREHAND, *(name for m in modules if m.name in names for name in m.loads)}):
-        importlib.import_module(name)
     os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="passive")
     with tempfile.TemporaryDirectory(prefix="tandem-mutate-") as folder:
         run = Run([module for module in modules if module.name in names], options.jobs if names else 0, Path(folder))

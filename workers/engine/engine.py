@@ -126,7 +126,7 @@ class Engine:
             grammars=self._grammars,
         )
         self._collector = Collector()
-        self._forget_at_s = clock() + TENANT_IDLE_S
+        self._forget_at_s = 0.0
         eos = frozenset(facts.eos_token_ids)
         self._arrivals = Arrivals(self._manager, eos, self.max_len)
         self._results = ResultApplier(self._scheduler, self._manager, self._collector, eos, self._drafting)
@@ -208,10 +208,10 @@ class Engine:
         return math.inf if self._adapters is None else max(0.0, self._adapters.look_again_s - self._clock())
 
     def flush_transfers(self, timeout_s: float) -> None:
-        """Waits at most timeout_s for transfers of KV to end, so that lower tiers keep their blocks. Called without
-        work, before close()."""
+        """Waits at most timeout_s for transfers of KV to end, so that lower tiers keep their blocks. Called before
+        close(); with unfinished requests it does nothing, as turns would go on with them."""
         deadline_s = self._clock() + timeout_s
-        while self._is_copying_kv and self._clock() < deadline_s and not self._in_flight_steps:
+        while self._is_copying_kv and self._clock() < deadline_s and not self.has_work():
             self.turn(FLUSH_POLL_S)
 
     # ---- tenants and adapters, from the rest of the cluster ----
@@ -367,10 +367,8 @@ class Engine:
         if not arrived or transfers.is_open(self._in_flight_steps[0].awaits):
             is_soon = self._in_flight_steps or self._is_copying_kv
             self._poll(timeout_s if is_soon else min(timeout_s, ADAPTER_WAIT_S))
-            if arrived and self._in_flight_steps[0].awaits:
-                self._take_transfers()
-                if transfers.is_open(self._in_flight_steps[0].awaits):
-                    return None
+            if arrived and transfers.is_open(self._in_flight_steps[0].awaits):
+                return None  # the answers that came before it are taken first
         return arrived.popleft() if arrived else None
 
     def _poll(self, timeout_s: float) -> None:

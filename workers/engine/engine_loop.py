@@ -62,8 +62,7 @@ class EngineLoop:
 
     def flush(self, timeout_s: float) -> None:
         """After run(): waits at most timeout_s for KV on its way to lower tiers, unless requests are unfinished."""
-        if not self._engine.has_work():
-            self._engine.flush_transfers(timeout_s)
+        self._engine.flush_transfers(timeout_s)
 
     # ---- from any thread ----
 

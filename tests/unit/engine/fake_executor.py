@@ -144,7 +144,7 @@ class FakeExecutor:
             dtype="float32",
             threads=1,
             weight_bytes=0,
-            block_bytes=0,
+            block_bytes=0 if self.tiers is None else self.tiers.plan.block_bytes,
             load_s=0.0,
             num_ranks=self.num_ranks,
             store=None if self.tiers is None else self.tiers.store,

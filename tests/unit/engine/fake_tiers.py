@@ -39,6 +39,7 @@ def at_once(transfer: CopyKV, rank: int) -> int | None:
 class TierPlan:
     """What stands below the fake device. fails: whether a place goes wrong on a rank. delay: how often a rank is looked
     at before it carries a ticket out (None: it never answers). disk_ends_after: spills that the disk has room for.
+    block_bytes: what the engine is told of a block on all ranks together.
     """
 
     host_slots: int = 8
@@ -48,6 +49,7 @@ class TierPlan:
     fails: Callable[[CopyKV, int, int], bool] = no_failure
     delay: Callable[[CopyKV, int], int | None] = at_once
     disk_ends_after: int | None = None
+    block_bytes: int = 0
 
 
 class FakeTiers:

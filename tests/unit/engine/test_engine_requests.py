@@ -203,6 +203,15 @@ def test_an_abort_at_any_moment_releases_everything(mode, steps):
     assert_as_expected(h, request("b", 7, 9))
 
 
+def test_an_abort_of_what_was_complete_when_resumed_comes_too_late():
+    h = harness()
+    h.add(request("a", 3, 2, resume=[[5, 6]]))
+    h.engine.abort(Abort(request_id="a", attempt=0))
+    assert not h.sink.ends
+    h.run()
+    assert h.sink.reasons["a", 0] == "length" and h.sink.ends["a"].finish_reasons == ["length"]
+
+
 def test_an_abort_of_another_attempt_is_ignored():
     h = harness()
     h.add(request("a", 3, 4, attempt=2))
@@ -224,6 +233,19 @@ def test_keep_positions_trims_the_bill_and_reads_as_stop(mode):
     assert (ended.positions, ended.finish_reasons, ended.usage.completion_tokens) == ([4], ["stop"], 4)
     h.run()
     assert h.engine.stats().wasted_tokens >= produced - 4
+
+
+def test_no_more_is_billed_than_there_is_and_a_choice_that_keeps_all_keeps_its_reason():
+    h = harness()
+    h.add(request("a", 3, 4, n=2, resume=[[5, 6, 7], []]))
+    while ("a", 0) not in h.sink.reasons:
+        h.step()
+    h.engine.abort(Abort(request_id="a", attempt=0, choice=0, keep_positions=4))
+    h.engine.abort(Abort(request_id="a", attempt=0, choice=1, keep_positions=9))
+    ended = h.sink.ends["a"]
+    assert ended.finish_reasons == ["length", "stop"]
+    assert ended.positions == [4, len(h.sink.tokens.get(("a", 1), []))]
+    assert h.engine.stats().wasted_tokens == 0
 
 
 @pytest.mark.parametrize("mode", ONE_TOKEN_MODES)
@@ -338,6 +360,7 @@ def test_choices_that_were_complete_when_resumed_end_at_once(mode):
     h.run()
     assert h.sink.reasons["a", 0] == "stop" and h.sink.reasons["a", 1] == "length"
     assert h.sink.ends["a"].positions[:2] == [2, 4]
+    assert h.engine.stats().finished["stop"] >= 1 and sum(h.engine.stats().finished.values()) == 3
     h.add(request("b", 3, 2, resume=[[5, 6]]))
     assert h.engine.has_work()
     h.run()

@@ -82,7 +82,8 @@ def test_what_an_earlier_group_has_begun_is_charged_and_counted_once():
 
 def test_a_request_that_had_only_waited_elsewhere_is_counted_where_it_begins():
     h = harness()
-    h.add(request("a", 10, 4, attempt=1))
+    begun = request("begun", 3, 4, resume=[[5]], attempt=1, begun=True)
+    h.add(begun, request("a", 10, 4, attempt=1))  # both get their rows in one step
     h.run()
     assert h.engine.stats().prompt_tokens == 10 and h.engine.stats().time_to_first_token_s.count == 1
 

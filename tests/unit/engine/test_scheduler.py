@@ -156,6 +156,10 @@ def test_the_step_log_holds_every_plan(tmp_path):
     h.run()
     h.engine.close()
     assert StepLog.read(path) == h.executor.plans
+    h.add(request("b", 3, 1))
+    with pytest.raises(ValueError, match="closed file"):
+        h.step()
+    harness().engine.close()  # it has none
 
 
 def test_stats_count_what_happened():

@@ -2,10 +2,13 @@
 
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tools.mutants import mutants_of
+from tools.reached_lines import ReachingFirst
 
 ROOT = Path(__file__).resolve().parents[3]
 TABLE = tomllib.loads((ROOT / "tools" / "mutants.toml").read_text())
@@ -61,6 +64,12 @@ def test_defects_that_look_alike_are_counted_apart() -> None:
     mutants = mutants_of("two", "def f():\n    g()\n    g()\n")
     assert [(m.line, m.mutant, m.nth) for m in mutants] == [("g()", "pass", 0), ("g()", "pass", 1)]
     assert mutants[0].text != mutants[1].text
+
+
+def test_tests_that_reach_a_line_run_first_and_the_others_too() -> None:
+    items: list[Any] = [SimpleNamespace(nodeid=name) for name in "abcde"]
+    ReachingFirst({"b": [3, 7], "c": [3], "d": [7]}, 7).pytest_collection_modifyitems(items)
+    assert [item.nodeid for item in items] == ["b", "d", "a", "c", "e"]
 
 
 @pytest.mark.parametrize("name", TABLE["modules"])
