@@ -4,9 +4,9 @@ Gate and up are merged in one matmul. T tokens, H hidden size, M this rank's sha
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 
 from tandem.parallel.checkpoint import ParameterSlot
 from tandem.parallel.context import ParallelContext
@@ -19,27 +19,14 @@ from tandem.workers.models.spec.parameters import LayerParams
 Middle = Callable[[torch.Tensor], torch.Tensor]
 
 
-def activation(kind: Activation) -> Middle:
+def activation(kind: Activation, ops: FusedOps) -> Middle:
     """Returns an activation, which may overwrite its input."""
-    if kind is Activation.SILU:
-        return lambda x_TM: F.silu(x_TM, inplace=True)
-    if kind is Activation.RELU:
-        return lambda x_TM: F.relu(x_TM, inplace=True)
-    approximate = "tanh" if kind is Activation.GELU_TANH else "none"
-    return lambda x_TM: F.gelu(x_TM, approximate=approximate)
+    return partial(ops.activate, kind=kind, gated=False)
 
 
 def gating(kind: Activation, ops: FusedOps) -> Middle:
     """Returns the function activation(gate) * up of rows [gate | up]."""
-    if kind is Activation.SILU:
-        return ops.silu_mul
-    activate = activation(kind)
-
-    def gate_mul(gate_up_TM: torch.Tensor) -> torch.Tensor:
-        gate_TM, up_TM = gate_up_TM.chunk(2, dim=-1)
-        return activate(gate_TM) * up_TM
-
-    return gate_mul
+    return ops.silu_mul if kind is Activation.SILU else partial(ops.activate, kind=kind, gated=True)
 
 
 class MLP:
@@ -48,7 +35,8 @@ class MLP:
     def __init__(
         self, spec: Gated | Plain, params: LayerParams, context: ParallelContext, ops: FusedOps, make: MakeMethod
     ) -> None:
-        self._middle = gating(spec.activation, ops) if isinstance(spec, Gated) else activation(spec.activation)
+        middle = gating if isinstance(spec, Gated) else activation
+        self._middle = middle(spec.activation, ops)
         self._up = ColumnParallelLinear(*params.merged("up"), context, make)
         self._down = RowParallelLinear(*params.merged("down"), context, make)
 
