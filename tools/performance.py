@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tools import result_files
+from tools.kernel_figures import attention_section
 from tools.result_files import (
     NUMBER,
     ROOT,
@@ -389,6 +390,7 @@ def render() -> str:
         cluster_section(),
         offload_section(),
         decode_section(),
+        attention_section(),
         loading_section(),
         quantization_section(),
         weights_section(),
