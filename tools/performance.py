@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from tools import result_files
 from tools.invariance_figures import invariance_section
+from tools.kernel_figures import attention_section
 from tools.result_files import (
     NUMBER,
     ROOT,
@@ -390,6 +391,7 @@ def render() -> str:
         cluster_section(),
         offload_section(),
         decode_section(),
+        attention_section(),
         loading_section(),
         quantization_section(),
         experts_section(),

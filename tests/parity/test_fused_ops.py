@@ -5,6 +5,7 @@ import torch
 
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
 from tandem.workers.kernels.fused_ops import TorchFusedOps
+from tandem.workers.models.spec.arch import Activation
 from tandem.workers.platforms.cpu import cpu_platform
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -50,7 +51,36 @@ def test_add_rms_norm(ops: CpuFusedOps, dtype: torch.dtype, tokens: int, size: i
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("dim", [24, 32, 64, 128])
+@pytest.mark.parametrize("size", [16, 50, 576])
+@pytest.mark.parametrize(("weighs", "shifts"), [(True, True), (True, False), (False, False)])
+def test_add_layer_norm(
+    ops: CpuFusedOps, dtype: torch.dtype, tokens: int, size: int, weighs: bool, shifts: bool
+) -> None:
+    weight, bias = noise(size, dtype=dtype, seed=2), noise(size, dtype=dtype, seed=3)
+    for x in (noise(tokens, size, dtype=dtype, seed=1), None):
+        residuals = [noise(tokens, size, dtype=dtype) + 3 for _ in range(2)]
+        results = [
+            each.add_layer_norm(x, residual, weight if weighs else None, bias if shifts else None, 1e-5)
+            for each, residual in zip((ops, TorchFusedOps()), residuals, strict=True)
+        ]
+        close(*results)
+        assert torch.equal(*residuals)
+
+
+@pytest.mark.parametrize("dim", [8, 24, 64, 80])
+@pytest.mark.parametrize("together", [None, 3])
+@pytest.mark.parametrize("centered", [True, False])
+def test_norm_heads(ops: CpuFusedOps, dtype: torch.dtype, dim: int, together: int | None, centered: bool) -> None:
+    qkv, weight = noise(5, 7, dim, dtype=dtype), noise(5, dim, dtype=dtype, seed=1)
+    ours, twin = (
+        each.norm_heads(qkv[:, :5], weight, 1e-6, together=together, centered=centered)
+        for each in (ops, TorchFusedOps())
+    )
+    close(ours, twin)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("dim", [8, 24, 32, 64, 80, 128])
 @pytest.mark.parametrize("norms", [True, False])
 @pytest.mark.parametrize("rotates", [True, False])
 def test_norm_rotate(ops: CpuFusedOps, dtype: torch.dtype, tokens: int, dim: int, norms: bool, rotates: bool) -> None:
@@ -67,6 +97,21 @@ def test_norm_rotate(ops: CpuFusedOps, dtype: torch.dtype, tokens: int, dim: int
 def test_silu_mul(ops: CpuFusedOps, dtype: torch.dtype, tokens: int, width: int) -> None:
     gate_up = 8 * noise(tokens, 2 * width, dtype=dtype)
     close(*(each.silu_mul(gate_up.clone()) for each in (ops, TorchFusedOps())))
+
+
+@pytest.mark.parametrize("kind", list(Activation))
+@pytest.mark.parametrize("gated", [True, False])
+def test_activate(ops: CpuFusedOps, dtype: torch.dtype, kind: Activation, gated: bool) -> None:
+    for tokens, width in ((1, 16), (3, 86), (130, 300)):
+        x = 2 * noise(tokens, 2 * width, dtype=dtype)
+        close(*(each.activate(x.clone(), kind, gated=gated) for each in (ops, TorchFusedOps())))
+
+
+@pytest.mark.parametrize("kind", list(Activation))
+def test_extremes_of_activations(ops: CpuFusedOps, dtype: torch.dtype, kind: Activation) -> None:
+    x = torch.tensor([[-200.0, -88.0, -1e30, -9.0, 200.0, 1e30, 0.0, float("nan")]]).to(dtype)
+    ours, twin = (each.activate(x.clone(), kind, gated=False) for each in (ops, TorchFusedOps()))
+    torch.testing.assert_close(ours, twin, rtol=1e-2, atol=1e-6, equal_nan=True)
 
 
 def test_extremes(ops: CpuFusedOps, dtype: torch.dtype) -> None:

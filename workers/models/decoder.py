@@ -33,7 +33,7 @@ from tandem.workers.models.layers.arrangements import make_layer
 from tandem.workers.models.layers.entry import Entry
 from tandem.workers.models.layers.layer_inputs import LayerInputs
 from tandem.workers.models.layers.norms import AddNorm, make_norm
-from tandem.workers.models.layers.positions import RotaryOfLayers
+from tandem.workers.models.layers.positions import RotaryPositions
 from tandem.workers.models.spec.arch import ArchSpec, LayerSpec, RopeSpec
 from tandem.workers.models.spec.families import parameters_of
 from tandem.workers.models.spec.kv_layout import kv_layouts
@@ -93,7 +93,7 @@ class Decoder:
         self._adapters: Adapters | None = None
         self.stream = stream
         ropes = spec.ropes
-        self._rotary = RotaryOfLayers(ropes, spec.rope_dim, platform.device) if ropes else None
+        self._ropes = [RotaryPositions(rope, spec.rope_dim, platform.device) for rope in ropes]
         self._layers = [
             make_layer(
                 spec.layers[layer],
@@ -175,7 +175,7 @@ class Decoder:
         if self._embedding is not None and self._entry is not None:
             residual_TH = self._entry(self._embedding(batch.input_ids_T), batch.positions_T)
         assert residual_TH is not None, "a later stage needs the hidden states of the one before"
-        angles = None if self._rotary is None else self._rotary.angles(batch.positions_T, residual_TH.dtype)
+        angles = tuple(rope.angles(batch.positions_T, residual_TH.dtype) for rope in self._ropes)
         inputs = LayerInputs(
             batch,
             residual_TH,
@@ -289,8 +289,8 @@ class Decoder:
 
 
 def _rope_of(layer: LayerSpec, ropes: Sequence[RopeSpec]) -> int | None:
-    """Returns which of the model's ropes a layer has; None where there is no choice."""
-    return None if layer.position is None or len(ropes) == 1 else ropes.index(layer.position)
+    """Returns which of the model's ropes a layer has; None for none."""
+    return None if layer.position is None else ropes.index(layer.position)
 
 
 def build_decoder(

@@ -27,13 +27,13 @@ from tandem.workers.kernels.cpu.cpu_build import (
 )
 from tandem.workers.kernels.cpu.cpu_decode_attention import CpuDecodeAttention
 from tandem.workers.kernels.cpu.cpu_experts import cpu_experts
+from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
 from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel
 from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
 from tandem.workers.kernels.cpu.cpu_lora import CpuLora
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
 from tandem.workers.kernels.expert_ops import MakeExpertOps
 from tandem.workers.kernels.fused_ops import FusedOps
-from tandem.workers.kernels.invariant.row_activations import RowFusedOps
 from tandem.workers.kernels.invariant.row_gemm import row_methods
 from tandem.workers.kernels.lora_ops import LoraOps
 from tandem.workers.platforms.base import Platform
@@ -77,7 +77,7 @@ def _attention(dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None =
 
 
 def _fused_ops(dtype: torch.dtype) -> FusedOps:
-    return RowFusedOps(_required(cpu_library, dtype), _required(cpu_invariant_library, dtype))
+    return CpuFusedOps(_required(cpu_library, dtype))
 
 
 def _expert_ops(dtype: torch.dtype, quantization: str | None = None) -> MakeExpertOps:

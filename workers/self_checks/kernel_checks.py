@@ -44,6 +44,8 @@ def kernel_checks() -> list[Check]:
         Check("compiled kernels", _compiled),
         Check("kernel add_rms_norm", lambda: _fused(_add_rms_norm, ((1, 1024), (7, 2048), (64, 4096)))),
         Check("kernel norm_rotate", lambda: _fused(_norm_rotate, ((1, 10, 128), (7, 4, 64), (64, 40, 128)))),
+        Check("kernel add_layer_norm", lambda: _fused(_add_layer_norm, ((1, 1000), (7, 2048), (64, 4096)))),
+        Check("kernel activate", lambda: _fused(_activate, ((1, 3000), (7, 6144), (64, 8192)))),
         Check("kernel silu_mul", lambda: _fused(_silu_mul, ((1, 3072), (7, 6144), (64, 8192)))),
         Check(
             "kernel decode attention", lambda: _attention((([5], 4, 2), ([300, 1, 17], 8, 8), ([129] * 8, 16, 2)), 1)
@@ -106,6 +108,24 @@ def _norm_rotate(ops: FusedOps, shape: Sequence[int]) -> float:
     cos, sin = phase.cos().to(BF16), phase.sin().to(BF16)
     expected = TorchFusedOps().norm_rotate(qk.float(), weight.float(), 1e-6, cos.float(), sin.float())
     return relative_error(ops.norm_rotate(qk, weight, 1e-6, cos, sin), expected)
+
+
+def _add_layer_norm(ops: FusedOps, shape: Sequence[int]) -> float:
+    x, residual, weight, bias = _noise(*shape), _noise(*shape), _noise(shape[1]), _noise(shape[1]).flip(0)
+    wide = residual.float()
+    expected = TorchFusedOps().add_layer_norm(x.float(), wide, weight.float(), bias.float(), 1e-6)
+    ours = ops.add_layer_norm(x, residual, weight, bias, 1e-6)
+    return max(relative_error(ours, expected), relative_error(residual, wide))
+
+
+def _activate(ops: FusedOps, shape: Sequence[int]) -> float:
+    """Every activation, alone and gated."""
+    rows, errors = _noise(*shape), []
+    for kind in Activation:
+        for gated in (False, True):
+            expected = TorchFusedOps().activate(rows.float(), kind, gated=gated)
+            errors.append(relative_error(ops.activate(rows, kind, gated=gated), expected))
+    return max(errors)
 
 
 def _silu_mul(ops: FusedOps, shape: Sequence[int]) -> float:

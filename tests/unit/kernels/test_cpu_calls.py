@@ -63,9 +63,20 @@ def test_cells_and_scratch_are_read_at_each_replay() -> None:
     torch.testing.assert_close(found.view(4, WIDTH), expected(x_TM))
 
 
+@torch.inference_mode()
+def test_sums_in_place_are_captured() -> None:
+    x, y = torch.ones(3, 4), torch.ones(3, 4)
+    with capturing(Arena()) as calls:
+        x.add_(y).mul_(0.5)
+        y.zero_()
+    assert calls.is_whole and torch.equal(x, torch.ones(3, 4))
+    calls.replay()
+    assert torch.equal(x, torch.full((3, 4), 0.5)) and not y.any()
+
+
 @pytest.mark.parametrize(
     "more",
-    [lambda x: x + 1, lambda x: x.add_(1), lambda x: x.clone(), lambda x: x.t().contiguous(), lambda x: x[0, 0].item()],
+    [lambda x: x + 1, lambda x: x.sub_(1), lambda x: x.clone(), lambda x: x.t().contiguous(), lambda x: x[0, 0].item()],
     ids=["new", "in-place", "clone", "reordered", "read"],
 )
 @torch.inference_mode()

@@ -11,8 +11,8 @@ from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear_methods import LinearMethod
 from tandem.parallel.params import Param, Source
 from tandem.workers.kernels.cpu.cpu_build import cpu_invariant_library, cpu_library
+from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
-from tandem.workers.kernels.invariant.row_activations import RowFusedOps
 from tandem.workers.kernels.invariant.row_gemm import RowMethod, SkinnyMethod, row_methods
 from tandem.workers.models.spec.arch import Activation
 
@@ -61,11 +61,11 @@ def test_a_row_is_the_same_alone_and_among_others(dtype: torch.dtype, outputs: i
 def test_an_activation_is_the_same_alone_and_among_others(dtype: torch.dtype, kind: Activation) -> None:
     usual = cpu_library(dtype)
     assert usual is not None
-    ops = RowFusedOps(usual, library(dtype))
+    ops = CpuFusedOps(usual)
     for width in (64, 72, 1000):
         given = 4 * draw(ROWS, 2 * width, dtype=dtype)
         for x in (given, given[:, :width], given[:, width:]):
-            y = ops.activate(x.clone() if kind is Activation.RELU else x, kind)
+            y = ops.activate(x, kind, gated=False)
             function = {Activation.SILU: F.silu, Activation.RELU: F.relu}.get(kind)
             approximate = "tanh" if kind is Activation.GELU_TANH else "none"
             expected = F.gelu(x.double(), approximate=approximate) if function is None else function(x.double())
@@ -73,7 +73,7 @@ def test_an_activation_is_the_same_alone_and_among_others(dtype: torch.dtype, ki
                 y.double(), expected, rtol=max(torch.finfo(dtype).eps / 2, 1e-6), atol=5e-7, msg=str(kind)
             )
             for first, last in RUNS:
-                assert torch.equal(ops.activate(x[first:last].clone(), kind), y[first:last]), (width, first, last)
+                assert torch.equal(ops.activate(x[first:last], kind, gated=False), y[first:last]), (width, first, last)
 
 
 @DTYPES

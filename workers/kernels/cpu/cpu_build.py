@@ -27,7 +27,7 @@ LORA_SOURCES = ("cpu_lora.c",)
 INT8_SOURCES = ("cpu_int8_gemm.c",)
 EXPERTS_SOURCES = ("cpu_experts.c", "cpu_grouped_gemm.c")
 SAMPLING_SOURCES = ("cpu_sampling.c",)
-INVARIANT_SOURCES = ("cpu_row_gemm.c", "cpu_activations.c")
+INVARIANT_SOURCES = ("cpu_row_gemm.c",)
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 TIMEOUT_S = 300.0
 """On cores that many others want, gcc takes more than a minute; without its kernels a service would stay slow."""

@@ -6,8 +6,8 @@ Intermediate results get memory from an Arena that the capture keeps, so their a
 calls again. Inputs that change reach them through memory that the caller keeps in place, or through cells: arguments
 that are ctypes objects, whose values are read at each call. Used by workers/graphs/cpu_graphs.py.
 
-A capture is whole only if it contains nothing but kernels, views and copies. Any other torch operation clears
-`is_whole`, and then it must not be replayed. Work outside torch is invisible to it: numpy's results and Python's
+A capture is whole only if it contains nothing but kernels, views, copies and sums in place. Any other torch operation
+clears `is_whole`, and then it must not be replayed. Work outside torch is invisible to it: numpy's results and Python's
 decisions stay those of the captured step.
 """
 
@@ -27,6 +27,8 @@ LEAST_CHUNK_BYTES = 4096
 CACHE_LINE = 64
 _aten = torch.ops.aten
 EMPTY = {_aten.empty.memory_format, _aten.empty_like.default}
+IN_PLACE = {_aten.copy_.default, _aten.add_.Tensor, _aten.mul_.Tensor, _aten.zero_.default}
+"""Operations that are captured with the kernels: they give the memory of their first argument new values."""
 GIVEN = {_aten.lift_fresh.default, _aten.detach_.default}
 """Operations that make tensors of numpy's or Python's values. These are constants of a capture, unless their owner
 changes them in place: ReplayableStep."""
@@ -160,7 +162,7 @@ class Capture(TorchDispatchMode):  # type: ignore[misc]
         if func in EMPTY:
             return self._empty(func(*args, **kwargs))
         out = func(*args, **kwargs)
-        if func is _aten.copy_.default and not kwargs:
+        if func in IN_PLACE and not kwargs:
             self._calls.append((func, args))
         elif func in GIVEN:
             self.kept.append(out)

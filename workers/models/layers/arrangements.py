@@ -28,8 +28,8 @@ class ScaledLayer(DecoderLayer):
         kv: LayerKV,
     ) -> torch.Tensor:
         residual_TH = inputs.residual_TH
-        x_TH = self._attention(self._attention_norm(branch_TH, residual_TH), inputs, kv) * self.scale
-        return self._mlp(self._mlp_norm(x_TH, residual_TH)) * self.scale
+        x_TH = self._attention(self._attention_norm(branch_TH, residual_TH), inputs, kv).mul_(self.scale)
+        return self._mlp(self._mlp_norm(x_TH, residual_TH)).mul_(self.scale)
 
 
 class PostNormLayer(DecoderLayer):
@@ -82,7 +82,7 @@ class ParallelLayer(DecoderLayer):
         residual_TH = inputs.residual_TH
         normed_TH = self._attention_norm(branch_TH, residual_TH)
         x_TH = self._attention(normed_TH, inputs, kv)
-        return x_TH + self._mlp(self._mlp_norm.alone(residual_TH) if self.has_two_norms else normed_TH)
+        return x_TH.add_(self._mlp(self._mlp_norm.alone(residual_TH) if self.has_two_norms else normed_TH))
 
 
 class ParallelTwoNormsLayer(ParallelLayer):
@@ -110,7 +110,7 @@ def make_layer(
     experts: ExpertOps,
     rope: int | None = None,
 ) -> DecoderLayer:
-    """Returns the layer that a spec describes. rope: which of the model's several ropes it has."""
+    """Returns the layer that a spec describes. rope: which of the model's ropes it has."""
     if spec.branch_scale == 1.0:
         return ARRANGEMENTS[spec.place](spec, params, context, ops, make, experts, rope)
     assert spec.place is Place.PRE, "scaled branches elsewhere than behind norms"

@@ -23,8 +23,7 @@ from tandem.workers.models.spec.parameters import LayerParams
 
 
 class AttentionLayer:
-    """Attention of one layer on this rank. rope: which of the model's several ropes it has, None where that is the only
-    one."""
+    """Attention of one layer on this rank. rope: which of the model's ropes it has, None for none."""
 
     def __init__(
         self,
@@ -44,25 +43,22 @@ class AttentionLayer:
         self._params = _own_heads(spec.params, weights[Role.Q].span(0, context.mesh), dim)
         self._eps = spec.norm.eps
         self._ops = ops
-        self._rotates = spec.position is not None
         self._qkv = ColumnParallelLinear(*params.merged("qkv"), context, make)
         self._rope = rope
-        self._norm = make_qk_norm(spec, params, (num_heads, num_kv_heads), context)
+        self._norm = make_qk_norm(spec, params, (num_heads, num_kv_heads), ops, context)
         self._sinks = weights.get(Role.SINKS)
         self._o = RowParallelLinear(*params.merged("o"), context, make)
 
     def __call__(self, x_TH: torch.Tensor, inputs: LayerInputs, kv: LayerKV) -> torch.Tensor:
         """Returns [T, H], before the residual. `kv`: this layer's cache, to which the step's tokens are added."""
         num_heads, num_kv_heads = self._heads
-        angles = inputs.angles
         qkv_TAD = self._qkv(x_TH).unflatten(-1, (-1, self._head_dim))
         qk_TSD, v_TKD = qkv_TAD.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
         weight_SD = None
         if self._norm is not None:
             qk_TSD, weight_SD = self._norm.before(qk_TSD), self._norm.rotate_weight_SD
-        if self._rope is not None and angles is not None:
-            angles = angles.of(self._rope)
-        cos_T1D, sin_T1D = (angles.cos_T1D, angles.sin_T1D) if self._rotates and angles is not None else (None, None)
+        angles = None if self._rope is None else inputs.angles[self._rope]
+        cos_T1D, sin_T1D = (None, None) if angles is None else (angles.cos_T1D, angles.sin_T1D)
         qk_TSD = self._ops.norm_rotate(qk_TSD, weight_SD, self._eps, cos_T1D, sin_T1D)
         q_TND, k_TKD = qk_TSD.split((num_heads, num_kv_heads), dim=1)
         self._ops.store(k_TKD, v_TKD, kv, inputs.slots_T[kv.group])

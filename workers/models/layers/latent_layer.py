@@ -78,7 +78,7 @@ class LatentAttentionLayer:
         self._spec = attention
         self._params = spec.params
         self._ops = ops
-        self._rotates, self._rope = spec.position is not None, rope
+        self._rope = rope
         self._latents = ColumnParallelLinear(*params.merged("latents"), context, make)
         self._q_norm: AddNorm | None = None
         if attention.q_rank is not None:
@@ -105,11 +105,9 @@ class LatentAttentionLayer:
         self, q_TND: torch.Tensor, k_T1R: torch.Tensor, inputs: LayerInputs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns both with their last R elements rotated, as new tensors."""
-        angles = inputs.angles if self._rotates else None
-        if angles is None:
+        if self._rope is None:
             return q_TND, k_T1R
-        if self._rope is not None:
-            angles = angles.of(self._rope)
+        angles = inputs.angles[self._rope]
         q_TNP, q_TNR = q_TND.split((self._spec.nope_dim, self._spec.rope_dim), dim=-1)
         qk_TSR = torch.cat((q_TNR, k_T1R), dim=1)
         qk_TSR = self._ops.norm_rotate(qk_TSR, None, 0.0, angles.cos_T1D, angles.sin_T1D)

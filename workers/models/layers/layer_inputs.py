@@ -14,12 +14,13 @@ from tandem.workers.models.layers.positions import Angles
 @dataclass(slots=True)
 class LayerInputs:
     """residual_TH: the residual stream, to which the layers add in place. slots_T: for each group of layers, where the
-    tokens' K and V are stored. adapters: of the tokens. kv: the cache, the same for all steps of a graph."""
+    tokens' K and V are stored. angles: of each of the model's ropes. adapters: of the tokens. kv: the cache, the same
+    for all steps of a graph."""
 
     batch: ForwardBatch
     residual_TH: torch.Tensor
     slots_T: list[torch.Tensor]
-    angles: Angles | None
+    angles: tuple[Angles, ...]
     adapters: AdapterRows | None
     backend: AttentionBackend
     kv: KVTensors
@@ -46,7 +47,7 @@ class LayerInputs:
         def room(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.new_empty((num_tokens, *tensor.shape[1:]))
 
-        angles, adapters = self.angles, self.adapters
+        adapters = self.adapters
         steps = tuple(
             self.backend.prepare_replay(self.batch.of_group(group), num_tokens, self.kv.scratch_block)
             for group in range(len(self.slots_T))
@@ -55,7 +56,7 @@ class LayerInputs:
             self.batch,
             room(self.residual_TH),
             [room(slots_T) for slots_T in self.slots_T],
-            None if angles is None else Angles(room(angles.cos_T1D), room(angles.sin_T1D)),
+            tuple(Angles(room(angles.cos_T1D), room(angles.sin_T1D)) for angles in self.angles),
             None if adapters is None else AdapterRows(room(adapters.slots_T), adapters.segments),
             self.backend,
             self.kv,
@@ -78,8 +79,8 @@ class LayerInputs:
 
     def _tensors(self) -> list[torch.Tensor]:
         tensors = [self.residual_TH, *self.slots_T]
-        if self.angles is not None:
-            tensors += (self.angles.cos_T1D, self.angles.sin_T1D)
+        for angles in self.angles:
+            tensors += (angles.cos_T1D, angles.sin_T1D)
         if self.adapters is not None:
             tensors.append(self.adapters.slots_T)
         return tensors

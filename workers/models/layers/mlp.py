@@ -19,16 +19,14 @@ from tandem.workers.models.spec.parameters import LayerParams
 Middle = Callable[[torch.Tensor], torch.Tensor]
 
 
+def activation(kind: Activation, ops: FusedOps) -> Middle:
+    """Returns an activation, which may overwrite its input."""
+    return partial(ops.activate, kind=kind, gated=False)
+
+
 def gating(kind: Activation, ops: FusedOps) -> Middle:
     """Returns the function activation(gate) * up of rows [gate | up]."""
-    if kind is Activation.SILU:
-        return ops.silu_mul
-
-    def gate_mul(gate_up_TM: torch.Tensor) -> torch.Tensor:
-        gate_TM, up_TM = gate_up_TM.chunk(2, dim=-1)
-        return ops.activate(gate_TM, kind) * up_TM
-
-    return gate_mul
+    return ops.silu_mul if kind is Activation.SILU else partial(ops.activate, kind=kind, gated=True)
 
 
 class MLP:
@@ -37,9 +35,8 @@ class MLP:
     def __init__(
         self, spec: Gated | Plain, params: LayerParams, context: ParallelContext, ops: FusedOps, make: MakeMethod
     ) -> None:
-        self._middle = (
-            gating(spec.activation, ops) if isinstance(spec, Gated) else partial(ops.activate, kind=spec.activation)
-        )
+        middle = gating if isinstance(spec, Gated) else activation
+        self._middle = middle(spec.activation, ops)
         self._up = ColumnParallelLinear(*params.merged("up"), context, make)
         self._down = RowParallelLinear(*params.merged("down"), context, make)
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
 from tandem.parallel.checkpoint import ParameterSlot
 from tandem.workers.kernels.fused_ops import FusedOps
@@ -57,19 +56,18 @@ class RMSNorm:
 class LayerNorm:
     """y_TH = (x_TH - mean(x_T)) / deviation(x_T) * weight_H + bias_H, without either where the model has none."""
 
-    def __init__(self, params: NormParams, eps: float) -> None:
+    def __init__(self, params: NormParams, eps: float, ops: FusedOps) -> None:
         self._params = params
         self._eps = eps
+        self._ops = ops
         self._weight_H: torch.Tensor | None = None
         self._bias_H: torch.Tensor | None = None
 
     def __call__(self, x_TH: torch.Tensor | None, residual_TH: torch.Tensor) -> torch.Tensor:
-        if x_TH is not None:
-            residual_TH.add_(x_TH)
-        return self.alone(residual_TH)
+        return self._ops.add_layer_norm(x_TH, residual_TH, self._weight_H, self._bias_H, self._eps)
 
     def alone(self, x_TH: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x_TH, x_TH.shape[-1:], self._weight_H, self._bias_H, self._eps)
+        return self._ops.add_layer_norm(None, x_TH, self._weight_H, self._bias_H, self._eps)
 
     def slots(self) -> Iterator[ParameterSlot]:
         if self._params.weight is not None:
@@ -101,4 +99,4 @@ def make_norm(spec: Norm | None, params: NormParams, ops: FusedOps) -> AddNorm:
     """Returns the norm that a spec describes."""
     if spec is None:
         return NoNorm()
-    return RMSNorm(params, spec.eps, ops) if spec.kind is NormKind.RMS else LayerNorm(params, spec.eps)
+    return (RMSNorm if spec.kind is NormKind.RMS else LayerNorm)(params, spec.eps, ops)

@@ -2,12 +2,10 @@
 
 RoPE after Su et al. 2021 (RoFormer), halves layout: dims i and i + D/2 form a pair. The decoder computes the angles
 once per step and every rotating layer applies them. Other layouts are turned into this one when weights are loaded
-(RopeSpec.head_order); elements that do not rotate have the angle 0. T tokens, D head dim, F = D / 2 frequencies, R
-different ropes.
+(RopeSpec.head_order); elements that do not rotate have the angle 0. T tokens, D head dim, F = D / 2 frequencies.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,15 +16,11 @@ from tandem.workers.models.spec.arch import RopeKind, RopeSpec
 
 @dataclass(frozen=True, slots=True)
 class Angles:
-    """The angles of a step: cos_T1D, and sin_T1D with rotate-half's sign folded in (-sin for the first half, +sin for
-    the second). Of a model with several ropes both are stacks, [T, R, 1, D]."""
+    """The angles of a step under one rope: cos_T1D, and sin_T1D with rotate-half's sign folded in (-sin for the first
+    half, +sin for the second)."""
 
     cos_T1D: torch.Tensor
     sin_T1D: torch.Tensor
-
-    def of(self, rope: int) -> "Angles":
-        """Returns the angles of one of several ropes."""
-        return Angles(self.cos_T1D[:, rope].contiguous(), self.sin_T1D[:, rope].contiguous())
 
 
 class RotaryPositions:
@@ -62,20 +56,6 @@ class RotaryPositions:
         base_T = rope.theta * stretch_T ** (self._dim / (self._dim - 2))
         exponent_F = torch.arange(0, self._dim, 2, device=positions_T.device) / self._dim
         return (base_T[:, None] ** -exponent_F.double()).float()
-
-
-class RotaryOfLayers:
-    """The angles of all ropes of a model, at least one."""
-
-    def __init__(self, ropes: Sequence[RopeSpec], head_dim: int, device: torch.device) -> None:
-        self._ropes = [RotaryPositions(rope, head_dim, device) for rope in ropes]
-
-    def angles(self, positions_T: torch.Tensor, dtype: torch.dtype) -> Angles:
-        """Returns the angles in `dtype`, computed in float32."""
-        found = [rope.angles(positions_T, dtype) for rope in self._ropes]
-        if len(found) == 1:
-            return found[0]
-        return Angles(torch.stack([one.cos_T1D for one in found], 1), torch.stack([one.sin_T1D for one in found], 1))
 
 
 def amplitude(rope: RopeSpec) -> float:

@@ -1,17 +1,17 @@
 """Norms of q and k (Dehghani et al. 2023): of each head, or of all heads at once.
 
-A root mean square of each head is computed with the rotation (FusedOps.norm_rotate); the others are torch operations
-before it. T tokens, S = query heads, then KV heads, D head dim; heads are this rank's.
+A root mean square of each head is computed with the rotation (FusedOps.norm_rotate), the others before it. T tokens,
+S = query heads, then KV heads, D head dim; heads are this rank's.
 """
 
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 
 from tandem.parallel.checkpoint import ParameterSlot
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.params import Param
+from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.models.spec.arch import Gqa, LayerSpec, NormKind, QkNorm
 from tandem.workers.models.spec.parameter_names import Role
 from tandem.workers.models.spec.parameters import LayerParams
@@ -50,14 +50,14 @@ class QKNorm:
 class LayerQKNorm(QKNorm):
     """LayerNorm of every query and key head, without a bias."""
 
-    def __init__(self, q: Param, k: Param, heads: tuple[int, int], head_dim: int, eps: float) -> None:
+    def __init__(self, q: Param, k: Param, heads: tuple[int, int], head_dim: int, eps: float, ops: FusedOps) -> None:
         super().__init__(q, k, heads, head_dim)
         self._eps = eps
+        self._ops = ops
 
     def before(self, qk_TSD: torch.Tensor) -> torch.Tensor:
         assert self.weight_SD is not None, "not loaded"
-        normed_TSD = F.layer_norm(qk_TSD.float(), qk_TSD.shape[-1:], eps=self._eps)
-        return normed_TSD.mul_(self.weight_SD).to(qk_TSD.dtype)
+        return self._ops.norm_heads(qk_TSD, self.weight_SD, self._eps, together=None, centered=True)
 
     @property
     def rotate_weight_SD(self) -> torch.Tensor | None:
@@ -68,10 +68,18 @@ class WholeQKNorm(QKNorm):
     """RMSNorm over all query heads, and over all key heads; ranks add up the squares of theirs."""
 
     def __init__(
-        self, q: Param, k: Param, heads: tuple[int, int], head_dim: int, eps: float, context: ParallelContext
+        self,
+        q: Param,
+        k: Param,
+        heads: tuple[int, int],
+        head_dim: int,
+        eps: float,
+        ops: FusedOps,
+        context: ParallelContext,
     ) -> None:
         super().__init__(q, k, heads, head_dim)
         self._eps = eps
+        self._ops = ops
         self._context = context
         ranks = context.tp_size
         copies = [count * head_dim * ranks // param.num_elements for count, param in zip(heads, (q, k), strict=True)]
@@ -79,10 +87,11 @@ class WholeQKNorm(QKNorm):
 
     def before(self, qk_TSD: torch.Tensor) -> torch.Tensor:
         assert self.weight_SD is not None, "not loaded"
+        if self._context.tp_size == 1:
+            return self._ops.norm_heads(qk_TSD, self.weight_SD, self._eps, together=self._heads[0], centered=False)
         parts = qk_TSD.float().split(self._heads, dim=1)
         squares_T2 = torch.stack([part.square().sum((1, 2)) for part in parts], dim=1)
-        if self._context.tp_size > 1:
-            squares_T2 = self._context.tp.all_reduce(squares_T2)
+        squares_T2 = self._context.tp.all_reduce(squares_T2)
         scales = [
             torch.rsqrt(squares_T2[:, place] / total + self._eps)[:, None, None]
             for place, total in enumerate(self._totals)
@@ -96,7 +105,7 @@ class WholeQKNorm(QKNorm):
 
 
 def make_qk_norm(
-    spec: LayerSpec, params: LayerParams, heads: tuple[int, int], context: ParallelContext
+    spec: LayerSpec, params: LayerParams, heads: tuple[int, int], ops: FusedOps, context: ParallelContext
 ) -> QKNorm | None:
     """Returns the norm that a layer has; None for none. heads: this rank's query and KV heads."""
     attention = spec.attention
@@ -107,5 +116,7 @@ def make_qk_norm(
     q, k = params.weights[Role.Q_NORM], params.weights[Role.K_NORM]
     if kind is QkNorm.WHOLE:
         assert spec.norm.kind is NormKind.RMS, "a LayerNorm over all heads"
-        return WholeQKNorm(q, k, heads, dim, spec.norm.eps, context)
-    return QKNorm(q, k, heads, dim) if spec.norm.kind is NormKind.RMS else LayerQKNorm(q, k, heads, dim, spec.norm.eps)
+        return WholeQKNorm(q, k, heads, dim, spec.norm.eps, ops, context)
+    if spec.norm.kind is NormKind.RMS:
+        return QKNorm(q, k, heads, dim)
+    return LayerQKNorm(q, k, heads, dim, spec.norm.eps, ops)
