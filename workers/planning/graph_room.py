@@ -47,8 +47,8 @@ def capture_bytes(spec: ArchSpec, num_tokens: int, num_blocks: int, block_size: 
     positions = num_blocks * block_size
     windows = len({layer.params.window for layer in spec.layers})
     masks = windows * positions * 4
-    tables = LONG * windows * (num_blocks + 1)  # and slots, of each group of layers
-    return num_tokens * (stream + rotary + masks + tables + 4 * LONG) + LONG * positions
+    tables = LONG * windows * (num_blocks + 3)  # with slots and lengths, of each group of layers
+    return num_tokens * (stream + rotary + masks + tables + LONG) + LONG * windows * positions
 
 
 def _most_blocks(spec: ArchSpec, mesh: Mesh, block_size: int, element_bytes: int, max_model_len: int) -> int:

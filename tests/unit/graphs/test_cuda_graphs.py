@@ -209,8 +209,9 @@ def test_a_capture_keeps_no_more_than_the_plan_says(folders: Callable[[str], Pat
     assert len(captures) >= 2
     for (key, bucket), captured in captures.items():
         inputs = captured.inputs
-        attention = [value for value in vars(inputs._replayable).values() if isinstance(value, torch.Tensor)]
-        attention += inputs._replayable._masks.values()
+        attention = [value for step in inputs._replayable for value in vars(step).values()]
+        attention = [value for value in attention if isinstance(value, torch.Tensor)]
+        attention += [mask for step in inputs._replayable for mask in step._masks.values()]
         kept = sum(tensor.nbytes for tensor in (*inputs._tensors(), *captured.outputs, *attention))
         most = capture_bytes(load_spec(folders(name)), bucket, key[0], 16, 4)
         assert most / 2 <= kept <= most, (bucket, key[0])

@@ -111,7 +111,7 @@ def test_ranks_guess_and_accept_alike(folder: Path) -> None:
 
 def test_rows_that_wait_for_their_tokens_and_tight_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row with a penalty ends early; until then the host proposes. Rows are preempted with drafts in flight."""
-    requests = requests_of(presence_penalty=0.5, max_tokens=6)
+    requests = requests_of(presence_penalty=0.5, max_tokens=12)
     case = case_of(folder, requests)
     wanted = served(replace(case, late=False))
     launches = Launches(monkeypatch)
