@@ -250,7 +250,8 @@ class KVOffload:
             pool.acquire(block_id)
         block_ids = pool.allocate(len(found.from_host))
         assert block_ids is not None, "they are fewer than those of the sequence"
-        self.counts.loaded_tokens += len(block_ids) * manager.block_size
+        has_windows = manager.groups.has_windows  # a block loaded may save many tokens, or several blocks one
+        self.counts.loaded_tokens += found.num_tokens if has_windows else len(block_ids) * manager.block_size
         return self._start(self._store.load(found.from_host, block_ids), kept=found.on_device)
 
     def _store_blocks(self, table: BlockTable) -> None:

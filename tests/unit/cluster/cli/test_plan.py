@@ -129,7 +129,9 @@ def test_a_plan_with_windows_is_what_a_rank_finds(tmp_path: Path) -> None:
     loaded.decoder.close()
     shown = run(str(folder), "--device", "cpu").stdout
     assert "a window of 24 tokens" in shown and "With --disable-hybrid-kv-cache-manager the device holds" in shown
-    assert "KV groups" not in run(str(folder), "--device", "cpu", "--disable-hybrid-kv-cache-manager").stdout
+    whole = replace(settings, cache=replace(settings.cache, disable_hybrid_kv_cache_manager=True))
+    plan = plan_group(whole, load_spec(folder), Memory("cpu", 8 * GIB), "bfloat16", "bfloat16", CONTEXT)
+    assert plan.kv_groups.windows == (None,) and plan.device_tokens == plan.tokens_kept_whole
 
 
 def test_the_command_takes_quantization_and_refuses_what_a_device_has_not(folder: Path) -> None:
