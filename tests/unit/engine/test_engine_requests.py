@@ -192,12 +192,22 @@ def test_a_request_that_fails_on_its_way_to_the_queue_leaves_nothing(place, n, b
             h.engine.add_request(bad)
     h.engine.check_invariants()
     assert not h.engine._limits.num_requests and not h.engine._limits.num_tokens
+    users = {state.request.request_id for known in h.engine._adapters._known.values() for state in known.users}
+    assert users == {"other"}
     h.step()
     assert h.engine.stats().waiting == 0 and "bad" not in h.sink.ends
     again = request("bad", 6, 4, n=n)
     h.add(again)
     h.run()
     assert_as_expected(h, other, again)
+
+
+def test_a_request_that_fails_when_it_is_queued_uses_no_grammar():
+    h = harness(patience=100)
+    with failing(h.engine._scheduler, "enqueue", before=True), pytest.raises(TypeError):
+        h.engine.add_request(request("bad", 6, grammar="g"))
+    assert not any(known.users for known in h.engine._grammars._known.values())
+    finish_one(h)
 
 
 # ---- aborts ----
