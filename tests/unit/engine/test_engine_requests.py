@@ -134,6 +134,24 @@ def test_one_id_runs_once_and_a_newer_attempt_replaces_it():
     assert h.sink.ends["a"].attempt == 1
 
 
+def test_a_newer_attempt_replaces_one_that_was_complete_when_resumed():
+    h = harness()
+    h.add(request("a", 3, 2, resume=[[5, 6]]))
+    h.engine.add_request(request("a", 3, 2, attempt=1))
+    assert h.sink.ends.pop("a").attempt == 0
+    h.sink.resumed.clear()
+    h.run()
+    assert h.sink.ends["a"].attempt == 1
+
+
+def test_a_request_that_ends_while_it_waits_leaves_its_place_in_the_queue():
+    h = harness(max_num_queued_reqs=1)
+    h.add(request("a", 3))
+    h.engine.abort(Abort(request_id="a", attempt=0))
+    h.add(request("b", 3))
+    h.run()
+
+
 def failing(owner: object, name: str, *, before: bool) -> object:
     """A method that raises, before or after it has done its work."""
     method = getattr(owner, name)
@@ -174,12 +192,22 @@ def test_a_request_that_fails_on_its_way_to_the_queue_leaves_nothing(place, n, b
             h.engine.add_request(bad)
     h.engine.check_invariants()
     assert not h.engine._limits.num_requests and not h.engine._limits.num_tokens
+    users = {state.request.request_id for known in h.engine._adapters._known.values() for state in known.users}
+    assert users == {"other"}
     h.step()
     assert h.engine.stats().waiting == 0 and "bad" not in h.sink.ends
     again = request("bad", 6, 4, n=n)
     h.add(again)
     h.run()
     assert_as_expected(h, other, again)
+
+
+def test_a_request_that_fails_when_it_is_queued_uses_no_grammar():
+    h = harness(patience=100)
+    with failing(h.engine._scheduler, "enqueue", before=True), pytest.raises(TypeError):
+        h.engine.add_request(request("bad", 6, grammar="g"))
+    assert not any(known.users for known in h.engine._grammars._known.values())
+    finish_one(h)
 
 
 # ---- aborts ----
@@ -231,6 +259,7 @@ def test_keep_positions_trims_the_bill_and_reads_as_stop(mode):
     h.engine.abort(Abort(request_id="a", attempt=0, keep_positions=4))
     ended = h.sink.ends["a"]
     assert (ended.positions, ended.finish_reasons, ended.usage.completion_tokens) == ([4], ["stop"], 4)
+    assert h.engine.stats().wasted_tokens == produced - 4, "those of steps in flight come later"
     h.run()
     assert h.engine.stats().wasted_tokens >= produced - 4
 
