@@ -1,5 +1,6 @@
 """What chat and completions answer, whole and streamed, over the fake backend."""
 
+import math
 from typing import Any
 
 import pytest
@@ -71,6 +72,22 @@ async def test_defaults_are_those_of_the_contract() -> None:
         assert (params.temperature, params.top_k, params.top_p, params.repetition_penalty) == (0.0, 0, 1.0, 1.0)
         assert params.seed == -1, "as LLM takes it: the same text"
         assert params.min_p == 0.5
+
+
+async def test_what_the_model_forbids_and_how_long_it_answers() -> None:
+    """Of generation_config.json: a cap, as in vLLM, defaults of stop and min_tokens, and tokens that are never said."""
+    defaults = GenerationDefaults(
+        max_new_tokens=9, min_new_tokens=2, stop_strings=("END",), suppress_tokens=(7,), bad_words_ids=((8, 9),)
+    )
+    async with gateway(saying("x"), defaults=defaults) as rig:
+        await rig.chat()
+        await rig.complete(max_tokens=50, stop=["x"], min_tokens=0, logit_bias={"7": 5, "6": 1})
+        await rig.complete(max_tokens=1)
+        chat, given, short = (request.sampling for request in rig.backend.requests)
+        assert (chat.max_tokens, chat.min_tokens, chat.stop) == (9, 2, ("END",))
+        assert (given.max_tokens, given.min_tokens, given.stop) == (9, 0, ("x",))
+        assert dict(given.logit_bias) == {6: 1, 7: -math.inf} and chat.bad_words_token_ids == ((8, 9),)
+        assert (short.max_tokens, short.min_tokens) == (1, 1)
 
 
 async def test_every_request_gets_its_own_seed_and_id() -> None:

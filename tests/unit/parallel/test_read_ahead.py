@@ -132,6 +132,11 @@ def test_a_file_that_ends_too_soon_is_named_with_the_tensor(tmp_path: Path) -> N
         load([slot], SafetensorsSource(checkpoint), dtype=torch.float32, device=CPU, progress=False)
     with pytest.raises(SettingsError, match=r"model\.safetensors is cut off: it has \d+ bytes, and its tensors end at"):
         StoredCheckpoint(tmp_path, [param])
+    header = b'{"w0": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}'
+    (other := tmp_path / "other").mkdir()
+    (other / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(SettingsError, match=r"tensor w0 has 4 bytes, which are not \[2\] of F32"):
+        StoredCheckpoint(other, [param])
     file.rename(kept := tmp_path / "kept")
     file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 12\n")
     with pytest.raises(SettingsError, match="not a safetensors file: git has left a pointer in its place; `git lfs"):
