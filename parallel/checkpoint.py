@@ -63,15 +63,18 @@ class Share(NamedTuple):
 
 
 class Found(Protocol):
-    """The shares of one slot, read. Valid until the next are asked for."""
+    """The shares of one slot, read. Valid until the next are asked for. dtype: the checkpoint's of the first, None
+    without any."""
+
+    dtype: torch.dtype | None
 
     def share(self, place: int) -> torch.Tensor:
         """Returns a share, in the checkpoint's dtype, on the CPU. place: its index in what was asked for."""
         ...
 
-    def merged(self, *, keeps: bool) -> torch.Tensor | None:
+    def merged(self, device: torch.device, *, keeps: bool) -> torch.Tensor | None:
         """Returns all shares as one tensor in the checkpoint's dtype, one behind the other and flat, where they were
-        read so, else None. keeps: the caller keeps it."""
+        read so on that device, else None. keeps: the caller keeps it."""
         ...
 
 
@@ -134,11 +137,11 @@ def _assemble(
 ) -> torch.Tensor:
     """Returns a slot's tensor: what was read, or a new one with its shares copied in and padding zeroed."""
     shape = slot.local_shape(mesh)
-    stored = found.share(0).dtype if wanted else dtype
+    stored = found.dtype or dtype
     kept = stored if slot.as_stored else HELD_AS.get(slot.params[0].dtype, dtype)
     is_all = sum(share.length * _others(share) for share in wanted) == torch.Size(shape).numel()
-    if wanted and stored is kept and device.type == "cpu" and is_all:
-        merged = found.merged(keeps=slot.keeps)
+    if wanted and stored is kept and is_all:
+        merged = found.merged(device, keeps=slot.keeps)
         if merged is not None:
             return merged.view(shape)
     tensor = torch.empty(shape, dtype=kept, device=device)
@@ -186,6 +189,7 @@ class ReadShares:
 
     def __init__(self, read: ReadSlices) -> None:
         self._read = read
+        self.dtype = DTYPES[read.slices[0].dtype] if read.slices else None
 
     def share(self, place: int) -> torch.Tensor:
         stands = self._read.slices[place]
@@ -200,9 +204,9 @@ class ReadShares:
             tensor = tensor[rows]
         return tensor + stands.add if stands.add else tensor
 
-    def merged(self, *, keeps: bool) -> torch.Tensor | None:
+    def merged(self, device: torch.device, *, keeps: bool) -> torch.Tensor | None:
         slices = self._read.slices
-        if not all(one.is_plain and one.dtype == slices[0].dtype for one in slices):
+        if self._read.data.device != device or not all(one.is_plain and one.dtype == slices[0].dtype for one in slices):
             return None
         data = self._read.keep() if keeps else self._read.data
         return data.view(DTYPES[slices[0].dtype])
@@ -230,13 +234,15 @@ class DummySource:
         return whole.narrow(dim, start, length)
 
 
-class MadeShares(NamedTuple):
+class MadeShares:
     """Shares that were made up."""
 
-    tensors: tuple[torch.Tensor, ...]
+    def __init__(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        self._tensors = tensors
+        self.dtype = tensors[0].dtype if tensors else None
 
     def share(self, place: int) -> torch.Tensor:
-        return self.tensors[place]
+        return self._tensors[place]
 
-    def merged(self, *, keeps: bool) -> torch.Tensor | None:
+    def merged(self, device: torch.device, *, keeps: bool) -> torch.Tensor | None:
         return None
