@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tandem.parallel.collectives import Collectives, SingleRank
+from tandem.parallel.exchange.step_collectives import StepCollectives
 from tandem.parallel.mesh import Mesh
-from tandem.parallel.step_collectives import StepCollectives
 
 
 def _nothing() -> None:

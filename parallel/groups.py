@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from tandem.parallel.collectives import Collectives, SingleRank, TorchCollectives
 from tandem.parallel.context import ParallelContext
+from tandem.parallel.exchange.shared_memory import SharedMemoryCollectives, open_segment
+from tandem.parallel.exchange.step_collectives import StepCollectives
 from tandem.parallel.mesh import Mesh
-from tandem.parallel.shared_memory import SharedMemoryCollectives, open_segment
-from tandem.parallel.step_collectives import StepCollectives
 
 RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
 COLLECTIVE_TIMEOUT = timedelta(hours=1)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from tandem.parallel.context import ParallelContext
+from tandem.parallel.exchange.step_collectives import StepCollectives
 from tandem.parallel.mesh import Mesh
-from tandem.parallel.step_collectives import StepCollectives
 
 TIMEOUT_S = 60.0
 

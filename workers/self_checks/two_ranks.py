@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import torch
 
 from tandem.parallel.context import ParallelContext
+from tandem.parallel.exchange.shared_memory import SharedMemoryCollectives
 from tandem.parallel.groups import init_parallel, listen
-from tandem.parallel.shared_memory import SharedMemoryCollectives
 from tandem.workers.platforms.cpu import cpu_platform
 from tandem.workers.self_checks.outcome import Check, require
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tandem.parallel.context import ParallelContext
-from tandem.parallel.shared_memory import SLOT_BYTES, SharedMemoryCollectives
+from tandem.parallel.exchange.shared_memory import SLOT_BYTES, SharedMemoryCollectives
 from tests.support.decoder_ranks import RankProcesses
 
 SHAPES = [(1,), (3, 5), (16, 1024), (SLOT_BYTES // 2 + 7,), (3, SLOT_BYTES // 4), (0, 8)]
