@@ -61,7 +61,7 @@ class Block:
         wanted = np.frombuffer(target, np.uint8).reshape(self.num_rows, self.width)
         for first in range(0, self.num_rows, step):
             taken = rows[: min(step, self.num_rows - first)]
-            _read(descriptor, memoryview(taken).cast("B"), self.start + first * self.row_bytes)
+            _read(descriptor, taken.data.cast("B"), self.start + first * self.row_bytes)
             wanted[first : first + step] = taken[:, self.left : self.left + self.width]
 
 

@@ -87,10 +87,12 @@ def build_batch(
     row_S, back_S = _samples(samples_R, None if drafts is None else drafts_R)
     sample_rows_S = rows_R[row_S]
     adapters = _adapters(table.adapter_slots[rows_R], lens_R, starts, row_S) if table.num_adapted else None
-    own = (None, None) if adapters is None else (adapters.slots_T, adapters.slots_S)
+    slots_T, slots_S = (None, None) if adapters is None else (adapters.slots_T, adapters.slots_S)
     places = None if drafts is None else StepDrafts(drafts_R, back_S > 1, drafts.ids is None)
     logits_rows_S = starts[1:][row_S] - back_S
-    rows = StepRows(rows_R, begin_R, end_R, starts, lens_R, logits_rows_S, sample_rows_S, *own, spare_R, places)
+    rows = StepRows(
+        rows_R, begin_R, end_R, starts, lens_R, logits_rows_S, sample_rows_S, slots_T, slots_S, spare_R, places
+    )
     positions_S, beside = end_R[row_S] + 1 - back_S, StepArrays()
     sampling = None if prepare is None or not len(row_S) else prepare(sample_rows_S, positions_S, beside.send)
     tensors = device_rows.step(rows, beside)

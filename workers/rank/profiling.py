@@ -68,8 +68,8 @@ def run_fullest_steps(
     size, scheduler = settings.cache.block_size, settings.scheduler
     used_bytes = 0
     for rows in (scheduler.max_num_seqs, 1):
-        tokens, drafts = scheduler.max_num_batched_tokens, settings.max_drafts
-        plan = fullest_plan(rows, tokens, max_model_len, size, drafts, len(windows))
+        tokens = scheduler.max_num_batched_tokens
+        plan = fullest_plan(rows, tokens, max_model_len, size, settings.max_drafts, len(windows))
         num_blocks = 1 + max(plan.work[0].new_block_ids)
         kv = KVCache.allocate(decoder.kv_layouts, num_blocks, size, kv_dtype, platform)
         table = RowTable(len(plan.work), max_model_len, size, vocab_size, windows=windows)
