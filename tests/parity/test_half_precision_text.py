@@ -16,13 +16,15 @@ from tandem.workers.models.decoder import Decoder
 from tandem.workers.models.spec.config_reader import load_spec
 from tests.parity.test_decoder_logits import STORIES
 from tests.support.paged_rows import PagedRows, prompt_ids
-from tests.support.tiny_models import TINY_MODELS, load_peer, some_in_parity
+from tests.support.tiny_models import BY_NAME, TINY_MODELS, load_peer, some_in_parity
 
 PROMPTS, PROMPT_LEN, OUTPUT_LEN = 6, 45, 40
 TINY_ROUND_OFFS = 48
 """The tiny checkpoints' wide weights grow one rounding to a tenth of the largest logit in bfloat16."""
 ROUTED = {"mixtral", "qwen2_moe", "qwen3_moe", "granitemoe"}
 """Types of which a rounding may choose another expert, and so another text: test_decoder_logits.py has them."""
+ROUTED_IN_BF16 = ("deepseek_v2", "deepseek_v3")
+"""Types of which only the roundings of bfloat16 are large enough for that."""
 TRAINED_ROUND_OFFS = 8
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 TinyFolder = Callable[[str], Path]
@@ -82,6 +84,8 @@ def check(folder: Path, make_decoder: MakeDecoder, dtype: torch.dtype, round_off
 def test_tiny_checkpoints_write_what_transformers_writes(
     name: str, dtype: torch.dtype, tiny_folder: TinyFolder, make_decoder: MakeDecoder
 ) -> None:
+    if dtype is torch.bfloat16 and BY_NAME[name].model_type in ROUTED_IN_BF16:
+        pytest.skip("a rounding chooses another expert")
     share = check(tiny_folder(name), make_decoder, dtype, TINY_ROUND_OFFS)
     print(f"compared: {share:.0%} of {PROMPTS * OUTPUT_LEN} positions")
     assert share > (0.1 if dtype is torch.bfloat16 else 0.6), "enough was compared"

@@ -51,15 +51,18 @@ TILES(4)
 #define NAMES(V) {tile_1_##V, tile_2_##V, tile_3_##V, tile_4_##V, tile_5_##V, tile_6_##V}
 static tile *const TILES_OF[2][TILE_ROWS] = {NAMES(2), NAMES(4)};
 
-/* All rows over all inputs, run by run, in tiles of nearly equal height; each fetches its part of the run after it. */
-static void multiply_all(const uint8_t *w, const int8_t *x, long x_stride, int32_t *sums, long rows, long quads,
-                         int vectors) {
+/* All rows over all inputs, run by run, in tiles of nearly equal height; each fetches its part of the run after it. end:
+   of the weight, behind which nothing is fetched. */
+static void multiply_all(const uint8_t *w, const uint8_t *end, const int8_t *x, long x_stride, int32_t *sums, long rows,
+                         long quads, int vectors) {
   const long tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
   const long lines = vectors == 4 ? (RUN * LINE / 64 + tiles - 1) / tiles : 0, a_quad = (lines + RUN - 1) / RUN;
   for (long q = 0; q < quads; q += RUN)
     for (long t = 0, row = 0; t < tiles; t++) {
       const long height = (rows - row + tiles - t - 1) / (tiles - t);
-      const fetch ahead = {w + (q + RUN) * LINE + t * lines * 64, lines * 64, a_quad * 64};
+      const uint8_t *from = w + (q + RUN) * LINE + t * lines * 64;
+      const long left = end - from, bytes = left < 0 ? 0 : left < lines * 64 ? left : lines * 64;
+      const fetch ahead = {from, bytes, a_quad * 64};
       TILES_OF[vectors / 4][height - 1](w + q * LINE, x + row * x_stride + q * QUAD, x_stride, sums + row * BLOCK,
                                         quads - q < RUN ? quads - q : RUN, q == 0, ahead);
       row += height;
@@ -105,8 +108,10 @@ INLINE void round_row(const element *x, long inputs, int planes, int8_t *codes, 
   *scale = planes == 1 || !(most < INFINITY) ? most / 127 : steps > 0 ? 1 / steps : 0; /* NaN stays NaN */
 }
 
-/* Rows that have been rounded, and where their products go. codes: [rows][planes][stride], stride a multiple of 16. */
+/* Rows that have been rounded, the weight that they pass, and where their products go. codes: [rows][planes][stride],
+   stride a multiple of 16. */
 typedef struct {
+  const uint8_t *end; /* of the weight */
   const int8_t *codes;
   long stride;
   const float *scales;  /* [rows] */
@@ -124,7 +129,8 @@ static void multiply_block(const uint8_t *w, const float *scale, const element *
   const long groups = (end - first + GROUP / planes - 1) / (GROUP / planes);
   for (long g = 0; g < groups; g++) {
     const long begin = first + (end - first) * g / groups, stop = first + (end - first) * (g + 1) / groups;
-    multiply_all(w, rows.codes + begin * planes * rows.stride, rows.stride, sums, (stop - begin) * planes, quads, vectors);
+    multiply_all(w, rows.end, rows.codes + begin * planes * rows.stride, rows.stride, sums, (stop - begin) * planes,
+                 quads, vectors);
     for (long row = begin; row < stop; row++)
       for (long v = 0, o = 0; v < vectors && o < outputs; v++, o += LANES) {
         floats y = {0};
@@ -156,7 +162,8 @@ void int8_gemm(const uint8_t *weight, const float *scale, const element *x, long
       const uint8_t *w = weight + half / 2 * quads * LINE + half % 2 * (LINE / 2);
       const long o = half * (BLOCK / 2);
       vectors = half % 2 == 0 && half + 1 < last ? 4 : 2; /* a block that two threads share is halved */
-      const rounded_rows all = {codes, stride, row_scales, row_sums, planes, out + o, outputs};
+      const rounded_rows all = {weight + (halves + 1) / 2 * quads * LINE, codes, stride, row_scales, row_sums, planes,
+                                out + o, outputs};
       multiply_block(w, scale + o, bias ? bias + o : 0, all, 0, rows, quads, outputs - o, vectors);
     }
   }
@@ -182,7 +189,7 @@ void grouped_int8_gemm(const uint8_t *weight, long expert_bytes, long scale_at, 
     const uint8_t *w = weight + expert * expert_bytes;
     for (long first = expert ? ends[expert - 1] : 0; first < end; first += in_group)
       for (long o = begin; o < stop; o += BLOCK) {
-        const rounded_rows all = {codes, stride, row_scales, row_sums, planes, out + o, outputs};
+        const rounded_rows all = {w + scale_at, codes, stride, row_scales, row_sums, planes, out + o, outputs};
         multiply_block(w + o * inputs, (const float *)(w + scale_at) + o, bias ? bias + expert * outputs + o : 0, all,
                        first, end - first < in_group ? end : first + in_group, quads, stop - o, 4);
       }
