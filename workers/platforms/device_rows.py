@@ -59,8 +59,8 @@ class StepRows:
     begin_R, end_R: the first position that a row computes, and the last + 1. starts: int64 [R + 1], the rows' places
     among the tokens. lens_R: their numbers of tokens. logits_rows_S: places of the logits. sample_rows_S: rows of the
     sampled tokens. slots_T, slots_S: int32, adapter slots of the tokens and of those sampled, None without adapters.
-    drafts: where rows have any. Where drafts of earlier steps are in flight, positions count one token for each of these
-    steps; spare_R: by how much a row may be ahead of that, None for no row.
+    drafts: where rows have any. Where drafts of earlier steps are in flight, positions count one token for each of
+    these steps; spare_R: by how much a row may be ahead of that, None for no row.
     """
 
     rows_R: Ints
