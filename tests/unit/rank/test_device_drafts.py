@@ -100,7 +100,7 @@ def test_steps_with_drafts_are_launched_ahead_and_change_no_token(
     launches = Launches(monkeypatch)
     assert served(replace(case, drafts=3)).tokens == wanted.tokens
     assert launches.ahead >= 8 and launches.waited == 0, "nothing is read before the next launch"
-    assert launches.accepted >= 5
+    assert launches.accepted >= 2
 
 
 @pytest.mark.parity
