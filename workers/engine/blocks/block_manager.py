@@ -138,10 +138,10 @@ class BlockManager:
             yield from islice(keys, count)
             return
         count = longest_prefix(groups, keys, count, has)
-        first = [groups.first_seen(group, count) for group in range(groups.count)]
+        first = [groups.first_seen(group, count) for group in range(self._num_groups)]
         for place in range(count):
-            for group, seen in enumerate(first):
-                yield keys[place * groups.count + group] if place >= seen else None
+            own = keys[place * self._num_groups : (place + 1) * self._num_groups]
+            yield from (key if place >= seen else None for key, seen in zip(own, first, strict=True))
 
     def admit(self, table: BlockTable, num_tokens: int, hits: Sequence[int] = (), reserve: int = 0) -> bool:
         """Gives an empty table `hits` (from match_prefix), and reserves the other blocks that num_tokens tokens need.
