@@ -3,13 +3,12 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 from unittest import mock
 
 import torch
 
-from tandem.workers.rank import model_runner
-from tandem.workers.sampling.sampler import Drawn, sample
+from tandem.offload.copies.accelerator import Accelerator
+from tandem.workers.sampling.sampler import Drawn, Sampling
 
 
 @dataclass
@@ -34,12 +33,16 @@ class SeenLogits:
 def seeing(seen: SeenLogits) -> Iterator[None]:
     """Notes the logits of all steps of ranks in this process, before anything is done to them."""
 
-    def noted(logits_SV: torch.Tensor, rows_S: Any, positions_S: Any, table: Any, history: Any, platform: Any) -> Drawn:
-        for place, (row, position) in enumerate(zip(rows_S.tolist(), positions_S.tolist(), strict=True)):
-            tokens, _ = history(row, position)
+    draw = Sampling.draw
+
+    def noted(
+        self: Sampling, logits_SV: torch.Tensor, accelerator: Accelerator, positions_S: torch.Tensor | None = None
+    ) -> Drawn:
+        for place, (row, position) in enumerate(zip(self._rows_S.tolist(), self._positions_S.tolist(), strict=True)):
+            tokens, _ = self._history(row, position)
             assert len(tokens) == position and (tokens >= 0).all(), "a token that is not known yet"
             seen.take(tokens.tobytes(), logits_SV[place].clone())
-        return sample(logits_SV, rows_S, positions_S, table, history, platform)
+        return draw(self, logits_SV, accelerator, positions_S)
 
-    with mock.patch.object(model_runner, "sample", noted):
+    with mock.patch.object(Sampling, "draw", noted):
         yield
